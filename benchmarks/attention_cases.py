@@ -1,0 +1,102 @@
+"""What the attention benchmark runs on: segments, by the name of the question they answer."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+WINDOW = 65536
+
+
+@dataclass(frozen=True)
+class Case:
+    """`documents`: lengths of the packed documents. `segments`: those of one rank, or of all."""
+
+    group: str
+    name: str
+    documents: tuple[int, ...]
+    segments: Tensor
+
+    @property
+    def dense(self) -> bool:
+        """One whole document: what dense causal attention can run too."""
+        return (
+            len(self.documents) == 1 and len(self.segments) == 1 and self.segments[0, 1] == self.documents[0]
+        )
+
+
+def whole(lengths: list[int]) -> Tensor:
+    """Segments of whole documents, one after the other."""
+    lengths = np.asarray(lengths, dtype=np.int64)
+    starts = np.cumsum(lengths) - lengths
+    return torch.from_numpy(np.stack([starts, lengths, starts, lengths], axis=1).astype(np.int32))
+
+
+def shard(lengths: list[int], ranks: int, rank: int) -> Tensor:
+    """Segments of one context-parallel rank that holds chunks `rank` and 2 ranks - 1 - rank of every
+    document.
+
+    Chunks of a document differ by at most one token; the keys of all ranks are there.
+    """
+    rows, q, kv = [], 0, 0
+    for length in lengths:
+        cuts = [length * i // (2 * ranks) for i in range(2 * ranks + 1)]
+        for chunk in (rank, 2 * ranks - 1 - rank):
+            begin, end = cuts[chunk], cuts[chunk + 1]
+            if end > begin:
+                rows.append([q, end - begin, kv, end])
+                q += end - begin
+        kv += length
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def lognormal(total: int, median: int, seed: int, longest: int) -> list[int]:
+    """Document lengths of a long-tailed corpus (sigma 1.2), cut at `longest`, that fill `total` tokens."""
+    rng = np.random.default_rng(seed)
+    lengths = []
+    while sum(lengths) < total:
+        lengths.append(int(np.clip(rng.lognormal(np.log(median), 1.2), 16, longest)))
+    lengths[-1] -= sum(lengths) - total
+    return [n for n in lengths if n > 0]
+
+
+def short(total: int, low: int, high: int, seed: int) -> list[int]:
+    rng = np.random.default_rng(seed)
+    lengths = []
+    while sum(lengths) < total:
+        lengths.append(int(rng.integers(low, high + 1)))
+    return lengths
+
+
+def cases(scale: int = 1) -> list[Case]:
+    """All cases, each group's most telling first; every length divided by `scale`, for a try on a CPU."""
+    found = []
+
+    def add(group: str, name: str, documents: list[int], segments: Tensor) -> None:
+        found.append(Case(group, name, tuple(documents), segments))
+
+    window = WINDOW // scale
+    for length in (65536, 8192, 32768, 16384, 131072):
+        add("a", f"one document of {length // 1024}K", [length // scale], whole([length // scale]))
+    mixes = {
+        "64K document": [window],
+        "mix, median 2K": lognormal(window, 2048 // scale + 1, 0, window // 2),
+        "mix with 32K": [window // 2, *lognormal(window // 2, 1024 // scale + 1, 1, window // 8)],
+    }
+    for name, documents in mixes.items():
+        add("b", f"{name}, unsharded", documents, whole(documents))
+        for ranks in (8, 2, 4):
+            add("b", f"{name}, rank 0 of {ranks}", documents, shard(documents, ranks, 0))
+    tail = [window, *short(window, max(1, 100 // scale), 2000 // scale, 2)]
+    add("c", "64K document and 64K of 100 to 2,000", tail, whole(tail))
+    many = short(2 * window, max(1, 100 // scale), 2000 // scale, 3)
+    add("c", "128K of 100 to 2,000", many, whole(many))
+    uniform = [512 // scale] * 128
+    add("d", "128 documents of 512", uniform, whole(uniform))
+    for q_len in (16, 32, 64, 128, 256, 512):
+        for kv_len in (4096 // scale, 65536 // scale):
+            q = max(1, q_len // scale)
+            one = torch.tensor([[0, q, 0, kv_len]], dtype=torch.int32)
+            add("e", f"Figure 10: {q_len} queries, {kv_len * scale // 1024}K keys", [kv_len], one)
+    return found

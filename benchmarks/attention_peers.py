@@ -1,0 +1,82 @@
+"""What the kernels are measured against: PyTorch's own attention on the same segments."""
+
+import inspect
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from attention_cases import Case
+from torch import Tensor
+
+Call = Callable[[], Tensor]
+
+
+def varlen(case: Case, q: Tensor, k: Tensor, v: Tensor, *, repack: bool) -> Call:
+    """torch.nn.attention.varlen.varlen_attn. Its key ranges cannot overlap, nor leave gaps.
+
+    repack: gather every segment's keys and values first, inside the timed call, as a shard needs. Without it
+    the segments must be whole documents; a case that is not is gathered beforehand, outside the timed call.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    q_len, kv_len = case.segments[:, 1], case.segments[:, 3]
+    rows = torch.cat([torch.arange(s, s + n) for s, n in case.segments[:, 2:].tolist()]).to(q.device)
+    offsets = [F.pad(n.cumsum(0), (1, 0)).to(q.device, torch.int32) for n in (q_len, kv_len)]
+    options = {"window_size": (-1, 0)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = q.shape[1] != k.shape[1]
+    longest = int(q_len.max()), int(kv_len.max())
+    if not repack:
+        k, v = (x.detach().index_select(0, rows).requires_grad_(x.requires_grad) for x in (k, v))
+
+    def call() -> Tensor:
+        keys, values = (x.index_select(0, rows) for x in (k, v)) if repack else (k, v)
+        return varlen_attn(q, keys, values, *offsets, *longest, **options)
+
+    call.leaves = (q, k, v)
+    return call
+
+
+def flex(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Call:
+    """Compiled FlexAttention with a block mask of the segments; `.build_mask` makes the mask again."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    first = torch.zeros(q.shape[0], dtype=torch.int32)
+    last = torch.zeros(q.shape[0], dtype=torch.int32)
+    for q_start, q_len, kv_start, kv_len in case.segments.tolist():
+        first[q_start : q_start + q_len] = kv_start
+        last[q_start : q_start + q_len] = torch.arange(kv_start + kv_len - q_len, kv_start + kv_len) + 1
+    first, last = first.to(q.device), last.to(q.device)
+
+    def seen(_batch, _head, row, key):
+        return (key >= first[row]) & (key < last[row])
+
+    def build_mask():
+        return create_block_mask(seen, None, None, q.shape[0], k.shape[0], device=q.device, _compile=True)
+
+    mask = build_mask()
+    compiled = torch.compile(flex_attention)
+
+    def call() -> Tensor:
+        heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        return compiled(*heads_first, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])[0].transpose(0, 1)
+
+    call.leaves = (q, k, v)
+    call.build_mask = build_mask
+    return call
+
+
+def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Call:
+    """cuDNN's dense causal attention: the ceiling, for one whole document only."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def call() -> Tensor:
+        heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            out = F.scaled_dot_product_attention(
+                *heads_first, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        return out[0].transpose(0, 1)
+
+    call.leaves = (q, k, v)
+    return call

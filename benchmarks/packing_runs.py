@@ -1,0 +1,116 @@
+"""What the packing benchmarks share: lengths, cost model, and how a policy is measured.
+
+The lengths are made so that the original packing is as unbalanced as the paper's (1.44 with N = 4, a window
+of 128K and the 7B model) and its other facts hold: most documents are short, the longest fill the window, and
+more than 75 % of tokens lie in documents shorter than half the window.
+
+- 99.4 % of documents: log-normal, median 460 tokens, sigma 1.3;
+- 0.6 %: Pareto with exponent 0.5 between 16K and 1M tokens;
+- none below 16 tokens, and those above the window are truncated to it, as the paper's loader does.
+
+The work of a document is that of LLaMA2-7B in FLOPs, forward and backward, at equal efficiency:
+3.5 x 262144 d^2 for attention (causal, 2 x 4096 x 32 a pair, 2.5 times that in the backward pass) and
+3 x 13.2e9 d for linear layers. It needs no device to be reproduced: quadratic:917504,3.96e10.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb_titan import __version__
+from wlb_titan.planner.plan import Plan
+from wlb_titan.planner.planner import Planner
+from wlb_titan.planner.settings import PackingSettings, ShardingSettings
+from wlb_titan.planner.summary import Summary
+from wlb_titan.planner.workload import Quadratic
+
+WINDOW = 131072
+COST_MODEL = "quadratic:917504,3.96e10"
+RESULTS = Path(__file__).parent / "results" / "cpu"
+
+
+def synthetic_lengths(documents: int, seed: int = 1) -> NDArray[np.int64]:
+    """int64 (documents,), tokens; see the module's text."""
+    rng = np.random.default_rng(seed)
+    lengths = np.exp(rng.normal(np.log(460), 1.3, documents))
+    tail = rng.random(documents) < 0.006
+    low, high = (16384**-0.5, (8 * WINDOW) ** -0.5)
+    lengths[tail] = (low - rng.random(int(tail.sum())) * (low - high)) ** -2.0
+    return np.clip(lengths.astype(np.int64), 16, WINDOW)
+
+
+def measure(
+    lengths: NDArray[np.int64],
+    packing: PackingSettings,
+    *,
+    micro_batches: int,
+    steps: int,
+    warm_up: int = 8,
+    seed: int | None = None,
+) -> dict[str, Any]:
+    """Plans `steps` steps after `warm_up` ones, in which queues fill, and sums them up.
+
+    Returns:
+        `Summary.figures`, with `plan_ms` the median and `plan_ms_mean` the mean of wall time; `cpu_ms`, the
+        median of the thread's CPU time, which other load on the machine does not change; `documents`, the
+        median number of documents of a step.
+    """
+    planner = Planner(
+        lengths,
+        window=WINDOW,
+        micro_batches=micro_batches,
+        seed=seed,
+        packing=packing,
+        sharding=ShardingSettings(),
+        cost_model=Quadratic(917504, 3.96e10),
+    )
+    for _ in range(warm_up):
+        planner.next()
+    cpu, documents = [], []
+
+    def plans() -> Iterator[Plan]:
+        for _ in range(steps):
+            begin = time.thread_time()
+            plan = planner.next()
+            cpu.append((time.thread_time() - begin) * 1e3)
+            documents.append(sum(len(m.documents) for m in plan.micro_batches))
+            yield plan
+
+    summary = Summary.of(plans())
+    return {
+        **summary.figures(),
+        "plan_ms_mean": float(summary.plan_ms.mean()),
+        "cpu_ms": float(np.median(cpu)),
+        "documents": float(np.median(documents)),
+        "steps": steps,
+    }
+
+
+def save(name: str, results: dict[str, Any]) -> None:
+    """Writes RESULTS/name.json with what it was measured on."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    machine = {
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],  # processes that wanted the cores besides; wall times suffer from them
+    }
+    head = {
+        "wlb_titan": __version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "machine": machine,
+        "window": WINDOW,
+        "cost_model": COST_MODEL,
+    }
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({**head, **results}, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {path}")

@@ -1,0 +1,89 @@
+"""Attention over segments in plain PyTorch: what runs on the CPU, for small models and for tests.
+
+Both passes walk over blocks of at most `BLOCK` queries of one segment and the keys that these see, so that
+memory is BLOCK x keys per head and nothing above the diagonal is computed but the last square. The heads that
+share a key head are stacked into the rows of one matrix product. The backward recomputes the probabilities
+from the saved log-sum-exp, as the kernels do (FlashAttention-2, Dao 2023). Half precision is computed in
+float32, float64 in float64.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+BLOCK = 256
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Output (Tq, Nq, Dv) like q, and log-sum-exp (Nq, Tq), +inf where a query sees no key."""
+    q_tokens, q_heads, _ = q.shape
+    kv_heads, v_dim = v.shape[1:]
+    qg, k_, v_ = _by_head(q, kv_heads), _by_head(k, kv_heads)[:, 0], _by_head(v, kv_heads)[:, 0]
+    out = qg.new_zeros(kv_heads, q_heads // kv_heads, q_tokens, v_dim)
+    lse = qg.new_full((kv_heads, q_heads // kv_heads, q_tokens), torch.inf)
+    for rows, keys in _blocks(segments):
+        scores = _scores(qg[:, :, rows], k_[:, keys], scale)
+        block_lse = scores.logsumexp(-1)
+        lse[:, :, rows] = block_lse
+        out[:, :, rows] = _rows_times(scores.sub_(block_lse.unsqueeze(-1)).exp_(), v_[:, keys])
+    lse = lse.reshape(q_heads, q_tokens).to(torch.promote_types(q.dtype, torch.float32))
+    return _by_token(out, q), lse
+
+
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v for the gradient `dout` (Tq, Nq, Dv) of the output."""
+    kv_heads = k.shape[1]
+    qg, k_, v_ = _by_head(q, kv_heads), _by_head(k, kv_heads)[:, 0], _by_head(v, kv_heads)[:, 0]
+    dog = _by_head(dout, kv_heads)
+    delta = (dog * _by_head(out, kv_heads)).sum(-1)
+    lse = lse.reshape(kv_heads, -1, q.shape[0]).to(qg.dtype)
+    dq, dk, dv = torch.zeros_like(qg), torch.zeros_like(k_), torch.zeros_like(v_)
+    for rows, keys in _blocks(segments):
+        p = _scores(qg[:, :, rows], k_[:, keys], scale).sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
+        dv[:, keys] += _stack(p).transpose(1, 2) @ _stack(dog[:, :, rows])
+        ds = _rows_times(dog[:, :, rows], v_[:, keys].transpose(1, 2))
+        ds.sub_(delta[:, :, rows].unsqueeze(-1)).mul_(p).mul_(scale)
+        dq[:, :, rows] = _rows_times(ds, k_[:, keys])
+        dk[:, keys] += _stack(ds).transpose(1, 2) @ _stack(qg[:, :, rows])
+    return _by_token(dq, q), _by_token(dk.unsqueeze(1), k), _by_token(dv.unsqueeze(1), v)
+
+
+def _blocks(segments: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Query rows and the keys that the last of them sees, for each block."""
+    for q_start, q_len, kv_start, kv_len in segments.tolist():
+        for first in range(0, q_len, BLOCK):
+            last = min(first + BLOCK, q_len)
+            yield slice(q_start + first, q_start + last), slice(kv_start, kv_start + kv_len - q_len + last)
+
+
+def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """(heads, group, rows, keys), with the keys after each row's own set to -inf."""
+    scores = _rows_times(q * scale, k.transpose(1, 2))
+    rows = scores.shape[2]
+    if rows > 1:
+        future = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu_(1)
+        scores[..., -rows:].masked_fill_(future, -torch.inf)
+    return scores
+
+
+def _rows_times(x: Tensor, y: Tensor) -> Tensor:
+    """x (heads, group, rows, a) times y (heads, a, b): one product for each key head."""
+    return (_stack(x) @ y).unflatten(1, x.shape[1:3])
+
+
+def _stack(x: Tensor) -> Tensor:
+    return x.flatten(1, 2)
+
+
+def _by_head(x: Tensor, kv_heads: int) -> Tensor:
+    """(tokens, heads, dim) to (key heads, heads per key head, tokens, dim), in float32 at least."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).contiguous()
+
+
+def _by_token(x: Tensor, like: Tensor) -> Tensor:
+    """The inverse of _by_head, in the dtype of `like`."""
+    return x.flatten(0, 1).transpose(0, 1).to(like.dtype).contiguous()

@@ -1,0 +1,79 @@
+"""What a segment is, and the checks that make the kernels safe to launch.
+
+A segment is a run of query tokens of one document and the keys it sees: one row (q_start, q_len, kv_start,
+kv_len) of an int32 tensor on the CPU. Query i of a segment (0 <= i < q_len) attends to the keys
+
+    kv_start  ...  kv_start + kv_len - q_len + i        (both included: causal, aligned at the end)
+
+A document of 8 tokens that two context-parallel ranks share in four chunks, on the rank that holds the chunks
+0 and 3, with all 8 keys gathered:
+
+    q rows   0 1 | 2 3          segments = [[0, 2, 0, 2],      rows 0, 1 are tokens 0, 1 and see keys 0 ... 1
+    token    0 1 | 6 7                      [2, 2, 0, 8]]      rows 2, 3 are tokens 6, 7 and see keys 0 ... 7
+
+Rows of q that belong to no segment are padding: their output is zero and they take and give no gradient. So
+are keys that no segment names. Segments may come in any order and may be empty (q_len 0), their key ranges
+may overlap, but their query ranges may not.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+COLUMNS = ("q_start", "q_len", "kv_start", "kv_len")
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, scale: float) -> None:
+    """Raise ValueError unless shapes, dtypes, devices and scale will do. Reads no values: fakes pass too."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3:
+            raise ValueError(f"{name} must be (tokens, heads, head dim), got shape {tuple(x.shape)}")
+        if x.device != q.device:
+            raise ValueError(f"q is on {q.device} but {name} is on {x.device}")
+        if x.dtype != q.dtype:
+            raise ValueError(f"q is {q.dtype} but {name} is {x.dtype}")
+    if not q.dtype.is_floating_point:
+        raise ValueError(f"q, k and v must be floating point, got {q.dtype}")
+    if k.shape[:2] != v.shape[:2]:
+        raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} differ in tokens or heads")
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(f"q has head dim {q.shape[2]} but k has {k.shape[2]}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
+        raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key heads")
+    if not scale > 0:
+        raise ValueError(f"scale must be positive, got {scale}")
+    if segments.dim() != 2 or segments.shape[1] != 4:
+        raise ValueError(
+            f"segments must be (S, 4) with columns {', '.join(COLUMNS)}; got {tuple(segments.shape)}"
+        )
+    if segments.dtype != torch.int32 or segments.device.type != "cpu":
+        raise ValueError(f"segments must be int32 on the CPU, got {segments.dtype} on {segments.device}")
+
+
+def check_segments(segments: np.ndarray, q_tokens: int, kv_tokens: int) -> None:
+    """Raise ValueError, naming the first offending row, unless the segments can be attended safely.
+
+    segments: (S, 4) integers. q_tokens, kv_tokens: the first dimension of q and of k.
+    """
+    q_start, q_len, kv_start, kv_len = segments.astype(np.int64).T
+
+    def refuse(bad: np.ndarray, why: str) -> None:
+        if bad.any():
+            row = int(bad.argmax())
+            values = ", ".join(f"{c} {x}" for c, x in zip(COLUMNS, segments[row].tolist(), strict=True))
+            raise ValueError(f"segments row {row} ({values}) {why}")
+
+    refuse((segments < 0).any(axis=1), "has a negative number")
+    refuse(q_start + q_len > q_tokens, f"reaches past the {q_tokens} queries")
+    refuse(kv_start + kv_len > kv_tokens, f"reaches past the {kv_tokens} keys")
+    refuse(kv_len < q_len, "has fewer keys than queries, so that its first queries would see nothing")
+
+    rows = np.flatnonzero(q_len > 0)
+    rows = rows[np.argsort(q_start[rows], kind="stable")]
+    overlap = np.flatnonzero(q_start[rows[1:]] < (q_start + q_len)[rows[:-1]])
+    if overlap.size:
+        first, second = (int(rows[overlap[0] + i]) for i in (0, 1))
+        raise ValueError(
+            f"segments rows {first} and {second} overlap: queries {q_start[first]} to "
+            f"{q_start[first] + q_len[first]} and {q_start[second]} to {q_start[second] + q_len[second]}"
+        )

@@ -1,0 +1,262 @@
+"""Launches of the Triton kernels (triton_forward.py, triton_backward.py): shapes, TMA descriptors, grids."""
+
+import math
+from dataclasses import replace
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .configs import Config, choose
+from .schedule import Schedule
+from .triton_backward import key_tile_kernel, query_tile_kernel, statistics_kernel
+from .triton_forward import forward_kernel
+
+LOG2_E = math.log2(math.e)
+L2_BYTES = 8 * 2**20  # of keys and values for one section of heads to keep in L2 (FlashAttention-3's figure)
+STATISTICS_ROWS = 64
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    schedule: Schedule,
+    scale: float,
+    *,
+    tma: bool,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output (Tq, Nq, Dv) and log-sum-exp (Nq, Tq) float32. tma: load by TMA (sm_90)."""
+    (q_tokens, q_heads, dim), (kv_tokens, kv_heads, v_dim) = q.shape, v.shape
+    group = q_heads // kv_heads
+    tma = tma and k.numel() > 0  # nothing can be described of an empty tensor
+    config = config or choose("forward", max(dim, v_dim), schedule.long, tma)
+    pack = config.heads_per_tile(group)
+    tokens = config.block_m // pack
+    q, k, v = (aligned(x) for x in (q, k, v))
+    out = q.new_empty(q_tokens, q_heads, v_dim)
+    lse = q.new_empty(q_heads, q_tokens, dtype=torch.float32)
+    tiles = schedule.query_tiles(tokens)
+    if len(tiles) == 0:
+        return out, lse
+    forward_kernel[(len(tiles) * q_heads // pack,)](
+        operand(q, tokens, pack, tma),
+        operand(k, config.block_n, 1, tma),
+        operand(v, config.block_n, 1, tma),
+        out,
+        lse,
+        tiles,
+        schedule.bounds,
+        len(tiles),
+        q_tokens,
+        kv_tokens,
+        q_heads,
+        scale * LOG2_E,
+        *strides(q, k, v, out),
+        **head_dims(dim, v_dim),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        PACK=pack,
+        GROUP=group,
+        SECTION=section(k, v, q_heads // pack // kv_heads),
+        TMA=tma,
+        **options(config),
+    )
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    schedule: Schedule,
+    scale: float,
+    *,
+    tma: bool,
+    fuse_dq: bool = False,
+    key_config: Config | None = None,
+    query_config: Config | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v. fuse_dq: see triton_backward.py; it needs tma, and a GPU."""
+    dim, v_dim = q.shape[2], v.shape[2]
+    tma = tma and q.numel() > 0 and k.numel() > 0  # nothing can be described of an empty tensor
+    fuse_dq = fuse_dq and tma
+    key_config = key_config or choose("key_tiles", max(dim, v_dim), schedule.long, tma)
+    if fuse_dq:
+        if max(dim, v_dim) > 128:
+            raise ValueError(f"the fused dQ has head dims up to 128, got {dim} for q and {v_dim} for v")
+        key_config = replace(key_config, one_loop=True)  # the fifth product leaves no registers for two
+    query_config = query_config or choose("query_tiles", max(dim, v_dim), schedule.long, tma)
+    q, k, v, out, dout = (aligned(x) for x in (q, k, v, out, dout))
+    dq = torch.zeros_like(q, dtype=torch.float32) if fuse_dq else torch.empty_like(q)
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    pack = key_config.heads_per_tile(q.shape[1] // k.shape[1])
+    statistics = row_statistics(dout, out, lse, pack)
+    key_tiles_pass(dout, q, k, v, dq, dk, dv, statistics, schedule, scale, tma, fuse_dq, key_config)
+    if not fuse_dq:
+        query_tiles_pass(dout, q, k, v, dq, statistics, pack, schedule, scale, tma, query_config)
+    return dq.to(q.dtype), dk, dv
+
+
+def row_statistics(dout: Tensor, out: Tensor, lse: Tensor, pack: int) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp in base 2, and delta, both (Nq / pack, Tq * pack) float32 with rows of whole 16 bytes."""
+    q_tokens, q_heads, v_dim = out.shape
+    row_length = triton.cdiv(q_tokens * pack, 4) * 4  # TMA strides are multiples of 16 bytes
+    lse_log2, delta = out.new_empty(2, q_heads // pack, row_length, dtype=torch.float32)
+    if q_tokens > 0:
+        statistics_kernel[(triton.cdiv(q_tokens, STATISTICS_ROWS), q_heads)](
+            out,
+            dout,
+            lse,
+            lse_log2,
+            delta,
+            q_tokens,
+            row_length,
+            *strides(out, dout),
+            DV=v_dim,
+            BLOCK_DV=block_dim(v_dim),
+            BLOCK_M=STATISTICS_ROWS,
+            PACK=pack,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    return lse_log2, delta
+
+
+def key_tiles_pass(dout, q, k, v, dq, dk, dv, statistics, schedule, scale, tma, fuse_dq, config) -> None:
+    """Fill dk and dv, and add to dq if fuse_dq."""
+    q_heads, kv_heads = q.shape[1], k.shape[1]
+    group = q_heads // kv_heads
+    pack = config.heads_per_tile(group)
+    tokens = config.block_m // pack
+    lse_log2, delta = statistics
+    row_length = lse_log2.shape[1]
+    tiles, items = schedule.key_tiles(tokens, config.block_n)
+    if len(tiles) == 0:
+        return
+    if tma:
+        lse_log2, delta = (
+            TensorDescriptor(x, [x.shape[0], q.shape[0] * pack], [row_length, 1], [1, config.block_m])
+            for x in (lse_log2, delta)
+        )
+    if fuse_dq:
+        half = [tokens, pack, block_dim(q.shape[2]) // 2]
+        dq = TensorDescriptor(dq, list(dq.shape), list(dq.stride()), half)
+    key_tile_kernel[(len(tiles) * kv_heads,)](
+        operand(q, tokens, pack, tma),
+        operand(k, config.block_n, 1, tma),
+        operand(v, config.block_n, 1, tma),
+        operand(dout, tokens, pack, tma),
+        dq,
+        dk,
+        dv,
+        lse_log2,
+        delta,
+        tiles,
+        items,
+        schedule.bounds,
+        len(tiles),
+        q.shape[0],
+        k.shape[0],
+        kv_heads,
+        row_length,
+        scale,
+        scale * LOG2_E,
+        *strides(q, k, v, dout, dk, dv),
+        **head_dims(q.shape[2], v.shape[2]),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        PACK=pack,
+        GROUP=group,
+        SECTION=section(q, dout, 1, group),
+        TRANSPOSED=config.transposed,
+        ONE_LOOP=config.one_loop,
+        FUSE_DQ=fuse_dq,
+        TMA=tma,
+        **options(config),
+    )
+
+
+def query_tiles_pass(dout, q, k, v, dq, statistics, statistics_pack, schedule, scale, tma, config) -> None:
+    """Fill dq."""
+    q_heads, kv_heads = q.shape[1], k.shape[1]
+    group = q_heads // kv_heads
+    pack = config.heads_per_tile(group)
+    tokens = config.block_m // pack
+    tiles = schedule.query_tiles(tokens)
+    if len(tiles) == 0:
+        return
+    query_tile_kernel[(len(tiles) * q_heads // pack,)](
+        operand(q, tokens, pack, tma),
+        operand(k, config.block_n, 1, tma),
+        operand(v, config.block_n, 1, tma),
+        operand(dout, tokens, pack, tma),
+        dq,
+        *statistics,
+        tiles,
+        schedule.bounds,
+        len(tiles),
+        q.shape[0],
+        k.shape[0],
+        q_heads,
+        statistics[0].shape[1],
+        scale,
+        scale * LOG2_E,
+        *strides(q, k, v, dout, dq),
+        **head_dims(q.shape[2], v.shape[2]),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        PACK=pack,
+        STATISTICS_PACK=statistics_pack,
+        GROUP=group,
+        SECTION=section(k, v, q_heads // pack // kv_heads),
+        TMA=tma,
+        **options(config),
+    )
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x itself if TMA can read it (heads dense and side by side, tokens 16 bytes apart), or else a copy."""
+    dense = x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.stride(0) >= x.shape[1] * x.shape[2]
+    fits = dense and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+def operand(x: Tensor, tokens: int, heads: int, tma: bool) -> Tensor | TensorDescriptor:
+    """What a kernel loads tiles of `tokens` x `heads` x whole head dim from (triton_common.load_rows)."""
+    if not tma:
+        return x
+    block = block_dim(x.shape[2])
+    if heads == 1 and block == x.shape[2]:
+        return TensorDescriptor(x, [x.shape[0], x.shape[1] * block], [x.stride(0), 1], [tokens, block])
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [tokens, heads, block])
+
+
+def block_dim(dim: int) -> int:
+    return max(16, triton.next_power_of_2(dim))
+
+
+def head_dims(dim: int, v_dim: int) -> dict[str, int]:
+    return {"D": dim, "DV": v_dim, "BLOCK_D": block_dim(dim), "BLOCK_DV": block_dim(v_dim)}
+
+
+def strides(*tensors: Tensor) -> list[int]:
+    """Token and head strides, in the order of the kernels' parameters."""
+    return [s for x in tensors for s in x.stride()[:2]]
+
+
+def section(x: Tensor, y: Tensor, programs: int, group: int = 1) -> int:
+    """Programs of one tile that run side by side: those of as many key heads as the L2 cache holds."""
+    bytes_per_head = (x.shape[0] * (x.shape[2] + y.shape[2])) * x.element_size() * group
+    heads = min(x.shape[1] // group, max(1, L2_BYTES // max(1, bytes_per_head)))
+    return programs * 2 ** (heads.bit_length() - 1)  # a power of two: few versions to compile
+
+
+def options(config: Config) -> dict:
+    # enable_fp_fusion is the default up to Triton 3.9 and not after.
+    return {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}

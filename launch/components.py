@@ -1,0 +1,102 @@
+"""TorchX components: `torchx run wlb.train`, `wlb.prepare` and `wlb.plan`.
+
+TorchX reads parameters and their descriptions off the functions below and lints every function of this
+module, so their types are plain and their docstrings are in Google style; helpers live in `launch.py`.
+"""
+
+from typing import Optional
+
+import torchx.specs as specs
+from torchx.components import dist
+from wlb_titan.launch import launch
+
+
+def train(
+    *overrides: str,
+    config: str,
+    nodes: int = 1,
+    nproc: int = 0,
+    image: str = ".",
+    name: str = "wlb-train",
+    h: Optional[str] = None,
+    cpu: int = 2,
+    gpu: int = 0,
+    memMB: int = 8192,
+    max_retries: int = 0,
+) -> specs.AppDef:
+    """Trains a model as a TOML file says. Options after `--` override its keys: `-- --training.steps 5`.
+
+    Args:
+        overrides: keys that win over the file, such as --training.steps 5
+        config: TOML file of the experiment
+        nodes: number of hosts
+        nproc: processes on each host; 0 takes as many as the configured parallel degrees need
+        image: container image of the job, for schedulers that run containers; . is the current folder
+        name: name of the job
+        h: named resource of a host, instead of cpu, gpu and memMB
+        cpu: CPU cores a host
+        gpu: GPUs a host, as the scheduler is to reserve them
+        memMB: memory a host in MiB
+        max_retries: how often the scheduler starts a failed job again
+    """
+    job = launch.resolve(config, list(overrides), nodes, nproc, corpus_is_here=image == ".")
+    return dist.ddp(
+        "--config",
+        config,
+        *overrides,
+        m="wlb_titan.runtime.train",
+        image=image,
+        name=name,
+        h=h,
+        cpu=cpu,
+        gpu=gpu,
+        memMB=memMB,
+        j=f"{nodes}x{job.processes_per_node}",
+        env=job.environment,
+        max_retries=max_retries,
+    )
+
+
+def prepare(
+    *arguments: str,
+    image: str = ".",
+    name: str = "wlb-prepare",
+    h: Optional[str] = None,
+    cpu: int = 2,
+    memMB: int = 8192,
+) -> specs.AppDef:
+    """Makes a corpus of tokenized documents. Takes the arguments of `wlb-titan prepare`, after `--`.
+
+    Args:
+        arguments: the output folder and the options of `wlb-titan prepare`
+        image: container image of the job, for schedulers that run containers
+        name: name of the job
+        h: named resource of the host, instead of cpu and memMB
+        cpu: CPU cores
+        memMB: memory in MiB
+    """
+    return launch.command_job(
+        "prepare", list(arguments), image, name, specs.resource(cpu=cpu, memMB=memMB, h=h)
+    )
+
+
+def plan(
+    *arguments: str,
+    image: str = ".",
+    name: str = "wlb-plan",
+    h: Optional[str] = None,
+    cpu: int = 1,
+    memMB: int = 4096,
+) -> specs.AppDef:
+    """Plans the packing of documents without training. Takes the arguments of `wlb-titan plan`, after `--`.
+
+    Args:
+        arguments: the TOML file and the options of `wlb-titan plan`
+        image: container image of the job, for schedulers that run containers
+        name: name of the job
+        h: named resource of the host, instead of cpu and memMB
+        cpu: CPU cores
+        memMB: memory in MiB
+    """
+    resource = specs.resource(cpu=cpu, memMB=memMB, h=h)
+    return launch.command_job("plan", list(arguments), image, name, resource)

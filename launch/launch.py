@@ -1,0 +1,69 @@
+"""What the components share: how many processes a job needs and with which devices, checked beforehand."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+
+import torchx.specs as specs
+
+from wlb_titan.errors import UserError
+
+
+def command_job(
+    command: str, arguments: list[str], image: str, name: str, resource: specs.Resource
+) -> specs.AppDef:
+    """One process that runs `wlb-titan COMMAND ARGUMENTS`."""
+    role = specs.Role(
+        name=command, image=image, entrypoint="wlb-titan", args=[command, *arguments], resource=resource
+    )
+    return specs.AppDef(name=name, roles=[role])
+
+
+@dataclass(frozen=True)
+class Job:
+    processes_per_node: int
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def resolve(
+    config: str, overrides: list[str], nodes: int, processes_per_node: int, corpus_is_here: bool
+) -> Job:
+    """Checks the experiment here, before the scheduler sees it, and sizes its job.
+
+    A mistake of the user ends the process with its message and exit code 2, as in the `wlb-titan` command:
+    TorchX would print a traceback.
+
+    Args:
+        config: path of the TOML file.
+        overrides: command-line overrides of its keys.
+        nodes: number of hosts.
+        processes_per_node: 0 for as many as the parallel degrees need.
+        corpus_is_here: whether the job will see this machine's files, so that the corpus can be checked.
+    """
+    try:
+        return _resolve(config, overrides, nodes, processes_per_node, corpus_is_here)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _resolve(
+    config: str, overrides: list[str], nodes: int, processes_per_node: int, corpus_is_here: bool
+) -> Job:
+    from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+
+    use_cpu_without_accelerator()
+    from wlb_titan.config import load_config
+    from wlb_titan.runtime.validation import degrees_product, validate_corpus
+
+    world_size = nodes * processes_per_node
+    resolved = load_config(config, overrides, world_size=world_size or None)
+    if corpus_is_here:
+        resolved.check(validate_corpus)
+    if not world_size:
+        world_size = degrees_product(resolved.config)
+        if world_size % nodes != 0:
+            raise UserError(f"--nodes: {world_size} processes do not spread evenly over {nodes} hosts.")
+    environment = {"CUDA_VISIBLE_DEVICES": ""} if resolved.config.wlb.device == "cpu" else {}
+    return Job(world_size // nodes, environment)

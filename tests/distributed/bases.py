@@ -1,0 +1,30 @@
+"""Bases of the tests: other torchtitan models, cut down to a size that trains on a CPU in a second."""
+
+from torchtitan.models.qwen3 import config_registry
+
+
+def qwen3():
+    return _cut(config_registry.qwen3_debugmodel())
+
+
+def qwen3_moe():
+    """Two layers of four experts, of which a token visits two."""
+    config = _cut(config_registry.qwen3_moe_debug())
+    for layer in config.model_spec.model.layers:
+        moe = layer.moe
+        moe.num_experts = moe.router.num_experts = 4
+        moe.router.gate.out_features = 4
+        moe.router.top_k = 2
+        experts = moe.routed_experts.inner_experts
+        experts.num_experts, experts.hidden_dim = 4, 64
+        dispatcher = moe.routed_experts.token_dispatcher
+        dispatcher.num_experts, dispatcher.top_k = 4, 2
+    return config
+
+
+def _cut(config):
+    model = config.model_spec.model
+    model.layers = model.layers[:2]
+    config.training.mixed_precision_param = "float32"
+    config.validator.enable = False
+    return config

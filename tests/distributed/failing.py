@@ -1,0 +1,25 @@
+"""A base whose trainer fails on rank 1 in step 2; TOML files of the tests name it as `failing:config`."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from wlb_titan.runtime import registry
+from wlb_titan.runtime.trainer import Trainer
+
+
+class FailingTrainer(Trainer):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        pass
+
+    def train_step(self, data_iterator):
+        if self.step == 2 and torch.distributed.get_rank() == 1:
+            raise RuntimeError("rank 1 has met its test")
+        super().train_step(data_iterator)
+
+
+def config() -> FailingTrainer.Config:
+    base = registry.base_config("llama3_debug")
+    return FailingTrainer.Config(**{f.name: getattr(base, f.name) for f in dataclasses.fields(base)})

@@ -1,0 +1,87 @@
+"""Micro-batches made of random tokens, and what one plain process makes of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torchtitan.components.loss import IGNORE_INDEX
+
+from wlb_titan.planner import sharding
+from wlb_titan.planner.plan import MicroBatch
+from wlb_titan.runtime.attention import DocumentMask
+
+VOCABULARY = 256
+
+
+def make_micro_batch(seed, length, context_parallel):
+    """A packed sequence of `length` tokens: three documents, random tokens, padding of up to 7."""
+    random = np.random.default_rng(seed)
+    padding = int(random.integers(8))
+    cuts = np.sort(random.choice(np.arange(1, length - padding), size=2, replace=False))
+    lengths = np.diff([0, *cuts, length - padding])
+    documents = np.zeros((3, 4), dtype=np.int64)
+    documents[:, 2] = lengths
+    ranks = sharding.per_sequence(lengths, length, context_parallel) if context_parallel > 1 else None
+    positions = np.concatenate([*(np.arange(n) for n in lengths), np.zeros(padding, dtype=np.int64)])
+    labels = random.integers(VOCABULARY, size=length)
+    labels[length - padding :] = IGNORE_INDEX
+    item = {
+        "input": torch.from_numpy(random.integers(VOCABULARY, size=length)).unsqueeze(0),
+        "positions": torch.from_numpy(positions).unsqueeze(0),
+        "micro_batch": MicroBatch(0, 0, length, padding, 1.0, documents, "per_sequence", ranks),
+    }
+    return item, torch.from_numpy(labels).unsqueeze(0)
+
+
+def step_data(step, lengths, data_parallel, context_parallel):
+    """Per data-parallel rank the micro-batches of a step; rank r has the lengths in an order shifted by r."""
+    return [
+        [
+            make_micro_batch((step, rank, index), length, context_parallel)
+            for index, length in enumerate(lengths[rank:] + lengths[:rank])
+        ]
+        for rank in range(data_parallel)
+    ]
+
+
+def valid_tokens(data):
+    return sum((labels != IGNORE_INDEX).sum() for rank in data for _, labels in rank)
+
+
+class Reference:
+    """The same model in one process: plain tensors, one micro-batch after the other."""
+
+    def __init__(self, config, weights):
+        self.model = config.model_spec.model.build()
+        self.model.init_weights(buffer_device=torch.device("cpu"))
+        missing, unexpected = self.model.load_state_dict(weights, strict=False)
+        assert not unexpected, unexpected
+        assert not set(missing) & {name for name, _ in self.model.named_parameters()}, missing
+
+    def step(self, data, backward=True):
+        """The loss of all micro-batches, a number, and the gradients by name."""
+        self.model.zero_grad()
+        total, count = 0.0, valid_tokens(data)
+        for item, labels in (micro_batch for rank in data for micro_batch in rank):
+            lengths = item["micro_batch"].documents[:, 2]
+            mask = DocumentMask(torch.from_numpy(sharding.segments(sharding.whole(lengths), lengths)))
+            with torch.set_grad_enabled(backward):
+                logits = self.model(item["input"], positions=item["positions"], attention_masks=mask)
+                loss = torch.nn.functional.cross_entropy(
+                    logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORE_INDEX
+                )
+            if backward:
+                (loss / count).backward()
+            total += loss.item()
+        return total / int(count), {name: p.grad for name, p in self.model.named_parameters()}
+
+
+def differences(mine, reference):
+    """Largest error of any gradient, relative to that gradient's largest element, and whose it is."""
+    assert mine.keys() == reference.keys(), mine.keys() ^ reference.keys()
+    errors = {}
+    for name, gradient in reference.items():
+        assert gradient.abs().max() > 0, f"{name} has no gradient that could be compared"
+        errors[name] = float((mine[name] - gradient).abs().max() / gradient.abs().max())
+    worst = max(errors, key=errors.__getitem__)
+    return errors[worst], worst

@@ -1,0 +1,253 @@
+"""Runs pipeline cases one after the other in the same processes and compares each with one plain process.
+
+`pipeline_worker.py JOBS.json`, with what torchrun sets in the environment. The file holds "corpus" (a trainer
+needs one, but the micro-batches are made here), "results" (the file to write) and "cases" (a kind, a name and
+arguments each).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import json
+import os
+import sys
+import time
+from typing import ClassVar
+
+from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+
+use_cpu_without_accelerator()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from pipeline_reference import (  # noqa: E402
+    VOCABULARY,
+    Reference,
+    differences,
+    step_data,
+    valid_tokens,
+)
+from torch.distributed.tensor import DTensor  # noqa: E402
+from torchtitan.distributed import ParallelDims  # noqa: E402
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
+
+from wlb_titan.runtime.pipeline import pipeline  # noqa: E402
+from wlb_titan.runtime.registry import base_config  # noqa: E402
+from wlb_titan.runtime.trainer import Trainer  # noqa: E402
+
+SEQUENCE = 256  # longest micro-batch
+
+
+def make_config(
+    corpus,
+    folder,
+    *,
+    layers,
+    schedule,
+    degrees,
+    checkpointing=None,
+    dtype="float32",
+    micro_batches=4,
+    timeout=60,
+    **parallelism,
+):
+    """llama3_debug with a small vocabulary, `layers` layers and our stages."""
+    config = base_config("llama3_debug")
+    model = copy.deepcopy(config.model_spec.model)
+    model.vocab_size = model.tok_embeddings.num_embeddings = model.lm_head.out_features = VOCABULARY
+    model.layers = [copy.deepcopy(model.layers[i % 4]) for i in range(layers)]
+    config.model_spec = dataclasses.replace(config.model_spec, model=model, pipelining_fn=pipeline)
+    config.loss.loss_fn.global_vocab_size = VOCABULARY
+    config.loss.num_chunks = 2
+    config.activation_checkpoint = {None: None, "full": FullAC.Config(), "selective": SelectiveAC.Config()}[
+        checkpointing
+    ]
+    config.training = dataclasses.replace(
+        config.training,
+        seq_len=SEQUENCE,
+        local_batch_size=micro_batches,
+        global_batch_size=-1,
+        mixed_precision_param=dtype,
+    )
+    config.parallelism = dataclasses.replace(
+        config.parallelism, pipeline_parallel_schedule=schedule, **degrees, **parallelism
+    )
+    config.comm = dataclasses.replace(
+        config.comm, init_timeout_seconds=timeout, train_timeout_seconds=timeout
+    )
+    config.wlb.corpus.path = corpus
+    config.dump_folder = folder
+    return config
+
+
+class WorkerTrainer(Trainer):
+    """A trainer that shares the meshes of earlier trainers of its layout.
+
+    DTensor remembers how an operation is sharded together with the mesh, also for an equal mesh made later,
+    and FSDP insists on one and the same mesh object.
+    """
+
+    known: ClassVar[dict[tuple[int, ...], ParallelDims]] = {}
+
+    def init_distributed(self):
+        dims = super().init_distributed()
+        degrees = (dims.dp_replicate, dims.dp_shard, dims.cp, dims.tp, dims.pp)
+        return self.known.setdefault(degrees, dims)
+
+
+def whole(tensor):
+    if tensor is None:
+        return torch.zeros(())  # a gradient that is missing is an error like any other
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def clean(name):
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+def gathered(trainer, of):
+    """`of(parameter)` of the whole model by name, on rank 0; None on the others."""
+    mine = {clean(name): whole(of(p)) for part in trainer.model_parts for name, p in part.named_parameters()}
+    everything = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, everything)
+    return {name: t for part in everything for name, t in part.items()} if everything else None
+
+
+def build(corpus, name, *, schedule, layers, pp, cp=1, tp=1, dp=1, replicate=1, **options):
+    degrees = {
+        "pipeline_parallel_degree": pp,
+        "context_parallel_degree": cp,
+        "tensor_parallel_degree": tp,
+        "data_parallel_shard_degree": dp,
+        "data_parallel_replicate_degree": replicate,
+    }
+    folder = os.path.join(os.path.dirname(corpus), "runs", name)
+    config = make_config(corpus, folder, layers=layers, schedule=schedule, degrees=degrees, **options)
+    return config, WorkerTrainer(config)
+
+
+def processed(trainer, micro_batches):
+    """What the trainer hands to the pipeline for these micro-batches."""
+    arguments, kwargs, targets = [], [], []
+    for item, labels in micro_batches:
+        inputs, labels, extra = trainer.post_dataloading_process(item, labels)
+        arguments.append((inputs,))
+        kwargs.append(extra)
+        targets.append(labels)
+    return {
+        "arg_mbs": arguments if trainer.pp_has_first_stage else None,
+        "kwarg_mbs": kwargs,
+        "target_mbs": targets if trainer.pp_has_last_stage else None,
+    }
+
+
+def run_case(corpus, *, name, steps, evaluate=(), cp=1, dp=1, replicate=1, **options):
+    """Steps of the given lengths against the reference, evaluation before the steps in `evaluate`.
+
+    Returns one record a step: the loss and its reference, the worst error of a gradient and whose it is, and
+    where there was an evaluation its loss and reference. They are complete on rank 0.
+    """
+    config, trainer = build(
+        corpus, name, cp=cp, dp=dp, replicate=replicate, micro_batches=len(steps[0]), **options
+    )
+    weights = gathered(trainer, lambda p: p)
+    reference = Reference(config, weights) if weights else None
+    data_parallel = dp * replicate
+    rank = trainer.parallel_dims.get_mesh("batch").get_local_rank() if data_parallel > 1 else 0
+    records = []
+    for step, lengths in enumerate(steps):
+        data = step_data(step, lengths, data_parallel, cp)
+        record = {"step": step}
+        if step in evaluate:
+            losses = [] if trainer.pp_has_last_stage else None
+            with torch.no_grad():
+                trainer.pp_schedule.eval(**processed(trainer, data[rank]), losses=losses)
+            record["eval"] = added_up(trainer, losses) / int(valid_tokens(data))
+            record["eval_reference"] = reference.step(data, backward=False)[0] if reference else None
+        trainer.optimizers.zero_grad()
+        record["loss"] = added_up(trainer, train_step(trainer, data, rank))
+        gradients = gathered(trainer, lambda p: p.grad)
+        if reference:
+            record["reference"], expected = reference.step(data)
+            record["error"], record["worst"] = differences(gradients, expected)
+        records.append(record)
+    trainer.close()
+    return records
+
+
+def run_mismatch(corpus, *, name, lengths, others, **options):
+    """A step with `check_lengths` in which pipeline rank 2 has the lengths `others`; returns the message."""
+    _, trainer = build(corpus, name, **options)
+    trainer.pp_schedule.check_lengths = True
+    mine = others if dist.get_rank() == 2 else lengths
+    try:
+        train_step(trainer, step_data(0, mine, 1, 1), 0)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        trainer.close()
+    return "nothing was noticed"
+
+
+def run_drill(corpus, *, name, victim, signal_number, **options):
+    """The second step, in which rank `victim` gets a signal in its second forward pass.
+
+    The others print how long the step took, so that the test can tell when they noticed.
+    """
+    _, trainer = build(corpus, name, **options)
+    train_step(trainer, step_data(0, [64, 128, 32, 64], 1, 1), 0)
+    if dist.get_rank() == victim:
+        passes = itertools.count()
+
+        def strike(module, arguments):
+            if next(passes) == 1:
+                os.kill(os.getpid(), signal_number)
+
+        trainer.model_parts[0].register_forward_pre_hook(strike)
+    begin = time.monotonic()
+    try:
+        train_step(trainer, step_data(1, [32, 256, 64, 128], 1, 1), 0)
+    finally:
+        print(f"step ended after {time.monotonic() - begin:.1f} seconds", flush=True)
+
+
+def train_step(trainer, data, rank):
+    """Forward and backward of rank `rank`'s micro-batches; returns the losses on the last stage."""
+    losses = [] if trainer.pp_has_last_stage else None
+    trainer.pp_schedule.step(
+        **processed(trainer, data[rank]),
+        losses=losses,
+        loss_kwargs={"global_valid_tokens": valid_tokens(data)},
+    )
+    return losses
+
+
+def added_up(trainer, losses):
+    """The sum over micro-batches and ranks of losses, each counted once; needs every rank."""
+    mine = 0.0
+    if losses:
+        # A loss is a partial sum over data- and context-parallel ranks, and the same on tensor-parallel ones.
+        mine = sum(float(loss.to_local() if isinstance(loss, DTensor) else loss) for loss in losses)
+        mine /= trainer.parallel_dims.tp
+    total = torch.tensor(mine, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total)
+
+
+def main():
+    with open(sys.argv[1]) as file:
+        jobs = json.load(file)
+    results = {}
+    for case in jobs["cases"]:
+        run = {"case": run_case, "mismatch": run_mismatch, "drill": run_drill}[case.pop("kind")]
+        results[case["name"]] = run(jobs["corpus"], **case)
+        if dist.get_rank() == 0:
+            with open(jobs["results"], "w") as file:
+                json.dump(results, file)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

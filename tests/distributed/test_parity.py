@@ -1,0 +1,47 @@
+"""The same data and weights give the same losses under every combination of parallelism."""
+
+import pytest
+from conftest import layout
+
+LAYOUTS = {
+    "pp2_cp2": {"pp": 2, "cp": 2},
+    "pp2_dp2": {"pp": 2, "dp": 2},
+    "cp2_tp2": {"cp": 2, "tp": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(lab):
+    experiments = {name: lab.experiment(name, *layout(**degrees)) for name, degrees in LAYOUTS.items()}
+    lab.run(4, list(experiments.values()))
+    experiments["one_process"] = lab.experiment("one_process")
+    lab.run(1, [experiments["one_process"]])
+    return experiments
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_losses_equal_one_process(runs, name):
+    assert runs[name].losses() == pytest.approx(runs["one_process"].losses(), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gradient_norms_equal_one_process(runs, name):
+    norms = [[record["grad_norm"] for record in runs[n].metrics()] for n in (name, "one_process")]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+
+
+def test_something_is_learned(runs):
+    losses = runs["one_process"].losses()
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_the_resolved_configuration_is_saved(runs):
+    assert "pipeline_parallel_degree = 2" in (runs["pp2_cp2"].folder / "config.toml").read_text()
+
+
+def test_metrics_have_the_plan_s_figures(runs):
+    for record in runs["pp2_cp2"].metrics():
+        assert record["tokens"] + record["padding"] == 4 * 256
+        assert record["imbalance"] >= 1.0
+        assert record["delay_max"] == 0

@@ -1,0 +1,189 @@
+"""Pipelines over micro-batches whose lengths and number change at every step equal one process."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import TESTS, free_port, make_corpus, torchrun
+
+CHANGING = [[64, 128, 256, 72], [200, 16, 32, 128, 64]]
+FEW = [[64, 128], [128, 64, 256, 16, 80]]
+MANY = [[16, 32, 64, 128, 128, 64, 32, 16], [64, 32, 256, 16, 16, 64, 128, 16, 32]]
+
+CASES = {
+    # Four ranks. Where a schedule allows it, the first step has fewer micro-batches than there are ranks.
+    "1f1b": {"schedule": "1F1B", "layers": 4, "pp": 4, "steps": CHANGING, "evaluate": [1]},
+    "gpipe": {"schedule": "GPipe", "layers": 4, "pp": 4, "steps": FEW, "evaluate": [0]},
+    "interleaved_1f1b": {"schedule": "Interleaved1F1B", "layers": 8, "pp": 4, "steps": FEW, "evaluate": [1]},
+    "looped_bfs": {"schedule": "LoopedBFS", "layers": 8, "pp": 4, "steps": FEW, "evaluate": [0]},
+    "interleaved_zero_bubble": {
+        "schedule": "InterleavedZeroBubble",
+        "layers": 8,
+        "pp": 4,
+        "steps": FEW,
+        "evaluate": [1],
+    },
+    "zbv_zero_bubble": {"schedule": "ZBVZeroBubble", "layers": 8, "pp": 4, "steps": FEW, "evaluate": [0, 1]},
+    "dual_pipe_v": {"schedule": "DualPipeV", "layers": 8, "pp": 4, "steps": MANY, "evaluate": [1]},
+    # Two ranks of the pipeline times two of another kind.
+    "with_cp": {"schedule": "1F1B", "layers": 2, "pp": 2, "cp": 2, "steps": CHANGING, "evaluate": [1]},
+    "with_tp_sp": {"schedule": "Interleaved1F1B", "layers": 4, "pp": 2, "tp": 2, "steps": CHANGING[:1]},
+    "with_tp": {
+        "schedule": "ZBVZeroBubble",
+        "layers": 4,
+        "pp": 2,
+        "tp": 2,
+        "steps": CHANGING[1:],
+        "enable_sequence_parallel": False,
+    },
+    "with_fsdp": {
+        "schedule": "1F1B",
+        "layers": 2,
+        "pp": 2,
+        "dp": 2,
+        "steps": CHANGING,
+        "checkpointing": "selective",
+        "evaluate": [1],
+    },
+    "with_replicas": {
+        "schedule": "InterleavedZeroBubble",
+        "layers": 4,
+        "pp": 2,
+        "replicate": 2,
+        "steps": FEW[:1],
+        "checkpointing": "full",
+    },
+}
+BFLOAT16 = {"schedule": "1F1B", "layers": 2, "pp": 2, "dp": 2, "steps": FEW[:1], "dtype": "bfloat16"}
+MISMATCHES = {
+    "length": ([64, 128, 32, 64], [64, 128, 256, 64]),
+    "number": ([64, 128, 32, 64], [64, 128, 32, 64, 64]),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pipeline")
+    make_corpus(folder / "documents.jsonl", folder / "corpus")
+    return folder
+
+
+def write_jobs(folder, cases):
+    """The worker's job file, and where its results will be."""
+    results, jobs = folder / "results.json", folder / "jobs.json"
+    record = {"corpus": str(folder / "corpus"), "results": str(results), "cases": cases}
+    jobs.write_text(json.dumps(record))
+    return str(jobs), results
+
+
+@pytest.fixture(scope="module")
+def results(folder):
+    cases = [
+        {"kind": "case", "name": name, **case} for name, case in (CASES | {"bfloat16": BFLOAT16}).items()
+    ]
+    for name, (lengths, others) in MISMATCHES.items():
+        both = {"lengths": lengths, "others": others}
+        cases.append({"kind": "mismatch", "name": name, "schedule": "1F1B", "layers": 4, "pp": 4, **both})
+    jobs, results = write_jobs(folder, cases)
+    launch = subprocess.run(
+        torchrun(4, str(TESTS / "pipeline_worker.py"), jobs),
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert launch.returncode == 0, launch.stdout[-4000:] + launch.stderr[-8000:]
+    return json.loads(results.read_text())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_equal_one_process(results, name):
+    records = results[name]
+    assert len(records) == len(CASES[name]["steps"])
+    assert [r["loss"] for r in records] == pytest.approx([r["reference"] for r in records], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_equal_one_process(results, name):
+    for record in results[name]:
+        assert record["error"] < 1e-5, f"{record['worst']} in step {record['step']}"
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "evaluate" in case])
+def test_evaluation_equals_one_process(results, name):
+    evaluated = [r for r in results[name] if "eval" in r]
+    assert [r["step"] for r in evaluated] == CASES[name]["evaluate"]
+    assert [r["eval"] for r in evaluated] == pytest.approx([r["eval_reference"] for r in evaluated], rel=1e-5)
+
+
+def test_bfloat16_passes_between_stages(results):
+    (record,) = results["bfloat16"]
+    assert record["loss"] == pytest.approx(record["reference"], rel=1e-3)
+    assert 1e-4 < record["error"] < 0.1
+
+
+def test_a_length_that_differs_is_caught_and_both_sides_are_named(results):
+    assert "micro-batch 2 is 32 tokens long on pipeline rank 1 (global rank 1)" in results["length"]
+    assert "256 on pipeline rank 2 (global rank 2)" in results["length"]
+
+
+def test_a_number_of_micro_batches_that_differs_is_caught(results):
+    assert "pipeline rank 1 (global rank 1) has 4 micro-batches" in results["number"]
+    assert "pipeline rank 2 (global rank 2) has 5" in results["number"]
+
+
+TIMEOUT = 20  # seconds, of communication in the drills
+
+
+@pytest.fixture
+def drill(folder):
+    """Runs two ranks without a launcher, which would end the survivor itself, until the survivor is done."""
+    processes = []
+
+    def run(signal_number):
+        case = {"kind": "drill", "name": "drill", "schedule": "1F1B", "layers": 2, "pp": 2}
+        case |= {"victim": 1, "signal_number": signal_number, "timeout": TIMEOUT}
+        jobs, _ = write_jobs(folder, [case])
+        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+        for rank in ("0", "1"):
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(TESTS / "pipeline_worker.py"), jobs],
+                    env={**os.environ, **shared, "OMP_NUM_THREADS": "1", "RANK": rank, "LOCAL_RANK": rank},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        output, _ = processes[0].communicate(timeout=200)
+        return processes[0].returncode, output, processes[1]
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def seconds_of_last_step(output):
+    (line,) = [line for line in output.splitlines() if line.startswith("step ended after")]
+    return float(line.split()[3])
+
+
+def test_a_killed_rank_ends_the_others_with_a_message(drill):
+    code, output, victim = drill(signal.SIGKILL)
+    assert code != 0, output
+    assert victim.wait(10) == -signal.SIGKILL
+    assert seconds_of_last_step(output) < TIMEOUT
+    assert "Global rank 0 stopped in a step of 4 micro-batches" in output, output[-4000:]
+    assert "pass of micro-batch" in output
+
+
+def test_a_stopped_rank_ends_the_others_within_the_timeout(drill):
+    code, output, victim = drill(signal.SIGSTOP)
+    assert code != 0, output
+    assert victim.poll() is None
+    assert TIMEOUT - 1 < seconds_of_last_step(output) < TIMEOUT + 10
+    assert "Global rank 0 stopped in a step of 4 micro-batches" in output, output[-4000:]

@@ -1,0 +1,85 @@
+"""What is refused is what torch cannot run, and is refused with a reason."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torchtitan.config import CompileConfig, ParallelismConfig
+
+from wlb_titan.runtime.pipeline_schedules import (
+    SCHEDULES,
+    SPLITS_BACKWARD,
+    canonical_name,
+    check_micro_batches,
+    check_schedule,
+)
+
+
+def stage(index, stages, ranks):
+    return SimpleNamespace(
+        stage_index=index,
+        num_stages=stages,
+        group_rank=0,
+        group_size=ranks,
+        submod=nn.Identity(),
+        stage_index_to_group_rank={},
+    )
+
+
+def torch_runs(name, ranks, micro_batches):
+    """Whether torch builds the schedule, its receives and sends included; and its number of stages."""
+    kind = get_schedule_class(name)
+    single = issubclass(kind, PipelineScheduleSingle)
+    stages = ranks if single else 2 * ranks
+    mine = [stage(i, stages, ranks) for i in range(0, stages, ranks)]
+    try:
+        kind(mine[0] if single else mine, micro_batches, loss_fn=lambda output, target: output)
+    except ValueError:
+        return False, stages
+    return True, stages
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_numbers_of_micro_batches_are_refused_as_torch_would(name, ranks):
+    logging.getLogger("torch.distributed.pipelining").setLevel(logging.ERROR)
+    for micro_batches in range(1, 14):
+        runs, stages = torch_runs(name, ranks, micro_batches)
+        if runs:
+            check_micro_batches(name, ranks, stages, micro_batches)
+        else:
+            with pytest.raises(ValueError, match=f"{name}.*{micro_batches}"):
+                check_micro_batches(name, ranks, stages, micro_batches)
+
+
+def test_every_concrete_schedule_of_torch_is_known():
+    with pytest.raises(ValueError) as error:
+        get_schedule_class("none")
+    offered = set(str(error.value).split("[")[1].rstrip("]").replace("'", "").split(", "))
+    assert offered == {*SCHEDULES, "PipelineScheduleSingle", "PipelineScheduleMulti"}
+
+
+def test_names_are_spelled_in_any_case():
+    assert canonical_name("interleaved1f1b") == "Interleaved1F1B"
+    with pytest.raises(ValueError, match=r"'PipelineScheduleSingle'.*GPipe"):
+        canonical_name("PipelineScheduleSingle")
+
+
+def test_a_schedule_from_a_file_is_refused():
+    with pytest.raises(ValueError, match="CSV"):
+        check_schedule(ParallelismConfig(pipeline_parallel_schedule_csv="schedule.csv"), CompileConfig())
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_compiled_model_is_refused_where_the_backward_pass_is_split(name):
+    parallelism = ParallelismConfig(pipeline_parallel_schedule=name)
+    compiled = CompileConfig(enable=True, components=["model", "loss"])
+    check_schedule(parallelism, CompileConfig())
+    check_schedule(parallelism, CompileConfig(enable=True, components=["loss"]))
+    if name in SPLITS_BACKWARD:
+        with pytest.raises(ValueError, match=f"{name}.*compile"):
+            check_schedule(parallelism, compiled)
+    else:
+        check_schedule(parallelism, compiled)

@@ -1,0 +1,81 @@
+"""A job that is killed and started again sees the token stream, and the losses, of one that was not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+from conftest import CONFIG, Experiment, torchrun
+
+STEPS = 7
+OVERRIDES = (
+    *("--training.steps", str(STEPS)),
+    *("--checkpoint.interval", "2"),
+    *("--parallelism.pipeline_parallel_degree", "2"),
+)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(lab) -> Experiment:
+    experiment = lab.experiment("uninterrupted", *OVERRIDES)
+    lab.run(2, [experiment])
+    return experiment
+
+
+def start(experiment: Experiment, log) -> subprocess.Popen:
+    module = ("-m", "wlb_titan.runtime.train", "--config", str(CONFIG))
+    return subprocess.Popen(
+        torchrun(2, *module, *experiment.words()),
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def kill_after_step(launcher: subprocess.Popen, experiment: Experiment, step: int) -> None:
+    """SIGKILL to the launcher and all ranks as soon as `step` is reported."""
+    deadline = time.monotonic() + 180
+    metrics = experiment.folder / "metrics.jsonl"
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= step):
+        assert launcher.poll() is None, "the job ended before it could be killed"
+        assert time.monotonic() < deadline, "the job did not get so far"
+        time.sleep(0.02)
+    os.killpg(launcher.pid, signal.SIGKILL)
+    launcher.wait()
+
+
+def test_killed_and_started_again(lab, uninterrupted, tmp_path):
+    experiment = lab.experiment("killed", *OVERRIDES)
+    with open(tmp_path / "log.txt", "w") as log:
+        kill_after_step(start(experiment, log), experiment, step=3)
+        reported = len(experiment.metrics())
+        assert start(experiment, log).wait(180) == 0, (tmp_path / "log.txt").read_text()[-6000:]
+    assert reported < STEPS
+    assert [record["step"] for record in experiment.metrics()] == list(range(1, STEPS + 1))
+    assert experiment.losses() == uninterrupted.losses()
+
+
+def test_started_again_on_another_degree(lab, uninterrupted):
+    """From the checkpoint of step 4 with PP 2 to one process: the plan's state belongs to no rank."""
+    experiment = lab.experiment(
+        "other_degree",
+        *("--training.steps", str(STEPS)),
+        *("--checkpoint.initial_load_path", str(uninterrupted.folder / "checkpoint" / "step-4")),
+        *("--checkpoint.initial_load_model_only", "false"),
+    )
+    lab.run(1, [experiment])
+    assert experiment.losses() == pytest.approx(uninterrupted.losses()[4:], rel=1e-4)
+
+
+def test_another_seed_cannot_continue(lab, uninterrupted):
+    experiment = lab.experiment(
+        "other_seed",
+        *("--wlb.corpus.seed", "1"),
+        *("--checkpoint.initial_load_path", str(uninterrupted.folder / "checkpoint" / "step-4")),
+        *("--checkpoint.initial_load_model_only", "false"),
+    )
+    with pytest.raises(AssertionError, match="seed is 0, and this job's is 1"):
+        lab.run(1, [experiment])

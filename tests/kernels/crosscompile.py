@@ -1,0 +1,205 @@
+"""Compile kernels for sm_90 with no GPU, and read from the result what decides whether they are any good.
+
+A launch is recorded rather than run: the launch code of wlb_titan.kernels is called on CPU tensors with the
+kernel replaced by a recorder, so what is compiled is what would be launched, with its real descriptors and
+options. Each launch is compiled in a process of its own, because the compiler's assertions abort the process.
+"""
+
+import multiprocessing
+import re
+import subprocess
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_MEMORY = 232448  # bytes a program may use on sm_90
+TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int8: "i8",
+}
+
+
+@dataclass
+class Launch:
+    """One recorded launch: kernel[grid](*args, **kwargs)."""
+
+    kernel: object
+    args: tuple
+    kwargs: dict
+
+
+@dataclass
+class Report:
+    """What the compiler made of a launch. Bytes, instruction counts; `ttgir` and `ptx` are the texts."""
+
+    registers: int = 0
+    spills: int = 0
+    shared: int = 0
+    wgmma: int = 0
+    tma_loads: int = 0
+    tma_reductions: int = 0
+    warnings: list[str] = field(default_factory=list)
+    mismatches: list[str] = field(default_factory=list)
+    error: str = ""
+    ttgir: str = ""
+    ptx: str = ""
+
+
+@contextmanager
+def recording(module, *names: str):
+    """Within, the kernels `names` of `module` do nothing but append their launches to the list yielded."""
+    launches = []
+
+    class Recorder:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: launches.append(Launch(self.kernel, args, kwargs))
+
+    with mock.patch.multiple(module, **{name: Recorder(getattr(module, name)) for name in names}):
+        yield launches
+
+
+def compile_all(launches: list[Launch], target: GPUTarget = HOPPER) -> list[Report]:
+    """Reports in the order of the launches; two processes at a time, one launch each."""
+    reports = []
+    context = multiprocessing.get_context("fork")
+    for first in range(0, len(launches), 2):
+        running = []
+        for launch in launches[first : first + 2]:
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_compile_and_send, args=(launch, target, sender))
+            process.start()
+            sender.close()
+            running.append((process, receiver))
+        for process, receiver in running:
+            reports.append(_receive(process, receiver))
+    return reports
+
+
+def _receive(process, receiver) -> Report:
+    try:
+        report = receiver.recv() if receiver.poll(300) else Report(error="not compiled within 300 s")
+    except EOFError:
+        process.join()
+        report = Report(error=f"the compiler ended its process, exit code {process.exitcode}")
+    process.kill()
+    process.join()
+    return report
+
+
+def _compile_and_send(launch: Launch, target: GPUTarget, sender) -> None:
+    try:
+        report = compile_one(launch, target)
+    except Exception as error:
+        report = Report(error=f"{type(error).__name__}: {error}"[:2000])
+    sender.send(report)
+
+
+def compile_one(launch: Launch, target: GPUTarget = HOPPER) -> Report:
+    """Compile in this process."""
+    source, options = _source(launch)
+    compiled = triton.compile(source, target=target, options=options)
+    ptx, ttgir = compiled.asm["ptx"], compiled.asm["ttgir"]
+    log = _ptxas(ptx, target)
+    spills = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    return Report(
+        registers=int(re.search(r"Used (\d+) registers", log)[1]),
+        spills=max(map(int, spills.groups())),
+        shared=compiled.metadata.shared,
+        wgmma=ptx.count("wgmma.mma_async"),
+        tma_loads=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
+        tma_reductions=ptx.count("cp.reduce.async.bulk"),
+        warnings=sorted(set(re.findall(r"C75\d\d", log))),
+        mismatches=transfer_mismatches(ttgir),
+        ttgir=ttgir,
+        ptx=ptx,
+    )
+
+
+def _source(launch: Launch):
+    """An ASTSource with the types and specializations that Triton would give these arguments."""
+    kernel = launch.kernel
+    arguments = dict(zip(kernel.arg_names, launch.args, strict=False))
+    arguments |= {name: x for name, x in launch.kwargs.items() if name in kernel.arg_names}
+    options = {name: x for name, x in launch.kwargs.items() if name not in kernel.arg_names}
+    signature, constants, attributes = {}, {}, {}
+    for i, parameter in enumerate(kernel.params):
+        x = arguments[parameter.name]
+        one = type(x) is int and x == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or one:
+            signature[parameter.name], constants[parameter.name] = "constexpr", x
+            continue
+        if isinstance(x, torch.Tensor):
+            signature[parameter.name], divisible = f"*{TYPES[x.dtype]}", x.data_ptr() % 16 == 0
+        elif hasattr(x, "block_shape"):  # a TMA descriptor, Triton's or Gluon's
+            block = ",".join(map(str, x.block_shape))
+            layout = f",{x.layout!r}" if hasattr(x, "layout") else ""
+            signature[parameter.name] = f"tensordesc<{TYPES[x.base.dtype]}[{block}]{layout}>"
+            divisible = False
+        elif isinstance(x, float):
+            signature[parameter.name], divisible = "fp32", False
+        else:
+            signature[parameter.name], divisible = "i32", x % 16 == 0 and not parameter.do_not_specialize
+        if divisible:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    return source(kernel, signature, constants, attributes), options
+
+
+def _ptxas(ptx: str, target: GPUTarget) -> str:
+    """The assembler's messages, from the one that Triton itself would call for this target."""
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    newer = folder / "ptxas-blackwell"
+    use_newer = newer.exists() and target.arch >= 90 and triton.__version__ >= "3.9"
+    arch = f"sm_{target.arch}a" if target.arch >= 90 else f"sm_{target.arch}"
+    command = [
+        newer if use_newer else folder / "ptxas",
+        "-v",
+        f"--gpu-name={arch}",
+        "-o",
+        "/dev/null",
+        "/dev/stdin",
+    ]
+    if triton.__version__ >= "3.7":
+        command.insert(1, "--regAllocOptLevel=2")
+    done = subprocess.run(command, input=ptx, text=True, capture_output=True, check=True)
+    return done.stdout + done.stderr
+
+
+def transfer_mismatches(ttgir: str) -> list[str]:
+    """TMA copies whose descriptor and buffer differ in size, and barriers that expect other sizes than are
+    copied.
+
+    Triton 3.6 splits a buffer between two consumer groups, but not a descriptor made on the host: 128 rows
+    are then copied into a buffer of 64, without a word.
+    """
+    wrong = []
+    width = {"bf16": 2, "f16": 2, "f32": 4, "i32": 4}
+    copies = (
+        r"async_tma_copy_global_to_local .*?: !tt\.tensordesc<(?:tensor<)?((?:\d+x)+)(\w+)"
+        r".*?-> !ttg\.memdesc<((?:\d+x)+)"
+    )
+    copied = 0
+    for shape, dtype, buffer in re.findall(copies, ttgir):
+        elements, room = (prod(int(n) for n in s.split("x") if n) for s in (shape, buffer))
+        copied += elements * width[dtype]
+        if elements != room:
+            wrong.append(f"descriptor {shape} into buffer {buffer}")
+    expected = sum(map(int, re.findall(r"barrier_expect %\w+(?:\[.*?\])?, (\d+)", ttgir)))
+    if copied != expected:
+        wrong.append(f"barriers expect {expected} bytes, {copied} are copied")
+    return wrong

@@ -1,0 +1,118 @@
+"""The CPU path against the dense oracle, as an op under PyTorch's own tools, and its errors."""
+
+import pytest
+import torch
+from oracle import attention, compare, packed, random_inputs, with_gradients
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from wlb_titan.kernels import varlen_attention
+
+# Two chunks of one document, padding (rows 9 and 12), a one-token segment, unsorted rows, an empty one.
+SHARD = torch.tensor(
+    [[5, 3, 2, 9], [0, 5, 0, 5], [8, 1, 11, 1], [10, 2, 0, 12], [3, 0, 1, 4]], dtype=torch.int32
+)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)],
+)
+@pytest.mark.parametrize(
+    ("segments", "q_tokens", "kv_tokens"),
+    [(SHARD, 13, 12), (packed([1, 300, 7, 512, 40]), 870, 860), (packed([]), 4, 4)],
+    ids=["shard", "documents", "padding_only"],
+)
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "dim", "v_dim"), [(4, 1, 16, 16), (2, 2, 24, 8)], ids=["gqa4", "mla"]
+)
+def test_matches_the_oracle(segments, q_tokens, kv_tokens, q_heads, kv_heads, dim, v_dim, dtype, tolerance):
+    q, k, v, dout = random_inputs(q_tokens, kv_tokens, q_heads, kv_heads, dim, v_dim, dtype)
+    got = with_gradients(lambda q, k, v: varlen_attention(q, k, v, segments), q, k, v, dout)
+    wide = [x.double() for x in (q, k, v, dout)]
+    want = with_gradients(lambda q, k, v: attention(q, k, v, segments, dim**-0.5), *wide)
+    assert all(x.dtype == dtype for x in got.values())
+    compare(got, want, tolerance)
+
+
+def test_gradcheck():
+    q, k, v, _ = random_inputs(13, 12, 4, 2, 8, 6, torch.float64)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    assert torch.autograd.gradcheck(lambda q, k, v: varlen_attention(q, k, v, SHARD, scale=0.7), leaves)
+
+
+def test_op_is_well_formed():
+    q, k, v, _ = random_inputs(13, 12, 4, 2, 8, 6, torch.float32)
+    inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), SHARD, 0.3, "auto")
+    torch.library.opcheck(torch.ops.wlb_titan.varlen_attention.default, inputs)
+
+
+def test_new_segments_compile_nothing():
+    q, k, v, _ = random_inputs(16, 16, 2, 2, 8, 8, torch.float32)
+    compiled = torch.compile(
+        lambda q, k, v, s: varlen_attention(q, k, v, s).sin(), fullgraph=True, backend="aot_eager"
+    )
+    compiled(q, k, v, packed([5, 11]))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for lengths in ([16 - n, n] for n in (1, 3, 8)):
+            got = compiled(q, k, v, packed(lengths))
+            torch.testing.assert_close(got, varlen_attention(q, k, v, packed(lengths)).sin())
+
+
+def test_selective_checkpointing_saves_the_op():
+    calls = 0
+
+    def policy(ctx, op, *args, **kwargs):
+        nonlocal calls
+        if op == torch.ops.wlb_titan.varlen_attention.default:
+            calls += 1
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    def contexts():
+        return create_selective_checkpoint_contexts(policy)
+
+    q, k, v, dout = random_inputs(13, 12, 4, 2, 8, 8, torch.float32)
+
+    def plain(q, k, v):
+        return varlen_attention(q.sin(), k, v, SHARD)
+
+    def checkpointed(q, k, v):
+        return checkpoint(plain, q, k, v, use_reentrant=False, context_fn=contexts)
+
+    compare(with_gradients(checkpointed, q, k, v, dout), with_gradients(plain, q, k, v, dout), 0.0)
+    assert calls > 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([[0, 4, 0, 4], [4, 5, 4, 5]], r"row 1 \(q_start 4, q_len 5, .*\) reaches past the 8 queries"),
+        ([[0, 4, 0, 4], [4, 4, 5, 4]], r"row 1 .* reaches past the 8 keys"),
+        ([[4, 4, 0, 4], [0, 5, 0, 5]], r"rows 1 and 0 overlap: queries 0 to 5 and 4 to 8"),
+        ([[0, 4, 0, 3]], r"row 0 .* fewer keys than queries"),
+        ([[0, 4, -1, 4]], r"row 0 .* negative"),
+    ],
+)
+def test_bad_segments(rows, message):
+    q, k, v, _ = random_inputs(8, 8, 2, 2, 8, 8, torch.float32)
+    with pytest.raises(ValueError, match=message):
+        varlen_attention(q, k, v, torch.tensor(rows, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q, k, v, s: (q[0], k, v, s), r"q must be \(tokens, heads, head dim\)"),
+        (lambda q, k, v, s: (q, k.double(), v, s), "q is torch.float32 but k is torch.float64"),
+        (lambda q, k, v, s: (q, k[:, :, :4], v, s), "q has head dim 8 but k has 4"),
+        (lambda q, k, v, s: (q, k, v[:4], s), "differ in tokens or heads"),
+        (lambda q, k, v, s: (q[:, :3], k, v, s), "3 query heads are not a multiple of 2"),
+        (lambda q, k, v, s: (q, k.to("meta"), v, s), "q is on cpu but k is on meta"),
+        (lambda q, k, v, s: (q.int(), k.int(), v.int(), s), "must be floating point"),
+        (lambda q, k, v, s: (q, k, v, s.long()), "segments must be int32 on the CPU"),
+        (lambda q, k, v, s: (q, k, v, s[:, :3]), r"segments must be \(S, 4\)"),
+    ],
+)
+def test_bad_tensors(change, message):
+    q, k, v, _ = random_inputs(8, 8, 4, 2, 8, 8, torch.float32)
+    with pytest.raises(ValueError, match=message):
+        varlen_attention(*change(q, k, v, packed([8])))

@@ -1,0 +1,321 @@
+"""`wlb-titan config check` and `show` on torchtitan's own configuration: right and wrong files."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wlb_titan.commands.main import main
+from wlb_titan.config import load_config
+
+REPOSITORY = Path(__file__).parents[2]
+
+# Wrong files: the name of the mistake, the files (the first is loaded), the words that the message must have.
+WRONG = {
+    "unknown key": (
+        {"t": 'base = "llama3_debug"\n[training]\nsequence_len = 4096'},
+        ["t.toml:3: training.sequence_len = 4096:", "no such key", "Did you mean training.seq_len?"],
+    ),
+    "key of another section": (
+        {"t": 'base = "llama3_debug"\n[training]\ncontext_parallel_degree = 2'},
+        ["t.toml:3: training.context_parallel_degree = 2:", "parallelism.context_parallel_degree?"],
+    ),
+    "learning rate in the wrong place": (
+        {"t": 'base = "llama3_debug"\noptimizer.lr = 3e-4'},
+        ["t.toml:2: optimizer.lr = 0.0003:", "Did you mean optimizer.param_groups.0.optimizer_kwargs.lr?"],
+    ),
+    "unknown section": (
+        {"t": 'base = "llama3_debug"\n[paralelism]\ntensor_parallel_degree = 2'},
+        ["t.toml:2: [paralelism]:", "Did you mean parallelism?"],
+    ),
+    "wrong type": (
+        {"t": 'base = "llama3_debug"\ntraining.steps = "many"'},
+        ['t.toml:2: training.steps = "many": expected an integer.'],
+    ),
+    "value that is not among the options": (
+        {"t": 'base = "llama3_debug"\n[wlb.packing]\npolicy = "fancy"'},
+        ['t.toml:3: wlb.packing.policy = "fancy": expected one of "plain"'],
+    ),
+    "value that torchtitan rejects": (
+        {"t": 'base = "llama3_debug"\n[compile]\nenable_async_tensor_parallel = true'},
+        ["t.toml:3: compile.enable_async_tensor_parallel = true: CompileConfig rejects this: Async TP"],
+    ),
+    "values that torchtitan rejects together": (
+        {
+            "t": 'base = "llama3_debug"\n[training]\ndisable_cuda_graphs = false\nsteps = 3\n'
+            "[parallelism]\npipeline_parallel_degree = 2"
+        },
+        [
+            "t.toml:6: parallelism.pipeline_parallel_degree = 2: Trainer rejects this: CUDA graphs",
+            "It goes together with t.toml:3: training.disable_cuda_graphs = false.",
+        ],
+    ),
+    "missing base": ({"t": "training.steps = 3"}, ['t.toml: no base is named; write for example base = "']),
+    "unknown base": (
+        {"t": '# typo\nbase = "llama3_debgu"'},
+        ['t.toml:2: base = "llama3_debgu":', "'llama3_debug'"],
+    ),
+    "circular extends": (
+        {"t": 'extends = "u.toml"', "u": '\nextends = "t.toml"'},
+        ['u.toml:2: extends = "t.toml":', "in a circle: t.toml -> u.toml -> t.toml"],
+    ),
+    "missing file": ({"t": 'extends = "v.toml"'}, ['t.toml:1: extends = "v.toml": there is no file v.toml']),
+    "bad TOML syntax": (
+        {"t": 'base = "llama3_debug"\n[training\nsteps = 3'},
+        ["t.toml:2: this is not valid TOML:"],
+    ),
+    "table where a value belongs": (
+        {"t": 'base = "llama3_debug"\n[training.steps]\nn = 3'},
+        ["t.toml:2: [training.steps]: this is a table, but an integer belongs here; write training.steps ="],
+    ),
+    "value where a table belongs": (
+        {"t": 'base = "llama3_debug"\ntraining = 3'},
+        ["t.toml:2: training = 3: expected a table."],
+    ),
+    "list of tables where one table belongs": (
+        {"t": 'base = "llama3_debug"\n[[training]]\nsteps = 3'},
+        ["t.toml:2: [[training]]: an array"],
+    ),
+    "model": (
+        {"t": 'base = "llama3_debug"\n[model_spec]\nflavor = "8B"'},
+        ["t.toml:2: [model_spec]: the model cannot be set from TOML"],
+    ),
+    "setting without effect": (
+        {"t": 'base = "llama3_debug"\nhf_assets_path = "tokenizer"'},
+        ['t.toml:2: hf_assets_path = "tokenizer": this has no effect', "wlb.corpus.path"],
+    ),
+    "unknown class": (
+        {"t": 'base = "llama3_debug"\n[activation_checkpoint]\nclass = "FulAC"'},
+        ['t.toml:3: activation_checkpoint.class = "FulAC":', "did you mean 'FullAC'?"],
+    ),
+    "class of another kind": (
+        {"t": 'base = "llama3_debug"\nloss.class = "torchtitan.tools.profiler:Profiler"'},
+        ["t.toml:2: loss.class = ", "'Profiler' of the kind torchtitan.components.loss:BaseLoss"],
+    ),
+    "class that cannot be imported": (
+        {"t": 'base = "llama3_debug"\nloss.class = "nowhere:Loss"'},
+        ["t.toml:2: loss.class = ", "module 'nowhere' cannot be imported"],
+    ),
+    "element that the list has not": (
+        {"t": 'base = "llama3_debug"\noptimizer.param_groups.1.optimizer_kwargs.lr = 1.0'},
+        ["t.toml:2: optimizer.param_groups.1:", "has 1 element(s)"],
+    ),
+    "length that does not divide": (
+        {"t": 'base = "llama3_debug"\ntraining.seq_len = 1025'},
+        ["t.toml:2: training.seq_len = 1025:", "do not divide"],
+    ),
+    "no such corpus": (
+        {"t": 'base = "llama3_debug"\nwlb.corpus.path = "nowhere"'},
+        ["t.toml:", "nowhere", "wlb-titan prepare"],
+    ),
+}
+
+
+def write(folder: Path, files: dict[str, str]) -> str:
+    for name, content in files.items():
+        (folder / f"{name}.toml").write_text(content)
+    return f"{next(iter(files))}.toml"
+
+
+def assert_one_paragraph(output: str, words: list[str]) -> None:
+    for word in words:
+        assert word in output
+    assert output.startswith("Error: ")
+    assert "Traceback" not in output
+    assert output.count("\n") == 1, "the message is one paragraph"
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(main, ["config", *arguments])
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_wrong_file(here, mistake):
+    files, words = WRONG[mistake]
+    result = run("check", write(here, files))
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert_one_paragraph(result.stderr, words)
+
+
+@pytest.mark.parametrize("mistake", ["bad TOML syntax", "circular extends"])
+def test_wrong_file_in_a_process_of_its_own(here, mistake):
+    files, words = WRONG[mistake]
+    command = [sys.executable, "-m", "wlb_titan.commands.main", "config", "check", write(here, files)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert_one_paragraph(result.stderr, words)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--training.stepz", "5"], "command line: training.stepz = 5: there is no such key"),
+        (["--training.steps", "many"], 'command line: training.steps = "many": expected an integer.'),
+        (["--training.steps"], "command line: --training.steps has no value"),
+        (
+            ["--debug.deterministic", "--training.steps=5"],
+            "--debug.deterministic true or --debug.deterministic false",
+        ),
+        (["training.steps=5"], "command line: 'training.steps=5': expected --section.key VALUE"),
+        (["--extends", "x.toml"], "command line: --extends x.toml: only a TOML file can extend another"),
+    ],
+)
+def test_wrong_override(here, words, message):
+    result = run("check", write(here, {"t": 'base = "llama3_debug"'}), *words)
+    assert result.exit_code == 2
+    assert_one_paragraph(result.stderr, [message])
+
+
+def test_degrees_that_do_not_fit_the_world_size(here):
+    content = (
+        'base = "llama3_debug"\n[parallelism]\npipeline_parallel_degree = 2\ncontext_parallel_degree = 2'
+    )
+    result = run("check", write(here, {"t": content}), "--world-size", "6")
+    assert result.exit_code == 2
+    assert_one_paragraph(
+        result.stderr, ["t.toml:1: parallelism: 6 processes", "context_parallel_degree = 2 (t.toml:4)"]
+    )
+
+
+def test_a_right_file(here):
+    (here / "text").mkdir()
+    (here / "text" / "a.txt").write_text("to be or not to be " * 50)
+    prepared = CliRunner().invoke(main, ["prepare", "corpus", "--source", "text:text", "--vocab-size", "300"])
+    assert prepared.exit_code == 0, prepared.output
+    content = 'base = "llama3_debug"\nwlb.corpus.path = "corpus"\nparallelism.pipeline_parallel_degree = 2'
+    file = write(here, {"t": content})
+    result = run("check", file, "--training.seq_len", "2048", "--world-size", "8", "--training.steps=-1")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("OK t.toml: model ")
+    assert result.stdout.count("\n") == 1
+    for words in (
+        "PP 2 x DP 4 x CP 1 x TP 1",
+        "seq_len 2048",
+        "-1 steps",
+        "packing plain",
+        "sharding per_sequence",
+    ):
+        assert words in result.stdout
+    assert "DP auto" in run("check", file).stdout
+
+
+def test_show(here):
+    file = write(here, {"t": 'base = "llama3_debug"\n\n[training]\nseq_len = 2048'})
+    result = run("show", file, "--training.steps", "5", "--changed")
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert lines == [
+        'base = "llama3_debug" # t.toml:1',
+        "",
+        "[training]",
+        "seq_len = 2048 # t.toml:4",
+        "steps = 5 # command line",
+    ]
+    everything = run("show", file, "--training.steps", "5").stdout
+    assert "lr = 0.003" in everything
+    (here / "shown.toml").write_text(everything)
+    assert without_model(load_config("shown.toml")) == without_model(
+        load_config(file, ["--training.steps=5"])
+    )
+
+
+def without_model(resolved):
+    """The configuration but for the model, whose initialisers are functions and so never equal."""
+    return dataclasses.replace(resolved.config, model_spec=None)
+
+
+DEGREES = st.sampled_from([1, 2])
+SETTINGS = {
+    "dump_folder": st.text("abc/ ", max_size=5),
+    "training.seq_len": st.integers(1, 64).map(lambda n: n * 128),
+    "training.max_norm": st.integers(1, 5) | st.floats(0.5, 5),
+    "training.dtype": st.sampled_from(["bfloat16", "float32"]),
+    "training.local_batch_size": st.sampled_from([4, 8]),
+    "parallelism.pipeline_parallel_degree": DEGREES,
+    "parallelism.context_parallel_degree": DEGREES,
+    "parallelism.context_parallel_load_balancer": st.sampled_from(["headtail", "none"]),
+    "debug.seed": st.integers(0, 9) | st.just("none"),
+    "activation_checkpoint": st.sampled_from(
+        ["none", {"class": "FullAC"}, {"class": "SelectiveAC", "debug": True}, {"preserve_rng_state": False}]
+    ),
+    "loss": st.sampled_from(
+        [
+            {"class": "ChunkedLossWrapper", "num_chunks": 4},
+            {"class": "CrossEntropyLoss", "global_vocab_size": 4096},
+        ]
+    ),
+    "optimizer.param_groups.0.optimizer_kwargs.lr": st.floats(1e-6, 1e-2),
+    "optimizer.param_groups.0.optimizer_kwargs.betas": st.just([0.8, 0.9]),
+    "optimizer.param_groups.0.optimizer_name": st.sampled_from(["Adam", "AdamW"]),
+    "compile.components": st.lists(st.sampled_from(["model", "loss"]), max_size=2),
+    "wlb.packing.tail": st.sampled_from(["carry", "drop"]),
+    "wlb.corpus.seed": st.integers(0, 9),
+}
+
+
+def toml(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml(item)}" for key, item in value.items()) + "}"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    chosen=st.fixed_dictionaries({}, optional=SETTINGS), words=st.fixed_dictionaries({}, optional=SETTINGS)
+)
+def test_the_resolved_toml_loads_to_an_equal_configuration(tmp_path_factory, chosen, words):
+    folder = tmp_path_factory.getbasetemp()
+    lines = [f"{key} = {toml(value)}" for key, value in chosen.items()]
+    (folder / "t.toml").write_text("\n".join(['base = "llama3_debug"', *lines]))
+    resolved = load_config(folder / "t.toml", [f"--{key}={toml(value)}" for key, value in words.items()])
+    (folder / "saved.toml").write_text(resolved.to_toml())
+    again = load_config(folder / "saved.toml")
+    assert without_model(again) == without_model(resolved)
+    assert list(again.provenance) == list(resolved.provenance)
+
+
+def test_torchtitan_s_own_bases_round_trip(here):
+    file = write(here, {"t": 'base = "torchtitan.models.llama3.config_registry:llama3_8b"'})
+    resolved = load_config(file)
+    (here / "saved.toml").write_text(resolved.to_toml())
+    assert without_model(load_config("saved.toml")) == without_model(resolved)
+
+
+@pytest.mark.parametrize("file", sorted(REPOSITORY.glob("train_configs/*.toml")), ids=lambda path: path.stem)
+def test_the_files_that_come_with_the_project(file):
+    load_config(file)
+
+
+def test_neither_the_package_nor_the_command_imports_torch():
+    code = (
+        "import sys, wlb_titan.config, wlb_titan.config.settings, wlb_titan.commands.config; "
+        "print([m for m in ('torch', 'torchtitan', 'numpy', 'datasets', 'rich') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+EXAMPLES = re.findall(r"```toml\n(.*?)```", (REPOSITORY / "docs" / "configuration.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_the_examples_of_the_documentation(here, number):
+    example = EXAMPLES[number]
+    if "extends" in example:
+        (here / "train.toml").write_text(EXAMPLES[0])
+    elif "base =" not in example:
+        example = f'base = "llama3_debug"\n{example}'
+    (here / "example.toml").write_text(example)
+    load_config("example.toml")

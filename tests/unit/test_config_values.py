@@ -1,0 +1,124 @@
+"""One value and its type: conversion from TOML, and TOML text that reads back."""
+
+import datetime
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+import tomli
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wlb_titan.config.values import Mismatch, convert, describe, expressed, key_text, shown, to_text
+
+
+@dataclass
+class Section:
+    pass
+
+
+@pytest.mark.parametrize(
+    "value, hint, result",
+    [
+        (5, int, 5),
+        (5, float, 5.0),
+        (5, float | int, 5),
+        (5.0, float | int, 5.0),
+        (True, bool, True),
+        ("none", int | None, None),
+        ("none", str | None, None),
+        ("none", str, "none"),
+        ("none", Literal["none", "some"], "none"),
+        ("b", Literal["a", "b"] | None, "b"),
+        ([1, 2], list[float], [1.0, 2.0]),
+        ([["a"], []], list[list[str]] | None, [["a"], []]),
+        ([1, "a"], tuple[int, str], (1, "a")),
+        ([1, 2, 3], tuple[int, ...], (1, 2, 3)),
+        ([1, "a"], list, [1, "a"]),
+        ({"a": 1}, dict[str, float], {"a": 1.0}),
+        (["x", ["y", {"k": 1}]], list[str | tuple[str, dict[str, Any]]], ["x", ("y", {"k": 1})]),
+    ],
+)
+def test_convert(value, hint, result):
+    converted = convert(value, hint)
+    assert converted == result
+    assert type(converted) is type(result)
+
+
+def test_an_array_for_anything_takes_the_kind_of_what_it_replaces():
+    assert convert([1, 2], Any, guide=(3, 4)) == (1, 2)
+    assert convert([1, 2], Any, guide=[3, 4]) == [1, 2]
+    assert convert([1, 2], Any) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "value, hint",
+    [
+        (5.0, int),
+        (True, int),
+        (True, float),
+        (1, bool),
+        ("5", int),
+        (5, str),
+        ("c", Literal["a", "b"]),
+        (1, Literal[True]),
+        ("none", int),
+        ([1, "a"], list[int]),
+        ([1], tuple[int, int]),
+        ([1, 2], dict[str, int]),
+        ({"a": "b"}, dict[str, int]),
+        (5, Section),
+        ("none", Callable[[], int]),
+        (datetime.date(2024, 1, 1), Any),
+    ],
+)
+def test_mismatch(value, hint):
+    with pytest.raises(Mismatch):
+        convert(value, hint)
+
+
+@pytest.mark.parametrize(
+    "hint, words",
+    [
+        (float | int | None, 'a number or an integer or "none"'),
+        (Literal["a", "b"], 'one of "a", "b"'),
+        (list[list[str]], "an array (each element an array (each element a string))"),
+        (tuple[int, int], "an array of 2 values"),
+        (Section | None, 'a table or "none"'),
+        (Callable[[int], int], "a Python object that only a base can give"),
+    ],
+)
+def test_describe(hint, words):
+    assert describe(hint) == words
+
+
+text = st.text(st.characters(exclude_categories=["Cs"]))
+scalars = st.booleans() | st.integers() | st.floats(allow_nan=False) | text
+values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(text, inner), max_leaves=10)
+
+
+@given(text, values)
+def test_toml_text_reads_back(key, value):
+    document = tomli.loads(f"{key_text(key)} = {to_text(value)}")
+    assert document == {key: value}
+    assert type(document[key]) is type(value)
+
+
+@pytest.mark.parametrize("value", [print, {1: 2}, datetime.date(2024, 1, 1), [None, print], Section()])
+def test_some_values_have_no_toml(value):
+    with pytest.raises(Mismatch):
+        to_text(value)
+
+
+def test_a_value_that_would_read_back_as_another_is_not_expressed():
+    assert expressed("nine", str | None) == '"nine"'
+    assert expressed("none", str | None) is None, '"none" would read back as None'
+    assert expressed(None, str | None) == '"none"'
+    assert expressed(((1,),), Any) is None, "the inner tuple would read back as a list"
+    assert expressed((1,), Any) == "[1]"
+
+
+def test_long_values_are_cut_in_messages():
+    assert shown("x" * 100) == '"' + "x" * 76 + "..."
+    assert shown(print) == "<built-in function print>"

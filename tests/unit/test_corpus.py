@@ -1,0 +1,209 @@
+"""Reading a corpus: slices, bounds, threads, and what is said about a folder that is no corpus."""
+
+import dataclasses
+import hashlib
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wlb_titan.corpus import Corpus, CorpusError, Manifest
+from wlb_titan.corpus.writer import DocumentWriter
+from wlb_titan.errors import UserError
+
+
+def make_corpus(folder: Path, documents: list[list[int]], batch_tokens: int = 16) -> Path:
+    """A corpus of given token ids. Its tokenizer is never loaded, so any bytes do."""
+    (folder / "tokenizer").mkdir(parents=True)
+    (folder / "tokenizer" / "tokenizer.json").write_text("{}")
+    with DocumentWriter(folder / "documents.arrow", batch_tokens=batch_tokens) as writer:
+        for number, tokens in enumerate(documents):
+            writer.add(f"document {number}", np.array(tokens, dtype=np.int32))
+    Manifest(
+        fingerprint=writer.digest().hex()[:16],
+        documents=writer.documents,
+        tokens=writer.tokens,
+        empty_documents=0,
+        unreadable=0,
+        vocab_size=1000,
+        end_of_text="<|endoftext|>",
+        end_of_text_id=0,
+        tokenizer_sha256=hashlib.sha256(b"{}").hexdigest(),
+        settings={"source": "made by a test"},
+        files={
+            name: (folder / name).stat().st_size for name in ("documents.arrow", "tokenizer/tokenizer.json")
+        },
+    ).save(folder)
+    return folder
+
+
+@pytest.fixture
+def corpus_folder(tmp_path: Path) -> Path:
+    return make_corpus(tmp_path / "corpus", [[5, 6, 7, 0], [8, 0], [0], [9] * 40 + [0], [1, 2, 0]])
+
+
+token_ids = st.integers(min_value=0, max_value=2**31 - 1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    documents=st.lists(st.lists(token_ids, min_size=1, max_size=30), min_size=1, max_size=20),
+    batch_tokens=st.integers(1, 100),
+    data=st.data(),
+)
+def test_slices_are_those_of_the_documents_written(tmp_path_factory, documents, batch_tokens, data):
+    corpus = Corpus.open(make_corpus(tmp_path_factory.mktemp("c") / "corpus", documents, batch_tokens))
+    assert corpus.lengths.tolist() == [len(tokens) for tokens in documents]
+    assert corpus.lengths.dtype == np.int64
+    for row, expected in enumerate(documents):
+        assert corpus.tokens(row).tolist() == expected
+        start = data.draw(st.integers(0, len(expected)))
+        length = data.draw(st.integers(0, len(expected) - start))
+        found = corpus.tokens(row, start, length)
+        assert found.tolist() == expected[start : start + length]
+        assert found.dtype == np.int32
+
+
+def test_slices_are_views_that_outlive_the_corpus_and_cannot_be_written(corpus_folder):
+    corpus = Corpus.open(corpus_folder)
+    whole, part = corpus.tokens(3), corpus.tokens(3, 10, 5)
+    assert np.shares_memory(whole, part)
+    with pytest.raises(ValueError, match="read-only"):
+        part[0] = 1
+    with pytest.raises(ValueError, match="read-only"):
+        corpus.lengths[0] = 1
+    del corpus, whole
+    assert part.tolist() == [9] * 5
+
+
+@pytest.mark.parametrize(
+    ("row", "start", "length"),
+    [(5, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 0, 5), (0, 4, 1), (0, 5, None), (0, 0, -1)],
+)
+def test_slices_outside_a_document_are_refused(corpus_folder, row, start, length):
+    with pytest.raises(IndexError):
+        Corpus.open(corpus_folder).tokens(row, start, length)
+
+
+def test_threads_read_at_the_same_time(tmp_path):
+    documents = [[row] * (row % 37 + 1) for row in range(500)]
+    corpus = Corpus.open(make_corpus(tmp_path / "corpus", documents, batch_tokens=64))
+    rows = [row for _ in range(10) for row in range(500)]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda row: corpus.tokens(row).tolist(), rows))
+    assert found == [documents[row] for row in rows]
+
+
+def test_what_a_corpus_tells_about_itself(corpus_folder):
+    corpus = Corpus.open(corpus_folder)
+    assert len(corpus) == 5
+    assert corpus.manifest == Manifest.load(corpus_folder)
+    assert corpus.fingerprint == corpus.manifest.fingerprint
+    assert corpus.tokenizer_path == corpus_folder / "tokenizer"
+    assert [corpus.source(row) for row in (0, 4)] == ["document 0", "document 4"]
+
+
+def test_the_datasets_library_reads_the_same_file(corpus_folder):
+    rows = datasets.Dataset.from_file(str(corpus_folder / "documents.arrow"))
+    assert rows[1] == {"input_ids": [8, 0], "length": 2, "source": "document 1"}
+    assert rows["length"][:] == Corpus.open(corpus_folder).lengths.tolist()
+
+
+def test_reading_imports_nothing_heavy():
+    code = "import sys, wlb_titan.corpus; print(*sorted({m.split('.')[0] for m in sys.modules}))"
+    modules = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert "wlb_titan" in modules
+    assert not {"torch", "torchtitan", "datasets", "tokenizers", "pandas"} & set(modules)
+
+
+def test_writing_imports_neither_torch_nor_torchtitan():
+    code = "import sys, wlb_titan.corpus.prepare; print('torch' in sys.modules, 'torchtitan' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found.split() == ["False", "False"]
+
+
+def change_manifest(folder: Path, **changes: object) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | changes))
+
+
+def error_of_opening(folder: Path) -> str:
+    with pytest.raises(CorpusError) as caught:
+        Corpus.open(folder)
+    message = str(caught.value)
+    assert isinstance(caught.value, UserError)
+    assert str(folder) in message
+    assert "wlb-titan prepare" in message, "the message does not say what to do"
+    assert "\n" not in message
+    return message
+
+
+def test_no_corpus(tmp_path):
+    assert "There is no corpus at" in error_of_opening(tmp_path / "nothing")
+
+
+def test_interrupted_preparation(tmp_path):
+    (tmp_path / ".corpus.partial").mkdir()
+    assert "was interrupted, or is still running" in error_of_opening(tmp_path / "corpus")
+
+
+def test_half_written_corpus(corpus_folder):
+    (corpus_folder / "manifest.json").unlink()
+    assert "not a complete corpus: it has no manifest.json" in error_of_opening(corpus_folder)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format_version": 1, "documents": 3}', "{"])
+def test_damaged_manifest(corpus_folder, content):
+    (corpus_folder / "manifest.json").write_text(content)
+    assert "manifest.json is damaged" in error_of_opening(corpus_folder)
+
+
+def test_other_format_version(corpus_folder):
+    change_manifest(corpus_folder, format_version=2, a_field_of_the_future=1)
+    assert "has corpus format version 2, but this wlb_titan reads version 1" in error_of_opening(
+        corpus_folder
+    )
+
+
+@pytest.mark.parametrize("field", ["documents", "tokens"])
+def test_counts_that_differ_from_the_manifest(corpus_folder, field):
+    change_manifest(corpus_folder, **{field: 3})
+    message = error_of_opening(corpus_folder)
+    assert "holds 5 documents and 51 tokens, the manifest says" in message
+
+
+def test_missing_file(corpus_folder):
+    (corpus_folder / "documents.arrow").unlink()
+    assert "the file documents.arrow is missing" in error_of_opening(corpus_folder)
+
+
+def test_truncated_file(corpus_folder):
+    data = (corpus_folder / "documents.arrow").read_bytes()
+    (corpus_folder / "documents.arrow").write_bytes(data[:-100])
+    assert f"has {len(data) - 100:,} bytes instead of {len(data):,}" in error_of_opening(corpus_folder)
+
+
+def test_overwritten_file_of_the_same_size(corpus_folder):
+    size = (corpus_folder / "documents.arrow").stat().st_size
+    (corpus_folder / "documents.arrow").write_bytes(b"x" * size)
+    assert "documents.arrow cannot be read" in error_of_opening(corpus_folder)
+
+
+def test_changed_tokenizer(corpus_folder):
+    (corpus_folder / "tokenizer" / "tokenizer.json").write_text("[]")
+    assert "tokenizer/tokenizer.json was changed" in error_of_opening(corpus_folder)
+
+
+def test_manifest_round_trip(corpus_folder, tmp_path):
+    manifest = dataclasses.replace(Manifest.load(corpus_folder), end_of_text="<|fin…|>")
+    manifest.save(tmp_path)
+    assert Manifest.load(tmp_path) == manifest

@@ -1,0 +1,227 @@
+"""Where documents come from: every source, and what is said when there is nothing at its place."""
+
+import json
+import os
+import sysconfig
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wlb_titan.corpus.errors import CorpusError
+from wlb_titan.corpus.settings import PrepareSettings, SourceSpec
+from wlb_titan.corpus.sources import JsonLines, Unreadable, open_source
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """An empty folder that relative paths start from."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+def read_all(here: Path, source: str, **options) -> dict[str, list]:
+    opened = open_source(PrepareSettings(source=source, **options), here.parent / "cache")
+    return {opened.name(number): list(opened.read(number)) for number in range(len(opened))}
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("python-source", SourceSpec("python-source")),
+        ("text:a dir/b#c", SourceSpec("text", "a dir/b#c")),
+        ("jsonl:a.jsonl", SourceSpec("jsonl", "a.jsonl")),
+        ("jsonl:a.jsonl#body", SourceSpec("jsonl", "a.jsonl", "body")),
+        ("jsonl:a#b.jsonl#body", SourceSpec("jsonl", "a#b.jsonl", "body")),
+        ("parquet:a.parquet#body", SourceSpec("parquet", "a.parquet", "body")),
+        ("hf:org/name", SourceSpec("hf", "org/name")),
+        ("hf:org/name,en@train[:1%]#body", SourceSpec("hf", "org/name", "body", "en", "train[:1%]")),
+        ("hf:name@test", SourceSpec("hf", "name", split="test")),
+    ],
+)
+def test_descriptions_are_taken_apart(text, spec):
+    assert SourceSpec.parse(text) == spec
+    assert SourceSpec.parse(spec.absolute()).absolute() == spec.absolute()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "python", "text", "text:", "jsonl:", "jsonl:#a", "jsonl:a#", "hf:", "hf:a#", "hf:,a", "csv:a"],
+)
+def test_other_descriptions_are_refused(text):
+    with pytest.raises(CorpusError, match="is not a source of documents; the sources are python-source"):
+        SourceSpec.parse(text)
+
+
+def test_python_source_has_the_standard_library_and_the_installed_packages(here):
+    opened = open_source(PrepareSettings(), here / "cache")
+    names = [opened.name(number) for number in range(len(opened))]
+    assert len(set(names)) == len(names) > 1000
+    number = names.index("stdlib/json/decoder.py")
+    expected = Path(sysconfig.get_path("stdlib"), "json", "decoder.py").read_bytes().decode()
+    assert list(opened.read(number)) == [expected]
+    assert "site-packages/click/core.py" in names
+    assert not [name for name in names if name.startswith("stdlib/site-packages/")]
+
+
+def test_python_source_by_package_joins_the_files_of_a_package(here):
+    files = open_source(PrepareSettings(), here / "cache")
+    packages = open_source(PrepareSettings(granularity="package"), here / "cache")
+    names = [packages.name(number) for number in range(len(packages))]
+    assert 10 < len(names) < len(files)
+    assert "stdlib/ast.py" in names, "a module of one file is a package too"
+    texts = list(packages.read(names.index("stdlib/json")))
+    root = Path(sysconfig.get_path("stdlib"), "json")
+    assert texts == [path.read_bytes().decode() for path in sorted(root.rglob("*.py"))]
+    assert len(texts) > 3
+
+
+def test_text_takes_every_readable_file_and_names_the_others(here):
+    (here / "sub").mkdir()
+    (here / ".git").mkdir()
+    (here / "a.txt").write_bytes("Grüße\r\n".encode())
+    (here / "sub" / "no ending").write_text("b")
+    (here / "sub" / "latin.md").write_bytes(b"gr\xfc\xdfe")
+    (here / "zero.bin").write_bytes(b"a\0b")
+    (here / ".git" / "config").write_text("hidden")
+    (here / ".hidden").write_text("hidden")
+    (here / "broken").symlink_to("nowhere")
+    os.mkfifo(here / "pipe")
+    assert read_all(here, f"text:{here}") == {
+        "a.txt": ["Grüße\r\n"],
+        "broken": [Unreadable("broken", "No such file or directory")],
+        "pipe": [Unreadable("pipe", "not a file")],
+        "sub/latin.md": [Unreadable("sub/latin.md", "not UTF-8: invalid start byte at byte 2")],
+        "sub/no ending": ["b"],
+        "zero.bin": [Unreadable("zero.bin", "not text: it has a zero byte")],
+    }
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_text_names_what_permissions_forbid(here):
+    (here / "file").write_text("a")
+    (here / "folder").mkdir()
+    (here / "file").chmod(0)
+    (here / "folder").chmod(0)
+    found = read_all(here, "text:.")
+    (here / "folder").chmod(0o700)
+    assert found == {
+        "file": [Unreadable("file", "Permission denied")],
+        "folder": [Unreadable("folder", "not a file")],
+    }
+
+
+def test_names_that_are_no_utf8_are_escaped(here):
+    (here / os.fsdecode(b"gr\xfc\xdfe.txt")).write_text("a")
+    assert read_all(here, "text:.") == {"gr\\udcfc\\udcdfe.txt": ["a"]}
+
+
+def test_jsonl_takes_one_field_and_minds_no_others(here):
+    lines = [
+        '{"body": "eins\\n", "extra": {"a": 1}}',
+        '{"body": null, "extra": {"a": "x"}}',
+        "",
+        '{"extra": 1, "more": 2}',
+        '{"body": 0}',
+        '{"body": "broken',
+        "[1]",
+        '{"body": "\\ud83d"}',
+        '{"body": "f\u00fcnf"}',
+    ]
+    (here / "a.jsonl").write_bytes("\r\n".join(lines).encode())
+    found = read_all(here, "jsonl:a.jsonl#body")
+    reasons = {name: texts.pop().reason for name, texts in found.items() if isinstance(texts[0], Unreadable)}
+    assert found == {
+        "a.jsonl:1": ["eins\n"],
+        "a.jsonl:2": [""],
+        "a.jsonl:4": [],
+        "a.jsonl:5": [],
+        "a.jsonl:6": [],
+        "a.jsonl:7": [],
+        "a.jsonl:8": [],
+        "a.jsonl:9": ["f\u00fcnf"],
+    }
+    assert reasons.pop("a.jsonl:6").startswith("Unterminated string")
+    assert reasons.pop("a.jsonl:8").endswith("surrogates not allowed")
+    assert reasons == {
+        "a.jsonl:4": "no field 'body'; it has extra, more",
+        "a.jsonl:5": "the field 'body' holds int, not text",
+        "a.jsonl:7": "not a JSON object",
+    }
+
+
+@given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"])), max_size=20), escape=st.booleans())
+def test_jsonl_gives_back_any_text(tmp_path_factory, texts, escape):
+    path = tmp_path_factory.mktemp("jsonl") / "a.jsonl"
+    path.write_bytes("".join(json.dumps({"text": t}, ensure_ascii=escape) + "\n" for t in texts).encode())
+    source = JsonLines(path, "text")
+    assert [list(source.read(number)) for number in range(len(source))] == [[text] for text in texts]
+
+
+def test_parquet(here):
+    pq.write_table(pa.table({"text": ["one", None, "three"], "number": [1, 2, 3]}), here / "a.parquet")
+    found = read_all(here, "parquet:a.parquet")
+    assert found == {"a.parquet[0]": ["one"], "a.parquet[1]": [""], "a.parquet[2]": ["three"]}
+
+
+def test_hugging_face_dataset_with_split_and_field(here, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(here / "cache"))
+    (here / "books").mkdir()
+    for split in ("train", "test"):
+        pq.write_table(
+            pa.table({"body": [f"{split} one", f"{split} two"]}), here / "books" / f"{split}.parquet"
+        )
+    assert list(read_all(here, "hf:./books#body").values()) == [["train one"], ["train two"]]
+    assert read_all(here, "hf:./books@test[:1]#body") == {"./books[0]": ["test one"]}
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("text:nowhere", "needs a folder, and .*nowhere is none"),
+        ("text:empty", "has no files"),
+        ("text:a.jsonl", "needs a folder"),
+        ("jsonl:nowhere.jsonl", "needs a file, and there is none"),
+        ("parquet:empty", "needs a file, and there is none"),
+        ("parquet:a.parquet", "a.parquet has no field 'text'; it has body, number"),
+        ("parquet:a.parquet#number", "The field 'number' of a.parquet holds int64, not text"),
+        ("parquet:a.jsonl", "Cannot read parquet:a.jsonl: .*[Pp]arquet"),
+        ("hf:./empty", "Cannot read hf:./empty: "),
+    ],
+)
+def test_sources_that_cannot_be_used(here, source, message):
+    (here / "empty").mkdir()
+    (here / "a.jsonl").write_text('{"body": "one", "number": 1}\n')
+    pq.write_table(pa.table({"body": ["one"], "number": [1]}), here / "a.parquet")
+    with pytest.raises(CorpusError, match=message) as caught:
+        read_all(here, source)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"granularity": "folder"}, "granularity is 'folder', but must be one of"),
+        ({"granularity": "package", "source": "text:a"}, "is for the source python-source, not for text"),
+        ({"tokenizer": "t", "vocab_size": 300}, "Leave one of the two out"),
+        ({"vocab_size": 256}, "A vocabulary of 256 entries is too small: 257 are needed"),
+        ({"seed": -1}, "The seed is -1"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"source": "csv:a"}, "is not a source"),
+    ],
+)
+def test_settings_that_contradict(options, message):
+    with pytest.raises(CorpusError, match=message):
+        PrepareSettings(**options)
+
+
+def test_resolved_settings_mean_the_same_everywhere(here):
+    relative = PrepareSettings(source="text:a", tokenizer="t").resolved()
+    assert relative == PrepareSettings(source=f"text:{here}/a", tokenizer=f"{here}/t").resolved()
+    assert PrepareSettings().resolved() == PrepareSettings(vocab_size=4096).resolved()
+    assert PrepareSettings().resolved() != PrepareSettings(vocab_size=4097).resolved()

@@ -1,0 +1,224 @@
+"""The latency model: its counts against tiles drawn one by one and against the kernels' own tile lists, its
+time against a schedule of these tiles, its fit against known coefficients, and the H100 figures it is derived
+from."""
+
+import heapq
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wlb_titan.planner import sharding
+from wlb_titan.planner.attention_fit import Point, fit, predict, usual_tilings
+from wlb_titan.planner.attention_hopper import MASKING, hopper
+from wlb_titan.planner.attention_latency import AttentionLatency, KernelCost, Tiling, slowest
+from wlb_titan.planner.settings import ShardingSettings
+
+TILINGS = [(128, 128), (128, 64), (64, 128), (16, 128), (256, 1), (4, 4), (1, 1)]
+
+
+@pytest.mark.parametrize(("query_tile", "key_block"), TILINGS)
+@given(q_len=st.integers(1, 1200), before=st.one_of(st.just(0), st.integers(0, 3000)))
+@settings(max_examples=60, deadline=None)
+def test_counts_are_those_of_tiles_drawn_one_by_one(query_tile, key_block, q_len, before):
+    tiles = blocks = masked = 0
+    for first in range(0, q_len, query_tile):
+        last = min(first + query_tile, q_len)
+        tiles += 1
+        seen_by_some = -(-(before + last) // key_block)
+        seen_by_all = (before + first + 1) // key_block
+        blocks += seen_by_some
+        masked += seen_by_some - seen_by_all
+    counts = Tiling(query_tile, key_block).count(np.array([q_len]), np.array([before + q_len]))
+    assert counts[:, 0].tolist() == [tiles, blocks, masked]
+
+
+def tile_list(segments: np.ndarray, q_tokens: int) -> np.ndarray:
+    return pytest.importorskip("wlb_titan.kernels.tiles").query_tiles(segments, q_tokens, tokens=128)
+
+
+def blocks_of(tiles: np.ndarray) -> tuple[int, int]:
+    """Blocks of 128 keys that the kernels read for these tiles, and how many of them they mask."""
+    _, _, begin, shared, end = tiles[tiles[:, 4] > tiles[:, 2]].T
+    blocks = -(-(end - begin) // 128)
+    return int(blocks.sum()), int((blocks - (shared - begin) // 128).sum())
+
+
+@pytest.mark.parametrize("policy", ["per_sequence", "per_document"])
+def test_long_segments_are_tiled_as_the_kernels_do(policy):
+    """Beyond the length up to which the kernels merge, the counts agree exactly."""
+    lengths = np.random.default_rng(0).integers(9000, 30000, 6)
+    total = -(-lengths.sum() // 8) * 8
+    chosen = ShardingSettings(policy=policy)
+    for shard in sharding.choose(chosen, lengths, total, 4, hopper(128, 1))[1]:
+        shard = shard[shard[:, 1] + shard[:, 2] > 1024]
+        segments = sharding.segments(shard, lengths)
+        tokens = int(shard[:, 2].sum())
+        tiles = tile_list(segments, tokens)
+        counts = Tiling(128, 128, merge_keys=1024).count(segments[:, 1], segments[:, 3]).sum(axis=1)
+        assert counts.tolist() == [len(tiles), *blocks_of(tiles)]
+
+
+@pytest.mark.parametrize(("longest", "error"), [(40, 0.2), (300, 0.1), (900, 0.1)])
+def test_merged_segments_are_counted_as_the_kernels_merge_them(longest, error):
+    """On average over where tiles begin; documents far below a tile mostly just miss a round number of
+    blocks."""
+    rng = np.random.default_rng(longest)
+    lengths = rng.integers(1, longest, 60000 // longest)
+    segments = sharding.segments(sharding.whole(lengths), lengths)
+    tiles = tile_list(segments, int(lengths.sum()))
+    counted = Tiling(128, 128, merge_keys=1024).count(lengths, lengths).sum(axis=1)
+    assert counted[0] == pytest.approx(len(tiles), rel=0.03)
+    assert counted[1] == pytest.approx(blocks_of(tiles)[0], rel=error)
+    unmerged = Tiling(128, 128).count(lengths, lengths).sum(axis=1)
+    assert unmerged[0] > 1.2 * counted[0] or longest == 900
+
+
+def schedule(costs: np.ndarray, units: int) -> float:
+    """When the last of these programs ends if each free unit takes the longest one left."""
+    ends = [0.0] * units
+    for cost in np.sort(costs)[::-1].tolist():
+        heapq.heapreplace(ends, ends[0] + cost)
+    return max(ends)
+
+
+@pytest.mark.parametrize("policy", ["per_sequence", "per_document", "hybrid"])
+def test_predicted_time_is_that_of_a_schedule_of_the_tiles(policy):
+    rng = np.random.default_rng(3)
+    lengths = np.append(np.exp(rng.normal(6.5, 1.4, 60)).astype(np.int64) + 1, 30000)
+    total = -(-lengths.sum() // 8) * 8
+    latency = hopper(128, 16, merge_keys=0)
+    shards = sharding.choose(ShardingSettings(policy=policy), lengths, total, 4, latency)[1]
+    for shard, (predicted, _) in zip(shards, latency.seconds(shards), strict=True):
+        cost = latency.forward
+        programs = []
+        for _, offset, count in shard.tolist():
+            for first in range(0, count, 128):
+                last = min(first + 128, count)
+                blocks = -(-(offset + last) // 128)
+                masked = blocks - (offset + first + 1) // 128
+                programs.append(cost.tile + blocks * cost.block + masked * cost.masked)
+        real = cost.launch + schedule(np.repeat(programs, 16), latency.units)
+        assert predicted <= real * (1 + 1e-9)
+        assert predicted == pytest.approx(real, rel=0.02)
+
+
+def test_one_long_tile_bounds_a_launch_that_has_few():
+    latency = hopper(128, 1)
+    shard = np.array([[0, 65408, 128]])
+    cost = latency.forward
+    expected = cost.launch + cost.tile + 512 * cost.block + 2 * cost.masked
+    assert latency.seconds([shard])[0, 0] == pytest.approx(expected)
+    assert latency.seconds([shard, np.zeros((0, 3), np.int64)])[1, 0] == cost.launch
+
+
+def test_forward_and_backward_wait_for_their_own_slowest_rank():
+    assert slowest(np.array([[1.0, 5.0], [2.0, 3.0]])) == 7.0
+
+
+def test_one_token_costs_what_a_full_tile_does():
+    """The step of the paper's Figure 10: flat up to 128 queries, then up."""
+    work = hopper(128, 32, merge_keys=0).work(np.array([1, 64, 127, 129]), np.full(4, 8192))[0]
+    assert work[0] == pytest.approx(work[2], rel=0.01)
+    assert work[3] > 1.9 * work[2]
+
+
+@pytest.mark.parametrize("tiling", [Tiling(128, 128, 1024), Tiling(64, 128), Tiling(16, 64, 0, 8)])
+def test_fit_finds_the_coefficients_that_made_the_points(tiling):
+    cost = KernelCost(tiling, launch=2e-5, key=1e-10, segment=1e-7, tile=1.5e-6, block=1.2e-6, masked=4e-7)
+    cases = [
+        (q, kv, segments, 16)
+        for q in (1, 16, 65, 128, 200, 512, 2000)
+        for kv in (128, 700, 4096, 32768)
+        for segments in (1, 50)
+        if kv >= q
+    ]
+    blank = [Point(*case, seconds=1.0) for case in cases]
+    points = [p._replace(seconds=s) for p, s in zip(blank, predict(cost, blank, 132).tolist(), strict=True)]
+    found = fit(points, 132, usual_tilings(8))
+    assert np.abs(found.errors).max() < 1e-3
+    assert found.cost.tiling.query_tile == tiling.query_tile
+    assert found.cost.block / tiling.key_block == pytest.approx(cost.block / tiling.key_block, rel=0.02)
+    noise = np.random.default_rng(0).uniform(0.95, 1.05, len(points))
+    noisy = [p._replace(seconds=p.seconds * n) for p, n in zip(points, noise.tolist(), strict=True)]
+    assert np.median(np.abs(fit(noisy, 132, usual_tilings(8)).errors)) < 0.05
+
+
+def test_fit_never_gives_a_negative_coefficient():
+    rng = np.random.default_rng(1)
+    points = [Point(int(q), 2 * int(q), 3, 4, float(rng.random())) for q in rng.integers(1, 999, 40)]
+    cost = fit(points, 4, [Tiling(128, 128)]).cost
+    assert min(cost.launch, cost.key, cost.segment, cost.tile, cost.block, cost.masked) >= 0
+
+
+# TFLOP/s of 64 heads in one sequence and of 48 heads in four, from 1K tokens up: see attention_hopper.
+FIGURES = {
+    "forward": {(64, 1): (283, 584, 661, 655, 670, 678), (48, 4): (364, 560, 667, 685)},
+    "backward": {(64, 1): (208, 353, 462, 517, 559, 584), (48, 4): (182, 316, 444, 539)},
+}
+
+
+@pytest.mark.parametrize(("direction", "flops"), [("forward", 1.0), ("backward", 2.5)])
+def test_hopper_is_the_least_squares_of_the_published_figures(direction, flops):
+    cost = getattr(hopper(128, 1, merge_keys=0), direction)
+    rows, seconds = [], []
+    for (heads, sequences), rates in FIGURES[direction].items():
+        for doubling, rate in enumerate(rates):
+            tokens = 1024 * 2**doubling
+            tiles, blocks, masked = cost.tiling.count(np.array([tokens]), np.array([tokens]))[:, 0]
+            assert masked == tiles
+            share = heads * sequences / 132
+            rows.append([1, share * tiles, share * blocks])
+            seconds.append(2 * flops * tokens**2 * 128 * heads * sequences / (rate * 1e12))
+    scaled = np.array(rows) / np.array(seconds)[:, None]
+    columns = (
+        [0, 1, 2] if direction == "forward" else [1, 2]
+    )  # a launch below zero comes out there: none then
+    best = np.zeros(3)
+    best[columns] = np.linalg.lstsq(scaled[:, columns], np.ones(len(rows)), rcond=None)[0]
+    ours = [cost.launch, cost.tile + cost.masked, cost.block]
+    np.testing.assert_allclose(ours, best, rtol=0.01)
+    assert cost.masked == pytest.approx(MASKING * cost.block)
+    errors = scaled @ ours - 1
+    assert np.abs(errors).max() < 0.19
+    assert np.sqrt((errors**2).mean()) < 0.08
+
+
+def test_head_dim_64_takes_what_published_rates_say():
+    small, large = hopper(64, 8), hopper(128, 8)
+    assert small.forward.block / large.forward.block == pytest.approx(648 / 497 / 2, abs=1e-3)
+    assert small.backward.block / large.backward.block == pytest.approx(561 / 474 / 2, abs=1e-3)
+
+
+def test_tiles_and_blocks_must_divide():
+    with pytest.raises(ValueError, match="96 queries and blocks of 128"):
+        Tiling(96, 128)
+
+
+def packs(documents: int, tokens: int, seed: int) -> np.ndarray:
+    lengths = np.exp(np.random.default_rng(seed).normal(6.0, 1.68, documents))
+    lengths = np.maximum(lengths / lengths.sum() * tokens, 1).astype(np.int64)
+    lengths[0] += tokens - lengths.sum()
+    return lengths
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "hybrid"])
+def test_deciding_is_fast(policy):
+    """128K tokens, 300 documents, 8 ranks. The goal is 2 ms; here with room for a slow or busy machine."""
+    latency, chosen = hopper(128, 4), ShardingSettings(policy=policy)
+    best = np.inf
+    for seed in range(10):
+        lengths = packs(300, 131072, seed)
+        begin = time.thread_time()
+        sharding.choose(chosen, lengths, 131072, 8, latency)
+        best = min(best, time.thread_time() - begin)
+    assert best < 0.006
+
+
+def test_different_tilings_of_the_passes_are_each_counted():
+    forward = KernelCost(Tiling(128, 128), 0, 0, 0, 1, 0, 0)
+    backward = KernelCost(Tiling(64, 64), 0, 0, 0, 1, 0, 0)
+    latency = AttentionLatency(forward, backward, units=1, heads=2, source="test")
+    assert latency.work(np.array([128]), np.array([128])).tolist() == [[2.0], [4.0]]

@@ -1,0 +1,97 @@
+"""The TorchX components: what they submit, and how they refuse."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torchx.runner import get_runner
+from torchx.specs.file_linter import validate
+from wlb_titan.launch import launch
+
+from wlb_titan.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+CONFIG = str(ROOT / "train_configs" / "cpu_debug.toml")
+SEVEN_B = str(ROOT / "train_configs" / "llama2_7b_128k.toml")
+IMAGE = "example.com/wlb-titan:0.1.0"
+
+
+def dryrun(component: str, arguments: list[str], scheduler: str, **cfg):
+    with get_runner() as runner:
+        return runner.dryrun_component(component, arguments, scheduler=scheduler, cfg=cfg)
+
+
+@pytest.mark.parametrize("component", ["train", "prepare", "plan"])
+def test_torchx_accepts_the_components(component):
+    assert validate(str(ROOT / "launch" / "components.py"), component) == []
+
+
+def test_local_job_has_a_process_for_each_rank():
+    arguments = ["--config", CONFIG, "--image", IMAGE, "--", "--training.steps", "5"]
+    info = dryrun("wlb.train", arguments, "local_cwd")
+    (role,) = info._app.roles
+    command = role.args[-1]
+    assert "--nproc_per_node 4" in command
+    assert f"-m wlb_titan.runtime.train --config {CONFIG} --training.steps 5" in command
+
+
+def test_slurm_job_spreads_the_ranks_over_the_hosts():
+    arguments = ["--config", SEVEN_B, "--nodes", "8", "--gpu", "8", "--image", IMAGE]
+    script = str(dryrun("wlb.train", arguments, "slurm", partition="gpu"))
+    assert "--nproc_per_node 8" in script
+    assert "--nnodes 8" in script
+    assert "--partition=gpu" in script
+
+
+def test_prepare_passes_its_arguments_on():
+    info = dryrun("wlb.prepare", ["outputs/corpus", "--max-tokens", "1000"], "local_cwd")
+    (role,) = info._app.roles
+    assert [role.entrypoint, *role.args] == ["wlb-titan", "prepare", "outputs/corpus", "--max-tokens", "1000"]
+
+
+def test_plan_passes_its_arguments_on():
+    info = dryrun("wlb.plan", ["x.toml", "--steps", "5"], "local_cwd")
+    (role,) = info._app.roles
+    assert [role.entrypoint, *role.args] == ["wlb-titan", "plan", "x.toml", "--steps", "5"]
+
+
+def test_processes_that_do_not_spread_evenly_are_refused():
+    with pytest.raises(UserError, match=r"4 processes do not spread evenly over 3 hosts"):
+        launch._resolve(CONFIG, [], nodes=3, processes_per_node=0, corpus_is_here=False)
+
+
+def test_processes_that_do_not_fit_the_degrees_are_refused():
+    with pytest.raises(UserError, match=r"3 processes do not fit the degrees"):
+        launch._resolve(CONFIG, [], nodes=1, processes_per_node=3, corpus_is_here=False)
+
+
+def test_accelerators_are_hidden_when_the_cpu_is_asked_for():
+    job = launch._resolve(CONFIG, ["--wlb.device", "cpu"], 1, 0, corpus_is_here=False)
+    assert job.environment == {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_a_missing_corpus_is_one_paragraph_and_exit_code_2(tmp_path):
+    arguments = ["wlb.train", "--config", CONFIG, "--", "--wlb.corpus.path", str(tmp_path / "nowhere")]
+    result = subprocess.run(
+        [sys.executable, "-m", "torchx.cli.main", "run", "-s", "local_cwd", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert result.returncode == 2
+    assert "There is no corpus at" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_kubernetes_job_is_a_pod_for_each_host():
+    # The scheduler's dry run asks a Docker daemon for the image; the request itself is made by this function.
+    kubernetes = pytest.importorskip("torchx.schedulers.kubernetes_scheduler")
+    arguments = ["--config", SEVEN_B, "--nodes", "8", "--gpu", "8", "--image", IMAGE]
+    app = dryrun("wlb.train", arguments, "local_cwd")._app
+    request = kubernetes.app_to_resource(app, "training", service_account=None)
+    tasks = request["spec"]["tasks"]
+    assert len(tasks) == 8
+    assert request["spec"]["queue"] == "training"
+    assert "--nproc_per_node 8" in str(tasks[0]["template"])
+    assert IMAGE in str(tasks[0]["template"])

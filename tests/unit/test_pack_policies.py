@@ -1,0 +1,294 @@
+"""What holds for every packing policy, on corpora that hypothesis makes up."""
+
+import json
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wlb_titan.planner.errors import PlanError
+from wlb_titan.planner.plan import DELAY, ID, LENGTH, START
+from wlb_titan.planner.planner import Planner
+from wlb_titan.planner.settings import PackingSettings, ShardingSettings
+from wlb_titan.planner.workload import Quadratic
+
+pytestmark = pytest.mark.filterwarnings("ignore:With the thresholds")  # of corpora that hypothesis makes up
+
+WINDOW = 64
+POLICIES = {
+    "plain": PackingSettings(policy="plain"),
+    "plain-drop": PackingSettings(policy="plain", tail="drop"),
+    "fixed_greedy": PackingSettings(policy="fixed_greedy"),
+    "fixed_greedy-3": PackingSettings(policy="fixed_greedy", window=3),
+    "fixed_solver": PackingSettings(policy="fixed_solver", time_limit=0.2),
+    "wlb": PackingSettings(policy="wlb", thresholds=[40, 56]),
+    "wlb-tight": PackingSettings(policy="wlb", thresholds=[60], max_length=WINDOW),
+    "wlb_lazy": PackingSettings(policy="wlb_lazy", max_delay=5),
+    "wlb_lazy-tight": PackingSettings(policy="wlb_lazy", max_length=WINDOW + 16),
+}
+every_policy = pytest.mark.parametrize("packing", POLICIES.values(), ids=POLICIES)
+without_solver = pytest.mark.parametrize(
+    "packing", [p for name, p in POLICIES.items() if name != "fixed_solver"],
+    ids=[name for name in POLICIES if name != "fixed_solver"],
+)  # fmt: skip
+
+# Many short documents and a tail that reaches beyond the window; single tokens too.
+corpora = st.lists(
+    st.one_of(st.integers(1, 12), st.integers(1, 40), st.integers(30, 150)), min_size=8, max_size=60
+).filter(lambda lengths: sum(length > 1 for length in lengths) >= len(lengths) // 2)
+
+
+def planner(packing, lengths, micro_batches=4, **changes):
+    arguments = {
+        "window": WINDOW,
+        "micro_batches": micro_batches,
+        "seed": 7,
+        "packing": packing,
+        "sharding": ShardingSettings(),
+        "cost_model": Quadratic(1.0, 40.0),
+        "fingerprint": "corpus",
+    }
+    return Planner(np.array(lengths), **{**arguments, **changes})
+
+
+def contents(plan):
+    """The documents of every micro-batch, whichever rank runs it."""
+    return sorted(m.documents.tolist() for m in plan.micro_batches)
+
+
+def assert_conserved(job, plans):
+    """Every token of every document at most once, and all of those long past exactly once."""
+    seen = defaultdict(list)
+    for plan in plans:
+        for m in plan.micro_batches:
+            for id_, start, length, _ in m.documents.tolist():
+                assert length > 0
+                seen[id_].append((start, start + length))
+    for id_, runs in seen.items():
+        runs.sort()
+        assert all(end <= start for (_, end), (start, _) in pairwise(runs)), id_
+        assert runs[-1][1] <= job._stream.lengths[job.row_of(id_)]
+    trained = sum(plan.tokens for plan in plans)
+    lost = sum(plan.lost_tokens for plan in plans)
+    cursor = job._stream.state_dict()
+    streamed = sum(int(job._stream.lengths[job.row_of(i)]) for i in range(cursor["document"]))
+    assert trained + lost + plans[-1].waiting_tokens == streamed + cursor["offset"]
+
+
+@every_policy
+@settings(max_examples=15, deadline=None)
+@given(lengths=corpora, micro_batches=st.integers(1, 6))
+def test_tokens_are_conserved_and_micro_batches_are_sound(packing, lengths, micro_batches):
+    job = planner(packing, lengths, micro_batches, divisor=4, context_parallel=2)
+    plans = [job.next() for _ in range(9)]
+    assert_conserved(job, plans)
+    limit = 2 * WINDOW if packing.max_length is None else packing.max_length
+    for iteration, plan in enumerate(plans):
+        assert plan.iteration == iteration
+        assert len(plan.micro_batches) == micro_batches
+        for m in plan.micro_batches:
+            tokens = m.documents[:, LENGTH]
+            assert m.length == tokens.sum() + m.padding
+            assert m.length % 4 == 0
+            assert tokens.max() <= WINDOW
+            if job.fixed_length:
+                assert m.length == WINDOW
+            else:
+                assert m.length <= limit
+                assert m.padding < 4
+            assert job._stream.has_label(m.documents).any()
+            assert m.workload == pytest.approx(float((tokens * tokens + 40 * tokens).sum()))
+            assert (m.documents[:, DELAY] >= 0).all()
+            assert (m.documents[:, DELAY] <= iteration).all()
+
+
+@every_policy
+def test_carrying_policies_train_every_token_of_an_epoch_exactly_once(packing):
+    lengths = np.random.default_rng(0).integers(1, 90, 200)
+    job = planner(packing, lengths)
+    trained = np.zeros(200, dtype=np.int64)
+    lost = 0
+    for _ in range(90):
+        plan = job.next()
+        lost += plan.lost_tokens
+        for m in plan.micro_batches:
+            for id_, _, length, _ in m.documents.tolist():
+                if id_ < 200:
+                    trained[job.row_of(id_)] += length
+    if packing.tail == "carry":
+        assert lost == 0
+        assert (trained == lengths).all()
+    else:
+        assert lost > 0
+        assert (trained <= lengths).all() and trained.sum() < lengths.sum()
+
+
+@without_solver
+@settings(max_examples=15, deadline=None)
+@given(lengths=corpora, before=st.integers(0, 6))
+def test_a_saved_state_gives_the_same_future(packing, lengths, before):
+    job = planner(packing, lengths)
+    for _ in range(before):
+        job.next()
+    state = json.loads(json.dumps(job.state_dict()))
+    again = planner(packing, lengths, data_parallel=2, context_parallel=2, divisor=4)
+    again.load_state_dict(state)
+    for _ in range(6):
+        ours, theirs = job.next(), again.next()
+        assert ours.iteration == theirs.iteration
+        assert contents(ours) == contents(theirs)
+    assert job.state_dict() == again.state_dict()
+
+
+@without_solver
+def test_equal_plans_on_all_ranks(packing):
+    lengths = np.random.default_rng(1).integers(1, 100, 80)
+    ours, theirs = (planner(packing, lengths, data_parallel=2) for _ in range(2))
+    for _ in range(10):
+        a, b = ours.next().to_json(), theirs.next().to_json()
+        a["plan_ms"] = b["plan_ms"] = 0
+        assert a == b
+
+
+@every_policy
+def test_ranks_get_equal_counts_in_order(packing):
+    lengths = np.random.default_rng(1).integers(1, 100, 80)
+    plan = planner(packing, lengths, micro_batches=6, data_parallel=3).next()
+    assert [(m.dp_rank, m.index) for m in plan.micro_batches] == [
+        (rank, i) for rank in range(3) for i in range(2)
+    ]
+    if packing.policy != "plain":
+        for rank in range(3):
+            works = [m.workload for m in plan.of_rank(rank)]
+            assert works == sorted(works, reverse=True)
+
+
+def test_plain_keeps_the_order_and_the_paper_drops_the_tail():
+    lengths = np.random.default_rng(2).integers(1, 90, 100)
+    plan = planner(POLICIES["plain"], lengths, data_parallel=2).next()
+    rows = np.concatenate([m.documents for m in plan.micro_batches])
+    assert (np.lexsort((rows[:, START], rows[:, ID])) == np.arange(len(rows))).all()
+    job = planner(POLICIES["plain-drop"], lengths)
+    for _ in range(20):
+        for m in job.next().micro_batches:
+            assert (m.documents[1:, START] == 0).all()
+            assert (m.documents[:, START] % WINDOW == 0).all()
+
+
+def test_a_window_of_single_tokens_keeps_its_last_place_for_a_label():
+    lengths = [1] * 150 + [5]
+    job = planner(POLICIES["plain"], lengths, micro_batches=2, seed=None)
+    plan = job.next()
+    first, second = plan.micro_batches
+    assert first.documents[-1].tolist() == [150, 0, 1, 0]  # the long document's first token
+    assert plan.lost_tokens == 150 - 63
+    assert second.documents[0].tolist() == [150, 1, 4, 0]
+
+
+def test_wlb_lazy_releases_at_max_delay():
+    lengths = np.random.default_rng(3).pareto(0.9, 4000) * 4 + 2
+    lengths = lengths.clip(2, WINDOW).astype(np.int64)
+    for bound in (0, 1, 3):
+        job = planner(replace(POLICIES["wlb_lazy"], max_delay=bound, tolerance=1e-3), lengths)
+        delays = [job.next().max_delay for _ in range(300)]
+        assert max(delays) == bound
+
+
+def test_a_smaller_tolerance_balances_better_and_waits_longer():
+    lengths = (np.random.default_rng(4).pareto(0.9, 4000) * 4 + 2).clip(2, WINDOW).astype(np.int64)
+
+    def run(tolerance):
+        job = planner(PackingSettings(policy="wlb_lazy", tolerance=tolerance, max_delay=50), lengths)
+        plans = [job.next() for _ in range(300)]
+        tokens = sum(plan.tokens for plan in plans)
+        return np.mean([p.imbalance for p in plans]), sum(p.delay * p.tokens for p in plans) / tokens
+
+    (balanced, patient), (rough, hasty) = run(0.02), run(0.5)
+    assert balanced < rough
+    assert patient > hasty
+
+
+def test_the_solver_is_never_worse_than_greedy_and_finds_an_optimum():
+    from wlb_titan.planner.packing.solver import Solver
+
+    rng = np.random.default_rng(5)
+    for _ in range(5):
+        lengths = -np.sort(-rng.integers(5, 40, 10))
+        start = np.arange(10) % 3
+        if np.bincount(start, lengths).max() > 110:
+            continue
+        assigned, gap = Solver(10.0, 0.0)(lengths, start, 3, 110)
+        work = np.bincount(assigned, lengths.astype(float) ** 2, 3).max()
+        best = min(
+            np.bincount(np.array(other), lengths.astype(float) ** 2, 3).max()
+            for other in np.ndindex(*[3] * 10)
+            if np.bincount(np.array(other), lengths, 3).max() <= 110
+        )
+        assert work == best
+        assert gap < 1e-6
+
+
+@without_solver
+def test_memory_stays_constant(packing):
+    lengths = (np.random.default_rng(6).pareto(1.0, 3000) * 6 + 1).clip(1, 200).astype(np.int64)
+    job = planner(packing, lengths)
+    sizes = []
+    for step in range(3000):
+        job.next()
+        if step % 500 == 499:
+            sizes.append(len(json.dumps(job.state_dict())))
+    assert max(sizes[3:]) < 2 * max(sizes[:3]) + 500
+
+
+def test_states_that_cannot_be_continued_are_refused():
+    lengths = np.random.default_rng(8).integers(1, 90, 50)
+    packing = POLICIES["wlb"]
+    state = planner(packing, lengths).state_dict()
+    for changes, message in [
+        ({"seed": 8}, "its seed is 7, and this job's is 8"),
+        ({"fingerprint": "other"}, "corpus fingerprint is 'corpus', and this job's is 'other'"),
+        ({"window": 32, "packing": PackingSettings()}, "context window is 64, and this job's is 32"),
+        ({"micro_batches": 8}, "micro batches is 4, and this job's is 8"),
+        ({"packing": POLICIES["wlb_lazy"]}, "packing policy is 'wlb', and this job's is 'wlb_lazy'"),
+    ]:
+        with pytest.raises(PlanError, match=message):
+            planner(**{"packing": packing, "lengths": lengths, **changes}).load_state_dict(state)
+    with pytest.raises(PlanError, match="has version 99"):
+        planner(packing, lengths).load_state_dict({**state, "version": 99})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window": 0}, "context window is 0"),
+        ({"micro_batches": 60}, "50 documents, fewer than the 60 micro-batches"),
+        ({"micro_batches": 0}, "0 micro-batches"),
+        ({"data_parallel": 3}, "cannot be shared equally by 3"),
+        ({"divisor": 3}, "must be a multiple of 3"),
+        ({"packing": replace(POLICIES["wlb"], thresholds=[48, 32])}, "48, 32 are out of order"),
+        ({"packing": replace(POLICIES["wlb"], thresholds=[32, 65])}, "65 is above the context window of 64"),
+        ({"packing": replace(POLICIES["wlb"], thresholds=[])}, "There are no thresholds"),
+        ({"packing": replace(POLICIES["wlb"], thresholds=[1])}, "below 2 tokens"),
+        ({"packing": replace(POLICIES["wlb"], max_length=63)}, "max_length is 63 tokens, below the context"),
+        ({"packing": replace(POLICIES["wlb_lazy"], max_length=65), "divisor": 40}, "no room to pad"),
+        ({"packing": replace(POLICIES["wlb_lazy"], tolerance=0.0)}, "tolerance is 0.0"),
+        ({"packing": replace(POLICIES["wlb_lazy"], max_delay=-1)}, "max_delay is -1"),
+        ({"packing": replace(POLICIES["fixed_greedy"], window=0)}, "packing window is 0"),
+        ({"packing": replace(POLICIES["fixed_solver"], time_limit=0.0)}, "time limit is 0.0"),
+        ({"packing": PackingSettings(policy="wlb", queues=9)}, "9 queues"),
+    ],
+)  # fmt: skip
+def test_bad_settings_are_one_paragraph(changes, message):
+    lengths = np.random.default_rng(9).integers(1, 90, 50)
+    with pytest.raises(PlanError, match=message) as error:
+        planner(**{"packing": POLICIES["plain"], "lengths": lengths, **changes})
+    assert "\n" not in str(error.value)
+
+
+def test_a_queue_that_can_only_grow_is_warned_of():
+    with pytest.warns(UserWarning, match="it will grow for ever"):
+        planner(PackingSettings(policy="wlb", thresholds=[2]), np.full(50, 10))

@@ -1,0 +1,195 @@
+"""`wlb-titan plan`: contract, table, report and mistakes."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from wlb_titan.commands.main import main
+
+ARGUMENTS = ["--context-window", "256", "--micro-batches", "4", "--cost-model", "quadratic:2,100"]
+
+
+@pytest.fixture
+def lengths(tmp_path):
+    values = (np.random.default_rng(0).pareto(1.0, 3000) * 12 + 2).clip(2, 400).astype(int)
+    path = tmp_path / "lengths.txt"
+    path.write_text("\n".join(map(str, values)) + "\n")
+    return path
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["plan", *map(str, arguments)])
+
+
+def written(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("policy", ["plain", "fixed_greedy", "wlb", "wlb_lazy"])
+def test_plan_file(lengths, tmp_path, policy):
+    output = tmp_path / "plan.jsonl"
+    result = run(
+        "--lengths", lengths, "--policy", policy, *ARGUMENTS, "--steps", 30, "--output", output,
+        "--data-parallel", 2, "--context-parallel", 2, "--sharding", "per_document",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    document_lengths = [int(line) for line in lengths.read_text().split()]
+    plans = written(output)
+    assert [plan["iteration"] for plan in plans] == list(range(30))
+    for plan in plans:
+        assert set(plan) == {"iteration", "plan_ms", "imbalance", "micro_batches"}
+        places = [(m["dp_rank"], m["index"]) for m in plan["micro_batches"]]
+        assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        works = [m["workload"] for m in plan["micro_batches"]]
+        assert plan["imbalance"] == pytest.approx(max(works) / np.mean(works))
+        for m in plan["micro_batches"]:
+            tokens = [d["length"] for d in m["documents"]]
+            assert m["length"] == sum(tokens) + m["padding"]
+            assert m["workload"] == pytest.approx(sum(2 * d * d + 100 * d for d in tokens))
+            assert all(d["start"] + d["length"] <= document_lengths[d["id"] % 3000] for d in m["documents"])
+            assert m["sharding"] == "per_document"
+            held = np.zeros(len(tokens), dtype=int)
+            for rank in m["ranks"]:
+                assert sum(count for _, _, count in rank) <= m["length"] // 2
+                for document, _, count in rank:
+                    held[document] += count
+            assert held.tolist() == tokens
+
+
+def test_without_context_parallelism_there_is_no_sharding(lengths, tmp_path):
+    output = tmp_path / "plan.jsonl"
+    assert run("--lengths", lengths, *ARGUMENTS, "--steps", 1, "--output", output).exit_code == 0
+    (plan,) = written(output)
+    assert set(plan["micro_batches"][0]) == {
+        "dp_rank", "index", "length", "padding", "workload", "documents",
+    }  # fmt: skip
+
+
+def test_a_file_of_lengths_is_the_stream_itself_unless_a_seed_is_given(lengths, tmp_path):
+    def ids(*seed):
+        output = tmp_path / "plan.jsonl"
+        assert run("--lengths", lengths, *ARGUMENTS, "--steps", 2, "--output", output, *seed).exit_code == 0
+        return [
+            (d["start"] + d["length"], d["id"])
+            for plan in written(output)
+            for m in plan["micro_batches"]
+            for d in m["documents"]
+        ]
+
+    document_lengths = [int(line) for line in lengths.read_text().split()]
+    ends = dict((id_, end) for end, id_ in ids())
+    assert all(ends[id_] == document_lengths[id_] for id_ in list(ends)[:-1])
+    assert ids("--seed", 1) != ids() == ids()
+
+
+def test_compare_prints_a_row_for_each_policy(lengths):
+    result = run("--lengths", lengths, *ARGUMENTS, "--compare", "plain,wlb,wlb_lazy", "--steps", 40)
+    assert result.exit_code == 0, result.output
+    assert "3,000 documents" in result.stdout
+    assert "longer than the window and cut" in result.stdout
+    rows = {
+        name: re.search(rf"^\s*{name}\s+(.*)$", result.stdout, re.M) for name in ("plain", "wlb", "wlb_lazy")
+    }
+    imbalance = {name: float(row.group(1).split()[0]) for name, row in rows.items()}
+    assert imbalance["plain"] > 1.1 > imbalance["wlb_lazy"] >= 1
+    assert imbalance["plain"] > imbalance["wlb"]
+
+
+def test_the_paper_drops_and_counts(lengths):
+    result = run("--lengths", lengths, *ARGUMENTS, "--tail", "drop", "--steps", 10)
+    assert re.search(r"plain: [\d,]+ tokens were left out", result.stdout)
+
+
+def test_the_solver_says_how_good_it_is(lengths):
+    result = run(
+        "--lengths", lengths, *ARGUMENTS, "--policy", "fixed_solver", "--time-limit", 2, "--steps", 2
+    )
+    assert result.exit_code == 0, result.output
+    assert "the solver's packings are" in result.stdout
+
+
+def test_report_is_one_page_that_loads_nothing(lengths, tmp_path):
+    pytest.importorskip("matplotlib")
+    result = run(
+        "--lengths", lengths, *ARGUMENTS, "--policy", "wlb_lazy", "--steps", 30, "--report", tmp_path / "r"
+    )
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "r" / "report.html").read_text()
+    assert page.count("<svg") == 4
+    assert "plain" in page and "wlb_lazy" in page  # before and after
+    links = set(re.findall(r'(?:src|href)="([^"]*)"', page))
+    assert all(link.startswith("#") for link in links)
+    assert "@import" not in page and "<script" not in page
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("5\n\n7\n", "line 2: the line is blank"),
+        ("5\nseven\n", "line 2: 'seven' is not a whole number"),
+        ("5\n6\n0\n", "line 3: the length is 0"),
+        ("-3\n", "line 1: the length is -3"),
+        ("5\n3.5\n", "line 2: '3.5' is not a whole number"),
+        ("9" * 30 + "\n", "line 1: .* is too large"),
+        ("", "is empty"),
+        ("1\n" * 9, "All documents have one token"),
+        ("5\n6\n", "2 documents, fewer than the 4 micro-batches"),
+    ],
+)
+def test_bad_files_of_lengths(tmp_path, text, message):
+    path = tmp_path / "lengths.txt"
+    path.write_text(text)
+    assert_refused(run("--lengths", path, *ARGUMENTS), message)
+
+
+def assert_refused(result, message):
+    assert result.exit_code == 2
+    error = result.stderr.removeprefix("Error: ").strip()
+    assert re.search(message, error), error
+    assert "\n" not in error
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--policy", "wlb", "--thresholds", "200,100"], "200, 100 are out of order"),
+        (["--policy", "wlb", "--thresholds", "100,300"], "300 is above the context window of 256"),
+        (["--policy", "wlb_lazy", "--max-length", "255"], "255 tokens, below the context window of 256"),
+        (["--context-window", "0"], "context window is 0"),
+        (["--micro-batches", "0"], "0 micro-batches"),
+        (["--data-parallel", "3"], "4 micro-batches cannot be shared equally by 3"),
+        (["--cost-model", "quadratic:1"], "'quadratic:1' is malformed"),
+        (["--cost-model", "analytic", "--model", "8B"], "no model '8B'"),
+        (["--compare", "plain,wbl"], "no packing policy 'wbl'"),
+        (["--compare", "plain,wlb", "--output", "x.jsonl"], "plans of one policy"),
+        (["--output", "/none/plan.jsonl"], "cannot be written"),
+    ],
+)
+def test_bad_options(lengths, options, message):
+    assert_refused(run("--lengths", lengths, *ARGUMENTS, *options), message)
+
+
+def test_a_missing_file_and_a_missing_option(lengths, tmp_path):
+    assert_refused(run("--lengths", tmp_path / "none.txt", *ARGUMENTS), "none.txt cannot be read")
+    assert_refused(run("--lengths", lengths, "--micro-batches", 4), "--context-window must be given")
+    assert_refused(run(*ARGUMENTS), "either a TOML file or")
+
+
+def test_a_missing_profile_warns_and_goes_on(lengths, tmp_path):
+    options = [
+        "--context-window",
+        256,
+        "--micro-batches",
+        4,
+        "--steps",
+        3,
+        "--cost-model",
+        tmp_path / "none.json",
+    ]
+    result = run("--lengths", lengths, *options)
+    assert result.exit_code == 0, result.output
+    assert "Warning: There is no profile" in result.stderr

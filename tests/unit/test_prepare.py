@@ -1,0 +1,358 @@
+"""Preparing a corpus as a whole: what is made, what is left alone, what remains of an interrupted one."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from tokenizers import Tokenizer
+
+from wlb_titan.commands.main import main
+from wlb_titan.corpus import Corpus, CorpusError
+from wlb_titan.corpus.folder import partial_folder, written_whole
+from wlb_titan.corpus.prepare import prepare_corpus
+from wlb_titan.corpus.settings import PrepareSettings
+
+FILES = {f"{number:02}.txt": f"Document {number} says {'la ' * number}.\n" for number in range(40)}
+
+
+@pytest.fixture
+def texts(tmp_path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    (folder / "empty.txt").write_text(" \n")
+    (folder / "picture.png").write_bytes(b"\x89PNG\xff")
+    return folder
+
+
+@pytest.fixture
+def settings(texts) -> PrepareSettings:
+    return PrepareSettings(source=f"text:{texts}", vocab_size=300)
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["prepare", *map(str, arguments)])
+
+
+def content(corpus: Corpus) -> list[list[int]]:
+    return [corpus.tokens(row).tolist() for row in range(len(corpus))]
+
+
+def test_the_corpus_holds_every_text_once_in_shuffled_order(settings, tmp_path):
+    corpus = prepare_corpus(settings, tmp_path / "corpus")
+    tokenizer = Tokenizer.from_file(str(corpus.tokenizer_path / "tokenizer.json"))
+    rows = range(len(corpus))
+    found = {corpus.source(row): tokenizer.decode(corpus.tokens(row)[:-1].tolist()) for row in rows}
+    assert found == FILES
+    assert list(found) != sorted(found), "not shuffled"
+    assert {corpus.tokens(row)[-1] for row in rows} == {corpus.manifest.end_of_text_id}
+    assert corpus.manifest.empty_documents == 1
+    assert corpus.manifest.unreadable == 1
+    unreadable = (corpus.path / "unreadable.txt").read_text()
+    assert unreadable == "picture.png: not UTF-8: invalid start byte at byte 0\n"
+    assert sorted(os.listdir(corpus.path)) == [
+        "documents.arrow",
+        "manifest.json",
+        "tokenizer",
+        "unreadable.txt",
+    ]
+    assert not partial_folder(corpus.path).exists()
+
+
+def test_the_same_settings_give_the_same_bytes(settings, tmp_path):
+    first = prepare_corpus(settings, tmp_path / "a")
+    second = prepare_corpus(settings, tmp_path / "b")
+    assert first.manifest == second.manifest
+    assert (first.path / "documents.arrow").read_bytes() == (second.path / "documents.arrow").read_bytes()
+
+
+def test_another_seed_gives_another_order_and_fingerprint(settings, texts, tmp_path):
+    tokenizer = prepare_corpus(settings, tmp_path / "made for its tokenizer").tokenizer_path
+    corpora = [
+        prepare_corpus(
+            PrepareSettings(source=f"text:{texts}", tokenizer=str(tokenizer), seed=seed), tmp_path / f"{seed}"
+        )
+        for seed in (1, 2)
+    ]
+    assert content(corpora[0]) != content(corpora[1])
+    assert sorted(content(corpora[0])) == sorted(content(corpora[1]))
+    assert corpora[0].fingerprint != corpora[1].fingerprint
+    assert corpora[0].manifest.tokenizer_sha256 == corpora[1].manifest.tokenizer_sha256
+
+
+def test_the_fingerprint_follows_the_texts(settings, texts, tmp_path):
+    tokenizer = prepare_corpus(settings, tmp_path / "made for its tokenizer").tokenizer_path
+    fingerprints = []
+    for text in ("one", "two"):
+        (texts / "00.txt").write_text(text)
+        same = PrepareSettings(source=f"text:{texts}", tokenizer=str(tokenizer))
+        fingerprints.append(prepare_corpus(same, tmp_path / text).fingerprint)
+    assert fingerprints[0] != fingerprints[1]
+
+
+def test_max_tokens_takes_the_first_documents_of_the_same_order(texts, tmp_path, settings):
+    whole = prepare_corpus(settings, tmp_path / "whole")
+    bound = int(whole.lengths[:10].sum()) - 3
+    bounded = PrepareSettings(source=f"text:{texts}", vocab_size=300, max_tokens=bound)
+    part = prepare_corpus(bounded, tmp_path / "part")
+    assert content(part) == content(whole)[:10]
+    assert part.manifest.tokens >= bound
+
+
+def test_progress_is_reported_up_to_the_end(settings, tmp_path):
+    reports = []
+    prepare_corpus(settings, tmp_path / "corpus", report=lambda *report: reports.append(report))
+    assert [what for what, _, total in reports if total == 0] == [
+        "Finding documents",
+        "Preparing the tokenizer",
+    ]
+    done = [done for _, done, total in reports if total == len(FILES) + 2]
+    assert len(done) == len(FILES)
+    assert done == sorted(done)
+
+
+def test_a_source_without_text(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a").write_text("\n\n")
+    (tmp_path / "texts" / "b").write_bytes(b"\xff")
+    with pytest.raises(
+        CorpusError,
+        match=r"has no text: 1 documents are empty and 1 cannot be read \(the first: b: not UTF-8",
+    ):
+        prepare_corpus(PrepareSettings(source=f"text:{tmp_path}/texts"), tmp_path / "corpus")
+    assert os.listdir(tmp_path) == ["texts"], "something was left behind"
+
+
+def test_a_place_that_cannot_be_written(settings, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CorpusError, match="corpus cannot be written: "):
+        prepare_corpus(settings, tmp_path / "file" / "corpus")
+
+
+# What already lies at the place.
+
+
+def test_a_complete_corpus_is_left_alone(settings, tmp_path):
+    first = prepare_corpus(settings, tmp_path / "corpus")
+    before = os.stat(first.path / "documents.arrow")
+    again = prepare_corpus(settings, tmp_path / "corpus", report=lambda *_: pytest.fail("work was done"))
+    assert again.manifest == first.manifest
+    assert os.stat(again.path / "documents.arrow") == before
+
+
+def test_an_empty_folder_is_filled(settings, tmp_path):
+    (tmp_path / "corpus").mkdir()
+    assert len(prepare_corpus(settings, tmp_path / "corpus")) == len(FILES)
+
+
+def test_other_settings_need_overwrite(settings, texts, tmp_path):
+    first = prepare_corpus(settings, tmp_path / "corpus")
+    other = PrepareSettings(source=f"text:{texts}", vocab_size=280, seed=5)
+    message = (
+        "vocab_size is 300 there, and 280 was asked for; seed is 0 there, and 5 was asked for. Add --over"
+    )
+    with pytest.raises(CorpusError, match=message):
+        prepare_corpus(other, tmp_path / "corpus")
+    assert Corpus.open(tmp_path / "corpus").manifest == first.manifest
+
+    mapped = first.tokens(0)
+    kept = mapped.tolist()
+    replaced = prepare_corpus(other, tmp_path / "corpus", overwrite=True)
+    assert replaced.manifest.vocab_size == 280
+    assert mapped.tolist() == kept, "a corpus in use must not change under its reader"
+    assert sorted(os.listdir(tmp_path)) == ["corpus", "texts"]
+
+
+def test_a_failed_overwrite_keeps_the_old_corpus(settings, tmp_path):
+    first = prepare_corpus(settings, tmp_path / "corpus")
+    with pytest.raises(CorpusError, match="needs a folder"):
+        prepare_corpus(PrepareSettings(source="text:/nowhere/at/all"), tmp_path / "corpus", overwrite=True)
+    assert Corpus.open(tmp_path / "corpus").manifest == first.manifest
+
+
+def test_a_damaged_corpus_needs_overwrite(settings, tmp_path):
+    corpus = prepare_corpus(settings, tmp_path / "corpus")
+    (corpus.path / "manifest.json").unlink()
+    with pytest.raises(CorpusError, match=r"not a complete corpus.*--overwrite"):
+        prepare_corpus(settings, tmp_path / "corpus")
+    assert len(prepare_corpus(settings, tmp_path / "corpus", overwrite=True)) == len(FILES)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_with_other_files_is_never_touched(settings, tmp_path, overwrite):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("ten years of work")
+    with pytest.raises(CorpusError, match=r"no part of a corpus \(such as thesis.tex\)"):
+        prepare_corpus(settings, tmp_path / "home", overwrite=overwrite)
+    with pytest.raises(CorpusError, match="is a file"):
+        prepare_corpus(settings, tmp_path / "home" / "thesis.tex", overwrite=overwrite)
+    assert (tmp_path / "home" / "thesis.tex").read_text() == "ten years of work"
+
+
+# Written whole or not at all.
+
+
+def test_a_folder_appears_when_the_block_ends(tmp_path):
+    with written_whole(tmp_path / "a" / "b", replace=False) as folder:
+        (folder / "file").write_text("x")
+        assert not (tmp_path / "a" / "b").exists()
+    assert os.listdir(tmp_path / "a") == ["b"]
+    assert os.listdir(tmp_path / "a" / "b") == ["file"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_nothing_is_left_when_the_block_fails(tmp_path, error):
+    with pytest.raises(error), written_whole(tmp_path / "a", replace=False) as folder:
+        (folder / "file").write_text("x")
+        raise error
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_a_killed_writer_left_is_cleared(tmp_path):
+    leftover = partial_folder(tmp_path / "a")
+    (leftover / "tokenizer").mkdir(parents=True)
+    (leftover / "tokenizer" / "tokenizer.json").write_text("half")
+    (leftover / ".lock").touch()
+    with written_whole(tmp_path / "a", replace=False) as folder:
+        assert os.listdir(folder) == [".lock"]
+
+
+def test_two_writers_do_not_mix(tmp_path):
+    with written_whole(tmp_path / "a", replace=False) as folder:
+        (folder / "file").write_text("first")
+        with (
+            pytest.raises(CorpusError, match="Another process is preparing"),
+            written_whole(tmp_path / "a", replace=False),
+        ):
+            pytest.fail("entered")
+    assert (tmp_path / "a" / "file").read_text() == "first"
+
+
+def test_a_folder_that_appeared_meanwhile_is_kept(tmp_path):
+    with (
+        pytest.raises(CorpusError, match="appeared while it was being prepared"),
+        written_whole(tmp_path / "a", replace=False) as folder,
+    ):
+        (folder / "file").write_text("mine")
+        (tmp_path / "a").mkdir()
+        (tmp_path / "a" / "file").write_text("theirs")
+    assert (tmp_path / "a" / "file").read_text() == "theirs"
+
+
+def test_ctrl_c_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "file").write_text("old")
+    rename = Path.rename
+
+    def interrupted(self: Path, target: Path) -> Path:
+        if self == partial_folder(tmp_path / "a"):
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt), written_whole(tmp_path / "a", replace=True) as folder:
+        (folder / "file").write_text("new")
+    assert os.listdir(tmp_path) == ["a"]
+    assert (tmp_path / "a" / "file").read_text() == "old"
+
+
+# The command, in this process and killed in another.
+
+
+def test_the_command_prints_a_summary_and_is_quick_the_second_time(texts, tmp_path):
+    arguments = (tmp_path / "corpus", "--source", f"text:{texts}", "--vocab-size", 300)
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    corpus = Corpus.open(tmp_path / "corpus")
+    squeezed = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert f"fingerprint {corpus.fingerprint}" in squeezed
+    assert f"tokens {corpus.manifest.tokens:,}" in squeezed
+    assert "left out 1 empty documents, 1 unreadable ones" in squeezed
+    assert "picture.png: not UTF-8: invalid start byte at byte 0" in squeezed
+    assert any("█" in line for line in squeezed)
+
+    result = run(*arguments)
+    assert result.exit_code == 0
+    assert "is there already, made with the same settings: 40 documents" in result.stdout
+    assert result.stderr == ""
+
+
+def test_the_summary_names_the_first_unreadable_files_only(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a").write_text("some text")
+    for number in range(8):
+        (tmp_path / "texts" / f"{number}.png").write_bytes(b"\xff")
+    output = run(tmp_path / "corpus", "--source", f"text:{tmp_path}/texts", "--vocab-size", 300).stdout
+    assert output.count(".png: not UTF-8") == 5
+    assert f"all in {tmp_path}/corpus/unreadable.txt" in output
+    assert (tmp_path / "corpus" / "unreadable.txt").read_text().count("\n") == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--source", "csv:a.csv"], "'csv:a.csv' is not a source"),
+        (["--source", "text:/nowhere"], "needs a folder"),
+        (["--tokenizer", "/nowhere"], "The tokenizer folder /nowhere has no tokenizer.json"),
+        (["--granularity", "line"], "Invalid value for '--granularity'"),
+        (["--max-tokens", "0"], "must be at least 1"),
+    ],
+)
+def test_mistakes_are_told_in_one_paragraph(tmp_path, options, message):
+    result = run(tmp_path / "corpus", *options)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+    assert not (tmp_path / "corpus").exists()
+
+
+def start_preparing(output: Path) -> subprocess.Popen:
+    """A process that prepares a large corpus, when it begins to tokenize it."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "wlb_titan.commands.main", "prepare", str(output), "--vocab-size", "300"],
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell starts background processes, such as this test's own, with Ctrl-C ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    documents = partial_folder(output) / "documents.arrow"
+    deadline = time.monotonic() + 180
+    while not documents.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "it did not begin"
+        time.sleep(0.05)
+    return process
+
+
+def test_ctrl_c_ends_cleanly(tmp_path):
+    process = start_preparing(tmp_path / "corpus")
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=180)
+    assert process.returncode == 130
+    assert stderr.endswith("\nInterrupted.\n")
+    assert "Traceback" not in stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_killed_preparation_is_never_taken_for_a_corpus(settings, tmp_path):
+    output = tmp_path / "corpus"
+    process = start_preparing(output)
+    try:
+        with pytest.raises(CorpusError, match="Another process is preparing"):
+            prepare_corpus(settings, output)
+    finally:
+        process.kill()
+        process.communicate(timeout=180)
+    assert partial_folder(output).exists()
+    with pytest.raises(CorpusError, match="was interrupted, or is still running"):
+        Corpus.open(output)
+
+    assert len(prepare_corpus(settings, output)) == len(FILES)
+    assert not partial_folder(output).exists()

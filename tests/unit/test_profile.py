@@ -1,0 +1,159 @@
+"""`wlb-titan profile`, its file, and the latency model that comes out of it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from wlb_titan.planner.attention_fit import Point
+from wlb_titan.planner.attention_hopper import hopper
+from wlb_titan.planner.attention_latency import KernelCost, Tiling
+from wlb_titan.planner.attention_profile import AttentionShape, Entry, Profile, attention_latency
+from wlb_titan.planner.errors import PlanError
+
+RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu" / "attention_profile.json"
+
+
+@pytest.fixture
+def profile() -> Profile:
+    entries = []
+    for head_dim in (64, 128):
+        for index, direction in enumerate(("forward", "backward")):
+            cost = KernelCost(Tiling(128, 64, 1024, 2), 1e-5, 1e-10, 0.0, 1e-6 * (index + 1), 2e-6, 3e-7)
+            points = (Point(128, 256, 8, 32, 1.5e-3), Point(1, 256, 8, 32, 0.5e-3))
+            entries.append(Entry(head_dim, 8, "bfloat16", direction, cost, points))
+    return Profile("Some GPU", 100, "torch 2", tuple(entries))
+
+
+def test_a_profile_is_read_as_it_was_written(profile, tmp_path):
+    path = tmp_path / "folder" / "profile.json"
+    profile.save(path)
+    assert Profile.load(path) == profile
+    record = json.loads(path.read_text())
+    assert record["schema"] == 1
+    assert record["entries"][1]["pass"] == "backward"
+
+
+def test_the_latency_model_takes_its_passes_units_and_heads_from_profile_and_shape(profile, tmp_path):
+    path = tmp_path / "profile.json"
+    profile.save(path)
+    latency = attention_latency(str(path), AttentionShape(head_dim=64, heads=16, group=8))
+    assert latency.forward == profile.entries[0].cost
+    assert latency.backward == profile.entries[1].cost
+    assert (latency.units, latency.heads, latency.source) == (100, 16, "profile of Some GPU")
+
+
+def test_without_a_profile_the_figures_for_h100_are_taken():
+    assert attention_latency("", AttentionShape(head_dim=96, heads=5)) == hopper(96, 5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (
+            AttentionShape(head_dim=192, group=8),
+            r"Some GPU has no .* of head dim 192, only of 64, 128\.",
+        ),
+        (AttentionShape(head_dim=64, group=4), r"no attention of GQA group 4, only of 8 \(for head dim 64\)"),
+        (
+            AttentionShape(head_dim=64, group=8, dtype="float32"),
+            r"of dtype float32, only of bfloat16 .*profile --head-dim 64 --group 8 --dtype float32",
+        ),
+    ],
+)
+def test_an_attention_that_was_not_measured_is_named(profile, shape, message):
+    with pytest.raises(PlanError, match=message):
+        profile.latency(shape)
+
+
+def test_a_profile_without_a_backward_is_refused(profile):
+    half = Profile("Some GPU", 100, "", profile.entries[:1])
+    with pytest.raises(PlanError, match="no backward pass for head dim 64"):
+        half.latency(AttentionShape(head_dim=64, group=8))
+
+
+def test_files_that_are_no_profile_are_named(tmp_path, profile):
+    path = tmp_path / "profile.json"
+    with pytest.raises(PlanError, match=r"profile\.json cannot be read: No such file"):
+        Profile.load(path)
+    path.write_text("{")
+    with pytest.raises(PlanError, match=r"profile\.json is not JSON"):
+        Profile.load(path)
+    for text in ('{"schema": 7}', "[]"):
+        path.write_text(text)
+        with pytest.raises(PlanError, match="reads schema 1"):
+            Profile.load(path)
+    profile.save(path)
+    record = json.loads(path.read_text())
+    del record["entries"][0]["tile"]
+    path.write_text(json.dumps(record))
+    with pytest.raises(PlanError, match="damaged: KeyError 'tile'"):
+        Profile.load(path)
+    record["entries"][0]["tile"] = "fast"
+    path.write_text(json.dumps(record))
+    with pytest.raises(PlanError, match="damaged: ValueError"):
+        Profile.load(path)
+
+
+def test_errors_compare_prediction_and_measurement(profile):
+    first = profile.entries[0]
+    cost = first.cost
+    tiles, blocks, masked = cost.tiling.count(np.array([128]), np.array([256]))[:, 0]
+    work = tiles * cost.tile + blocks * cost.block + masked * cost.masked + 256 * cost.key
+    predicted = cost.launch + 8 * 32 * work / 100
+    assert first.errors(100)[0] == pytest.approx(predicted / 1.5e-3 - 1)
+
+
+def test_grids_have_no_case_twice_and_none_with_fewer_keys_than_queries():
+    pytest.importorskip("wlb_titan.kernels")
+    from wlb_titan.commands.profile import CPU_GRID, GPU_GRID
+
+    for grid in (CPU_GRID, GPU_GRID):
+        cases = list(grid.cases(grid.heads))
+        assert len(set(cases)) == len(cases)
+        assert all(1 <= q_len <= kv_len and segments >= 1 for q_len, kv_len, segments in cases)
+        assert all(q * kv * segments * grid.heads <= grid.pairs for q, kv, segments in cases)
+        assert {q_len for q_len, _, _ in cases} == set(grid.q_lens)
+
+
+def test_the_command_measures_this_machine_and_writes_what_planning_reads(tmp_path, monkeypatch, request):
+    """Real timings of the reference attention, on a smaller grid so that it takes a second."""
+    command = pytest.importorskip("wlb_titan.commands.profile")
+    small = command.CPU_GRID._replace(q_lens=(16, 64), kv_lens=(256,), keys=(256, 512), pairs=2**22)
+    monkeypatch.setattr(command, "CPU_GRID", small)
+    monkeypatch.setattr(command, "MILLISECONDS", 5.0)
+    threads = command.torch.get_num_threads()
+    request.addfinalizer(lambda: command.torch.set_num_threads(threads))
+    command.torch.set_num_threads(1)  # several on a busy machine wait for each other
+    path = tmp_path / "profile.json"
+    arguments = ["--device", "cpu", "--head-dim", "16", "--group", "1", "--group", "3", "--output", str(path)]
+    result = CliRunner().invoke(command.profile, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert "backward" in result.output
+    written = Profile.load(path)
+    assert [(e.head_dim, e.group, e.direction) for e in written.entries] == [
+        (16, 1, "forward"), (16, 1, "backward"), (16, 3, "forward"), (16, 3, "backward")
+    ]  # fmt: skip
+    assert all(point.heads == 6 for point in written.entries[2].points)  # 4 rounded up to a multiple of 3
+    assert all(point.seconds > 0 for entry in written.entries for point in entry.points)
+    latency = written.latency(AttentionShape(head_dim=16, heads=4, group=1, dtype="float32"))
+    long, short = (latency.seconds([np.array([[0, 0, n]])]).sum() for n in (8192, 512))
+    assert long > 4 * short > 0
+
+
+def test_cuda_is_asked_for_where_there_is_none(tmp_path, monkeypatch):
+    command = pytest.importorskip("wlb_titan.commands.profile")
+    monkeypatch.setattr(command.torch.cuda, "is_available", lambda: False)
+    arguments = ["--device", "cuda", "--output", str(tmp_path / "x")]
+    result = CliRunner().invoke(command.profile, arguments)
+    assert "no CUDA device" in str(result.exception)
+
+
+def test_the_recorded_profile_of_a_cpu_predicts_what_it_was_made_from():
+    profile = Profile.load(RECORDED)
+    assert {entry.direction for entry in profile.entries} == {"forward", "backward"}
+    for entry in profile.entries:
+        assert len(entry.points) >= 40
+        assert np.median(np.abs(entry.errors(profile.units))) < 0.15

@@ -1,0 +1,63 @@
+"""The ranks in `wlb-titan plan`: its table, and the heat map of the report."""
+
+import io
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from wlb_titan.commands.rank_report import POLICIES, rank_heat_map, rank_table, rank_times
+from wlb_titan.planner.attention_hopper import hopper
+from wlb_titan.planner.plan import LENGTH, MicroBatch
+from wlb_titan.planner.settings import ShardingSettings
+
+LATENCY = hopper(128, 32, merge_keys=0)
+
+
+@pytest.fixture
+def times():
+    """Micro-batches of one long document and more and more short ones."""
+    micro_batches = []
+    for index in range(6):
+        lengths = [4096] + [128] * (32 * index)
+        documents = np.zeros((len(lengths), 4), dtype=np.int64)
+        documents[:, LENGTH] = lengths
+        micro_batches.append(MicroBatch(0, index, sum(lengths), 0, 1.0, documents))
+    return rank_times(micro_batches, 4, ShardingSettings(policy="adaptive"), LATENCY)
+
+
+def test_every_policy_is_predicted_on_every_micro_batch(times):
+    assert [one.policy for one in times] == list(POLICIES)
+    by_policy = {one.policy: one for one in times}
+    assert all(one.seconds.shape == (6, 4, 2) for one in times)
+    assert by_policy["per_sequence"].chosen == ["per_sequence"] * 6
+    adaptive, hybrid = by_policy["adaptive"], by_policy["hybrid"]
+    assert adaptive.slowest <= min(by_policy["per_sequence"].slowest, by_policy["per_document"].slowest)
+    assert hybrid.slowest < adaptive.slowest
+    # One document alone is balanced by both; with many short ones per_sequence is not.
+    assert by_policy["per_sequence"].imbalances[0] == pytest.approx(1.0, abs=0.01)
+    assert by_policy["per_sequence"].imbalances[3] > 1.2
+    assert by_policy["per_document"].imbalances.max() < 1.15
+
+
+def test_the_table_has_a_row_for_each_policy(times):
+    console = Console(width=96, record=True, file=io.StringIO())
+    console.print(rank_table(times, LATENCY))
+    text = console.export_text()
+    assert all(policy in text for policy in POLICIES)
+    assert f"{times[0].slowest * 1e3:.3f} ms" in text
+    assert "1.000x" in text
+    assert LATENCY.source in text
+
+
+def test_the_heat_map_shows_ranks_relative_to_their_micro_batch(times):
+    pytest.importorskip("matplotlib")
+    figure = rank_heat_map(times)
+    figure.draw_without_rendering()
+    images = [axis.get_images()[0] for axis in figure.axes if axis.get_images()]
+    assert len(images) == len(POLICIES)
+    for image, one in zip(images, times, strict=True):
+        shown = np.asarray(image.get_array())
+        assert shown.shape == (4, 6)
+        np.testing.assert_allclose(shown.mean(axis=0), 1.0)
+        np.testing.assert_allclose(shown.max(axis=0), one.imbalances)

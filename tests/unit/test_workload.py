@@ -1,0 +1,111 @@
+"""Cost models: hand-computed values, passes, profiles."""
+
+import json
+
+import numpy as np
+import pytest
+
+from wlb_titan.planner.analytic import PAPER_DEGREES, PAPER_MODELS, Analytic, Device, paper_configuration
+from wlb_titan.planner.attention_latency import KernelCost, Tiling
+from wlb_titan.planner.attention_profile import Entry, Profile
+from wlb_titan.planner.cost_model import Measured, cost_model
+from wlb_titan.planner.errors import PlanError
+from wlb_titan.planner.workload import Quadratic, workload
+
+SHAPE = PAPER_MODELS["7B"]
+PLAIN_DEVICE = Device(
+    attention_flops=1.0,
+    attention_backward_flops=1.0,
+    linear_flops=1.0,
+    memory_bandwidth=np.inf,
+    tensor_bandwidth=np.inf,
+    context_bandwidth=np.inf,
+)
+
+
+def test_quadratic():
+    lengths = np.array([1, 10, 131072])
+    model = Quadratic(2.0, 3.0)
+    assert workload(model, lengths).tolist() == [5.0, 230.0, 2.0 * 131072**2 + 3.0 * 131072]
+    assert model.backward(lengths) / model.forward(lengths) == pytest.approx([2.0] * 3)
+
+
+def test_analytic_counts_the_operations_of_llama2_7b():
+    assert SHAPE.linear_weights == 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 4096 * 32000
+    model = Analytic(SHAPE, PLAIN_DEVICE)
+    d = np.array([1000])
+    attention = 2 * 1000**2 * 4096 * 32
+    linear = 2 * SHAPE.linear_weights * 1000
+    assert model.forward(d)[0] == pytest.approx(attention + linear)
+    assert model.backward(d)[0] == pytest.approx(2.5 * attention + 2 * linear)
+
+
+def test_attention_weighs_more_in_the_backward_pass():
+    model = paper_configuration("7B-128K")
+    long, short = np.array([131072]), np.full(128, 1024)
+    assert model.forward(long).sum() / model.forward(short).sum() < (
+        model.backward(long).sum() / model.backward(short).sum()
+    )
+
+
+def test_communication_makes_the_linear_part_larger():
+    alone = Analytic(SHAPE)
+    parallel = Analytic(SHAPE, tensor_parallel=8, context_parallel=2)
+    assert parallel.linear_forward * 16 > alone.linear_forward
+    d = np.array([131072])
+    assert parallel.forward(d)[0] < alone.forward(d)[0]
+
+
+@pytest.mark.parametrize("name", PAPER_DEGREES)
+def test_every_row_of_table_1_is_superlinear(name):
+    per_token = workload(paper_configuration(name), np.array([1024, 65536])) / [1024, 65536]
+    assert per_token[1] > 1.3 * per_token[0]
+
+
+@pytest.mark.parametrize("text", ["quadratic:1", "quadratic:a,b", "quadratic:1,2,3", "quadratic:"])
+def test_malformed_quadratic(text):
+    with pytest.raises(PlanError, match="malformed"):
+        cost_model(text, SHAPE)
+
+
+@pytest.mark.parametrize("text", ["quadratic:-1,2", "quadratic:0,0", "quadratic:nan,1", "quadratic:inf,1"])
+def test_quadratic_without_work(text):
+    with pytest.raises(PlanError, match="finite, not negative"):
+        cost_model(text, SHAPE)
+
+
+@pytest.fixture
+def profile(tmp_path):
+    cost = KernelCost(Tiling(128, 128), launch=1e-5, key=0.0, segment=0.0, tile=2e-6, block=1e-6, masked=0.0)
+    entries = tuple(Entry(128, 1, "bfloat16", direction, cost, ()) for direction in ("forward", "backward"))
+    path = tmp_path / "profile.json"
+    Profile("some GPU", 100, "test", entries).save(path)
+    return path
+
+
+def test_a_profile_gives_attention_and_counting_the_rest(profile, recwarn):
+    model = cost_model(str(profile), SHAPE)
+    assert isinstance(model, Measured)
+    d = np.array([4096, 131072])
+    attention = model.attention.work(d, d)[0] * 32
+    assert model.forward(d) == pytest.approx(attention + Analytic(SHAPE).linear_forward * d)
+    assert not recwarn
+
+
+def test_a_missing_profile_falls_back_with_a_warning(tmp_path):
+    with pytest.warns(UserWarning, match="There is no profile"):
+        model = cost_model(str(tmp_path / "none.json"), SHAPE)
+    assert isinstance(model, Analytic)
+
+
+def test_a_foreign_profile_falls_back_with_a_warning(profile):
+    with pytest.warns(UserWarning, match="no attention of dtype float16"):
+        model = cost_model(str(profile), SHAPE, dtype="float16")
+    assert isinstance(model, Analytic)
+
+
+def test_a_profile_of_another_schema_is_refused(profile):
+    record = json.loads(profile.read_text())
+    profile.write_text(json.dumps({**record, "schema": 99}))
+    with pytest.raises(PlanError, match="has schema 99"):
+        cost_model(str(profile), SHAPE)

@@ -1,0 +1,93 @@
+"""`wlb-titan config check` and `wlb-titan config show`: what a TOML file means, without running it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from wlb_titan.config import Resolved, load_config
+
+# Options that click does not know are overrides of the configuration, so they are passed through.
+_OVERRIDABLE = {"ignore_unknown_options": True}
+_OVERRIDES = click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
+_FILE = click.argument("file", type=click.Path(path_type=Path))
+
+
+@click.group()
+def config() -> None:
+    """Check a TOML configuration, or show it resolved.
+
+    A value given on the command line (--training.steps 5) goes over the TOML file, the file over the one that
+    it extends, and all of them over the base that the file names.
+    """
+
+
+@config.command(context_settings=_OVERRIDABLE)
+@_FILE
+@_OVERRIDES
+@click.option(
+    "--world-size",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Number of processes of the job, which the degrees of parallelism must fit.",
+)
+def check(file: Path, overrides: tuple[str, ...], world_size: int | None) -> None:
+    """Check that FILE, with overrides, is a configuration that can run.
+
+    Prints one line with the essential numbers, or one paragraph that says what is wrong, with exit code 2.
+    The corpus must be there; GPUs are not looked at.
+    """
+    resolved = _load(file, overrides, world_size)
+
+    from wlb_titan.runtime.validation import validate_corpus
+
+    resolved.check(validate_corpus)
+    click.echo(f"OK {file}: {summary(resolved.config, world_size)}")
+
+
+@config.command(context_settings=_OVERRIDABLE)
+@_FILE
+@_OVERRIDES
+@click.option("--changed", is_flag=True, help="Only the values that were written, not those of the base.")
+def show(file: Path, overrides: tuple[str, ...], changed: bool) -> None:
+    """Show all values of FILE, with overrides, and where each came from.
+
+    The output is itself a TOML file that loads to the same configuration. Its comments name each value's
+    place: the base, a file and its line, the command line, or the default of a class that the file chose.
+    """
+    click.echo(_load(file, overrides, None).to_toml(changed_only=changed), nl=False)
+
+
+def _load(file: Path, overrides: tuple[str, ...], world_size: int | None) -> Resolved:
+    from rich.console import Console
+
+    # On a terminal only: importing torchtitan takes several seconds.
+    with Console(stderr=True).status("Importing torchtitan ..."):
+        return load_config(file, overrides, world_size)
+
+
+def summary(config: Any, world_size: int | None) -> str:
+    """The essential numbers of a configuration in one line.
+
+    Args:
+        config: a `Trainer.Config` of wlb_titan.runtime.
+        world_size: the number of processes, if known.
+    """
+    degrees = config.parallelism
+    others = (
+        degrees.pipeline_parallel_degree * degrees.context_parallel_degree * degrees.tensor_parallel_degree
+    )
+    shard: int | str = degrees.data_parallel_shard_degree
+    if shard == -1:
+        shard = world_size // (others * degrees.data_parallel_replicate_degree) if world_size else "auto"
+    replicate = degrees.data_parallel_replicate_degree
+    data_parallel = shard if replicate == 1 else f"{replicate} x {shard}"
+    return (
+        f"model {config.model_spec.name} {config.model_spec.flavor}, "
+        f"PP {degrees.pipeline_parallel_degree} x DP {data_parallel} x CP {degrees.context_parallel_degree} "
+        f"x TP {degrees.tensor_parallel_degree}, seq_len {config.training.seq_len}, "
+        f"{config.training.steps} steps, packing {config.wlb.packing.policy}, "
+        f"sharding {config.wlb.sharding.policy}"
+    )

@@ -1,0 +1,231 @@
+"""`wlb-titan plan`: plan the packing of documents without model, training or GPU."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from wlb_titan.commands.plan_job import Job
+    from wlb_titan.planner.plan import Plan
+    from wlb_titan.planner.planner import Planner
+    from wlb_titan.planner.summary import Summary
+
+POLICIES = ("plain", "fixed_greedy", "fixed_solver", "wlb", "wlb_lazy")
+TABLE_WIDTH = 96  # also where no terminal tells its own
+SHARDINGS = ("per_sequence", "per_document", "adaptive", "hybrid")
+
+
+class Thresholds(click.ParamType):
+    """`auto`, or lengths in tokens with commas between them."""
+
+    name = "auto|L1,L2,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "auto" or isinstance(value, list):
+            return value
+        try:
+            return [int(part) for part in value.split(",")]
+        except ValueError:
+            self.fail(f"{value!r} is neither 'auto' nor whole numbers with commas between them.", param, ctx)
+
+
+def packing_options(command: Any) -> Any:
+    """The settings of [wlb.packing] as options; one not given keeps the TOML file's value, or the default."""
+    options = [
+        click.option("--tail", type=click.Choice(("carry", "drop")), help="plain: a cut document's rest."),
+        click.option(
+            "--window", type=int, help="fixed_*: global batches that are packed together.  [default: 1]"
+        ),
+        click.option("--time-limit", type=float, help="fixed_solver: seconds a window.  [default: 10]"),
+        click.option("--gap", type=float, help="fixed_solver: relative gap to stop at.  [default: 0.001]"),
+        click.option(
+            "--max-length", type=int, help="wlb, wlb_lazy: L_max in tokens.  [default: 2 context windows]"
+        ),
+        click.option("--thresholds", type=Thresholds(), help="wlb: lengths that open a queue."),
+        click.option("--queues", type=int, help="wlb: number of queues with automatic thresholds."),
+        click.option("--tolerance", type=float, help="wlb_lazy: imbalance worth one iteration of delay."),
+        click.option("--max-delay", type=int, help="wlb_lazy: iterations after which a document must go."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.argument("config", required=False, type=click.Path(path_type=Path), metavar="[FILE.toml]")
+@click.option(
+    "--lengths",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Plan over this text file, one document's length in tokens a line, instead of a corpus.",
+)
+@click.option("--policy", type=click.Choice(POLICIES), help="Packing policy.  [default: plain]")
+@click.option("--compare", metavar="POLICY,...", help="Several policies on the same stream, side by side.")
+@click.option("--context-window", type=int, help="Tokens of the longest document a model sees.")
+@click.option("--micro-batches", type=int, help="N, those of the whole job in one step.")
+@click.option("--data-parallel", type=int, help="Degree.  [default: 1]")
+@click.option("--context-parallel", type=int, help="Degree; above 1 each micro-batch is sharded.")
+@click.option("--sharding", type=click.Choice(SHARDINGS), help="Sharding policy.  [default: per_sequence]")
+@click.option("--steps", type=click.IntRange(min=1), default=100, show_default=True, help="Steps to plan.")
+@click.option(
+    "--cost-model", metavar="MODEL", help="analytic, quadratic:A,B or a profile's path.  [default: analytic]"
+)
+@click.option(
+    "--model",
+    metavar="SIZE-WINDOW",
+    default="7B-128K",
+    show_default=True,
+    help="With --lengths: the row of the paper's Table 1 for which the analytic cost model stands.",
+)
+@click.option(
+    "--seed", type=int, help="Shuffle every epoch by this seed.  [default: FILE's own order; the TOML's seed]"
+)
+@packing_options
+@click.option("--output", type=click.Path(path_type=Path), help="Write the plans, one JSON object a line.")
+@click.option("--report", type=click.Path(path_type=Path), metavar="DIR", help="Draw DIR/report.html.")
+def plan(
+    config: Path | None,
+    lengths: Path | None,
+    compare: str | None,
+    steps: int,
+    output: Path | None,
+    report: Path | None,
+    **options: Any,
+) -> None:
+    """Plan the packing of documents without training, and print how balanced it is.
+
+    Either from a training configuration and its corpus (FILE.toml), or from a file of lengths:
+
+    \b
+    wlb-titan plan train.toml --compare plain,wlb,wlb_lazy --report outputs/plan
+    wlb-titan plan --lengths FILE --policy wlb --context-window 131072 --micro-batches 4 \\
+        --cost-model quadratic:0.9e6,4e10 --output plan.jsonl
+
+    The imbalance of a step is the largest over the mean work of its micro-batches; a delay is the number of
+    iterations between a document's arrival and its training, averaged over tokens.
+    """
+    from wlb_titan.commands.plan_job import job_from_lengths, job_from_toml
+    from wlb_titan.planner.errors import PlanError
+
+    if (config is None) == (lengths is None):
+        raise PlanError("Name either a TOML file or, with --lengths, a file of document lengths.")
+    given = {name: value for name, value in options.items() if value is not None}
+    policies = _policies(compare, given.get("policy"))
+    if output is not None and policies is not None and len(policies) > 1:
+        raise PlanError("--output writes the plans of one policy; leave out --compare, or --output.")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        job = job_from_toml(config, given) if config else job_from_lengths(lengths, given)
+        policies = policies or [job.packing.policy]
+        summaries = {policy: _run(job, policy, steps, output) for policy in policies}
+        if report is not None and "plain" not in summaries:  # what the balance would be without
+            summaries = {"plain": _run(job, "plain", steps, None), **summaries}
+    for message in dict.fromkeys(str(warning.message) for warning in caught):
+        click.echo(f"Warning: {message}", err=True)
+    _print(job, summaries)
+    if job.context_parallel > 1:
+        _print_ranks(job, policies[-1], steps)
+    if report is not None:
+        from wlb_titan.commands.plan_report import write_report
+
+        click.echo(f"Report: {write_report(report, job, summaries)}")
+
+
+def _policies(compare: str | None, policy: str | None) -> list[str] | None:
+    from wlb_titan.planner.errors import PlanError
+
+    if compare is None:
+        return None if policy is None else [policy]
+    names = list(dict.fromkeys(name.strip() for name in compare.split(",")))
+    for name in names:
+        if name not in POLICIES:
+            raise PlanError(
+                f"--compare: there is no packing policy {name!r}; there are {', '.join(POLICIES)}."
+            )
+    return names
+
+
+def _run(job: Job, policy: str, steps: int, output: Path | None) -> Summary:
+    from rich.console import Console
+    from rich.progress import track
+
+    from wlb_titan.planner.errors import PlanError
+    from wlb_titan.planner.summary import Summary
+
+    console = Console(stderr=True)
+    if console.is_terminal:
+        numbers = track(range(steps), description=f"{policy:12}", console=console, transient=True)
+    else:
+        numbers = range(steps)
+    planner = job.planner(policy)
+    if output is None:
+        return Summary.of(planner.next() for _ in numbers)
+    try:
+        with output.open("w", encoding="utf-8") as file:
+            return Summary.of(_written(planner, numbers, file))
+    except OSError as error:
+        raise PlanError(f"The plans cannot be written to {output}: {error.strerror}.") from error
+
+
+def _written(planner: Planner, numbers: Any, file: Any) -> Iterator[Plan]:
+    for _ in numbers:
+        plan = planner.next()
+        file.write(json.dumps(plan.to_json()) + "\n")
+        yield plan
+
+
+def _print(job: Job, summaries: dict[str, Summary]) -> None:
+    import rich.box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.width = max(console.width, TABLE_WIDTH)
+    console.print(job.describe(), markup=False, soft_wrap=True)
+    table = Table(box=rich.box.SIMPLE_HEAD)
+    table.add_column("policy", no_wrap=True)
+    for name, summary in summaries.items():
+        cells = table_row(summary)
+        if not table.row_count:
+            for heading in cells:
+                table.add_column(heading, justify="right")
+        table.add_row(name, *cells.values())
+    console.print(table)
+    for name, summary in summaries.items():
+        if summary.lost:
+            console.print(f"{name}: {summary.lost:,} tokens were left out.", markup=False)
+        if summary.gap is not None:
+            proven = "all optimal" if summary.gap == 0 else f"at most {summary.gap:.1%} from the optimum"
+            console.print(f"{name}: the solver's packings are {proven}.", markup=False)
+
+
+def _print_ranks(job: Job, packing: str, steps: int) -> None:
+    """What each sharding policy makes of the micro-batches of one packing policy."""
+    from rich.console import Console
+
+    from wlb_titan.commands.rank_report import planned_rank_times, rank_table
+
+    console = Console(highlight=False)
+    console.width = max(console.width, TABLE_WIDTH)
+    console.print(rank_table(planned_rank_times(job, packing, steps), job.latency))
+
+
+def table_row(summary: Summary) -> dict[str, str]:
+    """Headings and cells of one policy, as the console and the report show them."""
+    figures = summary.figures()
+    return {
+        "imbalance": f"{figures['imbalance_mean']:.3f}",
+        "p95": f"{figures['imbalance_p95']:.3f}",
+        "max": f"{figures['imbalance_max']:.3f}",
+        "delay": f"{figures['delay_mean']:.2f}",
+        "max delay": f"{figures['delay_max']}",
+        "padding": f"{figures['padding']:.2%}",
+        "plan ms": f"{figures['plan_ms']:.1f}",
+        "longest": f"{figures['longest']:,}",
+    }

@@ -1,0 +1,164 @@
+"""`wlb-titan prepare`: turn text into a corpus on disk, with progress and a summary at the end."""
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+import rich.box
+import rich.progress
+from rich.bar import Bar
+from rich.console import Console
+from rich.table import Table
+
+from wlb_titan.corpus import Corpus
+from wlb_titan.corpus.existing import complete_corpus
+from wlb_titan.corpus.histogram import length_histogram
+from wlb_titan.corpus.manifest import UNREADABLE_FILE
+from wlb_titan.corpus.settings import DEFAULT_VOCAB_SIZE, GRANULARITIES, SOURCES, PrepareSettings
+
+BAR_WIDTH = 24
+UNREADABLE_SHOWN = 5
+SECONDS_BETWEEN_LINES = 10.0
+
+
+@click.command()
+@click.argument("output", type=click.Path(path_type=Path))
+@click.option(
+    "--source",
+    default="python-source",
+    show_default=True,
+    help=f"Where the text comes from: {SOURCES}. The default takes all Python files installed here.",
+)
+@click.option(
+    "--granularity",
+    type=click.Choice(GRANULARITIES),
+    default="file",
+    show_default=True,
+    help="For python-source: one document a file, or one a top-level package (far longer documents).",
+)
+@click.option(
+    "--tokenizer",
+    metavar="DIR",
+    help="Folder of a Hugging Face tokenizer.  [default: train a byte-level BPE on this corpus]",
+)
+@click.option(
+    "--vocab-size",
+    type=int,
+    help=f"Most entries of the tokenizer that is trained.  [default: {DEFAULT_VOCAB_SIZE}]",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the order of the documents.")
+@click.option(
+    "--max-tokens",
+    type=int,
+    help="Stop with the document that reaches so many tokens.  [default: take all documents]",
+)
+@click.option("--overwrite", is_flag=True, help="Replace the corpus that lies at OUTPUT.")
+def prepare(output: Path, overwrite: bool, **options: Any) -> None:
+    """Turn text into the corpus OUTPUT: a folder of shuffled, tokenized documents.
+
+    The corpus appears when it is complete. An interrupted preparation leaves nothing that could be taken for
+    one; run the same command again. If the corpus is there already, nothing is done.
+    """
+    settings = PrepareSettings(**options)
+    if not overwrite and (corpus := complete_corpus(settings, output.absolute())):
+        counts = f"{len(corpus):,} documents, {corpus.manifest.tokens:,} tokens"
+        click.echo(f"{corpus.path} is there already, made with the same settings: {counts}.")
+        return
+    with ProgressDisplay(Console(stderr=True, highlight=False)) as display:
+        display.line(f"Preparing {output.absolute()} from {settings.source}")
+        # Here, not above: it imports `datasets`, for seconds that `--help` and a corpus that is there save.
+        from wlb_titan.corpus.prepare import prepare_corpus
+
+        corpus = prepare_corpus(settings, output, overwrite=overwrite, report=display.report)
+    print_summary(corpus, Console(highlight=False, soft_wrap=True))
+
+
+class ProgressDisplay:
+    """Shows what `prepare_corpus` reports: as a bar on a terminal, as lines now and then in a log file."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._stack = ExitStack()
+        self._bar: rich.progress.Progress | None = None
+        self._task = rich.progress.TaskID(0)
+        self._last_line = time.monotonic()
+
+    def line(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, markup=False)
+
+    def report(self, what: str, done: int, total: int) -> None:
+        """Show that `done` of `total` is done; a total of 0 says that it is not known."""
+        if total == 0:
+            self.line(f"{what} ...")
+        elif self._console.is_terminal:
+            if self._bar is None:
+                self._bar = self._stack.enter_context(_progress_bar(self._console))
+                self._task = self._bar.add_task(what, total=total)
+            self._bar.update(self._task, completed=done)
+        elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES or done == total:
+            self._last_line = time.monotonic()
+            self.line(f"{what}: {done:,} of {total:,}")
+
+    def __enter__(self) -> "ProgressDisplay":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+
+def _progress_bar(console: Console) -> rich.progress.Progress:
+    return rich.progress.Progress(
+        rich.progress.TextColumn("{task.description}"),
+        rich.progress.BarColumn(),
+        rich.progress.TextColumn("{task.completed:,} of {task.total:,}"),
+        rich.progress.TimeElapsedColumn(),
+        rich.progress.TextColumn("left:"),
+        rich.progress.TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def print_summary(corpus: Corpus, console: Console) -> None:
+    """Print what the corpus holds: counts, what was left out, and how long its documents are."""
+    manifest = corpus.manifest
+    buckets = length_histogram(corpus.lengths)
+    most = max(bucket.tokens for bucket in buckets)
+    table = Table(box=rich.box.SIMPLE_HEAD)
+    for heading in ("length", "documents", "tokens", "share"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column(width=BAR_WIDTH)
+    for low, documents, tokens in buckets:
+        share = f"{tokens / manifest.tokens:.1%}"
+        table.add_row(f"{_short(low)}+", f"{documents:,}", f"{tokens:,}", share, Bar(most, 0, tokens))
+    console.print(table)
+
+    longest = int(corpus.lengths.argmax())
+    lines = {
+        "corpus": str(corpus.path),
+        "fingerprint": corpus.fingerprint,
+        "documents": f"{manifest.documents:,}",
+        "tokens": f"{manifest.tokens:,}",
+        "longest": f"{corpus.lengths[longest]:,} tokens, {corpus.source(longest)}",
+        "vocabulary": f"{manifest.vocab_size:,} entries; {manifest.end_of_text} ends each document",
+        "left out": f"{manifest.empty_documents:,} empty documents, {manifest.unreadable:,} unreadable ones",
+    }
+    for name, value in lines.items():
+        console.print(f"{name:>12}  {value}", markup=False)
+    if manifest.unreadable:
+        unreadable = corpus.path / UNREADABLE_FILE
+        with unreadable.open(encoding="utf-8") as file:
+            for _, line in zip(range(UNREADABLE_SHOWN), file, strict=False):
+                console.print(f"{'':>14}{line.rstrip()}", markup=False)
+        if manifest.unreadable > UNREADABLE_SHOWN:
+            console.print(f"{'':>14}... all in {unreadable}", markup=False)
+
+
+def _short(power_of_two: int) -> str:
+    """512 -> 512, 1024 -> 1K, 4194304 -> 4M."""
+    for unit in ("", "K", "M"):
+        if power_of_two < 1024:
+            return f"{power_of_two}{unit}"
+        power_of_two //= 1024
+    return f"{power_of_two}G"

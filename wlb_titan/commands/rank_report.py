@@ -1,0 +1,131 @@
+"""What context parallelism makes of planned micro-batches, for `wlb-titan plan`: a table and a heat map."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, get_args, get_type_hints
+
+import numpy as np
+import rich.box
+from numpy.typing import NDArray
+from rich.table import Table
+
+from wlb_titan.planner.attention_latency import AttentionLatency, slowest
+from wlb_titan.planner.plan import LENGTH, MicroBatch, imbalance_degree
+from wlb_titan.planner.settings import ShardingSettings
+from wlb_titan.planner.sharding import choose
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from wlb_titan.commands.plan_job import Job
+
+POLICIES: tuple[str, ...] = get_args(get_type_hints(ShardingSettings)["policy"])
+SHOWN = 200  # micro-batches in table and heat map; more would be thinner than a pixel
+
+
+class RankTimes(NamedTuple):
+    """What one policy makes of micro-batches.
+
+    Attributes:
+        policy: as in [wlb.sharding].
+        chosen: per micro-batch how it is sharded in the end.
+        seconds: float64 (micro-batches, ranks, 2), predicted forward and backward attention time of a layer.
+    """
+
+    policy: str
+    chosen: list[str]
+    seconds: NDArray[np.float64]
+
+    @property
+    def slowest(self) -> float:
+        """Mean over micro-batches of the time that a layer waits for its slowest rank, in seconds."""
+        return float(np.mean([slowest(seconds) for seconds in self.seconds]))
+
+    @property
+    def imbalances(self) -> NDArray[np.float64]:
+        """float64 (micro-batches,), slowest over mean rank."""
+        return np.array([imbalance_degree(seconds.sum(axis=1)) for seconds in self.seconds])
+
+
+def rank_times(
+    micro_batches: Sequence[MicroBatch], ranks: int, settings: ShardingSettings, latency: AttentionLatency
+) -> list[RankTimes]:
+    """Predicts all policies on the same micro-batches.
+
+    Args:
+        micro_batches: planned; their own sharding is not looked at.
+        ranks: context-parallel degree.
+        settings: how remainders are treated.
+        latency: predicts the attention of one layer.
+    """
+    result = []
+    for policy in POLICIES:
+        asked = replace(settings, policy=policy)
+        shardings = [choose(asked, m.documents[:, LENGTH], m.length, ranks, latency) for m in micro_batches]
+        seconds = np.array([latency.seconds(sharding) for _, sharding in shardings])
+        result.append(RankTimes(policy, [name for name, _ in shardings], seconds))
+    return result
+
+
+def planned_rank_times(job: Job, packing: str, steps: int) -> list[RankTimes]:
+    """All sharding policies on the first `SHOWN` micro-batches that a packing policy makes in so many steps.
+
+    Raises:
+        PlanError: a micro-batch cannot be shared by the ranks.
+    """
+    planner = job.planner(packing)
+    micro_batches: list[MicroBatch] = []
+    for _ in range(min(steps, -(-SHOWN // job.micro_batches))):
+        micro_batches += planner.next().micro_batches
+    return rank_times(micro_batches[:SHOWN], job.context_parallel, job.sharding, job.latency)
+
+
+def rank_table(times: Sequence[RankTimes], latency: AttentionLatency) -> Table:
+    """One row a policy: the slowest rank's attention, the ranks' imbalance, and what was chosen how often."""
+    table = Table(
+        title=f"Context parallelism: attention of a layer by {latency.source}", box=rich.box.SIMPLE_HEAD
+    )
+    table.add_column("sharding", no_wrap=True)
+    for heading in ("slowest rank", "speedup", "imbalance", "p95", "max"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("chosen")
+    base = times[0].slowest
+    for one in times:
+        imbalances = one.imbalances
+        shares = {name: one.chosen.count(name) / len(one.chosen) for name in dict.fromkeys(one.chosen)}
+        table.add_row(
+            one.policy,
+            f"{one.slowest * 1e3:.3f} ms",
+            f"{base / one.slowest:.3f}x",
+            f"{imbalances.mean():.3f}",
+            f"{np.quantile(imbalances, 0.95):.3f}",
+            f"{imbalances.max():.3f}",
+            ", ".join(f"{name} {share:.0%}" for name, share in shares.items()),
+        )
+    return table
+
+
+def rank_heat_map(times: Sequence[RankTimes]) -> Figure:
+    """Ranks x micro-batches for each policy; the colour is a rank's time over the micro-batch's mean.
+
+    An even colour is balance. All policies share one scale, so that they can be compared by eye.
+    """
+    from matplotlib.colors import TwoSlopeNorm
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 1.2 + 1.3 * len(times)), layout="constrained")
+    axes = figure.subplots(len(times), 1, sharex=True, squeeze=False)[:, 0]
+    relative = [one.seconds.sum(axis=2) for one in times]
+    relative = [(seconds / seconds.mean(axis=1, keepdims=True)).T for seconds in relative]
+    low, high = (float(find([find(image) for image in relative])) for find in (np.min, np.max))
+    scale = TwoSlopeNorm(1.0, vmin=min(low, 0.95), vmax=max(high, 1.05))
+    for axis, one, image in zip(axes, times, relative, strict=True):
+        drawn = axis.imshow(image, aspect="auto", interpolation="nearest", cmap="RdBu_r", norm=scale)
+        axis.set_title(f"{one.policy}: slowest rank {one.slowest * 1e3:.2f} ms on average", fontsize=10)
+        axis.set_ylabel("rank")
+        axis.set_yticks(range(len(image)) if len(image) <= 8 else [0, len(image) - 1])
+    axes[-1].set_xlabel("micro-batch")
+    figure.colorbar(drawn, ax=list(axes), label="attention time / mean of the ranks")
+    return figure

@@ -1,0 +1,307 @@
+"""Lay what the user wrote over a base configuration, guided by the dataclasses' own type hints.
+
+The base is a tree of dataclasses; it is never changed. The builder goes down the tree, takes from all layers
+what they say about each field, and puts every dataclass together again with `dataclasses.replace` on the way
+up, so that each `__post_init__` checks the new values. It also lists every value with where it came from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, is_dataclass
+from typing import Any, NoReturn, get_args, get_origin
+
+from wlb_titan.config.classes import find_class, full_name, importable, short_name
+from wlb_titan.config.errors import ConfigError
+from wlb_titan.config.sources import Leaf, Node, Table
+from wlb_titan.config.values import Mismatch, arms, convert, dataclass_arms, describe, expressed, shown
+
+KeyPath = tuple[str | int, ...]
+"""Keys from the root down. A place in a list is a string where the base's list is kept ("0"), a number where
+the user gave a whole new list (0)."""
+
+CLASS = "class"
+"""The key by which a section chooses its class."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One value of a built configuration."""
+
+    path: KeyPath
+    value: object
+    source: str
+    """`base llama3_debug`, `default of FullAC`, `train.toml:12` or `command line`."""
+    text: str | None
+    """The value as TOML; None if TOML cannot express it, so that only a base can give it."""
+
+
+class Rejection(Exception):
+    """A dataclass refused its values."""
+
+    def __init__(self, path: KeyPath, cls: type, error: Exception) -> None:
+        super().__init__(path)
+        self.path = path
+        said = " ".join(str(error).split()).rstrip(".")
+        self.reason = f"{short_name(cls)} rejects this: {said or repr(error)}."
+
+
+def dotted(path: Sequence[str | int]) -> str:
+    return ".".join(str(key) for key in path)
+
+
+class Builder:
+    """Builds one configuration.
+
+    Args:
+        base: a dataclass instance.
+        base_name: what entries call it.
+        locked: fields that the user cannot set, by dotted path, each with the reason.
+    """
+
+    def __init__(self, base: object, base_name: str, locked: Mapping[str, str]) -> None:
+        self.base = base
+        self.base_name = base_name
+        self.locked = locked
+        self.entries: list[Entry] = []
+
+    def build(self, layers: Sequence[Table]) -> Any:
+        """The base with `layers` over it, weakest first; `self.entries` then lists its values in field order.
+
+        Raises:
+            ConfigError: an unknown key or a value of the wrong type.
+            Rejection: a `__post_init__` raised.
+        """
+        self.entries = []
+        return self._section(self.base, type(self.base), layers, (), f"base {self.base_name}")
+
+    # Each method below returns the new value of the field at `path`, of type `hint`. So far the field holds
+    # `current` (MISSING: nothing), which came from `origin`; `nodes` is what the layers say, weakest first.
+
+    def _value(self, current: object, hint: object, nodes: Sequence[Node], path: KeyPath, origin: str) -> Any:
+        if dataclass_arms(hint) or is_dataclass(current):
+            return self._section(current, hint, nodes, path, origin)
+        for arm in arms(hint):
+            arguments = get_args(arm)
+            if get_origin(arm) is list and dataclass_arms(arguments[0]):
+                return self._list(current, hint, arguments[0], nodes, path, origin)
+            if arm is dict or (get_origin(arm) is dict and arguments[0] is str):
+                return self._dict(current, hint, arguments[1] if arguments else Any, nodes, path, origin)
+        if hint is Any and isinstance(current, dict):
+            return self._dict(current, dict[str, Any], Any, nodes, path, origin)
+        if hint is Any and (current is MISSING or current is None) and _ends_in_table(nodes, single=True):
+            return self._dict(current, hint, Any, nodes, path, origin)
+        return self._leaf(current, hint, nodes, path, origin)
+
+    def _leaf(self, current: object, hint: object, nodes: Sequence[Node], path: KeyPath, origin: str) -> Any:
+        for node in nodes:
+            current, origin = _converted(node, hint, current, path), node.source
+        self.entries.append(Entry(path, current, origin, expressed(current, hint)))
+        return current
+
+    def _section(
+        self, current: object, hint: object, nodes: Sequence[Node], path: KeyPath, origin: str
+    ) -> Any:
+        """A dataclass. A layer that names another class starts it afresh, from that class's own defaults."""
+        if not _ends_in_table(nodes) and (nodes or not is_dataclass(current)):
+            return self._leaf(current, hint, nodes[-1:], path, origin)
+        start = current if is_dataclass(current) else None
+        cls = type(current) if is_dataclass(current) else None
+        chosen_by = origin if cls and dataclass_arms(hint) != (cls,) else None
+        tables: list[Table] = []
+        for node in nodes:
+            if isinstance(node, Leaf):
+                _converted(
+                    node, hint, current, path
+                )  # may stand there, but a later layer has a table instead
+                continue
+            wanted, source = _wanted_class(cls, hint, node, path)
+            if wanted is not cls:
+                cls, start, tables, origin = wanted, None, [], f"default of {short_name(wanted)}"
+            chosen_by = source or chosen_by
+            tables.append(node)
+        assert cls is not None
+        if chosen_by:  # the class is not simply the one that the field declares
+            text = f'"{full_name(cls)}"' if importable(cls) else None
+            self.entries.append(Entry((*path, CLASS), full_name(cls), chosen_by, text))
+        return self._instance(cls, start, tables, path, origin)
+
+    def _instance(self, cls: type, start: Any, tables: Sequence[Table], path: KeyPath, origin: str) -> Any:
+        """`start` with what the tables say, or a new `cls` if `start` is None."""
+        fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+        for table in tables:
+            for key, child in table.children.items():
+                if key not in fields and not (key == CLASS and path):
+                    self._refuse_key(child, (*path, key), cls, list(fields))
+        values: dict[str, Any] = {}
+        for name, field in fields.items():
+            here = (*path, name)
+            nodes = [table.children[name] for table in tables if name in table.children]
+            if dotted(here) in self.locked:
+                if nodes:
+                    raise ConfigError(f"{_written(nodes[-1], here)}: {self.locked[dotted(here)]}")
+                continue
+            current = _default(field) if start is None else getattr(start, name)
+            if current is MISSING and not nodes:
+                raise ConfigError(
+                    f"{tables[-1].source}: [{dotted(path)}]: the key {name!r} is missing; {short_name(cls)} "
+                    "has no default for it."
+                )
+            values[name] = self._value(current, _hints(cls)[name], nodes, here, origin)
+        try:
+            if start is None:
+                return cls(**values)
+            changed = {name: value for name, value in values.items() if value is not getattr(start, name)}
+            return dataclasses.replace(start, **changed) if changed else start
+        except Exception as error:  # whatever a __post_init__ raises, it means that the values will not do
+            raise Rejection(path, cls, error) from error
+
+    def _list(
+        self, current: Any, hint: object, element: object, nodes: Sequence[Node], path: KeyPath, origin: str
+    ) -> Any:
+        """A list of dataclasses: `[[list]]` makes it anew, `[list.0]` changes one of its elements."""
+        if nodes and not _ends_in_table(nodes):
+            return self._leaf(current, hint, nodes[-1:], path, origin)
+        slots: list[tuple[object, list[Node]]] = [(item, []) for item in _or_empty(current, list)]
+        new = False
+        for node in nodes:
+            if isinstance(node, Leaf):  # [] or "none"
+                _converted(node, hint, current, path)
+                slots, new = [], True
+                continue
+            if node.array:
+                slots, new = [(MISSING, [child]) for child in node.children.values()], True
+                continue
+            for key, child in node.children.items():
+                if not key.isdecimal() or int(key) >= len(slots):
+                    raise ConfigError(
+                        f"{child.source}: {dotted((*path, key))}: the list {dotted(path)} has {len(slots)} "
+                        f"element(s), counted from 0; [[{dotted(path)}]] gives a whole new list."
+                    )
+                slots[int(key)][1].append(child)
+        if not slots:
+            return self._leaf(current, hint, (), path, origin)
+        items = [
+            self._value(item, element, given, (*path, index if new else str(index)), origin)
+            for index, (item, given) in enumerate(slots)
+        ]
+        unchanged = not new and all(a is b for a, b in zip(items, current, strict=True))
+        return current if unchanged else items
+
+    def _dict(
+        self,
+        current: Any,
+        hint: object,
+        value_hint: object,
+        nodes: Sequence[Node],
+        path: KeyPath,
+        origin: str,
+    ) -> Any:
+        """A dict: tables add keys to it and give keys that it has another value."""
+        if not _ends_in_table(nodes) and (nodes or not isinstance(current, dict)):
+            return self._leaf(current, hint, nodes[-1:], path, origin)
+        before = _or_empty(current, dict)
+        given: dict[str, list[Node]] = {key: [] for key in before}
+        for node in nodes:
+            if isinstance(node, Leaf) or node.array:
+                _converted(node, hint, current, path)
+                continue
+            for key, child in node.children.items():
+                given.setdefault(key, []).append(child)
+        if not given:
+            self.entries.append(Entry(path, {}, nodes[-1].source if nodes else origin, "{}"))
+        after = {
+            key: self._value(before.get(key, MISSING), value_hint, children, (*path, key), origin)
+            for key, children in given.items()
+        }
+        unchanged = current is before and all(after[key] is before.get(key) for key in after)
+        return current if unchanged else after
+
+    def _refuse_key(self, node: Node, path: KeyPath, cls: type, names: list[str]) -> NoReturn:
+        base = Builder(self.base, self.base_name, self.locked)
+        base.build([])
+        namesakes = [dotted(entry.path) for entry in base.entries if entry.path[-1] == path[-1]]
+        close = difflib.get_close_matches(str(path[-1]), names, n=1)
+        suggestions = [dotted((*path[:-1], name)) for name in close] or namesakes[:3]
+        hint = f" Did you mean {' or '.join(suggestions)}?" if suggestions else ""
+        if len(names) <= 12:
+            hint += f" {short_name(cls)} has {', '.join(names) or 'no keys'}."
+        raise ConfigError(f"{_written(node, path)}: there is no such key.{hint}")
+
+
+def _wanted_class(cls: type | None, hint: object, node: Table, path: KeyPath) -> tuple[type, str | None]:
+    """The class that a table asks for, and where it does; (`cls`, None) if it leaves the class as it is."""
+    if node.array:
+        raise ConfigError(f"{node.source}: [[{dotted(path)}]]: an array, but a single table belongs here.")
+    allowed = dataclass_arms(hint) or (typing.cast(type, cls),)
+    name = node.children.get(CLASS) if path else None
+    if name is None:
+        if cls is not None:
+            return cls, None
+        if len(allowed) == 1:
+            return allowed[0], node.source
+        names = " or ".join(f'"{short_name(option)}"' for option in allowed)
+        raise ConfigError(f"{node.source}: [{dotted(path)}]: which kind is meant? Add class = {names}.")
+    if not isinstance(name, Leaf) or not isinstance(name.value, str):
+        raise ConfigError(f"{name.source}: {dotted(path)}.{CLASS}: expected a string, the name of a class.")
+    try:
+        return find_class(name.value, allowed), name.source
+    except LookupError as error:
+        raise ConfigError(
+            f"{name.source}: {dotted(path)}.{CLASS} = {shown(name.value)}: {error.args[0]}."
+        ) from error
+
+
+def _converted(node: Node, hint: object, current: object, path: KeyPath) -> Any:
+    """The value of a leaf (or of an array of tables, for a field that holds a list of dicts)."""
+    if isinstance(node, Table) and not node.array:
+        raise ConfigError(
+            f"{node.source}: [{dotted(path)}]: this is a table, but {describe(hint)} belongs here; "
+            f"write {dotted(path)} = VALUE."
+        )
+    value = _plain(node)
+    readings = [value]
+    if isinstance(node, Leaf) and node.text is not None:
+        readings.append(node.text)  # on the command line 5 may also be the string "5"
+    for reading in readings:
+        try:
+            return convert(reading, hint, current)
+        except Mismatch:
+            continue
+    raise ConfigError(f"{node.source}: {dotted(path)} = {shown(value)}: expected {describe(hint)}.")
+
+
+_hints: Callable[[type], dict[str, Any]] = functools.cache(typing.get_type_hints)
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _or_empty(current: Any, container: type) -> Any:
+    return current if isinstance(current, container) else container()
+
+
+def _ends_in_table(nodes: Sequence[Node], single: bool = False) -> bool:
+    """Whether the strongest layer has a table, or an array of tables unless it is to be a `single` one."""
+    if not nodes or isinstance(nodes[-1], Leaf):
+        return False
+    return not (single and nodes[-1].array)
+
+
+def _written(node: Node, path: KeyPath) -> str:
+    """Where and what the user wrote: `train.toml:3: training.steps = 5` or `train.toml:2: [training]`."""
+    what = f"{dotted(path)} = {shown(node.value)}" if isinstance(node, Leaf) else f"[{dotted(path)}]"
+    return f"{node.source}: {what}"
+
+
+def _plain(node: Node) -> Any:
+    if isinstance(node, Leaf):
+        return node.value
+    if node.array:
+        return [_plain(child) for child in node.children.values()]
+    return {key: _plain(child) for key, child in node.children.items()}

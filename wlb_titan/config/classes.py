@@ -1,0 +1,85 @@
+"""Dataclasses by name: what `class = "..."` in a TOML section may say.
+
+torchtitan nests each component's dataclass in the component (`FullAC.Config` in `FullAC`), so the component's
+name stands for it: `class = "torchtitan.distributed.activation_checkpoint:FullAC"`. Without a module,
+`class = "FullAC"` means the class of that name among the loaded subclasses of what the section holds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from dataclasses import is_dataclass
+
+
+def short_name(cls: type) -> str:
+    """`FullAC` for the class `FullAC.Config`."""
+    return cls.__qualname__.removesuffix(".Config")
+
+
+def full_name(cls: type) -> str:
+    """`torchtitan.distributed.activation_checkpoint:FullAC` for the class `FullAC.Config` of that module."""
+    return f"{cls.__module__}:{short_name(cls)}"
+
+
+def importable(cls: type) -> bool:
+    """Whether the full name of a class leads back to it; not so for a class inside a function."""
+    return _lookup(sys.modules.get(cls.__module__), short_name(cls), (cls,)) is cls
+
+
+def find_class(name: str, allowed: tuple[type, ...]) -> type:
+    """Find the dataclass that a name in a TOML file means, a subclass of one of `allowed`.
+
+    Raises:
+        LookupError: there is none, or it may not stand there; the message is for the user.
+    """
+    module_name, colon, qualified_name = name.partition(":")
+    if not colon:
+        return _find_loaded(name, allowed)
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, ValueError, TypeError) as error:  # the latter two for "" and ".relative"
+        raise LookupError(f"module {module_name!r} cannot be imported ({error})") from error
+    cls = _lookup(module, qualified_name, allowed)
+    if cls is None:
+        kinds = " or ".join(full_name(kind) for kind in allowed)
+        raise LookupError(
+            f"module {module_name!r} has no configuration {qualified_name!r} of the kind {kinds}"
+        )
+    return cls
+
+
+def _lookup(module: object, qualified_name: str, allowed: tuple[type, ...]) -> type | None:
+    found = module
+    for part in qualified_name.split("."):
+        found = getattr(found, part, None)
+    for candidate in (found, getattr(found, "Config", None)):
+        if isinstance(candidate, type) and is_dataclass(candidate) and issubclass(candidate, allowed):
+            return candidate
+    return None
+
+
+def _find_loaded(name: str, allowed: tuple[type, ...]) -> type:
+    known = [cls for cls in _with_subclasses(allowed) if importable(cls)]
+    matches = [cls for cls in known if short_name(cls) == name]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        options = " or ".join(f'"{full_name(cls)}"' for cls in matches)
+        raise LookupError(f"several classes have this name; write {options}")
+    names = sorted({short_name(cls) for cls in known})
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f", did you mean {close[0]!r}?" if close else "."
+    raise LookupError(
+        f"there is no such class here{hint} The loaded ones are {', '.join(names)}; "
+        'any other is written "package.module:Class"'
+    )
+
+
+def _with_subclasses(roots: tuple[type, ...]) -> list[type]:
+    found: dict[type, None] = {}  # a dict, for its order
+    for root in roots:
+        found[root] = None
+        found.update(dict.fromkeys(_with_subclasses(tuple(root.__subclasses__()))))
+    return list(found)

@@ -1,0 +1,144 @@
+"""From a TOML file and command-line overrides to a configuration that is ready to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wlb_titan.config.blame import blame
+from wlb_titan.config.build import Builder, Entry, Rejection, dotted
+from wlb_titan.config.errors import ConfigError
+from wlb_titan.config.sources import read_sources
+from wlb_titan.config.values import shown, to_text
+from wlb_titan.config.writing import document
+from wlb_titan.errors import UserError
+
+LOCKED = {
+    "model_spec": "the model cannot be set from TOML, it comes with the base; choose another `base` instead.",
+    "hf_assets_path": "this has no effect, the tokenizer is that of the corpus; set wlb.corpus.path instead.",
+    "dataloader": "this has no effect, documents come from the corpus; set wlb.corpus.path instead.",
+}
+"""What the user cannot set, with the reason."""
+
+INHERITED = ("base ", "default of ")
+"""How the source of a value begins that the user did not write."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration, and where each of its values came from."""
+
+    config: Any
+    """A `Trainer.Config` of wlb_titan.runtime, which this package does not import."""
+    base: Entry
+    """The base's name as an entry of its own."""
+    entries: tuple[Entry, ...]
+    """All values, in the order of the dataclasses' fields."""
+
+    @property
+    def provenance(self) -> dict[str, str]:
+        """Dotted key -> `base NAME`, `default of CLASS`, `FILE:LINE` or `command line`."""
+        return {dotted(entry.path): entry.source for entry in self.entries}
+
+    def to_toml(self, changed_only: bool = False) -> str:
+        """Write the configuration as one self-contained TOML file that loads to an equal configuration.
+
+        Args:
+            changed_only: leave out what is as in the base. Loading that gives an equal configuration too,
+                as long as the base stays the same.
+        """
+        unchanged = f"base {self.base.value}"
+        kept = [entry for entry in self.entries if not (changed_only and entry.source == unchanged)]
+        return document([self.base, *kept])
+
+    def check(self, rule: Callable[[Any], None]) -> None:
+        """Apply a rule to the whole configuration.
+
+        Args:
+            rule: takes the configuration; raises UserError, best as `key.path: reason`, if it is broken.
+
+        Raises:
+            ConfigError: the rule's error, with the values it speaks of and where they were written.
+        """
+        try:
+            rule(self.config)
+        except UserError as error:
+            raise ConfigError(self._placed(error)) from error
+
+    def _placed(self, error: UserError) -> str:
+        key, _, reason = str(error).partition(": ")
+        file = self.base.source
+        for entry in self.entries:
+            if dotted(entry.path) == key:
+                value = f"{key} = {entry.text or shown(entry.value)}"
+                if entry.source.startswith(INHERITED):
+                    return f"{file}: {value} ({entry.source}): {reason}"
+                return f"{entry.source}: {value}: {reason}"
+        # The key of a section: all that was written in it is of interest.
+        written = [
+            f"{dotted(entry.path)} = {entry.text} ({entry.source})"
+            for entry in self.entries
+            if dotted(entry.path).startswith(f"{key}.") and not entry.source.startswith(INHERITED)
+        ]
+        return f"{file}: {error}" + (f" Written are {', '.join(written)}." if written else "")
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int | None = None) -> Resolved:
+    """Load a TOML file with all that it extends: command-line overrides over the file over its base.
+
+    Args:
+        path: the TOML file.
+        overrides: `["--training.steps", "5", "--training.seq_len=4096"]`.
+        world_size: the number of ranks, if known; the degrees of parallelism must then fit it.
+
+    Raises:
+        ConfigError: the user's mistake, with its place.
+    """
+
+    def base_config(name: str) -> Any:
+        from wlb_titan.runtime import registry
+
+        return registry.base_config(name)
+
+    def validate(config: Any) -> None:
+        from wlb_titan.runtime import validation
+
+        validation.validate(config, world_size)
+
+    # The runtime takes seconds to import, so that is left until the files have been read without a mistake.
+    resolved = resolve(path, overrides, base_config)
+    resolved.check(validate)
+    return resolved
+
+
+def resolve(path: str | Path, overrides: Sequence[str], base_config: Callable[[str], Any]) -> Resolved:
+    """`load_config` for any family of bases, without the checks of the whole.
+
+    Args:
+        path: the TOML file.
+        overrides: command-line words.
+        base_config: makes a fresh dataclass instance of a base's name; raises UserError for an unknown one.
+
+    Raises:
+        ConfigError: the user's mistake, with its place.
+    """
+    sources = read_sources(path, overrides)
+    if sources.base is None:
+        raise ConfigError(
+            f'{path}: no base is named; write for example base = "llama3_debug" at the top of this file '
+            "or of one that it extends."
+        )
+    name = str(sources.base.value)
+    try:
+        base = base_config(name)
+    except UserError as error:
+        raise ConfigError(f"{sources.base.source}: base = {shown(name)}: {error}") from error
+    builder = Builder(base, name, LOCKED)
+    try:
+        config = builder.build(sources.layers)
+    except Rejection as rejection:
+        raise blame(rejection, builder, sources.layers) from rejection
+    named = Entry(("base",), name, sources.base.source, to_text(name))
+    return Resolved(config, named, tuple(builder.entries))

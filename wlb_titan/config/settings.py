@@ -1,0 +1,42 @@
+"""Our own part of the configuration: the TOML sections [wlb], [wlb.corpus], [wlb.packing], [wlb.sharding],
+[wlb.pipeline]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from wlb_titan.planner.settings import PackingSettings, ShardingSettings
+
+
+@dataclass(kw_only=True, slots=True)
+class CorpusSettings:
+    """[wlb.corpus]: the documents to train on, as `wlb-titan prepare` wrote them."""
+
+    path: str = "outputs/corpus"
+    """Folder of the prepared corpus; its tokenizer is the run's tokenizer."""
+
+    seed: int = 0
+    """Seed of the order in which an epoch visits the documents; each epoch has an order of its own."""
+
+
+@dataclass(kw_only=True, slots=True)
+class PipelineSettings:
+    """[wlb.pipeline]: how micro-batches of different lengths go through the pipeline."""
+
+    check_lengths: bool = False
+    """Compare the micro-batches' lengths between pipeline ranks once a step, to find ranks that follow
+    different plans; costs a small all-gather."""
+
+
+@dataclass(kw_only=True, slots=True)
+class WlbSettings:
+    """[wlb]: everything that wlb_titan adds to torchtitan's configuration."""
+
+    device: Literal["auto", "cpu"] = "auto"
+    """`auto`: the accelerator that torch finds, or else the CPU. `cpu`: the CPU even where there is one."""
+
+    corpus: CorpusSettings = field(default_factory=CorpusSettings)
+    packing: PackingSettings = field(default_factory=PackingSettings)
+    sharding: ShardingSettings = field(default_factory=ShardingSettings)
+    pipeline: PipelineSettings = field(default_factory=PipelineSettings)

@@ -1,0 +1,190 @@
+"""Plain TOML values and the type hints of dataclass fields: conversion one way, TOML text the other way.
+
+TOML has no null: the string "none" stands for None wherever the type allows None.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import types
+import typing
+from dataclasses import is_dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+NONE = "none"
+
+
+class Mismatch(Exception):
+    """A value that is not of the type that a hint asks for."""
+
+
+def arms(hint: object) -> tuple[object, ...]:
+    """The alternatives of a union, without None; `(hint,)` for anything else."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return tuple(arm for arm in get_args(hint) if arm is not types.NoneType)
+    return (hint,)
+
+
+def allows_none(hint: object) -> bool:
+    return hint is types.NoneType or types.NoneType in get_args(hint)
+
+
+def dataclass_arms(hint: object) -> tuple[type, ...]:
+    """The dataclasses among a hint's alternatives: `A.Config | B.Config | None` -> `(A.Config, B.Config)`."""
+    return tuple(arm for arm in arms(hint) if isinstance(arm, type) and is_dataclass(arm))
+
+
+def convert(value: object, hint: object, guide: object = None) -> Any:
+    """Turn a value that tomli read into what a field of type `hint` holds.
+
+    An integer becomes a float where only a float is asked for, an array a tuple where a tuple is asked for.
+    Where anything may stand (Any), an array becomes a tuple if `guide`, the value it replaces, is one.
+
+    Raises:
+        Mismatch: the value is of another type.
+    """
+    if value == NONE and allows_none(hint):
+        return None
+    if len(arms(hint)) > 1:
+        return _convert_to_union(value, arms(hint), guide)
+    (hint,) = arms(hint)
+    origin, arguments = get_origin(hint) or hint, get_args(hint)
+    if hint is Any:
+        if isinstance(value, list) and isinstance(guide, tuple):
+            return tuple(value)
+        if isinstance(value, str | int | float | list | dict):
+            return value
+    elif origin is Literal:
+        for option in arguments:
+            if type(option) is type(value) and option == value:
+                return option
+    elif hint is float:
+        if type(value) in (int, float):
+            return float(typing.cast(float, value))
+    elif hint in (bool, int, str):
+        if type(value) is hint:
+            return value
+    elif origin is list and isinstance(value, list):
+        (element,) = arguments or (Any,)
+        return [convert(item, element) for item in value]
+    elif origin is tuple and isinstance(value, list):
+        return tuple(_convert_to_tuple(value, arguments or (Any, ...)))
+    elif origin is dict and isinstance(value, dict):
+        _, element = arguments or (str, Any)
+        return {key: convert(item, element) for key, item in value.items()}
+    raise Mismatch
+
+
+def _convert_to_union(value: object, alternatives: tuple[object, ...], guide: object) -> Any:
+    results = []
+    for alternative in alternatives:
+        try:
+            results.append(convert(value, alternative, guide))
+        except Mismatch:
+            continue
+    if not results:
+        raise Mismatch
+    # 1 stays an integer in `float | int`.
+    return next((result for result in results if type(result) is type(value)), results[0])
+
+
+def _convert_to_tuple(value: list[object], elements: tuple[object, ...]) -> list[object]:
+    if elements[1:] == (...,):
+        return [convert(item, elements[0]) for item in value]
+    if len(elements) != len(value):
+        raise Mismatch
+    return [convert(item, element) for item, element in zip(value, elements, strict=True)]
+
+
+def describe(hint: object) -> str:
+    """Say in words what may stand in a field: `Literal["a", "b"] | None` -> `one of "a", "b" or "none"`."""
+    words = list(dict.fromkeys(_describe_one(arm) for arm in arms(hint)))
+    if allows_none(hint):
+        words.append(f'"{NONE}"')
+    return " or ".join(words)
+
+
+def _describe_one(hint: object) -> str:
+    origin, arguments = get_origin(hint) or hint, get_args(hint)
+    simple = {bool: "true or false", int: "an integer", float: "a number", str: "a string", Any: "a value"}
+    if isinstance(hint, typing.Hashable) and hint in simple:
+        return simple[hint]
+    if origin is Literal:
+        return "one of " + ", ".join(to_text(option) for option in arguments)
+    if origin is list:
+        return f"an array (each element {describe(arguments[0])})" if arguments else "an array"
+    if origin is tuple:
+        fixed = len(arguments) if arguments and arguments[-1] is not ... else 0
+        return f"an array of {fixed} values" if fixed else "an array"
+    if origin is dict or (isinstance(hint, type) and is_dataclass(hint)):
+        return "a table"
+    return "a Python object that only a base can give"
+
+
+def to_text(value: object) -> str:
+    """Write a value as TOML, on one line.
+
+    Raises:
+        Mismatch: TOML has no such value.
+    """
+    if value is None:
+        return f'"{NONE}"'
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if type(value) in (int, float):
+        return repr(value)  # TOML spells inf, nan and 1e-08 as Python does
+    if type(value) is str:
+        return _quote(value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(to_text(item) for item in value) + "]"
+    if isinstance(value, dict):
+        pairs = [f"{key_text(key)} = {to_text(item)}" for key, item in value.items()]
+        return "{" + ", ".join(pairs) + "}"
+    raise Mismatch
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """A value for a message: as TOML where it can be, cut where it is long."""
+    try:
+        text = to_text(value)
+    except Mismatch:
+        text = str(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def key_text(key: object) -> str:
+    """Write one part of a key as TOML, quoted where it must be.
+
+    Raises:
+        Mismatch: the key is not a string.
+    """
+    if not isinstance(key, str):
+        raise Mismatch
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _quote(key)
+
+
+def _quote(text: str) -> str:
+    # JSON's escapes are TOML's, but TOML also wants DEL escaped.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def expressed(value: object, hint: object) -> str | None:
+    """The value as TOML if a field of type `hint` can read it back from there, else None."""
+    try:
+        text = to_text(value)
+        same = convert(_as_read(value), hint, value) == value
+    except Mismatch:
+        return None
+    return text if same else None
+
+
+def _as_read(value: object) -> object:
+    """A value as tomli gives it back once it has been written."""
+    if value is None:
+        return NONE
+    if isinstance(value, list | tuple):
+        return [_as_read(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _as_read(item) for key, item in value.items()}
+    return value

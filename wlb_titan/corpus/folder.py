@@ -1,0 +1,99 @@
+"""Writing a folder so that it appears at its place whole or not at all.
+
+The work is done in a sibling, `.NAME.partial`, which is renamed at the end. A process that writes holds a
+lock on a file in there; the kernel drops the lock when the process dies, however it dies, so what a killed
+process left behind is told from what a living one is writing, and is thrown away.
+"""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from wlb_titan.corpus.errors import CorpusError
+
+LOCK_FILE = ".lock"
+
+
+def partial_folder(path: Path) -> Path:
+    """Where the folder `path` is written before it is complete."""
+    return path.with_name(f".{path.name}.partial")
+
+
+@contextmanager
+def written_whole(path: Path, *, replace: bool) -> Iterator[Path]:
+    """Give an empty folder to write into, and move it to `path` when the block ends without an exception.
+
+    Args:
+        path: where the folder shall be; its parents are made.
+        replace: delete the folder that lies at `path` by then.
+
+    Raises:
+        CorpusError: another process is writing the same folder, or wrote it meanwhile and `replace` is false.
+    """
+    partial = partial_folder(path)
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    lock = _lock(partial, path)
+    try:
+        _clear(partial)
+        yield partial
+        _move(partial, path, replace)
+        (path / LOCK_FILE).unlink()
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    finally:
+        os.close(lock)
+
+
+def _lock(partial: Path, path: Path) -> int:
+    while True:
+        partial.mkdir(exist_ok=True)
+        try:
+            lock = os.open(partial / LOCK_FILE, os.O_RDWR | os.O_CREAT)
+        except FileNotFoundError:  # the folder's writer moved it away just now
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(lock, partial / LOCK_FILE):
+                return lock
+        except BlockingIOError:
+            os.close(lock)
+            raise CorpusError(
+                f"Another process is preparing {path} at this moment; wait for it, or name another folder."
+            ) from None
+        os.close(lock)
+
+
+def _is_at(file: int, path: Path) -> bool:
+    """Whether the open file still lies at `path`, rather than in a folder that was moved away."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _clear(partial: Path) -> None:
+    for entry in partial.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        elif entry.name != LOCK_FILE:
+            entry.unlink()
+
+
+def _move(partial: Path, path: Path, replace: bool) -> None:
+    replaced = path.with_name(f".{path.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    try:
+        if replace and path.exists():
+            path.rename(replaced)
+        partial.rename(path)
+    except BaseException as error:
+        if replaced.exists() and not path.exists():
+            replaced.rename(path)
+        if isinstance(error, OSError) and path.exists():  # only an empty folder can be renamed to
+            raise CorpusError(f"{path} appeared while it was being prepared; it is left as it is.") from error
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)

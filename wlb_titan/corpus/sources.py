@@ -1,0 +1,248 @@
+"""Where documents come from. A source knows how many there are and reads any of them.
+
+That documents are read by number makes shuffling simple: the numbers are shuffled, not the texts, and a
+bounded corpus reads only the documents that it takes.
+"""
+
+import json
+import os
+import stat
+import sysconfig
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import filterfalse
+from pathlib import Path
+from typing import Protocol
+
+import datasets
+
+from wlb_titan.corpus.errors import CorpusError
+from wlb_titan.corpus.settings import PrepareSettings, SourceSpec
+
+FileDocument = tuple[str, list[tuple[str, Path]]]
+"""A document's name, and the name and path of each of its files."""
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A file or record that could not be read."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
+class Source(Protocol):
+    """Documents, numbered from 0 in an order that depends on nothing but their names or places."""
+
+    def __len__(self) -> int:
+        """The number of documents."""
+        ...
+
+    def name(self, document: int) -> str:
+        """Where the document comes from."""
+        ...
+
+    def read(self, document: int) -> Iterator[str | Unreadable]:
+        """The document's text in one or more pieces, to be joined without anything in between."""
+        ...
+
+
+def open_source(settings: PrepareSettings, cache: Path) -> Source:
+    """Find the documents of a source, without reading them.
+
+    Args:
+        settings: names the source.
+        cache: folder for what `datasets` converts on the way; to be deleted by the caller.
+
+    Raises:
+        CorpusError: there is nothing at the place that the source names.
+    """
+    spec = SourceSpec.parse(settings.source)
+    if spec.kind == "python-source":
+        return Files(python_documents(by_package=settings.granularity == "package"))
+    if spec.kind == "text":
+        return Files(text_documents(Path(spec.location)))
+    if spec.kind == "jsonl":
+        return JsonLines(Path(spec.location), spec.field)
+    return Rows(spec, cache)
+
+
+class Files:
+    """Documents made of one file each, or of several that are joined."""
+
+    def __init__(self, documents: list[FileDocument]) -> None:
+        self._documents = documents
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def name(self, document: int) -> str:
+        return self._documents[document][0]
+
+    def read(self, document: int) -> Iterator[str | Unreadable]:
+        for name, path in self._documents[document][1]:
+            try:
+                if not stat.S_ISREG(path.stat().st_mode):
+                    raise OSError("not a file")  # reading a pipe would wait for its writer
+                text = path.read_bytes().decode("utf-8")
+            except UnicodeDecodeError as error:
+                yield Unreadable(name, f"not UTF-8: {error.reason} at byte {error.start}")
+            except OSError as error:
+                yield Unreadable(name, error.strerror or str(error))
+            else:
+                yield text if "\0" not in text else Unreadable(name, "not text: it has a zero byte")
+
+
+def python_documents(*, by_package: bool) -> list[FileDocument]:
+    """The Python files of this interpreter: its standard library and its installed packages.
+
+    Args:
+        by_package: one document a top-level package, its files joined in sorted order, and one a top-level
+            module; otherwise one document a file.
+    """
+    # purelib and platlib are one folder on most machines; where they are two, both hold installed packages.
+    labels = {"stdlib": "stdlib", "purelib": "site-packages", "platlib": "site-packages"}
+    roots = {Path(sysconfig.get_path(key)).resolve(): label for key, label in labels.items()}
+    documents: dict[str, list[tuple[str, Path]]] = {}
+    for root, label in roots.items():
+        # The standard library of a base interpreter holds packages that a virtual environment does not see.
+        skipped = {"site-packages", "dist-packages"} if label == "stdlib" else set()
+        for path in _files_below(root, skipped.__contains__):
+            if path.suffix == ".py":
+                name = f"{label}/{_name(root, path)}"
+                package = "/".join(name.split("/")[:2])
+                documents.setdefault(package if by_package else name, []).append((name, path))
+    return list(documents.items())
+
+
+def text_documents(folder: Path) -> list[FileDocument]:
+    """The files below `folder`, except those with a dot in front of their name or their folder's.
+
+    Raises:
+        CorpusError: `folder` is no folder, or has no files.
+    """
+    if not folder.is_dir():
+        raise CorpusError(f"The source text:{folder} needs a folder, and {folder.absolute()} is none.")
+    paths = _files_below(folder, lambda name: name.startswith("."))
+    documents = [(name, [(name, path)]) for path in paths for name in [_name(folder, path)]]
+    if not documents:
+        raise CorpusError(f"The source text:{folder} has no files, so there is nothing to prepare.")
+    return documents
+
+
+def _files_below(root: Path, skip: Callable[[str], bool]) -> Iterator[Path]:
+    """The files below `root` in sorted order, without files and folders whose name `skip` is true for.
+
+    Folders that cannot be opened come last, as if they were files: who reads them notices and tells the user.
+    """
+    closed: list[OSError] = []
+    for folder, folders, files in os.walk(root, onerror=closed.append):
+        folders[:] = sorted(filterfalse(skip, folders))
+        for name in sorted(filterfalse(skip, files)):
+            yield Path(folder, name)
+    yield from sorted(Path(error.filename) for error in closed)
+
+
+def _name(root: Path, path: Path) -> str:
+    """The path inside `root`, with bytes that are no UTF-8 (Linux allows them in names) escaped."""
+    return path.relative_to(root).as_posix().encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+class JsonLines:
+    """One document a line of a file of JSON objects, which need to have nothing but the field in common.
+
+    Opening reads the file once, to find where its lines begin. (`datasets` would parse all of it into one
+    table, and refuse a file whose other fields change their type.)
+    """
+
+    def __init__(self, path: Path, field: str) -> None:
+        if not path.is_file():
+            raise CorpusError(f"The source jsonl:{path} needs a file, and there is none.")
+        self._path = path
+        self._field = field
+        # Of each line that is not blank: its number, from 1, and its first byte. Arrays, not lists, as a file
+        # may have a hundred million lines.
+        self._numbers = array("q")
+        self._begins = array("q")
+        begin = 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.isspace():
+                    self._numbers.append(number)
+                    self._begins.append(begin)
+                begin += len(line)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def name(self, document: int) -> str:
+        return f"{self._path.name}:{self._numbers[document]}"
+
+    def read(self, document: int) -> Iterator[str | Unreadable]:
+        with self._path.open("rb") as file:
+            file.seek(self._begins[document])
+            line = file.readline().rstrip()
+        try:
+            yield _text_of(json.loads(line), self._field)
+        except ValueError as error:
+            yield Unreadable(self.name(document), str(error))
+
+
+def _text_of(record: object, field: str) -> str:
+    if not isinstance(record, dict):
+        raise ValueError("not a JSON object")
+    if field not in record:
+        raise ValueError(f"no field {field!r}; it has {', '.join(record)}")
+    text = "" if record[field] is None else record[field]
+    if not isinstance(text, str):
+        raise ValueError(f"the field {field!r} holds {type(text).__name__}, not text")
+    text.encode("utf-8")  # JSON can spell half a surrogate pair, which is no character
+    return text
+
+
+class Rows:
+    """One document a row of a Parquet file, or of a dataset in Hugging Face's form."""
+
+    def __init__(self, spec: SourceSpec, cache: Path) -> None:
+        self._label = spec.location if spec.kind == "hf" else Path(spec.location).name
+        self._field = spec.field
+        self._rows = _load(spec, cache)
+        columns = self._rows.features
+        if spec.field not in columns:
+            raise CorpusError(
+                f"{spec.location} has no field {spec.field!r}; it has {', '.join(columns)}. Name the field "
+                f"that holds the text after a #, as in --source {spec.kind}:{spec.location}#FIELD."
+            )
+        kind = getattr(columns[spec.field], "dtype", type(columns[spec.field]).__name__)
+        if kind not in ("string", "large_string", "null"):
+            raise CorpusError(f"The field {spec.field!r} of {spec.location} holds {kind}, not text.")
+        self._rows = self._rows.select_columns([spec.field])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def name(self, document: int) -> str:
+        return f"{self._label}[{document}]"
+
+    def read(self, document: int) -> Iterator[str | Unreadable]:
+        yield self._rows[document][self._field] or ""
+
+
+def _load(spec: SourceSpec, cache: Path) -> datasets.Dataset:
+    if spec.kind != "hf" and not Path(spec.location).is_file():
+        raise CorpusError(f"The source {spec.kind}:{spec.location} needs a file, and there is none.")
+    try:
+        if spec.kind == "hf":
+            # Downloads stay in the user's own Hugging Face cache, to be found there again.
+            return datasets.load_dataset(spec.location, spec.config, split=spec.split)
+        return datasets.load_dataset("parquet", data_files=spec.location, split="train", cache_dir=str(cache))
+    except Exception as error:  # `datasets` has no common base for what can go wrong
+        cause = error.__cause__ or error
+        first_line = str(cause).strip().partition("\n")[0]
+        raise CorpusError(
+            f"Cannot read {spec.kind}:{spec.location}: {type(cause).__name__}: {first_line}"
+        ) from error

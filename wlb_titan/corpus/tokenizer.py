@@ -1,0 +1,139 @@
+"""The tokenizer of a corpus: one that the user has, or a byte-level BPE trained on the corpus itself."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from wlb_titan.corpus.errors import CorpusError
+from wlb_titan.corpus.sources import Source, Unreadable
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+TRAINED_END_OF_TEXT = "<|endoftext|>"
+
+TRAINING_CHARACTERS = 8_000_000
+"""Text that the BPE is trained on: enough for some ten thousand entries, and trained in about a second."""
+
+TRAINING_DOCUMENTS = 64
+"""At least so many documents share that text (if there are so many), however long the first ones are."""
+
+
+class CorpusTokenizer:
+    """A tokenizer that turns text into ids, and knows the token that ends a document.
+
+    Args:
+        folder: has `tokenizer.json`, and `tokenizer_config.json` with an `eos_token`.
+
+    Attributes:
+        digest: SHA-256 of `tokenizer.json`.
+        end_of_text: the token that ends a document, as text.
+        end_of_text_id: its id.
+        vocab_size: the largest id, plus one.
+
+    Raises:
+        CorpusError: a file is missing or damaged, or there is no end-of-text token.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        for name in (TOKENIZER_FILE, CONFIG_FILE):
+            if not (folder / name).is_file():
+                raise CorpusError(
+                    f"The tokenizer folder {folder} has no {name}; it needs {TOKENIZER_FILE} and "
+                    f"{CONFIG_FILE}, as they come with a model on the Hugging Face hub."
+                )
+        self.digest = hashlib.sha256((folder / TOKENIZER_FILE).read_bytes()).digest()
+        try:
+            self._tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+        except Exception as error:  # the library raises bare Exceptions
+            raise CorpusError(f"{folder / TOKENIZER_FILE} is not a tokenizer: {error}") from error
+        self.end_of_text = _end_of_text(folder / CONFIG_FILE)
+        identifier = self._tokenizer.token_to_id(self.end_of_text)
+        if identifier is None:
+            raise CorpusError(
+                f"The eos_token {self.end_of_text!r} of {folder / CONFIG_FILE} is not in {TOKENIZER_FILE}."
+            )
+        self.end_of_text_id: int = identifier
+        self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        # Text that spells a special token, as source code of tokenizers does, must not become one: an
+        # end-of-text token within a document would look like its end.
+        self._tokenizer.encode_special_tokens = True
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """Token ids of each text as an int32 array, without special tokens; uses all cores."""
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+
+def _end_of_text(config: Path) -> str:
+    try:
+        token = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+    except (ValueError, AttributeError) as error:
+        raise CorpusError(f"{config} is damaged: {error}") from error
+    if isinstance(token, dict):
+        token = token.get("content")
+    if not isinstance(token, str):
+        raise CorpusError(
+            f"{config} names no eos_token, the token that ends every document; add one that "
+            f"{TOKENIZER_FILE} has."
+        )
+    return token
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy the two files of the user's tokenizer into the corpus."""
+    CorpusTokenizer(source)  # complains about a tokenizer that cannot be used before anything is copied
+    folder.mkdir()
+    for name in (TOKENIZER_FILE, CONFIG_FILE):
+        shutil.copyfile(source / name, folder / name)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
+    """Train a byte-level BPE, whose decoding gives back every text exactly, and save it in `folder`.
+
+    The result depends on the texts and `vocab_size` only. Little text gives fewer than `vocab_size` entries.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[TRAINED_END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    folder.mkdir()
+    tokenizer.save(str(folder / TOKENIZER_FILE))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": TRAINED_END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": False,
+        "add_eos_token": False,
+    }
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def training_texts(source: Source, order: Iterable[int]) -> Iterator[str]:
+    """A bounded sample of the source, taken from the first documents of `order`."""
+    share = TRAINING_CHARACTERS // max(1, min(len(source), TRAINING_DOCUMENTS))
+    missing = TRAINING_CHARACTERS
+    for document in order:
+        room = min(share, missing)
+        for text in source.read(document):
+            if isinstance(text, Unreadable):
+                continue
+            yield text[:room]
+            missing -= len(text[:room])
+            room -= len(text[:room])
+            if room == 0:
+                break
+        if missing == 0:
+            return

@@ -1,0 +1,104 @@
+"""Packing policies: from the stream of documents to the micro-batches of one step."""
+
+from __future__ import annotations
+
+from wlb_titan.planner.errors import PlanError
+from wlb_titan.planner.packing import thresholds
+from wlb_titan.planner.packing.fixed import Fixed
+from wlb_titan.planner.packing.plain import Plain
+from wlb_titan.planner.packing.policy import PackingPolicy
+from wlb_titan.planner.packing.solver import Solver
+from wlb_titan.planner.packing.wlb import Wlb
+from wlb_titan.planner.packing.wlb_lazy import WlbLazy
+from wlb_titan.planner.settings import PackingSettings
+from wlb_titan.planner.stream import DocumentStream
+from wlb_titan.planner.workload import CostModel
+
+VARIABLE_LENGTH = ("wlb", "wlb_lazy")
+"""Policies whose micro-batches differ in length."""
+
+
+def create_policy(
+    settings: PackingSettings,
+    stream: DocumentStream,
+    *,
+    micro_batches: int,
+    cost_model: CostModel,
+    divisor: int,
+) -> PackingPolicy:
+    """The policy that `settings.policy` names, reading from `stream`.
+
+    Args:
+        settings: [wlb.packing].
+        stream: documents of the corpus.
+        micro_batches: N, those of the whole job in one step.
+        cost_model: W_a + W_l.
+        divisor: micro-batches will be padded up to a multiple of it.
+
+    Raises:
+        PlanError: a setting is wrong, or does not fit the window.
+    """
+    if settings.policy == "plain":
+        return Plain(stream, micro_batches=micro_batches, tail=settings.tail)
+    if settings.policy == "fixed_greedy":
+        return Fixed(stream, micro_batches=micro_batches, window=settings.window)
+    if settings.policy == "fixed_solver":
+        solver = Solver(settings.time_limit, settings.gap)
+        return Fixed(stream, micro_batches=micro_batches, window=settings.window, improve=solver)
+    max_length = _max_length(settings, stream.window, divisor)
+    if settings.policy == "wlb":
+        return Wlb(
+            stream,
+            micro_batches=micro_batches,
+            cost_model=cost_model,
+            thresholds=_thresholds(settings, stream, micro_batches, cost_model, max_length),
+            max_length=max_length,
+        )
+    if settings.policy == "wlb_lazy":
+        return WlbLazy(
+            stream,
+            micro_batches=micro_batches,
+            cost_model=cost_model,
+            max_length=max_length,
+            tolerance=settings.tolerance,
+            max_delay=settings.max_delay,
+        )
+    raise PlanError(f"There is no packing policy {settings.policy!r}.")
+
+
+def _max_length(settings: PackingSettings, window: int, divisor: int) -> int:
+    """L_max, rounded down so that padding does not exceed it."""
+    wanted = 2 * window if settings.max_length is None else settings.max_length
+    if wanted < window:
+        raise PlanError(
+            f"max_length is {wanted} tokens, below the context window of {window}; the longest documents "
+            "would fit into no micro-batch. Set it to at least the window; twice the window is usual."
+        )
+    rounded = wanted // divisor * divisor
+    if rounded < window:
+        raise PlanError(
+            f"max_length, {wanted} tokens, leaves no room to pad a document of the context window, {window} "
+            f"tokens, up to a multiple of {divisor}. Set it to at least {-(-window // divisor) * divisor}."
+        )
+    return rounded
+
+
+def _thresholds(
+    settings: PackingSettings,
+    stream: DocumentStream,
+    micro_batches: int,
+    cost_model: CostModel,
+    max_length: int,
+) -> list[int]:
+    if settings.thresholds == "auto":
+        return thresholds.tune(
+            stream.lengths,
+            queues=settings.queues,
+            window=stream.window,
+            micro_batches=micro_batches,
+            max_length=max_length,
+            cost_model=cost_model,
+            tolerance=settings.tolerance,
+        )
+    thresholds.check(settings.thresholds, stream.lengths, stream.window)
+    return settings.thresholds

@@ -1,0 +1,76 @@
+"""What a user can set about packing and sharding: the TOML sections [wlb.packing] and [wlb.sharding]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(kw_only=True, slots=True)
+class PackingSettings:
+    """[wlb.packing]: how the documents of a global batch become micro-batches."""
+
+    policy: Literal["plain", "fixed_greedy", "fixed_solver", "wlb", "wlb_lazy"] = "plain"
+    """`plain` (the paper's Plain-4D): documents fill windows of exactly `training.seq_len` tokens as they
+    come. `fixed_greedy` (Fixed-4D): documents of `window` global batches are packed anew into such windows,
+    balancing the sum of squared lengths. `fixed_solver`: the same by a MILP solver. `wlb`: micro-batches of
+    different lengths and equal work, outliers wait in queues (the paper's Algorithm 1). `wlb_lazy`: the same
+    balance with less delay, an outlier waits only while the step at hand cannot be balanced with it."""
+
+    tail: Literal["carry", "drop"] = "carry"
+    """Of `plain`: what happens to the rest of a document that a window's end cuts. `carry` makes it the next
+    window's first document, `drop` leaves it out, as in the paper, and counts the tokens lost."""
+
+    cost_model: str = "analytic"
+    """What a document's work is predicted from: `analytic` (the model's shape and the parallel degrees),
+    `quadratic:A,B` (A d^2 + B d for a document of d tokens) or a profile, the path of a JSON file."""
+
+    window: int = 1
+    """Of `fixed_greedy` and `fixed_solver`: global batches that are packed together. More of them balance
+    better and mix the order of the documents more."""
+
+    time_limit: float = 10.0
+    """Of `fixed_solver`: seconds that the solver may take for the documents of one window. A solver that is
+    stopped by the clock may stop elsewhere on another rank, so this policy is for comparison in
+    `wlb-titan plan`, or for limits that it never reaches."""
+
+    gap: float = 0.001
+    """Of `fixed_solver`: relative gap between solution and bound at which the solver stops."""
+
+    max_length: int | None = None
+    """Of `wlb` and `wlb_lazy`: L_max, tokens that a micro-batch may have; the bound that memory sets. "none"
+    is twice the context window."""
+
+    thresholds: list[int] | Literal["auto"] = "auto"
+    """Of `wlb`: smallest length of the documents of each queue, L_1 < ... < L_n. `auto` tries several on a
+    sample of the corpus and takes those with the best balance and delay."""
+
+    queues: int = 2
+    """Of `wlb` with `thresholds = "auto"`: number of queues."""
+
+    tolerance: float = 0.065
+    """Of `wlb_lazy`: what balance is worth. An imbalance of 1 + tolerance weighs as much as a delay of one
+    iteration for every token, half of it a quarter as much; with N micro-batches a step the tolerance is
+    widened by 1 + 4.5 / N. Smaller is better balanced and waits longer."""
+
+    max_delay: int = 16
+    """Of `wlb_lazy`: iterations after which a document is packed, whatever it does to the balance."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ShardingSettings:
+    """[wlb.sharding]: how context parallelism divides a micro-batch over its ranks."""
+
+    policy: Literal["per_sequence", "per_document", "adaptive", "hybrid"] = "per_sequence"
+    """`per_sequence`: the packed sequence is cut into 2 x CP chunks, rank i takes chunks i and 2 CP - 1 - i.
+    `per_document`: the same within every document, so that all ranks do the same work. `adaptive`: for each
+    micro-batch the one of these two whose slowest rank is predicted to be faster. `hybrid`: long documents
+    per document, short ones whole on one rank, if that is predicted to be faster than both."""
+
+    remainder: Literal["spread", "round_robin"] = "spread"
+    """What `per_document` does with the tokens that 2 x CP equal chunks leave over: `spread` makes some
+    chunks one token longer, `round_robin` deals the tokens out one by one, as in the paper."""
+
+    profile: str = ""
+    """File with the measured attention times of the device, from `wlb-titan profile`. Empty: figures derived
+    from published measurements on H100 and H200."""

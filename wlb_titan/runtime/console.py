@@ -1,0 +1,51 @@
+"""What a run prints: torchtitan's log of the rank that knows the loss, warnings and errors of all."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from typing import Any
+
+from wlb_titan.runtime.metrics import metrics_rank
+
+_MISLEADING = (
+    # Said of every configuration that keeps the default.
+    "initial_load_model_only=True has no effect",
+    # Said unless LOG_RANK is set; here the right rank always shows the loss.
+    "Pipeline Parallel loss is not visible",
+    # The peak of a CPU is not known, and figures that would need it are left out.
+    "Peak flops undefined for",
+    "Error running lspci",
+    "Peak FLOPS used for computing MFU",
+    "CPU memory usage for model",
+    # A corpus' tokenizer folder never holds weights.
+    "model.safetensors.index.json not found",
+    # torchtitan sets this variable itself.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "[GC]",
+)
+
+
+def drop_misleading_warnings() -> None:
+    """Leaves out of torchtitan's log what does not apply to wlb_titan's runs."""
+    root = logging.getLogger()  # torchtitan logs on the root logger
+    if _applies not in root.filters:
+        root.addFilter(_applies)
+    warnings.filterwarnings("ignore", message="DTensor .* may not have complete support on cpu device mesh")
+
+
+def start_log(rank: int, parallel_dims: Any, schedule: str) -> None:
+    """Logs to standard output: everything on the rank that reports the loss, warnings on the others."""
+    drop_misleading_warnings()
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S"))
+    root = logging.getLogger()
+    root.handlers = [handler]
+    reports = rank == metrics_rank(parallel_dims, schedule)
+    root.setLevel(logging.INFO if reports else logging.WARNING)
+
+
+def _applies(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    return not any(text in message for text in _MISLEADING)

@@ -1,0 +1,73 @@
+"""Lets torchtitan train on a machine without an accelerator.
+
+torchtitan decides on its device when `torchtitan.tools.utils` is imported and falls back to "cuda". This is
+the one place in the project that replaces another package's names, and it does so only where torch finds no
+accelerator; with one, nothing here has any effect.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from types import SimpleNamespace
+
+import torch
+
+
+class CpuDeviceModule:
+    """What torchtitan asks of `torch.cuda`, answered for the CPU."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(torch.cpu, name)
+
+    def set_device(self, device: object) -> None:
+        pass
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return 1
+
+    def get_device_name(self, device: object = None) -> str:
+        return platform.processor() or "cpu"
+
+    def get_device_properties(self, device: object = None) -> SimpleNamespace:
+        return SimpleNamespace(total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+    def memory_stats(self, device: object = None) -> dict[str, int]:
+        return {}
+
+    def reset_peak_memory_stats(self, device: object = None) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+
+def use_cpu_without_accelerator() -> bool:
+    """Makes torchtitan use the CPU if there is no accelerator. Call it before torchtitan is imported.
+
+    Returns:
+        Whether the CPU is the device of this process.
+
+    Raises:
+        RuntimeError: other parts of torchtitan were imported first and have copied the wrong device.
+    """
+    if torch.accelerator.is_available():
+        return False
+    from torchtitan.tools import utils
+
+    if utils.device_type != "cpu":
+        copies = [
+            m for m in ("torchtitan.distributed.utils", "torchtitan.components.metrics") if m in sys.modules
+        ]
+        if copies:
+            raise RuntimeError(
+                f"{', '.join(copies)} was imported before use_cpu_without_accelerator() was called"
+            )
+        utils.device_type = "cpu"
+        utils.device_module = CpuDeviceModule()
+        utils.get_local_device = lambda: torch.device("cpu")
+    return True

@@ -1,0 +1,152 @@
+"""Serves the micro-batches of one data-parallel rank, step by step, as the planner lays them out.
+
+The plan of the next step is made, and its tokens are read, on a background thread while the current step
+trains. The state that goes into a checkpoint is the planner's state after the last step whose micro-batches
+were all handed out; it is the same on every rank, so a job can resume on another data-parallel degree.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import IGNORE_INDEX
+
+from wlb_titan.corpus import Corpus
+from wlb_titan.planner.analytic import ModelShape
+from wlb_titan.planner.attention_profile import AttentionShape, attention_latency
+from wlb_titan.planner.cost_model import cost_model
+from wlb_titan.planner.plan import ID, LENGTH, START, MicroBatch, Plan
+from wlb_titan.planner.planner import Planner
+from wlb_titan.planner.settings import PackingSettings, ShardingSettings
+
+
+@dataclass(frozen=True)
+class _Step:
+    plan: Plan
+    batches: list[tuple[dict[str, Any], torch.Tensor]]
+    state_after: str
+
+
+class PlannedDataLoader(BaseDataLoader):
+    """Micro-batches from a corpus, packed by the planner.
+
+    Each item is ({"input", "positions", "micro_batch"}, labels): int64 tensors of shape (1, tokens), in
+    document order, padding at the end, and the plan's MicroBatch. A label is the next token of the same
+    document, also across a cut; a document's last token and padding have none.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        """Filled in by the trainer from the [wlb.*] settings and the parallel degrees."""
+
+        corpus: str = ""
+        seed: int = 0
+        job_micro_batches: int = -1
+        rank_micro_batches: int = 1
+        shape: ModelShape
+        dtype: str = "float32"
+        tensor_parallel: int = 1
+        context_parallel: int = 1
+        divisor: int = 1
+        packing: PackingSettings = field(default_factory=PackingSettings)
+        sharding: ShardingSettings = field(default_factory=ShardingSettings)
+
+    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, **kwargs: Any):
+        self.config = config
+        shape = config.shape
+        self.corpus = Corpus.open(config.corpus)
+        self.plan: Plan | None = None  # of the step being served
+        self._dp_rank = dp_rank
+        self.latency = attention_latency(
+            config.sharding.profile,
+            AttentionShape(
+                head_dim=shape.head_dim,
+                heads=shape.heads // config.tensor_parallel,
+                group=shape.heads // shape.kv_heads,
+                dtype=config.dtype,
+            ),
+        )
+        self._planner = Planner(
+            self.corpus.lengths,
+            window=seq_len,
+            micro_batches=(
+                config.job_micro_batches
+                if config.job_micro_batches > 0
+                else config.rank_micro_batches * dp_world_size
+            ),
+            data_parallel=dp_world_size,
+            context_parallel=config.context_parallel,
+            divisor=config.divisor,
+            seed=config.seed,
+            packing=config.packing,
+            sharding=config.sharding,
+            cost_model=cost_model(
+                config.packing.cost_model,
+                shape,
+                tensor_parallel=config.tensor_parallel,
+                context_parallel=config.context_parallel,
+                dtype=config.dtype,
+            ),
+            latency=self.latency,
+            fingerprint=self.corpus.fingerprint,
+        )
+        self._state = self._save()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="planner")
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+        ahead = self._thread.submit(self._prepare)
+        while True:
+            step = ahead.result()
+            ahead: Future[_Step] = self._thread.submit(self._prepare)
+            self.plan = step.plan
+            yield from step.batches[:-1]
+            self._state = step.state_after
+            yield step.batches[-1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"planner": self._state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues after the step that the state was saved at. Call it before iterating.
+
+        Raises:
+            PlanError: the state belongs to another corpus, seed or context window.
+        """
+        self._planner.load_state_dict(json.loads(state_dict["planner"]))
+        self._state = self._save()
+
+    def _save(self) -> str:
+        return json.dumps(self._planner.state_dict())
+
+    def _prepare(self) -> _Step:
+        plan = self._planner.next()
+        batches = [self._tensors(micro_batch) for micro_batch in plan.of_rank(self._dp_rank)]
+        return _Step(plan, batches, self._save())
+
+    def _tensors(self, micro_batch: MicroBatch) -> tuple[dict[str, Any], torch.Tensor]:
+        inputs = np.zeros(micro_batch.length, dtype=np.int64)
+        positions = np.zeros(micro_batch.length, dtype=np.int64)
+        labels = np.full(micro_batch.length, IGNORE_INDEX, dtype=np.int64)
+        offset = 0
+        for piece in micro_batch.documents:
+            start, length = int(piece[START]), int(piece[LENGTH])
+            row = self._planner.row_of(int(piece[ID]))
+            beyond = min(length + 1, int(self.corpus.lengths[row]) - start)
+            tokens = self.corpus.tokens(row, start, beyond)
+            inputs[offset : offset + length] = tokens[:length]
+            positions[offset : offset + length] = np.arange(length)
+            labels[offset : offset + len(tokens) - 1] = tokens[1:]
+            offset += length
+        item = {
+            "input": torch.from_numpy(inputs).unsqueeze(0),
+            "positions": torch.from_numpy(positions).unsqueeze(0),
+            "micro_batch": micro_batch,
+        }
+        return item, torch.from_numpy(labels).unsqueeze(0)

@@ -1,0 +1,35 @@
+"""Where in a step of 4D parallelism the plan predicts waiting: between replicas, micro-batches, shards."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from wlb_titan.planner.attention_latency import AttentionLatency
+from wlb_titan.planner.plan import Plan, imbalance_degree
+
+
+def rank_imbalance(plan: Plan, latency: AttentionLatency) -> dict[str, Any]:
+    """Largest over mean predicted work at each level; 1.0 is perfect balance.
+
+    Returns:
+        imbalance_dp: of the data-parallel ranks' sums.
+        imbalance_pp: of the micro-batches of one data-parallel rank, mean over the ranks.
+        imbalance_cp: of the attention times of a micro-batch's context-parallel ranks, mean over the first
+            data-parallel rank's micro-batches; only with context parallelism, as is
+        sharding: how many of the step's micro-batches are sharded by each policy.
+    """
+    replicas = [plan.of_rank(rank) for rank in range(1 + max(m.dp_rank for m in plan.micro_batches))]
+    workloads = [[m.workload for m in micro_batches] for micro_batches in replicas]
+    figures: dict[str, Any] = {
+        "imbalance_dp": imbalance_degree([sum(w) for w in workloads]),
+        "imbalance_pp": float(np.mean([imbalance_degree(w) for w in workloads])),
+    }
+    shards = [m.ranks for m in replicas[0] if m.ranks is not None]
+    if shards:
+        times = [latency.seconds(ranks).sum(axis=1) for ranks in shards]
+        figures["imbalance_cp"] = float(np.mean([imbalance_degree(t) for t in times]))
+        figures["sharding"] = dict(Counter(m.sharding for m in plan.micro_batches))
+    return figures

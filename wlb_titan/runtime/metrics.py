@@ -1,0 +1,135 @@
+"""What a run reports: one line a step on the console, one JSON object a step in metrics.jsonl.
+
+TensorBoard and W&B get the same numbers through torchtitan's own loggers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+import torch
+from torchtitan.components import metrics as titan
+from torchtitan.tools.logging import logger
+
+FILE_NAME = "metrics.jsonl"
+
+
+def metrics_rank(parallel_dims: Any, schedule: str) -> int:
+    """The one rank that knows the loss and reports it: the first of the last pipeline stage."""
+    return titan._get_metrics_rank(parallel_dims=parallel_dims, pp_schedule=schedule)
+
+
+class MetricsProcessor(titan.MetricsProcessor):
+    """torchtitan's metrics with the plan's figures beside them, also as JSON lines."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(titan.MetricsProcessor.Config):
+        pass
+
+    def __init__(
+        self, config: Config, *, parallel_dims: Any, dump_folder: str, pp_schedule: str, **kwargs: Any
+    ):
+        super().__init__(
+            config, parallel_dims=parallel_dims, dump_folder=dump_folder, pp_schedule=pp_schedule, **kwargs
+        )
+        self._reports = torch.distributed.get_rank() == metrics_rank(parallel_dims, pp_schedule)
+        # torchtitan knows the peak of accelerators only and takes an A100's otherwise.
+        self._peak_flops = (
+            self.gpu_peak_flops * parallel_dims.world_size if torch.accelerator.is_available() else None
+        )
+        self._path = os.path.join(dump_folder, FILE_NAME)
+        self._file: TextIO | None = None
+        self.step_figures: Callable[[], dict[str, Any]] = dict  # the trainer's, of the step being logged
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        """Reports one step.
+
+        Args:
+            step: optimizer step, from 1.
+            global_avg_loss: loss per valid token over the whole job.
+            global_max_loss: largest loss per valid token of a rank.
+            grad_norm: norm of the gradient before clipping.
+            extra_metrics: torchtitan's own extras, such as learning rates.
+
+        What the plan says comes from `step_figures`; docs/metrics.md lists every key.
+        """
+        seconds = time.perf_counter() - self.time_last_log
+        extra = self.step_figures() | (extra_metrics or {})
+        tokens_per_second = extra.get("tokens", 0) / seconds
+        flops = extra.pop("flops", None)
+        if flops is not None and self._peak_flops is not None:
+            extra["mfu_documents"] = flops / (seconds * self._peak_flops)
+        memory = self.device_memory_monitor.get_peak_stats()
+        record = {
+            "step": step,
+            "loss": global_avg_loss,
+            "max_loss": global_max_loss,
+            "grad_norm": grad_norm,
+            "seconds": seconds,
+            "tokens_per_second": tokens_per_second,
+            "data_loading_seconds": sum(self.data_loading_times),
+            "memory_gib": max(memory.max_reserved_gib, 0.0),  # not known on the CPU
+            **extra,
+        }
+        self.logger.log({k: v for k, v in record.items() if isinstance(v, int | float)}, step)
+        if self._reports:
+            if self._file is None:
+                self._file = _open_before(self._path, step)
+            self._file.write(json.dumps(record) + "\n")
+            logger.info(_console_line(record))
+        self.ntokens_since_last_log = 0
+        self.data_loading_times.clear()
+        self.time_last_log = time.perf_counter()
+        self.device_memory_monitor.reset_peak_stats()
+
+    def close(self) -> None:
+        super().close()
+        if self._file is not None:
+            self._file.close()
+
+
+def _console_line(record: dict[str, Any]) -> str:
+    parts = [
+        f"step {record['step']:4d}",
+        f"loss {record['loss']:8.5f}",
+        f"grad {record['grad_norm']:7.3f}",
+        f"{record['tokens_per_second']:9,.0f} tokens/s",
+    ]
+    if "imbalance" in record:
+        parts.append(f"imbalance {record['imbalance']:.3f}")
+    if record.get("delay_mean"):
+        parts.append(f"delay {record['delay_mean']:.2f}")
+    if "mfu_documents" in record:
+        parts.append(f"MFU {100 * record['mfu_documents']:.1f} %")
+    if record["memory_gib"] > 0:
+        parts.append(f"memory {record['memory_gib']:.2f} GiB")
+    return " | ".join(parts)
+
+
+def _open_before(path: str, step: int) -> TextIO:
+    """Opens the file to go on at `step`.
+
+    A run resumed from a checkpoint repeats the steps since then: their old lines go, and with them a line
+    that a crash cut short.
+    """
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    kept = []
+    if os.path.exists(path):
+        with open(path) as file:
+            kept = [line for line in file if line.endswith("\n") and json.loads(line)["step"] < step]
+    with open(path + ".tmp", "w") as file:
+        file.writelines(kept)
+    os.replace(path + ".tmp", path)
+    return open(path, "a", buffering=1)

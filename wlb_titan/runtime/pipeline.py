@@ -1,0 +1,232 @@
+"""Pipeline parallelism for micro-batches of different lengths: the `pipelining_fn` of our models.
+
+    pipeline(...) -> PlannedSchedule -> a torch schedule for the step's number of micro-batches
+                                     -> PlannedStage, told the lengths of the step's micro-batches
+
+Every rank of a pipeline plans the same step, so the lengths are known everywhere; each rank reads them from
+the positions that its stages are given anyway. Apart from a few words when a schedule first runs, nothing but
+hidden states and their gradients is communicated.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torchtitan.components.loss import LossFunction
+from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
+from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh
+from torchtitan.distributed.pipeline_parallel import (
+    _build_get_mesh_callback,
+    _build_pipeline_schedule,
+    _generate_llm_fqn_per_model_part,
+    _get_pipeline_metadata,
+    _pipeline_module_split,
+)
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.protocols.model_spec import ParallelizeFunction
+from torchtitan.protocols.sharding import resolve_placements
+
+from wlb_titan.runtime.pipeline_schedules import check_micro_batches, check_schedule
+from wlb_titan.runtime.pipeline_stage import Layout, PlannedStage
+
+
+def pipeline(
+    model: nn.Module,
+    *,
+    parallel_dims: ParallelDims,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    compile_config: CompileConfig,
+    ac_config: ActivationCheckpointingConfig,
+    dump_folder: str,
+    device: torch.device,
+    model_config: Decoder.Config,
+    parallelize_fn: ParallelizeFunction,
+    loss_fn: LossFunction,
+) -> tuple[PlannedSchedule, list[nn.Module], bool, bool]:
+    """torchtitan's `pipeline_llm`, with stages that take their shapes from the plan.
+
+    Returns:
+        the schedule, this rank's parts of the model, and whether they hold the first and the last stage.
+
+    Raises:
+        ValueError: the schedule cannot run, with the reason; or the model does not fit its stages.
+    """
+    check_schedule(parallelism, compile_config)
+    stages, layers, input_weight, output_weight = _get_pipeline_metadata(
+        parallel_dims, parallelism, model_config
+    )
+    names = parallelism.module_fqns_per_model_part or _generate_llm_fqn_per_model_part(
+        stages, layers, input_weight, output_weight
+    )
+    check_micro_batches(
+        parallelism.pipeline_parallel_schedule, parallel_dims.pp, len(names), training.local_batch_size
+    )
+    find_mesh = _build_get_mesh_callback(parallel_dims)
+    drafts, parts = _pipeline_module_split(
+        model,
+        parallel_dims.get_mesh("pp"),
+        parallelism.pipeline_parallel_schedule,
+        device,
+        names,
+        get_mesh=find_mesh,
+    )
+    parts = [
+        parallelize_fn(
+            part,
+            parallel_dims=parallel_dims,
+            training=training,
+            parallelism=parallelism,
+            compile_config=compile_config,
+            ac_config=ac_config,
+            dump_folder=dump_folder,
+        )
+        for part in parts
+    ]
+    tokens, hidden = stage_layouts(model_config, parallel_dims, training)
+    planned = [
+        PlannedStage(
+            part,
+            draft.stage_index,
+            draft.num_stages,
+            device,
+            group=draft.group,
+            get_mesh=find_mesh,
+            tokens=tokens,
+            hidden=hidden,
+        )
+        for draft, part in zip(drafts, parts, strict=True)
+    ]
+
+    def schedule_of(micro_batches: int) -> _PipelineSchedule:
+        check_micro_batches(
+            parallelism.pipeline_parallel_schedule, parallel_dims.pp, len(names), micro_batches
+        )
+        return _build_pipeline_schedule(
+            parallelism=parallelism, local_batch_size=micro_batches, stages=planned, loss_fn=loss_fn
+        )
+
+    schedule = PlannedSchedule(planned, schedule_of)
+    return schedule, parts, any(s.is_first for s in planned), any(s.is_last for s in planned)
+
+
+def stage_layouts(
+    model_config: Decoder.Config, parallel_dims: ParallelDims, training: TrainingConfig
+) -> tuple[Layout, Layout]:
+    """How tokens (B, L) and hidden states (B, L, D) lie on a stage's mesh, as the model declares it.
+
+    The final norm takes what a decoder's blocks hand to one another, in the data type in which FSDP computes.
+    Gradients are brought to the layout of the hidden states before they are sent.
+    """
+    mesh, _ = resolve_fsdp_mesh(parallel_dims)
+
+    def layout(part: Any, rest: tuple[int, ...], dtype: torch.dtype) -> Layout:
+        return Layout(
+            mesh, resolve_placements(part.sharding_config.in_src_shardings["input"], mesh), rest, dtype
+        )
+
+    hidden_dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
+    return (
+        layout(model_config.tok_embeddings, (), torch.int64),
+        layout(model_config.norm, (model_config.dim,), hidden_dtype),
+    )
+
+
+class PlannedSchedule:
+    """What the trainer and the validator call: runs the micro-batches of a step, whatever their lengths.
+
+    torch's schedules are made for a fixed number of micro-batches; one is kept for each number seen. They are
+    never asked for outputs: those of different lengths could not be joined.
+
+    Args:
+        stages: of this rank.
+        schedule_of: makes the schedule for a number of micro-batches, or raises ValueError.
+
+    Attributes:
+        check_lengths: compare the lengths with those of the other ranks of the pipeline before each step, at
+            the price of one small all-gather.
+    """
+
+    def __init__(
+        self, stages: Sequence[PlannedStage], schedule_of: Callable[[int], _PipelineSchedule]
+    ) -> None:
+        self.check_lengths = False
+        self._stages = stages
+        self._schedule_of = schedule_of
+        self._schedules: dict[int, _PipelineSchedule] = {}
+
+    def step(self, *, kwarg_mbs: list[dict[str, Any]], **arguments: Any) -> None:
+        """Runs forward and backward of all micro-batches; gradients are added to the parameters'.
+
+        Args:
+            kwarg_mbs: of each micro-batch the model's keyword arguments, among them "positions", (B, L).
+            arguments: of torch's schedules: arg_mbs, target_mbs, losses, loss_kwargs.
+
+        Raises:
+            ValueError: the schedule cannot run this number of micro-batches, or a length does not suit the
+                ranks.
+            RuntimeError: a stage or the communication failed, or `check_lengths` found a difference.
+        """
+        with self._prepared(kwarg_mbs) as schedule:
+            schedule.step(kwarg_mbs=kwarg_mbs, **{**arguments, "return_outputs": False})
+
+    def eval(self, *, kwarg_mbs: list[dict[str, Any]], **arguments: Any) -> None:
+        """Runs forward only; the losses go into `losses`, the outputs are not kept. Otherwise as `step`."""
+        with self._prepared(kwarg_mbs) as schedule:
+            schedule.eval(kwarg_mbs=kwarg_mbs, **{**arguments, "return_outputs": False})
+
+    @contextmanager
+    def _prepared(self, kwarg_mbs: list[dict[str, Any]]) -> Iterator[_PipelineSchedule]:
+        """The schedule for these micro-batches; an error gets a note that says how far this rank came."""
+        lengths = [kwargs["positions"].shape[1] for kwargs in kwarg_mbs]
+        if self.check_lengths:
+            check_equal_lengths(lengths, self._stages[0].group)
+        if len(lengths) not in self._schedules:
+            self._schedules[len(lengths)] = self._schedule_of(len(lengths))
+        for stage in self._stages:
+            stage.set_micro_batch_lengths(lengths)
+        try:
+            yield self._schedules[len(lengths)]
+        except Exception as error:
+            _, last_pass = max(stage.last_pass for stage in self._stages)
+            error.add_note(
+                f"Global rank {dist.get_rank()} stopped in a step of {len(lengths)} micro-batches; the last "
+                f"pass that it began was {last_pass}. If it waited for another rank, the cause is in that "
+                "rank's log."
+            )
+            raise
+
+
+def check_equal_lengths(lengths: list[int], group: dist.ProcessGroup) -> None:
+    """Compares the micro-batches' lengths with those of the group's other ranks.
+
+    Raises:
+        RuntimeError: on every rank, naming the two ranks of the first difference and what each has.
+    """
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, lengths, group=group)
+    for rank, (one, other) in enumerate(itertools.pairwise(gathered)):
+        if one == other:
+            continue
+        sides = [
+            f"pipeline rank {r} (global rank {dist.get_global_rank(group, r)})" for r in (rank, rank + 1)
+        ]
+        if len(one) != len(other):
+            raise RuntimeError(
+                f"{sides[0]} has {len(one)} micro-batches in this step and {sides[1]} has {len(other)}: they "
+                "do not follow the same plan"
+            )
+        i = next(i for i in range(len(one)) if one[i] != other[i])
+        raise RuntimeError(
+            f"micro-batch {i} is {one[i]} tokens long on {sides[0]} and {other[i]} on {sides[1]}: they do "
+            "not follow the same plan"
+        )

@@ -1,0 +1,73 @@
+"""Which pipeline schedules run micro-batches of different lengths, and which are refused and why."""
+
+from __future__ import annotations
+
+from torchtitan.config import CompileConfig, ParallelismConfig
+
+SCHEDULES = (
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+)
+SPLITS_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+
+def check_schedule(parallelism: ParallelismConfig, compile_config: CompileConfig) -> None:
+    """Checks what holds for every step.
+
+    Raises:
+        ValueError: the schedule is not one that runs here; the message says why.
+    """
+    if parallelism.pipeline_parallel_schedule_csv:
+        raise ValueError(
+            "a schedule read from a CSV file is for one number of micro-batches and is not supported; name "
+            f"one of {', '.join(SCHEDULES)}"
+        )
+    name = canonical_name(parallelism.pipeline_parallel_schedule)
+    if name in SPLITS_BACKWARD and compile_config.enable and "model" in compile_config.components:
+        raise ValueError(
+            f"{name} runs the backward passes of inputs and of weights one after the other, which torch "
+            "cannot do with a compiled model; switch compile.enable off or choose another schedule"
+        )
+
+
+def check_micro_batches(name: str, ranks: int, stages: int, micro_batches: int) -> None:
+    """Checks whether a schedule can run a number of micro-batches.
+
+    Args:
+        name: of the schedule, in any case.
+        ranks: pipeline-parallel degree.
+        stages: of the whole pipeline.
+        micro_batches: of one step on one data-parallel rank.
+
+    Raises:
+        ValueError: it cannot; the message says why and what can be done.
+    """
+    name = canonical_name(name)
+    if name in ("1F1B", "DualPipeV") and micro_batches < stages:
+        raise ValueError(
+            f"{name} needs at least as many micro-batches as stages, and there are {micro_batches} for "
+            f"{stages} stages; raise training.local_batch_size or choose GPipe, LoopedBFS or ZBVZeroBubble"
+        )
+    rounds = max(1, micro_batches // ranks)
+    if name in ("Interleaved1F1B", "InterleavedZeroBubble") and micro_batches % rounds:
+        raise ValueError(
+            f"{name} runs {micro_batches} micro-batches on {ranks} ranks in {rounds} equal rounds, which "
+            f"they do not divide into; a multiple of {ranks} always does"
+        )
+
+
+def canonical_name(name: str) -> str:
+    """The schedule's name as SCHEDULES spells it.
+
+    Raises:
+        ValueError: no such schedule.
+    """
+    for known in SCHEDULES:
+        if known.lower() == name.lower():
+            return known
+    raise ValueError(f"no pipeline schedule is called {name!r}; there are {', '.join(SCHEDULES)}")

@@ -1,0 +1,238 @@
+"""A pipeline stage whose micro-batches may all differ in length.
+
+torch's PipelineStage learns what it receives from one forward and backward pass of the first micro-batch,
+passes that on from stage to stage, and keeps it for the whole run. Here nothing is inferred and nothing is
+asked for: between two stages goes one tensor, the hidden states, whose sharding the model's configuration
+declares, and the plan tells every stage the length of every micro-batch before the step. What a stage then
+sends is compared with what the other side was told to expect, so a wrong declaration is an error with both
+descriptions in it and not a buffer filled with something else.
+
+Shapes: B sequences over all data-parallel ranks (one each), L tokens of a micro-batch, D model width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._recv_buffers import _ensure_recv_infos_drained, _RecvInfo
+from torch.distributed.pipelining._utils import _DTensorMeta, _StageMeta
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+BATCH, SEQUENCE = 0, 1  # dimensions that the mesh may shard
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the tensors of one kind lie on the mesh: global shape (B, L, *rest), one sequence a rank.
+
+    Attributes:
+        mesh: the mesh of one stage.
+        placements: one for each of its dimensions, each Replicate, Shard(0) or Shard(1).
+        rest: sizes of the dimensions after the sequence's, which are not sharded.
+        dtype: of the elements.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    rest: tuple[int, ...]
+    dtype: torch.dtype
+
+    def ranks_along(self, dim: int) -> int:
+        """Over how many ranks dimension `dim` is sharded."""
+        return math.prod(
+            self.mesh.size(i) for i, placement in enumerate(self.placements) if placement == Shard(dim)
+        )
+
+    def meta(self, length: int, *, requires_grad: bool = False) -> _DTensorMeta:
+        """Description of the tensor of a micro-batch of `length` tokens.
+
+        Raises:
+            ValueError: its tokens cannot be shared equally by the ranks.
+        """
+        ranks = self.ranks_along(SEQUENCE)
+        if length < 1 or length % ranks:
+            raise ValueError(
+                f"a micro-batch of {length} tokens cannot be shared equally by {ranks} context- and "
+                "tensor-parallel ranks"
+            )
+        local = torch.Size((1, length // ranks, *self.rest))
+        whole = torch.Size((self.ranks_along(BATCH), length, *self.rest))
+        return _DTensorMeta(
+            shape=local,
+            stride=_contiguous(local),
+            dtype=self.dtype,
+            requires_grad=requires_grad,
+            global_shape=whole,
+            global_stride=_contiguous(whole),
+            placements=self.placements,
+            mesh_dim_names=tuple(self.mesh.mesh_dim_names or ()),
+            mesh_layout=self.mesh._layout,
+        )
+
+
+class PlannedStage(PipelineStage):
+    """A stage of a decoder that is told the lengths of a step's micro-batches before the step.
+
+    Args:
+        submodule: this stage's part of the model: tokens or hidden states in, hidden states or output out.
+        stage_index: from 0.
+        num_stages: of the whole pipeline.
+        device: of the stage.
+        group: the ranks of the pipeline.
+        get_mesh: finds a mesh by its dimensions' names.
+        tokens: layout of what the first stage gets, (B, L).
+        hidden: layout of what passes between stages, (B, L, D), and of its gradient.
+
+    Attributes:
+        last_pass: when the latest pass began, in seconds of time.monotonic(), and what it was.
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        *,
+        group: dist.ProcessGroup,
+        get_mesh: Callable[..., DeviceMesh | None],
+        tokens: Layout,
+        hidden: Layout,
+    ) -> None:
+        super().__init__(submodule, stage_index, num_stages, device, group=group, get_mesh=get_mesh)
+        self._tokens = tokens
+        self._hidden = hidden
+        self.last_pass: tuple[float, str] = (time.monotonic(), "none")
+        self._metas: list[_StageMeta] = []
+        self._sharded = [module for module in submodule.modules() if isinstance(module, FSDPModule)]
+        self._runtime_validate = True  # torch's own check, which it makes only when debugging
+        self.act_send_info = {0: [] if self.is_last else [stage_index + 1]}
+
+    def set_micro_batch_lengths(self, lengths: Sequence[int]) -> None:
+        """Prepares for a step with these micro-batches. Call it on every stage before every step.
+
+        Args:
+            lengths: tokens of each micro-batch, padding included, over all context-parallel ranks.
+
+        Raises:
+            ValueError: a length cannot be shared equally by the ranks.
+            PipeliningMetadataError: an earlier step was interrupted with receives under way.
+        """
+        _ensure_recv_infos_drained(self.args_recv_info)
+        _ensure_recv_infos_drained(self.grad_recv_info)
+        known = {length: self._meta(length) for length in set(lengths)}
+        self._metas = [known[length] for length in lengths]
+        self.chunks = len(self._metas)
+        self.args_recv_info = {i: self._receives_forward(meta) for i, meta in enumerate(self._metas)}
+        self.grad_recv_info = {i: self._receives_backward(meta) for i, meta in enumerate(self._metas)}
+
+    def _meta(self, length: int) -> _StageMeta:
+        hidden = self._hidden.meta(length)
+        received = dataclasses.replace(hidden, requires_grad=True)
+        return _StageMeta(
+            inputs=(self._tokens.meta(length) if self.is_first else received,),
+            outputs=(hidden,),  # the last stage's are not sent, and torch does not look at them
+            input_grads=(None if self.is_first else hidden,),
+            output_grads=None if self.is_last else (hidden,),
+        )
+
+    def _receives_forward(self, meta: _StageMeta) -> tuple[_RecvInfo, ...]:
+        assert meta.inputs is not None
+        if self.is_first:
+            return (_RecvInfo("tokens", None, meta.inputs[0], is_root_arg=True),)
+        return (_RecvInfo(f"activations for stage {self.stage_index}", self.stage_index - 1, meta.inputs[0]),)
+
+    def _receives_backward(self, meta: _StageMeta) -> tuple[_RecvInfo, ...]:
+        if meta.output_grads is None:
+            return ()
+        return (
+            _RecvInfo(f"gradients for stage {self.stage_index}", self.stage_index + 1, meta.output_grads[0]),
+        )
+
+    # What torch looks up in `_stage_meta` is true of one micro-batch: the one at hand.
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._begin("forward", fwd_chunk_id)
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        self._begin("backward", bwd_chunk_id)
+        self._gather_parameters()
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        self._gather_parameters()
+        super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        self._stage_meta = self._metas[bwd_chunk_id]
+        return super().get_bwd_send_ops(bwd_chunk_id)
+
+    def _begin(self, direction: str, micro_batch: int) -> None:
+        self._stage_meta = self._metas[micro_batch]
+        self.last_pass = (
+            time.monotonic(),
+            f"the {direction} pass of micro-batch {micro_batch} on stage {self.stage_index}",
+        )
+
+    def _gather_parameters(self) -> None:
+        """Undoes the resharding at the end of the chunked loss: of the last norm and the output layer.
+
+        A backward pass split in two knows parameters by their whole tensors: a resharded one would silently
+        get no gradient. Where the parameters are whole already, nothing happens.
+        """
+        if self.is_last and self.has_backward:
+            for module in self._sharded:
+                module.unshard()
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
+        grads, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if backward_type != "weight" and not self.is_first and isinstance(grads[0], DTensor):
+            # Without sequence parallelism the ranks of tensor parallelism hold terms of a sum; who receives
+            # the gradient was told of the sum.
+            grads = (grads[0].redistribute(placements=self._hidden.placements), *grads[1:])
+        return grads, groups
+
+    # V-shaped schedules hand gradients from one stage of a rank to the other in evaluation too, where there
+    # are none.
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(
+        self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int
+    ) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    # A schedule calls these before its first step and between training and evaluation. Nothing is left to
+    # infer, and so nothing to clean up either: torch's clean-up would drop accumulated gradients.
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def _pre_metadata_inference_backup(self) -> None:
+        pass
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        pass
+
+
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

@@ -1,0 +1,44 @@
+"""The numbers of a torchtitan model that the workload model and the MFU need."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from torchtitan.models.common.attention import GQAttention
+from torchtitan.models.common.decoder import Decoder
+
+from wlb_titan.planner.analytic import ModelShape
+
+
+def model_shape(model: Decoder.Config) -> ModelShape:
+    """Reads them off the configuration; of experts, those that one token visits count."""
+    attention = model.first_attention
+    assert isinstance(attention, GQAttention.Config)
+    layer = model.layers[0]
+    if layer.moe is None:
+        feed_forward = layer.feed_forward.w1.out_features
+    else:
+        feed_forward = layer.moe.router.top_k * layer.moe.routed_experts.inner_experts.hidden_dim
+        if layer.moe.shared_experts is not None:
+            feed_forward += layer.moe.shared_experts.w1.out_features
+    return ModelShape(
+        layers=len(model.layers),
+        hidden=model.dim,
+        heads=attention.n_heads,
+        kv_heads=attention.n_kv_heads or attention.n_heads,
+        head_dim=attention.head_dim or model.dim // attention.n_heads,
+        feed_forward=feed_forward,
+        vocabulary=model.vocab_size,
+    )
+
+
+def model_flops(shape: ModelShape, lengths: NDArray[np.int64]) -> float:
+    """FLOPs of forward and backward passes over documents of these lengths, without any recomputation.
+
+    Attention counts the lower triangle of each document, which is what has to be computed; an MFU from it
+    does not reward work on pairs of tokens that document masks leave out.
+    """
+    d = lengths.astype(np.float64)
+    linear = 2.0 * shape.linear_weights * d.sum()
+    attention = 2.0 * shape.heads * shape.head_dim * shape.layers * (d * d).sum()
+    return float(3.0 * (linear + attention))

@@ -1,0 +1,165 @@
+"""torchtitan's trainer on planned micro-batches.
+
+A micro-batch is one packed sequence, so the batch dimension is always 1. The step of the whole job is
+`global_batch_size` micro-batches (or local_batch_size x data-parallel degree), whatever the parallelism:
+with pipeline parallelism a rank's `local_batch_size` micro-batches go through the pipeline together, without
+it they are accumulated one by one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.components.metrics import MetricsProcessor as TitanMetricsProcessor
+from torchtitan.distributed import full_dtensor
+from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer as TorchtitanTrainer
+
+from wlb_titan.config.settings import WlbSettings
+from wlb_titan.corpus import Corpus
+from wlb_titan.planner import sharding
+from wlb_titan.planner.plan import LENGTH, MicroBatch
+from wlb_titan.runtime.attention import DocumentMask
+from wlb_titan.runtime.dataloader import PlannedDataLoader
+from wlb_titan.runtime.imbalance import rank_imbalance
+from wlb_titan.runtime.metrics import MetricsProcessor
+from wlb_titan.runtime.shape import model_flops, model_shape
+
+
+class Trainer(TorchtitanTrainer):
+    """Trains on a prepared corpus under the packing and sharding policies of `config.wlb`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TorchtitanTrainer.Config):
+        wlb: WlbSettings = field(default_factory=WlbSettings)
+        """What wlb_titan adds: corpus, packing, sharding."""
+
+        metrics: TitanMetricsProcessor.Config = field(default_factory=MetricsProcessor.Config)
+
+    def __init__(self, config: Config) -> None:
+        corpus = Corpus.open(config.wlb.corpus.path)
+        config = dataclasses.replace(
+            config, hf_assets_path=str(corpus.tokenizer_path), dataloader=dataloader_config(config)
+        )
+        super().__init__(config)
+        self.metrics_processor.step_figures = self.step_figures
+        if self.parallel_dims.pp_enabled:
+            self.pp_schedule.check_lengths = config.wlb.pipeline.check_lengths
+        else:
+            self.gradient_accumulation_steps *= config.training.local_batch_size
+        if self.device.type == "cpu":
+            # gloo has no premultiplied sum, which FSDP would use for its gradient scaling.
+            for part in self.model_parts:
+                for module in part.modules():
+                    if isinstance(module, FSDPModule):
+                        module.set_force_sum_reduction_for_comms(True)
+
+    @property
+    def planned(self) -> PlannedDataLoader:
+        return cast(PlannedDataLoader, self.dataloader)
+
+    def post_dataloading_process(
+        self, input_dict: dict[str, Any], labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """Cuts this context-parallel rank's share out of a micro-batch and makes its attention mask.
+
+        Args:
+            input_dict: "input" and "positions", int64 (1, L), and the "micro_batch" they belong to.
+            labels: int64 (1, L).
+
+        Returns:
+            inputs and labels, DTensors of global shape (data parallel, L), and the model's keyword
+            arguments: positions, a DTensor alike, and attention_masks, a DocumentMask.
+        """
+        inputs, positions = input_dict["input"], input_dict["positions"]
+        micro_batch: MicroBatch = input_dict["micro_batch"]
+        lengths = micro_batch.documents[:, LENGTH]
+        if self.parallel_dims.cp_enabled:
+            shards = micro_batch.ranks
+            assert shards is not None
+            rank = self.parallel_dims.get_mesh("cp").get_local_rank()
+            order = sharding.sequence_positions(shards, lengths, micro_batch.length)
+            mine = torch.from_numpy(order[rank]).to(self.device)
+            inputs, labels, positions = inputs[:, mine], labels[:, mine], positions[:, mine]
+            key_order = torch.from_numpy(np.argsort(order.ravel())).to(self.device)
+            segments = sharding.segments(shards[rank], lengths)
+        else:
+            key_order = None
+            segments = sharding.segments(sharding.whole(lengths), lengths)
+        self.ntokens_seen += labels.numel()
+        inputs, labels, kwargs = full_dtensor.parallelize_inputs(
+            self.parallel_dims, inputs, labels, {"positions": positions}
+        )
+        kwargs["attention_masks"] = DocumentMask(torch.from_numpy(segments), key_order)
+        return inputs, labels, kwargs
+
+    def step_figures(self) -> dict[str, Any]:
+        """What the plan of the current step says, for metrics.jsonl."""
+        plan = self.planned.plan
+        assert plan is not None
+        lengths = np.concatenate([m.documents[:, LENGTH] for m in plan.micro_batches])
+        return {
+            "tokens": plan.tokens,
+            "padding": plan.padding,
+            "imbalance": plan.imbalance,
+            **rank_imbalance(plan, self.planned.latency),
+            "delay_mean": plan.delay,
+            "delay_max": plan.max_delay,
+            "waiting_documents": plan.waiting_documents,
+            "waiting_tokens": plan.waiting_tokens,
+            "lost_tokens": plan.lost_tokens,
+            "longest_micro_batch": max(m.length for m in plan.micro_batches),
+            "plan_ms": plan.plan_ms,
+            "flops": model_flops(self.planned.config.shape, lengths),
+        }
+
+    def train(self) -> None:
+        logger.info(
+            f"Corpus {self.planned.corpus.path}: {len(self.planned.corpus.lengths):,} documents, "
+            f"{int(self.planned.corpus.lengths.sum()):,} tokens"
+        )
+        super().train()
+        if self.planned.plan is None and self.step >= self.config.training.steps:
+            logger.warning(
+                f"Nothing was left to do: the checkpoint in {self.config.dump_folder} is of step "
+                f"{self.step}, and training.steps is {self.config.training.steps}. Raise it to go on, or "
+                "name another dump_folder to start anew."
+            )
+
+
+def dataloader_config(config: Trainer.Config) -> PlannedDataLoader.Config:
+    """The dataloader's settings, all of which follow from other sections of the configuration."""
+    parallelism, wlb = config.parallelism, config.wlb
+    assert config.model_spec is not None
+    return PlannedDataLoader.Config(
+        corpus=wlb.corpus.path,
+        seed=wlb.corpus.seed,
+        job_micro_batches=config.training.global_batch_size,
+        rank_micro_batches=config.training.local_batch_size,
+        shape=model_shape(config.model_spec.model),
+        dtype=config.training.mixed_precision_param,
+        tensor_parallel=parallelism.tensor_parallel_degree,
+        context_parallel=parallelism.context_parallel_degree,
+        divisor=length_divisor(config),
+        packing=wlb.packing,
+        sharding=wlb.sharding,
+    )
+
+
+def length_divisor(config: Trainer.Config) -> int:
+    """What the length of a micro-batch must divide by.
+
+    Every context-parallel rank holds the same number of tokens, in two chunks; sequence parallelism and the
+    chunked loss divide those tokens further.
+    """
+    cp = config.parallelism.context_parallel_degree
+    tp = config.parallelism.tensor_parallel_degree if config.parallelism.enable_sequence_parallel else 1
+    chunks = config.loss.num_chunks if isinstance(config.loss, ChunkedLossWrapper.Config) else 1
+    return math.lcm(2 * cp if cp > 1 else 1, cp * tp, cp * chunks)
