@@ -1,0 +1,22 @@
+"""The trace file."""
+
+import json
+
+from wlb_titan.timeline import Slice, write_trace
+
+
+def test_slices_become_complete_events_of_named_tracks(tmp_path):
+    slices = [
+        Slice("before", "pp 0", "F0", 0.0, 0.5, {"tokens": 7}),
+        Slice("before", "pp 1", "F0", 0.5, 0.25),
+        Slice("after", "pp 0", "F0", 0.0, 0.125),
+    ]
+    write_trace(slices, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
+    complete = [e for e in events if e["ph"] == "X"]
+    assert [(e["ts"], e["dur"]) for e in complete] == [(0, 5e5), (5e5, 2.5e5), (0, 1.25e5)]
+    assert [names["process_name", e["pid"], 0] for e in complete] == ["before", "before", "after"]
+    assert [names["thread_name", e["pid"], e["tid"]] for e in complete] == ["pp 0", "pp 1", "pp 0"]
+    assert len({e["tid"] for e in complete}) == 3
+    assert complete[0]["args"] == {"tokens": 7}

@@ -1,0 +1,65 @@
+"""What runs when, predicted or measured: slices of time, written as a trace that Perfetto opens.
+
+The file is in the trace event format of Chrome, JSON that ui.perfetto.dev and chrome://tracing read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One piece of work.
+
+    Attributes:
+        process: the first level of the picture, such as `step 12` or `wlb`.
+        track: the line within it, such as `pp 0`.
+        name: what is done, such as `F3`.
+        start: seconds from the start of the trace.
+        duration: seconds.
+        args: what a click on the slice shows.
+    """
+
+    process: str
+    track: str
+    name: str
+    start: float
+    duration: float
+    args: Mapping[str, float | int | str] = field(default_factory=dict)
+
+
+def write_trace(slices: Iterable[Slice], path: str | os.PathLike[str]) -> None:
+    """Writes the slices to `path`; processes and tracks appear in the order of their first slices."""
+    processes: dict[str, int] = {}
+    tracks: dict[tuple[str, str], int] = {}
+    names: list[dict] = []
+    events: list[dict] = []
+    for piece in slices:
+        if piece.process not in processes:
+            processes[piece.process] = len(processes) + 1
+            names.append(_name("process_name", processes[piece.process], 0, piece.process))
+        process = processes[piece.process]
+        if (piece.process, piece.track) not in tracks:
+            tracks[piece.process, piece.track] = len(tracks) + 1
+            names.append(_name("thread_name", process, len(tracks), piece.track))
+        events.append(
+            {
+                "ph": "X",
+                "name": piece.name,
+                "pid": process,
+                "tid": tracks[piece.process, piece.track],
+                "ts": piece.start * 1e6,
+                "dur": piece.duration * 1e6,
+                "args": dict(piece.args),
+            }
+        )
+    with open(path, "w") as file:
+        json.dump({"displayTimeUnit": "ms", "traceEvents": names + events}, file)
+
+
+def _name(kind: str, process: int, track: int, name: str) -> dict:
+    return {"ph": "M", "name": kind, "pid": process, "tid": track, "args": {"name": name}}
