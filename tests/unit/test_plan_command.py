@@ -111,17 +111,17 @@ def test_the_solver_says_how_good_it_is(lengths):
     assert "the solver's packings are" in result.stdout
 
 
-def test_report_is_one_page_that_loads_nothing(lengths, tmp_path):
+@pytest.mark.parametrize(("context_parallel", "figures"), [(1, 4), (2, 5)])
+def test_report_is_one_page_that_loads_nothing(lengths, tmp_path, context_parallel, figures):
     pytest.importorskip("matplotlib")
-    result = run(
-        "--lengths", lengths, *ARGUMENTS, "--policy", "wlb_lazy", "--steps", 30, "--report", tmp_path / "r"
-    )
+    arguments = ["--lengths", lengths, *ARGUMENTS, "--policy", "wlb_lazy", "--steps", 30]
+    result = run(*arguments, "--context-parallel", context_parallel, "--report", tmp_path / "r")
     assert result.exit_code == 0, result.output
     page = (tmp_path / "r" / "report.html").read_text()
-    assert page.count("<svg") == 4
+    assert page.count("<svg") == figures
     assert "plain" in page and "wlb_lazy" in page  # before and after
     links = set(re.findall(r'(?:src|href)="([^"]*)"', page))
-    assert all(link.startswith("#") for link in links)
+    assert all(link.startswith(("#", "data:")) for link in links)
     assert "@import" not in page and "<script" not in page
 
 

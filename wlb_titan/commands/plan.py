@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from wlb_titan.commands.plan_job import Job
     from wlb_titan.planner.plan import Plan
     from wlb_titan.planner.planner import Planner
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 POLICIES = ("plain", "fixed_greedy", "fixed_solver", "wlb", "wlb_lazy")
 TABLE_WIDTH = 96  # also where no terminal tells its own
 SHARDINGS = ("per_sequence", "per_document", "adaptive", "hybrid")
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B")
+ORDERS = ("as_packed", "longest_first", "shortest_first", "best")
 
 
 class Thresholds(click.ParamType):
@@ -72,6 +76,9 @@ def packing_options(command: Any) -> Any:
 @click.option("--data-parallel", type=int, help="Degree.  [default: 1]")
 @click.option("--context-parallel", type=int, help="Degree; above 1 each micro-batch is sharded.")
 @click.option("--sharding", type=click.Choice(SHARDINGS), help="Sharding policy.  [default: per_sequence]")
+@click.option("--pipeline-parallel", type=int, help="Degree.  [default: 1]")
+@click.option("--schedule", type=click.Choice(SCHEDULES), help="Of the pipeline.  [default: 1F1B]")
+@click.option("--order", type=click.Choice(ORDERS), help="Of its micro-batches.  [default: as_packed]")
 @click.option("--steps", type=click.IntRange(min=1), default=100, show_default=True, help="Steps to plan.")
 @click.option(
     "--cost-model", metavar="MODEL", help="analytic, quadratic:A,B or a profile's path.  [default: analytic]"
@@ -129,12 +136,16 @@ def plan(
     for message in dict.fromkeys(str(warning.message) for warning in caught):
         click.echo(f"Warning: {message}", err=True)
     _print(job, summaries)
+    times = None
     if job.context_parallel > 1:
-        _print_ranks(job, policies[-1], steps)
+        from wlb_titan.commands.rank_report import planned_rank_times, rank_table
+
+        times = planned_rank_times(job, policies[-1], steps)
+        _console().print(rank_table(times, job.latency))
     if report is not None:
         from wlb_titan.commands.plan_report import write_report
 
-        click.echo(f"Report: {write_report(report, job, summaries)}")
+        click.echo(f"Report: {write_report(report, job, summaries, times)}")
 
 
 def _policies(compare: str | None, policy: str | None) -> list[str] | None:
@@ -182,11 +193,9 @@ def _written(planner: Planner, numbers: Any, file: Any) -> Iterator[Plan]:
 
 def _print(job: Job, summaries: dict[str, Summary]) -> None:
     import rich.box
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
-    console.width = max(console.width, TABLE_WIDTH)
+    console = _console()
     console.print(job.describe(), markup=False, soft_wrap=True)
     table = Table(box=rich.box.SIMPLE_HEAD)
     table.add_column("policy", no_wrap=True)
@@ -205,15 +214,12 @@ def _print(job: Job, summaries: dict[str, Summary]) -> None:
             console.print(f"{name}: the solver's packings are {proven}.", markup=False)
 
 
-def _print_ranks(job: Job, packing: str, steps: int) -> None:
-    """What each sharding policy makes of the micro-batches of one packing policy."""
+def _console() -> Console:
     from rich.console import Console
-
-    from wlb_titan.commands.rank_report import planned_rank_times, rank_table
 
     console = Console(highlight=False)
     console.width = max(console.width, TABLE_WIDTH)
-    console.print(rank_table(planned_rank_times(job, packing, steps), job.latency))
+    return console
 
 
 def table_row(summary: Summary) -> dict[str, str]:

@@ -72,7 +72,7 @@ def length_histogram(lengths: NDArray[np.int64], window: int) -> str:
         axes.set_xlabel("document length, tokens")
         axes.set_ylabel("%")
         axes.legend(loc="upper left")
-        return _svg(figure)
+        return svg(figure)
 
 
 def workloads(summaries: Mapping[str, Summary]) -> str:
@@ -94,7 +94,7 @@ def workloads(summaries: Mapping[str, Summary]) -> str:
             axes.set_ylim(0, highest * 1.06)
         rows[-1, 0].set_xlabel("step")
         figure.supylabel("work of a micro-batch / mean", fontsize=10)
-        return _svg(figure)
+        return svg(figure)
 
 
 def _work_of_steps(axes: Axes, work: NDArray[np.float64], color: str) -> None:
@@ -128,7 +128,7 @@ def imbalance(summaries: Mapping[str, Summary]) -> str:
         sorted_.set_xlabel("% of steps")
         sorted_.axvline(95, color=FAINT, linewidth=1)
         figure.legend(*over.get_legend_handles_labels(), loc="outside upper right", ncols=len(summaries))
-        return _svg(figure)
+        return svg(figure)
 
 
 def delay(summaries: Mapping[str, Summary], batch_tokens: int) -> str:
@@ -151,7 +151,7 @@ def delay(summaries: Mapping[str, Summary], batch_tokens: int) -> str:
             figure.legend(*queue.get_legend_handles_labels(), loc="outside upper right", ncols=len(shown))
         else:
             queue.text(0.5, 0.5, "nothing waits", transform=queue.transAxes, ha="center", color="#5b616b")
-        return _svg(figure)
+        return svg(figure)
 
 
 def _line(axes: Axes, values: NDArray[np.float64], color: str, label: str) -> None:
@@ -174,7 +174,8 @@ def short(value: float) -> str:
     return f"{value:g}G"
 
 
-def _svg(figure: Figure) -> str:
+def svg(figure: Figure) -> str:
+    """The figure as an `<svg>` element; closes it."""
     figure.set_layout_engine("constrained")
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None})

@@ -16,6 +16,8 @@ from wlb_titan.planner.attention_profile import AttentionShape, attention_latenc
 from wlb_titan.planner.cost_model import cost_model
 from wlb_titan.planner.errors import PlanError
 from wlb_titan.planner.lengths import read_lengths
+from wlb_titan.planner.pipeline_order import PipelineShape
+from wlb_titan.planner.pipeline_runs import PipelineRuns, check_order
 from wlb_titan.planner.planner import Planner
 from wlb_titan.planner.settings import PackingSettings, ShardingSettings
 from wlb_titan.planner.workload import CostModel
@@ -36,6 +38,7 @@ class Job:
     micro_batches: int
     data_parallel: int
     context_parallel: int
+    pipeline: PipelineRuns | None
     divisor: int
     seed: int | None
     packing: PackingSettings
@@ -51,6 +54,7 @@ class Job:
             micro_batches=self.micro_batches,
             data_parallel=self.data_parallel,
             context_parallel=self.context_parallel,
+            pipeline=self.pipeline,
             divisor=self.divisor,
             seed=self.seed,
             packing=replace(self.packing, policy=policy),
@@ -100,6 +104,7 @@ def job_from_lengths(path: Path, given: Mapping[str, Any]) -> Job:
         micro_batches=given["micro_batches"],
         data_parallel=given.get("data_parallel", 1),
         context_parallel=degree,
+        pipeline=_pipeline(None, given, given["micro_batches"] // given.get("data_parallel", 1)),
         divisor=2 * degree if degree > 1 else 1,
         seed=given.get("seed"),
         packing=packing,
@@ -139,6 +144,10 @@ def job_from_toml(path: Path, given: Mapping[str, Any]) -> Job:
     micro_batches = loader.job_micro_batches
     if micro_batches < 1:
         micro_batches = loader.rank_micro_batches * data_parallel
+    micro_batches = given.get("micro_batches", micro_batches)
+    run = loader.rank_micro_batches
+    if (micro_batches // data_parallel) % run:  # an option changed them
+        run = micro_batches // data_parallel
     packing = _overridden(loader.packing, given)
     sharding = replace(loader.sharding, policy=given.get("sharding", loader.sharding.policy))
     shape = model_shape(config.model_spec.model)
@@ -146,9 +155,10 @@ def job_from_toml(path: Path, given: Mapping[str, Any]) -> Job:
         source=str(corpus.path),
         lengths=corpus.lengths,
         window=given.get("context_window", config.training.seq_len),
-        micro_batches=given.get("micro_batches", micro_batches),
+        micro_batches=micro_batches,
         data_parallel=data_parallel,
         context_parallel=context_parallel,
+        pipeline=_pipeline(loader.pipeline, given, run),
         divisor=int(np.lcm(loader.divisor, 2 * context_parallel if context_parallel > 1 else 1)),
         seed=given.get("seed", loader.seed),
         packing=packing,
@@ -176,6 +186,23 @@ def _latency(
         dtype=dtype,
     )
     return attention_latency(sharding.profile, attention)
+
+
+def _pipeline(
+    configured: PipelineRuns | None, given: Mapping[str, Any], micro_batches: int
+) -> PipelineRuns | None:
+    """The configured pipeline with the options over it; `micro_batches` of a rank go through it together."""
+    runs = configured or PipelineRuns(PipelineShape("1F1B", 1), micro_batches)
+    ranks = given.get("pipeline_parallel", runs.shape.ranks)
+    if ranks < 1:
+        raise PlanError("Degrees of parallelism must be at least 1.")
+    shape = replace(runs.shape, ranks=ranks)
+    if "schedule" in given:
+        schedule = given["schedule"]
+        shape = PipelineShape(schedule, ranks, 2 if schedule == "Interleaved1F1B" else 1)
+    order = given.get("order", runs.order)
+    check_order(order, shape.schedule)
+    return PipelineRuns(shape, micro_batches, order) if ranks > 1 else None
 
 
 def _overridden(packing: PackingSettings, given: Mapping[str, Any]) -> PackingSettings:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from wlb_titan.commands.plan import table_row
 from wlb_titan.commands.plan_job import Job
+from wlb_titan.commands.rank_report import RankTimes, rank_heat_map
 from wlb_titan.planner.errors import PlanError
 from wlb_titan.planner.summary import Summary
 
@@ -34,13 +35,16 @@ th:first-child, td:first-child { text-align: left; }
 """  # noqa: E501
 
 
-def write_report(folder: Path, job: Job, summaries: Mapping[str, Summary]) -> Path:
+def write_report(
+    folder: Path, job: Job, summaries: Mapping[str, Summary], times: Sequence[RankTimes] | None
+) -> Path:
     """Draws what was planned.
 
     Args:
         folder: made if it is not there.
         job: what was planned.
         summaries: of each policy; `plain` is the picture before.
+        times: of the context-parallel ranks under each sharding policy; None without context parallelism.
 
     Returns:
         The page's path.
@@ -83,6 +87,15 @@ def write_report(folder: Path, job: Job, summaries: Mapping[str, Summary]) -> Pa
         ),
         _section("All figures", "Delays in iterations, weighted by tokens.", _table(summaries)),
     ]
+    if times is not None:
+        ranks = _section(
+            "Context-parallel ranks",
+            "Predicted attention time of each rank (a row) in each micro-batch (a column), relative to the "
+            "mean of the micro-batch's ranks, under every sharding policy. An even colour is balance. "
+            f"Attention by {html.escape(job.latency.source)}.",
+            figures.svg(rank_heat_map(times)),
+        )
+        sections.insert(-1, ranks)
     cards = "".join(_card(name, figures.COLORS[name], summary) for name, summary in summaries.items())
     page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'

@@ -31,8 +31,7 @@ class PackingSettings:
 
     time_limit: float = 10.0
     """Of `fixed_solver`: seconds that the solver may take for the documents of one window. A solver that is
-    stopped by the clock may stop elsewhere on another rank, so this policy is for comparison in
-    `wlb-titan plan`, or for limits that it never reaches."""
+    stopped by the clock finds something else the next time, so a run cannot be repeated exactly."""
 
     gap: float = 0.001
     """Of `fixed_solver`: relative gap between solution and bound at which the solver stops."""

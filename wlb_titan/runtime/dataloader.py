@@ -22,9 +22,11 @@ from wlb_titan.corpus import Corpus
 from wlb_titan.planner.analytic import ModelShape
 from wlb_titan.planner.attention_profile import AttentionShape, attention_latency
 from wlb_titan.planner.cost_model import cost_model
+from wlb_titan.planner.pipeline_runs import PipelineRuns
 from wlb_titan.planner.plan import ID, LENGTH, START, MicroBatch, Plan
 from wlb_titan.planner.planner import Planner
 from wlb_titan.planner.settings import PackingSettings, ShardingSettings
+from wlb_titan.runtime.shared_solver import SharedSolver
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class PlannedDataLoader(BaseDataLoader):
         dtype: str = "float32"
         tensor_parallel: int = 1
         context_parallel: int = 1
+        pipeline: PipelineRuns | None = None
         divisor: int = 1
         packing: PackingSettings = field(default_factory=PackingSettings)
         sharding: ShardingSettings = field(default_factory=ShardingSettings)
@@ -83,6 +86,7 @@ class PlannedDataLoader(BaseDataLoader):
             ),
             data_parallel=dp_world_size,
             context_parallel=config.context_parallel,
+            pipeline=config.pipeline,
             divisor=config.divisor,
             seed=config.seed,
             packing=config.packing,
@@ -96,6 +100,7 @@ class PlannedDataLoader(BaseDataLoader):
             ),
             latency=self.latency,
             fingerprint=self.corpus.fingerprint,
+            improve=SharedSolver(config.packing) if config.packing.policy == "fixed_solver" else None,
         )
         self._state = self._save()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="planner")
@@ -109,6 +114,10 @@ class PlannedDataLoader(BaseDataLoader):
             yield from step.batches[:-1]
             self._state = step.state_after
             yield step.batches[-1]
+
+    def close(self) -> None:
+        """Waits for the plan in the making."""
+        self._thread.shutdown()
 
     def state_dict(self) -> dict[str, Any]:
         return {"planner": self._state}

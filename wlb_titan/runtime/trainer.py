@@ -25,11 +25,13 @@ from torchtitan.trainer import Trainer as TorchtitanTrainer
 from wlb_titan.config.settings import WlbSettings
 from wlb_titan.corpus import Corpus
 from wlb_titan.planner import sharding
+from wlb_titan.planner.pipeline_runs import PipelineRuns
 from wlb_titan.planner.plan import LENGTH, MicroBatch
 from wlb_titan.runtime.attention import DocumentMask
 from wlb_titan.runtime.dataloader import PlannedDataLoader
 from wlb_titan.runtime.imbalance import rank_imbalance
 from wlb_titan.runtime.metrics import MetricsProcessor
+from wlb_titan.runtime.pipeline_schedules import pipeline_shape
 from wlb_titan.runtime.shape import model_flops, model_shape
 
 
@@ -120,6 +122,10 @@ class Trainer(TorchtitanTrainer):
             "flops": model_flops(self.planned.config.shape, lengths),
         }
 
+    def close(self) -> None:
+        self.planned.close()
+        super().close()
+
     def train(self) -> None:
         logger.info(
             f"Corpus {self.planned.corpus.path}: {len(self.planned.corpus.lengths):,} documents, "
@@ -147,9 +153,22 @@ def dataloader_config(config: Trainer.Config) -> PlannedDataLoader.Config:
         dtype=config.training.mixed_precision_param,
         tensor_parallel=parallelism.tensor_parallel_degree,
         context_parallel=parallelism.context_parallel_degree,
+        pipeline=pipeline_runs(config),
         divisor=length_divisor(config),
         packing=wlb.packing,
         sharding=wlb.sharding,
+    )
+
+
+def pipeline_runs(config: Trainer.Config) -> PipelineRuns | None:
+    """How a data-parallel rank's micro-batches go through its pipeline; None without one."""
+    if config.parallelism.pipeline_parallel_degree < 2:
+        return None
+    assert config.model_spec is not None
+    return PipelineRuns(
+        shape=pipeline_shape(config.parallelism, config.model_spec.model),
+        micro_batches=config.training.local_batch_size,
+        order=config.wlb.pipeline.order,
     )
 
 

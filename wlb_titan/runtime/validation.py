@@ -9,11 +9,17 @@ from __future__ import annotations
 import copy
 
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part, _get_pipeline_metadata
 
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.errors import UserError
-from wlb_titan.runtime.pipeline_schedules import check_micro_batches, check_schedule
+from wlb_titan.planner.errors import PlanError
+from wlb_titan.planner.pipeline_runs import check_order
+from wlb_titan.runtime.pipeline_schedules import (
+    canonical_name,
+    check_micro_batches,
+    check_schedule,
+    stage_names,
+)
 from wlb_titan.runtime.trainer import Trainer, length_divisor
 
 
@@ -37,7 +43,6 @@ def validate(config: Trainer.Config, world_size: int | None) -> None:
     """
     _check_degrees(config, world_size)
     dims = ParallelDims.from_config(config.parallelism, world_size or degrees_product(config))
-    _check_packing(config, dims)
     _check_batch(config, dims)
     _check_lengths(config)
     _check_model(config)
@@ -95,15 +100,6 @@ def _check_degrees(config: Trainer.Config, world_size: int | None) -> None:
         )
 
 
-def _check_packing(config: Trainer.Config, dims: ParallelDims) -> None:
-    if config.wlb.packing.policy == "fixed_solver" and dims.world_size > 1:
-        raise UserError(
-            f"wlb.packing.policy: 'fixed_solver' cannot train on {dims.world_size} processes: a solver that "
-            "is stopped by its time limit may stop at different plans on different ranks. Train on one "
-            "process, or take 'fixed_greedy'; `wlb-titan plan` compares them on any number of ranks."
-        )
-
-
 def _check_batch(config: Trainer.Config, dims: ParallelDims) -> None:
     local, total = config.training.local_batch_size, config.training.global_batch_size
     data_parallel = dims.dp_replicate * dims.dp_shard
@@ -149,17 +145,15 @@ def _check_pipeline(config: Trainer.Config, dims: ParallelDims) -> None:
         )
     try:
         check_schedule(config.parallelism, config.compile)
-        stages, layers, first, last = _get_pipeline_metadata(
-            dims, config.parallelism, config.model_spec.model
-        )
-        names = config.parallelism.module_fqns_per_model_part or _generate_llm_fqn_per_model_part(
-            stages, layers, first, last
-        )
         check_micro_batches(
             config.parallelism.pipeline_parallel_schedule,
             dims.pp,
-            len(names),
+            len(stage_names(config.parallelism, config.model_spec.model)),
             config.training.local_batch_size,
         )
     except ValueError as error:
         raise UserError(f"parallelism.pipeline_parallel_schedule: {error}") from error
+    try:
+        check_order(config.wlb.pipeline.order, canonical_name(config.parallelism.pipeline_parallel_schedule))
+    except PlanError as error:
+        raise UserError(f"wlb.pipeline.order: {error}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from wlb_titan.planner.errors import PlanError
 from wlb_titan.planner.packing import thresholds
-from wlb_titan.planner.packing.fixed import Fixed
+from wlb_titan.planner.packing.fixed import Fixed, Improve
 from wlb_titan.planner.packing.plain import Plain
 from wlb_titan.planner.packing.policy import PackingPolicy
 from wlb_titan.planner.packing.solver import Solver
@@ -25,6 +25,7 @@ def create_policy(
     micro_batches: int,
     cost_model: CostModel,
     divisor: int,
+    improve: Improve | None = None,
 ) -> PackingPolicy:
     """The policy that `settings.policy` names, reading from `stream`.
 
@@ -34,6 +35,7 @@ def create_policy(
         micro_batches: N, those of the whole job in one step.
         cost_model: W_a + W_l.
         divisor: micro-batches will be padded up to a multiple of it.
+        improve: the solver of `fixed_solver`; None is a `Solver` of its own.
 
     Raises:
         PlanError: a setting is wrong, or does not fit the window.
@@ -43,8 +45,8 @@ def create_policy(
     if settings.policy == "fixed_greedy":
         return Fixed(stream, micro_batches=micro_batches, window=settings.window)
     if settings.policy == "fixed_solver":
-        solver = Solver(settings.time_limit, settings.gap)
-        return Fixed(stream, micro_batches=micro_batches, window=settings.window, improve=solver)
+        improve = improve or Solver(settings.time_limit, settings.gap)
+        return Fixed(stream, micro_batches=micro_batches, window=settings.window, improve=improve)
     max_length = _max_length(settings, stream.window, divisor)
     if settings.policy == "wlb":
         return Wlb(
