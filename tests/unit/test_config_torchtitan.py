@@ -110,6 +110,14 @@ WRONG = {
         {"t": 'base = "llama3_debug"\ntraining.seq_len = 1025'},
         ["t.toml:2: training.seq_len = 1025:", "do not divide"],
     ),
+    "order that cannot be found for the schedule": (
+        {
+            "t": 'base = "llama3_debug"\nwlb.pipeline.order = "best"\n[parallelism]\n'
+            'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "DualPipeV"\n'
+            "[training]\nlocal_batch_size = 8"
+        },
+        ['t.toml:2: wlb.pipeline.order = "best":', "the schedule is DualPipeV", "'longest_first'"],
+    ),
     "no such corpus": (
         {"t": 'base = "llama3_debug"\nwlb.corpus.path = "nowhere"'},
         ["t.toml:", "nowhere", "wlb-titan prepare"],

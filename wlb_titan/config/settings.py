@@ -24,6 +24,11 @@ class CorpusSettings:
 class PipelineSettings:
     """[wlb.pipeline]: how micro-batches of different lengths go through the pipeline."""
 
+    order: Literal["as_packed", "longest_first", "shortest_first", "best"] = "as_packed"
+    """In which order a rank runs the micro-batches of a step. `as_packed`: as the packing policy made them,
+    which is longest first for the policies that balance. `best`: the order with the shortest predicted step,
+    for the schedules whose dependency graph is known. Without pipeline parallelism it has no effect."""
+
     check_lengths: bool = False
     """Compare the micro-batches' lengths between pipeline ranks once a step, to find ranks that follow
     different plans; costs a small all-gather."""

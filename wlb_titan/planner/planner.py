@@ -7,7 +7,7 @@ and the pieces that wait, the same on every rank: a job can go on with another d
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,11 @@ from wlb_titan.planner.errors import PlanError
 from wlb_titan.planner.packing import create_policy
 from wlb_titan.planner.packing.policy import Documents
 from wlb_titan.planner.plan import LENGTH, MicroBatch, Plan
+from wlb_titan.planner.pipeline_runs import PipelineRuns
 from wlb_titan.planner.settings import PackingSettings, ShardingSettings
 from wlb_titan.planner.sharding import Sharding, choose
 from wlb_titan.planner.stream import DocumentStream
-from wlb_titan.planner.workload import CostModel, workload
+from wlb_titan.planner.workload import CostModel
 
 STATE_VERSION = 1
 
@@ -39,6 +40,7 @@ class Planner:
         data_parallel: degree; divides `micro_batches`.
         context_parallel: degree; above 1 each micro-batch is sharded.
         divisor: micro-batches are padded up to a multiple of it (what context and tensor parallelism need).
+        pipeline: how a data-parallel rank's micro-batches go through its pipeline; None without one.
         seed: of the epochs' orders; None reads the corpus in its own order.
         packing: the packing policy and its settings.
         sharding: the sharding policy and its settings.
@@ -61,6 +63,7 @@ class Planner:
         context_parallel: int = 1,
         divisor: int = 1,
         seed: int | None = 0,
+        pipeline: PipelineRuns | None = None,
         packing: PackingSettings,
         sharding: ShardingSettings,
         cost_model: CostModel,
@@ -103,6 +106,7 @@ class Planner:
         self._fingerprint = fingerprint
         self._iteration = 0
 
+        self._pipeline = pipeline
     @property
     def fixed_length(self) -> bool:
         """Whether every micro-batch is exactly as long as the context window."""
@@ -121,7 +125,9 @@ class Planner:
         """The plan of the next step."""
         begin = time.perf_counter()
         packing = self._policy.next()
-        workloads = self._workloads(packing.packs)
+        forward = self._work_of_packs(packing.packs, self._cost_model.forward)
+        backward = self._work_of_packs(packing.packs, self._cost_model.backward)
+        workloads = forward + backward
         if self._policy.balances:
             assigned = dp.balanced(workloads, self._data_parallel)
         else:
@@ -134,6 +140,8 @@ class Planner:
         waiting = self._policy.waiting
         plan = Plan(
             iteration=self._iteration,
+        if self._pipeline is not None:
+            assigned = self._pipeline.arranged(assigned, forward, backward)
             micro_batches=micro_batches,
             plan_ms=(time.perf_counter() - begin) * 1e3,
             waiting_documents=waiting.size,
@@ -188,7 +196,9 @@ class Planner:
             "packing_policy": self._packing.policy,
         }
 
-    def _workloads(self, packs: list[Documents]) -> NDArray[np.float64]:
+    def _work_of_packs(
+        self, packs: list[Documents], work_of: Callable[[NDArray[np.int64]], NDArray[np.float64]]
+    ) -> NDArray[np.float64]:
         lengths = np.concatenate([pack[:, LENGTH] for pack in packs])
         firsts = np.cumsum([0] + [len(pack) for pack in packs[:-1]])
         return np.add.reduceat(workload(self._cost_model, lengths), firsts)

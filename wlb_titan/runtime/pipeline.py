@@ -27,15 +27,13 @@ from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh
 from torchtitan.distributed.pipeline_parallel import (
     _build_get_mesh_callback,
     _build_pipeline_schedule,
-    _generate_llm_fqn_per_model_part,
-    _get_pipeline_metadata,
     _pipeline_module_split,
 )
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ParallelizeFunction
 from torchtitan.protocols.sharding import resolve_placements
 
-from wlb_titan.runtime.pipeline_schedules import check_micro_batches, check_schedule
+from wlb_titan.runtime.pipeline_schedules import check_micro_batches, check_schedule, stage_names
 from wlb_titan.runtime.pipeline_stage import Layout, PlannedStage
 
 
@@ -62,12 +60,7 @@ def pipeline(
         ValueError: the schedule cannot run, with the reason; or the model does not fit its stages.
     """
     check_schedule(parallelism, compile_config)
-    stages, layers, input_weight, output_weight = _get_pipeline_metadata(
-        parallel_dims, parallelism, model_config
-    )
-    names = parallelism.module_fqns_per_model_part or _generate_llm_fqn_per_model_part(
-        stages, layers, input_weight, output_weight
-    )
+    names = stage_names(parallelism, model_config)
     check_micro_batches(
         parallelism.pipeline_parallel_schedule, parallel_dims.pp, len(names), training.local_batch_size
     )

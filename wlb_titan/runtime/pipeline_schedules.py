@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from torchtitan.config import CompileConfig, ParallelismConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part, _get_pipeline_metadata
+from torchtitan.models.common.decoder import Decoder
+
+from wlb_titan.planner.pipeline_order import PipelineShape
 
 SCHEDULES = (
     "GPipe",
@@ -59,6 +64,34 @@ def check_micro_batches(name: str, ranks: int, stages: int, micro_batches: int) 
             f"{name} runs {micro_batches} micro-batches on {ranks} ranks in {rounds} equal rounds, which "
             f"they do not divide into; a multiple of {ranks} always does"
         )
+
+
+def stage_names(parallelism: ParallelismConfig, model: Decoder.Config) -> list[list[str]]:
+    """The modules of each stage of the whole pipeline, as torchtitan divides a model.
+
+    Raises:
+        ValueError: the model's layers cannot be divided so.
+    """
+    if parallelism.module_fqns_per_model_part:
+        return parallelism.module_fqns_per_model_part
+    degree = parallelism.pipeline_parallel_degree
+    alone = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=degree, ep=1, world_size=degree)
+    stages, layers, first, last = _get_pipeline_metadata(alone, parallelism, model)
+    return _generate_llm_fqn_per_model_part(stages, layers, first, last)
+
+
+def pipeline_shape(parallelism: ParallelismConfig, model: Decoder.Config) -> PipelineShape:
+    """The pipeline as the planner knows it.
+
+    Raises:
+        ValueError: as of `canonical_name` and `stage_names`.
+    """
+    ranks = parallelism.pipeline_parallel_degree
+    return PipelineShape(
+        schedule=canonical_name(parallelism.pipeline_parallel_schedule),
+        ranks=ranks,
+        chunks=len(stage_names(parallelism, model)) // ranks,
+    )
 
 
 def canonical_name(name: str) -> str:

@@ -1,0 +1,83 @@
+"""The order setting: every pack runs once, runs stay together, ranks stay alike, and the plan shows it."""
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from wlb_titan.commands.main import main
+from wlb_titan.planner.errors import PlanError
+from wlb_titan.planner.pipeline_order import ORDERS, PipelineGraph, PipelineShape
+from wlb_titan.planner.pipeline_runs import PipelineRuns, check_order
+
+SHAPE = PipelineShape("1F1B", 2)
+FORWARD = np.random.default_rng(0).lognormal(0.0, 0.8, size=16)
+BACKWARD = 2 * FORWARD
+PACKED = [list(range(8)), list(range(8, 16))]  # of two data-parallel ranks
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_rank_keeps_the_packs_of_each_run(order):
+    arranged = PipelineRuns(SHAPE, 4, order).arranged(PACKED, FORWARD, BACKWARD)
+    for packed, mine in zip(PACKED, arranged, strict=True):
+        assert sorted(mine[:4]) == packed[:4]
+        assert sorted(mine[4:]) == packed[4:]
+    assert (arranged == PACKED) == (order == "as_packed")
+
+
+@pytest.mark.parametrize("order", ["longest_first", "shortest_first", "best"])
+def test_the_kth_longest_of_every_rank_runs_at_the_same_place(order):
+    arranged = PipelineRuns(SHAPE, 8, order).arranged(PACKED, FORWARD, BACKWARD)
+    first, second = (np.argsort(FORWARD[packs]) for packs in arranged)
+    assert first.tolist() == second.tolist()
+
+
+def test_best_is_predicted_to_be_no_slower():
+    (best,) = PipelineRuns(SHAPE, 8, "best").arranged(PACKED[:1], FORWARD, BACKWARD)
+    times = PipelineGraph(SHAPE, 8).step_times(FORWARD[:8], BACKWARD[:8], np.array([PACKED[0], best]))
+    assert times[1] < times[0]
+
+
+def test_refusals():
+    with pytest.raises(PlanError, match=r"8 micro-batches .* runs of 3"):
+        PipelineRuns(SHAPE, 3).arranged(PACKED, FORWARD, BACKWARD)
+    with pytest.raises(PlanError, match=r"'best' .* DualPipeV"):
+        check_order("best", "DualPipeV")
+    with pytest.raises(PlanError, match=r"'fastest'.*as_packed"):
+        check_order("fastest", "1F1B")
+    check_order("longest_first", "DualPipeV")
+
+
+def planned(tmp_path, *options):
+    """The micro-batches of 5 steps by (iteration, rank): (first document, work) of each, in order."""
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("\n".join(map(str, np.random.default_rng(1).integers(5, 256, 4000))) + "\n")
+    output = tmp_path / "plan.jsonl"
+    words = ["--context-window", "256", "--micro-batches", "16", "--data-parallel", "2", "--steps", "5"]
+    words += ["--cost-model", "quadratic:1,10", "--pipeline-parallel", "2", "--output", str(output)]
+    result = CliRunner().invoke(main, ["plan", "--lengths", str(lengths), *words, *options])
+    assert result.exit_code == 0, result.output
+    plans = [json.loads(line) for line in output.read_text().splitlines()]
+    return {
+        (plan["iteration"], rank): [
+            (m["documents"][0]["id"], m["workload"]) for m in plan["micro_batches"] if m["dp_rank"] == rank
+        ]
+        for plan in plans
+        for rank in range(2)
+    }
+
+
+@pytest.mark.parametrize("policy", ["plain", "wlb_lazy"])
+def test_the_order_of_a_plan(tmp_path, policy):
+    as_packed = planned(tmp_path, "--policy", policy)
+    for order in ORDERS[1:]:
+        ordered = planned(tmp_path, "--policy", policy, "--order", order)
+        assert {key: sorted(run) for key, run in ordered.items()} == {
+            key: sorted(run) for key, run in as_packed.items()
+        }
+        works = [[work for _, work in run] for run in ordered.values()]
+        if order == "longest_first":
+            assert all(work == sorted(work, reverse=True) for work in works)
+        if order == "shortest_first":
+            assert all(work == sorted(work) for work in works)
