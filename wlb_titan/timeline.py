@@ -9,6 +9,8 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,8 @@ def write_trace(slices: Iterable[Slice], path: str | os.PathLike[str]) -> None:
     """Writes the slices to `path`; processes and tracks appear in the order of their first slices."""
     processes: dict[str, int] = {}
     tracks: dict[tuple[str, str], int] = {}
-    names: list[dict] = []
-    events: list[dict] = []
+    names: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
     for piece in slices:
         if piece.process not in processes:
             processes[piece.process] = len(processes) + 1
@@ -61,5 +63,5 @@ def write_trace(slices: Iterable[Slice], path: str | os.PathLike[str]) -> None:
         json.dump({"displayTimeUnit": "ms", "traceEvents": names + events}, file)
 
 
-def _name(kind: str, process: int, track: int, name: str) -> dict:
+def _name(kind: str, process: int, track: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": process, "tid": track, "args": {"name": name}}

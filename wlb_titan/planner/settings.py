@@ -40,6 +40,10 @@ class PackingSettings:
     """Of `wlb` and `wlb_lazy`: L_max, tokens that a micro-batch may have; the bound that memory sets. "none"
     is twice the context window."""
 
+    length_multiple: int | None = None
+    """Micro-batches are padded up to a multiple of it. "none": of what parallelism needs, and of a 16th of the
+    context window where the model is compiled, which happens once for each length."""
+
     thresholds: list[int] | Literal["auto"] = "auto"
     """Of `wlb`: smallest length of the documents of each queue, L_1 < ... < L_n. `auto` tries several on a
     sample of the corpus and takes those with the best balance and delay."""

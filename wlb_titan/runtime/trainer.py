@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -28,11 +29,14 @@ from wlb_titan.planner import sharding
 from wlb_titan.planner.pipeline_runs import PipelineRuns
 from wlb_titan.planner.plan import LENGTH, MicroBatch
 from wlb_titan.runtime.attention import DocumentMask
+from wlb_titan.runtime.compile import coarser, compile_each_length, documents_vary
 from wlb_titan.runtime.dataloader import PlannedDataLoader
 from wlb_titan.runtime.imbalance import rank_imbalance
-from wlb_titan.runtime.metrics import MetricsProcessor
+from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank
+from wlb_titan.runtime.pass_timer import PassTimer
 from wlb_titan.runtime.pipeline_schedules import pipeline_shape
 from wlb_titan.runtime.shape import model_flops, model_shape
+from wlb_titan.runtime.step_trace import StepTrace
 
 
 class Trainer(TorchtitanTrainer):
@@ -50,8 +54,19 @@ class Trainer(TorchtitanTrainer):
         config = dataclasses.replace(
             config, hf_assets_path=str(corpus.tokenizer_path), dataloader=dataloader_config(config)
         )
+        if config.compile.enable:
+            longest = config.wlb.packing.max_length or 2 * config.training.seq_len
+            compile_each_length(-(-longest // length_divisor(config)))
         super().__init__(config)
         self.metrics_processor.step_figures = self.step_figures
+        self.timer = self.pp_schedule.timer if self.parallel_dims.pp_enabled else PassTimer(self.device)
+        self.step_trace = StepTrace(
+            self.timer,
+            every=config.wlb.trace_every,
+            parallel_dims=self.parallel_dims,
+            writer=metrics_rank(self.parallel_dims, config.parallelism.pipeline_parallel_schedule),
+            folder=config.dump_folder,
+        )
         if self.parallel_dims.pp_enabled:
             self.pp_schedule.check_lengths = config.wlb.pipeline.check_lengths
         else:
@@ -99,8 +114,22 @@ class Trainer(TorchtitanTrainer):
         inputs, labels, kwargs = full_dtensor.parallelize_inputs(
             self.parallel_dims, inputs, labels, {"positions": positions}
         )
-        kwargs["attention_masks"] = DocumentMask(torch.from_numpy(segments), key_order)
+        kwargs["attention_masks"] = DocumentMask(documents_vary(torch.from_numpy(segments)), key_order)
         return inputs, labels, kwargs
+
+    def forward_backward_step(self, **arguments: Any) -> torch.Tensor:
+        if self.parallel_dims.pp_enabled:
+            return super().forward_backward_step(**arguments)
+        with self.timer.time("FB", 0, 0):
+            loss = super().forward_backward_step(**arguments)
+        self.timer.first += 1
+        return loss
+
+    def train_step(self, data_iterator: Iterator[Any]) -> None:
+        self.step_trace.begin(self.step)
+        super().train_step(data_iterator)
+        assert self.planned.plan is not None
+        self.step_trace.end(self.step, self.planned.plan)  # where the step was not logged
 
     def step_figures(self) -> dict[str, Any]:
         """What the plan of the current step says, for metrics.jsonl."""
@@ -119,6 +148,7 @@ class Trainer(TorchtitanTrainer):
             "lost_tokens": plan.lost_tokens,
             "longest_micro_batch": max(m.length for m in plan.micro_batches),
             "plan_ms": plan.plan_ms,
+            **self.step_trace.end(self.step, plan),
             "flops": model_flops(self.planned.config.shape, lengths),
         }
 
@@ -176,9 +206,13 @@ def length_divisor(config: Trainer.Config) -> int:
     """What the length of a micro-batch must divide by.
 
     Every context-parallel rank holds the same number of tokens, in two chunks; sequence parallelism and the
-    chunked loss divide those tokens further.
+    chunked loss divide those tokens further. A compiled model wants few lengths.
     """
+    multiple = config.wlb.packing.length_multiple
     cp = config.parallelism.context_parallel_degree
     tp = config.parallelism.tensor_parallel_degree if config.parallelism.enable_sequence_parallel else 1
     chunks = config.loss.num_chunks if isinstance(config.loss, ChunkedLossWrapper.Config) else 1
-    return math.lcm(2 * cp if cp > 1 else 1, cp * tp, cp * chunks)
+    divisor = math.lcm(multiple or 1, 2 * cp if cp > 1 else 1, cp * tp, cp * chunks)
+    if multiple is None and config.compile.enable:
+        return coarser(divisor, config.training.seq_len)
+    return divisor

@@ -118,12 +118,15 @@ def _check_batch(config: Trainer.Config, dims: ParallelDims) -> None:
 
 
 def _check_lengths(config: Trainer.Config) -> None:
+    if (multiple := config.wlb.packing.length_multiple) is not None and multiple < 1:
+        raise UserError(f'wlb.packing.length_multiple: at least 1 token, or "none", got {multiple}.')
     divisor = length_divisor(config)
     if config.training.seq_len % divisor != 0:
         raise UserError(
             f"training.seq_len: {config.training.seq_len} tokens do not divide by {divisor}, which the "
             f"context-parallel degree ({config.parallelism.context_parallel_degree}), the tensor-parallel "
-            f"degree ({config.parallelism.tensor_parallel_degree}) and the loss's chunks need."
+            f"degree ({config.parallelism.tensor_parallel_degree}), the loss's chunks and "
+            f"wlb.packing.length_multiple ({config.wlb.packing.length_multiple}) need."
         )
 
 
