@@ -10,6 +10,9 @@ ROOT = Path(__file__).parents[2]
 STANDARD_LIBRARY_AND = {
     "kernels": {"torch", "triton", "numpy", "wlb_titan.kernels"},
     "wlb_titan/planner": {"numpy", "highspy", "wlb_titan.planner", "wlb_titan.errors"},
+    "wlb_titan/simulator": {
+        *("numpy", "wlb_titan.simulator", "wlb_titan.planner", "wlb_titan.errors", "wlb_titan.timeline"),
+    },
     "wlb_titan/corpus": {
         *("numpy", "pyarrow", "datasets", "tokenizers", "wlb_titan.corpus", "wlb_titan.errors"),
     },

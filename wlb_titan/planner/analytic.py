@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.planner.cluster import Cluster, load_cluster
+
 Floats = NDArray[np.float64]
 
 BYTES = 2  # of an activation in bfloat16
@@ -46,17 +48,28 @@ class ModelShape:
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.feed_forward) + self.hidden * self.vocabulary
 
+    def flops(self, lengths: NDArray[Any]) -> float:
+        """FLOPs of forward and backward passes over documents of these lengths, without any recomputation.
+
+        Attention counts the lower triangle of each document, which is what has to be computed; an MFU from it
+        does not reward work on pairs of tokens that document masks leave out.
+        """
+        d = np.asarray(lengths, dtype=np.float64)
+        linear = 2.0 * self.linear_weights * d.sum()
+        attention = 2.0 * self.heads * self.head_dim * self.layers * (d * d).sum()
+        return float(3.0 * (linear + attention))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """What a device achieves on this kind of work, not what its data sheet promises.
+    """What a rank of a job achieves on this kind of work, not what data sheets promise.
 
     Attributes:
         attention_flops: achieved FLOP/s of causal attention, forward.
         attention_backward_flops: the same of the backward pass.
         linear_flops: achieved FLOP/s of matrix products.
         memory_bandwidth: bytes per second of element-wise operators.
-        tensor_bandwidth: bytes per second of the links that tensor parallelism uses (NVLink).
+        tensor_bandwidth: bytes per second of the links that tensor parallelism uses.
         context_bandwidth: of those that context parallelism uses.
     """
 
@@ -67,17 +80,55 @@ class Device:
     tensor_bandwidth: float
     context_bandwidth: float
 
+    @classmethod
+    def of(cls, cluster: Cluster, *, tensor_parallel: int = 1, context_parallel: int = 1) -> Device:
+        """A GPU of a cluster, with the links that its groups of these degrees have."""
+        return cls(
+            attention_flops=cluster.attention_flops,
+            attention_backward_flops=cluster.attention_backward_flops,
+            linear_flops=cluster.linear_flops,
+            memory_bandwidth=cluster.memory_bandwidth,
+            tensor_bandwidth=cluster.link(tensor_parallel).bandwidth,
+            context_bandwidth=cluster.link(context_parallel, tensor_parallel).bandwidth,
+        )
 
-H100 = Device(
-    attention_flops=650e12,
-    attention_backward_flops=550e12,
-    linear_flops=600e12,
-    memory_bandwidth=2.5e12,
-    tensor_bandwidth=350e9,
-    context_bandwidth=350e9,
-)
-"""H100 SXM with NVLink: published FlashAttention-3 and cuBLAS figures in bfloat16 at head dimension 128,
-memory at 75 % of 3.35 TB/s, and NCCL's bus bandwidth on eight GPUs."""
+
+@dataclass(frozen=True, slots=True)
+class TokenSeconds:
+    """Forward seconds that one token of a micro-batch adds to one rank, in one layer but for `head`.
+
+    Attributes:
+        matrices: matrix products.
+        elements: element-wise operators.
+        tensor: the collectives of tensor parallelism: all-gather and reduce-scatter, twice a layer.
+        context: the all-gather of K and V.
+        head: the matrix product with the vocabulary, on the last stage.
+    """
+
+    matrices: float
+    elements: float
+    tensor: float
+    context: float
+    head: float
+
+    @classmethod
+    def of(cls, shape: ModelShape, device: Device, tensor: int, context: int) -> TokenSeconds:
+        """Args: the model, one of its ranks, and the degrees of tensor and context parallelism."""
+        ranks = tensor * context
+        head = shape.hidden * shape.vocabulary
+        layer = (shape.linear_weights - head) // shape.layers
+        # Reads and writes: two norms, two residuals, rotary embedding, gated activation.
+        elements = 12 * shape.hidden + 4 * shape.heads * shape.head_dim + 3 * shape.feed_forward
+        # Sequence-parallel TP gathers and scatters the activations twice a layer.
+        shared = 4 * shape.hidden * (tensor - 1) / tensor / context
+        gathered = 2 * shape.kv_heads * shape.head_dim / tensor * (context - 1) / context
+        return cls(
+            matrices=2.0 * layer / ranks / device.linear_flops,
+            elements=BYTES * elements / ranks / device.memory_bandwidth,
+            tensor=BYTES * shared / device.tensor_bandwidth,
+            context=BYTES * gathered / device.context_bandwidth,
+            head=2.0 * head / ranks / device.linear_flops,
+        )
 
 
 class Analytic:
@@ -89,7 +140,7 @@ class Analytic:
 
     Args:
         shape: of the model.
-        device: one of its ranks.
+        device: one of its ranks; None takes a GPU of the paper's cluster, `h100_roce`.
         tensor_parallel: degree; divides FLOPs and element-wise bytes, adds its collectives.
         context_parallel: the same.
 
@@ -98,25 +149,25 @@ class Analytic:
     """
 
     def __init__(
-        self, shape: ModelShape, device: Device = H100, *, tensor_parallel: int = 1, context_parallel: int = 1
+        self,
+        shape: ModelShape,
+        device: Device | None = None,
+        *,
+        tensor_parallel: int = 1,
+        context_parallel: int = 1,
     ) -> None:
-        ranks = tensor_parallel * context_parallel
+        device = device or Device.of(
+            load_cluster("h100_roce"), tensor_parallel=tensor_parallel, context_parallel=context_parallel
+        )
+        token = TokenSeconds.of(shape, device, tensor_parallel, context_parallel)
         # Two matrix products, 2 FLOPs a multiplication, over the lower triangle of d x d.
-        attention = 2.0 * shape.heads * shape.head_dim * shape.layers / ranks
-        linear = 2.0 * shape.linear_weights / ranks / device.linear_flops
-        # Of each layer, reads and writes: two norms, two residuals, rotary embedding, gated activation.
-        elements = 12 * shape.hidden + 4 * shape.heads * shape.head_dim + 3 * shape.feed_forward
-        element_wise = BYTES * elements * shape.layers / ranks / device.memory_bandwidth
-        # Sequence-parallel TP gathers and scatters the activations twice a layer; CP gathers keys and values.
-        shared = 4 * shape.hidden * (tensor_parallel - 1) / tensor_parallel / context_parallel
-        tensor = BYTES * shared * shape.layers / device.tensor_bandwidth
-        gathered = 2 * shape.kv_heads * shape.head_dim / tensor_parallel
-        gathered *= (context_parallel - 1) / context_parallel
-        context = BYTES * gathered * shape.layers / device.context_bandwidth
+        attention = 2.0 * shape.heads * shape.head_dim * shape.layers / (tensor_parallel * context_parallel)
         self._attention_forward = attention / device.attention_flops
         self._attention_backward = attention * ATTENTION_BACKWARD / device.attention_backward_flops
-        self.linear_forward = linear + element_wise + tensor + context
-        self.linear_backward = LINEAR_BACKWARD * (linear + element_wise) + tensor + context
+        computed = (token.matrices + token.elements) * shape.layers + token.head
+        communicated = (token.tensor + token.context) * shape.layers
+        self.linear_forward = computed + communicated
+        self.linear_backward = LINEAR_BACKWARD * computed + communicated
 
     def forward(self, lengths: NDArray[Any]) -> Floats:
         d = np.asarray(lengths, dtype=np.float64)

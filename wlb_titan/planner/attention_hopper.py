@@ -30,6 +30,7 @@ from __future__ import annotations
 from wlb_titan.planner.attention_latency import AttentionLatency, KernelCost, Tiling
 
 MULTIPROCESSORS = 132
+LONGEST = 32768  # keys of the longest published point
 MERGE_KEYS = 1024  # as wlb_titan.kernels merges segments; the planner does not import it
 MASKING = 0.2
 MICROSECOND = 1e-6
@@ -50,6 +51,7 @@ def hopper(head_dim: int, heads: int, *, merge_keys: int = MERGE_KEYS) -> Attent
         units=MULTIPROCESSORS,
         heads=heads,
         source="published figures for H100",
+        measured_to=LONGEST,
     )
 
 

@@ -161,6 +161,8 @@ class AttentionLatency:
         units: programs that the device runs side by side: its multiprocessors.
         heads: query heads on this device (those of the model over the tensor-parallel degree).
         source: where the coefficients come from, for reports.
+        measured_to: keys of the longest segment that was measured; beyond it predictions extrapolate. None
+            where it is not known.
     """
 
     forward: KernelCost
@@ -168,6 +170,7 @@ class AttentionLatency:
     units: int
     heads: int
     source: str
+    measured_to: int | None = None
 
     def work(self, q_len: NDArray[Any], kv_len: NDArray[Any]) -> Floats:
         """float64 (2, n), seconds that each segment adds to the forward and to the backward of its rank."""

@@ -138,8 +138,14 @@ class Profile:
                     f"The profile of {self.device} has no {direction} pass for head dim {shape.head_dim}. "
                     f"Measure it: {_command(shape)}"
                 )
+        points = [point for entry in found for point in entry.points]
         return AttentionLatency(
-            by_pass["forward"], by_pass["backward"], self.units, shape.heads, f"profile of {self.device}"
+            by_pass["forward"],
+            by_pass["backward"],
+            self.units,
+            shape.heads,
+            f"profile of {self.device}",
+            measured_to=max((point.kv_len for point in points), default=None),
         )
 
     def save(self, path: Path) -> None:

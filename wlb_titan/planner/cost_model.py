@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb_titan.planner.analytic import Analytic, ModelShape
+from wlb_titan.planner.analytic import Analytic, Device, ModelShape
 from wlb_titan.planner.attention_latency import AttentionLatency
 from wlb_titan.planner.attention_profile import AttentionShape, Profile
 from wlb_titan.planner.errors import PlanError
@@ -51,6 +51,7 @@ def cost_model(
     tensor_parallel: int = 1,
     context_parallel: int = 1,
     dtype: str = "bfloat16",
+    device: Device | None = None,
 ) -> CostModel:
     """What `[wlb.packing] cost_model` or `--cost-model` names.
 
@@ -60,13 +61,14 @@ def cost_model(
         shape: the model.
         tensor_parallel, context_parallel: degrees.
         dtype: of queries and keys, as torch names it.
+        device: for `analytic` and for W_l; None takes a GPU of the paper's cluster.
 
     Raises:
         PlanError: `quadratic:` is malformed, or the profile is damaged or of another schema.
     """
     if text.startswith("quadratic:"):
         return _quadratic(text)
-    analytic = Analytic(shape, tensor_parallel=tensor_parallel, context_parallel=context_parallel)
+    analytic = Analytic(shape, device, tensor_parallel=tensor_parallel, context_parallel=context_parallel)
     if text == "analytic":
         return analytic
     if not Path(text).is_file():

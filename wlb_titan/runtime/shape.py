@@ -33,12 +33,5 @@ def model_shape(model: Decoder.Config) -> ModelShape:
 
 
 def model_flops(shape: ModelShape, lengths: NDArray[np.int64]) -> float:
-    """FLOPs of forward and backward passes over documents of these lengths, without any recomputation.
-
-    Attention counts the lower triangle of each document, which is what has to be computed; an MFU from it
-    does not reward work on pairs of tokens that document masks leave out.
-    """
-    d = lengths.astype(np.float64)
-    linear = 2.0 * shape.linear_weights * d.sum()
-    attention = 2.0 * shape.heads * shape.head_dim * shape.layers * (d * d).sum()
-    return float(3.0 * (linear + attention))
+    """FLOPs of forward and backward passes over documents of these lengths; see `ModelShape.flops`."""
+    return shape.flops(lengths)

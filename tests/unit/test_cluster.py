@@ -1,0 +1,106 @@
+"""Clusters: what ships, what a group of ranks communicates over, and files with mistakes."""
+
+import re
+
+import pytest
+
+from wlb_titan.planner.analytic import PAPER_MODELS, Analytic, Device, TokenSeconds
+from wlb_titan.planner.cluster import SHIPPED, Link, load_cluster
+from wlb_titan.planner.errors import PlanError
+
+GOOD = """
+name = "test"
+[gpu]
+memory = 80e9
+peak_flops = 1e15
+linear_flops = 6e14
+attention_flops = 6e14
+attention_backward_flops = 5e14
+memory_bandwidth = 2e12
+[node]
+gpus = 8
+bandwidth = 400e9
+latency = 1e-5
+[network]
+bandwidth = 25e9
+latency = 2e-5
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def written(text):
+        path = tmp_path / "cluster.toml"
+        path.write_text(text)
+        return str(path)
+
+    return written
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped(name):
+    cluster = load_cluster(name)
+    assert cluster.linear_flops <= cluster.peak_flops
+    assert load_cluster(name) is cluster
+
+
+def test_links(write):
+    cluster = load_cluster(write(GOOD))
+    assert cluster.link(8) == cluster.node
+    assert cluster.link(2, stride=4) == cluster.node
+    # Two ranks in two nodes have one network card each; 16 that fill two nodes have eight a node.
+    assert cluster.link(2, stride=8) == Link(25e9, 2e-5)
+    assert cluster.link(16) == Link(200e9, 2e-5)
+    assert cluster.link(8, stride=2) == Link(100e9, 2e-5)
+    assert cluster.slower_network(2).network == Link(12.5e9, 4e-5)
+    # An all-gather of 8 GB over 4 ranks: each receives three quarters.
+    assert cluster.node.collective(8e9, 4) == pytest.approx(8e9 * 0.75 / 400e9 + 1e-5)
+    assert cluster.node.collective(8e9, 1) == 0
+
+
+def test_devices_have_the_links_of_their_degrees(write):
+    cluster = load_cluster(write(GOOD))
+    device = Device.of(cluster, tensor_parallel=8, context_parallel=2)
+    assert (device.tensor_bandwidth, device.context_bandwidth) == (400e9, 25e9)
+
+
+def test_the_parts_of_a_token_are_those_of_the_whole_model(write):
+    shape = PAPER_MODELS["7B"]
+    device = Device.of(load_cluster(write(GOOD)), tensor_parallel=4, context_parallel=2)
+    token = TokenSeconds.of(shape, device, 4, 2)
+    whole = Analytic(shape, device, tensor_parallel=4, context_parallel=2)
+    layer = token.matrices + token.elements + token.tensor + token.context
+    assert whole.linear_forward == pytest.approx(32 * layer + token.head)
+    assert token.matrices == pytest.approx(2 * (4 * 4096**2 + 3 * 4096 * 11008) / 8 / 6e14)
+    assert token.head == pytest.approx(2 * 4096 * 32000 / 8 / 6e14)
+    assert token.context == pytest.approx(2 * 2 * 4096 / 4 / 2 / 400e9)
+
+
+def test_a_profile_lies_beside_its_cluster(write, tmp_path):
+    cluster = load_cluster(write(GOOD.replace("[node]", 'attention_profile = "attention.json"\n[node]')))
+    assert cluster.attention_profile == str(tmp_path / "attention.json")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("peak_flops = 1e15\n", "", "[gpu] peak_flops is missing"),
+        ("peak_flops = 1e15", "peak_flops = 989", "[gpu] peak_flops is 989 FLOP/s, which cannot be"),
+        ("linear_flops = 6e14", "linear_flops = 2e15", "more than the peak"),
+        ("latency = 2e-5", "latency = -1", "[network] latency is -1 seconds"),
+        ("latency = 2e-5", 'latency = "2e-5"', "[network] latency is '2e-5'; it must be a number"),
+        ("memory = 80e9", "memory = inf", "[gpu] memory is inf"),
+        ("memory = 80e9", "memory = 80e9\nmemry = 1", "[gpu] memry is not known"),
+        ('name = "test"', "colour = 3", "colour is not known"),
+        ("[node]", "[node", "is not TOML"),
+    ],
+)
+def test_mistakes_are_named(write, old, new, message):
+    assert old in GOOD
+    with pytest.raises(PlanError, match=re.escape(message)):
+        load_cluster(write(GOOD.replace(old, new)))
+
+
+def test_no_such_file():
+    with pytest.raises(PlanError, match=r"there\.toml cannot be read.*h100_roce"):
+        load_cluster("not/there.toml")
