@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
