@@ -41,6 +41,10 @@ class WlbSettings:
     device: Literal["auto", "cpu"] = "auto"
     """`auto`: the accelerator that torch finds, or else the CPU. `cpu`: the CPU even where there is one."""
 
+    trace_every: int = 0
+    """Every so many steps the passes of all ranks are timed: a trace for ui.perfetto.dev is written to
+    <dump_folder>/traces, and the metrics get measured imbalance and bubble. 0: never."""
+
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
     packing: PackingSettings = field(default_factory=PackingSettings)
     sharding: ShardingSettings = field(default_factory=ShardingSettings)

@@ -109,6 +109,10 @@ def _console_line(record: dict[str, Any]) -> str:
     ]
     if "imbalance" in record:
         parts.append(f"imbalance {record['imbalance']:.3f}")
+    if "measured_imbalance" in record:
+        parts.append(f"measured {record['measured_imbalance']:.3f}")
+    if "bubble" in record:
+        parts.append(f"bubble {100 * record['bubble']:.1f} %")
     if record.get("delay_mean"):
         parts.append(f"delay {record['delay_mean']:.2f}")
     if "mfu_documents" in record:

@@ -33,6 +33,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ParallelizeFunction
 from torchtitan.protocols.sharding import resolve_placements
 
+from wlb_titan.runtime.pass_timer import PassTimer
 from wlb_titan.runtime.pipeline_schedules import check_micro_batches, check_schedule, stage_names
 from wlb_titan.runtime.pipeline_stage import Layout, PlannedStage
 
@@ -85,6 +86,7 @@ def pipeline(
         )
         for part in parts
     ]
+    timer = PassTimer(device)
     tokens, hidden = stage_layouts(model_config, parallel_dims, training)
     planned = [
         PlannedStage(
@@ -96,19 +98,23 @@ def pipeline(
             get_mesh=find_mesh,
             tokens=tokens,
             hidden=hidden,
+            timer=timer,
         )
         for draft, part in zip(drafts, parts, strict=True)
     ]
+
+    last = planned[-1] if planned[-1].is_last else planned[0]
+    timed_loss = timer.timed(loss_fn, lambda: ("L", last.stage_index, last.micro_batch))
 
     def schedule_of(micro_batches: int) -> _PipelineSchedule:
         check_micro_batches(
             parallelism.pipeline_parallel_schedule, parallel_dims.pp, len(names), micro_batches
         )
         return _build_pipeline_schedule(
-            parallelism=parallelism, local_batch_size=micro_batches, stages=planned, loss_fn=loss_fn
+            parallelism=parallelism, local_batch_size=micro_batches, stages=planned, loss_fn=timed_loss
         )
 
-    schedule = PlannedSchedule(planned, schedule_of)
+    schedule = PlannedSchedule(planned, schedule_of, timer)
     return schedule, parts, any(s.is_first for s in planned), any(s.is_last for s in planned)
 
 
@@ -143,15 +149,21 @@ class PlannedSchedule:
     Args:
         stages: of this rank.
         schedule_of: makes the schedule for a number of micro-batches, or raises ValueError.
+        timer: that the stages measure their passes by.
 
     Attributes:
+        timer: the same.
         check_lengths: compare the lengths with those of the other ranks of the pipeline before each step, at
             the price of one small all-gather.
     """
 
     def __init__(
-        self, stages: Sequence[PlannedStage], schedule_of: Callable[[int], _PipelineSchedule]
+        self,
+        stages: Sequence[PlannedStage],
+        schedule_of: Callable[[int], _PipelineSchedule],
+        timer: PassTimer,
     ) -> None:
+        self.timer = timer
         self.check_lengths = False
         self._stages = stages
         self._schedule_of = schedule_of
@@ -171,6 +183,7 @@ class PlannedSchedule:
         """
         with self._prepared(kwarg_mbs) as schedule:
             schedule.step(kwarg_mbs=kwarg_mbs, **{**arguments, "return_outputs": False})
+        self.timer.first += len(kwarg_mbs)
 
     def eval(self, *, kwarg_mbs: list[dict[str, Any]], **arguments: Any) -> None:
         """Runs forward only; the losses go into `losses`, the outputs are not kept. Otherwise as `step`."""

@@ -29,6 +29,8 @@ from torch.distributed.pipelining._recv_buffers import _ensure_recv_infos_draine
 from torch.distributed.pipelining._utils import _DTensorMeta, _StageMeta
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from wlb_titan.runtime.pass_timer import PassTimer
+
 BATCH, SEQUENCE = 0, 1  # dimensions that the mesh may shard
 
 
@@ -93,8 +95,10 @@ class PlannedStage(PipelineStage):
         get_mesh: finds a mesh by its dimensions' names.
         tokens: layout of what the first stage gets, (B, L).
         hidden: layout of what passes between stages, (B, L, D), and of its gradient.
+        timer: measures the passes.
 
     Attributes:
+        micro_batch: the one that the latest pass was of.
         last_pass: when the latest pass began, in seconds of time.monotonic(), and what it was.
     """
 
@@ -109,10 +113,13 @@ class PlannedStage(PipelineStage):
         get_mesh: Callable[..., DeviceMesh | None],
         tokens: Layout,
         hidden: Layout,
+        timer: PassTimer,
     ) -> None:
         super().__init__(submodule, stage_index, num_stages, device, group=group, get_mesh=get_mesh)
         self._tokens = tokens
         self._hidden = hidden
+        self._timer = timer
+        self.micro_batch = 0
         self.last_pass: tuple[float, str] = (time.monotonic(), "none")
         self._metas: list[_StageMeta] = []
         self._sharded = [module for module in submodule.modules() if isinstance(module, FSDPModule)]
@@ -164,16 +171,21 @@ class PlannedStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._begin("forward", fwd_chunk_id)
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        with self._timer.time("F", self.stage_index, fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any
+    ) -> None:
         self._begin("backward", bwd_chunk_id)
-        self._gather_parameters()
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        with self._timer.time("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
+            self._gather_parameters()
+            super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=full_backward, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        self._gather_parameters()
-        super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        with self._timer.time("W", self.stage_index, bwd_chunk_id):
+            self._gather_parameters()
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         self._stage_meta = self._metas[bwd_chunk_id]
@@ -181,6 +193,7 @@ class PlannedStage(PipelineStage):
 
     def _begin(self, direction: str, micro_batch: int) -> None:
         self._stage_meta = self._metas[micro_batch]
+        self.micro_batch = micro_batch
         self.last_pass = (
             time.monotonic(),
             f"the {direction} pass of micro-batch {micro_batch} on stage {self.stage_index}",

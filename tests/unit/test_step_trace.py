@@ -1,0 +1,71 @@
+"""What is made of measured passes: imbalance, bubble and slices."""
+
+import time
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from wlb_titan.planner.plan import MicroBatch, Plan  # noqa: E402
+from wlb_titan.runtime.pass_timer import Pass, PassTimer  # noqa: E402
+from wlb_titan.runtime.step_trace import RankPasses, bubble, measured_imbalance, slices  # noqa: E402
+
+# Two ranks of a pipeline, micro-batches of 3 and 6 seconds a rank; rank 1 waits one second and rank 0 for it.
+FIRST = RankPasses(
+    0, 0, 0, 0, [Pass("F", 0, 0, 0, 1), Pass("F", 0, 1, 1, 2), Pass("B", 0, 0, 4, 2), Pass("B", 0, 1, 9, 4)]
+)
+SECOND = RankPasses(
+    0,
+    1,
+    0,
+    0,
+    [
+        *(Pass("F", 1, 0, 1, 0.5), Pass("L", 1, 0, 1.5, 0.5), Pass("B", 1, 0, 2, 2)),
+        *(Pass("F", 1, 1, 4, 2), Pass("B", 1, 1, 6, 4)),
+    ],
+)
+
+
+def test_bubble_is_the_idle_share_between_the_first_pass_and_the_last():
+    assert bubble([FIRST, SECOND]) == pytest.approx(1 - 18 / 26)
+    assert bubble([SECOND]) == 0.0
+
+
+def test_imbalance_is_of_whole_micro_batches_over_all_stages_and_replicas():
+    assert measured_imbalance([FIRST, SECOND]) == pytest.approx(12 / 9)
+    replica = RankPasses(1, 0, 0, 0, FIRST.passes)
+    assert measured_imbalance([FIRST, SECOND, replica]) == pytest.approx(12 / np.mean([6, 12, 3, 6]))
+
+
+def test_ranks_that_share_a_micro_batch_count_once():
+    pair = [RankPasses(0, 0, cp, 0, [Pass("FB", 0, 0, 0, 2), Pass("FB", 0, 1, 2, 4)]) for cp in range(2)]
+    assert measured_imbalance(pair) == pytest.approx(4 / 3)
+
+
+def test_slices_have_a_track_for_each_rank_and_facts_of_the_micro_batch():
+    documents = np.array([[0, 0, 7, 0], [1, 0, 1, 0]])
+    plan = Plan(0, tuple(MicroBatch(0, i, 8, 0, 5.0 + i, documents) for i in range(2)), 0.0)
+    drawn = list(slices([FIRST, SECOND], plan))
+    assert [s.track for s in drawn] == ["pp 0"] * 4 + ["pp 1"] * 5
+    assert [s.name for s in drawn] == ["F0", "F1", "B0", "B1", "F0", "L0", "B0", "F1", "B1"]
+    assert drawn[1].args == {"stage": 0, "tokens": 8, "documents": 2, "predicted_work": 6.0}
+    assert {s.process for s in drawn} == {"dp 0"}
+
+
+def test_the_timer_measures_only_while_it_is_on():
+    timer = PassTimer(torch.device("cpu"))
+    with timer.time("F", 0, 0):
+        pass
+    timer.start()
+    with timer.time("F", 0, 0):
+        time.sleep(0.02)
+    timer.first += 4
+    double = timer.timed(lambda x: 2 * x, lambda: ("L", 1, 3))
+    assert double(21) == 42
+    passes = timer.stop()
+    assert [(p.kind, p.stage, p.micro_batch) for p in passes] == [("F", 0, 0), ("L", 1, 7)]
+    assert 0.02 <= passes[0].seconds < 1 and passes[0].start >= 0
+    assert passes[1].start >= passes[0].start + passes[0].seconds
+    timer.start()
+    assert timer.stop() == []

@@ -1,0 +1,102 @@
+"""How long each pass of a step takes on this rank, measured where the passes run.
+
+On an accelerator by events in the stream, so that nothing waits for them until the step is over; on the CPU
+by the clock. What a pass waits for *within* itself is part of its time: the collectives of FSDP, context and
+tensor parallelism. What it waits for *before* it starts, the neighbour stage's tensors, is not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Pass(NamedTuple):
+    """One pass of one micro-batch through one stage.
+
+    Attributes:
+        kind: F forward, L loss, B backward, I and W the backward passes of inputs and of weights alone,
+            FB a whole micro-batch without pipeline parallelism.
+        stage: from 0.
+        micro_batch: from 0 in the order in which this data-parallel rank runs the step's.
+        start: seconds since the timer was switched on.
+        seconds: duration.
+    """
+
+    kind: str
+    stage: int
+    micro_batch: int
+    start: float
+    seconds: float
+
+
+class PassTimer:
+    """Measures while it is on, and costs next to nothing while it is off.
+
+    Args:
+        device: on which the passes run.
+
+    Attributes:
+        on: whether passes are measured.
+        first: number of the first micro-batch of the run at hand; a step may have several runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.on = False
+        self.first = 0
+        self._device = device
+        self._start: Any = None
+        self._passes: list[tuple[str, int, int, Any, Any]] = []
+
+    def start(self) -> None:
+        """Begins to measure, at time 0."""
+        self.on = True
+        self.first = 0
+        self._passes = []
+        self._start = self._mark()
+
+    @contextmanager
+    def time(self, kind: str, stage: int, micro_batch: int) -> Iterator[None]:
+        """Measures what runs within; `micro_batch` counts from the run's first."""
+        if not self.on:
+            yield
+            return
+        begin = self._mark()
+        yield
+        self._passes.append((kind, stage, self.first + micro_batch, begin, self._mark()))
+
+    def timed(self, function: Callable[..., Any], place: Callable[[], tuple[str, int, int]]) -> Any:
+        """`function`, each call of which is measured; `place` says kind, stage and micro-batch of a call."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.time(*place()):
+                return function(*args, **kwargs)
+
+        return call
+
+    def stop(self) -> list[Pass]:
+        """Ends measuring and waits for the accelerator; returns the passes in the order of their ends."""
+        self.on = False
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+        passes = [
+            Pass(kind, stage, micro_batch, self._seconds(self._start, begin), self._seconds(begin, end))
+            for kind, stage, micro_batch, begin, end in self._passes
+        ]
+        self._passes = []
+        return passes
+
+    def _mark(self) -> Any:
+        """A point in time: seconds, or an event in the stream."""
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, begin: Any, end: Any) -> float:
+        return end - begin if self._device.type == "cpu" else begin.elapsed_time(end) / 1e3

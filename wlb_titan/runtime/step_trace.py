@@ -1,0 +1,139 @@
+"""The measured side of a step: every `trace_every` steps a trace of all ranks' passes, bubble and imbalance.
+
+A traced step begins with a barrier, so that all ranks count from one moment, and ends with one gather of the
+passes to the rank that reports. All other steps pay nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch.distributed as dist
+
+from wlb_titan.planner.plan import Plan, imbalance_degree
+from wlb_titan.runtime.pass_timer import Pass, PassTimer
+from wlb_titan.timeline import Slice, write_trace
+
+if TYPE_CHECKING:
+    from torchtitan.distributed import ParallelDims
+
+FOLDER = "traces"
+
+
+@dataclass(frozen=True, slots=True)
+class RankPasses:
+    """The passes of one rank, and its place in each dimension of parallelism."""
+
+    dp: int
+    pp: int
+    cp: int
+    tp: int
+    passes: list[Pass]
+
+
+class StepTrace:
+    """Measures some of the steps.
+
+    Args:
+        timer: that the passes are measured by.
+        every: steps between two traced ones; 0 traces none.
+        parallel_dims: of the job.
+        writer: global rank that writes the traces and gets the figures.
+        folder: where they are written, as traces/step-N.json.
+    """
+
+    def __init__(
+        self, timer: PassTimer, *, every: int, parallel_dims: ParallelDims, writer: int, folder: str
+    ) -> None:
+        self._timer = timer
+        self._every = every
+        self._dims = parallel_dims
+        self._writer = writer
+        self._folder = os.path.join(folder, FOLDER)
+
+    def begin(self, step: int) -> None:
+        """Begins to measure if this step is due. Call it on every rank."""
+        if self._every > 0 and step % self._every == 0:
+            dist.barrier()
+            self._timer.start()
+
+    def end(self, step: int, plan: Plan) -> dict[str, float]:
+        """Ends measuring; does nothing if the step is not measured. Call it on every rank.
+
+        Returns:
+            on the writer the figures of a measured step: "measured_imbalance", and with pipeline
+            parallelism "bubble"; nothing else.
+        """
+        if not self._timer.on:
+            return {}
+        place = (self._place(axis) for axis in ("batch", "pp", "cp", "tp"))
+        mine = RankPasses(*place, self._timer.stop())
+        is_writer = dist.get_rank() == self._writer
+        ranks: list[RankPasses] | None = [mine] * dist.get_world_size() if is_writer else None
+        dist.gather_object(mine, ranks, dst=self._writer)
+        if ranks is None:
+            return {}
+        ranks.sort(key=lambda rank: (rank.dp, rank.pp, rank.cp, rank.tp))
+        os.makedirs(self._folder, exist_ok=True)
+        write_trace(slices(ranks, plan), os.path.join(self._folder, f"step-{step}.json"))
+        figures = {"measured_imbalance": measured_imbalance(ranks)}
+        if self._dims.pp_enabled:
+            figures["bubble"] = bubble(ranks)
+        return figures
+
+    def _place(self, axis: str) -> int:
+        mesh = self._dims.get_optional_mesh(axis)
+        return mesh.get_local_rank() if mesh is not None else 0
+
+
+def measured_imbalance(ranks: Sequence[RankPasses]) -> float:
+    """Largest over mean time of the job's micro-batches, as the predicted `imbalance` of a plan.
+
+    The time of a micro-batch is that of its passes through all stages, each the mean over the context- and
+    tensor-parallel ranks that share it.
+    """
+    seconds: dict[tuple[int, int], float] = defaultdict(float)
+    sharers = len({(rank.cp, rank.tp) for rank in ranks})
+    for rank in ranks:
+        for one in rank.passes:
+            seconds[rank.dp, one.micro_batch] += one.seconds / sharers
+    return imbalance_degree(list(seconds.values()))
+
+
+def bubble(ranks: Sequence[RankPasses]) -> float:
+    """Share of the ranks' time in which they run no pass, from a pipeline's first pass to its last; mean."""
+    pipelines: dict[int, list[RankPasses]] = defaultdict(list)
+    for rank in ranks:
+        pipelines[rank.dp].append(rank)
+    idle = []
+    for pipeline in pipelines.values():
+        passes = [one for rank in pipeline for one in rank.passes]
+        span = max(one.start + one.seconds for one in passes) - min(one.start for one in passes)
+        idle.append(1 - sum(one.seconds for one in passes) / (span * len(pipeline)))
+    return float(np.mean(idle))
+
+
+def slices(ranks: Sequence[RankPasses], plan: Plan) -> Iterator[Slice]:
+    """A process for each data-parallel rank, a track for each of its ranks, and a slice for each pass."""
+    for rank in ranks:
+        micro_batches = plan.of_rank(rank.dp)
+        track = " ".join(
+            f"{axis} {getattr(rank, axis)}"
+            for axis in ("pp", "cp", "tp")
+            if len({getattr(other, axis) for other in ranks}) > 1
+        )
+        for one in rank.passes:
+            micro_batch = micro_batches[one.micro_batch]
+            facts = {
+                "stage": one.stage,
+                "tokens": micro_batch.length,
+                "documents": len(micro_batch.documents),
+                "predicted_work": micro_batch.workload,
+            }
+            name = f"{one.kind}{one.micro_batch}"
+            yield Slice(f"dp {rank.dp}", track or "rank", name, one.start, one.seconds, facts)
