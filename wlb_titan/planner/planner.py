@@ -18,9 +18,10 @@ from wlb_titan.planner.attention_latency import AttentionLatency
 from wlb_titan.planner.attention_profile import AttentionShape, attention_latency
 from wlb_titan.planner.errors import PlanError
 from wlb_titan.planner.packing import create_policy
+from wlb_titan.planner.packing.fixed import Improve
 from wlb_titan.planner.packing.policy import Documents
-from wlb_titan.planner.plan import LENGTH, MicroBatch, Plan
 from wlb_titan.planner.pipeline_runs import PipelineRuns
+from wlb_titan.planner.plan import LENGTH, MicroBatch, Plan
 from wlb_titan.planner.settings import PackingSettings, ShardingSettings
 from wlb_titan.planner.sharding import Sharding, choose
 from wlb_titan.planner.stream import DocumentStream
@@ -39,8 +40,8 @@ class Planner:
             x data-parallel degree).
         data_parallel: degree; divides `micro_batches`.
         context_parallel: degree; above 1 each micro-batch is sharded.
-        divisor: micro-batches are padded up to a multiple of it (what context and tensor parallelism need).
         pipeline: how a data-parallel rank's micro-batches go through its pipeline; None without one.
+        divisor: micro-batches are padded up to a multiple of it (what context and tensor parallelism need).
         seed: of the epochs' orders; None reads the corpus in its own order.
         packing: the packing policy and its settings.
         sharding: the sharding policy and its settings.
@@ -48,6 +49,7 @@ class Planner:
         latency: predicts attention time, for the sharding policies; None takes the settings' profile and the
             attention of the paper's 7B model.
         fingerprint: names the corpus' content; a state goes on only with the fingerprint it was saved with.
+        improve: the solver of `fixed_solver`; None solves here.
 
     Raises:
         PlanError: the settings do not fit each other or the corpus.
@@ -61,14 +63,15 @@ class Planner:
         micro_batches: int,
         data_parallel: int = 1,
         context_parallel: int = 1,
+        pipeline: PipelineRuns | None = None,
         divisor: int = 1,
         seed: int | None = 0,
-        pipeline: PipelineRuns | None = None,
         packing: PackingSettings,
         sharding: ShardingSettings,
         cost_model: CostModel,
         latency: AttentionLatency | None = None,
         fingerprint: str = "",
+        improve: Improve | None = None,
     ) -> None:
         if micro_batches < 1 or micro_batches % data_parallel:
             raise PlanError(
@@ -87,7 +90,12 @@ class Planner:
                 "micro-batches of one step. Use a larger corpus or fewer micro-batches."
             )
         self._policy = create_policy(
-            packing, self._stream, micro_batches=micro_batches, cost_model=cost_model, divisor=divisor
+            packing,
+            self._stream,
+            micro_batches=micro_batches,
+            cost_model=cost_model,
+            divisor=divisor,
+            improve=improve,
         )
         if self._policy.fixed_length and window % divisor:
             raise PlanError(
@@ -98,6 +106,7 @@ class Planner:
         self._micro_batches = micro_batches
         self._data_parallel = data_parallel
         self._context_parallel = context_parallel
+        self._pipeline = pipeline
         self._divisor = divisor
         self._packing = packing
         self._sharding = sharding
@@ -106,7 +115,6 @@ class Planner:
         self._fingerprint = fingerprint
         self._iteration = 0
 
-        self._pipeline = pipeline
     @property
     def fixed_length(self) -> bool:
         """Whether every micro-batch is exactly as long as the context window."""
@@ -132,6 +140,8 @@ class Planner:
             assigned = dp.balanced(workloads, self._data_parallel)
         else:
             assigned = dp.in_order(self._micro_batches, self._data_parallel)
+        if self._pipeline is not None:
+            assigned = self._pipeline.arranged(assigned, forward, backward)
         micro_batches = tuple(
             self._micro_batch(dp_rank, index, packing.packs[pack], float(workloads[pack]))
             for dp_rank, packs in enumerate(assigned)
@@ -140,8 +150,6 @@ class Planner:
         waiting = self._policy.waiting
         plan = Plan(
             iteration=self._iteration,
-        if self._pipeline is not None:
-            assigned = self._pipeline.arranged(assigned, forward, backward)
             micro_batches=micro_batches,
             plan_ms=(time.perf_counter() - begin) * 1e3,
             waiting_documents=waiting.size,
@@ -201,7 +209,7 @@ class Planner:
     ) -> NDArray[np.float64]:
         lengths = np.concatenate([pack[:, LENGTH] for pack in packs])
         firsts = np.cumsum([0] + [len(pack) for pack in packs[:-1]])
-        return np.add.reduceat(workload(self._cost_model, lengths), firsts)
+        return np.add.reduceat(work_of(lengths), firsts)
 
     def _micro_batch(self, dp_rank: int, index: int, documents: Documents, work: float) -> MicroBatch:
         tokens = int(documents[:, LENGTH].sum())
