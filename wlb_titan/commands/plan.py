@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 POLICIES = ("plain", "fixed_greedy", "fixed_solver", "wlb", "wlb_lazy")
 TABLE_WIDTH = 96  # also where no terminal tells its own
 SHARDINGS = ("per_sequence", "per_document", "adaptive", "hybrid")
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B")
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 ORDERS = ("as_packed", "longest_first", "shortest_first", "best")
 
 

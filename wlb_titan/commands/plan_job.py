@@ -199,7 +199,7 @@ def _pipeline(
     shape = replace(runs.shape, ranks=ranks)
     if "schedule" in given:
         schedule = given["schedule"]
-        shape = PipelineShape(schedule, ranks, 2 if schedule == "Interleaved1F1B" else 1)
+        shape = PipelineShape(schedule, ranks, 1 if schedule in ("GPipe", "1F1B") else 2)
     order = given.get("order", runs.order)
     check_order(order, shape.schedule)
     return PipelineRuns(shape, micro_batches, order) if ranks > 1 else None
