@@ -32,6 +32,7 @@ from wlb_titan.runtime.attention import DocumentMask
 from wlb_titan.runtime.compile import coarser, compile_each_length, documents_vary
 from wlb_titan.runtime.dataloader import PlannedDataLoader
 from wlb_titan.runtime.imbalance import rank_imbalance
+from wlb_titan.runtime.memory import describe_memory, measured_memory
 from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank
 from wlb_titan.runtime.pass_timer import PassTimer
 from wlb_titan.runtime.pipeline_schedules import pipeline_shape
@@ -149,6 +150,7 @@ class Trainer(TorchtitanTrainer):
             "longest_micro_batch": max(m.length for m in plan.micro_batches),
             "plan_ms": plan.plan_ms,
             **self.step_trace.end(self.step, plan),
+            **measured_memory(self.parallel_dims, self.device),
             "flops": model_flops(self.planned.config.shape, lengths),
         }
 
@@ -161,6 +163,8 @@ class Trainer(TorchtitanTrainer):
             f"Corpus {self.planned.corpus.path}: {len(self.planned.corpus.lengths):,} documents, "
             f"{int(self.planned.corpus.lengths.sum()):,} tokens"
         )
+        for line in describe_memory(self.config, self.parallel_dims):
+            logger.info(line)
         super().train()
         if self.planned.plan is None and self.step >= self.config.training.steps:
             logger.warning(

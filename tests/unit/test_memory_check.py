@@ -1,0 +1,75 @@
+"""A configuration that cannot fit its devices is refused with the arithmetic."""
+
+import pytest
+
+pytest.importorskip("torchtitan")
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """Loads a TOML file, and the ranks' parallel dimensions for it."""
+    from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+
+    use_cpu_without_accelerator()
+    from torchtitan.distributed import ParallelDims
+
+    from wlb_titan.config import load_config
+
+    def load(text):
+        path = tmp_path_factory.mktemp("memory") / "train.toml"
+        path.write_text(text)
+        config = load_config(path).config
+        return config, ParallelDims.from_config(config.parallelism, 4)
+
+    return load
+
+
+PIPELINE = """
+base = "llama2_7b"
+[training]
+seq_len = 32768
+local_batch_size = 8
+[parallelism]
+pipeline_parallel_degree = 4
+data_parallel_shard_degree = 1
+[wlb.packing]
+policy = "wlb"
+"""
+
+
+def test_what_cannot_fit_is_refused_with_the_arithmetic(loaded):
+    from wlb_titan.errors import UserError
+    from wlb_titan.runtime.memory import check_memory, predicted_memory
+
+    config, dims = loaded(PIPELINE)
+    ranks = predicted_memory(config, dims, config.training.seq_len)
+    most = max(ranks, key=lambda rank: rank.total)
+    assert [rank.layers for rank in ranks] == [8, 9, 8, 7]
+    check_memory(config, dims, most.total)
+    with pytest.raises(UserError) as error:
+        check_memory(config, dims, most.total - GIB // 10)
+    message = str(error.value)
+    assert f"pipeline rank {most.rank}: {most.total / GIB:.2f} GiB" in message
+    assert "activations" in message and "optimizer" in message and "\n" not in message
+
+
+def test_the_longest_micro_batch_counts_in_the_log(loaded):
+    from wlb_titan.runtime.memory import describe_memory, longest_micro_batch
+
+    config, dims = loaded(PIPELINE)
+    assert longest_micro_batch(config) == 2 * 32768
+    lines = describe_memory(config, dims)
+    assert len(lines) == 4 and all("micro-batches of 65536 tokens" in line for line in lines)
+    plain, dims = loaded(PIPELINE.replace('"wlb"', '"plain"'))
+    assert longest_micro_batch(plain) == 32768
+
+
+def test_a_schedule_that_the_planner_does_not_know_is_not_predicted(loaded):
+    from wlb_titan.runtime.memory import check_memory, describe_memory
+
+    schedule = '[parallelism]\npipeline_parallel_schedule = "DualPipeV"'
+    config, dims = loaded(PIPELINE.replace("[parallelism]", schedule))
+    check_memory(config, dims, 1)
+    assert describe_memory(config, dims) == ["Memory of DualPipeV is not predicted"]

@@ -1,0 +1,128 @@
+"""Whether a run fits its devices: predicted before anything is built, and measured while it trains."""
+
+from __future__ import annotations
+
+import resource
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import FullAC
+
+from wlb_titan.errors import UserError
+from wlb_titan.planner.degrees import Degrees
+from wlb_titan.planner.errors import PlanError
+from wlb_titan.planner.memory import GIB, MemorySettings, RankMemory, pipeline_memory
+from wlb_titan.runtime.pipeline_schedules import pipeline_shape, stage_names
+from wlb_titan.runtime.shape import model_shape
+
+if TYPE_CHECKING:
+    from wlb_titan.runtime.trainer import Trainer
+
+
+def predicted_memory(
+    config: Trainer.Config, dims: ParallelDims, length: int
+) -> tuple[RankMemory, ...] | None:
+    """The peak of each pipeline rank with micro-batches of `length` tokens; None where it is not known.
+
+    Not known are schedules whose order of passes the planner does not know.
+    """
+    assert config.model_spec is not None
+    model = config.model_spec.model
+    schedule, chunks, layers = "1F1B", 1, [len(model.layers)]
+    if dims.pp_enabled:
+        shape = pipeline_shape(config.parallelism, model)
+        schedule, chunks = shape.schedule, shape.chunks
+        names = stage_names(config.parallelism, model)
+        layers = [sum(name.startswith("layers.") for name in stage) for stage in names]
+    try:
+        return pipeline_memory(
+            model_shape(model),
+            Degrees(
+                tensor=dims.tp,
+                context=dims.cp,
+                pipeline=dims.pp,
+                shard=dims.dp_shard,
+                replicate=dims.dp_replicate,
+            ),
+            # Without a pipeline one micro-batch runs after the other.
+            [length] * (config.training.local_batch_size if dims.pp_enabled else 1),
+            schedule=schedule,
+            chunks=chunks,
+            settings=_settings(config),
+            layers=layers,
+        )
+    except PlanError:
+        return None
+
+
+def check_memory(config: Trainer.Config, dims: ParallelDims, device_bytes: int) -> None:
+    """Refuses what cannot fit: a step of micro-batches that are no longer than the context window.
+
+    Raises:
+        UserError: with the arithmetic of the pipeline rank that needs most.
+    """
+    ranks = predicted_memory(config, dims, config.training.seq_len)
+    if ranks is None:
+        return
+    most = max(ranks, key=lambda rank: rank.total)
+    if most.total > device_bytes:
+        raise UserError(
+            f"parallelism: this cannot fit: a device has {device_bytes / GIB:.2f} GiB, and with micro-batches of "
+            f"{config.training.seq_len} tokens is predicted {_one_line(most)}. Raise a degree of "
+            "parallelism, save more with activation_checkpoint, or lower training.seq_len or "
+            "training.local_batch_size."
+        )
+
+
+def describe_memory(config: Trainer.Config, dims: ParallelDims) -> list[str]:
+    """A line on each pipeline rank's predicted peak, with micro-batches as long as they may become."""
+    length = longest_micro_batch(config)
+    ranks = predicted_memory(config, dims, length)
+    if ranks is None:
+        return [f"Memory of {config.parallelism.pipeline_parallel_schedule} is not predicted"]
+    return [f"Predicted peak memory, micro-batches of {length} tokens: {_one_line(rank)}" for rank in ranks]
+
+
+def longest_micro_batch(config: Trainer.Config) -> int:
+    """Tokens that a micro-batch may have under the packing policy."""
+    if config.wlb.packing.policy not in ("wlb", "wlb_lazy"):
+        return config.training.seq_len
+    return config.wlb.packing.max_length or 2 * config.training.seq_len
+
+
+def measured_memory(dims: ParallelDims, device: torch.device) -> dict[str, float]:
+    """GiB by pipeline rank, the most of its ranks. Call it on every rank.
+
+    Of an accelerator what was allocated at most since the last report; of the CPU what the process has had
+    resident at most since it started, the libraries included.
+    """
+    if device.type == "cpu":
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    else:
+        used = torch.accelerator.max_memory_allocated()
+    peaks = torch.zeros(dims.pp, dtype=torch.float64, device=device)
+    peaks[dims.get_mesh("pp").get_local_rank() if dims.pp_enabled else 0] = used / GIB
+    dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+    return {f"peak_memory_gib/pp{rank}": peak for rank, peak in enumerate(peaks.tolist())}
+
+
+def _settings(config: Trainer.Config) -> MemorySettings:
+    checkpointing = config.activation_checkpoint
+    kind = "selective" if checkpointing is not None else "none"
+    reshard = config.parallelism.fsdp_reshard_after_forward
+    pipelined = config.parallelism.pipeline_parallel_degree > 1
+    return MemorySettings(
+        checkpointing="full" if isinstance(checkpointing, FullAC.Config) else kind,
+        compute_bytes=TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize,
+        loss_chunks=config.loss.num_chunks if isinstance(config.loss, ChunkedLossWrapper.Config) else 1,
+        reshard=reshard == "always" or (reshard == "default" and not pipelined),
+    )
+
+
+def _one_line(rank: RankMemory) -> str:
+    head, *terms = rank.explain().splitlines()
+    return f"{head}: {' + '.join(' '.join(term.split()) for term in terms)}"
