@@ -71,8 +71,8 @@ def check_memory(config: Trainer.Config, dims: ParallelDims, device_bytes: int) 
     most = max(ranks, key=lambda rank: rank.total)
     if most.total > device_bytes:
         raise UserError(
-            f"parallelism: this cannot fit: a device has {device_bytes / GIB:.2f} GiB, and with micro-batches of "
-            f"{config.training.seq_len} tokens is predicted {_one_line(most)}. Raise a degree of "
+            f"parallelism: this cannot fit: a device has {device_bytes / GIB:.2f} GiB; with micro-batches of "
+            f"{config.training.seq_len} tokens the prediction is {_one_line(most)}. Raise a degree of "
             "parallelism, save more with activation_checkpoint, or lower training.seq_len or "
             "training.local_batch_size."
         )
