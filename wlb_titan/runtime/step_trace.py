@@ -55,11 +55,13 @@ class StepTrace:
         self._dims = parallel_dims
         self._writer = writer
         self._folder = os.path.join(folder, FOLDER)
+        self._measuring = False
 
     def begin(self, step: int) -> None:
         """Begins to measure if this step is due. Call it on every rank."""
         if self._every > 0 and step % self._every == 0:
             dist.barrier()
+            self._measuring = True
             self._timer.start()
 
     def end(self, step: int, plan: Plan) -> dict[str, float]:
@@ -69,8 +71,9 @@ class StepTrace:
             on the writer the figures of a measured step: "measured_imbalance", and with pipeline
             parallelism "bubble"; nothing else.
         """
-        if not self._timer.on:
+        if not self._measuring:
             return {}
+        self._measuring = False
         place = (self._place(axis) for axis in ("batch", "pp", "cp", "tp"))
         mine = RankPasses(*place, self._timer.stop())
         is_writer = dist.get_rank() == self._writer
