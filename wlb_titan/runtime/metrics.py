@@ -17,6 +17,7 @@ from torchtitan.components import metrics as titan
 from torchtitan.tools.logging import logger
 
 FILE_NAME = "metrics.jsonl"
+VALIDATION_FILE_NAME = "validation.jsonl"
 
 
 def metrics_rank(parallel_dims: Any, schedule: str) -> int:
@@ -43,6 +44,7 @@ class MetricsProcessor(titan.MetricsProcessor):
             self.gpu_peak_flops * parallel_dims.world_size if torch.accelerator.is_available() else None
         )
         self._path = os.path.join(dump_folder, FILE_NAME)
+        self._validation_path = os.path.join(dump_folder, VALIDATION_FILE_NAME)
         self._file: TextIO | None = None
         self.step_figures: Callable[[], dict[str, Any]] = dict  # the trainer's, of the step being logged
 
@@ -93,6 +95,13 @@ class MetricsProcessor(titan.MetricsProcessor):
         self.data_loading_times.clear()
         self.time_last_log = time.perf_counter()
         self.device_memory_monitor.reset_peak_stats()
+
+    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+        """Reports a validation pass: torchtitan's way, and as a line of validation.jsonl."""
+        super().log_validation(loss, step, extra_metrics)
+        if self._reports:
+            with _open_before(self._validation_path, step) as file:
+                file.write(json.dumps({"step": step, "loss": loss}) + "\n")
 
     def close(self) -> None:
         super().close()

@@ -29,6 +29,7 @@ from wlb_titan.runtime.metrics import MetricsProcessor
 from wlb_titan.runtime.models import llama_spec
 from wlb_titan.runtime.pipeline import pipeline
 from wlb_titan.runtime.trainer import Trainer
+from wlb_titan.runtime.validator import Validator
 
 
 def llama3_debug() -> Trainer.Config:
@@ -114,6 +115,7 @@ def _adopt(base: TorchtitanTrainer.Config, name: str) -> Trainer.Config:
     values["training"] = dataclasses.replace(base.training, disable_cuda_graphs=True)
     values["parallelism"] = dataclasses.replace(base.parallelism, spmd_backend="full_dtensor")
     values["metrics"] = MetricsProcessor.Config(**_fields(base.metrics))
+    values["validator"] = Validator.Config(**_fields(base.validator))
     if type(base.activation_checkpoint) is SelectiveAC.Config:
         values["activation_checkpoint"] = SelectiveDocumentAC.Config(**_fields(base.activation_checkpoint))
     return Trainer.Config(**values)

@@ -19,25 +19,25 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.components.metrics import MetricsProcessor as TitanMetricsProcessor
-from torchtitan.distributed import full_dtensor
+from torchtitan.components.validate import Validator as TitanValidator
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer as TorchtitanTrainer
 
 from wlb_titan.config.settings import WlbSettings
 from wlb_titan.corpus import Corpus
-from wlb_titan.planner import sharding
 from wlb_titan.planner.pipeline_runs import PipelineRuns
 from wlb_titan.planner.plan import LENGTH, MicroBatch
-from wlb_titan.runtime.attention import DocumentMask
-from wlb_titan.runtime.compile import coarser, compile_each_length, documents_vary
+from wlb_titan.runtime.compile import coarser, compile_each_length
 from wlb_titan.runtime.dataloader import PlannedDataLoader
 from wlb_titan.runtime.imbalance import rank_imbalance
+from wlb_titan.runtime.inputs import rank_inputs
 from wlb_titan.runtime.memory import describe_memory, measured_memory
 from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank
 from wlb_titan.runtime.pass_timer import PassTimer
 from wlb_titan.runtime.pipeline_schedules import pipeline_shape
 from wlb_titan.runtime.shape import model_flops, model_shape
 from wlb_titan.runtime.step_trace import StepTrace
+from wlb_titan.runtime.validator import Validator
 
 
 class Trainer(TorchtitanTrainer):
@@ -49,6 +49,7 @@ class Trainer(TorchtitanTrainer):
         """What wlb_titan adds: corpus, packing, sharding."""
 
         metrics: TitanMetricsProcessor.Config = field(default_factory=MetricsProcessor.Config)
+        validator: TitanValidator.Config = field(default_factory=Validator.Config)
 
     def __init__(self, config: Config) -> None:
         corpus = Corpus.open(config.wlb.corpus.path)
@@ -93,30 +94,19 @@ class Trainer(TorchtitanTrainer):
             labels: int64 (1, L).
 
         Returns:
-            inputs and labels, DTensors of global shape (data parallel, L), and the model's keyword
-            arguments: positions, a DTensor alike, and attention_masks, a DocumentMask.
+            as `rank_inputs`.
         """
         inputs, positions = input_dict["input"], input_dict["positions"]
         micro_batch: MicroBatch = input_dict["micro_batch"]
-        lengths = micro_batch.documents[:, LENGTH]
-        if self.parallel_dims.cp_enabled:
-            shards = micro_batch.ranks
-            assert shards is not None
-            rank = self.parallel_dims.get_mesh("cp").get_local_rank()
-            order = sharding.sequence_positions(shards, lengths, micro_batch.length)
-            mine = torch.from_numpy(order[rank]).to(self.device)
-            inputs, labels, positions = inputs[:, mine], labels[:, mine], positions[:, mine]
-            key_order = torch.from_numpy(np.argsort(order.ravel())).to(self.device)
-            segments = sharding.segments(shards[rank], lengths)
-        else:
-            key_order = None
-            segments = sharding.segments(sharding.whole(lengths), lengths)
-        self.ntokens_seen += labels.numel()
-        inputs, labels, kwargs = full_dtensor.parallelize_inputs(
-            self.parallel_dims, inputs, labels, {"positions": positions}
+        self.ntokens_seen += micro_batch.length // self.parallel_dims.cp
+        return rank_inputs(
+            self.parallel_dims,
+            inputs,
+            labels,
+            positions,
+            micro_batch.documents[:, LENGTH],
+            micro_batch.ranks,
         )
-        kwargs["attention_masks"] = DocumentMask(documents_vary(torch.from_numpy(segments)), key_order)
-        return inputs, labels, kwargs
 
     def forward_backward_step(self, **arguments: Any) -> torch.Tensor:
         if self.parallel_dims.pp_enabled:

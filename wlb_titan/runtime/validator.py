@@ -1,0 +1,61 @@
+"""torchtitan's validation pass with document attention: its dataset, its loop, our masks and sharding.
+
+Sequences are of `training.seq_len` tokens and are packed by torchtitan's data loader, whatever the packing
+policy of training. Under pipeline parallelism `training.local_batch_size` of them go through the pipeline
+together, forward only; without it one after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torchtitan.components import validate as titan
+from torchtitan.distributed import ParallelDims
+
+from wlb_titan.planner import sharding
+from wlb_titan.runtime.inputs import rank_inputs
+
+
+class Validator(titan.Validator):
+    """Validates on `validator.dataloader`, `validator.steps` steps every `validator.freq` training steps."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(titan.Validator.Config):
+        pass
+
+    def __init__(
+        self, config: Config, *, parallel_dims: ParallelDims, local_batch_size: int, **arguments: Any
+    ) -> None:
+        super().__init__(
+            config,
+            parallel_dims=parallel_dims,
+            # Our attention takes one packed sequence at a time.
+            local_batch_size=local_batch_size if parallel_dims.pp_enabled else 1,
+            **arguments,
+        )
+
+    def post_dataloading_process(
+        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, model_parts: list[nn.Module]
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """This rank's share of a sequence, sharded per sequence, and its mask; see `rank_inputs`."""
+        inputs, positions = input_dict["input"], input_dict["positions"]
+        lengths = document_lengths(positions)
+        cp = self.parallel_dims.cp
+        shards = sharding.per_sequence(lengths, inputs.shape[1], cp) if cp > 1 else None
+        return rank_inputs(self.parallel_dims, inputs, labels, positions, lengths, shards)
+
+
+def document_lengths(positions: torch.Tensor) -> NDArray[np.int64]:
+    """Tokens of the documents of one sequence, read off its positions.
+
+    Args:
+        positions: int64 (1, L), each token's place in its document; a document begins where it is 0, and
+            what the sequence begins with is a document too.
+    """
+    begins = np.flatnonzero(positions[0].cpu().numpy() == 0)
+    return np.diff(np.unique([0, *begins, positions.shape[1]]))
