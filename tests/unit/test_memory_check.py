@@ -10,9 +10,6 @@ GIB = 2**30
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
     """Loads a TOML file, and the ranks' parallel dimensions for it."""
-    from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
-
-    use_cpu_without_accelerator()
     from torchtitan.distributed import ParallelDims
 
     from wlb_titan.config import load_config
