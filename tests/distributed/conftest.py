@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import select
 import signal
 import socket
 import subprocess
@@ -17,7 +19,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 CONFIG = TESTS / "experiment.toml"
-TIMEOUT = 580  # seconds for one launch
+TIMEOUT = 240  # seconds for one experiment
 
 
 @dataclass
@@ -38,11 +40,12 @@ class Experiment:
 
 
 class Lab:
-    """Runs experiments on one corpus, from one seed checkpoint."""
+    """Runs experiments on one corpus, from one seed checkpoint, in processes forked from `worker.py`."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.corpus = folder / "corpus"
+        self._worker: subprocess.Popen | None = None
         make_corpus(folder / "documents.jsonl", self.corpus)
         seed = self.experiment("seed", "--checkpoint.create_seed_checkpoint", "true")
         self.run(1, [seed])
@@ -55,24 +58,47 @@ class Lab:
         return Experiment(self.folder / name, [*words, *overrides])
 
     def run(self, processes: int, experiments: Sequence[Experiment]) -> None:
-        """Runs the experiments one after the other, in the same `processes` processes."""
-        jobs = self.folder / "jobs.json"
-        jobs.write_text(json.dumps([[str(CONFIG), e.words(), free_port()] for e in experiments]))
-        log = self.folder / "log.txt"
-        with open(log, "w") as output:
-            launcher = subprocess.Popen(
-                torchrun(processes, str(TESTS / "worker.py"), str(jobs)),
-                stdout=output,
-                stderr=subprocess.STDOUT,
+        """Runs the experiments one after the other, each in so many processes."""
+        for experiment in experiments:
+            log = experiment.folder.with_suffix(".log")
+            job = {
+                "processes": processes,
+                "port": free_port(),
+                "log": str(log),
+                "words": ["--config", str(CONFIG), *experiment.words()],
+            }
+            code = self._ask(json.dumps(job))
+            assert code == "0", f"{experiment.folder.name}: exit code {code}: {first_failure(log)}"
+
+    def close(self) -> None:
+        """Ends the worker and whatever it has started."""
+        if self._worker is not None:
+            os.killpg(self._worker.pid, signal.SIGKILL)
+            self._worker.communicate()
+            self._worker = None
+
+    def _ask(self, job: str) -> str:
+        if self._worker is None:
+            self._worker = subprocess.Popen(
+                [sys.executable, str(TESTS / "worker.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
                 start_new_session=True,
                 env={**os.environ, "PYTHONPATH": str(TESTS)},  # for the bases of the tests
             )
-            try:
-                code = launcher.wait(TIMEOUT)
-            except subprocess.TimeoutExpired:
-                code = f"none within {TIMEOUT} seconds"
-                os.killpg(launcher.pid, signal.SIGKILL)
-        assert code == 0, f"exit code {code}: {log.read_text()[-12000:]}"
+        print(job, file=self._worker.stdin, flush=True)
+        if not select.select([self._worker.stdout], [], [], TIMEOUT)[0]:
+            self.close()
+            return f"none within {TIMEOUT} seconds"
+        return self._worker.stdout.readline().strip()
+
+
+def first_failure(log: Path) -> str:
+    """What a log says from the first traceback on, or else its end."""
+    text = log.read_text() if log.exists() else ""
+    found = re.search("Fatal Python error|Traceback", text)
+    return text[found.start() :][:12000] if found else text[-12000:]
 
 
 def layout(pp: int = 1, cp: int = 1, tp: int = 1, dp: int = 1) -> list[str]:
@@ -119,6 +145,8 @@ def make_corpus(texts: Path, output: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def lab(tmp_path_factory) -> Lab:
+def lab(tmp_path_factory):
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    return Lab(tmp_path_factory.mktemp("lab"))
+    lab = Lab(tmp_path_factory.mktemp("lab"))
+    yield lab
+    lab.close()

@@ -4,17 +4,24 @@ import json
 from collections import Counter
 
 import pytest
+import torch
 from conftest import layout
+from probing import FILE
 
 # One cost model for all layouts: the analytic one depends on the degrees, and with it the packing.
 COMMON = (
+    *("--base", "probing:config"),
     *("--training.seq_len", "512", "--training.steps", "2"),
     *("--wlb.packing.cost_model", "quadratic:1,1000"),
+    # DTensor works out the sharding of each operation anew for each length; only one run is that thorough.
+    *("--wlb.packing.length_multiple", "128"),
 )
 PACKING = {
     "fixed_greedy": ("--wlb.packing.policy", "fixed_greedy", "--wlb.packing.window", "2"),
     "wlb": ("--wlb.packing.policy", "wlb", "--wlb.packing.thresholds", "[300, 450]"),
     "wlb_lazy": ("--wlb.packing.policy", "wlb_lazy"),
+    # A gap that it reaches at once: it would find something else whenever the clock stopped it.
+    "fixed_solver": ("--wlb.packing.policy", "fixed_solver", "--wlb.packing.gap", "0.2"),
 }
 SHARDING = ("per_sequence", "per_document", "adaptive", "hybrid")
 
@@ -26,9 +33,13 @@ def sharding(policy: str) -> tuple[str, str]:
 # name -> (packing policy, overrides)
 RUNS = {
     **{f"cp4_{policy}": ("wlb", (*layout(cp=4), *sharding(policy))) for policy in SHARDING},
-    "dp2_cp2_wlb": ("wlb", (*layout(dp=2, cp=2), *sharding("hybrid"))),
+    "dp2_cp2_wlb": (
+        "wlb",
+        (*layout(dp=2, cp=2), *sharding("hybrid"), "--wlb.packing.length_multiple", "1"),
+    ),
     "dp2_cp2_wlb_lazy": ("wlb_lazy", (*layout(dp=2, cp=2), *sharding("adaptive"))),
     "dp2_cp2_fixed_greedy": ("fixed_greedy", (*layout(dp=2, cp=2), *sharding("per_document"))),
+    "dp2_cp2_fixed_solver": ("fixed_solver", layout(dp=2, cp=2)),
     "pp2_cp2_wlb_lazy": (
         "wlb_lazy",
         (
@@ -41,6 +52,13 @@ RUNS = {
         "wlb",
         (*layout(cp=2, tp=2), "--activation_checkpoint.class", "FullAC", "--wlb.trace_every", "1"),
     ),
+    "cp2_compiled": (
+        "wlb",
+        (
+            *(*layout(cp=2), *sharding("hybrid"), "--wlb.packing.length_multiple", "512"),
+            *("--compile.enable", "true", "--compile.backend", "aot_eager"),
+        ),
+    ),
 }
 
 
@@ -52,7 +70,9 @@ def runs(lab):
         name: lab.experiment(name, *COMMON, *PACKING[packing], *overrides)
         for name, (packing, overrides) in RUNS.items()
     }
-    lab.run(4, list(experiments.values()))
+    compiled = experiments["cp2_compiled"]
+    lab.run(2, [compiled])
+    lab.run(4, [experiment for experiment in experiments.values() if experiment is not compiled])
     return references, experiments
 
 
@@ -62,6 +82,18 @@ def test_losses_equal_one_process(runs, name):
     references, experiments = runs
     packing, _ = RUNS[name]
     assert experiments[name].losses() == pytest.approx(references[packing].losses(), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_gradients_equal_one_process(runs, name):
+    references, experiments = runs
+    packing, _ = RUNS[name]
+    mine, expected = (torch.load(run.folder / FILE) for run in (experiments[name], references[packing]))
+    assert mine.keys() == expected.keys()
+    for parameter, gradient in expected.items():
+        scale = gradient.abs().max()
+        assert scale > 0, f"{parameter} has no gradient that could be compared"
+        assert (mine[parameter] - gradient).abs().max() < 1e-5 * scale, parameter
 
 
 def test_policies_that_balance_do(runs):
