@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 from wlb_titan.planner.analytic import ModelShape
 from wlb_titan.planner.degrees import Degrees
@@ -178,15 +178,22 @@ def pipeline_memory(
     return tuple(result)
 
 
-def weighted_tokens(actions: Sequence[Action], lengths: Sequence[int], layers: Sequence[int]) -> list[int]:
-    """Tokens in flight on a rank after each of its actions, each times the layers of its stage."""
-    live, result = 0, []
+def weighted_tokens(actions: Sequence[Action], lengths: Any, layers: Sequence[int]) -> list[Any]:
+    """Tokens in flight on a rank after each of its actions, each times the layers of its stage.
+
+    Args:
+        actions: the rank's, in order.
+        lengths: tokens of the micro-batches; or an array (n, k) of those of k steps, for as many results.
+        layers: of each stage.
+    """
+    live: Any = 0
+    result = []
     for action in actions:
         tokens = lengths[action.place] * layers[action.stage]
         if action.kind == "F":
-            live += tokens
+            live = live + tokens
         elif action.kind in ("B", "W"):  # I frees little: the weights' gradients need the activations still
-            live -= tokens
+            live = live - tokens
         result.append(live)
     return result
 

@@ -1,0 +1,219 @@
+"""Steps by hand: passes of a micro-batch, the slowest replica, communication, memory, timelines."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from wlb_titan.planner.analytic import PAPER_MODELS, ModelShape
+from wlb_titan.planner.attention_latency import AttentionLatency, KernelCost, Tiling
+from wlb_titan.planner.cluster import Cluster, Link, load_cluster
+from wlb_titan.planner.degrees import Degrees
+from wlb_titan.planner.errors import PlanError
+from wlb_titan.planner.memory import MemorySettings
+from wlb_titan.planner.plan import MicroBatch, Plan
+from wlb_titan.planner.sharding import per_sequence
+from wlb_titan.planner.workload import workload
+from wlb_titan.simulator.job import SimulatedJob, cluster_latency
+from wlb_titan.simulator.passes import JobCost, MicroBatches, pass_times, transfer_seconds
+from wlb_titan.simulator.step import simulate
+from wlb_titan.simulator.timeline import step_timeline
+
+MODEL = ModelShape(layers=4, hidden=8, heads=2, kv_heads=2, head_dim=4, feed_forward=16, vocabulary=32)
+LAYER = 4 * 8 * 8 + 3 * 8 * 16  # weights in matrix products
+CLUSTER = Cluster(
+    name="test",
+    memory=1e9,
+    peak_flops=1e12,
+    linear_flops=1e9,
+    attention_flops=1e9,
+    attention_backward_flops=1e9,
+    memory_bandwidth=float("inf"),
+    gpus_per_node=8,
+    node=Link(float("inf"), 0.0),
+    network=Link(float("inf"), 0.0),
+)
+# One query a tile, one key a block: forward 1 microsecond a pair of tokens and head, backward 2.
+TILING = Tiling(1, 1)
+PAIRS = AttentionLatency(
+    KernelCost(TILING, launch=0, key=0, segment=0, tile=0, block=1e-6, masked=0),
+    KernelCost(TILING, launch=0, key=0, segment=0, tile=0, block=2e-6, masked=0),
+    units=1,
+    heads=2,
+    source="test",
+)
+NONE = MemorySettings(checkpointing="none")
+
+
+def plan(replicas, context=1):
+    """Micro-batches of whole documents; `replicas` are lists of lists of documents' lengths."""
+    micro_batches = []
+    for dp_rank, packs in enumerate(replicas):
+        for index, lengths in enumerate(packs):
+            d = np.array(lengths)
+            documents = np.stack([np.arange(len(d)), 0 * d, d, 0 * d], axis=1)
+            ranks = per_sequence(d, int(d.sum()), context) if context > 1 else None
+            sharding = "per_sequence" if context > 1 else None
+            micro_batches.append(MicroBatch(dp_rank, index, int(d.sum()), 0, 1.0, documents, sharding, ranks))
+    return Plan(0, tuple(micro_batches), 0.0)
+
+
+def job(**changes):
+    given = {"model": MODEL, "degrees": Degrees(), "cluster": CLUSTER, "latency": PAIRS, "memory": NONE}
+    return SimulatedJob(**{**given, **changes})
+
+
+def pairs(length):
+    return length * (length + 1) / 2
+
+
+def test_one_gpu_by_hand():
+    """Documents of 3 and 5 tokens: matrices three times, attention once forward and twice backward."""
+    prediction = simulate(job(), [plan([[[3, 5]]])])
+    matrices = 2 * (4 * LAYER + 8 * 32) * 8 / 1e9
+    attention = 4 * 2 * (pairs(3) + pairs(5)) * 1e-6
+    assert prediction.pipeline[0] == pytest.approx(3 * matrices + 3 * attention)
+    assert prediction.bubble == pytest.approx(0, abs=1e-12)
+    assert prediction.tokens.tolist() == [8]
+    assert prediction.flops[0] == pytest.approx(3 * (matrices * 1e9 + 2 * 8 * 4 * (9 + 25)))
+    assert prediction.mfu == pytest.approx(prediction.flops[0] / prediction.seconds[0] / 1e12)
+
+
+def test_checkpointing_repeats_the_forward_pass():
+    token = 2 * LAYER / 1e9
+    batch = MicroBatches.of(plan([[[4]]]).micro_batches, PAIRS).in_runs(1)
+    attention = 2 * pairs(4) * 1e-6
+    expected = {
+        "none": 0.0,
+        "full": 4 * token + attention,
+        "selective": 4 * token * (8 + 8 + 16) / (4 * 8 + 3 * 16),
+    }
+    plain = pass_times(job(), batch)
+    for checkpointing, seconds in expected.items():
+        times = pass_times(job(memory=MemorySettings(checkpointing=checkpointing)), batch)
+        assert (times.inputs - plain.inputs)[0, 0, 0] == pytest.approx(4 * seconds)
+        assert np.array_equal(times.forward, plain.forward)
+
+
+def test_the_slowest_context_parallel_rank_counts_in_each_pass():
+    """Per sequence, a document of 6 and one of 2: rank 0 has tokens 0 1 6 7, rank 1 has tokens 2 to 5."""
+    one = plan([[[6, 2]]], context=2)
+    batch = MicroBatches.of(one.micro_batches, PAIRS)
+    assert batch.forward[0] == pytest.approx(2 * (3 + 4 + 5 + 6) * 1e-6)
+    assert batch.backward[0] == pytest.approx(2 * batch.forward[0])
+    prediction = simulate(job(degrees=Degrees(context=2)), [one])
+    matrices = 2 * (4 * LAYER + 8 * 32) * 4 / 1e9
+    assert prediction.pipeline[0] == pytest.approx(3 * (matrices + 4 * batch.forward[0]))
+
+
+def test_tensor_and_context_collectives():
+    """7B, TP 4 in a node and CP 2 across: bytes over bandwidth, and a latency a collective."""
+    cluster = replace(CLUSTER, gpus_per_node=4, node=Link(1e9, 1e-3), network=Link(1e8, 1e-2))
+    degrees = Degrees(tensor=4, context=2)
+    batch = MicroBatches(np.full((1, 1), 1024.0), np.zeros((1, 1)), np.zeros((1, 1)))
+    model = PAPER_MODELS["7B"]
+    slow = pass_times(job(model=model, degrees=degrees, cluster=cluster), batch)
+    fast = pass_times(job(model=model, degrees=degrees), batch)
+    tensor = 4 * (1024 / 2 * 4096 * 2 * (3 / 4) / 1e9 + 1e-3)
+    context = 2 * (1024 * 4096 / 4 * 2 * (1 / 2) / 1e8 + 1e-2)
+    difference = (slow.forward - fast.forward)[0, 0, 0]
+    # Four groups of two share the network of a node: each has as many cards as it has ranks there.
+    assert difference == pytest.approx(32 * (tensor + context))
+    assert (slow.weights == fast.weights).all()
+
+
+def test_transfer_between_pipeline_ranks():
+    cluster = replace(CLUSTER, gpus_per_node=2, network=Link(1e6, 0.5))
+    staged = job(degrees=Degrees(pipeline=2, context=2), cluster=cluster)
+    assert transfer_seconds(staged, np.array([[10.0]]))[0, 0] == pytest.approx(10 * 8 * 2 / 2 / 1e6 + 0.5)
+    assert transfer_seconds(job(), np.array([[10.0]])) == 0
+
+
+def test_the_slowest_replica_counts():
+    alone = simulate(job(), [plan([[[8], [8]]])])
+    both = simulate(job(degrees=Degrees(replicate=2)), [plan([[[1], [1]], [[8], [8]]])])
+    assert both.pipeline == pytest.approx(alone.pipeline)
+    assert 0.4 < both.bubble < 0.5
+
+
+def test_fsdp_without_a_pipeline_waits_for_each_micro_batch():
+    crossed = plan([[[8], [1]], [[1], [8]]])
+    replicated = simulate(job(degrees=Degrees(replicate=2)), [crossed])
+    sharded = simulate(job(degrees=Degrees(shard=2)), [crossed])
+    longest = simulate(job(), [plan([[[8], [8]]])])
+    assert sharded.pipeline == pytest.approx(longest.pipeline)
+    assert replicated.pipeline == pytest.approx(simulate(job(), [plan([[[8], [1]]])]).pipeline)
+
+
+def test_gradient_reduction_hides_or_not():
+    cluster = replace(CLUSTER, network=Link(1e8, 0.0), node=Link(1e8, 0.0))
+    degrees = Degrees(shard=2)
+    batches = plan([[[64]], [[64]]])
+    bare = simulate(job(degrees=degrees, cluster=cluster, overlap=False), [batches])
+    weights = 4 * (LAYER + 2 * 8) + 2 * 8 * 32 + 8
+    assert bare.communication[0] == pytest.approx(weights * (2 + 4) / 2 / 1e8)
+    hidden = simulate(job(degrees=degrees, cluster=cluster), [batches])
+    assert hidden.communication[0] == pytest.approx(bare.communication[0] / 4)
+    slow = replace(cluster, node=Link(1e3, 0.0))
+    exposed = simulate(job(degrees=degrees, cluster=slow), [batches])
+    assert exposed.communication[0] > 0.5 * weights * (2 + 4) / 2 / 1e3
+
+
+def test_runs_follow_each_other():
+    one = simulate(job(degrees=Degrees(pipeline=2)), [plan([[[8], [4]]])])
+    two = simulate(job(degrees=Degrees(pipeline=2), run=2), [plan([[[8], [4], [8], [4]]])])
+    assert two.pipeline == pytest.approx(2 * one.pipeline)
+    with pytest.raises(PlanError, match=r"3 micro-batches of a replica.*runs of 2"):
+        simulate(job(degrees=Degrees(pipeline=2), run=2), [plan([[[8], [4], [8]]])])
+
+
+def test_several_steps_are_those_one_by_one():
+    staged = job(degrees=Degrees(pipeline=2, replicate=2))
+    steps = [plan([[[8], [4]], [[2], [9]]]), plan([[[1], [3]], [[7], [2]]])]
+    together = simulate(staged, steps)
+    apart = [simulate(staged, [step]) for step in steps]
+    assert together.seconds == pytest.approx(np.concatenate([one.seconds for one in apart]))
+    assert together.peak_memory.total == max(one.peak_memory.total for one in apart)
+
+
+def test_packing_and_simulation_agree_on_work():
+    """A document alone in a micro-batch takes what the packing's cost model says, without CP."""
+    for checkpointing in ("none", "selective", "full"):
+        made = job(memory=MemorySettings(checkpointing=checkpointing))
+        prediction = simulate(made, [plan([[[7]]])])
+        assert workload(JobCost(made), np.array([7]))[0] == pytest.approx(prediction.pipeline[0])
+
+
+def test_timeline():
+    staged = job(degrees=Degrees(pipeline=2, replicate=2))
+    batches = plan([[[1], [1]], [[8], [4]]])
+    slices, curves = step_timeline(staged, batches, "plain")
+    assert {piece.track for piece in slices} == {"pp 0", "pp 1"}
+    assert {piece.name for piece in slices} == {"F0", "F1", "B0", "B1"}
+    assert max(piece.start + piece.duration for piece in slices) == pytest.approx(
+        simulate(staged, [batches]).pipeline[0]
+    )
+    for curve in curves:
+        assert curve.bytes_.max() == simulate(staged, [batches]).memory[curve.rank].activations
+        assert curve.bytes_[-1] == 0
+        assert (np.diff(curve.seconds) >= 0).all()
+
+
+def test_a_prediction_beyond_the_measured_range_says_so():
+    far = simulate(job(latency=replace(PAIRS, measured_to=4)), [plan([[[5]]])])
+    assert "measured up to 4 keys" in far.extrapolated
+    assert simulate(job(latency=replace(PAIRS, measured_to=4)), [plan([[[4]]])]).extrapolated is None
+    hopper = cluster_latency(load_cluster("h100_roce"), PAPER_MODELS["7B"], 8)
+    assert hopper.heads == 4
+    assert hopper.measured_to == 32768
+
+
+def test_refusals():
+    with pytest.raises(PlanError, match="2 heads cannot be divided by the tensor parallel degree 4"):
+        job(degrees=Degrees(tensor=4))
+    with pytest.raises(PlanError, match="plan is for 1 data-parallel ranks, and the job has 2"):
+        simulate(job(degrees=Degrees(shard=2)), [plan([[[4]]])])
+    with pytest.raises(PlanError, match="plan is for 1 context-parallel ranks, and the job has 2"):
+        simulate(job(degrees=Degrees(context=2)), [plan([[[4]]])])
+    with pytest.raises(PlanError, match="There is no plan"):
+        simulate(job(), [])

@@ -1,0 +1,160 @@
+"""How long a micro-batch's passes take on a pipeline stage.
+
+    F = layers x (tokens x (matrices + elements + TP + CP) + attention of the slowest CP rank) + head
+    I = layers x (tokens x (matrices + 2 elements + TP + CP) + attention backward + recomputation) + head
+    W = layers x tokens x matrices + head
+
+Context-parallel ranks hold equal numbers of tokens and differ in attention; they meet in a collective in
+every layer and pass, so that the slowest rank of each pass counts (paper section 3.1). A backward pass
+multiplies twice as much as a forward pass, once for the gradient of its inputs and once for that of the
+weights.
+Activation checkpointing repeats part of the forward pass: `selective` every second matrix product, the
+element-wise operators and what has to be gathered again; `full` all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb_titan.planner.analytic import BYTES
+from wlb_titan.planner.attention_latency import AttentionLatency
+from wlb_titan.planner.pipeline_graph import PassTimes
+from wlb_titan.planner.plan import LENGTH, MicroBatch
+from wlb_titan.planner.sharding import whole
+from wlb_titan.simulator.job import SimulatedJob
+
+Floats = NDArray[np.float64]
+TENSOR_COLLECTIVES = 4  # of a layer in each pass
+CONTEXT_COLLECTIVES = 2  # K and V
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatches:
+    """What the passes of micro-batches follow from; arrays of one shape.
+
+    Attributes:
+        tokens: float64, with padding.
+        forward, backward: float64, seconds of one layer's attention on the slowest context-parallel rank.
+    """
+
+    tokens: Floats
+    forward: Floats
+    backward: Floats
+
+    @classmethod
+    def of(cls, micro_batches: Sequence[MicroBatch], latency: AttentionLatency) -> MicroBatches:
+        """Of planned micro-batches, as arrays (n,)."""
+        attention = np.array([attention_seconds(m, latency).max(axis=0) for m in micro_batches])
+        tokens = np.array([m.length for m in micro_batches], dtype=np.float64)
+        return cls(tokens, attention[:, 0], attention[:, 1])
+
+    def in_runs(self, n: int) -> MicroBatches:
+        """As arrays (n, k): the micro-batches one after the other, n to a run."""
+        arrays = (self.tokens, self.forward, self.backward)
+        return MicroBatches(*(array.reshape(-1, n).T for array in arrays))
+
+
+def attention_seconds(micro_batch: MicroBatch, latency: AttentionLatency) -> Floats:
+    """float64 (ranks, 2), seconds of one layer's attention on each context-parallel rank, both passes."""
+    sharding = micro_batch.ranks
+    if sharding is None:
+        sharding = (whole(micro_batch.documents[:, LENGTH]),)
+    return latency.seconds(sharding)
+
+
+def pass_times(job: SimulatedJob, micro_batches: MicroBatches) -> PassTimes:
+    """The passes of micro-batches through every stage.
+
+    Args:
+        job: the job.
+        micro_batches: arrays (n, k), the n of each of k runs in the order in which they run.
+
+    Returns:
+        Seconds, float64 (stages, n, k).
+    """
+    token, tokens = job.token, micro_batches.tokens
+    links = _latencies(job)
+    every = tokens * (token.matrices + token.elements + token.tensor + token.context) + links
+    forward = every + micro_batches.forward
+    inputs = every + tokens * token.elements + micro_batches.backward + _repeated(job, micro_batches, every)
+    layers = np.array(job.layers, dtype=np.float64)[:, None, None]
+    head = np.zeros_like(layers)
+    head[-1] = token.head
+    return PassTimes(
+        forward=layers * forward + head * tokens,
+        inputs=layers * inputs + head * tokens,
+        weights=layers * tokens * token.matrices + head * tokens,
+    )
+
+
+def transfer_seconds(job: SimulatedJob, tokens: Floats) -> Floats:
+    """Seconds that a micro-batch's hidden states take from one pipeline rank to the next, shaped alike."""
+    if job.degrees.pipeline == 1:
+        return np.zeros_like(tokens)
+    inner = job.degrees.tensor * job.degrees.context
+    link = job.cluster.link(2, inner * job.degrees.data)
+    # One pair of ranks: its own network card, without the neighbours of a ring.
+    bandwidth = link.bandwidth if link == job.cluster.node else job.cluster.network.bandwidth
+    return tokens * (job.model.hidden * BYTES / inner / bandwidth) + link.latency
+
+
+def _latencies(job: SimulatedJob) -> float:
+    """Seconds of one layer's collectives in one pass that do not depend on tokens."""
+    tensor, context = job.degrees.tensor, job.degrees.context
+    seconds = 0.0
+    if tensor > 1:
+        seconds += TENSOR_COLLECTIVES * job.cluster.link(tensor).latency
+    if context > 1:
+        seconds += CONTEXT_COLLECTIVES * job.cluster.link(context, tensor).latency
+    return seconds
+
+
+def _repeated(job: SimulatedJob, micro_batches: MicroBatches, every: Floats) -> Floats:
+    """Seconds of one layer's recomputation."""
+    if job.memory.checkpointing == "none":
+        return np.zeros_like(every)
+    if job.memory.checkpointing == "full":
+        return every + micro_batches.forward
+    model, token = job.model, job.token
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    # Keys, the attention's output and the MLP's second product, of all seven.
+    repeated = (keys + queries + model.feed_forward) / (2 * (keys + queries) + 3 * model.feed_forward)
+    each = token.matrices * repeated + token.elements + token.tensor / 2 + token.context
+    seconds: Floats = micro_batches.tokens * each
+    return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class JobCost:
+    """The workload of a document as the simulator sees it, for packing: a `CostModel` in seconds.
+
+    W_a is the attention of the document on its own, shared equally by the context-parallel ranks; W_l all
+    that grows with tokens. All layers together, on one rank of each stage.
+    """
+
+    job: SimulatedJob
+
+    def forward(self, lengths: NDArray[Any]) -> Floats:
+        return self._work(lengths)[0]
+
+    def backward(self, lengths: NDArray[Any]) -> Floats:
+        return self._work(lengths)[1]
+
+    def _work(self, lengths: NDArray[Any]) -> tuple[Floats, Floats]:
+        attention = self.job.latency.work(lengths, lengths) / self.job.degrees.context
+        one = MicroBatches(np.ones((1, 1)), np.zeros((1, 1)), np.zeros((1, 1)))
+        linear = pass_times(self.job, one)
+        still = pass_times(self.job, MicroBatches(*np.zeros((3, 1, 1))))
+        d, layers = np.asarray(lengths, dtype=np.float64), self.job.model.layers
+        forward = (linear.forward - still.forward).sum()
+        backward = (linear.inputs - still.inputs + linear.weights - still.weights).sum()
+        again = self.job.memory.checkpointing == "full"
+        return (
+            forward * d + layers * attention[0],
+            backward * d + layers * (attention[1] + again * attention[0]),
+        )

@@ -1,0 +1,229 @@
+"""The time of a step: its pipeline, the slowest data-parallel replica, and what data parallelism adds.
+
+Replicas run their pipelines on their own and wait for the slowest at the end. Where FSDP shards without a
+pipeline they meet in every layer of every micro-batch, so that the slowest k-th micro-batch of all replicas
+counts for each k. Then gradients are reduced, weights gathered again and the optimizer runs. With `overlap`
+reduction hides behind the last backward passes and gathering behind the first forward passes, but for one
+layer of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb_titan.planner.errors import PlanError
+from wlb_titan.planner.memory import RankMemory, pipeline_memory, rank_parameters, weighted_tokens
+from wlb_titan.planner.pipeline_graph import PassTimes, PipelineGraph
+from wlb_titan.planner.pipeline_schedule import rank_actions
+from wlb_titan.planner.plan import LENGTH, Plan
+from wlb_titan.simulator.job import SimulatedJob
+from wlb_titan.simulator.passes import MicroBatches, pass_times, transfer_seconds
+
+Floats = NDArray[np.float64]
+OPTIMIZER_READS_AND_WRITES = 7  # weight, gradient and two moments in, weight and two moments out
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What some steps are predicted to take.
+
+    Attributes:
+        seconds: float64 (steps,), of each step.
+        pipeline: float64 (steps,), of its slowest replica's pipeline.
+        communication: float64 (steps,), of gradient reduction and gathering that is not hidden.
+        optimizer: float64 (steps,).
+        busy: float64 (steps,), seconds that a rank computes or communicates within its passes, on average.
+        tokens: int64 (steps,), of documents.
+        flops: float64 (steps,), of the model, without recomputation.
+        memory: peak of each pipeline rank over all steps and replicas.
+        longest: tokens of the longest document.
+        job: the job.
+    """
+
+    seconds: Floats
+    pipeline: Floats
+    communication: Floats
+    optimizer: Floats
+    busy: Floats
+    tokens: NDArray[np.int64]
+    flops: Floats
+    memory: tuple[RankMemory, ...]
+    longest: int
+    job: SimulatedJob
+
+    @property
+    def tokens_per_second(self) -> float:
+        return float(self.tokens.sum() / self.seconds.sum())
+
+    @property
+    def mfu(self) -> float:
+        """Share of the peak FLOP/s of all GPUs that the model's operations take."""
+        peak = self.job.cluster.peak_flops * self.job.degrees.ranks
+        return float(self.flops.sum() / self.seconds.sum() / peak)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the step in which a rank waits, on average."""
+        return 1 - float(self.busy.sum() / self.seconds.sum())
+
+    @property
+    def peak_memory(self) -> RankMemory:
+        """Of the pipeline rank that needs most."""
+        return max(self.memory, key=lambda rank: rank.total)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_memory.total <= self.job.cluster.memory
+
+    @property
+    def extrapolated(self) -> str | None:
+        """What a reader should know where attention is predicted beyond what was measured."""
+        measured = self.job.latency.measured_to
+        if measured is None or self.longest <= measured:
+            return None
+        return (
+            f"Attention was measured up to {measured:,} keys ({self.job.latency.source}) and documents have "
+            f"up to {self.longest:,} tokens: these times are extrapolated."
+        )
+
+
+def simulate(job: SimulatedJob, plans: Sequence[Plan]) -> Prediction:
+    """Predicts steps from their plans.
+
+    Args:
+        job: the job.
+        plans: of the job's data-parallel and context-parallel degrees; of one number of micro-batches.
+
+    Raises:
+        PlanError: the plans are of other degrees, or the schedule cannot run them.
+    """
+    _check(job, plans)
+    micro_batches = [m for plan in plans for m in plan.micro_batches]
+    replicas, run = job.degrees.data, _run(job, plans)
+    runs = len(plans[0].micro_batches) // (replicas * run)
+    passing = MicroBatches.of(micro_batches, job.latency).in_runs(run)  # steps x replicas x runs of them
+    times = pass_times(job, passing)
+    if job.degrees.pipeline == 1 and job.degrees.shard > 1:
+        times = _slowest_of_shards(times, job, runs)
+    graph = PipelineGraph(job.shape, run)
+    ends = graph.ends(times, transfer_seconds(job, passing.tokens))
+    by_replica = ends.max(axis=0).reshape(len(plans), replicas, runs).sum(axis=2)
+    pipeline = by_replica.max(axis=1)
+    busy = graph.busy(times).mean(axis=0).reshape(len(plans), -1).sum(axis=1) / replicas
+    communication = _communication(job, times).reshape(len(plans), -1).min(axis=1)
+    optimizer = np.full(len(plans), _optimizer(job))
+    lengths = [np.concatenate([m.documents[:, LENGTH] for m in plan.micro_batches]) for plan in plans]
+    return Prediction(
+        seconds=pipeline + communication + optimizer,
+        pipeline=pipeline,
+        communication=communication,
+        optimizer=optimizer,
+        busy=busy + optimizer,
+        tokens=np.array([plan.tokens for plan in plans]),
+        flops=np.array([job.model.flops(documents) for documents in lengths]),
+        memory=peak_memory(job, passing.tokens.astype(np.int64)),
+        longest=max(int(documents.max()) for documents in lengths),
+        job=job,
+    )
+
+
+def peak_memory(job: SimulatedJob, tokens: NDArray[np.int64]) -> tuple[RankMemory, ...]:
+    """The largest peak of each pipeline rank over runs.
+
+    Args:
+        job: the job.
+        tokens: int64 (n, k), of the micro-batches of each run, in the order of running.
+    """
+    result = []
+    for rank in range(job.degrees.pipeline):
+        actions = list(rank_actions(job.shape, len(tokens), rank))
+        in_flight = np.max(weighted_tokens(actions, tokens, job.layers), axis=0)
+        worst = tokens[:, in_flight.argmax()]
+        memory = pipeline_memory(
+            job.model,
+            job.degrees,
+            worst.tolist(),
+            schedule=job.schedule,
+            chunks=job.chunks,
+            settings=job.memory,
+            layers=job.layers,
+        )
+        result.append(memory[rank])
+    return tuple(result)
+
+
+def _check(job: SimulatedJob, plans: Sequence[Plan]) -> None:
+    if not plans:
+        raise PlanError("There is no plan to simulate.")
+    first = plans[0].micro_batches
+    planned = max(m.dp_rank for m in first) + 1
+    if planned != job.degrees.data:
+        raise PlanError(f"The plan is for {planned} data-parallel ranks, and the job has {job.degrees.data}.")
+    sharing = 1 if first[0].ranks is None else len(first[0].ranks)
+    if sharing != job.degrees.context:
+        raise PlanError(
+            f"The plan is for {sharing} context-parallel ranks, and the job has {job.degrees.context}."
+        )
+
+
+def _run(job: SimulatedJob, plans: Sequence[Plan]) -> int:
+    each = len(plans[0].micro_batches) // job.degrees.data
+    run = job.run or each
+    if each % run:
+        raise PlanError(
+            f"The {each} micro-batches of a replica cannot be divided into pipeline runs of {run}."
+        )
+    return run
+
+
+def _slowest_of_shards(times: PassTimes, job: SimulatedJob, runs: int) -> PassTimes:
+    """Every replica of a shard group takes as long as its slowest, micro-batch by micro-batch."""
+
+    def slowest(array: Floats) -> Floats:
+        stages, n, _ = array.shape
+        # Shards are the inner data-parallel ranks.
+        groups = array.reshape(stages, n, -1, job.degrees.shard, runs)
+        most = groups.max(axis=3, keepdims=True)
+        return np.broadcast_to(most, groups.shape).reshape(array.shape)
+
+    return PassTimes(slowest(times.forward), slowest(times.inputs), slowest(times.weights))
+
+
+def _communication(job: SimulatedJob, times: PassTimes) -> Floats:
+    """float64 (k,), seconds of data-parallel communication of each run's slowest rank that nothing hides."""
+    degrees, settings = job.degrees, job.memory
+    if degrees.sharding_ranks * degrees.replicate == 1:
+        return np.zeros(times.forward.shape[2])
+    exposed = []
+    for rank in range(degrees.pipeline):
+        stages = job.shape.stages_of(rank)
+        weights = rank_parameters(job.model, job.layers, stages) / degrees.tensor
+        shards = job.cluster.link(degrees.sharding_ranks, degrees.tensor)
+        gather = shards.collective(weights * settings.compute_bytes, degrees.sharding_ranks)
+        reduce = shards.collective(weights * settings.parameter_bytes, degrees.sharding_ranks)
+        between = job.cluster.link(degrees.replicate, degrees.tensor * degrees.sharding_ranks)
+        shard_bytes = weights * settings.parameter_bytes / degrees.sharding_ranks
+        reduce += 2 * between.collective(shard_bytes, degrees.replicate)
+        seconds = np.full(times.forward.shape[2], gather + reduce)
+        if job.overlap:
+            tail = (gather + reduce) / max(sum(job.layers[stage] for stage in stages), 1)
+            first = sum(times.forward[stage, 0] for stage in stages)
+            last = sum(times.inputs[stage, -1] + times.weights[stage, -1] for stage in stages)
+            seconds = tail + np.maximum(gather - tail - first, 0) + np.maximum(reduce - tail - last, 0)
+        exposed.append(seconds)
+    slowest: Floats = np.max(exposed, axis=0)
+    return slowest
+
+
+def _optimizer(job: SimulatedJob) -> float:
+    """Seconds of AdamW on the rank with the most weights: as long as reading and writing them takes."""
+    most = max(
+        rank_parameters(job.model, job.layers, job.shape.stages_of(rank))
+        for rank in range(job.degrees.pipeline)
+    )
+    own = most / job.degrees.tensor / job.degrees.sharding_ranks
+    return own * job.memory.parameter_bytes * OPTIMIZER_READS_AND_WRITES / job.cluster.memory_bandwidth

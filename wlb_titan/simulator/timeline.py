@@ -1,0 +1,96 @@
+"""What runs when in one step, as predicted: the passes of each pipeline rank, and its memory over time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb_titan.planner.memory import layer_bytes, weighted_tokens
+from wlb_titan.planner.pipeline_graph import PipelineGraph
+from wlb_titan.planner.plan import Plan
+from wlb_titan.simulator.job import SimulatedJob
+from wlb_titan.simulator.passes import MicroBatches, pass_times, transfer_seconds
+from wlb_titan.timeline import Slice
+
+Floats = NDArray[np.float64]
+NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCurve:
+    """Activations of one pipeline rank over a step.
+
+    Attributes:
+        rank: pipeline-parallel rank.
+        seconds: float64 (actions,), when each of its actions ends.
+        bytes_: float64 (actions,), of activations that it holds from then on.
+    """
+
+    rank: int
+    seconds: Floats
+    bytes_: Floats
+
+
+def step_timeline(
+    job: SimulatedJob, plan: Plan, name: str = "step", dp_rank: int | None = None
+) -> tuple[list[Slice], list[MemoryCurve]]:
+    """The step of one data-parallel replica.
+
+    Args:
+        job: the job.
+        plan: of the step.
+        name: the process of the slices.
+        dp_rank: the replica; None takes the one that takes longest.
+
+    Returns:
+        A slice for each pass, on the track of its pipeline rank, and each rank's memory.
+    """
+    ranks = range(job.degrees.data) if dp_rank is None else [dp_rank]
+    steps = [_replica(job, plan, name, rank) for rank in ranks]
+    return max(steps, key=lambda step: max(piece.start + piece.duration for piece in step[0]))
+
+
+def _replica(job: SimulatedJob, plan: Plan, name: str, dp_rank: int) -> tuple[list[Slice], list[MemoryCurve]]:
+    micro_batches = plan.of_rank(dp_rank)
+    run = job.run or len(micro_batches)
+    graph = PipelineGraph(job.shape, run)
+    per_token = layer_bytes(job.model, job.degrees, job.memory, job.memory.checkpointing)
+    slices: list[Slice] = []
+    curves: dict[int, tuple[list[float], list[float]]] = {
+        rank: ([0.0], [0.0]) for rank in range(job.degrees.pipeline)
+    }
+    begin = 0.0
+    for first in range(0, len(micro_batches), run):
+        here = micro_batches[first : first + run]
+        passing = MicroBatches.of(here, job.latency).in_runs(run)
+        times = pass_times(job, passing)
+        ends = graph.ends(times, transfer_seconds(job, passing.tokens))[:, 0]
+        tokens = [m.length for m in here]
+        for rank in range(job.degrees.pipeline):
+            own = [i for i, action in enumerate(graph.actions) if job.shape.rank_of(action.stage) == rank]
+            held = weighted_tokens([graph.actions[i] for i in own], tokens, job.layers)
+            curves[rank][0].extend(begin + ends[i] for i in own)
+            curves[rank][1].extend(per_token * weighted for weighted in held)
+            for i in own:
+                action = graph.actions[i]
+                seconds = float(times.of(action)[0])
+                slices.append(
+                    Slice(
+                        process=name,
+                        track=f"pp {rank}",
+                        name=f"{action.kind}{first + action.place}",
+                        start=begin + float(ends[i]) - seconds,
+                        duration=seconds,
+                        args={
+                            "pass": NAMES[action.kind],
+                            "stage": action.stage,
+                            "tokens": tokens[action.place],
+                            "documents": len(here[action.place].documents),
+                            "sharding": here[action.place].sharding or "none",
+                        },
+                    )
+                )
+        begin += float(ends.max())
+    return slices, [MemoryCurve(rank, *map(np.array, curve)) for rank, curve in curves.items()]
