@@ -125,6 +125,18 @@ def test_report_is_one_page_that_loads_nothing(lengths, tmp_path, context_parall
     assert "@import" not in page and "<script" not in page
 
 
+def test_report_draws_the_pipeline_before_and_after(lengths, tmp_path):
+    pytest.importorskip("matplotlib")
+    options = ["--policy", "wlb_lazy", "--steps", 12, "--pipeline-parallel", 2, "--order", "best"]
+    result = run("--lengths", lengths, *ARGUMENTS, *options, "--report", tmp_path)
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "report.html").read_text()
+    titles = re.findall(r"(\w+, \w+): ([\d.]+) of the time, ([\d.]+)% bubble", page)
+    assert [title for title, _, _ in titles] == ["plain, as_packed", "plain, best", "wlb_lazy, best"]
+    assert float(titles[0][1]) == 1.0 >= float(titles[1][1])
+    assert float(titles[0][2]) > float(titles[2][2]) > 0
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

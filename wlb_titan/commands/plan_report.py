@@ -10,6 +10,7 @@ from wlb_titan.commands.plan import table_row
 from wlb_titan.commands.plan_job import Job
 from wlb_titan.commands.rank_report import RankTimes, rank_heat_map
 from wlb_titan.planner.errors import PlanError
+from wlb_titan.planner.pipeline_schedule import SCHEDULES
 from wlb_titan.planner.summary import Summary
 
 STYLE = """
@@ -54,6 +55,7 @@ def write_report(
     """
     try:
         from wlb_titan.commands import plan_figures as figures
+        from wlb_titan.commands.pipeline_figure import pipeline_timeline, planned_timelines
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
@@ -96,6 +98,16 @@ def write_report(
             figures.svg(rank_heat_map(times)),
         )
         sections.insert(-1, ranks)
+    if job.pipeline is not None and job.pipeline.shape.schedule in SCHEDULES:
+        steps = len(next(iter(summaries.values())).imbalance)
+        timeline = _section(
+            "Pipeline",
+            f"Predicted passes of one step through {job.pipeline.shape.ranks} ranks under "
+            f"{job.pipeline.shape.schedule}, to scale: a row is a rank, a box a pass, white is waiting. "
+            "Policies train on other documents in one step, so a step may have more or less work.",
+            pipeline_timeline(planned_timelines(job, list(summaries), steps)),
+        )
+        sections.insert(1, timeline)
     cards = "".join(_card(name, figures.COLORS[name], summary) for name, summary in summaries.items())
     page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'

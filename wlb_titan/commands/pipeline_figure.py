@@ -1,0 +1,101 @@
+"""The predicted timeline of a pipeline's step, time to scale, under each packing policy.
+
+Times are the cost model's, all stages take equal shares of them, and communication is free: what the order
+`best` assumes too. Relative to the step of the first policy, so that the picture has no unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from wlb_titan.commands.plan_figures import FAINT, STYLE, plt, svg
+from wlb_titan.commands.plan_job import Job
+from wlb_titan.planner.pipeline_graph import PassTimes, PipelineGraph
+from wlb_titan.planner.plan import LENGTH, MicroBatch
+from wlb_titan.timeline import Slice
+
+STEP_SHOWN = 10  # queues have filled
+PASS_COLORS = {"F": "#6aa5de", "B": "#2f5f98", "I": "#2f5f98", "W": "#9bb8a7"}
+
+
+def planned_timelines(job: Job, policies: Sequence[str], steps: int) -> dict[str, list[Slice]]:
+    """The first data-parallel rank's first pipeline run of one step, first under `plain` as it was packed.
+
+    Args:
+        job: with a pipeline.
+        policies: of packing, each in the job's order.
+        steps: the last of so many is taken, or the tenth.
+    """
+    assert job.pipeline is not None
+    before = replace(job, pipeline=replace(job.pipeline, order="as_packed"))
+    variants = {"plain, as_packed": ("plain", before)}
+    variants |= {f"{policy}, {job.pipeline.order}": (policy, job) for policy in policies}
+    timelines = {}
+    for name, (policy, variant) in variants.items():
+        planner = variant.planner(policy)
+        for _ in range(min(steps, STEP_SHOWN)):
+            plan = planner.next()
+        timelines[name] = pipeline_slices(name, plan.of_rank(0)[: job.pipeline.micro_batches], job)
+    return timelines
+
+
+def pipeline_slices(process: str, run: Sequence[MicroBatch], job: Job) -> list[Slice]:
+    """Every pass of the micro-batches, a track for each rank, times in the cost model's unit."""
+    runs = job.pipeline
+    assert runs is not None
+    lengths = [m.documents[:, LENGTH] for m in run]
+    forward = np.array([job.cost_model.forward(d).sum() for d in lengths])
+    backward = np.array([job.cost_model.backward(d).sum() for d in lengths])
+    times = PassTimes.equal_stages(forward[:, None], backward[:, None], runs.shape)
+    graph = PipelineGraph(runs.shape, len(run))
+    slices = []
+    for action, end in zip(graph.actions, graph.ends(times)[:, 0].tolist(), strict=True):
+        seconds = float(times.of(action)[0])
+        rank = runs.shape.rank_of(action.stage)
+        facts = {"stage": action.stage, "tokens": run[action.place].length}
+        name = f"{action.kind}{action.place}"
+        slices.append(Slice(process, f"pp {rank}", name, end - seconds, seconds, facts))
+    return sorted(slices, key=lambda one: (one.track, one.start))
+
+
+def pipeline_timeline(timelines: Mapping[str, Sequence[Slice]]) -> str:
+    """The text of an SVG: a picture for each policy, a row for each rank, a box for each pass."""
+    ends = {name: max(s.start + s.duration for s in slices) for name, slices in timelines.items()}
+    unit = next(iter(ends.values()))
+    rows = {name: sorted({s.track for s in slices}) for name, slices in timelines.items()}
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(
+            len(timelines),
+            1,
+            figsize=(10, sum(0.5 + 0.32 * len(tracks) for tracks in rows.values()) + 0.5),
+            sharex=True,
+            squeeze=False,
+        )
+        for one, (name, slices) in zip(axes[:, 0], timelines.items(), strict=True):
+            busy = sum(s.duration for s in slices) / (ends[name] * len(rows[name]))
+            one.set_title(f"{name}: {ends[name] / unit:.3f} of the time, {1 - busy:.1%} bubble")
+            for s in slices:
+                row, left, width = rows[name].index(s.track), s.start / unit, s.duration / unit
+                one.barh(
+                    *(row, width, 0.86, left),
+                    color=PASS_COLORS[s.name[0]],
+                    edgecolor="white",
+                    linewidth=0.5,
+                )
+                if width > 0.018:
+                    one.text(
+                        *(left + width / 2, row, s.name[1:]),
+                        ha="center",
+                        va="center",
+                        color="white",
+                        fontsize=8,
+                    )
+            one.axvline(ends[name] / unit, color=FAINT, linewidth=1)
+            one.set_yticks(range(len(rows[name])), rows[name])
+            one.invert_yaxis()
+            one.grid(visible=False)
+        axes[-1, 0].set_xlabel("time / step of the first; light: forward, dark: backward")
+        return svg(figure)
