@@ -41,7 +41,6 @@ from wlb_titan.runtime.trainer import Trainer  # noqa: E402
 
 STAGES = 2
 VOCABULARY = 512
-WINDOW = 8192
 
 
 def in_two_processes() -> bool:
@@ -85,22 +84,24 @@ class BenchTrainer(Trainer):
     def init_distributed(self) -> ParallelDims:
         return self.known.setdefault("dims", super().init_distributed())
 
-    def timed_step(self) -> float:
-        """Trains one step; its seconds, from a barrier to the next. The passes are measured too."""
+    def timed_step(self, *, passes: bool = False) -> float:
+        """Trains one step; its seconds, from a barrier to the next. `passes`: measure those too."""
         if not hasattr(self, "_batches"):
             self._batches: Iterator[Any] = self.batch_generator(self.dataloader)
         self.step += 1
         dist.barrier()
-        self.timer.start()
+        if passes:
+            self.timer.start()
         begin = time.perf_counter()
         self.train_step(self._batches)
         dist.barrier()
         seconds = time.perf_counter() - begin
-        self.passes = self.timer.stop()
+        if passes:
+            self.passes = self.timer.stop()
         return seconds
 
 
-def make_config(folder: Path, name: str, *, micro_batches: int, layers: int) -> Trainer.Config:
+def make_config(folder: Path, name: str, *, window: int, micro_batches: int, layers: int) -> Trainer.Config:
     """Two stages of a small Llama in float32, without checkpoints of any kind."""
     config = base_config("llama3_debug")
     spec = config.model_spec
@@ -112,7 +113,7 @@ def make_config(folder: Path, name: str, *, micro_batches: int, layers: int) -> 
     config.loss.loss_fn.global_vocab_size = VOCABULARY
     config.activation_checkpoint = None
     config.training = dataclasses.replace(
-        config.training, seq_len=WINDOW, local_batch_size=micro_batches, global_batch_size=-1, steps=10**6
+        config.training, seq_len=window, local_batch_size=micro_batches, global_batch_size=-1, steps=10**6
     )
     config.parallelism = dataclasses.replace(
         config.parallelism, pipeline_parallel_degree=STAGES, data_parallel_shard_degree=1
@@ -125,15 +126,15 @@ def make_config(folder: Path, name: str, *, micro_batches: int, layers: int) -> 
     return config
 
 
-def make_corpus(folder: Path, windows: int, *, sigma: float, median: float) -> Corpus:
-    """Windows of exactly WINDOW tokens, each made of whole documents with lognormal lengths.
+def make_corpus(folder: Path, windows: int, *, window: int, sigma: float, median: float) -> Corpus:
+    """Windows of exactly so many tokens, each made of whole documents with lognormal lengths.
 
     So `plain`, which cuts documents at the end of a window, cuts none, and all policies train on the same
     documents with the same work. Call it on every rank.
     """
     if dist.get_rank() == 0:
         random = np.random.default_rng(0)
-        lengths = np.concatenate([_window(random, sigma, median) for _ in range(windows)])
+        lengths = np.concatenate([_window(random, window, sigma, median) for _ in range(windows)])
         settings = PrepareSettings(source=f"jsonl:{folder / 'texts.jsonl'}#text", tokenizer=str(folder))
         # Preparing shuffles: the texts are written so that shuffling brings them into this order.
         order = np.random.default_rng(settings.seed).permutation(len(lengths))
@@ -160,9 +161,9 @@ def _write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
 
 
-def _window(random: np.random.Generator, sigma: float, median: float) -> np.ndarray:
+def _window(random: np.random.Generator, window: int, sigma: float, median: float) -> np.ndarray:
     lengths: list[int] = []
-    while (left := WINDOW - sum(lengths)) > 0:
+    while (left := window - sum(lengths)) > 0:
         length = int(np.clip(random.lognormal(np.log(median), sigma), 16, left))
         lengths.append(left if left - length < 16 else length)
     return random.permutation(lengths)

@@ -131,10 +131,10 @@ def test_report_draws_the_pipeline_before_and_after(lengths, tmp_path):
     result = run("--lengths", lengths, *ARGUMENTS, *options, "--report", tmp_path)
     assert result.exit_code == 0, result.output
     page = (tmp_path / "report.html").read_text()
-    titles = re.findall(r"(\w+, \w+): ([\d.]+) of the time, ([\d.]+)% bubble", page)
-    assert [title for title, _, _ in titles] == ["plain, as_packed", "plain, best", "wlb_lazy, best"]
-    assert float(titles[0][1]) == 1.0 >= float(titles[1][1])
-    assert float(titles[0][2]) > float(titles[2][2]) > 0
+    titles = re.findall(r"(\w+, \w+): ([\d.]+)% bubble", page)
+    assert [title for title, _ in titles] == ["plain, as_packed", "plain, best", "wlb_lazy, best"]
+    plain, ordered, balanced = (float(bubble) for _, bubble in titles)
+    assert plain >= ordered and plain > balanced > 0
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The predicted timeline of a pipeline's step, time to scale, under each packing policy.
 
 Times are the cost model's, all stages take equal shares of them, and communication is free: what the order
-`best` assumes too. Relative to the step of the first policy, so that the picture has no unit.
+`best` assumes too.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ def pipeline_slices(process: str, run: Sequence[MicroBatch], job: Job) -> list[S
 
 
 def pipeline_timeline(timelines: Mapping[str, Sequence[Slice]]) -> str:
-    """The text of an SVG: a picture for each policy, a row for each rank, a box for each pass."""
-    ends = {name: max(s.start + s.duration for s in slices) for name, slices in timelines.items()}
-    unit = next(iter(ends.values()))
+    """The text of an SVG: a picture for each policy, a row for each rank, a box for each pass.
+
+    Policies train on other documents in a step: times are relative to the work of a rank in it.
+    """
     rows = {name: sorted({s.track for s in slices}) for name, slices in timelines.items()}
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(
@@ -75,8 +76,9 @@ def pipeline_timeline(timelines: Mapping[str, Sequence[Slice]]) -> str:
             squeeze=False,
         )
         for one, (name, slices) in zip(axes[:, 0], timelines.items(), strict=True):
-            busy = sum(s.duration for s in slices) / (ends[name] * len(rows[name]))
-            one.set_title(f"{name}: {ends[name] / unit:.3f} of the time, {1 - busy:.1%} bubble")
+            unit = sum(s.duration for s in slices) / len(rows[name])
+            end = max(s.start + s.duration for s in slices) / unit
+            one.set_title(f"{name}: {1 - 1 / end:.1%} bubble")
             for s in slices:
                 row, left, width = rows[name].index(s.track), s.start / unit, s.duration / unit
                 one.barh(
@@ -93,9 +95,9 @@ def pipeline_timeline(timelines: Mapping[str, Sequence[Slice]]) -> str:
                         color="white",
                         fontsize=8,
                     )
-            one.axvline(ends[name] / unit, color=FAINT, linewidth=1)
+            one.axvline(end, color=FAINT, linewidth=1)
             one.set_yticks(range(len(rows[name])), rows[name])
             one.invert_yaxis()
             one.grid(visible=False)
-        axes[-1, 0].set_xlabel("time / step of the first; light: forward, dark: backward")
+        axes[-1, 0].set_xlabel("time / work of a rank; light: forward, dark: backward")
         return svg(figure)

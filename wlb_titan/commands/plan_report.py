@@ -104,7 +104,7 @@ def write_report(
             "Pipeline",
             f"Predicted passes of one step through {job.pipeline.shape.ranks} ranks under "
             f"{job.pipeline.shape.schedule}, to scale: a row is a rank, a box a pass, white is waiting. "
-            "Policies train on other documents in one step, so a step may have more or less work.",
+            "Policies train on other documents in a step, so times are relative to the work of a rank.",
             pipeline_timeline(planned_timelines(job, list(summaries), steps)),
         )
         sections.insert(1, timeline)
