@@ -3,7 +3,7 @@
     python benchmarks/pipeline_speedup.py --output benchmarks/results/cpu/pipeline_speedup.json
 
 trains one small Llama (2 layers, width 128, 4 heads; float32; vocabulary 512) with a context window of 8192
-tokens, 8 micro-batches a step, 1F1B on 2 stages. All variants train on the same documents, none of which is
+tokens, 4 micro-batches a step, 1F1B on 2 stages. All variants train on the same documents, none of which is
 cut, and take turns step by step in the same two processes. Before that, warm-up steps of `plain` give the
 times of passes, to which a d^2 + b d is fitted for each stage and direction: by it the policies pack, and the
 dependency graph predicts every step.
@@ -49,8 +49,7 @@ VARIANTS = [
     ("wlb_lazy", "best"),
 ]
 WINDOW = 8192
-MICRO_BATCHES = 8
-WARM_UP = 3  # steps of every variant that are not counted: caches, and the queues of `wlb` fill
+WARM_UP = 2  # steps of every variant that are not counted: caches, and the queues of `wlb` fill
 SHAPE = PipelineShape("1F1B", STAGES)
 
 
@@ -127,13 +126,13 @@ def step(trainer: BenchTrainer) -> tuple[float, Plan, list[RankPasses]]:
     return seconds, trainer.planned.plan, [RankPasses(0, s, 0, 0, gathered[s]) for s in range(STAGES)]
 
 
-def measure(folder: Path, steps: int) -> tuple[list[Result], Costs]:
+def measure(folder: Path, steps: int, micro_batches: int) -> tuple[list[Result], Costs]:
     # Queues and order need more documents than are counted.
-    make_corpus(folder, (steps + 3 * WARM_UP + 8) * MICRO_BATCHES, window=WINDOW, sigma=1.5, median=500)
+    make_corpus(folder, (steps + 3 * WARM_UP + 8) * micro_batches, window=WINDOW, sigma=1.5, median=500)
 
     def trainer(policy: str, order: str, cost_model: str = "quadratic:1,1000") -> BenchTrainer:
         config = make_config(
-            folder, f"{policy}-{order}", window=WINDOW, micro_batches=MICRO_BATCHES, layers=STAGES
+            folder, f"{policy}-{order}", window=WINDOW, micro_batches=micro_batches, layers=STAGES
         )
         config.wlb.packing.policy = policy
         config.wlb.packing.cost_model = cost_model
@@ -141,7 +140,7 @@ def measure(folder: Path, steps: int) -> tuple[list[Result], Costs]:
         return BenchTrainer(config)
 
     warm = trainer("plain", "as_packed")
-    records = [step(warm) for _ in range(WARM_UP)][1:]
+    records = [step(warm) for _ in range(4)][1:]
     costs = Costs([(plan, passes) for _, plan, passes in records])
     warm.close()
     results = [Result(*variant) for variant in VARIANTS]
@@ -202,15 +201,20 @@ def show(results: list[Result]) -> None:
 
 @click.command()
 @click.option("--steps", default=30, show_default=True, help="Counted steps of each variant.")
+@click.option("--micro-batches", default=4, show_default=True, help="Of a step.")
 @click.option("--output", type=click.Path(path_type=Path), help="JSON file for the results.")
-def main(steps: int, output: Path | None) -> None:
+def main(steps: int, micro_batches: int, output: Path | None) -> None:
     with shared_folder() as folder:
-        results, costs = measure(folder, steps)
+        results, costs = measure(folder, steps, micro_batches)
     if dist.get_rank() == 0:
         show(results)
         if output is not None:
             record = {
-                "settings": {"context_window": WINDOW, "micro_batches": MICRO_BATCHES, "steps": steps},
+                "settings": {
+                    "context_window": WINDOW,
+                    "micro_batches": micro_batches,
+                    "steps": steps,
+                },
                 "machine": platform.processor() or platform.machine(),
                 "torch": torch.__version__,
                 "seconds_per_d2_and_d": costs.coefficients.tolist(),
