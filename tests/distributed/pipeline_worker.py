@@ -8,7 +8,9 @@ arguments each).
 from __future__ import annotations
 
 import copy
+import ctypes
 import dataclasses
+import gc
 import itertools
 import json
 import os
@@ -20,6 +22,7 @@ from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
 use_cpu_without_accelerator()
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from pipeline_reference import (  # noqa: E402
@@ -213,6 +216,45 @@ def run_drill(corpus, *, name, victim, signal_number, **options):
         print(f"step ended after {time.monotonic() - begin:.1f} seconds", flush=True)
 
 
+def run_soak(corpus, *, name, steps, cp=1, **options):
+    """Steps of random lengths and counts; records of what the process holds, one every tenth step.
+
+    "resident" and "allocated" are MiB: of the process as the system sees it, and what malloc has given out.
+    "lengths" counts the different lengths so far, "entries" what DTensor has cached about sharded operations.
+    """
+    _, trainer = build(corpus, name, cp=cp, micro_batches=8, **options)
+    random = np.random.default_rng(0)
+    seen, records = set(), []
+    for step in range(steps):
+        lengths = (8 * random.integers(2, SEQUENCE // 8 + 1, size=random.integers(4, 13))).tolist()
+        seen.update(lengths)
+        trainer.optimizers.zero_grad()
+        train_step(trainer, step_data(step, lengths, 1, cp), 0)
+        trainer.optimizers.step()
+        if step % 10 == 9:
+            gc.collect()
+            propagate = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+            record = {"step": step + 1, "lengths": len(seen), "entries": propagate.cache_info().currsize}
+            records.append(record | memory_in_use())
+            if dist.get_rank() == 0:
+                print(records[-1], flush=True)
+    trainer.close()
+    return records
+
+
+def memory_in_use():
+    """MiB that are resident, and that malloc has given out."""
+    with open("/proc/self/statm") as file:
+        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    library = ctypes.CDLL("libc.so.6")
+    library.mallinfo2.restype = type(
+        "mallinfo2", (ctypes.Structure,), {"_fields_": [(f"field{i}", ctypes.c_size_t) for i in range(10)]}
+    )
+    information = library.mallinfo2()
+    allocated = information.field7 + information.field4  # uordblks and hblkhd
+    return {"resident": resident / 2**20, "allocated": allocated / 2**20}
+
+
 def train_step(trainer, data, rank):
     """Forward and backward of rank `rank`'s micro-batches; returns the losses on the last stage."""
     losses = [] if trainer.pp_has_last_stage else None
@@ -241,7 +283,9 @@ def main():
         jobs = json.load(file)
     results = {}
     for case in jobs["cases"]:
-        run = {"case": run_case, "mismatch": run_mismatch, "drill": run_drill}[case.pop("kind")]
+        run = {"case": run_case, "mismatch": run_mismatch, "drill": run_drill, "soak": run_soak}[
+            case.pop("kind")
+        ]
         results[case["name"]] = run(jobs["corpus"], **case)
         if dist.get_rank() == 0:
             with open(jobs["results"], "w") as file:
