@@ -1,4 +1,4 @@
-"""TorchX components: `torchx run wlb.train`, `wlb.prepare` and `wlb.plan`.
+"""TorchX components: `torchx run wlb.train`, `wlb.prepare`, `wlb.plan` and `wlb.simulate`.
 
 TorchX reads parameters and their descriptions off the functions below and lints every function of this
 module, so their types are plain and their docstrings are in Google style; helpers live in `launch.py`.
@@ -100,3 +100,25 @@ def plan(
     """
     resource = specs.resource(cpu=cpu, memMB=memMB, h=h)
     return launch.command_job("plan", list(arguments), image, name, resource)
+
+
+def simulate(
+    *arguments: str,
+    image: str = ".",
+    name: str = "wlb-simulate",
+    h: Optional[str] = None,
+    cpu: int = 1,
+    memMB: int = 4096,
+) -> specs.AppDef:
+    """Predicts step time and memory of a job. Takes the arguments of `wlb-titan simulate`, after `--`.
+
+    Args:
+        arguments: the TOML file and the options of `wlb-titan simulate`
+        image: container image of the job, for schedulers that run containers
+        name: name of the job
+        h: named resource of the host, instead of cpu and memMB
+        cpu: CPU cores
+        memMB: memory in MiB
+    """
+    resource = specs.resource(cpu=cpu, memMB=memMB, h=h)
+    return launch.command_job("simulate", list(arguments), image, name, resource)

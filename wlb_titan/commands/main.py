@@ -24,6 +24,9 @@ SUBCOMMANDS = {
         "wlb_titan.commands.config", "config", "Check a TOML configuration, or show it resolved."
     ),
     "plan": Subcommand("wlb_titan.commands.plan", "plan", "Plan the packing of documents without training."),
+    "simulate": Subcommand(
+        "wlb_titan.commands.simulate", "simulate", "Predict step time and memory of a job on a cluster."
+    ),
     "profile": Subcommand(
         "wlb_titan.commands.profile", "profile", "Measure this device's attention, for planning."
     ),

@@ -90,7 +90,7 @@ def job_from_lengths(path: Path, given: Mapping[str, Any]) -> Job:
     size = given["model"]
     if size not in PAPER_DEGREES:
         raise PlanError(f"There is no model {size!r}; there are {', '.join(PAPER_DEGREES)}.")
-    tensor_parallel, context_parallel = PAPER_DEGREES[size]
+    degrees = PAPER_DEGREES[size]
     packing = _overridden(PackingSettings(), given)
     sharding = ShardingSettings(policy=given.get("sharding", "per_sequence"))
     shape = PAPER_MODELS[size.split("-")[0]]
@@ -112,10 +112,10 @@ def job_from_lengths(path: Path, given: Mapping[str, Any]) -> Job:
         cost_model=cost_model(
             packing.cost_model,
             shape,
-            tensor_parallel=tensor_parallel,
-            context_parallel=context_parallel,
+            tensor_parallel=degrees.tensor,
+            context_parallel=degrees.context,
         ),
-        latency=_latency(sharding, shape, tensor_parallel),
+        latency=_latency(sharding, shape, degrees.tensor),
     )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.planner.cluster import Cluster, load_cluster
+from wlb_titan.planner.degrees import Degrees
 
 Floats = NDArray[np.float64]
 
@@ -196,14 +197,20 @@ PAPER_MODELS = {
 that layers and width are scaled in proportion, so these are shapes of that size."""
 
 PAPER_DEGREES = {
-    "550M-64K": (2, 2), "550M-128K": (2, 4), "7B-64K": (4, 2), "7B-128K": (8, 2),
-    "30B-64K": (8, 2), "30B-128K": (8, 4), "70B-64K": (16, 4), "70B-128K": (16, 4),
-}  # fmt: skip
-"""(tensor, context) parallel degrees of Table 1."""
+    "550M-64K": Degrees(tensor=2, context=2, pipeline=4, shard=2),
+    "550M-128K": Degrees(tensor=2, context=4, pipeline=4),
+    "7B-64K": Degrees(tensor=4, context=2, pipeline=4),
+    "7B-128K": Degrees(tensor=8, context=2, pipeline=4),
+    "30B-64K": Degrees(tensor=8, context=2, pipeline=4),
+    "30B-128K": Degrees(tensor=8, context=4, pipeline=4),
+    "70B-64K": Degrees(tensor=16, context=4, pipeline=4),
+    "70B-128K": Degrees(tensor=16, context=4, pipeline=4),
+}
+"""The rows of Table 1. A global batch is of pipeline x data-parallel degree micro-batches."""
 
 
 def paper_configuration(name: str) -> Analytic:
     """The cost model of one row of Table 1, such as `7B-128K`; KeyError where there is none."""
-    tensor, context = PAPER_DEGREES[name]
+    degrees = PAPER_DEGREES[name]
     shape = PAPER_MODELS[name.split("-")[0]]
-    return Analytic(shape, tensor_parallel=tensor, context_parallel=context)
+    return Analytic(shape, tensor_parallel=degrees.tensor, context_parallel=degrees.context)

@@ -52,7 +52,7 @@ def predicted_memory(
             [length] * (config.training.local_batch_size if dims.pp_enabled else 1),
             schedule=schedule,
             chunks=chunks,
-            settings=_settings(config),
+            settings=memory_settings(config),
             layers=layers,
         )
     except PlanError:
@@ -110,7 +110,8 @@ def measured_memory(dims: ParallelDims, device: torch.device) -> dict[str, float
     return {f"peak_memory_gib/pp{rank}": peak for rank, peak in enumerate(peaks.tolist())}
 
 
-def _settings(config: Trainer.Config) -> MemorySettings:
+def memory_settings(config: Trainer.Config) -> MemorySettings:
+    """What of a configuration decides about memory."""
     checkpointing = config.activation_checkpoint
     kind = "selective" if checkpointing is not None else "none"
     reshard = config.parallelism.fsdp_reshard_after_forward

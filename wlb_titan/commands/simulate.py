@@ -1,0 +1,279 @@
+"""`wlb-titan simulate`: what a job would do on a cluster, without running it."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from wlb_titan.planner.plan import Plan
+    from wlb_titan.simulator.scenario import Policy, Scenario
+    from wlb_titan.simulator.search import Search
+    from wlb_titan.simulator.step import Prediction
+
+DEFAULT_POLICIES = "plain:per_sequence,fixed_greedy:per_sequence,wlb:adaptive,wlb_lazy:hybrid:best"
+TABLE_WIDTH = 120  # also where no terminal tells its own
+SLOWER = 2.0  # the network, in the sensitivity column
+SHOWN = 12  # of a search
+
+
+@click.command()
+@click.argument("config", required=False, type=click.Path(path_type=Path), metavar="[FILE.toml]")
+@click.option(
+    "--lengths",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Simulate on this text file, one document's length in tokens a line, instead of a corpus.",
+)
+@click.option(
+    "--model",
+    metavar="SIZE-WINDOW",
+    default="7B-128K",
+    show_default=True,
+    help="With --lengths: the row of the paper's Table 1.",
+)
+@click.option(
+    "--cluster",
+    metavar="NAME|FILE.toml",
+    default="h100_roce",
+    show_default=True,
+    help="h100_roce, h200, cpu or a file like theirs (docs/simulator.md).",
+)
+@click.option(
+    "--policies",
+    metavar="PACKING[:SHARDING[:ORDER]],...",
+    default=DEFAULT_POLICIES,
+    help=f"Side by side; the first is the baseline.  [default: {DEFAULT_POLICIES}]",
+)
+@click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Steps to simulate.")
+@click.option("--context-window", type=int, help="Tokens of the longest document a model sees.")
+@click.option("--micro-batches", type=int, help="N, those of the whole job in one step.")
+@click.option("--tensor-parallel", type=int, help="Degree, instead of the configured one.")
+@click.option("--context-parallel", type=int, help="Degree.")
+@click.option("--pipeline-parallel", type=int, help="Degree.")
+@click.option("--data-parallel", type=int, help="Degree.")
+@click.option("--gpus", type=click.IntRange(min=1), help="What the degrees must multiply to.")
+@click.option(
+    "--schedule",
+    metavar="NAME",
+    help="GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble or ZBVZeroBubble.",
+)
+@click.option("--chunks", type=click.IntRange(min=1), help="Stages of each pipeline rank.")
+@click.option("--checkpointing", type=click.Choice(("none", "selective", "full")), help="Of activations.")
+@click.option("--max-length", type=int, help="wlb, wlb_lazy: L_max in tokens.")
+@click.option("--no-overlap", is_flag=True, help="Gradients are reduced after the last backward pass.")
+@click.option("--seed", type=int, help="Shuffle every epoch by this seed.")
+@click.option("--search", is_flag=True, help="Try all degrees of --gpus GPUs that fit memory, and rank them.")
+@click.option("--report", type=click.Path(path_type=Path), metavar="DIR", help="Draw DIR/report.html.")
+@click.option(
+    "--trace", type=click.Path(path_type=Path), metavar="FILE", help="Timeline for ui.perfetto.dev."
+)
+def simulate(
+    config: Path | None,
+    lengths: Path | None,
+    cluster: str,
+    policies: str,
+    steps: int,
+    search: bool,
+    report: Path | None,
+    trace: Path | None,
+    **options: Any,
+) -> None:
+    """Predict step time, tokens/s, MFU and memory of a job on a cluster, for several policies.
+
+    Either from a training configuration and its corpus (FILE.toml), or from a file of lengths:
+
+    \b
+    wlb-titan simulate train_configs/llama2_7b_128k.toml --report outputs/simulated
+    wlb-titan simulate --lengths FILE --model 70B-128K --policies plain,wlb:adaptive
+    wlb-titan simulate --lengths FILE --model 7B-128K --search --gpus 64
+
+    The bubble is the share of a step in which a rank waits; the last column says what a policy gains over
+    the first one if the network between nodes were half as fast. docs/simulator.md explains the model.
+    """
+    from wlb_titan.commands.simulate_job import scenario_from_lengths, scenario_from_toml
+    from wlb_titan.planner.cluster import load_cluster
+    from wlb_titan.planner.errors import PlanError
+    from wlb_titan.simulator.scenario import Policy
+
+    if (config is None) == (lengths is None):
+        raise PlanError("Name either a TOML file or, with --lengths, a file of document lengths.")
+    asked = list(dict.fromkeys(Policy.parse(text) for text in policies.split(",")))
+    given = {name: value for name, value in options.items() if value is not None}
+    hardware = load_cluster(cluster)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        if config is not None:
+            scenario = scenario_from_toml(config, hardware, {**given, "search": search})
+        else:
+            assert lengths is not None
+            scenario = scenario_from_lengths(lengths, hardware, {**given, "search": search})
+        if search:
+            _print_search(scenario, asked, steps, given.get("gpus"))
+        else:
+            plans, predictions = _predict(scenario, asked, steps)
+            _print(scenario, plans, predictions)
+    for message in dict.fromkeys(str(warning.message) for warning in caught):
+        click.echo(f"Warning: {message}", err=True)
+    if not search:
+        _export(scenario, plans, predictions, report, trace)
+
+
+def _predict(
+    scenario: Scenario, policies: list[Policy], steps: int
+) -> tuple[dict[Policy, list[Plan]], dict[Policy, Prediction]]:
+    from wlb_titan.simulator import step
+
+    plans = {policy: scenario.plans(policy, steps) for policy in policies}
+    return plans, {policy: step.simulate(scenario.job, planned) for policy, planned in plans.items()}
+
+
+def describe(scenario: Scenario) -> str:
+    """Two sentences on documents and job."""
+    job = scenario.job
+    pipeline = f", {job.schedule}" if job.degrees.pipeline > 1 else ""
+    return (
+        f"{scenario.source}: {len(scenario.lengths):,} documents, {int(scenario.lengths.sum()):,} tokens. "
+        f"{scenario.micro_batches} micro-batches a step, context window {scenario.window:,} tokens, "
+        f"{job.degrees} = {job.degrees.ranks} GPUs{pipeline}, {job.memory.checkpointing} checkpointing, on "
+        f"{job.cluster.name}."
+    )
+
+
+def table_rows(
+    scenario: Scenario, plans: dict[Policy, list[Plan]], predictions: dict[Policy, Prediction]
+) -> list[dict[str, str]]:
+    """Headings and cells of every policy, as the console and the report show them."""
+    from wlb_titan.simulator.scenario import network_sensitivity
+
+    slower = network_sensitivity(scenario, plans, SLOWER)
+    first = next(iter(predictions))
+    rows = []
+    for policy, prediction in predictions.items():
+        most = prediction.peak_memory
+        rows.append(
+            {
+                "policy": str(policy),
+                "step, s": f"{prediction.seconds.mean():.3f}",
+                "tokens/s": f"{prediction.tokens_per_second:,.0f}",
+                "MFU": f"{prediction.mfu:.1%}",
+                "bubble": f"{prediction.bubble:.1%}",
+                "peak GiB": f"{most.total / 2**30:.1f}" + ("" if prediction.fits else " !"),
+                "on rank": f"{most.rank}",
+                "speedup": f"{prediction.tokens_per_second / predictions[first].tokens_per_second:.3f}x",
+                "slow net": f"{slower[policy] / slower[first]:.3f}x",
+            }
+        )
+    return rows
+
+
+def remarks(predictions: dict[Policy, Prediction]) -> list[str]:
+    """What a reader must know besides the table: what does not fit, and what is extrapolated."""
+    lines = []
+    for policy, prediction in predictions.items():
+        if not prediction.fits:
+            memory = prediction.job.cluster.memory / 2**30
+            lines.append(
+                f"{policy} does not fit a GPU's {memory:.1f} GiB: {prediction.peak_memory.explain()}"
+            )
+    lines += [p.extrapolated for p in predictions.values() if p.extrapolated][:1]
+    return lines
+
+
+def _print(
+    scenario: Scenario, plans: dict[Policy, list[Plan]], predictions: dict[Policy, Prediction]
+) -> None:
+    console = _console()
+    console.print(describe(scenario), markup=False, soft_wrap=True)
+    console.print(_table(table_rows(scenario, plans, predictions)))
+    for line in remarks(predictions):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _print_search(scenario: Scenario, policies: list[Policy], steps: int, gpus: int | None) -> None:
+    from wlb_titan.simulator.search import search
+
+    result = search(scenario, gpus or scenario.job.degrees.ranks, policies, steps)
+    console = _console()
+    console.print(describe(scenario), markup=False, soft_wrap=True)
+    console.print(_table(search_rows(result)[:SHOWN]))
+    console.print(
+        f"{len(result.found)} candidates fit; {result.too_large} ways to divide the job need more memory and "
+        f"{result.refused} are not possible.",
+        soft_wrap=True,
+    )
+    for line in remarks({found.policy: found.prediction for found in result.found[:1]}):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def search_rows(result: Search) -> list[dict[str, str]]:
+    """Headings and cells of the candidates, the fastest first."""
+    best = result.found[0].prediction.tokens_per_second
+    return [
+        {
+            "degrees": str(found.degrees),
+            "policy": str(found.policy),
+            "L_max": f"{found.max_length:,}",
+            "step, s": f"{found.prediction.seconds.mean():.3f}",
+            "tokens/s": f"{found.prediction.tokens_per_second:,.0f}",
+            "MFU": f"{found.prediction.mfu:.1%}",
+            "bubble": f"{found.prediction.bubble:.1%}",
+            "peak GiB": f"{found.prediction.peak_memory.total / 2**30:.1f}",
+            "of best": f"{found.prediction.tokens_per_second / best:.1%}",
+        }
+        for found in result.found
+    ]
+
+
+def _table(rows: list[dict[str, str]]) -> Any:
+    import rich.box
+    from rich.table import Table
+
+    table = Table(box=rich.box.SIMPLE_HEAD)
+    for heading in rows[0]:
+        text = heading in ("policy", "degrees")
+        table.add_column(heading, justify="left" if text else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row.values())
+    return table
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.width = max(console.width, TABLE_WIDTH)
+    return console
+
+
+def _export(
+    scenario: Scenario,
+    plans: dict[Policy, list[Plan]],
+    predictions: dict[Policy, Prediction],
+    report: Path | None,
+    trace: Path | None,
+) -> None:
+    from wlb_titan.planner.errors import PlanError
+    from wlb_titan.simulator.timeline import step_timeline
+    from wlb_titan.timeline import write_trace
+
+    if trace is None and report is None:
+        return
+    # The step that comes nearest to the mean stands for all.
+    steps = {}
+    for policy, prediction in predictions.items():
+        typical = int(abs(prediction.seconds - prediction.seconds.mean()).argmin())
+        steps[policy] = step_timeline(scenario.job, plans[policy][typical], str(policy))
+    if trace is not None:
+        try:
+            write_trace([piece for slices, _ in steps.values() for piece in slices], trace)
+        except OSError as error:
+            raise PlanError(f"The timeline cannot be written to {trace}: {error.strerror}.") from error
+        click.echo(f"Timeline: {trace} (open it at https://ui.perfetto.dev)")
+    if report is not None:
+        from wlb_titan.commands.simulate_report import write_report
+
+        click.echo(f"Report: {write_report(report, scenario, plans, predictions, steps)}")

@@ -1,0 +1,131 @@
+"""Degrees of parallelism and policies that fit memory, ranked by predicted tokens per second.
+
+Degrees of tensor and context parallelism are powers of two, tensor parallelism within a node and a divisor of
+the heads; pipelines have at most a rank for every layer; what is left is data parallelism. A candidate whose
+plain micro-batches do not fit memory is left out before it is planned. Balanced packing gets the longest
+micro-batches that fit, up to two context windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from wlb_titan.planner.degrees import Degrees
+from wlb_titan.planner.errors import PlanError
+from wlb_titan.planner.memory import pipeline_memory
+from wlb_titan.simulator.job import SimulatedJob
+from wlb_titan.simulator.scenario import Policy, Scenario
+from wlb_titan.simulator.step import Prediction
+
+LONGEST = (2.0, 1.75, 1.5, 1.25, 1.0)  # context windows that a micro-batch may have
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A candidate that fits.
+
+    Attributes:
+        degrees: of parallelism.
+        policy: of packing, sharding and order.
+        prediction: of its steps.
+        max_length: tokens that a micro-batch may have.
+    """
+
+    degrees: Degrees
+    policy: Policy
+    prediction: Prediction
+    max_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What a search came to.
+
+    Attributes:
+        found: candidates that fit, the fastest first.
+        too_large: degrees of which not even plain micro-batches fit memory.
+        refused: degrees that the schedule or the window does not allow.
+    """
+
+    found: list[Found]
+    too_large: int
+    refused: int
+
+
+def search(scenario: Scenario, gpus: int, policies: list[Policy], steps: int) -> Search:
+    """Tries all degrees that multiply to `gpus` with all policies.
+
+    Raises:
+        PlanError: nothing fits.
+    """
+    found: list[Found] = []
+    too_large = refused = 0
+    for degrees in candidates(scenario.job, gpus, scenario.micro_batches):
+        try:
+            job = at_degrees(scenario.job, degrees)
+            longest = longest_that_fits(job, scenario)
+            if longest is None:
+                too_large += 1
+                continue
+            packing = replace(scenario.packing, max_length=longest)
+            here = replace(scenario, job=job, packing=packing)
+            for policy in policies:
+                prediction = here.predict(policy, steps)
+                if prediction.fits:
+                    found.append(Found(degrees, policy, prediction, longest))
+        except PlanError:
+            refused += 1
+    if not found:
+        raise PlanError(
+            f"Nothing fits {gpus} GPUs of {scenario.job.cluster.memory / 1e9:g} GB: {too_large} ways to "
+            f"divide the job need more memory and {refused} are not possible with {scenario.micro_batches} "
+            f"micro-batches of {scenario.window:,} tokens under {scenario.job.schedule}. Take more GPUs, "
+            "full activation checkpointing or a shorter context window."
+        )
+    found.sort(key=lambda candidate: -candidate.prediction.tokens_per_second)
+    return Search(found, too_large, refused)
+
+
+def candidates(job: SimulatedJob, gpus: int, micro_batches: int) -> Iterator[Degrees]:
+    """Degrees that multiply to `gpus` and divide the model and the micro-batches."""
+    for tensor in _powers_of_two(min(gpus, job.cluster.gpus_per_node)):
+        if job.model.heads % tensor or job.model.kv_heads % tensor:
+            continue
+        for context in _powers_of_two(gpus // tensor):
+            for pipeline in _powers_of_two(gpus // (tensor * context)):
+                shard, rest = divmod(gpus, tensor * context * pipeline)
+                runs = not rest and micro_batches % shard == 0 and micro_batches // shard >= pipeline
+                if runs and pipeline * job.chunks <= job.model.layers:
+                    yield Degrees(tensor=tensor, context=context, pipeline=pipeline, shard=shard)
+
+
+def at_degrees(job: SimulatedJob, degrees: Degrees) -> SimulatedJob:
+    """The job with other degrees, its attention divided accordingly and each replica's step in one run."""
+    latency = replace(job.latency, heads=job.model.heads // degrees.tensor)
+    return replace(job, degrees=degrees, latency=latency, run=None, stage_layers=())
+
+
+def longest_that_fits(job: SimulatedJob, scenario: Scenario) -> int | None:
+    """Tokens of the longest micro-batches that fit memory; None if not even those of a window do."""
+    each = scenario.micro_batches // job.degrees.data
+    for windows in LONGEST:
+        length = int(windows * scenario.window)
+        memory = pipeline_memory(
+            job.model,
+            job.degrees,
+            [length] * each,
+            schedule=job.schedule,
+            chunks=job.chunks,
+            settings=job.memory,
+        )
+        if max(rank.total for rank in memory) <= job.cluster.memory:
+            return length
+    return None
+
+
+def _powers_of_two(most: int) -> Iterator[int]:
+    degree = 1
+    while degree <= most:
+        yield degree
+        degree *= 2
