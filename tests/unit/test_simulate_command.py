@@ -45,7 +45,8 @@ def test_table_report_and_timeline(lengths, tmp_path):
 
 
 def test_search_ranks_what_fits(lengths):
-    result = run("--lengths", lengths, *SMALL, "--search", "--gpus", 8, "--policies", "plain,wlb_lazy:adaptive")
+    policies = "plain,wlb_lazy:adaptive"
+    result = run("--lengths", lengths, *SMALL, "--search", "--gpus", 8, "--policies", policies)
     assert result.exit_code == 0, result.output
     shares = [float(share) for share in re.findall(r"(\d+\.\d)%\s*$", result.output, re.M)]
     assert len(shares) > 3
