@@ -33,6 +33,7 @@ from pipeline_reference import (  # noqa: E402
     valid_tokens,
 )
 from torch.distributed.tensor import DTensor  # noqa: E402
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
 
@@ -216,26 +217,28 @@ def run_drill(corpus, *, name, victim, signal_number, **options):
         print(f"step ended after {time.monotonic() - begin:.1f} seconds", flush=True)
 
 
-def run_soak(corpus, *, name, steps, cp=1, **options):
+def run_soak(corpus, *, name, steps, multiple, cp=1, **options):
     """Steps of random lengths and counts; records of what the process holds, one every tenth step.
 
-    "resident" and "allocated" are MiB: of the process as the system sees it, and what malloc has given out.
-    "lengths" counts the different lengths so far, "entries" what DTensor has cached about sharded operations.
+    Lengths are multiples of `multiple`; "lengths" counts the different ones so far. "resident" and
+    "allocated" are MiB: of the process as the system sees it, and what malloc has given out. The last record
+    is taken after DTensor has forgotten how the operations of each length are sharded.
     """
     _, trainer = build(corpus, name, cp=cp, micro_batches=8, **options)
     random = np.random.default_rng(0)
     seen, records = set(), []
     for step in range(steps):
-        lengths = (8 * random.integers(2, SEQUENCE // 8 + 1, size=random.integers(4, 13))).tolist()
+        lengths = random.integers(16 // multiple, SEQUENCE // multiple + 1, size=random.integers(4, 13))
+        lengths = (multiple * lengths).tolist()
         seen.update(lengths)
         trainer.optimizers.zero_grad()
         train_step(trainer, step_data(step, lengths, 1, cp), 0)
         trainer.optimizers.step()
+        if step == steps - 1:
+            _clear_sharding_prop_cache()
         if step % 10 == 9:
             gc.collect()
-            propagate = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
-            record = {"step": step + 1, "lengths": len(seen), "entries": propagate.cache_info().currsize}
-            records.append(record | memory_in_use())
+            records.append({"step": step + 1, "lengths": len(seen)} | memory_in_use())
             if dist.get_rank() == 0:
                 print(records[-1], flush=True)
     trainer.close()
