@@ -1,6 +1,15 @@
-"""Bases of the tests: other torchtitan models, cut down to a size that trains on a CPU in a second."""
+"""Bases of the tests: models cut down to a size that trains on a CPU in a second."""
 
 from torchtitan.models.qwen3 import config_registry
+
+from wlb_titan.runtime.registry import base_config
+
+
+def llama():
+    """The debug model with two of its four layers."""
+    config = base_config("llama3_debug")
+    config.model_spec.model.layers = config.model_spec.model.layers[:2]
+    return config
 
 
 def qwen3():

@@ -85,7 +85,7 @@ class Lab:
                 stdout=subprocess.PIPE,
                 text=True,
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": str(TESTS)},  # for the bases of the tests
+                env=environment(),
             )
         print(job, file=self._worker.stdin, flush=True)
         if not select.select([self._worker.stdout], [], [], TIMEOUT)[0]:
@@ -121,6 +121,11 @@ def torchrun(processes: int, *arguments: str) -> list[str]:
         f"--nproc_per_node={processes}",
         *arguments,
     ]
+
+
+def environment() -> dict[str, str]:
+    """The environment of a job: with it the bases of the tests can be imported."""
+    return {**os.environ, "PYTHONPATH": str(TESTS)}
 
 
 def free_port() -> int:

@@ -4,8 +4,8 @@ import dataclasses
 from dataclasses import dataclass
 
 import torch
+from bases import llama
 
-from wlb_titan.runtime import registry
 from wlb_titan.runtime.trainer import Trainer
 
 
@@ -21,5 +21,5 @@ class FailingTrainer(Trainer):
 
 
 def config() -> FailingTrainer.Config:
-    base = registry.base_config("llama3_debug")
+    base = llama()
     return FailingTrainer.Config(**{f.name: getattr(base, f.name) for f in dataclasses.fields(base)})

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from bases import llama
 from torch.distributed.tensor import DTensor
 
-from wlb_titan.runtime import registry
 from wlb_titan.runtime.trainer import Trainer
 
 FILE = "gradients.pt"
@@ -41,6 +41,6 @@ def whole(gradient):
 
 
 def config() -> ProbingTrainer.Config:
-    base = registry.base_config("llama3_debug")
+    base = llama()
     base.training.max_norm = 1e9  # as they are, not clipped
     return ProbingTrainer.Config(**{f.name: getattr(base, f.name) for f in dataclasses.fields(base)})

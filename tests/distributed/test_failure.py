@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from conftest import CONFIG, TESTS
+from conftest import CONFIG, environment
 
 LAYOUT = ("--parallelism.data_parallel_shard_degree", "2", "--training.local_batch_size", "2")
 
@@ -15,10 +15,7 @@ LAYOUT = ("--parallelism.data_parallel_shard_degree", "2", "--training.local_bat
 def torchx_run(lab, name: str, *overrides: str) -> subprocess.Popen:
     """`torchx run wlb.train` as a user types it, in a process group of its own."""
     experiment = lab.experiment(name, *LAYOUT, *overrides)
-    paths = {
-        "PATH": os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"],
-        "PYTHONPATH": str(TESTS),
-    }
+    path = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
     return subprocess.Popen(
         [
             *(sys.executable, "-m", "torchx.cli.main", "run", "-s", "local_cwd"),
@@ -27,7 +24,7 @@ def torchx_run(lab, name: str, *overrides: str) -> subprocess.Popen:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, **paths},
+        env={**environment(), "PATH": path},
         start_new_session=True,
     )
 

@@ -8,7 +8,7 @@ import subprocess
 import time
 
 import pytest
-from conftest import CONFIG, Experiment, torchrun
+from conftest import CONFIG, Experiment, environment, torchrun
 
 STEPS = 7
 OVERRIDES = (
@@ -31,6 +31,7 @@ def start(experiment: Experiment, log) -> subprocess.Popen:
         torchrun(2, *module, *experiment.words()),
         stdout=log,
         stderr=subprocess.STDOUT,
+        env=environment(),
         start_new_session=True,
     )
 

@@ -41,8 +41,8 @@ class PackingSettings:
     is twice the context window."""
 
     length_multiple: int | None = None
-    """Micro-batches are padded up to a multiple of it. "none": of what parallelism needs, and of a 16th of the
-    context window where the model is compiled, which happens once for each length."""
+    """Micro-batches are padded up to a multiple of it. "none": of what parallelism needs, and of a 16th of
+    the context window where the model is compiled, which happens once for each length."""
 
     thresholds: list[int] | Literal["auto"] = "auto"
     """Of `wlb`: smallest length of the documents of each queue, L_1 < ... < L_n. `auto` tries several on a

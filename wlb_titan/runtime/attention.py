@@ -1,8 +1,8 @@
 """The attention module of wlb_titan: document-causal attention on DTensors, under every parallelism.
 
-q stays sharded over the cp mesh axis; k and v go from Shard to Replicate on it (an all-gather; a
-reduce-scatter of their gradients on the way back), are brought from the ranks' order into document order,
-and the varlen kernel runs on this rank's segments.
+q stays sharded over the cp mesh axis; k and v go from Shard to Replicate on it together (one all-gather; one
+reduce-scatter of their gradients on the way back), are brought from the ranks' order into document order, and
+the varlen kernel runs on this rank's segments.
 
 Shape suffixes: B batch (1: a micro-batch is one packed sequence), L tokens, N heads, H head dim, S segments.
 """
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.module import Module
 
@@ -43,14 +44,16 @@ class DocumentAttention(Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
+        self._cp_mesh: DeviceMesh | None = None
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
-        """Does nothing: `forward` takes and gives DTensors itself.
+        """Leaves `forward` as it is: it takes and gives DTensors itself.
 
         torchtitan would wrap `forward` by the sharding declared in the config. Its wrapper gathers k and v
         asynchronously before a local_map, and there (torch 2.15) waiting for the gathered tensor drops it
         from the autograd graph: k and v would train without a gradient.
         """
+        self._cp_mesh = parallel_dims.get_mesh("cp") if parallel_dims.cp_enabled else None
 
     def forward(
         self,
@@ -75,14 +78,39 @@ class DocumentAttention(Module):
         """
         if not isinstance(q_BLNH, DTensor):
             return _attend(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale)
-        mesh, sharded = q_BLNH.device_mesh, q_BLNH.placements
-        gathered = _with_cp(q_BLNH, Replicate())
-        k, v = (
-            x.redistribute(mesh, gathered).to_local(grad_placements=_with_cp(q_BLNH, Partial()))
-            for x in (k_BLNH, v_BLNH)
-        )
-        out = _attend(q_BLNH.to_local(grad_placements=sharded), k, v, attention_masks, scale)
-        return DTensor.from_local(out, mesh, sharded, run_check=False)
+        q, k, v = (x.to_local(grad_placements=x.placements) for x in (q_BLNH, k_BLNH, v_BLNH))
+        if self._cp_mesh is not None:
+            assert attention_masks.key_order is not None
+            k, v = gather_keys_values(k, v, attention_masks.key_order, self._cp_mesh)
+        out = _attend(q, k, v, attention_masks, scale)
+        return DTensor.from_local(out, q_BLNH.device_mesh, q_BLNH.placements, run_check=False)
+
+
+def gather_keys_values(
+    k_BLNH: torch.Tensor, v_BLNH: torch.Tensor, key_order: torch.Tensor, mesh: DeviceMesh
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and values of all context-parallel ranks in document order.
+
+    They travel side by side in one tensor, tokens first, so that what a rank receives lies in one piece: the
+    permutation is the only copy. The results are views of it; their heads lie side by side in a row.
+
+    Args:
+        k_BLNH, v_BLNH: local tensors, B of 1 and this rank's L tokens; N and H may differ between them.
+        key_order: int64 (L x ranks,), as of `DocumentMask`.
+        mesh: the cp mesh axis.
+
+    Returns:
+        k and v with L x ranks tokens. Their gradients are summed over the ranks.
+    """
+    widths = [x.shape[2] * x.shape[3] for x in (k_BLNH, v_BLNH)]
+    mine = torch.cat([x.flatten(2).squeeze(0) for x in (k_BLNH, v_BLNH)], dim=1)
+    both = DTensor.from_local(mine, mesh, (Shard(0),), run_check=False)
+    both = both.redistribute(mesh, (Replicate(),)).to_local(grad_placements=(Partial(),))
+    k, v = both.index_select(0, key_order).split(widths, dim=1)
+    return (
+        k.unflatten(1, k_BLNH.shape[2:]).unsqueeze(0),
+        v.unflatten(1, v_BLNH.shape[2:]).unsqueeze(0),
+    )
 
 
 def _attend(
@@ -90,13 +118,4 @@ def _attend(
 ) -> torch.Tensor:
     assert q_BLNH.shape[0] == 1, f"a micro-batch is one packed sequence, got a batch of {q_BLNH.shape[0]}"
     q, k, v = q_BLNH.squeeze(0), k_BLNH.squeeze(0), v_BLNH.squeeze(0)
-    if mask.key_order is not None:
-        k, v = k.index_select(0, mask.key_order), v.index_select(0, mask.key_order)
     return varlen_attention(q, k, v, mask.segments, scale=scale).unsqueeze(0)
-
-
-def _with_cp(x: DTensor, placement: Placement) -> tuple[Placement, ...]:
-    """The placements of x, with another one on the cp mesh axis, where there is one."""
-    names = x.device_mesh.mesh_dim_names
-    assert names is not None
-    return tuple(placement if name == "cp" else p for name, p in zip(names, x.placements, strict=True))
