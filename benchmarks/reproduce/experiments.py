@@ -1,0 +1,280 @@
+"""What is simulated for each table and figure of the paper; every function gives plain numbers."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from paper import SLOWDOWN, attention, configuration, forward_imbalance, scenario
+
+from wlb_titan.planner.analytic import PAPER_DEGREES, PAPER_MODELS
+from wlb_titan.planner.degrees import Degrees
+from wlb_titan.planner.plan import DELAY, LENGTH
+from wlb_titan.planner.settings import PackingSettings
+from wlb_titan.planner.sharding import per_document, per_sequence
+from wlb_titan.simulator.passes import JobCost, attention_seconds
+from wlb_titan.simulator.scenario import Policy, Scenario
+from wlb_titan.simulator.step import simulate
+
+PLAIN = Policy("plain", "per_sequence")
+FIXED = (Policy("fixed_greedy", "per_sequence"), Policy("fixed_greedy", "per_document"))
+WLB = Policy("wlb", "adaptive")
+OURS = (Policy("wlb_lazy", "adaptive"), Policy("wlb_lazy", "hybrid"), Policy("wlb_lazy", "hybrid", "best"))
+RESULTS = Path(__file__).parents[1] / "results" / "cpu"
+
+
+def speedups(one: Scenario, policies: tuple[Policy, ...], steps: int) -> dict[str, Any]:
+    """Each policy's tokens per second over Plain-4D's, and facts of Plain-4D's step."""
+    plain = one.predict(PLAIN, steps)
+    result: dict[str, Any] = {
+        "plain": {
+            "step_seconds": float(plain.seconds.mean()),
+            "mfu": plain.mfu,
+            "bubble": plain.bubble,
+            "checkpointing": one.job.memory.checkpointing,
+            "max_length": one.packing.max_length,
+        }
+    }
+    for policy in policies:
+        prediction = one.predict(policy, steps)
+        result[str(policy)] = prediction.tokens_per_second / plain.tokens_per_second
+        result[f"{policy} step_seconds"] = float(prediction.seconds.mean())
+    return result
+
+
+def table_2(steps: int, solver_steps: int) -> list[dict[str, Any]]:
+    """Imbalance degree of forward latency and milliseconds of packing, N = 4, 7B-128K."""
+    rows: list[tuple[str, PackingSettings, float | None, float | None]] = [
+        ("Original Packing", PackingSettings(), 1.44, 0),
+        ("Fixed-Len Greedy, 1 global batch", PackingSettings(policy="fixed_greedy", window=1), 1.41, 4),
+        ("Fixed-Len Greedy, 2", PackingSettings(policy="fixed_greedy", window=2), 1.22, 5),
+        ("Fixed-Len Greedy, 4", PackingSettings(policy="fixed_greedy", window=4), 1.11, 5),
+        ("Fixed-Len Greedy, 8", PackingSettings(policy="fixed_greedy", window=8), 1.08, 5),
+        ("Fixed-Len Solver, 1", PackingSettings(policy="fixed_solver", window=1), 1.40, 467),
+        ("Fixed-Len Solver, 2", PackingSettings(policy="fixed_solver", window=2), 1.18, 1488),
+        ("Fixed-Len Solver, 4", PackingSettings(policy="fixed_solver", window=4), 1.09, 25313),
+        ("WLB-LLM, 1 queue", PackingSettings(policy="wlb", queues=1), 1.24, 8),
+        ("WLB-LLM, 2 queues", PackingSettings(policy="wlb", queues=2), 1.05, 20),
+        ("WLB-LLM, 3 queues", PackingSettings(policy="wlb", queues=3), 1.05, 23),
+        ("wlb_lazy (ours)", PackingSettings(policy="wlb_lazy"), None, None),
+    ]
+    result = []
+    for name, packing, theirs, their_ms in rows:
+        count = solver_steps if packing.policy == "fixed_solver" else steps
+        one = configuration("7B-128K", packing=packing)
+        begin = time.perf_counter()
+        imbalance = forward_imbalance(one, Policy(packing.policy), count)
+        plans = one.plans(Policy(packing.policy), min(count, 50))
+        # The overhead of packing several batches together is shared by their steps, as in the paper.
+        mean = np.mean if packing.policy.startswith("fixed") else np.median
+        result.append(
+            {
+                "method": name,
+                "imbalance": imbalance,
+                "theirs": theirs,
+                "ms": float(mean([plan.plan_ms for plan in plans])),
+                "their_ms": their_ms,
+                "delay": float(np.mean([plan.delay for plan in plans])),
+                "seconds": time.perf_counter() - begin,
+            }
+        )
+    return result
+
+
+def large_job(steps: int) -> dict[str, Any]:
+    """Figures 1 and 4: computation of every GPU in an 8K-GPU job, (TP, CP, PP, DP) = (8, 16, 16, 4), 128K."""
+    degrees = Degrees(tensor=8, context=16, pipeline=16, shard=4)
+    one = scenario(PAPER_MODELS["70B"], degrees, 131072)
+    token = one.job.token
+    attention_of, computation_of = [], []
+    for plan in one.plans(PLAIN, steps):
+        attending = np.zeros((4, 16))
+        tokens = np.zeros(4)
+        for m in plan.micro_batches:
+            attending[m.dp_rank] += attention_seconds(m, one.job.latency).sum(axis=1)
+            tokens[m.dp_rank] += m.length
+        linear = 3 * tokens[:, None] * (token.matrices + token.elements)
+        attention_of.append(attending)
+        computation_of.append(attending + linear)
+    a, c = np.array(attention_of), np.array(computation_of)
+
+    def spread(values: np.ndarray) -> float:
+        """Largest over mean of the others, mean of the steps."""
+        flat = values.reshape(len(values), -1)
+        most = flat.max(axis=1)
+        return float((most / ((flat.sum(axis=1) - most) / (flat.shape[1] - 1))).mean())
+
+    return {
+        "slowest_gpu_computation": spread(c),
+        "slowest_gpu_attention": spread(a),
+        "data_parallel_attention": spread(a.mean(axis=2)),
+        "context_parallel_attention": float((a.max(axis=2) / a.mean(axis=2)).mean()),
+        "attention": a[0].tolist(),
+        "computation": c[0].tolist(),
+    }
+
+
+def figure_6(steps: int) -> dict[str, Any]:
+    """Packing over more global batches: imbalance of attention here, loss from runs where there are any."""
+    result: dict[str, Any] = {"window": [1, 2, 4, 8, 16], "imbalance": []}
+    for window in result["window"]:
+        packing = PackingSettings(policy="fixed_greedy", window=window)
+        plans = configuration("7B-128K", packing=packing).plans(Policy("fixed_greedy"), steps)
+        squares = [
+            [float((m.documents[:, LENGTH] ** 2.0).sum()) for m in plan.micro_batches] for plan in plans
+        ]
+        result["imbalance"].append(float(np.mean(np.max(squares, axis=1) / np.mean(squares, axis=1))))
+    curves = RESULTS / "loss_curves.json"
+    result["loss_curves"] = json.loads(curves.read_text()) if curves.is_file() else None
+    return result
+
+
+def figure_7() -> dict[str, Any]:
+    """Latency of attention and of everything else by document length, 7B-128K, one layer's worth of all."""
+    one = configuration("7B-128K")
+    d = 2 ** np.arange(9, 18)
+    attending = one.job.latency.work(d, d)[0] / one.job.degrees.context * one.job.model.layers
+    total = JobCost(one.job).forward(d)
+    fine = np.arange(1024, 262144, 1024)
+    share = one.job.latency.work(fine, fine)[0] / one.job.degrees.context * one.job.model.layers
+    linear = JobCost(one.job).forward(fine) - share
+    return {
+        "tokens": d.tolist(),
+        "attention": attending.tolist(),
+        "linear": (total - attending).tolist(),
+        "equal_at": int(fine[np.argmax(share > linear)]),
+    }
+
+
+def figure_10() -> dict[str, Any]:
+    """The attention kernel by query length: latency of many short segments, and achieved TFLOP/s."""
+    latency = attention(PAPER_MODELS["7B"], 8)
+    lengths = [16, 32, 64, 96, 128, 160, 192, 224, 256]
+    result: dict[str, Any] = {"q_len": lengths, "kv_len": 4096, "seconds": [], "tflops": []}
+    for q in lengths:
+        count = 512
+        kernel = latency.forward
+        work = kernel.work(kernel.tiling.count(np.full(count, q), np.full(count, 4096))).sum()
+        seconds = kernel.launch + work * latency.heads / latency.units
+        flops = 4 * 128 * latency.heads * count * q * (4096 - (q - 1) / 2)
+        result["seconds"].append(seconds)
+        result["tflops"].append(flops / seconds / 1e12)
+    return result
+
+
+def figure_12(steps: int, *, slowdown: float = SLOWDOWN, ours: bool = True) -> dict[str, Any]:
+    """All configurations of Table 1."""
+    policies = (*FIXED, WLB, *(OURS if ours else ()))
+    return {name: speedups(configuration(name, slowdown=slowdown), policies, steps) for name in PAPER_DEGREES}
+
+
+def figure_13(steps: int) -> dict[str, Any]:
+    """One optimization after the other, 7B-128K."""
+    policies = (
+        Policy("plain", "per_document"),
+        Policy("plain", "adaptive"),
+        Policy("wlb", "per_sequence"),
+        WLB,
+    )
+    return speedups(configuration("7B-128K"), policies, steps)
+
+
+def figure_14(steps: int) -> dict[str, Any]:
+    """7B with windows of 32K to 160K, at the degrees of 7B-128K."""
+    return {
+        f"{k}K": speedups(
+            scenario(PAPER_MODELS["7B"], PAPER_DEGREES["7B-128K"], k * 1024), (*FIXED, WLB, *OURS[1:2]), steps
+        )
+        for k in (32, 64, 96, 128, 160)
+    }
+
+
+def figure_15(packs: int) -> dict[str, Any]:
+    """A 7B layer on 4 context-parallel ranks: forward and backward by sharding."""
+    result = {}
+    for window, tensor in ((65536, 4), (131072, 8)):
+        one = scenario(PAPER_MODELS["7B"], Degrees(tensor=tensor, context=4, pipeline=1), window)
+        token, latency = one.job.token, one.job.latency
+        computed = 3 * (token.matrices + token.elements) * window
+        communicated = 2 * (token.tensor + token.context) * window
+        seconds: dict[str, list[float]] = {"per_sequence": [], "per_document": []}
+        for plan in one.plans(Policy("plain"), packs):
+            lengths = plan.micro_batches[0].documents[:, LENGTH]
+            for name, shard in (("per_sequence", per_sequence), ("per_document", per_document)):
+                attending = latency.seconds(shard(lengths, window, 4)).max(axis=0).sum()
+                seconds[name].append(attending + computed + communicated)
+        sequence, document = np.array(seconds["per_sequence"]), np.array(seconds["per_document"])
+        best = np.minimum(sequence, document)
+        result[f"{window // 1024}K"] = {
+            "per_document": float(sequence.sum() / document.sum()),
+            "adaptive": float(sequence.sum() / best.sum()),
+            "adaptive_over_per_document": float(document.sum() / best.sum()),
+            "per_sequence_is_faster": float((sequence < document).mean()),
+        }
+    return result
+
+
+def token_delay(steps: int) -> float:
+    """Iterations that a token waits under wlb, 7B-128K (section 6.4: 0.5)."""
+    plans = configuration("7B-128K").plans(Policy("wlb"), steps)
+    waited = sum(int(m.documents[:, LENGTH] @ m.documents[:, DELAY]) for p in plans for m in p.micro_batches)
+    return waited / sum(plan.tokens for plan in plans)
+
+
+def scale(steps: int) -> list[dict[str, Any]]:
+    """The same job at 1K, 8K and 100K GPUs: speedup, processor time and memory of planning and simulating."""
+    result = []
+    for gpus, degrees in (
+        (1024, Degrees(tensor=8, context=16, pipeline=4, shard=2)),
+        (8192, Degrees(tensor=8, context=16, pipeline=16, shard=4)),
+        (98304, Degrees(tensor=8, context=16, pipeline=16, shard=48)),
+    ):
+        assert degrees.ranks == gpus
+        n = 16 * degrees.data
+        one = scenario(PAPER_MODELS["70B"], degrees, 131072, micro_batches=n)
+        row: dict[str, Any] = {"gpus": gpus, "degrees": str(degrees), "micro_batches": n}
+        plain_rate = None
+        for policy in (PLAIN, FIXED[1], WLB, OURS[1]):
+            count = steps if gpus < 50_000 else 1
+            begin = time.process_time()
+            plans = one.plans(policy, count, warm_up=2)
+            planned = time.process_time()
+            prediction = simulate(one.job, plans)
+            end = time.process_time()
+            plain_rate = plain_rate or prediction.tokens_per_second
+            row[str(policy)] = {
+                "speedup": prediction.tokens_per_second / plain_rate,
+                "bubble": prediction.bubble,
+                "step_seconds": float(prediction.seconds.mean()),
+                "planning_seconds": (planned - begin) / (count + 2),
+                "simulating_seconds": (end - planned) / count,
+                "seconds": end - begin,
+                "plan_mib": _plan_bytes(plans[-1]) / 2**20,
+            }
+        result.append(row)
+    return result
+
+
+def speed() -> dict[str, float]:
+    """Processor seconds of 100 steps of the paper's largest configuration, planned and simulated."""
+    one = configuration("70B-128K")
+    begin = time.process_time()
+    planner = one.planner(WLB)
+    tuned = time.process_time()
+    plans = [planner.next() for _ in range(100)]
+    planned = time.process_time()
+    simulate(one.job, plans)
+    end = time.process_time()
+    return {
+        "tuning_seconds": tuned - begin,
+        "planning_seconds": planned - tuned,
+        "simulating_seconds": end - planned,
+    }
+
+
+def _plan_bytes(plan: Any) -> int:
+    """Bytes of the arrays of one plan."""
+    return sum(m.documents.nbytes + sum(rank.nbytes for rank in m.ranks or ()) for m in plan.micro_batches)
