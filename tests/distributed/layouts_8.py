@@ -20,7 +20,10 @@ LAYOUTS = {
     "hsdp2x2_pp2": (*layout(dp=2, pp=2), *REPLICAS, "--training.local_batch_size", "1", SCHEDULE, "GPipe"),
     "dp2_cp2_tp2": layout(dp=2, cp=2, tp=2),
     "pp4_cp2": layout(pp=4, cp=2),
-    "pp2_dp2_tp2_zero_bubble": (*layout(dp=2, pp=2, tp=2), SCHEDULE, "ZBVZeroBubble"),
+    "pp2_dp2_tp2_zero_bubble": (
+        *(*layout(dp=2, pp=2, tp=2), SCHEDULE, "ZBVZeroBubble"),
+        *("--activation_checkpoint.class", "FullAC"),
+    ),
 }
 
 

@@ -113,10 +113,10 @@ WRONG = {
     "order that cannot be found for the schedule": (
         {
             "t": 'base = "llama3_debug"\nwlb.pipeline.order = "best"\n[parallelism]\n'
-            'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "DualPipeV"\n'
+            'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "LoopedBFS"\n'
             "[training]\nlocal_batch_size = 8"
         },
-        ['t.toml:2: wlb.pipeline.order = "best":', "the schedule is DualPipeV", "'longest_first'"],
+        ['t.toml:2: wlb.pipeline.order = "best":', "the schedule is LoopedBFS", "'longest_first'"],
     ),
     "no such corpus": (
         {"t": 'base = "llama3_debug"\nwlb.corpus.path = "nowhere"'},

@@ -66,7 +66,7 @@ def test_the_longest_micro_batch_counts_in_the_log(loaded):
 def test_a_schedule_that_the_planner_does_not_know_is_not_predicted(loaded):
     from wlb_titan.runtime.memory import check_memory, describe_memory
 
-    schedule = '[parallelism]\npipeline_parallel_schedule = "DualPipeV"'
+    schedule = '[parallelism]\npipeline_parallel_schedule = "LoopedBFS"'
     config, dims = loaded(PIPELINE.replace("[parallelism]", schedule))
     check_memory(config, dims, 1)
-    assert describe_memory(config, dims) == ["Memory of DualPipeV is not predicted"]
+    assert describe_memory(config, dims) == ["Memory of LoopedBFS is not predicted"]

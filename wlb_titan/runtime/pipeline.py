@@ -60,7 +60,7 @@ def pipeline(
     Raises:
         ValueError: the schedule cannot run, with the reason; or the model does not fit its stages.
     """
-    check_schedule(parallelism, compile_config)
+    check_schedule(parallelism, compile_config, ac_config)
     names = stage_names(parallelism, model_config)
     check_micro_batches(
         parallelism.pipeline_parallel_schedule, parallel_dims.pp, len(names), training.local_batch_size

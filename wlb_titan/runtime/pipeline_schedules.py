@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torchtitan.config import CompileConfig, ParallelismConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig, SelectiveAC
 from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part, _get_pipeline_metadata
 from torchtitan.models.common.decoder import Decoder
 
@@ -21,7 +22,11 @@ SCHEDULES = (
 SPLITS_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
-def check_schedule(parallelism: ParallelismConfig, compile_config: CompileConfig) -> None:
+def check_schedule(
+    parallelism: ParallelismConfig,
+    compile_config: CompileConfig,
+    checkpointing: ActivationCheckpointingConfig | None,
+) -> None:
     """Checks what holds for every step.
 
     Raises:
@@ -37,6 +42,12 @@ def check_schedule(parallelism: ParallelismConfig, compile_config: CompileConfig
         raise ValueError(
             f"{name} runs the backward passes of inputs and of weights one after the other, which torch "
             "cannot do with a compiled model; switch compile.enable off or choose another schedule"
+        )
+    if name in SPLITS_BACKWARD and isinstance(checkpointing, SelectiveAC.Config):
+        raise ValueError(
+            f"{name} runs the backward passes of inputs and of weights one after the other, and torch's "
+            'selective activation checkpointing recomputes only once; set activation_checkpoint = "none" or '
+            'activation_checkpoint.class = "FullAC", or choose another schedule'
         )
 
 

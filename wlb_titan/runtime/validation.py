@@ -147,7 +147,7 @@ def _check_pipeline(config: Trainer.Config, dims: ParallelDims) -> None:
             f"parallelism.pipeline_parallel_degree: {config.model_spec.name} cannot be pipelined."
         )
     try:
-        check_schedule(config.parallelism, config.compile)
+        check_schedule(config.parallelism, config.compile, config.activation_checkpoint)
         check_micro_batches(
             config.parallelism.pipeline_parallel_schedule,
             dims.pp,
