@@ -30,7 +30,7 @@ from wlb_titan.simulator.job import SimulatedJob
 
 Floats = NDArray[np.float64]
 TENSOR_COLLECTIVES = 4  # of a layer in each pass
-CONTEXT_COLLECTIVES = 2  # K and V
+CONTEXT_COLLECTIVES = 1  # K and V together
 
 
 @dataclass(frozen=True, slots=True)
