@@ -1,0 +1,92 @@
+"""Scenarios and the search over degrees: what is tried, what fits, what is fastest."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from wlb_titan.planner.analytic import PAPER_MODELS
+from wlb_titan.planner.attention_hopper import hopper
+from wlb_titan.planner.cluster import load_cluster
+from wlb_titan.planner.degrees import Degrees
+from wlb_titan.planner.errors import PlanError
+from wlb_titan.planner.memory import MemorySettings
+from wlb_titan.planner.settings import PackingSettings
+from wlb_titan.simulator.job import SimulatedJob
+from wlb_titan.simulator.scenario import Policy, Scenario, network_sensitivity
+from wlb_titan.simulator.search import at_degrees, candidates, longest_that_fits, search
+
+MODEL = PAPER_MODELS["550M"]
+PLAIN, LAZY = Policy("plain"), Policy("wlb_lazy", "per_document")
+
+
+@pytest.fixture(scope="module")
+def scenario():
+    lengths = (np.random.default_rng(0).pareto(0.8, 5000) * 300 + 32).clip(32, 16384).astype(np.int64)
+    job = SimulatedJob(
+        model=MODEL,
+        degrees=Degrees(context=2, pipeline=2),
+        cluster=load_cluster("h100_roce"),
+        latency=hopper(128, 12),
+    )
+    return Scenario(
+        source="drawn", lengths=lengths, window=16384, micro_batches=8, job=job, packing=PackingSettings()
+    )
+
+
+def test_policies_are_parsed_and_written():
+    assert Policy.parse("wlb_lazy:hybrid:best") == Policy("wlb_lazy", "hybrid", "best")
+    assert str(Policy.parse("plain")) == "plain:per_sequence"
+    assert str(Policy.parse("wlb:adaptive:best")) == "wlb:adaptive:best"
+    with pytest.raises(PlanError, match="too many parts"):
+        Policy.parse("wlb:adaptive:best:more")
+
+
+def test_candidates_divide_gpus_heads_and_micro_batches(scenario):
+    found = list(candidates(scenario.job, 16, 8))
+    assert all(degrees.ranks == 16 for degrees in found)
+    assert {degrees.tensor for degrees in found} == {1, 2, 4}  # 12 heads
+    assert all(8 % degrees.data == 0 and 8 // degrees.data >= degrees.pipeline for degrees in found)
+    assert Degrees(tensor=2, context=4, pipeline=2) in found
+    assert not any(degrees.data == 16 for degrees in found)
+
+
+def test_attention_is_divided_with_the_degrees(scenario):
+    job = at_degrees(scenario.job, Degrees(tensor=4))
+    assert job.latency.heads == 3
+
+
+def test_longest_that_fits(scenario):
+    small = replace(scenario.job.cluster, memory=scenario.job.cluster.memory / 100)
+    assert longest_that_fits(scenario.job, scenario) == 2 * 16384
+    assert longest_that_fits(scenario.job.on(small), scenario) is None
+    between = [
+        longest_that_fits(scenario.job.on(replace(small, memory=m)), scenario) for m in (3e9, 4e9, 6e9)
+    ]
+    assert between == sorted(between, key=lambda length: length or 0)
+
+
+def test_search_finds_the_fastest_that_fits(scenario):
+    result = search(scenario, 4, [PLAIN, LAZY], steps=1)
+    rates = [found.prediction.tokens_per_second for found in result.found]
+    assert rates == sorted(rates, reverse=True)
+    assert {found.policy for found in result.found} == {PLAIN, LAZY}
+    assert all(found.prediction.fits for found in result.found)
+    with pytest.raises(PlanError, match="Nothing fits 4 GPUs"):
+        tiny = scenario.job.on(replace(scenario.job.cluster, memory=1e8))
+        search(scenario.on(tiny), 4, [PLAIN], steps=1)
+
+
+def test_a_slower_network_costs_time_where_it_is_used(scenario):
+    plans = {PLAIN: scenario.plans(PLAIN, 2, warm_up=0)}
+    now = network_sensitivity(scenario, plans, 1.0)[PLAIN]
+    assert network_sensitivity(scenario, plans, 4.0)[PLAIN] == pytest.approx(now)  # 4 GPUs in one node
+    apart = scenario.on(scenario.job.on(replace(scenario.job.cluster, gpus_per_node=1)))
+    assert network_sensitivity(apart, plans, 4.0)[PLAIN] < network_sensitivity(apart, plans, 1.0)[PLAIN]
+
+
+def test_full_checkpointing_is_slower_and_smaller(scenario):
+    kept = scenario.predict(LAZY, 1)
+    full = scenario.on(replace(scenario.job, memory=MemorySettings(checkpointing="full"))).predict(LAZY, 1)
+    assert full.seconds[0] > kept.seconds[0]
+    assert full.peak_memory.activations < kept.peak_memory.activations
