@@ -56,6 +56,12 @@ def test_plan_passes_its_arguments_on():
     assert [role.entrypoint, *role.args] == ["wlb-titan", "plan", "x.toml", "--steps", "5"]
 
 
+def test_simulate_passes_its_arguments_on():
+    info = dryrun("wlb.simulate", ["x.toml", "--search"], "local_cwd")
+    (role,) = info._app.roles
+    assert [role.entrypoint, *role.args] == ["wlb-titan", "simulate", "x.toml", "--search"]
+
+
 def test_processes_that_do_not_spread_evenly_are_refused():
     with pytest.raises(UserError, match=r"4 processes do not spread evenly over 3 hosts"):
         launch._resolve(CONFIG, [], nodes=3, processes_per_node=0, corpus_is_here=False)

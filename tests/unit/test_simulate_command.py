@@ -2,12 +2,15 @@
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from wlb_titan.commands.main import main
+from wlb_titan.corpus.prepare import prepare_corpus
+from wlb_titan.corpus.settings import PrepareSettings
 
 
 @pytest.fixture
@@ -42,6 +45,37 @@ def test_table_report_and_timeline(lengths, tmp_path):
     assert not re.search(r"(src|href)=\"(?!#)", page.replace("xlink:href", "href"))
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert {event["name"] for event in events if event["ph"] == "X"} >= {"F0", "B0"}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """A training configuration on a small corpus, whose tokens are bytes."""
+    folder = tmp_path_factory.mktemp("simulate")
+    texts = folder / "texts"
+    texts.mkdir()
+    for index in range(40):
+        (texts / f"{index:02d}.txt").write_text("wlb " * (10 + 13 * index))
+    prepare_corpus(PrepareSettings(source=f"text:{texts}", vocab_size=257), folder / "corpus")
+    base = Path(__file__).parents[2] / "train_configs" / "cpu_debug.toml"
+    path = folder / "train.toml"
+    path.write_text(f'extends = "{base}"\n[wlb.corpus]\npath = "{folder / "corpus"}"\n')
+    return path
+
+
+def test_a_training_configuration(config):
+    result = run(config, "--steps", 2, "--policies", "plain,wlb_lazy:hybrid", "--gpus", 4)
+    assert result.exit_code == 0, result.output
+    assert "TP 1 x CP 2 x PP 2 x DP 1 = 4 GPUs, 1F1B, selective checkpointing" in result.output
+    assert "4 micro-batches a step, context window 1,024" in result.output
+
+
+def test_a_cluster_whose_profile_lacks_the_attention_says_how_to_measure_it(config):
+    result = run(config, "--cluster", "cpu")
+    assert result.exit_code == 2
+    message = " ".join(result.output.split())
+    assert "no attention of head dim 32" in message
+    assert "wlb-titan profile --head-dim 32" in message
+    assert "[gpu] attention_profile" in message
 
 
 def test_search_ranks_what_fits(lengths):

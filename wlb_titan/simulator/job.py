@@ -91,4 +91,10 @@ def cluster_latency(
         group=model.heads // model.kv_heads,
         dtype=dtype,
     )
-    return attention_latency(cluster.attention_profile, attention)
+    try:
+        return attention_latency(cluster.attention_profile, attention)
+    except PlanError as error:
+        raise PlanError(
+            f"{error} Then name that file as [gpu] attention_profile in a copy of the cluster's TOML file; "
+            f"the simulated cluster is {cluster.name}."
+        ) from error

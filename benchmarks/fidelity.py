@@ -1,0 +1,283 @@
+"""How far predictions are from real runs on this machine: step time, ranking of policies, peak memory.
+
+    python benchmarks/fidelity.py                  # all that is missing; about 25 minutes on two idle cores
+    python benchmarks/fidelity.py --only pp2-wlb   # one case
+    python benchmarks/fidelity.py --summary        # only the table, from the results so far
+
+Every case is a training run of a small Llama (4 layers, width 128, 4 heads; float32) in its own processes,
+one thread and one core each, and is predicted by the simulator from the very plans that it trained. The
+prediction knows only what a short profile says, made first and not from these cases:
+
+- attention: `wlb-titan profile` of this machine;
+- linear layers: the rate at which steps of equal documents of 64 tokens are predicted right on one process
+  (element-wise operators are within it);
+- communication: the bandwidth at which the same is predicted right on two context-parallel processes, and
+  that of transfers at which it is on two pipeline stages (fixed costs are within both).
+
+Results go to benchmarks/results/cpu/fidelity.json after every case, and the script continues where it was
+stopped; delete the file (and fidelity_attention.json) to begin anew. Processes beyond the cores share them:
+such a step takes at least the work of all processes over the cores. Memory is the resident memory at its peak
+in a step beyond that before the trainer was built.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import platform
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wlb_titan.planner.analytic import ModelShape
+from wlb_titan.planner.attention_profile import AttentionShape, Profile
+from wlb_titan.planner.cluster import Cluster, Link, load_cluster
+from wlb_titan.planner.degrees import Degrees
+from wlb_titan.planner.memory import MemorySettings
+from wlb_titan.planner.workload import workload
+from wlb_titan.simulator.job import SimulatedJob
+from wlb_titan.simulator.passes import JobCost
+from wlb_titan.simulator.step import simulate
+
+RESULTS = Path(__file__).parent / "results" / "cpu" / "fidelity.json"
+PROFILE = RESULTS.with_name("fidelity_attention.json")
+WINDOW = 4096
+MICRO_BATCHES = 4  # of a replica
+LAYERS = 4
+WARM_UP, STEPS = 2, 5
+
+
+ONE, PP, CP, DP = Degrees(), Degrees(pipeline=2), Degrees(context=2), Degrees(shard=2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run.
+
+    Attributes:
+        degrees: of parallelism.
+        packing, sharding, order: the policies.
+        documents: `equal` (64 tokens), `mixed` (log-normal) or `long` (log-normal, longer).
+        schedule: of the pipeline.
+        checkpointing: `none` or `full`.
+    """
+
+    degrees: Degrees = ONE
+    packing: str = "plain"
+    sharding: str = "per_sequence"
+    order: str = "as_packed"
+    documents: str = "mixed"
+    schedule: str = "1F1B"
+    checkpointing: str = "none"
+
+
+CALIBRATION = {
+    "linear": Case(documents="equal"),
+    "communication": Case(CP, documents="equal"),
+    "transfer": Case(PP, documents="equal"),
+}
+RATES = {  # where they can lie: FLOP/s, bytes/s and bytes/s
+    "linear": (1e8, 1e12),
+    "communication": (1e6, 1e12),
+    "transfer": (1e6, 1e12),
+}
+CASES = {
+    "one-mixed": Case(),
+    "one-long": Case(documents="long"),
+    "one-full": Case(checkpointing="full"),
+    "cp2-sequence": Case(CP, documents="long"),
+    "cp2-document": Case(CP, sharding="per_document", documents="long"),
+    "cp2-hybrid": Case(CP, "wlb_lazy", "hybrid", documents="long"),
+    "dp2-plain": Case(DP, documents="long"),
+    "dp2-wlb": Case(DP, "wlb_lazy", documents="long"),
+    "pp2-plain": Case(PP, documents="long"),
+    "pp2-greedy": Case(PP, "fixed_greedy", documents="long"),
+    "pp2-wlb": Case(PP, "wlb_lazy", documents="long"),
+    "pp2-best": Case(PP, "wlb_lazy", order="best", documents="long"),
+    "pp2-gpipe": Case(PP, documents="long", schedule="GPipe"),
+    "pp2cp2-plain": Case(Degrees(pipeline=2, context=2), documents="long"),
+    "pp2cp2-wlb": Case(Degrees(pipeline=2, context=2), "wlb_lazy", "hybrid", documents="long"),
+}
+LENGTHS = {"mixed": (200, 1.2), "long": (500, 1.5)}  # median and sigma
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", choices=CASES, action="append", help="these cases, also if they are done")
+    parser.add_argument("--summary", action="store_true", help="print the table and run nothing")
+    arguments = parser.parse_args()
+    results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"rates": {}, "cases": {}}
+    if not arguments.summary:
+        if not PROFILE.is_file():
+            _profile()
+        _calibrate(results)
+        for name in arguments.only or CASES:
+            if arguments.only or name not in results["cases"]:
+                results["cases"][name] = _predicted_and_measured(CASES[name], results["rates"])
+                _save(results)
+                print(name, "done", flush=True)
+    summary(results)
+
+
+def _profile() -> None:
+    words = [str(Path(sys.executable).with_name("wlb-titan")), "profile", "--device", "cpu"]
+    words += ["--head-dim", "32", "--group", "2", "--output", str(PROFILE)]
+    subprocess.run(words, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def _calibrate(results: dict[str, Any]) -> None:
+    """Finds the rates that are not there yet."""
+    for name, case in CALIBRATION.items():
+        if name not in results["rates"]:
+            results["rates"][name] = _rate(name, case, results["rates"])
+            _save(results)
+
+
+def _rate(name: str, case: Case, rates: dict[str, float]) -> float:
+    """The rate at which a run is predicted right, by bisection; predicted times fall with it."""
+    run = _run(case, "quadratic:1,1000")
+    measured = float(np.median(run["seconds"]))
+    low, high = RATES[name]
+    for _ in range(60):
+        middle = (low * high) ** 0.5
+        predicted = _predict(case, run, {**rates, name: middle})[0].mean()
+        low, high = (middle, high) if predicted > measured else (low, middle)
+    print(f"{name}: {measured:.3f} s a step, rate {low:.3g}", flush=True)
+    return low
+
+
+def _predicted_and_measured(case: Case, rates: dict[str, float]) -> dict[str, Any]:
+    d = np.array([256.0, WINDOW])
+    work = workload(JobCost(_job(Case(), _shape(), rates)), d.astype(np.int64))
+    a = (work[1] / d[1] - work[0] / d[0]) / (d[1] - d[0])
+    run = _run(case, f"quadratic:{a * 1e9},{(work[0] / d[0] - a * d[0]) * 1e9}")
+    predicted, peak = _predict(case, run, rates)
+    return {
+        "case": asdict(case),
+        "tokens": [plan.tokens for plan in run["plans"]],
+        "predicted": predicted.tolist(),
+        "measured": run["seconds"],
+        "predicted_bytes": peak,
+        "measured_bytes": run["bytes"],
+    }
+
+
+def _predict(case: Case, run: dict[str, Any], rates: dict[str, float]) -> tuple[np.ndarray, int]:
+    """Seconds of each step and bytes of the rank that needs most."""
+    prediction = simulate(_job(case, run["model"], rates), run["plans"])
+    cores = len(os.sched_getaffinity(0))
+    shared = prediction.busy * case.degrees.ranks / cores
+    return np.maximum(prediction.seconds, shared), prediction.peak_memory.total
+
+
+def _job(case: Case, model: ModelShape, rates: dict[str, float]) -> SimulatedJob:
+    attention = AttentionShape(model.head_dim, model.heads, model.heads // model.kv_heads, "float32")
+    settings = MemorySettings(
+        checkpointing=case.checkpointing, compute_bytes=4, loss_chunks=8, reshard=case.degrees.pipeline == 1
+    )
+    return SimulatedJob(
+        model=model,
+        degrees=case.degrees,
+        cluster=_cluster(rates, case.degrees.context > 1),
+        latency=Profile.load(PROFILE).latency(attention),
+        schedule=case.schedule,
+        memory=settings,
+    )
+
+
+def _cluster(rates: dict[str, float], context: bool) -> Cluster:
+    """This machine; context-parallel ranks make up a node, so that stages communicate over the network."""
+    communication, transfer = (rates.get(name, 1e12) for name in ("communication", "transfer"))
+    return replace(
+        load_cluster("cpu"),
+        peak_flops=1e15,
+        linear_flops=rates["linear"],
+        memory_bandwidth=1e15,
+        gpus_per_node=2 if context else 1,
+        node=Link(communication, 0.0),
+        network=Link(transfer, 0.0),
+    )
+
+
+def _shape() -> ModelShape:
+    return ModelShape(
+        layers=LAYERS, hidden=128, heads=4, kv_heads=2, head_dim=32, feed_forward=384, vocabulary=512
+    )
+
+
+def _run(case: Case, cost_model: str) -> dict[str, Any]:
+    """Runs a case in its own processes: seconds of each step, peak bytes, plans and the model's shape."""
+    output = RESULTS.with_suffix(".pickle")
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MALLOC_MMAP_THRESHOLD_": "65536",  # freed tensors leave the process at once: resident memory is used
+    }
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words += [f"--nproc_per_node={case.degrees.ranks}", str(Path(__file__).with_name("fidelity_run.py"))]
+    spec = json.dumps({**asdict(case), "cost_model": cost_model})
+    result = subprocess.run([*words, spec, str(output)], env=environment, capture_output=True, text=True)
+    if result.returncode:
+        raise SystemExit(result.stderr[-4000:])
+    record = pickle.loads(output.read_bytes())
+    output.unlink()
+    return record
+
+
+def _save(results: dict[str, Any]) -> None:
+    machine = {"processor": platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+    results["machine"] = machine
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def summary(results: dict[str, Any]) -> None:
+    """Prints predicted beside measured, mean errors, and how many pairs of policies are ranked right."""
+    print(
+        f"{'case':14}{'predicted':>11}{'measured':>11}{'error':>8}{'predicted':>12}{'measured':>12}{'error':>8}"
+    )
+    errors, memory_errors = [], []
+    for name, run in results["cases"].items():
+        predicted, measured = np.mean(run["predicted"]), np.mean(run["measured"])
+        errors.append(predicted / measured - 1)
+        memory_errors.append(run["predicted_bytes"] / run["measured_bytes"] - 1)
+        print(
+            f"{name:14}{predicted:9.3f} s{measured:9.3f} s{errors[-1]:+8.1%}"
+            f"{run['predicted_bytes'] / 2**20:8.0f} MiB{run['measured_bytes'] / 2**20:8.0f} MiB"
+            f"{memory_errors[-1]:+8.1%}"
+        )
+    if not errors:
+        return
+    time_error, memory_error = np.abs(errors).mean(), np.abs(memory_errors).mean()
+    print(f"mean absolute error: step time {time_error:.1%}, memory {memory_error:.1%}")
+    right, pairs = ranked(results["cases"])
+    print(
+        f"pairs of policies on the same ranks and documents, 3 % apart or more: {right} of {pairs} in order"
+    )
+
+
+def ranked(cases: dict[str, Any], apart: float = 0.03) -> tuple[int, int]:
+    """How many pairs of policies are predicted in the order in which they were measured, and of how many."""
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for name, run in cases.items():
+        rates = [sum(run["tokens"]) / sum(run[kind]) for kind in ("predicted", "measured")]
+        groups.setdefault(name.split("-")[0], []).append((rates[0], rates[1]))
+    right = pairs = 0
+    for name, rates in groups.items():
+        if name == "one":  # other documents and checkpointing, not other policies
+            continue
+        for i, (p, m) in enumerate(rates):
+            for q, n in rates[:i]:
+                if abs(m / n - 1) >= apart:
+                    pairs += 1
+                    right += (p > q) == (m > n)
+    return right, pairs
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""One rank of a run of fidelity.py, which starts it: trains some steps and writes what it measured.
+
+python -m torch.distributed.run --nproc_per_node=RANKS benchmarks/fidelity_run.py CASE OUTPUT
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from pipeline_lab import BenchTrainer, make_config, make_corpus, torch
+
+import torch.distributed as dist  # isort: skip
+from fidelity import LAYERS, LENGTHS, MICRO_BATCHES, STEPS, WARM_UP, WINDOW
+from torchtitan.distributed.activation_checkpoint import FullAC
+
+from wlb_titan.runtime.shape import model_shape
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class PeakMemory:
+    """Resident memory of this process at its largest, looked at every 2 ms while it runs."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._stop.is_set():
+            self.bytes = max(self.bytes, resident())
+            time.sleep(0.002)
+
+    def stop(self) -> int:
+        self._stop.set()
+        self._thread.join()
+        return self.bytes
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+
+def config_of(case: dict[str, Any], folder: Path) -> Any:
+    config = make_config(folder, "run", window=WINDOW, micro_batches=MICRO_BATCHES, layers=LAYERS)
+    degrees = case["degrees"]
+    config.parallelism = dataclasses.replace(
+        config.parallelism,
+        pipeline_parallel_degree=degrees["pipeline"],
+        context_parallel_degree=degrees["context"],
+        data_parallel_shard_degree=degrees["shard"],
+        pipeline_parallel_schedule=case["schedule"],
+    )
+    config.activation_checkpoint = FullAC.Config() if case["checkpointing"] == "full" else None
+    config.wlb.packing.policy = case["packing"]
+    config.wlb.packing.cost_model = case["cost_model"]
+    config.wlb.sharding.policy = case["sharding"]
+    config.wlb.pipeline.order = case["order"]
+    return config
+
+
+def main() -> None:
+    case, output = json.loads(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if ranks <= len(cores):
+        os.sched_setaffinity(0, {cores[rank]})
+    dist.init_process_group("gloo")
+    with tempfile.TemporaryDirectory() as own:
+        shared = [own]
+        dist.broadcast_object_list(shared)
+        folder = Path(shared[0])
+        windows = (WARM_UP + STEPS + 12) * MICRO_BATCHES * case["degrees"]["shard"]
+        median, sigma = LENGTHS.get(case["documents"], (64, 0.0))
+        make_corpus(folder, windows, window=WINDOW, sigma=sigma, median=median)
+        before = resident()
+        trainer = BenchTrainer(config_of(case, folder))
+        seconds, plans = [], []
+        for step in range(WARM_UP + STEPS):
+            if step == WARM_UP:
+                watch = PeakMemory()
+            seconds.append(trainer.timed_step())
+            plans.append(trainer.planned.plan)
+        used = torch.tensor(float(watch.stop() - before))
+        dist.all_reduce(used, op=dist.ReduceOp.MAX)
+        record = {
+            "seconds": seconds[WARM_UP:],
+            "bytes": int(used),
+            "plans": plans[WARM_UP:],
+            "model": model_shape(trainer.config.model_spec.model),
+        }
+        if rank == 0:
+            output.write_bytes(pickle.dumps(record))
+        trainer.close()
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    main()
