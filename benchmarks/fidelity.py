@@ -9,15 +9,16 @@ one thread and one core each, and is predicted by the simulator from the very pl
 prediction knows only what a short profile says, made first and not from these cases:
 
 - attention: `wlb-titan profile` of this machine;
-- linear layers: the rate at which steps of equal documents of 64 tokens are predicted right on one process
-  (element-wise operators are within it);
-- communication: the bandwidth at which the same is predicted right on two context-parallel processes, and
-  that of transfers at which it is on two pipeline stages (fixed costs are within both).
+- passes: what a layer's pass takes without tokens, so that steps of one document of 64 tokens are right;
+- linear layers: the FLOP/s at which steps of equal documents of 64 tokens, 4096 in all, are right on one
+  process (element-wise operators are within it);
+- communication: the time of a collective at which the same is right on two context-parallel processes, and of
+  a transfer at which it is on two pipeline stages. Both carry 1 GB/s besides.
 
 Results go to benchmarks/results/cpu/fidelity.json after every case, and the script continues where it was
 stopped; delete the file (and fidelity_attention.json) to begin anew. Processes beyond the cores share them:
-such a step takes at least the work of all processes over the cores. Memory is the resident memory at its peak
-in a step beyond that before the trainer was built.
+such a step takes at least the work of all processes over the cores. Memory is what a step
+needs at its peak beyond what is resident between steps: all but weights and optimizer state.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class Case:
         documents: `equal` (64 tokens), `mixed` (log-normal) or `long` (log-normal, longer).
         schedule: of the pipeline.
         checkpointing: `none` or `full`.
+        window: context window in tokens.
     """
 
     degrees: Degrees = ONE
@@ -75,17 +77,20 @@ class Case:
     documents: str = "mixed"
     schedule: str = "1F1B"
     checkpointing: str = "none"
+    window: int = WINDOW
 
 
 CALIBRATION = {
+    "passes": Case(documents="equal", window=64),
     "linear": Case(documents="equal"),
     "communication": Case(CP, documents="equal"),
     "transfer": Case(PP, documents="equal"),
 }
-RATES = {  # where they can lie: FLOP/s, bytes/s and bytes/s
+RATES = {  # where they can lie: passes a second, FLOP/s, collectives and transfers a second
+    "passes": (10.0, 1e5),
     "linear": (1e8, 1e12),
-    "communication": (1e6, 1e12),
-    "transfer": (1e6, 1e12),
+    "communication": (1.0, 1e5),
+    "transfer": (1.0, 1e5),
 }
 CASES = {
     "one-mixed": Case(),
@@ -132,23 +137,28 @@ def _profile() -> None:
 
 
 def _calibrate(results: dict[str, Any]) -> None:
-    """Finds the rates that are not there yet."""
-    for name, case in CALIBRATION.items():
-        if name not in results["rates"]:
-            results["rates"][name] = _rate(name, case, results["rates"])
-            _save(results)
+    """Finds the rates, if they are not there yet: each from its run, in turns, as each needs the others."""
+    if results["rates"]:
+        return
+    runs = {name: _run(case, "quadratic:1,1000") for name, case in CALIBRATION.items()}
+    rates = {name: high for name, (_, high) in RATES.items()}
+    for _ in range(4):
+        for name, run in runs.items():
+            rates[name] = _rate(name, run, rates)
+    for name, run in runs.items():
+        print(f"{name}: {np.median(run['seconds']):.3f} s a step, rate {rates[name]:.4g}", flush=True)
+    results["rates"] = rates
+    _save(results)
 
 
-def _rate(name: str, case: Case, rates: dict[str, float]) -> float:
+def _rate(name: str, run: dict[str, Any], rates: dict[str, float]) -> float:
     """The rate at which a run is predicted right, by bisection; predicted times fall with it."""
-    run = _run(case, "quadratic:1,1000")
-    measured = float(np.median(run["seconds"]))
     low, high = RATES[name]
-    for _ in range(60):
+    for _ in range(50):
         middle = (low * high) ** 0.5
-        predicted = _predict(case, run, {**rates, name: middle})[0].mean()
-        low, high = (middle, high) if predicted > measured else (low, middle)
-    print(f"{name}: {measured:.3f} s a step, rate {low:.3g}", flush=True)
+        predicted = _predict(CALIBRATION[name], run, {**rates, name: middle})[0]
+        too_slow = np.median(predicted) > np.median(run["seconds"])
+        low, high = (middle, high) if too_slow else (low, middle)
     return low
 
 
@@ -173,7 +183,8 @@ def _predict(case: Case, run: dict[str, Any], rates: dict[str, float]) -> tuple[
     prediction = simulate(_job(case, run["model"], rates), run["plans"])
     cores = len(os.sched_getaffinity(0))
     shared = prediction.busy * case.degrees.ranks / cores
-    return np.maximum(prediction.seconds, shared), prediction.peak_memory.total
+    step_bytes = max(rank.total - rank.weights - rank.optimizer for rank in prediction.memory)
+    return np.maximum(prediction.seconds, shared), step_bytes
 
 
 def _job(case: Case, model: ModelShape, rates: dict[str, float]) -> SimulatedJob:
@@ -181,11 +192,17 @@ def _job(case: Case, model: ModelShape, rates: dict[str, float]) -> SimulatedJob
     settings = MemorySettings(
         checkpointing=case.checkpointing, compute_bytes=4, loss_chunks=8, reshard=case.degrees.pipeline == 1
     )
+    latency = Profile.load(PROFILE).latency(attention)
+    once = 1 / rates["passes"]
     return SimulatedJob(
         model=model,
         degrees=case.degrees,
         cluster=_cluster(rates, case.degrees.context > 1),
-        latency=Profile.load(PROFILE).latency(attention),
+        latency=replace(
+            latency,
+            forward=replace(latency.forward, launch=once),
+            backward=replace(latency.backward, launch=once),
+        ),
         schedule=case.schedule,
         memory=settings,
     )
@@ -193,15 +210,14 @@ def _job(case: Case, model: ModelShape, rates: dict[str, float]) -> SimulatedJob
 
 def _cluster(rates: dict[str, float], context: bool) -> Cluster:
     """This machine; context-parallel ranks make up a node, so that stages communicate over the network."""
-    communication, transfer = (rates.get(name, 1e12) for name in ("communication", "transfer"))
     return replace(
         load_cluster("cpu"),
         peak_flops=1e15,
         linear_flops=rates["linear"],
         memory_bandwidth=1e15,
         gpus_per_node=2 if context else 1,
-        node=Link(communication, 0.0),
-        network=Link(transfer, 0.0),
+        node=Link(1e9, 1 / rates["communication"]),
+        network=Link(1e9, 1 / rates["transfer"]),
     )
 
 

@@ -6,6 +6,7 @@ python -m torch.distributed.run --nproc_per_node=RANKS benchmarks/fidelity_run.p
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import pickle
@@ -19,7 +20,7 @@ from typing import Any
 from pipeline_lab import BenchTrainer, make_config, make_corpus, torch
 
 import torch.distributed as dist  # isort: skip
-from fidelity import LAYERS, LENGTHS, MICRO_BATCHES, STEPS, WARM_UP, WINDOW
+from fidelity import LAYERS, LENGTHS, MICRO_BATCHES, STEPS, WARM_UP
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from wlb_titan.runtime.shape import model_shape
@@ -53,7 +54,7 @@ def resident() -> int:
 
 
 def config_of(case: dict[str, Any], folder: Path) -> Any:
-    config = make_config(folder, "run", window=WINDOW, micro_batches=MICRO_BATCHES, layers=LAYERS)
+    config = make_config(folder, "run", window=case["window"], micro_batches=MICRO_BATCHES, layers=LAYERS)
     degrees = case["degrees"]
     config.parallelism = dataclasses.replace(
         config.parallelism,
@@ -84,12 +85,13 @@ def main() -> None:
         folder = Path(shared[0])
         windows = (WARM_UP + STEPS + 12) * MICRO_BATCHES * case["degrees"]["shard"]
         median, sigma = LENGTHS.get(case["documents"], (64, 0.0))
-        make_corpus(folder, windows, window=WINDOW, sigma=sigma, median=median)
-        before = resident()
+        make_corpus(folder, windows, window=case["window"], sigma=sigma, median=median)
         trainer = BenchTrainer(config_of(case, folder))
         seconds, plans = [], []
         for step in range(WARM_UP + STEPS):
             if step == WARM_UP:
+                gc.collect()
+                before = resident()
                 watch = PeakMemory()
             seconds.append(trainer.timed_step())
             plans.append(trainer.planned.plan)
