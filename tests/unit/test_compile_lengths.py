@@ -7,23 +7,25 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from wlb_titan.planner import sharding
 from wlb_titan.runtime.attention import DocumentAttention, DocumentMask
-from wlb_titan.runtime.compile import LENGTHS_PER_WINDOW, coarser, compile_each_length, documents_vary
+from wlb_titan.runtime.compile import compile_each_length, documents_vary
+from wlb_titan.runtime.lengths import coarser
 
 
+@pytest.mark.parametrize("most", [16, 64])
 @pytest.mark.parametrize("window", [512, 1000, 4096, 131072])
 @pytest.mark.parametrize("divisor", [1, 2, 3, 8, 24, 256])
-def test_lengths_are_few_and_fit_the_window(window, divisor):
-    multiple = coarser(divisor, window)
+def test_lengths_are_few_and_fit_the_window(window, divisor, most):
+    multiple = coarser(divisor, window, most)
     assert multiple % divisor == 0
     if window % divisor == 0:
         assert window % multiple == 0
-        assert window // multiple <= LENGTHS_PER_WINDOW
+        assert window // multiple <= most
     else:
         assert multiple == divisor
 
 
-def test_the_default_is_a_sixteenth_of_the_window():
-    assert coarser(8, 131072) == 8192
+def test_the_default_of_compiled_models_is_a_sixteenth_of_the_window():
+    assert coarser(8, 131072, 16) == 8192
 
 
 def random_documents(random, tokens):

@@ -41,8 +41,9 @@ class PackingSettings:
     is twice the context window."""
 
     length_multiple: int | None = None
-    """Micro-batches are padded up to a multiple of it. "none": of what parallelism needs, and of a 16th of
-    the context window where the model is compiled, which happens once for each length."""
+    """Micro-batches are padded up to a multiple of it, and of what parallelism needs. "none": a 64th of the
+    context window, and a 16th where the model is compiled, because each new length costs time. 1: no more
+    than parallelism needs, as in the paper."""
 
     thresholds: list[int] | Literal["auto"] = "auto"
     """Of `wlb`: smallest length of the documents of each queue, L_1 < ... < L_n. `auto` tries several on a

@@ -2,7 +2,7 @@
 
 A compiled transformer block is compiled once for each length that it meets: with symbolic lengths torch 2.15
 cannot trace a backward pass through DTensors (a symbol ends up as its own argument, and tracing it never
-ends). So lengths are kept few, by padding micro-batches to a multiple of a fraction of the context window.
+ends). So lengths are kept few; see lengths.py.
 What else changes from step to step, the documents, is one tensor with a dynamic number of rows.
 """
 
@@ -10,20 +10,6 @@ from __future__ import annotations
 
 import torch
 import torch._dynamo
-
-LENGTHS_PER_WINDOW = 16
-"""Lengths up to the context window that micro-batches of a compiled model may have, by default."""
-
-
-def coarser(divisor: int, window: int) -> int:
-    """A multiple of `divisor` that leaves at most LENGTHS_PER_WINDOW lengths up to the context window.
-
-    It divides the window, too, if `divisor` does; otherwise `divisor` comes back as it is.
-    """
-    for lengths in range(LENGTHS_PER_WINDOW, 0, -1):
-        if window % (divisor * lengths) == 0:
-            return window // lengths
-    return divisor
 
 
 def compile_each_length(lengths: int) -> None:

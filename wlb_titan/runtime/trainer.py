@@ -9,7 +9,6 @@ it they are accumulated one by one.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -17,7 +16,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.components.metrics import MetricsProcessor as TitanMetricsProcessor
 from torchtitan.components.validate import Validator as TitanValidator
 from torchtitan.tools.logging import logger
@@ -27,10 +25,11 @@ from wlb_titan.config.settings import WlbSettings
 from wlb_titan.corpus import Corpus
 from wlb_titan.planner.pipeline_runs import PipelineRuns
 from wlb_titan.planner.plan import LENGTH, MicroBatch
-from wlb_titan.runtime.compile import coarser, compile_each_length
+from wlb_titan.runtime.compile import compile_each_length
 from wlb_titan.runtime.dataloader import PlannedDataLoader
 from wlb_titan.runtime.imbalance import rank_imbalance
 from wlb_titan.runtime.inputs import rank_inputs
+from wlb_titan.runtime.lengths import length_divisor
 from wlb_titan.runtime.memory import describe_memory, measured_memory
 from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank
 from wlb_titan.runtime.pass_timer import PassTimer
@@ -194,19 +193,3 @@ def pipeline_runs(config: Trainer.Config) -> PipelineRuns | None:
         micro_batches=config.training.local_batch_size,
         order=config.wlb.pipeline.order,
     )
-
-
-def length_divisor(config: Trainer.Config) -> int:
-    """What the length of a micro-batch must divide by.
-
-    Every context-parallel rank holds the same number of tokens, in two chunks; sequence parallelism and the
-    chunked loss divide those tokens further. A compiled model wants few lengths.
-    """
-    multiple = config.wlb.packing.length_multiple
-    cp = config.parallelism.context_parallel_degree
-    tp = config.parallelism.tensor_parallel_degree if config.parallelism.enable_sequence_parallel else 1
-    chunks = config.loss.num_chunks if isinstance(config.loss, ChunkedLossWrapper.Config) else 1
-    divisor = math.lcm(multiple or 1, 2 * cp if cp > 1 else 1, cp * tp, cp * chunks)
-    if multiple is None and config.compile.enable:
-        return coarser(divisor, config.training.seq_len)
-    return divisor

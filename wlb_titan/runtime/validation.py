@@ -14,13 +14,14 @@ from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.errors import UserError
 from wlb_titan.planner.errors import PlanError
 from wlb_titan.planner.pipeline_runs import check_order
+from wlb_titan.runtime.lengths import length_divisor
 from wlb_titan.runtime.pipeline_schedules import (
     canonical_name,
     check_micro_batches,
     check_schedule,
     stage_names,
 )
-from wlb_titan.runtime.trainer import Trainer, length_divisor
+from wlb_titan.runtime.trainer import Trainer
 
 
 def degrees_product(config: Trainer.Config) -> int:
