@@ -42,8 +42,9 @@ class Experiment:
 class Lab:
     """Runs experiments on one corpus, from one seed checkpoint, in processes forked from `worker.py`."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, base: str = "bases:llama"):
         self.folder = folder
+        self.base = base
         self.corpus = folder / "corpus"
         self._worker: subprocess.Popen | None = None
         make_corpus(folder / "documents.jsonl", self.corpus)
@@ -52,7 +53,7 @@ class Lab:
         self.seed_checkpoint = seed.folder / "checkpoint" / "step-0"
 
     def experiment(self, name: str, *overrides: str) -> Experiment:
-        words = ["--wlb.corpus.path", str(self.corpus)]
+        words = ["--base", self.base, "--wlb.corpus.path", str(self.corpus)]
         if name != "seed":
             words += ["--checkpoint.initial_load_path", str(self.seed_checkpoint)]
         return Experiment(self.folder / name, [*words, *overrides])

@@ -6,7 +6,7 @@ Not among the tests that `make test` collects, because eight processes are slow 
 """
 
 import pytest
-from conftest import layout
+from conftest import Lab, layout
 
 COMMON = (
     *("--training.seq_len", "512", "--training.steps", "2", "--wlb.packing.policy", "wlb_lazy"),
@@ -25,6 +25,13 @@ LAYOUTS = {
         *("--activation_checkpoint.class", "FullAC"),
     ),
 }
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    lab = Lab(tmp_path_factory.mktemp("lab8"), base="llama3_debug")  # four layers, for four stages
+    yield lab
+    lab.close()
 
 
 @pytest.fixture(scope="module")
