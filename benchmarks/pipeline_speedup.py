@@ -4,9 +4,9 @@
 
 trains one small Llama (2 layers, width 128, 4 heads; float32; vocabulary 512) with a context window of 8192
 tokens, 4 micro-batches a step (lengths in multiples of 256), 1F1B on 2 stages. All variants train on the
-same documents, none of which is cut, and take turns step by step in the same two processes. Before that, warm-up
-steps of `plain` give the times of passes, to which a d^2 + b d is fitted for each stage and direction: by it
-the policies pack, and the dependency graph predicts every step.
+same documents, none of which is cut, and take turns step by step in the same two processes. Before that,
+warm-up steps of `plain` give the times of passes, to which a d^2 + b d is fitted for each stage and
+direction: by it the policies pack, and the dependency graph predicts every step.
 
 Tokens per second alone would flatter a policy that still has long documents waiting at the end: "work" are
 the predicted seconds of the documents trained, over the seconds that the two cores took.
