@@ -5,10 +5,14 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from wlb_titan.planner import sharding
-from wlb_titan.runtime.attention import DocumentAttention, DocumentMask
-from wlb_titan.runtime.compile import compile_each_length, documents_vary
-from wlb_titan.runtime.lengths import coarser
+from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+
+use_cpu_without_accelerator()
+
+from wlb_titan.planner import sharding  # noqa: E402
+from wlb_titan.runtime.attention import DocumentAttention, DocumentMask  # noqa: E402
+from wlb_titan.runtime.compile import compile_each_length, documents_vary  # noqa: E402
+from wlb_titan.runtime.lengths import coarser  # noqa: E402
 
 
 @pytest.mark.parametrize("most", [16, 64])

@@ -2,7 +2,9 @@
 
 import pytest
 
-pytest.importorskip("torchtitan")
+from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+
+use_cpu_without_accelerator()
 
 GIB = 2**30
 
