@@ -53,7 +53,9 @@ class Lab:
         self.seed_checkpoint = seed.folder / "checkpoint" / "step-0"
 
     def experiment(self, name: str, *overrides: str) -> Experiment:
-        words = ["--base", self.base, "--wlb.corpus.path", str(self.corpus)]
+        words = ["--wlb.corpus.path", str(self.corpus)]
+        if "--base" not in overrides:
+            words += ["--base", self.base]
         if name != "seed":
             words += ["--checkpoint.initial_load_path", str(self.seed_checkpoint)]
         return Experiment(self.folder / name, [*words, *overrides])
