@@ -41,7 +41,9 @@ def test_each_length_is_compiled_once_whatever_the_documents():
     counter = CompileCounterWithBackend("aot_eager")
     module = DocumentAttention(DocumentAttention.Config())
     random, lengths = np.random.default_rng(0), [32, 64, 96]
-    with torch._dynamo.config.patch():  # puts back what compile_each_length sets
+    with torch._dynamo.config.patch(
+        automatic_dynamic_shapes=True, recompile_limit=8
+    ):  # puts back what compile_each_length sets
         compile_each_length(len(lengths))
         torch._dynamo.reset()
         compiled = torch.compile(module, backend=counter, fullgraph=True)

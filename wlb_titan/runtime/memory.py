@@ -16,6 +16,7 @@ from wlb_titan.errors import UserError
 from wlb_titan.planner.degrees import Degrees
 from wlb_titan.planner.errors import PlanError
 from wlb_titan.planner.memory import GIB, MemorySettings, RankMemory, pipeline_memory
+from wlb_titan.planner.packing import VARIABLE_LENGTH
 from wlb_titan.runtime.pipeline_schedules import pipeline_shape, stage_names
 from wlb_titan.runtime.shape import model_shape
 
@@ -89,7 +90,7 @@ def describe_memory(config: Trainer.Config, dims: ParallelDims) -> list[str]:
 
 def longest_micro_batch(config: Trainer.Config) -> int:
     """Tokens that a micro-batch may have under the packing policy."""
-    if config.wlb.packing.policy not in ("wlb", "wlb_lazy"):
+    if config.wlb.packing.policy not in VARIABLE_LENGTH:
         return config.training.seq_len
     return config.wlb.packing.max_length or 2 * config.training.seq_len
 

@@ -30,7 +30,7 @@ from wlb_titan.runtime.dataloader import PlannedDataLoader
 from wlb_titan.runtime.imbalance import rank_imbalance
 from wlb_titan.runtime.inputs import rank_inputs
 from wlb_titan.runtime.lengths import length_divisor
-from wlb_titan.runtime.memory import describe_memory, measured_memory
+from wlb_titan.runtime.memory import describe_memory, longest_micro_batch, measured_memory
 from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank
 from wlb_titan.runtime.pass_timer import PassTimer
 from wlb_titan.runtime.pipeline_schedules import pipeline_shape
@@ -56,8 +56,7 @@ class Trainer(TorchtitanTrainer):
             config, hf_assets_path=str(corpus.tokenizer_path), dataloader=dataloader_config(config)
         )
         if config.compile.enable:
-            longest = config.wlb.packing.max_length or 2 * config.training.seq_len
-            compile_each_length(-(-longest // length_divisor(config)))
+            compile_each_length(-(-longest_micro_batch(config) // length_divisor(config)))
         super().__init__(config)
         self.metrics_processor.step_figures = self.step_figures
         self.timer = self.pp_schedule.timer if self.parallel_dims.pp_enabled else PassTimer(self.device)
