@@ -179,12 +179,7 @@ def _latency(
     sharding: ShardingSettings, shape: ModelShape, tensor_parallel: int, dtype: str = "bfloat16"
 ) -> AttentionLatency:
     """Predicts the attention of one layer on one tensor-parallel rank."""
-    attention = AttentionShape(
-        head_dim=shape.head_dim,
-        heads=max(shape.heads // tensor_parallel, 1),
-        group=shape.heads // shape.kv_heads,
-        dtype=dtype,
-    )
+    attention = AttentionShape.of(shape, tensor_parallel, dtype)
     return attention_latency(sharding.profile, attention)
 
 

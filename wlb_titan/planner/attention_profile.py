@@ -16,12 +16,15 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wlb_titan.planner.attention_fit import Point, predict
 from wlb_titan.planner.attention_hopper import hopper
 from wlb_titan.planner.attention_latency import AttentionLatency, Floats, KernelCost, Tiling
 from wlb_titan.planner.errors import PlanError
+
+if TYPE_CHECKING:
+    from wlb_titan.planner.analytic import ModelShape
 
 SCHEMA = 1
 PASSES = ("forward", "backward")
@@ -42,6 +45,16 @@ class AttentionShape:
     heads: int = 32
     group: int = 1
     dtype: str = "bfloat16"
+
+    @classmethod
+    def of(cls, model: ModelShape, tensor_parallel: int, dtype: str = "bfloat16") -> AttentionShape:
+        """The attention of one layer of a model on one tensor-parallel rank."""
+        return cls(
+            head_dim=model.head_dim,
+            heads=max(model.heads // tensor_parallel, 1),
+            group=model.heads // model.kv_heads,
+            dtype=dtype,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,12 +75,7 @@ def cost_model(
         _warn(f"There is no profile {text}.")
         return analytic
     profile = Profile.load(Path(text))
-    attention = AttentionShape(
-        head_dim=shape.head_dim,
-        heads=max(shape.heads // tensor_parallel, 1),
-        group=shape.heads // shape.kv_heads,
-        dtype=dtype,
-    )
+    attention = AttentionShape.of(shape, tensor_parallel, dtype)
     try:
         latency = profile.latency(attention)
     except PlanError as error:

@@ -69,12 +69,7 @@ class PlannedDataLoader(BaseDataLoader):
         self._dp_rank = dp_rank
         self.latency = attention_latency(
             config.sharding.profile,
-            AttentionShape(
-                head_dim=shape.head_dim,
-                heads=shape.heads // config.tensor_parallel,
-                group=shape.heads // shape.kv_heads,
-                dtype=config.dtype,
-            ),
+            AttentionShape.of(shape, config.tensor_parallel, config.dtype),
         )
         self._planner = Planner(
             self.corpus.lengths,

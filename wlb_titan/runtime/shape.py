@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
 from torchtitan.models.common.attention import GQAttention
 from torchtitan.models.common.decoder import Decoder
 
@@ -30,8 +28,3 @@ def model_shape(model: Decoder.Config) -> ModelShape:
         feed_forward=feed_forward,
         vocabulary=model.vocab_size,
     )
-
-
-def model_flops(shape: ModelShape, lengths: NDArray[np.int64]) -> float:
-    """FLOPs of forward and backward passes over documents of these lengths; see `ModelShape.flops`."""
-    return shape.flops(lengths)

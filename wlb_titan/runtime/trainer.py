@@ -34,7 +34,7 @@ from wlb_titan.runtime.memory import describe_memory, longest_micro_batch, measu
 from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank
 from wlb_titan.runtime.pass_timer import PassTimer
 from wlb_titan.runtime.pipeline_schedules import pipeline_shape
-from wlb_titan.runtime.shape import model_flops, model_shape
+from wlb_titan.runtime.shape import model_shape
 from wlb_titan.runtime.step_trace import StepTrace
 from wlb_titan.runtime.validator import Validator
 
@@ -139,7 +139,7 @@ class Trainer(TorchtitanTrainer):
             "plan_ms": plan.plan_ms,
             **self.step_trace.end(self.step, plan),
             **measured_memory(self.parallel_dims, self.device),
-            "flops": model_flops(self.planned.config.shape, lengths),
+            "flops": self.planned.config.shape.flops(lengths),
         }
 
     def close(self) -> None:

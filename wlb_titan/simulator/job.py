@@ -85,12 +85,7 @@ def cluster_latency(
     Raises:
         PlanError: the cluster's profile cannot be read or lacks this attention.
     """
-    attention = AttentionShape(
-        head_dim=model.head_dim,
-        heads=max(model.heads // tensor_parallel, 1),
-        group=model.heads // model.kv_heads,
-        dtype=dtype,
-    )
+    attention = AttentionShape.of(model, tensor_parallel, dtype)
     try:
         return attention_latency(cluster.attention_profile, attention)
     except PlanError as error:
