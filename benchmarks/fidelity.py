@@ -12,13 +12,15 @@ prediction knows only what a short profile says, made first and not from these c
 - passes: what a layer's pass takes without tokens, so that steps of one document of 64 tokens are right;
 - linear layers: the FLOP/s at which steps of equal documents of 64 tokens, 4096 in all, are right on one
   process (element-wise operators are within it);
+- neighbour: how fast a core is while the other one works too, so that the same is right on two replicas;
 - communication: the time of a collective at which the same is right on two context-parallel processes, and of
   a transfer at which it is on two pipeline stages. Both carry 1 GB/s besides.
 
 Results go to benchmarks/results/cpu/fidelity.json after every case, and the script continues where it was
 stopped; delete the file (and fidelity_attention.json) to begin anew. Processes beyond the cores share them:
 such a step takes at least the work of all processes over the cores. Memory is what a step
-needs at its peak beyond what is resident between steps: all but weights and optimizer state.
+needs at its peak beyond what is resident between steps: all but weights and optimizer state. It is measured in
+a run of its own, in which freed tensors leave the process at once; where times are measured they never do.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from typing import Any
 import numpy as np
 
 from wlb_titan.planner.analytic import ModelShape
+from wlb_titan.planner.attention_latency import KernelCost
 from wlb_titan.planner.attention_profile import AttentionShape, Profile
 from wlb_titan.planner.cluster import Cluster, Link, load_cluster
 from wlb_titan.planner.degrees import Degrees
@@ -51,7 +54,10 @@ PROFILE = RESULTS.with_name("fidelity_attention.json")
 WINDOW = 4096
 MICRO_BATCHES = 4  # of a replica
 LAYERS = 4
-WARM_UP, STEPS = 2, 5
+STEPS, MEMORY_STEPS = 5, 2  # measured, after WARM_UP others
+WARM_UP = 2
+KEEP_FREED = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**36)}
+RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 ONE, PP, CP, DP = Degrees(), Degrees(pipeline=2), Degrees(context=2), Degrees(shard=2)
@@ -83,12 +89,14 @@ class Case:
 CALIBRATION = {
     "passes": Case(documents="equal", window=64),
     "linear": Case(documents="equal"),
+    "neighbour": Case(Degrees(replicate=2), documents="equal"),
     "communication": Case(CP, documents="equal"),
     "transfer": Case(PP, documents="equal"),
 }
-RATES = {  # where they can lie: passes a second, FLOP/s, collectives and transfers a second
+RATES = {  # where they can lie: passes a second, FLOP/s, a share, collectives and transfers a second
     "passes": (10.0, 1e5),
     "linear": (1e8, 1e12),
+    "neighbour": (0.3, 1.5),
     "communication": (1.0, 1e5),
     "transfer": (1.0, 1e5),
 }
@@ -133,14 +141,14 @@ def main() -> None:
 def _profile() -> None:
     words = [str(Path(sys.executable).with_name("wlb-titan")), "profile", "--device", "cpu"]
     words += ["--head-dim", "32", "--group", "2", "--output", str(PROFILE)]
-    subprocess.run(words, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    subprocess.run(words, check=True, env={**os.environ, **KEEP_FREED, "OMP_NUM_THREADS": "1"})
 
 
 def _calibrate(results: dict[str, Any]) -> None:
     """Finds the rates, if they are not there yet: each from its run, in turns, as each needs the others."""
     if results["rates"]:
         return
-    runs = {name: _run(case, "quadratic:1,1000") for name, case in CALIBRATION.items()}
+    runs = {name: _run(case, "quadratic:1,1000", STEPS) for name, case in CALIBRATION.items()}
     rates = {name: high for name, (_, high) in RATES.items()}
     for _ in range(4):
         for name, run in runs.items():
@@ -166,15 +174,18 @@ def _predicted_and_measured(case: Case, rates: dict[str, float]) -> dict[str, An
     d = np.array([256.0, WINDOW])
     work = workload(JobCost(_job(Case(), _shape(), rates)), d.astype(np.int64))
     a = (work[1] / d[1] - work[0] / d[0]) / (d[1] - d[0])
-    run = _run(case, f"quadratic:{a * 1e9},{(work[0] / d[0] - a * d[0]) * 1e9}")
-    predicted, peak = _predict(case, run, rates)
+    cost_model = f"quadratic:{a * 1e9},{(work[0] / d[0] - a * d[0]) * 1e9}"
+    run = _run(case, cost_model, STEPS)
+    predicted, _ = _predict(case, run, rates)
+    memory_run = _run(case, cost_model, MEMORY_STEPS, memory=True)
+    _, peak = _predict(case, memory_run, rates)
     return {
         "case": asdict(case),
         "tokens": [plan.tokens for plan in run["plans"]],
         "predicted": predicted.tolist(),
         "measured": run["seconds"],
         "predicted_bytes": peak,
-        "measured_bytes": run["bytes"],
+        "measured_bytes": memory_run["bytes"],
     }
 
 
@@ -192,28 +203,34 @@ def _job(case: Case, model: ModelShape, rates: dict[str, float]) -> SimulatedJob
     settings = MemorySettings(
         checkpointing=case.checkpointing, compute_bytes=4, loss_chunks=8, reshard=case.degrees.pipeline == 1
     )
+    speed = rates["neighbour"] if case.degrees.ranks > 1 else 1.0
     latency = Profile.load(PROFILE).latency(attention)
-    once = 1 / rates["passes"]
     return SimulatedJob(
         model=model,
         degrees=case.degrees,
-        cluster=_cluster(rates, case.degrees.context > 1),
+        cluster=_cluster(rates, speed, case.degrees.context > 1),
         latency=replace(
             latency,
-            forward=replace(latency.forward, launch=once),
-            backward=replace(latency.backward, launch=once),
+            forward=_at(latency.forward, speed, 1 / rates["passes"]),
+            backward=_at(latency.backward, speed, 1 / rates["passes"]),
         ),
         schedule=case.schedule,
         memory=settings,
     )
 
 
-def _cluster(rates: dict[str, float], context: bool) -> Cluster:
+def _at(kernel: KernelCost, speed: float, once: float) -> KernelCost:
+    """What a pass costs on a core that is slowed down, with `once` for what a layer does whatever the tokens."""
+    slower = {name: getattr(kernel, name) / speed for name in ("key", "segment", "tile", "block", "masked")}
+    return replace(kernel, launch=once / speed, **slower)
+
+
+def _cluster(rates: dict[str, float], speed: float, context: bool) -> Cluster:
     """This machine; context-parallel ranks make up a node, so that stages communicate over the network."""
     return replace(
         load_cluster("cpu"),
         peak_flops=1e15,
-        linear_flops=rates["linear"],
+        linear_flops=rates["linear"] * speed,
         memory_bandwidth=1e15,
         gpus_per_node=2 if context else 1,
         node=Link(1e9, 1 / rates["communication"]),
@@ -227,17 +244,13 @@ def _shape() -> ModelShape:
     )
 
 
-def _run(case: Case, cost_model: str) -> dict[str, Any]:
+def _run(case: Case, cost_model: str, steps: int, *, memory: bool = False) -> dict[str, Any]:
     """Runs a case in its own processes: seconds of each step, peak bytes, plans and the model's shape."""
     output = RESULTS.with_suffix(".pickle")
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "MALLOC_MMAP_THRESHOLD_": "65536",  # freed tensors leave the process at once: resident memory is used
-    }
+    environment = {**os.environ, **(RETURN_FREED if memory else KEEP_FREED), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     words += [f"--nproc_per_node={case.degrees.ranks}", str(Path(__file__).with_name("fidelity_run.py"))]
-    spec = json.dumps({**asdict(case), "cost_model": cost_model})
+    spec = json.dumps({**asdict(case), "cost_model": cost_model, "steps": steps})
     result = subprocess.run([*words, spec, str(output)], env=environment, capture_output=True, text=True)
     if result.returncode:
         raise SystemExit(result.stderr[-4000:])

@@ -20,7 +20,7 @@ from typing import Any
 from pipeline_lab import BenchTrainer, make_config, make_corpus, torch
 
 import torch.distributed as dist  # isort: skip
-from fidelity import LAYERS, LENGTHS, MICRO_BATCHES, STEPS, WARM_UP
+from fidelity import LAYERS, LENGTHS, MICRO_BATCHES, WARM_UP
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from wlb_titan.runtime.shape import model_shape
@@ -61,6 +61,7 @@ def config_of(case: dict[str, Any], folder: Path) -> Any:
         pipeline_parallel_degree=degrees["pipeline"],
         context_parallel_degree=degrees["context"],
         data_parallel_shard_degree=degrees["shard"],
+        data_parallel_replicate_degree=degrees["replicate"],
         pipeline_parallel_schedule=case["schedule"],
     )
     config.activation_checkpoint = FullAC.Config() if case["checkpointing"] == "full" else None
@@ -83,12 +84,13 @@ def main() -> None:
         shared = [own]
         dist.broadcast_object_list(shared)
         folder = Path(shared[0])
-        windows = (WARM_UP + STEPS + 12) * MICRO_BATCHES * case["degrees"]["shard"]
+        replicas = case["degrees"]["shard"] * case["degrees"]["replicate"]
+        windows = (WARM_UP + case["steps"] + 12) * MICRO_BATCHES * replicas
         median, sigma = LENGTHS.get(case["documents"], (64, 0.0))
         make_corpus(folder, windows, window=case["window"], sigma=sigma, median=median)
         trainer = BenchTrainer(config_of(case, folder))
         seconds, plans = [], []
-        for step in range(WARM_UP + STEPS):
+        for step in range(WARM_UP + case["steps"]):
             if step == WARM_UP:
                 gc.collect()
                 before = resident()

@@ -18,6 +18,7 @@ LAYOUTS = {
     "pp2_cp2_tp2": (*layout(pp=2, cp=2, tp=2), "--wlb.pipeline.order", "best"),
     "dp2_pp2_cp2": (*layout(dp=2, pp=2, cp=2), "--wlb.pipeline.order", "best"),
     "hsdp2x2_pp2": (*layout(dp=2, pp=2), *REPLICAS, "--training.local_batch_size", "1", SCHEDULE, "GPipe"),
+    "hsdp2x2_cp2": (*layout(dp=2, cp=2), *REPLICAS, "--training.local_batch_size", "1"),
     "dp2_cp2_tp2": layout(dp=2, cp=2, tp=2),
     "pp4_cp2": layout(pp=4, cp=2),
     "pp2_dp2_tp2_zero_bubble": (

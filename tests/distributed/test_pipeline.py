@@ -10,6 +10,7 @@ import pytest
 from conftest import TESTS, free_port, make_corpus, torchrun
 
 CHANGING = [[64, 128, 256, 72], [200, 16, 32, 128, 64]]
+SHORT = [[64, 128, 32, 96]]
 FEW = [[64, 128], [128, 64, 256, 16, 80]]
 MANY = [[16, 32, 64, 128, 128, 64, 32, 16], [64, 32, 256, 16, 16, 64, 128, 16, 32]]
 
@@ -30,6 +31,12 @@ CASES = {
     "dual_pipe_v": {"schedule": "DualPipeV", "layers": 8, "pp": 4, "steps": MANY, "evaluate": [1]},
     # Two ranks of the pipeline times two of another kind.
     "with_cp": {"schedule": "1F1B", "layers": 2, "pp": 2, "cp": 2, "steps": CHANGING, "evaluate": [1]},
+    "gpipe_with_cp": {"schedule": "GPipe", "layers": 2, "pp": 2, "cp": 2, "steps": SHORT},
+    "looped_bfs_with_tp": {"schedule": "LoopedBFS", "layers": 4, "pp": 2, "tp": 2, "steps": SHORT},
+    "interleaved_with_cp": {"schedule": "Interleaved1F1B", "layers": 4, "pp": 2, "cp": 2, "steps": SHORT},
+    "zero_bubble_with_cp": {"schedule": "InterleavedZeroBubble", "layers": 4, "pp": 2, "cp": 2, "steps": SHORT},
+    "zbv_with_cp": {"schedule": "ZBVZeroBubble", "layers": 4, "pp": 2, "cp": 2, "steps": SHORT},
+    "dual_pipe_v_with_cp": {"schedule": "DualPipeV", "layers": 4, "pp": 2, "cp": 2, "steps": SHORT},
     "with_tp_sp": {"schedule": "Interleaved1F1B", "layers": 4, "pp": 2, "tp": 2, "steps": CHANGING[:1]},
     "with_tp": {
         "schedule": "ZBVZeroBubble",

@@ -59,6 +59,13 @@ RUNS = {
             *("--compile.enable", "true", "--compile.backend", "aot_eager"),
         ),
     ),
+    "pp2_compiled": (
+        "wlb",
+        (
+            *(*layout(pp=2), "--wlb.packing.length_multiple", "512", "--wlb.pipeline.order", "longest_first"),
+            *("--compile.enable", "true", "--compile.backend", "aot_eager"),
+        ),
+    ),
 }
 
 
@@ -70,9 +77,9 @@ def runs(lab):
         name: lab.experiment(name, *COMMON, *PACKING[packing], *overrides)
         for name, (packing, overrides) in RUNS.items()
     }
-    compiled = experiments["cp2_compiled"]
-    lab.run(2, [compiled])
-    lab.run(4, [experiment for experiment in experiments.values() if experiment is not compiled])
+    by_two = [name for name in experiments if "compiled" in name]
+    lab.run(2, [experiments[name] for name in by_two])
+    lab.run(4, [experiment for name, experiment in experiments.items() if name not in by_two])
     return references, experiments
 
 

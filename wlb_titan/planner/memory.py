@@ -1,6 +1,7 @@
 """How much memory each pipeline rank needs at the peak of a step: whether a job fits, before it runs.
 
-    total = weights + gathered weights + gradients + optimizer + activations + K/V + recomputation + loss
+    total = weights + gathered weights + gradients + optimizer
+          + activations + K/V + recomputation + backward + loss
 
 What a rank holds at most of the activations follows from its schedule alone: the rank runs its actions in a
 fixed order, a forward pass adds a micro-batch's activations and its backward pass frees them. Micro-batches
@@ -17,8 +18,10 @@ key heads, f = feed-forward (compare Korthikanti et al., Reducing Activation Rec
 
 and attention's log-sum-exp in float32 with the first two. Where tensor parallelism gathers a projection's
 input it is not divided by TP. K and V of the whole sequence are on each context-parallel rank: with `none`
-those of all layers in flight, otherwise of the one layer that runs. Not counted: communication buffers, the
-allocator's fragmentation, CUDA's and NCCL's own memory; leave some 10 % for them.
+those of all layers in flight, otherwise of the one layer that runs. A backward pass needs the gradients of
+one layer's activations besides: 2 h + 3 f, of both ends of the MLP, its product, gate and inner activation.
+Not counted: communication buffers, the allocator's fragmentation, CUDA's and NCCL's own memory; leave some
+10 % for them.
 
 Pure arithmetic on lengths and shapes; the simulator, `wlb-titan plan` and the planner's bound on the length
 of micro-batches (L_max) use it.
@@ -80,6 +83,7 @@ class RankMemory:
         activations: of the micro-batches in flight.
         keys_values: K and V of whole sequences on a context-parallel rank.
         recomputation: the one layer whose forward pass is repeated for its backward pass.
+        backward: gradients of that layer's activations.
         loss: logits and their gradient, on the rank of the last stage.
         parameters: weights of the rank's stages, of all tensor-parallel and FSDP ranks together.
         layers: of the rank's stages.
@@ -94,6 +98,7 @@ class RankMemory:
     activations: int
     keys_values: int
     recomputation: int
+    backward: int
     loss: int
     parameters: int
     layers: int
@@ -250,6 +255,7 @@ def _rank(
         transient_keys = 0.0 if settings.checkpointing == "none" else keys * longest
     else:
         transient_keys = KEY_COPIES * keys * longest
+    gradients = (2 * model.hidden + 3 * model.feed_forward / degrees.tensor) / degrees.context
     logits = longest / degrees.context / settings.loss_chunks * model.vocabulary / degrees.tensor
     return RankMemory(
         rank=rank,
@@ -260,6 +266,7 @@ def _rank(
         activations=round(in_flight * layer_bytes(model, degrees, settings, settings.checkpointing)),
         keys_values=round(kept_keys + transient_keys),
         recomputation=round(whole * longest) if settings.checkpointing != "none" else 0,
+        backward=round(gradients * longest * settings.compute_bytes),
         # Logits, their float32 copy and its gradient.
         loss=round(logits * (settings.compute_bytes + 2 * FLOAT32)) if is_last else 0,
         parameters=parameters,

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torchtitan.distributed import ParallelDims, full_dtensor
+from torchtitan.distributed import ParallelDims
 
 from wlb_titan.planner import sharding
 from wlb_titan.runtime.attention import DocumentMask
 from wlb_titan.runtime.compile import documents_vary
+from wlb_titan.runtime.token_sharding import tokens_to_dtensor
 
 
 def rank_inputs(
@@ -31,8 +32,8 @@ def rank_inputs(
         shards: what each context-parallel rank holds; None without context parallelism.
 
     Returns:
-        inputs and labels, DTensors of global shape (data parallel, L), and the model's keyword arguments:
-        positions, a DTensor alike, and attention_masks, a DocumentMask.
+        inputs and labels, DTensors (1, data-parallel ranks x L), and what else the model takes: positions,
+        a DTensor alike, and attention_masks, a DocumentMask.
     """
     if shards is None:
         key_order = None
@@ -44,6 +45,6 @@ def rank_inputs(
         inputs, labels, positions = inputs[:, mine], labels[:, mine], positions[:, mine]
         key_order = torch.from_numpy(np.argsort(order.ravel())).to(inputs.device)
         segments = sharding.segments(shards[rank], lengths)
-    inputs, labels, kwargs = full_dtensor.parallelize_inputs(dims, inputs, labels, {"positions": positions})
-    kwargs["attention_masks"] = DocumentMask(documents_vary(torch.from_numpy(segments)), key_order)
-    return inputs, labels, kwargs
+    inputs, labels, positions = tokens_to_dtensor(dims, inputs, labels, positions)
+    mask = DocumentMask(documents_vary(torch.from_numpy(segments)), key_order)
+    return inputs, labels, {"positions": positions, "attention_masks": mask}

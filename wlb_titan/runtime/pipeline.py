@@ -36,6 +36,7 @@ from torchtitan.protocols.sharding import resolve_placements
 from wlb_titan.runtime.pass_timer import PassTimer
 from wlb_titan.runtime.pipeline_schedules import check_micro_batches, check_schedule, stage_names
 from wlb_titan.runtime.pipeline_stage import Layout, PlannedStage
+from wlb_titan.runtime.token_sharding import token_layout
 
 
 def pipeline(
@@ -114,24 +115,24 @@ def pipeline(
             parallelism=parallelism, local_batch_size=micro_batches, stages=planned, loss_fn=timed_loss
         )
 
-    schedule = PlannedSchedule(planned, schedule_of, timer)
+    schedule = PlannedSchedule(planned, schedule_of, timer, tokens.replicas)
     return schedule, parts, any(s.is_first for s in planned), any(s.is_last for s in planned)
 
 
 def stage_layouts(
     model_config: Decoder.Config, parallel_dims: ParallelDims, training: TrainingConfig
 ) -> tuple[Layout, Layout]:
-    """How tokens (B, L) and hidden states (B, L, D) lie on a stage's mesh, as the model declares it.
+    """How tokens (1, L) and hidden states (1, L, D) lie on a stage's mesh, as the model declares it.
 
     The final norm takes what a decoder's blocks hand to one another, in the data type in which FSDP computes.
     Gradients are brought to the layout of the hidden states before they are sent.
     """
     mesh, _ = resolve_fsdp_mesh(parallel_dims)
+    replicas = parallel_dims.dp_replicate * parallel_dims.dp_shard
 
     def layout(part: Any, rest: tuple[int, ...], dtype: torch.dtype) -> Layout:
-        return Layout(
-            mesh, resolve_placements(part.sharding_config.in_src_shardings["input"], mesh), rest, dtype
-        )
+        placements = resolve_placements(token_layout(part.sharding_config.in_src_shardings["input"]), mesh)
+        return Layout(mesh, placements, replicas, rest, dtype)
 
     hidden_dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
     return (
@@ -150,6 +151,7 @@ class PlannedSchedule:
         stages: of this rank.
         schedule_of: makes the schedule for a number of micro-batches, or raises ValueError.
         timer: that the stages measure their passes by.
+        replicas: data-parallel ranks.
 
     Attributes:
         timer: the same.
@@ -162,8 +164,10 @@ class PlannedSchedule:
         stages: Sequence[PlannedStage],
         schedule_of: Callable[[int], _PipelineSchedule],
         timer: PassTimer,
+        replicas: int,
     ) -> None:
         self.timer = timer
+        self._replicas = replicas
         self.check_lengths = False
         self._stages = stages
         self._schedule_of = schedule_of
@@ -173,7 +177,8 @@ class PlannedSchedule:
         """Runs forward and backward of all micro-batches; gradients are added to the parameters'.
 
         Args:
-            kwarg_mbs: of each micro-batch the model's keyword arguments, among them "positions", (B, L).
+            kwarg_mbs: of each micro-batch the model's keyword arguments, among them "positions", (1, L)
+                with the tokens of all data-parallel ranks.
             arguments: of torch's schedules: arg_mbs, target_mbs, losses, loss_kwargs.
 
         Raises:
@@ -193,7 +198,7 @@ class PlannedSchedule:
     @contextmanager
     def _prepared(self, kwarg_mbs: list[dict[str, Any]]) -> Iterator[_PipelineSchedule]:
         """The schedule for these micro-batches; an error gets a note that says how far this rank came."""
-        lengths = [kwargs["positions"].shape[1] for kwargs in kwarg_mbs]
+        lengths = [kwargs["positions"].shape[1] // self._replicas for kwargs in kwarg_mbs]
         if self.check_lengths:
             check_equal_lengths(lengths, self._stages[0].group)
         if len(lengths) not in self._schedules:

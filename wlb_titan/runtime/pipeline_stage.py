@@ -7,7 +7,7 @@ declares, and the plan tells every stage the length of every micro-batch before 
 sends is compared with what the other side was told to expect, so a wrong declaration is an error with both
 descriptions in it and not a buffer filled with something else.
 
-Shapes: B sequences over all data-parallel ranks (one each), L tokens of a micro-batch, D model width.
+Shapes: L tokens of a micro-batch, D model width. The micro-batches of data-parallel ranks lie side by side.
 """
 
 from __future__ import annotations
@@ -30,31 +30,32 @@ from torch.distributed.pipelining._utils import _DTensorMeta, _StageMeta
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from wlb_titan.runtime.pass_timer import PassTimer
-
-BATCH, SEQUENCE = 0, 1  # dimensions that the mesh may shard
+from wlb_titan.runtime.token_sharding import TOKENS
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the tensors of one kind lie on the mesh: global shape (B, L, *rest), one sequence a rank.
+    """How the tensors of one kind lie on the mesh: global shape (1, replicas x L, *rest).
 
     Attributes:
         mesh: the mesh of one stage.
-        placements: one for each of its dimensions, each Replicate, Shard(0) or Shard(1).
+        placements: one for each of its dimensions, each Replicate or sharded over the tokens.
+        replicas: data-parallel ranks.
         rest: sizes of the dimensions after the sequence's, which are not sharded.
         dtype: of the elements.
     """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
+    replicas: int
     rest: tuple[int, ...]
     dtype: torch.dtype
 
-    def ranks_along(self, dim: int) -> int:
-        """Over how many ranks dimension `dim` is sharded."""
-        return math.prod(
-            self.mesh.size(i) for i, placement in enumerate(self.placements) if placement == Shard(dim)
-        )
+    @property
+    def ranks(self) -> int:
+        """How many ranks share the tokens of a micro-batch."""
+        sharded = [self.mesh.size(i) for i, p in enumerate(self.placements) if p == Shard(TOKENS)]
+        return math.prod(sharded) // self.replicas
 
     def meta(self, length: int, *, requires_grad: bool = False) -> _DTensorMeta:
         """Description of the tensor of a micro-batch of `length` tokens.
@@ -62,14 +63,13 @@ class Layout:
         Raises:
             ValueError: its tokens cannot be shared equally by the ranks.
         """
-        ranks = self.ranks_along(SEQUENCE)
-        if length < 1 or length % ranks:
+        if length < 1 or length % self.ranks:
             raise ValueError(
-                f"a micro-batch of {length} tokens cannot be shared equally by {ranks} context- and "
+                f"a micro-batch of {length} tokens cannot be shared equally by {self.ranks} context- and "
                 "tensor-parallel ranks"
             )
-        local = torch.Size((1, length // ranks, *self.rest))
-        whole = torch.Size((self.ranks_along(BATCH), length, *self.rest))
+        local = torch.Size((1, length // self.ranks, *self.rest))
+        whole = torch.Size((1, length * self.replicas, *self.rest))
         return _DTensorMeta(
             shape=local,
             stride=_contiguous(local),
@@ -93,8 +93,8 @@ class PlannedStage(PipelineStage):
         device: of the stage.
         group: the ranks of the pipeline.
         get_mesh: finds a mesh by its dimensions' names.
-        tokens: layout of what the first stage gets, (B, L).
-        hidden: layout of what passes between stages, (B, L, D), and of its gradient.
+        tokens: layout of what the first stage gets, (1, L).
+        hidden: layout of what passes between stages, (1, L, D), and of its gradient.
         timer: measures the passes.
 
     Attributes:
