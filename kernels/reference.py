@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-BLOCK = 256
+BLOCK = 64  # the scores of a block stay in the second-level cache up to some thousand keys
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -22,11 +22,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, scale: float) -> 
     qg, k_, v_ = _by_head(q, kv_heads), _by_head(k, kv_heads)[:, 0], _by_head(v, kv_heads)[:, 0]
     out = qg.new_zeros(kv_heads, q_heads // kv_heads, q_tokens, v_dim)
     lse = qg.new_full((kv_heads, q_heads // kv_heads, q_tokens), torch.inf)
+    future = _future(segments, qg)
     for rows, keys in _blocks(segments):
-        scores = _scores(qg[:, :, rows], k_[:, keys], scale)
-        block_lse = scores.logsumexp(-1)
-        lse[:, :, rows] = block_lse
-        out[:, :, rows] = _rows_times(scores.sub_(block_lse.unsqueeze(-1)).exp_(), v_[:, keys])
+        scores = _scores(qg[:, :, rows], k_[:, keys], scale, future)
+        largest = scores.amax(-1, keepdim=True)
+        total = scores.sub_(largest).exp_().sum(-1, keepdim=True)
+        out[:, :, rows] = _rows_times(scores, v_[:, keys]).div_(total)
+        lse[:, :, rows] = total.log_().add_(largest).squeeze(-1)
     lse = lse.reshape(q_heads, q_tokens).to(torch.promote_types(q.dtype, torch.float32))
     return _by_token(out, q), lse
 
@@ -41,8 +43,9 @@ def backward(
     delta = (dog * _by_head(out, kv_heads)).sum(-1)
     lse = lse.reshape(kv_heads, -1, q.shape[0]).to(qg.dtype)
     dq, dk, dv = torch.zeros_like(qg), torch.zeros_like(k_), torch.zeros_like(v_)
+    future = _future(segments, qg)
     for rows, keys in _blocks(segments):
-        p = _scores(qg[:, :, rows], k_[:, keys], scale).sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
+        p = _scores(qg[:, :, rows], k_[:, keys], scale, future).sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
         dv[:, keys] += _stack(p).transpose(1, 2) @ _stack(dog[:, :, rows])
         ds = _rows_times(dog[:, :, rows], v_[:, keys].transpose(1, 2))
         ds.sub_(delta[:, :, rows].unsqueeze(-1)).mul_(p).mul_(scale)
@@ -59,13 +62,18 @@ def _blocks(segments: Tensor) -> Iterator[tuple[slice, slice]]:
             yield slice(q_start + first, q_start + last), slice(kv_start, kv_start + kv_len - q_len + last)
 
 
-def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+def _future(segments: Tensor, like: Tensor) -> Tensor:
+    """-inf above the diagonal, 0 elsewhere, as many rows as the largest block has; adding is fast."""
+    rows = min(int(segments[:, 1].max()), BLOCK) if len(segments) else 0
+    return like.new_full((rows, rows), -torch.inf).triu_(1)
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, future: Tensor) -> Tensor:
     """(heads, group, rows, keys), with the keys after each row's own set to -inf."""
     scores = _rows_times(q * scale, k.transpose(1, 2))
     rows = scores.shape[2]
     if rows > 1:
-        future = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu_(1)
-        scores[..., -rows:].masked_fill_(future, -torch.inf)
+        scores[..., -rows:].add_(future[:rows, :rows])
     return scores
 
 
