@@ -2,25 +2,28 @@
 
     python benchmarks/fidelity.py                  # all that is missing; about 25 minutes on two idle cores
     python benchmarks/fidelity.py --only pp2-wlb   # one case
-    python benchmarks/fidelity.py --summary        # only the table, from the results so far
+    python benchmarks/fidelity.py --summary        # predict anew what was measured, and run nothing
 
 Every case is a training run of a small Llama (4 layers, width 128, 4 heads; float32) in its own processes,
 one thread and one core each, and is predicted by the simulator from the very plans that it trained. The
 prediction knows only what a short profile says, made first and not from these cases:
 
-- attention: `wlb-titan profile` of this machine;
+- attention: `wlb-titan profile` of this machine, and how much slower it is in training than in the profile's
+  loop, where caches are warm: so that steps of whole windows are right on one process;
 - passes: what a layer's pass takes without tokens, so that steps of one document of 64 tokens are right;
 - linear layers: the FLOP/s at which steps of equal documents of 64 tokens, 4096 in all, are right on one
   process (element-wise operators are within it);
-- neighbour: how fast a core is while the other one works too, so that the same is right on two replicas;
 - communication: the time of a collective at which the same is right on two context-parallel processes, and of
   a transfer at which it is on two pipeline stages. Both carry 1 GB/s besides.
 
-Results go to benchmarks/results/cpu/fidelity.json after every case, and the script continues where it was
-stopped; delete the file (and fidelity_attention.json) to begin anew. Processes beyond the cores share them:
-such a step takes at least the work of all processes over the cores. Memory is what a step
-needs at its peak beyond what is resident between steps: all but weights and optimizer state. It is measured in
-a run of its own, in which freed tensors leave the process at once; where times are measured they never do.
+Measurements are kept in outputs/fidelity, one file a run, and the script continues where it was stopped;
+delete the folder to begin anew. Results go to benchmarks/results/cpu/fidelity.json. The speed of a machine
+that is shared drifts, so a probe (fidelity_probe.py) runs before and after each step, and seconds are those
+of a machine that is as fast as it was during the profile. Processes beyond the cores share them: such a
+step takes at least the work of all processes over the cores. A step in which a length is new is not
+counted: working out shardings takes seconds then, once. Memory is what a step needs at its peak beyond what
+is resident between steps: all but weights and optimizer state. It is measured in a run of its own, in which
+freed tensors leave the process at once; where times are measured they never do.
 """
 
 from __future__ import annotations
@@ -49,12 +52,13 @@ from wlb_titan.simulator.job import SimulatedJob
 from wlb_titan.simulator.passes import JobCost
 from wlb_titan.simulator.step import simulate
 
+RUNS = Path("outputs/fidelity").absolute()
 RESULTS = Path(__file__).parent / "results" / "cpu" / "fidelity.json"
-PROFILE = RESULTS.with_name("fidelity_attention.json")
+PROFILE = RUNS / "attention.json"
 WINDOW = 4096
 MICRO_BATCHES = 4  # of a replica
 LAYERS = 4
-STEPS, MEMORY_STEPS = 5, 2  # measured, after WARM_UP others
+STEPS, MEMORY_STEPS = 10, 2  # measured, after WARM_UP others
 WARM_UP = 2
 KEEP_FREED = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**36)}
 RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -70,7 +74,7 @@ class Case:
     Attributes:
         degrees: of parallelism.
         packing, sharding, order: the policies.
-        documents: `equal` (64 tokens), `mixed` (log-normal) or `long` (log-normal, longer).
+        documents: of LENGTHS.
         schedule: of the pipeline.
         checkpointing: `none` or `full`.
         window: context window in tokens.
@@ -89,14 +93,14 @@ class Case:
 CALIBRATION = {
     "passes": Case(documents="equal", window=64),
     "linear": Case(documents="equal"),
-    "neighbour": Case(Degrees(replicate=2), documents="equal"),
+    "attention": Case(documents="whole"),
     "communication": Case(CP, documents="equal"),
     "transfer": Case(PP, documents="equal"),
 }
-RATES = {  # where they can lie: passes a second, FLOP/s, a share, collectives and transfers a second
+RATES = {  # where they can lie: passes a second, FLOP/s, a factor, collectives and transfers a second
     "passes": (10.0, 1e5),
     "linear": (1e8, 1e12),
-    "neighbour": (0.3, 1.5),
+    "attention": (0.3, 3.0),
     "communication": (1.0, 1e5),
     "transfer": (1.0, 1e5),
 }
@@ -117,7 +121,12 @@ CASES = {
     "pp2cp2-plain": Case(Degrees(pipeline=2, context=2), documents="long"),
     "pp2cp2-wlb": Case(Degrees(pipeline=2, context=2), "wlb_lazy", "hybrid", documents="long"),
 }
-LENGTHS = {"mixed": (200, 1.2), "long": (500, 1.5)}  # median and sigma
+LENGTHS = {  # median and sigma of log-normal distributions, cut at the window
+    "equal": (64, 0.0),
+    "whole": (WINDOW, 0.0),
+    "mixed": (200, 1.2),
+    "long": (500, 1.5),
+}
 
 
 def main() -> None:
@@ -125,38 +134,61 @@ def main() -> None:
     parser.add_argument("--only", choices=CASES, action="append", help="these cases, also if they are done")
     parser.add_argument("--summary", action="store_true", help="print the table and run nothing")
     arguments = parser.parse_args()
-    results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"rates": {}, "cases": {}}
-    if not arguments.summary:
-        if not PROFILE.is_file():
-            _profile()
-        _calibrate(results)
-        for name in arguments.only or CASES:
-            if arguments.only or name not in results["cases"]:
-                results["cases"][name] = _predicted_and_measured(CASES[name], results["rates"])
-                _save(results)
-                print(name, "done", flush=True)
-    summary(results)
+    if arguments.summary:
+        report()
+        return
+    RUNS.mkdir(parents=True, exist_ok=True)
+    for name in arguments.only or ():
+        for path in RUNS.glob(f"{name}.*"):
+            path.unlink()
+    if not PROFILE.is_file():
+        _profile()
+    for name, case in CALIBRATION.items():
+        _measure(name, case, "quadratic:1,1000", STEPS)
+    cost_model = _cost_model(_rates())
+    for name in arguments.only or CASES:
+        _measure(name, CASES[name], cost_model, STEPS)
+        _measure(f"{name}.memory", CASES[name], cost_model, MEMORY_STEPS, memory=True)
+    report()
+
+
+def report() -> None:
+    """Predicts all that was measured, writes the results and prints the table."""
+    rates = _rates()
+    results = {
+        "machine": {"processor": platform.machine(), "cores": os.cpu_count()},
+        "rates": rates,
+        "cases": {name: _result(name, rates) for name in CASES if _path(f"{name}.memory").is_file()},
+    }
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    for name, rate in rates.items():
+        print(f"{name}: {rate:.4g}")
+    summary(results["cases"])
 
 
 def _profile() -> None:
+    """The attention profile; and in a file beside it how fast the machine was meanwhile."""
     words = [str(Path(sys.executable).with_name("wlb-titan")), "profile", "--device", "cpu"]
     words += ["--head-dim", "32", "--group", "2", "--output", str(PROFILE)]
-    subprocess.run(words, check=True, env={**os.environ, **KEEP_FREED, "OMP_NUM_THREADS": "1"})
+    probe = [sys.executable, "-c", "from fidelity_probe import Probe; print(Probe().seconds())"]
+    environment = {**os.environ, **KEEP_FREED, "OMP_NUM_THREADS": "1"}
+    speeds = []
+    for command in (probe, words, probe):
+        result = subprocess.run(
+            command, check=True, env=environment, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True
+        )
+        if command is probe:
+            speeds.append(float(result.stdout))
+    _path("probe").write_bytes(pickle.dumps(float(np.mean(speeds))))
 
 
-def _calibrate(results: dict[str, Any]) -> None:
-    """Finds the rates, if they are not there yet: each from its run, in turns, as each needs the others."""
-    if results["rates"]:
-        return
-    runs = {name: _run(case, "quadratic:1,1000", STEPS) for name, case in CALIBRATION.items()}
+def _rates() -> dict[str, float]:
+    """Each from its run, in turns, as each needs the others."""
     rates = {name: high for name, (_, high) in RATES.items()}
     for _ in range(4):
-        for name, run in runs.items():
-            rates[name] = _rate(name, run, rates)
-    for name, run in runs.items():
-        print(f"{name}: {np.median(run['seconds']):.3f} s a step, rate {rates[name]:.4g}", flush=True)
-    results["rates"] = rates
-    _save(results)
+        for name in CALIBRATION:
+            rates[name] = _rate(name, _load(name), rates)
+    return rates
 
 
 def _rate(name: str, run: dict[str, Any], rates: dict[str, float]) -> float:
@@ -170,14 +202,17 @@ def _rate(name: str, run: dict[str, Any], rates: dict[str, float]) -> float:
     return low
 
 
-def _predicted_and_measured(case: Case, rates: dict[str, float]) -> dict[str, Any]:
+def _cost_model(rates: dict[str, float]) -> str:
+    """For the packing: the quadratic through what the simulator says of two documents on one process."""
     d = np.array([256.0, WINDOW])
     work = workload(JobCost(_job(Case(), _shape(), rates)), d.astype(np.int64))
     a = (work[1] / d[1] - work[0] / d[0]) / (d[1] - d[0])
-    cost_model = f"quadratic:{a * 1e9},{(work[0] / d[0] - a * d[0]) * 1e9}"
-    run = _run(case, cost_model, STEPS)
+    return f"quadratic:{a * 1e9},{(work[0] / d[0] - a * d[0]) * 1e9}"
+
+
+def _result(name: str, rates: dict[str, float]) -> dict[str, Any]:
+    case, run, memory_run = CASES[name], _load(name), _load(f"{name}.memory")
     predicted, _ = _predict(case, run, rates)
-    memory_run = _run(case, cost_model, MEMORY_STEPS, memory=True)
     _, peak = _predict(case, memory_run, rates)
     return {
         "case": asdict(case),
@@ -200,39 +235,38 @@ def _predict(case: Case, run: dict[str, Any], rates: dict[str, float]) -> tuple[
 
 def _job(case: Case, model: ModelShape, rates: dict[str, float]) -> SimulatedJob:
     attention = AttentionShape(model.head_dim, model.heads, model.heads // model.kv_heads, "float32")
-    settings = MemorySettings(
-        checkpointing=case.checkpointing, compute_bytes=4, loss_chunks=8, reshard=case.degrees.pipeline == 1
-    )
-    speed = rates["neighbour"] if case.degrees.ranks > 1 else 1.0
+    settings = MemorySettings(checkpointing=case.checkpointing, compute_bytes=4, loss_chunks=8)
     latency = Profile.load(PROFILE).latency(attention)
     return SimulatedJob(
         model=model,
         degrees=case.degrees,
-        cluster=_cluster(rates, speed, case.degrees.context > 1),
+        cluster=_cluster(rates, case.degrees),
         latency=replace(
             latency,
-            forward=_at(latency.forward, speed, 1 / rates["passes"]),
-            backward=_at(latency.backward, speed, 1 / rates["passes"]),
+            forward=_in_training(latency.forward, rates),
+            backward=_in_training(latency.backward, rates),
         ),
         schedule=case.schedule,
+        overlap=False,  # a core that communicates does nothing else
         memory=settings,
     )
 
 
-def _at(kernel: KernelCost, speed: float, once: float) -> KernelCost:
-    """What a pass costs on a core that is slowed down, with `once` for what a layer does whatever the tokens."""
-    slower = {name: getattr(kernel, name) / speed for name in ("key", "segment", "tile", "block", "masked")}
-    return replace(kernel, launch=once / speed, **slower)
+def _in_training(kernel: KernelCost, rates: dict[str, float]) -> KernelCost:
+    """A profiled kernel in training, with what a layer's pass takes without tokens as its launch."""
+    costs = {name: getattr(kernel, name) for name in ("key", "segment", "tile", "block", "masked")}
+    slower = {name: cost / rates["attention"] for name, cost in costs.items()}
+    return replace(kernel, launch=1 / rates["passes"], **slower)
 
 
-def _cluster(rates: dict[str, float], speed: float, context: bool) -> Cluster:
-    """This machine; context-parallel ranks make up a node, so that stages communicate over the network."""
+def _cluster(rates: dict[str, float], degrees: Degrees) -> Cluster:
+    """This machine; ranks with collectives make up a node, and stages communicate over the network."""
     return replace(
         load_cluster("cpu"),
         peak_flops=1e15,
-        linear_flops=rates["linear"] * speed,
+        linear_flops=rates["linear"],
         memory_bandwidth=1e15,
-        gpus_per_node=2 if context else 1,
+        gpus_per_node=degrees.ranks // degrees.pipeline,
         node=Link(1e9, 1 / rates["communication"]),
         network=Link(1e9, 1 / rates["transfer"]),
     )
@@ -244,34 +278,42 @@ def _shape() -> ModelShape:
     )
 
 
-def _run(case: Case, cost_model: str, steps: int, *, memory: bool = False) -> dict[str, Any]:
-    """Runs a case in its own processes: seconds of each step, peak bytes, plans and the model's shape."""
-    output = RESULTS.with_suffix(".pickle")
-    environment = {**os.environ, **(RETURN_FREED if memory else KEEP_FREED), "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    words += [f"--nproc_per_node={case.degrees.ranks}", str(Path(__file__).with_name("fidelity_run.py"))]
-    spec = json.dumps({**asdict(case), "cost_model": cost_model, "steps": steps})
-    result = subprocess.run([*words, spec, str(output)], env=environment, capture_output=True, text=True)
-    if result.returncode:
-        raise SystemExit(result.stderr[-4000:])
-    record = pickle.loads(output.read_bytes())
-    output.unlink()
+def _path(name: str) -> Path:
+    return RUNS / f"{name}.pickle"
+
+
+def _load(name: str) -> dict[str, Any]:
+    """Of a run that was measured: seconds of each step, peak bytes, plans and the model's shape.
+
+    Seconds are those of a machine as fast as it was for the profile.
+    """
+    record: dict[str, Any] = pickle.loads(_path(name).read_bytes())
+    speed = pickle.loads(_path("probe").read_bytes())
+    record["seconds"] = [s * speed / p for s, p in zip(record["seconds"], record["probe"], strict=True)]
     return record
 
 
-def _save(results: dict[str, Any]) -> None:
-    machine = {"processor": platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
-    results["machine"] = machine
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+def _measure(name: str, case: Case, cost_model: str, steps: int, *, memory: bool = False) -> None:
+    """Runs a case in its own processes, unless it has been run."""
+    if _path(name).is_file():
+        return
+    environment = {**os.environ, **(RETURN_FREED if memory else KEEP_FREED), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words += [f"--nproc_per_node={case.degrees.ranks}", str(Path(__file__).with_name("fidelity_run.py"))]
+    spec = json.dumps({**asdict(case), "cost_model": cost_model, "steps": steps, "memory": memory})
+    result = subprocess.run([*words, spec, str(_path(name))], env=environment, capture_output=True, text=True)
+    if result.returncode:
+        raise SystemExit(result.stderr[-4000:])
+    print(name, "done", flush=True)
 
 
-def summary(results: dict[str, Any]) -> None:
+def summary(cases: dict[str, Any]) -> None:
     """Prints predicted beside measured, mean errors, and how many pairs of policies are ranked right."""
     print(
         f"{'case':14}{'predicted':>11}{'measured':>11}{'error':>8}{'predicted':>12}{'measured':>12}{'error':>8}"
     )
     errors, memory_errors = [], []
-    for name, run in results["cases"].items():
+    for name, run in cases.items():
         predicted, measured = np.mean(run["predicted"]), np.mean(run["measured"])
         errors.append(predicted / measured - 1)
         memory_errors.append(run["predicted_bytes"] / run["measured_bytes"] - 1)
@@ -284,7 +326,7 @@ def summary(results: dict[str, Any]) -> None:
         return
     time_error, memory_error = np.abs(errors).mean(), np.abs(memory_errors).mean()
     print(f"mean absolute error: step time {time_error:.1%}, memory {memory_error:.1%}")
-    right, pairs = ranked(results["cases"])
+    right, pairs = ranked(cases)
     print(
         f"pairs of policies on the same ranks and documents, 3 % apart or more: {right} of {pairs} in order"
     )

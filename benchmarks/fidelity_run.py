@@ -21,6 +21,7 @@ from pipeline_lab import BenchTrainer, make_config, make_corpus, torch
 
 import torch.distributed as dist  # isort: skip
 from fidelity import LAYERS, LENGTHS, MICRO_BATCHES, WARM_UP
+from fidelity_probe import Probe
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from wlb_titan.runtime.shape import model_shape
@@ -53,6 +54,16 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
+def in_turns(probe: Probe, rank: int, ranks: int, cores: int) -> float:
+    """Seconds of a probe that has a core for itself. Call it on every rank."""
+    for first in range(0, ranks, cores):
+        dist.barrier()
+        if first <= rank < first + cores:
+            seconds = probe.seconds()
+    dist.barrier()
+    return seconds
+
+
 def config_of(case: dict[str, Any], folder: Path) -> Any:
     config = make_config(folder, "run", window=case["window"], micro_batches=MICRO_BATCHES, layers=LAYERS)
     degrees = case["degrees"]
@@ -67,6 +78,7 @@ def config_of(case: dict[str, Any], folder: Path) -> Any:
     config.activation_checkpoint = FullAC.Config() if case["checkpointing"] == "full" else None
     config.wlb.packing.policy = case["packing"]
     config.wlb.packing.cost_model = case["cost_model"]
+    config.wlb.packing.length_multiple = case["window"] // 8  # few lengths
     config.wlb.sharding.policy = case["sharding"]
     config.wlb.pipeline.order = case["order"]
     return config
@@ -85,24 +97,37 @@ def main() -> None:
         dist.broadcast_object_list(shared)
         folder = Path(shared[0])
         replicas = case["degrees"]["shard"] * case["degrees"]["replicate"]
-        windows = (WARM_UP + case["steps"] + 12) * MICRO_BATCHES * replicas
-        median, sigma = LENGTHS.get(case["documents"], (64, 0.0))
+        windows = 60 * MICRO_BATCHES * replicas
+        median, sigma = LENGTHS[case["documents"]]
         make_corpus(folder, windows, window=case["window"], sigma=sigma, median=median)
         trainer = BenchTrainer(config_of(case, folder))
-        seconds, plans = [], []
-        for step in range(WARM_UP + case["steps"]):
-            if step == WARM_UP:
+        seconds, plans, probes = [], [], []
+        probe = Probe()
+        seen: set[int] = set()  # lengths: a new one costs seconds once, in working out shardings
+        while len(plans) < case["steps"]:
+            if trainer.step == WARM_UP:
                 gc.collect()
                 before = resident()
                 watch = PeakMemory()
-            seconds.append(trainer.timed_step())
-            plans.append(trainer.planned.plan)
+            before_step = in_turns(probe, rank, ranks, len(cores))
+            second = trainer.timed_step()
+            speed = (before_step + in_turns(probe, rank, ranks, len(cores))) / 2
+            plan = trainer.planned.plan
+            lengths = {m.length for m in plan.micro_batches}
+            if trainer.step > WARM_UP and (lengths <= seen or case["memory"]):
+                seconds.append(second)
+                plans.append(plan)
+                probes.append(speed)
+            seen |= lengths
         used = torch.tensor(float(watch.stop() - before))
         dist.all_reduce(used, op=dist.ReduceOp.MAX)
+        probed = torch.tensor(probes) / ranks
+        dist.all_reduce(probed)
         record = {
-            "seconds": seconds[WARM_UP:],
+            "seconds": seconds,
+            "probe": probed.tolist(),
             "bytes": int(used),
-            "plans": plans[WARM_UP:],
+            "plans": plans,
             "model": model_shape(trainer.config.model_spec.model),
         }
         if rank == 0:

@@ -54,7 +54,7 @@ def test_terms_by_hand():
     assert first.keys_values == 2 * (2 * 4 / 2) * 2 * 64  # two copies of K and V of the whole sequence
     none = (2 * 8 + 2 * 8 + 4 * 16) / 2 + 2 * 8
     assert first.recomputation == (none * 2 + 4 * 2 / 2) * 64 / 2
-    assert first.backward == (2 * 8 + 3 * 16 / 2) * 2 * 64 / 2
+    assert first.backward == 2 * (8 + 16 / 2) * 2 * 64 / 2
     assert (first.loss, last.loss) == (0, 64 / 2 / 2 * 32 / 2 * (2 + 4 + 4))
     assert first.total == sum(
         (first.weights, first.gradients, first.optimizer, first.gathered, first.activations)

@@ -149,14 +149,32 @@ def test_gradient_reduction_hides_or_not():
     cluster = replace(CLUSTER, network=Link(1e8, 0.0), node=Link(1e8, 0.0))
     degrees = Degrees(shard=2)
     batches = plan([[[64]], [[64]]])
-    bare = simulate(job(degrees=degrees, cluster=cluster, overlap=False), [batches])
     weights = 4 * (LAYER + 2 * 8) + 2 * 8 * 32 + 8
-    assert bare.communication[0] == pytest.approx(weights * (2 + 4) / 2 / 1e8)
+    gather, reduce = weights * 2 / 2 / 1e8, weights * 4 / 2 / 1e8
+    bare = simulate(job(degrees=degrees, cluster=cluster, overlap=False), [batches])
+    assert bare.communication[0] == pytest.approx(2 * gather + reduce)  # gathered for both passes
     hidden = simulate(job(degrees=degrees, cluster=cluster), [batches])
-    assert hidden.communication[0] == pytest.approx(bare.communication[0] / 4)
+    assert hidden.communication[0] == pytest.approx((gather + reduce) / 4)  # of one of four layers
     slow = replace(cluster, node=Link(1e3, 0.0))
     exposed = simulate(job(degrees=degrees, cluster=slow), [batches])
-    assert exposed.communication[0] > 0.5 * weights * (2 + 4) / 2 / 1e3
+    assert exposed.communication[0] > 0.5 * weights * (2 + 2 + 4) / 2 / 1e3
+
+
+def test_without_a_pipeline_every_micro_batch_communicates():
+    cluster = replace(CLUSTER, network=Link(1e8, 0.0), node=Link(1e8, 1e-3))
+    weights = 4 * (LAYER + 2 * 8) + 2 * 8 * 32 + 8
+    collectives = 4 + 1  # the layers, and both ends
+    gather, reduce = (weights * size / 2 / 1e8 + collectives * 1e-3 for size in (2, 4))
+
+    def communication(degrees, micro_batches, **settings):
+        made = job(degrees=degrees, cluster=cluster, overlap=False, memory=MemorySettings(**settings))
+        return simulate(made, [plan([[[64]] * micro_batches] * degrees.data)]).communication[0]
+
+    assert communication(Degrees(shard=2), 3) == pytest.approx(3 * (2 * gather + reduce))
+    assert communication(Degrees(shard=2), 3, reshard=False) == pytest.approx(3 * (gather + reduce))
+    staged = Degrees(pipeline=2, shard=2)
+    assert communication(staged, 3) == pytest.approx(communication(staged, 2))
+    assert communication(staged, 3, reshard=True) > 2 * communication(staged, 3)
 
 
 def test_runs_follow_each_other():

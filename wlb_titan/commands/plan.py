@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from wlb_titan.commands.console import make_console, make_table, warnings_once
 
+if TYPE_CHECKING:
     from wlb_titan.commands.plan_job import Job
     from wlb_titan.planner.plan import Plan
     from wlb_titan.planner.planner import Planner
@@ -126,22 +125,19 @@ def plan(
     policies = _policies(compare, given.get("policy"))
     if output is not None and policies is not None and len(policies) > 1:
         raise PlanError("--output writes the plans of one policy; leave out --compare, or --output.")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
+    with warnings_once():
         job = job_from_toml(config, given) if config else job_from_lengths(lengths, given)
         policies = policies or [job.packing.policy]
         summaries = {policy: _run(job, policy, steps, output) for policy in policies}
         if report is not None and "plain" not in summaries:  # what the balance would be without
             summaries = {"plain": _run(job, "plain", steps, None), **summaries}
-    for message in dict.fromkeys(str(warning.message) for warning in caught):
-        click.echo(f"Warning: {message}", err=True)
     _print(job, summaries)
     times = None
     if job.context_parallel > 1:
         from wlb_titan.commands.rank_report import planned_rank_times, rank_table
 
         times = planned_rank_times(job, policies[-1], steps)
-        _console().print(rank_table(times, job.latency))
+        make_console(TABLE_WIDTH).print(rank_table(times, job.latency))
     if report is not None:
         from wlb_titan.commands.plan_report import write_report
 
@@ -192,34 +188,15 @@ def _written(planner: Planner, numbers: Any, file: Any) -> Iterator[Plan]:
 
 
 def _print(job: Job, summaries: dict[str, Summary]) -> None:
-    import rich.box
-    from rich.table import Table
-
-    console = _console()
+    console = make_console(TABLE_WIDTH)
     console.print(job.describe(), markup=False, soft_wrap=True)
-    table = Table(box=rich.box.SIMPLE_HEAD)
-    table.add_column("policy", no_wrap=True)
-    for name, summary in summaries.items():
-        cells = table_row(summary)
-        if not table.row_count:
-            for heading in cells:
-                table.add_column(heading, justify="right")
-        table.add_row(name, *cells.values())
-    console.print(table)
+    console.print(make_table([{"policy": name, **table_row(s)} for name, s in summaries.items()]))
     for name, summary in summaries.items():
         if summary.lost:
             console.print(f"{name}: {summary.lost:,} tokens were left out.", markup=False)
         if summary.gap is not None:
             proven = "all optimal" if summary.gap == 0 else f"at most {summary.gap:.1%} from the optimum"
             console.print(f"{name}: the solver's packings are {proven}.", markup=False)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    console.width = max(console.width, TABLE_WIDTH)
-    return console
 
 
 def table_row(summary: Summary) -> dict[str, str]:

@@ -21,7 +21,8 @@ from wlb_titan.planner.attention_fit import Point, fit, usual_tilings
 from wlb_titan.planner.attention_profile import PASSES, Entry, Profile
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-MILLISECONDS = 100.0  # for which a case is run again and again; its time is the median
+ROUNDS = 3  # over all cases, some time apart: what disturbs the machine for a while does not reach the median
+MILLISECONDS = 40.0  # for which a case is run again and again in each round; its time is the median
 
 
 class Grid(NamedTuple):
@@ -126,18 +127,21 @@ def _measure(dim: int, group: int, dtype: str, device: str, units: int, label: s
     grid = GPU_GRID if device == "cuda" else CPU_GRID
     heads = -(-grid.heads // group) * group
     shape = Shape(heads, heads // group, dim, dim)
-    points: dict[str, list[Point]] = {direction: [] for direction in PASSES}
-    with click.progressbar(list(grid.cases(heads)), label=label) as cases:
-        for q_len, kv_len, segments in cases:
+    cases = list(grid.cases(heads))
+    times = []
+    with click.progressbar(cases * ROUNDS, label=label) as bar:
+        for q_len, kv_len, segments in bar:
             rows = _equal_segments(q_len, kv_len, segments)
-            times = time_attention(rows, shape, dtype=DTYPES[dtype], device=device, milliseconds=MILLISECONDS)
-            for direction, milliseconds in zip(PASSES, times, strict=True):
-                points[direction].append(Point(q_len, kv_len, segments, heads, milliseconds / 1e3))
-    tilings = list(usual_tilings(group))
-    return [
-        Entry(dim, group, dtype, direction, fit(measured, units, tilings).cost, tuple(measured))
-        for direction, measured in points.items()
-    ]
+            times.append(
+                time_attention(rows, shape, dtype=DTYPES[dtype], device=device, milliseconds=MILLISECONDS)
+            )
+    seconds = np.median(np.reshape(times, (ROUNDS, len(cases), len(PASSES))), axis=0) / 1e3
+    entries = []
+    for direction, column in zip(PASSES, seconds.T.tolist(), strict=True):
+        points = [Point(*case, heads, time) for case, time in zip(cases, column, strict=True)]
+        cost = fit(points, units, usual_tilings(group)).cost
+        entries.append(Entry(dim, group, dtype, direction, cost, tuple(points)))
+    return entries
 
 
 def _equal_segments(q_len: int, kv_len: int, segments: int) -> torch.Tensor:

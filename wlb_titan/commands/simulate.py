@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from wlb_titan.commands.console import make_console, make_table, warnings_once
 
 if TYPE_CHECKING:
     from wlb_titan.planner.plan import Plan
@@ -104,8 +105,7 @@ def simulate(
     asked = list(dict.fromkeys(Policy.parse(text) for text in policies.split(",")))
     given = {name: value for name, value in options.items() if value is not None}
     hardware = load_cluster(cluster)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
+    with warnings_once():
         if config is not None:
             scenario = scenario_from_toml(config, hardware, {**given, "search": search})
         else:
@@ -116,8 +116,6 @@ def simulate(
         else:
             plans, predictions = _predict(scenario, asked, steps)
             _print(scenario, plans, predictions)
-    for message in dict.fromkeys(str(warning.message) for warning in caught):
-        click.echo(f"Warning: {message}", err=True)
     if not search:
         _export(scenario, plans, predictions, report, trace)
 
@@ -186,9 +184,9 @@ def remarks(predictions: dict[Policy, Prediction]) -> list[str]:
 def _print(
     scenario: Scenario, plans: dict[Policy, list[Plan]], predictions: dict[Policy, Prediction]
 ) -> None:
-    console = _console()
+    console = make_console(TABLE_WIDTH)
     console.print(describe(scenario), markup=False, soft_wrap=True)
-    console.print(_table(table_rows(scenario, plans, predictions)))
+    console.print(make_table(table_rows(scenario, plans, predictions)))
     for line in remarks(predictions):
         console.print(line, markup=False, soft_wrap=True)
 
@@ -197,9 +195,9 @@ def _print_search(scenario: Scenario, policies: list[Policy], steps: int, gpus: 
     from wlb_titan.simulator.search import search
 
     result = search(scenario, gpus or scenario.job.degrees.ranks, policies, steps)
-    console = _console()
+    console = make_console(TABLE_WIDTH)
     console.print(describe(scenario), markup=False, soft_wrap=True)
-    console.print(_table(search_rows(result)[:SHOWN]))
+    console.print(make_table(search_rows(result)[:SHOWN]))
     console.print(
         f"{len(result.found)} candidates fit; {result.too_large} ways to divide the job need more memory and "
         f"{result.refused} are not possible.",
@@ -226,27 +224,6 @@ def search_rows(result: Search) -> list[dict[str, str]]:
         }
         for found in result.found
     ]
-
-
-def _table(rows: list[dict[str, str]]) -> Any:
-    import rich.box
-    from rich.table import Table
-
-    table = Table(box=rich.box.SIMPLE_HEAD)
-    for heading in rows[0]:
-        text = heading in ("policy", "degrees")
-        table.add_column(heading, justify="left" if text else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row.values())
-    return table
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    console.width = max(console.width, TABLE_WIDTH)
-    return console
 
 
 def _export(

@@ -19,7 +19,8 @@ key heads, f = feed-forward (compare Korthikanti et al., Reducing Activation Rec
 and attention's log-sum-exp in float32 with the first two. Where tensor parallelism gathers a projection's
 input it is not divided by TP. K and V of the whole sequence are on each context-parallel rank: with `none`
 those of all layers in flight, otherwise of the one layer that runs. A backward pass needs the gradients of
-one layer's activations besides: 2 h + 3 f, of both ends of the MLP, its product, gate and inner activation.
+one layer's activations besides: 2 h + 2 f at the most, of both ends of the MLP, and of its product, gate and
+inner activation when the product itself is not needed any more.
 Not counted: communication buffers, the allocator's fragmentation, CUDA's and NCCL's own memory; leave some
 10 % for them.
 
@@ -53,8 +54,8 @@ class MemorySettings:
         compute_bytes: of a weight or an activation in forward and backward.
         optimizer_bytes: of a weight's state: AdamW has two moments in float32.
         loss_chunks: pieces of a micro-batch of which the logits exist one at a time.
-        reshard: whether FSDP frees a layer's gathered weights after use. torchtitan's default does not under
-            pipeline parallelism, where micro-batches also add up gradients before they are reduced.
+        reshard: whether FSDP frees a layer's gathered weights after each pass. None is torchtitan's default:
+            not under pipeline parallelism, where micro-batches add up gradients before they are reduced.
     """
 
     checkpointing: Literal["none", "selective", "full"] = "selective"
@@ -62,7 +63,7 @@ class MemorySettings:
     compute_bytes: int = 2
     optimizer_bytes: int = 8
     loss_chunks: int = 8
-    reshard: bool = False
+    reshard: bool | None = None
 
     def __post_init__(self) -> None:
         if self.checkpointing not in ("none", "selective", "full"):
@@ -70,6 +71,10 @@ class MemorySettings:
                 f"No activation checkpointing is called {self.checkpointing!r}; there are none, selective "
                 "and full."
             )
+
+    def reshards(self, degrees: Degrees) -> bool:
+        """Whether gathered weights are freed after each pass at these degrees."""
+        return degrees.pipeline == 1 if self.reshard is None else self.reshard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -255,7 +260,7 @@ def _rank(
         transient_keys = 0.0 if settings.checkpointing == "none" else keys * longest
     else:
         transient_keys = KEY_COPIES * keys * longest
-    gradients = (2 * model.hidden + 3 * model.feed_forward / degrees.tensor) / degrees.context
+    gradients = 2 * (model.hidden + model.feed_forward / degrees.tensor) / degrees.context
     logits = longest / degrees.context / settings.loss_chunks * model.vocabulary / degrees.tensor
     return RankMemory(
         rank=rank,
@@ -279,7 +284,7 @@ def _gathered(held: float, degrees: Degrees, settings: MemorySettings, layers: i
     """Bytes of weights and gradients that FSDP has together besides the shards."""
     if degrees.sharding_ranks == 1:
         return held * settings.compute_bytes if settings.compute_bytes != settings.parameter_bytes else 0.0
-    if degrees.pipeline > 1 and not settings.reshard:
+    if degrees.pipeline > 1 and not settings.reshards(degrees):
         return held * (settings.compute_bytes + settings.parameter_bytes)
     # The layer at hand and the one that is fetched ahead, and the gradients of one.
     return held / max(layers, 1) * (2 * settings.compute_bytes + settings.parameter_bytes)

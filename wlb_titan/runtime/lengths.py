@@ -1,9 +1,9 @@
 """Which lengths micro-batches may have.
 
 Parallelism needs a divisor. Beyond it lengths are kept few, since each new one costs time: DTensor works out
-the sharding of every operation anew, which takes seconds where a dimension is sharded over two mesh axes
-(benchmarks/new_lengths.py), and a compiled model is compiled anew. Padding to a multiple costs half of it a
-micro-batch on average, in the linear layers only.
+the sharding of every operation anew, which takes seconds on meshes of three axes (benchmarks/new_lengths.py),
+and a compiled model is compiled anew. Padding to a multiple costs half of it a micro-batch on average, in the
+linear layers only.
 """
 
 from __future__ import annotations

@@ -115,13 +115,11 @@ def memory_settings(config: Trainer.Config) -> MemorySettings:
     """What of a configuration decides about memory."""
     checkpointing = config.activation_checkpoint
     kind = "selective" if checkpointing is not None else "none"
-    reshard = config.parallelism.fsdp_reshard_after_forward
-    pipelined = config.parallelism.pipeline_parallel_degree > 1
     return MemorySettings(
         checkpointing="full" if isinstance(checkpointing, FullAC.Config) else kind,
         compute_bytes=TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize,
         loss_chunks=config.loss.num_chunks if isinstance(config.loss, ChunkedLossWrapper.Config) else 1,
-        reshard=reshard == "always" or (reshard == "default" and not pipelined),
+        reshard={"always": True, "never": False}.get(config.parallelism.fsdp_reshard_after_forward),
     )
 
 

@@ -2,9 +2,10 @@
 
 Replicas run their pipelines on their own and wait for the slowest at the end. Where FSDP shards without a
 pipeline they meet in every layer of every micro-batch, so that the slowest k-th micro-batch of all replicas
-counts for each k. Then gradients are reduced, weights gathered again and the optimizer runs. With `overlap`
-reduction hides behind the last backward passes and gathering behind the first forward passes, but for one
-layer of each.
+counts for each k. Under pipeline parallelism weights are gathered once before and gradients reduced once
+after a run; without it FSDP gathers in both passes of each micro-batch and reduces in each backward pass.
+With `overlap` gathering and reduction hide behind the passes in which they happen, but for one layer of each.
+At the end the optimizer runs.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def simulate(job: SimulatedJob, plans: Sequence[Plan]) -> Prediction:
     by_replica = ends.max(axis=0).reshape(len(plans), replicas, runs).sum(axis=2)
     pipeline = by_replica.max(axis=1)
     busy = graph.busy(times).mean(axis=0).reshape(len(plans), -1).sum(axis=1) / replicas
-    communication = _communication(job, times).reshape(len(plans), -1).min(axis=1)
+    communication = _communication(job, times).reshape(len(plans), replicas, runs).sum(axis=2).min(axis=1)
     optimizer = np.full(len(plans), _optimizer(job))
     lengths = [np.concatenate([m.documents[:, LENGTH] for m in plan.micro_batches]) for plan in plans]
     return Prediction(
@@ -195,28 +196,51 @@ def _slowest_of_shards(times: PassTimes, job: SimulatedJob, runs: int) -> PassTi
 
 def _communication(job: SimulatedJob, times: PassTimes) -> Floats:
     """float64 (k,), seconds of data-parallel communication of each run's slowest rank that nothing hides."""
-    degrees, settings = job.degrees, job.memory
-    if degrees.sharding_ranks * degrees.replicate == 1:
+    if job.degrees.sharding_ranks * job.degrees.replicate == 1:
         return np.zeros(times.forward.shape[2])
-    exposed = []
-    for rank in range(degrees.pipeline):
-        stages = job.shape.stages_of(rank)
-        weights = rank_parameters(job.model, job.layers, stages) / degrees.tensor
-        shards = job.cluster.link(degrees.sharding_ranks, degrees.tensor)
-        gather = shards.collective(weights * settings.compute_bytes, degrees.sharding_ranks)
-        reduce = shards.collective(weights * settings.parameter_bytes, degrees.sharding_ranks)
-        between = job.cluster.link(degrees.replicate, degrees.tensor * degrees.sharding_ranks)
-        shard_bytes = weights * settings.parameter_bytes / degrees.sharding_ranks
-        reduce += 2 * between.collective(shard_bytes, degrees.replicate)
-        seconds = np.full(times.forward.shape[2], gather + reduce)
-        if job.overlap:
-            tail = (gather + reduce) / max(sum(job.layers[stage] for stage in stages), 1)
-            first = sum(times.forward[stage, 0] for stage in stages)
-            last = sum(times.inputs[stage, -1] + times.weights[stage, -1] for stage in stages)
-            seconds = tail + np.maximum(gather - tail - first, 0) + np.maximum(reduce - tail - last, 0)
-        exposed.append(seconds)
-    slowest: Floats = np.max(exposed, axis=0)
+    slowest: Floats = np.max([_exposed(job, times, rank) for rank in range(job.degrees.pipeline)], axis=0)
     return slowest
+
+
+def _exposed(job: SimulatedJob, times: PassTimes, rank: int) -> Floats:
+    """The same of one pipeline rank."""
+    stages = list(job.shape.stages_of(rank))
+    gather, reduce = _gather_and_reduce(job, stages)
+    in_forward = np.zeros(times.forward.shape[1:])  # of the k-th micro-batch to pass a stage
+    in_backward = np.zeros_like(in_forward)
+    if job.degrees.pipeline > 1:
+        in_forward[0], in_backward[-1] = gather, reduce
+    else:
+        in_forward[:], in_backward[:] = gather, reduce
+    if job.memory.reshards(job.degrees):
+        in_forward[:] = gather
+        in_backward += gather
+    if not job.overlap:
+        return in_forward.sum(axis=0) + in_backward.sum(axis=0)
+    layers = max(sum(job.layers[stage] for stage in stages), 1)
+    in_forward[0] -= gather / layers
+    in_backward[-1] -= reduce / layers
+    forward = times.forward[stages].sum(axis=0)
+    backward = (times.inputs + times.weights)[stages].sum(axis=0)
+    beyond = np.maximum(in_forward - forward, 0) + np.maximum(in_backward - backward, 0)
+    return beyond.sum(axis=0) + (gather + reduce) / layers
+
+
+def _gather_and_reduce(job: SimulatedJob, stages: Sequence[int]) -> tuple[float, float]:
+    """Seconds of gathering the weights of some stages, and of reducing their gradients.
+
+    A collective for each layer, and one for embedding, last norm and head.
+    """
+    degrees, settings = job.degrees, job.memory
+    groups = sum(job.layers[stage] for stage in stages) + 1
+    weights = rank_parameters(job.model, job.layers, stages) / degrees.tensor / groups
+    shards = job.cluster.link(degrees.sharding_ranks, degrees.tensor)
+    between = job.cluster.link(degrees.replicate, degrees.tensor * degrees.sharding_ranks)
+    gather = shards.collective(weights * settings.compute_bytes, degrees.sharding_ranks)
+    reduce = shards.collective(weights * settings.parameter_bytes, degrees.sharding_ranks)
+    shard_bytes = weights * settings.parameter_bytes / degrees.sharding_ranks
+    reduce += 2 * between.collective(shard_bytes, degrees.replicate)
+    return groups * gather, groups * reduce
 
 
 def _optimizer(job: SimulatedJob) -> float:

@@ -1,0 +1,48 @@
+"""What `wlb-titan plan` and `wlb-titan simulate` print alike: tables, and warnings once each."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+TEXT_COLUMNS = ("policy", "degrees")
+
+
+def make_console(width: int) -> Console:
+    """A console at least `width` characters wide, also where no terminal tells its own width."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.width = max(console.width, width)
+    return console
+
+
+def make_table(rows: Sequence[dict[str, str]]) -> Table:
+    """A table of rows that have the same headings; figures to the right."""
+    import rich.box
+    from rich.table import Table
+
+    table = Table(box=rich.box.SIMPLE_HEAD)
+    for heading in rows[0]:
+        table.add_column(heading, justify="left" if heading in TEXT_COLUMNS else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row.values())
+    return table
+
+
+@contextmanager
+def warnings_once() -> Iterator[None]:
+    """Collects the UserWarnings of a block and prints each of them once, to stderr, when it ends."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        yield
+    for message in dict.fromkeys(str(warning.message) for warning in caught):
+        click.echo(f"Warning: {message}", err=True)
