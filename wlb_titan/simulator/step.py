@@ -215,15 +215,18 @@ def _exposed(job: SimulatedJob, times: PassTimes, rank: int) -> Floats:
     if job.memory.reshards(job.degrees):
         in_forward[:] = gather
         in_backward += gather
+    seconds: Floats
     if not job.overlap:
-        return in_forward.sum(axis=0) + in_backward.sum(axis=0)
+        seconds = in_forward.sum(axis=0) + in_backward.sum(axis=0)
+        return seconds
     layers = max(sum(job.layers[stage] for stage in stages), 1)
     in_forward[0] -= gather / layers
     in_backward[-1] -= reduce / layers
     forward = times.forward[stages].sum(axis=0)
     backward = (times.inputs + times.weights)[stages].sum(axis=0)
     beyond = np.maximum(in_forward - forward, 0) + np.maximum(in_backward - backward, 0)
-    return beyond.sum(axis=0) + (gather + reduce) / layers
+    seconds = beyond.sum(axis=0) + (gather + reduce) / layers
+    return seconds
 
 
 def _gather_and_reduce(job: SimulatedJob, stages: Sequence[int]) -> tuple[float, float]:
