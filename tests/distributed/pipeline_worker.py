@@ -79,7 +79,10 @@ def make_config(
         config.parallelism, pipeline_parallel_schedule=schedule, **degrees, **parallelism
     )
     config.comm = dataclasses.replace(
-        config.comm, init_timeout_seconds=timeout, train_timeout_seconds=timeout
+        config.comm,
+        init_timeout_seconds=timeout,
+        train_timeout_seconds=timeout,
+        trace_buf_size=0,  # torch's flight recorder grows by 1 KiB for each of its first 20,000 collectives
     )
     config.wlb.corpus.path = corpus
     config.dump_folder = folder
