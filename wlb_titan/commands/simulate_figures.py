@@ -13,7 +13,17 @@ from wlb_titan.simulator.step import Prediction
 from wlb_titan.simulator.timeline import MemoryCurve
 
 PARTS = {"busy": "#3b78c2", "waiting": "#d9dce1", "data-parallel communication": "#c99a4b"}
-TERM_COLORS = ("#3b78c2", "#6aa5de", "#8a8f98", "#c99a4b", "#12967f", "#9b6b9e", "#d9a3c0", "#9bb8a7", "#d0605e")
+TERM_COLORS = (
+    "#3b78c2",
+    "#6aa5de",
+    "#8a8f98",
+    "#c99a4b",
+    "#12967f",
+    "#9b6b9e",
+    "#d9a3c0",
+    "#9bb8a7",
+    "#d0605e",
+)
 
 
 def step_parts(predictions: Mapping[Policy, Prediction]) -> str:
