@@ -69,12 +69,18 @@ def test_a_training_configuration(config):
     assert "4 micro-batches a step, context window 1,024" in result.output
 
 
-def test_a_cluster_whose_profile_lacks_the_attention_says_how_to_measure_it(config):
-    result = run(config, "--cluster", "cpu")
+def test_the_debug_model_on_cpus(config):
+    result = run(config, "--cluster", "cpu", "--steps", 2, "--policies", "plain,wlb_lazy")
+    assert result.exit_code == 0, result.output
+    assert "CPU, one thread a process" in result.output
+
+
+def test_a_cluster_whose_profile_lacks_the_attention_says_how_to_measure_it(lengths):
+    result = run("--lengths", lengths, "--model", "7B-64K", "--cluster", "cpu")
     assert result.exit_code == 2
     message = " ".join(result.output.split())
-    assert "no attention of head dim 32" in message
-    assert "wlb-titan profile --head-dim 32" in message
+    assert "no attention of head dim 128" in message
+    assert "wlb-titan profile --head-dim 128" in message
     assert "[gpu] attention_profile" in message
 
 
