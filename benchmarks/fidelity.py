@@ -234,7 +234,7 @@ def _predict(case: Case, run: dict[str, Any], rates: dict[str, float]) -> tuple[
 
 
 def _job(case: Case, model: ModelShape, rates: dict[str, float]) -> SimulatedJob:
-    attention = AttentionShape(model.head_dim, model.heads, model.heads // model.kv_heads, "float32")
+    attention = AttentionShape.of(model, 1, "float32")
     settings = MemorySettings(checkpointing=case.checkpointing, compute_bytes=4, loss_chunks=8)
     latency = Profile.load(PROFILE).latency(attention)
     return SimulatedJob(

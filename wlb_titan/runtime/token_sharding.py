@@ -14,7 +14,6 @@ sends is the same as before.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -60,11 +59,11 @@ def tokens_to_dtensor(dims: ParallelDims, *tensors: torch.Tensor) -> list[DTenso
         DTensors (1, tokens of all data- and context-parallel ranks); the same on tensor-parallel ranks.
     """
     mesh, _ = resolve_fsdp_mesh(dims)
-    placements = token_placements(mesh)
+    placements = _token_placements(mesh)
     return [DTensor.from_local(tensor, mesh, placements, run_check=False) for tensor in tensors]
 
 
-def token_placements(mesh: DeviceMesh) -> tuple[Placement, ...]:
+def _token_placements(mesh: DeviceMesh) -> tuple[Placement, ...]:
     """Of tokens on a mesh of torchtitan's axes: sharded over all of more than one rank but tp."""
     names = mesh.mesh_dim_names or ()
     return tuple(
@@ -84,15 +83,13 @@ def _by_tokens(config: ShardingConfig) -> ShardingConfig:
     """With all its layouts of activations replaced; those of parameters have no batch to shard."""
     local_map = config.local_map
     if local_map is not None:
-        local_map = dataclasses.replace(
-            local_map, in_grad_placements=_each(token_layout, local_map.in_grad_placements)
-        )
+        local_map = dataclasses.replace(local_map, in_grad_placements=_each(local_map.in_grad_placements))
     return dataclasses.replace(
         config,
-        in_src_shardings=_each(token_layout, config.in_src_shardings),
-        in_dst_shardings=_each(token_layout, config.in_dst_shardings),
-        out_src_shardings=_each(token_layout, config.out_src_shardings),
-        out_dst_shardings=_each(token_layout, config.out_dst_shardings),
+        in_src_shardings=_each(config.in_src_shardings),
+        in_dst_shardings=_each(config.in_dst_shardings),
+        out_src_shardings=_each(config.out_src_shardings),
+        out_dst_shardings=_each(config.out_dst_shardings),
         local_map=local_map,
     )
 
@@ -102,10 +99,10 @@ def token_layout(layout: SpmdLayout) -> TokenLayout:
     return TokenLayout(layout.axis_types, layout.partition_spec)
 
 
-def _each(function: Callable[[SpmdLayout], SpmdLayout], layouts: Any) -> Any:
-    """Applies a function to a layout, or to those in a tuple or dict, of which some may be None."""
+def _each(layouts: Any) -> Any:
+    """`token_layout` of a layout, or of those in a tuple or dict, of which some may be None."""
     if isinstance(layouts, dict):
-        return {name: _each(function, layout) for name, layout in layouts.items()}
+        return {name: _each(layout) for name, layout in layouts.items()}
     if isinstance(layouts, tuple):
-        return tuple(_each(function, layout) for layout in layouts)
-    return None if layouts is None else function(layouts)
+        return tuple(_each(layout) for layout in layouts)
+    return None if layouts is None else token_layout(layouts)
