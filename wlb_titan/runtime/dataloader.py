@@ -139,11 +139,10 @@ class PlannedDataLoader(BaseDataLoader):
         positions = np.zeros(micro_batch.length, dtype=np.int64)
         labels = np.full(micro_batch.length, IGNORE_INDEX, dtype=np.int64)
         offset = 0
-        for piece in micro_batch.documents:
-            start, length = int(piece[START]), int(piece[LENGTH])
-            row = self._planner.row_of(int(piece[ID]))
-            beyond = min(length + 1, int(self.corpus.lengths[row]) - start)
-            tokens = self.corpus.tokens(row, start, beyond)
+        rows = self._planner.rows_of(micro_batch.documents[:, ID])
+        pieces = micro_batch.documents[:, [START, LENGTH]].tolist()
+        for row, total, (start, length) in zip(rows, self.corpus.lengths[rows], pieces, strict=True):
+            tokens = self.corpus.tokens(row, start, min(length + 1, total - start))
             inputs[offset : offset + length] = tokens[:length]
             positions[offset : offset + length] = np.arange(length)
             labels[offset : offset + len(tokens) - 1] = tokens[1:]

@@ -94,7 +94,7 @@ def _thresholds(
 ) -> list[int]:
     if settings.thresholds == "auto":
         return thresholds.tune(
-            stream.lengths,
+            stream.mixture.sample(),
             queues=settings.queues,
             window=stream.window,
             micro_batches=micro_batches,
@@ -102,5 +102,5 @@ def _thresholds(
             cost_model=cost_model,
             tolerance=settings.tolerance,
         )
-    thresholds.check(settings.thresholds, stream.lengths, stream.window)
+    thresholds.check(settings.thresholds, stream.mixture.sample(), stream.window)
     return settings.thresholds
