@@ -6,18 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from wlb_titan.corpus.settings import CorpusSettings
 from wlb_titan.planner.settings import PackingSettings, ShardingSettings
-
-
-@dataclass(kw_only=True, slots=True)
-class CorpusSettings:
-    """[wlb.corpus]: the documents to train on, as `wlb-titan prepare` wrote them."""
-
-    path: str = "outputs/corpus"
-    """Folder of the prepared corpus; its tokenizer is the run's tokenizer."""
-
-    seed: int = 0
-    """Seed of the order in which an epoch visits the documents; each epoch has an order of its own."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,11 +1,11 @@
-"""Documents on disk: tokenized once, memory-mapped afterwards.
+"""Documents on disk: tokenized once, by `wlb-titan prepare` or another tool, memory-mapped afterwards.
 
 Reading (`Corpus`) needs numpy and pyarrow only. Writing (`wlb_titan.corpus.prepare`) needs `datasets` and
 `tokenizers` too and is imported by those who write.
 """
 
-from wlb_titan.corpus.corpus import Corpus
+from wlb_titan.corpus.corpus import Corpus, open_corpus
 from wlb_titan.corpus.errors import CorpusError
 from wlb_titan.corpus.manifest import Manifest
 
-__all__ = ["Corpus", "CorpusError", "Manifest"]
+__all__ = ["Corpus", "CorpusError", "Manifest", "open_corpus"]

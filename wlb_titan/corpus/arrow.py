@@ -61,7 +61,8 @@ class ArrowShard:
     def lengths(self, rows: Ints) -> Ints:
         batches = np.searchsorted(self._firsts, rows, side="right") - 1
         places = self._offsets_at[batches] + (rows - self._firsts[batches])
-        return (self._offsets[places + 1] - self._offsets[places]).astype(np.int64)
+        lengths: Ints = (self._offsets[places + 1] - self._offsets[places]).astype(np.int64)
+        return lengths
 
     def run_of_lengths(self, start: int, stop: int) -> Ints:
         return self.lengths(np.arange(start, stop))
@@ -88,7 +89,9 @@ def _list_type(schema: pa.Schema, column: str, path: Path) -> tuple[bool, np.dty
             f"token ids with `column`{f', such as {lists[0]!r}' if lists else ''}."
         )
     kind = schema.field(column).type
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_integer(kind.value_type):
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_integer(
+        kind.value_type
+    ):
         raise CorpusError(
             f"The column {column!r} of {path} holds {kind}, but a document must be a list of integers of its "
             "own length."

@@ -24,6 +24,7 @@ from wlb_titan.corpus.errors import CorpusError
 from wlb_titan.corpus.folder import partial_folder
 from wlb_titan.corpus.foreign import files_of, fingerprint_of_files, open_foreign
 from wlb_titan.corpus.manifest import DOCUMENTS_FILE, MANIFEST_FILE, TOKENIZER_FOLDER, Manifest
+from wlb_titan.corpus.settings import CorpusSettings
 from wlb_titan.corpus.shards import Lengths, Shard, Tokens
 
 
@@ -43,7 +44,7 @@ class TokenizerFacts:
 
 
 class Corpus:
-    """Tokenized documents on disk, numbered from 0. Make one with `Corpus.open`.
+    """Tokenized documents on disk, numbered from 0. Make one with `Corpus.open` or `open_corpus`.
 
     Reading is thread-safe: nothing changes after `open`.
 
@@ -53,6 +54,7 @@ class Corpus:
         fingerprint: 16 hexadecimal digits that identify token ids and order of the documents.
         tokenizer: None where it is not known, which is enough to plan and not to train.
         manifest: counts, settings and tokenizer facts of a corpus that `wlb-titan prepare` made, else None.
+        parts: the corpora that it is made of, whose documents follow each other; none if it is one.
     """
 
     def __init__(
@@ -62,13 +64,18 @@ class Corpus:
         fingerprint: str,
         tokenizer: TokenizerFacts | None = None,
         manifest: Manifest | None = None,
+        parts: "Sequence[Corpus]" = (),
     ) -> None:
         self.path = path
+        self.parts = tuple(parts)
         self.lengths = Lengths(shards)
         self.fingerprint = fingerprint
         self.tokenizer = tokenizer
         self.manifest = manifest
         self._shards = list(shards)
+
+    def __str__(self) -> str:
+        return f"a mixture of {', '.join(map(str, self.parts))}" if self.parts else str(self.path)
 
     @classmethod
     def open(cls, path: str | Path, *, column: str = "input_ids", tokenizer: str = "") -> "Corpus":
@@ -92,6 +99,24 @@ class Corpus:
             raise CorpusError(f"{path} holds no tokens; write it again.")
         fingerprint = fingerprint_of_files(file for shard in shards for file in files_of(shard))
         return cls(path, shards, fingerprint, tokenizer_facts(Path(tokenizer)) if tokenizer else None)
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Corpus]") -> "Corpus":
+        """Several corpora as one: the documents of the first, then those of the second, and so on.
+
+        Raises:
+            CorpusError: they were made with different tokenizers.
+        """
+        known = [(part, part.tokenizer) for part in parts if part.tokenizer is not None]
+        for part, tokenizer in known[1:]:
+            if tokenizer.sha256 != known[0][1].sha256:
+                raise CorpusError(
+                    f"{part} and {known[0][0]} were made with different tokenizers, so their token ids do "
+                    "not mean the same. Prepare one of them anew with the tokenizer of the other."
+                )
+        fingerprint = hashlib.sha256("".join(part.fingerprint for part in parts).encode()).hexdigest()[:16]
+        shards = [shard for part in parts for shard in part._shards]
+        return cls(parts[0].path, shards, fingerprint, known[0][1] if known else None, None, parts)
 
     def __len__(self) -> int:
         """The number of documents."""
@@ -120,8 +145,8 @@ class Corpus:
         return shard.source(place)
 
     @property
-    def tokenizer_path(self) -> Path:
-        """Folder of the corpus' tokenizer, in Hugging Face's layout.
+    def known_tokenizer(self) -> TokenizerFacts:
+        """The tokenizer that made the token ids.
 
         Raises:
             CorpusError: none is known.
@@ -131,13 +156,34 @@ class Corpus:
                 f"The corpus {self.path} comes without its tokenizer. Name the folder of the tokenizer that "
                 "made it, with tokenizer.json and tokenizer_config.json: wlb.corpus.tokenizer."
             )
-        return self.tokenizer.path
+        return self.tokenizer
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """Folder of `known_tokenizer`, in Hugging Face's layout."""
+        return self.known_tokenizer.path
 
     def _place(self, row: int) -> tuple[Shard, int]:
         if not 0 <= row < len(self):
             raise IndexError(f"document {row} of a corpus of {len(self)} documents")
         number = int(np.searchsorted(self.lengths.firsts, row, side="right")) - 1
         return self._shards[number], row - int(self.lengths.firsts[number])
+
+
+def open_corpus(settings: CorpusSettings) -> Corpus:
+    """Open what [wlb.corpus] names: a corpus, or all those of a mixture.
+
+    Raises:
+        CorpusError: as `Corpus.open` and `Corpus.joined`.
+    """
+    if not settings.sources:
+        return Corpus.open(settings.path, column=settings.column, tokenizer=settings.tokenizer)
+    return Corpus.joined(
+        [
+            Corpus.open(source.path, column=source.column, tokenizer=settings.tokenizer)
+            for source in settings.sources
+        ]
+    )
 
 
 def tokenizer_facts(folder: Path) -> TokenizerFacts:

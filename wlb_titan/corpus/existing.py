@@ -21,6 +21,7 @@ def complete_corpus(settings: PrepareSettings, output: Path) -> Corpus | None:
     if not output.exists() or not any(output.iterdir()):
         return None
     corpus = Corpus.open(output)
+    assert corpus.manifest is not None
     wanted, found = settings.resolved(), corpus.manifest.settings
     differences = [
         f"{name} is {found.get(name)!r} there, and {value!r} was asked for"

@@ -39,7 +39,9 @@ def open_foreign(path: Path, column: str) -> Sequence[Shard] | None:
     if (path / "dataset_dict.json").is_file():
         splits = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8")).get("splits", [])
         named = ", ".join(str(path / split) for split in splits)
-        raise CorpusError(f"{path} holds a dataset of several splits; name the folder of one of them: {named}.")
+        raise CorpusError(
+            f"{path} holds a dataset of several splits; name the folder of one of them: {named}."
+        )
     if (path / "state.json").is_file():
         return [ArrowShard(file, column) for file in _data_files(path)]
     if path.suffix == ".ds" and path.is_file():
@@ -61,7 +63,9 @@ def _data_files(folder: Path) -> list[Path]:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         return [folder / entry["filename"] for entry in state["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise CorpusError(f"{folder / 'state.json'} is damaged ({error!r}); save the dataset again.") from error
+        raise CorpusError(
+            f"{folder / 'state.json'} is damaged ({error!r}); save the dataset again."
+        ) from error
 
 
 def fingerprint_of_files(files: Iterable[Path]) -> str:

@@ -45,7 +45,9 @@ class MegatronShard:
         index, self.path = (prefix.with_name(prefix.name + ending) for ending in (".idx", ".bin"))
         for file in (index, self.path):
             if not file.is_file():
-                raise CorpusError(f"Megatron's {index.name} and {self.path.name} go together; there is no {file}.")
+                raise CorpusError(
+                    f"Megatron's {index.name} and {self.path.name} go together; there is no {file}."
+                )
         with index.open("rb") as stream:
             header = stream.read(HEADER.size)
         if not header.startswith(MAGIC) or len(header) < HEADER.size:
@@ -65,7 +67,9 @@ class MegatronShard:
         size = self.path.stat().st_size
         last = int(self._begins[-1]) + int(lengths[-1]) * dtype.itemsize if sequences else 0
         if last > size:
-            raise CorpusError(f"{self.path} has {size:,} bytes, but its index speaks of {last:,}; copy it again.")
+            raise CorpusError(
+                f"{self.path} has {size:,} bytes, but its index speaks of {last:,}; copy it again."
+            )
         self._values = map_file(self.path, dtype)
         self._end = last
         # Most often each document is one sequence, and then there is nothing to look up.

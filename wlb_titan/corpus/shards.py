@@ -71,12 +71,14 @@ class Lengths:
     def __getitem__(self, rows: Any) -> Any:
         if isinstance(rows, slice):
             start, stop, step = rows.indices(len(self))
-            return self._run(start, max(start, stop))[::step] if step > 0 else self[np.arange(len(self))[rows]]
+            if step != 1:
+                raise IndexError("The lengths of a corpus are read in runs without gaps.")
+            return self._run(start, max(start, stop))
         if isinstance(rows, int | np.integer):
             return int(self[np.array([rows], dtype=np.int64)][0])
         rows = np.asarray(rows, dtype=np.int64)
-        if len(self._shards) == 1:
-            return self._shards[0].lengths(rows)
+        if not len(rows):
+            return rows
         shards = np.searchsorted(self.firsts, rows, side="right") - 1
         order = np.argsort(shards, kind="stable")
         result = np.empty(len(rows), dtype=np.int64)
@@ -97,7 +99,8 @@ class Lengths:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         if copy is False:
             raise ValueError("The lengths of a corpus lie in its files; an array of them is a copy.")
-        return self[:].astype(dtype or np.int64, copy=False)
+        lengths: Ints = self[:]
+        return lengths.astype(dtype or np.int64, copy=False)
 
     def sum(self) -> int:
         return sum(shard.tokens for shard in self._shards)

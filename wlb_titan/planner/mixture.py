@@ -7,15 +7,15 @@ nothing is stored however many documents there are, and the state of a stream is
         ->  epoch of that part, and place in the epoch
         ->  row of the corpus (`permutation`)
 
-Parts take turns as evenly as whole documents allow: after n documents the first part has had floor(n p), where p
-is its share of the documents; the others divide the rest in the same way. Shares are wanted in tokens, so
-a part's share of the documents is its share of the tokens over its mean length, normalised.
+Parts take turns as evenly as whole documents allow: after n documents the first part has had floor(n p),
+where p is its share of the documents; the others divide the rest in the same way. Shares are wanted in
+tokens, so a part's share of the documents is its share of the tokens over its mean length, normalised.
 
 Upsampling by length splits a source in two parts: the documents of at least `long_length` tokens, which get
 `long_share` of the source's tokens, and all others.
 
-Example: two sources of 3 and 2 documents, of which every second document shall come from the first. Not shuffled,
-the ids 0, 1, 2, ... are the rows 3, 0, 4, 1, 3, 2, 4, 0, ...: each source repeats when it is through.
+Example: two sources of 3 and 2 documents, of which every second document shall come from the first. Not
+shuffled, the ids 0, 1, 2, ... are the rows 3, 0, 4, 1, 3, 2, 4, 0, ...: who is through begins anew.
 """
 
 from __future__ import annotations
@@ -155,24 +155,41 @@ class Mixture:
         return [done / whole for done, whole in zip(read, tokens, strict=True)]
 
     def sample(self) -> Ints:
-        """int64 (n,), lengths as they come in the stream: all of one small corpus, or a million of another."""
+        """int64 (n,), lengths as they come in the stream: all of one small corpus, else a million."""
         if len(self._parts) == 1 and self.documents <= SAMPLE:
             lengths = np.asarray(self._lengths[: self.documents], dtype=np.int64)
         else:
             lengths = self.read(np.random.default_rng(0).integers(0, 1 << 40, SAMPLE))[1]
         return lengths[lengths > 0]
 
-    def count_longer(self, length: int) -> int:
-        """Documents of more than so many tokens."""
-        return sum(int(np.count_nonzero(block > length)) for _, block in _blocks(self._lengths, 0, self.documents))
-
     def facts(self) -> list[list[Any]]:
         """What the order depends on besides lengths and seed; JSON-able."""
         return [[s.documents, s.weight, s.long_length, s.long_share] for s in self.sources]
 
+    def describe(self, tokens_a_step: int) -> list[str]:
+        """A line a source: its share, and in how many steps it is read once. None of a single source."""
+        lines = []
+        for number, source in enumerate(self.sources):
+            parts = [part for part in self._parts if part.source == number]
+            share = sum(part.share for part in parts)
+            line = (
+                f"{source.name}: {share:.1%} of the tokens; has {source.documents:,} documents, "
+                f"{sum(part.tokens for part in parts):,} tokens"
+            )
+            if len(parts) == 2:
+                long, short = (part.tokens / (part.share * tokens_a_step) for part in parts)
+                line += (
+                    f"; {source.long_share:.1%} from the {parts[0].count:,} documents of "
+                    f"{source.long_length:,} tokens or more, each read once in {long:,.1f} steps, the others "
+                    f"in {short:,.1f}"
+                )
+            else:
+                line += f", each read once in {parts[0].tokens / (share * tokens_a_step):,.1f} steps"
+            lines.append(line)
+        return lines if self.sources[0].name else []
+
     def _divided(self, ids: Ints) -> Iterator[tuple[int, Any, Ints]]:
-        """Of each part that has some of the ids: its number, where they stand in `ids`, and how many documents
-        of it came before."""
+        """Of each part with some of the ids: its number, their places in `ids`, their numbers in it."""
         where: Any = slice(None)
         for number, share in enumerate(self._turns):
             before = _multiplied(ids, share)
@@ -193,6 +210,11 @@ class Mixture:
         return [*counts, id_]
 
 
+def count_longer(lengths: Lengths, length: int) -> int:
+    """Documents of more than so many tokens."""
+    return sum(int(np.count_nonzero(block > length)) for _, block in _blocks(lengths, 0, len(lengths)))
+
+
 def _multiplied(numbers: Ints, share: int) -> Ints:
     """floor(numbers x share / UNIT) without overflow."""
     return numbers // UNIT * share + numbers % UNIT * share // UNIT
@@ -203,8 +225,8 @@ def _check(source: Source) -> None:
         raise PlanError(f"The source {source.name!r} has weight {source.weight}; weights must be positive.")
     if (source.long_length is None) != (source.long_share is None):
         raise PlanError(
-            f"The source {source.name!r} has only one of long_length and long_share; upsampling by length needs "
-            "both: the length from which documents count as long, and their share of the tokens."
+            f"The source {source.name!r} has only one of long_length and long_share; upsampling by length "
+            "needs both: the length from which documents count as long, and their share of the tokens."
         )
     if source.long_share is not None and not 0 < source.long_share < 1:
         raise PlanError(
@@ -231,7 +253,9 @@ def _scan(lengths: Lengths, first: int, source: Source) -> _Facts:
     for begin, block in _blocks(lengths, first, first + source.documents):
         if (shortest := int(block.min())) < 0:
             row = begin + int(block.argmin())
-            raise PlanError(f"Document {row} of the corpus has length {shortest}; lengths cannot be negative.")
+            raise PlanError(
+                f"Document {row} of the corpus has length {shortest}; lengths cannot be negative."
+            )
         tokens += int(block.sum(dtype=np.int64))
         longest = max(longest, int(block.max()))
         if source.long_length is not None:
@@ -243,8 +267,9 @@ def _scan(lengths: Lengths, first: int, source: Source) -> _Facts:
         raise PlanError(f"{name} has no tokens, so there is nothing to plan.")
     if source.long_length is not None and not 0 < long_tokens < tokens:
         raise PlanError(
-            f"{name} has {'no documents' if not long_tokens else 'only documents'} of at least {source.long_length:,} "
-            f"tokens (the longest has {longest:,}), so long_share cannot be met. Set another long_length."
+            f"{name} has {'no documents' if not long_tokens else 'only documents'} of at least "
+            f"{source.long_length:,} tokens (the longest has {longest:,}), so "
+            "long_share cannot be met. Set another long_length."
         )
     return _Facts(tokens, longest, long_tokens, np.concatenate(rows) if rows else np.empty(0, np.int32))
 

@@ -1,9 +1,10 @@
 """A shuffled order that is computed, not stored: which number stands at a place, for any place on its own.
 
-Numbers of b bits are split into a left and a right part, and each round changes one part by a hash of the other
-and a key: a Feistel network, which is one-to-one whatever the hash is. To shuffle n numbers, b is chosen so that
-n > 2^(b - 1), and what comes out at n or above is sent through again until it is below; fewer than two passes a
-number on average. Nothing is kept, so any number of processes agree on the order of 10^10 documents for free.
+Numbers of b bits are split into a left and a right part, and each round changes one part by a hash of the
+other and a key: a Feistel network, which is one-to-one whatever the hash is. To shuffle n numbers, b is
+chosen so that n > 2^(b - 1), and what comes out at n or above is sent through again until it is below; fewer
+than two passes a number on average. Nothing is kept, so any number of processes agree on the order of 10^10
+documents for free.
 """
 
 from __future__ import annotations

@@ -17,12 +17,12 @@ from wlb_titan.planner import ranks as dp
 from wlb_titan.planner.attention_latency import AttentionLatency
 from wlb_titan.planner.attention_profile import AttentionShape, attention_latency
 from wlb_titan.planner.errors import PlanError
-from wlb_titan.planner.mixture import Lengths, Source
+from wlb_titan.planner.mixture import Lengths, Source, count_longer
 from wlb_titan.planner.packing import create_policy
 from wlb_titan.planner.packing.fixed import Improve
 from wlb_titan.planner.packing.policy import Documents
 from wlb_titan.planner.pipeline_runs import PipelineRuns
-from wlb_titan.planner.plan import LENGTH, MicroBatch, Plan
+from wlb_titan.planner.plan import ID, LENGTH, MicroBatch, Plan
 from wlb_titan.planner.settings import PackingSettings, ShardingSettings
 from wlb_titan.planner.sharding import Sharding, choose
 from wlb_titan.planner.stream import DocumentStream
@@ -116,6 +116,7 @@ class Planner:
         self._latency = latency or attention_latency(sharding.profile, AttentionShape())
         self._cost_model = cost_model
         self._fingerprint = fingerprint
+        self._lengths = lengths
         self._iteration = 0
 
     @property
@@ -126,11 +127,31 @@ class Planner:
     @property
     def long_documents(self) -> int:
         """Documents of the corpus that are longer than the window and are cut into pieces."""
-        return self._stream.mixture.count_longer(self._stream.window)
+        return count_longer(self._lengths, self._stream.window)
 
     def rows_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """int64 (n,), the corpus rows of planned documents, also of earlier epochs."""
         return self._stream.rows_of(ids)
+
+    def source_figures(self, plan: Plan) -> dict[str, float]:
+        """Of a mixture, for each source: tokens that the plan trains, and epochs that had arrived after it.
+
+        Args:
+            plan: the one that `next` returned last.
+        """
+        mixture = self._stream.mixture
+        if not mixture.sources[0].name:
+            return {}
+        documents = np.concatenate([m.documents for m in plan.micro_batches])
+        tokens = np.bincount(
+            mixture.sources_of(documents[:, ID]), documents[:, LENGTH], len(mixture.sources)
+        ).astype(np.int64)
+        epochs = mixture.epochs(self._stream.next_document)
+        return {
+            f"{figure}/{source.name}": value
+            for figure, values in (("tokens", tokens.tolist()), ("epoch", epochs))
+            for source, value in zip(mixture.sources, values, strict=True)
+        }
 
     def next(self) -> Plan:
         """The plan of the next step."""

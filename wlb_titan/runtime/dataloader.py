@@ -18,7 +18,9 @@ import torch
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 
-from wlb_titan.corpus import Corpus
+from wlb_titan.corpus import open_corpus
+from wlb_titan.corpus.settings import CorpusSettings
+from wlb_titan.corpus.vocabulary import check_ids
 from wlb_titan.planner.analytic import ModelShape
 from wlb_titan.planner.attention_profile import AttentionShape, attention_latency
 from wlb_titan.planner.cost_model import cost_model
@@ -26,12 +28,14 @@ from wlb_titan.planner.pipeline_runs import PipelineRuns
 from wlb_titan.planner.plan import ID, LENGTH, START, MicroBatch, Plan
 from wlb_titan.planner.planner import Planner
 from wlb_titan.planner.settings import PackingSettings, ShardingSettings
+from wlb_titan.runtime.corpus import mixture_sources
 from wlb_titan.runtime.shared_solver import SharedSolver
 
 
 @dataclass(frozen=True)
 class _Step:
     plan: Plan
+    source_figures: dict[str, float]
     batches: list[tuple[dict[str, Any], torch.Tensor]]
     state_after: str
 
@@ -48,7 +52,7 @@ class PlannedDataLoader(BaseDataLoader):
     class Config(BaseDataLoader.Config):
         """Filled in by the trainer from the [wlb.*] settings and the parallel degrees."""
 
-        corpus: str = ""
+        corpus: CorpusSettings = field(default_factory=CorpusSettings)
         seed: int = 0
         job_micro_batches: int = -1
         rank_micro_batches: int = 1
@@ -64,8 +68,9 @@ class PlannedDataLoader(BaseDataLoader):
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, **kwargs: Any):
         self.config = config
         shape = config.shape
-        self.corpus = Corpus.open(config.corpus)
+        self.corpus = open_corpus(config.corpus)
         self.plan: Plan | None = None  # of the step being served
+        self.source_figures: dict[str, float] = {}  # of that step, by source of a mixture
         self._dp_rank = dp_rank
         self.latency = attention_latency(
             config.sharding.profile,
@@ -95,6 +100,7 @@ class PlannedDataLoader(BaseDataLoader):
             ),
             latency=self.latency,
             fingerprint=self.corpus.fingerprint,
+            sources=mixture_sources(config.corpus, self.corpus),
             improve=SharedSolver(config.packing) if config.packing.policy == "fixed_solver" else None,
         )
         self._state = self._save()
@@ -105,7 +111,7 @@ class PlannedDataLoader(BaseDataLoader):
         while True:
             step = ahead.result()
             ahead: Future[_Step] = self._thread.submit(self._prepare)
-            self.plan = step.plan
+            self.plan, self.source_figures = step.plan, step.source_figures
             yield from step.batches[:-1]
             self._state = step.state_after
             yield step.batches[-1]
@@ -132,7 +138,7 @@ class PlannedDataLoader(BaseDataLoader):
     def _prepare(self) -> _Step:
         plan = self._planner.next()
         batches = [self._tensors(micro_batch) for micro_batch in plan.of_rank(self._dp_rank)]
-        return _Step(plan, batches, self._save())
+        return _Step(plan, self._planner.source_figures(plan), batches, self._save())
 
     def _tensors(self, micro_batch: MicroBatch) -> tuple[dict[str, Any], torch.Tensor]:
         inputs = np.zeros(micro_batch.length, dtype=np.int64)
@@ -143,6 +149,7 @@ class PlannedDataLoader(BaseDataLoader):
         pieces = micro_batch.documents[:, [START, LENGTH]].tolist()
         for row, total, (start, length) in zip(rows, self.corpus.lengths[rows], pieces, strict=True):
             tokens = self.corpus.tokens(row, start, min(length + 1, total - start))
+            check_ids(tokens, self.config.shape.vocabulary, self.corpus, int(row))
             inputs[offset : offset + length] = tokens[:length]
             positions[offset : offset + length] = np.arange(length)
             labels[offset : offset + len(tokens) - 1] = tokens[1:]

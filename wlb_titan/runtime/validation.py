@@ -10,7 +10,8 @@ import copy
 
 from torchtitan.distributed import ParallelDims
 
-from wlb_titan.corpus import Corpus, CorpusError
+from wlb_titan.corpus import CorpusError, open_corpus
+from wlb_titan.corpus.vocabulary import check_sample
 from wlb_titan.errors import UserError
 from wlb_titan.planner.errors import PlanError
 from wlb_titan.planner.pipeline_runs import check_order
@@ -51,19 +52,27 @@ def validate(config: Trainer.Config, world_size: int | None) -> None:
 
 
 def validate_corpus(config: Trainer.Config) -> None:
-    """Raises UserError if the corpus is missing or its tokens do not fit the model's vocabulary."""
-    try:
-        corpus = Corpus.open(config.wlb.corpus.path)
-    except CorpusError as error:
-        raise UserError(f"wlb.corpus.path: {error}") from error
+    """Raises UserError if the corpus is missing or its tokens do not fit the model's vocabulary.
+
+    A prepared corpus has no ids beyond its tokenizer's; of others the ids are looked at.
+    """
     assert config.model_spec is not None
     vocabulary = config.model_spec.model.vocab_size
-    if corpus.manifest.vocab_size > vocabulary:
-        raise UserError(
-            f"wlb.corpus.path: the corpus {config.wlb.corpus.path!r} has a vocabulary of "
-            f"{corpus.manifest.vocab_size} tokens, the model {config.model_spec.flavor} only {vocabulary}; "
-            f"prepare a corpus with `--vocab-size {vocabulary}` or fewer, or choose another base."
-        )
+    key = "wlb.corpus.sources" if config.wlb.corpus.sources else "wlb.corpus.path"
+    try:
+        corpus = open_corpus(config.wlb.corpus)
+        tokenizer = corpus.known_tokenizer
+        if tokenizer.vocab_size > vocabulary:
+            raise UserError(
+                f"{key}: the tokenizer of {corpus} has a vocabulary of {tokenizer.vocab_size} tokens, the "
+                f"model {config.model_spec.flavor} only {vocabulary}; prepare a corpus with `--vocab-size "
+                f"{vocabulary}` or fewer, or choose another base."
+            )
+        for part in corpus.parts or (corpus,):
+            if part.manifest is None:
+                check_sample(part, tokenizer.vocab_size)
+    except CorpusError as error:
+        raise UserError(f"{key}: {error}") from error
 
 
 def _check_degrees(config: Trainer.Config, world_size: int | None) -> None:
