@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb_titan.corpus import Corpus, CorpusError
-from wlb_titan.corpus.settings import CorpusSettings, SourceSettings
 from wlb_titan.corpus.shards import Lengths
 from wlb_titan.corpus.tokenizer import train_tokenizer
 from wlb_titan.corpus.vocabulary import check_ids, check_sample
@@ -206,19 +205,16 @@ def test_a_corpus_without_tokenizer_asks_for_it(builder, tmp_path, tokenizer):
 
 
 def test_a_mixture_is_its_parts_one_after_the_other(builder, tmp_path):
-    from wlb_titan.corpus import open_corpus
-
     files = {"0.ds": DOCUMENTS[:4]}
     (tmp_path / "trove").mkdir()
     write_datatrove(tmp_path / "trove", files, files)
     write_megatron(builder, tmp_path / "d", DOCUMENTS)
-    sources = [SourceSettings(path=str(tmp_path / name)) for name in ("trove", "d")]
-    corpus = open_corpus(CorpusSettings(sources=sources))
+    parts = [Corpus.open(tmp_path / name) for name in ("trove", "d")]
+    corpus = Corpus.joined(parts)
     assert content(corpus) == [*DOCUMENTS[:4], *DOCUMENTS]
     assert [len(part) for part in corpus.parts] == [4, 7]
-    other = open_corpus(CorpusSettings(sources=sources[::-1]))
-    assert other.fingerprint != corpus.fingerprint
-    assert str(corpus) == f"a mixture of {tmp_path / 'trove'}, {tmp_path / 'd'}"
+    assert Corpus.joined(parts[::-1]).fingerprint != corpus.fingerprint
+    assert str(corpus) == "a mixture of trove, d"
 
 
 def cut(path: Path, size: int) -> None:

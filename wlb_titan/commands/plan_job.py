@@ -136,11 +136,10 @@ def job_from_toml(path: Path, given: Mapping[str, Any]) -> Job:
         UserError: the file, its corpus or an option is wrong.
     """
     from wlb_titan.config import load_config
-    from wlb_titan.corpus import open_corpus
 
     config = load_config(path).config
     # torchtitan takes seconds to import, so that is left until the file has been found good.
-    from wlb_titan.runtime.corpus import mixture_sources
+    from wlb_titan.runtime.corpus import mixture_sources, open_corpus
     from wlb_titan.runtime.shape import model_shape
     from wlb_titan.runtime.trainer import dataloader_config
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import rich.box
 import rich.progress
 from rich.bar import Bar
@@ -63,7 +64,7 @@ def prepare(output: Path, overwrite: bool, **options: Any) -> None:
     """
     settings = PrepareSettings(**options)
     if not overwrite and (corpus := complete_corpus(settings, output.absolute())):
-        counts = f"{len(corpus):,} documents, {corpus.manifest.tokens:,} tokens"
+        counts = f"{len(corpus):,} documents, {corpus.lengths.sum():,} tokens"
         click.echo(f"{corpus.path} is there already, made with the same settings: {counts}.")
         return
     with ProgressDisplay(Console(stderr=True, highlight=False)) as display:
@@ -123,7 +124,9 @@ def _progress_bar(console: Console) -> rich.progress.Progress:
 def print_summary(corpus: Corpus, console: Console) -> None:
     """Print what the corpus holds: counts, what was left out, and how long its documents are."""
     manifest = corpus.manifest
-    buckets = length_histogram(corpus.lengths)
+    assert manifest is not None
+    lengths = np.asarray(corpus.lengths)
+    buckets = length_histogram(lengths)
     most = max(bucket.tokens for bucket in buckets)
     table = Table(box=rich.box.SIMPLE_HEAD)
     for heading in ("length", "documents", "tokens", "share"):
@@ -134,13 +137,13 @@ def print_summary(corpus: Corpus, console: Console) -> None:
         table.add_row(f"{_short(low)}+", f"{documents:,}", f"{tokens:,}", share, Bar(most, 0, tokens))
     console.print(table)
 
-    longest = int(corpus.lengths.argmax())
+    longest = int(lengths.argmax())
     lines = {
         "corpus": str(corpus.path),
         "fingerprint": corpus.fingerprint,
         "documents": f"{manifest.documents:,}",
         "tokens": f"{manifest.tokens:,}",
-        "longest": f"{corpus.lengths[longest]:,} tokens, {corpus.source(longest)}",
+        "longest": f"{lengths[longest]:,} tokens, {corpus.source(longest)}",
         "vocabulary": f"{manifest.vocab_size:,} entries; {manifest.end_of_text} ends each document",
         "left out": f"{manifest.empty_documents:,} empty documents, {manifest.unreadable:,} unreadable ones",
     }

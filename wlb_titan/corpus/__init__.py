@@ -4,8 +4,8 @@ Reading (`Corpus`) needs numpy and pyarrow only. Writing (`wlb_titan.corpus.prep
 `tokenizers` too and is imported by those who write.
 """
 
-from wlb_titan.corpus.corpus import Corpus, open_corpus
+from wlb_titan.corpus.corpus import Corpus
 from wlb_titan.corpus.errors import CorpusError
 from wlb_titan.corpus.manifest import Manifest
 
-__all__ = ["Corpus", "CorpusError", "Manifest", "open_corpus"]
+__all__ = ["Corpus", "CorpusError", "Manifest"]

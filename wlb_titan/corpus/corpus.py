@@ -24,7 +24,6 @@ from wlb_titan.corpus.errors import CorpusError
 from wlb_titan.corpus.folder import partial_folder
 from wlb_titan.corpus.foreign import files_of, fingerprint_of_files, open_foreign
 from wlb_titan.corpus.manifest import DOCUMENTS_FILE, MANIFEST_FILE, TOKENIZER_FOLDER, Manifest
-from wlb_titan.corpus.settings import CorpusSettings
 from wlb_titan.corpus.shards import Lengths, Shard, Tokens
 
 
@@ -44,7 +43,8 @@ class TokenizerFacts:
 
 
 class Corpus:
-    """Tokenized documents on disk, numbered from 0. Make one with `Corpus.open` or `open_corpus`.
+    """Tokenized documents on disk, numbered from 0. Make one with `Corpus.open`
+    or `Corpus.joined`.
 
     Reading is thread-safe: nothing changes after `open`.
 
@@ -75,7 +75,9 @@ class Corpus:
         self._shards = list(shards)
 
     def __str__(self) -> str:
-        return f"a mixture of {', '.join(map(str, self.parts))}" if self.parts else str(self.path)
+        if self.parts:
+            return f"a mixture of {', '.join(part.path.name for part in self.parts)}"
+        return str(self.path)
 
     @classmethod
     def open(cls, path: str | Path, *, column: str = "input_ids", tokenizer: str = "") -> "Corpus":
@@ -168,22 +170,6 @@ class Corpus:
             raise IndexError(f"document {row} of a corpus of {len(self)} documents")
         number = int(np.searchsorted(self.lengths.firsts, row, side="right")) - 1
         return self._shards[number], row - int(self.lengths.firsts[number])
-
-
-def open_corpus(settings: CorpusSettings) -> Corpus:
-    """Open what [wlb.corpus] names: a corpus, or all those of a mixture.
-
-    Raises:
-        CorpusError: as `Corpus.open` and `Corpus.joined`.
-    """
-    if not settings.sources:
-        return Corpus.open(settings.path, column=settings.column, tokenizer=settings.tokenizer)
-    return Corpus.joined(
-        [
-            Corpus.open(source.path, column=source.column, tokenizer=settings.tokenizer)
-            for source in settings.sources
-        ]
-    )
 
 
 def tokenizer_facts(folder: Path) -> TokenizerFacts:

@@ -57,6 +57,9 @@ class Source:
         weight: share of the tokens, over the sum of all weights.
         long_length: documents of at least so many tokens are upsampled; None upsamples nothing.
         long_share: share of the source's tokens that they get, between 0 and 1.
+
+    Raises:
+        PlanError: weight or share is out of range.
     """
 
     name: str
@@ -64,6 +67,19 @@ class Source:
     weight: float = 1.0
     long_length: int | None = None
     long_share: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.weight > 0 or self.weight == float("inf"):
+            raise PlanError(f"The source {self.name!r} has weight {self.weight}; weights must be positive.")
+        if (self.long_length is None) != (self.long_share is None):
+            raise PlanError(
+                f"The source {self.name!r} has only one of long_length and long_share; upsampling by length "
+                "needs both: the length from which documents count as long, and their share of the tokens."
+            )
+        if self.long_share is not None and not 0 < self.long_share < 1:
+            raise PlanError(
+                f"The source {self.name!r} has long_share {self.long_share}; it must be between 0 and 1."
+            )
 
 
 @dataclass(slots=True)
@@ -108,7 +124,6 @@ class Mixture:
         whole = sum(source.weight for source in self.sources)
         first = longest = 0
         for number, source in enumerate(self.sources):
-            _check(source)
             facts = _scan(lengths, first, source)
             self.tokens, longest = self.tokens + facts.tokens, max(longest, facts.longest)
             self._parts += _parts(number, source, first, facts, source.weight / whole)
@@ -218,20 +233,6 @@ def count_longer(lengths: Lengths, length: int) -> int:
 def _multiplied(numbers: Ints, share: int) -> Ints:
     """floor(numbers x share / UNIT) without overflow."""
     return numbers // UNIT * share + numbers % UNIT * share // UNIT
-
-
-def _check(source: Source) -> None:
-    if not source.weight > 0 or source.weight == float("inf"):
-        raise PlanError(f"The source {source.name!r} has weight {source.weight}; weights must be positive.")
-    if (source.long_length is None) != (source.long_share is None):
-        raise PlanError(
-            f"The source {source.name!r} has only one of long_length and long_share; upsampling by length "
-            "needs both: the length from which documents count as long, and their share of the tokens."
-        )
-    if source.long_share is not None and not 0 < source.long_share < 1:
-        raise PlanError(
-            f"The source {source.name!r} has long_share {source.long_share}; it must be between 0 and 1."
-        )
 
 
 @dataclass(slots=True)

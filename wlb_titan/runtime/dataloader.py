@@ -18,8 +18,7 @@ import torch
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 
-from wlb_titan.corpus import open_corpus
-from wlb_titan.corpus.settings import CorpusSettings
+from wlb_titan.config.settings import CorpusSettings
 from wlb_titan.corpus.vocabulary import check_ids
 from wlb_titan.planner.analytic import ModelShape
 from wlb_titan.planner.attention_profile import AttentionShape, attention_latency
@@ -28,7 +27,7 @@ from wlb_titan.planner.pipeline_runs import PipelineRuns
 from wlb_titan.planner.plan import ID, LENGTH, START, MicroBatch, Plan
 from wlb_titan.planner.planner import Planner
 from wlb_titan.planner.settings import PackingSettings, ShardingSettings
-from wlb_titan.runtime.corpus import mixture_sources
+from wlb_titan.runtime.corpus import mixture_sources, open_corpus
 from wlb_titan.runtime.shared_solver import SharedSolver
 
 

@@ -22,10 +22,10 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer as TorchtitanTrainer
 
 from wlb_titan.config.settings import WlbSettings
-from wlb_titan.corpus import open_corpus
 from wlb_titan.planner.pipeline_runs import PipelineRuns
 from wlb_titan.planner.plan import LENGTH, MicroBatch
 from wlb_titan.runtime.compile import compile_each_length
+from wlb_titan.runtime.corpus import open_corpus
 from wlb_titan.runtime.dataloader import PlannedDataLoader
 from wlb_titan.runtime.imbalance import rank_imbalance
 from wlb_titan.runtime.inputs import rank_inputs

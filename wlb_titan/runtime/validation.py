@@ -10,11 +10,12 @@ import copy
 
 from torchtitan.distributed import ParallelDims
 
-from wlb_titan.corpus import CorpusError, open_corpus
+from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.vocabulary import check_sample
 from wlb_titan.errors import UserError
 from wlb_titan.planner.errors import PlanError
 from wlb_titan.planner.pipeline_runs import check_order
+from wlb_titan.runtime.corpus import mixture_sources, open_corpus
 from wlb_titan.runtime.lengths import length_divisor
 from wlb_titan.runtime.pipeline_schedules import (
     canonical_name,
@@ -58,9 +59,14 @@ def validate_corpus(config: Trainer.Config) -> None:
     """
     assert config.model_spec is not None
     vocabulary = config.model_spec.model.vocab_size
-    key = "wlb.corpus.sources" if config.wlb.corpus.sources else "wlb.corpus.path"
+    settings, key = config.wlb.corpus, "wlb.corpus.path"
     try:
-        corpus = open_corpus(config.wlb.corpus)
+        for number, source in enumerate(settings.sources):
+            key = f"wlb.corpus.sources.{number}.path"
+            Corpus.open(source.path, column=source.column, tokenizer=settings.tokenizer)
+        key = "wlb.corpus.sources" if settings.sources else "wlb.corpus.path"
+        corpus = open_corpus(settings)
+        mixture_sources(settings, corpus)
         tokenizer = corpus.known_tokenizer
         if tokenizer.vocab_size > vocabulary:
             raise UserError(
@@ -71,7 +77,7 @@ def validate_corpus(config: Trainer.Config) -> None:
         for part in corpus.parts or (corpus,):
             if part.manifest is None:
                 check_sample(part, tokenizer.vocab_size)
-    except CorpusError as error:
+    except (CorpusError, PlanError) as error:
         raise UserError(f"{key}: {error}") from error
 
 
