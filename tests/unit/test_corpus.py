@@ -166,8 +166,8 @@ def test_damaged_manifest(corpus_folder, content):
 
 
 def test_other_format_version(corpus_folder):
-    change_manifest(corpus_folder, format_version=2, a_field_of_the_future=1)
-    assert "has corpus format version 2, but this wlb_titan reads version 1" in error_of_opening(
+    change_manifest(corpus_folder, format_version=3, a_field_of_the_future=1)
+    assert "has corpus format version 3, but this wlb_titan reads the versions 1 and 2" in error_of_opening(
         corpus_folder
     )
 

@@ -13,11 +13,17 @@ from rich.bar import Bar
 from rich.console import Console
 from rich.table import Table
 
-from wlb_titan.corpus import Corpus
+from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.existing import complete_corpus
 from wlb_titan.corpus.histogram import length_histogram
 from wlb_titan.corpus.manifest import UNREADABLE_FILE
-from wlb_titan.corpus.settings import DEFAULT_VOCAB_SIZE, GRANULARITIES, SOURCES, PrepareSettings
+from wlb_titan.corpus.settings import (
+    DEFAULT_VOCAB_SIZE,
+    EXECUTORS,
+    GRANULARITIES,
+    SOURCES,
+    PrepareSettings,
+)
 
 BAR_WIDTH = 24
 UNREADABLE_SHOWN = 5
@@ -55,8 +61,29 @@ SECONDS_BETWEEN_LINES = 10.0
     type=int,
     help="Stop with the document that reaches so many tokens.  [default: take all documents]",
 )
+@click.option(
+    "--executor",
+    type=click.Choice(EXECUTORS),
+    help="Cut the work in parts and have an executor of datatrove's run them: processes here, Slurm jobs, or "
+    "Ray tasks. Interrupted work goes on.  [default: one process here]",
+)
+@click.option("--workers", type=int, default=-1, help="With --executor: parts at a time.  [default: all]")
+@click.option(
+    "--executor-option",
+    "options_of_executor",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="With --executor: an argument of datatrove's class, such as partition=cpu or time=04:00:00.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace the corpus that lies at OUTPUT.")
-def prepare(output: Path, overwrite: bool, **options: Any) -> None:
+def prepare(
+    output: Path,
+    overwrite: bool,
+    executor: str | None,
+    workers: int,
+    options_of_executor: tuple[str, ...],
+    **options: Any,
+) -> None:
     """Turn text into the corpus OUTPUT: a folder of shuffled, tokenized documents.
 
     The corpus appears when it is complete. An interrupted preparation leaves nothing that could be taken for
@@ -69,11 +96,31 @@ def prepare(output: Path, overwrite: bool, **options: Any) -> None:
         return
     with ProgressDisplay(Console(stderr=True, highlight=False)) as display:
         display.line(f"Preparing {output.absolute()} from {settings.source}")
-        # Here, not above: it imports `datasets`, for seconds that `--help` and a corpus that is there save.
-        from wlb_titan.corpus.prepare import prepare_corpus
+        # Here, not above: they import `datasets`, for seconds that `--help` and a corpus that is there save.
+        if executor is None:
+            from wlb_titan.corpus.prepare import prepare_corpus
 
-        corpus = prepare_corpus(settings, output, overwrite=overwrite, report=display.report)
+            corpus = prepare_corpus(settings, output, overwrite=overwrite, report=display.report)
+        else:
+            from wlb_titan.corpus.parallel import Workers, prepare_in_parts
+
+            pool = Workers(executor=executor, workers=workers, options=_pairs(options_of_executor))
+            corpus = prepare_in_parts(settings, output, pool, overwrite=overwrite, report=display.report)
+    if corpus is None:
+        click.echo(f"The tasks are submitted; {output.absolute()} will be there when all have run.")
+        return
     print_summary(corpus, Console(highlight=False, soft_wrap=True))
+
+
+def _pairs(texts: tuple[str, ...]) -> dict[str, str]:
+    """`NAME=VALUE` as a dictionary."""
+    pairs = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise CorpusError(f"--executor-option {text}: write it as NAME=VALUE.")
+        pairs[name.replace("-", "_")] = value
+    return pairs
 
 
 class ProgressDisplay:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from wlb_titan.corpus.errors import CorpusError
 from wlb_titan.corpus.shards import Ints, Tokens, map_file
@@ -54,8 +55,9 @@ class ArrowShard:
         self._firsts = np.array(firsts, dtype=np.int64)
         self._offsets_at = np.array(offsets_at, dtype=np.int64)
         self._values_at = np.array(values_at, dtype=np.int64)
-        self._offsets = map_file(path, np.int64 if wide else np.int32)
-        self._values = map_file(path, self._dtype)
+        pages = map_file(path)
+        self._offsets = _seen_as(pages, np.dtype(np.int64 if wide else np.int32))
+        self._values = _seen_as(pages, self._dtype)
         self.documents = firsts[-1]
 
     def lengths(self, rows: Ints) -> Ints:
@@ -78,6 +80,10 @@ class ArrowShard:
             if "source" in stream.schema.names:
                 return str(stream.read_all().column("source")[row].as_py())
         return f"{self.path.name}[{row}]"
+
+
+def _seen_as(pages: NDArray[np.uint8], dtype: np.dtype[Any]) -> NDArray[Any]:
+    return pages[: len(pages) // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
 def _list_type(schema: pa.Schema, column: str, path: Path) -> tuple[bool, np.dtype[Any]]:

@@ -2,8 +2,9 @@
 
 A corpus that `wlb-titan prepare` made is a folder:
 
-    documents.arrow    one row a document, in training order: input_ids (list of int32), length (int32),
-                       source (where the text came from); also readable with `datasets.Dataset.from_file`
+    documents.arrow    one row a document: input_ids (list of int32), length (int32), source (where the text
+                       came from); also readable with `datasets.Dataset.from_file`. Several workers write
+                       documents-00000.arrow, documents-00001.arrow, ...
     tokenizer/         tokenizer.json and tokenizer_config.json
     unreadable.txt     files and records that could not be read, if there were any
     manifest.json      counts, settings, sizes of the files above; written last
@@ -23,7 +24,7 @@ from wlb_titan.corpus.arrow import ArrowShard
 from wlb_titan.corpus.errors import CorpusError
 from wlb_titan.corpus.folder import partial_folder
 from wlb_titan.corpus.foreign import files_of, fingerprint_of_files, open_foreign
-from wlb_titan.corpus.manifest import DOCUMENTS_FILE, MANIFEST_FILE, TOKENIZER_FOLDER, Manifest
+from wlb_titan.corpus.manifest import MANIFEST_FILE, TOKENIZER_FOLDER, Manifest
 from wlb_titan.corpus.shards import Lengths, Shard, Tokens
 
 
@@ -202,18 +203,19 @@ def _open_prepared(path: Path, tokenizer: str) -> Corpus:
             "wlb.corpus.tokenizer out."
         )
     try:
-        shard = ArrowShard(path / DOCUMENTS_FILE)
+        shards = [ArrowShard(path / name) for name in manifest.document_files]
     except CorpusError as error:
         raise _mismatch(path, str(error)) from error
-    counts, expected = (shard.documents, shard.tokens), (manifest.documents, manifest.tokens)
+    counts = (sum(shard.documents for shard in shards), sum(shard.tokens for shard in shards))
+    expected = (manifest.documents, manifest.tokens)
     if counts != expected:
         raise _mismatch(
             path,
-            f"{DOCUMENTS_FILE} holds {counts[0]:,} documents and {counts[1]:,} tokens, the manifest says "
+            f"it holds {counts[0]:,} documents and {counts[1]:,} tokens, the manifest says "
             f"{expected[0]:,} and {expected[1]:,}",
         )
     facts = TokenizerFacts(path / TOKENIZER_FOLDER, manifest.tokenizer_sha256, manifest.vocab_size)
-    return Corpus(path, [shard], manifest.fingerprint, facts, manifest)
+    return Corpus(path, shards, manifest.fingerprint, facts, manifest)
 
 
 def _no_corpus(path: Path) -> str:
