@@ -12,6 +12,7 @@ begin within the next 4 tokens.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -71,13 +72,22 @@ class DocumentStream:
     ) -> None:
         if window < 2:
             raise PlanError(f"The context window is {window} tokens; it must be at least 2.")
-        self.mixture = Mixture(lengths, sources, seed=seed)
-        self.window = window
         self.seed = seed
+        self._begin(Mixture(lengths, sources, seed=seed), window)
+
+    def _begin(self, mixture: Mixture, window: int) -> None:
+        self.mixture = mixture
+        self.window = window
         self._block_size = min(max(self.documents, SMALLEST_BLOCK), BLOCK)
         self._blocks: OrderedDict[int, _Block] = OrderedDict()
         self._next = 0  # id of the document that holds the next token
         self._offset = 0  # the next token's place in it
+
+    def anew(self) -> DocumentStream:
+        """The same stream from its beginning, for another reader."""
+        other = copy.copy(self)
+        other._begin(self.mixture, self.window)
+        return other
 
     @property
     def documents(self) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
+
 from wlb_titan.planner.errors import PlanError
 from wlb_titan.planner.packing import thresholds
+from wlb_titan.planner.packing.cut import imbalance_of_plain
 from wlb_titan.planner.packing.fixed import Fixed, Improve
 from wlb_titan.planner.packing.plain import Plain
 from wlb_titan.planner.packing.policy import PackingPolicy
@@ -64,6 +67,7 @@ def create_policy(
             max_length=max_length,
             tolerance=settings.tolerance,
             max_delay=settings.max_delay,
+            limit=imbalance_of_plain(stream, micro_batches, cost_model),
         )
     raise PlanError(f"There is no packing policy {settings.policy!r}.")
 
@@ -93,7 +97,7 @@ def _thresholds(
     max_length: int,
 ) -> list[int]:
     if settings.thresholds == "auto":
-        return thresholds.tune(
+        tuned = thresholds.tune(
             stream.mixture.sample(),
             queues=settings.queues,
             window=stream.window,
@@ -102,5 +106,13 @@ def _thresholds(
             cost_model=cost_model,
             tolerance=settings.tolerance,
         )
+        if tuned.imbalance > (plain := imbalance_of_plain(stream, micro_batches, cost_model)):
+            warnings.warn(
+                "Queues lose on these documents: the best thresholds found, "
+                f"{', '.join(map(str, tuned.thresholds))}, give an imbalance of {tuned.imbalance:.3f} in a "
+                f"trial, and `plain` has {plain:.3f}. Use `wlb_lazy`, or `plain`.",
+                stacklevel=2,
+            )
+        return tuned.thresholds
     thresholds.check(settings.thresholds, stream.mixture.sample(), stream.window)
     return settings.thresholds
