@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb_titan.planner.packing.cut import Packed, _transfers, imbalance_of_plain, level_by_cutting
+from wlb_titan.planner.packing.cut import Packed, _transfers, level_by_cutting
+from wlb_titan.planner.packing.trial import imbalance_of_plain
 from wlb_titan.planner.plan import LENGTH, START, imbalance_degree
 from wlb_titan.planner.planner import Planner
 from wlb_titan.planner.settings import PackingSettings, ShardingSettings

@@ -80,7 +80,7 @@ def test_automatic_thresholds_are_found_again_and_drain(lengths, queues):
             max_length=2 * WINDOW,
             cost_model=COST,
             tolerance=0.065,
-        ).thresholds
+        )
 
     found = tune()
     assert found == tune()

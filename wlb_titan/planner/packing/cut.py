@@ -14,17 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.planner.packing.arrivals import Waiting
-from wlb_titan.planner.packing.plain import Plain
-from wlb_titan.planner.plan import LENGTH, START, imbalance_degree
-from wlb_titan.planner.stream import DocumentStream
+from wlb_titan.planner.plan import LENGTH, START
 from wlb_titan.planner.workload import CostModel, Floats, workload
 
 Ints = NDArray[np.int64]
 
 SHORTEST = 2  # tokens that a cut document keeps, so that it has one to predict
 ROUNDS = 4  # attention of a tail is less than it was, so the mean sinks, and one round does not level all
-TRIAL_STEPS = 32
-MOST_MICRO_BATCHES = 64  # of the trial; with more of them `plain` is balanced worse
 
 
 class Packed(NamedTuple):
@@ -39,24 +35,6 @@ class Packed(NamedTuple):
     documents: Waiting
     works: Floats
     assigned: Ints
-
-
-def imbalance_of_plain(stream: DocumentStream, micro_batches: int, cost_model: CostModel) -> float:
-    """The mean imbalance of `plain` in its first steps on these documents.
-
-    Args:
-        stream: read from its beginning, by a reader of its own.
-        micro_batches: N; at most 64 are tried.
-        cost_model: W_a + W_l.
-    """
-    plain = Plain(stream.anew(), micro_batches=min(micro_batches, MOST_MICRO_BATCHES), tail="carry")
-    degrees = []
-    for _ in range(TRIAL_STEPS):
-        packs = plain.next().packs
-        works = workload(cost_model, np.concatenate([pack[:, LENGTH] for pack in packs]))
-        firsts = np.cumsum([0] + [len(pack) for pack in packs[:-1]])
-        degrees.append(imbalance_degree(np.add.reduceat(works, firsts)))
-    return float(np.mean(degrees))
 
 
 def level_by_cutting(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import warnings
 from itertools import combinations, pairwise
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,20 +30,6 @@ LONG = 32  # documents of window / LONG tokens are packed one by one
 Ints = NDArray[np.int64]
 
 
-class Tuned(NamedTuple):
-    """Thresholds, and how their trial run went.
-
-    Attributes:
-        thresholds: in tokens, ascending.
-        cost: delay + ((imbalance - 1) / tolerance)^2, averaged over steps.
-        imbalance: averaged over steps.
-    """
-
-    thresholds: list[int]
-    cost: float
-    imbalance: float
-
-
 def tune(
     lengths: Ints,
     *,
@@ -54,7 +39,7 @@ def tune(
     max_length: int,
     cost_model: CostModel,
     tolerance: float,
-) -> Tuned:
+) -> list[int]:
     """The thresholds L_1 < ... < L_n that suit these lengths.
 
     Args:
@@ -77,21 +62,19 @@ def tune(
     micro_batches = min(micro_batches, MOST_MICRO_BATCHES)
     batches = [_Batch(batch, window, cost_model) for batch in _sample(lengths, window, micro_batches)]
     grid = [window * step // GRID for step in range(1, GRID + 1)]
-    best: Tuned | None = None
+    best: tuple[float, list[int]] | None = None
     for thresholds in map(list, combinations(grid, queues)):
         if not drains(lengths, thresholds, window):
             continue
-        cost, imbalance = _trial(
-            batches, thresholds, window, micro_batches, max_length, cost_model, tolerance
-        )
-        if best is None or cost < best.cost:
-            best = Tuned(thresholds, cost, imbalance)
+        score = _score(batches, thresholds, window, micro_batches, max_length, cost_model, tolerance)
+        if best is None or score < best[0]:
+            best = score, thresholds
     if best is None:
         raise PlanError(
             f"No thresholds for {queues} queues let outliers leave as fast as they come: too many documents "
             "of this corpus are long for its context window. Use a longer window or another packing policy."
         )
-    return best
+    return best[1]
 
 
 def drains(lengths: Ints, thresholds: list[int], window: int) -> bool:
@@ -155,7 +138,7 @@ def _sample(lengths: Ints, window: int, micro_batches: int) -> list[Ints]:
     return batches
 
 
-def _trial(
+def _score(
     batches: list[_Batch],
     thresholds: list[int],
     window: int,
@@ -163,10 +146,9 @@ def _trial(
     max_length: int,
     cost_model: CostModel,
     tolerance: float,
-) -> tuple[float, float]:
-    """Cost and imbalance, means over the steps, of one choice of thresholds."""
+) -> float:
     queues: list[Ints] = [np.empty(0, dtype=np.int64) for _ in thresholds]
-    costs, degrees = [], []
+    score = 0.0
     for step, batch in enumerate(batches):
         queue = np.searchsorted(thresholds, batch.long, side="right")
         pending = [batch.long[queue == 0]]
@@ -182,6 +164,5 @@ def _trial(
         bins.place(documents, workload(cost_model, documents))
         imbalance = bins.portions(batch.work, batch.tokens)[1][-1]
         held = sum(int(waiting.sum()) for waiting in queues)
-        costs.append(held / (micro_batches * window) + ((imbalance - 1) / tolerance) ** 2)
-        degrees.append(imbalance)
-    return float(np.mean(costs)), float(np.mean(degrees))
+        score += held / (micro_batches * window) + ((imbalance - 1) / tolerance) ** 2
+    return score
