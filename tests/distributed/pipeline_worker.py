@@ -169,7 +169,7 @@ def run_case(corpus, *, name, steps, evaluate=(), cp=1, dp=1, replicate=1, **opt
         record = {"step": step}
         if step in evaluate:
             losses = [] if trainer.pp_has_last_stage else None
-            with torch.no_grad():
+            with torch.no_grad(), trainer.train_context():
                 trainer.pp_schedule.eval(**processed(trainer, data[rank]), losses=losses)
             record["eval"] = added_up(trainer, losses) / int(valid_tokens(data))
             record["eval_reference"] = reference.step(data, backward=False)[0] if reference else None
@@ -264,11 +264,12 @@ def memory_in_use():
 def train_step(trainer, data, rank):
     """Forward and backward of rank `rank`'s micro-batches; returns the losses on the last stage."""
     losses = [] if trainer.pp_has_last_stage else None
-    trainer.pp_schedule.step(
-        **processed(trainer, data[rank]),
-        losses=losses,
-        loss_kwargs={"global_valid_tokens": valid_tokens(data)},
-    )
+    with trainer.train_context():
+        trainer.pp_schedule.step(
+            **processed(trainer, data[rank]),
+            losses=losses,
+            loss_kwargs={"global_valid_tokens": valid_tokens(data)},
+        )
     return losses
 
 

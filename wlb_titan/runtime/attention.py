@@ -1,8 +1,8 @@
-"""The attention module of wlb_titan: document-causal attention on DTensors, under every parallelism.
+"""The attention module of wlb_titan: document-causal attention under every parallelism.
 
-q stays sharded over the cp mesh axis; k and v go from Shard to Replicate on it together (one all-gather; one
-reduce-scatter of their gradients on the way back), are brought from the ranks' order into document order, and
-the varlen kernel runs on this rank's segments.
+Activations are this rank's local tensors. q stays as it is; k and v, sharded over the cp mesh axis, go from
+Shard to Replicate on it together (one all-gather; one reduce-scatter of their gradients on the way back), are
+brought from the ranks' order into document order, and the varlen kernel runs on this rank's segments.
 
 Shape suffixes: B batch (1: a micro-batch is one packed sequence), L tokens, N heads, H head dim, S segments.
 """
@@ -47,12 +47,7 @@ class DocumentAttention(Module):
         self._cp_mesh: DeviceMesh | None = None
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
-        """Leaves `forward` as it is: it takes and gives DTensors itself.
-
-        torchtitan would wrap `forward` by the sharding declared in the config. Its wrapper gathers k and v
-        asynchronously before a local_map, and there (torch 2.15) waiting for the gathered tensor drops it
-        from the autograd graph: k and v would train without a gradient.
-        """
+        """Leaves `forward` as it is: it gathers k and v itself, in document order."""
         self._cp_mesh = parallel_dims.get_mesh("cp") if parallel_dims.cp_enabled else None
 
     def forward(
@@ -68,26 +63,24 @@ class DocumentAttention(Module):
         """Attends within documents.
 
         Args:
-            q_BLNH: (1, tokens, query heads, H), a DTensor sharded over tokens on cp and over heads on tp.
-            k_BLNH, v_BLNH: (1, tokens, key heads, H), sharded alike.
+            q_BLNH: (1, tokens, query heads, H), those of this rank.
+            k_BLNH, v_BLNH: (1, tokens, key heads, H), alike.
             attention_masks: the segments of this rank's queries.
             scale: factor on the scores; 1 / sqrt(H) by default.
 
         Returns:
-            Shaped and sharded like q; zeros where a query is padding.
+            Shaped like q; zeros where a query is padding.
         """
-        if not isinstance(q_BLNH, DTensor):
-            return _attend(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale)
-        q, k, v = (x.to_local(grad_placements=x.placements) for x in (q_BLNH, k_BLNH, v_BLNH))
+        assert q_BLNH.shape[0] == 1, f"a micro-batch is one packed sequence, got a batch of {q_BLNH.shape[0]}"
+        q, k, v = q_BLNH.squeeze(0), k_BLNH.squeeze(0), v_BLNH.squeeze(0)
         if self._cp_mesh is not None:
             assert attention_masks.key_order is not None
             k, v = gather_keys_values(k, v, attention_masks.key_order, self._cp_mesh)
-        out = _attend(q, k, v, attention_masks, scale)
-        return DTensor.from_local(out, q_BLNH.device_mesh, q_BLNH.placements, run_check=False)
+        return varlen_attention(q, k, v, attention_masks.segments, scale=scale).unsqueeze(0)
 
 
 def gather_keys_values(
-    k_BLNH: torch.Tensor, v_BLNH: torch.Tensor, key_order: torch.Tensor, mesh: DeviceMesh
+    k_LNH: torch.Tensor, v_LNH: torch.Tensor, key_order: torch.Tensor, mesh: DeviceMesh
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The keys and values of all context-parallel ranks in document order.
 
@@ -95,27 +88,37 @@ def gather_keys_values(
     permutation is the only copy. The results are views of it; their heads lie side by side in a row.
 
     Args:
-        k_BLNH, v_BLNH: local tensors, B of 1 and this rank's L tokens; N and H may differ between them.
+        k_LNH, v_LNH: this rank's L tokens; N and H may differ between them.
         key_order: int64 (L x ranks,), as of `DocumentMask`.
         mesh: the cp mesh axis.
 
     Returns:
         k and v with L x ranks tokens. Their gradients are summed over the ranks.
     """
-    widths = [x.shape[2] * x.shape[3] for x in (k_BLNH, v_BLNH)]
-    mine = torch.cat([x.flatten(2).squeeze(0) for x in (k_BLNH, v_BLNH)], dim=1)
-    both = DTensor.from_local(mine, mesh, (Shard(0),), run_check=False)
-    both = both.redistribute(mesh, (Replicate(),)).to_local(grad_placements=(Partial(),))
-    k, v = both.index_select(0, key_order).split(widths, dim=1)
-    return (
-        k.unflatten(1, k_BLNH.shape[2:]).unsqueeze(0),
-        v.unflatten(1, v_BLNH.shape[2:]).unsqueeze(0),
-    )
+    widths = [x.shape[1] * x.shape[2] for x in (k_LNH, v_LNH)]
+    mine = torch.cat([k_LNH.flatten(1), v_LNH.flatten(1)], dim=1)
+    k, v = _GatherInOrder.apply(mine, key_order, mesh).split(widths, dim=1)
+    return k.unflatten(1, k_LNH.shape[1:]), v.unflatten(1, v_LNH.shape[1:])
 
 
-def _attend(
-    q_BLNH: torch.Tensor, k_BLNH: torch.Tensor, v_BLNH: torch.Tensor, mask: DocumentMask, scale: float | None
-) -> torch.Tensor:
-    assert q_BLNH.shape[0] == 1, f"a micro-batch is one packed sequence, got a batch of {q_BLNH.shape[0]}"
-    q, k, v = q_BLNH.squeeze(0), k_BLNH.squeeze(0), v_BLNH.squeeze(0)
-    return varlen_attention(q, k, v, mask.segments, scale=scale).unsqueeze(0)
+class _GatherInOrder(torch.autograd.Function):
+    """Rows of all ranks, Shard to Replicate, then reordered; backward the reverse, Partial to Shard.
+
+    One function for both steps, because `key_order` is a permutation: the gradient of the reordering is
+    written row by row to its place, where autograd would add it to zeros with atomics.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, mine: torch.Tensor, key_order: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        ctx.mesh = mesh
+        ctx.save_for_backward(key_order)
+        rows = DTensor.from_local(mine, mesh, (Shard(0),), run_check=False)
+        return rows.redistribute(mesh, (Replicate(),)).to_local().index_select(0, key_order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (key_order,) = ctx.saved_tensors
+        by_rank = torch.empty_like(grad, memory_format=torch.contiguous_format)
+        by_rank.index_copy_(0, key_order, grad)
+        rows = DTensor.from_local(by_rank, ctx.mesh, (Partial(),), run_check=False)
+        return rows.redistribute(ctx.mesh, (Shard(0),)).to_local(), None, None

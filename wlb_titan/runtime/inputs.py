@@ -12,7 +12,6 @@ from torchtitan.distributed import ParallelDims
 from wlb_titan.planner import sharding
 from wlb_titan.runtime.attention import DocumentMask
 from wlb_titan.runtime.compile import documents_vary
-from wlb_titan.runtime.token_sharding import tokens_to_dtensor
 
 
 def rank_inputs(
@@ -32,8 +31,8 @@ def rank_inputs(
         shards: what each context-parallel rank holds; None without context parallelism.
 
     Returns:
-        inputs and labels, DTensors (1, data-parallel ranks x L), and what else the model takes: positions,
-        a DTensor alike, and attention_masks, a DocumentMask.
+        inputs and labels, (1, L / context-parallel ranks), and what else the model takes: positions, alike,
+        and attention_masks, a DocumentMask.
     """
     if shards is None:
         key_order = None
@@ -45,6 +44,5 @@ def rank_inputs(
         inputs, labels, positions = inputs[:, mine], labels[:, mine], positions[:, mine]
         key_order = torch.from_numpy(np.argsort(order.ravel())).to(inputs.device)
         segments = sharding.segments(shards[rank], lengths)
-    inputs, labels, positions = tokens_to_dtensor(dims, inputs, labels, positions)
     mask = DocumentMask(documents_vary(torch.from_numpy(segments)), key_order)
     return inputs, labels, {"positions": positions, "attention_masks": mask}

@@ -16,13 +16,15 @@ import torch
 from torchtitan.components import metrics as titan
 from torchtitan.tools.logging import logger
 
+from wlb_titan.runtime.compat import metrics_rank_of
+
 FILE_NAME = "metrics.jsonl"
 VALIDATION_FILE_NAME = "validation.jsonl"
 
 
 def metrics_rank(parallel_dims: Any, schedule: str) -> int:
     """The one rank that knows the loss and reports it: the first of the last pipeline stage."""
-    return titan._get_metrics_rank(parallel_dims=parallel_dims, pp_schedule=schedule)
+    return metrics_rank_of(parallel_dims=parallel_dims, pp_schedule=schedule)
 
 
 class MetricsProcessor(titan.MetricsProcessor):

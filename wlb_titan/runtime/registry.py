@@ -113,7 +113,7 @@ def _adopt(base: TorchtitanTrainer.Config, name: str) -> Trainer.Config:
     if base.model_spec.pipelining_fn is pipeline_llm:
         values["model_spec"] = dataclasses.replace(base.model_spec, pipelining_fn=pipeline)
     values["training"] = dataclasses.replace(base.training, disable_cuda_graphs=True)
-    values["parallelism"] = dataclasses.replace(base.parallelism, spmd_backend="full_dtensor")
+    values["parallelism"] = dataclasses.replace(base.parallelism, spmd_backend="spmd_types")
     values["metrics"] = MetricsProcessor.Config(**_fields(base.metrics))
     values["validator"] = Validator.Config(**_fields(base.validator))
     if type(base.activation_checkpoint) is SelectiveAC.Config:
@@ -135,7 +135,7 @@ def _llama(size: str) -> Trainer.Config:
         optimizer=default_adamw(lr=3e-4),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=200),
         training=TrainingConfig(local_batch_size=4, seq_len=65536, steps=1000, disable_cuda_graphs=True),
-        parallelism=ParallelismConfig(spmd_backend="full_dtensor"),
+        parallelism=ParallelismConfig(spmd_backend="spmd_types"),
         metrics=MetricsProcessor.Config(log_freq=1, disable_color_printing=True),
         checkpoint=CheckpointManager.Config(interval=500, last_save_model_only=False),
         activation_checkpoint=SelectiveDocumentAC.Config(),

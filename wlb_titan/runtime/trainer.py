@@ -36,7 +36,6 @@ from wlb_titan.runtime.pass_timer import PassTimer
 from wlb_titan.runtime.pipeline_schedules import pipeline_shape
 from wlb_titan.runtime.shape import model_shape
 from wlb_titan.runtime.step_trace import StepTrace
-from wlb_titan.runtime.token_sharding import shard_tokens
 from wlb_titan.runtime.validator import Validator
 
 
@@ -58,7 +57,6 @@ class Trainer(TorchtitanTrainer):
             config,
             hf_assets_path=str(corpus.tokenizer_path),
             dataloader=dataloader_config(config),
-            model_spec=shard_tokens(config.model_spec),
         )
         if config.compile.enable:
             compile_each_length(-(-longest_micro_batch(config) // length_divisor(config)))

@@ -95,9 +95,10 @@ def _check_degrees(config: Trainer.Config, world_size: int | None) -> None:
             f"{p.tensor_parallel_degree} need {product}"
             + (" or a multiple of it." if p.data_parallel_shard_degree == -1 else ".")
         )
-    if p.spmd_backend != "full_dtensor":
+    if p.spmd_backend != "spmd_types":
         raise UserError(
-            f"parallelism.spmd_backend: wlb_titan's attention needs 'full_dtensor', got {p.spmd_backend!r}."
+            f"parallelism.spmd_backend: wlb_titan's attention takes local tensors and needs 'spmd_types', "
+            f"torchtitan's default; got {p.spmd_backend!r}."
         )
 
 
