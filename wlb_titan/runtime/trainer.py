@@ -25,12 +25,11 @@ from wlb_titan.config.settings import WlbSettings
 from wlb_titan.corpus import Corpus
 from wlb_titan.planner.pipeline_runs import PipelineRuns
 from wlb_titan.planner.plan import LENGTH, MicroBatch
-from wlb_titan.runtime.compile import compile_each_length
 from wlb_titan.runtime.dataloader import PlannedDataLoader
 from wlb_titan.runtime.imbalance import rank_imbalance
 from wlb_titan.runtime.inputs import rank_inputs
 from wlb_titan.runtime.lengths import length_divisor
-from wlb_titan.runtime.memory import describe_memory, longest_micro_batch, measured_memory
+from wlb_titan.runtime.memory import describe_memory, measured_memory
 from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank
 from wlb_titan.runtime.pass_timer import PassTimer
 from wlb_titan.runtime.pipeline_schedules import pipeline_shape
@@ -58,8 +57,6 @@ class Trainer(TorchtitanTrainer):
             hf_assets_path=str(corpus.tokenizer_path),
             dataloader=dataloader_config(config),
         )
-        if config.compile.enable:
-            compile_each_length(-(-longest_micro_batch(config) // length_divisor(config)))
         super().__init__(config)
         self.metrics_processor.step_figures = self.step_figures
         self.timer = self.pp_schedule.timer if self.parallel_dims.pp_enabled else PassTimer(self.device)
