@@ -32,7 +32,7 @@ from torch._dynamo.utils import counters  # noqa: E402
 from wlb_titan.corpus.prepare import prepare_corpus  # noqa: E402
 from wlb_titan.corpus.settings import PrepareSettings  # noqa: E402
 from wlb_titan.planner import sharding  # noqa: E402
-from wlb_titan.planner.plan import MicroBatch  # noqa: E402
+from wlb_titan.runtime.inputs import rank_item  # noqa: E402
 from wlb_titan.runtime.registry import base_config  # noqa: E402
 from wlb_titan.runtime.trainer import Trainer  # noqa: E402
 
@@ -75,17 +75,11 @@ def cpu_seconds(trainer: Trainer, length: int, documents: int = 2) -> float:
     lengths[-1] += length % documents
     cp = trainer.parallel_dims.cp
     ranks = sharding.per_sequence(lengths, length, cp) if cp > 1 else None
-    tokens = torch.ones(1, length, dtype=torch.int64)
-    rows = np.stack([np.arange(documents), np.zeros(documents), lengths, np.zeros(documents)], axis=1)
-    item = {
-        "input": tokens,
-        "positions": torch.cat([torch.arange(n) for n in lengths.tolist()]).unsqueeze(0),
-        "micro_batch": MicroBatch(0, 0, length, 0, 1.0, rows.astype(np.int64), "per_sequence", ranks),
-    }
+    tokens = np.ones(length, dtype=np.int64)
+    positions = np.concatenate([np.arange(n) for n in lengths])
     begin = time.process_time()
-    trainer.forward_backward_step(
-        input_dict=item, labels=tokens.clone(), global_valid_tokens=torch.tensor(length)
-    )
+    item, labels = rank_item(tokens, tokens, positions, lengths, ranks, trainer.planned.context_rank)
+    trainer.forward_backward_step(input_dict=item, labels=labels, global_valid_tokens=torch.tensor(length))
     return time.process_time() - begin
 
 
@@ -103,7 +97,9 @@ def measure(layout: str, lengths: int, backend: str | None) -> dict:
             graphs = counters["stats"]["unique_graphs"]
             result.append({"length": length, "new": new, "again": again, "graphs": graphs})
             text = f", {graphs} graphs" if backend else ""
-            print(f"  {length:5} tokens: {new:6.3f} s, again {again:6.3f} s{text}", file=sys.stderr, flush=True)
+            print(
+                f"  {length:5} tokens: {new:6.3f} s, again {again:6.3f} s{text}", file=sys.stderr, flush=True
+            )
         trainer.close()
     return {
         "new": float(np.median([r["new"] for r in result])),
@@ -113,12 +109,18 @@ def measure(layout: str, lengths: int, backend: str | None) -> dict:
 
 
 @click.command()
-@click.option("--layout", "layouts", multiple=True, type=click.Choice(LAYOUTS), help="Which; several by default.")
+@click.option(
+    "--layout", "layouts", multiple=True, type=click.Choice(LAYOUTS), help="Which; several by default."
+)
 @click.option("--lengths", default=8, show_default=True, help="How many different ones.")
-@click.option("--compile", "backend", metavar="BACKEND", help="Compile the model with it: inductor, aot_eager.")
+@click.option(
+    "--compile", "backend", metavar="BACKEND", help="Compile the model with it: inductor, aot_eager."
+)
 @click.option("--output", type=click.Path(path_type=Path), help="Folder for new_lengths.json.")
 @click.option("--here", is_flag=True, hidden=True)
-def main(layouts: tuple[str, ...], lengths: int, backend: str | None, output: Path | None, here: bool) -> None:
+def main(
+    layouts: tuple[str, ...], lengths: int, backend: str | None, output: Path | None, here: bool
+) -> None:
     """Prints seconds of processor time a micro-batch, for each layout in a process of its own."""
     if here:
         print(json.dumps(measure(layouts[0], lengths, backend)))
@@ -127,9 +129,13 @@ def main(layouts: tuple[str, ...], lengths: int, backend: str | None, output: Pa
     for layout in layouts or DEFAULT:
         words = ["--here", "--layout", layout, "--lengths", str(lengths)]
         words += ["--compile", backend] if backend else []
-        done = subprocess.run([sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True, check=True
+        )
         r = results[layout] = json.loads(done.stdout.splitlines()[-1])
-        print(f"{layout:12} new {r['new']:.3f} s, again {r['again']:.3f} s, ratio {r['new'] / r['again']:.2f}")
+        print(
+            f"{layout:12} new {r['new']:.3f} s, again {r['again']:.3f} s, ratio {r['new'] / r['again']:.2f}"
+        )
     if output is not None:
         (output / "new_lengths.json").write_text(json.dumps(results, indent=1) + "\n")
 
