@@ -3,10 +3,10 @@
     python benchmarks/new_lengths.py --output benchmarks/results/cpu
     python benchmarks/new_lengths.py --layout cp2_tp2 --compile aot_eager --lengths 40
 
-runs micro-batches of several lengths, each length four times, through the debug model as rank 0 of a job whose
-other ranks do not exist (torchtitan's fake backend: communication does nothing). Times are processor time of
-forward and backward of one thread, so they hold the small model's computation too. With `--compile` it also
-counts the graphs that torch.compile has made so far.
+runs micro-batches of several lengths, each length four times, through the debug model as rank 0 of a job
+whose other ranks do not exist (torchtitan's fake backend: communication does nothing). Times are processor
+time of forward and backward of one thread, so they hold the small model's computation too. With `--compile`
+it also counts the graphs that torch.compile has made so far.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ VOCABULARY = 256
 
 @dataclass(frozen=True)
 class Sequence:
-    """A packed sequence: int64 (L,) each, documents of these lengths, and what context-parallel ranks hold."""
+    """A packed sequence, int64 (L,) each, its documents' lengths, and what context-parallel ranks hold."""
 
     tokens: np.ndarray
     labels: np.ndarray

@@ -38,6 +38,7 @@ from wlb_titan.runtime.pass_timer import PassTimer
 from wlb_titan.runtime.pipeline_schedules import pipeline_shape
 from wlb_titan.runtime.shape import model_shape
 from wlb_titan.runtime.step_trace import StepTrace
+from wlb_titan.runtime.timeouts import train_timeout
 from wlb_titan.runtime.validator import Validator
 
 
@@ -55,8 +56,10 @@ class Trainer(TorchtitanTrainer):
     def __init__(self, config: Config) -> None:
         corpus = Corpus.open(config.wlb.corpus.path)
         assert config.model_spec is not None
+        timeout, self._timeout_reason = train_timeout(config)
         config = dataclasses.replace(
             config,
+            comm=dataclasses.replace(config.comm, train_timeout_seconds=timeout),
             hf_assets_path=str(corpus.tokenizer_path),
             dataloader=dataloader_config(config),
         )
@@ -204,6 +207,11 @@ class Trainer(TorchtitanTrainer):
         )
         for line in describe_memory(self.config, self.parallel_dims):
             logger.info(line)
+        comm = self.config.comm
+        logger.info(
+            f"A rank that does not answer is given up after {comm.init_timeout_seconds} s in the first step, "
+            f"{comm.train_timeout_seconds} s from then on ({self._timeout_reason})"
+        )
         super().train()
         if self.planned.plan is None and self.step >= self.config.training.steps:
             logger.warning(
