@@ -21,12 +21,15 @@ from torchtitan.trainer import Trainer  # noqa: E402
 from wlb_titan.runtime import compat  # noqa: E402
 
 PARAMETERS = {
-    "PipelineSchedule": "n_microbatches loss_fn args_chunk_spec kwargs_chunk_spec output_merge_spec scale_grads",
+    "PipelineSchedule": (
+        "n_microbatches loss_fn args_chunk_spec kwargs_chunk_spec output_merge_spec scale_grads"
+    ),
     "RecvInfo": "input_name source tensor_meta is_root_arg",
     "StageMeta": "inputs outputs input_grads output_grads",
     "TensorMeta": "shape stride dtype requires_grad",
     "build_pipeline_schedule": "parallelism local_batch_size stages loss_fn backward_requires_autograd",
     "ensure_receives_drained": "recv_info_by_microbatch",
+    "maybe_mark_dynamic": "t index min max",
     "metrics_rank_of": "parallel_dims pp_schedule",
     "modules_of_stages": "num_stages num_layers input_weight output_weight",
     "pipeline_metadata": "parallel_dims parallelism model_config",

@@ -8,10 +8,11 @@ micro-batch are one tensor whose number of rows is a symbol from the start.
 from __future__ import annotations
 
 import torch
-import torch._dynamo
+
+from wlb_titan.runtime.compat import maybe_mark_dynamic
 
 
 def documents_vary(segments: torch.Tensor) -> torch.Tensor:
     """The same tensor, (S, 4), whose number of rows S compiled code takes as a variable."""
-    torch._dynamo.maybe_mark_dynamic(segments, 0)
+    maybe_mark_dynamic(segments, 0)
     return segments
