@@ -253,7 +253,7 @@ SETTINGS = {
     "training.local_batch_size": st.sampled_from([4, 8]),
     "parallelism.pipeline_parallel_degree": DEGREES,
     "parallelism.context_parallel_degree": DEGREES,
-    "parallelism.context_parallel_load_balancer": st.sampled_from(["headtail", "none"]),
+    "parallelism.pipeline_parallel_layers_per_stage": st.sampled_from([3, "none"]),
     "debug.seed": st.integers(0, 9) | st.just("none"),
     "activation_checkpoint": st.sampled_from(
         ["none", {"class": "FullAC"}, {"class": "SelectiveAC", "debug": True}, {"preserve_rng_state": False}]
