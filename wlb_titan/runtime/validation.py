@@ -167,6 +167,8 @@ def _check_settings(config: Trainer.Config) -> None:
 
 def _check_checkpoint(config: Trainer.Config) -> None:
     """Refuses settings under which weights that the user names would not be loaded."""
+    if config.comm.mode == "fake_backend":  # a dry run, which loads nothing
+        return
     checkpoint = config.checkpoint
     named = [name for name in ("initial_load_path", "initial_load_in_hf") if getattr(checkpoint, name)]
     if named and not checkpoint.enable:
