@@ -15,6 +15,10 @@ Overridden or set on torch's own classes, without an import, and covered by the 
 
 from __future__ import annotations
 
+# Has torch.compile take a dimension as a symbol from the start. Without it: one more graph, and one for each
+# number of documents that is 0 or 1.
+from torch._dynamo import maybe_mark_dynamic
+
 # Raises where a step was interrupted with receives under way. Without it: drop the check.
 from torch.distributed.pipelining._recv_buffers import _ensure_recv_infos_drained as ensure_receives_drained
 
@@ -62,6 +66,7 @@ __all__ = [
     "TensorMeta",
     "build_pipeline_schedule",
     "ensure_receives_drained",
+    "maybe_mark_dynamic",
     "metrics_rank_of",
     "modules_of_stages",
     "owner_of",
