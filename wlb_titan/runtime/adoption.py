@@ -53,8 +53,8 @@ ONLY_WINDOWS = ("torchtitan.models.gpt_oss.model", "torchtitan.models.muse_glimm
 windows that the layers' configurations name."""
 
 REFUSED_MODULES = {
-    "torchtitan.models.common.dist_gemm": "projections of the dist_gemm backend, which needs symmetric memory "
-    "and is not supported yet",
+    "torchtitan.models.common.dist_gemm": "projections of the dist_gemm backend, which needs symmetric "
+    "memory and is not supported yet",
     "torchtitan.components.quantization": "quantised weights, whose kernels take only lengths that divide by "
     "their blocks",
 }
@@ -90,7 +90,9 @@ def adopt(base: TorchtitanTrainer.Config, name: str) -> Trainer.Config:
     inner = (FlexAttention.Config, VarlenAttention.Config, DocumentAttention.Config)
     lost = [*_lost_components(base), *unsupported(model, inner)]
     if lost:
-        raise UserError(f"the base {name!r} cannot be trained as it is meant: {'; '.join(lost)}. {WHAT_TO_DO}")
+        raise UserError(
+            f"the base {name!r} cannot be trained as it is meant: {'; '.join(lost)}. {WHAT_TO_DO}"
+        )
     for _, attention, _, _ in model.traverse(BaseAttention.Config):
         attention.inner_attention = document_attention(attention)
     values = _fields(base)

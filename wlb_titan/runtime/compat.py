@@ -35,7 +35,6 @@ from torch.distributed.pipelining.schedules import _PipelineSchedule as Pipeline
 
 # Which rank reports the loss. Without it: the first rank of the last stage, as its docstring says.
 from torchtitan.components.metrics import _get_metrics_rank as metrics_rank_of
-
 from torchtitan.config import Configurable
 
 # The pieces of torchtitan's `pipeline_llm`, which `runtime.pipeline.pipeline` puts together differently:

@@ -57,13 +57,20 @@ def validate(config: Trainer.Config, world_size: int | None) -> None:
     _check_pipeline(config, dims)
 
 
-def validate_corpus(config: Trainer.Config) -> None:
-    """Checks the files that a run reads: the corpus, and weights of Hugging Face's format if it starts from any.
+def validate_files(config: Trainer.Config) -> None:
+    """Checks what a run reads: the corpus, and weights of Hugging Face's format if it starts from any.
 
     Raises:
-        UserError: the corpus is missing or its tokens do not fit the model's vocabulary, or the weights are
-            not the model's.
+        UserError: as of `validate_corpus` and `check_weights`.
     """
+    corpus = validate_corpus(config)
+    if config.checkpoint.initial_load_in_hf:
+        assert config.model_spec is not None
+        check_weights(config.model_spec.model, Path(config.checkpoint.initial_load_path), corpus)
+
+
+def validate_corpus(config: Trainer.Config) -> Corpus:
+    """The corpus; raises UserError if it is missing or its tokens do not fit the model's vocabulary."""
     try:
         corpus = Corpus.open(config.wlb.corpus.path)
     except CorpusError as error:
@@ -76,8 +83,7 @@ def validate_corpus(config: Trainer.Config) -> None:
             f"{corpus.manifest.vocab_size} tokens, the model {config.model_spec.flavor} only {vocabulary}; "
             f"prepare a corpus with `--vocab-size {vocabulary}` or fewer, or choose another base."
         )
-    if config.checkpoint.initial_load_in_hf:
-        check_weights(config.model_spec.model, Path(config.checkpoint.initial_load_path), corpus)
+    return corpus
 
 
 def _check_degrees(config: Trainer.Config, world_size: int | None) -> None:
@@ -167,8 +173,6 @@ def _check_settings(config: Trainer.Config) -> None:
 
 def _check_checkpoint(config: Trainer.Config) -> None:
     """Refuses settings under which weights that the user names would not be loaded."""
-    if config.comm.mode == "fake_backend":  # a dry run, which loads nothing
-        return
     checkpoint = config.checkpoint
     named = [name for name in ("initial_load_path", "initial_load_in_hf") if getattr(checkpoint, name)]
     if named and not checkpoint.enable:
@@ -219,8 +223,8 @@ def _check_pipeline(config: Trainer.Config, dims: ParallelDims) -> None:
     if config.model_spec.pipelining_fn is not pipeline:
         raise UserError(
             f"parallelism.pipeline_parallel_degree: {config.model_spec.name} is cut into stages by "
-            f"{config.model_spec.pipelining_fn.__name__}, which knows micro-batches of one length only; set it "
-            "to 1."
+            f"{config.model_spec.pipelining_fn.__name__}, which knows micro-batches of one length only; set "
+            "it to 1."
         )
     try:
         check_schedule(config.parallelism, config.compile, config.activation_checkpoint)

@@ -38,7 +38,10 @@ def check_weights(model: Decoder.Config, folder: Path, corpus: Corpus) -> None:
     try:
         theirs = _flat(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
-        raise UserError(f"{KEY}: the weights' config.json cannot be read: {error}.") from error
+        raise UserError(
+            f"{KEY}: which model the weights are of cannot be seen: {error}. Copy the config.json of the published "
+            "model there."
+        ) from error
     differences = [
         f"{name} is {theirs[name]} there and {value} in the base"
         for name, value in described(model).items()
@@ -46,8 +49,8 @@ def check_weights(model: Decoder.Config, folder: Path, corpus: Corpus) -> None:
     ]
     if differences:
         raise UserError(
-            f"{KEY}: the weights in {str(folder)!r} are of another model: {'; '.join(differences)}. Choose the "
-            "base that is theirs."
+            f"{KEY}: the weights in {str(folder)!r} are of another model: {'; '.join(differences)}. Choose "
+            "the base that is theirs."
         )
     tokenizer = folder / TOKENIZER
     if tokenizer.is_file() and _digest(tokenizer) != _digest(corpus.tokenizer_path / TOKENIZER):
