@@ -39,8 +39,8 @@ def check_weights(model: Decoder.Config, folder: Path, corpus: Corpus) -> None:
         theirs = _flat(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{KEY}: which model the weights are of cannot be seen: {error}. Copy the config.json of the published "
-            "model there."
+            f"{KEY}: which model the weights are of cannot be seen: {error}. Copy the config.json of the "
+            "published model there."
         ) from error
     differences = [
         f"{name} is {theirs[name]} there and {value} in the base"
