@@ -139,6 +139,10 @@ WRONG = {
         {"t": 'base = "llama3_debug"\nparallelism.context_parallel_load_balancer = "ptrr"'},
         ["t.toml:2: parallelism.context_parallel_load_balancer = ", "no effect", "wlb.sharding.policy"],
     ),
+    "torchtitan's own validation": (
+        {"t": 'base = "llama3_debug"\nvalidator.class = "torchtitan.components.validate:Validator"'},
+        ["t.toml:2: validator.class = ", "only wlb_titan.runtime.validator:Validator"],
+    ),
     "weights that would not be loaded": (
         {"t": 'base = "llama3_debug"\ncheckpoint.initial_load_path = "/weights"'},
         ["t.toml:2: checkpoint.initial_load_path = ", "checkpoint.enable is false"],

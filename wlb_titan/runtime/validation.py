@@ -12,12 +12,14 @@ from pathlib import Path
 from torchtitan.config.override import apply_overrides
 from torchtitan.distributed import ParallelDims
 
+from wlb_titan.config.classes import full_name
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.errors import UserError
 from wlb_titan.planner.errors import PlanError
 from wlb_titan.planner.pipeline_runs import check_order
 from wlb_titan.runtime.adoption import WHAT_TO_DO, unsupported
 from wlb_titan.runtime.lengths import length_divisor
+from wlb_titan.runtime.metrics import MetricsProcessor
 from wlb_titan.runtime.pipeline import pipeline
 from wlb_titan.runtime.pipeline_schedules import (
     canonical_name,
@@ -26,6 +28,7 @@ from wlb_titan.runtime.pipeline_schedules import (
     stage_names,
 )
 from wlb_titan.runtime.trainer import Trainer
+from wlb_titan.runtime.validator import Validator
 from wlb_titan.runtime.weights import check_weights
 
 
@@ -169,6 +172,12 @@ def _check_settings(config: Trainer.Config) -> None:
             'comm.mode: "local_tensor" lets one process stand for all ranks, but each rank here has '
             'micro-batches of its own; set it to "default".'
         )
+    for section, needed in (("metrics", MetricsProcessor), ("validator", Validator)):
+        if not isinstance(getattr(config, section), needed.Config):
+            raise UserError(
+                f"{section}.class: only {full_name(needed.Config)}, which the base has, and classes derived "
+                "from it know planned micro-batches; leave the class out."
+            )
 
 
 def _check_checkpoint(config: Trainer.Config) -> None:
