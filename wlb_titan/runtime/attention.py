@@ -64,7 +64,7 @@ class DocumentAttention(Module):
         *,
         attention_masks: DocumentMask,
         scale: float | None = None,
-        **kwargs: Any,
+        enable_gqa: bool = False,
     ) -> torch.Tensor:
         """Attends within documents.
 
@@ -73,6 +73,7 @@ class DocumentAttention(Module):
             k_BLNH, v_BLNH: (1, tokens, key heads, H), alike.
             attention_masks: the segments of this rank's queries.
             scale: factor on the scores; 1 / sqrt(H) by default.
+            enable_gqa: whether there are fewer key heads than query heads, which the shapes say already.
 
         Returns:
             Shaped like q; zeros where a query is padding.

@@ -35,6 +35,7 @@ from torch.distributed.pipelining.schedules import _PipelineSchedule as Pipeline
 
 # Which rank reports the loss. Without it: the first rank of the last stage, as its docstring says.
 from torchtitan.components.metrics import _get_metrics_rank as metrics_rank_of
+from torchtitan.config import Configurable
 
 # The pieces of torchtitan's `pipeline_llm`, which `runtime.pipeline.pipeline` puts together differently:
 # build a schedule, divide layers into stages, read the numbers that this needs, cut a model into stages.
@@ -46,6 +47,17 @@ from torchtitan.distributed.pipeline_parallel import (
 from torchtitan.distributed.pipeline_parallel import _get_pipeline_metadata as pipeline_metadata
 from torchtitan.distributed.pipeline_parallel import _pipeline_module_split as split_into_stages
 
+
+def owner_of(config: Configurable.Config) -> type:
+    """The class that a configuration builds.
+
+    torchtitan sets `_owner` where a class defines its Config. Without it: look the class up by the
+    configuration's qualified name, which is nested in it.
+    """
+    assert config._owner is not None
+    return config._owner
+
+
 __all__ = [
     "PipelineSchedule",
     "RecvInfo",
@@ -56,6 +68,7 @@ __all__ = [
     "maybe_mark_dynamic",
     "metrics_rank_of",
     "modules_of_stages",
+    "owner_of",
     "pipeline_metadata",
     "split_into_stages",
 ]
