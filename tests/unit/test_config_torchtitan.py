@@ -43,6 +43,10 @@ WRONG = {
         {"t": 'base = "llama3_debug"\n[wlb.packing]\npolicy = "fancy"'},
         ['t.toml:3: wlb.packing.policy = "fancy": expected one of "plain"'],
     ),
+    "groups of heads that do not divide": (
+        {"t": 'base = "llama3_debug"\n[wlb.sharding]\ngather_groups = 3'},
+        ["t.toml:3: wlb.sharding.gather_groups = 3:", "the 2 key heads", "a divisor of 2"],
+    ),
     "value that torchtitan rejects": (
         {"t": 'base = "llama3_debug"\n[compile]\nenable_async_tensor_parallel = true'},
         ["t.toml:3: compile.enable_async_tensor_parallel = true: CompileConfig rejects this: Async TP"],

@@ -27,6 +27,7 @@ from wlb_titan.runtime.pipeline_schedules import (
     check_schedule,
     stage_names,
 )
+from wlb_titan.runtime.shape import model_shape
 from wlb_titan.runtime.trainer import Trainer
 from wlb_titan.runtime.validator import Validator
 from wlb_titan.runtime.weights import check_weights
@@ -57,6 +58,7 @@ def validate(config: Trainer.Config, world_size: int | None) -> None:
     _check_settings(config)
     _check_checkpoint(config)
     _check_model(config)
+    _check_gather(config)
     _check_pipeline(config, dims)
 
 
@@ -152,6 +154,18 @@ def _check_lengths(config: Trainer.Config) -> None:
             f"context-parallel degree ({config.parallelism.context_parallel_degree}), the tensor-parallel "
             f"degree ({config.parallelism.tensor_parallel_degree}), the loss's chunks and "
             f"wlb.packing.length_multiple ({config.wlb.packing.length_multiple}) need."
+        )
+
+
+def _check_gather(config: Trainer.Config) -> None:
+    groups = config.wlb.sharding.gather_groups
+    assert config.model_spec is not None
+    tensor = config.parallelism.tensor_parallel_degree
+    heads = model_shape(config.model_spec.model).kv_heads // tensor
+    if groups < 1 or heads % groups:
+        raise UserError(
+            f"wlb.sharding.gather_groups: {groups} groups do not divide the {heads} key heads of a rank at a "
+            f"tensor-parallel degree of {tensor}; take a divisor of {heads}."
         )
 
 
