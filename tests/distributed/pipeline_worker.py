@@ -33,10 +33,10 @@ from pipeline_reference import (  # noqa: E402
     valid_tokens,
 )
 from torch.distributed.tensor import DTensor  # noqa: E402
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
 
+from wlb_titan.runtime.inputs import rank_item  # noqa: E402
 from wlb_titan.runtime.pipeline import pipeline  # noqa: E402
 from wlb_titan.runtime.registry import base_config  # noqa: E402
 from wlb_titan.runtime.trainer import Trainer  # noqa: E402
@@ -138,8 +138,10 @@ def build(corpus, name, *, schedule, layers, pp, cp=1, tp=1, dp=1, replicate=1, 
 def processed(trainer, micro_batches):
     """What the trainer hands to the pipeline for these micro-batches."""
     arguments, kwargs, targets = [], [], []
-    for item, labels in micro_batches:
-        inputs, labels, extra = trainer.post_dataloading_process(item, labels)
+    rank = trainer.planned.context_rank
+    for s in micro_batches:
+        item = rank_item(s.tokens, s.labels, s.positions, s.lengths, s.ranks, rank)
+        inputs, labels, extra = trainer.post_dataloading_process(*item)
         arguments.append((inputs,))
         kwargs.append(extra)
         targets.append(labels)
@@ -169,7 +171,7 @@ def run_case(corpus, *, name, steps, evaluate=(), cp=1, dp=1, replicate=1, **opt
         record = {"step": step}
         if step in evaluate:
             losses = [] if trainer.pp_has_last_stage else None
-            with torch.no_grad():
+            with torch.no_grad(), trainer.train_context():
                 trainer.pp_schedule.eval(**processed(trainer, data[rank]), losses=losses)
             record["eval"] = added_up(trainer, losses) / int(valid_tokens(data))
             record["eval_reference"] = reference.step(data, backward=False)[0] if reference else None
@@ -224,8 +226,7 @@ def run_soak(corpus, *, name, steps, multiple, cp=1, **options):
     """Steps of random lengths and counts; records of what the process holds, one every tenth step.
 
     Lengths are multiples of `multiple`; "lengths" counts the different ones so far. "resident" and
-    "allocated" are MiB: of the process as the system sees it, and what malloc has given out. The last record
-    is taken after DTensor has forgotten how the operations of each length are sharded.
+    "allocated" are MiB: of the process as the system sees it, and what malloc has given out.
     """
     _, trainer = build(corpus, name, cp=cp, micro_batches=8, **options)
     random = np.random.default_rng(0)
@@ -237,8 +238,6 @@ def run_soak(corpus, *, name, steps, multiple, cp=1, **options):
         trainer.optimizers.zero_grad()
         train_step(trainer, step_data(step, lengths, 1, cp), 0)
         trainer.optimizers.step()
-        if step == steps - 1:
-            _clear_sharding_prop_cache()
         if step % 10 == 9:
             gc.collect()
             records.append({"step": step + 1, "lengths": len(seen)} | memory_in_use())
@@ -264,11 +263,12 @@ def memory_in_use():
 def train_step(trainer, data, rank):
     """Forward and backward of rank `rank`'s micro-batches; returns the losses on the last stage."""
     losses = [] if trainer.pp_has_last_stage else None
-    trainer.pp_schedule.step(
-        **processed(trainer, data[rank]),
-        losses=losses,
-        loss_kwargs={"global_valid_tokens": valid_tokens(data)},
-    )
+    with trainer.train_context():
+        trainer.pp_schedule.step(
+            **processed(trainer, data[rank]),
+            losses=losses,
+            loss_kwargs={"global_valid_tokens": valid_tokens(data)},
+        )
     return losses
 
 

@@ -3,6 +3,9 @@
 torchtitan decides on its device when `torchtitan.tools.utils` is imported and falls back to "cuda". This is
 the one place in the project that replaces another package's names, and it does so only where torch finds no
 accelerator; with one, nothing here has any effect.
+
+gloo, which communicates between CPUs, lacks one collective that experts need: an all-to-all of tensors of
+different sizes. spmd_types has a hook for another implementation of collectives, which is used here.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ import platform
 import sys
 from types import SimpleNamespace
 
+import spmd_types as spmd
 import torch
+import torch.distributed as dist
 
 
 class CpuDeviceModule:
@@ -46,6 +51,24 @@ class CpuDeviceModule:
         pass
 
 
+class GlooCollectives:
+    """`torch.distributed` with an all-to-all that gloo can do."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(dist, name)
+
+    def all_to_all(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Sends `inputs[r]` to rank r and receives `outputs[r]` from it; sizes differ in dimension 0 only."""
+        received = torch.cat(outputs)
+        dist.all_to_all_single(
+            received, torch.cat(inputs), [len(o) for o in outputs], [len(i) for i in inputs], group=group
+        )
+        for output, part in zip(outputs, received.split([len(o) for o in outputs]), strict=True):
+            output.copy_(part)
+
+
 def use_cpu_without_accelerator() -> bool:
     """Makes torchtitan use the CPU if there is no accelerator. Call it before torchtitan is imported.
 
@@ -70,4 +93,5 @@ def use_cpu_without_accelerator() -> bool:
         utils.device_type = "cpu"
         utils.device_module = CpuDeviceModule()
         utils.get_local_device = lambda: torch.device("cpu")
+        spmd.set_dist(GlooCollectives())
     return True

@@ -18,25 +18,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torchtitan.components.loss import LossFunction
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
-from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh
-from torchtitan.distributed.pipeline_parallel import (
-    _build_get_mesh_callback,
-    _build_pipeline_schedule,
-    _pipeline_module_split,
-)
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ParallelizeFunction
-from torchtitan.protocols.sharding import resolve_placements
 
+from wlb_titan.runtime.compat import PipelineSchedule, build_pipeline_schedule, split_into_stages
 from wlb_titan.runtime.pass_timer import PassTimer
 from wlb_titan.runtime.pipeline_schedules import check_micro_batches, check_schedule, stage_names
 from wlb_titan.runtime.pipeline_stage import Layout, PlannedStage
-from wlb_titan.runtime.token_sharding import token_layout
 
 
 def pipeline(
@@ -66,14 +58,12 @@ def pipeline(
     check_micro_batches(
         parallelism.pipeline_parallel_schedule, parallel_dims.pp, len(names), training.local_batch_size
     )
-    find_mesh = _build_get_mesh_callback(parallel_dims)
-    drafts, parts = _pipeline_module_split(
+    drafts, parts = split_into_stages(
         model,
         parallel_dims.get_mesh("pp"),
         parallelism.pipeline_parallel_schedule,
         device,
         names,
-        get_mesh=find_mesh,
     )
     parts = [
         parallelize_fn(
@@ -88,7 +78,7 @@ def pipeline(
         for part in parts
     ]
     timer = PassTimer(device)
-    tokens, hidden = stage_layouts(model_config, parallel_dims, training)
+    tokens, hidden = stage_layouts(model_config, parallel_dims, training, parallelism)
     planned = [
         PlannedStage(
             part,
@@ -96,7 +86,6 @@ def pipeline(
             draft.num_stages,
             device,
             group=draft.group,
-            get_mesh=find_mesh,
             tokens=tokens,
             hidden=hidden,
             timer=timer,
@@ -107,37 +96,34 @@ def pipeline(
     last = planned[-1] if planned[-1].is_last else planned[0]
     timed_loss = timer.timed(loss_fn, lambda: ("L", last.stage_index, last.micro_batch))
 
-    def schedule_of(micro_batches: int) -> _PipelineSchedule:
+    def schedule_of(micro_batches: int) -> PipelineSchedule:
         check_micro_batches(
             parallelism.pipeline_parallel_schedule, parallel_dims.pp, len(names), micro_batches
         )
-        return _build_pipeline_schedule(
+        return build_pipeline_schedule(
             parallelism=parallelism, local_batch_size=micro_batches, stages=planned, loss_fn=timed_loss
         )
 
-    schedule = PlannedSchedule(planned, schedule_of, timer, tokens.replicas)
+    schedule = PlannedSchedule(planned, schedule_of, timer, parallel_dims.cp)
     return schedule, parts, any(s.is_first for s in planned), any(s.is_last for s in planned)
 
 
 def stage_layouts(
-    model_config: Decoder.Config, parallel_dims: ParallelDims, training: TrainingConfig
+    model_config: Decoder.Config,
+    parallel_dims: ParallelDims,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
 ) -> tuple[Layout, Layout]:
-    """How tokens (1, L) and hidden states (1, L, D) lie on a stage's mesh, as the model declares it.
+    """What a rank holds of tokens (1, L) and of hidden states (1, L, D) between two stages.
 
-    The final norm takes what a decoder's blocks hand to one another, in the data type in which FSDP computes.
-    Gradients are brought to the layout of the hidden states before they are sent.
+    Context parallelism shards the tokens of both, sequence parallelism those of the hidden states, which are
+    of the data type in which FSDP computes.
     """
-    mesh, _ = resolve_fsdp_mesh(parallel_dims)
-    replicas = parallel_dims.dp_replicate * parallel_dims.dp_shard
-
-    def layout(part: Any, rest: tuple[int, ...], dtype: torch.dtype) -> Layout:
-        placements = resolve_placements(token_layout(part.sharding_config.in_src_shardings["input"]), mesh)
-        return Layout(mesh, placements, replicas, rest, dtype)
-
+    cp, sequence_parallel = parallel_dims.cp, parallelism.enable_sequence_parallel
     hidden_dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
     return (
-        layout(model_config.tok_embeddings, (), torch.int64),
-        layout(model_config.norm, (model_config.dim,), hidden_dtype),
+        Layout(cp, (), torch.int64),
+        Layout(cp * parallel_dims.tp if sequence_parallel else cp, (model_config.dim,), hidden_dtype),
     )
 
 
@@ -151,7 +137,7 @@ class PlannedSchedule:
         stages: of this rank.
         schedule_of: makes the schedule for a number of micro-batches, or raises ValueError.
         timer: that the stages measure their passes by.
-        replicas: data-parallel ranks.
+        context_parallel: ranks that share the tokens of a micro-batch.
 
     Attributes:
         timer: the same.
@@ -162,23 +148,23 @@ class PlannedSchedule:
     def __init__(
         self,
         stages: Sequence[PlannedStage],
-        schedule_of: Callable[[int], _PipelineSchedule],
+        schedule_of: Callable[[int], PipelineSchedule],
         timer: PassTimer,
-        replicas: int,
+        context_parallel: int,
     ) -> None:
         self.timer = timer
-        self._replicas = replicas
+        self._context_parallel = context_parallel
         self.check_lengths = False
         self._stages = stages
         self._schedule_of = schedule_of
-        self._schedules: dict[int, _PipelineSchedule] = {}
+        self._schedules: dict[int, PipelineSchedule] = {}
 
     def step(self, *, kwarg_mbs: list[dict[str, Any]], **arguments: Any) -> None:
         """Runs forward and backward of all micro-batches; gradients are added to the parameters'.
 
         Args:
-            kwarg_mbs: of each micro-batch the model's keyword arguments, among them "positions", (1, L)
-                with the tokens of all data-parallel ranks.
+            kwarg_mbs: of each micro-batch the model's keyword arguments, among them "positions",
+                (1, tokens of this context-parallel rank).
             arguments: of torch's schedules: arg_mbs, target_mbs, losses, loss_kwargs.
 
         Raises:
@@ -196,9 +182,9 @@ class PlannedSchedule:
             schedule.eval(kwarg_mbs=kwarg_mbs, **{**arguments, "return_outputs": False})
 
     @contextmanager
-    def _prepared(self, kwarg_mbs: list[dict[str, Any]]) -> Iterator[_PipelineSchedule]:
+    def _prepared(self, kwarg_mbs: list[dict[str, Any]]) -> Iterator[PipelineSchedule]:
         """The schedule for these micro-batches; an error gets a note that says how far this rank came."""
-        lengths = [kwargs["positions"].shape[1] // self._replicas for kwargs in kwarg_mbs]
+        lengths = [kwargs["positions"].shape[1] * self._context_parallel for kwargs in kwarg_mbs]
         if self.check_lengths:
             check_equal_lengths(lengths, self._stages[0].group)
         if len(lengths) not in self._schedules:

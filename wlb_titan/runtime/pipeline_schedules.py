@@ -5,10 +5,10 @@ from __future__ import annotations
 from torchtitan.config import CompileConfig, ParallelismConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig, SelectiveAC
-from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part, _get_pipeline_metadata
 from torchtitan.models.common.decoder import Decoder
 
 from wlb_titan.planner.pipeline_order import PipelineShape
+from wlb_titan.runtime.compat import modules_of_stages, pipeline_metadata
 
 SCHEDULES = (
     "GPipe",
@@ -87,8 +87,8 @@ def stage_names(parallelism: ParallelismConfig, model: Decoder.Config) -> list[l
         return parallelism.module_fqns_per_model_part
     degree = parallelism.pipeline_parallel_degree
     alone = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=degree, ep=1, world_size=degree)
-    stages, layers, first, last = _get_pipeline_metadata(alone, parallelism, model)
-    return _generate_llm_fqn_per_model_part(stages, layers, first, last)
+    stages, layers, first, last = pipeline_metadata(alone, parallelism, model)
+    return modules_of_stages(stages, layers, first, last)
 
 
 def pipeline_shape(parallelism: ParallelismConfig, model: Decoder.Config) -> PipelineShape:

@@ -2,12 +2,12 @@
 
 torch's PipelineStage learns what it receives from one forward and backward pass of the first micro-batch,
 passes that on from stage to stage, and keeps it for the whole run. Here nothing is inferred and nothing is
-asked for: between two stages goes one tensor, the hidden states, whose sharding the model's configuration
-declares, and the plan tells every stage the length of every micro-batch before the step. What a stage then
+asked for: between two stages goes one tensor, the hidden states, whose shape follows from the degrees of
+parallelism, and the plan tells every stage the length of every micro-batch before the step. What a stage then
 sends is compared with what the other side was told to expect, so a wrong declaration is an error with both
 descriptions in it and not a buffer filled with something else.
 
-Shapes: L tokens of a micro-batch, D model width. The micro-batches of data-parallel ranks lie side by side.
+Shapes: L tokens of a micro-batch, D model width.
 """
 
 from __future__ import annotations
@@ -15,49 +15,35 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._recv_buffers import _ensure_recv_infos_drained, _RecvInfo
-from torch.distributed.pipelining._utils import _DTensorMeta, _StageMeta
-from torch.distributed.tensor import DTensor, Placement, Shard
 
+from wlb_titan.runtime.compat import RecvInfo, StageMeta, TensorMeta, ensure_receives_drained
 from wlb_titan.runtime.pass_timer import PassTimer
-from wlb_titan.runtime.token_sharding import TOKENS
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the tensors of one kind lie on the mesh: global shape (1, replicas x L, *rest).
+    """What a rank holds of the tensors of one kind: local shape (1, L / ranks, *rest).
 
     Attributes:
-        mesh: the mesh of one stage.
-        placements: one for each of its dimensions, each Replicate or sharded over the tokens.
-        replicas: data-parallel ranks.
-        rest: sizes of the dimensions after the sequence's, which are not sharded.
+        ranks: how many share the tokens of a micro-batch.
+        rest: sizes of the dimensions after the sequence's.
         dtype: of the elements.
     """
 
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    replicas: int
+    ranks: int
     rest: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
-    def ranks(self) -> int:
-        """How many ranks share the tokens of a micro-batch."""
-        sharded = [self.mesh.size(i) for i, p in enumerate(self.placements) if p == Shard(TOKENS)]
-        return math.prod(sharded) // self.replicas
-
-    def meta(self, length: int, *, requires_grad: bool = False) -> _DTensorMeta:
+    def meta(self, length: int, *, requires_grad: bool = False) -> TensorMeta:
         """Description of the tensor of a micro-batch of `length` tokens.
 
         Raises:
@@ -68,18 +54,9 @@ class Layout:
                 f"a micro-batch of {length} tokens cannot be shared equally by {self.ranks} context- and "
                 "tensor-parallel ranks"
             )
-        local = torch.Size((1, length // self.ranks, *self.rest))
-        whole = torch.Size((1, length * self.replicas, *self.rest))
-        return _DTensorMeta(
-            shape=local,
-            stride=_contiguous(local),
-            dtype=self.dtype,
-            requires_grad=requires_grad,
-            global_shape=whole,
-            global_stride=_contiguous(whole),
-            placements=self.placements,
-            mesh_dim_names=tuple(self.mesh.mesh_dim_names or ()),
-            mesh_layout=self.mesh._layout,
+        shape = torch.Size((1, length // self.ranks, *self.rest))
+        return TensorMeta(
+            shape=shape, stride=_contiguous(shape), dtype=self.dtype, requires_grad=requires_grad
         )
 
 
@@ -92,7 +69,6 @@ class PlannedStage(PipelineStage):
         num_stages: of the whole pipeline.
         device: of the stage.
         group: the ranks of the pipeline.
-        get_mesh: finds a mesh by its dimensions' names.
         tokens: layout of what the first stage gets, (1, L).
         hidden: layout of what passes between stages, (1, L, D), and of its gradient.
         timer: measures the passes.
@@ -110,18 +86,17 @@ class PlannedStage(PipelineStage):
         device: torch.device,
         *,
         group: dist.ProcessGroup,
-        get_mesh: Callable[..., DeviceMesh | None],
         tokens: Layout,
         hidden: Layout,
         timer: PassTimer,
     ) -> None:
-        super().__init__(submodule, stage_index, num_stages, device, group=group, get_mesh=get_mesh)
+        super().__init__(submodule, stage_index, num_stages, device, group=group)
         self._tokens = tokens
         self._hidden = hidden
         self._timer = timer
         self.micro_batch = 0
         self.last_pass: tuple[float, str] = (time.monotonic(), "none")
-        self._metas: list[_StageMeta] = []
+        self._metas: list[StageMeta] = []
         self._sharded = [module for module in submodule.modules() if isinstance(module, FSDPModule)]
         self._runtime_validate = True  # torch's own check, which it makes only when debugging
         self.act_send_info = {0: [] if self.is_last else [stage_index + 1]}
@@ -136,35 +111,35 @@ class PlannedStage(PipelineStage):
             ValueError: a length cannot be shared equally by the ranks.
             PipeliningMetadataError: an earlier step was interrupted with receives under way.
         """
-        _ensure_recv_infos_drained(self.args_recv_info)
-        _ensure_recv_infos_drained(self.grad_recv_info)
+        ensure_receives_drained(self.args_recv_info)
+        ensure_receives_drained(self.grad_recv_info)
         known = {length: self._meta(length) for length in set(lengths)}
         self._metas = [known[length] for length in lengths]
         self.chunks = len(self._metas)
         self.args_recv_info = {i: self._receives_forward(meta) for i, meta in enumerate(self._metas)}
         self.grad_recv_info = {i: self._receives_backward(meta) for i, meta in enumerate(self._metas)}
 
-    def _meta(self, length: int) -> _StageMeta:
+    def _meta(self, length: int) -> StageMeta:
         hidden = self._hidden.meta(length)
         received = dataclasses.replace(hidden, requires_grad=True)
-        return _StageMeta(
+        return StageMeta(
             inputs=(self._tokens.meta(length) if self.is_first else received,),
             outputs=(hidden,),  # the last stage's are not sent, and torch does not look at them
             input_grads=(None if self.is_first else hidden,),
             output_grads=None if self.is_last else (hidden,),
         )
 
-    def _receives_forward(self, meta: _StageMeta) -> tuple[_RecvInfo, ...]:
+    def _receives_forward(self, meta: StageMeta) -> tuple[RecvInfo, ...]:
         assert meta.inputs is not None
         if self.is_first:
-            return (_RecvInfo("tokens", None, meta.inputs[0], is_root_arg=True),)
-        return (_RecvInfo(f"activations for stage {self.stage_index}", self.stage_index - 1, meta.inputs[0]),)
+            return (RecvInfo("tokens", None, meta.inputs[0], is_root_arg=True),)
+        return (RecvInfo(f"activations for stage {self.stage_index}", self.stage_index - 1, meta.inputs[0]),)
 
-    def _receives_backward(self, meta: _StageMeta) -> tuple[_RecvInfo, ...]:
+    def _receives_backward(self, meta: StageMeta) -> tuple[RecvInfo, ...]:
         if meta.output_grads is None:
             return ()
         return (
-            _RecvInfo(f"gradients for stage {self.stage_index}", self.stage_index + 1, meta.output_grads[0]),
+            RecvInfo(f"gradients for stage {self.stage_index}", self.stage_index + 1, meta.output_grads[0]),
         )
 
     # What torch looks up in `_stage_meta` is true of one micro-batch: the one at hand.
@@ -213,10 +188,9 @@ class PlannedStage(PipelineStage):
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
         grads, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        if backward_type != "weight" and not self.is_first and isinstance(grads[0], DTensor):
-            # Without sequence parallelism the ranks of tensor parallelism hold terms of a sum; who receives
-            # the gradient was told of the sum.
-            grads = (grads[0].redistribute(placements=self._hidden.placements), *grads[1:])
+        if backward_type != "weight" and not self.is_first and grads[0] is not None:
+            # A dimension of size 1 may have any stride, and torch compares strides with the description.
+            grads = (grads[0].view(grads[0].shape), *grads[1:])
         return grads, groups
 
     # V-shaped schedules hand gradients from one stage of a rank to the other in evaluation too, where there

@@ -41,6 +41,7 @@ def train(path: str, overrides: tuple[str, ...], rank: int) -> None:
     Raises:
         UserError: the experiment cannot run as it is; nothing was started.
     """
+    allow_segments_to_grow()
     from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
     on_cpu = use_cpu_without_accelerator()
@@ -52,12 +53,12 @@ def train(path: str, overrides: tuple[str, ...], rank: int) -> None:
     from wlb_titan.config import load_config
     from wlb_titan.runtime.console import start_log
     from wlb_titan.runtime.memory import check_memory
-    from wlb_titan.runtime.validation import validate_corpus
+    from wlb_titan.runtime.validation import validate_files
 
     world_size = int(os.environ["WORLD_SIZE"])
     resolved = load_config(path, overrides, world_size=world_size)
     config = resolved.config
-    resolved.check(validate_corpus)
+    resolved.check(validate_files)
     if config.wlb.device == "cpu" and not on_cpu:
         raise UserError(
             "wlb.device: this process sees an accelerator though the configuration asks for the CPU; start "
@@ -77,6 +78,16 @@ def train(path: str, overrides: tuple[str, ...], rank: int) -> None:
         with open(os.path.join(config.dump_folder, "config.toml"), "w") as file:
             file.write(resolved.to_toml())
     _run(config)
+
+
+def allow_segments_to_grow() -> None:
+    """Has torch map memory as it is needed, unless the user configured its allocator. For before CUDA starts.
+
+    Micro-batches of other lengths ask for blocks of other sizes at every step; segments of a fixed size would
+    be cut into pieces that fit none of them.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _run(config) -> None:

@@ -1,0 +1,74 @@
+"""Every private name of torch and torchtitan that the runtime uses, with what it is for.
+
+The versions are pinned to torch 2.15 and torchtitan 0.3.0; a new version may rename or change any of these.
+`tests/unit/test_compat.py` compares each with what the code was written against and says what changed. What
+to do then stands beside the name.
+
+Overridden or set on torch's own classes, without an import, and covered by the same test:
+
+- `PipelineStage.args_recv_info`, `grad_recv_info`, `act_send_info`, `chunks`, `_stage_meta`,
+  `_runtime_validate`: how a stage knows what it receives and sends (torch.distributed.pipelining.stage).
+  If they go, `PlannedStage.set_micro_batch_lengths` has to tell the lengths to their successor.
+- `PipelineStage._prepare_forward_infra`, `_prepare_backward_infra`, `_pre_metadata_inference_backup`,
+  `_post_metadata_inference_cleanup`: torch's inference of shapes, which `PlannedStage` leaves out.
+"""
+
+from __future__ import annotations
+
+# Has torch.compile take a dimension as a symbol from the start. Without it: one more graph, and one for each
+# number of documents that is 0 or 1.
+from torch._dynamo import maybe_mark_dynamic
+
+# Raises where a step was interrupted with receives under way. Without it: drop the check.
+from torch.distributed.pipelining._recv_buffers import _ensure_recv_infos_drained as ensure_receives_drained
+
+# What a stage receives from which stage. PlannedStage makes one for each micro-batch, as torch's stage does
+# once for all; if it changes, look at PipelineStage._prepare_forward_infra.
+from torch.distributed.pipelining._recv_buffers import _RecvInfo as RecvInfo
+
+# Shapes of a stage's inputs and outputs, with which torch compares what it sends and gets.
+from torch.distributed.pipelining._utils import _StageMeta as StageMeta
+from torch.distributed.pipelining._utils import _TensorMeta as TensorMeta
+
+# The base class of torch's schedules; for annotations only.
+from torch.distributed.pipelining.schedules import _PipelineSchedule as PipelineSchedule
+
+# Which rank reports the loss. Without it: the first rank of the last stage, as its docstring says.
+from torchtitan.components.metrics import _get_metrics_rank as metrics_rank_of
+from torchtitan.config import Configurable
+
+# The pieces of torchtitan's `pipeline_llm`, which `runtime.pipeline.pipeline` puts together differently:
+# build a schedule, divide layers into stages, read the numbers that this needs, cut a model into stages.
+# If one goes, take the new `pipeline_llm` apart again.
+from torchtitan.distributed.pipeline_parallel import _build_pipeline_schedule as build_pipeline_schedule
+from torchtitan.distributed.pipeline_parallel import (
+    _generate_llm_fqn_per_model_part as modules_of_stages,
+)
+from torchtitan.distributed.pipeline_parallel import _get_pipeline_metadata as pipeline_metadata
+from torchtitan.distributed.pipeline_parallel import _pipeline_module_split as split_into_stages
+
+
+def owner_of(config: Configurable.Config) -> type:
+    """The class that a configuration builds.
+
+    torchtitan sets `_owner` where a class defines its Config. Without it: look the class up by the
+    configuration's qualified name, which is nested in it.
+    """
+    assert config._owner is not None
+    return config._owner
+
+
+__all__ = [
+    "PipelineSchedule",
+    "RecvInfo",
+    "StageMeta",
+    "TensorMeta",
+    "build_pipeline_schedule",
+    "ensure_receives_drained",
+    "maybe_mark_dynamic",
+    "metrics_rank_of",
+    "modules_of_stages",
+    "owner_of",
+    "pipeline_metadata",
+    "split_into_stages",
+]
