@@ -110,9 +110,14 @@ def prepare_in_parts(
             last = {**options, "workers": 1, "depends": write, "skip_completed": False}
             executor(pipeline=[end], tasks=1, logging_dir=str(logs / "finish"), **last).run()
             return None
-        if not (folder / MANIFEST_FILE).exists():  # it was only not moved yet
-            write.run()
-        end(None)
+        try:
+            if not (folder / MANIFEST_FILE).exists():  # it was only not moved yet
+                write.run()
+            end(None)
+        except OSError as error:
+            raise CorpusError(
+                f"{output} cannot be written: {error}. What is done is kept; call the same command to go on."
+            ) from error
         shutil.rmtree(logs)
     return Corpus.open(output)
 
