@@ -33,7 +33,7 @@ from wlb_titan.corpus.existing import check_replaceable, complete_corpus
 from wlb_titan.corpus.folder import finish, partial_folder, unfinished
 from wlb_titan.corpus.manifest import MANIFEST_FILE, PART_FILE, TOKENIZER_FOLDER, Manifest
 from wlb_titan.corpus.prepare import CACHE_FOLDER, Part, Report, complete, make_tokenizer, write_part
-from wlb_titan.corpus.settings import PrepareSettings
+from wlb_titan.corpus.settings import PrepareSettings, SourceSpec
 from wlb_titan.corpus.sources import Source, open_source
 from wlb_titan.corpus.tokenizer import TRAINING_CHARACTERS, CorpusTokenizer, training_texts
 
@@ -184,7 +184,9 @@ def _write_parts(settings: PrepareSettings, folder: Path, logs: Path, report: Re
     place = folder / PARTS_FOLDER
     if not place.exists():
         report("Finding documents", 0, 0)
-        parts = open_source(settings, folder / CACHE_FOLDER).parts()
+        absolute = SourceSpec.parse(settings.source).absolute()  # tasks may run in another folder
+        source = open_source(dataclasses.replace(settings, source=absolute), folder / CACHE_FOLDER)
+        parts = source.parts()
         if not parts:
             raise CorpusError(
                 f"The source {settings.source} has no documents, so there is nothing to prepare."
