@@ -1,13 +1,13 @@
 """What runs a call: the reference or one of the kernels, by device, capability and the caller's wish.
 
-| implementation | forward                         | backward                       | needs                   |
-|----------------|---------------------------------|--------------------------------|-------------------------|
-| reference      | plain PyTorch                   | plain PyTorch                  | nothing                 |
-| triton         | Triton                          | Triton: dK and dV, then dQ     | sm_80 or later          |
-| gluon          | Gluon, FlashAttention-3's order | Gluon: all three in one pass   | sm_90, D and Dv 64, 128 |
+| implementation | forward                         | backward                     | needs              |
+|----------------|---------------------------------|------------------------------|--------------------|
+| reference      | plain PyTorch                   | plain PyTorch                | nothing            |
+| triton         | Triton                          | Triton: dK and dV, then dQ   | sm_80 or later     |
+| gluon          | Gluon, FlashAttention-3's order | Gluon: all three in one pass | sm_90, D 64 or 128 |
 
-"auto" is the reference on the CPU and triton on CUDA. The Gluon kernels have run on a CPU emulator and through
-the compiler, but not yet on a GPU, so that nothing chooses them by itself: see docs/kernels.md. Under Triton's
+"auto" is the reference on the CPU and triton on CUDA. The Gluon kernels have run on an emulator and through
+the compiler, but not yet on a GPU, so nothing chooses them by itself: see docs/kernels.md. Under Triton's
 interpreter (TRITON_INTERPRET=1), "auto" runs the Triton kernels on CPU tensors of float16 and float32; it
 computes bfloat16 wrongly, so bfloat16 goes to the reference.
 """

@@ -1,12 +1,12 @@
 """Backward in Gluon, all three gradients in one pass: five products (FlashAttention-3, Shah et al. 2024).
 
 A program has one tile of 128 keys of one key head and walks over all queries that see it. Two consumers have
-64 of the keys each; one warp loads; one adds dQ to global memory. The scores are computed as keys x queries,
+64 of the keys each; one warp loads; one adds dQ to global memory. Scores are computed as keys x queries,
 so that P' stays in registers as the left operand of the next product. Per step of 64 queries:
 
     issue S' = K Q';  issue dP' = V dO';  wait for S';  P' = exp2(...);  issue dV += P' dO
     wait for dP';  dS' = P' * (dP' - delta), to shared memory;  wait for dV
-    when both consumers' dS' is there:  issue dQ = dS K, each consumer half of the head dim;  issue dK += dS' Q
+    when both consumers' dS' is there:  issue dQ = dS K, each half of the head dim;  issue dK += dS' Q
     wait for dQ alone, and give it to the adding warp;  wait for dK: Q, dO and dS' are free
 
 With head dim 128, dP' is issued only after the exponentials: 240 registers do not hold it any earlier.
@@ -56,12 +56,12 @@ def item_steps(items, item):
 
 @gluon.jit
 def load(
-    work, buffers, q, k, v, dout, lse_log2, delta, bounds,
+    work, kv_begin, kv_head, buffers, q, k, v, dout, lse_log2, delta, bounds,
     D: gl.constexpr, DV: gl.constexpr,
 ):  # fmt: skip
     """The loader: the tile's keys and values once, then Q, dO and their statistics step by step."""
-    items, item_begin, item_end, kv_begin, kv_head, first_head, heads = work
-    k_tile, v_tile, q_ring, do_ring, statistics, bound_ring, ds_tile, dq_tile, bars = buffers
+    items, item_begin, item_end, first_head, heads = work
+    k_tile, v_tile, q_ring, do_ring, statistics, bound_ring, bars = buffers
     mbarrier.expect(bars.index(KV_READY), (k.block_type.nbytes + v.block_type.nbytes) * 2)
     for half in gl.static_range(2):
         tma_load(k, [kv_begin + half * KEYS, kv_head * D], bars.index(KV_READY), k_tile.index(half))
@@ -91,10 +91,9 @@ def load(
 
 
 @gluon.jit
-def add_dq(work, buffers, dq, turns, counters, D: gl.constexpr, DETERMINISTIC: gl.constexpr):
+def add_dq(work, dq_tile, bars, dq, turns, counters, D: gl.constexpr, DETERMINISTIC: gl.constexpr):
     """The adding warp: every step's dQ, in two halves of the head dim, when it is this tile's turn."""
-    items, item_begin, item_end, kv_begin, kv_head, first_head, heads = work
-    k_tile, v_tile, q_ring, do_ring, statistics, bound_ring, ds_tile, dq_tile, bars = buffers
+    items, item_begin, item_end, first_head, heads = work
     step = 0
     for item in range(item_begin, item_end):
         block, steps = item_steps(items, item)
@@ -104,7 +103,7 @@ def add_dq(work, buffers, dq, turns, counters, D: gl.constexpr, DETERMINISTIC: g
             for i in range(steps):
                 at = block + steps - 1 - i
                 mbarrier.wait(bars.index(DQ_READY), step & 1)
-                if DETERMINISTIC:
+                if DETERMINISTIC:  # noqa: SIM102 - decided when compiling
                     if turn >= 0:
                         while gl.atomic_add(counter + head * counters + at, 0, sem="acquire") != turn:
                             pass
@@ -112,7 +111,7 @@ def add_dq(work, buffers, dq, turns, counters, D: gl.constexpr, DETERMINISTIC: g
                     tma_add(dq, [at * QUERIES, head * D + half * (D // 2)], dq_tile.index(half))
                 wait_until_read()
                 mbarrier.arrive(bars.index(DQ_FREE), count=1)
-                if DETERMINISTIC:
+                if DETERMINISTIC:  # noqa: SIM102 - decided when compiling
                     if turn >= 0:
                         gl.atomic_add(counter + head * counters + at, wait_until_added(), sem="release")
                 step += 1
@@ -124,9 +123,9 @@ def accumulate(
     PART: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
 ):  # fmt: skip
     """A consumer: dK and dV of keys PART * 64 ... PART * 64 + 63, and half of every step's dQ."""
-    items, item_begin, item_end, kv_begin, kv_head, first_head, heads = work
-    k_tile, v_tile, q_ring, do_ring, statistics, bound_ring, ds_tile, dq_tile, bars = buffers
-    dk, dv, kv_end, kv_heads, first_row, scale_log2 = results
+    items, item_begin, item_end, _, heads = work
+    k_tile, v_tile, q_ring, do_ring, statistics, bound_ring, bars, ds_tile, dq_tile = buffers
+    dk, dv, kv_begin, kv_end, kv_head, kv_heads, first_row, scale_log2 = results
     HALF_D: gl.constexpr = D // 2
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -267,15 +266,16 @@ def gluon_backward_kernel(
     fence_async_shared()
 
     heads = GROUP // SPLIT
-    work = (items, item_begin, item_end, kv_begin, kv_head, group * heads, heads)
-    buffers = (k_tile, v_tile, q_ring, do_ring, statistics, bound_ring, ds_tile, dq_tile, bars)
-    results = (dk, dv, kv_end, kv_heads, part * kv_tokens, scale_log2)
+    work = (items, item_begin, item_end, group * heads, heads)
+    loaded = (k_tile, v_tile, q_ring, do_ring, statistics, bound_ring, bars)
+    buffers = (k_tile, v_tile, q_ring, do_ring, statistics, bound_ring, bars, ds_tile, dq_tile)
+    results = (dk, dv, kv_begin, kv_end, kv_head, kv_heads, part * kv_tokens, scale_log2)
     gl.warp_specialize(
         [
             (accumulate, (work, buffers, results, 0, D, DV)),
             (accumulate, (work, buffers, results, 1, D, DV)),
-            (load, (work, buffers, q, k, v, dout, lse_log2, delta, bounds, D, DV)),
-            (add_dq, (work, buffers, dq, turns, counters, D, DETERMINISTIC)),
+            (load, (work, kv_begin, kv_head, loaded, q, k, v, dout, lse_log2, delta, bounds, D, DV)),
+            (add_dq, (work, dq_tile, bars, dq, turns, counters, D, DETERMINISTIC)),
         ],
         [4, 1, 1],
         [240, 24, 24],

@@ -1,7 +1,7 @@
 """What the Gluon kernels share, and what Triton 3.6 and 3.9 name or hide differently.
 
-One Gluon program is a few partitions that run side by side on one multiprocessor: consumers of four warps that
-multiply, one warp that loads by TMA, and in the backward one that adds dQ. They meet at mbarriers. A barrier
+One Gluon program is a few partitions that run side by side on one multiprocessor: consumers of four warps
+that multiply, one warp that loads by TMA, and in the backward one that adds dQ. They meet at mbarriers. One
 completes a phase when all its arrivals and all bytes it expects have come; `wait(barrier, phase & 1)` returns
 once that phase is complete, and a new barrier counts as if phase 1 were. For every ring of buffers there are
 two barriers a stage: `ready`, which the copy engine completes, and `free`, which the readers do.
@@ -17,7 +17,7 @@ tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  
 
 @builtin
 def tma_add(descriptor, coordinates, source, _semantic=None):
-    """Add a tile in shared memory to global memory. Triton 3.9 has it as tma.async_atomic_add, 3.6 not at all."""
+    """Add a tile in shared memory to global memory. 3.9 has it as tma.async_atomic_add, 3.6 not at all."""
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     kind = gl._core.ir.DESCRIPTOR_REDUCE_KIND.ADD
     _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, coordinates, source.handle)
@@ -33,7 +33,7 @@ def wait_until_read():
 def wait_until_added():
     """Until this warp's TMA additions are in global memory; returns 1, for a use that must come after.
 
-    In assembly, because Triton 3.6 only waits for the reads. One lane of the warp issued the additions; all wait.
+    In assembly, because Triton 3.6 only waits for the reads. One lane issued the additions; all of them wait.
     """
     return gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, $1;",

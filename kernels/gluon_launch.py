@@ -109,7 +109,7 @@ def backward(
         num_warps=4,
         enable_fp_fusion=True,
     )
-    dq = (dq * scale).to(q.dtype)
+    dq = dq.mul_(scale).to(q.dtype)
     if split == 1:
         return dq, dk[0], dv[0]
     return dq, dk.sum(0).to(k.dtype), dv.sum(0).to(v.dtype)

@@ -66,7 +66,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v for those of the output (Tq, Nq, Dv) and of the log-sum-exp (Nq, Tq).
 
-    A log-sum-exp's gradient with respect to the scores is the probabilities, so dlse is subtracted from delta.
+    The log-sum-exp's gradient by the scores are the probabilities, so dlse is subtracted from delta.
     """
     kv_heads = k.shape[1]
     qg, k_, v_ = _by_head(q, kv_heads), _by_head(k, kv_heads)[:, 0], _by_head(v, kv_heads)[:, 0]

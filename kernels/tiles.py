@@ -48,7 +48,7 @@ MASK_COST = 1.2  # work of a masked position over that of an unmasked one
 
 
 class Cover(NamedTuple):
-    """Segments in query order with the gaps between them, int64 (n,) each; gaps have no keys (k0 = k1 = 0)."""
+    """Segments in query order with the gaps between them, int64 (n,) each; gaps have no keys, k0 = k1 = 0."""
 
     q0: np.ndarray
     q1: np.ndarray
@@ -153,8 +153,8 @@ def key_tiles(
 ) -> KeyTiles:
     """Tiles over all keys, and the query intervals that each of them needs.
 
-    Rows q_full ... q_tail of an item see all keys of the tile; they begin at a multiple of `ROW_ALIGNMENT` and
-    are a multiple of `tokens` (itself one of ROW_ALIGNMENT). The rows before and after have their own bounds.
+    Rows q_full ... q_tail of an item see all keys of the tile; they begin at a multiple of ROW_ALIGNMENT and
+    are a multiple of `tokens` (itself one of that). The rows before and after have their own bounds.
     Keys that nobody sees lie in tiles without items, because their gradient must be written too.
 
     Turns, if turn_rows > 0, fix the order in which tiles add to the same rows of dQ: an item adds to block b

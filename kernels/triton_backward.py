@@ -22,8 +22,8 @@ def statistics_kernel(
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, PACK: tl.constexpr,
     HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """delta, less dlse if there is one, and the log-sum-exp in base 2, both (Nq / PACK, row_length) with the rows in the order of key
-    tiles' Q.
+    """delta, less dlse if there is one, and the log-sum-exp in base 2, both (Nq / PACK, row_length) with the
+    rows in the order of key tiles' Q.
 
     In that order the statistics of any query tile are one contiguous run, which one TMA load fetches.
     """
@@ -179,9 +179,9 @@ def query_tile_step(
 
 @triton.jit(do_not_specialize=["tiles", "section", "q_tokens", "kv_tokens", "row_length"])
 def query_tile_kernel(
-    q, k, v, dout, dq, lse_log2, delta, tile_list, bounds, tiles, section, q_tokens, kv_tokens, q_heads, row_length,
-    scale, scale_log2, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, dout_stride_t,
-    dout_stride_h, dq_stride_t, dq_stride_h,
+    q, k, v, dout, dq, lse_log2, delta, tile_list, bounds, tiles, section, q_tokens, kv_tokens, q_heads,
+    row_length, scale, scale_log2, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
+    dout_stride_t, dout_stride_h, dq_stride_t, dq_stride_h,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PACK: tl.constexpr, STATISTICS_PACK: tl.constexpr, GROUP: tl.constexpr,
     TMA: tl.constexpr,

@@ -65,8 +65,9 @@ def tile_and_group(groups, tiles, section):
 
 @triton.jit
 def key_range(row, BLOCK_N: tl.constexpr):
-    """Where the blocks of a query tile begin: of all, and of those that every row sees whole, up to `full_end`;
-    and how many keys the others have. `row`: its row of the tile list (tiles.query_tiles).
+    """First key of a query tile; first and end of the blocks that every row sees whole; keys of the others.
+
+    row: of the tile list (tiles.query_tiles).
     """
     begin = tl.load(row + 2)
     shared_begin = tl.load(row + 3)

@@ -41,8 +41,8 @@ def attend_block(
 
 @triton.jit(do_not_specialize=["tiles", "section", "q_tokens", "kv_tokens"])
 def forward_kernel(
-    q, k, v, out, lse, tile_list, bounds, tiles, section, q_tokens, kv_tokens, q_heads, scale_log2, q_stride_t,
-    q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, out_stride_t, out_stride_h,
+    q, k, v, out, lse, tile_list, bounds, tiles, section, q_tokens, kv_tokens, q_heads, scale_log2,
+    q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, out_stride_t, out_stride_h,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PACK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip

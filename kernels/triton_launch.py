@@ -98,7 +98,10 @@ def backward(
 def row_statistics(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, pack: int
 ) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp in base 2, and delta less dlse, both (Nq / pack, Tq * pack) float32 with rows of whole 16 bytes."""
+    """Log-sum-exp in base 2, and delta less dlse, both (Nq / pack, Tq * pack) float32.
+
+    Rows are of whole 16 bytes, for TMA.
+    """
     q_tokens, q_heads, v_dim = out.shape
     row_length = triton.cdiv(q_tokens * pack, 4) * 4  # TMA strides are multiples of 16 bytes
     lse_log2, delta = out.new_empty(2, q_heads // pack, row_length, dtype=torch.float32)

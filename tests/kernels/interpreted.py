@@ -138,7 +138,7 @@ def test_shapes(case):
     check(*CASES[case], (8, 1), (16, 16), torch.float16, tma=False, **PACKED)
 
 
-@pytest.mark.parametrize("visibility", VISIBILITIES + [Visibility(window=100)], ids=str)
+@pytest.mark.parametrize("visibility", [*VISIBILITIES, Visibility(window=100)], ids=str)
 def test_masks(visibility):
     """Blocks that are masked at their start, at their end, at both and not at all, by either pass's loops."""
     options = {"visibility": visibility}
@@ -208,7 +208,7 @@ def test_op_refuses_what_the_kernels_cannot_do():
 
 
 def test_op_copies_no_operand_that_tma_can_read():
-    """Keys and values side by side in a row, and a single head whatever its stride, are read where they lie."""
+    """Keys and values side by side in a row, and one head whatever its stride, are read where they lie."""
     k, v = side_by_side(torch.randn(20, 2, 64), torch.randn(20, 2, 16))
     one_head = torch.randn(20, 3, 64)[:, 1:2]
     for x in (k, v, one_head):

@@ -187,8 +187,9 @@ BACKWARD_MUTANTS = {
 
 
 def caught(monkeypatch, **mutant) -> bool:
-    """Whether a result is wrong, a race is found, or nothing moves any more: with tiles of several blocks, and
-    with many of one or two on a single program.
+    """Whether a result is wrong, a race is found, or nothing moves any more.
+
+    Tried with tiles of several blocks, and with many of one block on a single program.
     """
     for lengths, dims, units in (([420, 45], (64, 64), 4), ([128] * 5, (128, 128), 1)):
         tokens = sum(lengths)

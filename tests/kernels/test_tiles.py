@@ -176,7 +176,7 @@ def test_schedule_is_found_again_and_follows_the_content():
 
 
 def test_schedule_is_found_by_the_tensor_itself(monkeypatch):
-    """The content is read once for a tensor and version: a lookup costs the same for any number of segments."""
+    """The content is read once for a tensor and version: any number of segments is looked up as quickly."""
     segments = packed([40, 60])
     first = schedule_of(segments, 100, 100, torch.device("cpu"))
     monkeypatch.setattr("wlb_titan.kernels.schedule._schedule", None)
