@@ -22,7 +22,7 @@ be masked.
 
     >>> import numpy as np
     >>> two = np.array([[0, 200, 0, 200], [200, 30, 200, 30]], dtype=np.int32)
-    >>> query_tiles(two, 230, CAUSAL, tokens=128)   # q begin, end, kv begin, shared begin, shared end, end
+    >>> query_tiles(two, 230, Visibility(), tokens=128)  # q begin, end, kv begin, shared begin and end, end
     array([[128, 230,   0,   0,   0, 230],
            [  0, 128,   0,   0,   1, 128]], dtype=int32)
 
