@@ -22,7 +22,7 @@ be masked.
 
     >>> import numpy as np
     >>> two = np.array([[0, 200, 0, 200], [200, 30, 200, 30]], dtype=np.int32)
-    >>> query_tiles(two, 230, Visibility(), tokens=128)  # q begin, end, kv begin, shared begin and end, end
+    >>> query_tiles(two, 230, tokens=128)  # q_begin, q_end, kv_begin, shared_begin, shared_end, kv_end
     array([[128, 230,   0,   0,   0, 230],
            [  0, 128,   0,   0,   1, 128]], dtype=int32)
 
@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .segments import Visibility
+from .segments import CAUSAL, Visibility
 
 # Segments that see more keys than this are cut on their own. Merging saves about one tile at a boundary and
 # costs the masking of all blocks of the tile that holds it, some 20 % of each.
@@ -90,7 +90,9 @@ def send(array: np.ndarray, device: torch.device | str) -> Tensor:
     return tensor.to(device)
 
 
-def query_tiles(segments: np.ndarray, q_tokens: int, visibility: Visibility, *, tokens: int) -> np.ndarray:
+def query_tiles(
+    segments: np.ndarray, q_tokens: int, visibility: Visibility = CAUSAL, *, tokens: int
+) -> np.ndarray:
     """(n, 6) tiles over all query rows, padding included, heaviest first.
 
     Columns: q_begin, q_end, kv_begin, shared_begin, shared_end, kv_end. All rows of a tile see the keys
