@@ -68,9 +68,11 @@ class Results:
     def __init__(self, path: Path):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.rows = [json.loads(line) for line in lines if line.endswith("}")]  # a last one may be cut off
         self.lock = threading.Lock()
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        self.rows = [json.loads(line) for line in lines if line.endswith("\n")]
+        if lines and not lines[-1].endswith("\n"):
+            self.write()  # the last was cut off, and the next would be appended to it
 
     def of(self, job: dict) -> list[dict]:
         keys = ("kind", "implementation", "shape")
@@ -87,19 +89,23 @@ class Results:
         failed = [row for row in self.rows if "error" in row]
         ended = [row for row in self.rows if "seconds" in row and any(x in failed for x in self.of(row))]
         self.rows = [row for row in self.rows if row not in failed and row not in ended]
+        self.write()
+
+    def write(self) -> None:
         self.path.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
 
     def right(self, implementation: str, dims: list[int]) -> bool:
-        """Whether all checks of these head dims were made and found nothing."""
+        """Whether checks of these head dims were made and found nothing; want of memory proves nothing."""
         name = implementation.split(", ")[0]
         rows = [
             row
             for row in self.rows
             if row["kind"] == "check" and row["implementation"] == name and row["shape"][2:] == dims
         ]
-        return any("wrong" in row for row in rows) and not any(
-            row.get("wrong") or "error" in row for row in rows
-        )
+        bad = [
+            row for row in rows if row.get("wrong") or "OutOfMemory" not in row.get("error", "OutOfMemory")
+        ]
+        return any("wrong" in row for row in rows) and not bad
 
 
 def run_job(job: dict, results: Results, limit: float) -> None:

@@ -89,7 +89,11 @@ def test_a_run_loses_nothing_and_resumes(rehearse, benchmark, tmp_path):
     assert again == rows
     with (tmp_path / "attention.jsonl").open("a") as file:
         file.write('{"kind": "time", "implem')  # stopped while it wrote
-    assert benchmark.Results(tmp_path / "attention.jsonl").rows == rows
+    for _ in range(2):
+        results = benchmark.Results(tmp_path / "attention.jsonl")
+        assert results.rows == rows
+        results.add(rows[0], {"case": "the next"})
+        rows = results.rows
 
 
 def test_only_what_is_right_is_timed(benchmark, tmp_path):
@@ -98,6 +102,8 @@ def test_only_what_is_right_is_timed(benchmark, tmp_path):
     assert not results.right("gluon", [64, 64])
     results.add(job, {"case": "ragged", "wrong": []})
     assert results.right("gluon", [64, 64]) and results.right("gluon, any order", [64, 64])
+    results.add(job, {"case": "a million tokens", "error": "OutOfMemoryError: ..."})
+    assert results.right("gluon", [64, 64])
     results.add(job | {"shape": [4, 4, 64, 64]}, {"case": "ragged", "wrong": ["dq"]})
     assert not results.right("gluon", [64, 64])
 
