@@ -15,6 +15,11 @@ Overridden or set on torch's own classes, without an import, and covered by the 
 
 from __future__ import annotations
 
+import torch
+
+# What a functional collective returns until it is waited for; the tensor inside is the one that is allocated.
+# Without it: the trace of a dry run counts such results when they are waited for.
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 # Raises where a step was interrupted with receives under way. Without it: drop the check.
 from torch.distributed.pipelining._recv_buffers import _ensure_recv_infos_drained as ensure_receives_drained
 
@@ -42,13 +47,22 @@ from torchtitan.distributed.pipeline_parallel import (
 from torchtitan.distributed.pipeline_parallel import _get_pipeline_metadata as pipeline_metadata
 from torchtitan.distributed.pipeline_parallel import _pipeline_module_split as split_into_stages
 
+
+
+def in_backward_pass() -> bool:
+    """Whether this thread runs autograd's backward pass. Without the name: torch.utils.module_tracker has it."""
+    return torch._C._current_graph_task_id() != -1
+
+
 __all__ = [
+    "AsyncCollectiveTensor",
     "PipelineSchedule",
     "RecvInfo",
     "StageMeta",
     "TensorMeta",
     "build_pipeline_schedule",
     "ensure_receives_drained",
+    "in_backward_pass",
     "metrics_rank_of",
     "modules_of_stages",
     "pipeline_metadata",

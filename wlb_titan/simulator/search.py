@@ -13,12 +13,9 @@ from dataclasses import dataclass, replace
 
 from wlb_titan.planner.degrees import Degrees
 from wlb_titan.planner.errors import PlanError
-from wlb_titan.planner.memory import pipeline_memory
 from wlb_titan.simulator.job import SimulatedJob
 from wlb_titan.simulator.scenario import Policy, Scenario
 from wlb_titan.simulator.step import Prediction
-
-LONGEST = (2.0, 1.75, 1.5, 1.25, 1.0)  # context windows that a micro-batch may have
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +61,7 @@ def search(scenario: Scenario, gpus: int, policies: list[Policy], steps: int) ->
     for degrees in candidates(scenario.job, gpus, scenario.micro_batches):
         try:
             job = at_degrees(scenario.job, degrees)
-            longest = longest_that_fits(job, scenario)
+            longest = replace(scenario, job=job).longest
             if longest is None:
                 too_large += 1
                 continue
@@ -104,24 +101,6 @@ def at_degrees(job: SimulatedJob, degrees: Degrees) -> SimulatedJob:
     """The job with other degrees, its attention divided accordingly and each replica's step in one run."""
     latency = replace(job.latency, heads=job.model.heads // degrees.tensor)
     return replace(job, degrees=degrees, latency=latency, run=None, stage_layers=())
-
-
-def longest_that_fits(job: SimulatedJob, scenario: Scenario) -> int | None:
-    """Tokens of the longest micro-batches that fit memory; None if not even those of a window do."""
-    each = scenario.micro_batches // job.degrees.data
-    for windows in LONGEST:
-        length = int(windows * scenario.window)
-        memory = pipeline_memory(
-            job.model,
-            job.degrees,
-            [length] * each,
-            schedule=job.schedule,
-            chunks=job.chunks,
-            settings=job.memory,
-        )
-        if max(rank.total for rank in memory) <= job.cluster.memory:
-            return length
-    return None
 
 
 def _powers_of_two(most: int) -> Iterator[int]:
