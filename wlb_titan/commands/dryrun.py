@@ -7,16 +7,15 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 
-from wlb_titan.commands.console import make_console, make_table
+from wlb_titan.commands.dryrun_report import print_rank
 from wlb_titan.errors import UserError
+from wlb_titan.planner.memory import GIB, USABLE
 
 DEFAULT_STEP = 9
 """By then the queues of balancing policies have filled."""
@@ -49,7 +48,11 @@ SYNTHETIC_TOKENS = 1 << 26
     help="GPUs of the job; by default as many as the configured degrees need.",
 )
 @click.option(
-    "--step", type=click.IntRange(min=1), default=DEFAULT_STEP, show_default=True, help="Step of the plan to run."
+    "--step",
+    type=click.IntRange(min=1),
+    default=DEFAULT_STEP,
+    show_default=True,
+    help="Step of the plan to run.",
 )
 @click.option(
     "--device-gib",
@@ -57,7 +60,9 @@ SYNTHETIC_TOKENS = 1 << 26
     metavar="GIB",
     help="Memory of a GPU: bounds the length of micro-batches as the job would, and says whether it fits.",
 )
-@click.option("--output", type=click.Path(path_type=Path), metavar="FILE.json", help="Write the results as JSON.")
+@click.option(
+    "--output", type=click.Path(path_type=Path), metavar="FILE.json", help="Write the results as JSON."
+)
 def dryrun(
     file: Path,
     overrides: tuple[str, ...],
@@ -70,10 +75,10 @@ def dryrun(
 ) -> None:
     """Run one step of FILE's job on this machine, without its GPUs: run it before you queue for a cluster.
 
-    Each rank that is asked for is built and parallelised as the job builds it, on tensors that have shapes but
-    no memory and in a process group that has no other processes, and runs a whole planned step: forward,
-    backward, clipping, optimizer. Reported are its parameters, its collectives, the traced peak of its memory
-    beside the predicted one, and any error as the job would meet it.
+    Each rank that is asked for is built and parallelised as the job builds it, on tensors that have shapes
+    but no memory and in a process group that has no other processes, and runs a whole planned step: forward,
+    backward, clipping, optimizer. Reported are its parameters, its collectives, the traced peak of its
+    memory beside the predicted one, and any error as the job would meet it.
 
     Takes some seconds to a minute a rank, and about 1 GiB of memory. Nothing is trained, loaded or saved. If
     the corpus is not on this machine, documents of synthetic lengths take its place.
@@ -83,18 +88,27 @@ def dryrun(
     words = [*overrides, *_policy_words(policy)]
     config = load_config(file, words, world_size).config
     # torchtitan takes seconds to import, so that is left until the file has been found good.
+    from wlb_titan.runtime.memory import bound_length, longest_micro_batch, micro_batches, parallel_dims
     from wlb_titan.runtime.validation import degrees_product
 
     world_size = world_size or degrees_product(config)
     numbers = _numbers(ranks, world_size)
+    dims = parallel_dims(config, world_size)
+    if device_gib is not None:
+        bound_length(config, dims, device_gib * GIB)
+    in_step = micro_batches(config, dims) * dims.dp_replicate * dims.dp_shard
     with tempfile.TemporaryDirectory(prefix="wlb-dryrun-") as folder:
-        words += ["--dump_folder", folder, *_corpus_words(config, world_size, step, Path(folder))]
-        if device_gib is not None:
-            words += _length_words(config, world_size, device_gib)
+        words += ["--dump_folder", folder, *_corpus_words(config, in_step, step, Path(folder))]
+        if config.wlb.packing.max_length is not None:
+            words += ["--wlb.packing.max_length", str(config.wlb.packing.max_length)]
+        click.echo(f"Step {step} of {file}, micro-batches of at most {longest_micro_batch(config):,} tokens.")
         results = _run(file, words, numbers, world_size, step, Path(folder))
     if output is not None:
         _write(output, results)
-    _print(results, world_size, device_gib)
+    for result in results:
+        print_rank(result, world_size)
+    if device_gib is not None:
+        _say_whether_it_fits(results, device_gib)
     if any("error" in result for result in results):
         sys.exit(1)
 
@@ -124,10 +138,15 @@ def _numbers(ranks: str, world_size: int) -> list[int]:
     return list(dict.fromkeys(numbers))
 
 
-def _corpus_words(config: Any, world_size: int, step: int, folder: Path) -> list[str]:
-    """Overrides that name a corpus: the configured one, or synthetic lengths if it is not on this machine."""
-    from torchtitan.distributed import ParallelDims
+def _corpus_words(config: Any, micro_batches: int, step: int, folder: Path) -> list[str]:
+    """Overrides that name a corpus: the configured one, or synthetic lengths if it is not on this machine.
 
+    Args:
+        config: a `Trainer.Config` of wlb_titan.runtime.
+        micro_batches: of the whole job in a step.
+        step: of the plan, that is reached.
+        folder: for a synthetic corpus.
+    """
     from wlb_titan.corpus.synthetic import SHAPE, long_tailed_lengths, write_synthetic_corpus
     from wlb_titan.runtime.validation import validate_corpus
 
@@ -135,7 +154,15 @@ def _corpus_words(config: Any, world_size: int, step: int, folder: Path) -> list
     if path.exists():
         validate_corpus(config)
         return ["--wlb.corpus.path", str(path.absolute())]
-    return []
+    click.echo(
+        f"There is no corpus at {path}: planning on synthetic lengths instead, {SHAPE}. The job's own plan "
+        "needs its corpus here (`wlb-titan prepare`).",
+        err=True,
+    )
+    window = config.training.seq_len
+    tokens = min((step + 1) * micro_batches * window, SYNTHETIC_TOKENS)
+    write_synthetic_corpus(folder / "corpus", long_tailed_lengths(tokens, window))
+    return ["--wlb.corpus.path", str(folder / "corpus")]
 
 
 def _run(
@@ -167,3 +194,14 @@ def _write(output: Path, results: list[dict[str, Any]]) -> None:
         output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"--output: {output} cannot be written: {error.strerror}.") from error
+
+
+def _say_whether_it_fits(results: list[dict[str, Any]], device_gib: float) -> None:
+    traced = [result["traced_gib"] for result in results if "error" not in result]
+    if traced:
+        share = max(traced) / device_gib
+        verdict = "fits" if share <= USABLE else "leaves too little room" if share <= 1 else "does not fit"
+        click.echo(
+            f"\nThe fullest of these ranks needs {max(traced):.2f} of {device_gib:g} GiB, {share:.0%}: it "
+            f"{verdict} (up to {USABLE:.0%} leaves room for fragmentation, CUDA and NCCL)."
+        )

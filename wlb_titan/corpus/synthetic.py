@@ -17,6 +17,9 @@ from wlb_titan.corpus.writer import DocumentWriter
 SIGMA = 1.5
 """Of the logarithm of a length."""
 
+SHAPE = f"log-normal with a median of a 32nd of the context window and sigma {SIGMA:g}, cut at the window"
+"""What `long_tailed_lengths` draws from, for reports."""
+
 
 def long_tailed_lengths(tokens: int, longest: int, seed: int = 0) -> NDArray[np.int64]:
     """Lengths with a long tail: log-normal, with a median of a 32nd of the longest and sigma 1.5.

@@ -54,10 +54,7 @@ class TokenBytes:
     """Bytes a token on one GPU, as the module describes them.
 
     Attributes:
-        hidden, gathered, query, key, inner, all_keys: s, g, q, k, f, K above; without context parallelism K is
-            what attention adds to the output of QKV, of which the values are a view: the rotated keys.
-        log_sum_exp: of attention.
-        rotary: factors of the rank's tokens, complex in float32, of half the head dim.
+        hidden, gathered: s and g above.
         kept: of one layer from its forward pass to its backward pass.
         forward: of the layer whose forward pass runs, besides what it keeps.
         backward: of the layer whose backward pass runs, besides what it kept.
@@ -67,12 +64,6 @@ class TokenBytes:
 
     hidden: float
     gathered: float
-    query: float
-    key: float
-    inner: float
-    all_keys: float
-    log_sum_exp: float
-    rotary: float
     kept: float
     forward: float
     backward: float
@@ -112,7 +103,9 @@ class TokenBytes:
             forward = s + max(2 * g + 3 * f + inner, g + q + 2 * all_keys, g + 5 * q + 4 * k)
             backward = at_hand + max(
                 again + 2 * g + 4 * (q + k),
-                again + all_keys + max(
+                again
+                + all_keys
+                + max(
                     2 * g + (all_keys + 2 * k if cp > 1 else 0),
                     (4 * g if tp > 1 and settings.sequence_parallel else 0),
                     inner + 3 * g + 4 * f,
@@ -127,12 +120,6 @@ class TokenBytes:
         return cls(
             hidden=s,
             gathered=g,
-            query=q,
-            key=k,
-            inner=f,
-            all_keys=all_keys,
-            log_sum_exp=log_sum_exp,
-            rotary=rotary,
             kept=kept,
             forward=forward,
             backward=backward,

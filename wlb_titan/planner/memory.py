@@ -13,15 +13,16 @@ A rank runs its passes in a fixed order, so its memory can be followed from pass
                        they are reduced, which the chunked loss does at every micro-batch
 - gradients            shards, once gradients were reduced before: by an earlier run through the pipeline or,
                        without one, an earlier micro-batch
-- activations          a forward pass adds what its micro-batch keeps in each layer, its stage's output and its
-                       inputs, a backward pass frees them. Micro-batches differ in length, so it is not their
-                       number that counts but the largest sum of those in flight together. The last stage has
-                       its output gathered over the tensor-parallel ranks, and keeps the inputs of
-                       micro-batches that are done until the step is over, because it keeps their losses
-- backward             of the layer at hand: what a backward pass recomputes, its gradients, K and V (or what a
-                       forward pass makes and does not keep)
-- loss                 logits of one chunk and what the softmax needs; the gradient of the whole hidden state in
-                       float32, and its copy in the compute type
+- activations          a forward pass adds what its micro-batch keeps in each layer and its stage's output, a
+                       backward pass frees them. Micro-batches differ in length, so it is not their number
+                       that counts but the largest sum of those in flight together. The last stage has its
+                       output gathered over the tensor-parallel ranks, and keeps the inputs of micro-batches
+                       that are done, and their gradients, until the step is over, because it keeps their
+                       losses. Token ids, positions and labels of all micro-batches are there throughout
+- backward             of the layer at hand: what a backward pass recomputes, its gradients, K and V; or what
+                       a forward pass makes and does not keep
+- loss                 logits of one chunk and what the softmax needs; the gradient of the whole hidden state
+                       in float32, and its copy in the compute type
 
 `layer_memory.py` has the bytes of a layer and of the loss. The peak is that of the fullest pass. Not counted:
 the allocator's fragmentation, CUDA's and NCCL's own memory; `USABLE` leaves room for them.
@@ -313,7 +314,7 @@ class _Rank:
                 if self._degrees.pipeline == 1:
                     reduced = True
                 elif stage == self._last:
-                    live += length * token.hidden
+                    live += 2 * length * token.hidden
         assert fullest is not None
         return fullest
 

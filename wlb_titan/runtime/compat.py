@@ -20,6 +20,7 @@ import torch
 # What a functional collective returns until it is waited for; the tensor inside is the one that is allocated.
 # Without it: the trace of a dry run counts such results when they are waited for.
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
 # Raises where a step was interrupted with receives under way. Without it: drop the check.
 from torch.distributed.pipelining._recv_buffers import _ensure_recv_infos_drained as ensure_receives_drained
 
@@ -48,9 +49,8 @@ from torchtitan.distributed.pipeline_parallel import _get_pipeline_metadata as p
 from torchtitan.distributed.pipeline_parallel import _pipeline_module_split as split_into_stages
 
 
-
 def in_backward_pass() -> bool:
-    """Whether this thread runs autograd's backward pass. Without the name: torch.utils.module_tracker has it."""
+    """Whether this thread runs a backward pass. Without the name: torch.utils.module_tracker has it."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor, Shard
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common import RMSNorm
@@ -130,7 +130,8 @@ class DryTrainer(Trainer):
         named = {mesh.get_group().group_name: axis for axis, mesh in meshes}
         parameters = (p for part in self.model_parts for p in part.parameters())
         of_weights = {p.device_mesh for p in parameters if isinstance(p, DTensor)}
-        for mesh in (*of_weights, *self.parallel_dims.spmd_meshes()):
+        of_activations = (self.parallel_dims.spmd_dense_mesh(), self.parallel_dims.spmd_sparse_mesh())
+        for mesh in (*of_weights, *(mesh for mesh in of_activations if mesh is not None)):
             for axis, group in zip(mesh.mesh_dim_names or (), mesh.get_all_groups(), strict=True):
                 named[group.group_name] = axis
         return named
@@ -185,7 +186,11 @@ def dry_config(config: Trainer.Config, parallelised: Callable[[], Any]) -> Train
             module.param_init = {name: _leave for name in module.param_init}
     for _, norm, parent, name in model.traverse(RMSNorm.Config):
         assert parent is not None and isinstance(name, str)
-        setattr(parent, name, FusedRMSNorm.Config(**{f.name: getattr(norm, f.name) for f in dataclasses.fields(norm)}))
+        setattr(
+            parent,
+            name,
+            FusedRMSNorm.Config(**{f.name: getattr(norm, f.name) for f in dataclasses.fields(norm)}),
+        )
 
     def then(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

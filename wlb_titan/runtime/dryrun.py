@@ -16,14 +16,11 @@ What differs from the job, and how:
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +43,11 @@ def main(rank: int, world_size: int, step: int, result: Path, file: str, overrid
     except UserError as error:
         found = {"rank": rank, "error": str(error)}
     except Exception as error:
-        found = {"rank": rank, "error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        found = {
+            "rank": rank,
+            "error": f"{type(error).__name__}: {error}",
+            "traceback": traceback.format_exc(),
+        }
     result.write_text(json.dumps(found), encoding="utf-8")
     sys.exit("error" in found)
 
@@ -68,7 +69,7 @@ def dry_rank(
     Raises:
         UserError: the configuration cannot run.
     """
-    # The one thing that torchtitan asks the environment for besides ranks, which it gets below.
+    # What torch and torchtitan ask the environment for; a launcher would have set it.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
     from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 

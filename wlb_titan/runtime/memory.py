@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def predicted_memory(
     config: Trainer.Config, dims: ParallelDims, lengths: Sequence[int]
 ) -> tuple[RankMemory, ...] | None:
-    """The peak of each pipeline rank with a rank's micro-batches of these lengths; None where it is not known.
+    """The peak of each pipeline rank with micro-batches of these lengths; None where it is not known.
 
     Not known are schedules whose order of passes the planner does not know.
     """
@@ -70,6 +70,11 @@ def predicted_memory(
         return None
 
 
+def parallel_dims(config: Trainer.Config, world_size: int) -> ParallelDims:
+    """The degrees of a job of so many processes."""
+    return ParallelDims.from_config(config.parallelism, world_size)
+
+
 def check_memory(config: Trainer.Config, dims: ParallelDims, device_bytes: int) -> None:
     """Refuses what cannot fit: a step of micro-batches that are no longer than the context window.
 
@@ -98,8 +103,8 @@ def describe_memory(config: Trainer.Config, dims: ParallelDims) -> list[str]:
     return [f"Predicted peak memory, micro-batches of {length} tokens: {_one_line(rank)}" for rank in ranks]
 
 
-def bound_length(config: Trainer.Config, dims: ParallelDims, device_bytes: int) -> None:
-    """Sets the default of `wlb.packing.max_length`: the longest that is predicted to fit, at most two windows.
+def bound_length(config: Trainer.Config, dims: ParallelDims, device_bytes: float) -> None:
+    """Sets the default of `wlb.packing.max_length`: the longest that is predicted to fit, up to two windows.
 
     Every rank has to come to the same bound, so of `device_bytes` whole GiB count: devices of one kind differ
     by less. Nothing changes where the policy needs no bound, or the user has set one.

@@ -90,7 +90,7 @@ class Scenario:
         return int(np.lcm(self.divisor, 2 * self.job.degrees.context * self.job.degrees.tensor))
 
     def planner(self, policy: Policy) -> Planner:
-        """A planner at the beginning of the stream; micro-batches without a bound get the longest that fits."""
+        """A planner at the beginning of the stream; the default of `max_length` is `longest`."""
         degrees = self.job.degrees
         packing = replace(self.packing, policy=policy.packing)  # type: ignore[arg-type]
         if packing.max_length is None and policy.packing in VARIABLE_LENGTH:
