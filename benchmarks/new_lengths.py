@@ -1,16 +1,20 @@
-"""What a length that is new costs: host time in which DTensor works out how each operation is sharded.
+"""What a micro-batch costs the host: one of a length that was never seen, and one of a length seen before.
 
-    python benchmarks/new_lengths.py --context-parallel 2 --data-parallel 4
+    python benchmarks/new_lengths.py --output benchmarks/results/cpu
+    python benchmarks/new_lengths.py --layout cp2_tp2 --compile aot_eager --lengths 40
 
-runs micro-batches of several lengths, each length twice, through the debug model as rank 0 of a job whose
-other ranks do not exist (torchtitan's fake backend: communication does nothing). Times are processor time of
-forward and backward. What the first micro-batch of a length takes beyond the second is paid once for each
-length in each process, whatever the number of layers; `wlb.packing.length_multiple` makes lengths few.
+runs micro-batches of several lengths, each length four times, through the debug model as rank 0 of a job
+whose other ranks do not exist (torchtitan's fake backend: communication does nothing). Times are processor
+time of forward and backward of one thread, so they hold the small model's computation too. With `--compile`
+it also counts the graphs that torch.compile has made so far.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,19 +27,33 @@ from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
 use_cpu_without_accelerator()
 
+from torch._dynamo.utils import counters  # noqa: E402
+
 from wlb_titan.corpus.prepare import prepare_corpus  # noqa: E402
 from wlb_titan.corpus.settings import PrepareSettings  # noqa: E402
 from wlb_titan.planner import sharding  # noqa: E402
-from wlb_titan.planner.plan import MicroBatch  # noqa: E402
+from wlb_titan.runtime.inputs import rank_item  # noqa: E402
 from wlb_titan.runtime.registry import base_config  # noqa: E402
 from wlb_titan.runtime.trainer import Trainer  # noqa: E402
 
+LAYOUTS = {
+    "dp2_cp2": {"data_parallel_shard": 2, "context_parallel": 2},
+    "cp2_tp2": {"context_parallel": 2, "tensor_parallel": 2},
+    "cp4_tp2": {"context_parallel": 4, "tensor_parallel": 2},
+    "dp2_cp2_tp2": {"data_parallel_shard": 2, "context_parallel": 2, "tensor_parallel": 2},
+    "hsdp2x2_cp2": {"data_parallel_replicate": 2, "data_parallel_shard": 2, "context_parallel": 2},
+}
+DEFAULT = ("dp2_cp2", "cp4_tp2", "dp2_cp2_tp2", "hsdp2x2_cp2")
+WINDOW = 1024
+AGAIN = 3  # times that a length is seen again
 
-def build(folder: Path, degrees: dict[str, int], ranks: int) -> Trainer:
+
+def build(folder: Path, degrees: dict[str, int], backend: str | None) -> Trainer:
     (folder / "texts.jsonl").write_text('{"text": "one document is enough"}\n' * 8)
     prepare_corpus(
         PrepareSettings(source=f"jsonl:{folder / 'texts.jsonl'}#text", vocab_size=300), folder / "corpus"
     )
+    ranks = int(np.prod(list(degrees.values())))
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "NGPU": str(ranks)}
     config = base_config("llama3_debug")
     config.comm.mode = "fake_backend"
@@ -43,49 +61,83 @@ def build(folder: Path, degrees: dict[str, int], ranks: int) -> Trainer:
     config.debug.enable_structured_logging = False
     config.wlb.corpus.path = str(folder / "corpus")
     config.training.local_batch_size = 1
+    config.training.seq_len = WINDOW
+    if backend is not None:
+        config.compile.enable, config.compile.backend = True, backend
     for name, degree in degrees.items():
         setattr(config.parallelism, f"{name}_degree", degree)
     return Trainer(config)
 
 
-def cpu_seconds(trainer: Trainer, length: int) -> float:
-    """Of forward and backward of a micro-batch that is one document."""
-    lengths = np.array([length])
+def cpu_seconds(trainer: Trainer, length: int, documents: int = 2) -> float:
+    """Of forward and backward of a micro-batch of equal documents."""
+    lengths = np.full(documents, length // documents)
+    lengths[-1] += length % documents
     cp = trainer.parallel_dims.cp
     ranks = sharding.per_sequence(lengths, length, cp) if cp > 1 else None
-    documents = np.array([[0, 0, length, 0]])
-    tokens = torch.ones(1, length, dtype=torch.int64)
-    item = {
-        "input": tokens,
-        "positions": torch.arange(length).unsqueeze(0),
-        "micro_batch": MicroBatch(0, 0, length, 0, 1.0, documents, "per_sequence", ranks),
-    }
+    tokens = np.ones(length, dtype=np.int64)
+    positions = np.concatenate([np.arange(n) for n in lengths])
     begin = time.process_time()
-    trainer.forward_backward_step(
-        input_dict=item, labels=tokens.clone(), global_valid_tokens=torch.tensor(length)
-    )
+    item, labels = rank_item(tokens, tokens, positions, lengths, ranks, trainer.planned.context_rank)
+    trainer.forward_backward_step(input_dict=item, labels=labels, global_valid_tokens=torch.tensor(length))
     return time.process_time() - begin
 
 
-@click.command()
-@click.option("--data-parallel", default=1, show_default=True, help="Degree.")
-@click.option("--context-parallel", default=1, show_default=True, help="Degree.")
-@click.option("--tensor-parallel", default=1, show_default=True, help="Degree.")
-@click.option("--lengths", default=4, show_default=True, help="How many different ones.")
-def main(data_parallel: int, context_parallel: int, tensor_parallel: int, lengths: int) -> None:
+def measure(layout: str, lengths: int, backend: str | None) -> dict:
+    """Seconds of each length, new and again, in this process."""
     torch.set_num_threads(1)
-    degrees = {
-        "context_parallel": context_parallel,
-        "tensor_parallel": tensor_parallel,
-        "data_parallel_shard": data_parallel,
-    }
+    result = []
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build(Path(folder), degrees, data_parallel * context_parallel * tensor_parallel)
+        trainer = build(Path(folder), LAYOUTS[layout], backend)
         cpu_seconds(trainer, 128)  # the first of all pays for more
-        for length in range(192, 192 + 64 * lengths, 64):
-            new, again = cpu_seconds(trainer, length), cpu_seconds(trainer, length)
-            print(f"{length:5} tokens: {new:6.2f} s, again {again:6.2f} s", flush=True)
+        for number in range(lengths):
+            length = 192 + 32 * number
+            new = cpu_seconds(trainer, length, documents=length // WINDOW + 1 + number % 4)
+            again = float(np.median([cpu_seconds(trainer, length) for _ in range(AGAIN)]))
+            graphs = counters["stats"]["unique_graphs"]
+            result.append({"length": length, "new": new, "again": again, "graphs": graphs})
+            text = f", {graphs} graphs" if backend else ""
+            print(
+                f"  {length:5} tokens: {new:6.3f} s, again {again:6.3f} s{text}", file=sys.stderr, flush=True
+            )
         trainer.close()
+    return {
+        "new": float(np.median([r["new"] for r in result])),
+        "again": float(np.median([r["again"] for r in result])),
+        "lengths": result,
+    }
+
+
+@click.command()
+@click.option(
+    "--layout", "layouts", multiple=True, type=click.Choice(LAYOUTS), help="Which; several by default."
+)
+@click.option("--lengths", default=8, show_default=True, help="How many different ones.")
+@click.option(
+    "--compile", "backend", metavar="BACKEND", help="Compile the model with it: inductor, aot_eager."
+)
+@click.option("--output", type=click.Path(path_type=Path), help="Folder for new_lengths.json.")
+@click.option("--here", is_flag=True, hidden=True)
+def main(
+    layouts: tuple[str, ...], lengths: int, backend: str | None, output: Path | None, here: bool
+) -> None:
+    """Prints seconds of processor time a micro-batch, for each layout in a process of its own."""
+    if here:
+        print(json.dumps(measure(layouts[0], lengths, backend)))
+        return
+    results = {}
+    for layout in layouts or DEFAULT:
+        words = ["--here", "--layout", layout, "--lengths", str(lengths)]
+        words += ["--compile", backend] if backend else []
+        done = subprocess.run(
+            [sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True, check=True
+        )
+        r = results[layout] = json.loads(done.stdout.splitlines()[-1])
+        print(
+            f"{layout:12} new {r['new']:.3f} s, again {r['again']:.3f} s, ratio {r['new'] / r['again']:.2f}"
+        )
+    if output is not None:
+        (output / "new_lengths.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

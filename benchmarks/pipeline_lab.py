@@ -120,8 +120,6 @@ def make_config(folder: Path, name: str, *, window: int, micro_batches: int, lay
     )
     config.metrics = dataclasses.replace(config.metrics, log_freq=10**6)
     config.debug = dataclasses.replace(config.debug, enable_structured_logging=False, seed=0)
-    # So small a model spends as long on working out the sharding of a new length as on training.
-    config.wlb.packing.length_multiple = window // 32
     config.wlb.corpus.path = str(folder / "corpus")
     config.wlb.corpus.seed = None  # the corpus in its own order
     config.dump_folder = str(folder / name)

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torchtitan.components.loss import IGNORE_INDEX
 
 from wlb_titan.planner import sharding
-from wlb_titan.planner.plan import MicroBatch
 from wlb_titan.runtime.attention import DocumentMask
 
 VOCABULARY = 256
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """A packed sequence, int64 (L,) each, its documents' lengths, and what context-parallel ranks hold."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    positions: np.ndarray
+    lengths: np.ndarray
+    ranks: sharding.Sharding | None
 
 
 def make_micro_batch(seed, length, context_parallel):
@@ -19,18 +31,11 @@ def make_micro_batch(seed, length, context_parallel):
     padding = int(random.integers(8))
     cuts = np.sort(random.choice(np.arange(1, length - padding), size=2, replace=False))
     lengths = np.diff([0, *cuts, length - padding])
-    documents = np.zeros((3, 4), dtype=np.int64)
-    documents[:, 2] = lengths
     ranks = sharding.per_sequence(lengths, length, context_parallel) if context_parallel > 1 else None
     positions = np.concatenate([*(np.arange(n) for n in lengths), np.zeros(padding, dtype=np.int64)])
     labels = random.integers(VOCABULARY, size=length)
     labels[length - padding :] = IGNORE_INDEX
-    item = {
-        "input": torch.from_numpy(random.integers(VOCABULARY, size=length)).unsqueeze(0),
-        "positions": torch.from_numpy(positions).unsqueeze(0),
-        "micro_batch": MicroBatch(0, 0, length, padding, 1.0, documents, "per_sequence", ranks),
-    }
-    return item, torch.from_numpy(labels).unsqueeze(0)
+    return Sequence(random.integers(VOCABULARY, size=length), labels, positions, lengths, ranks)
 
 
 def step_data(step, lengths, data_parallel, context_parallel):
@@ -45,7 +50,7 @@ def step_data(step, lengths, data_parallel, context_parallel):
 
 
 def valid_tokens(data):
-    return sum((labels != IGNORE_INDEX).sum() for rank in data for _, labels in rank)
+    return torch.tensor(sum(int((s.labels != IGNORE_INDEX).sum()) for rank in data for s in rank))
 
 
 class Reference:
@@ -62,13 +67,15 @@ class Reference:
         """The loss of all micro-batches, a number, and the gradients by name."""
         self.model.zero_grad()
         total, count = 0.0, valid_tokens(data)
-        for item, labels in (micro_batch for rank in data for micro_batch in rank):
-            lengths = item["micro_batch"].documents[:, 2]
-            mask = DocumentMask(torch.from_numpy(sharding.segments(sharding.whole(lengths), lengths)))
+        for s in (sequence for rank in data for sequence in rank):
+            mask = DocumentMask(torch.from_numpy(sharding.segments(sharding.whole(s.lengths), s.lengths)))
+            tokens, labels, positions = (torch.from_numpy(x) for x in (s.tokens, s.labels, s.positions))
             with torch.set_grad_enabled(backward):
-                logits = self.model(item["input"], positions=item["positions"], attention_masks=mask)
+                logits = self.model(
+                    tokens.unsqueeze(0), positions=positions.unsqueeze(0), attention_masks=mask
+                )
                 loss = torch.nn.functional.cross_entropy(
-                    logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORE_INDEX
+                    logits.squeeze(0), labels, reduction="sum", ignore_index=IGNORE_INDEX
                 )
             if backward:
                 (loss / count).backward()

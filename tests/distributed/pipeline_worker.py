@@ -37,6 +37,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # noqa: E
 from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
 
+from wlb_titan.runtime.inputs import rank_item  # noqa: E402
 from wlb_titan.runtime.pipeline import pipeline  # noqa: E402
 from wlb_titan.runtime.registry import base_config  # noqa: E402
 from wlb_titan.runtime.trainer import Trainer  # noqa: E402
@@ -138,8 +139,10 @@ def build(corpus, name, *, schedule, layers, pp, cp=1, tp=1, dp=1, replicate=1, 
 def processed(trainer, micro_batches):
     """What the trainer hands to the pipeline for these micro-batches."""
     arguments, kwargs, targets = [], [], []
-    for item, labels in micro_batches:
-        inputs, labels, extra = trainer.post_dataloading_process(item, labels)
+    rank = trainer.planned.context_rank
+    for s in micro_batches:
+        item = rank_item(s.tokens, s.labels, s.positions, s.lengths, s.ranks, rank)
+        inputs, labels, extra = trainer.post_dataloading_process(*item)
         arguments.append((inputs,))
         kwargs.append(extra)
         targets.append(labels)
@@ -225,7 +228,7 @@ def run_soak(corpus, *, name, steps, multiple, cp=1, **options):
 
     Lengths are multiples of `multiple`; "lengths" counts the different ones so far. "resident" and
     "allocated" are MiB: of the process as the system sees it, and what malloc has given out. The last record
-    is taken after DTensor has forgotten how the operations of each length are sharded.
+    is taken at the end.
     """
     _, trainer = build(corpus, name, cp=cp, micro_batches=8, **options)
     random = np.random.default_rng(0)

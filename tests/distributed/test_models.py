@@ -6,7 +6,7 @@ from conftest import layout
 COMMON = (
     *("--training.steps", "2", "--training.seq_len", "256", "--training.global_batch_size", "4"),
     *("--wlb.packing.policy", "wlb", "--wlb.packing.thresholds", "[250]"),
-    *("--wlb.packing.cost_model", "quadratic:1,1000", "--wlb.packing.length_multiple", "64"),
+    *("--wlb.packing.cost_model", "quadratic:1,1000"),
     *("--checkpoint.enable", "true", "--metrics.log_freq", "1"),
 )
 PARALLEL = {

@@ -13,8 +13,6 @@ COMMON = (
     *("--base", "probing:config"),
     *("--training.seq_len", "512", "--training.steps", "2"),
     *("--wlb.packing.cost_model", "quadratic:1,1000"),
-    # DTensor works out the sharding of each operation anew for each length; only one run is that thorough.
-    *("--wlb.packing.length_multiple", "128"),
 )
 PACKING = {
     "fixed_greedy": ("--wlb.packing.policy", "fixed_greedy", "--wlb.packing.window", "2"),
@@ -35,7 +33,7 @@ RUNS = {
     **{f"cp4_{policy}": ("wlb", (*layout(cp=4), *sharding(policy))) for policy in SHARDING},
     "dp2_cp2_wlb": (
         "wlb",
-        (*layout(dp=2, cp=2), *sharding("hybrid"), "--wlb.packing.length_multiple", "1"),
+        (*layout(dp=2, cp=2), *sharding("hybrid")),
     ),
     "dp2_cp2_wlb_lazy": ("wlb_lazy", (*layout(dp=2, cp=2), *sharding("adaptive"))),
     "dp2_cp2_fixed_greedy": ("fixed_greedy", (*layout(dp=2, cp=2), *sharding("per_document"))),
@@ -55,14 +53,14 @@ RUNS = {
     "cp2_compiled": (
         "wlb",
         (
-            *(*layout(cp=2), *sharding("hybrid"), "--wlb.packing.length_multiple", "512"),
+            *(*layout(cp=2), *sharding("hybrid")),
             *("--compile.enable", "true", "--compile.backend", "aot_eager"),
         ),
     ),
     "pp2_compiled": (
         "wlb",
         (
-            *(*layout(pp=2), "--wlb.packing.length_multiple", "512", "--wlb.pipeline.order", "longest_first"),
+            *(*layout(pp=2), "--wlb.pipeline.order", "longest_first"),
             *("--compile.enable", "true", "--compile.backend", "aot_eager"),
         ),
     ),

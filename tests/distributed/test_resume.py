@@ -8,9 +8,12 @@ import subprocess
 import time
 
 import pytest
-from conftest import CONFIG, Experiment, environment, torchrun
+from conftest import CONFIG, TESTS, Experiment, environment, torchrun
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 STEPS = 7
+ENTRIES = TESTS / "checkpoint_entries.txt"
 OVERRIDES = (
     *("--training.steps", str(STEPS)),
     *("--checkpoint.interval", "2"),
@@ -80,3 +83,17 @@ def test_another_seed_cannot_continue(lab, uninterrupted):
     )
     with pytest.raises(AssertionError, match="seed is 0, and this job's is 1"):
         lab.run(1, [experiment])
+
+
+def test_a_checkpoint_has_the_entries_that_it_always_had(uninterrupted):
+    """So that a job goes on from a checkpoint of an earlier version: entries are found by name and shape."""
+    folder = uninterrupted.folder / "checkpoint" / "step-4"
+    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+    lines = sorted(f"{name} {description(entry)}" for name, entry in entries.items())
+    assert lines == ENTRIES.read_text().splitlines()
+
+
+def description(entry) -> str:
+    if isinstance(entry, TensorStorageMetadata):
+        return f"{list(entry.size)} {entry.properties.dtype}"
+    return "bytes"

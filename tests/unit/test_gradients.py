@@ -12,11 +12,11 @@ from torchtitan.components.loss import IGNORE_INDEX, cross_entropy_loss  # noqa:
 
 from wlb_titan.corpus.prepare import prepare_corpus  # noqa: E402
 from wlb_titan.corpus.settings import PrepareSettings  # noqa: E402
-from wlb_titan.planner import sharding  # noqa: E402
 from wlb_titan.planner.plan import LENGTH  # noqa: E402
 from wlb_titan.planner.settings import PackingSettings  # noqa: E402
 from wlb_titan.runtime.attention import DocumentMask  # noqa: E402
 from wlb_titan.runtime.dataloader import PlannedDataLoader  # noqa: E402
+from wlb_titan.runtime.inputs import to_device  # noqa: E402
 from wlb_titan.runtime.models import llama_spec  # noqa: E402
 from wlb_titan.runtime.shape import model_shape  # noqa: E402
 
@@ -58,16 +58,16 @@ def gradients(model, corpus, packing: PackingSettings, window: int, micro_batche
         packing=packing,
     )
     loader = PlannedDataLoader(config, dp_world_size=1, dp_rank=0, seq_len=window)
-    batches = [batch for _, batch in zip(range(micro_batches), loader, strict=False)]
-    lengths = np.concatenate([item["micro_batch"].documents[:, LENGTH] for item, _ in batches])
+    step = next(iter(loader))
+    loader.close()
+    lengths = np.concatenate([m.documents[:, LENGTH] for m in step.plan.micro_batches])
     assert sorted(lengths) == sorted(corpus.lengths), "a document was cut or left out"
-    valid = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in batches)
+    assert step.labels == step.own_labels == sum(int((own != IGNORE_INDEX).sum()) for _, own in step.items)
     model.zero_grad()
     total = 0.0
-    for item, labels in batches:
-        runs = item["micro_batch"].documents[:, LENGTH]
-        mask = DocumentMask(torch.from_numpy(sharding.segments(sharding.whole(runs), runs)))
-        loss = cross_entropy_loss(model(item["input"], item["positions"], mask), labels) / valid
+    for item, own in step.items:
+        inputs, labels, extra = to_device(item, own, torch.device("cpu"))
+        loss = cross_entropy_loss(model(inputs, **extra), labels) / step.labels
         loss.backward()
         total += loss.item()
     return total, {name: p.grad.clone() for name, p in model.named_parameters()}

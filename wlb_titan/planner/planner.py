@@ -21,7 +21,7 @@ from wlb_titan.planner.packing import create_policy
 from wlb_titan.planner.packing.fixed import Improve
 from wlb_titan.planner.packing.policy import Documents
 from wlb_titan.planner.pipeline_runs import PipelineRuns
-from wlb_titan.planner.plan import LENGTH, MicroBatch, Plan
+from wlb_titan.planner.plan import ID, LENGTH, START, MicroBatch, Plan
 from wlb_titan.planner.settings import PackingSettings, ShardingSettings
 from wlb_titan.planner.sharding import Sharding, choose
 from wlb_titan.planner.stream import DocumentStream
@@ -128,6 +128,12 @@ class Planner:
     def row_of(self, id_: int) -> int:
         """The corpus row of a planned document, also of an earlier epoch."""
         return self._stream.row_of(id_)
+
+    def labels(self, plan: Plan) -> int:
+        """Tokens of a step that have a label: the next token of their document, so all but its very last."""
+        pieces = np.concatenate([micro_batch.documents for micro_batch in plan.micro_batches])
+        last = pieces[:, START] + pieces[:, LENGTH] == self._stream.lengths_of(pieces[:, ID])
+        return plan.tokens - int(np.count_nonzero(last))
 
     def next(self) -> Plan:
         """The plan of the next step."""

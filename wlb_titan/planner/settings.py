@@ -40,10 +40,8 @@ class PackingSettings:
     """Of `wlb` and `wlb_lazy`: L_max, tokens that a micro-batch may have; the bound that memory sets. "none"
     is twice the context window."""
 
-    length_multiple: int | None = None
-    """Micro-batches are padded up to a multiple of it, and of what parallelism needs. "none": a 64th of the
-    context window, and a 16th where the model is compiled, because each new length costs time. 1: no more
-    than parallelism needs, as in the paper."""
+    length_multiple: int = 1
+    """Micro-batches are padded up to a multiple of it, and of what parallelism needs."""
 
     thresholds: list[int] | Literal["auto"] = "auto"
     """Of `wlb`: smallest length of the documents of each queue, L_1 < ... < L_n. `auto` tries several on a

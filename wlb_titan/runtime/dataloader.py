@@ -1,8 +1,8 @@
-"""Serves the micro-batches of one data-parallel rank, step by step, as the planner lays them out.
+"""Serves the micro-batches of one rank, step by step, as the planner lays them out.
 
-The plan of the next step is made, and its tokens are read, on a background thread while the current step
-trains. The state that goes into a checkpoint is the planner's state after the last step whose micro-batches
-were all handed out; it is the same on every rank, so a job can resume on another data-parallel degree.
+The plan of the next step is made, its tokens are read, and this rank's share is cut out of them, on a
+background thread while the current step trains. The state that goes into a checkpoint is the planner's state
+after the step that was handed out last; it is the same on every rank, so a job can resume on other degrees.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 
@@ -26,22 +25,38 @@ from wlb_titan.planner.pipeline_runs import PipelineRuns
 from wlb_titan.planner.plan import ID, LENGTH, START, MicroBatch, Plan
 from wlb_titan.planner.planner import Planner
 from wlb_titan.planner.settings import PackingSettings, ShardingSettings
+from wlb_titan.runtime.inputs import Item, rank_item
 from wlb_titan.runtime.shared_solver import SharedSolver
 
 
 @dataclass(frozen=True)
-class _Step:
+class Step:
+    """What one rank trains on in one optimizer step.
+
+    Attributes:
+        plan: of the whole job.
+        items: the micro-batches of this data-parallel rank, this context-parallel rank's share of each.
+        labels: tokens with a label in the whole job.
+        own_labels: those in `items`.
+        state_after: of the planner, as JSON.
+    """
+
     plan: Plan
-    batches: list[tuple[dict[str, Any], torch.Tensor]]
+    items: list[Item]
+    labels: int
+    own_labels: int
     state_after: str
 
 
 class PlannedDataLoader(BaseDataLoader):
-    """Micro-batches from a corpus, packed by the planner.
+    """Iterates over the steps of a corpus packed by the planner.
 
-    Each item is ({"input", "positions", "micro_batch"}, labels): int64 tensors of shape (1, tokens), in
-    document order, padding at the end, and the plan's MicroBatch. A label is the next token of the same
-    document, also across a cut; a document's last token and padding have none.
+    Positions start anew with every document. A label is the next token of the same document, also across a
+    cut; a document's last token and padding have none. Padding lies at a sequence's end.
+
+    Attributes:
+        context_rank: whose share of each micro-batch is served; to be set before iterating.
+        plan: of the step being served.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -65,7 +80,8 @@ class PlannedDataLoader(BaseDataLoader):
         self.config = config
         shape = config.shape
         self.corpus = Corpus.open(config.corpus)
-        self.plan: Plan | None = None  # of the step being served
+        self.plan: Plan | None = None
+        self.context_rank = 0
         self._dp_rank = dp_rank
         self.latency = attention_latency(
             config.sharding.profile,
@@ -100,15 +116,13 @@ class PlannedDataLoader(BaseDataLoader):
         self._state = self._save()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="planner")
 
-    def __iter__(self) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+    def __iter__(self) -> Iterator[Step]:
         ahead = self._thread.submit(self._prepare)
         while True:
             step = ahead.result()
-            ahead: Future[_Step] = self._thread.submit(self._prepare)
-            self.plan = step.plan
-            yield from step.batches[:-1]
-            self._state = step.state_after
-            yield step.batches[-1]
+            ahead: Future[Step] = self._thread.submit(self._prepare)
+            self.plan, self._state = step.plan, step.state_after
+            yield step
 
     def close(self) -> None:
         """Waits for the plan in the making."""
@@ -129,13 +143,14 @@ class PlannedDataLoader(BaseDataLoader):
     def _save(self) -> str:
         return json.dumps(self._planner.state_dict())
 
-    def _prepare(self) -> _Step:
+    def _prepare(self) -> Step:
         plan = self._planner.next()
-        batches = [self._tensors(micro_batch) for micro_batch in plan.of_rank(self._dp_rank)]
-        return _Step(plan, batches, self._save())
+        items = [self._item(micro_batch) for micro_batch in plan.of_rank(self._dp_rank)]
+        own_labels = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in items)
+        return Step(plan, items, self._planner.labels(plan), own_labels, self._save())
 
-    def _tensors(self, micro_batch: MicroBatch) -> tuple[dict[str, Any], torch.Tensor]:
-        inputs = np.zeros(micro_batch.length, dtype=np.int64)
+    def _item(self, micro_batch: MicroBatch) -> Item:
+        tokens = np.zeros(micro_batch.length, dtype=np.int64)
         positions = np.zeros(micro_batch.length, dtype=np.int64)
         labels = np.full(micro_batch.length, IGNORE_INDEX, dtype=np.int64)
         offset = 0
@@ -143,14 +158,10 @@ class PlannedDataLoader(BaseDataLoader):
             start, length = int(piece[START]), int(piece[LENGTH])
             row = self._planner.row_of(int(piece[ID]))
             beyond = min(length + 1, int(self.corpus.lengths[row]) - start)
-            tokens = self.corpus.tokens(row, start, beyond)
-            inputs[offset : offset + length] = tokens[:length]
+            read = self.corpus.tokens(row, start, beyond)
+            tokens[offset : offset + length] = read[:length]
             positions[offset : offset + length] = np.arange(length)
-            labels[offset : offset + len(tokens) - 1] = tokens[1:]
+            labels[offset : offset + len(read) - 1] = read[1:]
             offset += length
-        item = {
-            "input": torch.from_numpy(inputs).unsqueeze(0),
-            "positions": torch.from_numpy(positions).unsqueeze(0),
-            "micro_batch": micro_batch,
-        }
-        return item, torch.from_numpy(labels).unsqueeze(0)
+        lengths = micro_batch.documents[:, LENGTH]
+        return rank_item(tokens, labels, positions, lengths, micro_batch.ranks, self.context_rank)

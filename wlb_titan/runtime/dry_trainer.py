@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
@@ -18,6 +17,9 @@ from torchtitan.models.common import RMSNorm
 from torchtitan.protocols.module import Module
 
 from wlb_titan.planner.memory import GIB, TERMS
+from wlb_titan.runtime.compat import FakeTensorMode
+from wlb_titan.runtime.dataloader import Step
+from wlb_titan.runtime.inputs import Item
 from wlb_titan.runtime.memory import predicted_memory
 from wlb_titan.runtime.memory_trace import MemoryTrace, local_tensor
 from wlb_titan.runtime.trainer import Trainer
@@ -38,6 +40,8 @@ class DryTrainer(Trainer):
     def __init__(self, config: Trainer.Config, *, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._trace = MemoryTrace(self._fake)
+        self._passes, self._passes_peak = self._trace.peak, 0
         with ExitStack() as stack:
             super().__init__(dry_config(config, lambda: stack.enter_context(self._fake)))
 
@@ -58,22 +62,18 @@ class DryTrainer(Trainer):
             rank, its coordinates, lengths of its micro-batches, traced bytes by term, collectives.
         """
         begin = time.perf_counter()
-        batches = self.planned_step(step)
-        lengths = [item["micro_batch"].length for item, _ in batches]
+        planned = self._planned_step(step)
+        lengths = [labels.shape[1] * self.parallel_dims.cp for _, labels in planned.items]
         parameters = [p for part in self.model_parts for p in part.parameters()]
         buffers = [b for part in self.model_parts for b in part.buffers()]
-        trace = MemoryTrace(self._fake, _weight_shapes(parameters))
+        trace = self._trace = MemoryTrace(self._fake, _weight_shapes(parameters))
         for term, tensors in (("weights", parameters), ("rotary", buffers)):
             for tensor in tensors:
                 trace.add(tensor, term)
-        with self._fake, trace:
+        with trace:
             trace.begin()
-            self.forward_and_backward(batches)
-        passes, passes_peak = trace.peak, trace.highest
-        trace.reassign([p.grad for p in parameters if p.grad is not None], "gradients")
-        with trace:  # DTensor works out shapes in a mode of its own if none is active
-            trace.begin()
-            self.clip_and_optimize(parameters)
+            self.train_step(iter([planned]))
+        passes = self._passes
         states = [
             value
             for optimizer in self.optimizers
@@ -91,7 +91,7 @@ class DryTrainer(Trainer):
             "lengths": lengths,
             "parameters": sum(p.numel() for p in parameters),
             "local_parameters": sum(local_tensor(p).numel() for p in parameters),
-            "traced_gib": max(passes_peak + optimizer, trace.highest) / GIB,
+            "traced_gib": max(self._passes_peak + optimizer, trace.highest) / GIB,
             "traced": {term: size / GIB for term, size in passes.terms.items()},
             "largest": [
                 {"gib": size / GIB, "tensors": number, "what": what} for size, number, what in passes.largest
@@ -136,39 +136,26 @@ class DryTrainer(Trainer):
                 named[group.group_name] = axis
         return named
 
-    def planned_step(self, step: int) -> list[Any]:
-        """The micro-batches of this rank: items and labels as the data loader gives them."""
-        batches = iter(self.dataloader)
-        count = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
+    def _log(self, *arguments: Any) -> None:
+        """What is logged has no values here."""
+
+    def _planned_step(self, step: int) -> Step:
+        steps = iter(self.planned)
         for _ in range(step - 1):
-            for _ in range(count):
-                next(batches)
-        return [next(batches) for _ in range(count)]
+            next(steps)
+        return next(steps)
 
-    def forward_and_backward(self, batches: list[Any]) -> None:
-        """All passes of a step, as torchtitan's `train_step` runs them."""
-        self.optimizers.zero_grad()
-        for group in range(self.gradient_accumulation_steps):
-            n = self.num_pipeline_parallel_microbatches
-            items, labels = zip(*batches[group * n : (group + 1) * n], strict=True)
-            pipelined = self.parallel_dims.pp_enabled
-            self.forward_backward_step(
-                input_dict=list(items) if pipelined else items[0],
-                labels=list(labels) if pipelined else labels[0],
-                global_valid_tokens=torch.tensor(1),  # its value changes nothing
-            )
-
-    def clip_and_optimize(self, parameters: list[torch.Tensor]) -> None:
-        """What follows the passes in torchtitan's `train_step`."""
-        dist_utils.clip_grad_norm_(
-            parameters,
-            self.config.training.max_norm,
-            foreach=True,
-            pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
-            ep_enabled=self.parallel_dims.ep_enabled,
-        )
-        self.optimizers.step()
-        self.lr_schedulers.step()
+    def _forward_backward(self, group: list[Item], labels: torch.Tensor) -> torch.Tensor:
+        """The passes, in the fake mode, which the optimizer has to do without: in an active one DTensor would
+        work out shapes on tensors of the rank's own mode, and the trace would count them."""
+        with self._fake:
+            loss = super()._forward_backward(group, labels)
+        if self._trace.highest > self._passes_peak:
+            self._passes, self._passes_peak = self._trace.peak, self._trace.highest
+        gradients = (p.grad for part in self.model_parts for p in part.parameters() if p.grad is not None)
+        self._trace.reassign(gradients, "gradients")
+        self._trace.begin()
+        return loss
 
 
 def dry_config(config: Trainer.Config, parallelised: Callable[[], Any]) -> Trainer.Config:
@@ -208,6 +195,9 @@ def dry_config(config: Trainer.Config, parallelised: Callable[[], Any]) -> Train
         compile=dataclasses.replace(config.compile, enable=False),
         checkpoint=dataclasses.replace(config.checkpoint, enable=False),
         metrics=dataclasses.replace(config.metrics, enable_tensorboard=False, enable_wandb=False),
+        wlb=dataclasses.replace(
+            config.wlb, trace_every=0, pipeline=dataclasses.replace(config.wlb.pipeline, check_lengths=False)
+        ),
         validator=dataclasses.replace(config.validator, enable=False),
     )
 

@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from wlb_titan.runtime.compat import AsyncCollectiveTensor, in_backward_pass
+from wlb_titan.runtime.compat import AsyncCollectiveTensor, FakeTensor, FakeTensorMode, in_backward_pass
 
 SNAPSHOT_STEP = 1.002
 """A peak this much above the last one is looked at again: taking it apart costs more than an operation."""

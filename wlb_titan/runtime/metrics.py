@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -48,7 +47,19 @@ class MetricsProcessor(titan.MetricsProcessor):
         self._path = os.path.join(dump_folder, FILE_NAME)
         self._validation_path = os.path.join(dump_folder, VALIDATION_FILE_NAME)
         self._file: TextIO | None = None
-        self.step_figures: Callable[[], dict[str, Any]] = dict  # the trainer's, of the step being logged
+        self._steps = self._tokens = 0  # since the last report
+        self._flops = 0.0
+
+    def count(self, tokens: int, flops: float) -> None:
+        """Takes note of a step.
+
+        Args:
+            tokens: of documents in the whole job, without padding.
+            flops: of the model on them.
+        """
+        self._steps += 1
+        self._tokens += tokens
+        self._flops += flops
 
     def log(
         self,
@@ -58,32 +69,30 @@ class MetricsProcessor(titan.MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        """Reports one step.
+        """Reports one step; times and rates are means over the steps since the last report.
 
         Args:
             step: optimizer step, from 1.
-            global_avg_loss: loss per valid token over the whole job.
-            global_max_loss: largest loss per valid token of a rank.
+            global_avg_loss: loss per token with a label over the whole job.
+            global_max_loss: largest such loss of a rank.
             grad_norm: norm of the gradient before clipping.
-            extra_metrics: torchtitan's own extras, such as learning rates.
+            extra_metrics: what the plan says of the step; torchtitan's own, such as learning rates.
 
-        What the plan says comes from `step_figures`; docs/metrics.md lists every key.
+        docs/metrics.md lists every key.
         """
-        seconds = time.perf_counter() - self.time_last_log
-        extra = self.step_figures() | (extra_metrics or {})
-        tokens_per_second = extra.get("tokens", 0) / seconds
-        flops = extra.pop("flops", None)
-        if flops is not None and self._peak_flops is not None:
-            extra["mfu_documents"] = flops / (seconds * self._peak_flops)
+        elapsed, steps = time.perf_counter() - self.time_last_log, max(self._steps, 1)
+        extra = dict(extra_metrics or {})
+        if self._peak_flops is not None:
+            extra["mfu_documents"] = self._flops / (elapsed * self._peak_flops)
         memory = self.device_memory_monitor.get_peak_stats()
         record = {
             "step": step,
             "loss": global_avg_loss,
             "max_loss": global_max_loss,
             "grad_norm": grad_norm,
-            "seconds": seconds,
-            "tokens_per_second": tokens_per_second,
-            "data_loading_seconds": sum(self.data_loading_times),
+            "seconds": elapsed / steps,
+            "tokens_per_second": self._tokens / elapsed,
+            "data_loading_seconds": sum(self.data_loading_times) / steps,
             "memory_gib": max(memory.max_reserved_gib, 0.0),  # not known on the CPU
             **extra,
         }
@@ -93,7 +102,8 @@ class MetricsProcessor(titan.MetricsProcessor):
                 self._file = _open_before(self._path, step)
             self._file.write(json.dumps(record) + "\n")
             logger.info(_console_line(record))
-        self.ntokens_since_last_log = 0
+        self._steps = self._tokens = 0
+        self._flops = 0.0
         self.data_loading_times.clear()
         self.time_last_log = time.perf_counter()
         self.device_memory_monitor.reset_peak_stats()

@@ -44,6 +44,7 @@ def llama3_debug() -> Trainer.Config:
     )
     config.optimizer = default_adamw(lr=3e-3)
     config.lr_scheduler = LRSchedulersContainer.Config(warmup_steps=2)
+    config.metrics.log_freq = 1
     return config
 
 
@@ -136,7 +137,7 @@ def _llama(size: str) -> Trainer.Config:
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=200),
         training=TrainingConfig(local_batch_size=4, seq_len=65536, steps=1000, disable_cuda_graphs=True),
         parallelism=ParallelismConfig(spmd_backend="spmd_types"),
-        metrics=MetricsProcessor.Config(log_freq=1, disable_color_printing=True),
+        metrics=MetricsProcessor.Config(disable_color_printing=True),
         checkpoint=CheckpointManager.Config(interval=500, last_save_model_only=False),
         activation_checkpoint=SelectiveDocumentAC.Config(),
     )

@@ -41,6 +41,7 @@ def train(path: str, overrides: tuple[str, ...], rank: int) -> None:
     Raises:
         UserError: the experiment cannot run as it is; nothing was started.
     """
+    allow_segments_to_grow()
     from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
     on_cpu = use_cpu_without_accelerator()
@@ -78,6 +79,16 @@ def train(path: str, overrides: tuple[str, ...], rank: int) -> None:
         with open(os.path.join(config.dump_folder, "config.toml"), "w") as file:
             file.write(resolved.to_toml())
     _run(config)
+
+
+def allow_segments_to_grow() -> None:
+    """Has torch map memory as it is needed, unless the user configured its allocator. For before CUDA starts.
+
+    Micro-batches of other lengths ask for blocks of other sizes at every step; segments of a fixed size would
+    be cut into pieces that fit none of them.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _run(config) -> None:

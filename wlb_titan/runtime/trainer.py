@@ -9,6 +9,8 @@ it they are accumulated one by one.
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -18,24 +20,25 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.metrics import MetricsProcessor as TitanMetricsProcessor
 from torchtitan.components.validate import Validator as TitanValidator
+from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer as TorchtitanTrainer
 
 from wlb_titan.config.settings import WlbSettings
 from wlb_titan.corpus import Corpus
 from wlb_titan.planner.pipeline_runs import PipelineRuns
-from wlb_titan.planner.plan import LENGTH, MicroBatch
-from wlb_titan.runtime.compile import compile_each_length
-from wlb_titan.runtime.dataloader import PlannedDataLoader
+from wlb_titan.planner.plan import LENGTH, Plan
+from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
 from wlb_titan.runtime.imbalance import rank_imbalance
-from wlb_titan.runtime.inputs import rank_inputs
+from wlb_titan.runtime.inputs import Item, to_device
 from wlb_titan.runtime.lengths import length_divisor
-from wlb_titan.runtime.memory import describe_memory, longest_micro_batch, measured_memory
+from wlb_titan.runtime.memory import describe_memory, measured_memory
 from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank
 from wlb_titan.runtime.pass_timer import PassTimer
 from wlb_titan.runtime.pipeline_schedules import pipeline_shape
 from wlb_titan.runtime.shape import model_shape
 from wlb_titan.runtime.step_trace import StepTrace
+from wlb_titan.runtime.timeouts import train_timeout
 from wlb_titan.runtime.validator import Validator
 
 
@@ -53,15 +56,14 @@ class Trainer(TorchtitanTrainer):
     def __init__(self, config: Config) -> None:
         corpus = Corpus.open(config.wlb.corpus.path)
         assert config.model_spec is not None
+        timeout, self._timeout_reason = train_timeout(config)
         config = dataclasses.replace(
             config,
+            comm=dataclasses.replace(config.comm, train_timeout_seconds=timeout),
             hf_assets_path=str(corpus.tokenizer_path),
             dataloader=dataloader_config(config),
         )
-        if config.compile.enable:
-            compile_each_length(-(-longest_micro_batch(config) // length_divisor(config)))
         super().__init__(config)
-        self.metrics_processor.step_figures = self.step_figures
         self.timer = self.pp_schedule.timer if self.parallel_dims.pp_enabled else PassTimer(self.device)
         self.step_trace = StepTrace(
             self.timer,
@@ -70,10 +72,10 @@ class Trainer(TorchtitanTrainer):
             writer=metrics_rank(self.parallel_dims, config.parallelism.pipeline_parallel_schedule),
             folder=config.dump_folder,
         )
+        if self.parallel_dims.cp_enabled:
+            self.planned.context_rank = self.parallel_dims.get_mesh("cp").get_local_rank()
         if self.parallel_dims.pp_enabled:
             self.pp_schedule.check_lengths = config.wlb.pipeline.check_lengths
-        else:
-            self.gradient_accumulation_steps *= config.training.local_batch_size
         if self.device.type == "cpu":
             # gloo has no premultiplied sum, which FSDP would use for its gradient scaling.
             for part in self.model_parts:
@@ -85,29 +87,21 @@ class Trainer(TorchtitanTrainer):
     def planned(self) -> PlannedDataLoader:
         return cast(PlannedDataLoader, self.dataloader)
 
+    def batch_generator(self, data_iterable: PlannedDataLoader) -> Iterator[Step]:
+        """The loader's steps; the metrics get the seconds that each was waited for."""
+        steps = iter(data_iterable)
+        while True:
+            begin = time.perf_counter()
+            step = next(steps)
+            self.metrics_processor.data_loading_times.append(time.perf_counter() - begin)
+            yield step
+
     def post_dataloading_process(
-        self, input_dict: dict[str, Any], labels: torch.Tensor
+        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """Cuts this context-parallel rank's share out of a micro-batch and makes its attention mask.
-
-        Args:
-            input_dict: "input" and "positions", int64 (1, L), and the "micro_batch" they belong to.
-            labels: int64 (1, L).
-
-        Returns:
-            as `rank_inputs`.
-        """
-        inputs, positions = input_dict["input"], input_dict["positions"]
-        micro_batch: MicroBatch = input_dict["micro_batch"]
-        self.ntokens_seen += micro_batch.length // self.parallel_dims.cp
-        return rank_inputs(
-            self.parallel_dims,
-            inputs,
-            labels,
-            positions,
-            micro_batch.documents[:, LENGTH],
-            micro_batch.ranks,
-        )
+        """Starts the copies of a micro-batch to the device; see `to_device`."""
+        self.ntokens_seen += labels.numel()
+        return to_device(input_dict, labels, self.device)
 
     def forward_backward_step(self, **arguments: Any) -> torch.Tensor:
         if self.parallel_dims.pp_enabled:
@@ -117,17 +111,70 @@ class Trainer(TorchtitanTrainer):
         self.timer.first += 1
         return loss
 
-    def train_step(self, data_iterator: Iterator[Any]) -> None:
-        self.step_trace.begin(self.step)
-        super().train_step(data_iterator)
-        assert self.planned.plan is not None
-        self.step_trace.end(self.step, self.planned.plan)  # where the step was not logged
+    def train_step(self, data_iterator: Iterator[Step]) -> None:
+        """One optimizer step; only a step that is logged or traced waits for the device.
 
-    def step_figures(self) -> dict[str, Any]:
+        It takes the place of torchtitan's, which waits for the device at every copy, and which asks all ranks
+        for a number that the plan knows: how many tokens of the step have a label.
+        """
+        step = next(data_iterator)
+        self.step_trace.begin(self.step)
+        self.optimizers.zero_grad()
+        learning_rates = self.lr_schedulers.get_metrics()
+        labels = torch.full((), step.labels, dtype=torch.int64, device=self.device)
+        losses = [self._forward_backward(group, labels) for group in self._groups(step.items)]
+        grad_norm = dist_utils.clip_grad_norm_(
+            [parameter for part in self.model_parts for parameter in part.parameters()],
+            self.config.training.max_norm,
+            foreach=True,
+            pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
+            ep_enabled=self.parallel_dims.ep_enabled,
+        )
+        self.checkpointer.maybe_wait_for_staging()
+        self.optimizers.step()
+        self.lr_schedulers.step()
+        self.metrics_processor.count(step.plan.tokens, self._flops(step.plan))
+        if self.metrics_processor.should_log(self.step):
+            self._log(step, torch.stack(losses).sum(), grad_norm, learning_rates)
+        self.step_trace.end(self.step, step.plan)  # where the step was not logged
+
+    def _groups(self, items: list[Item]) -> Iterator[list[Item]]:
+        """What goes through the model together: the micro-batches of a pipeline run, or a single one."""
+        size = self.config.training.local_batch_size if self.parallel_dims.pp_enabled else 1
+        for first in range(0, len(items), size):
+            yield items[first : first + size]
+
+    def _forward_backward(self, group: list[Item], labels: torch.Tensor) -> torch.Tensor:
+        """The group's part of the loss: its sum on this rank over the labels of the whole job."""
+        inputs, targets = [item for item, _ in group], [own for _, own in group]
+        if not self.parallel_dims.pp_enabled:
+            (inputs,), (targets,) = inputs, targets
+        return self.forward_backward_step(
+            input_dict=inputs, labels=targets, global_valid_tokens=labels
+        ).detach()
+
+    def _log(
+        self, step: Step, loss: torch.Tensor, grad_norm: torch.Tensor, learning_rates: dict[str, float]
+    ) -> None:
+        """Reports a step; every rank takes part.
+
+        Raises:
+            RuntimeError: the loss is not finite.
+        """
+        mesh = self.parallel_dims.get_optional_mesh("loss")
+        own_mean = loss * (step.labels / max(step.own_labels, 1))
+        mean, largest = dist_utils.dist_sum(loss, mesh), dist_utils.dist_max(own_mean, mesh)
+        if not math.isfinite(mean):
+            raise RuntimeError(f"The loss of step {self.step} is {mean}; training stops.")
+        seen = torch.tensor(self.ntokens_seen, dtype=torch.int64, device=self.device)
+        extra = {"n_tokens_seen": dist_utils.dist_sum(seen, mesh), **learning_rates}
+        self.metrics_processor.log(
+            self.step, mean, largest, float(grad_norm), extra | self._step_figures(step)
+        )
+
+    def _step_figures(self, step: Step) -> dict[str, Any]:
         """What the plan of the current step says, for metrics.jsonl."""
-        plan = self.planned.plan
-        assert plan is not None
-        lengths = np.concatenate([m.documents[:, LENGTH] for m in plan.micro_batches])
+        plan = step.plan
         return {
             "tokens": plan.tokens,
             "padding": plan.padding,
@@ -142,8 +189,12 @@ class Trainer(TorchtitanTrainer):
             "plan_ms": plan.plan_ms,
             **self.step_trace.end(self.step, plan),
             **measured_memory(self.parallel_dims, self.device),
-            "flops": self.planned.config.shape.flops(lengths),
         }
+
+    def _flops(self, plan: Plan) -> float:
+        """Of the model on the step's documents."""
+        lengths = np.concatenate([m.documents[:, LENGTH] for m in plan.micro_batches])
+        return self.planned.config.shape.flops(lengths)
 
     def close(self) -> None:
         self.planned.close()
@@ -156,6 +207,11 @@ class Trainer(TorchtitanTrainer):
         )
         for line in describe_memory(self.config, self.parallel_dims):
             logger.info(line)
+        comm = self.config.comm
+        logger.info(
+            f"A rank that does not answer is given up after {comm.init_timeout_seconds} s in the first step, "
+            f"{comm.train_timeout_seconds} s from then on ({self._timeout_reason})"
+        )
         super().train()
         if self.planned.plan is None and self.step >= self.config.training.steps:
             logger.warning(

@@ -120,8 +120,8 @@ def _check_batch(config: Trainer.Config, dims: ParallelDims) -> None:
 
 
 def _check_lengths(config: Trainer.Config) -> None:
-    if (multiple := config.wlb.packing.length_multiple) is not None and multiple < 1:
-        raise UserError(f'wlb.packing.length_multiple: at least 1 token, or "none", got {multiple}.')
+    if (multiple := config.wlb.packing.length_multiple) < 1:
+        raise UserError(f"wlb.packing.length_multiple: at least 1 token, got {multiple}.")
     divisor = length_divisor(config)
     if config.training.seq_len % divisor != 0:
         raise UserError(

@@ -18,7 +18,7 @@ from torchtitan.components import validate as titan
 from torchtitan.distributed import ParallelDims
 
 from wlb_titan.planner import sharding
-from wlb_titan.runtime.inputs import rank_inputs
+from wlb_titan.runtime.inputs import rank_item, to_device
 
 
 class Validator(titan.Validator):
@@ -42,20 +42,25 @@ class Validator(titan.Validator):
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, model_parts: list[nn.Module]
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """This rank's share of a sequence, sharded per sequence, and its mask; see `rank_inputs`."""
-        inputs, positions = input_dict["input"], input_dict["positions"]
+        """This rank's share of a sequence, sharded per sequence, and its mask; see `rank_item`."""
+        device = labels.device
+        tokens, positions, targets = (
+            x[0].cpu().numpy() for x in (input_dict["input"], input_dict["positions"], labels)
+        )
         lengths = document_lengths(positions)
         cp = self.parallel_dims.cp
-        shards = sharding.per_sequence(lengths, inputs.shape[1], cp) if cp > 1 else None
-        return rank_inputs(self.parallel_dims, inputs, labels, positions, lengths, shards)
+        shards = sharding.per_sequence(lengths, len(tokens), cp) if cp > 1 else None
+        rank = self.parallel_dims.get_mesh("cp").get_local_rank() if cp > 1 else 0
+        item, mine = rank_item(tokens, targets, positions, lengths, shards, rank)
+        return to_device(item, mine, device)
 
 
-def document_lengths(positions: torch.Tensor) -> NDArray[np.int64]:
+def document_lengths(positions: NDArray[np.int64]) -> NDArray[np.int64]:
     """Tokens of the documents of one sequence, read off its positions.
 
     Args:
-        positions: int64 (1, L), each token's place in its document; a document begins where it is 0, and
-            what the sequence begins with is a document too.
+        positions: int64 (L,), each token's place in its document; a document begins where it is 0, and what
+            the sequence begins with is a document too.
     """
-    begins = np.flatnonzero(positions[0].cpu().numpy() == 0)
-    return np.diff(np.unique([0, *begins, positions.shape[1]]))
+    begins = np.flatnonzero(positions == 0)
+    return np.diff(np.unique([0, *begins, len(positions)]))

@@ -1,0 +1,56 @@
+"""The base `watching:config`, whose trainer writes which operations of a step would wait for the device."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from bases import llama
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from wlb_titan.runtime.trainer import Trainer
+
+FILE = "waits-{rank}.jsonl"
+WAITS = {
+    "aten._local_scalar_dense.default",  # item(), float(), a tensor as a condition
+    "aten.equal.default",
+    "aten.masked_select.default",
+    "aten.nonzero.default",
+    "aten.repeat_interleave.Tensor",
+    "aten._unique2.default",
+}
+
+
+class Watch(TorchDispatchMode):
+    """Notes the operations on an accelerator's tensors for which the host would wait, and counts all."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits, self.operations = [], 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.operations += 1
+        if str(operation) in WAITS:
+            self.waits.append(str(operation))
+        return operation(*args, **(kwargs or {}))
+
+
+class WatchingTrainer(Trainer):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        pass
+
+    def train_step(self, data_iterator):
+        with Watch() as watch:
+            super().train_step(data_iterator)
+        path = Path(self.config.dump_folder) / FILE.format(rank=dist.get_rank())
+        record = {"waits": watch.waits, "operations": watch.operations}
+        lines = path.read_text().splitlines() if path.exists() else []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join([*lines, json.dumps(record)]) + "\n")
+
+
+def config() -> WatchingTrainer.Config:
+    base = llama()
+    return WatchingTrainer.Config(**{f.name: getattr(base, f.name) for f in dataclasses.fields(base)})

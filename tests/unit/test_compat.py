@@ -1,0 +1,107 @@
+"""The private names of torch and torchtitan that the runtime uses are as they were when it was written.
+
+A failure after an upgrade names what changed; wlb_titan/runtime/compat.py says what it is for and what to do.
+"""
+
+import hashlib
+import inspect
+
+import pytest
+
+from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+
+use_cpu_without_accelerator()
+
+import torch.distributed.pipelining.stage as stage_module  # noqa: E402
+import torchtitan.distributed.pipeline_parallel as titan_pipeline  # noqa: E402
+from torch.distributed.pipelining import PipelineStage  # noqa: E402
+from torchtitan.components.validate import Validator  # noqa: E402
+from torchtitan.trainer import Trainer  # noqa: E402
+
+from wlb_titan.runtime import compat  # noqa: E402
+
+PARAMETERS = {
+    "AsyncCollectiveTensor": "elem",
+    "FakeTensor": (
+        "fake_mode_or_elem elem device constant real_tensor pytype dispatch_keys fake_mode fake_device "
+        "_fake_device requires_grad _is_param state"
+    ),
+    "FakeTensorMode": "allow_fallback_kernels allow_non_fake_inputs shape_env static_shapes export",
+    "PipelineSchedule": (
+        "n_microbatches loss_fn args_chunk_spec kwargs_chunk_spec output_merge_spec scale_grads"
+    ),
+    "RecvInfo": "input_name source tensor_meta is_root_arg",
+    "StageMeta": "inputs outputs input_grads output_grads",
+    "TensorMeta": "shape stride dtype requires_grad",
+    "build_pipeline_schedule": "parallelism local_batch_size stages loss_fn backward_requires_autograd",
+    "ensure_receives_drained": "recv_info_by_microbatch",
+    "in_backward_pass": "",
+    "maybe_mark_dynamic": "t index min max",
+    "metrics_rank_of": "parallel_dims pp_schedule",
+    "modules_of_stages": "num_stages num_layers input_weight output_weight",
+    "pipeline_metadata": "parallel_dims parallelism model_config",
+    "split_into_stages": "whole_model pp_mesh pp_schedule device module_names_per_stage get_mesh",
+}
+OVERRIDDEN = {
+    "forward_one_chunk": "self fwd_chunk_id args kwargs save_forward_output",
+    "backward_one_chunk": "self bwd_chunk_id loss full_backward last_backward",
+    "backward_weight_one_chunk": "self bwd_chunk_id last_backward",
+    "backward_maybe_with_nosync": "self backward_type bwd_kwargs last_backward",
+    "get_bwd_send_ops": "self bwd_chunk_id",
+    "get_local_bwd_output": "self mb_index",
+    "set_local_bwd_input": "self next_stage_bwd_outputs mb_index",
+    "_prepare_forward_infra": "self num_microbatches args kwargs has_backward",
+    "_prepare_backward_infra": "self num_microbatches loss_fn target received_grad_meta loss_kwargs",
+    "_pre_metadata_inference_backup": "self",
+    "_post_metadata_inference_cleanup": "self",
+}
+ATTRIBUTES = (
+    "args_recv_info",
+    "grad_recv_info",
+    "act_send_info",
+    "chunks",
+    "_stage_meta",
+    "_runtime_validate",
+    "_user_meta",
+)
+# Whole functions that ours take the place of: a new version may do more in them.
+REPLACED = {
+    "Trainer.train_step": (Trainer.train_step, "911f8077fc17"),
+    "Trainer.forward_backward_step": (Trainer.forward_backward_step, "c7b14c5ae60b"),
+    "Trainer.pp_forward_backward_step": (Trainer.pp_forward_backward_step, "cabc5cbf434e"),
+    "Trainer.batch_generator": (Trainer.batch_generator, "8e05c5915a0a"),
+    "Validator.validate": (Validator.validate, "36d6da077e3f"),
+    "pipeline_llm": (titan_pipeline.pipeline_llm, "b69a9f5b0c9f"),
+}
+
+
+def parameters(function) -> str:
+    return " ".join(inspect.signature(function).parameters)
+
+
+def test_every_private_name_is_in_the_contract():
+    assert PARAMETERS.keys() == set(compat.__all__)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_private_names_take_what_they_took(name):
+    assert parameters(getattr(compat, name)) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_overridden_methods_of_a_stage_take_what_they_took(name):
+    assert parameters(getattr(PipelineStage, name)) == OVERRIDDEN[name]
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_a_stage_still_reads_what_ours_sets(name):
+    assert f"self.{name}" in inspect.getsource(stage_module)
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_replaced_functions_are_what_they_were(name):
+    function, digest = REPLACED[name]
+    source = inspect.getsource(function)
+    assert hashlib.sha256(source.encode()).hexdigest()[:12] == digest, (
+        f"torchtitan's {name} is not what ours was written against: compare the two, then renew the digest"
+    )

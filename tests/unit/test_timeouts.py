@@ -1,0 +1,51 @@
+"""Ranks wait for one another as long as the job may need, and the user's own bound holds."""
+
+import dataclasses
+from copy import deepcopy
+
+import pytest
+
+from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+
+use_cpu_without_accelerator()
+
+from wlb_titan.runtime.registry import base_config  # noqa: E402
+from wlb_titan.runtime.timeouts import predicted_step, train_timeout  # noqa: E402
+
+
+@pytest.fixture
+def config():
+    return deepcopy(base_config("llama2_7b"))
+
+
+def test_a_small_job_keeps_the_default():
+    assert train_timeout(base_config("llama3_debug")) == (100, "the default")
+
+
+def test_a_long_step_is_waited_for(config):
+    config.training = dataclasses.replace(config.training, seq_len=2**20, local_batch_size=16)
+    seconds, reason = train_timeout(config)
+    assert seconds == pytest.approx(10 * predicted_step(config), abs=1)
+    assert seconds > 100 and reason == "10 predicted steps"
+
+
+def test_longer_micro_batches_are_waited_for_longer(config):
+    fixed = predicted_step(config)
+    config.wlb.packing.policy = "wlb"
+    config.wlb.packing.max_length = 3 * config.training.seq_len
+    assert predicted_step(config) == pytest.approx(3 * fixed)
+
+
+def test_compiling_and_solving_are_added(config):
+    plain, _ = train_timeout(config)
+    config.compile.enable = True
+    compiled, _ = train_timeout(config)
+    config.wlb.packing.policy, config.wlb.packing.time_limit = "fixed_solver", 30.0
+    solved, reason = train_timeout(config)
+    assert compiled - plain >= 300 and solved - compiled == 30
+    assert "compiling" in reason and "solver" in reason
+
+
+def test_the_user_s_bound_holds(config):
+    config.comm.train_timeout_seconds, config.compile.enable = 7, True
+    assert train_timeout(config) == (7, "as comm.train_timeout_seconds says")
