@@ -8,7 +8,7 @@ from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
 use_cpu_without_accelerator()
 
-LAYERS, WIDTH, INNER, TOKENS = 4, 128, 384, 48
+LAYERS, WIDTH, QKV, INNER, TOKENS = 4, 128, 256, 384, 48
 
 
 class Products(TorchDispatchMode):
@@ -43,7 +43,7 @@ def run(checkpointing):
         output = model(torch.arange(TOKENS).unsqueeze(0), positions=positions, attention_masks=mask)
     kept = {}
     for _, number, what in trace.now().largest:
-        for width in (WIDTH, INNER, 3 * WIDTH):
+        for width in (WIDTH, QKV, INNER):
             if f"aten.mm.default ({TOKENS}, {width})" in what:
                 kept[width] = number
     with products:
@@ -56,12 +56,12 @@ def test_w2s_output_is_not_kept_and_not_made_again():
 
     from wlb_titan.runtime.activation_checkpoint import SelectiveDocumentAC
 
-    all_kept, all_products, gradients = run(None)
+    _, all_products, gradients = run(None)
     titans, titans_products, _ = run(SelectiveAC.Config())
     ours, our_products, our_gradients = run(SelectiveDocumentAC.Config())
-    # QKV is as wide as w1 here: both are kept. What is as wide as the model is wo's or w2's.
-    assert titans == {INNER: 2 * LAYERS, WIDTH: LAYERS}
-    assert ours == {INNER: 2 * LAYERS}
+    # Kept are QKV's and w1's outputs; of what is as wide as the model, wo's is not kept by either.
+    assert titans == {QKV: LAYERS, INNER: LAYERS, WIDTH: LAYERS}
+    assert ours == {QKV: LAYERS, INNER: LAYERS}
     # Made again are wo's and w3's outputs; torchtitan has kept w2's.
     assert our_products == all_products + 2 * LAYERS == titans_products
     torch.testing.assert_close(our_gradients, gradients)

@@ -9,8 +9,8 @@ Overridden or set on torch's own classes, without an import, and covered by the 
 - `PipelineStage.args_recv_info`, `grad_recv_info`, `act_send_info`, `chunks`, `_stage_meta`,
   `_runtime_validate`: how a stage knows what it receives and sends (torch.distributed.pipelining.stage).
   If they go, `PlannedStage.set_micro_batch_lengths` has to tell the lengths to their successor.
-- `PipelineStage._user_meta`: what a stage's maker says of shapes; complete, so that nothing is inferred. Without
-  it: pass `input_args` and `output_args` to torch's constructor.
+- `PipelineStage._user_meta`: what a stage's maker says of shapes; complete, so that nothing is inferred.
+  Without it: pass `input_args` and `output_args` to torch's constructor.
 - `CheckpointWrapper.checkpoint_fn` (torch.distributed.algorithms): how a block is checkpointed, where
   torchtitan sets no early stop. Without it: no early stop, at the price of one matrix product a layer.
 - `PipelineStage._prepare_forward_infra`, `_prepare_backward_infra`, `_pre_metadata_inference_backup`,

@@ -118,11 +118,15 @@ class DryTrainer(Trainer):
     def _collectives(self, trace: MemoryTrace) -> list[dict[str, Any]]:
         """Number and GiB of the step's collectives by kind and mesh axis, the largest first."""
         names = self._group_names()
-        found = [
-            {"kind": kind, "over": names.get(group, group), "number": number, "gib": size / GIB}
-            for (kind, group), (number, size) in trace.collectives.items()
+        found: dict[tuple[str, str], tuple[int, int]] = {}
+        for (kind, group), (number, size) in trace.collectives.items():
+            key = kind, names.get(group, group)  # an axis has a group in each of several meshes
+            before = found.get(key, (0, 0))
+            found[key] = (before[0] + number, before[1] + size)
+        return [
+            {"kind": kind, "over": axis, "number": number, "gib": size / GIB}
+            for (kind, axis), (number, size) in sorted(found.items(), key=lambda entry: -entry[1][1])
         ]
-        return sorted(found, key=lambda entry: -entry["gib"])
 
     def _group_names(self) -> dict[str, str]:
         """Mesh axes by the names of their process groups."""
