@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "cpu"
 BALANCED = ["--policy", "wlb_lazy:hybrid:best", "--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"]
 FILES = [f"llama2_{size}_{window}" for size in ("550m", "7b", "30b", "70b") for window in ("64k", "128k")]
 

@@ -18,7 +18,8 @@ A rank runs its passes in a fixed order, so its memory can be followed from pass
                        that counts but the largest sum of those in flight together. The last stage has its
                        output gathered over the tensor-parallel ranks, and keeps the inputs of micro-batches
                        that are done, and their gradients, until the step is over, because it keeps their
-                       losses. Token ids, positions and labels of all micro-batches are there throughout
+                       losses. Where the gradients of weights wait (zero bubble), all that their layers made
+                       again waits with them. Token ids, positions and labels are there throughout
 - backward             of the layer at hand: what a backward pass recomputes, its gradients, K and V; or what
                        a forward pass makes and does not keep
 - loss                 logits of one chunk and what the softmax needs; the gradient of the whole hidden state
@@ -35,7 +36,7 @@ the length of micro-batches (L_max) where none is set.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from wlb_titan.planner.analytic import ModelShape
@@ -280,6 +281,8 @@ class _Rank:
         self._own_layers = sum(layers[stage] for stage in self._stages)
         self._bytes = TokenBytes.of(model, degrees, settings)
         self._kept = {stage: self._bytes.kept * layers[stage] + self._output(stage) for stage in self._stages}
+        everything = TokenBytes.of(model, degrees, replace(settings, checkpointing="none")).kept
+        self._made_again = {stage: (everything - self._bytes.kept) * layers[stage] for stage in self._stages}
 
     def peak(self, lengths: Sequence[int], reduced: bool) -> RankMemory:
         """Its fullest pass in one run.
@@ -307,8 +310,11 @@ class _Rank:
             now = self._at(live, at_hand, loss, went_back, reduced, tokens)
             if fullest is None or now.total > fullest.total:
                 fullest = now
-            if kind in ("B", "W"):
+            if kind == "I":
+                live += length * self._made_again[stage]
+            elif kind != "F":
                 live -= length * self._kept[stage]
+                live -= length * self._made_again[stage] if kind == "W" else 0.0
                 tokens -= length
                 went_back.add(stage)
                 if self._degrees.pipeline == 1:

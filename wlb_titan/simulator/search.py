@@ -3,7 +3,7 @@
 Degrees of tensor and context parallelism are powers of two, tensor parallelism within a node and a divisor of
 the heads; pipelines have at most a rank for every layer; what is left is data parallelism. A candidate whose
 plain micro-batches do not fit memory is left out before it is planned. Balanced packing gets the longest
-micro-batches that fit, up to two context windows.
+micro-batches that fit, up to two context windows, which is the default of `max_length` everywhere.
 """
 
 from __future__ import annotations
