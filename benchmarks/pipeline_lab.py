@@ -89,6 +89,7 @@ class BenchTrainer(Trainer):
         if not hasattr(self, "_batches"):
             self._batches: Iterator[Any] = self.batch_generator(self.dataloader)
         self.step += 1
+        self.computed: list[float] = []
         dist.barrier()
         if passes:
             self.timer.start()
@@ -100,9 +101,21 @@ class BenchTrainer(Trainer):
             self.passes = self.timer.stop()
         return seconds
 
+    def forward_backward_step(self, **arguments: Any) -> torch.Tensor:
+        """As the trainer's; `self.computed` gets its processor time, which leaves waiting out."""
+        begin = time.thread_time()
+        loss = super().forward_backward_step(**arguments)
+        self.computed.append(time.thread_time() - begin)
+        return loss
 
-def make_config(folder: Path, name: str, *, window: int, micro_batches: int, layers: int) -> Trainer.Config:
-    """Two stages of a small Llama in float32, without checkpoints of any kind."""
+
+def make_config(
+    folder: Path, name: str, *, window: int, micro_batches: int, layers: int, replicas: int = 1
+) -> Trainer.Config:
+    """A small Llama in float32 on `replicas` data-parallel ranks under FSDP, or else on two stages.
+
+    Without checkpoints of any kind. `micro_batches` are those of a step of the whole job.
+    """
     config = base_config("llama3_debug")
     spec = config.model_spec
     assert spec is not None
@@ -113,10 +126,16 @@ def make_config(folder: Path, name: str, *, window: int, micro_batches: int, lay
     config.loss.loss_fn.global_vocab_size = VOCABULARY
     config.activation_checkpoint = None
     config.training = dataclasses.replace(
-        config.training, seq_len=window, local_batch_size=micro_batches, global_batch_size=-1, steps=10**6
+        config.training,
+        seq_len=window,
+        local_batch_size=micro_batches // replicas,
+        global_batch_size=-1,
+        steps=10**6,
     )
     config.parallelism = dataclasses.replace(
-        config.parallelism, pipeline_parallel_degree=STAGES, data_parallel_shard_degree=1
+        config.parallelism,
+        pipeline_parallel_degree=STAGES if replicas == 1 else 1,
+        data_parallel_shard_degree=replicas,
     )
     config.metrics = dataclasses.replace(config.metrics, log_freq=10**6)
     config.debug = dataclasses.replace(config.debug, enable_structured_logging=False, seed=0)

@@ -3,7 +3,7 @@
     python benchmarks/pipeline_speedup.py --output benchmarks/results/cpu/pipeline_speedup.json
 
 trains one small Llama (2 layers, width 128, 4 heads; float32; vocabulary 512) with a context window of 8192
-tokens, 4 micro-batches a step (lengths in multiples of 256), 1F1B on 2 stages. All variants train on the
+tokens, 4 micro-batches a step, 1F1B on 2 stages. All variants train on the
 same documents, none of which is cut, and take turns step by step in the same two processes. Before that,
 warm-up steps of `plain` give the times of passes, to which a d^2 + b d is fitted for each stage and
 direction: by it the policies pack, and the dependency graph predicts every step.
@@ -19,6 +19,7 @@ import platform
 import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -66,6 +67,32 @@ class Result:
     imbalance: list[float] = field(default_factory=list)
     measured_imbalance: list[float] = field(default_factory=list)
     bubble: list[float] = field(default_factory=list)
+
+    def add(
+        self,
+        plan: Plan,
+        *,
+        work: float,
+        predicted: float,
+        seconds: float,
+        measured_imbalance: float,
+        bubble: float,
+    ) -> None:
+        """Takes a step in."""
+        self.tokens += plan.tokens
+        self.work += work
+        self.predicted.append(predicted)
+        self.seconds.append(seconds)
+        self.imbalance.append(plan.imbalance)
+        self.measured_imbalance.append(measured_imbalance)
+        self.bubble.append(bubble)
+
+    def record(self) -> dict[str, Any]:
+        """For a JSON file."""
+        return asdict(self) | {
+            "tokens_per_second": self.tokens_per_second,
+            "work_per_second": self.work_per_second,
+        }
 
     @property
     def tokens_per_second(self) -> float:
@@ -149,16 +176,15 @@ def measure(folder: Path, steps: int, micro_batches: int) -> tuple[list[Result],
         for turn in range(len(VARIANTS)):
             which = (turn + number) % len(VARIANTS)  # so that none always follows the same other
             seconds, plan, ranks = step(trainers[which])
-            if number < 0:
-                continue
-            result = results[which]
-            result.tokens += plan.tokens
-            result.work += float(costs.seconds(plan).sum())
-            result.predicted.append(predicted_seconds(costs, plan))
-            result.seconds.append(seconds)
-            result.imbalance.append(plan.imbalance)
-            result.measured_imbalance.append(measured_imbalance(ranks))
-            result.bubble.append(bubble(ranks))
+            if number >= 0:
+                results[which].add(
+                    plan,
+                    work=float(costs.seconds(plan).sum()),
+                    predicted=predicted_seconds(costs, plan),
+                    seconds=seconds,
+                    measured_imbalance=measured_imbalance(ranks),
+                    bubble=bubble(ranks),
+                )
         if dist.get_rank() == 0:
             print(
                 f"{number + 1} of {steps}",
@@ -170,7 +196,7 @@ def measure(folder: Path, steps: int, micro_batches: int) -> tuple[list[Result],
     return results, costs
 
 
-def show(results: list[Result]) -> None:
+def show(results: list[Result], title: str) -> None:
     table = Table(
         *(
             "policy",
@@ -184,7 +210,7 @@ def show(results: list[Result]) -> None:
             "x",
             "predicted x",
         ),
-        title="two stages, one core each; x: relative to plain as packed",
+        title=title,
     )
     base = results[0]
     for one in results:
@@ -207,7 +233,7 @@ def main(steps: int, micro_batches: int, output: Path | None) -> None:
     with shared_folder() as folder:
         results, costs = measure(folder, steps, micro_batches)
     if dist.get_rank() == 0:
-        show(results)
+        show(results, "two stages, one core each; x: relative to plain as packed")
         if output is not None:
             record = {
                 "settings": {
@@ -218,11 +244,7 @@ def main(steps: int, micro_batches: int, output: Path | None) -> None:
                 "machine": platform.processor() or platform.machine(),
                 "torch": torch.__version__,
                 "seconds_per_d2_and_d": costs.coefficients.tolist(),
-                "variants": [
-                    asdict(r)
-                    | {"tokens_per_second": r.tokens_per_second, "work_per_second": r.work_per_second}
-                    for r in results
-                ],
+                "variants": [r.record() for r in results],
             }
             output.write_text(json.dumps(record, indent=1) + "\n")
     dist.destroy_process_group()

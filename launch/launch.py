@@ -55,12 +55,12 @@ def _resolve(
 
     use_cpu_without_accelerator()
     from wlb_titan.config import load_config
-    from wlb_titan.runtime.validation import degrees_product, validate_corpus
+    from wlb_titan.runtime.validation import degrees_product, validate_files
 
     world_size = nodes * processes_per_node
     resolved = load_config(config, overrides, world_size=world_size or None)
     if corpus_is_here:
-        resolved.check(validate_corpus)
+        resolved.check(validate_files)
     if not world_size:
         world_size = degrees_product(resolved.config)
         if world_size % nodes != 0:

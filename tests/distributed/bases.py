@@ -1,5 +1,7 @@
 """Bases of the tests: models cut down to a size that trains on a CPU in a second."""
 
+import dataclasses
+
 from torchtitan.models.qwen3 import config_registry
 
 from wlb_titan.runtime.registry import base_config
@@ -9,6 +11,16 @@ def llama():
     """The debug model with two of its four layers."""
     config = base_config("llama3_debug")
     config.model_spec.model.layers = config.model_spec.model.layers[:2]
+    return config
+
+
+def scaled_llama():
+    """The same with rotary positions as Llama 3.1 scales them, for a model that knew 64 tokens before."""
+    config = llama()
+    for layer in config.model_spec.model.layers:
+        layer.attention.rope = dataclasses.replace(
+            layer.attention.rope, theta=500000.0, scaling="llama", original_max_position_embeddings=64
+        )
     return config
 
 

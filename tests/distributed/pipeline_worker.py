@@ -33,7 +33,6 @@ from pipeline_reference import (  # noqa: E402
     valid_tokens,
 )
 from torch.distributed.tensor import DTensor  # noqa: E402
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
 
@@ -227,8 +226,7 @@ def run_soak(corpus, *, name, steps, multiple, cp=1, **options):
     """Steps of random lengths and counts; records of what the process holds, one every tenth step.
 
     Lengths are multiples of `multiple`; "lengths" counts the different ones so far. "resident" and
-    "allocated" are MiB: of the process as the system sees it, and what malloc has given out. The last record
-    is taken at the end.
+    "allocated" are MiB: of the process as the system sees it, and what malloc has given out.
     """
     _, trainer = build(corpus, name, cp=cp, micro_batches=8, **options)
     random = np.random.default_rng(0)
@@ -240,8 +238,6 @@ def run_soak(corpus, *, name, steps, multiple, cp=1, **options):
         trainer.optimizers.zero_grad()
         train_step(trainer, step_data(step, lengths, 1, cp), 0)
         trainer.optimizers.step()
-        if step == steps - 1:
-            _clear_sharding_prop_cache()
         if step % 10 == 9:
             gc.collect()
             records.append({"step": step + 1, "lengths": len(seen)} | memory_in_use())

@@ -50,10 +50,14 @@ RUNS = {
         "wlb",
         (*layout(cp=2, tp=2), "--activation_checkpoint.class", "FullAC", "--wlb.trace_every", "1"),
     ),
+    "cp2_gather_groups": (
+        "wlb",
+        (*layout(cp=2), *sharding("per_document"), "--wlb.sharding.gather_groups", "2"),
+    ),
     "cp2_compiled": (
         "wlb",
         (
-            *(*layout(cp=2), *sharding("hybrid")),
+            *(*layout(cp=2), *sharding("hybrid"), "--wlb.sharding.gather_groups", "2"),
             *("--compile.enable", "true", "--compile.backend", "aot_eager"),
         ),
     ),
@@ -75,7 +79,7 @@ def runs(lab):
         name: lab.experiment(name, *COMMON, *PACKING[packing], *overrides)
         for name, (packing, overrides) in RUNS.items()
     }
-    by_two = [name for name in experiments if "compiled" in name]
+    by_two = [name for name in experiments if "compiled" in name or "groups" in name]
     lab.run(2, [experiments[name] for name in by_two])
     lab.run(4, [experiment for name, experiment in experiments.items() if name not in by_two])
     return references, experiments

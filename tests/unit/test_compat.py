@@ -39,6 +39,7 @@ PARAMETERS = {
     "maybe_mark_dynamic": "t index min max",
     "metrics_rank_of": "parallel_dims pp_schedule",
     "modules_of_stages": "num_stages num_layers input_weight output_weight",
+    "owner_of": "config",
     "pipeline_metadata": "parallel_dims parallelism model_config",
     "split_into_stages": "whole_model pp_mesh pp_schedule device module_names_per_stage get_mesh",
 }
@@ -86,6 +87,10 @@ def test_every_private_name_is_in_the_contract():
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_private_names_take_what_they_took(name):
     assert parameters(getattr(compat, name)) == PARAMETERS[name]
+
+
+def test_a_configuration_knows_what_it_builds():
+    assert compat.owner_of(Validator.Config(steps=1)) is Validator
 
 
 @pytest.mark.parametrize("name", OVERRIDDEN)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from wlb_titan.commands.main import main
 from wlb_titan.config import load_config
+from wlb_titan.config.build import dotted
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -41,6 +42,10 @@ WRONG = {
     "value that is not among the options": (
         {"t": 'base = "llama3_debug"\n[wlb.packing]\npolicy = "fancy"'},
         ['t.toml:3: wlb.packing.policy = "fancy": expected one of "plain"'],
+    ),
+    "groups of heads that do not divide": (
+        {"t": 'base = "llama3_debug"\n[wlb.sharding]\ngather_groups = 3'},
+        ["t.toml:3: wlb.sharding.gather_groups = 3:", "the 2 key heads", "a divisor of 2"],
     ),
     "value that torchtitan rejects": (
         {"t": 'base = "llama3_debug"\n[compile]\nenable_async_tensor_parallel = true'},
@@ -118,6 +123,49 @@ WRONG = {
         },
         ['t.toml:2: wlb.pipeline.order = "best":', "the schedule is LoopedBFS", "'longest_first'"],
     ),
+    "sliding windows": (
+        {"t": 'base = "torchtitan.models.muse_glimmer.config_registry:muse_glimmer_30b"'},
+        ["t.toml:1: base = ", "layers.0.attention and 38 more: a sliding window of 2048 tokens", "models.md"],
+    ),
+    "CUDA graphs": (
+        {"t": 'base = "llama3_debug"\n[training]\ndisable_cuda_graphs = false'},
+        ["t.toml:3: training.disable_cuda_graphs = false: a CUDA graph replays one length"],
+    ),
+    "type checking of layouts": (
+        {"t": 'base = "llama3_debug"\ndebug.spmd_typechecking = true'},
+        ["t.toml:2: debug.spmd_typechecking = true: torchtitan cannot follow"],
+    ),
+    "one process for all ranks": (
+        {"t": 'base = "llama3_debug"\ncomm.mode = "local_tensor"'},
+        ['t.toml:2: comm.mode = "local_tensor": "local_tensor" lets one process'],
+    ),
+    "torchtitan's sharding of tokens": (
+        {"t": 'base = "llama3_debug"\nparallelism.context_parallel_load_balancer = "ptrr"'},
+        ["t.toml:2: parallelism.context_parallel_load_balancer = ", "no effect", "wlb.sharding.policy"],
+    ),
+    "torchtitan's own validation": (
+        {"t": 'base = "llama3_debug"\nvalidator.class = "torchtitan.components.validate:Validator"'},
+        ["t.toml:2: validator.class = ", "only wlb_titan.runtime.validator:Validator"],
+    ),
+    "weights that would not be loaded": (
+        {"t": 'base = "llama3_debug"\ncheckpoint.initial_load_path = "/weights"'},
+        ["t.toml:2: checkpoint.initial_load_path = ", "checkpoint.enable is false"],
+    ),
+    "weights from nowhere": (
+        {"t": 'base = "llama3_debug"\n[checkpoint]\nenable = true\ninitial_load_in_hf = true'},
+        ["t.toml:4: checkpoint.initial_load_in_hf = true:", "set checkpoint.initial_load_path"],
+    ),
+    "an override that brings its own attention": (
+        {"t": 'base = "llama3_debug"\noverride.imports = ["overriding.with_varlen"]'},
+        [
+            't.toml:2: override.imports = ["overriding.with_varlen"]: the model has ',
+            "layers.0.attention.inner_attention and 3 more: torchtitan.models.common.attention:Varlen",
+        ],
+    ),
+    "an override that is not there": (
+        {"t": 'base = "llama3_debug"\noverride.imports = ["nowhere.at_all"]'},
+        ["t.toml:2: override.imports = ", "nowhere"],
+    ),
     "no such corpus": (
         {"t": 'base = "llama3_debug"\nwlb.corpus.path = "nowhere"'},
         ["t.toml:", "nowhere", "wlb-titan prepare"],
@@ -147,6 +195,29 @@ def run(*arguments: str):
 def here(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+OVERRIDING = """\
+from torchtitan.config import override
+from torchtitan.models.common.attention import VarlenAttention
+
+from wlb_titan.runtime.attention import DocumentAttention
+
+
+@override(target=DocumentAttention.Config)
+def with_varlen(config):
+    return VarlenAttention.Config()
+"""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def overriding(tmp_path_factory):
+    """A module with an override, as a user would write one."""
+    folder = tmp_path_factory.mktemp("overriding")
+    (folder / "overriding.py").write_text(OVERRIDING)
+    sys.path.insert(0, str(folder))
+    yield
+    sys.path.remove(str(folder))
 
 
 @pytest.mark.parametrize("mistake", WRONG)
@@ -253,7 +324,7 @@ SETTINGS = {
     "training.local_batch_size": st.sampled_from([4, 8]),
     "parallelism.pipeline_parallel_degree": DEGREES,
     "parallelism.context_parallel_degree": DEGREES,
-    "parallelism.context_parallel_load_balancer": st.sampled_from(["headtail", "none"]),
+    "parallelism.pipeline_parallel_layers_per_stage": st.sampled_from([3, "none"]),
     "debug.seed": st.integers(0, 9) | st.just("none"),
     "activation_checkpoint": st.sampled_from(
         ["none", {"class": "FullAC"}, {"class": "SelectiveAC", "debug": True}, {"preserve_rng_state": False}]
@@ -301,9 +372,41 @@ def test_torchtitan_s_own_bases_round_trip(here):
     assert without_model(load_config("saved.toml")) == without_model(resolved)
 
 
-@pytest.mark.parametrize("file", sorted(REPOSITORY.glob("train_configs/*.toml")), ids=lambda path: path.stem)
+FILES = sorted(REPOSITORY.glob("train_configs/*.toml"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
 def test_the_files_that_come_with_the_project(file):
     load_config(file)
+
+
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if file.stem.endswith("_balanced")], ids=lambda path: path.stem
+)
+def test_a_balanced_file_changes_the_balance_only(file):
+    balanced = load_config(file)
+    plain = load_config(file.with_stem(file.stem.removesuffix("_balanced")))
+    before, after = ({dotted(entry.path): entry.value for entry in one.entries} for one in (plain, balanced))
+    assert {key for key in before if before[key] != after[key]} == {
+        "dump_folder",
+        "wlb.packing.policy",
+        "wlb.sharding.policy",
+        "wlb.pipeline.order",
+        "parallelism.pipeline_parallel_schedule",
+    }
+
+
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if file.stem.startswith("llama2_")], ids=lambda path: path.stem
+)
+def test_stages_of_table_1_are_as_equal_as_layers_allow(file):
+    from wlb_titan.runtime.pipeline_schedules import stage_names
+
+    config = load_config(file).config
+    stages = stage_names(config.parallelism, config.model_spec.model)
+    layers = [sum(name.startswith("layers.") for name in stage) for stage in stages]
+    assert len(stages) % config.parallelism.pipeline_parallel_degree == 0
+    assert max(layers) - min(layers) <= (1 if sum(layers) % len(layers) else 0)
 
 
 def test_neither_the_package_nor_the_command_imports_torch():

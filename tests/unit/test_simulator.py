@@ -123,6 +123,22 @@ def test_tensor_and_context_collectives():
     assert (slow.weights == fast.weights).all()
 
 
+@pytest.mark.parametrize("attention", [0.01, 0.15, 1.0])
+def test_a_gather_in_groups_hides_behind_the_attention_of_the_group_before(attention):
+    """Two groups step by step: the second gather and the first group's attention begin together."""
+    cluster = replace(CLUSTER, gpus_per_node=1, network=Link(1e6, 0.0))
+    batch = MicroBatches(np.full((1, 1), 1000.0), np.full((1, 1), attention), np.full((1, 1), attention))
+    whole = job(degrees=Degrees(context=2), cluster=cluster)
+    times = [pass_times(one, batch) for one in (whole, replace(whole, gather_groups=2))]
+    gather = 1000 * 2 * 2 * 4 * 2 / 2 / 1e6  # keys and values of 2 heads of 4 in bfloat16, half of them sent
+    first_comes = gather / 2
+    second_begins = max(first_comes + attention / 2, gather)
+    saved = 4 * (gather + attention - (second_begins + attention / 2))
+    assert (times[0].forward - times[1].forward)[0, 0, 0] == pytest.approx(saved)
+    assert (times[0].inputs - times[1].inputs)[0, 0, 0] == pytest.approx(saved)
+    assert saved > 0
+
+
 def test_transfer_between_pipeline_ranks():
     cluster = replace(CLUSTER, gpus_per_node=2, network=Link(1e6, 0.5))
     staged = job(degrees=Degrees(pipeline=2, context=2), cluster=cluster)

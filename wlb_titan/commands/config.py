@@ -41,9 +41,9 @@ def check(file: Path, overrides: tuple[str, ...], world_size: int | None) -> Non
     """
     resolved = _load(file, overrides, world_size)
 
-    from wlb_titan.runtime.validation import validate_corpus
+    from wlb_titan.runtime.validation import validate_files
 
-    resolved.check(validate_corpus)
+    resolved.check(validate_files)
     click.echo(f"OK {file}: {summary(resolved.config, world_size)}")
 
 

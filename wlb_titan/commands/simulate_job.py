@@ -99,6 +99,7 @@ def scenario_from_toml(path: Path, cluster: Cluster, given: Mapping[str, Any]) -
         run=run,
         memory=_memory(replace(memory_settings(config), window=planned.window), given),
         overlap=not given.get("no_overlap", False),
+        gather_groups=config.wlb.sharding.gather_groups,
     )
     own_work = planned.packing.cost_model == "analytic"
     return Scenario(

@@ -19,6 +19,10 @@ LOCKED = {
     "model_spec": "the model cannot be set from TOML, it comes with the base; choose another `base` instead.",
     "hf_assets_path": "this has no effect, the tokenizer is that of the corpus; set wlb.corpus.path instead.",
     "dataloader": "this has no effect, documents come from the corpus; set wlb.corpus.path instead.",
+    "parallelism.context_parallel_load_balancer": "this has no effect, how tokens are spread over "
+    "context-parallel ranks is wlb.sharding.policy.",
+    "parallelism.context_parallel_ptrr_mask_key": "this has no effect, how tokens are spread over "
+    "context-parallel ranks is wlb.sharding.policy.",
 }
 """What the user cannot set, with the reason."""
 

@@ -77,3 +77,8 @@ class ShardingSettings:
     profile: str = ""
     """File with the measured attention times of the device, from `wlb-titan profile`. Empty: figures derived
     from published measurements on H100 and H200."""
+
+    gather_groups: int = 1
+    """Groups of heads in which keys and values are gathered. With more than one, a group attends while the
+    next one's keys still travel, which pays where context parallelism crosses nodes. It must divide the key
+    heads of a tensor-parallel rank."""

@@ -4,6 +4,10 @@ Activations are this rank's local tensors. q stays as it is; k and v, sharded ov
 Shard to Replicate on it together (one all-gather; one reduce-scatter of their gradients on the way back), are
 brought from the ranks' order into document order, and the varlen kernel runs on this rank's segments.
 
+In several groups of heads, the gathers of all groups are started first, and each group attends as soon as its
+own keys have come; on the way back a group's gradients travel while the one before it computes its own. This
+rests on the order in which autograd runs: what was computed last first.
+
 Shape suffixes: B batch (1: a micro-batch is one packed sequence), L tokens, N heads, H head dim, S segments.
 """
 
@@ -40,10 +44,12 @@ class DocumentAttention(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        pass
+        gather_groups: int = 1
+        """Groups of heads in which keys and values are gathered; it divides the key heads of a rank."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
+        self._groups = config.gather_groups
         self._cp_mesh: DeviceMesh | None = None
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
@@ -58,7 +64,7 @@ class DocumentAttention(Module):
         *,
         attention_masks: DocumentMask,
         scale: float | None = None,
-        **kwargs: Any,
+        enable_gqa: bool = False,
     ) -> torch.Tensor:
         """Attends within documents.
 
@@ -67,58 +73,81 @@ class DocumentAttention(Module):
             k_BLNH, v_BLNH: (1, tokens, key heads, H), alike.
             attention_masks: the segments of this rank's queries.
             scale: factor on the scores; 1 / sqrt(H) by default.
+            enable_gqa: whether there are fewer key heads than query heads, which the shapes say already.
 
         Returns:
             Shaped like q; zeros where a query is padding.
         """
         assert q_BLNH.shape[0] == 1, f"a micro-batch is one packed sequence, got a batch of {q_BLNH.shape[0]}"
         q, k, v = q_BLNH.squeeze(0), k_BLNH.squeeze(0), v_BLNH.squeeze(0)
-        if self._cp_mesh is not None:
-            assert attention_masks.key_order is not None
-            k, v = gather_keys_values(k, v, attention_masks.key_order, self._cp_mesh)
-        return varlen_attention(q, k, v, attention_masks.segments, scale=scale).unsqueeze(0)
+        if self._cp_mesh is None:
+            return varlen_attention(q, k, v, attention_masks.segments, scale=scale).unsqueeze(0)
+        assert attention_masks.key_order is not None
+        heads = (x.chunk(self._groups, dim=1) for x in (q, k, v))
+        groups = [(q, Gather(k, v, self._cp_mesh)) for q, k, v in zip(*heads, strict=True)]
+        outputs = [
+            varlen_attention(
+                q, *gather.finish(attention_masks.key_order), attention_masks.segments, scale=scale
+            )
+            for q, gather in groups
+        ]
+        return torch.cat(outputs, dim=1).unsqueeze(0)
 
 
-def gather_keys_values(
-    k_LNH: torch.Tensor, v_LNH: torch.Tensor, key_order: torch.Tensor, mesh: DeviceMesh
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys and values of all context-parallel ranks in document order.
+class Gather:
+    """The keys and values of all context-parallel ranks, under way from the moment this is made.
 
     They travel side by side in one tensor, tokens first, so that what a rank receives lies in one piece: the
-    permutation is the only copy. The results are views of it; their heads lie side by side in a row.
+    permutation is the only copy.
 
     Args:
         k_LNH, v_LNH: this rank's L tokens; N and H may differ between them.
-        key_order: int64 (L x ranks,), as of `DocumentMask`.
         mesh: the cp mesh axis.
-
-    Returns:
-        k and v with L x ranks tokens. Their gradients are summed over the ranks.
     """
-    widths = [x.shape[1] * x.shape[2] for x in (k_LNH, v_LNH)]
-    mine = torch.cat([k_LNH.flatten(1), v_LNH.flatten(1)], dim=1)
-    k, v = _GatherInOrder.apply(mine, key_order, mesh).split(widths, dim=1)
-    return k.unflatten(1, k_LNH.shape[1:]), v.unflatten(1, v_LNH.shape[1:])
+
+    def __init__(self, k_LNH: torch.Tensor, v_LNH: torch.Tensor, mesh: DeviceMesh) -> None:
+        self._shapes = [x.shape[1:] for x in (k_LNH, v_LNH)]
+        self._mesh = mesh
+        self._mine = torch.cat([k_LNH.flatten(1), v_LNH.flatten(1)], dim=1)
+        with torch.no_grad():
+            rows = DTensor.from_local(self._mine, mesh, (Shard(0),), run_check=False)
+            self._gathered = rows.redistribute(mesh, (Replicate(),), async_op=True).to_local()
+
+    def finish(self, key_order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Waits for them and brings them into document order.
+
+        Args:
+            key_order: int64 (L x ranks,), as of `DocumentMask`.
+
+        Returns:
+            k and v with L x ranks tokens, views of one tensor in which the heads of both lie side by side.
+            Their gradients are summed over the ranks.
+        """
+        ordered = _InDocumentOrder.apply(self._mine, self._gathered, key_order, self._mesh)
+        k, v = ordered.split([shape.numel() for shape in self._shapes], dim=1)
+        return k.unflatten(1, self._shapes[0]), v.unflatten(1, self._shapes[1])
 
 
-class _GatherInOrder(torch.autograd.Function):
-    """Rows of all ranks, Shard to Replicate, then reordered; backward the reverse, Partial to Shard.
+class _InDocumentOrder(torch.autograd.Function):
+    """The gathered rows reordered, as a function of this rank's rows; backward from Partial to Shard.
 
-    One function for both steps, because `key_order` is a permutation: the gradient of the reordering is
-    written row by row to its place, where autograd would add it to zeros with atomics.
+    One function for the reordering and the gradient of the gather, because `key_order` is a permutation: the
+    gradient is written row by row to its place, where autograd would add it to zeros with atomics.
     """
 
     @staticmethod
-    def forward(ctx: Any, mine: torch.Tensor, key_order: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    def forward(
+        ctx: Any, mine: torch.Tensor, gathered: torch.Tensor, key_order: torch.Tensor, mesh: DeviceMesh
+    ) -> torch.Tensor:
         ctx.mesh = mesh
         ctx.save_for_backward(key_order)
-        rows = DTensor.from_local(mine, mesh, (Shard(0),), run_check=False)
-        return rows.redistribute(mesh, (Replicate(),)).to_local().index_select(0, key_order)
+        return gathered.index_select(0, key_order)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (key_order,) = ctx.saved_tensors
         by_rank = torch.empty_like(grad, memory_format=torch.contiguous_format)
         by_rank.index_copy_(0, key_order, grad)
         rows = DTensor.from_local(by_rank, ctx.mesh, (Partial(),), run_check=False)
-        return rows.redistribute(ctx.mesh, (Shard(0),)).to_local(), None, None
+        # Whoever uses the result waits for it, which lets the group before this one compute meanwhile.
+        return rows.redistribute(ctx.mesh, (Shard(0),), async_op=True).to_local(), None, None, None

@@ -49,6 +49,7 @@ from torch.distributed.pipelining.schedules import _PipelineSchedule as Pipeline
 
 # Which rank reports the loss. Without it: the first rank of the last stage, as its docstring says.
 from torchtitan.components.metrics import _get_metrics_rank as metrics_rank_of
+from torchtitan.config import Configurable
 
 # The pieces of torchtitan's `pipeline_llm`, which `runtime.pipeline.pipeline` puts together differently:
 # build a schedule, divide layers into stages, read the numbers that this needs, cut a model into stages.
@@ -66,6 +67,16 @@ def in_backward_pass() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def owner_of(config: Configurable.Config) -> type:
+    """The class that a configuration builds.
+
+    torchtitan sets `_owner` where a class defines its Config. Without it: look the class up by the
+    configuration's qualified name, which is nested in it.
+    """
+    assert config._owner is not None
+    return config._owner
+
+
 __all__ = [
     "AsyncCollectiveTensor",
     "FakeTensor",
@@ -80,6 +91,7 @@ __all__ = [
     "maybe_mark_dynamic",
     "metrics_rank_of",
     "modules_of_stages",
+    "owner_of",
     "pipeline_metadata",
     "split_into_stages",
 ]

@@ -7,29 +7,22 @@ functions among them.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import importlib
-from typing import Any
 
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import ParallelismConfig, TrainingConfig
-from torchtitan.distributed.activation_checkpoint import SelectiveAC
-from torchtitan.distributed.pipeline_parallel import pipeline_llm
-from torchtitan.models.common.attention import GQAttention
 from torchtitan.trainer import Trainer as TorchtitanTrainer
 
 from wlb_titan.errors import UserError
 from wlb_titan.runtime.activation_checkpoint import SelectiveDocumentAC
-from wlb_titan.runtime.attention import DocumentAttention
+from wlb_titan.runtime.adoption import adopt
 from wlb_titan.runtime.console import drop_misleading_warnings
 from wlb_titan.runtime.metrics import MetricsProcessor
 from wlb_titan.runtime.models import llama_spec
-from wlb_titan.runtime.pipeline import pipeline
 from wlb_titan.runtime.trainer import Trainer
-from wlb_titan.runtime.validator import Validator
 
 
 def llama3_debug() -> Trainer.Config:
@@ -96,34 +89,13 @@ def base_config(name: str) -> Trainer.Config:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise UserError(f"the base {name!r} cannot be imported: {error}.") from error
-    base = function()
+    try:
+        base = function()
+    except Exception as error:  # whatever a base needs and does not find
+        raise UserError(f"the base {name!r} cannot be made: {error}") from error
     if not isinstance(base, TorchtitanTrainer.Config):
         raise UserError(f"the base {name!r} returns {type(base).__name__}, not a torchtitan Trainer.Config.")
-    return base if isinstance(base, Trainer.Config) else _adopt(base, name)
-
-
-def _adopt(base: TorchtitanTrainer.Config, name: str) -> Trainer.Config:
-    """A torchtitan configuration with our trainer, our metrics, and our attention inside its model."""
-    values = _fields(base)
-    assert base.model_spec is not None
-    attentions = [attention for _, attention, _, _ in base.model_spec.traverse(GQAttention.Config)]
-    if not attentions:
-        raise UserError(f"the base {name!r} has no GQAttention layer in which document attention could go.")
-    for attention in attentions:
-        attention.inner_attention = DocumentAttention.Config()
-    if base.model_spec.pipelining_fn is pipeline_llm:
-        values["model_spec"] = dataclasses.replace(base.model_spec, pipelining_fn=pipeline)
-    values["training"] = dataclasses.replace(base.training, disable_cuda_graphs=True)
-    values["parallelism"] = dataclasses.replace(base.parallelism, spmd_backend="spmd_types")
-    values["metrics"] = MetricsProcessor.Config(**_fields(base.metrics))
-    values["validator"] = Validator.Config(**_fields(base.validator))
-    if type(base.activation_checkpoint) is SelectiveAC.Config:
-        values["activation_checkpoint"] = SelectiveDocumentAC.Config(**_fields(base.activation_checkpoint))
-    return Trainer.Config(**values)
-
-
-def _fields(config: Any) -> dict[str, Any]:
-    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    return base if isinstance(base, Trainer.Config) else adopt(base, name)
 
 
 def _llama(size: str) -> Trainer.Config:

@@ -53,12 +53,12 @@ def train(path: str, overrides: tuple[str, ...], rank: int) -> None:
     from wlb_titan.config import load_config
     from wlb_titan.runtime.console import start_log
     from wlb_titan.runtime.memory import bound_length, check_memory
-    from wlb_titan.runtime.validation import validate_corpus
+    from wlb_titan.runtime.validation import validate_files
 
     world_size = int(os.environ["WORLD_SIZE"])
     resolved = load_config(path, overrides, world_size=world_size)
     config = resolved.config
-    resolved.check(validate_corpus)
+    resolved.check(validate_files)
     if config.wlb.device == "cpu" and not on_cpu:
         raise UserError(
             "wlb.device: this process sees an accelerator though the configuration asks for the CPU; start "

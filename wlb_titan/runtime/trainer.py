@@ -28,6 +28,7 @@ from wlb_titan.config.settings import WlbSettings
 from wlb_titan.corpus import Corpus
 from wlb_titan.planner.pipeline_runs import PipelineRuns
 from wlb_titan.planner.plan import LENGTH, Plan
+from wlb_titan.runtime.attention import DocumentAttention
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
 from wlb_titan.runtime.imbalance import rank_imbalance
 from wlb_titan.runtime.inputs import Item, to_device
@@ -56,6 +57,8 @@ class Trainer(TorchtitanTrainer):
     def __init__(self, config: Config) -> None:
         corpus = Corpus.open(config.wlb.corpus.path)
         assert config.model_spec is not None
+        for _, attention, _, _ in config.model_spec.traverse(DocumentAttention.Config):
+            attention.gather_groups = config.wlb.sharding.gather_groups
         timeout, self._timeout_reason = train_timeout(config)
         config = dataclasses.replace(
             config,

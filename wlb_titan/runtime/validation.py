@@ -7,21 +7,30 @@ added are the conditions that torchtitan would only meet in the middle of a run.
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
+from torchtitan.config.override import apply_overrides
 from torchtitan.distributed import ParallelDims
 
+from wlb_titan.config.classes import full_name
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.errors import UserError
 from wlb_titan.planner.errors import PlanError
 from wlb_titan.planner.pipeline_runs import check_order
+from wlb_titan.runtime.adoption import WHAT_TO_DO, unsupported
 from wlb_titan.runtime.lengths import length_divisor
+from wlb_titan.runtime.metrics import MetricsProcessor
+from wlb_titan.runtime.pipeline import pipeline
 from wlb_titan.runtime.pipeline_schedules import (
     canonical_name,
     check_micro_batches,
     check_schedule,
     stage_names,
 )
+from wlb_titan.runtime.shape import model_shape
 from wlb_titan.runtime.trainer import Trainer
+from wlb_titan.runtime.validator import Validator
+from wlb_titan.runtime.weights import check_weights
 
 
 def degrees_product(config: Trainer.Config) -> int:
@@ -46,12 +55,27 @@ def validate(config: Trainer.Config, world_size: int | None) -> None:
     dims = ParallelDims.from_config(config.parallelism, world_size or degrees_product(config))
     _check_batch(config, dims)
     _check_lengths(config)
+    _check_settings(config)
+    _check_checkpoint(config)
     _check_model(config)
+    _check_gather(config)
     _check_pipeline(config, dims)
 
 
-def validate_corpus(config: Trainer.Config) -> None:
-    """Raises UserError if the corpus is missing or its tokens do not fit the model's vocabulary."""
+def validate_files(config: Trainer.Config) -> None:
+    """Checks what a run reads: the corpus, and weights of Hugging Face's format if it starts from any.
+
+    Raises:
+        UserError: as of `validate_corpus` and `check_weights`.
+    """
+    corpus = validate_corpus(config)
+    if config.checkpoint.initial_load_in_hf:
+        assert config.model_spec is not None
+        check_weights(config.model_spec.model, Path(config.checkpoint.initial_load_path), corpus)
+
+
+def validate_corpus(config: Trainer.Config) -> Corpus:
+    """The corpus; raises UserError if it is missing or its tokens do not fit the model's vocabulary."""
     try:
         corpus = Corpus.open(config.wlb.corpus.path)
     except CorpusError as error:
@@ -64,6 +88,7 @@ def validate_corpus(config: Trainer.Config) -> None:
             f"{corpus.manifest.vocab_size} tokens, the model {config.model_spec.flavor} only {vocabulary}; "
             f"prepare a corpus with `--vocab-size {vocabulary}` or fewer, or choose another base."
         )
+    return corpus
 
 
 def _check_degrees(config: Trainer.Config, world_size: int | None) -> None:
@@ -132,12 +157,82 @@ def _check_lengths(config: Trainer.Config) -> None:
         )
 
 
+def _check_gather(config: Trainer.Config) -> None:
+    groups = config.wlb.sharding.gather_groups
+    assert config.model_spec is not None
+    tensor = config.parallelism.tensor_parallel_degree
+    heads = model_shape(config.model_spec.model).kv_heads // tensor
+    if groups < 1 or heads % groups:
+        raise UserError(
+            f"wlb.sharding.gather_groups: {groups} groups do not divide the {heads} key heads of a rank at a "
+            f"tensor-parallel degree of {tensor}; take a divisor of {heads}."
+        )
+
+
+def _check_settings(config: Trainer.Config) -> None:
+    """Refuses what torchtitan offers and packs of different lengths, or our attention, cannot do."""
+    if not config.training.disable_cuda_graphs:
+        raise UserError(
+            "training.disable_cuda_graphs: a CUDA graph replays one length, and micro-batches differ in "
+            "theirs; set it to true."
+        )
+    if config.debug.spmd_typechecking:
+        raise UserError(
+            "debug.spmd_typechecking: torchtitan cannot follow the layouts of tensors through document "
+            "attention; set it to false."
+        )
+    if config.comm.mode == "local_tensor":
+        raise UserError(
+            'comm.mode: "local_tensor" lets one process stand for all ranks, but each rank here has '
+            'micro-batches of its own; set it to "default".'
+        )
+    for section, needed in (("metrics", MetricsProcessor), ("validator", Validator)):
+        if not isinstance(getattr(config, section), needed.Config):
+            raise UserError(
+                f"{section}.class: only {full_name(needed.Config)}, which the base has, and classes derived "
+                "from it know planned micro-batches; leave the class out."
+            )
+
+
+def _check_checkpoint(config: Trainer.Config) -> None:
+    """Refuses settings under which weights that the user names would not be loaded."""
+    checkpoint = config.checkpoint
+    named = [name for name in ("initial_load_path", "initial_load_in_hf") if getattr(checkpoint, name)]
+    if named and not checkpoint.enable:
+        raise UserError(
+            f"checkpoint.{named[0]}: nothing is loaded as long as checkpoint.enable is false; set it to true."
+        )
+    if not checkpoint.initial_load_in_hf:
+        return
+    assert config.model_spec is not None
+    if not checkpoint.initial_load_path:
+        raise UserError(
+            "checkpoint.initial_load_in_hf: from which folder is not said; set checkpoint.initial_load_path "
+            "to the one with the model's config.json and *.safetensors."
+        )
+    if config.model_spec.state_dict_adapter is None:
+        raise UserError(
+            f"checkpoint.initial_load_in_hf: {config.model_spec.name} cannot read weights of Hugging Face's "
+            "format, for its model_spec has no state_dict_adapter."
+        )
+
+
 def _check_model(config: Trainer.Config) -> None:
+    config = copy.deepcopy(config)
     assert config.model_spec is not None
     try:
-        copy.deepcopy(config.model_spec.model).update_from_config(config=config)
+        config.model_spec.model.update_from_config(config=config)
     except (ValueError, NotImplementedError, AssertionError) as error:
         raise UserError(f"base: the model refuses this configuration: {error}") from error
+    if config.override.imports:
+        try:
+            apply_overrides(config.override, config)
+        except Exception as error:  # importing and calling the user's own code
+            raise UserError(f"override.imports: {error}") from error
+    lacking = unsupported(config.model_spec.model)
+    if lacking:
+        cause = "override.imports" if config.override.imports else "base"
+        raise UserError(f"{cause}: the model has {'; '.join(lacking)}. {WHAT_TO_DO}")
 
 
 def _check_pipeline(config: Trainer.Config, dims: ParallelDims) -> None:
@@ -147,6 +242,12 @@ def _check_pipeline(config: Trainer.Config, dims: ParallelDims) -> None:
     if config.model_spec.pipelining_fn is None:
         raise UserError(
             f"parallelism.pipeline_parallel_degree: {config.model_spec.name} cannot be pipelined."
+        )
+    if config.model_spec.pipelining_fn is not pipeline:
+        raise UserError(
+            f"parallelism.pipeline_parallel_degree: {config.model_spec.name} is cut into stages by "
+            f"{config.model_spec.pipelining_fn.__name__}, which knows micro-batches of one length only; set "
+            "it to 1."
         )
     try:
         check_schedule(config.parallelism, config.compile, config.activation_checkpoint)

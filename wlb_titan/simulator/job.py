@@ -36,6 +36,7 @@ class SimulatedJob:
             as gradient accumulation does. None: all in one run.
         memory: data types and activation checkpointing, which also costs time.
         overlap: whether weights are gathered and gradients reduced while ranks compute.
+        gather_groups: groups of heads in which keys and values are gathered.
         stage_layers: layers of each stage; empty divides them as torchtitan does.
     """
 
@@ -48,6 +49,7 @@ class SimulatedJob:
     run: int | None = None
     memory: MemorySettings = field(default_factory=MemorySettings)
     overlap: bool = True
+    gather_groups: int = 1
     stage_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

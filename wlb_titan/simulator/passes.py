@@ -10,6 +10,8 @@ multiplies twice as much as a forward pass, once for the gradient of its inputs 
 weights.
 Activation checkpointing repeats part of the forward pass: `selective` every second matrix product, the
 element-wise operators and what has to be gathered again; `full` all of it.
+In `gather_groups` groups of heads, only the first group's gather is waited for as a whole; each later one
+overlaps with the attention of the group before.
 """
 
 from __future__ import annotations
@@ -30,7 +32,6 @@ from wlb_titan.simulator.job import SimulatedJob
 
 Floats = NDArray[np.float64]
 TENSOR_COLLECTIVES = 4  # of a layer in each pass
-CONTEXT_COLLECTIVES = 1  # K and V together
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +80,10 @@ def pass_times(job: SimulatedJob, micro_batches: MicroBatches) -> PassTimes:
     """
     token, tokens = job.token, micro_batches.tokens
     links = _latencies(job)
-    every = tokens * (token.matrices + token.elements + token.tensor + token.context) + links
-    forward = every + micro_batches.forward
-    inputs = every + tokens * token.elements + micro_batches.backward + _repeated(job, micro_batches, every)
+    every = tokens * (token.matrices + token.elements + token.tensor) + links
+    forward = every + _with_gather(job, tokens, micro_batches.forward)
+    inputs = every + tokens * token.elements + _with_gather(job, tokens, micro_batches.backward)
+    inputs = inputs + _repeated(job, micro_batches, forward)
     layers = np.array(job.layers, dtype=np.float64)[:, None, None]
     head = np.zeros_like(layers)
     head[-1] = token.head
@@ -103,6 +105,13 @@ def transfer_seconds(job: SimulatedJob, tokens: Floats) -> Floats:
     return tokens * (job.model.hidden * BYTES / inner / bandwidth) + link.latency
 
 
+def _with_gather(job: SimulatedJob, tokens: Floats, attention: Floats) -> Floats:
+    """Seconds of one layer's attention and of the keys' gather, or their gradients' reduction, around it."""
+    groups, gather = job.gather_groups, tokens * job.token.context
+    waited: Floats = gather / groups + (groups - 1) / groups * np.maximum(gather - attention, 0)
+    return attention + waited
+
+
 def _latencies(job: SimulatedJob) -> float:
     """Seconds of one layer's collectives in one pass that do not depend on tokens."""
     tensor, context = job.degrees.tensor, job.degrees.context
@@ -110,16 +119,16 @@ def _latencies(job: SimulatedJob) -> float:
     if tensor > 1:
         seconds += TENSOR_COLLECTIVES * job.cluster.link(tensor).latency
     if context > 1:
-        seconds += CONTEXT_COLLECTIVES * job.cluster.link(context, tensor).latency
+        seconds += job.gather_groups * job.cluster.link(context, tensor).latency
     return seconds
 
 
-def _repeated(job: SimulatedJob, micro_batches: MicroBatches, every: Floats) -> Floats:
-    """Seconds of one layer's recomputation."""
+def _repeated(job: SimulatedJob, micro_batches: MicroBatches, forward: Floats) -> Floats:
+    """Seconds of one layer's recomputation, of `forward` seconds at the most."""
     if job.memory.checkpointing == "none":
-        return np.zeros_like(every)
+        return np.zeros_like(forward)
     if job.memory.checkpointing == "full":
-        return every + micro_batches.forward
+        return forward
     model, token = job.model, job.token
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     # Keys, the attention's output and the MLP's second product, of all seven.

@@ -8,6 +8,7 @@ micro-batches that fit, up to two context windows, which is the default of `max_
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -100,7 +101,8 @@ def candidates(job: SimulatedJob, gpus: int, micro_batches: int) -> Iterator[Deg
 def at_degrees(job: SimulatedJob, degrees: Degrees) -> SimulatedJob:
     """The job with other degrees, its attention divided accordingly and each replica's step in one run."""
     latency = replace(job.latency, heads=job.model.heads // degrees.tensor)
-    return replace(job, degrees=degrees, latency=latency, run=None, stage_layers=())
+    groups = math.gcd(job.gather_groups, job.model.kv_heads // degrees.tensor)
+    return replace(job, degrees=degrees, latency=latency, run=None, stage_layers=(), gather_groups=groups)
 
 
 def _powers_of_two(most: int) -> Iterator[int]:

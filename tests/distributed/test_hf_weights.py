@@ -1,0 +1,184 @@
+"""Training goes on from weights of Hugging Face's format: the first loss is that of a plain forward pass.
+
+The reference below is written against the Hugging Face layout (names, halves of the rotary dimensions side by
+side, Llama 3's scaling of them) and shares no code with torchtitan's adapter or model.
+"""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import CONFIG, layout
+from safetensors.torch import save_file
+
+LAYERS, DIM, HEADS, KEY_HEADS, HIDDEN, VOCABULARY = 2, 128, 4, 2, 384, 4096
+HEAD = DIM // HEADS
+ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+DESCRIPTION = {
+    "hidden_size": DIM,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KEY_HEADS,
+    "intermediate_size": HIDDEN,
+    "vocab_size": VOCABULARY,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": ROPE,
+    "tie_word_embeddings": False,
+}
+
+
+def random_weights():
+    """Such that attention is far from uniform, or a wrong rotation would hardly show in the loss."""
+    shapes = {
+        "model.embed_tokens.weight": (VOCABULARY, DIM),
+        "model.norm.weight": (DIM,),
+        "lm_head.weight": (VOCABULARY, DIM),
+    }
+    for layer in range(LAYERS):
+        names = {
+            "self_attn.q_proj": (DIM, DIM),
+            "self_attn.k_proj": (KEY_HEADS * HEAD, DIM),
+            "self_attn.v_proj": (KEY_HEADS * HEAD, DIM),
+            "self_attn.o_proj": (DIM, DIM),
+            "mlp.gate_proj": (HIDDEN, DIM),
+            "mlp.up_proj": (HIDDEN, DIM),
+            "mlp.down_proj": (DIM, HIDDEN),
+            "input_layernorm": (DIM,),
+            "post_attention_layernorm": (DIM,),
+        }
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in names.items()}
+    random = torch.Generator().manual_seed(0)
+    weights = {}
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=random)
+        weights[name] = 1 + 0.1 * noise if len(shape) == 1 else noise * 2 * shape[1] ** -0.5
+    return weights
+
+
+def frequencies(scaled=True):
+    frequency = DESCRIPTION["rope_theta"] ** (-torch.arange(0, HEAD, 2) / HEAD)
+    if not scaled:
+        return frequency
+    turns = ROPE["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    low, high = ROPE["low_freq_factor"], ROPE["high_freq_factor"]
+    kept = ((turns - low) / (high - low)).clamp(0, 1)  # 1: as it is, 0: slowed down by the whole factor
+    return frequency * (kept + (1 - kept) / ROPE["factor"])
+
+
+def rotated(x, scaled):
+    """x is (heads, tokens, HEAD); the two halves of HEAD make the pairs that are turned."""
+    angles = torch.outer(torch.arange(x.shape[1]), frequencies(scaled))
+    cos, sin = angles.cos(), angles.sin()
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def logits(weights, tokens, scaled=True):
+    """Of one document; (tokens, VOCABULARY)."""
+
+    def norm(x, name):
+        return F.rms_norm(x, (DIM,), weights[f"{name}.weight"], 1e-5)
+
+    def heads(x, name, number):
+        return (x @ weights[f"{name}.weight"].T).view(-1, number, HEAD).transpose(0, 1)
+
+    x = weights["model.embed_tokens.weight"][tokens]
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        y, attention = norm(x, f"{prefix}.input_layernorm"), f"{prefix}.self_attn"
+        q = rotated(heads(y, f"{attention}.q_proj", HEADS), scaled)
+        k = rotated(heads(y, f"{attention}.k_proj", KEY_HEADS), scaled)
+        v = heads(y, f"{attention}.v_proj", KEY_HEADS)
+        k, v = (t.repeat_interleave(HEADS // KEY_HEADS, dim=0) for t in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + out.transpose(0, 1).flatten(1) @ weights[f"{attention}.o_proj.weight"].T
+        y = norm(x, f"{prefix}.post_attention_layernorm")
+        gate, up = (y @ weights[f"{prefix}.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (F.silu(gate) * up) @ weights[f"{prefix}.mlp.down_proj.weight"].T
+    return norm(x, "model.norm") @ weights["lm_head.weight"].T
+
+
+def first_loss(weights, words, scaled=True):
+    """The mean over the labels of the first step's documents, each for itself."""
+    from wlb_titan.config import load_config
+    from wlb_titan.runtime.trainer import dataloader_config
+
+    config = load_config(CONFIG, words).config
+    loader = dataloader_config(config).build(dp_world_size=1, dp_rank=0, seq_len=config.training.seq_len)
+    plan, corpus = next(iter(loader)).plan, loader.corpus
+    losses = []
+    for micro_batch in plan.micro_batches:
+        for identifier, start, length, *_ in micro_batch.documents.tolist():
+            row = loader._planner.row_of(identifier)
+            tokens = corpus.tokens(row, start, min(length + 1, int(corpus.lengths[row]) - start))
+            tokens = torch.from_numpy(tokens.astype("int64"))
+            scores = logits(weights, tokens[:length], scaled)[: len(tokens) - 1]
+            losses.append(F.cross_entropy(scores, tokens[1:], reduction="none"))
+    loader.close()
+    return torch.cat(losses).mean().item()
+
+
+@pytest.fixture(scope="module")
+def published(lab):
+    """A folder as it comes from the Hugging Face hub, with the tokenizer of the corpus."""
+    folder = lab.folder / "published"
+    folder.mkdir()
+    weights = random_weights()
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(DESCRIPTION))
+    for file in (lab.corpus / "tokenizer").iterdir():
+        shutil.copy(file, folder)
+    return folder, weights
+
+
+@pytest.mark.timeout(300)
+def test_the_first_loss_is_that_of_the_published_weights(lab, published):
+    folder, weights = published
+    words = [
+        *("--base", "bases:scaled_llama", "--training.steps", "2"),
+        *("--checkpoint.initial_load_in_hf", "true", "--checkpoint.initial_load_path", str(folder)),
+    ]
+    alone = lab.experiment("hf_one_process", *words, *layout())
+    parallel = lab.experiment("hf_tp2", *words, *layout(tp=2))
+    lab.run(1, [alone])
+    lab.run(2, [parallel])
+    expected = first_loss(weights, alone.words())
+    assert alone.losses()[0] == pytest.approx(expected, rel=1e-5)
+    assert alone.losses()[1] < alone.losses()[0]
+    assert parallel.losses() == pytest.approx(alone.losses(), rel=1e-5)
+    # What that is worth: without the scaling of the rotary positions the loss is another.
+    assert first_loss(weights, alone.words(), scaled=False) != pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.timeout(300)
+def test_what_is_saved_in_that_format_loads_under_expert_parallelism(lab):
+    base = ("--base", "bases:qwen3_moe", "--checkpoint.export_dtype", "float32")
+    saved = lab.experiment(
+        "seed",
+        *base,
+        *layout(),
+        *("--training.steps", "1", "--optimizer.param_groups.0.optimizer_kwargs.lr", "0.0"),
+        *("--checkpoint.last_save_model_only", "true", "--checkpoint.last_save_in_hf", "true"),
+    )
+    saved.folder = lab.folder / "saved_in_hf"
+    lab.run(1, [saved])
+    published = saved.folder / "checkpoint" / "step-1"
+    loaded = lab.experiment(
+        "loaded_from_hf",
+        *base,
+        *(*layout(cp=2), "--parallelism.expert_parallel_degree", "2", "--training.steps", "1"),
+        *("--checkpoint.initial_load_in_hf", "true", "--checkpoint.initial_load_path", str(published)),
+    )
+    (published / "config.json").write_text(json.dumps({"num_experts": 4}))
+    lab.run(2, [loaded])
+    assert loaded.losses() == pytest.approx(saved.losses(), rel=1e-5)

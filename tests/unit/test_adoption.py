@@ -1,0 +1,326 @@
+"""torchtitan's bases: each is taken over with nothing lost, or refused with the reason."""
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+
+use_cpu_without_accelerator()
+
+import torchtitan  # noqa: E402
+from torchtitan.config import Configurable  # noqa: E402
+from torchtitan.models.common.attention import (  # noqa: E402
+    BaseAttention,
+    FlexAttention,
+    VarlenAttention,
+)
+from torchtitan.models.common.linear import Linear  # noqa: E402
+
+from wlb_titan.errors import UserError  # noqa: E402
+from wlb_titan.runtime.attention import DocumentAttention  # noqa: E402
+from wlb_titan.runtime.compat import owner_of  # noqa: E402
+from wlb_titan.runtime.registry import base_config  # noqa: E402
+
+DOCUMENTATION = Path(__file__).parents[2] / "docs" / "models.md"
+
+GRAPH_TRAINER = "its trainer is torchtitan.experiments.graph_trainer.trainer:GraphTrainer"
+LATENT = "layers.0.attention and {} more: multi-head latent attention"
+SINKS = "layers.0.attention and {} more: attention sinks"
+CHAT = "dataloader is torchtitan.hf_datasets.text_datasets:ChatDataLoader"
+
+# What becomes of every function of torchtitan 0.3.0's registries that runs in a plain installation: "" if it
+# is taken over, or else what its refusal says. docs/models.md has the same table.
+EXPECTED = {
+    "models.llama3": {
+        "llama3_debugmodel": "",
+        "llama3_debugmodel_varlen_attn": "",
+        "llama3_debugmodel_ce_loss": "",
+        "llama3_8b": "",
+        "llama3_70b": "",
+        "llama3_debugmodel_dist_gemm": "layers.0.attention.qkv_linear and 17 more: projections of the",
+        "sft_debugmodel": CHAT,
+    },
+    "models.qwen3": {
+        "qwen3_debugmodel": "",
+        "qwen3_debugmodel_non_fused_qkv": "",
+        "qwen3_0_6b": "",
+        "qwen3_1_7b": "",
+        "qwen3_14b": "",
+        "qwen3_32b": "",
+        "qwen3_moe_debug": "",
+        "qwen3_debugmodel_moe_param_groups": "",
+        "qwen3_30b_a3b": "",
+        "qwen3_moe_deepep": "layers.0.moe.routed_experts.token_dispatcher and 7 more: DeepEPTokenDispatcher",
+        "sft_qwen3_8b_math": CHAT,
+    },
+    "models.deepseek_v3": {
+        "deepseek_v3_debugmodel": LATENT.format(5),
+        "deepseek_v3_debugmodel_hybridep": "token_dispatcher and 4 more: HybridEPTokenDispatcher",
+        "deepseek_v3_debugmodel_minimal_async_ep": "and 4 more: MinimalAsyncEPTokenDispatcher",
+        "deepseek_v3_debugmodel_mtp": "mtp_layers: multi-token prediction",
+        "deepseek_v3_16b": LATENT.format(26),
+        "deepseek_v3_16b_hybridep": LATENT.format(26),
+        "deepseek_v3_16b_minimal_async_ep": LATENT.format(26),
+        "deepseek_v3_671b": LATENT.format(60),
+    },
+    "models.gpt_oss": {
+        "gpt_oss_debugmodel": SINKS.format(3),
+        "gpt_oss_debugmodel_flex": "layers.0.attention and 1 more: a sliding window of 128 tokens",
+        "gpt_oss_20b": "layers.0.attention and 11 more: a sliding window of 128 tokens",
+        "gpt_oss_120b": SINKS.format(35),
+    },
+    "models.muse_glimmer": {
+        "muse_glimmer_debugmodel": "layers.0.attention and 5 more: a sliding window of 128 tokens",
+        "muse_glimmer_30b": "layers.0.attention and 38 more: a sliding window of 2048 tokens",
+    },
+    "experiments.graph_trainer.deepseek_v3": {
+        "graph_trainer_deepseek_v3_debugmodel": GRAPH_TRAINER,
+        "graph_trainer_deepseek_v3_debugmodel_eager_pp": GRAPH_TRAINER,
+        "graph_trainer_deepseek_v3_debugmodel_hybridep": GRAPH_TRAINER,
+        "graph_trainer_deepseek_v3_debugmodel_minimal_async_ep": GRAPH_TRAINER,
+        "graph_trainer_deepseek_v3_16b": GRAPH_TRAINER,
+        "graph_trainer_deepseek_v3_16b_sdpa": "ScaledDotProductAttention",
+        "graph_trainer_deepseek_v3_16b_minimal_async_ep": GRAPH_TRAINER,
+        "graph_trainer_deepseek_v3_671b": GRAPH_TRAINER,
+    },
+    "experiments.graph_trainer.llama3": {
+        "graph_trainer_llama3_debugmodel": GRAPH_TRAINER,
+        "graph_trainer_llama3_debugmodel_dist_gemm": GRAPH_TRAINER,
+        "graph_trainer_llama3_debugmodel_sdpa": "ScaledDotProductAttention",
+        "graph_trainer_llama3_debugmodel_sdpa_cross_entropy_loss": "ScaledDotProductAttention",
+        "graph_trainer_llama3_debugmodel_sdpa_eager": "ScaledDotProductAttention",
+        "graph_trainer_llama3_8b": GRAPH_TRAINER,
+        "graph_trainer_llama3_70b": GRAPH_TRAINER,
+    },
+    "experiments.graph_trainer.muse_glimmer": {"graph_trainer_muse_glimmer_debugmodel": GRAPH_TRAINER},
+    "experiments.graph_trainer.qwen3": {
+        "graph_trainer_qwen3_debugmodel": GRAPH_TRAINER,
+        "graph_trainer_qwen3_debugmodel_moe": GRAPH_TRAINER,
+        "graph_trainer_qwen3_14b": GRAPH_TRAINER,
+    },
+    "experiments.torchft.llama3": {
+        "llama3_torchft_debugmodel": "trainer is torchtitan.experiments.torchft.trainer:FaultTolerantTrainer",
+    },
+}
+
+
+def registries():
+    """All modules `config_registry` of torchtitan that import here, by the package they are in.
+
+    Those of reinforcement learning are left out: they make no pre-training configurations.
+    """
+    root = Path(torchtitan.__path__[0])
+    found = {}
+    for file in sorted(root.rglob("config_registry.py")):
+        package = ".".join(file.relative_to(root).parent.parts)
+        if package.startswith("experiments.rl."):
+            continue
+        try:
+            found[package] = importlib.import_module(f"torchtitan.{package}.config_registry")
+        except ImportError:
+            continue  # of an optional package, such as torchvision
+    return found
+
+
+@pytest.fixture(scope="module")
+def bases():
+    """Each registry function that runs here: name for `base`, function, and what is expected of it."""
+    found = {}
+    for package, module in registries().items():
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            if function.__module__ != module.__name__ or inspect.signature(function).parameters:
+                continue
+            try:
+                function()
+            except (ImportError, ValueError):
+                continue  # torchao is missing, or a GPU
+            found[package, name] = f"{module.__name__}:{name}", function
+    return found
+
+
+def test_every_base_has_its_line(bases):
+    here = {(package, name) for package, names in EXPECTED.items() for name in names}
+    assert set(bases) == here
+
+
+@pytest.mark.parametrize("package", EXPECTED)
+def test_nothing_is_lost_or_the_base_is_refused(bases, package):
+    for name, refusal in EXPECTED[package].items():
+        full_name, function = bases[package, name]
+        if refusal:
+            with pytest.raises(UserError) as caught:
+                base_config(full_name)
+            assert refusal in str(caught.value), name
+            assert full_name in str(caught.value)
+        else:
+            assert_nothing_lost(function(), base_config(full_name))
+
+
+def test_the_documentation_names_every_base_that_trains():
+    trains, refused = set(), set()
+    for row in re.findall(r"^\| `(?:models|experiments).*$", DOCUMENTATION.read_text(), re.MULTILINE):
+        _, _, left, right, _ = row.split("|")
+        trains |= set(re.findall(r"`(\w+)`", left))
+        refused |= set(re.findall(r"`(\w+)`", right))
+    adopted = {name for names in EXPECTED.values() for name, refusal in names.items() if not refusal}
+    assert trains - adopted == {"qwen3_debugmodel_flex_flash"}  # needs a GPU
+    assert adopted <= trains
+    assert not refused & adopted
+
+
+CHANGED = {
+    "disable_cuda_graphs": True,
+    "spmd_backend": "spmd_types",
+}
+
+
+def assert_nothing_lost(base, adopted):
+    """Field by field: only what our runtime stands for differs, and of that all settings are as they were."""
+    causal = (FlexAttention.Config, VarlenAttention.Config)
+    before = dict(settings_of(base.model_spec.model))
+    after = dict(settings_of(adopted.model_spec.model))
+    inner = [name for name, value in before.items() if value in causal]
+    assert len(inner) == len(adopted.model_spec.model.layers)
+    for name in inner:
+        assert before.get(f"{name}.window_size", (-1, 0)) == (-1, 0)
+        assert after[name] is DocumentAttention.Config
+    ours = tuple(inner)
+    assert {n: v for n, v in before.items() if not n.startswith(ours)} == {
+        n: v for n, v in after.items() if not n.startswith(ours)
+    }
+    for field in dataclasses.fields(base):
+        if field.name == "model_spec":
+            continue
+        for name, value in settings_of(getattr(base, field.name), field.name):
+            new = dict(settings_of(getattr(adopted, field.name), field.name))[name]
+            if isinstance(value, type):
+                assert issubclass(new, value), name
+            else:
+                assert new == CHANGED.get(name.rpartition(".")[2], value), name
+
+
+def settings_of(value, name="model"):
+    """Every value below a configuration, with its dotted name; initialisers by what they do."""
+    if dataclasses.is_dataclass(value):
+        yield name, type(value)
+        for field in dataclasses.fields(value):
+            yield from settings_of(getattr(value, field.name), f"{name}.{field.name}")
+    elif isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        yield name, len(value)
+        for key, item in items:
+            yield from settings_of(item, f"{name}.{key}")
+    elif isinstance(value, functools.partial):
+        yield name, (value.func, value.args, tuple(value.keywords.items()))
+    elif inspect.isfunction(value) and value.__closure__:
+        yield name, value.__qualname__
+        for key, cell in zip(value.__code__.co_freevars, value.__closure__, strict=True):
+            yield from settings_of(cell.cell_contents, f"{name}.{key}")
+    else:
+        yield name, value
+
+
+LLAMA = "torchtitan.models.llama3.config_registry:llama3_debugmodel"
+
+
+@pytest.fixture
+def changed_base(tmp_path, monkeypatch):
+    """The name of a base that is torchtitan's debug model with a change."""
+
+    def named(change):
+        def base():
+            config = importlib.import_module(LLAMA.split(":")[0]).llama3_debugmodel()
+            change(config)
+            return config
+
+        module = type(importlib)("bases_of_test_adoption")
+        module.base = base
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        return f"{module.__name__}:base"
+
+    return named
+
+
+def attentions(config):
+    return [attention for _, attention, _, _ in config.model_spec.model.traverse(BaseAttention.Config)]
+
+
+def set_window(config):
+    attentions(config)[3].inner_attention = VarlenAttention.Config(window_size=(255, 0))
+
+
+def set_bidirectional(config):
+    for attention in attentions(config):
+        attention.inner_attention = VarlenAttention.Config(window_size=(-1, -1))
+
+
+def set_own_inner_attention(config):
+    attentions(config)[0].inner_attention = Configurable.Config()
+
+
+def set_quantised(config):
+    class Float8(Linear):
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(Linear.Config):
+            pass
+
+    Float8.Config.__module__ = "torchtitan.components.quantization.float8"
+    feed_forward = config.model_spec.model.layers[1].feed_forward
+    feed_forward.w2 = Float8.Config(in_features=feed_forward.w2.in_features, out_features=256)
+
+
+def remove_attention(config):
+    config.model_spec.model.layers[2].attention = None
+
+
+def remove_model(config):
+    config.model_spec = None
+
+
+def set_own_masks(config):
+    model = config.model_spec.model
+
+    class OwnMasks(owner_of(model)):
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(type(model)):
+            pass
+
+        def get_attention_masks(self, positions):
+            return None
+
+    config.model_spec.model = OwnMasks.Config(
+        **{field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+    )
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (set_window, "layers.3.attention: a sliding window of 256 tokens"),
+        (set_bidirectional, "layers.0.attention and 5 more: attention to later tokens"),
+        (set_own_inner_attention, "layers.0.attention.inner_attention: torchtitan.config.configurable:"),
+        (set_quantised, "layers.1.feed_forward.w2: quantised weights"),
+        (remove_attention, "layers.2: no attention but another way of mixing tokens"),
+        (remove_model, "has no model"),
+        (set_own_masks, "model: attention masks of its own (test_adoption)"),
+    ],
+)
+def test_what_document_attention_does_not_do_is_refused(changed_base, change, words):
+    with pytest.raises(UserError) as caught:
+        base_config(changed_base(change))
+    assert words in str(caught.value)
+
+
+def test_a_base_that_cannot_be_made_is_told_with_the_reason(changed_base):
+    def fail(config):
+        raise ImportError("torchao is not installed")
+
+    with pytest.raises(UserError, match="cannot be made: torchao is not installed"):
+        base_config(changed_base(fail))

@@ -1,0 +1,158 @@
+"""A folder of weights is held against the model and the corpus before anything starts."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from wlb_titan.commands.main import main
+
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+    "rope_theta": 500000.0,
+}
+SCALING = {
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+# As meta-llama/Llama-3.1-8B describes itself, and the same in the newer form.
+LLAMA_3_1_8B = {**LLAMA_8B, "rope_scaling": SCALING}
+NEWER = {
+    **{name: value for name, value in LLAMA_8B.items() if name != "rope_theta"},
+    "rope_parameters": {**SCALING, "rope_theta": 500000.0},
+}
+QWEN_30B_A3B = {
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": False,
+    "vocab_size": 151936,
+}
+LLAMA_BASE = "torchtitan.models.llama3.config_registry:llama3_8b"
+QWEN_BASE = "torchtitan.models.qwen3.config_registry:qwen3_30b_a3b"
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory):
+    """A folder with a corpus, and another with another tokenizer."""
+    folder = tmp_path_factory.mktemp("corpora")
+    for name, words in (("corpus", "to be or not to be "), ("other", "all the world is a stage ")):
+        (folder / f"{name}.jsonl").write_text(json.dumps({"text": words * 100}) + "\n")
+        arguments = ["--source", f"jsonl:{folder / name}.jsonl#text", "--vocab-size", "300"]
+        result = CliRunner().invoke(main, ["prepare", str(folder / name), *arguments])
+        assert result.exit_code == 0, result.output
+    return folder
+
+
+@pytest.fixture
+def check(corpora, tmp_path):
+    """`wlb-titan config check` of a base that starts from a folder of weights, `tmp_path`/weights."""
+
+    def check(base, description, tokenizer="corpus", tensors=True):
+        weights = tmp_path / "weights"
+        weights.mkdir()
+        if description is not None:
+            (weights / "config.json").write_text(json.dumps(description))
+        if tensors:
+            (weights / "model.safetensors").touch()
+        if tokenizer:
+            file = corpora / tokenizer / "tokenizer" / "tokenizer.json"
+            (weights / "tokenizer.json").write_bytes(file.read_bytes())
+        toml = tmp_path / "t.toml"
+        toml.write_text(
+            f'base = "{base}"\nwlb.corpus.path = "{corpora / "corpus"}"\n[checkpoint]\nenable = true\n'
+            f'initial_load_in_hf = true\ninitial_load_path = "{weights}"\n'
+        )
+        return CliRunner().invoke(main, ["config", "check", str(toml)])
+
+    return check
+
+
+@pytest.mark.parametrize(
+    "base, description",
+    [(LLAMA_BASE, LLAMA_3_1_8B), (LLAMA_BASE, NEWER), (QWEN_BASE, QWEN_30B_A3B)],
+    ids=["Llama 3.1 8B", "in the newer form", "Qwen3 30B-A3B"],
+)
+def test_the_published_models_fit_their_bases(check, base, description):
+    result = check(base, description)
+    assert result.exit_code == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    "base, arguments, words",
+    [
+        (
+            LLAMA_BASE,
+            {"description": LLAMA_8B},  # Llama 3, before 3.1
+            ["initial_load_path = ", "rope_type is default there and llama3 in the base"],
+        ),
+        (
+            LLAMA_BASE,
+            {"description": {**LLAMA_3_1_8B, "num_hidden_layers": 16, "rms_norm_eps": 1e-6}},
+            ["num_hidden_layers is 16 there and 32 in the base; rms_norm_eps is 1e-06 there"],
+        ),
+        (
+            QWEN_BASE,
+            {"description": {**QWEN_30B_A3B, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}},
+            ["rope_type is yarn there and default in the base"],
+        ),
+        (
+            QWEN_BASE,
+            {"description": {**QWEN_30B_A3B, "num_experts": 64}},
+            ["num_experts is 64 there and 128"],
+        ),
+        (
+            LLAMA_BASE,
+            {"description": None},
+            ["Copy the config.json of the published model there"],
+        ),
+        (LLAMA_BASE, {"description": LLAMA_3_1_8B, "tensors": False}, ["has no *.safetensors"]),
+        (
+            LLAMA_BASE,
+            {"description": LLAMA_3_1_8B, "tokenizer": "other"},
+            [
+                "wlb.corpus.path = ",
+                "another tokenizer than the weights",
+                "wlb-titan prepare NAME --tokenizer",
+            ],
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(check, base, arguments, words):
+    result = check(base, **arguments)
+    assert result.exit_code == 2
+    for word in words:
+        assert word in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_folder_that_is_not_there(corpora, tmp_path):
+    toml = tmp_path / "t.toml"
+    toml.write_text(
+        f'base = "{LLAMA_BASE}"\nwlb.corpus.path = "{corpora / "corpus"}"\ncheckpoint.enable = true\n'
+    )
+    words = ["--checkpoint.initial_load_in_hf", "true", "--checkpoint.initial_load_path", "/no/such/folder"]
+    result = CliRunner().invoke(main, ["config", "check", str(toml), *words])
+    assert result.exit_code == 2
+    assert (
+        'command line: checkpoint.initial_load_path = "/no/such/folder": there is no folder' in result.stderr
+    )

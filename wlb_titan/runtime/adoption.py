@@ -1,0 +1,201 @@
+"""Takes over a torchtitan configuration with nothing lost, or says what would be lost.
+
+Document attention stands in for a model's own inner attention, and our trainer, dataloader, metrics and
+validator for torchtitan's. What a model or a component asks for beyond what ours do is refused here, by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.metrics import MetricsProcessor as TitanMetricsProcessor
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.components.validate import Validator as TitanValidator
+from torchtitan.config import Configurable
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.models.common.attention import (
+    BaseAttention,
+    FlexAttention,
+    GQAttention,
+    VarlenAttention,
+)
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
+from torchtitan.trainer import Trainer as TorchtitanTrainer
+
+from wlb_titan.config.classes import full_name, short_name
+from wlb_titan.errors import UserError
+from wlb_titan.runtime.activation_checkpoint import SelectiveDocumentAC
+from wlb_titan.runtime.attention import DocumentAttention
+from wlb_titan.runtime.compat import owner_of
+from wlb_titan.runtime.metrics import MetricsProcessor
+from wlb_titan.runtime.pipeline import pipeline
+from wlb_titan.runtime.trainer import Trainer
+from wlb_titan.runtime.validator import Validator
+
+SUPPORTED: frozenset[str] = frozenset()
+"""Which of the demands that `attention_demands` knows document attention meets. To support one more, name it
+here and hand it over in `document_attention`."""
+
+ATTENTION_CLASSES = {
+    "torchtitan.models.gpt_oss.model:Attention": ("sinks", "attention sinks"),
+    "torchtitan.models.deepseek_v3.model:Attention": ("latent", "multi-head latent attention"),
+}
+"""Attention that is not grouped-query attention, by class: the demand, and what it is called."""
+
+ONLY_WINDOWS = ("torchtitan.models.gpt_oss.model", "torchtitan.models.muse_glimmer.model")
+"""Modules whose models make masks of their own, in which there is nothing but causality, documents and the
+windows that the layers' configurations name."""
+
+REFUSED_MODULES = {
+    "torchtitan.models.common.dist_gemm": "projections of the dist_gemm backend, which needs symmetric "
+    "memory and is not supported yet",
+    "torchtitan.components.quantization": "quantised weights, whose kernels take only lengths that divide by "
+    "their blocks",
+}
+"""Parts of a model that do not run here, by the module of their class."""
+
+REPLACED = {
+    "metrics": (TitanMetricsProcessor.Config, MetricsProcessor.Config),
+    "validator": (TitanValidator.Config, Validator.Config),
+    "dataloader": (BaseDataLoader.Config, HuggingFaceTextDataLoader.Config),
+    "tokenizer": (HuggingFaceTokenizer.Config,),
+}
+"""Sections for which ours stand in, each with the classes of which nothing is lost by that."""
+
+WHAT_TO_DO = (
+    "Choose a base without that, or derive one in Python (docs/models.md lists torchtitan's bases, and why "
+    "some are refused)."
+)
+
+
+def adopt(base: TorchtitanTrainer.Config, name: str) -> Trainer.Config:
+    """A torchtitan configuration with our trainer, our metrics, and our attention inside its model.
+
+    Args:
+        base: fresh, for its model is changed in place.
+        name: what messages call it.
+
+    Raises:
+        UserError: something of it would be lost; the message names all of that.
+    """
+    if base.model_spec is None:
+        raise UserError(f"the base {name!r} has no model.")
+    model = base.model_spec.model
+    inner = (FlexAttention.Config, VarlenAttention.Config, DocumentAttention.Config)
+    lost = [*_lost_components(base), *unsupported(model, inner)]
+    if lost:
+        raise UserError(
+            f"the base {name!r} cannot be trained as it is meant: {'; '.join(lost)}. {WHAT_TO_DO}"
+        )
+    for _, attention, _, _ in model.traverse(BaseAttention.Config):
+        attention.inner_attention = document_attention(attention)
+    values = _fields(base)
+    if base.model_spec.pipelining_fn is pipeline_llm:
+        values["model_spec"] = dataclasses.replace(base.model_spec, pipelining_fn=pipeline)
+    values["training"] = dataclasses.replace(base.training, disable_cuda_graphs=True)
+    values["parallelism"] = dataclasses.replace(base.parallelism, spmd_backend="spmd_types")
+    values["metrics"] = MetricsProcessor.Config(**_fields(base.metrics))
+    values["validator"] = Validator.Config(**_fields(base.validator))
+    if type(base.activation_checkpoint) is SelectiveAC.Config:
+        values["activation_checkpoint"] = SelectiveDocumentAC.Config(**_fields(base.activation_checkpoint))
+    return Trainer.Config(**values)
+
+
+def document_attention(attention: BaseAttention.Config) -> DocumentAttention.Config:
+    """What stands in for an attention layer's inner attention, given that all its demands are SUPPORTED."""
+    return DocumentAttention.Config()
+
+
+def unsupported(
+    model: Configurable.Config, inner_attentions: tuple[type, ...] = (DocumentAttention.Config,)
+) -> list[str]:
+    """What of a model cannot be trained here, each with the first layer concerned and their number.
+
+    Args:
+        model: the model's configuration.
+        inner_attentions: classes of inner attention that are right, or may be replaced.
+    """
+    if not isinstance(model, Decoder.Config):
+        return [f"{short_name(type(model))} is not a decoder of torchtitan's"]
+    places: dict[str, list[str]] = {}
+    for place, demand in _demands(model, inner_attentions):
+        places.setdefault(demand, []).append(place)
+    return [
+        f"{found[0]}{f' and {len(found) - 1} more' if len(found) > 1 else ''}: {demand}"
+        for demand, found in places.items()
+    ]
+
+
+def attention_demands(attention: BaseAttention.Config) -> Iterator[tuple[str, str]]:
+    """What a layer asks of its inner attention beyond causality within documents.
+
+    Yields:
+        the demand's name in SUPPORTED, and what it is in words.
+    """
+    if not isinstance(attention, GQAttention.Config):
+        cls = full_name(type(attention))
+        yield ATTENTION_CLASSES.get(cls, (cls, f"{cls}, which is not grouped-query attention"))
+    window = sliding_window(attention)
+    if window is not None:
+        yield "window", f"a sliding window of {window} tokens"
+    inner = attention.inner_attention
+    if isinstance(inner, VarlenAttention.Config) and inner.window_size[1] != 0:
+        yield "bidirectional", f"attention to later tokens (window_size = {inner.window_size})"
+
+
+def sliding_window(attention: BaseAttention.Config) -> int | None:
+    """Tokens that a query sees at most, itself included; None where a layer has no sliding window."""
+    inner = attention.inner_attention
+    if isinstance(inner, VarlenAttention.Config) and inner.window_size[0] >= 0:
+        return inner.window_size[0] + 1
+    return getattr(attention, "sliding_window_size", None)
+
+
+def _demands(model: Decoder.Config, inner_attentions: tuple[type, ...]) -> Iterator[tuple[str, str]]:
+    """Place and description of everything in a model that is not supported."""
+    for number, layer in enumerate(model.layers):
+        if getattr(layer, "attention", None) is None:
+            yield f"layers.{number}", "no attention but another way of mixing tokens"
+    for place, attention, _, _ in model.traverse(BaseAttention.Config):
+        for demand, words in attention_demands(attention):
+            if demand not in SUPPORTED:
+                yield place, words
+        inner = type(attention.inner_attention)
+        if inner not in inner_attentions:
+            yield f"{place}.inner_attention", f"{full_name(inner)}, which document attention cannot replace"
+    for place, node, _, _ in model.traverse(Configurable.Config, recurse=True):
+        for module, words in REFUSED_MODULES.items():
+            if type(node).__module__.startswith(module):
+                yield place, words
+        if isinstance(node, LocalTokenDispatcher.Config) and type(node) not in (
+            LocalTokenDispatcher.Config,
+            AllToAllTokenDispatcher.Config,
+        ):
+            yield place, f"{short_name(type(node))}, whose buffers are sized for one length"
+    if getattr(model, "mtp_layers", None):
+        yield "mtp_layers", "multi-token prediction, which shifts tokens across documents and ranks"
+    if getattr(model, "vision_encoder", None) is not None:
+        yield "vision_encoder", "images, and a corpus has text only"
+    masks = owner_of(model).get_attention_masks
+    if masks is not Decoder.get_attention_masks and masks.__module__ not in ONLY_WINDOWS:
+        yield "model", f"attention masks of its own ({masks.__module__})"
+
+
+def _lost_components(base: TorchtitanTrainer.Config) -> Iterator[str]:
+    """Which parts of a base would be dropped for ours."""
+    if type(base) is not TorchtitanTrainer.Config:
+        yield f"its trainer is {full_name(type(base))}, for which ours would stand in"
+    for name, known in REPLACED.items():
+        section = getattr(base, name)
+        if type(section) not in known:
+            yield f"{name} is {full_name(type(section))}, for which ours would stand in"
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
