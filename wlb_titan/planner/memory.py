@@ -367,6 +367,8 @@ class _Rank:
             result -= heads * reduced if self._last in went_back else 0.0
         if not settings.reshards(degrees):
             return result + sum(held.values()) * whole
+        if in_loss and degrees.pipeline == 1:  # every layer has been freed, and only the head is at hand
+            return heads * (whole + reduced)
         # The layer at hand and the one that is fetched ahead, and the ends of the model.
         layer = layer_parameters(model) / degrees.tensor
         ends = sum(held.values()) - self._own_layers * layer
