@@ -73,56 +73,102 @@ class TokenBytes:
     @classmethod
     def of(cls, model: ModelShape, degrees: Degrees, settings: MemorySettings) -> TokenBytes:
         """Of a model at some degrees."""
-        cp, tp, size = degrees.context, degrees.tensor, settings.compute_bytes
-        g = model.hidden * size / cp
-        s = g / tp if settings.sequence_parallel else g
-        q = model.heads * model.head_dim * size / (cp * tp)
-        k = model.kv_heads * model.head_dim * size / (cp * tp)
-        f = model.feed_forward * size / (cp * tp)
-        all_keys = 2 * k * cp if cp > 1 else k
-        log_sum_exp = FLOAT32 * model.heads / (cp * tp)
-        rotary = FLOAT32 * model.head_dim / cp
-        products = {"none": 4, "selective": 1, "full": 0}[settings.checkpointing]
-
-        qkv = q + 2 * k
-        kept = s
-        if settings.checkpointing == "selective":
-            kept += qkv + q + f + log_sum_exp
-        elif settings.checkpointing == "none":
-            # Values that are a view of QKV's output keep the whole of it.
-            kept += s + 2 * g + 2 * q + 4 * f + log_sum_exp + all_keys + (qkv if cp == 1 else 0)
-
-        key_gradients = all_keys if cp > 1 else 2 * k
-        if settings.checkpointing == "none":
-            forward = g
-            backward = 2 * s + max(g + f, 3 * f, 2 * g + f, 2 * q + 2 * key_gradients)
-        else:
-            inner = (1 - products) * f  # w1's output, where it is not kept
-            again = 0.0 if products else 2 * q + log_sum_exp + (2 * k if cp == 1 else 0)
-            at_hand = 2 * s + q + rotary
-            forward = s + max(2 * g + 3 * f + inner, g + q + 2 * all_keys, g + 5 * q + 4 * k)
-            backward = at_hand + max(
-                again + 2 * g + 4 * (q + k),
-                again
-                + all_keys
-                + max(
-                    2 * g + (all_keys + 2 * k if cp > 1 else 0),
-                    (4 * g if tp > 1 and settings.sequence_parallel else 0),
-                    inner + 3 * g + 4 * f,
-                    inner + (g + 3 * g + 3 * f if not products else 0),
-                    inner + 2 * g + 5 * f,
-                    inner + 4 * g + f,
-                    g + 2 * q + key_gradients,
-                ),
-            )
-        logits = model.vocabulary / (cp * tp * settings.loss_chunks) * (size + (4 if tp > 1 else 3) * FLOAT32)
-        whole_gradient = FLOAT32 * model.hidden / cp if settings.loss_chunks > 1 else 0.0
+        cp, tp = degrees.context, degrees.tensor
+        layer = _Layer.of(model, degrees, settings)
+        forward, backward = layer.passes(settings.checkpointing)
+        # The logits and, in float32, log-softmax and gradients; the loss-parallel softmax has one copy more.
+        softmax = settings.compute_bytes + (4 if tp > 1 else 3) * FLOAT32
+        loss = model.vocabulary / (cp * tp * settings.loss_chunks) * softmax
+        if settings.loss_chunks > 1:
+            loss = FLOAT32 * model.hidden / cp + max(loss, layer.g)
         return cls(
-            hidden=s,
-            gathered=g,
-            kept=kept,
+            hidden=layer.s,
+            gathered=layer.g,
+            kept=layer.kept(settings.checkpointing),
             forward=forward,
             backward=backward,
-            loss=whole_gradient + max(logits, g if whole_gradient else 0.0),
+            loss=loss,
             inputs=3 * 8 / cp + (8 if cp > 1 else 0),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """The module's symbols in bytes, and what follows from them.
+
+    Attributes:
+        s, g, q, k, f: as above.
+        keys: K; without context parallelism the rotated keys, as the values are a view of QKV's output.
+        key_gradients: of K and V, as attention gives them.
+        log_sum_exp: of attention, in float32.
+        rotary: factors of the rank's tokens: a complex number of float32 for two elements of the head dim.
+        shared_keys: whether context-parallel ranks gather K and V.
+        gathers: whether tensor-parallel ranks gather hidden states.
+    """
+
+    s: float
+    g: float
+    q: float
+    k: float
+    f: float
+    keys: float
+    key_gradients: float
+    log_sum_exp: float
+    rotary: float
+    shared_keys: bool
+    gathers: bool
+
+    @classmethod
+    def of(cls, model: ModelShape, degrees: Degrees, settings: MemorySettings) -> _Layer:
+        cp, tp, size = degrees.context, degrees.tensor, settings.compute_bytes
+        g = model.hidden * size / cp
+        k = model.kv_heads * model.head_dim * size / (cp * tp)
+        gathers = tp > 1 and settings.sequence_parallel
+        return cls(
+            s=g / tp if gathers else g,
+            g=g,
+            q=model.heads * model.head_dim * size / (cp * tp),
+            k=k,
+            f=model.feed_forward * size / (cp * tp),
+            keys=2 * k * cp if cp > 1 else k,
+            key_gradients=2 * k * cp,
+            log_sum_exp=FLOAT32 * model.heads / (cp * tp),
+            rotary=FLOAT32 * model.head_dim / cp,
+            shared_keys=cp > 1,
+            gathers=gathers,
+        )
+
+    def kept(self, checkpointing: str) -> float:
+        s, g, q, k, f = self.s, self.g, self.q, self.k, self.f
+        qkv = q + 2 * k
+        if checkpointing == "none":
+            # Values that are a view of QKV's output keep the whole of it.
+            values = 0.0 if self.shared_keys else qkv
+            return 2 * s + 2 * g + 2 * q + 4 * f + self.keys + values + self.log_sum_exp
+        if checkpointing == "selective":
+            return s + qkv + q + f + self.log_sum_exp
+        return s
+
+    def passes(self, checkpointing: str) -> tuple[float, float]:
+        """What is at hand at the fullest moment of a forward and of a backward pass, besides what is kept."""
+        s, g, q, k, f = self.s, self.g, self.q, self.k, self.f
+        if checkpointing == "none":
+            return g, 2 * s + max(3 * f, 2 * g + f, 2 * q + 2 * self.key_gradients)
+        full = checkpointing == "full"
+        w1 = f if full else 0.0
+        attention = 0.0  # made again with `full`: its output, and QKV's if the values are a view of it
+        if full:
+            attention = 2 * q + self.log_sum_exp + (0.0 if self.shared_keys else 2 * k)
+        forward = s + max(2 * g + 3 * f + w1, g + q + 2 * self.keys, g + 5 * q + 4 * k)
+        rotating = 2 * g + 4 * (q + k)
+        moments = [
+            2 * g + (self.keys + 2 * k if self.shared_keys else 0.0),
+            4 * g if self.gathers else 0.0,
+            w1 + 3 * g + 4 * f,
+            w1 + 4 * g + 3 * f if full else 0.0,  # w2's output, which early stop spares `selective`
+            w1 + 2 * g + 5 * f,
+            w1 + 4 * g + f,
+            g + 2 * q + self.key_gradients,
+        ]
+        at_hand = 2 * s + q + self.rotary + attention
+        return forward, at_hand + max(rotating, self.keys + max(moments))
