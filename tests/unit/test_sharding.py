@@ -241,11 +241,9 @@ def test_errors_name_the_micro_batch_and_the_numbers():
         sharding.choose(options, np.array([10, 2]), 8, 4, LATENCY)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_planner_shards_by_the_settings(policy):
-    lengths = np.random.default_rng(1).integers(1, 900, 300)
-    planner = Planner(
-        lengths,
+def sharding_planner(policy):
+    return Planner(
+        np.random.default_rng(1).integers(1, 900, 300),
         window=4096,
         micro_batches=4,
         data_parallel=2,
@@ -256,7 +254,24 @@ def test_the_planner_shards_by_the_settings(policy):
         cost_model=Quadratic(1.0, 0.0),
         latency=UNMERGED,
     )
-    plan = planner.next()
+
+
+def test_one_rank_s_micro_batches_are_divided_as_all_would_be():
+    everything = sharding_planner("hybrid").next()
+    plan = sharding_planner("hybrid").next(sharded=1)
+    for one, other in zip(plan.micro_batches, everything.micro_batches, strict=True):
+        assert (one.length, one.workload) == (other.length, other.workload)
+        assert np.array_equal(one.documents, other.documents)
+        if one.dp_rank == 1:
+            assert one.sharding == other.sharding
+            assert all(np.array_equal(a, b) for a, b in zip(one.ranks, other.ranks, strict=True))
+        else:
+            assert one.ranks is None and one.sharding is None
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_planner_shards_by_the_settings(policy):
+    plan = sharding_planner(policy).next()
     for micro_batch in plan.micro_batches:
         held = micro_batch.documents[:, 2]
         expected = shard(policy, held, micro_batch.length, 4, UNMERGED)
@@ -291,4 +306,5 @@ def test_settings_are_what_toml_may_say():
         "policy",
         "remainder",
         "profile",
+        "gather_groups",
     }

@@ -135,8 +135,13 @@ class Planner:
         last = pieces[:, START] + pieces[:, LENGTH] == self._stream.lengths_of(pieces[:, ID])
         return plan.tokens - int(np.count_nonzero(last))
 
-    def next(self) -> Plan:
-        """The plan of the next step."""
+    def next(self, sharded: int | None = None) -> Plan:
+        """The plan of the next step.
+
+        Args:
+            sharded: the data-parallel rank whose micro-batches are divided over context-parallel ranks; the
+                others' `ranks` stay None, which spares a large job most of the time. None divides all.
+        """
         begin = time.perf_counter()
         packing = self._policy.next()
         forward = self._work_of_packs(packing.packs, self._cost_model.forward)
@@ -149,7 +154,13 @@ class Planner:
         if self._pipeline is not None:
             assigned = self._pipeline.arranged(assigned, forward, backward)
         micro_batches = tuple(
-            self._micro_batch(dp_rank, index, packing.packs[pack], float(workloads[pack]))
+            self._micro_batch(
+                dp_rank,
+                index,
+                packing.packs[pack],
+                float(workloads[pack]),
+                shard=sharded is None or sharded == dp_rank,
+            )
             for dp_rank, packs in enumerate(assigned)
             for index, pack in enumerate(packs)
         )
@@ -217,13 +228,15 @@ class Planner:
         firsts = np.cumsum([0] + [len(pack) for pack in packs[:-1]])
         return np.add.reduceat(work_of(lengths), firsts)
 
-    def _micro_batch(self, dp_rank: int, index: int, documents: Documents, work: float) -> MicroBatch:
+    def _micro_batch(
+        self, dp_rank: int, index: int, documents: Documents, work: float, *, shard: bool
+    ) -> MicroBatch:
         tokens = int(documents[:, LENGTH].sum())
         length = self._stream.window if self._policy.fixed_length else tokens
         length = -(-length // self._divisor) * self._divisor
         sharding: str | None = None
         ranks: Sharding | None = None
-        if self._context_parallel > 1:
+        if self._context_parallel > 1 and shard:
             name = f"Micro-batch {index} of data-parallel rank {dp_rank}"
             sharding, ranks = choose(
                 self._sharding,

@@ -144,7 +144,7 @@ class PlannedDataLoader(BaseDataLoader):
         return json.dumps(self._planner.state_dict())
 
     def _prepare(self) -> Step:
-        plan = self._planner.next()
+        plan = self._planner.next(sharded=self._dp_rank)
         items = [self._item(micro_batch) for micro_batch in plan.of_rank(self._dp_rank)]
         own_labels = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in items)
         return Step(plan, items, self._planner.labels(plan), own_labels, self._save())

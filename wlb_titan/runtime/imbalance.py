@@ -17,9 +17,9 @@ def rank_imbalance(plan: Plan, latency: AttentionLatency) -> dict[str, Any]:
     Returns:
         imbalance_dp: of the data-parallel ranks' sums.
         imbalance_pp: of the micro-batches of one data-parallel rank, mean over the ranks.
-        imbalance_cp: of the attention times of a micro-batch's context-parallel ranks, mean over the first
-            data-parallel rank's micro-batches; only with context parallelism, as is
-        sharding: how many of the step's micro-batches are sharded by each policy.
+        imbalance_cp: of the attention times of a micro-batch's context-parallel ranks, mean over the
+            micro-batches that the plan divides; only with context parallelism, as is
+        sharding: how many of these are sharded by each policy.
     """
     replicas = [plan.of_rank(rank) for rank in range(1 + max(m.dp_rank for m in plan.micro_batches))]
     workloads = [[m.workload for m in micro_batches] for micro_batches in replicas]
@@ -27,9 +27,9 @@ def rank_imbalance(plan: Plan, latency: AttentionLatency) -> dict[str, Any]:
         "imbalance_dp": imbalance_degree([sum(w) for w in workloads]),
         "imbalance_pp": float(np.mean([imbalance_degree(w) for w in workloads])),
     }
-    shards = [m.ranks for m in replicas[0] if m.ranks is not None]
-    if shards:
-        times = [latency.seconds(ranks).sum(axis=1) for ranks in shards]
+    divided = [(m.sharding, m.ranks) for m in plan.micro_batches if m.ranks is not None]
+    if divided:
+        times = [latency.seconds(ranks).sum(axis=1) for _, ranks in divided]
         figures["imbalance_cp"] = float(np.mean([imbalance_degree(t) for t in times]))
-        figures["sharding"] = dict(Counter(m.sharding for m in plan.micro_batches))
+        figures["sharding"] = dict(Counter(sharding for sharding, _ in divided))
     return figures
