@@ -22,6 +22,7 @@ from wlb_titan.runtime import compat  # noqa: E402
 
 PARAMETERS = {
     "AsyncCollectiveTensor": "elem",
+    "DataDependentOutputException": "func",
     "FakeTensor": (
         "fake_mode_or_elem elem device constant real_tensor pytype dispatch_keys fake_mode fake_device "
         "_fake_device requires_grad _is_param state"

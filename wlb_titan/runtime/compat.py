@@ -25,9 +25,10 @@ import torch
 # number of documents that is 0 or 1.
 from torch._dynamo import maybe_mark_dynamic
 
-# Tensors with shapes and without memory, and the mode that makes them, on which a dry run runs. Without them:
-# no dry run; torch.compile stands on them, so that they will have a successor.
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+# Tensors with shapes and without memory, the mode that makes them, and what is raised where their values are
+# asked for: what a dry run runs on. Without them: no dry run; torch.compile stands on them, so that they will
+# have a successor.
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
 # What a functional collective returns until it is waited for; the tensor inside is the one that is allocated.
 # Without it: the trace of a dry run counts such results when they are waited for.
@@ -79,6 +80,7 @@ def owner_of(config: Configurable.Config) -> type:
 
 __all__ = [
     "AsyncCollectiveTensor",
+    "DataDependentOutputException",
     "FakeTensor",
     "FakeTensorMode",
     "PipelineSchedule",

@@ -16,8 +16,9 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common import RMSNorm
 from torchtitan.protocols.module import Module
 
+from wlb_titan.errors import UserError
 from wlb_titan.planner.memory import GIB, TERMS
-from wlb_titan.runtime.compat import FakeTensorMode
+from wlb_titan.runtime.compat import DataDependentOutputException, FakeTensorMode
 from wlb_titan.runtime.dataloader import Step
 from wlb_titan.runtime.inputs import Item
 from wlb_titan.runtime.memory import predicted_memory
@@ -59,7 +60,10 @@ class DryTrainer(Trainer):
             step: from 1; the plans before it are made and left out.
 
         Returns:
-            rank, its coordinates, lengths of its micro-batches, traced bytes by term, collectives.
+            What `wlb-titan dryrun --output` writes of a rank; see docs/dryrun.md.
+
+        Raises:
+            UserError: the step needs more than shapes.
         """
         begin = time.perf_counter()
         planned = self._planned_step(step)
@@ -72,7 +76,14 @@ class DryTrainer(Trainer):
                 trace.add(tensor, term)
         with trace:
             trace.begin()
-            self.train_step(iter([planned]))
+            try:
+                self.train_step(iter([planned]))
+            except DataDependentOutputException as error:
+                raise UserError(
+                    "The model was built and parallelised without an error, but its step depends on values "
+                    "of tensors, and a dry run has only their shapes: with expert parallelism the router's "
+                    "choices say how many tokens go to which rank. Such a step cannot be run dry yet."
+                ) from error
         passes = self._passes
         states = [
             value
@@ -83,7 +94,7 @@ class DryTrainer(Trainer):
         ]
         trace.reassign(states, "optimizer")
         # The optimizer's state is made in its first step and is there in all passes of the next.
-        optimizer = trace.now().terms["optimizer"]
+        optimizer = trace.now().terms.get("optimizer", 0)
         passes.terms["optimizer"] = optimizer
         return {
             "rank": self._rank,
@@ -223,14 +234,14 @@ class FusedRMSNorm(RMSNorm):
 
 class _FusedRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
 
 
 def _weight_shapes(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[int, ...]]:
