@@ -1,135 +1,212 @@
-"""How fast is the attention, against PyTorch's own, on long documents, context-parallel shards and short
-documents?
+"""Is the attention right on this GPU, and how fast is it beside PyTorch's own?
 
-    python benchmarks/attention.py                    # at most 9 minutes on one H200 python
-    benchmarks/attention.py --device cpu       # plumbing only: the reference, on lengths divided by 256
+    python benchmarks/attention.py                                   # at most 9 minutes; again to go on
+    python benchmarks/attention.py --stages check                    # one of: warm check time
+    python benchmarks/attention.py --table                           # only print what has been found
+    TRITON_INTERPRET=1 python benchmarks/attention.py --device cpu   # a rehearsal, tiny, interpreted
 
-First every implementation is checked (attention_check.py); one that is wrong is not timed. Then each case is
-timed, forward and backward, the most telling first, until the time is up; what was left out is named. TFLOP/s
-count the operations of the real mask: 2 x pairs x heads x (D + Dv) forward, 2.5 times that backward. Writes
-benchmarks/results/<device>/attention.json and prints the same as a table.
+First the device's ceilings; then all kernels are compiled, many processes at once; then every implementation
+is checked (attention_check.py); then what was right is timed, the most telling shapes first. Each job is one
+implementation and shape (heads and head dims) in a process of its own (attention_job.py), killed after
+`--limit` seconds: a kernel that hangs or breaks the GPU costs its own job. Every row is appended to
+<output>/attention.jsonl as soon as it is there, and a second call does only what is missing; `--retry` does
+again what ended badly. TFLOP/s count the operations of the real mask, 2 x pairs x heads x (D + Dv) forward,
+2.5 times that backward.
 """
 
 import argparse
 import json
-import re
+import subprocess
+import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 
-import attention_peers as peers
-import torch
-from attention_cases import Case, cases
-from attention_check import IMPLEMENTATIONS, check, supports
-from wlb_titan.kernels import varlen_attention
-from wlb_titan.kernels.measure import Shape, flops, make_inputs, time_call
+from attention_job import PEERS
 
-SHAPES = [Shape(32, kv_heads, dim, dim) for dim in (128, 64) for kv_heads in (4, 32)]
-
-
-def competitors(case: Case, shape: Shape, tensors, names: list[str]) -> Iterator[tuple[str, Callable]]:
-    """(name, what makes the call) for everything that can run this case."""
-    q, k, v = tensors
-    for name in names:
-        if supports(name, shape):
-            yield name, partial(ours, case, q, k, v, name)
-    if q.device.type != "cuda":
-        return
-    yield "varlen_attn", partial(peers.varlen, case, q, k, v, repack=False)
-    if "rank" in case.name or case.group in "ce":
-        yield "varlen_attn, re-pack", partial(peers.varlen, case, q, k, v, repack=True)
-    if case.dense:
-        yield "cuDNN dense", partial(peers.cudnn, q, k, v)
-    if case.group in "cd" or "of 8" in case.name:
-        yield "FlexAttention", partial(peers.flex, case, q, k, v)
+JOB = Path(__file__).with_name("attention_job.py")
+OURS = ("gluon", "triton")
+CHECK_SHAPES = [
+    *([32, 4, 128, 128], [4, 4, 128, 128], [8, 1, 64, 64], [4, 4, 64, 64], [8, 1, 64, 128]),
+    *([8, 1, 192, 128], [8, 1, 96, 96], [4, 4, 256, 256]),
+]
+TIME_SHAPES = [[32, 4, 128, 128], [32, 32, 128, 128], [32, 4, 64, 64]]
+GROUPS = "abcde"  # of attention_cases.py
+TINY = {"shapes": [[2, 1, 64, 64]], "groups": "ac", "scale": 256}  # of a rehearsal
 
 
-def ours(case: Case, q, k, v, implementation: str) -> peers.Call:
-    def call():
-        return varlen_attention(q, k, v, case.segments, implementation=implementation)
-
-    call.leaves = (q, k, v)
-    return call
+def supports(implementation: str, shape: list[int]) -> bool:
+    return not implementation.startswith("gluon") or set(shape[2:]) <= {64, 128}
 
 
-def measure(case: Case, shape: Shape, names: list[str], device: str) -> Iterator[dict]:
-    """One row for each competitor; the error of one is its row's text and does not stop the rest."""
-    *tensors, dout = make_inputs(case.segments, shape, torch.bfloat16, device)
-    tensors = [x.requires_grad_() for x in tensors]
-    work = flops(case.segments, shape)
-    for name, make in competitors(case, shape, tensors, names):
-        row = {"group": case.group, "case": case.name, "shape": shape.name, "implementation": name}
-        try:
-            call = make()
-            with torch.no_grad():
-                forward = time_call(call, device)
-            gradients = partial(torch.autograd.grad, call(), call.leaves, dout, retain_graph=True)
-            backward = time_call(gradients, device)
-            if hasattr(call, "build_mask"):
-                row["mask_ms"] = time_call(call.build_mask, device)
-        except Exception as error:
-            yield row | {"error": f"{type(error).__name__}: {error}"[:300]}
-            continue
-        yield row | {
-            "forward_ms": forward,
-            "backward_ms": backward,
-            "forward_tflops": work / forward / 1e9,
-            "backward_tflops": 2.5 * work / backward / 1e9,
-        }
+def jobs(stages: list[str], device: str) -> Iterator[dict]:
+    """All jobs, in the order of their worth."""
+    tiny = device != "cuda"
+    check_shapes, time_shapes = (TINY["shapes"], TINY["shapes"]) if tiny else (CHECK_SHAPES, TIME_SHAPES)
+    common = {"device": device, "scale": TINY["scale"] if tiny else 1}
+    yield {"kind": "ceiling", "implementation": "", "shape": [0, 0, 0, 0]} | common
+    every = check_shapes + [shape for shape in time_shapes if shape not in check_shapes]
+    for kind, shapes in (("warm", every), ("check", check_shapes)):
+        for shape in shapes if kind in stages else ():
+            for name in OURS:
+                if supports(name, shape):
+                    yield {"kind": kind, "implementation": name, "shape": shape} | common
+    for shape in time_shapes if "time" in stages else ():
+        for name in (*OURS, "gluon, any order", *(() if tiny else PEERS)):
+            if supports(name, shape):
+                groups = TINY["groups"] if tiny else GROUPS
+                yield {"kind": "time", "implementation": name, "shape": shape, "groups": groups} | common
 
 
-def matmul_tflops(device: str, n: int = 8192) -> float:
-    """The device's own rate: a square bf16 product of random numbers."""
-    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * n**3 / time_call(lambda: a @ b, device) / 1e9
+class Results:
+    """The rows found so far, in a file of JSON lines."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.lock = threading.Lock()
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        self.rows = [json.loads(line) for line in lines if line.endswith("\n")]
+        if lines and not lines[-1].endswith("\n"):
+            self.write()  # the last was cut off, and the next would be appended to it
+
+    def of(self, job: dict) -> list[dict]:
+        keys = ("kind", "implementation", "shape")
+        return [row for row in self.rows if all(row[key] == job[key] for key in keys)]
+
+    def add(self, job: dict, row: dict) -> None:
+        row = {key: job[key] for key in ("kind", "implementation", "shape")} | row
+        with self.lock, self.path.open("a") as file:
+            self.rows.append(row)
+            file.write(json.dumps(row) + "\n")
+
+    def forget_failures(self) -> None:
+        """Drop rows with errors, and the ends of their jobs, so that these run again."""
+        failed = [row for row in self.rows if "error" in row]
+        ended = [row for row in self.rows if "seconds" in row and any(x in failed for x in self.of(row))]
+        self.rows = [row for row in self.rows if row not in failed and row not in ended]
+        self.write()
+
+    def write(self) -> None:
+        self.path.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+
+    def right(self, implementation: str, dims: list[int]) -> bool:
+        """Whether checks of these head dims were made and found nothing; want of memory proves nothing."""
+        name = implementation.split(", ")[0]
+        rows = [
+            row
+            for row in self.rows
+            if row["kind"] == "check" and row["implementation"] == name and row["shape"][2:] == dims
+        ]
+        bad = [
+            row for row in rows if row.get("wrong") or "OutOfMemory" not in row.get("error", "OutOfMemory")
+        ]
+        return any("wrong" in row for row in rows) and not bad
 
 
-def print_row(row: dict) -> None:
-    text = row.get("error") or (
-        f"{row['forward_ms']:9.3f} ms {row['forward_tflops']:6.4g} TFLOP/s"
-        f" {row['backward_ms']:9.3f} ms {row['backward_tflops']:6.4g} TFLOP/s"
-    )
-    print(f"{row['group']} {row['case']:38} {row['shape']:20} {row['implementation']:21} {text}", flush=True)
+def run_job(job: dict, results: Results, limit: float) -> None:
+    """Run it, add its rows as they come, and a last row with what it took and how it ended, if badly."""
+    done = [row["case"] for row in results.of(job) if "case" in row]
+    start = time.monotonic()
+    with tempfile.TemporaryFile("w+") as messages:
+        command = [sys.executable, str(JOB), json.dumps(job | {"skip": done})]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=messages, text=True)
+        killer = threading.Timer(limit, process.kill)
+        killer.start()
+        for line in process.stdout:  # rows are kept as they come: this program may be stopped at any time
+            if line.startswith("{") and line.endswith("}\n"):
+                results.add(job, json.loads(line))
+        process.wait()
+        killer.cancel()
+        messages.seek(0)
+        last = [line for line in messages.read().splitlines() if line.strip()][-1:]
+    error = {}
+    if time.monotonic() - start >= limit:
+        error = {"error": f"killed after {limit:.0f} s"}
+    elif process.returncode != 0:
+        error = {"error": f"exit status {process.returncode}: {' '.join(last)[:300]}"}
+    results.add(job, {"seconds": round(time.monotonic() - start, 1)} | error)
+    state = error.get("error", "done")
+    print(f"{job['kind']:8} {job['implementation']:21} {job['shape']} {state}", flush=True)
+
+
+def run_all(todo: list[dict], results: Results, minutes: float, limit: float, workers: int) -> list[dict]:
+    """Run what has not ended yet until the time is up, warming `workers` at a time; returns what is left."""
+    end = time.monotonic() + 60 * minutes
+    left_out = []
+
+    def attempt(job: dict) -> None:
+        if any("seconds" in row for row in results.of(job)):
+            return
+        ours = job["kind"] == "time" and job["implementation"] not in PEERS
+        if ours and not results.right(job["implementation"], job["shape"][2:]):
+            print(f"time     {job['implementation']:21} {job['shape']} left out: not shown to be right")
+            return
+        left = end - time.monotonic()
+        if left < 5:
+            left_out.append(job)
+        else:
+            run_job(job, results, min(limit, left))
+
+    for kind, group in groupby(todo, key=lambda job: job["kind"]):
+        with ThreadPoolExecutor(workers if kind == "warm" else 1) as pool:
+            list(pool.map(attempt, group))
+    return left_out
+
+
+def table(rows: list[dict]) -> str:
+    """What was found: ceilings, what is wrong, and times by shape and case, the fastest first."""
+    lines = []
+    for row in rows:
+        if row["kind"] == "ceiling" and "matmul_tflops" in row:
+            lines.append(
+                f"{row['device']}, {row['versions']}: bf16 product {row['matmul_tflops']:.0f} TFLOP/s, "
+                f"copy {row['copy_tb_s']:.2f} TB/s"
+            )
+    checks = [row for row in rows if row["kind"] == "check"]
+    bad = [row for row in checks if row.get("wrong") or "error" in row]
+    lines.append(f"checks: {sum('wrong' in row for row in checks)} cases, {len(bad)} bad")
+    for row in bad:
+        why = row.get("error") or row["wrong"]
+        lines.append(f"  WRONG {row['implementation']} {row['shape']} {row.get('case', '')}: {why}")
+    timed = [row for row in rows if row["kind"] == "time" and "case" in row]
+    timed.sort(key=lambda row: (row["shape"], row["case"], row.get("forward_ms", 1e9)))
+    for (shape, case), group in groupby(timed, key=lambda row: (row["shape"], row["case"])):
+        lines.append(f"\n{case}; heads {shape[0]}:{shape[1]}, D {shape[2]}, Dv {shape[3]}")
+        for row in group:
+            text = row.get("error") or "  ".join(
+                f"{which} {row[f'{which}_ms']:9.3f} ms {row[f'{which}_tflops']:6.4g} TFLOP/s"
+                for which in ("forward", "backward")
+            )
+            both = f"  both {row['both_tflops']:6.4g} TFLOP/s" if "both_tflops" in row else ""
+            lines.append(f"  {row['implementation']:21} {text}{both}")
+    return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--minutes", type=float, default=8.5, help="stop starting new cases after this long")
-    parser.add_argument("--groups", default="abcde", help="of the cases, see attention_cases.py")
-    parser.add_argument("--output", type=Path, help="default: benchmarks/results/<device>/attention.json")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--minutes", type=float, default=9, help="start no new job after this long")
+    parser.add_argument("--limit", type=float, default=90, help="seconds after which a job is killed")
+    parser.add_argument("--workers", type=int, default=14, help="processes that compile at a time")
+    parser.add_argument("--stages", nargs="+", default=["warm", "check", "time"])
+    parser.add_argument("--output", type=Path, default=Path("outputs/attention"))
+    parser.add_argument("--retry", action="store_true", help="run again what ended badly")
+    parser.add_argument("--table", action="store_true", help="run nothing")
     options = parser.parse_args(arguments)
-    end = time.monotonic() + 60 * options.minutes
-    gpu = torch.device(options.device).type == "cuda"
-    name = torch.cuda.get_device_name(options.device) if gpu else "cpu"
-    folder = re.sub(r"\W+", "_", name.lower().replace("nvidia ", ""))
-    output = options.output or Path(__file__).parent / "results" / folder / "attention.json"
-
-    wrong = check(small=True) if gpu else {"reference": []}
-    names = [n for n in (IMPLEMENTATIONS if gpu else ["reference"]) if not wrong[n]]
-    result = {
-        "device": name,
-        "torch": torch.__version__,
-        "wrong": {n: lines for n, lines in wrong.items() if lines},
-        "matmul_tflops": matmul_tflops(options.device, 8192 if gpu else 256),
-        "rows": [],
-        "left_out": [],
-    }
-    print(f"{name}, torch {torch.__version__}, bf16 matmul {result['matmul_tflops']:.0f} TFLOP/s")
-    wanted = [c for c in cases(1 if gpu else 256) if c.group in options.groups]
-    wanted.sort(key=lambda case: "acbde".index(case.group))
-    for shape in SHAPES:
-        for case in wanted:
-            if time.monotonic() > end:
-                result["left_out"].append(f"{case.name}, {shape.name}")
-                continue
-            for row in measure(case, shape, names, options.device):
-                result["rows"].append(row)
-                print_row(row)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{len(result['rows'])} rows, {len(result['left_out'])} cases left out; wrote {output}")
+    results = Results(options.output / "attention.jsonl")
+    if options.retry:
+        results.forget_failures()
+    if not options.table:
+        todo = list(jobs(options.stages, options.device))
+        left_out = run_all(todo, results, options.minutes, options.limit, options.workers)
+        if left_out:
+            print(f"{len(left_out)} jobs left out, for want of time: call again to go on")
+    print(table(results.rows))
 
 
 if __name__ == "__main__":

@@ -55,7 +55,8 @@ def flex(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Call:
         return create_block_mask(seen, None, None, q.shape[0], k.shape[0], device=q.device, _compile=True)
 
     mask = build_mask()
-    compiled = torch.compile(flex_attention)
+    torch._dynamo.reset()  # another shape before would make this one's sizes dynamic, or too many to compile
+    compiled = torch.compile(flex_attention, dynamic=False)
 
     def call() -> Tensor:
         heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))

@@ -56,15 +56,13 @@ def calls(shape: Shape, segments: Tensor) -> dict[str, Callable[[Config], tuple[
     schedule = schedule_of(segments, q.shape[0], k.shape[0], q.device)
     out, lse = triton_launch.forward(q, k, v, schedule, SCALE, tma=True)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    statistics = triton_launch.row_statistics(dout, out, lse, 1)
+    statistics = triton_launch.row_statistics(dout, None, out, lse, 1)
 
     def forward(config: Config):
         return triton_launch.forward(q, k, v, schedule, SCALE, tma=True, config=config)
 
     def key_tiles(config: Config):
-        triton_launch.key_tiles_pass(
-            dout, q, k, v, dq, dk, dv, statistics, schedule, SCALE, True, False, config
-        )
+        triton_launch.key_tiles_pass(dout, q, k, v, dk, dv, statistics, schedule, SCALE, True, config)
         return dk, dv
 
     def query_tiles(config: Config):

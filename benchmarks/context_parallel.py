@@ -58,7 +58,7 @@ def lengths_of_packs(window: int, packs: int, seed: int) -> list[np.ndarray]:
 def tile_counts(segments: np.ndarray, merge: bool) -> np.ndarray:
     """int64 (2, tiles): blocks of 128 keys that each tile of 128 queries reads, and how many it masks."""
     if merge:
-        _, _, begin, shared, end = query_tiles(segments, int(segments[:, 1].sum()), tokens=128).T
+        _, _, begin, _, shared, end = query_tiles(segments, int(segments[:, 1].sum()), tokens=128).T
         blocks = -(-(end - begin) // 128)
         return np.stack([blocks, blocks - (shared - begin) // 128])
     tiles = -(-segments[:, 1] // 128)

@@ -1,32 +1,38 @@
 """What runs a call: the reference or one of the kernels, by device, capability and the caller's wish.
 
-| implementation   | forward                         | backward                         | needs              |
-|------------------|---------------------------------|----------------------------------|--------------------|
-| reference        | plain PyTorch                   | plain PyTorch                    | nothing            |
-| triton           | Triton                          | Triton: dK and dV, then dQ       | sm_80 or later     |
-| triton_fused_dq  | Triton                          | Triton: all three in one pass    | sm_90, D up to 128 |
-| warp_specialized | Triton, specialized by compiler | as triton                        | sm_90, D 64, 128   |
-| gluon            | Gluon, FlashAttention-3's order | dK and dV in Gluon, dQ in Triton | sm_90, D 64, 128   |
+| implementation | forward                         | backward                     | needs              |
+|----------------|---------------------------------|------------------------------|--------------------|
+| reference      | plain PyTorch                   | plain PyTorch                | nothing            |
+| triton         | Triton                          | Triton: dK and dV, then dQ   | sm_80 or later     |
+| gluon          | Gluon, FlashAttention-3's order | Gluon: all three in one pass | sm_90, D 64 or 128 |
 
-"auto" is the reference on the CPU and triton on CUDA. The last three are compiled and checked statically, but
-not yet run on a GPU, so that nothing chooses them by itself: see docs/kernels.md. Under Triton's interpreter
-(TRITON_INTERPRET=1), "auto" runs the Triton kernels on CPU tensors of float16 and float32; it computes
-bfloat16 wrongly, so bfloat16 goes to the reference.
+"auto" is the reference on the CPU and triton on CUDA. The Gluon kernels have run on an emulator and through
+the compiler, but not yet on a GPU, so nothing chooses them by itself: see docs/kernels.md. Under Triton's
+interpreter (TRITON_INTERPRET=1), "auto" runs the Triton kernels on CPU tensors of float16 and float32; it
+computes bfloat16 wrongly, so bfloat16 goes to the reference.
 """
+
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from . import reference
-from .segments import check_segments
+from .segments import Visibility, check_segments
 
-IMPLEMENTATIONS = ("auto", "reference", "triton", "triton_fused_dq", "warp_specialized", "gluon")
-HOPPER_ONLY = ("triton_fused_dq", "warp_specialized", "gluon")
+IMPLEMENTATIONS = ("auto", "reference", "triton", "gluon")
 MAX_HEAD_DIM = 256
+GLUON_HEAD_DIMS = (64, 128)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, scale: float, implementation: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Tensor,
+    scale: float,
+    visibility: Visibility,
+    implementation: str,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp (Nq, Tq), for tensors that segments.check_tensors has accepted.
 
@@ -34,25 +40,24 @@ def forward(
     """
     implementation = resolve(q, v, implementation)
     if implementation == "reference":
-        check_segments(segments.numpy(), q.shape[0], k.shape[0])
-        return reference.forward(q, k, v, segments, scale)
-    from . import triton_launch  # only here: Triton may be absent
-    from .schedule import schedule_of
+        check_segments(segments.numpy(), q.shape[0], k.shape[0], visibility.causal)
+        return reference.forward(q, k, v, segments, scale, visibility)
+    from .schedule import schedule_of  # only here: Triton may be absent
 
-    schedule = schedule_of(segments, q.shape[0], k.shape[0], q.device)
-    if implementation == "gluon":
-        from . import gluon_launch
+    with current(q.device):
+        schedule = schedule_of(segments, q.shape[0], k.shape[0], q.device, visibility)
+        if implementation == "gluon":
+            from . import gluon_launch
 
-        return gluon_launch.forward(q, k, v, schedule, scale)
-    if implementation == "warp_specialized":
-        from . import specialized_launch
+            return gluon_launch.forward(q, k, v, schedule, scale)
+        from . import triton_launch
 
-        return specialized_launch.forward(q, k, v, schedule, scale)
-    return triton_launch.forward(q, k, v, schedule, scale, tma=has_tma(q))
+        return triton_launch.forward(q, k, v, schedule, scale, tma=has_tma(q))
 
 
 def backward(
     dout: Tensor,
+    dlse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -60,22 +65,32 @@ def backward(
     lse: Tensor,
     segments: Tensor,
     scale: float,
+    visibility: Visibility,
+    deterministic: bool,
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+    """Gradients of q, k and v for those of the output and, unless None, of the log-sum-exp."""
     implementation = resolve(q, v, implementation)
     if implementation == "reference":
-        return reference.backward(dout, q, k, v, out, lse, segments, scale)
-    from . import triton_launch
+        return reference.backward(dout, dlse, q, k, v, out, lse, segments, scale, visibility)
     from .schedule import schedule_of
 
-    schedule = schedule_of(segments, q.shape[0], k.shape[0], q.device)
-    if implementation == "gluon":
-        from . import gluon_launch
+    with current(q.device):
+        schedule = schedule_of(segments, q.shape[0], k.shape[0], q.device, visibility)
+        if implementation == "gluon":
+            from . import gluon_launch
 
-        return gluon_launch.backward(dout, q, k, v, out, lse, schedule, scale)
-    fuse_dq = implementation == "triton_fused_dq"
-    return triton_launch.backward(dout, q, k, v, out, lse, schedule, scale, tma=has_tma(q), fuse_dq=fuse_dq)
+            return gluon_launch.backward(
+                dout, dlse, q, k, v, out, lse, schedule, scale, deterministic=deterministic
+            )
+        from . import triton_launch
+
+        return triton_launch.backward(dout, dlse, q, k, v, out, lse, schedule, scale, tma=has_tma(q))
+
+
+def current(device: torch.device) -> AbstractContextManager:
+    """Makes a GPU the current one: Triton launches on that, wherever the tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def resolve(q: Tensor, v: Tensor, implementation: str) -> str:
@@ -99,8 +114,14 @@ def resolve(q: Tensor, v: Tensor, implementation: str) -> str:
     for name, dim in (("q", q.shape[2]), ("v", v.shape[2])):
         if dim > MAX_HEAD_DIM or dim % 8 != 0 or dim == 0:
             raise ValueError(f"head dims are multiples of 8 up to {MAX_HEAD_DIM}, but {name} has {dim}")
-    if implementation in HOPPER_ONLY and (interpreted or not has_tma(q)):
-        raise ValueError(f"implementation {implementation!r} needs a GPU of compute capability 9 (Hopper)")
+    if implementation == "gluon":
+        if interpreted or not has_tma(q):
+            raise ValueError(
+                f"implementation {implementation!r} needs a GPU of compute capability 9 (Hopper)"
+            )
+        for name, dim in (("q", q.shape[2]), ("v", v.shape[2])):
+            if dim not in GLUON_HEAD_DIMS:
+                raise ValueError(f"the Gluon kernels have head dims {GLUON_HEAD_DIMS}, but {name} has {dim}")
     if q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 0):
         raise ValueError(f"the kernels need compute capability 8.0 or later, {q.device} has less")
     return implementation

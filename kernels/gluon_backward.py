@@ -1,15 +1,22 @@
-"""dK and dV in Gluon: a producer warpgroup and two consumers, each with 64 of the tile's 128 keys.
+"""Backward in Gluon, all three gradients in one pass: five products (FlashAttention-3, Shah et al. 2024).
 
-The scores are computed as keys x queries, so that P^T and dS^T stay in registers as the left operand of the
-next product. Per step of 64 queries, with waits that leave one product in flight:
+A program has one tile of 128 keys of one key head and walks over all queries that see it. Two consumers have
+64 of the keys each; one warp loads; one adds dQ to global memory. Scores are computed as keys x queries,
+so that P' stays in registers as the left operand of the next product. Per step of 64 queries:
 
-    issue S' = K Q';  issue dP' = V dO';   wait for S';  P' = exp2(...);   issue dV += P' dO;
-    wait for dP';  dS' = P' * (dP' - delta);   issue dK += dS' Q;   wait for both
+    issue S' = K Q';  issue dP' = V dO';  wait for S';  P' = exp2(...);  issue dV += P' dO
+    wait for dP';  dS' = P' * (dP' - delta), to shared memory;  wait for dV
+    when both consumers' dS' is there:  issue dQ = dS K, each half of the head dim;  issue dK += dS' Q
+    wait for dQ alone, and give it to the adding warp;  wait for dK: Q, dO and dS' are free
 
 With head dim 128, dP' is issued only after the exponentials: 240 registers do not hold it any earlier.
 
-The order of sums is that of the tile list, so results repeat bit for bit. Compiled and statically checked for
-sm_90 with Triton 3.6 and 3.9; Gluon has no interpreter, so its results wait for a GPU.
+The order of the sums of dK and dV is that of the tile list. dQ is summed in float32 by TMA reductions, and if
+DETERMINISTIC in the order of the list as well: every 64-row block of a segment and head has a counter, the
+adding warp waits until the tiles before it have raised it to its turn (tiles.key_tiles), and raises it when
+its sum has arrived. Tiles wait for earlier ones only, and programs start in the order of the list, so none
+waits for ever. Queries are walked from the last to the first: tiles of one document that start together
+then meet each block one after the other.
 """
 
 import triton.experimental.gluon.language as gl
@@ -17,73 +24,113 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # renamed in Triton 3.9
+from .gluon_common import tile_and_head, tma_add, tma_load, wait_until_added, wait_until_read
 
 KEYS = gl.constexpr(64)  # of one consumer: the M of a wgmma
-QUERIES = gl.constexpr(64)  # of one step
+LN_2 = gl.constexpr(0.6931471805599453)
+QUERIES = gl.constexpr(64)  # of one step, which begins at a multiple of it
+
+# Barriers, all in one allocation: every buffer that a partition is given costs its threads a register.
+KV_READY = gl.constexpr(0)
+DS_READY = gl.constexpr(1)
+DS_FREE = gl.constexpr(2)
+DQ_READY = gl.constexpr(3)
+DQ_FREE = gl.constexpr(4)
+Q_READY = gl.constexpr(5)  # these three once a stage
+DO_READY = gl.constexpr(7)
+FREE = gl.constexpr(9)  # Q and dO
+STAGES = gl.constexpr(2)
+BARRIERS = gl.constexpr(11)
 
 
 @gluon.jit
 def item_steps(items, item):
-    """First row (aligned, see tiles.ROW_ALIGNMENT), number of steps, and the rows of an item."""
-    q_begin = gl.load(items + item * 4)
-    q_full = gl.load(items + item * 4 + 1)
-    q_tail = gl.load(items + item * 4 + 2)
-    q_end = gl.load(items + item * 4 + 3)
-    aligned = q_begin // 4 * 4
-    return aligned, (q_end - aligned + QUERIES - 1) // QUERIES, q_begin, q_full, q_tail, q_end
+    """First block of 64 rows and number of blocks of an item."""
+    block = gl.load(items + item * 6) // QUERIES
+    return block, (gl.load(items + item * 6 + 3) + QUERIES - 1) // QUERIES - block
 
 
 @gluon.jit
-def load_queries(
-    q, k, v, dout, lse_log2, delta, items, k_tile, v_tile, q_ring, do_ring, lse_ring, delta_ring, kv_ready,
-    q_ready, do_ready, q_free, do_free, kv_begin, item_begin, item_end, group,
-    D: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+def load(
+    work, kv_begin, kv_head, buffers, q, k, v, dout, lse_log2, delta, bounds,
+    D: gl.constexpr, DV: gl.constexpr,
 ):  # fmt: skip
-    """The producer: the tile's keys and values once, then Q, dO and their statistics step by step."""
-    mbarrier.expect(kv_ready, (k.block_type.nbytes + v.block_type.nbytes) * 2)
+    """The loader: the tile's keys and values once, then Q, dO and their statistics step by step."""
+    items, item_begin, item_end, first_head, heads = work
+    k_tile, v_tile, q_ring, do_ring, statistics, bound_ring, bars = buffers
+    mbarrier.expect(bars.index(KV_READY), (k.block_type.nbytes + v.block_type.nbytes) * 2)
     for half in gl.static_range(2):
-        tma_load(k, [kv_begin + half * KEYS, group * D], kv_ready, k_tile.index(half))
-        tma_load(v, [kv_begin + half * KEYS, group * DV], kv_ready, v_tile.index(half))
+        tma_load(k, [kv_begin + half * KEYS, kv_head * D], bars.index(KV_READY), k_tile.index(half))
+        tma_load(v, [kv_begin + half * KEYS, kv_head * DV], bars.index(KV_READY), v_tile.index(half))
     step = 0
     for item in range(item_begin, item_end):
-        aligned, steps, _, _, _, _ = item_steps(items, item)
-        for head in range(group * GROUP, group * GROUP + GROUP):
+        block, steps = item_steps(items, item)
+        for head in range(first_head, first_head + heads):
             for i in range(steps):
                 stage = step % STAGES
                 phase = (step // STAGES) & 1
-                token = aligned + i * QUERIES
-                mbarrier.wait(q_free.index(stage), phase ^ 1)
-                mbarrier.expect(q_ready.index(stage), q.block_type.nbytes + lse_log2.block_type.nbytes)
-                tma_load(q, [token, head * D], q_ready.index(stage), q_ring.index(stage))
-                tma_load(lse_log2, [head, token], q_ready.index(stage), lse_ring.index(stage))
-                mbarrier.wait(do_free.index(stage), phase ^ 1)
-                mbarrier.expect(do_ready.index(stage), dout.block_type.nbytes + delta.block_type.nbytes)
-                tma_load(dout, [token, head * DV], do_ready.index(stage), do_ring.index(stage))
-                tma_load(delta, [head, token], do_ready.index(stage), delta_ring.index(stage))
+                token = (block + steps - 1 - i) * QUERIES
+                mbarrier.wait(bars.index(FREE + stage), phase ^ 1)
+                mbarrier.expect(
+                    bars.index(Q_READY + stage), q.block_type.nbytes + 3 * lse_log2.block_type.nbytes
+                )
+                tma_load(q, [token, head * D], bars.index(Q_READY + stage), q_ring.index(stage))
+                tma_load(lse_log2, [head, token], bars.index(Q_READY + stage), statistics.index(stage))
+                tma_load(bounds, [0, token], bars.index(Q_READY + stage), bound_ring.index(stage))
+                tma_load(bounds, [1, token], bars.index(Q_READY + stage), bound_ring.index(STAGES + stage))
+                mbarrier.expect(
+                    bars.index(DO_READY + stage), dout.block_type.nbytes + delta.block_type.nbytes
+                )
+                tma_load(dout, [token, head * DV], bars.index(DO_READY + stage), do_ring.index(stage))
+                tma_load(delta, [head, token], bars.index(DO_READY + stage), statistics.index(STAGES + stage))
+                step += 1
+
+
+@gluon.jit
+def add_dq(work, dq_tile, bars, dq, turns, counters, D: gl.constexpr, DETERMINISTIC: gl.constexpr):
+    """The adding warp: every step's dQ, in two halves of the head dim, when it is this tile's turn."""
+    items, item_begin, item_end, first_head, heads = work
+    step = 0
+    for item in range(item_begin, item_end):
+        block, steps = item_steps(items, item)
+        counter = turns + gl.load(items + item * 6 + 4)
+        turn = gl.load(items + item * 6 + 5)
+        for head in range(first_head, first_head + heads):
+            for i in range(steps):
+                at = block + steps - 1 - i
+                mbarrier.wait(bars.index(DQ_READY), step & 1)
+                if DETERMINISTIC:  # noqa: SIM102 - decided when compiling
+                    if turn >= 0:
+                        while gl.atomic_add(counter + head * counters + at, 0, sem="acquire") != turn:
+                            pass
+                for half in gl.static_range(2):
+                    tma_add(dq, [at * QUERIES, head * D + half * (D // 2)], dq_tile.index(half))
+                wait_until_read()
+                mbarrier.arrive(bars.index(DQ_FREE), count=1)
+                if DETERMINISTIC:  # noqa: SIM102 - decided when compiling
+                    if turn >= 0:
+                        gl.atomic_add(counter + head * counters + at, wait_until_added(), sem="release")
                 step += 1
 
 
 @gluon.jit
 def accumulate(
-    common, rings,
-    HALF_INDEX: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    work, buffers, results,
+    PART: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
 ):  # fmt: skip
-    """A consumer: dK and dV of 64 keys."""
-    dk, dv, items, bounds, kv_begin, kv_end, item_begin, item_end, group, q_tokens = common[:10]
-    scale, scale_log2, dk_stride_t, dk_stride_h, dv_stride_t, dv_stride_h = common[10:]
-    k_tile, v_tile, q_ring, do_ring, lse_ring, delta_ring, kv_ready, q_ready, do_ready, q_free, do_free = (
-        rings
-    )
+    """A consumer: dK and dV of keys PART * 64 ... PART * 64 + 63, and half of every step's dQ."""
+    items, item_begin, item_end, _, heads = work
+    k_tile, v_tile, q_ring, do_ring, statistics, bound_ring, bars, ds_tile, dq_tile = buffers
+    dk, dv, kv_begin, kv_end, kv_head, kv_heads, first_row, scale_log2 = results
+    HALF_D: gl.constexpr = D // 2
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
-    ds_operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk_layout, k_width=2)
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_D, 16])
     p_operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv_layout, k_width=2)
     columns: gl.constexpr = gl.SliceLayout(0, s_layout)
     dtype: gl.constexpr = q_ring.dtype
@@ -92,123 +139,144 @@ def accumulate(
     dk_acc = gl.full([KEYS, D], 0.0, gl.float32, layout=dk_layout)
     dv_acc = gl.full([KEYS, DV], 0.0, gl.float32, layout=dv_layout)
     nothing = gl.full([KEYS, QUERIES], 0.0, gl.float32, layout=s_layout)
-    keys = k_tile.index(HALF_INDEX)
-    values = v_tile.index(HALF_INDEX)
-    key = kv_begin + HALF_INDEX * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
-    mbarrier.wait(kv_ready, 0)
+    no_dq = gl.full([QUERIES, HALF_D], 0.0, gl.float32, layout=dq_layout)
+    keys = k_tile.index(PART)
+    values = v_tile.index(PART)
+    key = kv_begin + PART * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
+    mbarrier.wait(bars.index(KV_READY), 0)
     step = 0
     for item in range(item_begin, item_end):
-        aligned, steps, q_begin, q_full, q_tail, q_end = item_steps(items, item)
-        for _ in range(GROUP):
+        block, steps = item_steps(items, item)
+        q_full = gl.load(items + item * 6 + 1)
+        q_tail = gl.load(items + item * 6 + 2)
+        for _ in range(heads):
             for i in range(steps):
                 stage = step % STAGES
                 phase = (step // STAGES) & 1
-                token = aligned + i * QUERIES
+                token = (block + steps - 1 - i) * QUERIES
                 queries = q_ring.index(stage)
                 do = do_ring.index(stage)
-                mbarrier.wait(q_ready.index(stage), phase)
+                mbarrier.wait(bars.index(Q_READY + stage), phase)
                 s = warpgroup_mma(keys, queries.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 if EARLY:
-                    mbarrier.wait(do_ready.index(stage), phase)
+                    mbarrier.wait(bars.index(DO_READY + stage), phase)
                     dp = warpgroup_mma(values, do.permute((1, 0)), nothing, use_acc=False, is_async=True)
-                lse = lse_ring.index(stage).reshape([QUERIES]).load(columns)
                 s = warpgroup_mma_wait(1 if EARLY else 0, deps=[s])
+                lse = statistics.index(stage).reshape([QUERIES]).load(columns)
                 p = gl.exp2(s * scale_log2 - lse[None, :])
                 if (token < q_full) | (token + QUERIES > q_tail):
+                    q_begin = gl.load(items + item * 6)
+                    q_end = gl.load(items + item * 6 + 3)
                     row = token + gl.arange(0, QUERIES, layout=columns)
-                    inside = (row >= q_begin) & (row < q_end)
-                    first = gl.load(bounds + row, mask=inside, other=0)
-                    last = gl.load(bounds + q_tokens + row, mask=inside, other=0)
+                    first = bound_ring.index(stage).reshape([QUERIES]).load(columns)
+                    last = bound_ring.index(STAGES + stage).reshape([QUERIES]).load(columns)
+                    last = gl.where(
+                        (row >= q_begin) & (row < q_end), last, 0
+                    )  # others belong to another item
                     p = gl.where((key[:, None] >= first[None, :]) & (key[:, None] < last[None, :]), p, 0.0)
                 if not EARLY:
-                    mbarrier.wait(do_ready.index(stage), phase)
+                    mbarrier.wait(bars.index(DO_READY + stage), phase)
                     dp = warpgroup_mma(values, do.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 p_half = gl.convert_layout(p.to(dtype), p_operand)
                 dv_acc = warpgroup_mma(p_half, do, dv_acc, is_async=True)
-                drop = delta_ring.index(stage).reshape([QUERIES]).load(columns)
                 dp = warpgroup_mma_wait(1, deps=[dp])
-                ds_half = gl.convert_layout((p * (dp - drop[None, :])).to(dtype), ds_operand)
-                dk_acc = warpgroup_mma(ds_half, queries, dk_acc, is_async=True)
-                dv_acc, p_half = warpgroup_mma_wait(1, deps=[dv_acc, p_half])
-                mbarrier.arrive(do_free.index(stage), count=1)
-                dk_acc, ds_half = warpgroup_mma_wait(0, deps=[dk_acc, ds_half])
-                mbarrier.arrive(q_free.index(stage), count=1)
+                drop = statistics.index(STAGES + stage).reshape([QUERIES]).load(columns)
+                ds = (p * (dp - drop[None, :])).to(dtype)
+                mbarrier.wait(bars.index(DS_FREE), (step & 1) ^ 1)
+                ds_tile.index(PART).store(ds)
+                fence_async_shared()
+                mbarrier.arrive(bars.index(DS_READY), count=1)
+                dv_acc, p_half = warpgroup_mma_wait(0, deps=[dv_acc, p_half])
+                mbarrier.wait(bars.index(DS_READY), step & 1)
+                part = warpgroup_mma(
+                    ds_tile.index(0).permute((1, 0)), k_tile.index(0).slice(PART * HALF_D, HALF_D, 1),
+                    no_dq, use_acc=False, is_async=True,
+                )  # fmt: skip
+                part = warpgroup_mma(
+                    ds_tile.index(1).permute((1, 0)), k_tile.index(1).slice(PART * HALF_D, HALF_D, 1),
+                    part, is_async=True,
+                )  # fmt: skip
+                dk_acc = warpgroup_mma(ds_tile.index(PART), queries, dk_acc, is_async=True)
+                mbarrier.wait(bars.index(DQ_FREE), (step & 1) ^ 1)
+                part = warpgroup_mma_wait(1, deps=[part])
+                dq_tile.index(PART).store(part)
+                fence_async_shared()
+                mbarrier.arrive(bars.index(DQ_READY), count=1)
+                dk_acc = warpgroup_mma_wait(0, deps=[dk_acc])
+                mbarrier.arrive(bars.index(FREE + stage), count=1)
+                mbarrier.arrive(bars.index(DS_FREE), count=1)
                 step += 1
 
-    first_key = kv_begin + HALF_INDEX * KEYS
-    store_gradient(dk, dk_acc * scale, first_key, kv_end, group, dk_stride_t, dk_stride_h, D, dk_layout)
-    store_gradient(dv, dv_acc, first_key, kv_end, group, dv_stride_t, dv_stride_h, DV, dv_layout)
+    begin = kv_begin + PART * KEYS
+    store_gradient(
+        dk, dk_acc * (scale_log2 * LN_2), begin, kv_end, first_row, kv_heads, kv_head, D, dk_layout
+    )
+    store_gradient(dv, dv_acc, begin, kv_end, first_row, kv_heads, kv_head, DV, dv_layout)
 
 
 @gluon.jit
 def store_gradient(
-    x, values, begin, end, head, stride_t, stride_h,
+    x, values, begin, end, first_row, heads, head,
     DIM: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     row = begin + gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
     col = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
-    at = row.to(gl.int64)[:, None] * stride_t + head * stride_h + col[None, :]
+    at = ((first_row + row).to(gl.int64)[:, None] * heads + head) * DIM + col[None, :]
     gl.store(x + at, values.to(x.dtype.element_ty), mask=(row < end)[:, None])
 
 
-@gluon.jit(do_not_specialize=["tiles", "q_tokens"])
-def gluon_key_tile_kernel(
-    q, k, v, dout, dk, dv, lse_log2, delta, tile_list, items, bounds, tiles, q_tokens, kv_heads, scale,
-    scale_log2, dk_stride_t, dk_stride_h, dv_stride_t, dv_stride_h,
-    D: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, STAGES: gl.constexpr,
+@gluon.jit(do_not_specialize=["tiles", "section", "counters", "kv_tokens"])
+def gluon_backward_kernel(
+    q, k, v, dout, dk, dv, dq, lse_log2, delta, tile_list, items, turns, bounds, tiles, section, counters,
+    kv_tokens, kv_heads, scale_log2,
+    D: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr, SPLIT: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """dk (Tk, Nkv, D) and dv (Tk, Nkv, DV) of one tile of 128 keys and one key head; four warps at launch."""
-    program = gl.program_id(0)
-    section = program // (tiles * SECTION)
-    width = gl.minimum(SECTION, kv_heads - section * SECTION)
-    rest = program - section * tiles * SECTION
-    tile = tile_list + rest // width * 4
-    group = section * SECTION + rest % width
-    kv_begin = gl.load(tile)
-    kv_end = gl.load(tile + 1)
-    item_begin = gl.load(tile + 2)
-    item_end = gl.load(tile + 3)
+    """One tile of 128 keys, one key head, and one of SPLIT parts of the query heads that share it.
+
+    Writes dk (SPLIT, Tk, Nkv, D) and dv (SPLIT, Tk, Nkv, DV), to be summed over the parts, and adds to dq
+    (Tq, Nq, D) float32, to be scaled. turns: (Nq, counters) int32, `first_turns` for every head. Launched
+    with four warps, those of the first consumer.
+    """
+    tile, group = tile_and_head(gl.program_id(0), kv_heads * SPLIT, tiles, section)
+    kv_head = group // SPLIT
+    part = group % SPLIT
+    kv_begin = gl.load(tile_list + tile * 4)
+    kv_end = gl.load(tile_list + tile * 4 + 1)
+    item_begin = gl.load(tile_list + tile * 4 + 2)
+    item_end = gl.load(tile_list + tile * 4 + 3)
 
     k_tile = gl.allocate_shared_memory(k.dtype, [2, KEYS, D], k.layout)
     v_tile = gl.allocate_shared_memory(v.dtype, [2, KEYS, DV], v.layout)
     q_ring = gl.allocate_shared_memory(q.dtype, [STAGES, QUERIES, D], q.layout)
     do_ring = gl.allocate_shared_memory(dout.dtype, [STAGES, QUERIES, DV], dout.layout)
-    lse_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QUERIES], lse_log2.layout)
-    delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QUERIES], delta.layout)
-    kv_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    do_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    do_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(kv_ready, count=1)
+    statistics = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, QUERIES], lse_log2.layout)
+    bound_ring = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 1, QUERIES], bounds.layout)
+    ds_tile = gl.allocate_shared_memory(q.dtype, [2, KEYS, QUERIES], gl.NVMMASharedLayout(128, 16, 2))
+    dq_tile = gl.allocate_shared_memory(gl.float32, [2, QUERIES, D // 2], dq.layout)
+    bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(bars.index(KV_READY), count=1)
+    mbarrier.init(bars.index(DS_READY), count=2)
+    mbarrier.init(bars.index(DS_FREE), count=2)
+    mbarrier.init(bars.index(DQ_READY), count=2)
+    mbarrier.init(bars.index(DQ_FREE), count=1)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(q_ready.index(stage), count=1)
-        mbarrier.init(do_ready.index(stage), count=1)
-        mbarrier.init(q_free.index(stage), count=2)  # both consumers
-        mbarrier.init(do_free.index(stage), count=2)
+        mbarrier.init(bars.index(Q_READY + stage), count=1)
+        mbarrier.init(bars.index(FREE + stage), count=2)
+        mbarrier.init(bars.index(DO_READY + stage), count=1)
     fence_async_shared()
 
-    common = (
-        dk, dv, items, bounds, kv_begin, kv_end, item_begin, item_end, group, q_tokens, scale, scale_log2,
-        dk_stride_t, dk_stride_h, dv_stride_t, dv_stride_h,
-    )  # fmt: skip
-    rings = (
-        k_tile, v_tile, q_ring, do_ring, lse_ring, delta_ring, kv_ready, q_ready, do_ready, q_free, do_free,
-    )  # fmt: skip
+    heads = GROUP // SPLIT
+    work = (items, item_begin, item_end, group * heads, heads)
+    loaded = (k_tile, v_tile, q_ring, do_ring, statistics, bound_ring, bars)
+    buffers = (k_tile, v_tile, q_ring, do_ring, statistics, bound_ring, bars, ds_tile, dq_tile)
+    results = (dk, dv, kv_begin, kv_end, kv_head, kv_heads, part * kv_tokens, scale_log2)
     gl.warp_specialize(
         [
-            (accumulate, (common, rings, 0, D, DV, GROUP, STAGES)),
-            (accumulate, (common, rings, 1, D, DV, GROUP, STAGES)),
-            (
-                load_queries,
-                (
-                    q, k, v, dout, lse_log2, delta, items, k_tile, v_tile, q_ring, do_ring, lse_ring,
-                    delta_ring,
-                    kv_ready, q_ready, do_ready, q_free, do_free, kv_begin, item_begin, item_end, group,
-                    D, DV, GROUP, STAGES,
-                ),
-            ),
+            (accumulate, (work, buffers, results, 0, D, DV)),
+            (accumulate, (work, buffers, results, 1, D, DV)),
+            (load, (work, kv_begin, kv_head, loaded, q, k, v, dout, lse_log2, delta, bounds, D, DV)),
+            (add_dq, (work, dq_tile, bars, dq, turns, counters, D, DETERMINISTIC)),
         ],
-        [4, 4],
-        [240, 24],
-    )  # fmt: skip
+        [4, 1, 1],
+        [240, 24, 24],
+    )

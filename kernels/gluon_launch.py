@@ -1,51 +1,54 @@
 """Launches of the Gluon kernels. Head dims 64 and 128, bf16 and fp16, Hopper."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .configs import choose
-from .gluon_backward import gluon_key_tile_kernel
+from .gluon_backward import gluon_backward_kernel
 from .gluon_forward import gluon_forward_kernel
 from .schedule import Schedule
-from .triton_launch import LOG2_E, aligned, query_tiles_pass, row_statistics, section, strides
+from .triton_launch import LOG2_E, aligned, row_statistics, section
 
-HEAD_DIMS = (64, 128)
-TILE = 128  # query rows of a program: two consumers of 64
-FORWARD_STAGES = {64: 3, 128: 2}
+ROWS = 64  # of one consumer, and of a step of the backward
+KEYS = 128  # of a block of the forward, and of a tile of the backward
+# By the larger of D and Dv: consumers, registers a thread of each, and stages of keys and values.
+FORWARD = {64: (3, 160, 3), 128: (2, 240, 2)}
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, scale: float) -> tuple[Tensor, Tensor]:
     """Output (Tq, Nq, Dv) and log-sum-exp (Nq, Tq) float32."""
-    check_head_dims(q, v)
     (q_tokens, q_heads, dim), (kv_tokens, kv_heads, v_dim) = q.shape, v.shape
     if kv_tokens == 0 or q_tokens == 0:
         return q.new_zeros(q_tokens, q_heads, v_dim), q.new_full((q_heads, q_tokens), torch.inf).float()
-    block_n = 128
+    consumers, registers, stages = FORWARD[max(dim, v_dim)]
     q, k, v = (aligned(x) for x in (q, k, v))
     out = q.new_empty(q_tokens, q_heads, v_dim)
     lse = q.new_empty(q_heads, q_tokens, dtype=torch.float32)
-    tiles = schedule.query_tiles(TILE)
-    gluon_forward_kernel[(len(tiles) * q_heads,)](
-        descriptor(q, TILE // 2),
-        descriptor(k, block_n),
-        descriptor(v, block_n),
+    tiles = schedule.query_tiles(consumers * ROWS)
+    gluon_forward_kernel[(min(multiprocessors(q.device), len(tiles) * q_heads),)](
+        descriptor(q, ROWS),
+        descriptor(k, KEYS),
+        descriptor(v, KEYS),
         out,
         lse,
         tiles,
         schedule.bounds,
         len(tiles),
+        section(k, v, q_heads // kv_heads),
         q_tokens,
         q_heads,
         scale * LOG2_E,
         *out.stride()[:2],
         D=dim,
         DV=v_dim,
-        BLOCK_N=block_n,
-        STAGES=FORWARD_STAGES[max(dim, v_dim)],
+        BLOCK_N=KEYS,
+        STAGES=stages,
         GROUP=q_heads // kv_heads,
-        SECTION=section(k, v, q_heads // kv_heads),
+        CONSUMERS=consumers,
+        REGISTERS=registers,
         num_warps=4,
         enable_fp_fusion=True,
     )
@@ -53,62 +56,94 @@ def forward(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, scale: float) -
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, schedule: Schedule, scale: float
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    schedule: Schedule,
+    scale: float,
+    *,
+    deterministic: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v: dK and dV in Gluon, dQ by the Triton kernel."""
-    check_head_dims(q, v)
+    """Gradients of q, k and v for those of the output and, unless None, of the log-sum-exp."""
     (q_tokens, q_heads, dim), (kv_tokens, kv_heads, v_dim) = q.shape, v.shape
     if kv_tokens == 0 or q_tokens == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     q, k, v, out, dout = (aligned(x) for x in (q, k, v, out, dout))
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     group = q_heads // kv_heads
-    statistics = row_statistics(dout, out, lse, pack=1)
-    tiles, items = schedule.key_tiles(TILE // 2, TILE)
-    gluon_key_tile_kernel[(len(tiles) * kv_heads,)](
-        descriptor(q, TILE // 2),
-        descriptor(k, TILE // 2),
-        descriptor(v, TILE // 2),
-        descriptor(dout, TILE // 2),
+    statistics = row_statistics(dout, dlse, out, lse, pack=1)
+    tiles, items, first_turns = schedule.key_tiles(ROWS, KEYS, turn_rows=ROWS)
+    split = parts(len(tiles) * kv_heads, group, multiprocessors(q.device))
+    dtype = torch.float32 if split > 1 else q.dtype
+    dk = k.new_empty((split, *k.shape), dtype=dtype)
+    dv = v.new_empty((split, *v.shape), dtype=dtype)
+    dq = q.new_zeros(q.shape, dtype=torch.float32)
+    turns = first_turns.expand(q_heads, -1).clone() if deterministic else first_turns
+    gluon_backward_kernel[(len(tiles) * kv_heads * split,)](
+        descriptor(q, ROWS),
+        descriptor(k, ROWS),
+        descriptor(v, ROWS),
+        descriptor(dout, ROWS),
         dk,
         dv,
-        *(statistic_descriptor(x, q_tokens) for x in statistics),
+        descriptor(dq, ROWS, dim // 2),
+        *(row_descriptor(x, q_tokens) for x in statistics),
         tiles,
         items,
-        schedule.bounds,
+        turns,
+        row_descriptor(schedule.padded_bounds, q_tokens),
         len(tiles),
-        q_tokens,
+        section(q, dout, 1, group) * split,
+        turns.shape[-1],
+        kv_tokens,
         kv_heads,
-        scale,
         scale * LOG2_E,
-        *strides(dk, dv),
         D=dim,
         DV=v_dim,
         GROUP=group,
-        SECTION=section(q, dout, 1, group),
-        STAGES=2,
+        SPLIT=split,
+        DETERMINISTIC=deterministic,
         num_warps=4,
         enable_fp_fusion=True,
     )
-    config = choose("query_tiles", max(dim, v_dim), schedule.long, tma=True)
-    query_tiles_pass(dout, q, k, v, dq, statistics, 1, schedule, scale, True, config)
-    return dq, dk, dv
+    dq = dq.mul_(scale).to(q.dtype)
+    if split == 1:
+        return dq, dk[0], dv[0]
+    return dq, dk.sum(0).to(k.dtype), dv.sum(0).to(v.dtype)
 
 
-def statistic_descriptor(x: Tensor, q_tokens: int) -> TensorDescriptor:
+def parts(programs: int, group: int, units: int) -> int:
+    """Into how many parts to split the query heads of a key head, so that all multiprocessors have work.
+
+    A power of two that divides the group. Each part beyond the first writes dK and dV once more, in float32.
+    """
+    split = 1
+    while programs * split < units and group % (2 * split) == 0:
+        split *= 2
+    return split
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def row_descriptor(x: Tensor, q_tokens: int) -> TensorDescriptor:
+    """Of (n, q_tokens or more), 32 bits each, in blocks of one step's queries."""
     layout = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return TensorDescriptor(x, [x.shape[0], q_tokens], [x.stride(0), 1], [1, TILE // 2], layout)
+    return TensorDescriptor(x, [x.shape[0], q_tokens], [x.stride(0), 1], [1, ROWS], layout)
 
 
-def descriptor(x: Tensor, tokens: int) -> TensorDescriptor:
-    """Of (tokens, heads * dim), in blocks of `tokens` of one head, 128-byte swizzled as wgmma wants them."""
+def descriptor(x: Tensor, tokens: int, width: int | None = None) -> TensorDescriptor:
+    """Of (tokens, heads * dim), in blocks of `tokens` of one head or `width` of it.
+
+    Swizzled over 128 bytes, as wgmma wants its operands.
+    """
     dim = x.shape[2]
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor(x, [x.shape[0], x.shape[1] * dim], [x.stride(0), 1], [tokens, dim], layout)
-
-
-def check_head_dims(q: Tensor, v: Tensor) -> None:
-    if q.shape[2] not in HEAD_DIMS or v.shape[2] not in HEAD_DIMS:
-        raise ValueError(
-            f"the Gluon kernels have head dims {HEAD_DIMS}, got {q.shape[2]} for q and {v.shape[2]} for v"
-        )
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=2)
+    return TensorDescriptor(
+        x, [x.shape[0], x.shape[1] * dim], [x.stride(0), 1], [tokens, width or dim], layout
+    )

@@ -8,23 +8,42 @@ float32, float64 in float64.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .segments import CAUSAL, Visibility
+
 BLOCK = 64  # the scores of a block stay in the second-level cache up to some thousand keys
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+class Block(NamedTuple):
+    """Query rows and the keys that any of them sees.
+
+    triangle: whether each row sees one key less than the next, up to the last. ahead: how many rows still
+    see the first key; each of those after sees one key less at the start.
+    """
+
+    rows: slice
+    keys: slice
+    triangle: bool
+    ahead: int
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, scale: float, visibility: Visibility = CAUSAL
+) -> tuple[Tensor, Tensor]:
     """Output (Tq, Nq, Dv) like q, and log-sum-exp (Nq, Tq), +inf where a query sees no key."""
     q_tokens, q_heads, _ = q.shape
     kv_heads, v_dim = v.shape[1:]
     qg, k_, v_ = _by_head(q, kv_heads), _by_head(k, kv_heads)[:, 0], _by_head(v, kv_heads)[:, 0]
     out = qg.new_zeros(kv_heads, q_heads // kv_heads, q_tokens, v_dim)
     lse = qg.new_full((kv_heads, q_heads // kv_heads, q_tokens), torch.inf)
-    future = _future(segments, qg)
-    for rows, keys in _blocks(segments):
-        scores = _scores(qg[:, :, rows], k_[:, keys], scale, future)
+    hidden = _hidden(segments, qg)
+    for block in _blocks(segments, visibility):
+        rows, keys = block.rows, block.keys
+        scores = _scores(qg[:, :, rows], k_[:, keys], scale, block, hidden)
         largest = scores.amax(-1, keepdim=True)
         total = scores.sub_(largest).exp_().sum(-1, keepdim=True)
         out[:, :, rows] = _rows_times(scores, v_[:, keys]).div_(total)
@@ -34,18 +53,34 @@ def forward(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, scale: float) -> 
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Tensor, scale: float
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    segments: Tensor,
+    scale: float,
+    visibility: Visibility = CAUSAL,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v for the gradient `dout` (Tq, Nq, Dv) of the output."""
+    """Gradients of q, k and v for those of the output (Tq, Nq, Dv) and of the log-sum-exp (Nq, Tq).
+
+    The log-sum-exp's gradient by the scores are the probabilities, so dlse is subtracted from delta.
+    """
     kv_heads = k.shape[1]
     qg, k_, v_ = _by_head(q, kv_heads), _by_head(k, kv_heads)[:, 0], _by_head(v, kv_heads)[:, 0]
     dog = _by_head(dout, kv_heads)
     delta = (dog * _by_head(out, kv_heads)).sum(-1)
+    if dlse is not None:
+        delta -= dlse.reshape(delta.shape)
     lse = lse.reshape(kv_heads, -1, q.shape[0]).to(qg.dtype)
     dq, dk, dv = torch.zeros_like(qg), torch.zeros_like(k_), torch.zeros_like(v_)
-    future = _future(segments, qg)
-    for rows, keys in _blocks(segments):
-        p = _scores(qg[:, :, rows], k_[:, keys], scale, future).sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
+    hidden = _hidden(segments, qg)
+    for block in _blocks(segments, visibility):
+        rows, keys = block.rows, block.keys
+        p = _scores(qg[:, :, rows], k_[:, keys], scale, block, hidden)
+        p = p.sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
         dv[:, keys] += _stack(p).transpose(1, 2) @ _stack(dog[:, :, rows])
         ds = _rows_times(dog[:, :, rows], v_[:, keys].transpose(1, 2))
         ds.sub_(delta[:, :, rows].unsqueeze(-1)).mul_(p).mul_(scale)
@@ -54,26 +89,37 @@ def backward(
     return _by_token(dq, q), _by_token(dk.unsqueeze(1), k), _by_token(dv.unsqueeze(1), v)
 
 
-def _blocks(segments: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Query rows and the keys that the last of them sees, for each block."""
+def _blocks(segments: Tensor, visibility: Visibility) -> Iterator[Block]:
     for q_start, q_len, kv_start, kv_len in segments.tolist():
+        if kv_len == 0:
+            continue
         for first in range(0, q_len, BLOCK):
             last = min(first + BLOCK, q_len)
-            yield slice(q_start + first, q_start + last), slice(kv_start, kv_start + kv_len - q_len + last)
+            begin, end = kv_start, kv_start + kv_len
+            if visibility.causal:
+                begin = max(begin, end - q_len + first + 1 - visibility.reach)
+                end += last - q_len
+            ahead = begin + visibility.reach - (kv_start + kv_len - q_len + first)
+            yield Block(slice(q_start + first, q_start + last), slice(begin, end), visibility.causal, ahead)
 
 
-def _future(segments: Tensor, like: Tensor) -> Tensor:
+def _hidden(segments: Tensor, like: Tensor) -> Tensor:
     """-inf above the diagonal, 0 elsewhere, as many rows as the largest block has; adding is fast."""
     rows = min(int(segments[:, 1].max()), BLOCK) if len(segments) else 0
     return like.new_full((rows, rows), -torch.inf).triu_(1)
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, future: Tensor) -> Tensor:
-    """(heads, group, rows, keys), with the keys after each row's own set to -inf."""
+def _scores(q: Tensor, k: Tensor, scale: float, block: Block, hidden: Tensor) -> Tensor:
+    """(heads, group, rows, keys), with the keys that a row does not see set to -inf."""
     scores = _rows_times(q * scale, k.transpose(1, 2))
-    rows = scores.shape[2]
-    if rows > 1:
-        scores[..., -rows:].add_(future[:rows, :rows])
+    rows, keys = scores.shape[2:]
+    if block.triangle and rows > 1:
+        scores[..., -rows:].add_(hidden[:rows, :rows])
+    behind = rows - block.ahead
+    if behind > 0:
+        # Row ahead + i misses the first i + 1 keys: the transposed triangle, diagonal included.
+        n = min(behind + 1, keys)
+        scores[..., block.ahead - 1 :, :n].add_(hidden[:n, : behind + 1].T)
     return scores
 
 

@@ -1,62 +1,118 @@
 """The tile lists of one micro-batch on its device, built once for all layers and both passes."""
 
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import tiles
 from .configs import LONG
-from .segments import check_segments
+from .segments import CAUSAL, Visibility, check_segments
+
+
+class Key(NamedTuple):
+    """What a schedule depends on besides the segments.
+
+    The stream belongs to it because lists that were sent on one stream may not have arrived for another.
+    """
+
+    q_tokens: int
+    kv_tokens: int
+    visibility: Visibility
+    device: torch.device
+    stream: int
+
+
+class KeyTiles(NamedTuple):
+    """As tiles.KeyTiles, on the device."""
+
+    tiles: Tensor
+    items: Tensor
+    first_turns: Tensor
 
 
 class Schedule:
-    """Tile lists of `segments` ((S, 4) int32) on `device`, each made when first asked for.
+    """Tile lists of `segments` ((S, 4) int32) on `key.device`, each made when first asked for.
 
     Raises ValueError for segments that cannot be attended safely.
     """
 
-    def __init__(self, segments: np.ndarray, q_tokens: int, kv_tokens: int, device: torch.device):
-        check_segments(segments, q_tokens, kv_tokens)
-        self.segments, self.q_tokens, self.kv_tokens, self.device = segments, q_tokens, kv_tokens, device
-        self.query_tiles = cache(self._query_tiles)
-        self.key_tiles = cache(self._key_tiles)
+    def __init__(self, segments: np.ndarray, key: Key):
+        check_segments(segments, key.q_tokens, key.kv_tokens, key.visibility.causal)
+        self.segments, self.key = segments, key
+        self._query_tiles: dict[int, Tensor] = {}
+        self._key_tiles: dict[tuple[int, int, int], KeyTiles] = {}
 
     @cached_property
     def long(self) -> bool:
         """Whether a query's segment has `LONG` keys or more, in the mean over queries."""
         q_len, kv_len = self.segments[:, 1].astype(np.int64), self.segments[:, 3].astype(np.int64)
-        return bool(q_len @ kv_len >= LONG * q_len.sum())
+        seen = np.minimum(kv_len, self.key.visibility.reach)
+        return bool(q_len @ seen >= LONG * q_len.sum())
 
     @cached_property
     def bounds(self) -> Tensor:
         """(2, q_tokens): see tiles.row_bounds."""
-        return tiles.row_bounds(self.segments, self.q_tokens, self.device)
+        return tiles.row_bounds(self.segments, self.key.q_tokens, self.key.visibility, self.key.device)
 
-    def _query_tiles(self, tokens: int, merge: bool = True) -> Tensor:
-        return self._send(tiles.query_tiles(self.segments, self.q_tokens, tokens=tokens, merge=merge))
+    @cached_property
+    def padded_bounds(self) -> Tensor:
+        """`bounds` with rows of whole 16 bytes, which TMA can read."""
+        return torch.nn.functional.pad(self.bounds, (0, -self.key.q_tokens % 4))
 
-    def _key_tiles(self, tokens: int, block_n: int) -> tuple[Tensor, Tensor]:
-        both = tiles.key_tiles(self.segments, self.kv_tokens, tokens=tokens, block_n=block_n)
-        return self._send(both[0]), self._send(both[1])
+    def query_tiles(self, tokens: int) -> Tensor:
+        """(n, 6): see tiles.query_tiles."""
+        if tokens not in self._query_tiles:
+            found = tiles.query_tiles(self.segments, self.key.q_tokens, self.key.visibility, tokens=tokens)
+            self._query_tiles[tokens] = tiles.send(found, self.key.device)
+        return self._query_tiles[tokens]
 
-    def _send(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        if self.device.type == "cuda":
-            tensor = tensor.pin_memory().to(self.device, non_blocking=True)  # the host runs on
-        return tensor
+    def key_tiles(self, tokens: int, block_n: int, turn_rows: int = 0) -> KeyTiles:
+        """See tiles.key_tiles."""
+        shape = (tokens, block_n, turn_rows)
+        if shape not in self._key_tiles:
+            found = tiles.key_tiles(
+                self.segments,
+                self.key.kv_tokens,
+                self.key.visibility,
+                tokens=tokens,
+                block_n=block_n,
+                turn_rows=turn_rows,
+            )
+            self._key_tiles[shape] = KeyTiles(*(tiles.send(x, self.key.device) for x in found))
+        return self._key_tiles[shape]
 
 
-def schedule_of(segments: Tensor, q_tokens: int, kv_tokens: int, device: torch.device) -> Schedule:
-    """The schedule of these segments, by their content: the tensor may be copied or changed meanwhile."""
+def schedule_of(
+    segments: Tensor, q_tokens: int, kv_tokens: int, device: torch.device, visibility: Visibility = CAUSAL
+) -> Schedule:
+    """The schedule of these segments.
+
+    Found by the tensor and its version, which is quick, or by its content. Writing to the tensor through
+    torch makes a new version; writing through a numpy array that shares its memory goes unnoticed.
+    """
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _schedule(segments.numpy().tobytes(), q_tokens, kv_tokens, device, stream)
+    key = Key(q_tokens, kv_tokens, visibility, device, stream)
+    if segments.is_inference():  # these have no version
+        return _schedule(segments.numpy().tobytes(), key)
+    version, found = _recent.get(segments, (None, None))
+    if version != segments._version:
+        found = WeakValueDictionary()
+        _recent[segments] = (segments._version, found)
+    schedule = found.get(key)
+    if schedule is None:
+        schedule = found[key] = _schedule(segments.numpy().tobytes(), key)
+    return schedule
 
 
-# A pipeline stage holds several micro-batches between their forward and their backward. The stream belongs to
-# the key because lists that were sent on one stream may not have arrived for another.
+_recent = WeakTensorKeyDictionary()
+
+
+# A pipeline stage holds several micro-batches between their forward and their backward.
 @lru_cache(maxsize=64)
-def _schedule(rows: bytes, q_tokens: int, kv_tokens: int, device: torch.device, stream: int) -> Schedule:
-    segments = np.frombuffer(rows, dtype=np.int32).reshape(-1, 4)
-    return Schedule(segments, q_tokens, kv_tokens, device)
+def _schedule(rows: bytes, key: Key) -> Schedule:
+    return Schedule(np.frombuffer(rows, dtype=np.int32).reshape(-1, 4), key)

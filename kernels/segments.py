@@ -5,6 +5,9 @@ kv_len) of an int32 tensor on the CPU. Query i of a segment (0 <= i < q_len) att
 
     kv_start  ...  kv_start + kv_len - q_len + i        (both included: causal, aligned at the end)
 
+of these to the last `window` only, if there is a sliding window; or to all keys of the segment, if attention
+is not causal.
+
 A document of 8 tokens that two context-parallel ranks share in four chunks, on the rank that holds the chunks
 0 and 3, with all 8 keys gathered:
 
@@ -16,11 +19,39 @@ are keys that no segment names. Segments may come in any order and may be empty 
 may overlap, but their query ranges may not.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
 
+NO_WINDOW = 2**30  # more keys than any segment has, and far from overflowing int32
 COLUMNS = ("q_start", "q_len", "kv_start", "kv_len")
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which keys of its segment a query sees: those up to its own if `causal`, and the last `window` of them.
+
+    Raises ValueError for a window that is not positive, or without `causal`.
+    """
+
+    causal: bool = True
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window is the number of keys that a query sees, got {self.window}")
+        if self.window is not None and not self.causal:
+            raise ValueError("a window needs causal attention")
+
+    @property
+    def reach(self) -> int:
+        """The window, or a number that none reaches."""
+        return min(self.window or NO_WINDOW, NO_WINDOW)
+
+
+CAUSAL = Visibility()
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, scale: float) -> None:
@@ -50,7 +81,16 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, scale: floa
         raise ValueError(f"segments must be int32 on the CPU, got {segments.dtype} on {segments.device}")
 
 
-def check_segments(segments: np.ndarray, q_tokens: int, kv_tokens: int) -> None:
+def check_sinks(sinks: Tensor, q: Tensor) -> None:
+    """Raise ValueError unless there is one floating-point sink for each of q's heads, on its device."""
+    if sinks.shape != q.shape[1:2] or not sinks.dtype.is_floating_point or sinks.device != q.device:
+        raise ValueError(
+            f"sinks must be ({q.shape[1]},), one floating-point number a query head on {q.device}; "
+            f"got {tuple(sinks.shape)} {sinks.dtype} on {sinks.device}"
+        )
+
+
+def check_segments(segments: np.ndarray, q_tokens: int, kv_tokens: int, causal: bool = True) -> None:
     """Raise ValueError, naming the first offending row, unless the segments can be attended safely.
 
     segments: (S, 4) integers. q_tokens, kv_tokens: the first dimension of q and of k.
@@ -66,7 +106,9 @@ def check_segments(segments: np.ndarray, q_tokens: int, kv_tokens: int) -> None:
     refuse((segments < 0).any(axis=1), "has a negative number")
     refuse(q_start + q_len > q_tokens, f"reaches past the {q_tokens} queries")
     refuse(kv_start + kv_len > kv_tokens, f"reaches past the {kv_tokens} keys")
-    refuse(kv_len < q_len, "has fewer keys than queries, so that its first queries would see nothing")
+    refuse(
+        (kv_len < q_len) & causal, "has fewer keys than queries, so that its first queries would see nothing"
+    )
 
     rows = np.flatnonzero(q_len > 0)
     rows = rows[np.argsort(q_start[rows], kind="stable")]

@@ -10,61 +10,102 @@ them sees. Key tiles (dK and dV) are runs of at most `block_n` keys with the que
 them, so that several query segments over the same keys are summed inside one program and nothing is added
 atomically.
 
-Every query row attends to one interval of keys. That is all a kernel needs to know of a row, so a tile may
-hold rows of several documents: neighbouring short segments are merged (paper section 5.2: a tile costs the
-same however few of its rows are used). Long ones are not, because all blocks of a mixed tile must be masked.
+Every query row attends to one interval of keys: row r of a segment to
+
+    first(r) = max(kv_start, r + 1 + shift - window)   ...   last(r) = min(r + 1 + shift, kv_start + kv_len)
+
+(the end excluded), where shift aligns the segment's last query with its last key if attention is causal, and
+lets the first query already see the last key if it is not. That is all a kernel needs to know of a row, so a
+tile may hold rows of several documents: neighbouring short segments are merged (paper section 5.2: a tile
+costs the same however few of its rows are used). Long ones are not, because all blocks of a mixed tile must
+be masked.
 
     >>> import numpy as np
     >>> two = np.array([[0, 200, 0, 200], [200, 30, 200, 30]], dtype=np.int32)
-    >>> query_tiles(two, 230, tokens=128)       # q_begin, q_end, kv_begin, kv_shared, kv_end
-    array([[128, 230,   0,   0, 230],
-           [  0, 128,   0,   1, 128]], dtype=int32)
+    >>> query_tiles(two, 230, tokens=128)  # q_begin, q_end, kv_begin, shared_begin, shared_end, kv_end
+    array([[128, 230,   0,   0,   0, 230],
+           [  0, 128,   0,   0,   1, 128]], dtype=int32)
 
 All lists are int32. Positions are tokens; the kernels multiply by the heads that share a tile.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .segments import CAUSAL, Visibility
+
 # Segments that see more keys than this are cut on their own. Merging saves about one tile at a boundary and
 # costs the masking of all blocks of the tile that holds it, some 20 % of each.
 MERGE_KEYS = 1024
-MERGE_SLACK = (
-    128  # keys that a merged pair may span beyond the sum of its parts: about what a tile's start costs
-)
-ROW_ALIGNMENT = (
-    4  # of the rows a key tile reads from: TMA reads their float32 statistics in units of 16 bytes
-)
+# Keys that a merged pair may span beyond the sum of its parts: about what a tile's start costs.
+MERGE_SLACK = 128
+# Of the rows a key tile reads from: TMA reads their float32 statistics in units of 16 bytes.
+ROW_ALIGNMENT = 4
 MASK_COST = 1.2  # work of a masked position over that of an unmasked one
 
 
-def row_bounds(segments: np.ndarray, q_tokens: int, device: torch.device | str) -> Tensor:
+class Cover(NamedTuple):
+    """Segments in query order with the gaps between them, int64 (n,) each; gaps have no keys, k0 = k1 = 0."""
+
+    q0: np.ndarray
+    q1: np.ndarray
+    k0: np.ndarray
+    k1: np.ndarray
+    shift: np.ndarray
+
+    def first(self, segment: np.ndarray, row: np.ndarray, window: int) -> np.ndarray:
+        """First key that `row` of `segment` sees."""
+        return np.maximum(self.k0[segment], row + 1 + self.shift[segment] - window)
+
+    def last(self, segment: np.ndarray, row: np.ndarray) -> np.ndarray:
+        """One past the last key that `row` of `segment` sees."""
+        return np.minimum(self.k1[segment], row + 1 + self.shift[segment])
+
+
+def row_bounds(
+    segments: np.ndarray, q_tokens: int, visibility: Visibility, device: torch.device | str
+) -> Tensor:
     """(2, q_tokens) int32 on `device`: the first key each query sees and one past the last; 0, 0 for padding.
 
-    Only one number a segment is sent; the rows are written where they are needed.
+    Only five numbers a segment are sent; the rows are written where they are needed.
     """
-    q0, q1, k0, k1 = _cover(segments, q_tokens)
-    table = np.stack([q1 - q0, k0, k1 - q1 + 1, k1 > k0]).astype(np.int32)
-    length, first, shift, used = torch.from_numpy(table).to(device, non_blocking=True)
+    cover = _cover(segments, q_tokens, visibility)
+    table = np.stack([cover.q1 - cover.q0, cover.k0, cover.k1, cover.shift + 1, cover.k1 > cover.k0])
+    length, k0, k1, shift, used = send(table.astype(np.int32), device)
     segment = torch.repeat_interleave(length, output_size=q_tokens)
-    last = (torch.arange(q_tokens, dtype=torch.int32, device=device) + shift[segment]) * used[segment]
-    return torch.stack([first[segment], last])
+    reach = torch.arange(q_tokens, dtype=torch.int32, device=device) + shift[segment]
+    first = torch.maximum(k0[segment], reach - visibility.reach)
+    last = torch.minimum(k1[segment], reach)
+    return torch.stack([first, last]) * used[segment]
 
 
-def query_tiles(segments: np.ndarray, q_tokens: int, *, tokens: int, merge: bool = True) -> np.ndarray:
-    """(n, 5) tiles over all query rows, padding included: q_begin, q_end, kv_begin, kv_shared, kv_end.
+def send(array: np.ndarray, device: torch.device | str) -> Tensor:
+    """The array on `device`; to a GPU from pinned memory, so that the host does not wait for the copy."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if torch.device(device).type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
-    All rows of a tile see the keys kv_begin ... kv_shared (end excluded); from there to kv_end each row has
-    its own bounds. A tile of padding has kv_begin = kv_end, and no other has. Without `merge` a tile has rows
-    of one segment.
+
+def query_tiles(
+    segments: np.ndarray, q_tokens: int, visibility: Visibility = CAUSAL, *, tokens: int
+) -> np.ndarray:
+    """(n, 6) tiles over all query rows, padding included, heaviest first.
+
+    Columns: q_begin, q_end, kv_begin, shared_begin, shared_end, kv_end. All rows of a tile see the keys
+    shared_begin ... shared_end (end excluded); before and after, from kv_begin and to kv_end, each row has
+    its own bounds. A tile of padding has kv_begin = kv_end, and no other has.
     """
     if q_tokens == 0:
-        return np.zeros((0, 5), np.int32)
-    q0, q1, k0, k1 = _cover(segments, q_tokens)
+        return np.zeros((0, 6), np.int32)
+    cover = _cover(segments, q_tokens, visibility)
+    q0, q1, k0, k1, _ = cover
     span = np.maximum(k1[1:], k1[:-1]) - np.minimum(k0[1:], k0[:-1])
     length = k1 - k0
-    short = (length > 0) & (length <= MERGE_KEYS) & merge
+    short = (length > 0) & (length <= MERGE_KEYS)
     merged = short[1:] & short[:-1] & (span <= length[1:] + length[:-1] + MERGE_SLACK)
     t0, t1 = _cut(q0, q1, merged, tokens)
 
@@ -73,37 +114,67 @@ def query_tiles(segments: np.ndarray, q_tokens: int, *, tokens: int, merge: bool
     p0 = p0[np.append(True, p0[1:] > p0[:-1])]
     p1 = np.append(p0[1:], q_tokens)
     segment = np.searchsorted(q0, p0, side="right") - 1
-    first = np.searchsorted(p0, t0)
-    shift = (k1 - q1)[segment]
+    tile = np.searchsorted(p0, t0)
     real = k1[segment] > k0[segment]
-    kv_begin = np.minimum.reduceat(k0[segment], first)
-    kv_end = np.maximum.reduceat(np.where(real, p1 + shift, 0), first)
-    seen_by_all = np.minimum.reduceat(np.where(real, p0 + 1 + shift, 0), first)
-    one_begin = np.maximum.reduceat(k0[segment], first) == kv_begin
-    kv_shared = np.where(one_begin, np.maximum(seen_by_all, kv_begin), kv_begin)
-    work = kv_shared - kv_begin + MASK_COST * (kv_end - kv_shared)
-    tiles = np.stack([t0, t1, kv_begin, kv_shared, kv_end], axis=1)
+
+    def over_tile(reduce: np.ufunc, bound: np.ndarray) -> np.ndarray:
+        return reduce.reduceat(np.where(real, bound, 0), tile)
+
+    kv_begin = over_tile(np.minimum, cover.first(segment, p0, visibility.reach))
+    shared_begin = over_tile(np.maximum, cover.first(segment, p1 - 1, visibility.reach))
+    shared_end = over_tile(np.minimum, cover.last(segment, p0))
+    kv_end = over_tile(np.maximum, cover.last(segment, p1 - 1))
+    some = shared_begin < shared_end
+    shared_begin, shared_end = np.where(some, shared_begin, kv_begin), np.where(some, shared_end, kv_begin)
+    shared = shared_end - shared_begin
+    work = shared + MASK_COST * (kv_end - kv_begin - shared)
+    tiles = np.stack([t0, t1, kv_begin, shared_begin, shared_end, kv_end], axis=1)
     return tiles[np.argsort(-work, kind="stable")].astype(np.int32)
 
 
+class KeyTiles(NamedTuple):
+    """What `key_tiles` returns.
+
+    tiles: (n, 4) kv_begin, kv_end, item_begin, item_end, heaviest first, but those of one document in the
+    order of their keys. items: (m, 6) q_begin, q_full, q_tail, q_end, turns, turn. first_turns: (c,).
+    """
+
+    tiles: np.ndarray
+    items: np.ndarray
+    first_turns: np.ndarray
+
+
 def key_tiles(
-    segments: np.ndarray, kv_tokens: int, *, tokens: int, block_n: int
-) -> tuple[np.ndarray, np.ndarray]:
+    segments: np.ndarray,
+    kv_tokens: int,
+    visibility: Visibility,
+    *,
+    tokens: int,
+    block_n: int,
+    turn_rows: int = 0,
+) -> KeyTiles:
     """Tiles over all keys, and the query intervals that each of them needs.
 
-    Returns (n, 4) tiles: kv_begin, kv_end, item_begin, item_end; and (m, 4) items: q_begin, q_full, q_tail,
-    q_end. Rows q_full ... q_tail see all keys of the tile; they begin at a multiple of `ROW_ALIGNMENT` and
-    are a multiple of `tokens` (itself one of ROW_ALIGNMENT). The rows before and after have their own bounds.
+    Rows q_full ... q_tail of an item see all keys of the tile; they begin at a multiple of ROW_ALIGNMENT and
+    are a multiple of `tokens` (itself one of that). The rows before and after have their own bounds.
     Keys that nobody sees lie in tiles without items, because their gradient must be written too.
+
+    Turns, if turn_rows > 0, fix the order in which tiles add to the same rows of dQ: an item adds to block b
+    of `turn_rows` rows when counter `turns` + b has come to `turn`, and then raises it by one. Counters start
+    at first_turns. Turns follow the list, so a tile waits for earlier ones only. An item whose rows no other
+    tile sees has turn -1 and waits for nobody. Counters belong to a segment: of the rows of two segments in
+    one block, each is given something else than zero by its own segment's tiles only.
     """
     if tokens % ROW_ALIGNMENT != 0:
         raise ValueError(f"tiles of {tokens} query tokens are not a multiple of {ROW_ALIGNMENT}")
     if kv_tokens == 0:
-        return np.zeros((0, 4), np.int32), np.zeros((0, 4), np.int32)
-    q_start, q_len, kv_start, kv_len = segments[segments[:, 1] > 0].astype(np.int64).T
+        return KeyTiles(np.zeros((0, 4), np.int32), np.zeros((0, 6), np.int32), np.zeros(0, np.int32))
+    used = (segments[:, 1] > 0) & (segments[:, 3] > 0)
+    q_start, q_len, kv_start, kv_len = segments[used].astype(np.int64).T
     order = np.argsort(q_start, kind="stable")
     q0, k0 = q_start[order], kv_start[order]
     q1, k1 = q0 + q_len[order], k0 + kv_len[order]
+    shift = k1 - (q1 if visibility.causal else q0)
 
     # Documents: connected key ranges, and the gaps between them.
     by_key = np.argsort(k0, kind="stable")
@@ -111,50 +182,96 @@ def key_tiles(
     opens = np.append(True, k0[by_key][1:] >= reach[:-1])[: len(k1)]
     d0 = k0[by_key][opens]
     d1 = reach[np.append(opens[1:], True)[: len(k1)]]
-    d0, d1, used = _fill_gaps(d0, d1, kv_tokens)
-    short = used & (d1 - d0 <= MERGE_KEYS)
+    d0, d1, seen = _fill_gaps(d0, d1, kv_tokens)
+    short = seen & (d1 - d0 <= MERGE_KEYS)
     t0, t1 = _cut(d0, d1, short[1:] & short[:-1], block_n)
 
     # Pairs of a segment and a tile whose keys it sees, by tile and then by query.
-    first = np.searchsorted(t1, k0, side="right")
-    count = np.searchsorted(t0, k1, side="left") - first
+    first_tile = np.searchsorted(t1, k0, side="right")
+    count = np.searchsorted(t0, k1, side="left") - first_tile
     segment = np.repeat(np.arange(len(q0)), count)
-    tile = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count - first, count)
+    tile = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count - first_tile, count)
     order = np.argsort(tile, kind="stable")
     segment, tile = segment[order], tile[order]
-    shift = (k1 - q1)[segment]
-    end = q1[segment]
-    begin = np.maximum(q0[segment], t0[tile] - shift)
-    full = np.where(k0[segment] <= t0[tile], np.clip(t1[tile] - 1 - shift, begin, end), end)
+    begin = np.maximum(q0[segment], t0[tile] - shift[segment])
+    end = np.minimum(q1[segment], t1[tile] - 1 + visibility.reach - shift[segment])
+    whole = (k0[segment] <= t0[tile]) & (t1[tile] <= k1[segment])
+    full = np.where(whole, np.clip(t1[tile] - 1 - shift[segment], begin, end), end)
+    tail = np.clip(t0[tile] + visibility.reach - shift[segment], full, end)
+    some = begin < end  # a window may leave none
+    segment, tile, begin, end, full, tail = (x[some] for x in (segment, tile, begin, end, full, tail))
 
     # Short neighbours become one item, all of it masked.
     length = end - begin
-    joins = (tile[1:] == tile[:-1]) & (begin[1:] == end[:-1])
-    joins &= (length[1:] <= MERGE_KEYS) & (length[:-1] <= MERGE_KEYS)
+    may_join = length <= MERGE_KEYS
+    if turn_rows:
+        may_join &= count[segment] == 1
+    joins = (tile[1:] == tile[:-1]) & (begin[1:] == end[:-1]) & may_join[1:] & may_join[:-1]
     heads = np.append(True, ~joins)[: len(tile)]
     tails = np.append(~joins, True)[: len(tile)]
     alone = (heads & tails)[heads]
-    begin, end, full, tile = begin[heads], end[tails], full[heads], tile[heads]
+    segment, tile, begin, end = segment[heads], tile[heads], begin[heads], end[tails]
+    full, tail = full[heads], tail[heads]
     full = -(-full // ROW_ALIGNMENT) * ROW_ALIGNMENT
-    full_rows = np.where(alone, np.maximum(end - full, 0) // tokens * tokens, 0)
+    full_rows = np.where(alone, np.maximum(tail - full, 0) // tokens * tokens, 0)
     full = np.where(full_rows > 0, full, end)
-    items = np.stack([begin, full, full + full_rows, end], axis=1)
+
+    turns = np.zeros_like(segment)
+    turn = np.full_like(segment, -1)
+    first_turns = np.zeros(0, np.int32)
+    if turn_rows:
+        counters, first_turns = _counters(q0, q1, t1, shift, first_tile, count, visibility.reach, turn_rows)
+        waits = count[segment] > 1
+        turns[waits] = counters[segment[waits]]
+        turn[waits] = (tile - first_tile[segment])[waits]
+    items = np.stack([begin, full, full + full_rows, end, turns, turn], axis=1)
 
     item_end = np.searchsorted(tile, np.arange(len(t0)), side="right")
     item_begin = np.append(0, item_end[:-1])
     work = np.bincount(tile, weights=full_rows + MASK_COST * (end - begin - full_rows), minlength=len(t0))
+    work = _not_rising(work, first_tile, count)
     tiles = np.stack([t0, t1, item_begin, item_end], axis=1)
-    return tiles[np.argsort(-work, kind="stable")].astype(np.int32), items.astype(np.int32)
+    tiles = tiles[np.argsort(-work, kind="stable")]
+    return KeyTiles(tiles.astype(np.int32), items.astype(np.int32), first_turns)
 
 
-def _cover(segments: np.ndarray, q_tokens: int) -> tuple[np.ndarray, ...]:
-    """q begin, q end, key begin, key end of segments in query order; padding has key begin = key end = 0."""
+def _counters(q0, q1, t1, shift, first_tile, count, reach: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where each segment's counters begin, less its first block's number; and all counters' first values.
+
+    A segment has one counter for each block of `rows` that it touches, if several tiles see it. The tiles
+    that add to a block follow one another; the first of them is 0 but for windows, which leave the earlier
+    keys behind.
+    """
+    block, after = q0 // rows, -(-q1 // rows)
+    blocks = np.where(count > 1, after - block, 0)
+    start = np.cumsum(blocks) - blocks
+    segment = np.repeat(np.arange(len(q0)), blocks)
+    number = np.arange(len(segment)) - np.repeat(start - block, blocks)
+    row = np.maximum(number * rows, q0[segment])
+    gone = np.searchsorted(t1, row + 1 + shift[segment] - reach, side="right") - first_tile[segment]
+    return start - block, np.maximum(gone, 0).astype(np.int32)
+
+
+def _not_rising(work: np.ndarray, first_tile: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """Work of tiles, raised to that of the heaviest later tile which a chain of segments links them to."""
+    if len(work) == 0:
+        return work
+    spans = np.zeros(len(work) + 1, np.int64)
+    np.add.at(spans, first_tile, 1)
+    np.add.at(spans, np.maximum(first_tile + count - 1, first_tile), -1)
+    linked = np.cumsum(spans)[: len(work)] > 0  # tile i and tile i + 1 share a segment
+    chain = np.cumsum(np.append(0, ~linked[:-1]))
+    base = (chain[-1] - chain) * (work.max() + 1)  # later chains, passed first, lie below earlier ones
+    return np.maximum.accumulate((work + base)[::-1])[::-1] - base
+
+
+def _cover(segments: np.ndarray, q_tokens: int, visibility: Visibility) -> Cover:
     q_start, q_len, kv_start, kv_len = segments[segments[:, 1] > 0].astype(np.int64).T
     order = np.argsort(q_start, kind="stable")
     q0, q1, used = _fill_gaps(q_start[order], (q_start + q_len)[order], q_tokens)
     k0, k1 = np.zeros_like(q0), np.zeros_like(q0)
     k0[used], k1[used] = kv_start[order], (kv_start + kv_len)[order]
-    return q0, q1, k0, k1
+    return Cover(q0, q1, k0, k1, k1 - (q1 if visibility.causal else q0))
 
 
 def _fill_gaps(begin: np.ndarray, end: np.ndarray, total: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

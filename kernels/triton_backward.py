@@ -6,24 +6,24 @@ With P the probabilities, dP = dO V^T and delta = rowsum(O * dO) per row (FlashA
 
 P is recomputed from Q, K and the log-sum-exp, in both passes: seven matrix products instead of five, in
 exchange for no atomics, so that results repeat bit for bit. One key tile sums over all query segments that
-see it and over all query heads of its key head. With FUSE_DQ the second pass also adds dQ into a float32
-buffer with TMA reductions and the third falls away: five products, a sum in no fixed order, Hopper only.
+see it and over all query heads of its key head. A gradient of the log-sum-exp is subtracted from delta.
 """
 
 import triton
 import triton.language as tl
 
-from .triton_common import load_rows, store_rows, tile_and_group
+from .triton_common import key_range, load_rows, masked_block, store_rows, tile_and_group
 
 
 @triton.jit(do_not_specialize=["q_tokens", "row_length"])
 def statistics_kernel(
-    out, dout, lse, lse_log2, delta, q_tokens, row_length, out_stride_t, out_stride_h, dout_stride_t,
+    out, dout, lse, dlse, lse_log2, delta, q_tokens, row_length, out_stride_t, out_stride_h, dout_stride_t,
     dout_stride_h,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, PACK: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """delta and the log-sum-exp in base 2, both (Nq / PACK, row_length) with the rows in the order of key
-    tiles' Q.
+    """delta, less dlse if there is one, and the log-sum-exp in base 2, both (Nq / PACK, row_length) with the
+    rows in the order of key tiles' Q.
 
     In that order the statistics of any query tile are one contiguous run, which one TMA load fetches.
     """
@@ -34,8 +34,12 @@ def statistics_kernel(
     row = (token + tl.arange(0, BLOCK_M)).to(tl.int64)
     mask = row < q_tokens
     at = (head // PACK).to(tl.int64) * row_length + row * PACK + head % PACK
-    tl.store(delta + at, tl.sum(o.to(tl.float32) * do.to(tl.float32), 1), mask=mask)
-    natural = tl.load(lse + head.to(tl.int64) * q_tokens + row, mask=mask)
+    natural = tl.load(lse + head.to(tl.int64) * q_tokens + row, mask=mask, other=0.0)
+    drop = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if HAS_DLSE:
+        given = tl.load(dlse + head.to(tl.int64) * q_tokens + row, mask=mask, other=0.0)
+        drop -= tl.where(natural == float("inf"), 0.0, given)  # padding's may be NaN
+    tl.store(delta + at, drop, mask=mask)
     tl.store(lse_log2 + at, natural * 1.4426950408889634, mask=mask)
 
 
@@ -51,11 +55,11 @@ def load_statistic(x, row, group, rows, row_length, ROWS: tl.constexpr, TMA: tl.
 
 @triton.jit
 def key_tile_step(
-    q, dout, dq, lse_log2, delta, bounds, keys, values, kv_begin, token, begin, end, pack_group, dk, dv,
+    q, dout, lse_log2, delta, bounds, keys, values, kv_begin, token, begin, end, pack_group, dk, dv,
     scale, scale_log2, q_tokens, row_length, q_stride_t, q_stride_h, dout_stride_t, dout_stride_h,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PACK: tl.constexpr, MASKED: tl.constexpr, TRANSPOSED: tl.constexpr,
-    FUSE_DQ: tl.constexpr, TMA: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """Add what BLOCK_M query rows from `token` (if MASKED, only tokens begin ... end) give to a key tile's dk
     and dv.
@@ -83,8 +87,6 @@ def key_tile_step(
         drop = load_statistic(delta, token * PACK, pack_group, q_tokens * PACK, row_length, BLOCK_M, TMA)
         ds = (p * (tl.dot(values, do.T) - drop[None, :])).to(queries.dtype)
         dk = tl.dot(ds, queries, dk)
-        if FUSE_DQ:
-            add_dq(dq, tl.dot(ds.T, keys) * scale, token, head, BLOCK_M, BLOCK_D, PACK)
     else:
         p = tl.exp2(tl.dot(queries, keys.T) * scale_log2 - lse[:, None])
         if MASKED:
@@ -96,33 +98,23 @@ def key_tile_step(
         drop = load_statistic(delta, token * PACK, pack_group, q_tokens * PACK, row_length, BLOCK_M, TMA)
         ds = (p * (tl.dot(do, values.T) - drop[:, None])).to(queries.dtype)
         dk = tl.dot(ds.T, queries, dk)
-        if FUSE_DQ:
-            add_dq(dq, tl.dot(ds, keys) * scale, token, head, BLOCK_M, BLOCK_D, PACK)
     return dk, dv
 
 
-@triton.jit
-def add_dq(dq, part, token, head, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, PACK: tl.constexpr):
-    """Add (BLOCK_M, BLOCK_D) float32 to dQ by TMA, in halves: a whole one would not fit beside the rest."""
-    left, right = part.reshape(BLOCK_M, 2, BLOCK_D // 2).permute(0, 2, 1).split()
-    dq.atomic_add([token, head, 0], left.reshape(BLOCK_M // PACK, PACK, BLOCK_D // 2))
-    dq.atomic_add([token, head, BLOCK_D // 2], right.reshape(BLOCK_M // PACK, PACK, BLOCK_D // 2))
-
-
-@triton.jit(do_not_specialize=["tiles", "q_tokens", "kv_tokens", "row_length"])
+@triton.jit(do_not_specialize=["tiles", "section", "q_tokens", "kv_tokens", "row_length"])
 def key_tile_kernel(
-    q, k, v, dout, dq, dk, dv, lse_log2, delta, tile_list, items, bounds, tiles, q_tokens, kv_tokens,
+    q, k, v, dout, dk, dv, lse_log2, delta, tile_list, items, bounds, tiles, section, q_tokens, kv_tokens,
     kv_heads, row_length, scale, scale_log2, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t,
     v_stride_h, dout_stride_t, dout_stride_h, dk_stride_t, dk_stride_h, dv_stride_t, dv_stride_h,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PACK: tl.constexpr, GROUP: tl.constexpr, SECTION: tl.constexpr,
-    TRANSPOSED: tl.constexpr, ONE_LOOP: tl.constexpr, FUSE_DQ: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_N: tl.constexpr, PACK: tl.constexpr, GROUP: tl.constexpr, TRANSPOSED: tl.constexpr,
+    ONE_LOOP: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """dk (Tk, Nkv, D) and dv (Tk, Nkv, DV): one program per key tile and key head.
 
     ONE_LOOP masks all rows, also those that see the whole tile: one loop needs fewer registers than two.
     """
-    tile, group = tile_and_group(kv_heads, tiles, SECTION)
+    tile, group = tile_and_group(kv_heads, tiles, section)
     kv_begin = tl.load(tile_list + tile * 4)
     kv_end = tl.load(tile_list + tile * 4 + 1)
     item_begin = tl.load(tile_list + tile * 4 + 2)
@@ -133,10 +125,10 @@ def key_tile_kernel(
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for item in range(item_begin, item_end):
-        q_begin = tl.load(items + item * 4)
-        q_full = tl.load(items + item * 4 + 1)
-        q_tail = tl.load(items + item * 4 + 2)
-        q_end = tl.load(items + item * 4 + 3)
+        q_begin = tl.load(items + item * 6)
+        q_full = tl.load(items + item * 6 + 1)
+        q_tail = tl.load(items + item * 6 + 2)
+        q_end = tl.load(items + item * 6 + 3)
         if ONE_LOOP:
             q_full = q_end
             q_tail = q_end
@@ -149,18 +141,18 @@ def key_tile_kernel(
                 in_head = aligned + offset < head_end
                 token = tl.where(in_head, aligned + offset, q_tail + offset - (head_end - aligned))
                 dk_acc, dv_acc = key_tile_step(
-                    q, dout, dq, lse_log2, delta, bounds, keys, values, kv_begin, token, tl.where(in_head,
+                    q, dout, lse_log2, delta, bounds, keys, values, kv_begin, token, tl.where(in_head,
                     q_begin, q_tail), tl.where(in_head, q_full, q_end), pack_group, dk_acc, dv_acc, scale,
                     scale_log2, q_tokens, row_length, q_stride_t, q_stride_h, dout_stride_t, dout_stride_h, D,
-                    DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACK, True, TRANSPOSED, FUSE_DQ, TMA,
+                    DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACK, True, TRANSPOSED, TMA,
                 )  # fmt: skip
             if not ONE_LOOP:
                 for token in tl.range(q_full, q_tail, BLOCK_M // PACK):
                     dk_acc, dv_acc = key_tile_step(
-                        q, dout, dq, lse_log2, delta, bounds, keys, values, kv_begin, token, token, q_end,
+                        q, dout, lse_log2, delta, bounds, keys, values, kv_begin, token, token, q_end,
                         pack_group, dk_acc, dv_acc, scale, scale_log2, q_tokens, row_length, q_stride_t,
                         q_stride_h, dout_stride_t, dout_stride_h, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
-                        PACK, False, TRANSPOSED, FUSE_DQ, TMA,
+                        PACK, False, TRANSPOSED, TMA,
                     )  # fmt: skip
 
     store_rows(dk, dk_acc * scale, kv_begin, group, dk_stride_t, dk_stride_h, kv_end, BLOCK_N, 1, D, BLOCK_D)
@@ -185,23 +177,20 @@ def query_tile_step(
     return tl.dot(ds.to(keys.dtype), keys, acc)
 
 
-@triton.jit(do_not_specialize=["tiles", "q_tokens", "kv_tokens", "row_length"])
+@triton.jit(do_not_specialize=["tiles", "section", "q_tokens", "kv_tokens", "row_length"])
 def query_tile_kernel(
-    q, k, v, dout, dq, lse_log2, delta, tile_list, bounds, tiles, q_tokens, kv_tokens, q_heads, row_length,
-    scale, scale_log2, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, dout_stride_t,
-    dout_stride_h, dq_stride_t, dq_stride_h,
+    q, k, v, dout, dq, lse_log2, delta, tile_list, bounds, tiles, section, q_tokens, kv_tokens, q_heads,
+    row_length, scale, scale_log2, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
+    dout_stride_t, dout_stride_h, dq_stride_t, dq_stride_h,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PACK: tl.constexpr, STATISTICS_PACK: tl.constexpr, GROUP: tl.constexpr,
-    SECTION: tl.constexpr, TMA: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """dq (Tq, Nq, D): one program per query tile and head group, over the same tiles as the forward."""
-    tile, pack_group = tile_and_group(q_heads // PACK, tiles, SECTION)
-    q_begin = tl.load(tile_list + tile * 5)
-    q_end = tl.load(tile_list + tile * 5 + 1)
-    kv_begin = tl.load(tile_list + tile * 5 + 2)
-    kv_shared = tl.load(tile_list + tile * 5 + 3)
-    kv_end = tl.load(tile_list + tile * 5 + 4)
-    kv_full = kv_begin + (kv_shared - kv_begin) // BLOCK_N * BLOCK_N
+    tile, pack_group = tile_and_group(q_heads // PACK, tiles, section)
+    q_begin = tl.load(tile_list + tile * 6)
+    q_end = tl.load(tile_list + tile * 6 + 1)
+    kv_begin, full_begin, full_end, masked_keys = key_range(tile_list + tile * 6, BLOCK_N)
     head = pack_group * PACK
     group = head // GROUP
 
@@ -221,12 +210,13 @@ def query_tile_kernel(
     )
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in tl.range(kv_begin, kv_full, BLOCK_N):
+    for start in tl.range(full_begin, full_end, BLOCK_N):
         acc = query_tile_step(
             queries, do, k, v, start, group, first, last, lse, drop, acc, scale_log2, kv_tokens, k_stride_t,
             k_stride_h, v_stride_t, v_stride_h, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, False, TMA,
         )  # fmt: skip
-    for start in tl.range(kv_full, kv_end, BLOCK_N):
+    for offset in tl.range(0, masked_keys, BLOCK_N):
+        start = masked_block(offset, kv_begin, full_begin, full_end)
         acc = query_tile_step(
             queries, do, k, v, start, group, first, last, lse, drop, acc, scale_log2, kv_tokens, k_stride_t,
             k_stride_h, v_stride_t, v_stride_h, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, True, TMA,

@@ -50,14 +50,35 @@ def store_rows(
 
 
 @triton.jit
-def tile_and_group(groups, tiles, SECTION: tl.constexpr):
+def tile_and_group(groups, tiles, section):
     """This program's row of the tile list and its group of heads.
 
-    SECTION groups at a time run through the whole list, so that the keys of SECTION heads stay in the L2
+    `section` groups at a time run through the whole list, so that the keys of so many heads stay in the L2
     cache; within a section all heads of the heaviest tile come first.
     """
     program = tl.program_id(0)
-    section = program // (tiles * SECTION)
-    width = tl.minimum(SECTION, groups - section * SECTION)
-    rest = program - section * tiles * SECTION
-    return rest // width, section * SECTION + rest % width
+    number = program // (tiles * section)
+    width = tl.minimum(section, groups - number * section)
+    rest = program - number * tiles * section
+    return rest // width, number * section + rest % width
+
+
+@triton.jit
+def key_range(row, BLOCK_N: tl.constexpr):
+    """First key of a query tile; first and end of the blocks that every row sees whole; keys of the others.
+
+    row: of the tile list (tiles.query_tiles).
+    """
+    begin = tl.load(row + 2)
+    shared_begin = tl.load(row + 3)
+    shared_end = tl.load(row + 4)
+    full_begin = begin + tl.cdiv(shared_begin - begin, BLOCK_N) * BLOCK_N
+    full_end = full_begin + tl.maximum(shared_end - full_begin, 0) // BLOCK_N * BLOCK_N
+    return begin, full_begin, full_end, full_begin - begin + tl.load(row + 5) - full_end
+
+
+@triton.jit
+def masked_block(offset, begin, full_begin, full_end):
+    """First key of the block that lies `offset` keys into those that are not full."""
+    before = full_begin - begin
+    return tl.where(offset < before, begin + offset, full_end + offset - before)

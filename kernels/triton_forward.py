@@ -8,7 +8,7 @@ copied or re-packed: a segment's keys are read where they lie.
 import triton
 import triton.language as tl
 
-from .triton_common import load_rows, store_rows, tile_and_group
+from .triton_common import key_range, load_rows, masked_block, store_rows, tile_and_group
 
 
 @triton.jit
@@ -39,21 +39,18 @@ def attend_block(
     return new_best, total, acc
 
 
-@triton.jit(do_not_specialize=["tiles", "q_tokens", "kv_tokens"])
+@triton.jit(do_not_specialize=["tiles", "section", "q_tokens", "kv_tokens"])
 def forward_kernel(
-    q, k, v, out, lse, tile_list, bounds, tiles, q_tokens, kv_tokens, q_heads, scale_log2, q_stride_t,
-    q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, out_stride_t, out_stride_h,
+    q, k, v, out, lse, tile_list, bounds, tiles, section, q_tokens, kv_tokens, q_heads, scale_log2,
+    q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, out_stride_t, out_stride_h,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PACK: tl.constexpr, GROUP: tl.constexpr, SECTION: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_N: tl.constexpr, PACK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """out (Tq, Nq, DV) and lse (Nq, Tq) float32, natural logarithm, +inf for padding."""
-    tile, pack_group = tile_and_group(q_heads // PACK, tiles, SECTION)
-    q_begin = tl.load(tile_list + tile * 5)
-    q_end = tl.load(tile_list + tile * 5 + 1)
-    kv_begin = tl.load(tile_list + tile * 5 + 2)
-    kv_shared = tl.load(tile_list + tile * 5 + 3)
-    kv_end = tl.load(tile_list + tile * 5 + 4)
-    kv_full = kv_begin + (kv_shared - kv_begin) // BLOCK_N * BLOCK_N
+    tile, pack_group = tile_and_group(q_heads // PACK, tiles, section)
+    q_begin = tl.load(tile_list + tile * 6)
+    q_end = tl.load(tile_list + tile * 6 + 1)
+    kv_begin, full_begin, full_end, masked_keys = key_range(tile_list + tile * 6, BLOCK_N)
     head = pack_group * PACK
     group = head // GROUP
 
@@ -66,12 +63,13 @@ def forward_kernel(
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for start in tl.range(kv_begin, kv_full, BLOCK_N):
+    for start in tl.range(full_begin, full_end, BLOCK_N):
         best, total, acc = attend_block(
             queries, k, v, start, group, first, last, best, total, acc, scale_log2, kv_tokens, k_stride_t,
             k_stride_h, v_stride_t, v_stride_h, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, False, TMA,
         )  # fmt: skip
-    for start in tl.range(kv_full, kv_end, BLOCK_N):
+    for offset in tl.range(0, masked_keys, BLOCK_N):
+        start = masked_block(offset, kv_begin, full_begin, full_end)
         best, total, acc = attend_block(
             queries, k, v, start, group, first, last, best, total, acc, scale_log2, kv_tokens, k_stride_t,
             k_stride_h, v_stride_t, v_stride_h, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, True, TMA,

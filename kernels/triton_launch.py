@@ -1,7 +1,6 @@
 """Launches of the Triton kernels (triton_forward.py, triton_backward.py): shapes, TMA descriptors, grids."""
 
 import math
-from dataclasses import replace
 
 import torch
 import triton
@@ -50,6 +49,7 @@ def forward(
         tiles,
         schedule.bounds,
         len(tiles),
+        section(k, v, q_heads // pack // kv_heads),
         q_tokens,
         kv_tokens,
         q_heads,
@@ -60,7 +60,6 @@ def forward(
         BLOCK_N=config.block_n,
         PACK=pack,
         GROUP=group,
-        SECTION=section(k, v, q_heads // pack // kv_heads),
         TMA=tma,
         **options(config),
     )
@@ -69,6 +68,7 @@ def forward(
 
 def backward(
     dout: Tensor,
+    dlse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -78,33 +78,30 @@ def backward(
     scale: float,
     *,
     tma: bool,
-    fuse_dq: bool = False,
     key_config: Config | None = None,
     query_config: Config | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. fuse_dq: see triton_backward.py; it needs tma, and a GPU."""
+    """Gradients of q, k and v for those of the output and, unless None, of the log-sum-exp."""
     dim, v_dim = q.shape[2], v.shape[2]
     tma = tma and q.numel() > 0 and k.numel() > 0  # nothing can be described of an empty tensor
-    fuse_dq = fuse_dq and tma
     key_config = key_config or choose("key_tiles", max(dim, v_dim), schedule.long, tma)
-    if fuse_dq:
-        if max(dim, v_dim) > 128:
-            raise ValueError(f"the fused dQ has head dims up to 128, got {dim} for q and {v_dim} for v")
-        key_config = replace(key_config, one_loop=True)  # the fifth product leaves no registers for two
     query_config = query_config or choose("query_tiles", max(dim, v_dim), schedule.long, tma)
     q, k, v, out, dout = (aligned(x) for x in (q, k, v, out, dout))
-    dq = torch.zeros_like(q, dtype=torch.float32) if fuse_dq else torch.empty_like(q)
-    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     pack = key_config.heads_per_tile(q.shape[1] // k.shape[1])
-    statistics = row_statistics(dout, out, lse, pack)
-    key_tiles_pass(dout, q, k, v, dq, dk, dv, statistics, schedule, scale, tma, fuse_dq, key_config)
-    if not fuse_dq:
-        query_tiles_pass(dout, q, k, v, dq, statistics, pack, schedule, scale, tma, query_config)
-    return dq.to(q.dtype), dk, dv
+    statistics = row_statistics(dout, dlse, out, lse, pack)
+    key_tiles_pass(dout, q, k, v, dk, dv, statistics, schedule, scale, tma, key_config)
+    query_tiles_pass(dout, q, k, v, dq, statistics, pack, schedule, scale, tma, query_config)
+    return dq, dk, dv
 
 
-def row_statistics(dout: Tensor, out: Tensor, lse: Tensor, pack: int) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp in base 2, and delta, both (Nq / pack, Tq * pack) float32 with rows of whole 16 bytes."""
+def row_statistics(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, pack: int
+) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp in base 2, and delta less dlse, both (Nq / pack, Tq * pack) float32.
+
+    Rows are of whole 16 bytes, for TMA.
+    """
     q_tokens, q_heads, v_dim = out.shape
     row_length = triton.cdiv(q_tokens * pack, 4) * 4  # TMA strides are multiples of 16 bytes
     lse_log2, delta = out.new_empty(2, q_heads // pack, row_length, dtype=torch.float32)
@@ -113,6 +110,7 @@ def row_statistics(dout: Tensor, out: Tensor, lse: Tensor, pack: int) -> tuple[T
             out,
             dout,
             lse,
+            lse if dlse is None else dlse.contiguous(),
             lse_log2,
             delta,
             q_tokens,
@@ -122,21 +120,22 @@ def row_statistics(dout: Tensor, out: Tensor, lse: Tensor, pack: int) -> tuple[T
             BLOCK_DV=block_dim(v_dim),
             BLOCK_M=STATISTICS_ROWS,
             PACK=pack,
+            HAS_DLSE=dlse is not None,
             num_warps=4,
             enable_fp_fusion=True,
         )
     return lse_log2, delta
 
 
-def key_tiles_pass(dout, q, k, v, dq, dk, dv, statistics, schedule, scale, tma, fuse_dq, config) -> None:
-    """Fill dk and dv, and add to dq if fuse_dq."""
+def key_tiles_pass(dout, q, k, v, dk, dv, statistics, schedule, scale, tma, config) -> None:
+    """Fill dk and dv."""
     q_heads, kv_heads = q.shape[1], k.shape[1]
     group = q_heads // kv_heads
     pack = config.heads_per_tile(group)
     tokens = config.block_m // pack
     lse_log2, delta = statistics
     row_length = lse_log2.shape[1]
-    tiles, items = schedule.key_tiles(tokens, config.block_n)
+    tiles, items, _ = schedule.key_tiles(tokens, config.block_n)
     if len(tiles) == 0:
         return
     if tma:
@@ -144,15 +143,11 @@ def key_tiles_pass(dout, q, k, v, dq, dk, dv, statistics, schedule, scale, tma, 
             TensorDescriptor(x, [x.shape[0], q.shape[0] * pack], [row_length, 1], [1, config.block_m])
             for x in (lse_log2, delta)
         )
-    if fuse_dq:
-        half = [tokens, pack, block_dim(q.shape[2]) // 2]
-        dq = TensorDescriptor(dq, list(dq.shape), list(dq.stride()), half)
     key_tile_kernel[(len(tiles) * kv_heads,)](
         operand(q, tokens, pack, tma),
         operand(k, config.block_n, 1, tma),
         operand(v, config.block_n, 1, tma),
         operand(dout, tokens, pack, tma),
-        dq,
         dk,
         dv,
         lse_log2,
@@ -161,6 +156,7 @@ def key_tiles_pass(dout, q, k, v, dq, dk, dv, statistics, schedule, scale, tma, 
         items,
         schedule.bounds,
         len(tiles),
+        section(q, dout, 1, group),
         q.shape[0],
         k.shape[0],
         kv_heads,
@@ -173,10 +169,8 @@ def key_tiles_pass(dout, q, k, v, dq, dk, dv, statistics, schedule, scale, tma, 
         BLOCK_N=config.block_n,
         PACK=pack,
         GROUP=group,
-        SECTION=section(q, dout, 1, group),
         TRANSPOSED=config.transposed,
         ONE_LOOP=config.one_loop,
-        FUSE_DQ=fuse_dq,
         TMA=tma,
         **options(config),
     )
@@ -201,6 +195,7 @@ def query_tiles_pass(dout, q, k, v, dq, statistics, statistics_pack, schedule, s
         tiles,
         schedule.bounds,
         len(tiles),
+        section(k, v, q_heads // pack // kv_heads),
         q.shape[0],
         k.shape[0],
         q_heads,
@@ -214,14 +209,18 @@ def query_tiles_pass(dout, q, k, v, dq, statistics, statistics_pack, schedule, s
         PACK=pack,
         STATISTICS_PACK=statistics_pack,
         GROUP=group,
-        SECTION=section(k, v, q_heads // pack // kv_heads),
         TMA=tma,
         **options(config),
     )
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x itself if TMA can read it (heads dense and side by side, tokens 16 bytes apart), or else a copy."""
+    """x itself if TMA can read it (heads dense and side by side, tokens 16 bytes apart), or else a copy.
+
+    Keys and values side by side in one row, as context parallelism gathers them, need no copy.
+    """
+    if x.shape[1] == 1:
+        x = x[:, 0].unsqueeze(1)  # whatever the stride from one head to the next was, there is no next
     dense = x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.stride(0) >= x.shape[1] * x.shape[2]
     fits = dense and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
     return x if fits else x.clone(memory_format=torch.contiguous_format)
@@ -254,7 +253,7 @@ def section(x: Tensor, y: Tensor, programs: int, group: int = 1) -> int:
     """Programs of one tile that run side by side: those of as many key heads as the L2 cache holds."""
     bytes_per_head = (x.shape[0] * (x.shape[2] + y.shape[2])) * x.element_size() * group
     heads = min(x.shape[1] // group, max(1, L2_BYTES // max(1, bytes_per_head)))
-    return programs * 2 ** (heads.bit_length() - 1)  # a power of two: few versions to compile
+    return programs * heads
 
 
 def options(config: Config) -> dict:

@@ -8,6 +8,7 @@ options. Each launch is compiled in a process of its own, because the compiler's
 import multiprocessing
 import re
 import subprocess
+import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -42,10 +43,14 @@ class Launch:
 
 @dataclass
 class Report:
-    """What the compiler made of a launch. Bytes, instruction counts; `ttgir` and `ptx` are the texts."""
+    """What the compiler made of a launch. Bytes, instruction counts; `ttgir` and `ptx` are the texts.
+
+    hot_spills: instructions that load or store spilled registers in an innermost loop with products, at most.
+    """
 
     registers: int = 0
     spills: int = 0
+    hot_spills: int = 0
     shared: int = 0
     wgmma: int = 0
     tma_loads: int = 0
@@ -114,11 +119,12 @@ def compile_one(launch: Launch, target: GPUTarget = HOPPER) -> Report:
     source, options = _source(launch)
     compiled = triton.compile(source, target=target, options=options)
     ptx, ttgir = compiled.asm["ptx"], compiled.asm["ttgir"]
-    log = _ptxas(ptx, target)
+    log, sass = _ptxas(ptx, target)
     spills = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     return Report(
         registers=int(re.search(r"Used (\d+) registers", log)[1]),
         spills=max(map(int, spills.groups())),
+        hot_spills=max([len(re.findall(r"\b(?:LDL|STL)\b", x)) for x in hot_loops(sass)], default=0),
         shared=compiled.metadata.shared,
         wgmma=ptx.count("wgmma.mma_async"),
         tma_loads=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
@@ -160,24 +166,75 @@ def _source(launch: Launch):
     return source(kernel, signature, constants, attributes), options
 
 
-def _ptxas(ptx: str, target: GPUTarget) -> str:
-    """The assembler's messages, from the one that Triton itself would call for this target."""
+def _ptxas(ptx: str, target: GPUTarget) -> tuple[str, str]:
+    """Messages and machine code of the assembler that Triton itself would call for this target."""
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     newer = folder / "ptxas-blackwell"
     use_newer = newer.exists() and target.arch >= 90 and triton.__version__ >= "3.9"
     arch = f"sm_{target.arch}a" if target.arch >= 90 else f"sm_{target.arch}"
-    command = [
-        newer if use_newer else folder / "ptxas",
-        "-v",
-        f"--gpu-name={arch}",
-        "-o",
-        "/dev/null",
-        "/dev/stdin",
-    ]
-    if triton.__version__ >= "3.7":
-        command.insert(1, "--regAllocOptLevel=2")
-    done = subprocess.run(command, input=ptx, text=True, capture_output=True, check=True)
-    return done.stdout + done.stderr
+    options = ["--regAllocOptLevel=2"] if triton.__version__ >= "3.7" else []
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        command = [newer if use_newer else folder / "ptxas", *options, "-v", f"--gpu-name={arch}"]
+        command += ["-o", cubin.name, "/dev/stdin"]
+        done = subprocess.run(command, input=ptx, text=True, capture_output=True, check=True)
+        sass = subprocess.run([folder / "nvdisasm", "-c", cubin.name], text=True, capture_output=True)
+    return done.stdout + done.stderr, sass.stdout
+
+
+def hot_loops(sass: str) -> list[str]:
+    """The innermost loops with matrix products: the instructions of each.
+
+    Found by dominators, because the assembler puts a barrier's retries behind the end of the program, from
+    where they branch back into the middle of a loop.
+    """
+    blocks, targets = [[]], {}
+    for line in sass.splitlines():
+        if label := re.match(r"(\.L\w*):", line):
+            blocks.append([])
+            targets[label[1]] = len(blocks) - 1
+        elif re.search(r"/\*[0-9a-f]{4,}\*/", line):
+            blocks[-1].append(line)
+            if re.search(r"\b(BRA|EXIT|RET|BRX)\b", line):
+                blocks.append([])
+    after = [_successors(block, i, targets, len(blocks)) for i, block in enumerate(blocks)]
+    before: list[list[int]] = [[] for _ in blocks]
+    reached, todo = {0}, [0]
+    while todo:
+        i = todo.pop()
+        for j in after[i]:
+            before[j].append(i)
+            if j not in reached:
+                reached.add(j)
+                todo.append(j)
+    dominators = [{0}] + [reached] * (len(blocks) - 1)
+    changed = True
+    while changed:
+        changed = False
+        for i in sorted(reached - {0}):
+            found = set.intersection(*(dominators[j] for j in before[i]))
+            if found | {i} != dominators[i]:
+                dominators[i], changed = found | {i}, True
+    loops: dict[int, set[int]] = {}
+    for i in reached:
+        for head in set(after[i]) & dominators[i]:
+            members, todo = loops.setdefault(head, {head}), [i]
+            while todo:
+                block = todo.pop()
+                if block not in members:
+                    members.add(block)
+                    todo += before[block]
+    texts = {head: "\n".join(line for i in sorted(x) for line in blocks[i]) for head, x in loops.items()}
+    hot = [head for head in loops if "MMA" in texts[head]]
+    return [texts[head] for head in hot if not any(x != head and x in loops[head] for x in hot)]
+
+
+def _successors(block: list[str], number: int, targets: dict[str, int], blocks: int) -> list[int]:
+    """Blocks that may come after one."""
+    last = block[-1] if block else ""
+    ends = re.search(r"\b(BRA|EXIT|RET|BRX)\b", last) and "@" not in last
+    found = [] if ends or number + 1 == blocks else [number + 1]
+    jumps = re.findall(r"\.L\w*", last) if re.search(r"\b(BRA|BRX)\b", last) else []
+    return found + [targets[label] for label in jumps]
 
 
 def transfer_mismatches(ttgir: str) -> list[str]:
@@ -188,7 +245,7 @@ def transfer_mismatches(ttgir: str) -> list[str]:
     are then copied into a buffer of 64, without a word.
     """
     wrong = []
-    width = {"bf16": 2, "f16": 2, "f32": 4, "i32": 4}
+    width = {"bf16": 2, "f16": 2, "f32": 4, "i32": 4, "si32": 4}
     copies = (
         r"async_tma_copy_global_to_local .*?: !tt\.tensordesc<(?:tensor<)?((?:\d+x)+)(\w+)"
         r".*?-> !ttg\.memdesc<((?:\d+x)+)"

@@ -1,35 +1,70 @@
 """What the kernels must compute, written without any of their ideas: one dense mask, float64, autograd."""
 
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 from torch import Tensor
 
 
-def visible(segments: Tensor, q_tokens: int, kv_tokens: int) -> Tensor:
+def visible(
+    segments: Tensor, q_tokens: int, kv_tokens: int, causal: bool = True, window: int | None = None
+) -> Tensor:
     """(q_tokens, kv_tokens) bool: may this query see that key."""
     mask = torch.zeros(q_tokens, kv_tokens, dtype=torch.bool)
     for q_start, q_len, kv_start, kv_len in segments.tolist():
         for i in range(q_len):
-            mask[q_start + i, kv_start : kv_start + kv_len - q_len + i + 1] = True
+            end = kv_start + kv_len - q_len + i + 1 if causal else kv_start + kv_len
+            begin = kv_start if window is None else max(kv_start, end - window)
+            mask[q_start + i, begin:end] = True
     return mask
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, scale: float) -> Tensor:
-    """Dense masked attention, (Tq, Nq, Dv) float64; rows that see nothing are zero."""
+def attention_and_lse(
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, scale: float, *, sinks: Tensor | None = None, **mask
+) -> tuple[Tensor, Tensor]:
+    """Dense masked attention, (Tq, Nq, Dv) float64, zero in rows that see nothing; and the log-sum-exp (Nq,
+    Tq), +inf there.
+    """
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    mask = visible(segments, q.shape[0], k.shape[0])
+    seen = visible(segments, q.shape[0], k.shape[0], **mask)
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    p = torch.where(mask, scores, -torch.inf).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", torch.where(mask, p, 0.0), v)
+    scores = torch.where(seen, scores, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([sinks[:, None, None].expand(-1, q.shape[0], 1), scores], dim=2)
+    p = scores.softmax(-1)[:, :, scores.shape[2] - k.shape[0] :]
+    padding = ~seen.any(1)
+    out = torch.einsum("hqk,khd->qhd", torch.where(padding[:, None], 0.0, p), v)
+    return out, torch.where(padding, torch.inf, scores.logsumexp(-1))
 
 
-def with_gradients(attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, Tensor]:
-    """The output of attend(q, k, v) and the gradients for dout."""
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+def attention(*args, **options) -> Tensor:
+    return attention_and_lse(*args, **options)[0]
+
+
+def with_gradients(attend, *tensors: Tensor) -> dict[str, Tensor]:
+    """The output of attend(q, k, v) and the gradients for dout, the last of the tensors q, k, v, dout.
+
+    With q, k, v, sinks, dout, dlse: those of attend(q, k, v, sinks), which returns the log-sum-exp too; its
+    rows of padding, which are infinite, are left out.
+    """
+    names = ("q", "k", "v", "sinks")[: 3 if len(tensors) == 4 else 4]
+    leaves = [x.detach().clone().requires_grad_() for x in tensors[: len(names)]]
+    given = tensors[len(names) :]
     out = attend(*leaves)
-    out.backward(dout.to(out.dtype))
-    return {"out": out.detach()} | {f"d{n}": x.grad for n, x in zip("qkv", leaves, strict=True)}
+    if len(given) == 1:
+        outputs = {"out": out}
+        out.backward(given[0].to(out.dtype))
+    else:
+        finite = torch.isfinite(out[1])
+        outputs = {"out": out[0], "lse": torch.where(finite, out[1], 0.0)}
+        torch.autograd.backward(
+            list(outputs.values()), [x.to(o.dtype) for x, o in zip(given, out, strict=True)]
+        )
+    return {name: x.detach() for name, x in outputs.items()} | {
+        f"d{name}": x.grad for name, x in zip(names, leaves, strict=True)
+    }
 
 
 def compare(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:
@@ -71,3 +106,20 @@ def packed(lengths: list[int]) -> Tensor:
     lengths = np.asarray(lengths, dtype=np.int32)
     starts = np.cumsum(lengths) - lengths
     return torch.from_numpy(np.stack([starts, lengths, starts, lengths], axis=1).astype(np.int32))
+
+
+def side_by_side(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v as views of one tensor with both in a row, which is how context parallelism gathers them."""
+    widths = [x.shape[1] * x.shape[2] for x in (k, v)]
+    both = torch.cat([k.flatten(1), v.flatten(1)], dim=1).split(widths, dim=1)
+    return tuple(x.unflatten(1, like.shape[1:]) for x, like in zip(both, (k, v), strict=True))
+
+
+@contextmanager
+def poisoned():
+    """New tensors are full of NaN until something writes them."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

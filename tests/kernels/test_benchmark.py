@@ -3,7 +3,7 @@ reference).
 """
 
 import json
-import sys
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -56,11 +56,71 @@ def test_time_attention():
     assert forward > 0 and backward > 0
 
 
-def test_script(benchmark, tmp_path, monkeypatch):
-    monkeypatch.setattr(benchmark, "SHAPES", [Shape(2, 1, 16, 16)])
-    monkeypatch.setattr(benchmark, "time_call", lambda call, device: call() is None or 1.0)
-    benchmark.main(["--device", "cpu", "--output", str(tmp_path / "out.json")])
-    result = json.loads((tmp_path / "out.json").read_text())
-    assert not result["left_out"] and not [row for row in result["rows"] if "error" in row]
-    assert len(result["rows"]) == len(sys.modules["attention_cases"].cases())
-    assert all(row["forward_tflops"] > 0 for row in result["rows"])
+@pytest.fixture
+def rehearse(benchmark, tmp_path, monkeypatch, capsys):
+    """Runs the program on the CPU with interpreted kernels, one tiny case; its rows and what it printed."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(benchmark, "TINY", {"shapes": [[2, 1, 16, 16]], "groups": "d", "scale": 256})
+
+    def run(*arguments: str) -> tuple[list[dict], str]:
+        benchmark.main(["--device", "cpu", "--output", str(tmp_path), *arguments])
+        lines = (tmp_path / "attention.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines], capsys.readouterr().out
+
+    return run
+
+
+def test_a_run_loses_nothing_and_resumes(rehearse, benchmark, tmp_path):
+    """Killed, tried again, and complete; then a further call has nothing to do."""
+    rows, text = rehearse("--stages", "check", "--limit", "0.3")
+    assert len(rows) == 2 and all(row["error"].startswith("killed after") for row in rows)
+    assert "WRONG triton [2, 1, 16, 16] : killed after" in text
+    rows, text = rehearse("--stages", "check", "time", "--retry")
+    assert not [row for row in rows if "error" in row]
+    assert [row["kind"] for row in rows if "seconds" in row] == ["ceiling", "check", "time"]
+    checks = [row for row in rows if row["kind"] == "check" and "case" in row]
+    assert len(checks) == 7 and not any(row["wrong"] for row in checks)
+    assert set(checks[0]["errors"]) == {"out", "lse", "dq", "dk", "dv", "dsinks"}
+    (timed,) = [row for row in rows if row["kind"] == "time" and "case" in row]
+    assert timed["forward_tflops"] > 0 and timed["backward_ms"] > 0
+    assert "checks: 7 cases, 0 bad" in text and "128 documents of 512; heads 2:1" in text
+    again, _ = rehearse("--stages", "check", "time")
+    assert again == rows
+    with (tmp_path / "attention.jsonl").open("a") as file:
+        file.write('{"kind": "time", "implem')  # stopped while it wrote
+    for _ in range(2):
+        results = benchmark.Results(tmp_path / "attention.jsonl")
+        assert results.rows == rows
+        results.add(rows[0], {"case": "the next"})
+        rows = results.rows
+
+
+def test_only_what_is_right_is_timed(benchmark, tmp_path):
+    results = benchmark.Results(tmp_path / "attention.jsonl")
+    job = {"kind": "check", "implementation": "gluon", "shape": [8, 1, 64, 64]}
+    assert not results.right("gluon", [64, 64])
+    results.add(job, {"case": "ragged", "wrong": []})
+    assert results.right("gluon", [64, 64]) and results.right("gluon, any order", [64, 64])
+    results.add(job, {"case": "a million tokens", "error": "OutOfMemoryError: ..."})
+    assert results.right("gluon", [64, 64])
+    results.add(job | {"shape": [4, 4, 64, 64]}, {"case": "ragged", "wrong": ["dq"]})
+    assert not results.right("gluon", [64, 64])
+
+
+def test_the_check_sees_four_wrong_rows(benchmark):
+    """Of 80,000: the norm of the whole does not."""
+    import attention_check
+
+    want = torch.randn(10_000, 8, 16)
+    got = want.clone()
+    got[500, :4] = 0
+    whole, row = attention_check._errors(got, want)
+    assert whole < attention_check.TOLERANCE and row > attention_check.ROW_TOLERANCE
+
+
+def test_jobs(benchmark):
+    jobs = list(benchmark.jobs(["warm", "check", "time"], "cuda"))
+    assert [kind for kind, _ in groupby(job["kind"] for job in jobs)] == ["ceiling", "warm", "check", "time"]
+    names = [json.dumps(job) for job in jobs]
+    assert len(set(names)) == len(names)

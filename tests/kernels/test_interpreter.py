@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 FILE = Path(__file__).with_name("interpreted.py")
 
 
-@pytest.mark.parametrize("part", ["ragged", "shapes or op"])
+@pytest.mark.parametrize("part", ["ragged or masks", "not (ragged or masks)"])
 def test_interpreted(part):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", part, str(FILE)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from oracle import attention, compare, packed, random_inputs, with_gradients
+from oracle import attention, attention_and_lse, compare, packed, random_inputs, with_gradients
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from wlb_titan.kernels import varlen_attention
+from wlb_titan.kernels import dispatch, varlen_attention
 
 # Two chunks of one document, padding (rows 9 and 12), a one-token segment, unsorted rows, an empty one.
 SHARD = torch.tensor(
@@ -33,27 +33,107 @@ def test_matches_the_oracle(segments, q_tokens, kv_tokens, q_heads, kv_heads, di
     compare(got, want, tolerance)
 
 
-def test_gradcheck():
+MASKS = [{}, {"window": 1}, {"window": 5}, {"window": 100}, {"causal": False}]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize(
+    ("segments", "q_tokens", "kv_tokens"),
+    [(SHARD, 13, 12), (packed([1, 150, 7, 240, 40]), 440, 438)],
+    ids=["shard", "documents"],
+)
+def test_masks_sinks_and_log_sum_exp(segments, q_tokens, kv_tokens, mask):
+    """Everything at once, gradients of and through sinks and log-sum-exp included."""
+    q, k, v, dout = random_inputs(q_tokens, kv_tokens, 4, 2, 16, 8, torch.float64)
+    sinks, dlse = torch.randn(4, dtype=torch.float64), torch.randn(4, q_tokens, dtype=torch.float64)
+
+    def ours(q, k, v, sinks):
+        return varlen_attention(q, k, v, segments, sinks=sinks, return_lse=True, **mask)
+
+    def wanted(q, k, v, sinks):
+        return attention_and_lse(q, k, v, segments, 16**-0.5, sinks=sinks, **mask)
+
+    tensors = (q, k, v, sinks, dout, dlse)
+    compare(with_gradients(ours, *tensors), with_gradients(wanted, *tensors), 1e-7)
+    out, lse = ours(q, k, v, sinks)
+    padding = out.abs().sum((1, 2)) == 0
+    assert padding.any() and torch.isposinf(lse[:, padding]).all() and torch.isfinite(lse[:, ~padding]).all()
+
+
+def test_not_causal_with_fewer_keys_than_queries():
+    segments = torch.tensor([[0, 9, 2, 3], [9, 2, 0, 0]], dtype=torch.int32)
+    q, k, v, dout = random_inputs(11, 5, 2, 1, 8, 8, torch.float64)
+    ours = with_gradients(lambda q, k, v: varlen_attention(q, k, v, segments, causal=False), q, k, v, dout)
+    compare(
+        ours,
+        with_gradients(lambda q, k, v: attention(q, k, v, segments, 8**-0.5, causal=False), q, k, v, dout),
+        1e-12,
+    )
+
+
+def test_gradient_of_the_log_sum_exp_alone():
+    q, k, v, _ = random_inputs(13, 12, 2, 2, 8, 8, torch.float64)
+    got, want = [], []
+    for found, attend in ((got, varlen_attention), (want, attention_and_lse)):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        options = {"return_lse": True} if attend is varlen_attention else {}
+        lse = attend(*leaves, SHARD, scale=0.3, **options)[1]
+        found += torch.autograd.grad(lse[:, :9].square().sum(), leaves[:2])
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("mask", MASKS[1:], ids=str)
+def test_gradcheck(mask):
     q, k, v, _ = random_inputs(13, 12, 4, 2, 8, 6, torch.float64)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    assert torch.autograd.gradcheck(lambda q, k, v: varlen_attention(q, k, v, SHARD, scale=0.7), leaves)
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: varlen_attention(q, k, v, SHARD, scale=0.7, **mask), leaves, fast_mode=True
+    )
 
 
 def test_op_is_well_formed():
     q, k, v, _ = random_inputs(13, 12, 4, 2, 8, 6, torch.float32)
-    inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), SHARD, 0.3, "auto")
+    inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), SHARD, 0.3, True, 4, True, "auto")
     torch.library.opcheck(torch.ops.wlb_titan.varlen_attention.default, inputs)
 
 
+def test_backward_finds_the_forwards_schedule(monkeypatch):
+    """Autograd gives the backward the same segments tensor, so that its lookup is the quick one."""
+    seen = []
+    monkeypatch.setattr(dispatch.reference, "forward", lambda *a: seen.append(a[3]) or real_forward(*a))
+    monkeypatch.setattr(dispatch.reference, "backward", lambda *a: seen.append(a[7]) or real_backward(*a))
+    q, k, v, _ = random_inputs(13, 12, 4, 2, 8, 8, torch.float32)
+    segments = SHARD.clone()
+    for attend in (varlen_attention, lambda *x: checkpoint(varlen_attention, *x, use_reentrant=False)):
+        attend(q.requires_grad_(), k, v, segments).sum().backward()
+    assert len(seen) == 5 and all(x is segments for x in seen)
+
+
+real_forward, real_backward = dispatch.reference.forward, dispatch.reference.backward
+
+
+def test_kernels_are_launched_on_the_tensors_device():
+    guard = dispatch.current(torch.device("cuda", 3))
+    assert isinstance(guard, torch.cuda.device) and guard.idx == 3
+
+
 def test_new_segments_compile_nothing():
+    """Not even their number does, or a single one, if the tensor's first dimension is marked as unbacked."""
     q, k, v, _ = random_inputs(16, 16, 2, 2, 8, 8, torch.float32)
     compiled = torch.compile(
         lambda q, k, v, s: varlen_attention(q, k, v, s).sin(), fullgraph=True, backend="aot_eager"
     )
-    compiled(q, k, v, packed([5, 11]))
+
+    def unbacked(lengths):
+        segments = packed(lengths)
+        torch._dynamo.decorators.mark_unbacked(segments, 0)
+        return segments
+
+    compiled(q, k, v, unbacked([5, 11]))
     with torch.compiler.set_stance("fail_on_recompile"):
-        for lengths in ([16 - n, n] for n in (1, 3, 8)):
-            got = compiled(q, k, v, packed(lengths))
+        for lengths in ([1, 15], [16], [1] * 16, [5, 5, 6]):
+            got = compiled(q, k, v, unbacked(lengths))
             torch.testing.assert_close(got, varlen_attention(q, k, v, packed(lengths)).sin())
 
 
@@ -116,3 +196,18 @@ def test_bad_tensors(change, message):
     q, k, v, _ = random_inputs(8, 8, 4, 2, 8, 8, torch.float32)
     with pytest.raises(ValueError, match=message):
         varlen_attention(*change(q, k, v, packed([8])))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, "window is the number of keys that a query sees, got 0"),
+        ({"window": 4, "causal": False}, "a window needs causal attention"),
+        ({"sinks": torch.zeros(2)}, r"sinks must be \(4,\)"),
+        ({"sinks": torch.zeros(4, dtype=torch.int32)}, "floating-point"),
+    ],
+)
+def test_bad_options(options, message):
+    q, k, v, _ = random_inputs(8, 8, 4, 2, 8, 8, torch.float32)
+    with pytest.raises(ValueError, match=message):
+        varlen_attention(q, k, v, packed([8]), **options)

@@ -1,7 +1,9 @@
 """The tile lists, against a count of every (query, key) pair, and their cost."""
 
 import doctest
+import gc
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from oracle import packed, visible
 from wlb_titan.kernels import tiles
 from wlb_titan.kernels.schedule import schedule_of
+from wlb_titan.kernels.segments import CAUSAL, Visibility
 
 
 @st.composite
@@ -31,50 +34,57 @@ def segment_lists(draw, documents: int = 8, longest: int = 300):
     return array, q + draw(st.integers(0, 2)), kv
 
 
-def bounds_of(segments, q_tokens):
-    first, last = tiles.row_bounds(segments, q_tokens, "cpu").numpy()
-    return first, last
+VISIBILITIES = [CAUSAL, Visibility(window=1), Visibility(window=37), Visibility(causal=False)]
+visibilities = st.sampled_from(VISIBILITIES)
+
+
+def mask_of(segments, q_tokens, kv_tokens, visibility):
+    options = {"causal": visibility.causal, "window": visibility.window}
+    return visible(torch.from_numpy(segments), q_tokens, kv_tokens, **options).numpy()
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(segment_lists())
-def test_row_bounds(case):
+@given(segment_lists(), visibilities)
+def test_row_bounds(case, visibility):
     segments, q_tokens, kv_tokens = case
-    first, last = bounds_of(segments, q_tokens)
+    first, last = tiles.row_bounds(segments, q_tokens, visibility, "cpu").numpy()
     keys = np.arange(kv_tokens)
     got = (keys >= first[:, None]) & (keys < last[:, None])
-    assert (got == visible(torch.from_numpy(segments), q_tokens, kv_tokens).numpy()).all()
+    assert (got == mask_of(segments, q_tokens, kv_tokens, visibility)).all()
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(segment_lists(), st.sampled_from([4, 16, 128]))
-def test_query_tiles_cover_every_pair_once(case, tokens):
+@given(segment_lists(), visibilities, st.sampled_from([4, 16, 128]))
+def test_query_tiles_cover_every_pair_once(case, visibility, tokens):
     segments, q_tokens, kv_tokens = case
-    mask = visible(torch.from_numpy(segments), q_tokens, kv_tokens).numpy()
+    mask = mask_of(segments, q_tokens, kv_tokens, visibility)
     rows = np.zeros(q_tokens, int)
-    for q_begin, q_end, kv_begin, kv_shared, kv_end in tiles.query_tiles(segments, q_tokens, tokens=tokens):
+    for tile in tiles.query_tiles(segments, q_tokens, visibility, tokens=tokens):
+        q_begin, q_end, kv_begin, shared_begin, shared_end, kv_end = tile
         assert q_begin < q_end <= q_begin + tokens
-        assert 0 <= kv_begin <= kv_shared <= kv_end <= kv_tokens
+        assert 0 <= kv_begin <= shared_begin <= shared_end <= kv_end <= kv_tokens
         rows[q_begin:q_end] += 1
         seen = mask[q_begin:q_end]
         assert not seen[:, :kv_begin].any() and not seen[:, kv_end:].any()
-        assert seen[:, kv_begin:kv_shared].all()
+        assert seen[:, shared_begin:shared_end].all()
     assert (rows == 1).all()
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(segment_lists(), st.sampled_from([4, 16, 64]), st.sampled_from([16, 128]))
-def test_key_tiles_cover_every_pair_once(case, tokens, block_n):
+@given(segment_lists(), visibilities, st.sampled_from([4, 16, 64]), st.sampled_from([16, 128]), st.booleans())
+def test_key_tiles_cover_every_pair_once(case, visibility, tokens, block_n, turns):
     segments, q_tokens, kv_tokens = case
-    mask = visible(torch.from_numpy(segments), q_tokens, kv_tokens).numpy()
+    mask = mask_of(segments, q_tokens, kv_tokens, visibility)
     found = np.zeros_like(mask, dtype=int)
     keys = np.zeros(kv_tokens, int)
-    key_tiles, items = tiles.key_tiles(segments, kv_tokens, tokens=tokens, block_n=block_n)
+    key_tiles, items, _ = tiles.key_tiles(
+        segments, kv_tokens, visibility, tokens=tokens, block_n=block_n, turn_rows=8 if turns else 0
+    )
     for kv_begin, kv_end, item_begin, item_end in key_tiles:
         assert kv_begin < kv_end <= kv_begin + block_n
         keys[kv_begin:kv_end] += 1
-        for q_begin, q_full, q_tail, q_end in items[item_begin:item_end]:
-            assert 0 <= q_begin <= q_full <= q_tail <= q_end <= q_tokens
+        for q_begin, q_full, q_tail, q_end, *_ in items[item_begin:item_end]:
+            assert 0 <= q_begin < q_end <= q_tokens and q_begin <= q_full <= q_tail <= q_end
             found[q_begin:q_end, kv_begin:kv_end] += mask[q_begin:q_end, kv_begin:kv_end]
             if q_full < q_tail:
                 assert q_full % tiles.ROW_ALIGNMENT == 0 and (q_tail - q_full) % tokens == 0
@@ -83,11 +93,49 @@ def test_key_tiles_cover_every_pair_once(case, tokens, block_n):
     assert (found == mask).all()
 
 
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(segment_lists(), visibilities, st.sampled_from([16, 64]), st.sampled_from([8, 32]))
+def test_turns_order_all_that_is_added_to_a_row(case, visibility, block_n, rows):
+    """In the order of the list no tile waits; and what waits for nobody shares no row with another tile."""
+    segments, q_tokens, kv_tokens = case
+    mask = mask_of(segments, q_tokens, kv_tokens, visibility)
+    key_tiles, items, counters = tiles.key_tiles(
+        segments, kv_tokens, visibility, tokens=rows, block_n=block_n, turn_rows=rows
+    )
+    counters = counters.copy()
+    adds = np.zeros(q_tokens, int)  # tiles that add to a row without a turn
+    ordered = np.full(q_tokens, -1)  # the counter that orders what is added to a row
+    for kv_begin, kv_end, item_begin, item_end in key_tiles:
+        for q_begin, _, _, q_end, turns, turn in items[item_begin:item_end]:
+            seen = q_begin + np.flatnonzero(mask[q_begin:q_end, kv_begin:kv_end].any(1))
+            if turn < 0:
+                adds[seen] += 1
+                continue
+            for block in range(q_begin // rows, -(-q_end // rows)):
+                assert counters[turns + block] == turn
+                counters[turns + block] += 1
+                own = seen[seen // rows == block]
+                assert np.isin(ordered[own], [-1, turns + block]).all()
+                ordered[own] = turns + block
+    assert (adds <= 1).all() and not ((adds == 1) & (ordered >= 0)).any()
+
+
+def test_a_window_makes_the_work_linear():
+    """The tiles of a 64K document see little more than the window each, and most of it without a mask."""
+    got = tiles.query_tiles(packed([65536]).numpy(), 65536, Visibility(window=4096), tokens=128)
+    seen, shared = got[:, 5] - got[:, 2], got[:, 4] - got[:, 3]
+    assert seen.max() == 4096 + 127 and shared.max() == 4096 - 127
+    _, items, _ = tiles.key_tiles(
+        packed([65536]).numpy(), 65536, Visibility(window=4096), tokens=64, block_n=128
+    )
+    assert (items[:, 3] - items[:, 0]).max() == 4096 + 127
+
+
 def test_heaviest_first():
     segments = packed([64, 4000, 300]).numpy()
-    work = np.diff(tiles.query_tiles(segments, 4364, tokens=128)[:, [2, 4]], axis=1)[:, 0]
+    work = np.diff(tiles.query_tiles(segments, 4364, CAUSAL, tokens=128)[:, [2, 5]], axis=1)[:, 0]
     assert (work[:-1] >= work[1:] - 128).all() and work[0] == 4000
-    key_tiles, items = tiles.key_tiles(segments, 4364, tokens=64, block_n=128)
+    key_tiles, items, _ = tiles.key_tiles(segments, 4364, CAUSAL, tokens=64, block_n=128)
     rows = [sum(i[3] - i[0] for i in items[t[2] : t[3]]) for t in key_tiles]
     assert rows[0] == 4000 and rows[-1] <= 64
 
@@ -95,14 +143,14 @@ def test_heaviest_first():
 def test_short_documents_share_tiles():
     """1,000 documents of 12 tokens fill 94 tiles of 128 rows, each over its own keys only."""
     segments = packed([12] * 1000).numpy()
-    got = tiles.query_tiles(segments, 12_000, tokens=128)
+    got = tiles.query_tiles(segments, 12_000, CAUSAL, tokens=128)
     assert len(got) == 94
-    assert (got[:, 4] - got[:, 2]).max() <= 128 + 2 * 12
+    assert (got[:, 5] - got[:, 2]).max() <= 128 + 2 * 12
 
 
 def test_long_documents_do_not_share_tiles():
     segments = packed([5000, 5000]).numpy()
-    got = tiles.query_tiles(segments, 10_000, tokens=128)
+    got = tiles.query_tiles(segments, 10_000, CAUSAL, tokens=128)
     assert len(got) == 80 and not ((got[:, 0] < 5000) & (got[:, 1] > 5000)).any()
 
 
@@ -112,8 +160,8 @@ def test_worst_case_is_linear():
     segments = np.stack([np.arange(50) * 16, np.full(50, 16), starts, np.full(50, 4096)], axis=1).astype(
         np.int32
     )
-    got = tiles.query_tiles(segments, 800, tokens=128)
-    assert len(got) == 50 and (got[:, 4] - got[:, 2] == 4096).all()
+    got = tiles.query_tiles(segments, 800, CAUSAL, tokens=128)
+    assert len(got) == 50 and (got[:, 5] - got[:, 2] == 4096).all()
 
 
 def test_schedule_is_found_again_and_follows_the_content():
@@ -127,6 +175,50 @@ def test_schedule_is_found_again_and_follows_the_content():
         schedule_of(segments, 50, 100, torch.device("cpu"))
 
 
+def test_schedule_is_found_by_the_tensor_itself(monkeypatch):
+    """The content is read once for a tensor and version: any number of segments is looked up as quickly."""
+    segments = packed([40, 60])
+    first = schedule_of(segments, 100, 100, torch.device("cpu"))
+    monkeypatch.setattr("wlb_titan.kernels.schedule._schedule", None)
+    assert schedule_of(segments, 100, 100, torch.device("cpu")) is first
+    with pytest.raises(TypeError):  # another mask is another schedule
+        schedule_of(segments, 100, 100, torch.device("cpu"), Visibility(window=3))
+    with pytest.raises(TypeError):
+        schedule_of(segments.add_(0), 100, 100, torch.device("cpu"))
+
+
+def test_schedules_of_inference_tensors():
+    with torch.inference_mode():
+        segments = packed([40, 60]).clone()
+    again = packed([40, 60])
+    first = schedule_of(segments, 100, 100, torch.device("cpu"))
+    assert schedule_of(again, 100, 100, torch.device("cpu")) is first
+
+
+def test_a_dropped_schedule_needs_no_garbage_collector():
+    """torchtitan disables Python's: what hangs in a reference cycle would never be freed."""
+    gc.disable()
+    try:
+        first = schedule_of(packed([7, 5]), 12, 12, torch.device("cpu"))
+        first.query_tiles(64), first.key_tiles(64, 128), first.bounds, first.long
+        dropped = weakref.ref(first)
+        del first
+        for n in range(64):
+            schedule_of(packed([n + 1]), n + 1, n + 1, torch.device("cpu"))
+        assert dropped() is None
+    finally:
+        gc.enable()
+
+
+def test_copies_to_a_gpu_are_pinned(monkeypatch):
+    """An unpinned copy makes the host wait for the device, in every micro-batch."""
+    calls = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: calls.append("pinned") or x)
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, *_, **options: calls.append(options) or x)
+    tiles.send(np.zeros(3, np.int32), torch.device("cuda"))
+    assert calls == ["pinned", {"non_blocking": True}]
+
+
 def test_thousand_segments_take_about_a_millisecond():
     """The target is 1 ms for the two lists that the long configurations need; a slow machine gets four."""
     lengths = np.random.default_rng(0).integers(1, 600, 1000)
@@ -135,8 +227,8 @@ def test_thousand_segments_take_about_a_millisecond():
 
     def build() -> float:
         start = time.perf_counter()
-        tiles.query_tiles(segments, total, tokens=128)
-        tiles.key_tiles(segments, total, tokens=64, block_n=128)
+        tiles.query_tiles(segments, total, CAUSAL, tokens=128)
+        tiles.key_tiles(segments, total, CAUSAL, tokens=64, block_n=128)
         return time.perf_counter() - start
 
     assert min(build() for _ in range(20)) < 4e-3

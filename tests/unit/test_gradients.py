@@ -10,6 +10,7 @@ use_cpu_without_accelerator()
 import torch  # noqa: E402
 from torchtitan.components.loss import IGNORE_INDEX, cross_entropy_loss  # noqa: E402
 
+from wlb_titan.config.settings import CorpusSettings  # noqa: E402
 from wlb_titan.corpus.prepare import prepare_corpus  # noqa: E402
 from wlb_titan.corpus.settings import PrepareSettings  # noqa: E402
 from wlb_titan.planner.plan import LENGTH  # noqa: E402
@@ -36,7 +37,7 @@ def make_corpus(folder, lengths):
         letters = random.integers(ord("a"), ord("z") + 1, size=length - 1)
         (texts / f"{index:02d}.txt").write_text("".join(map(chr, letters)))
     corpus = prepare_corpus(PrepareSettings(source=f"text:{texts}", vocab_size=257), folder / "corpus")
-    assert sorted(corpus.lengths) == sorted(lengths)
+    assert sorted(np.asarray(corpus.lengths)) == sorted(lengths)
     return corpus
 
 
@@ -52,7 +53,7 @@ def model():
 def gradients(model, corpus, packing: PackingSettings, window: int, micro_batches: int):
     """Loss and gradients of the first step, accumulated over its micro-batches."""
     config = PlannedDataLoader.Config(
-        corpus=str(corpus.path),
+        corpus=CorpusSettings(path=str(corpus.path)),
         job_micro_batches=micro_batches,
         shape=model_shape(model.config),
         packing=packing,
@@ -61,7 +62,7 @@ def gradients(model, corpus, packing: PackingSettings, window: int, micro_batche
     step = next(iter(loader))
     loader.close()
     lengths = np.concatenate([m.documents[:, LENGTH] for m in step.plan.micro_batches])
-    assert sorted(lengths) == sorted(corpus.lengths), "a document was cut or left out"
+    assert sorted(lengths) == sorted(np.asarray(corpus.lengths)), "a document was cut or left out"
     assert step.labels == step.own_labels == sum(int((own != IGNORE_INDEX).sum()) for _, own in step.items)
     model.zero_grad()
     total = 0.0
@@ -95,10 +96,10 @@ def test_packed_gradients_equal_those_one_by_one(policy, model, tmp_path):
 
 def one_by_one(model, corpus):
     """The same documents, each in a sequence of its own."""
-    valid = int((corpus.lengths - 1).sum())
+    valid = int((np.asarray(corpus.lengths) - 1).sum())
     model.zero_grad()
     total = 0.0
-    for row, length in enumerate(corpus.lengths):
+    for row, length in enumerate(np.asarray(corpus.lengths)):
         tokens = torch.from_numpy(corpus.tokens(row).astype(np.int64)).unsqueeze(0)
         labels = torch.full_like(tokens, IGNORE_INDEX)
         labels[:, :-1] = tokens[:, 1:]

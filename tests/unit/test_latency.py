@@ -41,7 +41,7 @@ def tile_list(segments: np.ndarray, q_tokens: int) -> np.ndarray:
 
 def blocks_of(tiles: np.ndarray) -> tuple[int, int]:
     """Blocks of 128 keys that the kernels read for these tiles, and how many of them they mask."""
-    _, _, begin, shared, end = tiles[tiles[:, 4] > tiles[:, 2]].T
+    _, _, begin, _, shared, end = tiles[tiles[:, 5] > tiles[:, 2]].T
     blocks = -(-(end - begin) // 128)
     return int(blocks.sum()), int((blocks - (shared - begin) // 128).sum())
 

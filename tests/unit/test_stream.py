@@ -21,7 +21,7 @@ def all_tokens(stream, count):
     """The first `count` tokens of the stream, document by document."""
     tokens, id_ = [], 0
     while len(tokens) < count:
-        tokens += [(id_, i) for i in range(int(stream.lengths[stream.row_of(id_)]))]
+        tokens += [(id_, i) for i in range(int(stream.lengths_of(np.array([id_]))[0]))]
         id_ += 1
     return tokens[:count]
 
@@ -56,22 +56,27 @@ def test_arrive_reads_on_until_enough_pieces_have_a_label():
     assert stream.arrive(2, at_least=2)[:, ID].tolist() == [0, 1, 2, 3, 3, 4, 5]
 
 
-@given(corpora, st.integers(0, 9))
-def test_every_epoch_is_a_permutation_and_row_of_knows_all_epochs(lengths, seed):
+def rows(stream, start, stop):
+    return stream.rows_of(np.arange(start, stop)).tolist()
+
+
+@given(corpora, st.integers(0, 2**40))
+def test_every_epoch_is_a_permutation_that_the_seed_fixes(lengths, seed):
     stream = DocumentStream(np.array(lengths), window=8, seed=seed)
     n = len(lengths)
-    epochs = [[stream.row_of(epoch * n + i) for i in range(n)] for epoch in range(5)]
+    epochs = [rows(stream, epoch * n, (epoch + 1) * n) for epoch in range(5)]
     assert all(sorted(epoch) == list(range(n)) for epoch in epochs)
     again = DocumentStream(np.array(lengths), window=8, seed=seed)
-    assert [again.row_of(2 * n + i) for i in range(n)] == epochs[2]
+    assert rows(again, 2 * n, 3 * n) == epochs[2]
 
 
 def test_epochs_are_shuffled_differently_and_seeds_matter():
     def order(seed, epoch):
         stream = DocumentStream(np.arange(1, 101), window=8, seed=seed)
-        return [stream.row_of(100 * epoch + i) for i in range(100)]
+        return rows(stream, 100 * epoch, 100 * (epoch + 1))
 
-    assert order(0, 0) != order(0, 1) != order(1, 1)
+    orders = [order(0, 0), order(0, 1), order(1, 0), order(1, 1), order(2**33, 0)]
+    assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
     assert order(None, 0) == order(None, 1) == list(range(100))
 
 
@@ -98,18 +103,47 @@ def test_skip_rest_goes_to_the_next_multiple_of_the_window():
     assert stream.fill(1).tolist() == [[1, 0, 1]]
 
 
-def test_the_cache_of_epochs_does_not_grow():
-    stream = DocumentStream(np.full(300_000, 2), window=4, seed=0)
-    for _ in range(8):
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=600).filter(lambda lengths: max(lengths) > 1))
+def test_documents_without_tokens_are_passed_over(lengths):
+    stream = DocumentStream(np.array(lengths), window=2, seed=1)
+    total = sum(lengths)
+    pieces = np.concatenate([stream.arrive(total), stream.fill(2 * total)])
+    assert (pieces[:, LENGTH] > 0).all()
+    assert tokens_of(pieces)[: 3 * total] == all_tokens(stream, 3 * total)
+
+
+class OnDemand:
+    """Lengths that only answer questions, and remember the largest."""
+
+    def __init__(self, lengths):
+        self.lengths, self.most = lengths, 0
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, rows):
+        found = self.lengths[rows]
+        self.most = max(self.most, len(found))
+        return found
+
+
+def test_lengths_are_looked_up_a_block_at_a_time():
+    """Whatever the size of the corpus, so that planning takes the same memory for 10^9 documents."""
+    lengths = OnDemand(np.full(5_000_000, 2, dtype=np.int32))
+    stream = DocumentStream(lengths, window=4, seed=0)
+    assert lengths.most <= 1 << 20
+    lengths.most = 0
+    for _ in range(5):
         stream.fill(600_000)
-    assert len(stream._epochs) <= 3
+    assert lengths.most <= 1 << 16
+    assert len(stream._blocks) <= 4
 
 
 @pytest.mark.parametrize(
     ("lengths", "window", "message"),
     [
         ([], 8, "no documents"),
-        ([3, 0, 2], 8, "Document 1 of the corpus has length 0"),
+        ([0, 0], 8, "no tokens"),
         ([3, -4], 8, "length -4"),
         ([1, 1], 8, "no next token"),
         ([3], 0, "window is 0"),

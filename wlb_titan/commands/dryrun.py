@@ -9,13 +9,16 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from wlb_titan.commands.dryrun_report import print_rank
 from wlb_titan.errors import UserError
 from wlb_titan.planner.memory import GIB, USABLE
+
+if TYPE_CHECKING:
+    from wlb_titan.config import Resolved
 
 DEFAULT_STEP = 9
 """By then the queues of balancing policies have filled."""
@@ -86,7 +89,8 @@ def dryrun(
     from wlb_titan.config import load_config
 
     words = [*overrides, *_policy_words(policy)]
-    config = load_config(file, words, world_size).config
+    resolved = load_config(file, words, world_size)
+    config = resolved.config
     # torchtitan takes seconds to import, so that is left until the file has been found good.
     from wlb_titan.runtime.memory import bound_length, longest_micro_batch, micro_batches, parallel_dims
     from wlb_titan.runtime.validation import degrees_product
@@ -98,7 +102,7 @@ def dryrun(
         bound_length(config, dims, device_gib * GIB)
     in_step = micro_batches(config, dims) * dims.dp_replicate * dims.dp_shard
     with tempfile.TemporaryDirectory(prefix="wlb-dryrun-") as folder:
-        words += ["--dump_folder", folder, *_corpus_words(config, in_step, step, Path(folder))]
+        words += ["--dump_folder", folder, *_corpus_words(resolved, in_step, step, Path(folder))]
         if config.wlb.packing.max_length is not None:
             words += ["--wlb.packing.max_length", str(config.wlb.packing.max_length)]
         click.echo(f"Step {step} of {file}, micro-batches of at most {longest_micro_batch(config):,} tokens.")
@@ -138,11 +142,11 @@ def _numbers(ranks: str, world_size: int) -> list[int]:
     return list(dict.fromkeys(numbers))
 
 
-def _corpus_words(config: Any, micro_batches: int, step: int, folder: Path) -> list[str]:
+def _corpus_words(resolved: Resolved, micro_batches: int, step: int, folder: Path) -> list[str]:
     """Overrides that name a corpus: the configured one, or synthetic lengths if it is not on this machine.
 
     Args:
-        config: a `Trainer.Config` of wlb_titan.runtime.
+        resolved: the configuration.
         micro_batches: of the whole job in a step.
         step: of the plan, that is reached.
         folder: for a synthetic corpus.
@@ -150,19 +154,23 @@ def _corpus_words(config: Any, micro_batches: int, step: int, folder: Path) -> l
     from wlb_titan.corpus.synthetic import SHAPE, long_tailed_lengths, write_synthetic_corpus
     from wlb_titan.runtime.validation import validate_corpus
 
-    path = Path(config.wlb.corpus.path)
-    if path.exists():
-        validate_corpus(config)
-        return ["--wlb.corpus.path", str(path.absolute())]
+    corpus = resolved.config.wlb.corpus
+    paths = [source.path for source in corpus.sources] or [corpus.path]
+    # Megatron's files are named without their endings.
+    missing = [path for path in paths if not (Path(path).exists() or Path(f"{path}.bin").exists())]
+    if not missing:
+        resolved.check(validate_corpus)
+        return []
     click.echo(
-        f"There is no corpus at {path}: planning on synthetic lengths instead, {SHAPE}. The job's own plan "
-        "needs its corpus here (`wlb-titan prepare`).",
+        f"There is no corpus at {', '.join(missing)}: planning on synthetic lengths instead, {SHAPE}. The "
+        "job's own plan needs its corpus here (`wlb-titan prepare`).",
         err=True,
     )
-    window = config.training.seq_len
+    window = resolved.config.training.seq_len
     tokens = min((step + 1) * micro_batches * window, SYNTHETIC_TOKENS)
     write_synthetic_corpus(folder / "corpus", long_tailed_lengths(tokens, window))
-    return ["--wlb.corpus.path", str(folder / "corpus")]
+    alone = ["--wlb.corpus.sources", "[]"] if corpus.sources else []
+    return ["--wlb.corpus.path", str(folder / "corpus"), "--wlb.corpus.tokenizer", "", *alone]
 
 
 def _run(

@@ -16,6 +16,7 @@ from wlb_titan.planner.attention_profile import AttentionShape, attention_latenc
 from wlb_titan.planner.cost_model import cost_model
 from wlb_titan.planner.errors import PlanError
 from wlb_titan.planner.lengths import read_lengths
+from wlb_titan.planner.mixture import Lengths, Mixture, Source, count_longer
 from wlb_titan.planner.pipeline_order import PipelineShape
 from wlb_titan.planner.pipeline_runs import PipelineRuns, check_order
 from wlb_titan.planner.planner import Planner
@@ -29,11 +30,12 @@ class Job:
 
     Attributes:
         source: where the lengths come from, for reports.
+        sources: of a mixture, as of `Planner`.
         others: as of `Planner`.
     """
 
     source: str
-    lengths: NDArray[np.int64]
+    lengths: Lengths
     window: int
     micro_batches: int
     data_parallel: int
@@ -45,6 +47,7 @@ class Job:
     sharding: ShardingSettings
     cost_model: CostModel
     latency: AttentionLatency
+    sources: tuple[Source, ...] = ()
 
     def planner(self, policy: str) -> Planner:
         """A planner at the beginning of the stream."""
@@ -61,17 +64,24 @@ class Job:
             sharding=self.sharding,
             cost_model=self.cost_model,
             latency=self.latency,
+            sources=self.sources,
         )
 
     def describe(self) -> str:
         """One sentence on corpus and job."""
-        long = int(np.count_nonzero(self.lengths > self.window))
+        long = count_longer(self.lengths, self.window)
         cut = f", {long:,} of them longer than the window and cut" if long else ""
-        return (
-            f"{self.source}: {len(self.lengths):,} documents, {int(self.lengths.sum()):,} tokens{cut}. "
+        mixture = Mixture(self.lengths, self.sources, seed=self.seed)
+        job = (
+            f"{self.source}: {mixture.documents:,} documents, {mixture.tokens:,} tokens{cut}. "
             f"{self.micro_batches} micro-batches a step, context window {self.window:,} tokens, "
             f"work by {self.packing.cost_model}."
         )
+        return "\n".join([job, *mixture.describe(self.micro_batches * self.window)])
+
+    def sample(self) -> NDArray[np.int64]:
+        """int64 (n,), lengths of documents as they come in the stream; of all if they are few."""
+        return Mixture(self.lengths, self.sources, seed=self.seed).sample()
 
 
 def job_from_lengths(path: Path, given: Mapping[str, Any]) -> Job:
@@ -126,15 +136,15 @@ def job_from_toml(path: Path, given: Mapping[str, Any]) -> Job:
         UserError: the file, its corpus or an option is wrong.
     """
     from wlb_titan.config import load_config
-    from wlb_titan.corpus import Corpus
 
     config = load_config(path).config
     # torchtitan takes seconds to import, so that is left until the file has been found good.
+    from wlb_titan.runtime.corpus import mixture_sources, open_corpus
     from wlb_titan.runtime.shape import model_shape
     from wlb_titan.runtime.trainer import dataloader_config
 
     loader = dataloader_config(config)
-    corpus = Corpus.open(loader.corpus)
+    corpus = open_corpus(loader.corpus)
     parallelism = config.parallelism
     data_parallel = given.get("data_parallel")
     if data_parallel is None:
@@ -152,8 +162,9 @@ def job_from_toml(path: Path, given: Mapping[str, Any]) -> Job:
     sharding = replace(loader.sharding, policy=given.get("sharding", loader.sharding.policy))
     shape = model_shape(config.model_spec.model)
     return Job(
-        source=str(corpus.path),
+        source=str(corpus),
         lengths=corpus.lengths,
+        sources=tuple(mixture_sources(loader.corpus, corpus)),
         window=given.get("context_window", config.training.seq_len),
         micro_batches=micro_batches,
         data_parallel=data_parallel,

@@ -58,7 +58,7 @@ def write_report(
         section(
             "Documents",
             "Few documents are long, but they hold many of the tokens, and attention is quadratic in length.",
-            figures.length_histogram(job.lengths, job.window),
+            figures.length_histogram(job.sample(), job.window),
         ),
         section("All figures", "Delays in iterations, weighted by tokens.", table(rows)),
     ]

@@ -6,17 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import rich.box
 import rich.progress
 from rich.bar import Bar
 from rich.console import Console
 from rich.table import Table
 
-from wlb_titan.corpus import Corpus
+from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.existing import complete_corpus
 from wlb_titan.corpus.histogram import length_histogram
 from wlb_titan.corpus.manifest import UNREADABLE_FILE
-from wlb_titan.corpus.settings import DEFAULT_VOCAB_SIZE, GRANULARITIES, SOURCES, PrepareSettings
+from wlb_titan.corpus.settings import (
+    DEFAULT_VOCAB_SIZE,
+    EXECUTORS,
+    GRANULARITIES,
+    SOURCES,
+    PrepareSettings,
+)
 
 BAR_WIDTH = 24
 UNREADABLE_SHOWN = 5
@@ -54,8 +61,29 @@ SECONDS_BETWEEN_LINES = 10.0
     type=int,
     help="Stop with the document that reaches so many tokens.  [default: take all documents]",
 )
+@click.option(
+    "--executor",
+    type=click.Choice(EXECUTORS),
+    help="Cut the work in parts and have an executor of datatrove's run them: processes here, Slurm jobs, or "
+    "Ray tasks. Interrupted work goes on.  [default: one process here]",
+)
+@click.option("--workers", type=int, default=-1, help="With --executor: parts at a time.  [default: all]")
+@click.option(
+    "--executor-option",
+    "options_of_executor",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="With --executor: an argument of datatrove's class, such as partition=cpu or time=04:00:00.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace the corpus that lies at OUTPUT.")
-def prepare(output: Path, overwrite: bool, **options: Any) -> None:
+def prepare(
+    output: Path,
+    overwrite: bool,
+    executor: str | None,
+    workers: int,
+    options_of_executor: tuple[str, ...],
+    **options: Any,
+) -> None:
     """Turn text into the corpus OUTPUT: a folder of shuffled, tokenized documents.
 
     The corpus appears when it is complete. An interrupted preparation leaves nothing that could be taken for
@@ -63,16 +91,36 @@ def prepare(output: Path, overwrite: bool, **options: Any) -> None:
     """
     settings = PrepareSettings(**options)
     if not overwrite and (corpus := complete_corpus(settings, output.absolute())):
-        counts = f"{len(corpus):,} documents, {corpus.manifest.tokens:,} tokens"
+        counts = f"{len(corpus):,} documents, {corpus.lengths.sum():,} tokens"
         click.echo(f"{corpus.path} is there already, made with the same settings: {counts}.")
         return
     with ProgressDisplay(Console(stderr=True, highlight=False)) as display:
         display.line(f"Preparing {output.absolute()} from {settings.source}")
-        # Here, not above: it imports `datasets`, for seconds that `--help` and a corpus that is there save.
-        from wlb_titan.corpus.prepare import prepare_corpus
+        # Here, not above: they import `datasets`, for seconds that `--help` and a corpus that is there save.
+        if executor is None:
+            from wlb_titan.corpus.prepare import prepare_corpus
 
-        corpus = prepare_corpus(settings, output, overwrite=overwrite, report=display.report)
+            corpus = prepare_corpus(settings, output, overwrite=overwrite, report=display.report)
+        else:
+            from wlb_titan.corpus.parallel import Workers, prepare_in_parts
+
+            pool = Workers(executor=executor, workers=workers, options=_pairs(options_of_executor))
+            corpus = prepare_in_parts(settings, output, pool, overwrite=overwrite, report=display.report)
+    if corpus is None:
+        click.echo(f"The tasks are submitted; {output.absolute()} will be there when all have run.")
+        return
     print_summary(corpus, Console(highlight=False, soft_wrap=True))
+
+
+def _pairs(texts: tuple[str, ...]) -> dict[str, str]:
+    """`NAME=VALUE` as a dictionary."""
+    pairs = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise CorpusError(f"--executor-option {text}: write it as NAME=VALUE.")
+        pairs[name.replace("-", "_")] = value
+    return pairs
 
 
 class ProgressDisplay:
@@ -123,7 +171,9 @@ def _progress_bar(console: Console) -> rich.progress.Progress:
 def print_summary(corpus: Corpus, console: Console) -> None:
     """Print what the corpus holds: counts, what was left out, and how long its documents are."""
     manifest = corpus.manifest
-    buckets = length_histogram(corpus.lengths)
+    assert manifest is not None
+    lengths = np.asarray(corpus.lengths)
+    buckets = length_histogram(lengths)
     most = max(bucket.tokens for bucket in buckets)
     table = Table(box=rich.box.SIMPLE_HEAD)
     for heading in ("length", "documents", "tokens", "share"):
@@ -134,13 +184,13 @@ def print_summary(corpus: Corpus, console: Console) -> None:
         table.add_row(f"{_short(low)}+", f"{documents:,}", f"{tokens:,}", share, Bar(most, 0, tokens))
     console.print(table)
 
-    longest = int(corpus.lengths.argmax())
+    longest = int(lengths.argmax())
     lines = {
         "corpus": str(corpus.path),
         "fingerprint": corpus.fingerprint,
         "documents": f"{manifest.documents:,}",
         "tokens": f"{manifest.tokens:,}",
-        "longest": f"{corpus.lengths[longest]:,} tokens, {corpus.source(longest)}",
+        "longest": f"{lengths[longest]:,} tokens, {corpus.source(longest)}",
         "vocabulary": f"{manifest.vocab_size:,} entries; {manifest.end_of_text} ends each document",
         "left out": f"{manifest.empty_documents:,} empty documents, {manifest.unreadable:,} unreadable ones",
     }

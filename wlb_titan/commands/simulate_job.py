@@ -112,6 +112,7 @@ def scenario_from_toml(path: Path, cluster: Cluster, given: Mapping[str, Any]) -
         job=job,
         packing=_packing(planned.packing, given),
         cost_model=None if own_work else planned.cost_model,
+        sources=planned.sources,
     )
 
 

@@ -10,14 +10,48 @@ from wlb_titan.planner.settings import PackingSettings, ShardingSettings
 
 
 @dataclass(kw_only=True, slots=True)
+class SourceSettings:
+    """[[wlb.corpus.sources]]: a corpus of a mixture."""
+
+    path: str
+    """Where the corpus lies, in any of the forms that wlb.corpus.path may have."""
+
+    name: str = ""
+    """What reports and metrics call it; empty takes the last part of the path."""
+
+    weight: float = 1.0
+    """Its share of the tokens, over the sum of all weights. A source that is through begins anew."""
+
+    column: str = "input_ids"
+    """Of a dataset of Hugging Face's: the column with the token ids."""
+
+    long_length: int | None = None
+    """Documents of at least so many tokens are long; "none" makes no difference between documents."""
+
+    long_share: float | None = None
+    """Share of this source's tokens that come from its long documents, between 0 and 1, as recipes for long
+    context set it; they are repeated sooner than the others where that takes more than there are."""
+
+
+@dataclass(kw_only=True, slots=True)
 class CorpusSettings:
-    """[wlb.corpus]: the documents to train on, as `wlb-titan prepare` wrote them."""
+    """[wlb.corpus]: the documents to train on."""
 
     path: str = "outputs/corpus"
-    """Folder of the prepared corpus; its tokenizer is the run's tokenizer."""
+    """A corpus that `wlb-titan prepare` made, or others as they are: Megatron's .bin and .idx (without the
+    ending, or a folder of them), datatrove's .ds files (a folder, or one), a folder of `save_to_disk`."""
+
+    tokenizer: str = ""
+    """Folder of the tokenizer that made the token ids; a prepared corpus brings its own."""
+
+    column: str = "input_ids"
+    """Of a dataset of Hugging Face's: the column with the token ids."""
 
     seed: int = 0
     """Seed of the order in which an epoch visits the documents; each epoch has an order of its own."""
+
+    sources: list[SourceSettings] = field(default_factory=list)
+    """Several corpora, mixed; `path` and `column` are then not used."""
 
 
 @dataclass(kw_only=True, slots=True)

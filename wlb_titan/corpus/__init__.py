@@ -1,4 +1,4 @@
-"""Documents on disk: tokenized once, memory-mapped afterwards.
+"""Documents on disk: tokenized once, by `wlb-titan prepare` or another tool, memory-mapped afterwards.
 
 Reading (`Corpus`) needs numpy and pyarrow only. Writing (`wlb_titan.corpus.prepare`) needs `datasets` and
 `tokenizers` too and is imported by those who write.

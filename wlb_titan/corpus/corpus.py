@@ -1,123 +1,221 @@
-"""Reading a corpus: lengths at once, tokens on demand.
+"""Reading a corpus: lengths and tokens on demand, from the files as they lie.
 
-A corpus is a folder:
+A corpus that `wlb-titan prepare` made is a folder:
 
-    documents.arrow    one row a document, in training order: input_ids (list of int32), length (int32),
-                       source (where the text came from); also readable with `datasets.Dataset.from_file`
+    documents.arrow    one row a document: input_ids (list of int32), length (int32), source (where the text
+                       came from); also readable with `datasets.Dataset.from_file`. Several workers write
+                       documents-00000.arrow, documents-00001.arrow, ...
     tokenizer/         tokenizer.json and tokenizer_config.json
     unreadable.txt     files and records that could not be read, if there were any
     manifest.json      counts, settings, sizes of the files above; written last
 
-The Arrow file is memory-mapped and never read as a whole: opening a corpus touches the lengths and offsets,
-8 bytes a document, and a slice of tokens is a view of the mapped pages. All processes of a machine that open
-the same corpus share one copy in the page cache.
+Others are opened as `foreign` says. All files are memory-mapped: a slice of tokens is a view of the mapped
+pages, and the processes of a machine share one copy in the page cache.
 """
 
 import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 
+from wlb_titan.corpus.arrow import ArrowShard
 from wlb_titan.corpus.errors import CorpusError
 from wlb_titan.corpus.folder import partial_folder
-from wlb_titan.corpus.manifest import DOCUMENTS_FILE, MANIFEST_FILE, TOKENIZER_FOLDER, Manifest
+from wlb_titan.corpus.foreign import files_of, fingerprint_of_files, open_foreign
+from wlb_titan.corpus.manifest import MANIFEST_FILE, TOKENIZER_FOLDER, Manifest
+from wlb_titan.corpus.shards import Lengths, Shard, Tokens
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """What is known of the tokenizer that made a corpus' token ids.
+
+    Attributes:
+        path: folder in Hugging Face's layout.
+        sha256: of its tokenizer.json.
+        vocab_size: the largest id, plus one.
+    """
+
+    path: Path
+    sha256: str
+    vocab_size: int
 
 
 class Corpus:
-    """Tokenized documents on disk, numbered from 0 in training order. Make one with `Corpus.open`.
+    """Tokenized documents on disk, numbered from 0. Make one with `Corpus.open`
+    or `Corpus.joined`.
 
     Reading is thread-safe: nothing changes after `open`.
 
     Attributes:
-        path: the corpus folder, absolute.
-        manifest: counts, settings and tokenizer facts.
-        lengths: int64 array, the number of tokens of each document, end-of-text included; read-only.
+        path: where it lies, absolute.
+        lengths: the number of tokens of each document; an int64 array to look at (see `Lengths`).
+        fingerprint: 16 hexadecimal digits that identify token ids and order of the documents.
+        tokenizer: None where it is not known, which is enough to plan and not to train.
+        manifest: counts, settings and tokenizer facts of a corpus that `wlb-titan prepare` made, else None.
+        parts: the corpora that it is made of, whose documents follow each other; none if it is one.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, table: pa.Table) -> None:
+    def __init__(
+        self,
+        path: Path,
+        shards: Sequence[Shard],
+        fingerprint: str,
+        tokenizer: TokenizerFacts | None = None,
+        manifest: Manifest | None = None,
+        parts: "Sequence[Corpus]" = (),
+    ) -> None:
         self.path = path
+        self.parts = tuple(parts)
+        self.lengths = Lengths(shards)
+        self.fingerprint = fingerprint
+        self.tokenizer = tokenizer
         self.manifest = manifest
-        self._sources = table.column("source")
-        # One entry a record batch of the file: where each row begins and ends in the batch's tokens.
-        self._offsets: list[np.ndarray] = []
-        self._tokens: list[np.ndarray] = []
-        # By DLPack, as pyarrow's own to_numpy() imports pandas, which takes a second.
-        for chunk in table.column("input_ids").chunks:
-            self._offsets.append(np.from_dlpack(chunk.offsets))
-            self._tokens.append(np.from_dlpack(chunk.values))
-        rows = [len(offsets) - 1 for offsets in self._offsets]
-        self._first_rows = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)])
-        lengths = [np.from_dlpack(chunk) for chunk in table.column("length").chunks]
-        self.lengths = np.concatenate(lengths, dtype=np.int64)
-        self.lengths.setflags(write=False)
+        self._shards = list(shards)
+
+    def __str__(self) -> str:
+        if self.parts:
+            return f"a mixture of {', '.join(part.path.name for part in self.parts)}"
+        return str(self.path)
 
     @classmethod
-    def open(cls, path: str | Path) -> "Corpus":
-        """Open the corpus in folder `path`, without reading tokens.
+    def open(cls, path: str | Path, *, column: str = "input_ids", tokenizer: str = "") -> "Corpus":
+        """Open the corpus at `path`, without reading tokens.
+
+        Args:
+            path: a folder or file, as described above.
+            column: of Hugging Face's datasets, the one with the token ids.
+            tokenizer: folder of the tokenizer that made the token ids; a prepared corpus has its own.
 
         Raises:
-            CorpusError: there is no corpus, it is half-written, or its files do not match its manifest.
+            CorpusError: there is no corpus, it is half-written, or its files do not match each other.
         """
         path = Path(path).absolute()
-        if not path.is_dir():
+        if (path / MANIFEST_FILE).is_file():
+            return _open_prepared(path, tokenizer)
+        shards = open_foreign(path, column)
+        if shards is None:
             raise CorpusError(_no_corpus(path))
-        if not (path / MANIFEST_FILE).is_file():
-            raise CorpusError(
-                f"{path} is not a complete corpus: it has no {MANIFEST_FILE}, the file that is written last. "
-                f"Make it again with `wlb-titan prepare {path} --overwrite`, or name another folder."
-            )
-        manifest = Manifest.load(path)
-        _check_files(path, manifest)
-        table = _map_table(path)
-        corpus = cls(path, manifest, table)
-        counts = (len(corpus), int(corpus.lengths.sum()), sum(len(tokens) for tokens in corpus._tokens))
-        expected = (manifest.documents, manifest.tokens, manifest.tokens)
-        if counts != expected:
-            raise _mismatch(
-                path,
-                f"{DOCUMENTS_FILE} holds {counts[0]:,} documents and {counts[2]:,} tokens, the manifest says "
-                f"{expected[0]:,} and {expected[2]:,}",
-            )
-        return corpus
+        if not sum(shard.tokens for shard in shards):
+            raise CorpusError(f"{path} holds no tokens; write it again.")
+        fingerprint = fingerprint_of_files(file for shard in shards for file in files_of(shard))
+        return cls(path, shards, fingerprint, tokenizer_facts(Path(tokenizer)) if tokenizer else None)
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Corpus]") -> "Corpus":
+        """Several corpora as one: the documents of the first, then those of the second, and so on.
+
+        Raises:
+            CorpusError: they were made with different tokenizers.
+        """
+        known = [(part, part.tokenizer) for part in parts if part.tokenizer is not None]
+        for part, tokenizer in known[1:]:
+            if tokenizer.sha256 != known[0][1].sha256:
+                raise CorpusError(
+                    f"{part} and {known[0][0]} were made with different tokenizers, so their token ids do "
+                    "not mean the same. Prepare one of them anew with the tokenizer of the other."
+                )
+        fingerprint = hashlib.sha256("".join(part.fingerprint for part in parts).encode()).hexdigest()[:16]
+        shards = [shard for part in parts for shard in part._shards]
+        return cls(parts[0].path, shards, fingerprint, known[0][1] if known else None, None, parts)
 
     def __len__(self) -> int:
         """The number of documents."""
         return len(self.lengths)
 
-    def tokens(self, row: int, start: int = 0, length: int | None = None) -> np.ndarray:
+    def tokens(self, row: int, start: int = 0, length: int | None = None) -> Tokens:
         """Tokens `start` .. `start + length - 1` of document `row`; without `length`, all from `start` on.
 
         Returns:
-            An int32 array, a read-only view of the memory-mapped file: nothing is copied.
+            An array of integers, a read-only view of the memory-mapped file: nothing is copied.
 
         Raises:
             IndexError: no such document, or the slice reaches outside it.
         """
-        if not 0 <= row < len(self.lengths):
-            raise IndexError(f"document {row} of a corpus of {len(self.lengths)} documents")
-        total = int(self.lengths[row])
+        shard, place = self._place(row)
+        total = int(shard.lengths(np.array([place]))[0])
         if length is None:
             length = total - start
         if start < 0 or length < 0 or start + length > total:
             raise IndexError(f"tokens {start}:{start + length} of document {row}, which has {total} tokens")
-        batch = int(np.searchsorted(self._first_rows, row, side="right")) - 1
-        begin = int(self._offsets[batch][row - self._first_rows[batch]]) + start
-        return self._tokens[batch][begin : begin + length]
+        return shard.read(place, start, length)
 
     def source(self, row: int) -> str:
         """Where document `row` came from, such as `stdlib/json/decoder.py`."""
-        return str(self._sources[row].as_py())
+        shard, place = self._place(row)
+        return shard.source(place)
+
+    @property
+    def known_tokenizer(self) -> TokenizerFacts:
+        """The tokenizer that made the token ids.
+
+        Raises:
+            CorpusError: none is known.
+        """
+        if self.tokenizer is None:
+            raise CorpusError(
+                f"The corpus {self.path} comes without its tokenizer. Name the folder of the tokenizer that "
+                "made it, with tokenizer.json and tokenizer_config.json: wlb.corpus.tokenizer."
+            )
+        return self.tokenizer
 
     @property
     def tokenizer_path(self) -> Path:
-        """Folder of the corpus' tokenizer, in Hugging Face's layout."""
-        return self.path / TOKENIZER_FOLDER
+        """Folder of `known_tokenizer`, in Hugging Face's layout."""
+        return self.known_tokenizer.path
 
-    @property
-    def fingerprint(self) -> str:
-        """16 hexadecimal digits that identify tokenizer, token ids and order of the documents."""
-        return self.manifest.fingerprint
+    def _place(self, row: int) -> tuple[Shard, int]:
+        if not 0 <= row < len(self):
+            raise IndexError(f"document {row} of a corpus of {len(self)} documents")
+        number = int(np.searchsorted(self.lengths.firsts, row, side="right")) - 1
+        return self._shards[number], row - int(self.lengths.firsts[number])
+
+
+def tokenizer_facts(folder: Path) -> TokenizerFacts:
+    """What is to be known of a tokenizer.
+
+    Raises:
+        CorpusError: the folder has no tokenizer.json, or a damaged one.
+    """
+    file = folder.absolute() / "tokenizer.json"
+    if not file.is_file():
+        raise CorpusError(
+            f"There is no {file}; `tokenizer` names the folder of a tokenizer in Hugging Face's layout."
+        )
+    from tokenizers import Tokenizer  # not needed for corpora that were prepared
+
+    content = file.read_bytes()
+    try:
+        vocabulary = Tokenizer.from_str(content.decode("utf-8")).get_vocab(with_added_tokens=True)
+    except Exception as error:  # the library raises bare Exceptions
+        raise CorpusError(f"{file} is not a tokenizer: {error}") from error
+    return TokenizerFacts(file.parent, hashlib.sha256(content).hexdigest(), max(vocabulary.values()) + 1)
+
+
+def _open_prepared(path: Path, tokenizer: str) -> Corpus:
+    manifest = Manifest.load(path)
+    _check_files(path, manifest)
+    if tokenizer and tokenizer_facts(Path(tokenizer)).sha256 != manifest.tokenizer_sha256:
+        raise CorpusError(
+            f"The corpus {path} was not made with the tokenizer in {tokenizer}; it brings its own, so leave "
+            "wlb.corpus.tokenizer out."
+        )
+    try:
+        shards = [ArrowShard(path / name) for name in manifest.document_files]
+    except CorpusError as error:
+        raise _mismatch(path, str(error)) from error
+    counts = (sum(shard.documents for shard in shards), sum(shard.tokens for shard in shards))
+    expected = (manifest.documents, manifest.tokens)
+    if counts != expected:
+        raise _mismatch(
+            path,
+            f"it holds {counts[0]:,} documents and {counts[1]:,} tokens, the manifest says "
+            f"{expected[0]:,} and {expected[1]:,}",
+        )
+    facts = TokenizerFacts(path / TOKENIZER_FOLDER, manifest.tokenizer_sha256, manifest.vocab_size)
+    return Corpus(path, shards, manifest.fingerprint, facts, manifest)
 
 
 def _no_corpus(path: Path) -> str:
@@ -125,6 +223,12 @@ def _no_corpus(path: Path) -> str:
         return (
             f"There is no corpus at {path} yet: its preparation was interrupted, or is still running. If it "
             f"is not running, start it again with `wlb-titan prepare {path}` and the same options."
+        )
+    if path.is_dir() and any(path.iterdir()):
+        return (
+            f"{path} is not a complete corpus: it has no {MANIFEST_FILE}, the file that is written last, nor "
+            "files of Megatron (.idx and .bin), datatrove (.ds) or Hugging Face's save_to_disk. "
+            f"Make it again with `wlb-titan prepare {path} --overwrite`, or name another folder."
         )
     return (
         f"There is no corpus at {path}. Make one with `wlb-titan prepare {path}` (--help lists its options)."
@@ -148,12 +252,3 @@ def _check_files(path: Path, manifest: Manifest) -> None:
     tokenizer = (path / TOKENIZER_FOLDER / "tokenizer.json").read_bytes()
     if hashlib.sha256(tokenizer).hexdigest() != manifest.tokenizer_sha256:
         raise _mismatch(path, f"{TOKENIZER_FOLDER}/tokenizer.json was changed")
-
-
-def _map_table(path: Path) -> pa.Table:
-    try:
-        # What `datasets.Dataset.from_file` does, without the seconds that importing `datasets` takes.
-        with pa.memory_map(str(path / DOCUMENTS_FILE)) as file, pa.ipc.open_stream(file) as stream:
-            return stream.read_all()
-    except pa.ArrowInvalid as error:
-        raise _mismatch(path, f"{DOCUMENTS_FILE} cannot be read ({error})") from error

@@ -1,5 +1,6 @@
 """What lies at the place where a corpus shall be made: nothing, the same corpus, or something else."""
 
+import re
 from pathlib import Path
 
 from wlb_titan.corpus.corpus import Corpus
@@ -8,6 +9,7 @@ from wlb_titan.corpus.folder import LOCK_FILE
 from wlb_titan.corpus.manifest import DOCUMENTS_FILE, MANIFEST_FILE, TOKENIZER_FOLDER, UNREADABLE_FILE
 from wlb_titan.corpus.settings import PrepareSettings
 
+PART_FILES = r"documents-\d+\.arrow"
 CORPUS_ENTRIES = {DOCUMENTS_FILE, TOKENIZER_FOLDER, UNREADABLE_FILE, MANIFEST_FILE, LOCK_FILE}
 
 
@@ -21,6 +23,7 @@ def complete_corpus(settings: PrepareSettings, output: Path) -> Corpus | None:
     if not output.exists() or not any(output.iterdir()):
         return None
     corpus = Corpus.open(output)
+    assert corpus.manifest is not None
     wanted, found = settings.resolved(), corpus.manifest.settings
     differences = [
         f"{name} is {found.get(name)!r} there, and {value!r} was asked for"
@@ -45,7 +48,8 @@ def check_replaceable(output: Path) -> None:
         return
     if not output.is_dir():
         raise CorpusError(f"{output} is a file; name a folder for the corpus.")
-    strangers = sorted(entry.name for entry in output.iterdir() if entry.name not in CORPUS_ENTRIES)
+    names = sorted(entry.name for entry in output.iterdir())
+    strangers = [name for name in names if name not in CORPUS_ENTRIES and not re.fullmatch(PART_FILES, name)]
     if strangers:
         raise CorpusError(
             f"{output} holds files that are no part of a corpus (such as {strangers[0]}) and will not be "

@@ -6,15 +6,18 @@ process left behind is told from what a living one is writing, and is thrown awa
 """
 
 import fcntl
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from wlb_titan.corpus.errors import CorpusError
 
 LOCK_FILE = ".lock"
+SETTINGS_FILE = "settings.json"
 
 
 def partial_folder(path: Path) -> Path:
@@ -48,6 +51,46 @@ def written_whole(path: Path, *, replace: bool) -> Iterator[Path]:
         os.close(lock)
 
 
+@contextmanager
+def unfinished(path: Path, settings: dict[str, Any]) -> Iterator[Path]:
+    """Give the folder in which `path` is being written, with what is in it if that has the same settings.
+
+    It stays as it is when the block ends, whichever way, unless `finish` has moved it to `path`.
+
+    Raises:
+        CorpusError: another process is writing the same folder.
+    """
+    partial = partial_folder(path)
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    lock = _lock(partial, path)
+    try:
+        kept = partial / SETTINGS_FILE
+        if not kept.is_file() or json.loads(kept.read_text(encoding="utf-8")) != settings:
+            _clear(partial)
+            kept.write_text(json.dumps(settings), encoding="utf-8")
+        yield partial
+    finally:
+        os.close(lock)
+
+
+def finish(path: Path, *, replace: bool, keep: set[str]) -> None:
+    """Move what was written with `unfinished`, and is complete now, to `path`.
+
+    Args:
+        path: where the folder shall be.
+        replace: delete the folder that lies there by then.
+        keep: names of the files and folders that belong to it; others are deleted.
+
+    Raises:
+        CorpusError: `path` exists and `replace` is false.
+    """
+    partial = partial_folder(path)
+    _clear(partial, keep | {LOCK_FILE, SETTINGS_FILE})
+    (partial / SETTINGS_FILE).unlink()
+    _move(partial, path, replace)
+    (path / LOCK_FILE).unlink(missing_ok=True)
+
+
 def _lock(partial: Path, path: Path) -> int:
     while True:
         partial.mkdir(exist_ok=True)
@@ -75,11 +118,13 @@ def _is_at(file: int, path: Path) -> bool:
         return False
 
 
-def _clear(partial: Path) -> None:
+def _clear(partial: Path, keep: Collection[str] = (LOCK_FILE,)) -> None:
     for entry in partial.iterdir():
+        if entry.name in keep:
+            continue
         if entry.is_dir():
             shutil.rmtree(entry)
-        elif entry.name != LOCK_FILE:
+        else:
             entry.unlink()
 
 

@@ -12,8 +12,13 @@ from typing import Any
 from wlb_titan.corpus.errors import CorpusError
 
 FORMAT_VERSION = 1
+"""Of a corpus with all documents in `documents.arrow`."""
+
+PARTS_FORMAT_VERSION = 2
+"""Of one whose documents are in `documents-00000.arrow`, `documents-00001.arrow`, ..."""
 
 DOCUMENTS_FILE = "documents.arrow"
+PART_FILE = "documents-{:05d}.arrow"
 TOKENIZER_FOLDER = "tokenizer"
 UNREADABLE_FILE = "unreadable.txt"
 MANIFEST_FILE = "manifest.json"
@@ -24,7 +29,7 @@ class Manifest:
     """The content of `manifest.json`."""
 
     format_version: int = FORMAT_VERSION
-    """Version of the folder's layout and of this file. A reader takes its own version only."""
+    """Version of the folder's layout and of this file. A reader takes versions that it knows only."""
 
     fingerprint: str
     """16 hexadecimal digits that identify the content: tokenizer, token ids and order of the documents."""
@@ -59,6 +64,11 @@ class Manifest:
     files: dict[str, int]
     """Every other file of the corpus: path inside the folder -> size in bytes."""
 
+    @property
+    def document_files(self) -> list[str]:
+        """The files with the documents, in the order of these."""
+        return sorted(name for name in self.files if name.endswith(".arrow"))
+
     def save(self, folder: Path) -> None:
         """Write the manifest into `folder`."""
         text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False)
@@ -78,10 +88,10 @@ class Manifest:
             version = values["format_version"]
         except (ValueError, TypeError, KeyError) as error:
             raise CorpusError(f"{path} is damaged ({error!r}); {again}.") from error
-        if version != FORMAT_VERSION:
+        if version not in (FORMAT_VERSION, PARTS_FORMAT_VERSION):
             raise CorpusError(
-                f"{folder} has corpus format version {version}, but this wlb_titan reads version "
-                f"{FORMAT_VERSION}; {again}, or use the wlb_titan that made it."
+                f"{folder} has corpus format version {version}, but this wlb_titan reads the versions "
+                f"{FORMAT_VERSION} and {PARTS_FORMAT_VERSION}; {again}, or use the wlb_titan that made it."
             )
         try:
             return cls(**values)

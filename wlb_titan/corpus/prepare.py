@@ -6,7 +6,8 @@ texts, settings and library versions give the same corpus, byte for byte.
 
 import hashlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,21 @@ from wlb_titan.corpus.corpus import Corpus
 from wlb_titan.corpus.documents import Documents
 from wlb_titan.corpus.errors import CorpusError
 from wlb_titan.corpus.existing import check_replaceable, complete_corpus
-from wlb_titan.corpus.folder import LOCK_FILE, written_whole
-from wlb_titan.corpus.manifest import DOCUMENTS_FILE, TOKENIZER_FOLDER, UNREADABLE_FILE, Manifest
+from wlb_titan.corpus.folder import written_whole
+from wlb_titan.corpus.manifest import (
+    DOCUMENTS_FILE,
+    FORMAT_VERSION,
+    PARTS_FORMAT_VERSION,
+    TOKENIZER_FOLDER,
+    UNREADABLE_FILE,
+    Manifest,
+)
 from wlb_titan.corpus.settings import DEFAULT_VOCAB_SIZE, PrepareSettings
-from wlb_titan.corpus.sources import open_source
+from wlb_titan.corpus.sources import Source, open_source
 from wlb_titan.corpus.tokenizer import CorpusTokenizer, copy_tokenizer, train_tokenizer, training_texts
 from wlb_titan.corpus.writer import DocumentWriter
+
+CACHE_FOLDER = "cache"
 
 Report = Callable[[str, int, int], None]
 """Told of progress: what is being done, how much of it is done, how much there is (0: not known)."""
@@ -63,46 +73,106 @@ def prepare_corpus(
 
 def _write_corpus(settings: PrepareSettings, folder: Path, report: Report) -> None:
     report("Finding documents", 0, 0)
-    cache = folder / "cache"
+    cache = folder / CACHE_FOLDER
     source = open_source(settings, cache)
     order = np.random.default_rng(settings.seed).permutation(len(source)).tolist()
 
     report("Preparing the tokenizer", 0, 0)
-    if settings.tokenizer is not None:
-        copy_tokenizer(Path(settings.tokenizer), folder / TOKENIZER_FOLDER)
-    else:
-        texts = training_texts(source, order)
-        train_tokenizer(texts, settings.vocab_size or DEFAULT_VOCAB_SIZE, folder / TOKENIZER_FOLDER)
+    make_tokenizer(settings, training_texts(source, order), folder / TOKENIZER_FOLDER)
     tokenizer = CorpusTokenizer(folder / TOKENIZER_FOLDER)
 
+    def enough(position: int, tokens: int) -> bool:
+        if settings.max_tokens is None:
+            report("Tokenizing documents", position + 1, len(order))
+            return False
+        report("Tokenizing", min(tokens, settings.max_tokens), settings.max_tokens)
+        return tokens >= settings.max_tokens
+
+    part = write_part(source, order, tokenizer, folder / DOCUMENTS_FILE, enough)
+    complete(settings, folder, tokenizer, [part])
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is known of one file of documents."""
+
+    documents: int
+    tokens: int
+    empty: int
+    unreadable: list[str]
+    digest: str
+    """SHA-256 of lengths and token ids."""
+
+
+def make_tokenizer(settings: PrepareSettings, texts: Iterable[str], folder: Path) -> None:
+    """Copy the user's tokenizer into `folder`, or train one on `texts`."""
+    if settings.tokenizer is not None:
+        copy_tokenizer(Path(settings.tokenizer), folder)
+    else:
+        train_tokenizer(texts, settings.vocab_size or DEFAULT_VOCAB_SIZE, folder)
+
+
+def write_part(
+    source: Source,
+    order: list[int],
+    tokenizer: CorpusTokenizer,
+    path: Path,
+    enough: Callable[[int, int], bool] = lambda position, tokens: False,
+) -> Part:
+    """Tokenize documents into one file.
+
+    Args:
+        source: where the documents are read.
+        order: their numbers.
+        tokenizer: makes the token ids.
+        path: the file.
+        enough: asked after each document, with its place in `order` and the tokens so far, whether to stop.
+    """
     documents = Documents(source, order, tokenizer)
-    with DocumentWriter(folder / DOCUMENTS_FILE) as writer:
+    with DocumentWriter(path) as writer:
         for position, name, tokens in documents:
             writer.add(name, tokens)
-            if settings.max_tokens is None:
-                report("Tokenizing documents", position + 1, len(order))
-            else:
-                report("Tokenizing", min(writer.tokens, settings.max_tokens), settings.max_tokens)
-                if writer.tokens >= settings.max_tokens:
-                    break
-    if writer.documents == 0:
-        first = f" (the first: {documents.unreadable[0]})" if documents.unreadable else ""
-        raise CorpusError(
-            f"The source {settings.source} has no text: {documents.empty:,} documents are empty and "
-            f"{len(documents.unreadable):,} cannot be read{first}."
-        )
-
-    if documents.unreadable:
-        lines = sorted(f"{entry}\n" for entry in documents.unreadable)
-        (folder / UNREADABLE_FILE).write_text("".join(lines), encoding="utf-8")
-    shutil.rmtree(cache, ignore_errors=True)
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != LOCK_FILE)
-    Manifest(
-        fingerprint=hashlib.sha256(tokenizer.digest + writer.digest()).hexdigest()[:16],
+            if enough(position, writer.tokens):
+                break
+    return Part(
         documents=writer.documents,
         tokens=writer.tokens,
-        empty_documents=documents.empty,
-        unreadable=len(documents.unreadable),
+        empty=documents.empty,
+        unreadable=[str(entry) for entry in documents.unreadable],
+        digest=writer.digest().hex(),
+    )
+
+
+def complete(
+    settings: PrepareSettings, folder: Path, tokenizer: CorpusTokenizer, parts: Sequence[Part]
+) -> None:
+    """Write what a corpus has besides documents and tokenizer; the manifest last.
+
+    Raises:
+        CorpusError: there are no documents.
+    """
+    unreadable = [entry for part in parts for entry in part.unreadable]
+    empty = sum(part.empty for part in parts)
+    if not any(part.documents for part in parts):
+        first = f" (the first: {unreadable[0]})" if unreadable else ""
+        raise CorpusError(
+            f"The source {settings.source} has no text: {empty:,} documents are empty and "
+            f"{len(unreadable):,} cannot be read{first}."
+        )
+    if unreadable:
+        lines = sorted(f"{entry}\n" for entry in unreadable)
+        (folder / UNREADABLE_FILE).write_text("".join(lines), encoding="utf-8")
+    shutil.rmtree(folder / CACHE_FOLDER, ignore_errors=True)
+    files = sorted(folder.glob("*.arrow")) + sorted((folder / TOKENIZER_FOLDER).iterdir())
+    files += [folder / UNREADABLE_FILE] if unreadable else []
+    digests = b"".join(bytes.fromhex(part.digest) for part in parts)
+    Manifest(
+        format_version=FORMAT_VERSION if (folder / DOCUMENTS_FILE).exists() else PARTS_FORMAT_VERSION,
+        fingerprint=hashlib.sha256(tokenizer.digest + digests).hexdigest()[:16],
+        documents=sum(part.documents for part in parts),
+        tokens=sum(part.tokens for part in parts),
+        empty_documents=empty,
+        unreadable=len(unreadable),
         vocab_size=tokenizer.vocab_size,
         end_of_text=tokenizer.end_of_text,
         end_of_text_id=tokenizer.end_of_text_id,

@@ -8,8 +8,12 @@ from typing import Any
 
 from wlb_titan.corpus.errors import CorpusError
 
-SOURCES = "python-source, text:DIR, jsonl:FILE#field, parquet:FILE#field, hf:NAME[,CONFIG][@SPLIT][#field]"
+SOURCES = (
+    "python-source, text:DIR, jsonl:FILE_OR_DIR#field, parquet:FILE_OR_DIR#field, "
+    "hf:NAME[,CONFIG][@SPLIT][#field]"
+)
 GRANULARITIES = ("file", "package")
+EXECUTORS = ("local", "slurm", "ray")
 DEFAULT_VOCAB_SIZE = 4096
 MIN_VOCAB_SIZE = 257
 """256 bytes and the end-of-text token."""

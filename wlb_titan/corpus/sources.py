@@ -4,14 +4,18 @@ That documents are read by number makes shuffling simple: the numbers are shuffl
 bounded corpus reads only the documents that it takes.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import stat
 import sysconfig
 from array import array
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import filterfalse
+from functools import cached_property
+from itertools import accumulate, filterfalse
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +23,12 @@ import datasets
 
 from wlb_titan.corpus.errors import CorpusError
 from wlb_titan.corpus.settings import PrepareSettings, SourceSpec
+
+MOST_PARTS = 4096
+FILES_A_PART = 256
+ROWS_A_PART = 10_000
+BYTES_A_PART = 64_000_000
+"""Of a source that has no more than `MOST_PARTS` such parts; of a larger one they are larger."""
 
 FileDocument = tuple[str, list[tuple[str, Path]]]
 """A document's name, and the name and path of each of its files."""
@@ -50,6 +60,13 @@ class Source(Protocol):
         """The document's text in one or more pieces, to be joined without anything in between."""
         ...
 
+    def parts(self) -> list[Source]:
+        """The source cut into runs of its documents, at most `MOST_PARTS`, for several workers.
+
+        They follow from the source alone. Each can be pickled and opened elsewhere.
+        """
+        ...
+
 
 def open_source(settings: PrepareSettings, cache: Path) -> Source:
     """Find the documents of a source, without reading them.
@@ -66,9 +83,22 @@ def open_source(settings: PrepareSettings, cache: Path) -> Source:
         return Files(python_documents(by_package=settings.granularity == "package"))
     if spec.kind == "text":
         return Files(text_documents(Path(spec.location)))
+    if spec.kind == "jsonl" and Path(spec.location).is_dir():
+        files = sorted(Path(spec.location).glob("*.jsonl"))
+        if not files:
+            raise CorpusError(
+                f"The source jsonl:{spec.location} has no files *.jsonl, so there is nothing to read."
+            )
+        return Joined([JsonLines(path, spec.field) for path in files])
     if spec.kind == "jsonl":
         return JsonLines(Path(spec.location), spec.field)
     return Rows(spec, cache)
+
+
+def _ranges(count: int, least: int) -> list[tuple[int, int]]:
+    """0 .. count - 1 in runs of `least`, or of more where there would be too many."""
+    size = max(least, -(-count // MOST_PARTS))
+    return [(begin, min(begin + size, count)) for begin in range(0, count, size)]
 
 
 class Files:
@@ -95,6 +125,10 @@ class Files:
                 yield Unreadable(name, error.strerror or str(error))
             else:
                 yield text if "\0" not in text else Unreadable(name, "not text: it has a zero byte")
+
+    def parts(self) -> list[Source]:
+        ranges = _ranges(len(self), FILES_A_PART)
+        return [Files(self._documents[begin:end]) for begin, end in ranges]
 
 
 def python_documents(*, by_package: bool) -> list[FileDocument]:
@@ -155,41 +189,93 @@ def _name(root: Path, path: Path) -> str:
 class JsonLines:
     """One document a line of a file of JSON objects, which need to have nothing but the field in common.
 
-    Opening reads the file once, to find where its lines begin. (`datasets` would parse all of it into one
-    table, and refuse a file whose other fields change their type.)
+    The file is read once to find where its lines begin, when that is first asked for. (`datasets` would parse
+    all of it into one table, and refuse a file whose other fields change their type.)
+
+    Args:
+        path: the file.
+        field: the one that holds the text.
+        span: only the lines that begin from this byte on and before that one.
     """
 
-    def __init__(self, path: Path, field: str) -> None:
+    def __init__(self, path: Path, field: str, span: tuple[int, int] | None = None) -> None:
         if not path.is_file():
             raise CorpusError(f"The source jsonl:{path} needs a file, and there is none.")
         self._path = path
         self._field = field
-        # Of each line that is not blank: its number, from 1, and its first byte. Arrays, not lists, as a file
-        # may have a hundred million lines.
-        self._numbers = array("q")
-        self._begins = array("q")
-        begin = 0
-        with path.open("rb") as file:
+        self._span = span
+
+    @cached_property
+    def _lines(self) -> tuple[array[int], array[int]]:
+        """Of each line that is not blank: its number, from 1, and its first byte.
+
+        Arrays, not lists, as a file may have a hundred million lines.
+        """
+        numbers, begins = array("q"), array("q")
+        start, stop = self._span or (0, self._path.stat().st_size)
+        with self._path.open("rb") as file:
+            if start:
+                file.seek(start - 1)
+                start += len(file.readline()) - 1
             for number, line in enumerate(file, start=1):
+                if start >= stop:
+                    break
                 if not line.isspace():
-                    self._numbers.append(number)
-                    self._begins.append(begin)
-                begin += len(line)
+                    numbers.append(number)
+                    begins.append(start)
+                start += len(line)
+        return numbers, begins
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._lines[0])
 
     def name(self, document: int) -> str:
-        return f"{self._path.name}:{self._numbers[document]}"
+        if self._span:  # which line it is, nobody has counted
+            return f"{self._path.name}@{self._lines[1][document]}"
+        return f"{self._path.name}:{self._lines[0][document]}"
+
+    def parts(self) -> list[Source]:
+        ranges = _ranges(self._path.stat().st_size, BYTES_A_PART)
+        return [JsonLines(self._path, self._field, span) for span in ranges]
 
     def read(self, document: int) -> Iterator[str | Unreadable]:
         with self._path.open("rb") as file:
-            file.seek(self._begins[document])
+            file.seek(self._lines[1][document])
             line = file.readline().rstrip()
         try:
             yield _text_of(json.loads(line), self._field)
         except ValueError as error:
             yield Unreadable(self.name(document), str(error))
+
+
+class Joined:
+    """Several sources, one after the other."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = sources
+
+    @cached_property
+    def _firsts(self) -> list[int]:
+        return list(accumulate((len(source) for source in self._sources), initial=0))
+
+    def __len__(self) -> int:
+        return self._firsts[-1]
+
+    def name(self, document: int) -> str:
+        source, place = self._place(document)
+        return source.name(place)
+
+    def read(self, document: int) -> Iterator[str | Unreadable]:
+        source, place = self._place(document)
+        return source.read(place)
+
+    def parts(self) -> list[Source]:
+        parts = [part for source in self._sources for part in source.parts()]
+        return [Joined(parts[begin:end]) for begin, end in _ranges(len(parts), 1)]
+
+    def _place(self, document: int) -> tuple[Source, int]:
+        number = bisect_right(self._firsts, document) - 1
+        return self._sources[number], document - self._firsts[number]
 
 
 def _text_of(record: object, field: str) -> str:
@@ -231,15 +317,41 @@ class Rows:
     def read(self, document: int) -> Iterator[str | Unreadable]:
         yield self._rows[document][self._field] or ""
 
+    def parts(self) -> list[Source]:
+        return [RowsPart(self, begin, end) for begin, end in _ranges(len(self), ROWS_A_PART)]
+
+
+@dataclass(frozen=True)
+class RowsPart:
+    """Rows `begin` .. `end` - 1 of others."""
+
+    rows: Rows
+    begin: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+    def name(self, document: int) -> str:
+        return self.rows.name(self.begin + document)
+
+    def read(self, document: int) -> Iterator[str | Unreadable]:
+        return self.rows.read(self.begin + document)
+
+    def parts(self) -> list[Source]:
+        return [self]
+
 
 def _load(spec: SourceSpec, cache: Path) -> datasets.Dataset:
-    if spec.kind != "hf" and not Path(spec.location).is_file():
+    location = Path(spec.location)
+    files = sorted(map(str, location.glob("*.parquet"))) if location.is_dir() else spec.location
+    if spec.kind != "hf" and not (files if location.is_dir() else location.is_file()):
         raise CorpusError(f"The source {spec.kind}:{spec.location} needs a file, and there is none.")
     try:
         if spec.kind == "hf":
             # Downloads stay in the user's own Hugging Face cache, to be found there again.
             return datasets.load_dataset(spec.location, spec.config, split=spec.split)
-        return datasets.load_dataset("parquet", data_files=spec.location, split="train", cache_dir=str(cache))
+        return datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(cache))
     except Exception as error:  # `datasets` has no common base for what can go wrong
         cause = error.__cause__ or error
         first_line = str(cause).strip().partition("\n")[0]

@@ -7,7 +7,7 @@ and the pieces that wait, the same on every rank: a job can go on with another d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from wlb_titan.planner import ranks as dp
 from wlb_titan.planner.attention_latency import AttentionLatency
 from wlb_titan.planner.attention_profile import AttentionShape, attention_latency
 from wlb_titan.planner.errors import PlanError
+from wlb_titan.planner.mixture import Lengths, Source, count_longer
 from wlb_titan.planner.packing import create_policy
 from wlb_titan.planner.packing.fixed import Improve
 from wlb_titan.planner.packing.policy import Documents
@@ -27,14 +28,14 @@ from wlb_titan.planner.sharding import Sharding, choose
 from wlb_titan.planner.stream import DocumentStream
 from wlb_titan.planner.workload import CostModel
 
-STATE_VERSION = 1
+STATE_VERSION = 2  # 1: epochs in an order that was stored
 
 
 class Planner:
     """Plans a job's steps one after the other.
 
     Args:
-        lengths: int64 (documents,), tokens of every corpus row.
+        lengths: tokens of every corpus row: an int64 array (documents,), or what looks them up.
         window: context window in tokens.
         micro_batches: N, those of the whole job in one step (pipeline micro-batches x gradient accumulation
             x data-parallel degree).
@@ -50,6 +51,7 @@ class Planner:
             attention of the paper's 7B model.
         fingerprint: names the corpus' content; a state goes on only with the fingerprint it was saved with.
         improve: the solver of `fixed_solver`; None solves here.
+        sources: what the rows belong to, and their shares; none is one source of all.
 
     Raises:
         PlanError: the settings do not fit each other or the corpus.
@@ -57,7 +59,7 @@ class Planner:
 
     def __init__(
         self,
-        lengths: NDArray[np.int64],
+        lengths: Lengths,
         *,
         window: int,
         micro_batches: int,
@@ -72,6 +74,7 @@ class Planner:
         latency: AttentionLatency | None = None,
         fingerprint: str = "",
         improve: Improve | None = None,
+        sources: Sequence[Source] = (),
     ) -> None:
         if micro_batches < 1 or micro_batches % data_parallel:
             raise PlanError(
@@ -83,7 +86,7 @@ class Planner:
                 f"Micro-batches are padded to a multiple of {divisor} tokens, but context parallelism of "
                 f"degree {context_parallel} cuts them into {2 * context_parallel} equal chunks."
             )
-        self._stream = DocumentStream(lengths, window=window, seed=seed)
+        self._stream = DocumentStream(lengths, window=window, seed=seed, sources=sources)
         if self._stream.documents < micro_batches:
             raise PlanError(
                 f"The corpus has {self._stream.documents} documents, fewer than the {micro_batches} "
@@ -113,6 +116,7 @@ class Planner:
         self._latency = latency or attention_latency(sharding.profile, AttentionShape())
         self._cost_model = cost_model
         self._fingerprint = fingerprint
+        self._lengths = lengths
         self._iteration = 0
 
     @property
@@ -123,11 +127,31 @@ class Planner:
     @property
     def long_documents(self) -> int:
         """Documents of the corpus that are longer than the window and are cut into pieces."""
-        return self._stream.long_documents
+        return count_longer(self._lengths, self._stream.window)
 
-    def row_of(self, id_: int) -> int:
-        """The corpus row of a planned document, also of an earlier epoch."""
-        return self._stream.row_of(id_)
+    def rows_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """int64 (n,), the corpus rows of planned documents, also of earlier epochs."""
+        return self._stream.rows_of(ids)
+
+    def source_figures(self, plan: Plan) -> dict[str, float]:
+        """Of a mixture, for each source: tokens that the plan trains, and epochs that had arrived after it.
+
+        Args:
+            plan: the one that `next` returned last.
+        """
+        mixture = self._stream.mixture
+        if not mixture.sources[0].name:
+            return {}
+        documents = np.concatenate([m.documents for m in plan.micro_batches])
+        tokens = np.bincount(
+            mixture.sources_of(documents[:, ID]), documents[:, LENGTH], len(mixture.sources)
+        ).astype(np.int64)
+        epochs = mixture.epochs(self._stream.next_document)
+        return {
+            f"{figure}/{source.name}": value
+            for figure, values in (("tokens", tokens.tolist()), ("epoch", epochs))
+            for source, value in zip(mixture.sources, values, strict=True)
+        }
 
     def labels(self, plan: Plan) -> int:
         """Tokens of a step that have a label: the next token of their document, so all but its very last."""
@@ -215,6 +239,7 @@ class Planner:
         return {
             "corpus_fingerprint": self._fingerprint,
             "documents": self._stream.documents,
+            "mixture": self._stream.mixture.facts(),
             "seed": self._stream.seed,
             "context_window": self._stream.window,
             "micro_batches": self._micro_batches,

@@ -15,7 +15,8 @@ class PackingSettings:
     come. `fixed_greedy` (Fixed-4D): documents of `window` global batches are packed anew into such windows,
     balancing the sum of squared lengths. `fixed_solver`: the same by a MILP solver. `wlb`: micro-batches of
     different lengths and equal work, outliers wait in queues (the paper's Algorithm 1). `wlb_lazy`: the same
-    balance with less delay, an outlier waits only while the step at hand cannot be balanced with it."""
+    balance with less delay, an outlier waits only while the step at hand cannot be balanced with it; where
+    `plain` would be balanced better, a few documents are cut, as it does."""
 
     tail: Literal["carry", "drop"] = "carry"
     """Of `plain`: what happens to the rest of a document that a window's end cuts. `carry` makes it the next

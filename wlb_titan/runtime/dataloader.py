@@ -17,7 +17,8 @@ import numpy as np
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 
-from wlb_titan.corpus import Corpus
+from wlb_titan.config.settings import CorpusSettings
+from wlb_titan.corpus.vocabulary import check_ids
 from wlb_titan.planner.analytic import ModelShape
 from wlb_titan.planner.attention_profile import AttentionShape, attention_latency
 from wlb_titan.planner.cost_model import cost_model
@@ -25,6 +26,7 @@ from wlb_titan.planner.pipeline_runs import PipelineRuns
 from wlb_titan.planner.plan import ID, LENGTH, START, MicroBatch, Plan
 from wlb_titan.planner.planner import Planner
 from wlb_titan.planner.settings import PackingSettings, ShardingSettings
+from wlb_titan.runtime.corpus import mixture_sources, open_corpus
 from wlb_titan.runtime.inputs import Item, rank_item
 from wlb_titan.runtime.shared_solver import SharedSolver
 
@@ -35,6 +37,7 @@ class Step:
 
     Attributes:
         plan: of the whole job.
+        source_figures: of the plan, by source of a mixture.
         items: the micro-batches of this data-parallel rank, this context-parallel rank's share of each.
         labels: tokens with a label in the whole job.
         own_labels: those in `items`.
@@ -42,6 +45,7 @@ class Step:
     """
 
     plan: Plan
+    source_figures: dict[str, float]
     items: list[Item]
     labels: int
     own_labels: int
@@ -63,7 +67,7 @@ class PlannedDataLoader(BaseDataLoader):
     class Config(BaseDataLoader.Config):
         """Filled in by the trainer from the [wlb.*] settings and the parallel degrees."""
 
-        corpus: str = ""
+        corpus: CorpusSettings = field(default_factory=CorpusSettings)
         seed: int = 0
         job_micro_batches: int = -1
         rank_micro_batches: int = 1
@@ -79,8 +83,9 @@ class PlannedDataLoader(BaseDataLoader):
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, **kwargs: Any):
         self.config = config
         shape = config.shape
-        self.corpus = Corpus.open(config.corpus)
+        self.corpus = open_corpus(config.corpus)
         self.plan: Plan | None = None
+        self.source_figures: dict[str, float] = {}  # of that plan, by source of a mixture
         self.context_rank = 0
         self._dp_rank = dp_rank
         self.latency = attention_latency(
@@ -111,6 +116,7 @@ class PlannedDataLoader(BaseDataLoader):
             ),
             latency=self.latency,
             fingerprint=self.corpus.fingerprint,
+            sources=mixture_sources(config.corpus, self.corpus),
             improve=SharedSolver(config.packing) if config.packing.policy == "fixed_solver" else None,
         )
         self._state = self._save()
@@ -121,7 +127,7 @@ class PlannedDataLoader(BaseDataLoader):
         while True:
             step = ahead.result()
             ahead: Future[Step] = self._thread.submit(self._prepare)
-            self.plan, self._state = step.plan, step.state_after
+            self.plan, self.source_figures, self._state = step.plan, step.source_figures, step.state_after
             yield step
 
     def close(self) -> None:
@@ -147,18 +153,19 @@ class PlannedDataLoader(BaseDataLoader):
         plan = self._planner.next(sharded=self._dp_rank)
         items = [self._item(micro_batch) for micro_batch in plan.of_rank(self._dp_rank)]
         own_labels = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in items)
-        return Step(plan, items, self._planner.labels(plan), own_labels, self._save())
+        figures = self._planner.source_figures(plan)
+        return Step(plan, figures, items, self._planner.labels(plan), own_labels, self._save())
 
     def _item(self, micro_batch: MicroBatch) -> Item:
         tokens = np.zeros(micro_batch.length, dtype=np.int64)
         positions = np.zeros(micro_batch.length, dtype=np.int64)
         labels = np.full(micro_batch.length, IGNORE_INDEX, dtype=np.int64)
         offset = 0
-        for piece in micro_batch.documents:
-            start, length = int(piece[START]), int(piece[LENGTH])
-            row = self._planner.row_of(int(piece[ID]))
-            beyond = min(length + 1, int(self.corpus.lengths[row]) - start)
-            read = self.corpus.tokens(row, start, beyond)
+        rows = self._planner.rows_of(micro_batch.documents[:, ID])
+        pieces = micro_batch.documents[:, [START, LENGTH]].tolist()
+        for row, total, (start, length) in zip(rows, self.corpus.lengths[rows], pieces, strict=True):
+            read = self.corpus.tokens(row, start, min(length + 1, total - start))
+            check_ids(read, self.config.shape.vocabulary, self.corpus, int(row))
             tokens[offset : offset + length] = read[:length]
             positions[offset : offset + length] = np.arange(length)
             labels[offset : offset + len(read) - 1] = read[1:]

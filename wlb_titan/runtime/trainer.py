@@ -25,10 +25,10 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer as TorchtitanTrainer
 
 from wlb_titan.config.settings import WlbSettings
-from wlb_titan.corpus import Corpus
 from wlb_titan.planner.pipeline_runs import PipelineRuns
 from wlb_titan.planner.plan import LENGTH, Plan
 from wlb_titan.runtime.attention import DocumentAttention
+from wlb_titan.runtime.corpus import open_corpus
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
 from wlb_titan.runtime.imbalance import rank_imbalance
 from wlb_titan.runtime.inputs import Item, to_device
@@ -55,7 +55,7 @@ class Trainer(TorchtitanTrainer):
         validator: TitanValidator.Config = field(default_factory=Validator.Config)
 
     def __init__(self, config: Config) -> None:
-        corpus = Corpus.open(config.wlb.corpus.path)
+        corpus = open_corpus(config.wlb.corpus)
         assert config.model_spec is not None
         for _, attention, _, _ in config.model_spec.traverse(DocumentAttention.Config):
             attention.gather_groups = config.wlb.sharding.gather_groups
@@ -190,6 +190,7 @@ class Trainer(TorchtitanTrainer):
             "lost_tokens": plan.lost_tokens,
             "longest_micro_batch": max(m.length for m in plan.micro_batches),
             "plan_ms": plan.plan_ms,
+            **self.planned.source_figures,
             **self.step_trace.end(self.step, plan),
             **measured_memory(self.parallel_dims, self.device),
         }
@@ -205,8 +206,8 @@ class Trainer(TorchtitanTrainer):
 
     def train(self) -> None:
         logger.info(
-            f"Corpus {self.planned.corpus.path}: {len(self.planned.corpus.lengths):,} documents, "
-            f"{int(self.planned.corpus.lengths.sum()):,} tokens"
+            f"Corpus {self.planned.corpus}: {len(self.planned.corpus):,} documents, "
+            f"{self.planned.corpus.lengths.sum():,} tokens"
         )
         for line in describe_memory(self.config, self.parallel_dims):
             logger.info(line)
@@ -229,7 +230,7 @@ def dataloader_config(config: Trainer.Config) -> PlannedDataLoader.Config:
     parallelism, wlb = config.parallelism, config.wlb
     assert config.model_spec is not None
     return PlannedDataLoader.Config(
-        corpus=wlb.corpus.path,
+        corpus=wlb.corpus,
         seed=wlb.corpus.seed,
         job_micro_batches=config.training.global_batch_size,
         rank_micro_batches=config.training.local_batch_size,

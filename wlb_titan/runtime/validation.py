@@ -14,10 +14,12 @@ from torchtitan.distributed import ParallelDims
 
 from wlb_titan.config.classes import full_name
 from wlb_titan.corpus import Corpus, CorpusError
+from wlb_titan.corpus.vocabulary import check_sample
 from wlb_titan.errors import UserError
 from wlb_titan.planner.errors import PlanError
 from wlb_titan.planner.pipeline_runs import check_order
 from wlb_titan.runtime.adoption import WHAT_TO_DO, unsupported
+from wlb_titan.runtime.corpus import mixture_sources, open_corpus
 from wlb_titan.runtime.lengths import length_divisor
 from wlb_titan.runtime.metrics import MetricsProcessor
 from wlb_titan.runtime.pipeline import pipeline
@@ -75,19 +77,32 @@ def validate_files(config: Trainer.Config) -> None:
 
 
 def validate_corpus(config: Trainer.Config) -> Corpus:
-    """The corpus; raises UserError if it is missing or its tokens do not fit the model's vocabulary."""
-    try:
-        corpus = Corpus.open(config.wlb.corpus.path)
-    except CorpusError as error:
-        raise UserError(f"wlb.corpus.path: {error}") from error
+    """The corpus; raises UserError if it is missing or its tokens do not fit the model's vocabulary.
+
+    A prepared corpus has no ids beyond its tokenizer's; of others the ids are looked at.
+    """
     assert config.model_spec is not None
     vocabulary = config.model_spec.model.vocab_size
-    if corpus.manifest.vocab_size > vocabulary:
-        raise UserError(
-            f"wlb.corpus.path: the corpus {config.wlb.corpus.path!r} has a vocabulary of "
-            f"{corpus.manifest.vocab_size} tokens, the model {config.model_spec.flavor} only {vocabulary}; "
-            f"prepare a corpus with `--vocab-size {vocabulary}` or fewer, or choose another base."
-        )
+    settings, key = config.wlb.corpus, "wlb.corpus.path"
+    try:
+        for number, source in enumerate(settings.sources):
+            key = f"wlb.corpus.sources.{number}.path"
+            Corpus.open(source.path, column=source.column, tokenizer=settings.tokenizer)
+        key = "wlb.corpus.sources" if settings.sources else "wlb.corpus.path"
+        corpus = open_corpus(settings)
+        mixture_sources(settings, corpus)
+        tokenizer = corpus.known_tokenizer
+        if tokenizer.vocab_size > vocabulary:
+            raise UserError(
+                f"{key}: the tokenizer of {corpus} has a vocabulary of {tokenizer.vocab_size} tokens, the "
+                f"model {config.model_spec.flavor} only {vocabulary}; prepare a corpus with `--vocab-size "
+                f"{vocabulary}` or fewer, or choose another base."
+            )
+        for part in corpus.parts or (corpus,):
+            if part.manifest is None:
+                check_sample(part, tokenizer.vocab_size)
+    except (CorpusError, PlanError) as error:
+        raise UserError(f"{key}: {error}") from error
     return corpus
 
 

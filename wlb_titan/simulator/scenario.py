@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from wlb_titan.planner.errors import PlanError
+from wlb_titan.planner.mixture import Lengths, Source
 from wlb_titan.planner.packing import VARIABLE_LENGTH
 from wlb_titan.planner.pipeline_order import ORDERS
 from wlb_titan.planner.pipeline_runs import PipelineRuns
@@ -59,7 +59,7 @@ class Scenario:
 
     Attributes:
         source: where the lengths come from, for reports.
-        lengths: int64 (documents,), tokens.
+        lengths: tokens of every document.
         window: context window in tokens.
         micro_batches: N, those of the whole job in one step.
         divisor: tokens that a micro-batch must be a multiple of.
@@ -70,7 +70,7 @@ class Scenario:
     """
 
     source: str
-    lengths: NDArray[np.int64]
+    lengths: Lengths
     window: int
     micro_batches: int
     divisor: int = 1
@@ -78,6 +78,7 @@ class Scenario:
     job: SimulatedJob
     packing: PackingSettings
     cost_model: CostModel | None = None
+    sources: tuple[Source, ...] = ()
 
     @property
     def longest(self) -> int | None:
@@ -109,6 +110,7 @@ class Scenario:
             sharding=ShardingSettings(policy=policy.sharding),  # type: ignore[arg-type]
             cost_model=self.cost_model or JobCost(self.job),
             latency=self.job.latency,
+            sources=self.sources,
         )
 
     def plans(self, policy: Policy, steps: int, *, warm_up: int = WARM_UP) -> list[Plan]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from functools import partial
+
 from wlb_titan.planner.errors import PlanError
 from wlb_titan.planner.packing import thresholds
 from wlb_titan.planner.packing.fixed import Fixed, Improve
 from wlb_titan.planner.packing.plain import Plain
 from wlb_titan.planner.packing.policy import PackingPolicy
 from wlb_titan.planner.packing.solver import Solver
+from wlb_titan.planner.packing.trial import MOST_MICRO_BATCHES, imbalance_of_plain, mean_imbalance
 from wlb_titan.planner.packing.wlb import Wlb
 from wlb_titan.planner.packing.wlb_lazy import WlbLazy
 from wlb_titan.planner.settings import PackingSettings
@@ -49,13 +54,15 @@ def create_policy(
         return Fixed(stream, micro_batches=micro_batches, window=settings.window, improve=improve)
     max_length = _max_length(settings, stream.window, divisor)
     if settings.policy == "wlb":
-        return Wlb(
-            stream,
-            micro_batches=micro_batches,
+        wlb = partial(
+            Wlb,
             cost_model=cost_model,
             thresholds=_thresholds(settings, stream, micro_batches, cost_model, max_length),
             max_length=max_length,
         )
+        if settings.thresholds == "auto":
+            _warn_if_queues_lose(wlb, stream, micro_batches, cost_model)
+        return wlb(stream, micro_batches=micro_batches)
     if settings.policy == "wlb_lazy":
         return WlbLazy(
             stream,
@@ -64,6 +71,7 @@ def create_policy(
             max_length=max_length,
             tolerance=settings.tolerance,
             max_delay=settings.max_delay,
+            limit=imbalance_of_plain(stream, micro_batches, cost_model),
         )
     raise PlanError(f"There is no packing policy {settings.policy!r}.")
 
@@ -94,7 +102,7 @@ def _thresholds(
 ) -> list[int]:
     if settings.thresholds == "auto":
         return thresholds.tune(
-            stream.lengths,
+            stream.mixture.sample(),
             queues=settings.queues,
             window=stream.window,
             micro_batches=micro_batches,
@@ -102,5 +110,21 @@ def _thresholds(
             cost_model=cost_model,
             tolerance=settings.tolerance,
         )
-    thresholds.check(settings.thresholds, stream.lengths, stream.window)
+    thresholds.check(settings.thresholds, stream.mixture.sample(), stream.window)
     return settings.thresholds
+
+
+def _warn_if_queues_lose(
+    wlb: Callable[..., Wlb], stream: DocumentStream, micro_batches: int, cost_model: CostModel
+) -> None:
+    """Compares `wlb`, with the best thresholds found, to `plain` in a trial of both."""
+    policy = wlb(stream.anew(), micro_batches=min(micro_batches, MOST_MICRO_BATCHES))
+    queues = mean_imbalance(policy, cost_model)
+    plain = imbalance_of_plain(stream, micro_batches, cost_model)
+    if queues > plain:
+        warnings.warn(
+            "Queues lose on these documents: with the best thresholds found, "
+            f"{', '.join(map(str, policy.thresholds))}, `wlb` has an imbalance of {queues:.3f} in a trial, "
+            f"and `plain` has {plain:.3f}. Use `wlb_lazy`, or `plain`.",
+            stacklevel=3,
+        )

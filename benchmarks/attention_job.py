@@ -1,0 +1,145 @@
+"""One job of attention.py, in a process of its own: prints one JSON line for each row.
+
+    python benchmarks/attention_job.py '{"kind": "check", "implementation": "gluon", "shape": [8, 1, 64, 64]}'
+    compute-sanitizer --tool memcheck python benchmarks/attention_job.py '{"kind": "check", ..., "scale": 8}'
+
+kind: "ceiling" (matrix product and copy), "warm" (compile, by running something small), "check" or "time".
+device, scale (lengths are divided by it), skip (cases that are done): as attention.py sets them.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import attention_peers as peers
+import torch
+from attention_cases import Case, cases, whole
+from attention_check import check, check_cases, check_million
+from wlb_titan.kernels import varlen_attention
+from wlb_titan.kernels.measure import Shape, flops, make_inputs, time_call, time_graph
+
+TINY_GROUPS = "e"  # cases so short that Python would be timed: CUDA graphs
+MILLION = "a million tokens"
+PEERS = ("cuDNN dense", "varlen_attn", "varlen_attn, re-pack", "FlexAttention")
+
+
+def run(job: dict) -> Iterator[dict]:
+    """The job's rows; the error of one case is its row's text and does not stop the rest."""
+    device, scale, skip = job.get("device", "cuda"), job.get("scale", 1), set(job.get("skip", ()))
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16  # the interpreter has no bfloat16
+    if job["kind"] == "ceiling":
+        yield {"case": "ceiling"} | ceilings(device)
+        return
+    shape, implementation = Shape(*job["shape"]), job["implementation"]
+    if job["kind"] == "warm":
+        for name, lengths in (("long", [4096 // scale]), ("short", [512 // scale] * 4)):
+            yield {"case": name} | guarded(
+                partial(warm, implementation, shape, whole(lengths), dtype, device)
+            )
+    elif job["kind"] == "check":
+        seed = time.time_ns() % 2**31
+        for name, (segments, options) in check_cases(scale).items():
+            work = partial(check, implementation, segments, options, shape, dtype, device, seed)
+            if name not in skip:
+                yield {"case": name} | guarded(work)
+        if device == "cuda" and (shape.q_heads, shape.dim) == (32, 128) and MILLION not in skip:
+            yield {"case": MILLION} | guarded(partial(check_million, implementation, shape, device))
+    else:
+        for case in by_worth(cases(scale)):
+            if case.group in job["groups"] and case.name not in skip and can_run(implementation, case):
+                yield {"case": case.name} | guarded(
+                    partial(measure, implementation, case, shape, dtype, device)
+                )
+
+
+def by_worth(found: list[Case]) -> list[Case]:
+    """The first case of each group, then the second of each: the first of a group tells most."""
+    rank = {}
+    for case in found:
+        rank[case.name] = sum(c.group == case.group for c in found[: found.index(case)])
+    return sorted(found, key=lambda case: (rank[case.name], case.group))
+
+
+def guarded(work: Callable[[], dict]) -> dict:
+    """What it returns, or its error; one that leaves the GPU unusable ends the process at the next call."""
+    try:
+        return work()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"[:300]}
+
+
+def warm(implementation: str, shape: Shape, segments, dtype: torch.dtype, device: str) -> dict:
+    q, k, v, dout = make_inputs(segments, shape, dtype, device)
+    out = varlen_attention(*(x.requires_grad_() for x in (q, k, v)), segments, implementation=implementation)
+    out.backward(dout)
+    return {}
+
+
+def can_run(implementation: str, case: Case) -> bool:
+    if implementation == "cuDNN dense":
+        return case.dense
+    if implementation == "varlen_attn":  # cannot overlap keys: timed as if they were packed already
+        return True
+    if implementation == "varlen_attn, re-pack":
+        return "rank" in case.name
+    return implementation != "FlexAttention" or case.group in "cd" or "of 8" in case.name
+
+
+def make_call(implementation: str, case: Case, q, k, v) -> peers.Call:
+    if implementation == "cuDNN dense":
+        return peers.cudnn(q, k, v)
+    if implementation == "FlexAttention":
+        return peers.flex(case, q, k, v)
+    if implementation.startswith("varlen_attn"):
+        return peers.varlen(case, q, k, v, repack="re-pack" in implementation)
+    name, _, unordered = implementation.partition(", ")
+
+    def call():
+        return varlen_attention(q, k, v, case.segments, implementation=name, deterministic=not unordered)
+
+    call.leaves = (q, k, v)
+    return call
+
+
+def measure(implementation: str, case: Case, shape: Shape, dtype: torch.dtype, device: str) -> dict:
+    *tensors, dout = make_inputs(case.segments, shape, dtype, device)
+    call = make_call(implementation, case, *(x.requires_grad_() for x in tensors))
+    work = flops(case.segments, shape)
+    if case.group in TINY_GROUPS and device == "cuda":
+        with torch.no_grad():
+            forward = time_graph(call, device)
+        backward = time_graph(lambda: torch.autograd.grad(call(), call.leaves, dout), device) - forward
+    else:
+        with torch.no_grad():
+            forward = time_call(call, device)
+        backward = partial(torch.autograd.grad, call(), call.leaves, dout, retain_graph=True)
+        backward = time_call(backward, device)
+    row = {
+        "forward_ms": forward,
+        "backward_ms": backward,
+        "forward_tflops": work / forward / 1e9,
+        "backward_tflops": 2.5 * work / backward / 1e9,
+        "both_tflops": 3.5 * work / (forward + backward) / 1e9,
+    }
+    return row | ({"mask_ms": time_call(call.build_mask, device)} if hasattr(call, "build_mask") else {})
+
+
+def ceilings(device: str) -> dict:
+    """What the device does at best: a square product of random numbers, and a copy (bytes read + written)."""
+    n = 8192 if device == "cuda" else 256
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    target = torch.empty_like(a)
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
+        "matmul_tflops": 2 * n**3 / time_call(lambda: a @ b, device) / 1e9,
+        "copy_tb_s": 2 * a.nbytes / time_call(lambda: target.copy_(b), device) / 1e9,
+    }
+
+
+if __name__ == "__main__":
+    for row in run(json.loads(sys.argv[1])):
+        print(json.dumps(row), flush=True)

@@ -1,0 +1,93 @@
+"""Whether the balancing policies are ever worse than `plain`: imbalance on many corpora, windows and N.
+
+    wlb-titan prepare FILES
+    wlb-titan prepare PACKAGES --granularity package
+    python benchmarks/packing_never_worse.py --files FILES --packages PACKAGES
+
+Six corpora are drawn, two are Python source. Work is that of the 7B model in FLOPs, as in `packing_runs`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+from packing_runs import save, synthetic_lengths
+
+from wlb_titan.corpus import Corpus
+from wlb_titan.planner.planner import Planner
+from wlb_titan.planner.settings import PackingSettings, ShardingSettings
+from wlb_titan.planner.summary import Summary
+from wlb_titan.planner.workload import Quadratic
+
+POLICIES = ("plain", "wlb", "wlb_lazy")
+WINDOWS = (1024, 4096, 131072)
+DOCUMENTS = 200_000
+
+
+def drawn() -> dict[str, NDArray[np.int64]]:
+    """Six corpora of made-up lengths, from equal ones to a tail without end."""
+    rng = np.random.default_rng(1)
+    return {
+        "the paper's tail": synthetic_lengths(DOCUMENTS),
+        "log-normal 1.0": rng.lognormal(6.5, 1.0, DOCUMENTS).astype(np.int64) + 2,
+        "log-normal 2.0": rng.lognormal(6.5, 2.0, DOCUMENTS).astype(np.int64) + 2,
+        "Pareto 1.2": (rng.pareto(1.2, DOCUMENTS) * 300).clip(2, 2**22).astype(np.int64),
+        "uniform": rng.integers(2, 4096, DOCUMENTS),
+        "equal": np.full(DOCUMENTS, 700),
+    }
+
+
+def measure(lengths: Any, policy: str, window: int, micro_batches: int, steps: int) -> dict[str, Any]:
+    planner = Planner(
+        lengths,
+        window=window,
+        micro_batches=micro_batches,
+        seed=0,
+        packing=PackingSettings(policy=policy),  # type: ignore[arg-type]
+        sharding=ShardingSettings(),
+        cost_model=Quadratic(917504, 3.96e10),
+    )
+    for _ in range(8):
+        planner.next()
+    return Summary.of(planner.next() for _ in range(steps)).figures()
+
+
+@click.command()
+@click.option("--files", help="Corpus of Python files.")
+@click.option("--packages", help="Corpus of Python packages.")
+@click.option("--steps", default=200, show_default=True)
+def main(files: str | None, packages: str | None, steps: int) -> None:
+    """Compare imbalance, mean and 95th percentile."""
+    corpora: dict[str, Any] = drawn()
+    corpora |= {n: Corpus.open(p).lengths for n, p in (("files", files), ("packages", packages)) if p}
+    rows = []
+    print(f"{'corpus':18}{'window':>8}{'N':>4}" + "".join(f"{p:>20}{'delay':>7}" for p in POLICIES))
+    for name, lengths in corpora.items():
+        for window in WINDOWS:
+            for micro_batches in (4, 16):
+                row: dict[str, Any] = {"corpus": name, "window": window, "micro_batches": micro_batches}
+                line = f"{name:18}{window:8}{micro_batches:4}"
+                for policy in POLICIES:
+                    with warnings.catch_warnings(record=True) as said:
+                        warnings.simplefilter("always")
+                        try:
+                            figures = measure(lengths, policy, window, micro_batches, steps)
+                        except Exception as error:
+                            row[policy] = str(error)
+                            line += f"{'error':>20}{'':7}"
+                            continue
+                    row[policy] = {**figures, "said": [str(warning.message) for warning in said]}
+                    mark = "!" if said else " "
+                    both = f"{figures['imbalance_mean']:.4f} {figures['imbalance_p95']:.4f}{mark}"
+                    line += f"{both:>20}{figures['delay_mean']:7.2f}"
+                print(line, flush=True)
+                rows.append(row)
+    save("packing_never_worse", {"steps": steps, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""What the Gluon kernels share, and what Triton 3.6 and 3.9 name or hide differently.
+
+One Gluon program is a few partitions that run side by side on one multiprocessor: consumers of four warps
+that multiply, one warp that loads by TMA, and in the backward one that adds dQ. They meet at mbarriers. One
+completes a phase when all its arrivals and all bytes it expects have come; `wait(barrier, phase & 1)` returns
+once that phase is complete, and a new barrier counts as if phase 1 were. For every ring of buffers there are
+two barriers a stage: `ready`, which the copy engine completes, and `free`, which the readers do.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # renamed in Triton 3.9
+
+
+@builtin
+def tma_add(descriptor, coordinates, source, _semantic=None):
+    """Add a tile in shared memory to global memory. 3.9 has it as tma.async_atomic_add, 3.6 not at all."""
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    kind = gl._core.ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, coordinates, source.handle)
+
+
+@gluon.jit
+def wait_until_read():
+    """Until this warp's TMA additions have read their shared memory."""
+    tma.store_wait(0)
+
+
+@gluon.jit
+def wait_until_added():
+    """Until this warp's TMA additions are in global memory; returns 1, for a use that must come after.
+
+    In assembly, because Triton 3.6 only waits for the reads. One lane issued the additions; all of them wait.
+    """
+    return gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, $1;",
+        "=r,r",
+        [1],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def tile_and_head(number, heads, tiles, section):
+    """Tile and head (or group of heads) of a piece of work.
+
+    `section` heads at a time run through the whole list, so that the keys of so many heads stay in the L2
+    cache; within a section all heads of the heaviest tile come first.
+    """
+    before = number // (tiles * section)
+    width = gl.minimum(section, heads - before * section)
+    rest = number - before * tiles * section
+    return rest // width, before * section + rest % width

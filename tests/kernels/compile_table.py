@@ -1,0 +1,61 @@
+"""The table of docs/kernels.md: what the compiler makes of every shipped configuration for sm_90.
+
+python tests/kernels/compile_table.py 3.9.json                                     # compiles, no GPU needed
+PYTHONPATH=.venv/triton-3.6 python tests/kernels/compile_table.py 3.6.json         # make test-triton36
+python tests/kernels/compile_table.py --table 3.6.json 3.9.json
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from crosscompile import compile_all
+from test_compile import HEAD_DIMS, gluon_launches, launches
+from wlb_titan.kernels.configs import choose
+from wlb_titan.kernels.dispatch import GLUON_HEAD_DIMS
+
+
+def figures() -> dict[str, list[int]]:
+    """By kernel: registers, spilled bytes, spills in the loop over blocks, KiB of shared memory."""
+    wanted = {}
+    for dims in HEAD_DIMS:
+        for long in (True, False):
+            for which, launch in launches(dims, 8, long).items():
+                config = choose(which, max(dims), long, tma=True)
+                shape = f"{config.block_m} x {config.block_n}"
+                name = " / ".join(map(str, dict.fromkeys(dims)))
+                wanted[f"triton {which}|{name}|{'long' if long else 'short'}|{shape}"] = launch
+    with pytest.MonkeyPatch.context() as patch:
+        for dim in GLUON_HEAD_DIMS:
+            forward, backward = gluon_launches(dim, 8, patch)
+            rows = 64 * forward.kwargs["CONSUMERS"]
+            wanted[f"gluon forward|{dim}|all|{rows} x 128"] = forward
+            wanted[f"gluon backward|{dim}|all|64 x 128"] = backward
+    found = {}
+    for name, report in zip(wanted, compile_all(list(wanted.values())), strict=True):
+        assert not report.error and not report.warnings and not report.mismatches, (name, report)
+        found[name] = [report.registers, report.spills, report.hot_spills, report.shared // 1024]
+    return found
+
+
+def table(files: list[str]) -> str:
+    """Markdown, with the figures of the files side by side."""
+    versions = [json.loads(Path(file).read_text()) for file in files]
+    lines = [
+        "| kernel | D / Dv | segments | tile | registers | spilled bytes | in the loop | shared KiB |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name in versions[0]:
+        cells = [
+            " / ".join(map(str, dict.fromkeys(x))) for x in zip(*(v[name] for v in versions), strict=True)
+        ]
+        lines.append("| " + " | ".join([*name.split("|"), *cells]) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--table":
+        print(table(sys.argv[2:]))
+    else:
+        Path(sys.argv[1]).write_text(json.dumps(figures(), indent=1) + "\n")

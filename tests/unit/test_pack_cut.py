@@ -1,0 +1,148 @@
+"""Levelling by cutting documents: what it keeps, what it reaches, and `wlb_lazy` against `plain`."""
+
+import warnings
+from collections import defaultdict
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wlb_titan.planner.packing.cut import Packed, _transfers, level_by_cutting
+from wlb_titan.planner.packing.trial import imbalance_of_plain
+from wlb_titan.planner.plan import LENGTH, START, imbalance_degree
+from wlb_titan.planner.planner import Planner
+from wlb_titan.planner.settings import PackingSettings, ShardingSettings
+from wlb_titan.planner.stream import DocumentStream
+from wlb_titan.planner.summary import Summary
+from wlb_titan.planner.workload import Quadratic, workload
+
+EQUAL = Quadratic(0.0, 1.0)
+
+
+def packed(packs, cost_model):
+    lengths = np.array([length for pack in packs for length in pack])
+    documents = np.zeros((len(lengths), 4), dtype=np.int64)
+    documents[:, 0] = np.arange(len(lengths))
+    documents[:, START] = 100
+    documents[:, LENGTH] = lengths
+    assigned = np.repeat(np.arange(len(packs)), [len(pack) for pack in packs])
+    return Packed(documents, workload(cost_model, lengths), assigned)
+
+
+def loads(packed, count):
+    return np.bincount(packed.assigned, packed.works, count)
+
+
+def test_the_example():
+    found = level_by_cutting(packed([[6, 4], [3, 1]], EQUAL), 2, 20, EQUAL, 1.0)
+    assert found.documents[:, [0, START, LENGTH]].tolist() == [
+        [0, 100, 3],
+        [1, 100, 4],
+        [2, 100, 3],
+        [3, 100, 1],
+        [0, 103, 3],
+    ]
+    assert found.assigned.tolist() == [0, 0, 1, 1, 1]
+
+
+packings = st.lists(st.lists(st.integers(2, 60), min_size=1, max_size=6), min_size=1, max_size=6)
+costs = st.sampled_from([EQUAL, Quadratic(1.0, 0.0), Quadratic(0.5, 20.0)])
+
+
+@settings(deadline=None, max_examples=200)
+@given(packings, costs, st.floats(1.0, 1.6), st.integers(0, 40))
+def test_tokens_stay_and_no_micro_batch_gets_heavier_than_the_heaviest_or_too_long(packs, cost, limit, room):
+    before = packed(packs, cost)
+    max_length = max(map(sum, packs)) + room
+    after = level_by_cutting(before, len(packs), max_length, cost, limit)
+    runs = defaultdict(list)
+    for id_, start, length, _ in after.documents.tolist():
+        assert length >= 1
+        runs[id_].append((start, start + length))
+    for id_, whole in enumerate(before.documents[:, LENGTH].tolist()):
+        cut = sorted(runs[id_])
+        assert cut[0][0] == 100 and cut[-1][1] == 100 + whole
+        assert all(a[1] == b[0] for a, b in pairwise(cut))
+        assert cut[0][1] - cut[0][0] >= 2, "what is cut keeps a token to predict"
+    assert after.works.tolist() == workload(cost, after.documents[:, LENGTH]).tolist()
+    old, new = loads(before, len(packs)), loads(after, len(packs))
+    assert new.max() <= old.max() * (1 + 1e-12)
+    assert np.bincount(after.assigned, after.documents[:, LENGTH], len(packs)).max() <= max_length
+    light = old <= limit * new.mean()
+    assert (new[light] >= old[light] * (1 - 1e-12)).all(), "only heavy micro-batches give"
+    if (old <= limit * old.mean()).all():
+        assert len(after.documents) == len(before.documents)
+
+
+@given(packings.filter(lambda packs: min(map(sum, packs)) >= 30), st.integers(0, 3))
+def test_where_work_is_tokens_all_are_made_equal(packs, seed):
+    after = level_by_cutting(packed(packs, EQUAL), len(packs), 10_000, EQUAL, 1.0)
+    whole = sum(map(sum, packs)) / len(packs)
+    givers = sum(sum(pack) > whole for pack in packs)
+    # Each giver keeps two tokens of a document, and cuts are between tokens.
+    assert loads(after, len(packs)).max() <= whole + 1 + 2 * givers + max(len(pack) for pack in packs)
+
+
+@given(st.lists(st.floats(0.1, 9), min_size=1, max_size=6), st.lists(st.floats(0, 9), min_size=1, max_size=6))
+def test_transfers_give_all_that_is_wanted(given_, wanted):
+    giver, taker, until = _transfers(np.array(given_), np.array(wanted))
+    first = np.diff(giver, prepend=-1) > 0
+    amounts = np.where(first, until, until - np.roll(until, 1))
+    assert (amounts > -1e-9).all()
+    total = min(sum(given_), sum(wanted))
+    assert amounts.sum() == pytest.approx(total)
+    assert (np.bincount(giver, amounts, len(given_)) <= np.array(given_) + 1e-9).all()
+    assert (np.bincount(taker, amounts, len(wanted)) <= np.array(wanted) + 1e-9).all()
+
+
+def lengths_of(kind):
+    rng = np.random.default_rng(0)
+    return {
+        "log-normal": rng.lognormal(5.5, 1.0, 20_000).astype(np.int64) + 2,
+        "heavy": (rng.pareto(1.2, 20_000) * 100).clip(2, 200_000).astype(np.int64),
+        "uniform": rng.integers(2, 900, 20_000),
+        "equal": np.full(20_000, 300),
+        "longer than the window": np.full(2000, 9000),
+    }[kind]
+
+
+def summary(policy, lengths, window, micro_batches):
+    planner = Planner(
+        lengths,
+        window=window,
+        micro_batches=micro_batches,
+        packing=PackingSettings(policy=policy),
+        sharding=ShardingSettings(),
+        cost_model=Quadratic(917504, 3.96e10),
+    )
+    for _ in range(8):
+        planner.next()
+    return Summary.of(planner.next() for _ in range(60)).figures()
+
+
+@pytest.mark.parametrize("window", [512, 4096, 65536])
+@pytest.mark.parametrize("kind", ["log-normal", "heavy", "uniform", "equal", "longer than the window"])
+def test_wlb_lazy_balances_at_least_as_well_as_plain(kind, window):
+    plain, lazy = (summary(policy, lengths_of(kind), window, 8) for policy in ("plain", "wlb_lazy"))
+    for figure in ("imbalance_mean", "imbalance_p95"):
+        assert lazy[figure] <= plain[figure] + 1e-3
+
+
+def test_the_imbalance_of_plain_leaves_the_stream_where_it_is():
+    stream = DocumentStream(lengths_of("heavy"), window=512, seed=3)
+    stream.fill(1000)
+    state = stream.state_dict()
+    found = imbalance_of_plain(stream, 4, Quadratic(1.0, 100.0))
+    assert stream.state_dict() == state
+    assert found == imbalance_of_plain(stream.anew(), 4, Quadratic(1.0, 100.0)) > 1
+    assert imbalance_degree([1.0, 1.0]) == 1
+
+
+def test_wlb_says_when_queues_lose_and_not_when_they_win():
+    with pytest.warns(UserWarning, match=r"Queues lose on these documents.*`plain` has 1\.0"):
+        summary("wlb", lengths_of("log-normal"), 4096 // 4, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        summary("wlb", lengths_of("heavy"), 65536, 8)

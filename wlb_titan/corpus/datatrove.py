@@ -1,0 +1,63 @@
+"""datatrove's tokenized files: NAME.ds holds the tokens, NAME.ds.index where documents end.
+
+The tokens are uint16 or uint32, whichever the tokenizer needs; the index is one uint64 a document, the number
+of tokens up to and including it (datatrove, `pipeline/tokens/tokenizer.py`). The size of a token follows from
+the size of the two files.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from wlb_titan.corpus.errors import CorpusError
+from wlb_titan.corpus.shards import Ints, Tokens, map_file
+
+TOKEN_TYPES = {2: "<u2", 4: "<u4"}
+
+
+class DatatroveShard:
+    """NAME.ds and NAME.ds.index. See `Shard`.
+
+    Raises:
+        CorpusError: the index is missing, or the two do not belong together.
+    """
+
+    def __init__(self, path: Path) -> None:
+        index = path.with_name(path.name + ".index")
+        if not index.is_file():
+            raise CorpusError(
+                f"{path} has no index {index.name}, so nothing tells where its documents end; write it with "
+                "datatrove's save_index=True, which is the default."
+            )
+        self.path = path
+        # Tokens are far fewer than 2^63, and signed numbers can be subtracted.
+        self._ends = map_file(index, "<i8")
+        self.documents = len(self._ends)
+        self.tokens = int(self._ends[-1]) if self.documents else 0
+        size = path.stat().st_size
+        dtype = next((kind for width, kind in TOKEN_TYPES.items() if size == width * self.tokens), None)
+        if dtype is None:
+            raise CorpusError(
+                f"{path} has {size:,} bytes, but its index speaks of {self.tokens:,} tokens of 2 or 4 bytes; "
+                "copy both again."
+            )
+        self._values = map_file(path, dtype)
+
+    def lengths(self, rows: Ints) -> Ints:
+        return self._ends[rows] - self._begins(rows)
+
+    def run_of_lengths(self, start: int, stop: int) -> Ints:
+        before = self._ends[start - 1 : start] if start else np.zeros(1, dtype=np.int64)
+        return np.diff(self._ends[start:stop], prepend=before)
+
+    def read(self, row: int, start: int, length: int) -> Tokens:
+        begin = (int(self._ends[row - 1]) if row else 0) + start
+        return self._values[begin : begin + length]
+
+    def source(self, row: int) -> str:
+        return f"{self.path.name}[{row}]"
+
+    def _begins(self, rows: Ints) -> Ints:
+        return np.where(rows > 0, self._ends[rows - 1], 0)

@@ -1,0 +1,105 @@
+"""Megatron's indexed datasets: PREFIX.bin holds the tokens, PREFIX.idx says where documents begin.
+
+The index (Megatron-LM, `megatron/core/datasets/indexed_dataset.py`), little-endian:
+
+    9 bytes   MMIDIDX, two zero bytes
+    uint64    version, 1
+    uint8     type of the tokens
+    uint64    S, number of sequences
+    uint64    D + 1, number of documents, plus one
+    int32     (S,) tokens of each sequence
+    int64     (S,) first byte of each sequence in PREFIX.bin
+    int64     (D + 1,) first sequence of each document, and S
+    int8      (S,) modes, in multimodal datasets only; not read
+
+A document is a sequence unless it was split into sentences; then it is all its sequences. Where no ends of
+documents were written (D = 0), every sequence is a document.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from wlb_titan.corpus.errors import CorpusError
+from wlb_titan.corpus.shards import Ints, Tokens, map_file
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+
+
+class MegatronShard:
+    """PREFIX.bin and PREFIX.idx. See `Shard`.
+
+    Args:
+        prefix: path of the two files without their endings.
+
+    Raises:
+        CorpusError: a file is missing, damaged or of another version.
+    """
+
+    def __init__(self, prefix: Path) -> None:
+        index, self.path = (prefix.with_name(prefix.name + ending) for ending in (".idx", ".bin"))
+        for file in (index, self.path):
+            if not file.is_file():
+                raise CorpusError(
+                    f"Megatron's {index.name} and {self.path.name} go together; there is no {file}."
+                )
+        with index.open("rb") as stream:
+            header = stream.read(HEADER.size)
+        if not header.startswith(MAGIC) or len(header) < HEADER.size:
+            raise CorpusError(f"{index} is no index of a Megatron dataset: it does not begin like one.")
+        _, version, code, sequences, ends = HEADER.unpack(header)
+        if version != 1 or code not in TOKEN_TYPES:
+            raise CorpusError(
+                f"{index} has version {version} and tokens of type {code}; known are version 1 and the "
+                f"types {', '.join(map(str, TOKEN_TYPES))}, which are integers."
+            )
+        dtype = np.dtype(TOKEN_TYPES[code])
+        begins_at = HEADER.size + 4 * sequences
+        lengths = map_file(index, "<i4", offset=HEADER.size, count=sequences)
+        self._begins = map_file(index, "<i8", offset=begins_at, count=sequences)
+        firsts = map_file(index, "<i8", offset=begins_at + 8 * sequences, count=ends)
+        self._itemsize = dtype.itemsize
+        size = self.path.stat().st_size
+        last = int(self._begins[-1]) + int(lengths[-1]) * dtype.itemsize if sequences else 0
+        if last > size:
+            raise CorpusError(
+                f"{self.path} has {size:,} bytes, but its index speaks of {last:,}; copy it again."
+            )
+        self._values = map_file(self.path, dtype)
+        self._end = last
+        # Most often each document is one sequence, and then there is nothing to look up.
+        self._lengths = lengths if ends - 1 in (0, sequences) else None
+        self._firsts = firsts
+        self.documents = sequences if self._lengths is not None else ends - 1
+        self.tokens = last // dtype.itemsize
+
+    def lengths(self, rows: Ints) -> Ints:
+        if self._lengths is not None:
+            return self._lengths[rows].astype(np.int64)
+        return (self._byte(rows + 1) - self._byte(rows)) // self._itemsize
+
+    def run_of_lengths(self, start: int, stop: int) -> Ints:
+        if self._lengths is not None:
+            return self._lengths[start:stop].astype(np.int64)
+        return np.diff(self._byte(np.arange(start, stop + 1))) // self._itemsize
+
+    def read(self, row: int, start: int, length: int) -> Tokens:
+        first = int(self._begins[row]) if self._lengths is not None else int(self._byte(np.array([row]))[0])
+        begin = first // self._itemsize + start
+        return self._values[begin : begin + length]
+
+    def source(self, row: int) -> str:
+        return f"{self.path.name}[{row}]"
+
+    def _byte(self, rows: Ints) -> Ints:
+        """The first byte of documents of several sequences; of the one past the last, the file's end."""
+        sequences = self._firsts[rows]
+        inside = sequences < len(self._begins)
+        result = np.full(len(rows), self._end, dtype=np.int64)
+        result[inside] = self._begins[sequences[inside]]
+        return result

@@ -1,0 +1,54 @@
+"""Where corpus, planner and model meet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from wlb_titan.config.settings import CorpusSettings
+from wlb_titan.corpus import Corpus
+from wlb_titan.planner.errors import PlanError
+from wlb_titan.planner.mixture import Source
+
+
+def open_corpus(settings: CorpusSettings) -> Corpus:
+    """Open what [wlb.corpus] names: a corpus, or all those of a mixture.
+
+    Raises:
+        CorpusError: as `Corpus.open` and `Corpus.joined`.
+    """
+    if not settings.sources:
+        return Corpus.open(settings.path, column=settings.column, tokenizer=settings.tokenizer)
+    return Corpus.joined(
+        [
+            Corpus.open(source.path, column=source.column, tokenizer=settings.tokenizer)
+            for source in settings.sources
+        ]
+    )
+
+
+def mixture_sources(settings: CorpusSettings, corpus: Corpus) -> list[Source]:
+    """The parts of the corpus as the planner mixes them; none if it is one corpus.
+
+    Args:
+        settings: [wlb.corpus].
+        corpus: what `open_corpus` made of them.
+
+    Raises:
+        PlanError: two sources have one name, or a weight or share is out of range.
+    """
+    names = [source.name or Path(source.path).name for source in settings.sources]
+    if len(set(names)) < len(names):
+        raise PlanError(
+            f"The sources are called {', '.join(names)}, and metrics tell them apart by name; give each a "
+            "`name` of its own."
+        )
+    return [
+        Source(
+            name=name,
+            documents=len(part),
+            weight=source.weight,
+            long_length=source.long_length,
+            long_share=source.long_share,
+        )
+        for name, source, part in zip(names, settings.sources, corpus.parts, strict=True)
+    ]
