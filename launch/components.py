@@ -1,4 +1,4 @@
-"""TorchX components: `torchx run wlb.train`, `wlb.prepare`, `wlb.plan` and `wlb.simulate`.
+"""TorchX components: `torchx run wlb.train`, `wlb.prepare`, `wlb.plan`, `wlb.simulate` and `wlb.dryrun`.
 
 TorchX reads parameters and their descriptions off the functions below and lints every function of this
 module, so their types are plain and their docstrings are in Google style; helpers live in `launch.py`.
@@ -122,3 +122,25 @@ def simulate(
     """
     resource = specs.resource(cpu=cpu, memMB=memMB, h=h)
     return launch.command_job("simulate", list(arguments), image, name, resource)
+
+
+def dryrun(
+    *arguments: str,
+    image: str = ".",
+    name: str = "wlb-dryrun",
+    h: Optional[str] = None,
+    cpu: int = 2,
+    memMB: int = 8192,
+) -> specs.AppDef:
+    """Runs a step of a big job without its GPUs. Takes the arguments of `wlb-titan dryrun`, after `--`.
+
+    Args:
+        arguments: the TOML file, overrides of its keys and the options of `wlb-titan dryrun`
+        image: container image of the job, for schedulers that run containers
+        name: name of the job
+        h: named resource of the host, instead of cpu and memMB
+        cpu: CPU cores
+        memMB: memory in MiB
+    """
+    resource = specs.resource(cpu=cpu, memMB=memMB, h=h)
+    return launch.command_job("dryrun", list(arguments), image, name, resource)

@@ -21,6 +21,13 @@ from torchtitan.trainer import Trainer  # noqa: E402
 from wlb_titan.runtime import compat  # noqa: E402
 
 PARAMETERS = {
+    "AsyncCollectiveTensor": "elem",
+    "DataDependentOutputException": "func",
+    "FakeTensor": (
+        "fake_mode_or_elem elem device constant real_tensor pytype dispatch_keys fake_mode fake_device "
+        "_fake_device requires_grad _is_param state"
+    ),
+    "FakeTensorMode": "allow_fallback_kernels allow_non_fake_inputs shape_env static_shapes export",
     "PipelineSchedule": (
         "n_microbatches loss_fn args_chunk_spec kwargs_chunk_spec output_merge_spec scale_grads"
     ),
@@ -29,6 +36,7 @@ PARAMETERS = {
     "TensorMeta": "shape stride dtype requires_grad",
     "build_pipeline_schedule": "parallelism local_batch_size stages loss_fn backward_requires_autograd",
     "ensure_receives_drained": "recv_info_by_microbatch",
+    "in_backward_pass": "",
     "maybe_mark_dynamic": "t index min max",
     "metrics_rank_of": "parallel_dims pp_schedule",
     "modules_of_stages": "num_stages num_layers input_weight output_weight",
@@ -56,6 +64,7 @@ ATTRIBUTES = (
     "chunks",
     "_stage_meta",
     "_runtime_validate",
+    "_user_meta",
 )
 # Whole functions that ours take the place of: a new version may do more in them.
 REPLACED = {

@@ -5,23 +5,32 @@ import pytest
 from wlb_titan.planner.analytic import PAPER_MODELS, ModelShape
 from wlb_titan.planner.degrees import Degrees
 from wlb_titan.planner.errors import PlanError
-from wlb_titan.planner.memory import GIB, MemorySettings, layers_of_stages, pipeline_memory
+from wlb_titan.planner.layer_memory import TokenBytes
+from wlb_titan.planner.memory import (
+    GIB,
+    USABLE,
+    MemorySettings,
+    layers_of_stages,
+    longest_that_fits,
+    pipeline_memory,
+)
 
 MODEL = ModelShape(layers=4, hidden=8, heads=2, kv_heads=1, head_dim=4, feed_forward=16, vocabulary=32)
 LAYER = 8 * 4 * (2 * 2 + 2) + 3 * 8 * 16 + 2 * 8  # weights of one: attention, MLP, norms
 
 
 def peak_tokens(schedule, lengths, ranks=4, chunks=1):
-    """Tokens in flight, for stages of one layer."""
+    """Tokens in flight, in thousands, for stages of one layer."""
     memory = pipeline_memory(
         MODEL,
         Degrees(pipeline=ranks),
-        lengths,
+        [1000 * length for length in lengths],  # so that weights do not matter
         schedule=schedule,
         chunks=chunks,
+        settings=MemorySettings(checkpointing="none"),
         layers=[1] * (ranks * chunks),
     )
-    return [rank.tokens for rank in memory]
+    return [rank.tokens / 1000 for rank in memory]
 
 
 def test_micro_batches_in_flight():
@@ -40,41 +49,107 @@ def test_interleaved_stages_hold_more():
 
 
 def test_terms_by_hand():
-    settings = MemorySettings(checkpointing="full", loss_chunks=2)
+    settings = MemorySettings(checkpointing="full", loss_chunks=2, window=64)
     degrees = Degrees(tensor=2, context=2, pipeline=2, shard=2)
     first, last = pipeline_memory(MODEL, degrees, [64, 64], settings=settings, layers=[2, 2])
     weights = 2 * LAYER + 8 * 32  # and the embedding
     assert first.parameters == weights
     assert last.parameters == weights + 8  # the head, and the last norm
     shard = weights / (2 * 2 * 2)  # TP x CP x FSDP
-    assert (first.weights, first.gradients, first.optimizer) == (4 * shard, 4 * shard, 8 * shard)
-    assert first.gathered == weights / 2 * (2 + 4)
-    assert first.activations == 2 * (64 // 2) * 2 * (8 // 2) * 2  # micro-batches, tokens, layers, hidden
-    assert last.activations == first.activations / 2
-    assert first.keys_values == 2 * (2 * 4 / 2) * 2 * 64  # two copies of K and V of the whole sequence
-    none = (2 * 8 + 2 * 8 + 4 * 16) / 2 + 2 * 8
-    assert first.recomputation == (none * 2 + 4 * 2 / 2) * 64 / 2
-    assert first.backward == 2 * (8 + 16 / 2) * 2 * 64 / 2
-    assert (first.loss, last.loss) == (0, 64 / 2 / 2 * 32 / 2 * (2 + 4 + 4))
+    assert (first.weights, first.optimizer) == (4 * shard, 8 * shard)
+    assert first.gradients == 0  # they are reduced after the peak
+    assert first.rotary == 2 * 64 * 4 * 4  # layers, positions, complex in float32 of half the head dim
+    # Whole weights in bfloat16, and one weight's gradient in bfloat16 and float32. The second backward pass
+    # is the fullest here, as tokens are few: the whole gradients of the first are there, in float32.
+    assert first.gathered == weights / 2 * (2 + 4) + 8 * 16 / 2 * (2 + 4)
+    # The inputs of two layers and the stage's output, sharded by TP; and int64 inputs, of both micro-batches.
+    assert first.activations == 64 * (3 * 8 * 2 / 4) + 2 * 64 * (3 * 8 / 2 + 8)
+    g, q, k, f = 8 * 2 / 2, 8 * 2 / 4, 4 * 2 / 4, 16 * 2 / 4
+    keys = 2 * 4 * 2 / 2
+    log_sum_exp, rotary = 4 * 2 / 4, 4 * 4 / 2
+    # The fullest moment is the gradient of silu, with w1's output, attention's output and q made again.
+    moments = (4 * g, 3 * g + 5 * f, 4 * g + 4 * f, 2 * g + 6 * f, 4 * g + 2 * f, g + 2 * q + keys)
+    assert max(moments) == 2 * g + 6 * f == 4 * g + 4 * f
+    at_hand = 2 * g / 2 + q + rotary + 2 * q + log_sum_exp + keys + max(moments)
+    assert k == q / 2 and first.backward == 64 * at_hand
+    assert first.loss == 0
+    # The last stage's output is gathered, and the inputs of a micro-batch that is done, and their gradients,
+    # are kept. Its head's gradient is reduced at each micro-batch.
+    assert last.activations == first.activations + 64 * (8 * 2 / 2 - 8 * 2 / 4) + 2 * 64 * 8 * 2 / 4
+    assert last.gathered == first.gathered + 8 / 2 * (2 + 4) + 8 * 32 / 2 * 4 * (2 / 4)
     assert first.total == sum(
-        (first.weights, first.gradients, first.optimizer, first.gathered, first.activations)
-    ) + sum((first.keys_values, first.recomputation, first.backward, first.loss))
+        (first.weights, first.optimizer, first.rotary, first.gathered, first.activations, first.backward)
+    )
+
+
+def test_gradients_are_there_once_they_were_reduced():
+    settings = MemorySettings(checkpointing="full")
+    # Without a pipeline after the first micro-batch, with one after the first run.
+    alone = [pipeline_memory(MODEL, Degrees(shard=2), [64] * n, settings=settings)[0] for n in (1, 2)]
+    assert [one.gradients for one in alone] == [0, alone[0].weights]
+    pipelined = [
+        pipeline_memory(MODEL, Degrees(pipeline=2), [64] * 4, run=run, settings=settings)[0] for run in (4, 2)
+    ]
+    assert [one.gradients for one in pipelined] == [0, pipelined[0].weights]
+    # Whole gradients of a pipeline's stage are there from its first backward pass on.
+    few, many = (
+        pipeline_memory(MODEL, Degrees(pipeline=2), [n] * 2, settings=settings, layers=[2, 2])[0]
+        for n in (64, 64000)
+    )
+    assert few.gathered - many.gathered == 4 * few.parameters
+    assert (few.tokens, many.tokens) == (64, 2 * 64000)
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "elements"),
-    [("none", 4 * 8 + 2 * 8 + 4 * 16), ("selective", 2 * 8 + 2 * 8 + 4 + 16), ("full", 8)],
+    ("checkpointing", "tp", "elements"),
+    [
+        # s, g, q, k and f of layer_memory.py: hidden 8, query and key widths 8 and 4, feed-forward 16.
+        ("none", 1, 4 * 8 + 2 * 8 + 4 * 16 + 4 + (8 + 2 * 4)),
+        ("none", 2, 2 * 8 / 2 + 2 * 8 + 2 * 8 / 2 + 4 * 16 / 2 + 4 / 2 + (8 + 2 * 4) / 2),
+        ("selective", 1, 8 + (8 + 2 * 4) + 8 + 16),
+        ("full", 1, 8),
+    ],
 )
-def test_activations_of_a_token(checkpointing, elements):
-    (one,) = pipeline_memory(MODEL, Degrees(), [128], settings=MemorySettings(checkpointing=checkpointing))
-    log_sum_exp = 4 * 2 if checkpointing != "full" else 0
-    assert one.activations == 4 * 128 * (elements * 2 + log_sum_exp)
+def test_what_a_layer_keeps_of_a_token(checkpointing, tp, elements):
+    log_sum_exp = 4 * 2 / tp if checkpointing != "full" else 0
+    token = TokenBytes.of(MODEL, Degrees(tensor=tp), MemorySettings(checkpointing=checkpointing))
+    assert token.kept == elements * 2 + log_sum_exp
 
 
-def test_keys_without_checkpointing_are_those_of_all_layers():
+def test_keys_and_values_are_those_of_all_context_parallel_ranks():
     settings = MemorySettings(checkpointing="none")
-    (one,) = pipeline_memory(MODEL, Degrees(context=2), [128], settings=settings)
-    assert one.keys_values == (4 + 2) * 2 * 4 * 2 * 128
+    alone, shared = (TokenBytes.of(MODEL, Degrees(context=cp), settings) for cp in (1, 4))
+    # Alone: rotated keys, and QKV's output for the sake of the values. Shared: K and V of all tokens.
+    assert shared.kept - 2 * 4 * 2 == pytest.approx((alone.kept - 2 * (4 + 8 + 2 * 4)) / 4)
+
+
+def test_what_is_made_again_waits_for_the_gradients_of_weights():
+    """With zero bubble, the last rank's W follow I at a distance."""
+    settings = MemorySettings(checkpointing="full")
+    whole, split = (
+        pipeline_memory(MODEL, Degrees(pipeline=2), [64] * 4, schedule=name, chunks=2, settings=settings)[1]
+        for name in ("Interleaved1F1B", "InterleavedZeroBubble")
+    )
+    none = TokenBytes.of(MODEL, Degrees(), MemorySettings(checkpointing="none")).kept
+    assert split.activations > whole.activations
+    assert split.activations >= 64 * none
+
+
+def test_the_longest_micro_batch_that_fits():
+    def memory(length):
+        return pipeline_memory(MODEL, Degrees(), [length])
+
+    def fits(length, device):
+        return memory(length)[0].total <= USABLE * device
+
+    enough = memory(2 * 1024)[0].total / USABLE
+    assert longest_that_fits(memory, 1024, 32, enough) == 2 * 1024  # never more
+    assert longest_that_fits(memory, 1024, 32, memory(1024)[0].total) is None  # no room is left
+    for windows in (1.0, 1.3, 1.77):
+        device = memory(int(windows * 1024))[0].total / USABLE
+        longest = longest_that_fits(memory, 1024, 32, device)
+        assert longest % 32 == 0 and fits(longest, device) and not fits(longest + 32, device)
+    assert longest_that_fits(lambda length: (), 1024, 32, 1) == 2 * 1024  # nothing is predicted
 
 
 def test_the_papers_largest_job_fits_its_gpus():

@@ -43,7 +43,7 @@ def test_what_cannot_fit_is_refused_with_the_arithmetic(loaded):
     from wlb_titan.runtime.memory import check_memory, predicted_memory
 
     config, dims = loaded(PIPELINE)
-    ranks = predicted_memory(config, dims, config.training.seq_len)
+    ranks = predicted_memory(config, dims, [config.training.seq_len] * 8)
     most = max(ranks, key=lambda rank: rank.total)
     assert [rank.layers for rank in ranks] == [8, 9, 8, 7]
     check_memory(config, dims, most.total)
@@ -63,6 +63,28 @@ def test_the_longest_micro_batch_counts_in_the_log(loaded):
     assert len(lines) == 4 and all("micro-batches of 65536 tokens" in line for line in lines)
     plain, dims = loaded(PIPELINE.replace('"wlb"', '"plain"'))
     assert longest_micro_batch(plain) == 32768
+
+
+def test_the_default_of_max_length_is_what_is_predicted_to_fit(loaded):
+    from wlb_titan.planner.memory import USABLE
+    from wlb_titan.runtime.memory import bound_length, longest_micro_batch, predicted_memory
+
+    def bounded(device_bytes, text=PIPELINE):
+        config, dims = loaded(text)
+        bound_length(config, dims, device_bytes)
+        return longest_micro_batch(config)
+
+    config, dims = loaded(PIPELINE)
+    window = config.training.seq_len
+    enough = max(rank.total for rank in predicted_memory(config, dims, [2 * window] * 8)) / USABLE + GIB
+    assert bounded(enough) == bounded(4 * enough) == 2 * window
+    between = bounded(0.8 * enough)
+    assert window < between < 2 * window
+    assert max(rank.total for rank in predicted_memory(config, dims, [between] * 8)) <= USABLE * 0.8 * enough
+    assert bounded(0.8 * enough + GIB / 1e4) == between  # devices of one kind come to the same
+    user = PIPELINE + f"max_length = {window + 4096}\n"
+    assert bounded(0.8 * enough, user) == window + 4096
+    assert bounded(0.8 * enough, PIPELINE.replace('"wlb"', '"plain"')) == window
 
 
 def test_a_schedule_that_the_planner_does_not_know_is_not_predicted(loaded):

@@ -10,11 +10,11 @@ from wlb_titan.planner.attention_hopper import hopper
 from wlb_titan.planner.cluster import load_cluster
 from wlb_titan.planner.degrees import Degrees
 from wlb_titan.planner.errors import PlanError
-from wlb_titan.planner.memory import MemorySettings
+from wlb_titan.planner.memory import USABLE, MemorySettings
 from wlb_titan.planner.settings import PackingSettings
 from wlb_titan.simulator.job import SimulatedJob
 from wlb_titan.simulator.scenario import Policy, Scenario, network_sensitivity
-from wlb_titan.simulator.search import at_degrees, candidates, longest_that_fits, search
+from wlb_titan.simulator.search import at_degrees, candidates, search
 
 MODEL = PAPER_MODELS["550M"]
 PLAIN, LAZY = Policy("plain"), Policy("wlb_lazy", "per_document")
@@ -56,14 +56,18 @@ def test_attention_is_divided_with_the_degrees(scenario):
     assert job.latency.heads == 3
 
 
-def test_longest_that_fits(scenario):
-    small = replace(scenario.job.cluster, memory=scenario.job.cluster.memory / 100)
-    assert longest_that_fits(scenario.job, scenario) == 2 * 16384
-    assert longest_that_fits(scenario.job.on(small), scenario) is None
-    between = [
-        longest_that_fits(scenario.job.on(replace(small, memory=m)), scenario) for m in (3e9, 4e9, 6e9)
-    ]
-    assert between == sorted(between, key=lambda length: length or 0)
+def test_micro_batches_are_as_long_as_memory_allows(scenario):
+    def longest(memory):
+        return scenario.on(scenario.job.on(replace(scenario.job.cluster, memory=memory))).longest
+
+    assert scenario.longest == 2 * 16384
+    assert longest(scenario.job.cluster.memory / 100) is None
+    # It is what a policy packs by, if the user has set no bound.
+    each = scenario.micro_batches // scenario.job.degrees.data
+    memory = max(rank.total for rank in scenario.job.peak_memory([int(1.5 * 16384)] * each)) / USABLE
+    small = scenario.on(scenario.job.on(replace(scenario.job.cluster, memory=memory)))
+    assert small.longest == longest(memory) == int(1.5 * 16384)
+    assert max(m.length for plan in small.plans(LAZY, 2) for m in plan.micro_batches) <= small.longest
 
 
 def test_search_finds_the_fastest_that_fits(scenario):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-TEXT_COLUMNS = ("policy", "degrees")
+TEXT_COLUMNS = ("policy", "degrees", "memory", "collective", "over")
 
 
 def make_console(width: int) -> Console:

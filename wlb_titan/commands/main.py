@@ -27,6 +27,9 @@ SUBCOMMANDS = {
     "simulate": Subcommand(
         "wlb_titan.commands.simulate", "simulate", "Predict step time and memory of a job on a cluster."
     ),
+    "dryrun": Subcommand(
+        "wlb_titan.commands.dryrun", "dryrun", "Run a step of a big job on this machine, without its GPUs."
+    ),
     "profile": Subcommand(
         "wlb_titan.commands.profile", "profile", "Measure this device's attention, for planning."
     ),

@@ -35,6 +35,7 @@ def scenario_from_lengths(path: Path, cluster: Cluster, given: Mapping[str, Any]
     name, window = size.split("-")
     degrees = _degrees(PAPER_DEGREES[size], given)
     model = PAPER_MODELS[name]
+    tokens = given.get("context_window", int(window.removesuffix("K")) * 1024)
     job = SimulatedJob(
         model=model,
         degrees=degrees,
@@ -42,13 +43,13 @@ def scenario_from_lengths(path: Path, cluster: Cluster, given: Mapping[str, Any]
         latency=cluster_latency(cluster, model, degrees.tensor),
         schedule=given.get("schedule", "1F1B"),
         chunks=given.get("chunks", 1),
-        memory=_memory(MemorySettings(), given),
+        memory=_memory(MemorySettings(window=tokens), given),
         overlap=not given.get("no_overlap", False),
     )
     return Scenario(
         source=path.name,
         lengths=read_lengths(path),
-        window=given.get("context_window", int(window.removesuffix("K")) * 1024),
+        window=tokens,
         micro_batches=given.get("micro_batches", degrees.pipeline * degrees.data),
         seed=given.get("seed"),
         job=job,
@@ -96,7 +97,7 @@ def scenario_from_toml(path: Path, cluster: Cluster, given: Mapping[str, Any]) -
         schedule=given.get("schedule", schedule),
         chunks=given.get("chunks", chunks),
         run=run,
-        memory=_memory(memory_settings(config), given),
+        memory=_memory(replace(memory_settings(config), window=planned.window), given),
         overlap=not given.get("no_overlap", False),
         gather_groups=config.wlb.sharding.gather_groups,
     )

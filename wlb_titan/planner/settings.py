@@ -39,7 +39,8 @@ class PackingSettings:
 
     max_length: int | None = None
     """Of `wlb` and `wlb_lazy`: L_max, tokens that a micro-batch may have; the bound that memory sets. "none"
-    is twice the context window."""
+    is the longest of which a whole step is predicted to fit the device, at most two context windows, and two
+    where there is no device but the CPU."""
 
     length_multiple: int = 1
     """Micro-batches are padded up to a multiple of it, and of what parallelism needs."""

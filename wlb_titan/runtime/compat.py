@@ -9,15 +9,30 @@ Overridden or set on torch's own classes, without an import, and covered by the 
 - `PipelineStage.args_recv_info`, `grad_recv_info`, `act_send_info`, `chunks`, `_stage_meta`,
   `_runtime_validate`: how a stage knows what it receives and sends (torch.distributed.pipelining.stage).
   If they go, `PlannedStage.set_micro_batch_lengths` has to tell the lengths to their successor.
+- `PipelineStage._user_meta`: what a stage's maker says of shapes; complete, so that nothing is inferred.
+  Without it: pass `input_args` and `output_args` to torch's constructor.
+- `CheckpointWrapper.checkpoint_fn` (torch.distributed.algorithms): how a block is checkpointed, where
+  torchtitan sets no early stop. Without it: no early stop, at the price of one matrix product a layer.
 - `PipelineStage._prepare_forward_infra`, `_prepare_backward_infra`, `_pre_metadata_inference_backup`,
   `_post_metadata_inference_cleanup`: torch's inference of shapes, which `PlannedStage` leaves out.
 """
 
 from __future__ import annotations
 
+import torch
+
 # Has torch.compile take a dimension as a symbol from the start. Without it: one more graph, and one for each
 # number of documents that is 0 or 1.
 from torch._dynamo import maybe_mark_dynamic
+
+# Tensors with shapes and without memory, the mode that makes them, and what is raised where their values are
+# asked for: what a dry run runs on. Without them: no dry run; torch.compile stands on them, so that they will
+# have a successor.
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+
+# What a functional collective returns until it is waited for; the tensor inside is the one that is allocated.
+# Without it: the trace of a dry run counts such results when they are waited for.
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 # Raises where a step was interrupted with receives under way. Without it: drop the check.
 from torch.distributed.pipelining._recv_buffers import _ensure_recv_infos_drained as ensure_receives_drained
@@ -48,6 +63,11 @@ from torchtitan.distributed.pipeline_parallel import _get_pipeline_metadata as p
 from torchtitan.distributed.pipeline_parallel import _pipeline_module_split as split_into_stages
 
 
+def in_backward_pass() -> bool:
+    """Whether this thread runs a backward pass. Without the name: torch.utils.module_tracker has it."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def owner_of(config: Configurable.Config) -> type:
     """The class that a configuration builds.
 
@@ -59,12 +79,17 @@ def owner_of(config: Configurable.Config) -> type:
 
 
 __all__ = [
+    "AsyncCollectiveTensor",
+    "DataDependentOutputException",
+    "FakeTensor",
+    "FakeTensorMode",
     "PipelineSchedule",
     "RecvInfo",
     "StageMeta",
     "TensorMeta",
     "build_pipeline_schedule",
     "ensure_receives_drained",
+    "in_backward_pass",
     "maybe_mark_dynamic",
     "metrics_rank_of",
     "modules_of_stages",

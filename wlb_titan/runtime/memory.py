@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,12 +12,21 @@ from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.models.common import CosSinRoPE
 
 from wlb_titan.errors import UserError
 from wlb_titan.planner.degrees import Degrees
 from wlb_titan.planner.errors import PlanError
-from wlb_titan.planner.memory import GIB, MemorySettings, RankMemory, pipeline_memory
+from wlb_titan.planner.memory import (
+    GIB,
+    LONGEST,
+    MemorySettings,
+    RankMemory,
+    longest_that_fits,
+    pipeline_memory,
+)
 from wlb_titan.planner.packing import VARIABLE_LENGTH
+from wlb_titan.runtime.lengths import length_divisor
 from wlb_titan.runtime.pipeline_schedules import pipeline_shape, stage_names
 from wlb_titan.runtime.shape import model_shape
 
@@ -25,9 +35,9 @@ if TYPE_CHECKING:
 
 
 def predicted_memory(
-    config: Trainer.Config, dims: ParallelDims, length: int
+    config: Trainer.Config, dims: ParallelDims, lengths: Sequence[int]
 ) -> tuple[RankMemory, ...] | None:
-    """The peak of each pipeline rank with micro-batches of `length` tokens; None where it is not known.
+    """The peak of each pipeline rank with micro-batches of these lengths; None where it is not known.
 
     Not known are schedules whose order of passes the planner does not know.
     """
@@ -49,15 +59,20 @@ def predicted_memory(
                 shard=dims.dp_shard,
                 replicate=dims.dp_replicate,
             ),
-            # Without a pipeline one micro-batch runs after the other.
-            [length] * (config.training.local_batch_size if dims.pp_enabled else 1),
+            lengths,
             schedule=schedule,
             chunks=chunks,
+            run=config.training.local_batch_size if dims.pp_enabled else None,
             settings=memory_settings(config),
             layers=layers,
         )
     except PlanError:
         return None
+
+
+def parallel_dims(config: Trainer.Config, world_size: int) -> ParallelDims:
+    """The degrees of a job of so many processes."""
+    return ParallelDims.from_config(config.parallelism, world_size)
 
 
 def check_memory(config: Trainer.Config, dims: ParallelDims, device_bytes: int) -> None:
@@ -66,7 +81,7 @@ def check_memory(config: Trainer.Config, dims: ParallelDims, device_bytes: int) 
     Raises:
         UserError: with the arithmetic of the pipeline rank that needs most.
     """
-    ranks = predicted_memory(config, dims, config.training.seq_len)
+    ranks = predicted_memory(config, dims, [config.training.seq_len] * micro_batches(config, dims))
     if ranks is None:
         return
     most = max(ranks, key=lambda rank: rank.total)
@@ -82,17 +97,42 @@ def check_memory(config: Trainer.Config, dims: ParallelDims, device_bytes: int) 
 def describe_memory(config: Trainer.Config, dims: ParallelDims) -> list[str]:
     """A line on each pipeline rank's predicted peak, with micro-batches as long as they may become."""
     length = longest_micro_batch(config)
-    ranks = predicted_memory(config, dims, length)
+    ranks = predicted_memory(config, dims, [length] * micro_batches(config, dims))
     if ranks is None:
         return [f"Memory of {config.parallelism.pipeline_parallel_schedule} is not predicted"]
     return [f"Predicted peak memory, micro-batches of {length} tokens: {_one_line(rank)}" for rank in ranks]
+
+
+def bound_length(config: Trainer.Config, dims: ParallelDims, device_bytes: float) -> None:
+    """Sets the default of `wlb.packing.max_length`: the longest that is predicted to fit, up to two windows.
+
+    Every rank has to come to the same bound, so of `device_bytes` whole GiB count: devices of one kind differ
+    by less. Nothing changes where the policy needs no bound, or the user has set one.
+    """
+    packing, window = config.wlb.packing, config.training.seq_len
+    if packing.policy not in VARIABLE_LENGTH or packing.max_length is not None:
+        return
+    n = micro_batches(config, dims)
+
+    def memory(length: int) -> tuple[RankMemory, ...]:
+        return predicted_memory(config, dims, [length] * n) or ()
+
+    whole = device_bytes // GIB * GIB
+    # Where not even windows are predicted to fit, `check_memory` has refused the job or nothing is known.
+    packing.max_length = longest_that_fits(memory, window, length_divisor(config), whole) or window
 
 
 def longest_micro_batch(config: Trainer.Config) -> int:
     """Tokens that a micro-batch may have under the packing policy."""
     if config.wlb.packing.policy not in VARIABLE_LENGTH:
         return config.training.seq_len
-    return config.wlb.packing.max_length or 2 * config.training.seq_len
+    return config.wlb.packing.max_length or LONGEST * config.training.seq_len
+
+
+def micro_batches(config: Trainer.Config, dims: ParallelDims) -> int:
+    """Of one data-parallel rank in a step."""
+    total, data_parallel = config.training.global_batch_size, dims.dp_replicate * dims.dp_shard
+    return total // data_parallel if total > 0 else config.training.local_batch_size
 
 
 def measured_memory(dims: ParallelDims, device: torch.device) -> dict[str, float]:
@@ -119,8 +159,21 @@ def memory_settings(config: Trainer.Config) -> MemorySettings:
         checkpointing="full" if isinstance(checkpointing, FullAC.Config) else kind,
         compute_bytes=TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize,
         loss_chunks=config.loss.num_chunks if isinstance(config.loss, ChunkedLossWrapper.Config) else 1,
+        window=config.training.seq_len,
+        rotary_bytes=rotary_bytes(config),
+        sequence_parallel=config.parallelism.enable_sequence_parallel,
         reshard={"always": True, "never": False}.get(config.parallelism.fsdp_reshard_after_forward),
     )
+
+
+def rotary_bytes(config: Trainer.Config) -> int:
+    """Of a layer's table of rotary factors for each position and element of the head dim: float32 each.
+
+    torchtitan's ComplexRoPE has a complex number for two elements, its CosSinRoPE cosine and sine for each.
+    """
+    assert config.model_spec is not None
+    cos_sin = any(True for _ in config.model_spec.model.traverse(CosSinRoPE.Config))
+    return 8 if cos_sin else 4
 
 
 def _one_line(rank: RankMemory) -> str:

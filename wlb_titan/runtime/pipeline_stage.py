@@ -97,6 +97,8 @@ class PlannedStage(PipelineStage):
         self.micro_batch = 0
         self.last_pass: tuple[float, str] = (time.monotonic(), "none")
         self._metas: list[StageMeta] = []
+        # Complete, so torch has nothing to infer: the lengths that count are those told before each step.
+        self._user_meta = self._meta(math.lcm(tokens.ranks, hidden.ranks))
         self._sharded = [module for module in submodule.modules() if isinstance(module, FSDPModule)]
         self._runtime_validate = True  # torch's own check, which it makes only when debugging
         self.act_send_info = {0: [] if self.is_last else [stage_index + 1]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from wlb_titan.planner.analytic import Device, ModelShape, TokenSeconds
@@ -10,7 +11,13 @@ from wlb_titan.planner.attention_profile import AttentionShape, attention_latenc
 from wlb_titan.planner.cluster import Cluster
 from wlb_titan.planner.degrees import Degrees
 from wlb_titan.planner.errors import PlanError
-from wlb_titan.planner.memory import MemorySettings, layers_of_stages
+from wlb_titan.planner.memory import (
+    MemorySettings,
+    RankMemory,
+    layers_of_stages,
+    longest_that_fits,
+    pipeline_memory,
+)
 from wlb_titan.planner.pipeline_schedule import PipelineShape
 
 
@@ -73,6 +80,28 @@ class SimulatedJob:
     def token(self) -> TokenSeconds:
         """What one token of a micro-batch costs a rank."""
         return TokenSeconds.of(self.model, self.device, self.degrees.tensor, self.degrees.context)
+
+    def peak_memory(self, lengths: Sequence[int]) -> tuple[RankMemory, ...]:
+        """Of each pipeline rank, for a replica's micro-batches of these lengths in the order of running."""
+        return pipeline_memory(
+            self.model,
+            self.degrees,
+            lengths,
+            schedule=self.schedule,
+            chunks=self.chunks,
+            run=self.run,
+            settings=self.memory,
+            layers=self.layers,
+        )
+
+    def longest_micro_batch(self, window: int, micro_batches: int, divisor: int) -> int | None:
+        """Tokens of the longest micro-batches that fit, `micro_batches` of them on a replica; see
+        `longest_that_fits`."""
+
+        def memory(length: int) -> tuple[RankMemory, ...]:
+            return self.peak_memory([length] * micro_batches)
+
+        return longest_that_fits(memory, window, divisor, self.cluster.memory)
 
     def on(self, cluster: Cluster) -> SimulatedJob:
         """The same job on another cluster with the same GPUs."""

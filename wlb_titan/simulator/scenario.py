@@ -9,6 +9,7 @@ import numpy as np
 
 from wlb_titan.planner.errors import PlanError
 from wlb_titan.planner.mixture import Lengths, Source
+from wlb_titan.planner.packing import VARIABLE_LENGTH
 from wlb_titan.planner.pipeline_order import ORDERS
 from wlb_titan.planner.pipeline_runs import PipelineRuns
 from wlb_titan.planner.plan import Plan
@@ -79,9 +80,22 @@ class Scenario:
     cost_model: CostModel | None = None
     sources: tuple[Source, ...] = ()
 
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest micro-batches that fit memory; None if not even those of a window do."""
+        each = self.micro_batches // self.job.degrees.data
+        return self.job.longest_micro_batch(self.window, each, self._divisor)
+
+    @property
+    def _divisor(self) -> int:
+        return int(np.lcm(self.divisor, 2 * self.job.degrees.context * self.job.degrees.tensor))
+
     def planner(self, policy: Policy) -> Planner:
-        """A planner at the beginning of the stream."""
+        """A planner at the beginning of the stream; the default of `max_length` is `longest`."""
         degrees = self.job.degrees
+        packing = replace(self.packing, policy=policy.packing)  # type: ignore[arg-type]
+        if packing.max_length is None and policy.packing in VARIABLE_LENGTH:
+            packing = replace(packing, max_length=self.longest)
         run = self.job.run or self.micro_batches // degrees.data
         return Planner(
             self.lengths,
@@ -90,9 +104,9 @@ class Scenario:
             data_parallel=degrees.data,
             context_parallel=degrees.context,
             pipeline=PipelineRuns(self.job.shape, run, policy.order) if degrees.pipeline > 1 else None,
-            divisor=int(np.lcm(self.divisor, 2 * degrees.context * degrees.tensor)),
+            divisor=self._divisor,
             seed=self.seed,
-            packing=replace(self.packing, policy=policy.packing),  # type: ignore[arg-type]
+            packing=packing,
             sharding=ShardingSettings(policy=policy.sharding),  # type: ignore[arg-type]
             cost_model=self.cost_model or JobCost(self.job),
             latency=self.job.latency,

@@ -3,7 +3,7 @@
 Degrees of tensor and context parallelism are powers of two, tensor parallelism within a node and a divisor of
 the heads; pipelines have at most a rank for every layer; what is left is data parallelism. A candidate whose
 plain micro-batches do not fit memory is left out before it is planned. Balanced packing gets the longest
-micro-batches that fit, up to two context windows.
+micro-batches that fit, up to two context windows, which is the default of `max_length` everywhere.
 """
 
 from __future__ import annotations
@@ -14,12 +14,9 @@ from dataclasses import dataclass, replace
 
 from wlb_titan.planner.degrees import Degrees
 from wlb_titan.planner.errors import PlanError
-from wlb_titan.planner.memory import pipeline_memory
 from wlb_titan.simulator.job import SimulatedJob
 from wlb_titan.simulator.scenario import Policy, Scenario
 from wlb_titan.simulator.step import Prediction
-
-LONGEST = (2.0, 1.75, 1.5, 1.25, 1.0)  # context windows that a micro-batch may have
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +62,7 @@ def search(scenario: Scenario, gpus: int, policies: list[Policy], steps: int) ->
     for degrees in candidates(scenario.job, gpus, scenario.micro_batches):
         try:
             job = at_degrees(scenario.job, degrees)
-            longest = longest_that_fits(job, scenario)
+            longest = replace(scenario, job=job).longest
             if longest is None:
                 too_large += 1
                 continue
@@ -106,24 +103,6 @@ def at_degrees(job: SimulatedJob, degrees: Degrees) -> SimulatedJob:
     latency = replace(job.latency, heads=job.model.heads // degrees.tensor)
     groups = math.gcd(job.gather_groups, job.model.kv_heads // degrees.tensor)
     return replace(job, degrees=degrees, latency=latency, run=None, stage_layers=(), gather_groups=groups)
-
-
-def longest_that_fits(job: SimulatedJob, scenario: Scenario) -> int | None:
-    """Tokens of the longest micro-batches that fit memory; None if not even those of a window do."""
-    each = scenario.micro_batches // job.degrees.data
-    for windows in LONGEST:
-        length = int(windows * scenario.window)
-        memory = pipeline_memory(
-            job.model,
-            job.degrees,
-            [length] * each,
-            schedule=job.schedule,
-            chunks=job.chunks,
-            settings=job.memory,
-        )
-        if max(rank.total for rank in memory) <= job.cluster.memory:
-            return length
-    return None
 
 
 def _powers_of_two(most: int) -> Iterator[int]:

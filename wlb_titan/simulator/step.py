@@ -11,13 +11,13 @@ At the end the optimizer runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.planner.errors import PlanError
-from wlb_titan.planner.memory import RankMemory, pipeline_memory, rank_parameters, weighted_tokens
+from wlb_titan.planner.memory import RankMemory, rank_parameters, weighted_tokens
 from wlb_titan.planner.pipeline_graph import PassTimes, PipelineGraph
 from wlb_titan.planner.pipeline_schedule import rank_actions
 from wlb_titan.planner.plan import LENGTH, Plan
@@ -144,16 +144,7 @@ def peak_memory(job: SimulatedJob, tokens: NDArray[np.int64]) -> tuple[RankMemor
         actions = list(rank_actions(job.shape, len(tokens), rank))
         in_flight = np.max(weighted_tokens(actions, tokens, job.layers), axis=0)
         worst = tokens[:, in_flight.argmax()]
-        memory = pipeline_memory(
-            job.model,
-            job.degrees,
-            worst.tolist(),
-            schedule=job.schedule,
-            chunks=job.chunks,
-            settings=job.memory,
-            layers=job.layers,
-        )
-        result.append(memory[rank])
+        result.append(replace(job, run=None).peak_memory(worst.tolist())[rank])
     return tuple(result)
 
 

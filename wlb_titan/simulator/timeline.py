@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb_titan.planner.memory import layer_bytes, weighted_tokens
+from wlb_titan.planner.layer_memory import TokenBytes
+from wlb_titan.planner.memory import weighted_tokens
 from wlb_titan.planner.pipeline_graph import PipelineGraph
 from wlb_titan.planner.plan import Plan
 from wlb_titan.simulator.job import SimulatedJob
@@ -56,7 +57,7 @@ def _replica(job: SimulatedJob, plan: Plan, name: str, dp_rank: int) -> tuple[li
     micro_batches = plan.of_rank(dp_rank)
     run = job.run or len(micro_batches)
     graph = PipelineGraph(job.shape, run)
-    per_token = layer_bytes(job.model, job.degrees, job.memory, job.memory.checkpointing)
+    per_token = TokenBytes.of(job.model, job.degrees, job.memory).kept
     slices: list[Slice] = []
     curves: dict[int, tuple[list[float], list[float]]] = {
         rank: ([0.0], [0.0]) for rank in range(job.degrees.pipeline)

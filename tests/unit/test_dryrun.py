@@ -1,0 +1,117 @@
+"""`wlb-titan dryrun`: what it traces beside what is predicted, its report, its files and its errors."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+
+use_cpu_without_accelerator()
+
+TABLE_1 = "train_configs/llama2_550m_64k.toml"
+BALANCED = ["--policy", "wlb_lazy:hybrid:best", "--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"]
+SMALL = """
+base = "llama3_debug"
+[wlb.corpus]
+path = "not_here"
+[training]
+seq_len = 256
+mixed_precision_param = "bfloat16"
+[parallelism]
+pipeline_parallel_degree = 2
+context_parallel_degree = 2
+tensor_parallel_degree = 2
+"""
+
+
+def dryrun(*words):
+    from wlb_titan.commands.main import main
+
+    return CliRunner().invoke(main, ["dryrun", *map(str, words)])
+
+
+@pytest.mark.parametrize("words", [[], BALANCED], ids=["plain", "balanced"])
+def test_the_predicted_peak_is_the_traced_one(words, tmp_path):
+    output = tmp_path / "ranks.json"
+    result = dryrun(TABLE_1, *words, "--output", output, "--device-gib", 80)
+    assert result.exit_code == 0, result.output
+    assert "log-normal" in result.stderr  # there is no corpus
+    assert "it fits" in result.stdout
+    first, last = json.loads(output.read_text())
+    assert (first["rank"], last["rank"]) == (0, 15)
+    for rank in (first, last):
+        assert rank["predicted_gib"] == pytest.approx(rank["traced_gib"], rel=0.05)
+        assert rank["predicted_gib"] == pytest.approx(sum(rank["predicted"].values()))
+        assert len(rank["lengths"]) == 4
+        # What is known without a trace: this GPU's weights, and AdamW's two moments of each, in float32.
+        assert rank["traced"]["weights"] == pytest.approx(4 * rank["local_parameters"] / 2**30, rel=1e-3)
+        assert rank["traced"]["optimizer"] == pytest.approx(2 * rank["traced"]["weights"], rel=1e-3)
+        # TP 2 x FSDP over CP 2; norms are not divided by TP.
+        assert rank["parameters"] == pytest.approx(4 * rank["local_parameters"], rel=1e-3)
+        by_kind = {(entry["kind"], entry["over"]): entry for entry in rank["collectives"]}
+        hidden = 1536 * 2 * sum(rank["lengths"]) / (2 * 2) / 2**30  # between stages: bfloat16, CP 2 x TP 2
+        chunks = 2 if words else 1
+        # Each stage sends hidden states on, but for the last, and gradients back, but for the first.
+        assert by_kind["send", "pp"]["gib"] == pytest.approx(hidden * (2 * chunks - 1), rel=1e-3)
+    assert first["lengths"] == last["lengths"]
+    assert (first["lengths"] == [65536] * 4) == (not words)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    path = tmp_path_factory.mktemp("dryrun") / "small.toml"
+    path.write_text(SMALL)
+    return path
+
+
+def test_a_rank_that_fails_says_how_and_the_command_fails(small):
+    result = dryrun(
+        small, "--rank", "first,3", "--wlb.packing.policy", "wlb", "--wlb.packing.max_length", 200
+    )
+    assert result.exit_code == 1
+    assert "Rank 0 of 8 fails" in result.stdout and "Rank 3 of 8 fails" in result.stdout
+    assert "max_length is 200 tokens, below the context window of 256" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rank", "8"], "'8' is none of the job's 8 ranks"),
+        (["--rank", "0,middle"], "'middle' is none"),
+        (["--policy", "wlb:hybrid:best:x"], "too many parts"),
+        (["--policy", "wlbb"], "wlbb"),
+        (["--world-size", "12"], "12 processes do not fit"),
+        (["--parallelism.nonsense", "1"], "nonsense"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_starts(small, words, message):
+    result = dryrun(small, *words)
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+
+
+def test_the_corpus_is_used_where_there_is_one(small, tmp_path):
+    import numpy as np
+
+    from wlb_titan.corpus.synthetic import write_synthetic_corpus
+
+    write_synthetic_corpus(tmp_path / "corpus", np.full(64, 256))
+    output = tmp_path / "ranks.json"
+    words = ["--policy", "plain:per_document", "--step", 1, "--rank", "last", "--output", output]
+    result = dryrun(small, "--wlb.corpus.path", tmp_path / "corpus", *words)
+    assert result.exit_code == 0, result.output
+    assert "no corpus" not in result.stderr
+    (rank,) = json.loads(output.read_text())
+    assert (rank["rank"], rank["lengths"]) == (7, [256] * 4)
+    assert rank["coordinates"] == {"pp": 1, "cp": 1, "tp": 1}
+
+
+def test_synthetic_lengths_have_a_long_tail():
+    from wlb_titan.corpus.synthetic import long_tailed_lengths
+
+    lengths = long_tailed_lengths(10_000_000, 65536)
+    assert 10_000_000 <= lengths.sum() < 10_000_000 + 65536
+    assert lengths.min() >= 1 and lengths.max() == 65536
+    assert 0.005 < (lengths == 65536).mean() < 0.02
+    assert (lengths == long_tailed_lengths(10_000_000, 65536)).all()

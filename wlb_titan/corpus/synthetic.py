@@ -1,0 +1,74 @@
+"""A corpus without text: documents of given lengths, for plans where the real corpus is not at hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb_titan.corpus.corpus import Corpus
+from wlb_titan.corpus.folder import LOCK_FILE, written_whole
+from wlb_titan.corpus.manifest import DOCUMENTS_FILE, TOKENIZER_FOLDER, Manifest
+from wlb_titan.corpus.settings import MIN_VOCAB_SIZE
+from wlb_titan.corpus.tokenizer import CorpusTokenizer, train_tokenizer
+from wlb_titan.corpus.writer import DocumentWriter
+
+SIGMA = 1.5
+"""Of the logarithm of a length."""
+
+SHAPE = f"log-normal with a median of a 32nd of the context window and sigma {SIGMA:g}, cut at the window"
+"""What `long_tailed_lengths` draws from, for reports."""
+
+
+def long_tailed_lengths(tokens: int, longest: int, seed: int = 0) -> NDArray[np.int64]:
+    """Lengths with a long tail: log-normal, with a median of a 32nd of the longest and sigma 1.5.
+
+    About one document in a hundred is as long as the longest, and these have about a tenth of the tokens.
+
+    Args:
+        tokens: how many there are to be together, at least.
+        longest: length at which they are cut off.
+        seed: of the draw.
+
+    Returns:
+        int64 (documents,).
+    """
+    draw = np.random.default_rng(seed)
+    median = max(longest // 32, 1)
+    lengths = np.empty(0, dtype=np.int64)
+    while lengths.sum() < tokens:
+        more = draw.lognormal(np.log(median), SIGMA, size=max(256, tokens // (2 * median)))
+        lengths = np.concatenate([lengths, np.clip(more, 1, longest).astype(np.int64)])
+    return lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1]
+
+
+def write_synthetic_corpus(path: Path, lengths: NDArray[np.int64]) -> Corpus:
+    """Writes documents of these lengths, whose tokens are all 0, and opens them as a corpus.
+
+    Args:
+        path: the corpus folder, which must not exist.
+        lengths: int64 (documents,), tokens.
+    """
+    with written_whole(path, replace=False) as folder:
+        train_tokenizer(["a"], MIN_VOCAB_SIZE, folder / TOKENIZER_FOLDER)
+        tokenizer = CorpusTokenizer(folder / TOKENIZER_FOLDER)
+        zeros = np.zeros(int(lengths.max()), dtype=np.int32)
+        with DocumentWriter(folder / DOCUMENTS_FILE) as writer:
+            for number, length in enumerate(lengths.tolist()):
+                writer.add(f"synthetic {number}", zeros[:length])
+        files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != LOCK_FILE)
+        Manifest(
+            fingerprint=writer.digest().hex()[:16],
+            documents=writer.documents,
+            tokens=writer.tokens,
+            empty_documents=0,
+            unreadable=0,
+            vocab_size=tokenizer.vocab_size,
+            end_of_text=tokenizer.end_of_text,
+            end_of_text_id=tokenizer.end_of_text_id,
+            tokenizer_sha256=tokenizer.digest.hex(),
+            settings={"source": "synthetic"},
+            files={file.relative_to(folder).as_posix(): file.stat().st_size for file in files},
+        ).save(folder)
+    return Corpus.open(path)

@@ -1,0 +1,257 @@
+"""The trainer of a dry run: one rank, fake tensors, a fake process group, one step."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.models.common import RMSNorm
+from torchtitan.protocols.module import Module
+
+from wlb_titan.errors import UserError
+from wlb_titan.planner.memory import GIB, TERMS
+from wlb_titan.runtime.compat import DataDependentOutputException, FakeTensorMode
+from wlb_titan.runtime.dataloader import Step
+from wlb_titan.runtime.inputs import Item
+from wlb_titan.runtime.memory import predicted_memory
+from wlb_titan.runtime.memory_trace import MemoryTrace, local_tensor
+from wlb_titan.runtime.trainer import Trainer
+
+
+class DryTrainer(Trainer):
+    """One rank of a job, built as the job builds it, on tensors without memory.
+
+    The model is made on the meta device and parallelised as ever; what comes after is done in a fake mode:
+    the parameters' allocation, the optimizer, the step.
+
+    Args:
+        config: of the job. Compilation, checkpoints and files are switched off in a copy.
+        rank: global rank.
+        world_size: processes of the job.
+    """
+
+    def __init__(self, config: Trainer.Config, *, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._trace = MemoryTrace(self._fake)
+        self._passes, self._passes_peak = self._trace.peak, 0
+        with ExitStack() as stack:
+            super().__init__(dry_config(config, lambda: stack.enter_context(self._fake)))
+
+    def init_distributed(self) -> ParallelDims:
+        """A process group that answers at once, and the meshes of the whole job."""
+        dist_utils.init_fake_mode(self._world_size, rank=self._rank)
+        dims = ParallelDims.from_config(self.config.parallelism, self._world_size)
+        dims.build_mesh()
+        return dims
+
+    def run(self, step: int) -> dict[str, Any]:
+        """Runs one step of the plan.
+
+        Args:
+            step: from 1; the plans before it are made and left out.
+
+        Returns:
+            What `wlb-titan dryrun --output` writes of a rank; see docs/dryrun.md.
+
+        Raises:
+            UserError: the step needs more than shapes.
+        """
+        begin = time.perf_counter()
+        planned = self._planned_step(step)
+        lengths = [labels.shape[1] * self.parallel_dims.cp for _, labels in planned.items]
+        parameters = [p for part in self.model_parts for p in part.parameters()]
+        buffers = [b for part in self.model_parts for b in part.buffers()]
+        trace = self._trace = MemoryTrace(self._fake, _weight_shapes(parameters))
+        for term, tensors in (("weights", parameters), ("rotary", buffers)):
+            for tensor in tensors:
+                trace.add(tensor, term)
+        with trace:
+            trace.begin()
+            try:
+                self.train_step(iter([planned]))
+            except DataDependentOutputException as error:
+                raise UserError(
+                    "The model was built and parallelised without an error, but its step depends on values "
+                    "of tensors, and a dry run has only their shapes: with expert parallelism the router's "
+                    "choices say how many tokens go to which rank. Such a step cannot be run dry yet."
+                ) from error
+        passes = self._passes
+        states = [
+            value
+            for optimizer in self.optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        ]
+        trace.reassign(states, "optimizer")
+        # The optimizer's state is made in its first step and is there in all passes of the next.
+        optimizer = trace.now().terms.get("optimizer", 0)
+        passes.terms["optimizer"] = optimizer
+        return {
+            "rank": self._rank,
+            "coordinates": self._coordinates(),
+            "lengths": lengths,
+            "parameters": sum(p.numel() for p in parameters),
+            "local_parameters": sum(local_tensor(p).numel() for p in parameters),
+            "traced_gib": max(self._passes_peak + optimizer, trace.highest) / GIB,
+            "traced": {term: size / GIB for term, size in passes.terms.items()},
+            "largest": [
+                {"gib": size / GIB, "tensors": number, "what": what} for size, number, what in passes.largest
+            ],
+            **self._predicted(lengths),
+            "collectives": self._collectives(trace),
+            "seconds": time.perf_counter() - begin,
+        }
+
+    def _predicted(self, lengths: list[int]) -> dict[str, Any]:
+        ranks = predicted_memory(self.config, self.parallel_dims, lengths)
+        if ranks is None:
+            return {"predicted_gib": None, "predicted": {}}
+        mine = ranks[self._coordinates().get("pp", 0)]
+        terms = {term: getattr(mine, term) / GIB for term in TERMS if getattr(mine, term)}
+        return {"predicted_gib": mine.total / GIB, "predicted": terms}
+
+    def _coordinates(self) -> dict[str, int]:
+        """This rank's place on each mesh axis that has more than one rank."""
+        meshes = self.parallel_dims.get_all_one_dimensional_meshes()
+        axes = [axis for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep") if axis in meshes]
+        return {axis: meshes[axis].get_local_rank() for axis in axes if meshes[axis].size() > 1}
+
+    def _collectives(self, trace: MemoryTrace) -> list[dict[str, Any]]:
+        """Number and GiB of the step's collectives by kind and mesh axis, the largest first."""
+        names = self._group_names()
+        found: dict[tuple[str, str], tuple[int, int]] = {}
+        for (kind, group), (number, size) in trace.collectives.items():
+            key = kind, names.get(group, group)  # an axis has a group in each of several meshes
+            before = found.get(key, (0, 0))
+            found[key] = (before[0] + number, before[1] + size)
+        return [
+            {"kind": kind, "over": axis, "number": number, "gib": size / GIB}
+            for (kind, axis), (number, size) in sorted(found.items(), key=lambda entry: -entry[1][1])
+        ]
+
+    def _group_names(self) -> dict[str, str]:
+        """Mesh axes by the names of their process groups."""
+        meshes = list(self.parallel_dims.get_all_one_dimensional_meshes().items())
+        named = {mesh.get_group().group_name: axis for axis, mesh in meshes}
+        parameters = (p for part in self.model_parts for p in part.parameters())
+        of_weights = {p.device_mesh for p in parameters if isinstance(p, DTensor)}
+        of_activations = (self.parallel_dims.spmd_dense_mesh(), self.parallel_dims.spmd_sparse_mesh())
+        for mesh in (*of_weights, *(mesh for mesh in of_activations if mesh is not None)):
+            for axis, group in zip(mesh.mesh_dim_names or (), mesh.get_all_groups(), strict=True):
+                named[group.group_name] = axis
+        return named
+
+    def _log(self, *arguments: Any) -> None:
+        """What is logged has no values here."""
+
+    def _planned_step(self, step: int) -> Step:
+        steps = iter(self.planned)
+        for _ in range(step - 1):
+            next(steps)
+        return next(steps)
+
+    def _forward_backward(self, group: list[Item], labels: torch.Tensor) -> torch.Tensor:
+        """The passes, in the fake mode, which the optimizer has to do without: in an active one DTensor would
+        work out shapes on tensors of the rank's own mode, and the trace would count them."""
+        with self._fake:
+            loss = super()._forward_backward(group, labels)
+        if self._trace.highest > self._passes_peak:
+            self._passes, self._passes_peak = self._trace.peak, self._trace.highest
+        gradients = (p.grad for part in self.model_parts for p in part.parameters() if p.grad is not None)
+        self._trace.reassign(gradients, "gradients")
+        self._trace.begin()
+        return loss
+
+
+def dry_config(config: Trainer.Config, parallelised: Callable[[], Any]) -> Trainer.Config:
+    """A job's configuration for a dry run.
+
+    Args:
+        config: of the job.
+        parallelised: called when the model has been parallelised, before its parameters are allocated.
+    """
+    spec = config.model_spec
+    assert spec is not None
+    model = copy.deepcopy(spec.model)
+    for _, module, _, _ in model.traverse(Module.Config, recurse=True):
+        if module.param_init is not None:
+            module.param_init = {name: _leave for name in module.param_init}
+    for _, norm, parent, name in model.traverse(RMSNorm.Config):
+        assert parent is not None and isinstance(name, str)
+        setattr(
+            parent,
+            name,
+            FusedRMSNorm.Config(**{f.name: getattr(norm, f.name) for f in dataclasses.fields(norm)}),
+        )
+
+    def then(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            parallelised()
+            return result
+
+        return call
+
+    pipelined = config.parallelism.pipeline_parallel_degree > 1
+    changed = "pipelining_fn" if pipelined else "parallelize_fn"
+    return dataclasses.replace(
+        config,
+        model_spec=dataclasses.replace(spec, model=model, **{changed: then(getattr(spec, changed))}),
+        compile=dataclasses.replace(config.compile, enable=False),
+        checkpoint=dataclasses.replace(config.checkpoint, enable=False),
+        metrics=dataclasses.replace(config.metrics, enable_tensorboard=False, enable_wandb=False),
+        wlb=dataclasses.replace(
+            config.wlb, trace_every=0, pipeline=dataclasses.replace(config.wlb.pipeline, check_lengths=False)
+        ),
+        validator=dataclasses.replace(config.validator, enable=False),
+    )
+
+
+def _leave(parameter: torch.Tensor) -> None:
+    """The initialisation of a parameter that has no values."""
+
+
+class FusedRMSNorm(RMSNorm):
+    """An RMSNorm that allocates what CUDA's kernels do: the output and 1 / RMS of each row in float32."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(RMSNorm.Config):
+        pass
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _FusedRMSNorm.apply(x, self.weight)
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+
+
+def _weight_shapes(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[int, ...]]:
+    """Shapes of the whole weights that tensor parallelism leaves a rank."""
+    for parameter in parameters:
+        shape = list(parameter.shape)
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            for axis, placement in zip(mesh.mesh_dim_names or (), parameter.placements, strict=True):
+                if axis in ("tp", "ep") and isinstance(placement, Shard):
+                    shape[placement.dim] //= mesh[axis].size()
+        if len(shape) > 1:
+            yield tuple(shape)

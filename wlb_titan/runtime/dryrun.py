@@ -1,0 +1,93 @@
+"""One rank of a job on fake tensors: `python -m wlb_titan.runtime.dryrun ... FILE [overrides]`.
+
+The process is one rank of a world that is not there: its process group answers every collective at once, and
+its tensors have shapes and types but no memory. Everything else is the job's own: the model is built and
+parallelised, a planned step goes through the pipeline's schedule, forward and backward, gradients are clipped
+and the optimizer runs. `wlb-titan dryrun` starts one such process for each rank that is asked for.
+
+What differs from the job, and how:
+
+- The device is the CPU. RMSNorm there is made of single operations in float32, and is one kernel on CUDA: in
+  a dry run it allocates what that kernel does. Attention allocates what its kernels do: their output, the
+  log-sum-exp in float32, and the three gradients.
+- torch.compile is off: what it fuses or keeps differently is not seen.
+- Parameters are not initialised and nothing is loaded: they have no values.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import click
+
+from wlb_titan.errors import UserError
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.option("--rank", required=True, type=int, help="Global rank to run.")
+@click.option("--world-size", required=True, type=int, help="Processes of the job.")
+@click.option("--step", required=True, type=int, help="Which step of the plan to run, from 1.")
+@click.option("--result", required=True, type=click.Path(path_type=Path), help="JSON file to write.")
+@click.argument("file")
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
+def main(rank: int, world_size: int, step: int, result: Path, file: str, overrides: tuple[str, ...]) -> None:
+    """Runs one rank of FILE's job on fake tensors and writes what it found to a JSON file."""
+    try:
+        found = dry_rank(file, overrides, rank=rank, world_size=world_size, step=step)
+    except UserError as error:
+        found = {"rank": rank, "error": str(error)}
+    except Exception as error:
+        found = {
+            "rank": rank,
+            "error": f"{type(error).__name__}: {error}",
+            "traceback": traceback.format_exc(),
+        }
+    result.write_text(json.dumps(found), encoding="utf-8")
+    sys.exit("error" in found)
+
+
+def dry_rank(
+    file: str, overrides: tuple[str, ...], *, rank: int, world_size: int, step: int
+) -> dict[str, Any]:
+    """Builds one rank of a job and runs one planned step of it.
+
+    Args:
+        file: TOML file.
+        overrides: command-line words that win over it.
+        rank: global rank, of `world_size`.
+        step: of the plan, from 1.
+
+    Returns:
+        What `wlb-titan dryrun --output` writes of a rank; see docs/dryrun.md.
+
+    Raises:
+        UserError: the configuration cannot run.
+    """
+    # What torch and torchtitan ask the environment for; a launcher would have set it.
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
+    from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+
+    use_cpu_without_accelerator()
+    import torch
+
+    torch.set_num_threads(1)
+    from wlb_titan.config import load_config
+    from wlb_titan.runtime.dry_trainer import DryTrainer
+
+    logging.getLogger().setLevel(logging.ERROR)
+    resolved = load_config(file, overrides, world_size=world_size)
+    trainer = DryTrainer(resolved.config, rank=rank, world_size=world_size)
+    try:
+        return trainer.run(step)
+    finally:
+        trainer.close()
+
+
+if __name__ == "__main__":
+    main()

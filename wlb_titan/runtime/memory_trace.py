@@ -1,0 +1,213 @@
+"""What a rank allocates and what it communicates, recorded operation by operation.
+
+A dispatch mode sees every operation below autograd and DTensor, so the recorded memory is that of local
+tensors, and the recorded collectives are those that the process would start. Storages are counted once,
+however many views they have, and until the last of them is gone. FSDP frees a storage without freeing the
+tensor, by resizing it to nothing: such storages are looked at again before a new peak is believed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from wlb_titan.runtime.compat import AsyncCollectiveTensor, FakeTensor, FakeTensorMode, in_backward_pass
+
+SNAPSHOT_STEP = 1.002
+"""A peak this much above the last one is looked at again: taking it apart costs more than an operation."""
+
+COLLECTIVES = {
+    "allgather": "all-gather",
+    "reducescatter": "reduce-scatter",
+    "allreduce": "all-reduce",
+    "alltoall": "all-to-all",
+    "broadcast": "broadcast",
+    "send": "send",
+    "recv": "receive",
+}
+"""How the operations' names begin, without underscores, and what they are called here."""
+
+GATHERED, FORWARD, BACKWARD = "gathered", "activations", "backward"
+
+
+@dataclass(slots=True)
+class _Storage:
+    size: int
+    term: str
+    what: str
+    reference: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A moment of a trace.
+
+    Attributes:
+        bytes_: of all storages alive.
+        terms: bytes by term: what the storages were given for, `activations` for those made in a forward
+            pass, `backward` for those made in a backward pass, and `gathered` for FSDP's whole weights,
+            their gradients and its buffers.
+        largest: bytes, number and description of storages that are alike, the largest sums first.
+    """
+
+    bytes_: int = 0
+    terms: dict[str, int] = field(default_factory=dict)
+    largest: list[tuple[int, int, str]] = field(default_factory=list)
+
+
+class MemoryTrace(TorchDispatchMode):
+    """Records what is done while it is active.
+
+    Args:
+        fake: the mode of the rank's tensors. DTensor works out shapes on tensors of a mode of its own.
+        weight_shapes: of whole weights, as this rank has them between gathering and freeing them.
+
+    Attributes:
+        current: bytes alive.
+        highest: the most bytes that were alive at any time.
+        peak: what was alive then, or at a moment with 0.2 % less.
+        collectives: number and bytes by kind and group: of the larger of what goes in and what comes out.
+    """
+
+    def __init__(self, fake: FakeTensorMode, weight_shapes: Iterable[tuple[int, ...]] = ()) -> None:
+        super().__init__()
+        self.current = self.highest = 0
+        self.peak = Snapshot()
+        self.collectives: dict[tuple[str, str], tuple[int, int]] = {}
+        self._fake = fake
+        self._storages: dict[int, _Storage] = {}
+        self._resizable: set[int] = set()
+        self._weight_shapes = set(weight_shapes)
+
+    def add(self, tensor: torch.Tensor, term: str, what: str = "") -> None:
+        """Counts a tensor's storage, if it is not counted yet."""
+        local = local_tensor(tensor)
+        storage = local.untyped_storage()
+        key = storage._cdata
+        if key in self._storages:
+            self._resized(key, storage.nbytes())
+            return
+        entry = _Storage(storage.nbytes(), term, f"{what} {tuple(local.shape)} {local.dtype}")
+        entry.reference = weakref.ref(storage, lambda _: self._freed(key))
+        self._storages[key] = entry
+        self.current += entry.size
+        self._check()
+
+    def reassign(self, tensors: Iterable[torch.Tensor], term: str) -> None:
+        """Moves the storages of tensors to another term."""
+        for tensor in tensors:
+            if (entry := self._storages.get(local_tensor(tensor).untyped_storage()._cdata)) is not None:
+                entry.term = term
+
+    def begin(self) -> None:
+        """Forgets the peak: a new phase."""
+        self.highest, self.peak = self.current, self.now()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor goes on to operations on local tensors, which come back here
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._count(func, args, kwargs, result)
+        if func.namespace == "fsdp":  # writes into tensors that it is given
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, torch.Tensor):
+                    self.add(tensor, GATHERED, str(func))
+                    self._resizable.add(local_tensor(tensor).untyped_storage()._cdata)
+        term = BACKWARD if in_backward_pass() else FORWARD
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and self._is_of_the_rank(tensor):
+                self.add(tensor, self._term(tensor, term), str(func))
+        return result
+
+    def _is_of_the_rank(self, tensor: torch.Tensor) -> bool:
+        return not isinstance(tensor, FakeTensor) or tensor.fake_mode is self._fake
+
+    def _term(self, tensor: torch.Tensor, otherwise: str) -> str:
+        """FSDP's flat buffers have one dimension, and whole weights and their gradients a weight's shape."""
+        shape = tuple(tensor.shape)
+        is_weight = shape in self._weight_shapes or shape[::-1] in self._weight_shapes
+        is_buffer = len(shape) == 1 and tensor.is_floating_point() and tensor.numel() > 1 << 16
+        return GATHERED if is_weight or is_buffer else otherwise
+
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        name = func._schema.name.partition("::")[2].strip("_").replace("_", "")
+        kind = next((kind for prefix, kind in COLLECTIVES.items() if name.startswith(prefix)), None)
+        if kind is None:  # waiting, and what autograd needs
+            return
+        size = max(_bytes(tree_leaves(side)) for side in ((args, kwargs), result))
+        key = kind, _group(args)
+        number, total = self.collectives.get(key, (0, 0))
+        self.collectives[key] = (number + 1, total + size)
+
+    def _freed(self, key: int) -> None:
+        entry = self._storages.pop(key, None)
+        if entry is not None:
+            self.current -= entry.size
+        self._resizable.discard(key)
+
+    def _resized(self, key: int, size: int) -> None:
+        entry = self._storages[key]
+        if entry.size != size:
+            self.current += size - entry.size
+            entry.size = size
+            self._check()
+
+    def _check(self) -> None:
+        if self.current <= self.highest:
+            return
+        for key in tuple(self._resizable):
+            entry = self._storages[key]
+            storage = entry.reference()
+            if storage is not None and (size := storage.nbytes()) < entry.size:
+                self.current += size - entry.size
+                entry.size = size
+        if self.current > self.highest:
+            self.highest = self.current
+            if self.current > SNAPSHOT_STEP * self.peak.bytes_:
+                self.peak = self.now()
+
+    def now(self) -> Snapshot:
+        """What is alive."""
+        terms: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
+        numbers: Counter[str] = Counter()
+        for entry in self._storages.values():
+            terms[entry.term] += entry.size
+            sizes[f"{entry.term}: {entry.what}"] += entry.size
+            numbers[f"{entry.term}: {entry.what}"] += 1
+        largest = [(size, numbers[what], what) for what, size in sizes.most_common(40)]
+        return Snapshot(self.current, dict(terms), largest)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor, after any collective under way."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def _group(args: Iterable[Any]) -> str:
+    """The name of the process group among a collective's arguments."""
+    for value in reversed(list(args)):
+        if isinstance(value, str):  # functional collectives name it, after the reduction
+            return value
+        if isinstance(value, torch.ScriptObject) and value._type().name() == "ProcessGroup":
+            return dist.ProcessGroup.unbox(value).group_name
+    return ""
+
+
+def _bytes(leaves: Iterable[Any]) -> int:
+    return sum(t.numel() * t.element_size() for t in leaves if isinstance(t, torch.Tensor))
