@@ -16,6 +16,7 @@ import torch.distributed.pipelining.stage as stage_module  # noqa: E402
 import torchtitan.distributed.pipeline_parallel as titan_pipeline  # noqa: E402
 from torch.distributed.pipelining import PipelineStage  # noqa: E402
 from torchtitan.components.validate import Validator  # noqa: E402
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
 from wlb_titan.runtime import compat  # noqa: E402
@@ -57,6 +58,7 @@ OVERRIDDEN = {
     "_pre_metadata_inference_backup": "self",
     "_post_metadata_inference_cleanup": "self",
 }
+DISPATCHER = "self num_local_tokens_per_expert_E num_global_tokens_per_local_expert_EP_e ep_size"
 ATTRIBUTES = (
     "args_recv_info",
     "grad_recv_info",
@@ -97,6 +99,10 @@ def test_a_configuration_knows_what_it_builds():
 @pytest.mark.parametrize("name", OVERRIDDEN)
 def test_overridden_methods_of_a_stage_take_what_they_took(name):
     assert parameters(getattr(PipelineStage, name)) == OVERRIDDEN[name]
+
+
+def test_a_dispatcher_s_overridden_method_takes_what_it_took():
+    assert parameters(AllToAllTokenDispatcher._sync_token_count_exchange) == DISPATCHER
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)

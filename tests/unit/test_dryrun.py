@@ -115,3 +115,20 @@ def test_synthetic_lengths_have_a_long_tail():
     assert lengths.min() >= 1 and lengths.max() == 65536
     assert 0.005 < (lengths == 65536).mean() < 0.02
     assert (lengths == long_tailed_lengths(10_000_000, 65536)).all()
+
+
+def test_experts_get_equally_many_tokens(tmp_path):
+    """CP 2 = EP 2: every token visits `top_k` experts, and half of these visits cross to the other rank."""
+    file, output = tmp_path / "experts.toml", tmp_path / "ranks.json"
+    file.write_text(
+        'base = "torchtitan.models.qwen3.config_registry:qwen3_moe_debug"\n'
+        '[wlb.corpus]\npath = "not_here"\n'
+        "[training]\nseq_len = 256\nlocal_batch_size = 1\n"
+        "[parallelism]\ncontext_parallel_degree = 2\nexpert_parallel_degree = 2\n"
+    )
+    result = dryrun(file, "--rank", "0", "--output", output)
+    assert result.exit_code == 0, result.output
+    (rank,) = json.loads(output.read_text())
+    assert rank["predicted_gib"] is None
+    exchanged = [c for c in rank["collectives"] if (c["kind"], c["over"]) == ("all-to-all", "ep")]
+    assert exchanged and exchanged[0]["gib"] > 0

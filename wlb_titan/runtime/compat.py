@@ -13,6 +13,8 @@ Overridden or set on torch's own classes, without an import, and covered by the 
   Without it: pass `input_args` and `output_args` to torch's constructor.
 - `CheckpointWrapper.checkpoint_fn` (torch.distributed.algorithms): how a block is checkpointed, where
   torchtitan sets no early stop. Without it: no early stop, at the price of one matrix product a layer.
+- `AllToAllTokenDispatcher._sync_token_count_exchange`: how many tokens go to which expert-parallel rank,
+  which a dry run cannot know. Without it: such models are refused there.
 - `PipelineStage._prepare_forward_infra`, `_prepare_backward_infra`, `_pre_metadata_inference_backup`,
   `_post_metadata_inference_cleanup`: torch's inference of shapes, which `PlannedStage` leaves out.
 """

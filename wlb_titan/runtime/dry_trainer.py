@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common import RMSNorm
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.protocols.module import Module
 
 from wlb_titan.errors import UserError
@@ -81,8 +82,7 @@ class DryTrainer(Trainer):
             except DataDependentOutputException as error:
                 raise UserError(
                     "The model was built and parallelised without an error, but its step depends on values "
-                    "of tensors, and a dry run has only their shapes: with expert parallelism the router's "
-                    "choices say how many tokens go to which rank. Such a step cannot be run dry yet."
+                    f"of tensors, and a dry run has only their shapes: {error}."
                 ) from error
         passes = self._passes
         states = [
@@ -186,13 +186,8 @@ def dry_config(config: Trainer.Config, parallelised: Callable[[], Any]) -> Train
     for _, module, _, _ in model.traverse(Module.Config, recurse=True):
         if module.param_init is not None:
             module.param_init = {name: _leave for name in module.param_init}
-    for _, norm, parent, name in model.traverse(RMSNorm.Config):
-        assert parent is not None and isinstance(name, str)
-        setattr(
-            parent,
-            name,
-            FusedRMSNorm.Config(**{f.name: getattr(norm, f.name) for f in dataclasses.fields(norm)}),
-        )
+    _replace(model, RMSNorm.Config, FusedRMSNorm.Config)
+    _replace(model, AllToAllTokenDispatcher.Config, EvenTokenDispatcher.Config)
 
     def then(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -217,8 +212,34 @@ def dry_config(config: Trainer.Config, parallelised: Callable[[], Any]) -> Train
     )
 
 
+def _replace(model: Any, found: type, ours: type) -> None:
+    """Puts a configuration of our class, with the same values, wherever the model has one of another."""
+    for _, config, parent, name in model.traverse(found):
+        assert parent is not None and isinstance(name, str)
+        setattr(parent, name, ours(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config)}))
+
+
 def _leave(parameter: torch.Tensor) -> None:
     """The initialisation of a parameter that has no values."""
+
+
+class EvenTokenDispatcher(AllToAllTokenDispatcher):
+    """Experts that get equally many tokens each: the router's choices have no values here."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(AllToAllTokenDispatcher.Config):
+        pass
+
+    def dispatch(self, x_TD: torch.Tensor, scores_TK: torch.Tensor, *rest: torch.Tensor) -> Any:
+        self._routed = scores_TK.numel()
+        return super().dispatch(x_TD, scores_TK, *rest)
+
+    def _sync_token_count_exchange(
+        self, mine_E: torch.Tensor, theirs_EP_e: torch.Tensor, ep_size: int
+    ) -> tuple[torch.Tensor, list[int], list[int]]:
+        each, more = divmod(self._routed, ep_size)
+        splits = [each + (rank < more) for rank in range(ep_size)]
+        return theirs_EP_e.reshape(-1), splits, [each] * ep_size
 
 
 class FusedRMSNorm(RMSNorm):

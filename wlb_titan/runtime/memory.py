@@ -28,7 +28,7 @@ from wlb_titan.planner.memory import (
 from wlb_titan.planner.packing import VARIABLE_LENGTH
 from wlb_titan.runtime.lengths import length_divisor
 from wlb_titan.runtime.pipeline_schedules import pipeline_shape, stage_names
-from wlb_titan.runtime.shape import model_shape
+from wlb_titan.runtime.shape import has_experts, model_shape
 
 if TYPE_CHECKING:
     from wlb_titan.runtime.trainer import Trainer
@@ -39,10 +39,12 @@ def predicted_memory(
 ) -> tuple[RankMemory, ...] | None:
     """The peak of each pipeline rank with micro-batches of these lengths; None where it is not known.
 
-    Not known are schedules whose order of passes the planner does not know.
+    Not known are models with experts, and schedules whose order of passes the planner does not know.
     """
     assert config.model_spec is not None
     model = config.model_spec.model
+    if has_experts(model):
+        return None
     schedule, chunks, layers = "1F1B", 1, [len(model.layers)]
     if dims.pp_enabled:
         shape = pipeline_shape(config.parallelism, model)
@@ -99,7 +101,10 @@ def describe_memory(config: Trainer.Config, dims: ParallelDims) -> list[str]:
     length = longest_micro_batch(config)
     ranks = predicted_memory(config, dims, [length] * micro_batches(config, dims))
     if ranks is None:
-        return [f"Memory of {config.parallelism.pipeline_parallel_schedule} is not predicted"]
+        assert config.model_spec is not None
+        experts = has_experts(config.model_spec.model)
+        what = "a model with experts" if experts else config.parallelism.pipeline_parallel_schedule
+        return [f"Memory of {what} is not predicted; `wlb-titan dryrun` traces it"]
     return [f"Predicted peak memory, micro-batches of {length} tokens: {_one_line(rank)}" for rank in ranks]
 
 

@@ -28,3 +28,8 @@ def model_shape(model: Decoder.Config) -> ModelShape:
         feed_forward=feed_forward,
         vocabulary=model.vocab_size,
     )
+
+
+def has_experts(model: Decoder.Config) -> bool:
+    """Whether a layer of the model is a mixture of experts."""
+    return any(layer.moe is not None for layer in model.layers)
