@@ -118,8 +118,8 @@ def first_loss(weights, words, scaled=True):
     plan, corpus = next(iter(loader)).plan, loader.corpus
     losses = []
     for micro_batch in plan.micro_batches:
-        for identifier, start, length, *_ in micro_batch.documents.tolist():
-            row = loader._planner.row_of(identifier)
+        rows = loader._planner.rows_of(micro_batch.documents[:, 0]).tolist()
+        for row, (_, start, length, *_) in zip(rows, micro_batch.documents.tolist(), strict=True):
             tokens = corpus.tokens(row, start, min(length + 1, int(corpus.lengths[row]) - start))
             tokens = torch.from_numpy(tokens.astype("int64"))
             scores = logits(weights, tokens[:length], scaled)[: len(tokens) - 1]
