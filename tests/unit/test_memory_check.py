@@ -93,4 +93,14 @@ def test_a_schedule_that_the_planner_does_not_know_is_not_predicted(loaded):
     schedule = '[parallelism]\npipeline_parallel_schedule = "LoopedBFS"'
     config, dims = loaded(PIPELINE.replace("[parallelism]", schedule))
     check_memory(config, dims, 1)
-    assert describe_memory(config, dims) == ["Memory of LoopedBFS is not predicted"]
+    (line,) = describe_memory(config, dims)
+    assert line.startswith("Memory of LoopedBFS is not predicted; `wlb-titan dryrun`")
+
+
+def test_memory_of_experts_is_not_predicted(loaded):
+    from wlb_titan.runtime.memory import check_memory, describe_memory
+
+    config, dims = loaded('base = "torchtitan.models.qwen3.config_registry:qwen3_moe_debug"')
+    check_memory(config, dims, 1)
+    (line,) = describe_memory(config, dims)
+    assert line.startswith("Memory of a model with experts is not predicted; `wlb-titan dryrun`")
