@@ -41,6 +41,7 @@ class Step:
         items: the micro-batches of this data-parallel rank, this context-parallel rank's share of each.
         labels: tokens with a label in the whole job.
         own_labels: those in `items`.
+        flops: of the model on the documents of the whole job.
         state_after: of the planner, as JSON.
     """
 
@@ -49,6 +50,7 @@ class Step:
     items: list[Item]
     labels: int
     own_labels: int
+    flops: float
     state_after: str
 
 
@@ -85,7 +87,6 @@ class PlannedDataLoader(BaseDataLoader):
         shape = config.shape
         self.corpus = open_corpus(config.corpus)
         self.plan: Plan | None = None
-        self.source_figures: dict[str, float] = {}  # of that plan, by source of a mixture
         self.context_rank = 0
         self._dp_rank = dp_rank
         self.latency = attention_latency(
@@ -127,7 +128,7 @@ class PlannedDataLoader(BaseDataLoader):
         while True:
             step = ahead.result()
             ahead: Future[Step] = self._thread.submit(self._prepare)
-            self.plan, self.source_figures, self._state = step.plan, step.source_figures, step.state_after
+            self.plan, self._state = step.plan, step.state_after
             yield step
 
     def close(self) -> None:
@@ -153,8 +154,16 @@ class PlannedDataLoader(BaseDataLoader):
         plan = self._planner.next(sharded=self._dp_rank)
         items = [self._item(micro_batch) for micro_batch in plan.of_rank(self._dp_rank)]
         own_labels = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in items)
-        figures = self._planner.source_figures(plan)
-        return Step(plan, figures, items, self._planner.labels(plan), own_labels, self._save())
+        lengths = np.concatenate([m.documents[:, LENGTH] for m in plan.micro_batches])
+        return Step(
+            plan=plan,
+            source_figures=self._planner.source_figures(plan),
+            items=items,
+            labels=self._planner.labels(plan),
+            own_labels=own_labels,
+            flops=self.config.shape.flops(lengths),
+            state_after=self._save(),
+        )
 
     def _item(self, micro_batch: MicroBatch) -> Item:
         tokens = np.zeros(micro_batch.length, dtype=np.int64)

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.metrics import MetricsProcessor as TitanMetricsProcessor
@@ -26,7 +25,6 @@ from torchtitan.trainer import Trainer as TorchtitanTrainer
 
 from wlb_titan.config.settings import WlbSettings
 from wlb_titan.planner.pipeline_runs import PipelineRuns
-from wlb_titan.planner.plan import LENGTH, Plan
 from wlb_titan.runtime.attention import DocumentAttention
 from wlb_titan.runtime.corpus import open_corpus
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
@@ -136,7 +134,7 @@ class Trainer(TorchtitanTrainer):
         self.checkpointer.maybe_wait_for_staging()
         self.optimizers.step()
         self.lr_schedulers.step()
-        self.metrics_processor.count(step.plan.tokens, self._flops(step.plan))
+        self.metrics_processor.count(step.plan.tokens, step.flops)
         if self.metrics_processor.should_log(self.step):
             self._log(step, torch.stack(losses).sum(), grad_norm, learning_rates)
         self.step_trace.end(self.step, step.plan)  # where the step was not logged
@@ -190,15 +188,10 @@ class Trainer(TorchtitanTrainer):
             "lost_tokens": plan.lost_tokens,
             "longest_micro_batch": max(m.length for m in plan.micro_batches),
             "plan_ms": plan.plan_ms,
-            **self.planned.source_figures,
+            **step.source_figures,
             **self.step_trace.end(self.step, plan),
             **measured_memory(self.parallel_dims, self.device),
         }
-
-    def _flops(self, plan: Plan) -> float:
-        """Of the model on the step's documents."""
-        lengths = np.concatenate([m.documents[:, LENGTH] for m in plan.micro_batches])
-        return self.planned.config.shape.flops(lengths)
 
     def close(self) -> None:
         self.planned.close()
