@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import platform
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 from fidelity_probe import Probe
 from pipeline_lab import BenchTrainer, in_two_processes, make_config, make_corpus, shared_folder
-from pipeline_speedup import WARM_UP, WINDOW, Result, features, show
+from pipeline_speedup import WARM_UP, WINDOW, Result, features, show, take_turns
 
 from wlb_titan.planner.plan import Plan, imbalance_degree
 
@@ -91,25 +92,19 @@ def measure(folder: Path, steps: int, micro_batches: int) -> tuple[list[Result],
     warm.close()
     results = [Result(policy, "as_packed") for policy in POLICIES]
     trainers = [trainer(policy, "quadratic:{},{}".format(*1e9 * costs)) for policy in POLICIES]
-    for number in range(-WARM_UP, steps):
-        for turn in range(len(POLICIES)):
-            which = (turn + number) % len(POLICIES)  # so that none always follows the same other
-            seconds, plan, computed = step(trainers[which])
-            if number >= 0:
-                results[which].add(
-                    plan,
-                    work=float((features(plan) @ costs).sum()),
-                    predicted=predicted_seconds(costs, slower, plan),
-                    seconds=seconds,
-                    measured_imbalance=imbalance_degree(computed),
-                    bubble=1 - computed.sum() / (RANKS * seconds),
-                )
-        if dist.get_rank() == 0:
-            print(
-                f"{number + 1} of {steps}",
-                *(f"{r.seconds[-1]:.2f}" for r in results if r.seconds),
-                flush=True,
-            )
+
+    def figures(which: int) -> dict[str, Any]:
+        seconds, plan, computed = step(trainers[which])
+        return {
+            "plan": plan,
+            "work": float((features(plan) @ costs).sum()),
+            "predicted": predicted_seconds(costs, slower, plan),
+            "seconds": seconds,
+            "measured_imbalance": imbalance_degree(computed),
+            "bubble": 1 - computed.sum() / (RANKS * seconds),
+        }
+
+    take_turns(results, steps, figures)
     for one in trainers:
         one.close()
     return results, costs, slower

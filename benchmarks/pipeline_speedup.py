@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import platform
 import statistics
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -172,28 +173,44 @@ def measure(folder: Path, steps: int, micro_batches: int) -> tuple[list[Result],
     warm.close()
     results = [Result(*variant) for variant in VARIANTS]
     trainers = [trainer(*variant, costs.quadratic()) for variant in VARIANTS]
+
+    def figures(which: int) -> dict[str, Any]:
+        seconds, plan, ranks = step(trainers[which])
+        return {
+            "plan": plan,
+            "work": float(costs.seconds(plan).sum()),
+            "predicted": predicted_seconds(costs, plan),
+            "seconds": seconds,
+            "measured_imbalance": measured_imbalance(ranks),
+            "bubble": bubble(ranks),
+        }
+
+    take_turns(results, steps, figures)
+    for one in trainers:
+        one.close()
+    return results, costs
+
+
+def take_turns(results: list[Result], steps: int, figures: Callable[[int], dict[str, Any]]) -> None:
+    """Runs a step of each variant in turn; after the warm-up its figures are taken in.
+
+    Args:
+        results: of the variants.
+        steps: counted ones of each variant.
+        figures: runs one step of the variant of this number and returns what `Result.add` takes.
+    """
     for number in range(-WARM_UP, steps):
-        for turn in range(len(VARIANTS)):
-            which = (turn + number) % len(VARIANTS)  # so that none always follows the same other
-            seconds, plan, ranks = step(trainers[which])
+        for turn in range(len(results)):
+            which = (turn + number) % len(results)  # so that none always follows the same other
+            of_step = figures(which)
             if number >= 0:
-                results[which].add(
-                    plan,
-                    work=float(costs.seconds(plan).sum()),
-                    predicted=predicted_seconds(costs, plan),
-                    seconds=seconds,
-                    measured_imbalance=measured_imbalance(ranks),
-                    bubble=bubble(ranks),
-                )
+                results[which].add(**of_step)
         if dist.get_rank() == 0:
             print(
                 f"{number + 1} of {steps}",
                 *(f"{r.seconds[-1]:.2f}" for r in results if r.seconds),
                 flush=True,
             )
-    for one in trainers:
-        one.close()
-    return results, costs
 
 
 def show(results: list[Result], title: str) -> None:
