@@ -28,7 +28,7 @@ from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost
 from wlb_titan.cost.cluster import load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS, ModelShape
-from wlb_titan.memory.peak import MemorySettings, pipeline_memory
+from wlb_titan.memory.settings import MemorySettings, pipeline_memory
 from wlb_titan.plan import LENGTH
 from wlb_titan.settings import PackingSettings
 from wlb_titan.simulator.job import SimulatedJob

@@ -13,7 +13,7 @@ from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.cost.workload import workload
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import TokenBytes
-from wlb_titan.memory.peak import MemorySettings
+from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.plan import MicroBatch, Plan
 from wlb_titan.simulator.job import SimulatedJob, cluster_latency
 from wlb_titan.simulator.passes import JobCost, MicroBatches, pass_times, transfer_seconds

@@ -51,8 +51,9 @@ def train(path: str, overrides: tuple[str, ...], rank: int) -> None:
     from torchtitan.tools.utils import device_module
 
     from wlb_titan.runtime.console import start_log
+    from wlb_titan.runtime.job import job_of
     from wlb_titan.runtime.load import load_config
-    from wlb_titan.runtime.memory import bound_length, check_memory
+    from wlb_titan.runtime.memory import check_memory
     from wlb_titan.runtime.validation import validate_files
 
     world_size = int(os.environ["WORLD_SIZE"])
@@ -68,8 +69,7 @@ def train(path: str, overrides: tuple[str, ...], rank: int) -> None:
     dims = ParallelDims.from_config(config.parallelism, world_size)
     if not on_cpu:
         device_bytes = device_module.get_device_properties(0).total_memory
-        resolved.check(lambda config: check_memory(config, dims, device_bytes))
-        bound_length(config, dims, device_bytes)
+        resolved.check(lambda config: check_memory(job_of(config, dims), device_bytes))
     start_log(rank, dims, config.parallelism.pipeline_parallel_schedule)
     structured_logger.init_structured_logger(
         source="training", output_dir=config.dump_folder, enable=config.debug.enable_structured_logging

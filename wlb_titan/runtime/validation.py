@@ -16,19 +16,16 @@ from wlb_titan.config.classes import full_name
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.vocabulary import check_sample
 from wlb_titan.errors import PlanError, UserError
-from wlb_titan.pipeline.runs import check_order
 from wlb_titan.runtime.adoption import WHAT_TO_DO, unsupported
 from wlb_titan.runtime.corpus import mixture_sources, open_corpus
-from wlb_titan.runtime.lengths import length_divisor
+from wlb_titan.runtime.job import job_of
 from wlb_titan.runtime.metrics import MetricsProcessor
 from wlb_titan.runtime.pipeline import pipeline
 from wlb_titan.runtime.pipeline_schedules import (
-    canonical_name,
     check_micro_batches,
     check_schedule,
     stage_names,
 )
-from wlb_titan.runtime.shape import model_shape
 from wlb_titan.runtime.trainer import Trainer
 from wlb_titan.runtime.validator import Validator
 from wlb_titan.runtime.weights import check_weights
@@ -59,8 +56,8 @@ def validate(config: Trainer.Config, world_size: int | None) -> None:
     _check_settings(config)
     _check_checkpoint(config)
     _check_model(config)
-    _check_gather(config)
     _check_pipeline(config, dims)
+    _check_job(config, dims)
 
 
 def validate_files(config: Trainer.Config) -> None:
@@ -161,26 +158,6 @@ def _check_batch(config: Trainer.Config, dims: ParallelDims) -> None:
 def _check_lengths(config: Trainer.Config) -> None:
     if (multiple := config.wlb.packing.length_multiple) < 1:
         raise UserError(f"wlb.packing.length_multiple: at least 1 token, got {multiple}.")
-    divisor = length_divisor(config)
-    if config.training.seq_len % divisor != 0:
-        raise UserError(
-            f"training.seq_len: {config.training.seq_len} tokens do not divide by {divisor}, which the "
-            f"context-parallel degree ({config.parallelism.context_parallel_degree}), the tensor-parallel "
-            f"degree ({config.parallelism.tensor_parallel_degree}), the loss's chunks and "
-            f"wlb.packing.length_multiple ({config.wlb.packing.length_multiple}) need."
-        )
-
-
-def _check_gather(config: Trainer.Config) -> None:
-    groups = config.wlb.sharding.gather_groups
-    assert config.model_spec is not None
-    tensor = config.parallelism.tensor_parallel_degree
-    heads = model_shape(config.model_spec.model).kv_heads // tensor
-    if groups < 1 or heads % groups:
-        raise UserError(
-            f"wlb.sharding.gather_groups: {groups} groups do not divide the {heads} key heads of a rank at a "
-            f"tensor-parallel degree of {tensor}; take a divisor of {heads}."
-        )
 
 
 def _check_settings(config: Trainer.Config) -> None:
@@ -273,7 +250,20 @@ def _check_pipeline(config: Trainer.Config, dims: ParallelDims) -> None:
         )
     except ValueError as error:
         raise UserError(f"parallelism.pipeline_parallel_schedule: {error}") from error
+
+
+def _check_job(config: Trainer.Config, dims: ParallelDims) -> None:
     try:
-        check_order(config.wlb.pipeline.order, canonical_name(config.parallelism.pipeline_parallel_schedule))
+        job = job_of(config, dims)
+    except PlanError as error:
+        raise UserError(f"wlb.sharding: {error}") from error
+    if config.training.seq_len % job.divisor:
+        raise UserError(
+            f"training.seq_len: {config.training.seq_len} tokens do not divide by {job.divisor}, which the "
+            f"context-parallel degree ({dims.cp}), the tensor-parallel degree ({dims.tp}), the loss's chunks "
+            f"and wlb.packing.length_multiple ({config.wlb.packing.length_multiple}) need."
+        )
+    try:
+        config.wlb.pipeline.make(job.shape)
     except PlanError as error:
         raise UserError(f"wlb.pipeline.order: {error}") from error
