@@ -35,7 +35,7 @@ from wlb_titan.kernels.tiles import query_tiles
 from wlb_titan import context
 from wlb_titan.cost.attention_hopper import hopper
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, slowest
-from wlb_titan.settings import ShardingSettings
+from wlb_titan.context import STRATEGIES
 
 RANKS = 4
 HEADS = {65536: 8, 131072: 4}  # of 32, by window: tensor parallel 4 and 8
@@ -151,7 +151,7 @@ def decision_times() -> dict[str, float]:
     latency = hopper(128, 4)
     result = {}
     for policy in ("per_sequence", "per_document", "adaptive", "hybrid"):
-        settings = ShardingSettings(policy=policy)
+        settings = STRATEGIES.configure(policy)
         taken = []
         for seed in range(50):
             lengths = np.exp(np.random.default_rng(seed).normal(6.004, 1.677, 300))

@@ -28,7 +28,7 @@ from wlb_titan.kernels.measure import Shape, make_inputs
 from wlb_titan import context
 from wlb_titan.cost.attention_latency import slowest
 from wlb_titan.cost.attention_profile import AttentionShape, attention_latency
-from wlb_titan.settings import ShardingSettings
+from wlb_titan.context import STRATEGIES
 
 RANKS = 2
 TOKENS = 4096
@@ -97,7 +97,7 @@ def main() -> None:
     arguments = parser.parse_args()
     latency = attention_latency(str(arguments.profile), ATTENTION)
     chosen = {
-        (name, policy): context.choose(ShardingSettings(policy=policy), lengths, TOKENS, RANKS, latency)
+        (name, policy): context.choose(STRATEGIES.configure(policy), lengths, TOKENS, RANKS, latency)
         for name, lengths in packs().items()
         for policy in POLICIES
     }

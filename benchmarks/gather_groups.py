@@ -17,9 +17,10 @@ from rich.table import Table
 
 from wlb_titan.cost.cluster import load_cluster
 from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS
-from wlb_titan.settings import PackingSettings
-from wlb_titan.simulator.job import SimulatedJob, cluster_latency
-from wlb_titan.simulator.scenario import Policy, Scenario
+from wlb_titan.packing import POLICIES
+from wlb_titan.job import Job, cluster_latency
+from wlb_titan.job import Policy
+from wlb_titan.simulator.scenario import Scenario
 from wlb_titan.simulator.step import simulate
 
 GROUPS = (1, 2, 4)
@@ -36,7 +37,7 @@ def main(steps: int) -> None:
     for name, degrees in PAPER_DEGREES.items():
         size, window = name.split("-")
         model, tokens = PAPER_MODELS[size], int(window.removesuffix("K")) * 1024
-        job = SimulatedJob(
+        job = Job(
             model=model,
             degrees=degrees,
             cluster=cluster,
@@ -48,7 +49,7 @@ def main(steps: int) -> None:
             window=tokens,
             micro_batches=degrees.pipeline * degrees.data,
             job=job,
-            packing=PackingSettings(),
+            packing=POLICIES.configure("plain"),
         )
         plans = scenario.plans(POLICY, steps)
         possible = [groups for groups in GROUPS if model.kv_heads // degrees.tensor % groups == 0]

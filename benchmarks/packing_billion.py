@@ -26,9 +26,10 @@ import numpy as np
 from packing_runs import WINDOW, save, synthetic_lengths
 
 from wlb_titan.corpus import Corpus
-from wlb_titan.cost.workload import Quadratic
+from wlb_titan.cost.quadratic import Quadratic
 from wlb_titan.planner import Planner
-from wlb_titan.settings import PackingSettings, ShardingSettings
+from wlb_titan.packing import POLICIES
+from wlb_titan.context import STRATEGIES
 
 DRAWN = 10_000_000  # lengths that are repeated, in another order each time
 STEPS = 200
@@ -93,8 +94,8 @@ def measure(kind: str, path: Path, documents: int) -> dict[str, Any]:
         corpus.lengths,
         window=WINDOW,
         micro_batches=64,
-        packing=PackingSettings(policy="wlb_lazy"),
-        sharding=ShardingSettings(),
+        packing=POLICIES.configure("wlb_lazy"),
+        sharding=STRATEGIES.configure("per_sequence"),
         cost_model=Quadratic(917504, 3.96e10),
         fingerprint=corpus.fingerprint,
     )

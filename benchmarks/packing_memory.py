@@ -13,9 +13,10 @@ from typing import Any
 import click
 from packing_runs import WINDOW, save, synthetic_lengths
 
-from wlb_titan.cost.workload import Quadratic
+from wlb_titan.cost.quadratic import Quadratic
 from wlb_titan.planner import Planner
-from wlb_titan.settings import PackingSettings, ShardingSettings
+from wlb_titan.packing import POLICIES
+from wlb_titan.context import STRATEGIES
 
 MICRO_BATCHES = 2048
 
@@ -33,8 +34,8 @@ def run(policy: str, steps: int) -> dict[str, Any]:
         synthetic_lengths(4_000_000),
         window=WINDOW,
         micro_batches=MICRO_BATCHES,
-        packing=PackingSettings(policy=policy),
-        sharding=ShardingSettings(),
+        packing=POLICIES.configure(policy),
+        sharding=STRATEGIES.configure("per_sequence"),
         cost_model=Quadratic(917504, 3.96e10),
     )
     memory, waiting, documents = [], [], 0

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from packing_runs import save, synthetic_lengths
 
 from wlb_titan.corpus import Corpus
-from wlb_titan.cost.workload import Quadratic
+from wlb_titan.cost.quadratic import Quadratic
 from wlb_titan.planner import Planner
-from wlb_titan.settings import PackingSettings, ShardingSettings
+from wlb_titan.packing import POLICIES
+from wlb_titan.context import STRATEGIES
 from wlb_titan.summary import Summary
 
 POLICIES = ("plain", "wlb", "wlb_lazy")
@@ -47,8 +48,8 @@ def measure(lengths: Any, policy: str, window: int, micro_batches: int, steps: i
         window=window,
         micro_batches=micro_batches,
         seed=0,
-        packing=PackingSettings(policy=policy),  # type: ignore[arg-type]
-        sharding=ShardingSettings(),
+        packing=POLICIES.configure(policy),  # type: ignore[arg-type]
+        sharding=STRATEGIES.configure("per_sequence"),
         cost_model=Quadratic(917504, 3.96e10),
     )
     for _ in range(8):

@@ -27,10 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan import __version__
-from wlb_titan.cost.workload import Quadratic
+from wlb_titan.cost.quadratic import Quadratic
 from wlb_titan.plan import Plan
 from wlb_titan.planner import Planner
-from wlb_titan.settings import PackingSettings, ShardingSettings
+from wlb_titan.context import STRATEGIES
 from wlb_titan.summary import Summary
 
 WINDOW = 131072
@@ -70,7 +70,7 @@ def measure(
         micro_batches=micro_batches,
         seed=seed,
         packing=packing,
-        sharding=ShardingSettings(),
+        sharding=STRATEGIES.configure("per_sequence"),
         cost_model=Quadratic(917504, 3.96e10),
     )
     for _ in range(warm_up):

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from packing_runs import measure, save, synthetic_lengths
 
-from wlb_titan.settings import PackingSettings
+from wlb_titan.packing import POLICIES
 
 STEPS = {4: 2000, 64: 400, 2048: 48}
 POLICIES = {
-    "plain": PackingSettings(policy="plain"),
-    "fixed_greedy": PackingSettings(policy="fixed_greedy"),
-    "wlb": PackingSettings(policy="wlb"),
-    "wlb_lazy": PackingSettings(policy="wlb_lazy"),
+    "plain": POLICIES.configure("plain"),
+    "fixed_greedy": POLICIES.configure("fixed_greedy"),
+    "wlb": POLICIES.configure("wlb"),
+    "wlb_lazy": POLICIES.configure("wlb_lazy"),
 }
 
 

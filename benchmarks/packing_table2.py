@@ -15,23 +15,23 @@ from typing import Any
 import numpy as np
 from packing_runs import measure, save, synthetic_lengths
 
-from wlb_titan.settings import PackingSettings
+from wlb_titan.packing import POLICIES
 
 #        name, settings, the paper's imbalance and milliseconds
 ROWS: list[tuple[str, PackingSettings, float | None, float | None]] = [
-    ("original", PackingSettings(policy="plain"), 1.44, 0),
-    ("fixed_greedy, window 1", PackingSettings(policy="fixed_greedy", window=1), 1.41, 4),
-    ("fixed_greedy, window 2", PackingSettings(policy="fixed_greedy", window=2), 1.22, 5),
-    ("fixed_greedy, window 4", PackingSettings(policy="fixed_greedy", window=4), 1.11, 5),
-    ("fixed_greedy, window 8", PackingSettings(policy="fixed_greedy", window=8), 1.08, 5),
-    ("fixed_solver, window 1", PackingSettings(policy="fixed_solver", window=1, time_limit=30), 1.40, 467),
-    ("fixed_solver, window 2", PackingSettings(policy="fixed_solver", window=2, time_limit=30), 1.18, 1488),
-    ("fixed_solver, window 4", PackingSettings(policy="fixed_solver", window=4, time_limit=30), 1.09, 25313),
-    ("wlb, 1 queue", PackingSettings(policy="wlb", queues=1), 1.24, 8),
-    ("wlb, 2 queues", PackingSettings(policy="wlb", queues=2), 1.05, 20),
-    ("wlb, 3 queues", PackingSettings(policy="wlb", queues=3), 1.05, 23),
-    ("wlb_lazy", PackingSettings(policy="wlb_lazy"), None, None),
-    ("wlb_lazy, tolerance 0.05", PackingSettings(policy="wlb_lazy", tolerance=0.05), None, None),
+    ("original", POLICIES.configure("plain"), 1.44, 0),
+    ("fixed_greedy, window 1", POLICIES.configure("fixed_greedy", window=1), 1.41, 4),
+    ("fixed_greedy, window 2", POLICIES.configure("fixed_greedy", window=2), 1.22, 5),
+    ("fixed_greedy, window 4", POLICIES.configure("fixed_greedy", window=4), 1.11, 5),
+    ("fixed_greedy, window 8", POLICIES.configure("fixed_greedy", window=8), 1.08, 5),
+    ("fixed_solver, window 1", POLICIES.configure("fixed_solver", window=1, time_limit=30), 1.40, 467),
+    ("fixed_solver, window 2", POLICIES.configure("fixed_solver", window=2, time_limit=30), 1.18, 1488),
+    ("fixed_solver, window 4", POLICIES.configure("fixed_solver", window=4, time_limit=30), 1.09, 25313),
+    ("wlb, 1 queue", POLICIES.configure("wlb", queues=1), 1.24, 8),
+    ("wlb, 2 queues", POLICIES.configure("wlb", queues=2), 1.05, 20),
+    ("wlb, 3 queues", POLICIES.configure("wlb", queues=3), 1.05, 23),
+    ("wlb_lazy", POLICIES.configure("wlb_lazy"), None, None),
+    ("wlb_lazy, tolerance 0.05", POLICIES.configure("wlb_lazy", tolerance=0.05), None, None),
 ]
 
 

@@ -20,10 +20,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from wlb_titan.cost.workload import Quadratic
+from wlb_titan.cost.quadratic import Quadratic
 from wlb_titan.planner import Planner
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
-from wlb_titan.settings import PackingSettings, ShardingSettings
+from wlb_titan.packing import POLICIES
+from wlb_titan.context import STRATEGIES
 
 use_cpu_without_accelerator()
 
@@ -49,8 +50,8 @@ def planner_of(policy: str, micro_batches: int) -> Planner:
         data_parallel=micro_batches // REPLICA,
         context_parallel=2,
         divisor=16,
-        packing=PackingSettings(policy=policy),  # type: ignore[arg-type]
-        sharding=ShardingSettings(policy="hybrid"),
+        packing=POLICIES.configure(policy),  # type: ignore[arg-type]
+        sharding=STRATEGIES.configure("hybrid"),
         cost_model=Quadratic(1.0, 5e4),
     )
 

@@ -14,9 +14,10 @@ from wlb_titan.context import per_document, per_sequence
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS
 from wlb_titan.plan import DELAY, LENGTH
-from wlb_titan.settings import PackingSettings
+from wlb_titan.packing import POLICIES
 from wlb_titan.simulator.passes import JobCost, attention_seconds
-from wlb_titan.simulator.scenario import Policy, Scenario
+from wlb_titan.job import Policy
+from wlb_titan.simulator.scenario import Scenario
 from wlb_titan.simulator.step import simulate
 
 PLAIN = Policy("plain", "per_sequence")
@@ -48,18 +49,18 @@ def speedups(one: Scenario, policies: tuple[Policy, ...], steps: int) -> dict[st
 def table_2(steps: int, solver_steps: int) -> list[dict[str, Any]]:
     """Imbalance degree of forward latency and milliseconds of packing, N = 4, 7B-128K."""
     rows: list[tuple[str, PackingSettings, float | None, float | None]] = [
-        ("Original Packing", PackingSettings(), 1.44, 0),
-        ("Fixed-Len Greedy, 1 global batch", PackingSettings(policy="fixed_greedy", window=1), 1.41, 4),
-        ("Fixed-Len Greedy, 2", PackingSettings(policy="fixed_greedy", window=2), 1.22, 5),
-        ("Fixed-Len Greedy, 4", PackingSettings(policy="fixed_greedy", window=4), 1.11, 5),
-        ("Fixed-Len Greedy, 8", PackingSettings(policy="fixed_greedy", window=8), 1.08, 5),
-        ("Fixed-Len Solver, 1", PackingSettings(policy="fixed_solver", window=1), 1.40, 467),
-        ("Fixed-Len Solver, 2", PackingSettings(policy="fixed_solver", window=2), 1.18, 1488),
-        ("Fixed-Len Solver, 4", PackingSettings(policy="fixed_solver", window=4), 1.09, 25313),
-        ("WLB-LLM, 1 queue", PackingSettings(policy="wlb", queues=1), 1.24, 8),
-        ("WLB-LLM, 2 queues", PackingSettings(policy="wlb", queues=2), 1.05, 20),
-        ("WLB-LLM, 3 queues", PackingSettings(policy="wlb", queues=3), 1.05, 23),
-        ("wlb_lazy (ours)", PackingSettings(policy="wlb_lazy"), None, None),
+        ("Original Packing", POLICIES.configure("plain"), 1.44, 0),
+        ("Fixed-Len Greedy, 1 global batch", POLICIES.configure("fixed_greedy", window=1), 1.41, 4),
+        ("Fixed-Len Greedy, 2", POLICIES.configure("fixed_greedy", window=2), 1.22, 5),
+        ("Fixed-Len Greedy, 4", POLICIES.configure("fixed_greedy", window=4), 1.11, 5),
+        ("Fixed-Len Greedy, 8", POLICIES.configure("fixed_greedy", window=8), 1.08, 5),
+        ("Fixed-Len Solver, 1", POLICIES.configure("fixed_solver", window=1), 1.40, 467),
+        ("Fixed-Len Solver, 2", POLICIES.configure("fixed_solver", window=2), 1.18, 1488),
+        ("Fixed-Len Solver, 4", POLICIES.configure("fixed_solver", window=4), 1.09, 25313),
+        ("WLB-LLM, 1 queue", POLICIES.configure("wlb", queues=1), 1.24, 8),
+        ("WLB-LLM, 2 queues", POLICIES.configure("wlb", queues=2), 1.05, 20),
+        ("WLB-LLM, 3 queues", POLICIES.configure("wlb", queues=3), 1.05, 23),
+        ("wlb_lazy (ours)", POLICIES.configure("wlb_lazy"), None, None),
     ]
     result = []
     for name, packing, theirs, their_ms in rows:
@@ -121,7 +122,7 @@ def figure_6(steps: int) -> dict[str, Any]:
     """Packing over more global batches: imbalance of attention here, loss from runs where there are any."""
     result: dict[str, Any] = {"window": [1, 2, 4, 8, 16], "imbalance": []}
     for window in result["window"]:
-        packing = PackingSettings(policy="fixed_greedy", window=window)
+        packing = POLICIES.configure("fixed_greedy", window=window)
         plans = configuration("7B-128K", packing=packing).plans(Policy("fixed_greedy"), steps)
         squares = [
             [float((m.documents[:, LENGTH] ** 2.0).sum()) for m in plan.micro_batches] for plan in plans

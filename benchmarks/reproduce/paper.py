@@ -30,10 +30,11 @@ from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS, ModelShape
 from wlb_titan.memory.settings import MemorySettings, pipeline_memory
 from wlb_titan.plan import LENGTH
-from wlb_titan.settings import PackingSettings
-from wlb_titan.simulator.job import SimulatedJob
+from wlb_titan.packing import POLICIES
+from wlb_titan.job import Job
 from wlb_titan.simulator.passes import JobCost
-from wlb_titan.simulator.scenario import Policy, Scenario
+from wlb_titan.job import Policy
+from wlb_titan.simulator.scenario import Scenario
 from wlb_titan.simulator.search import longest_that_fits
 
 TAIL = 0.006
@@ -78,11 +79,11 @@ def attention(model: ModelShape, tensor: int, *, merged: bool = False, slowdown:
     return slower(latency, slowdown)
 
 
-def job(model: ModelShape, degrees: Degrees, window: int, *, slowdown: float = SLOWDOWN) -> SimulatedJob:
+def job(model: ModelShape, degrees: Degrees, window: int, *, slowdown: float = SLOWDOWN) -> Job:
     """A job of the paper with the least activation checkpointing that fits."""
     cluster = load_cluster(CLUSTER)
     latency = attention(model, degrees.tensor, slowdown=slowdown)
-    made = SimulatedJob(model=model, degrees=degrees, cluster=cluster, latency=latency)
+    made = Job(model=model, degrees=degrees, cluster=cluster, latency=latency)
     for checkpointing in ("none", "selective", "full"):
         settings = MemorySettings(checkpointing=checkpointing)
         memory = pipeline_memory(model, degrees, [window] * degrees.pipeline, settings=settings)
@@ -108,7 +109,7 @@ def scenario(
         window=window,
         micro_batches=micro_batches or degrees.pipeline * degrees.data,
         job=made,
-        packing=packing or PackingSettings(),
+        packing=packing or POLICIES.configure("plain"),
     )
     longest = longest_that_fits(made, whole) or window
     return replace(whole, packing=replace(whole.packing, max_length=longest))

@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from wlb_titan.commands.rank_report import POLICIES, rank_heat_map, rank_table, rank_times
+from wlb_titan.context import STRATEGIES
 from wlb_titan.cost.attention_hopper import hopper
 from wlb_titan.plan import LENGTH, MicroBatch
-from wlb_titan.settings import ShardingSettings
 
 LATENCY = hopper(128, 32, merge_keys=0)
 
@@ -23,7 +23,7 @@ def times():
         documents = np.zeros((len(lengths), 4), dtype=np.int64)
         documents[:, LENGTH] = lengths
         micro_batches.append(MicroBatch(0, index, sum(lengths), 0, 1.0, documents))
-    return rank_times(micro_batches, 4, ShardingSettings(policy="adaptive"), LATENCY)
+    return rank_times(micro_batches, 4, STRATEGIES.configure("adaptive"), LATENCY)
 
 
 def test_every_policy_is_predicted_on_every_micro_batch(times):

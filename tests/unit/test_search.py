@@ -10,10 +10,10 @@ from wlb_titan.cost.cluster import load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.errors import PlanError
+from wlb_titan.job import Job, Policy
 from wlb_titan.memory.peak import USABLE, MemorySettings
-from wlb_titan.settings import PackingSettings
-from wlb_titan.simulator.job import SimulatedJob
-from wlb_titan.simulator.scenario import Policy, Scenario, network_sensitivity
+from wlb_titan.packing import POLICIES
+from wlb_titan.simulator.scenario import Scenario, network_sensitivity
 from wlb_titan.simulator.search import at_degrees, candidates, search
 
 MODEL = PAPER_MODELS["550M"]
@@ -23,14 +23,19 @@ PLAIN, LAZY = Policy("plain"), Policy("wlb_lazy", "per_document")
 @pytest.fixture(scope="module")
 def scenario():
     lengths = (np.random.default_rng(0).pareto(0.8, 5000) * 300 + 32).clip(32, 16384).astype(np.int64)
-    job = SimulatedJob(
+    job = Job(
         model=MODEL,
         degrees=Degrees(context=2, pipeline=2),
         cluster=load_cluster("h100_roce"),
         latency=hopper(128, 12),
     )
     return Scenario(
-        source="drawn", lengths=lengths, window=16384, micro_batches=8, job=job, packing=PackingSettings()
+        source="drawn",
+        lengths=lengths,
+        window=16384,
+        micro_batches=8,
+        job=job,
+        packing=POLICIES.configure("plain"),
     )
 
 

@@ -12,10 +12,10 @@ from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.cost.workload import workload
 from wlb_titan.errors import PlanError
+from wlb_titan.job import Job, cluster_latency
 from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.plan import MicroBatch, Plan
-from wlb_titan.simulator.job import SimulatedJob, cluster_latency
 from wlb_titan.simulator.passes import JobCost, MicroBatches, pass_times, transfer_seconds
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
@@ -61,7 +61,7 @@ def plan(replicas, context=1):
 
 def job(**changes):
     given = {"model": MODEL, "degrees": Degrees(), "cluster": CLUSTER, "latency": PAIRS, "memory": NONE}
-    return SimulatedJob(**{**given, **changes})
+    return Job(**{**given, **changes})
 
 
 def pairs(length):
