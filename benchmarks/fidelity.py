@@ -41,14 +41,15 @@ from typing import Any
 
 import numpy as np
 
+from wlb_titan.context import STRATEGIES
 from wlb_titan.cost.attention_latency import KernelCost
 from wlb_titan.cost.attention_profile import AttentionShape, Profile
 from wlb_titan.cost.cluster import Cluster, Link, load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.cost.workload import workload
-from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.job import Job
+from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.simulator.passes import JobCost
 from wlb_titan.simulator.step import simulate
 
@@ -241,7 +242,11 @@ def _job(case: Case, model: ModelShape, rates: dict[str, float]) -> Job:
         model=model,
         degrees=case.degrees,
         cluster=_cluster(rates, case.degrees),
-        latency=replace(
+        window=case.window,
+        micro_batches=MICRO_BATCHES * case.degrees.data,
+        sharding=STRATEGIES.configure(case.sharding),
+        dtype="float32",
+        attention=replace(
             latency,
             forward=_in_training(latency.forward, rates),
             backward=_in_training(latency.backward, rates),
