@@ -13,7 +13,8 @@ from torchtitan.components.loss import IGNORE_INDEX, cross_entropy_loss  # noqa:
 from wlb_titan.config.settings import CorpusSettings  # noqa: E402
 from wlb_titan.corpus.prepare import prepare_corpus  # noqa: E402
 from wlb_titan.corpus.settings import PrepareSettings  # noqa: E402
-from wlb_titan.packing import POLICIES
+from wlb_titan.job import Job  # noqa: E402
+from wlb_titan.packing import POLICIES  # noqa: E402
 from wlb_titan.plan import LENGTH  # noqa: E402
 from wlb_titan.runtime.attention import DocumentMask  # noqa: E402
 from wlb_titan.runtime.dataloader import PlannedDataLoader  # noqa: E402
@@ -50,15 +51,19 @@ def model():
     return model
 
 
-def gradients(model, corpus, packing: PackingSettings, window: int, micro_batches: int):
+def gradients(model, corpus, packing, window: int, micro_batches: int):
     """Loss and gradients of the first step, accumulated over its micro-batches."""
     config = PlannedDataLoader.Config(
         corpus=CorpusSettings(path=str(corpus.path)),
-        job_micro_batches=micro_batches,
-        shape=model_shape(model.config),
-        packing=packing,
+        job=Job(
+            window=window,
+            micro_batches=micro_batches,
+            model=model_shape(model.config),
+            packing=packing,
+            dtype="float32",
+        ),
     )
-    loader = PlannedDataLoader(config, dp_world_size=1, dp_rank=0, seq_len=window)
+    loader = PlannedDataLoader(config, dp_world_size=1, dp_rank=0)
     step = next(iter(loader))
     loader.close()
     lengths = np.concatenate([m.documents[:, LENGTH] for m in step.plan.micro_batches])

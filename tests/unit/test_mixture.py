@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planning import make_planner
 
 from wlb_titan.documents.mixture import UNIT, Mixture, Source, count_longer
 from wlb_titan.documents.permutation import permuted

@@ -81,7 +81,7 @@ def test_tokens_are_conserved_and_micro_batches_are_sound(packing, lengths, micr
     job = planner(packing, lengths, micro_batches, context_parallel=2)
     plans = [job.next() for _ in range(9)]
     assert_conserved(job, plans)
-    limit = 2 * WINDOW if packing.max_length is None else packing.max_length
+    limit = getattr(packing, "max_length", None) or 2 * WINDOW
     for iteration, plan in enumerate(plans):
         assert plan.iteration == iteration
         assert len(plan.micro_batches) == micro_batches
@@ -114,7 +114,7 @@ def test_carrying_policies_train_every_token_of_an_epoch_exactly_once(packing):
             for id_, _, length, _ in m.documents.tolist():
                 if id_ < 200:
                     trained[int(job.rows_of(np.array([id_]))[0])] += length
-    if packing.tail == "carry":
+    if getattr(packing, "tail", "carry") == "carry":
         assert lost == 0
         assert (trained == lengths).all()
     else:
@@ -156,7 +156,7 @@ def test_ranks_get_equal_counts_in_order(packing):
     assert [(m.dp_rank, m.index) for m in plan.micro_batches] == [
         (rank, i) for rank in range(3) for i in range(2)
     ]
-    if packing.policy != "plain":
+    if packing.name != "plain":
         for rank in range(3):
             works = [m.workload for m in plan.of_rank(rank)]
             assert works == sorted(works, reverse=True)

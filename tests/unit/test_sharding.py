@@ -181,7 +181,8 @@ def test_hybrid_is_never_predicted_slower_than_adaptive_nor_adaptive_than_either
         return
     lengths, total = padded(lengths, ranks, extra)
     time = {
-        policy: slowest(latency.seconds(shard(policy, lengths, total, ranks, latency))) for policy in POLICIES
+        policy: slowest(latency.seconds(shard(policy, lengths, total, ranks, latency)))
+        for policy in SHARDINGS
     }
     assert time["adaptive"] == min(time["per_sequence"], time["per_document"])
     assert time["hybrid"] <= time["adaptive"]
@@ -196,7 +197,7 @@ def test_hybrid_beats_adaptive_on_one_long_and_many_short_documents(latency, ran
         short = rng.integers(50, 700, 2000)
         short = short[: np.searchsorted(np.cumsum(short), 65536 - long)]
         lengths, total = padded(rng.permutation([long, *short]).tolist(), ranks)
-        time = {p: slowest(latency.seconds(shard(p, lengths, total, ranks, latency))) for p in POLICIES}
+        time = {p: slowest(latency.seconds(shard(p, lengths, total, ranks, latency))) for p in SHARDINGS}
         assert time["hybrid"] < time["adaptive"]
         if share == 0.3 and ranks == 8:  # short documents matter most where ranks are many
             assert time["hybrid"] < 0.9 * time["adaptive"]
@@ -231,9 +232,7 @@ def test_errors_name_the_micro_batch_and_the_numbers():
     strategy = STRATEGIES.configure("hybrid").make(4, LATENCY)
     with pytest.raises(PlanError, match=r"Micro-batch 3 of rank 1 has 3 tokens, fewer than the 4 "):
         strategy.shard(np.array([1, 2]), 8, micro_batch="Micro-batch 3 of rank 1")
-    with pytest.raises(
-        PlanError, match=r"12 tokens with its padding, which 4 .* cannot divide. Pad it to a multiple of 8"
-    ):
+    with pytest.raises(PlanError, match=r"12 tokens with its padding, .* Pad it to a multiple of 8"):
         strategy.shard(np.array([10, 2]), 12)
     with pytest.raises(PlanError, match="documents of 12 tokens but room for only 8"):
         strategy.shard(np.array([10, 2]), 8)

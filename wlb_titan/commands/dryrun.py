@@ -93,14 +93,11 @@ def dryrun(
     resolved = load_config(file, words, world_size)
     config = resolved.config
     # torchtitan takes seconds to import, so that is left until the file has been found good.
-    from torchtitan.distributed import ParallelDims
-
-    from wlb_titan.runtime.job import cluster_at_hand, job_of
-    from wlb_titan.runtime.validation import degrees_product
+    from wlb_titan.runtime.job import cluster_at_hand, degrees_product, job_of, parallel_dims
 
     world_size = world_size or degrees_product(config)
     numbers = _numbers(ranks, world_size)
-    job = job_of(config, ParallelDims.from_config(config.parallelism, world_size))
+    job = job_of(config, parallel_dims(config, world_size))
     if device_gib is not None:
         job = job.on(replace(job.cluster, memory=device_gib * GIB))
     if not config.wlb.cluster:  # the ranks' processes do not see the device

@@ -133,15 +133,13 @@ def _from_toml(path: Path) -> tuple[Job, Documents]:
 
     config = load_config(path).config
     # torchtitan takes seconds to import, so that is left until the file has been found good.
-    from torchtitan.distributed import ParallelDims
-
     from wlb_titan.runtime.corpus import open_corpus
-    from wlb_titan.runtime.job import documents_of, job_of
-    from wlb_titan.runtime.validation import degrees_product
+    from wlb_titan.runtime.job import documents_of, job_of, parallel_dims
 
     # A data-parallel degree of -1, as many as the job turns out to have, is 1 here.
-    dims = ParallelDims.from_config(config.parallelism, degrees_product(config))
-    return job_of(config, dims), documents_of(config.wlb.corpus, open_corpus(config.wlb.corpus))
+    return job_of(config, parallel_dims(config)), documents_of(
+        config.wlb.corpus, open_corpus(config.wlb.corpus)
+    )
 
 
 def _from_lengths(

@@ -70,6 +70,23 @@ def job_of(config: Trainer.Config, dims: ParallelDims) -> Job:
     )
 
 
+def degrees_product(config: Trainer.Config) -> int:
+    """Processes that the configured degrees need, with a data-parallel degree of 1 where it is -1."""
+    p = config.parallelism
+    return (
+        p.data_parallel_replicate_degree
+        * max(p.data_parallel_shard_degree, 1)
+        * p.pipeline_parallel_degree
+        * p.context_parallel_degree
+        * p.tensor_parallel_degree
+    )
+
+
+def parallel_dims(config: Trainer.Config, world_size: int | None = None) -> ParallelDims:
+    """The degrees of a job of so many processes; None: as many as the configured degrees need."""
+    return ParallelDims.from_config(config.parallelism, world_size or degrees_product(config))
+
+
 def documents_of(settings: CorpusSettings, corpus: Corpus) -> Documents:
     """What a planner needs of an opened corpus.
 

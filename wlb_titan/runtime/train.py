@@ -46,12 +46,11 @@ def train(path: str, overrides: tuple[str, ...], rank: int) -> None:
 
     on_cpu = use_cpu_without_accelerator()
 
-    from torchtitan.distributed import ParallelDims
     from torchtitan.observability import structured_logger
     from torchtitan.tools.utils import device_module
 
     from wlb_titan.runtime.console import start_log
-    from wlb_titan.runtime.job import job_of
+    from wlb_titan.runtime.job import job_of, parallel_dims
     from wlb_titan.runtime.load import load_config
     from wlb_titan.runtime.memory import check_memory
     from wlb_titan.runtime.validation import validate_files
@@ -66,7 +65,7 @@ def train(path: str, overrides: tuple[str, ...], rank: int) -> None:
             "it with `torchx run wlb.train`, which hides accelerators then, or set CUDA_VISIBLE_DEVICES= "
             "yourself."
         )
-    dims = ParallelDims.from_config(config.parallelism, world_size)
+    dims = parallel_dims(config, world_size)
     if not on_cpu:
         device_bytes = device_module.get_device_properties(0).total_memory
         resolved.check(lambda config: check_memory(job_of(config, dims), device_bytes))

@@ -20,7 +20,6 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.metrics import MetricsProcessor as TitanMetricsProcessor
 from torchtitan.components.validate import Validator as TitanValidator
-from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer as TorchtitanTrainer
@@ -31,7 +30,7 @@ from wlb_titan.runtime.corpus import open_corpus
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
 from wlb_titan.runtime.imbalance import rank_imbalance
 from wlb_titan.runtime.inputs import Item, to_device
-from wlb_titan.runtime.job import job_of
+from wlb_titan.runtime.job import job_of, parallel_dims
 from wlb_titan.runtime.memory import describe_memory, measured_memory
 from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank
 from wlb_titan.runtime.pass_timer import PassTimer
@@ -56,8 +55,7 @@ class Trainer(TorchtitanTrainer):
         assert config.model_spec is not None
         for _, attention, _, _ in config.model_spec.traverse(DocumentAttention.Config):
             attention.context = config.wlb.sharding
-        world_size = int(os.environ["WORLD_SIZE"])
-        self.job = job_of(config, ParallelDims.from_config(config.parallelism, world_size))
+        self.job = job_of(config, parallel_dims(config, int(os.environ["WORLD_SIZE"])))
         timeout, self._timeout_reason = train_timeout(config, self.job)
         config = dataclasses.replace(
             config,

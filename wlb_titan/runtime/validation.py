@@ -18,7 +18,7 @@ from wlb_titan.corpus.vocabulary import check_sample
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.runtime.adoption import WHAT_TO_DO, unsupported
 from wlb_titan.runtime.corpus import mixture_sources, open_corpus
-from wlb_titan.runtime.job import job_of
+from wlb_titan.runtime.job import degrees_product, job_of, parallel_dims
 from wlb_titan.runtime.metrics import MetricsProcessor
 from wlb_titan.runtime.pipeline import pipeline
 from wlb_titan.runtime.pipeline_schedules import (
@@ -31,18 +31,6 @@ from wlb_titan.runtime.validator import Validator
 from wlb_titan.runtime.weights import check_weights
 
 
-def degrees_product(config: Trainer.Config) -> int:
-    """Processes that the configured degrees need, with a data-parallel degree of 1 where it is -1."""
-    p = config.parallelism
-    return (
-        p.data_parallel_replicate_degree
-        * max(p.data_parallel_shard_degree, 1)
-        * p.pipeline_parallel_degree
-        * p.context_parallel_degree
-        * p.tensor_parallel_degree
-    )
-
-
 def validate(config: Trainer.Config, world_size: int | None) -> None:
     """Raises if the configuration cannot run on `world_size` processes (None: as many as its degrees need).
 
@@ -50,7 +38,7 @@ def validate(config: Trainer.Config, world_size: int | None) -> None:
         UserError: the message starts with the key path concerned.
     """
     _check_degrees(config, world_size)
-    dims = ParallelDims.from_config(config.parallelism, world_size or degrees_product(config))
+    dims = parallel_dims(config, world_size)
     _check_batch(config, dims)
     _check_lengths(config)
     _check_settings(config)
@@ -256,7 +244,10 @@ def _check_job(config: Trainer.Config, dims: ParallelDims) -> None:
     try:
         job = job_of(config, dims)
     except PlanError as error:
-        raise UserError(f"wlb.sharding: {error}") from error
+        # A strategy's message may begin with the key that is wrong.
+        raise UserError(
+            f"wlb.sharding{'.' if str(error).startswith('gather_groups') else ': '}{error}"
+        ) from error
     if config.training.seq_len % job.divisor:
         raise UserError(
             f"training.seq_len: {config.training.seq_len} tokens do not divide by {job.divisor}, which the "
