@@ -187,7 +187,9 @@ def test_bad_options(lengths, options, message):
 
 def test_a_missing_file_and_a_missing_option(lengths, tmp_path):
     assert_refused(run("--lengths", tmp_path / "none.txt", *ARGUMENTS), "none.txt cannot be read")
-    assert_refused(run("--lengths", lengths, "--micro-batches", 4), "--context-window and --micro-batches must be given")
+    assert_refused(
+        run("--lengths", lengths, "--micro-batches", 4), "--context-window and --micro-batches must be given"
+    )
     assert_refused(run(*ARGUMENTS), "either a TOML file or")
 
 

@@ -76,9 +76,12 @@ def test_the_debug_model_on_cpus(config):
 
 
 def test_a_cluster_whose_profile_lacks_the_attention_says_how_to_measure_it(lengths):
-    with pytest.warns(UserWarning, match=r"wlb-titan profile --head-dim 128.*scaled to the attention rates"):
-        result = simulate("--lengths", lengths, "--cluster", "cpu", "--steps", 1)
+    result = run("--lengths", lengths, "--model", "7B-64K", "--cluster", "cpu", "--steps", 1)
     assert result.exit_code == 0, result.output
+    message = " ".join(result.stderr.split())
+    assert "no attention of head dim 128" in message
+    assert "wlb-titan profile --head-dim 128" in message
+    assert "scaled to the attention rates of CPU" in message
 
 
 def test_search_ranks_what_fits(lengths):
