@@ -56,7 +56,8 @@ WRONG = {
     ),
     "groups of heads that do not divide": (
         {
-            "t": 'base = "llama3_debug"\n[wlb.sharding]\ngather_groups = 3\n[parallelism]\ncontext_parallel_degree = 2'
+            "t": 'base = "llama3_debug"\n[wlb.sharding]\ngather_groups = 3\n'
+            "[parallelism]\ncontext_parallel_degree = 2"
         },
         ["t.toml:3: wlb.sharding.gather_groups = 3:", "the 2 key heads", "a divisor of 2"],
     ),

@@ -132,7 +132,7 @@ class Builder:
             wanted, source = _wanted_class(cls, hint, node, path)
             if wanted is not cls:
                 # Of a family, what both classes have is kept, so that policies can be exchanged.
-                start = start.named(wanted.owner_name()) if isinstance(start, PluginConfig) else None
+                start = _exchanged(start, wanted)
                 tables = [_restricted(table, wanted) for table in tables] if start is not None else []
                 cls, origin = wanted, f"default of {short_name(wanted)}"
             chosen_by = source or chosen_by
@@ -275,6 +275,13 @@ def _wanted_class(cls: type | None, hint: object, node: Table, path: KeyPath) ->
         raise ConfigError(
             f"{name.source}: {dotted(path)}.{key} = {shown(name.value)}: {error.args[0]}."
         ) from error
+
+
+def _exchanged(start: object, cls: type) -> Any:
+    """Settings of another class of the same family with the values that both have; None for other classes."""
+    if isinstance(start, PluginConfig) and issubclass(cls, PluginConfig):
+        return start.named(cls.owner_name())
+    return None
 
 
 def _choosing_key(cls: type) -> str:
