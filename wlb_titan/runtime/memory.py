@@ -47,7 +47,7 @@ def predicted_memory(
         return None
     schedule, chunks, layers = "1F1B", 1, [len(model.layers)]
     if dims.pp_enabled:
-        shape = pipeline_shape(config.parallelism, model)
+        shape = pipeline_shape(config.parallelism, model, config.activation_checkpoint)
         schedule, chunks = shape.schedule, shape.chunks
         names = stage_names(config.parallelism, model)
         layers = [sum(name.startswith("layers.") for name in stage) for stage in names]

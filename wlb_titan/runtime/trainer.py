@@ -244,7 +244,7 @@ def pipeline_runs(config: Trainer.Config) -> PipelineRuns | None:
         return None
     assert config.model_spec is not None
     return PipelineRuns(
-        shape=pipeline_shape(config.parallelism, config.model_spec.model),
+        shape=pipeline_shape(config.parallelism, config.model_spec.model, config.activation_checkpoint),
         micro_batches=config.training.local_batch_size,
         order=config.wlb.pipeline.order,
     )
