@@ -104,7 +104,7 @@ def test_a_schedule_that_the_planner_does_not_know_is_not_predicted(loaded):
 )
 def test_the_weights_are_those_of_the_model(base, loaded):
     import torch
-    from wlb_titan.planner.memory import rank_parameters
+    from wlb_titan.memory.peak import rank_parameters
 
     from wlb_titan.runtime.shape import model_shape
 
