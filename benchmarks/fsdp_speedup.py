@@ -36,7 +36,7 @@ from wlb_titan.plan import Plan, imbalance_degree
 RANKS = 2
 PROBES = 20
 POLICIES = ("plain", "wlb", "wlb_lazy")
-WARM_UP_FIT = 8  # steps of `plain` that give the costs
+WARM_UP_FIT = 6  # steps of `plain` that give the costs
 
 Step = tuple[float, Plan, np.ndarray]
 """Seconds, plan, and processor seconds (micro-batches in the plan's order, 3) as `BenchTrainer.computed`."""

@@ -104,8 +104,8 @@ def test_a_schedule_that_the_planner_does_not_know_is_not_predicted(loaded):
 )
 def test_the_weights_are_those_of_the_model(base, loaded):
     import torch
-    from wlb_titan.memory.peak import rank_parameters
 
+    from wlb_titan.memory.peak import rank_parameters
     from wlb_titan.runtime.shape import model_shape
 
     model = loaded(f'base = "{base}"')[0].model_spec.model

@@ -19,7 +19,8 @@ A rank runs its passes in a fixed order, so its memory can be followed from pass
                        output gathered over the tensor-parallel ranks, and keeps the inputs of micro-batches
                        that are done, and their gradients, until the step is over, because it keeps their
                        losses. Where the gradients of weights wait (zero bubble), what a layer keeps waits
-                       with them. Token ids, positions and labels are there throughout
+                       with them, and the gradients of its linear layers' and norms' outputs. Token ids,
+                       positions and labels are there throughout
 - backward             of the layer at hand: what a backward pass recomputes, its gradients, K and V; or what
                        a forward pass makes and does not keep
 - loss                 logits of one chunk and what the softmax needs; the gradient of the whole hidden state
@@ -295,8 +296,14 @@ class _Rank:
         went_back: set[int] = set()  # stages that have gradients
         fullest: RankMemory | None = None
         for kind, stage, place in rank_actions(self._shape, len(lengths), self._number):
+            if stage == 0 and kind in ("I", "W"):  # nobody waits for the gradient of token ids
+                if kind == "I":
+                    continue
+                kind = "B"
             length = lengths[place]
             at_hand = loss = 0.0
+            if kind == "I":
+                live += length * token.waiting * self._layers[stage]
             if kind == "F":
                 live += length * self._kept[stage]
                 tokens += length
@@ -308,6 +315,8 @@ class _Rank:
             now = self._at(live, at_hand, loss, went_back, reduced, tokens)
             if fullest is None or now.total > fullest.total:
                 fullest = now
+            if kind == "W":
+                live -= length * token.waiting * self._layers[stage]
             if kind in ("B", "W"):  # I frees nothing that counts
                 live -= length * self._kept[stage]
                 tokens -= length
