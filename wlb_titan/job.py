@@ -131,7 +131,8 @@ class Job:
 
     @property
     def shape(self) -> PipelineShape:
-        return PipelineShape(self.schedule, self.degrees.pipeline, self.chunks)
+        splits = self.memory.checkpointing == "none"
+        return PipelineShape(self.schedule, self.degrees.pipeline, self.chunks, splits)
 
     @property
     def layers(self) -> tuple[int, ...]:

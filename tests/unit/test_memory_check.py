@@ -99,6 +99,26 @@ def test_a_schedule_that_the_planner_does_not_know_is_not_predicted(loaded):
     assert line.startswith("Memory of LoopedBFS is not predicted; `wlb-titan dryrun`")
 
 
+@pytest.mark.parametrize(
+    "base",
+    ["llama3_debug", "torchtitan.models.qwen3.config_registry:qwen3_moe_debug"],
+    ids=["dense", "experts"],
+)
+def test_the_weights_are_those_of_the_model(base):
+    import torch
+
+    from wlb_titan.memory.peak import rank_parameters
+    from wlb_titan.runtime.registry import base_config
+    from wlb_titan.runtime.shape import model_shape
+
+    model = base_config(base).model_spec.model
+    with torch.device("meta"):
+        weights = sum(parameter.numel() for parameter in model.build().parameters())
+    shape = model_shape(model)
+    # Not counted: routers, and norms of queries and keys.
+    assert rank_parameters(shape, [shape.layers], [0]) == pytest.approx(weights, rel=5e-3)
+
+
 def test_memory_of_experts_is_not_predicted(loaded):
     from wlb_titan.runtime.memory import check_memory, describe_memory
 

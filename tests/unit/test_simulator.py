@@ -202,6 +202,11 @@ def test_runs_follow_each_other():
     one = simulate(job(degrees=Degrees(pipeline=2)), [plan([[[8], [4]]])])
     two = simulate(job(degrees=Degrees(pipeline=2), run=2), [plan([[[8], [4], [8], [4]]])])
     assert two.pipeline == pytest.approx(2 * one.pipeline)
+    # The second run has the gradients that the first has reduced, in shards of the weights' size.
+    assert [rank.gradients for rank in one.memory] == [0, 0]
+    assert [rank.gradients for rank in two.memory] == [rank.weights for rank in two.memory]
+    first = simulate(job(degrees=Degrees(pipeline=2), run=2), [plan([[[4000], [2000], [8], [4]]])])
+    assert [rank.gradients for rank in first.memory] == [0, 0]  # its first run is the fullest
     with pytest.raises(PlanError, match=r"3 micro-batches of a replica.*runs of 2"):
         simulate(job(degrees=Degrees(pipeline=2), run=2), [plan([[[8], [4], [8]]])])
 

@@ -56,6 +56,8 @@ class TokenBytes:
         kept: of one layer from its forward pass to its backward pass.
         forward: of the layer whose forward pass runs, besides what it keeps.
         backward: of the layer whose backward pass runs, besides what it kept.
+        waiting: of one layer between the two halves of a split backward pass, besides what it kept: the
+            gradients of its linear layers' and norms' outputs.
         loss: of the loss, besides the hidden states of which it is.
         inputs: token ids, positions and labels, int64, and the order of the keys.
     """
@@ -65,6 +67,7 @@ class TokenBytes:
     kept: float
     forward: float
     backward: float
+    waiting: float
     loss: float
     inputs: float
 
@@ -87,6 +90,7 @@ class TokenBytes:
             kept=layer.kept(settings.checkpointing),
             forward=forward,
             backward=backward,
+            waiting=2 * layer.s + 2 * layer.g + layer.q + 2 * layer.k + 2 * layer.f,
             loss=loss,
             inputs=3 * 8 / cp + (8 if cp > 1 else 0),
         )

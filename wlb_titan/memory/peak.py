@@ -18,8 +18,9 @@ A rank runs its passes in a fixed order, so its memory can be followed from pass
                        that counts but the largest sum of those in flight together. The last stage has its
                        output gathered over the tensor-parallel ranks, and keeps the inputs of micro-batches
                        that are done, and their gradients, until the step is over, because it keeps their
-                       losses. Where the gradients of weights wait (zero bubble), all that their layers made
-                       again waits with them. Token ids, positions and labels are there throughout
+                       losses. Where the gradients of weights wait (zero bubble), what a layer keeps waits
+                       with them, and the gradients of its linear layers' and norms' outputs. Token ids,
+                       positions and labels are there throughout
 - backward             of the layer at hand: what a backward pass recomputes, its gradients, K and V; or what
                        a forward pass makes and does not keep
 - loss                 logits of one chunk and what the softmax needs; the gradient of the whole hidden state
@@ -36,7 +37,7 @@ the length of micro-batches (L_max) where none is set.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from wlb_titan.context import Exchange
@@ -152,7 +153,7 @@ def pipeline_memory(
         PlanError: the schedule is not known, or the layers cannot be divided into its stages.
     """
     settings = settings or MemorySettings()
-    shape = PipelineShape(schedule, degrees.pipeline, chunks)
+    shape = PipelineShape(schedule, degrees.pipeline, chunks, splits=settings.checkpointing == "none")
     layers = tuple(layers or layers_of_stages(model.layers, shape.stages))
     run = run or len(lengths)
     runs = [lengths[first : first + run] for first in range(0, len(lengths), run)]
@@ -217,7 +218,7 @@ def weighted_tokens(actions: Sequence[Action], lengths: Any, layers: Sequence[in
 def layer_parameters(model: ModelShape) -> int:
     """Weights of one layer."""
     attention = model.hidden * model.head_dim * (2 * model.heads + 2 * model.kv_heads)
-    return attention + 3 * model.hidden * model.feed_forward + 2 * model.hidden
+    return attention + 3 * model.hidden * model.feed_forward + 2 * model.hidden + model.unvisited_weights
 
 
 def rank_parameters(model: ModelShape, layers: Sequence[int], stages: Sequence[int]) -> int:
@@ -247,9 +248,6 @@ class _Rank:
         self._own_layers = sum(layers[stage] for stage in self._stages)
         self._bytes = TokenBytes.of(model, degrees, settings, exchange)
         self._kept = {stage: self._bytes.kept * layers[stage] + self._output(stage) for stage in self._stages}
-        unsaved = replace(settings, checkpointing="none")
-        everything = TokenBytes.of(model, degrees, unsaved, exchange).kept
-        self._made_again = {stage: (everything - self._bytes.kept) * layers[stage] for stage in self._stages}
 
     def peak(self, lengths: Sequence[int], reduced: bool) -> RankMemory:
         """Its fullest pass in one run.
@@ -264,8 +262,14 @@ class _Rank:
         went_back: set[int] = set()  # stages that have gradients
         fullest: RankMemory | None = None
         for kind, stage, place in rank_actions(self._shape, len(lengths), self._number):
+            if stage == 0 and kind in ("I", "W"):  # nobody waits for the gradient of token ids
+                if kind == "I":
+                    continue
+                kind = "B"
             length = lengths[place]
             at_hand = loss = 0.0
+            if kind == "I":
+                live += length * token.waiting * self._layers[stage]
             if kind == "F":
                 live += length * self._kept[stage]
                 tokens += length
@@ -277,11 +281,10 @@ class _Rank:
             now = self._at(live, at_hand, loss, went_back, reduced, tokens)
             if fullest is None or now.total > fullest.total:
                 fullest = now
-            if kind == "I":
-                live += length * self._made_again[stage]
-            elif kind != "F":
+            if kind == "W":
+                live -= length * token.waiting * self._layers[stage]
+            if kind in ("B", "W"):  # I frees nothing that counts
                 live -= length * self._kept[stage]
-                live -= length * self._made_again[stage] if kind == "W" else 0.0
                 tokens -= length
                 went_back.add(stage)
                 if self._degrees.pipeline == 1:

@@ -38,7 +38,7 @@ def job_of(config: Trainer.Config, dims: ParallelDims) -> Job:
     model = config.model_spec.model
     schedule, chunks, run, stage_layers = "1F1B", 1, None, (len(model.layers),)
     if dims.pp_enabled:
-        shape = pipeline_shape(config.parallelism, model)
+        shape = pipeline_shape(config.parallelism, model, config.activation_checkpoint)
         schedule, chunks, run = shape.schedule, shape.chunks, training.local_batch_size
         names = stage_names(config.parallelism, model)
         stage_layers = tuple(sum(name.startswith("layers.") for name in stage) for stage in names)

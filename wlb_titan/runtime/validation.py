@@ -229,7 +229,7 @@ def _check_pipeline(config: Trainer.Config, dims: ParallelDims) -> None:
             "it to 1."
         )
     try:
-        check_schedule(config.parallelism, config.compile, config.activation_checkpoint)
+        check_schedule(config.parallelism, config.compile)
         check_micro_batches(
             config.parallelism.pipeline_parallel_schedule,
             dims.pp,

@@ -126,25 +126,30 @@ def simulate(job: Job, plans: Sequence[Plan]) -> Prediction:
         busy=busy + optimizer,
         tokens=np.array([plan.tokens for plan in plans]),
         flops=np.array([job.model.flops(documents) for documents in lengths]),
-        memory=peak_memory(job, passing.tokens.astype(np.int64)),
+        memory=peak_memory(job, passing.tokens.astype(np.int64), runs),
         longest=max(int(documents.max()) for documents in lengths),
         job=job,
     )
 
 
-def peak_memory(job: Job, tokens: NDArray[np.int64]) -> tuple[RankMemory, ...]:
-    """The largest peak of each pipeline rank over runs.
+def peak_memory(job: Job, tokens: NDArray[np.int64], runs: int) -> tuple[RankMemory, ...]:
+    """The largest peak of each pipeline rank over the steps of replicas.
 
     Args:
         job: the job.
-        tokens: int64 (n, k), of the micro-batches of each run, in the order of running.
+        tokens: int64 (n, k * runs), of the micro-batches of each run, in the order of running.
+        runs: of each step of a replica. From the second on, gradients are there that the first has reduced.
     """
+    n, steps = len(tokens), tokens.T.reshape(-1, runs * len(tokens))
     result = []
     for rank in range(job.degrees.pipeline):
-        actions = list(rank_actions(job.shape, len(tokens), rank))
-        in_flight = np.max(weighted_tokens(actions, tokens, job.layers), axis=0)
-        worst = tokens[:, in_flight.argmax()]
-        result.append(replace(job, run=None).peak_memory(worst.tolist())[rank])
+        actions = list(rank_actions(job.shape, n, rank))
+        in_flight = np.max(weighted_tokens(actions, tokens, job.layers), axis=0).reshape(-1, runs)
+        fullest = {in_flight[:, 0].argmax()}
+        if runs > 1:
+            fullest.add(in_flight[:, 1:].max(axis=1).argmax())
+        peaks = [replace(job, run=n).peak_memory(steps[step].tolist())[rank] for step in fullest]
+        result.append(max(peaks, key=lambda peak: peak.total))
     return tuple(result)
 
 
