@@ -1,5 +1,9 @@
 """The attention module of wlb_titan: document-causal attention under every parallelism.
 
+It takes whatever heads a model has: grouped queries, values of another head dim than queries and keys
+(multi-head latent attention), a sliding window, and sinks, which a model applies itself to the output and its
+log-sum-exp.
+
 Activations are this rank's local tensors. q stays as it is; k and v, sharded over the cp mesh axis, go from
 Shard to Replicate on it together (one all-gather; one reduce-scatter of their gradients on the way back), are
 brought from the ranks' order into document order, and the varlen kernel runs on this rank's segments.
@@ -13,7 +17,9 @@ Shape suffixes: B batch (1: a micro-batch is one packed sequence), L tokens, N h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,9 +53,13 @@ class DocumentAttention(Module):
         gather_groups: int = 1
         """Groups of heads in which keys and values are gathered; it divides the key heads of a rank."""
 
+        window: int | None = None
+        """Keys that a query sees at most, the last ones of its document, its own included; None for all."""
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         self._groups = config.gather_groups
+        self._window = config.window
         self._cp_mesh: DeviceMesh | None = None
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
@@ -65,33 +75,38 @@ class DocumentAttention(Module):
         attention_masks: DocumentMask,
         scale: float | None = None,
         enable_gqa: bool = False,
+        out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Attends within documents.
 
         Args:
             q_BLNH: (1, tokens, query heads, H), those of this rank.
-            k_BLNH, v_BLNH: (1, tokens, key heads, H), alike.
+            k_BLNH, v_BLNH: (1, tokens, key heads, H), alike but for the H of v, which is the output's too.
             attention_masks: the segments of this rank's queries.
             scale: factor on the scores; 1 / sqrt(H) by default.
             enable_gqa: whether there are fewer key heads than query heads, which the shapes say already.
+            out_transform: what torchtitan's models with sinks make of the output and its log-sum-exp, float32
+                (1, tokens, query heads), +inf where a query is padding.
 
         Returns:
-            Shaped like q; zeros where a query is padding.
+            (1, tokens, query heads, H), before `out_transform` zeros where a query is padding.
         """
         assert q_BLNH.shape[0] == 1, f"a micro-batch is one packed sequence, got a batch of {q_BLNH.shape[0]}"
         q, k, v = q_BLNH.squeeze(0), k_BLNH.squeeze(0), v_BLNH.squeeze(0)
+        segments, key_order = attention_masks.segments, attention_masks.key_order
+        attend = partial(
+            varlen_attention, segments=segments, scale=scale, window=self._window, return_lse=True
+        )
         if self._cp_mesh is None:
-            return varlen_attention(q, k, v, attention_masks.segments, scale=scale).unsqueeze(0)
-        assert attention_masks.key_order is not None
-        heads = (x.chunk(self._groups, dim=1) for x in (q, k, v))
-        groups = [(q, Gather(k, v, self._cp_mesh)) for q, k, v in zip(*heads, strict=True)]
-        outputs = [
-            varlen_attention(
-                q, *gather.finish(attention_masks.key_order), attention_masks.segments, scale=scale
-            )
-            for q, gather in groups
-        ]
-        return torch.cat(outputs, dim=1).unsqueeze(0)
+            out_LNH, lse_NL = attend(q, k, v)
+        else:
+            assert key_order is not None
+            heads = (x.chunk(self._groups, dim=1) for x in (q, k, v))
+            groups = [(q, Gather(k, v, self._cp_mesh)) for q, k, v in zip(*heads, strict=True)]
+            outputs, lses = zip(*(attend(q, *gather.finish(key_order)) for q, gather in groups), strict=True)
+            out_LNH, lse_NL = torch.cat(outputs, dim=1), torch.cat(lses)
+        out_BLNH = out_LNH.unsqueeze(0)
+        return out_BLNH if out_transform is None else out_transform(out_BLNH, lse_NL.T.unsqueeze(0))
 
 
 class Gather:
