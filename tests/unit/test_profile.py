@@ -1,6 +1,7 @@
 """`wlb-titan profile`, its file, and the latency model that comes out of it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,18 @@ def test_the_latency_model_takes_its_passes_units_and_heads_from_profile_and_sha
     assert latency.forward == profile.entries[0].cost
     assert latency.backward == profile.entries[1].cost
     assert (latency.units, latency.heads, latency.source) == (100, 16, "profile of Some GPU")
+
+
+def test_values_of_another_head_dim_and_windows(profile, tmp_path):
+    latent = [replace(entry, head_dim=192, v_head_dim=128) for entry in profile.entries[:2]]
+    path = tmp_path / "profile.json"
+    replace(profile, entries=(*profile.entries, *latent)).save(path)
+    shape = AttentionShape(head_dim=192, v_head_dim=128, heads=16, group=8, windows=((128, 0.5),))
+    assert Profile.load(path).entries[-1] == latent[1]
+    assert attention_latency(str(path), shape).windows == ((128, 0.5),)
+    with pytest.raises(PlanError, match=r"head dim 192/128, only of 64, 128\..*profile --head-dim 192/128"):
+        profile.latency(shape)
+    assert attention_latency("", shape) == replace(hopper(160, 16), windows=((128, 0.5),))
 
 
 def test_without_a_profile_the_figures_for_h100_are_taken():

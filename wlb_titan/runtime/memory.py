@@ -27,7 +27,7 @@ from wlb_titan.memory.peak import (
 from wlb_titan.packing import VARIABLE_LENGTH
 from wlb_titan.runtime.lengths import length_divisor
 from wlb_titan.runtime.pipeline_schedules import pipeline_shape, stage_names
-from wlb_titan.runtime.shape import has_experts, model_shape
+from wlb_titan.runtime.shape import has_experts, has_latent_attention, model_shape
 
 if TYPE_CHECKING:
     from wlb_titan.runtime.trainer import Trainer
@@ -38,11 +38,12 @@ def predicted_memory(
 ) -> tuple[RankMemory, ...] | None:
     """The peak of each pipeline rank with micro-batches of these lengths; None where it is not known.
 
-    Not known are models with experts, and schedules whose order of passes the planner does not know.
+    Not known are models with experts or latent attention, and schedules whose order of passes the planner
+    does not know.
     """
     assert config.model_spec is not None
     model = config.model_spec.model
-    if has_experts(model):
+    if has_experts(model) or has_latent_attention(model):
         return None
     schedule, chunks, layers = "1F1B", 1, [len(model.layers)]
     if dims.pp_enabled:
@@ -101,8 +102,11 @@ def describe_memory(config: Trainer.Config, dims: ParallelDims) -> list[str]:
     ranks = predicted_memory(config, dims, [length] * micro_batches(config, dims))
     if ranks is None:
         assert config.model_spec is not None
-        experts = has_experts(config.model_spec.model)
-        what = "a model with experts" if experts else config.parallelism.pipeline_parallel_schedule
+        what = config.parallelism.pipeline_parallel_schedule
+        if has_latent_attention(config.model_spec.model):
+            what = "multi-head latent attention"
+        if has_experts(config.model_spec.model):
+            what = "a model with experts"
         return [f"Memory of {what} is not predicted; `wlb-titan dryrun` traces it"]
     return [f"Predicted peak memory, micro-batches of {length} tokens: {_one_line(rank)}" for rank in ranks]
 
