@@ -13,6 +13,7 @@ from triton import __version__ as TRITON
 from triton.backends.compiler import GPUTarget
 from wlb_titan.kernels import gluon_launch, triton_launch
 from wlb_titan.kernels.dispatch import GLUON_HEAD_DIMS
+from wlb_titan.kernels.options import Options, Saved
 from wlb_titan.kernels.schedule import schedule_of
 
 PASSES = ("forward", "key_tiles", "query_tiles")
@@ -32,8 +33,8 @@ def launches(dims, group, long, *, tma=True, dtype=torch.bfloat16) -> dict[str, 
     q, k, v, dout = random_inputs(2 * length, 2 * length, group, 1, *dims, dtype)
     schedule = schedule_of(packed([length] * 2), 2 * length, 2 * length, q.device)
     with recording(triton_launch, *KERNELS) as recorded:
-        out, lse = triton_launch.forward(q, k, v, schedule, 0.1, tma=tma)
-        triton_launch.backward(dout, None, q, k, v, out, lse, schedule, 0.1, tma=tma)
+        out, lse = triton_launch.forward(q, k, v, schedule, Options(0.1), tma=tma)
+        triton_launch.backward(dout, None, Saved(q, k, v, out, lse), schedule, Options(0.1), tma=tma)
     del recorded[1]  # the row statistics have neither products nor TMA
     return dict(zip(PASSES, recorded, strict=False))
 
@@ -80,8 +81,9 @@ def gluon_launches(dim: int, group: int, monkeypatch, deterministic: bool = True
         recording(gluon_launch, "gluon_forward_kernel", "gluon_backward_kernel") as recorded,
         recording(triton_launch, "statistics_kernel"),
     ):
-        out, lse = gluon_launch.forward(q, k, v, schedule, 0.1)
-        gluon_launch.backward(dout, None, q, k, v, out, lse, schedule, 0.1, deterministic=deterministic)
+        wanted = Options(0.1, deterministic=deterministic)
+        out, lse = gluon_launch.forward(q, k, v, schedule, wanted)
+        gluon_launch.backward(dout, None, Saved(q, k, v, out, lse), schedule, wanted)
     return recorded
 
 
@@ -132,8 +134,8 @@ def test_no_version_follows_token_counts(monkeypatch):
         ):
             for launch in (triton_launch, gluon_launch):
                 options = {"tma": True} if launch is triton_launch else {}
-                out, lse = launch.forward(q, k, v, schedule, 0.1, **options)
-                launch.backward(dout, None, q, k, v, out, lse, schedule, 0.1, **options)
+                out, lse = launch.forward(q, k, v, schedule, Options(0.1), **options)
+                launch.backward(dout, None, Saved(q, k, v, out, lse), schedule, Options(0.1), **options)
         keys.append([specialization(x) for x in recorded + gluon])
     assert len(keys[0]) == 7 and keys[0] == keys[1] == keys[2]
 
