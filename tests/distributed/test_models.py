@@ -1,7 +1,17 @@
-"""Document attention inside other torchtitan models, also with expert parallelism."""
+"""Document attention inside torchtitan's models: as their own attention there, and the same on two ranks."""
 
+import bases
 import pytest
 from conftest import layout
+
+from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+
+use_cpu_without_accelerator()
+
+import torch  # noqa: E402
+
+from wlb_titan.runtime.attention import DocumentMask  # noqa: E402
+from wlb_titan.runtime.registry import base_config  # noqa: E402
 
 COMMON = (
     *("--training.steps", "2", "--training.seq_len", "256", "--training.global_batch_size", "4"),
@@ -15,6 +25,12 @@ PARALLEL = {
         *(*layout(cp=2), "--parallelism.expert_parallel_degree", "2"),
         *("--wlb.sharding.policy", "per_document"),
     ),
+    "gpt_oss": (
+        *(*layout(cp=2), "--parallelism.expert_parallel_degree", "2"),
+        *("--wlb.sharding.policy", "hybrid", "--wlb.sharding.gather_groups", "2"),
+    ),
+    "muse_glimmer": (*layout(cp=2), "--wlb.sharding.policy", "per_sequence"),
+    "deepseek_v3": (*layout(cp=2), "--wlb.sharding.policy", "adaptive"),
 }
 
 
@@ -40,3 +56,36 @@ def test_losses_equal_one_process(runs, model):
     alone, parallel = runs
     assert len(alone[model].losses()) == 2
     assert parallel[model].losses() == pytest.approx(alone[model].losses(), rel=1e-4)
+
+
+LENGTHS = (40, 7, 81)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "muse_glimmer", "deepseek_v3"])
+def test_output_and_gradients_are_those_of_torchtitan_s_attention(name):
+    """FlexAttention, not compiled, on packed documents that are longer and shorter than the windows."""
+    theirs = getattr(bases, name)().model_spec.model
+    ours = base_config(f"bases:{name}").model_spec.model
+    torch.manual_seed(0)
+    models = [config.build() for config in (theirs, ours)]
+    models[0].init_states()
+    models[1].init_states()
+    models[1].load_state_dict(models[0].state_dict())
+    positions = torch.cat([torch.arange(length) for length in LENGTHS]).unsqueeze(0)
+    tokens = torch.randint(theirs.vocab_size, positions.shape)
+    ends = torch.tensor(LENGTHS).cumsum(0)
+    rows = [[end - length, length] * 2 for length, end in zip(LENGTHS, ends.tolist(), strict=True)]
+    found = []
+    with torch.compiler.set_stance("force_eager"):
+        masks = (
+            models[0].get_attention_masks(positions),
+            DocumentMask(torch.tensor(rows, dtype=torch.int32)),
+        )
+        for model, mask in zip(models, masks, strict=True):
+            out = model(tokens, positions=positions, attention_masks=mask)
+            weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+            (out * weights).sum().backward()
+            found.append({"output": out} | {n: p.grad for n, p in model.named_parameters()})
+    want, got = found
+    for part, expected in want.items():
+        assert (got[part] - expected).norm() <= 1e-4 * expected.norm(), part

@@ -14,12 +14,12 @@ seconds; a point is q_len, kv_len, segments, heads, measured time.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wlb_titan.cost.attention_fit import Point, predict
+from wlb_titan.cost.attention_fit import Point, fit, predict, usual_tilings
 from wlb_titan.cost.attention_hopper import hopper
 from wlb_titan.cost.attention_latency import AttentionLatency, Floats, KernelCost, Tiling
 from wlb_titan.errors import PlanError
@@ -217,6 +217,27 @@ class Profile:
             )
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise PlanError(f"The profile {path} is damaged: {type(error).__name__} {error}.") from error
+
+
+def fitted(
+    shape: AttentionShape, cases: Sequence[tuple[int, int, int]], seconds: Floats, units: int
+) -> list[Entry]:
+    """The entries of both passes that describe measured times best.
+
+    Args:
+        shape: what was measured; its heads are those of each case.
+        cases: (q_len, kv_len, segments) of each case.
+        seconds: float64 (cases, 2), of the forward and of the backward.
+        units: programs that the device runs side by side.
+    """
+    entries = []
+    for direction, column in zip(PASSES, seconds.T.tolist(), strict=True):
+        points = [Point(*case, shape.heads, time) for case, time in zip(cases, column, strict=True)]
+        cost = fit(points, units, usual_tilings(shape.group)).cost
+        entries.append(
+            Entry(shape.head_dim, shape.group, shape.dtype, direction, cost, tuple(points), shape.v_head_dim)
+        )
+    return entries
 
 
 def attention_latency(profile: str, shape: AttentionShape) -> AttentionLatency:
