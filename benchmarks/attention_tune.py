@@ -48,7 +48,7 @@ def candidates(which: str, dim: int, long: bool) -> list[Config]:
         ]
     else:
         found = [Config(*shape, pack=pack) for shape in shapes for pack in packs]
-    return list(dict.fromkeys([choose(which, dim, long, tma=True), *found]))
+    return list(dict.fromkeys([choose(which, (dim, dim), long, tma=True), *found]))
 
 
 def calls(shape: Shape, segments: Tensor) -> dict[str, Callable[[Config], tuple[Tensor, ...]]]:

@@ -33,7 +33,7 @@ def forward(
     (q_tokens, q_heads, dim), (kv_tokens, kv_heads, v_dim) = q.shape, v.shape
     group = q_heads // kv_heads
     tma = tma and k.numel() > 0  # nothing can be described of an empty tensor
-    config = config or choose("forward", max(dim, v_dim), schedule.long, tma)
+    config = config or choose("forward", (dim, v_dim), schedule.long, tma)
     pack = config.heads_per_tile(group)
     tokens = config.block_m // pack
     q, k, v = (aligned(x) for x in (q, k, v))
@@ -77,7 +77,7 @@ def backward(
     query_config: Config | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v for those of the output and, unless None, of the log-sum-exp."""
-    dims = max(saved.q.shape[2], saved.v.shape[2])
+    dims = saved.q.shape[2], saved.v.shape[2]
     tma = tma and saved.q.numel() > 0 and saved.k.numel() > 0  # nothing can be described of an empty tensor
     key_config = key_config or choose("key_tiles", dims, schedule.long, tma)
     query_config = query_config or choose("query_tiles", dims, schedule.long, tma)

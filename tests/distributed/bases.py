@@ -39,11 +39,12 @@ def qwen3_moe():
 
 
 def gpt_oss():
-    """Sinks; a layer with a window of 24 tokens, and one without; experts."""
+    """Sinks; a layer with a window of 24 tokens, and one without; experts, which take bfloat16 only."""
     config = _few_experts(_cut(gpt_oss_registry.gpt_oss_debugmodel_flex()))
     attention = config.model_spec.model.layers[0].attention
     assert attention.sliding_window_size is not None
     attention.sliding_window_size = 24
+    config.training.mixed_precision_param = "bfloat16"
     for layer in config.model_spec.model.layers:  # sinks that begin at zero would hide how they are read
         layer.attention.param_init["sinks"] = functools.partial(torch.nn.init.normal_, std=1.0)
     return config

@@ -254,7 +254,7 @@ def transfer_mismatches(ttgir: str) -> list[str]:
         copied += elements * width[dtype]
         if elements != room:
             wrong.append(f"descriptor {shape} into buffer {buffer}")
-    expected = sum(map(int, re.findall(r"barrier_expect %\w+(?:\[.*?\])?, (\d+)", ttgir)))
+    expected = sum(map(int, re.findall(r"barrier_expect %[\w.#]+(?:\[.*?\])?, (\d+)", ttgir)))
     if copied != expected:
         wrong.append(f"barriers expect {expected} bytes, {copied} are copied")
     return wrong

@@ -20,11 +20,11 @@ PASSES = ("forward", "key_tiles", "query_tiles")
 KERNELS = ("forward_kernel", "statistics_kernel", "key_tile_kernel", "query_tile_kernel")
 HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
 # Bytes that cannot be avoided, the greater of Triton 3.6 and 3.9; everything else keeps to its registers.
-SPILLS = {("key_tiles", 128): 56, ("key_tiles", 192): 64, ("key_tiles", 256): 112}
+SPILLS = {("key_tiles", 128): 56, ("key_tiles", 256): 112}
 # Of the Gluon kernels, besides: spill instructions in the loop over blocks, before Triton 3.9 and from it on.
 # The forward's at head dim 64 are in the branch that masks a block.
-GLUON_SPILLS = {("forward", 64): 584, ("backward", 128): 308}
-HOT_SPILLS = {("forward", 64): (0, 14), ("backward", 128): (24, 2)}
+GLUON_SPILLS = {("forward", 64): 584}
+HOT_SPILLS = {("forward", 64): (0, 14)}
 
 
 def launches(dims, group, long, *, tma=True, dtype=torch.bfloat16) -> dict[str, Launch]:
@@ -106,7 +106,7 @@ def test_gluon(dim, monkeypatch):
 
 def test_gluon_without_turns_or_group(monkeypatch):
     (report,) = compile_all(gluon_launches(128, 1, monkeypatch, deterministic=False)[1:])
-    check(report, GLUON_SPILLS["backward", 128])
+    check(report)
     assert "acquire" not in report.ptx
 
 
@@ -156,5 +156,5 @@ def test_a_mismatch_is_noticed():
     assert transfer_mismatches(report.ttgir) == []
     smaller = re.sub(r"(-> !ttg\.memdesc<)128x", r"\g<1>64x", report.ttgir)
     assert smaller != report.ttgir and "into buffer" in transfer_mismatches(smaller)[0]
-    expecting = re.sub(r"(barrier_expect %\w+(?:\[.*?\])?, )\d+", r"\g<1>8", report.ttgir)
+    expecting = re.sub(r"(barrier_expect %[\w.#]+(?:\[.*?\])?, )\d+", r"\g<1>8", report.ttgir)
     assert "barriers expect" in transfer_mismatches(expecting)[0]

@@ -206,8 +206,8 @@ def assert_nothing_lost(base, adopted):
 
 
 def window_of(settings, inner):
-    """Keys that a query of torchtitan's layer sees: VarlenAttention is told, FlexAttention's masks are made by
-    the layer's own setting."""
+    """Keys that a query of torchtitan's layer sees: VarlenAttention is told, and the masks of FlexAttention
+    are made by the layer's own setting."""
     before, after = settings.get(f"{inner}.window_size", (-1, 0))
     assert after == 0
     layer = inner.removesuffix(".inner_attention")
