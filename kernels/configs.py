@@ -47,7 +47,7 @@ _HOPPER = {
     ("key_tiles", 64): (Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
     ("key_tiles", 96): (Config(128, 64, 8, 2, one_loop=True), Config(128, 64, 8, 2, one_loop=True)),
     ("key_tiles", 128): (Config(128, 64, 8, 2), Config(128, 64, 8, 2, one_loop=True)),
-    ("key_tiles", LATENT): (Config(128, 64, 8, 1, one_loop=True), Config(128, 64, 8, 1, one_loop=True)),
+    ("key_tiles", LATENT): (Config(128, 64, 8, 2, one_loop=True), Config(128, 64, 8, 2, one_loop=True)),
     ("key_tiles", 192): (Config(128, 64, 8, 1, one_loop=True), Config(128, 64, 8, 1, one_loop=True)),
     ("key_tiles", 256): (Config(64, 32, 8, 1, one_loop=True), Config(64, 32, 8, 1, one_loop=True)),
     ("query_tiles", 64): (Config(128, 128, 8, 2), Config(128, 128, 8, 2, pack=8)),

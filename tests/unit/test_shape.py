@@ -9,11 +9,11 @@ use_cpu_without_accelerator()
 from wlb_titan.runtime.registry import base_config  # noqa: E402
 from wlb_titan.runtime.shape import model_shape  # noqa: E402
 
-# Parameters that one token visits, as published, less the embedding's.
+# Parameters that one token visits, as published, less the embedding's where it is among them.
 ACTIVE = {
     "llama3.config_registry:llama3_8b": 8.03e9 - 128256 * 4096,
     "qwen3.config_registry:qwen3_30b_a3b": 3.35e9 - 151936 * 2048,
-    "gpt_oss.config_registry:gpt_oss_20b": 3.61e9 - 201088 * 2880,
+    "gpt_oss.config_registry:gpt_oss_20b": 3.61e9,
     "deepseek_v3.config_registry:deepseek_v3_671b": 37.5e9 - 129280 * 7168,
 }
 
