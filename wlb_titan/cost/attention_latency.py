@@ -102,8 +102,9 @@ class Tiling:
         rows = np.minimum(growing * self.query_tile, queries)
         blocks = -(-(self.query_tile + window - 1) // self.key_block)
         unmasked = max(window - self.query_tile + 1, 0) // self.key_block
-        each = np.array([[1], [blocks], [blocks - unmasked]])
-        return self._own(rows, seen + rows) + each * (tiles - growing)
+        each = np.array([[1.0], [blocks], [blocks - unmasked]])
+        counts: Floats = self._own(rows, seen + rows) + each * (tiles - growing)
+        return counts
 
     def _own(self, queries: Floats, keys: Floats) -> Floats:
         """`count` of segments with their own tiles."""
