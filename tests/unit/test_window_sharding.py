@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from wlb_titan.kernels import varlen_attention
 
 from wlb_titan import context
 from wlb_titan.cost.attention_hopper import hopper
-from wlb_titan.kernels import varlen_attention
 from wlb_titan.settings import ShardingSettings
 
 LENGTHS = np.array([90, 7, 1, 40, 22])
