@@ -142,7 +142,7 @@ def test_the_grid_is_measured_and_fitted(rehearse, tmp_path):
         "wrong": [],
     }
     (tmp_path / "attention.jsonl").write_text(json.dumps(shown) + "\n")
-    rows, text = rehearse("--stages", "grid")
+    rows, text = rehearse("--stages", "grid", "--limit", "600")
     assert not [row for row in rows if "error" in row]
     assert [row["kind"] for row in rows if "seconds" in row] == ["ceiling", "grid", "packs"]
     assert "gluon                 [2, 1, 16, 16] left out" not in text  # head dim 16 is none of its own
