@@ -221,10 +221,10 @@ class Job:
         """Tokens of the longest micro-batches of which a whole step fits; None if not even windows do."""
 
         def memory(length: int) -> tuple[RankMemory, ...]:
+            if self.memory_unknown:
+                return ()
             try:
-                return (
-                    self.peak_memory([length] * self.replica_micro_batches) if not self.memory_unknown else ()
-                )
+                return self.peak_memory([length] * self.replica_micro_batches)
             except PlanError:
                 return ()
 

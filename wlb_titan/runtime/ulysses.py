@@ -46,12 +46,8 @@ class UlyssesAttention:
             (keys, v_LNH.shape[2]),
         ]
         widths = [heads * dim for heads, dim in shapes]
-        sent = [
-            torch.cat(
-                [x.flatten(1) for x in (q_LNH[:, s.queries], k_LNH[:, s.keys], v_LNH[:, s.keys])], dim=1
-            )
-            for s in shares
-        ]
+        heads = [(q_LNH[:, s.queries], k_LNH[:, s.keys], v_LNH[:, s.keys]) for s in shares]
+        sent = [torch.cat([x.flatten(1) for x in own], dim=1) for own in heads]
         rows = torch.cat(self._exchanged(sent, [sum(widths)] * len(shares)))
         parts = rows.split(widths, dim=1)
         q, k, v = (part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True))
