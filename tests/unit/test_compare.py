@@ -72,7 +72,9 @@ def test_tokens_and_seconds_are_those_of_the_steps_between_the_logged_ones(steps
 
 
 def test_rates_leave_the_first_record_out_and_weigh_by_time():
-    run = make_run([record(1, seconds=50, rate=1), record(2, seconds=1, rate=10), record(3, seconds=3, rate=30)])
+    run = make_run(
+        [record(1, seconds=50, rate=1), record(2, seconds=1, rate=10), record(3, seconds=3, rate=30)]
+    )
     assert run.per_second("tokens_per_second") == pytest.approx((10 + 3 * 30) / 4)
     assert make_run([record(1, rate=7)]).per_second("tokens_per_second") == 7, "there is no other"
     assert run.per_second("model_tflops") is None, "an older run has no such figure"
@@ -128,7 +130,10 @@ WRONG = {
     "folder of runs": (lambda a: a.parent, "These folders in it are runs: a."),
     "nothing logged": (lambda a: (a / "metrics.jsonl").write_text(""), "no step has been logged yet"),
     "not JSON": (lambda a: (a / "metrics.jsonl").write_text("step 1\n"), "metrics.jsonl:1: this is not JSON"),
-    "other JSON": (lambda a: (a / "metrics.jsonl").write_text("[]\n"), "metrics.jsonl:1: step, loss, seconds"),
+    "other JSON": (
+        lambda a: (a / "metrics.jsonl").write_text("[]\n"),
+        "metrics.jsonl:1: step, loss, seconds",
+    ),
     "not TOML": (lambda a: (a / "config.toml").write_text("x"), "config.toml: the configuration cannot be"),
 }
 

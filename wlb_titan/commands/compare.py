@@ -19,9 +19,7 @@ NOT_SET = "–"
 
 
 @click.command()
-@click.argument(
-    "folders", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN [RUN]..."
-)
+@click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN [RUN]...")
 @click.option("--report", type=click.Path(path_type=Path), metavar="DIR", help="Draw DIR/report.html.")
 def compare(folders: tuple[Path, ...], report: Path | None) -> None:
     """Put the metrics of training runs side by side; the first is the baseline.
@@ -95,7 +93,10 @@ def remarks(runs: Sequence[Run]) -> list[str]:
     first, *others = runs
     said = [] if setting_rows(runs) or not others else ["The configurations are the same."]
     for run in others:
-        parts = [_ratio(run, first, "tokens_per_second", "tokens"), _ratio(run, first, "model_tflops", "FLOPs")]
+        parts = [
+            _ratio(run, first, "tokens_per_second", "tokens"),
+            _ratio(run, first, "model_tflops", "FLOPs"),
+        ]
         if any(parts):
             said.append(f"{run.name} trains on {' and '.join(filter(None, parts))} a second of {first.name}.")
     corpora = {run.settings.get("wlb.corpus.path") for run in runs}

@@ -45,8 +45,8 @@ def write_report(folder: Path, runs: Sequence[Run]) -> Path:
         section("Speed", "Tokens of documents a second, over the whole job.", figures.speed(runs)),
         section(
             "Balance",
-            "Imbalance is the largest over the mean work of a step's micro-batches, predicted by the plan and, "
-            "in traced steps (wlb.trace_every), measured. The bubble is the share of their time in which "
+            "Imbalance is the largest over the mean work of a step's micro-batches, predicted by the plan "
+            "and, in traced steps (wlb.trace_every), measured. The bubble is the share of time in which "
             "the pipeline's ranks run no pass.",
             figures.balance(runs),
         ),
@@ -58,8 +58,8 @@ def write_report(folder: Path, runs: Sequence[Run]) -> Path:
     ]
     if timelines := traced_steps(runs):
         text = (
-            "Measured passes of one step, to scale: a row is a rank, a box a pass, white is waiting. Times are "
-            "relative to the work of a rank, for runs train on other documents in a step."
+            "Measured passes of one step, to scale: a row is a rank, a box a pass, white is waiting. Times "
+            "are relative to the work of a rank, for runs train on other documents in a step."
         )
         sections.insert(5, section("A step", text, pipeline_timeline(timelines)))
     if any(run.peak_memory() for run in runs):

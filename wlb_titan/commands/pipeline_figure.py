@@ -1,7 +1,7 @@
 """The timeline of a pipeline's step, time to scale, under each packing policy.
 
-Predicted times are the cost model's, all stages take equal shares of them, and communication is free: what the order
-`best` assumes too.
+Predicted times are the cost model's, all stages take equal shares of them, and communication is free: what
+the order `best` assumes too.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Run:
 
     @property
     def settled(self) -> slice:
-        """The records whose time counts: all but the first, which has the start in it, if there are others."""
+        """Records whose time counts: all but the first, which has the start in it; that if it is alone."""
         return slice(1 if len(self.records) > 1 else 0, None)
 
     def per_second(self, key: str) -> float | None:
@@ -76,15 +76,15 @@ class Run:
         return float((rates[self.settled] * seconds).sum() / seconds.sum())
 
     def loss_at(self, tokens: float) -> float:
-        """Mean loss of the last tenth of the first so many tokens; of the nearest record where none is in it."""
-        steps = np.array([r["loss"] for r in self.records])
+        """Mean loss of the last tenth of the first so many tokens; the nearest record's where it has none."""
+        losses = np.array([r["loss"] for r in self.records])
         last = (self.tokens > 0.9 * tokens) & (self.tokens <= tokens * (1 + 1e-9))
         if not last.any():
-            return float(steps[np.argmin(np.abs(self.tokens - tokens))])
-        return float(np.average(steps[last], weights=self._new_tokens[last]))
+            return float(losses[np.argmin(np.abs(self.tokens - tokens))])
+        return float(np.average(losses[last], weights=self._new_tokens[last]))
 
     def peak_memory(self) -> dict[str, float]:
-        """GiB at most, by pipeline stage (`pp0`, ...), or of the reporting rank (`rank`); empty if unknown."""
+        """GiB at most, by pipeline stage (`pp0`, ...) or of the reporting rank (`rank`); empty if unknown."""
         prefix = "peak_memory_gib/"
         keys = sorted({k for r in self.records for k in r if k.startswith(prefix)})
         peaks = {key.removeprefix(prefix): float(self.series(key)[1].max()) for key in keys}

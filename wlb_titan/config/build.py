@@ -13,7 +13,7 @@ import functools
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, is_dataclass
-from typing import Any, NoReturn, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from wlb_titan.config.classes import find_class, full_name, importable, short_name
 from wlb_titan.config.errors import ConfigError
@@ -136,7 +136,10 @@ class Builder:
         for table in tables:
             for key, child in table.children.items():
                 if key not in fields and not (key == CLASS and path):
-                    self._refuse_key(child, (*path, key), cls, list(fields))
+                    builder = Builder(self.base, self.base_name, self.locked)
+                    builder.build([])
+                    known = [dotted(entry.path) for entry in builder.entries]
+                    raise no_such_key(child, (*path, key), short_name(cls), list(fields), known)
         values: dict[str, Any] = {}
         for name, field in fields.items():
             here = (*path, name)
@@ -221,16 +224,26 @@ class Builder:
         unchanged = current is before and all(after[key] is before.get(key) for key in after)
         return current if unchanged else after
 
-    def _refuse_key(self, node: Node, path: KeyPath, cls: type, names: list[str]) -> NoReturn:
-        base = Builder(self.base, self.base_name, self.locked)
-        base.build([])
-        namesakes = [dotted(entry.path) for entry in base.entries if entry.path[-1] == path[-1]]
-        close = difflib.get_close_matches(str(path[-1]), names, n=1)
-        suggestions = [dotted((*path[:-1], name)) for name in close] or namesakes[:3]
-        hint = f" Did you mean {' or '.join(suggestions)}?" if suggestions else ""
-        if len(names) <= 12:
-            hint += f" {short_name(cls)} has {', '.join(names) or 'no keys'}."
-        raise ConfigError(f"{_written(node, path)}: there is no such key.{hint}")
+
+def no_such_key(
+    node: Node, path: KeyPath, owner: str, names: Sequence[str], known: Sequence[str]
+) -> ConfigError:
+    """The error for a key that does not exist.
+
+    Args:
+        node: what was written.
+        path: where.
+        owner: the section's class.
+        names: the keys that it has.
+        known: dotted paths of all values of the configuration, some of which may be meant.
+    """
+    namesakes = [other for other in known if other.rpartition(".")[2] == path[-1]]
+    close = difflib.get_close_matches(str(path[-1]), names, n=1)
+    suggestions = [dotted((*path[:-1], name)) for name in close] or namesakes[:3]
+    hint = f" Did you mean {' or '.join(suggestions)}?" if suggestions else ""
+    if len(names) <= 12:
+        hint += f" {owner} has {', '.join(names) or 'no keys'}."
+    return ConfigError(f"{_written(node, path)}: there is no such key.{hint}")
 
 
 def _wanted_class(cls: type | None, hint: object, node: Table, path: KeyPath) -> tuple[type, str | None]:

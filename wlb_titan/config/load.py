@@ -10,6 +10,7 @@ from typing import Any
 from wlb_titan.config.blame import blame
 from wlb_titan.config.build import Builder, Entry, Rejection, dotted
 from wlb_titan.config.errors import ConfigError
+from wlb_titan.config.known import refuse_unknown_keys
 from wlb_titan.config.sources import read_sources
 from wlb_titan.config.values import shown, to_text
 from wlb_titan.config.writing import document
@@ -112,6 +113,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int
         validation.validate(config, world_size)
 
     # The runtime takes seconds to import, so that is left until the files have been read without a mistake.
+    refuse_unknown_keys(path, overrides)
     resolved = resolve(path, overrides, base_config)
     resolved.check(validate)
     return resolved
