@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from packing_runs import measure, save, synthetic_lengths
 
-from wlb_titan.planner.errors import PlanError
-from wlb_titan.planner.settings import PackingSettings
+from wlb_titan.errors import PlanError
+from wlb_titan.settings import PackingSettings
 
 #        name, settings, the paper's imbalance and milliseconds
 ROWS: list[tuple[str, PackingSettings, float | None, float | None]] = [

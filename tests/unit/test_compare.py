@@ -134,7 +134,7 @@ WRONG = {
         lambda a: (a / "metrics.jsonl").write_text("[]\n"),
         "metrics.jsonl:1: step, loss, seconds",
     ),
-    "not TOML": (lambda a: (a / "config.toml").write_text("x"), "config.toml: the configuration cannot be"),
+    "not TOML": (lambda a: (a / "config.toml").write_text("x"), "config.toml:1: this is not valid TOML"),
 }
 
 

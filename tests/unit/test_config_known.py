@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import wlb_titan.config.known as known
-from wlb_titan.config import ConfigError, load_config, refuse_unknown_keys
+from wlb_titan.config import ConfigError, refuse_unknown_keys
+from wlb_titan.runtime.load import load_config
 
 FILES = sorted((Path(__file__).parents[2] / "train_configs").glob("*.toml"))
 WRONG = {
@@ -54,7 +55,7 @@ def test_the_stored_keys_are_those_of_the_bases():
 def test_the_words_are_those_of_the_whole_check(file, monkeypatch, case):
     path = file(WRONG[case])
     early = message(refuse_unknown_keys, path)
-    monkeypatch.setattr("wlb_titan.config.load.refuse_unknown_keys", lambda *_: None)
+    monkeypatch.setattr("wlb_titan.runtime.load.refuse_unknown_keys", lambda *_: None)
     assert message(load_config, path) == early
 
 
@@ -76,8 +77,8 @@ def test_right_files_pass(path):
 
 def test_torch_is_not_imported_for_it(file):
     code = (
-        f"import sys\nfrom wlb_titan.config import ConfigError, load_config\ntry:\n"
-        f"    load_config({str(file(WRONG['misspelt']))!r})\nexcept ConfigError:\n"
+        "import sys\nfrom wlb_titan.errors import ConfigError\nfrom wlb_titan.runtime.load import load_config\n"
+        f"try:\n    load_config({str(file(WRONG['misspelt']))!r})\nexcept ConfigError:\n"
         "    print('torch' in sys.modules or 'torchtitan' in sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

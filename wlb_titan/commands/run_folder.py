@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tomli
 from numpy.typing import NDArray
 
+from wlb_titan.config.sources import leaves, read_sources
 from wlb_titan.errors import UserError
 
 Floats = NDArray[np.float64]
@@ -156,19 +156,9 @@ def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    try:
-        document = tomli.loads(path.read_bytes().decode())
-    except (OSError, UnicodeDecodeError, tomli.TOMLDecodeError) as error:
-        raise UserError(f"{path}: the configuration cannot be read: {error}.") from error
-    return dict(_flat(document, ""))
-
-
-def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+    sources = read_sources(path)
+    settings = {".".join(keys): leaf.value for layer in sources.layers for keys, leaf in leaves(layer)}
+    return settings if sources.base is None else {"base": sources.base.value, **settings}
 
 
 def _json_lines(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:

@@ -6,8 +6,8 @@ rejected value is), `writing` (TOML out), `load` (all together). `settings` hold
 here imports torchtitan.
 """
 
-from wlb_titan.config.errors import ConfigError
 from wlb_titan.config.known import refuse_unknown_keys
-from wlb_titan.config.load import Resolved, load_config
+from wlb_titan.config.load import Resolved, resolve
+from wlb_titan.errors import ConfigError
 
-__all__ = ["ConfigError", "Resolved", "load_config", "refuse_unknown_keys"]
+__all__ = ["ConfigError", "Resolved", "refuse_unknown_keys", "resolve"]
