@@ -77,7 +77,8 @@ def test_right_files_pass(path):
 
 def test_torch_is_not_imported_for_it(file):
     code = (
-        "import sys\nfrom wlb_titan.errors import ConfigError\nfrom wlb_titan.runtime.load import load_config\n"
+        "import sys\nfrom wlb_titan.errors import ConfigError\n"
+        "from wlb_titan.runtime.load import load_config\n"
         f"try:\n    load_config({str(file(WRONG['misspelt']))!r})\nexcept ConfigError:\n"
         "    print('torch' in sys.modules or 'torchtitan' in sys.modules)"
     )
