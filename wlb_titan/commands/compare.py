@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from wlb_titan.commands.run_folder import Run
 
-TABLE_WIDTH = 120  # also where no terminal tells its own
-NOT_SET = "–"
+TABLE_WIDTH = 96  # also where no terminal tells its own
+NOT_KNOWN = "–"
 
 
 @click.command()
@@ -54,33 +54,37 @@ def setting_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
 
     return [
         {"setting": key}
-        | {run.name: NOT_SET if v is None else shown(v) for run, v in zip(runs, values, strict=True)}
+        | {run.name: NOT_KNOWN if v is None else shown(v) for run, v in zip(runs, values, strict=True)}
         for key, values in differences(runs).items()
     ]
 
 
 def figure_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
-    """A row for each run; columns that no run has a figure for are left out."""
+    """A row for each figure; those that no run has are left out."""
     tokens = common_tokens(runs)
-    rows = [
-        {
-            "run": run.name,
-            "steps": f"{run.records[-1]['step']:,}",
-            "tokens": f"{run.tokens[-1]:,.0f}",
-            f"loss at {tokens:,.0f}": f"{run.loss_at(tokens):.4f}",
-            "tokens/s": _cell(run.per_second("tokens_per_second"), ",.0f"),
-            "TFLOP/s": _cell(run.per_second("model_tflops"), ",.3g"),
-            "imbalance": _cell(run.mean("imbalance"), ".3f"),
-            "measured": _cell(run.mean("measured_imbalance"), ".3f"),
-            "CP": _cell(run.mean("imbalance_cp"), ".3f"),
-            "bubble": _cell(run.mean("bubble"), ".1%"),
-            "delay": _cell(run.mean("delay_mean"), ".2f"),
-            "memory GiB": _cell(max(run.peak_memory().values(), default=None), ".2f"),
-        }
-        for run in runs
+    figures: list[tuple[str, list[float | None], str]] = [
+        ("steps", [run.records[-1]["step"] for run in runs], ",d"),
+        ("tokens", [run.tokens[-1] for run in runs], ",.0f"),
+        (f"loss after {tokens:,.0f} tokens", [run.loss_at(tokens) for run in runs], ".4f"),
+        ("tokens a second", [run.per_second("tokens_per_second") for run in runs], ",.0f"),
+        ("model TFLOP/s", [run.per_second("model_tflops") for run in runs], ",.3g"),
+        ("MFU", [run.per_second("mfu_documents") for run in runs], ".1%"),
+        ("imbalance, predicted", [run.mean("imbalance") for run in runs], ".3f"),
+        ("imbalance, measured", [run.mean("measured_imbalance") for run in runs], ".3f"),
+        ("imbalance of context-parallel ranks", [run.mean("imbalance_cp") for run in runs], ".3f"),
+        ("bubble, measured", [run.mean("bubble") for run in runs], ".1%"),
+        ("delay, iterations", [run.mean("delay_mean") for run in runs], ".2f"),
+        ("peak memory, GiB", [max(run.peak_memory().values(), default=None) for run in runs], ".2f"),
     ]
-    told = [heading for heading in rows[0] if any(row[heading] != NOT_SET for row in rows)]
-    return [{heading: row[heading] for heading in told} for row in rows]
+    return [
+        {"figure": name}
+        | {
+            run.name: NOT_KNOWN if value is None else format(value, form)
+            for run, value in zip(runs, values, strict=True)
+        }
+        for name, values, form in figures
+        if any(value is not None for value in values)
+    ]
 
 
 def common_tokens(runs: Sequence[Run]) -> float:
@@ -108,7 +112,3 @@ def remarks(runs: Sequence[Run]) -> list[str]:
 def _ratio(run: Run, first: Run, key: str, what: str) -> str | None:
     mine, base = run.per_second(key), first.per_second(key)
     return f"{mine / base:.2f}x the {what}" if mine is not None and base else None
-
-
-def _cell(value: float | None, form: str) -> str:
-    return NOT_SET if value is None else format(value, form)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-TEXT_COLUMNS = ("policy", "degrees", "memory", "collective", "over", "run", "setting")
+TEXT_COLUMNS = ("policy", "degrees", "memory", "collective", "over", "setting", "figure")
 
 
 def make_console(width: int) -> Console:
