@@ -55,7 +55,7 @@ def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=500,
+        timeout=1800,
     )
 
 
@@ -135,6 +135,7 @@ def test_every_block_names_its_language(page):
 RUNNABLE = [page for page in PAGES if any(b.runnable and commands(b) for b in blocks(page))]
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("page", RUNNABLE, ids=names(RUNNABLE))
 def test_the_commands_of_a_page(page, folder):
     taken_for_granted(page, folder)
