@@ -23,6 +23,8 @@ train: $(READY)
 	torchx run wlb.train --config train_configs/cpu_debug.toml -- $(OPTIONS)
 	torchx run wlb.train --config train_configs/cpu_balanced.toml -- $(OPTIONS)
 	wlb-titan compare outputs/cpu_debug outputs/cpu_balanced --report outputs/compare
+	@echo "Where the 4 processes share cores, one runs while another waits: balance shows in imbalance and bubble,"
+	@echo "and little in tokens a second. What it is worth with a device a process: wlb-titan simulate."
 
 check: $(READY)
 	$(BIN)/ruff check .

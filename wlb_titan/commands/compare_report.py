@@ -58,7 +58,7 @@ def write_report(folder: Path, runs: Sequence[Run]) -> Path:
     ]
     if timelines := traced_steps(runs):
         text = (
-            "Measured passes of one step, to scale: a row is a rank, a box a pass, white is waiting. Times "
+            "Measured passes of one step, to scale: a row is a rank, white is waiting, gold the loss. Times "
             "are relative to the work of a rank, for runs train on other documents in a step."
         )
         sections.insert(5, section("A step", text, pipeline_timeline(timelines)))
