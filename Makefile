@@ -43,7 +43,7 @@ test: $(READY)
 	$(BIN)/pytest tests/distributed || failed=1; \
 	exit $$failed
 
-# For the developer's loop: what needs neither torchtitan nor other processes, in a minute.
+# For the developer's loop, in a minute: tests/unit/conftest.py says what it leaves out.
 quick: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/pytest -n 2 --quick tests/unit
