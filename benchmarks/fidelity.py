@@ -20,10 +20,9 @@ Measurements are kept in outputs/fidelity, one file a run, and the script contin
 delete the folder to begin anew. Results go to benchmarks/results/cpu/fidelity.json. The speed of a machine
 that is shared drifts, so a probe (fidelity_probe.py) runs before and after each step, and seconds are those
 of a machine that is as fast as it was during the profile. Processes beyond the cores share them: such a
-step takes at least the work of all processes over the cores. A step in which a length is new is not
-counted: working out shardings takes seconds then, once. Memory is what a step needs at its peak beyond what
-is resident between steps: all but weights and optimizer state. It is measured in a run of its own, in which
-freed tensors leave the process at once; where times are measured they never do.
+step takes at least the work of all processes over the cores. Memory is what a step needs at its peak beyond
+what is resident between steps: all but weights, optimizer state and rotary tables. It is measured in a run of
+its own, in which freed tensors leave the process at once; where times are measured they never do.
 """
 
 from __future__ import annotations
@@ -41,14 +40,15 @@ from typing import Any
 
 import numpy as np
 
+from wlb_titan.context import STRATEGIES
 from wlb_titan.cost.attention_latency import KernelCost
 from wlb_titan.cost.attention_profile import AttentionShape, Profile
 from wlb_titan.cost.cluster import Cluster, Link, load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.cost.workload import workload
-from wlb_titan.memory.peak import MemorySettings
-from wlb_titan.simulator.job import SimulatedJob
+from wlb_titan.job import Job
+from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.simulator.passes import JobCost
 from wlb_titan.simulator.step import simulate
 
@@ -205,7 +205,8 @@ def _rate(name: str, run: dict[str, Any], rates: dict[str, float]) -> float:
 def _cost_model(rates: dict[str, float]) -> str:
     """For the packing: the quadratic through what the simulator says of two documents on one process."""
     d = np.array([256.0, WINDOW])
-    work = workload(JobCost(_job(Case(), _shape(), rates)), d.astype(np.int64))
+    job = _job(Case(), _shape(), MemorySettings(checkpointing="none"), rates)
+    work = workload(JobCost(job), d.astype(np.int64))
     a = (work[1] / d[1] - work[0] / d[0]) / (d[1] - d[0])
     return f"quadratic:{a * 1e9},{(work[0] / d[0] - a * d[0]) * 1e9}"
 
@@ -220,35 +221,38 @@ def _result(name: str, rates: dict[str, float]) -> dict[str, Any]:
         "predicted": predicted.tolist(),
         "measured": run["seconds"],
         "predicted_bytes": peak,
-        "measured_bytes": memory_run["bytes"],
+        "measured_bytes": max(memory_run["bytes"]),
     }
 
 
 def _predict(case: Case, run: dict[str, Any], rates: dict[str, float]) -> tuple[np.ndarray, int]:
     """Seconds of each step and bytes of the rank that needs most."""
-    prediction = simulate(_job(case, run["model"], rates), run["plans"])
+    prediction = simulate(_job(case, run["model"], run["memory"], rates), run["plans"])
     cores = len(os.sched_getaffinity(0))
     shared = prediction.busy * case.degrees.ranks / cores
-    step_bytes = max(rank.total - rank.weights - rank.optimizer for rank in prediction.memory)
+    step_bytes = max(r.total - r.weights - r.optimizer - r.rotary for r in prediction.memory)
     return np.maximum(prediction.seconds, shared), step_bytes
 
 
-def _job(case: Case, model: ModelShape, rates: dict[str, float]) -> SimulatedJob:
+def _job(case: Case, model: ModelShape, memory: MemorySettings, rates: dict[str, float]) -> Job:
     attention = AttentionShape.of(model, 1, "float32")
-    settings = MemorySettings(checkpointing=case.checkpointing, compute_bytes=4, loss_chunks=8)
     latency = Profile.load(PROFILE).latency(attention)
-    return SimulatedJob(
+    return Job(
         model=model,
         degrees=case.degrees,
         cluster=_cluster(rates, case.degrees),
-        latency=replace(
+        window=case.window,
+        micro_batches=MICRO_BATCHES * case.degrees.data,
+        sharding=STRATEGIES.configure(case.sharding),
+        dtype="float32",
+        attention=replace(
             latency,
             forward=_in_training(latency.forward, rates),
             backward=_in_training(latency.backward, rates),
         ),
         schedule=case.schedule,
         overlap=False,  # a core that communicates does nothing else
-        memory=settings,
+        memory=memory,
     )
 
 
@@ -283,7 +287,7 @@ def _path(name: str) -> Path:
 
 
 def _load(name: str) -> dict[str, Any]:
-    """Of a run that was measured: seconds of each step, peak bytes, plans and the model's shape.
+    """Of a run that was measured: seconds of each step, peak bytes of each rank, plans, shape and settings.
 
     Seconds are those of a machine as fast as it was for the profile.
     """

@@ -17,13 +17,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipeline_lab import BenchTrainer, make_config, make_corpus, torch
+from common.trainers import BenchTrainer, make_config, make_corpus, torch
 
 import torch.distributed as dist  # isort: skip
 from fidelity import LAYERS, LENGTHS, MICRO_BATCHES, WARM_UP
 from fidelity_probe import Probe
 from torchtitan.distributed.activation_checkpoint import FullAC
 
+from wlb_titan.context import STRATEGIES
+from wlb_titan.packing import POLICIES
+from wlb_titan.pipeline.order import ORDERS
+from wlb_titan.runtime.job import memory_settings
 from wlb_titan.runtime.shape import model_shape
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -76,11 +80,9 @@ def config_of(case: dict[str, Any], folder: Path) -> Any:
         pipeline_parallel_schedule=case["schedule"],
     )
     config.activation_checkpoint = FullAC.Config() if case["checkpointing"] == "full" else None
-    config.wlb.packing.policy = case["packing"]
-    config.wlb.packing.cost_model = case["cost_model"]
-    config.wlb.packing.length_multiple = case["window"] // 8  # few lengths
-    config.wlb.sharding.policy = case["sharding"]
-    config.wlb.pipeline.order = case["order"]
+    config.wlb.packing = POLICIES.configure(case["packing"], cost_model=case["cost_model"])
+    config.wlb.sharding = STRATEGIES.configure(case["sharding"])
+    config.wlb.pipeline = ORDERS.configure(case["order"])
     return config
 
 
@@ -103,32 +105,30 @@ def main() -> None:
         trainer = BenchTrainer(config_of(case, folder))
         seconds, plans, probes = [], [], []
         probe = Probe()
-        seen: set[int] = set()  # lengths: a new one costs seconds once, in working out shardings
         while len(plans) < case["steps"]:
             if trainer.step == WARM_UP:
+                trainer.optimizers.zero_grad()  # as a step begins: what is left is there all the time
                 gc.collect()
                 before = resident()
                 watch = PeakMemory()
             before_step = in_turns(probe, rank, ranks, len(cores))
             second = trainer.timed_step()
             speed = (before_step + in_turns(probe, rank, ranks, len(cores))) / 2
-            plan = trainer.planned.plan
-            lengths = {m.length for m in plan.micro_batches}
-            if trainer.step > WARM_UP and (lengths <= seen or case["memory"]):
+            if trainer.step > WARM_UP:
                 seconds.append(second)
-                plans.append(plan)
+                plans.append(trainer.planned.plan)
                 probes.append(speed)
-            seen |= lengths
-        used = torch.tensor(float(watch.stop() - before))
-        dist.all_reduce(used, op=dist.ReduceOp.MAX)
+        used: list[int] = [0] * ranks
+        dist.all_gather_object(used, watch.stop() - before)
         probed = torch.tensor(probes) / ranks
         dist.all_reduce(probed)
         record = {
             "seconds": seconds,
             "probe": probed.tolist(),
-            "bytes": int(used),
+            "bytes": used,
             "plans": plans,
             "model": model_shape(trainer.config.model_spec.model),
+            "memory": memory_settings(trainer.config),
         }
         if rank == 0:
             output.write_bytes(pickle.dumps(record))

@@ -2,10 +2,13 @@
 
     python benchmarks/fsdp_speedup.py --output benchmarks/results/cpu/fsdp_speedup.json
 
-The two ranks gather and reduce every layer's weights in every micro-batch, so they meet at each of them: a
-step takes the sum over k of the longer of the two ranks' k-th micro-batches. Model, documents and turns are
-as in pipeline_speedup.py. Warm-up steps of `plain` give the processor time of micro-batches, to which
-a d^2 + b d is fitted; by it the policies pack and the steps are predicted.
+The two ranks gather and reduce every layer's weights in every micro-batch, so they meet at each of them.
+What is between two meetings is of three kinds, in which attention and tokens have different shares: a layer's
+forward pass, head and loss, a layer's backward pass. So a step takes, summed over k and over these three, the
+longer of what the two ranks' k-th micro-batches take in it; and a fixed time for communication and optimizer.
+Model, documents and turns are as in pipeline_speedup.py. Warm-up steps of `plain` give the processor time of
+the three, to each of which a d^2 + b d is fitted, and the fixed time: what their steps took longer. By these
+the policies pack and the steps are predicted.
 
 Two cores of one machine share memory and more: each is slower while the other works. A probe measures by
 how much, before the steps; the rest of a micro-batch, for which its neighbour only waits, is predicted to be
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import json
 import platform
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,31 +27,69 @@ import click
 import numpy as np
 import torch
 import torch.distributed as dist
+from common.trainers import BenchTrainer, in_two_processes, make_config, make_corpus, shared_folder
 from fidelity_probe import Probe
-from pipeline_lab import BenchTrainer, in_two_processes, make_config, make_corpus, shared_folder
 from pipeline_speedup import WARM_UP, WINDOW, Result, features, show, take_turns
 
+from wlb_titan.packing import POLICIES
 from wlb_titan.plan import Plan, imbalance_degree
 
 RANKS = 2
 PROBES = 20
-POLICIES = ("plain", "wlb", "wlb_lazy")
+COMPARED = ("plain", "wlb", "wlb_lazy")
+WARM_UP_FIT = 6  # steps of `plain` that give the costs
+
+Step = tuple[float, Plan, np.ndarray]
+"""Seconds, plan, and processor seconds (micro-batches in the plan's order, 3) as `BenchTrainer.computed`."""
 
 
-def step(trainer: BenchTrainer) -> tuple[float, Plan, np.ndarray]:
-    """One step: seconds, plan, and the processor seconds of its micro-batches in the plan's order."""
+def step(trainer: BenchTrainer) -> Step:
     seconds = trainer.timed_step()
-    gathered: list[list[float]] = [[] for _ in range(RANKS)]
+    gathered: list[list[np.ndarray]] = [[] for _ in range(RANKS)]
     dist.all_gather_object(gathered, trainer.computed)
     assert trainer.planned.plan is not None
     return seconds, trainer.planned.plan, np.concatenate(gathered)
 
 
-def fit(records: list[tuple[float, Plan, np.ndarray]]) -> np.ndarray:
-    """(a, b) of a sum d^2 + b sum d; relative errors count."""
-    design = np.concatenate([features(plan) for _, plan, _ in records])
-    seconds = np.concatenate([computed for _, _, computed in records])
-    return np.linalg.lstsq(design / seconds[:, None], np.ones(len(seconds)), rcond=None)[0]
+@dataclass
+class Costs:
+    """What the warm-up says of steps.
+
+    Attributes:
+        coefficients: (3, 2), a and b of a sum d^2 + b sum d, the seconds of each of the three kinds.
+        slower: how many times longer a core takes while the other works too.
+        fixed: seconds of a step besides its micro-batches.
+    """
+
+    coefficients: np.ndarray
+    slower: float
+    fixed: float = 0.0
+
+    @classmethod
+    def fit(cls, steps: list[Step], slower: float) -> Costs:
+        """Relative errors count. Head and loss have no attention."""
+        design = np.concatenate([features(plan) for _, plan, _ in steps])
+        seconds = np.concatenate([computed for _, _, computed in steps])
+        coefficients = np.zeros((3, 2))
+        for kind, first in enumerate((0, 1, 0)):
+            relative = design[:, first:] / seconds[:, kind, None]
+            coefficients[kind, first:] = np.linalg.lstsq(relative, np.ones(len(design)), rcond=None)[0]
+        costs = cls(coefficients, slower)
+        costs.fixed = float(np.mean([taken - costs.step(plan) for taken, plan, _ in steps]))
+        return costs
+
+    def seconds(self, plan: Plan) -> np.ndarray:
+        """(micro-batches, 3) in the plan's order."""
+        return features(plan) @ self.coefficients.T
+
+    def step(self, plan: Plan) -> float:
+        """Seconds of a step, whose ranks wait for one another after each of the three."""
+        work = np.sort(self.seconds(plan).reshape(RANKS, -1, 3), axis=0)
+        return self.fixed + float((work[0] + (work[1] - work[0]) / self.slower).sum())
+
+    def quadratic(self) -> str:
+        """As a cost model of the planner, in nanoseconds."""
+        return "quadratic:{},{}".format(*1e9 * self.coefficients.sum(axis=0))
 
 
 def slowdown() -> float:
@@ -69,45 +111,38 @@ def slowdown() -> float:
     return float(np.median(ratios))
 
 
-def predicted_seconds(costs: np.ndarray, slower: float, plan: Plan) -> float:
-    """Of a step whose ranks wait for one another at every micro-batch."""
-    work = np.sort((features(plan) @ costs).reshape(RANKS, -1), axis=0)
-    return float((work[0] + (work[1] - work[0]) / slower).sum())
-
-
-def measure(folder: Path, steps: int, micro_batches: int) -> tuple[list[Result], np.ndarray, float]:
+def measure(folder: Path, steps: int, micro_batches: int) -> tuple[list[Result], Costs]:
     make_corpus(folder, (steps + 3 * WARM_UP + 8) * micro_batches, window=WINDOW, sigma=1.5, median=500)
 
     def trainer(policy: str, cost_model: str = "quadratic:1,1000") -> BenchTrainer:
         config = make_config(
             folder, policy, window=WINDOW, micro_batches=micro_batches, layers=2, replicas=RANKS
         )
-        config.wlb.packing.policy = policy
-        config.wlb.packing.cost_model = cost_model
+        config.wlb.packing = POLICIES.configure(policy, cost_model=cost_model)
         return BenchTrainer(config)
 
     slower = slowdown()
     warm = trainer("plain")
-    costs = fit([step(warm) for _ in range(4)][1:])
+    costs = Costs.fit([step(warm) for _ in range(1 + WARM_UP_FIT)][1:], slower)
     warm.close()
-    results = [Result(policy, "as_packed") for policy in POLICIES]
-    trainers = [trainer(policy, "quadratic:{},{}".format(*1e9 * costs)) for policy in POLICIES]
+    results = [Result(policy, "as_packed") for policy in COMPARED]
+    trainers = [trainer(policy, costs.quadratic()) for policy in COMPARED]
 
     def figures(which: int) -> dict[str, Any]:
         seconds, plan, computed = step(trainers[which])
         return {
             "plan": plan,
-            "work": float((features(plan) @ costs).sum()),
-            "predicted": predicted_seconds(costs, slower, plan),
+            "work": float(costs.seconds(plan).sum()),
+            "predicted": costs.step(plan),
             "seconds": seconds,
-            "measured_imbalance": imbalance_degree(computed),
+            "measured_imbalance": imbalance_degree(computed.sum(axis=1)),
             "bubble": 1 - computed.sum() / (RANKS * seconds),
         }
 
     take_turns(results, steps, figures)
     for one in trainers:
         one.close()
-    return results, costs, slower
+    return results, costs
 
 
 @click.command()
@@ -116,7 +151,7 @@ def measure(folder: Path, steps: int, micro_batches: int) -> tuple[list[Result],
 @click.option("--output", type=click.Path(path_type=Path), help="JSON file for the results.")
 def main(steps: int, micro_batches: int, output: Path | None) -> None:
     with shared_folder() as folder:
-        results, costs, slower = measure(folder, steps, micro_batches)
+        results, costs = measure(folder, steps, micro_batches)
     if dist.get_rank() == 0:
         show(results, "two data-parallel ranks under FSDP, one core each; x: relative to plain")
         if output is not None:
@@ -124,8 +159,9 @@ def main(steps: int, micro_batches: int, output: Path | None) -> None:
                 "settings": {"context_window": WINDOW, "micro_batches": micro_batches, "steps": steps},
                 "machine": platform.processor() or platform.machine(),
                 "torch": torch.__version__,
-                "seconds_per_d2_and_d": costs.tolist(),
-                "slowdown_of_two_busy_cores": slower,
+                "seconds_per_d2_and_d": costs.coefficients.tolist(),
+                "slowdown_of_two_busy_cores": costs.slower,
+                "fixed_seconds_of_a_step": costs.fixed,
                 "variants": [r.record() for r in results],
             }
             output.write_text(json.dumps(record, indent=1) + "\n")

@@ -57,8 +57,9 @@ def _resolve(
     from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
     use_cpu_without_accelerator()
+    from wlb_titan.runtime.job import degrees_product
     from wlb_titan.runtime.load import load_config
-    from wlb_titan.runtime.validation import degrees_product, validate_files
+    from wlb_titan.runtime.validation import validate_files
 
     world_size = nodes * processes_per_node
     resolved = load_config(config, overrides, world_size=world_size or None)

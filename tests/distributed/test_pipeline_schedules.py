@@ -7,7 +7,6 @@ import pytest
 from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torchtitan.config import CompileConfig, ParallelismConfig
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from wlb_titan.runtime.pipeline_schedules import (
     SCHEDULES,
@@ -70,30 +69,17 @@ def test_names_are_spelled_in_any_case():
 
 def test_a_schedule_from_a_file_is_refused():
     with pytest.raises(ValueError, match="CSV"):
-        check_schedule(
-            ParallelismConfig(pipeline_parallel_schedule_csv="schedule.csv"), CompileConfig(), None
-        )
+        check_schedule(ParallelismConfig(pipeline_parallel_schedule_csv="schedule.csv"), CompileConfig())
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_compiled_model_is_refused_where_the_backward_pass_is_split(name):
     parallelism = ParallelismConfig(pipeline_parallel_schedule=name)
     compiled = CompileConfig(enable=True, components=["model", "loss"])
-    check_schedule(parallelism, CompileConfig(), None)
-    check_schedule(parallelism, CompileConfig(enable=True, components=["loss"]), None)
+    check_schedule(parallelism, CompileConfig())
+    check_schedule(parallelism, CompileConfig(enable=True, components=["loss"]))
     if name in SPLITS_BACKWARD:
         with pytest.raises(ValueError, match=f"{name}.*compile"):
-            check_schedule(parallelism, compiled, None)
+            check_schedule(parallelism, compiled)
     else:
-        check_schedule(parallelism, compiled, None)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_selective_checkpointing_is_refused_where_the_backward_pass_is_split(name):
-    parallelism = ParallelismConfig(pipeline_parallel_schedule=name)
-    check_schedule(parallelism, CompileConfig(), FullAC.Config())
-    if name in SPLITS_BACKWARD:
-        with pytest.raises(ValueError, match=f"{name}.*activation_checkpoint"):
-            check_schedule(parallelism, CompileConfig(), SelectiveAC.Config())
-    else:
-        check_schedule(parallelism, CompileConfig(), SelectiveAC.Config())
+        check_schedule(parallelism, compiled)

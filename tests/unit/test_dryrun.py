@@ -58,6 +58,21 @@ def test_the_predicted_peak_is_the_traced_one(words, tmp_path):
     assert (first["lengths"] == [65536] * 4) == (not words)
 
 
+@pytest.mark.parametrize(
+    ("rank", "checkpointing"),
+    [("first", ["--activation_checkpoint.class", "FullAC"]), ("last", ["--activation_checkpoint", "none"])],
+    ids=["full", "none"],
+)
+def test_zero_bubble_keeps_what_is_predicted(rank, checkpointing, tmp_path):
+    """With full checkpointing backward passes are whole and free what they recompute; else they are split."""
+    output = tmp_path / "ranks.json"
+    schedule = ["--parallelism.pipeline_parallel_schedule", "ZBVZeroBubble"]
+    result = dryrun(TABLE_1, *schedule, *checkpointing, "--rank", rank, "--output", output)
+    assert result.exit_code == 0, result.output
+    (traced,) = json.loads(output.read_text())
+    assert traced["predicted_gib"] == pytest.approx(traced["traced_gib"], rel=0.05)
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     path = tmp_path_factory.mktemp("dryrun") / "small.toml"

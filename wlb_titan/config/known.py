@@ -85,12 +85,13 @@ def refuse_unknown_keys(path: str | Path, overrides: Sequence[str] = ()) -> None
     stored = json.loads(resources.files(__package__).joinpath(FILE_NAME).read_text())
     if sources.base.value not in stored["bases"]:
         return
-    ours = keys_of(_Ours(), {})
-    keys = Keys(ours.sections | stored["sections"], stored["values"] + ours.values)
-    _visit(sources.layers, (), keys)
+    ours = Builder(_Ours(), "", {}, elsewhere=stored["values"])
+    ours.build([])
+    values = [*stored["values"], *(dotted(entry.path) for entry in ours.entries)]
+    _visit(sources.layers, (), Keys(stored["sections"], values))
     written = [{OURS: layer.children[OURS]} for layer in sources.layers if OURS in layer.children]
     with suppress(Rejection):  # of values that go together; `load` says which
-        Builder(_Ours(), "", {}).build([Table(children, "") for children in written])
+        ours.build([Table(children, "") for children in written])
 
 
 @dataclass

@@ -17,7 +17,8 @@ class ModelShape:
 
     Attributes:
         layers, hidden, heads, kv_heads, head_dim, feed_forward, vocabulary: as usual; `feed_forward` is the
-            inner width of the gated MLP.
+            inner width of the gated MLP, of a mixture of experts that of all experts which a token visits.
+        unvisited_weights: of one layer's experts that a token does not visit.
     """
 
     layers: int
@@ -27,6 +28,7 @@ class ModelShape:
     head_dim: int
     feed_forward: int
     vocabulary: int
+    unvisited_weights: int = 0
 
     @property
     def linear_weights(self) -> int:

@@ -18,8 +18,9 @@ A rank runs its passes in a fixed order, so its memory can be followed from pass
                        that counts but the largest sum of those in flight together. The last stage has its
                        output gathered over the tensor-parallel ranks, and keeps the inputs of micro-batches
                        that are done, and their gradients, until the step is over, because it keeps their
-                       losses. Where the gradients of weights wait (zero bubble), all that their layers made
-                       again waits with them. Token ids, positions and labels are there throughout
+                       losses. Where the gradients of weights wait (zero bubble), what a layer keeps waits
+                       with them, and the gradients of its linear layers' and norms' outputs. Token ids,
+                       positions and labels are there throughout
 - backward             of the layer at hand: what a backward pass recomputes, its gradients, K and V; or what
                        a forward pass makes and does not keep
 - loss                 logits of one chunk and what the softmax needs; the gradient of the whole hidden state
@@ -36,13 +37,15 @@ the length of micro-batches (L_max) where none is set.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from typing import Any
 
+from wlb_titan.context import Exchange
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import TokenBytes
+from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.pipeline.schedule import Action, PipelineShape, rank_actions
 
 GIB = 2**30
@@ -51,45 +54,6 @@ USABLE = 0.9
 
 LONGEST = 2
 """Context windows that a micro-batch may have at most, where the user sets no bound: as in WLB-LLM."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemorySettings:
-    """What of a training configuration decides about memory, besides shape, degrees and lengths.
-
-    Attributes:
-        checkpointing: `none`, `selective` or `full` activation checkpointing.
-        parameter_bytes: of a weight as the optimizer keeps it, and of its gradient.
-        compute_bytes: of a weight or an activation in forward and backward.
-        optimizer_bytes: of a weight's state: AdamW has two moments in float32.
-        loss_chunks: pieces of a micro-batch of which the logits exist one at a time.
-        window: context window in tokens, for which every layer has a table of rotary factors.
-        rotary_bytes: of such a table for each position and element of the head dim.
-        sequence_parallel: whether tensor parallelism divides the tokens of hidden states.
-        reshard: whether FSDP frees a layer's gathered weights after each pass. None is torchtitan's default:
-            not under pipeline parallelism, where micro-batches add up gradients before they are reduced.
-    """
-
-    checkpointing: Literal["none", "selective", "full"] = "selective"
-    parameter_bytes: int = 4
-    compute_bytes: int = 2
-    optimizer_bytes: int = 8
-    loss_chunks: int = 8
-    window: int = 0
-    rotary_bytes: int = 4
-    sequence_parallel: bool = True
-    reshard: bool | None = None
-
-    def __post_init__(self) -> None:
-        if self.checkpointing not in ("none", "selective", "full"):
-            raise PlanError(
-                f"No activation checkpointing is called {self.checkpointing!r}; there are none, selective "
-                "and full."
-            )
-
-    def reshards(self, degrees: Degrees) -> bool:
-        """Whether gathered weights are freed after each pass at these degrees."""
-        return degrees.pipeline == 1 if self.reshard is None else self.reshard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,6 +130,7 @@ def pipeline_memory(
     run: int | None = None,
     settings: MemorySettings | None = None,
     layers: Sequence[int] | None = None,
+    exchange: Exchange | None = None,
 ) -> tuple[RankMemory, ...]:
     """The peak memory of every pipeline rank over one step.
 
@@ -179,6 +144,7 @@ def pipeline_memory(
         run: micro-batches that go through the pipeline together; None: all.
         settings: data types and checkpointing; None takes bfloat16 with selective checkpointing.
         layers: of each stage; None divides them as torchtitan does.
+        exchange: what context parallelism holds; None: the keys and values of all ranks, gathered.
 
     Returns:
         One `RankMemory` a pipeline rank.
@@ -187,13 +153,13 @@ def pipeline_memory(
         PlanError: the schedule is not known, or the layers cannot be divided into its stages.
     """
     settings = settings or MemorySettings()
-    shape = PipelineShape(schedule, degrees.pipeline, chunks)
+    shape = PipelineShape(schedule, degrees.pipeline, chunks, splits=settings.checkpointing == "none")
     layers = tuple(layers or layers_of_stages(model.layers, shape.stages))
     run = run or len(lengths)
     runs = [lengths[first : first + run] for first in range(0, len(lengths), run)]
     result = []
     for rank in range(shape.ranks):
-        one = _Rank(model, degrees, settings, shape, layers, rank)
+        one = _Rank(model, degrees, settings, shape, layers, rank, exchange)
         peaks = [one.peak(each, reduced=i > 0) for i, each in enumerate(runs)]
         result.append(max(peaks, key=lambda peak: peak.total))
     return tuple(result)
@@ -252,7 +218,7 @@ def weighted_tokens(actions: Sequence[Action], lengths: Any, layers: Sequence[in
 def layer_parameters(model: ModelShape) -> int:
     """Weights of one layer."""
     attention = model.hidden * model.head_dim * (2 * model.heads + 2 * model.kv_heads)
-    return attention + 3 * model.hidden * model.feed_forward + 2 * model.hidden
+    return attention + 3 * model.hidden * model.feed_forward + 2 * model.hidden + model.unvisited_weights
 
 
 def rank_parameters(model: ModelShape, layers: Sequence[int], stages: Sequence[int]) -> int:
@@ -273,16 +239,15 @@ class _Rank:
         shape: PipelineShape,
         layers: Sequence[int],
         rank: int,
+        exchange: Exchange | None,
     ) -> None:
         self._model, self._degrees, self._settings = model, degrees, settings
         self._shape, self._layers, self._number = shape, layers, rank
         self._stages = shape.stages_of(rank)
         self._last = len(layers) - 1
         self._own_layers = sum(layers[stage] for stage in self._stages)
-        self._bytes = TokenBytes.of(model, degrees, settings)
+        self._bytes = TokenBytes.of(model, degrees, settings, exchange)
         self._kept = {stage: self._bytes.kept * layers[stage] + self._output(stage) for stage in self._stages}
-        everything = TokenBytes.of(model, degrees, replace(settings, checkpointing="none")).kept
-        self._made_again = {stage: (everything - self._bytes.kept) * layers[stage] for stage in self._stages}
 
     def peak(self, lengths: Sequence[int], reduced: bool) -> RankMemory:
         """Its fullest pass in one run.
@@ -297,8 +262,14 @@ class _Rank:
         went_back: set[int] = set()  # stages that have gradients
         fullest: RankMemory | None = None
         for kind, stage, place in rank_actions(self._shape, len(lengths), self._number):
+            if stage == 0 and kind in ("I", "W"):  # nobody waits for the gradient of token ids
+                if kind == "I":
+                    continue
+                kind = "B"
             length = lengths[place]
             at_hand = loss = 0.0
+            if kind == "I":
+                live += length * token.waiting * self._layers[stage]
             if kind == "F":
                 live += length * self._kept[stage]
                 tokens += length
@@ -310,11 +281,10 @@ class _Rank:
             now = self._at(live, at_hand, loss, went_back, reduced, tokens)
             if fullest is None or now.total > fullest.total:
                 fullest = now
-            if kind == "I":
-                live += length * self._made_again[stage]
-            elif kind != "F":
+            if kind == "W":
+                live -= length * token.waiting * self._layers[stage]
+            if kind in ("B", "W"):  # I frees nothing that counts
                 live -= length * self._kept[stage]
-                live -= length * self._made_again[stage] if kind == "W" else 0.0
                 tokens -= length
                 went_back.add(stage)
                 if self._degrees.pipeline == 1:

@@ -2,7 +2,8 @@
 
 Actions are forward passes F and backward passes B; zero-bubble schedules run the gradient of the inputs I,
 which the previous stage waits for, apart from the gradient of the weights W, which nobody waits for and which
-fills the gaps (Qi et al., Zero Bubble Pipeline Parallelism). Two ranks, 1F1B, three micro-batches:
+fills the gaps (Qi et al., Zero Bubble Pipeline Parallelism). Where layers are recomputed in the backward pass
+B takes the place of I, and there is no W. Two ranks, 1F1B, three micro-batches:
 
     rank 0: F0 F1 B0 F2 B1 B2        rank 1: F0 B0 F1 B1 F2 B2
 
@@ -19,8 +20,6 @@ from wlb_titan.errors import PlanError
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 """Those whose order is known here."""
-
-SPLITS_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")
 
 
 class Action(NamedTuple):
@@ -48,11 +47,13 @@ class PipelineShape:
         schedule: one of SCHEDULES, or any other name where its order is not asked for.
         ranks: pipeline-parallel degree.
         chunks: stages of each rank; 1 for GPipe and 1F1B, 2 for ZBVZeroBubble.
+        splits: whether zero-bubble schedules run backward passes in two halves.
     """
 
     schedule: str
     ranks: int
     chunks: int = 1
+    splits: bool = True
 
     @property
     def stages(self) -> int:
@@ -80,9 +81,9 @@ def rank_actions(shape: PipelineShape, micro_batches: int, rank: int) -> Iterato
         PlanError: the schedule's order is not known, or it cannot run so many micro-batches or chunks.
     """
     _check(shape, micro_batches)
-    if shape.schedule == "ZBVZeroBubble":
-        return _v_shaped(shape, micro_batches, rank)
-    return _in_turn(shape, micro_batches, rank)
+    in_order = _v_shaped if shape.schedule == "ZBVZeroBubble" else _in_turn
+    actions = in_order(shape, micro_batches, rank)
+    return actions if shape.splits else _with_whole_backward(actions)
 
 
 def _check(shape: PipelineShape, n: int) -> None:
@@ -103,6 +104,12 @@ def _check(shape: PipelineShape, n: int) -> None:
             f"{shape.schedule} runs {n} micro-batches on {shape.ranks} ranks in {rounds} equal rounds, which "
             f"they do not divide into. A multiple of {shape.ranks} always does."
         )
+
+
+def _with_whole_backward(actions: Iterator[Action]) -> Iterator[Action]:
+    for action in actions:
+        if action.kind != "W":
+            yield action._replace(kind="B") if action.kind == "I" else action
 
 
 def _in_turn(shape: PipelineShape, n: int, rank: int) -> Iterator[Action]:

@@ -24,10 +24,18 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ParallelizeFunction
+from torchtitan.tools.logging import logger
 
 from wlb_titan.runtime.compat import PipelineSchedule, build_pipeline_schedule, split_into_stages
 from wlb_titan.runtime.pass_timer import PassTimer
-from wlb_titan.runtime.pipeline_schedules import check_micro_batches, check_schedule, stage_names
+from wlb_titan.runtime.pipeline_schedules import (
+    SPLITS_BACKWARD,
+    canonical_name,
+    check_micro_batches,
+    check_schedule,
+    splits_backward,
+    stage_names,
+)
 from wlb_titan.runtime.pipeline_stage import Layout, PlannedStage
 
 
@@ -53,7 +61,7 @@ def pipeline(
     Raises:
         ValueError: the schedule cannot run, with the reason; or the model does not fit its stages.
     """
-    check_schedule(parallelism, compile_config, ac_config)
+    check_schedule(parallelism, compile_config)
     names = stage_names(parallelism, model_config)
     check_micro_batches(
         parallelism.pipeline_parallel_schedule, parallel_dims.pp, len(names), training.local_batch_size
@@ -77,6 +85,9 @@ def pipeline(
         )
         for part in parts
     ]
+    name, splits = canonical_name(parallelism.pipeline_parallel_schedule), splits_backward(ac_config)
+    if name in SPLITS_BACKWARD and not splits:
+        logger.info(f"{name} runs whole backward passes, because activation checkpointing recomputes in them")
     timer = PassTimer(device)
     tokens, hidden = stage_layouts(model_config, parallel_dims, training, parallelism)
     planned = [
@@ -89,6 +100,7 @@ def pipeline(
             tokens=tokens,
             hidden=hidden,
             timer=timer,
+            splits_backward=splits,
         )
         for draft, part in zip(drafts, parts, strict=True)
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchtitan.config import CompileConfig, ParallelismConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig, SelectiveAC
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
 from torchtitan.models.common.decoder import Decoder
 
 from wlb_titan.pipeline.order import PipelineShape
@@ -22,11 +22,7 @@ SCHEDULES = (
 SPLITS_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
-def check_schedule(
-    parallelism: ParallelismConfig,
-    compile_config: CompileConfig,
-    checkpointing: ActivationCheckpointingConfig | None,
-) -> None:
+def check_schedule(parallelism: ParallelismConfig, compile_config: CompileConfig) -> None:
     """Checks what holds for every step.
 
     Raises:
@@ -42,12 +38,6 @@ def check_schedule(
         raise ValueError(
             f"{name} runs the backward passes of inputs and of weights one after the other, which torch "
             "cannot do with a compiled model; switch compile.enable off or choose another schedule"
-        )
-    if name in SPLITS_BACKWARD and isinstance(checkpointing, SelectiveAC.Config):
-        raise ValueError(
-            f"{name} runs the backward passes of inputs and of weights one after the other, and torch's "
-            'selective activation checkpointing recomputes only once; set activation_checkpoint = "none" or '
-            'activation_checkpoint.class = "FullAC", or choose another schedule'
         )
 
 
@@ -91,7 +81,20 @@ def stage_names(parallelism: ParallelismConfig, model: Decoder.Config) -> list[l
     return modules_of_stages(stages, layers, first, last)
 
 
-def pipeline_shape(parallelism: ParallelismConfig, model: Decoder.Config) -> PipelineShape:
+def splits_backward(checkpointing: ActivationCheckpointingConfig | None) -> bool:
+    """Whether the schedules of SPLITS_BACKWARD do so.
+
+    Not where layers are recomputed: torch would recompute a whole layer for its inputs' gradient and once
+    more for each of its weights, keeping all of it meanwhile, and under selective checkpointing it cannot.
+    """
+    return checkpointing is None
+
+
+def pipeline_shape(
+    parallelism: ParallelismConfig,
+    model: Decoder.Config,
+    checkpointing: ActivationCheckpointingConfig | None,
+) -> PipelineShape:
     """The pipeline as the planner knows it.
 
     Raises:
@@ -102,6 +105,7 @@ def pipeline_shape(parallelism: ParallelismConfig, model: Decoder.Config) -> Pip
         schedule=canonical_name(parallelism.pipeline_parallel_schedule),
         ranks=ranks,
         chunks=len(stage_names(parallelism, model)) // ranks,
+        splits=splits_backward(checkpointing),
     )
 
 

@@ -72,6 +72,8 @@ class PlannedStage(PipelineStage):
         tokens: layout of what the first stage gets, (1, L).
         hidden: layout of what passes between stages, (1, L, D), and of its gradient.
         timer: measures the passes.
+        splits_backward: whether a schedule may run the backward pass in two halves, of inputs and of weights;
+            if not, the first runs it whole and the second does nothing.
 
     Attributes:
         micro_batch: the one that the latest pass was of.
@@ -89,11 +91,13 @@ class PlannedStage(PipelineStage):
         tokens: Layout,
         hidden: Layout,
         timer: PassTimer,
+        splits_backward: bool,
     ) -> None:
         super().__init__(submodule, stage_index, num_stages, device, group=group)
         self._tokens = tokens
         self._hidden = hidden
         self._timer = timer
+        self._splits_backward = splits_backward
         self.micro_batch = 0
         self.last_pass: tuple[float, str] = (time.monotonic(), "none")
         self._metas: list[StageMeta] = []
@@ -155,11 +159,14 @@ class PlannedStage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any
     ) -> None:
         self._begin("backward", bwd_chunk_id)
+        full_backward = full_backward or not self._splits_backward
         with self._timer.time("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
             self._gather_parameters()
             super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=full_backward, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        if not self._splits_backward:
+            return
         with self._timer.time("W", self.stage_index, bwd_chunk_id):
             self._gather_parameters()
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)

@@ -9,14 +9,16 @@ from wlb_titan.cost.models import ModelShape
 
 
 def model_shape(model: Decoder.Config) -> ModelShape:
-    """Reads them off the configuration; of experts, those that one token visits count."""
+    """Reads them off the configuration, whose layers are all taken to be like the first."""
     attention = model.first_attention
     assert isinstance(attention, GQAttention.Config)
     layer = model.layers[0]
     if layer.moe is None:
-        feed_forward = layer.feed_forward.w1.out_features
+        feed_forward, unvisited = layer.feed_forward.w1.out_features, 0
     else:
-        feed_forward = layer.moe.router.top_k * layer.moe.routed_experts.inner_experts.hidden_dim
+        visited, expert = layer.moe.router.top_k, layer.moe.routed_experts.inner_experts.hidden_dim
+        feed_forward = visited * expert
+        unvisited = (layer.moe.num_experts - visited) * 3 * model.dim * expert
         if layer.moe.shared_experts is not None:
             feed_forward += layer.moe.shared_experts.w1.out_features
     return ModelShape(
@@ -27,6 +29,7 @@ def model_shape(model: Decoder.Config) -> ModelShape:
         head_dim=attention.head_dim or model.dim // attention.n_heads,
         feed_forward=feed_forward,
         vocabulary=model.vocab_size,
+        unvisited_weights=unvisited,
     )
 
 

@@ -16,34 +16,19 @@ from wlb_titan.config.classes import full_name
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.vocabulary import check_sample
 from wlb_titan.errors import PlanError, UserError
-from wlb_titan.pipeline.runs import check_order
 from wlb_titan.runtime.adoption import WHAT_TO_DO, unsupported
 from wlb_titan.runtime.corpus import mixture_sources, open_corpus
-from wlb_titan.runtime.lengths import length_divisor
+from wlb_titan.runtime.job import degrees_product, job_of, parallel_dims
 from wlb_titan.runtime.metrics import MetricsProcessor
 from wlb_titan.runtime.pipeline import pipeline
 from wlb_titan.runtime.pipeline_schedules import (
-    canonical_name,
     check_micro_batches,
     check_schedule,
     stage_names,
 )
-from wlb_titan.runtime.shape import model_shape
 from wlb_titan.runtime.trainer import Trainer
 from wlb_titan.runtime.validator import Validator
 from wlb_titan.runtime.weights import check_weights
-
-
-def degrees_product(config: Trainer.Config) -> int:
-    """Processes that the configured degrees need, with a data-parallel degree of 1 where it is -1."""
-    p = config.parallelism
-    return (
-        p.data_parallel_replicate_degree
-        * max(p.data_parallel_shard_degree, 1)
-        * p.pipeline_parallel_degree
-        * p.context_parallel_degree
-        * p.tensor_parallel_degree
-    )
 
 
 def validate(config: Trainer.Config, world_size: int | None) -> None:
@@ -53,14 +38,14 @@ def validate(config: Trainer.Config, world_size: int | None) -> None:
         UserError: the message starts with the key path concerned.
     """
     _check_degrees(config, world_size)
-    dims = ParallelDims.from_config(config.parallelism, world_size or degrees_product(config))
+    dims = parallel_dims(config, world_size)
     _check_batch(config, dims)
     _check_lengths(config)
     _check_settings(config)
     _check_checkpoint(config)
     _check_model(config)
-    _check_gather(config)
     _check_pipeline(config, dims)
+    _check_job(config, dims)
 
 
 def validate_files(config: Trainer.Config) -> None:
@@ -161,26 +146,6 @@ def _check_batch(config: Trainer.Config, dims: ParallelDims) -> None:
 def _check_lengths(config: Trainer.Config) -> None:
     if (multiple := config.wlb.packing.length_multiple) < 1:
         raise UserError(f"wlb.packing.length_multiple: at least 1 token, got {multiple}.")
-    divisor = length_divisor(config)
-    if config.training.seq_len % divisor != 0:
-        raise UserError(
-            f"training.seq_len: {config.training.seq_len} tokens do not divide by {divisor}, which the "
-            f"context-parallel degree ({config.parallelism.context_parallel_degree}), the tensor-parallel "
-            f"degree ({config.parallelism.tensor_parallel_degree}), the loss's chunks and "
-            f"wlb.packing.length_multiple ({config.wlb.packing.length_multiple}) need."
-        )
-
-
-def _check_gather(config: Trainer.Config) -> None:
-    groups = config.wlb.sharding.gather_groups
-    assert config.model_spec is not None
-    tensor = config.parallelism.tensor_parallel_degree
-    heads = model_shape(config.model_spec.model).kv_heads // tensor
-    if groups < 1 or heads % groups:
-        raise UserError(
-            f"wlb.sharding.gather_groups: {groups} groups do not divide the {heads} key heads of a rank at a "
-            f"tensor-parallel degree of {tensor}; take a divisor of {heads}."
-        )
 
 
 def _check_settings(config: Trainer.Config) -> None:
@@ -264,7 +229,7 @@ def _check_pipeline(config: Trainer.Config, dims: ParallelDims) -> None:
             "it to 1."
         )
     try:
-        check_schedule(config.parallelism, config.compile, config.activation_checkpoint)
+        check_schedule(config.parallelism, config.compile)
         check_micro_batches(
             config.parallelism.pipeline_parallel_schedule,
             dims.pp,
@@ -273,7 +238,23 @@ def _check_pipeline(config: Trainer.Config, dims: ParallelDims) -> None:
         )
     except ValueError as error:
         raise UserError(f"parallelism.pipeline_parallel_schedule: {error}") from error
+
+
+def _check_job(config: Trainer.Config, dims: ParallelDims) -> None:
     try:
-        check_order(config.wlb.pipeline.order, canonical_name(config.parallelism.pipeline_parallel_schedule))
+        job = job_of(config, dims)
+    except PlanError as error:
+        # A strategy's message may begin with the key that is wrong.
+        raise UserError(
+            f"wlb.sharding{'.' if str(error).startswith('gather_groups') else ': '}{error}"
+        ) from error
+    if config.training.seq_len % job.divisor:
+        raise UserError(
+            f"training.seq_len: {config.training.seq_len} tokens do not divide by {job.divisor}, which the "
+            f"context-parallel degree ({dims.cp}), the tensor-parallel degree ({dims.tp}), the loss's chunks "
+            f"and wlb.packing.length_multiple ({config.wlb.packing.length_multiple}) need."
+        )
+    try:
+        config.wlb.pipeline.make(job.shape)
     except PlanError as error:
         raise UserError(f"wlb.pipeline.order: {error}") from error
