@@ -5,19 +5,26 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: train test test-triton36 check format clean
+.PHONY: train test quick test-docs test-triton36 check format clean
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "wlb_titan needs Python 3.11 or newer; call make PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet uv
-	$(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-# A small Llama on the Python files of this machine: pipeline x context parallelism on 4 processes.
+# A small Llama on the Python files of this machine, pipeline x context parallelism on 4 processes: first plain
+# packing, then the balanced system on the same documents, and both side by side. OPTIONS are keys of the
+# configuration for both, such as OPTIONS='--training.steps 100'.
+train: export PATH := $(CURDIR)/$(BIN):$(PATH)
 train: $(READY)
-	$(BIN)/wlb-titan prepare outputs/corpus --max-tokens 4000000
-	PATH="$(CURDIR)/$(BIN):$$PATH" torchx run wlb.train --config train_configs/cpu_debug.toml
+	wlb-titan prepare outputs/corpus --max-tokens 4000000
+	torchx run wlb.train --config train_configs/cpu_debug.toml -- $(OPTIONS)
+	torchx run wlb.train --config train_configs/cpu_balanced.toml -- $(OPTIONS)
+	wlb-titan compare outputs/cpu_debug outputs/cpu_balanced --report outputs/compare
+	@echo "Where the 4 processes share cores, one runs while another waits: balance shows in imbalance and bubble,"
+	@echo "and little in tokens a second. What it is worth with a device a process: wlb-titan simulate."
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -28,9 +35,22 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Both halves are run and reported, whatever becomes of the first. Distributed tests have several processes each
+# and run one at a time.
 test: $(READY)
-	$(BIN)/pytest -n 2 tests/unit tests/kernels
-	$(BIN)/pytest tests/distributed  # several processes each: one at a time
+	@failed=0; \
+	$(BIN)/pytest -n 2 tests/unit tests/kernels || failed=1; \
+	$(BIN)/pytest tests/distributed || failed=1; \
+	exit $$failed
+
+# For the developer's loop, in a minute: tests/unit/conftest.py says what it leaves out.
+quick: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/pytest -n 2 --quick tests/unit
+
+# Every command of README.md and docs/, on tiny data.
+test-docs: $(READY)
+	$(BIN)/pytest -n 2 tests/docs
 
 # The kernels once more under an older Triton, which GPU machines have with torch 2.11.
 TRITON36 := $(VENV)/triton-3.6

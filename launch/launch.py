@@ -51,6 +51,9 @@ def resolve(
 def _resolve(
     config: str, overrides: list[str], nodes: int, processes_per_node: int, corpus_is_here: bool
 ) -> Job:
+    from wlb_titan.config import refuse_unknown_keys
+
+    refuse_unknown_keys(config, overrides)  # before torch is imported for the next line
     from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
     use_cpu_without_accelerator()

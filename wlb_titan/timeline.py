@@ -1,4 +1,4 @@
-"""What runs when, predicted or measured: slices of time, written as a trace that Perfetto opens.
+"""What runs when, predicted or measured: slices of time, as a trace that Perfetto opens.
 
 The file is in the trace event format of Chrome, JSON that ui.perfetto.dev and chrome://tracing read.
 """
@@ -10,6 +10,8 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from wlb_titan.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,32 @@ def write_trace(slices: Iterable[Slice], path: str | os.PathLike[str]) -> None:
         )
     with open(path, "w") as file:
         json.dump({"displayTimeUnit": "ms", "traceEvents": names + events}, file)
+
+
+def read_trace(path: str | os.PathLike[str]) -> list[Slice]:
+    """The slices that `write_trace` wrote to `path`, in its order.
+
+    Raises:
+        UserError: the file is not such a trace.
+    """
+    try:
+        with open(path) as file:
+            events = json.load(file)["traceEvents"]
+        names = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
+        return [
+            Slice(
+                names["process_name", e["pid"], 0],
+                names["thread_name", e["pid"], e["tid"]],
+                e["name"],
+                e["ts"] / 1e6,
+                e["dur"] / 1e6,
+                e["args"],
+            )
+            for e in events
+            if e["ph"] == "X"
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: this is not a trace that wlb_titan wrote: {error!r}.") from error
 
 
 def _name(kind: str, process: int, track: int, name: str) -> dict[str, Any]:

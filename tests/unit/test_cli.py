@@ -3,8 +3,6 @@
 import importlib.util
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import click
 import pytest
@@ -34,17 +32,6 @@ def failing(monkeypatch):
     monkeypatch.setitem(SUBCOMMANDS, "fail", Subcommand(__name__, "fail", "Fail."))
 
 
-def test_help_answers_within_a_second():
-    command = Path(sys.executable).with_name("wlb-titan")
-
-    def seconds() -> float:
-        begin = time.perf_counter()
-        subprocess.run([command, "--help"], capture_output=True, check=True)
-        return time.perf_counter() - begin
-
-    assert any(seconds() < 1 for _ in range(5)), "once would do, were the machine not busy with other tests"
-
-
 def test_help_lists_every_subcommand():
     lines = [line.split() for line in CliRunner().invoke(main, ["--help"]).stdout.splitlines()]
     for name, subcommand in SUBCOMMANDS.items():
@@ -52,8 +39,10 @@ def test_help_lists_every_subcommand():
 
 
 def test_help_imports_nothing_heavy():
+    """So it answers at once."""
     code = (
-        "import sys\nfrom wlb_titan.commands.main import main\nmain(['--help'], standalone_mode=False)\n"
+        "import sys\nfrom wlb_titan.commands.main import main\n"
+        "main(['--help'], standalone_mode=False)\n"
         "print('imported:', *{name.split('.')[0] for name in sys.modules})"
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

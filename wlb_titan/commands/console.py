@@ -1,4 +1,4 @@
-"""What `wlb-titan plan` and `wlb-titan simulate` print alike: tables, and warnings once each."""
+"""What the subcommands print alike: tables, and warnings once each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-TEXT_COLUMNS = ("policy", "degrees", "memory", "collective", "over")
+TEXT_COLUMNS = ("policy", "degrees", "memory", "collective", "over", "setting", "figure")
 
 
 def make_console(width: int) -> Console:

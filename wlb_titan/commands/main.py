@@ -30,6 +30,9 @@ SUBCOMMANDS = {
     "dryrun": Subcommand(
         "wlb_titan.commands.dryrun", "dryrun", "Run a step of a big job on this machine, without its GPUs."
     ),
+    "compare": Subcommand(
+        "wlb_titan.commands.compare", "compare", "Put the metrics of training runs side by side."
+    ),
     "profile": Subcommand(
         "wlb_titan.commands.profile", "profile", "Measure this device's attention, for planning."
     ),

@@ -1,7 +1,7 @@
-"""The predicted timeline of a pipeline's step, time to scale, under each packing policy.
+"""The timeline of a pipeline's step, time to scale, under each packing policy.
 
-Times are the cost model's, all stages take equal shares of them, and communication is free: what the order
-`best` assumes too.
+Predicted times are the cost model's, all stages take equal shares of them, and communication is free: what
+the order `best` assumes too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from wlb_titan.plan import LENGTH, MicroBatch
 from wlb_titan.timeline import Slice
 
 STEP_SHOWN = 10  # queues have filled
-PASS_COLORS = {"F": "#6aa5de", "B": "#2f5f98", "I": "#2f5f98", "W": "#9bb8a7"}
+PASS_COLORS = {"F": "#6aa5de", "L": "#c99a4b", "B": "#2f5f98", "I": "#2f5f98", "W": "#9bb8a7"}
 
 
 def planned_timelines(jobs: Sequence[Job], documents: Documents, steps: int) -> dict[str, list[Slice]]:

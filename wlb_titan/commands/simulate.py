@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from wlb_titan.simulator.step import Prediction
 
 DEFAULT_POLICIES = "plain:per_sequence,fixed_greedy:per_sequence,wlb:adaptive,wlb_lazy:hybrid:best"
-TABLE_WIDTH = 120  # also where no terminal tells its own
+TABLE_WIDTH = 128  # also where no terminal tells its own
 SLOWER = 2.0  # the network, in the sensitivity column
 SHOWN = 12  # of a search
 

@@ -13,7 +13,7 @@ import functools
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, is_dataclass
-from typing import Any, NoReturn, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from wlb_titan.config.classes import find_class, full_name, importable, short_name
 from wlb_titan.config.sources import Leaf, Node, Table
@@ -71,12 +71,16 @@ class Builder:
         base: a dataclass instance.
         base_name: what entries call it.
         locked: fields that the user cannot set, by dotted path, each with the reason.
+        elsewhere: dotted paths that are no part of the base and may be meant by a key that does not exist.
     """
 
-    def __init__(self, base: object, base_name: str, locked: Mapping[str, str]) -> None:
+    def __init__(
+        self, base: object, base_name: str, locked: Mapping[str, str], elsewhere: Sequence[str] = ()
+    ) -> None:
         self.base = base
         self.base_name = base_name
         self.locked = locked
+        self.elsewhere = elsewhere
         self.entries: list[Entry] = []
 
     def build(self, layers: Sequence[Table]) -> Any:
@@ -240,15 +244,39 @@ class Builder:
     def _refuse_key(self, node: Node, path: KeyPath, cls: type, names: list[str]) -> NoReturn:
         base = Builder(self.base, self.base_name, self.locked)
         base.build([])
-        namesakes = [dotted(entry.path) for entry in base.entries if entry.path[-1] == path[-1]]
+        known = [*self.elsewhere, *(dotted(entry.path) for entry in base.entries)]
+        hint = None
+        if issubclass(cls, PluginConfig) and (others := cls.family.having(str(path[-1]))):
+            hint = f" {cls.family.key} = {shown(cls.owner_name())} does not have it, but {', '.join(others)}."
+        raise no_such_key(node, path, short_name(cls), names, known, hint)
+
+
+def no_such_key(
+    node: Node,
+    path: KeyPath,
+    owner: str,
+    names: Sequence[str],
+    known: Sequence[str],
+    hint: str | None = None,
+) -> ConfigError:
+    """The error for a key that does not exist.
+
+    Args:
+        node: what was written.
+        path: where.
+        owner: the section's class.
+        names: the keys that it has.
+        known: dotted paths of all values of the configuration, some of which may be meant.
+        hint: said instead of what may be meant.
+    """
+    if hint is None:
+        namesakes = [other for other in known if other.rpartition(".")[2] == path[-1]]
         close = difflib.get_close_matches(str(path[-1]), names, n=1)
         suggestions = [dotted((*path[:-1], name)) for name in close] or namesakes[:3]
         hint = f" Did you mean {' or '.join(suggestions)}?" if suggestions else ""
-        if issubclass(cls, PluginConfig) and (others := cls.family.having(str(path[-1]))):
-            hint = f" {cls.family.key} = {shown(cls.owner_name())} does not have it, but {', '.join(others)}."
-        if len(names) <= 12:
-            hint += f" {short_name(cls)} has {', '.join(names) or 'no keys'}."
-        raise ConfigError(f"{_written(node, path)}: there is no such key.{hint}")
+    if len(names) <= 12:
+        hint += f" {owner} has {', '.join(names) or 'no keys'}."
+    return ConfigError(f"{_written(node, path)}: there is no such key.{hint}")
 
 
 def _wanted_class(cls: type | None, hint: object, node: Table, path: KeyPath) -> tuple[type, str | None]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from wlb_titan.config import Resolved, resolve
+from wlb_titan.config import Resolved, refuse_unknown_keys, resolve
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int | None = None) -> Resolved:
@@ -32,6 +32,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int
 
         validation.validate(config, world_size)
 
+    refuse_unknown_keys(path, overrides)
     resolved = resolve(path, overrides, base_config)
     resolved.check(validate)
     return resolved

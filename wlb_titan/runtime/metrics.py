@@ -82,8 +82,9 @@ class MetricsProcessor(titan.MetricsProcessor):
         """
         elapsed, steps = time.perf_counter() - self.time_last_log, max(self._steps, 1)
         extra = dict(extra_metrics or {})
+        flops = self._flops / elapsed
         if self._peak_flops is not None:
-            extra["mfu_documents"] = self._flops / (elapsed * self._peak_flops)
+            extra["mfu_documents"] = flops / self._peak_flops
         memory = self.device_memory_monitor.get_peak_stats()
         record = {
             "step": step,
@@ -92,6 +93,7 @@ class MetricsProcessor(titan.MetricsProcessor):
             "grad_norm": grad_norm,
             "seconds": elapsed / steps,
             "tokens_per_second": self._tokens / elapsed,
+            "model_tflops": flops / 1e12,
             "data_loading_seconds": sum(self.data_loading_times) / steps,
             "memory_gib": max(memory.max_reserved_gib, 0.0),  # not known on the CPU
             **extra,

@@ -1,0 +1,176 @@
+"""Every command of README and docs is run, page by page in a fresh folder, on data made small."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from pages import PAGES, ROOT, Command, blocks, commands, toml_blocks
+
+from wlb_titan.commands.main import main
+
+SMALL = "--training.steps 2 --training.seq_len 512"
+SMALLER = (
+    # What is made smaller before a command is run: a pattern, and what takes its place.
+    (r"--max-tokens \d+", "--max-tokens 300000"),
+    (r"(wlb-titan prepare (?!.*--(?:source|max-tokens))[^#]*?)\s*(#.*)?$", r"\1 --max-tokens 300000"),
+    (r"(?<=\s)--steps \d+", "--steps 3"),
+    (r"(wlb-titan (?:simulate|plan) (?!.*--steps).*)$", r"\1 --steps 3"),
+    (r"(?<=-- )--training\.steps \d+", SMALL),
+    (r"(torchx run wlb\.train (?!.* -- ).*)$", rf"\1 -- {SMALL}"),
+    (r"^make train\b", f"make train OPTIONS='{SMALL}'"),
+    (r"dryrun (.*)llama2_70b_128k\.toml", r"dryrun \1llama2_550m_64k.toml"),
+    # Jobs of a Slurm cluster are made and not submitted.
+    (r"^torchx run -s slurm", "torchx run --dryrun -s slurm"),
+)
+LANGUAGES = {"bash", "console", "toml", "python", "text"}
+COMMAND = re.compile(r"^\s*(\$ )?([A-Z_0-9]+=\S+ )*(wlb-titan|torchx|make|python|pip|hf)\s", re.MULTILINE)
+INLINE = re.compile(r"`((?:[A-Z_0-9]+=\S+ )*(?:wlb-titan|torchx|python) [^`]*)`")
+
+
+def names(pages: list[Path]) -> list[str]:
+    return [str(page.relative_to(ROOT)) for page in pages]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A checkout: links to the repository's files, but no outputs."""
+    for entry in ROOT.iterdir():
+        if entry.name not in ("outputs", ".git"):
+            (tmp_path / entry.name).symlink_to(entry)
+    return tmp_path
+
+
+def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=1800,
+    )
+
+
+def taken_for_granted(page: Path, folder: Path) -> None:
+    """Makes the files that a page speaks of and does not make itself."""
+    if page.name in ("configuration.md", "corpus.md", "launch.md", "packing.md", "simulator.md"):
+        made = shell("wlb-titan prepare outputs/corpus --max-tokens 300000", folder)
+        assert made.returncode == 0, made.stdout
+    tomls = toml_blocks(page)
+    for text in tomls:
+        if name := re.match(r"# (\w+\.toml)\n", text):
+            (folder / name[1]).write_text(text)
+    if page.name == "configuration.md":
+        (folder / "train.toml").write_text(tomls[0])
+        (folder / "long.toml").write_text(tomls[1])
+    if page.name == "models.md":
+        gone = "torchtitan.models.muse_glimmer.config_registry:muse_glimmer_30b"
+        (folder / "long.toml").write_text(f'base = "{gone}"\n')
+    if page.name == "packing.md":
+        (folder / "train.toml").write_text('extends = "train_configs/cpu_balanced.toml"\n')
+    if page.name == "simulator.md":
+        (folder / "lengths.txt").write_text("".join(f"{500 + 37 * n % 90_000}\n" for n in range(4000)))
+    if page.name == "corpus.md":
+        texts = [f"text {number} " * (1 + number % 50) for number in range(200)]
+        (folder / "books").mkdir()
+        for number, text in enumerate(texts):
+            (folder / "books" / f"{number}.txt").write_text(text)
+        (folder / "texts").mkdir()
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (folder / "texts" / "all.jsonl").write_text(lines)
+        (folder / "assets").mkdir()
+        (folder / "data").mkdir()
+        for name in ("llama2", "llama3"):
+            shutil.copytree(folder / "outputs" / "corpus" / "tokenizer", folder / "assets" / name)
+        for name in ("web", "books"):
+            (folder / "data" / name).symlink_to("../outputs/corpus")
+        (mixture,) = [text for text in tomls if "[[wlb.corpus.sources]]" in text]
+        (folder / "mixture.toml").write_text(f'extends = "train_configs/cpu_balanced.toml"\n{mixture}')
+
+
+def smaller(command: str) -> str:
+    for pattern, replacement in SMALLER:
+        command = re.sub(pattern, replacement, command.replace("\\\n", " "))
+    return command
+
+
+def expected(output: str) -> re.Pattern[str]:
+    """What a page says that a command prints: `...` stands for anything, and space for any space."""
+    parts = [r"\s+".join(map(re.escape, part.split())) for part in output.split("...")]
+    return re.compile(r"[\s\S]*".join(parts))
+
+
+def run(command: Command, folder: Path) -> None:
+    """Runs a command; where nothing was made smaller, it must print what the page says.
+
+    One that the page shows with an error must end with it.
+    """
+    text = smaller(command.text)
+    result = shell(text, folder)
+    wrong = command.output.startswith("Error:")
+    assert (result.returncode != 0) == wrong, f"line {command.line}: {text}\n{result.stdout[-3000:]}"
+    if command.output and text == command.text:
+        assert expected(command.output).search(result.stdout), f"line {command.line}: {text}\n{result.stdout}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_every_block_names_its_language(page):
+    """So that none is passed over: a block of another language holds no command."""
+    for block in blocks(page):
+        assert block.language in LANGUAGES, f"line {block.line}: the block names no language of {LANGUAGES}"
+        if block.language not in ("bash", "console"):
+            assert not COMMAND.search(block.text), f"line {block.line}: a command in a {block.language} block"
+    text = page.read_text()
+    assert not re.search(r"^ {4,}(wlb-titan|torchx|make|python) ", text, re.MULTILINE), "put it in a block"
+
+
+RUNNABLE = [page for page in PAGES if any(b.runnable and commands(b) for b in blocks(page))]
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("page", RUNNABLE, ids=names(RUNNABLE))
+def test_the_commands_of_a_page(page, folder):
+    taken_for_granted(page, folder)
+    for block in blocks(page):
+        if block.runnable:
+            for command in commands(block):
+                run(command, folder)
+
+
+INLINE_COMMANDS = [
+    (page, match[1])
+    for page in PAGES
+    for match in INLINE.finditer(page.read_text())
+    if " " in match[1].strip()
+]
+
+
+@pytest.mark.parametrize("page, command", INLINE_COMMANDS, ids=[command for _, command in INLINE_COMMANDS])
+def test_commands_within_text_name_what_there_is(page, command):
+    """Benchmarks take minutes: they are not run, but program and options must be there."""
+    words = shlex.split(re.sub(r"^([A-Z_0-9]+=\S+ )*", "", command))
+    options = [word.partition("=")[0] for word in words if word.startswith("--")]
+    if words[0] == "wlb-titan":
+        group: click.Command | None = main
+        for word in words[1:]:
+            if not isinstance(group, click.Group):
+                break
+            if word.startswith("-"):
+                continue
+            group = group.get_command(click.Context(main), word)
+            assert group is not None, f"{command}: there is no {word}"
+        known = {name for option in group.params for name in option.opts} | {"--help"}
+        assert set(options) <= known or "." in "".join(options), f"{command}: {set(options) - known}"
+    elif words[1] == "-m":
+        assert (ROOT / words[2].replace(".", "/")).with_suffix(".py").is_file(), command
+    elif words[0] == "python":
+        script = (ROOT / words[1]).read_text()
+        assert all(f'"{option}"' in script for option in options), command

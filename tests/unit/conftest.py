@@ -1,0 +1,31 @@
+"""`--quick` (`make quick`) leaves out the files that take long: they import torchtitan, start processes, or
+prepare corpora."""
+
+SLOW = {
+    "test_activation_checkpoint.py",
+    "test_adoption.py",
+    "test_compat.py",
+    "test_compile_lengths.py",
+    "test_config_known.py",
+    "test_config_torchtitan.py",
+    "test_corpus_foreign.py",
+    "test_dryrun.py",
+    "test_gradients.py",
+    "test_launch.py",
+    "test_memory_check.py",
+    "test_mixture_config.py",
+    "test_prepare.py",
+    "test_prepare_parallel.py",
+    "test_profile.py",
+    "test_simulate_command.py",
+    "test_timeouts.py",
+    "test_weights.py",
+}
+
+
+def pytest_addoption(parser):
+    parser.addoption("--quick", action="store_true", help="leave out the files that take long")
+
+
+def pytest_ignore_collect(collection_path, config):
+    return True if config.getoption("--quick") and collection_path.name in SLOW else None

@@ -1,0 +1,179 @@
+"""`wlb-titan compare`: what is read from dump folders, what is said of them, and what is wrong with them."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wlb_titan.commands.main import main
+from wlb_titan.commands.run_folder import Run, differences, open_run, open_runs
+from wlb_titan.errors import UserError
+from wlb_titan.timeline import Slice, read_trace, write_trace
+
+CONFIG = 'base = "llama3_debug" # a.toml:1\ndump_folder = "{name}"\n[wlb.packing]\npolicy = "{policy}"\n'
+
+
+def record(step, loss=2.0, seconds=2.0, rate=100.0, **more):
+    return {"step": step, "loss": loss, "seconds": seconds, "tokens_per_second": rate, **more}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Makes a dump folder."""
+
+    def make(name, records, policy="plain", config=CONFIG):
+        path = tmp_path / name
+        path.mkdir(parents=True)
+        (path / "config.toml").write_text(config.format(name=name, policy=policy))
+        (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+        return path
+
+    return make
+
+
+def make_run(records, settings=None):
+    return Run("run", None, settings or {}, records, [])
+
+
+def output(*words):
+    result = CliRunner().invoke(main, ["compare", *map(str, words)])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def cells(figure, text):
+    """Of the row that begins with `figure`, one for each run."""
+    line = next(line for line in text.splitlines() if line.strip().startswith(figure))
+    return line.replace(figure, "", 1).split()
+
+
+steps_of_a_run = st.lists(
+    st.tuples(st.integers(1, 10_000), st.floats(0.01, 100), st.booleans()), min_size=1, max_size=40
+)
+
+
+@given(steps_of_a_run)
+def test_tokens_and_seconds_are_those_of_the_steps_between_the_logged_ones(steps):
+    """A record holds means since the line before; summed up again they are what was trained."""
+    records, tokens, seconds, since = [], 0, 0.0, 0
+    trained = []
+    for number, (own_tokens, own_seconds, logged) in enumerate(steps, start=1):
+        tokens, seconds, since = tokens + own_tokens, seconds + own_seconds, since + 1
+        if logged or number == len(steps):
+            records.append(record(number, seconds=seconds / since, rate=tokens / seconds))
+            trained.append((sum(s[0] for s in steps[:number]), seconds))
+            tokens, seconds, since = 0, 0.0, 0
+    run = make_run(records)
+    assert np.allclose(run.tokens, [total for total, _ in trained])
+    assert np.allclose(run.seconds, [own for _, own in trained])
+
+
+def test_rates_leave_the_first_record_out_and_weigh_by_time():
+    run = make_run(
+        [record(1, seconds=50, rate=1), record(2, seconds=1, rate=10), record(3, seconds=3, rate=30)]
+    )
+    assert run.per_second("tokens_per_second") == pytest.approx((10 + 3 * 30) / 4)
+    assert make_run([record(1, rate=7)]).per_second("tokens_per_second") == 7, "there is no other"
+    assert run.per_second("model_tflops") is None, "an older run has no such figure"
+
+
+def test_loss_is_compared_after_equally_many_tokens(folder):
+    """The shorter run has 2,000 tokens: of the longer one, records at 1,900 and 2,000 are its last tenth."""
+    short = [record(step, loss=8 - step / 10) for step in range(1, 11)]
+    long = [record(step, loss=9 - step / 10, seconds=1) for step in range(1, 41)]
+    table = output(folder("short", short), folder("long", long))
+    assert cells("loss after 2,000 tokens", table) == ["7.0000", f"{(7.1 + 7.0) / 2:.4f}"]
+
+
+def test_what_differs_comes_first(folder):
+    more = CONFIG + "[training]\nsteps = 5\n"
+    a = folder("a", [record(1)])
+    b = folder("b", [record(1)], policy="wlb_lazy", config=more)
+    runs = open_runs([a, b])
+    assert differences(runs) == {"wlb.packing.policy": ["plain", "wlb_lazy"], "training.steps": [None, 5]}
+    text = output(a, b)
+    assert text.index('"wlb_lazy"') < text.index("tokens a second")
+    assert "dump_folder" not in text
+    assert "The configurations are the same." in output(a, folder("c", [record(1)]))
+
+
+def test_figures_that_no_run_has_make_no_row(folder):
+    a = folder("a", [record(1), record(2)])
+    assert "bubble" not in output(a)
+    text = output(a, folder("b", [record(1), record(2, bubble=0.25, measured_imbalance=1.5)]))
+    assert cells("bubble, measured", text) == ["–", "25.0%"]
+    assert cells("imbalance, measured", text) == ["–", "1.500"]
+
+
+def test_runs_of_the_same_name_are_told_apart_by_path(folder):
+    a, b = folder("x/run", [record(1)]), folder("y/run", [record(1)])
+    assert [run.name for run in open_runs([a, b])] == [str(a), str(b)]
+    assert [run.name for run in open_runs([a, a])] == ["run"], "once is enough"
+
+
+def test_a_line_that_is_being_written_is_left_out(folder):
+    path = folder("a", [record(1), record(2)])
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    assert [r["step"] for r in open_run(path, "a").records] == [1, 2]
+
+
+WRONG = {
+    "no folder": (lambda a: a / "nowhere", "nowhere: there is no such folder"),
+    "no metrics": (lambda a: (a / "metrics.jsonl").unlink(), "metrics.jsonl, its metrics, is missing"),
+    "no configuration": (lambda a: (a / "config.toml").unlink(), "config.toml, the run's configuration, is"),
+    "folder of runs": (lambda a: a.parent, "These folders in it are runs: a."),
+    "nothing logged": (lambda a: (a / "metrics.jsonl").write_text(""), "no step has been logged yet"),
+    "not JSON": (lambda a: (a / "metrics.jsonl").write_text("step 1\n"), "metrics.jsonl:1: this is not JSON"),
+    "other JSON": (
+        lambda a: (a / "metrics.jsonl").write_text("[]\n"),
+        "metrics.jsonl:1: step, loss, seconds",
+    ),
+    "not TOML": (lambda a: (a / "config.toml").write_text("x"), "config.toml:1: this is not valid TOML"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_with_a_folder_is_said_with_its_name(folder, case):
+    path = folder("a", [record(1)])
+    spoil, message = WRONG[case]
+    other = spoil(path)
+    path = other if hasattr(other, "is_dir") else path
+    result = CliRunner().invoke(main, ["compare", str(path)])
+    assert result.exit_code == 2
+    assert str(path) in result.output and message in result.output
+
+
+def test_a_trace_reads_back(tmp_path):
+    slices = [
+        Slice("dp 0", "pp 0", "F0", 0.0, 0.5, {"tokens": 7}),
+        Slice("dp 0", "pp 1", "F0", 0.5, 0.25),
+        Slice("dp 1", "pp 0", "B0", 0.75, 1.0),
+    ]
+    write_trace(slices, tmp_path / "t.json")
+    assert read_trace(tmp_path / "t.json") == slices
+    (tmp_path / "t.json").write_text("{}")
+    with pytest.raises(UserError, match=re.escape(str(tmp_path / "t.json"))):
+        read_trace(tmp_path / "t.json")
+
+
+def test_the_page(folder, tmp_path):
+    figures = {"imbalance": 1.2, "delay_mean": 0.1, "waiting_tokens": 5, "peak_memory_gib/pp0": 1.5}
+    records = [record(step, **figures) for step in (1, 2, 3)]
+    a, b = folder("a<b", records), folder("b", [*records, record(4, bubble=0.5)], policy="wlb")
+    for path, steps in ((a, (1, 2)), (b, (2, 3))):
+        (path / "traces").mkdir()
+        for step in steps:
+            slices = [Slice("dp 0", "pp 0", "F0", 0, 1), Slice("dp 0", "pp 1", "B0", 1, 1)]
+            write_trace(slices, path / "traces" / f"step-{step}.json")
+    assert "Report:" in output(a, b, "--report", tmp_path / "page")
+    page = (tmp_path / "page" / "report.html").read_text()
+    for title in ("What differs", "Figures", "Loss", "Speed", "Balance", "A step", "Delay", "Memory"):
+        assert f"<h2>{title}</h2>" in page
+    assert "a&lt;b" in page and "a<b" not in page
+    assert page.index("What differs") < page.index("Figures")
+    assert "b, step 2: 50.0% bubble" in page, "the last step that both traced"

@@ -1,0 +1,182 @@
+"""A finished or running job as its dump folder tells it: configuration, metrics, traces. Nothing is imported
+that training needs, so runs of other machines can be looked at anywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb_titan.config.sources import leaves, read_sources
+from wlb_titan.errors import UserError
+
+Floats = NDArray[np.float64]
+
+CONFIG, METRICS, VALIDATION, TRACES = "config.toml", "metrics.jsonl", "validation.jsonl", "traces"
+"""What wlb_titan.runtime writes into a dump folder."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run.
+
+    Attributes:
+        name: what tables and pictures call it.
+        folder: its dump folder.
+        settings: its resolved configuration, by dotted key.
+        records: of metrics.jsonl, one a logged step, by rising step.
+        validations: of validation.jsonl, as far as there is one.
+    """
+
+    name: str
+    folder: Path
+    settings: Mapping[str, Any]
+    records: Sequence[Mapping[str, Any]]
+    validations: Sequence[Mapping[str, Any]]
+
+    def series(self, key: str) -> tuple[Floats, Floats]:
+        """Steps and values, float64 (records,), of the records that have `key`."""
+        found = [(r["step"], r[key]) for r in self.records if isinstance(r.get(key), int | float)]
+        steps, values = zip(*found, strict=True) if found else ((), ())
+        return np.array(steps, dtype=float), np.array(values, dtype=float)
+
+    def mean(self, key: str) -> float | None:
+        """Over the records that have `key`; None without one."""
+        values = self.series(key)[1]
+        return float(values.mean()) if len(values) else None
+
+    @cached_property
+    def seconds(self) -> Floats:
+        """float64 (records,), wall time from each record's predecessor to it."""
+        return np.array([r["seconds"] for r in self.records]) * self._new_steps
+
+    @cached_property
+    def tokens(self) -> Floats:
+        """float64 (records,), tokens of documents trained up to each record."""
+        return np.cumsum(np.array([r["tokens_per_second"] for r in self.records]) * self.seconds)
+
+    @property
+    def settled(self) -> slice:
+        """Records whose time counts: all but the first, which has the start in it; that if it is alone."""
+        return slice(1 if len(self.records) > 1 else 0, None)
+
+    def per_second(self, key: str) -> float | None:
+        """Mean over the settled records' time of a record's rate; None where not all records have it."""
+        steps, rates = self.series(key)
+        if len(steps) < len(self.records):
+            return None
+        seconds = self.seconds[self.settled]
+        return float((rates[self.settled] * seconds).sum() / seconds.sum())
+
+    def loss_at(self, tokens: float) -> float:
+        """Mean loss of the last tenth of the first so many tokens; the nearest record's where it has none."""
+        losses = np.array([r["loss"] for r in self.records])
+        last = (self.tokens > 0.9 * tokens) & (self.tokens <= tokens * (1 + 1e-9))
+        if not last.any():
+            return float(losses[np.argmin(np.abs(self.tokens - tokens))])
+        return float(np.average(losses[last], weights=self._new_tokens[last]))
+
+    def peak_memory(self) -> dict[str, float]:
+        """GiB at most, by pipeline stage (`pp0`, ...) or of the reporting rank (`rank`); empty if unknown."""
+        prefix = "peak_memory_gib/"
+        keys = sorted({k for r in self.records for k in r if k.startswith(prefix)})
+        peaks = {key.removeprefix(prefix): float(self.series(key)[1].max()) for key in keys}
+        own = max((float(r.get("memory_gib", 0)) for r in self.records), default=0.0)
+        return peaks or ({"rank": own} if own > 0 else {})
+
+    def traces(self) -> dict[int, Path]:
+        """Trace files by step."""
+        found = {}
+        for path in (self.folder / TRACES).glob("step-*.json"):
+            number = path.stem.removeprefix("step-")
+            if number.isdecimal():
+                found[int(number)] = path
+        return dict(sorted(found.items()))
+
+    @cached_property
+    def _new_steps(self) -> Floats:
+        """float64 (records,), steps from each record's predecessor to it."""
+        return np.diff([r["step"] for r in self.records], prepend=0).astype(float)
+
+    @cached_property
+    def _new_tokens(self) -> Floats:
+        return np.diff(self.tokens, prepend=0.0)
+
+
+def open_runs(folders: Sequence[Path]) -> list[Run]:
+    """Reads dump folders; a run is called by its folder's name, or by the path where names are the same.
+
+    Raises:
+        UserError: a folder is not one of a run, or what is in it cannot be read.
+    """
+    folders = list(dict.fromkeys(Path(os.path.normpath(folder)) for folder in folders))
+    names = [folder.name for folder in folders]
+    unique = len(set(names)) == len(names) and all(names)
+    return [open_run(folder, folder.name if unique else str(folder)) for folder in folders]
+
+
+def open_run(folder: Path, name: str) -> Run:
+    """Reads one dump folder.
+
+    Raises:
+        UserError: it is not one of a run, or what is in it cannot be read.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: there is no such folder. Name a run's dump_folder.")
+    for file, what in ((CONFIG, "the run's configuration"), (METRICS, "its metrics")):
+        if not (folder / file).is_file():
+            others = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))[:5]
+            hint = f" These folders in it are runs: {', '.join(others)}." if others else ""
+            if file == METRICS and not hint:
+                hint = " The run has not finished its first step, or did not get that far."
+            raise UserError(f"{folder}: {file}, {what}, is missing.{hint}")
+    records = _json_lines(folder / METRICS, ("step", "loss", "seconds", "tokens_per_second"))
+    if not records:
+        raise UserError(f"{folder / METRICS}: no step has been logged yet.")
+    validation = folder / VALIDATION
+    validations = _json_lines(validation, ("step", "loss")) if validation.is_file() else []
+    return Run(name, folder, _settings(folder / CONFIG), records, validations)
+
+
+def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """By dotted key the values of all runs, for the settings that are not the same in all; None: not set.
+
+    The dump folder is left out, which must differ.
+    """
+    keys = dict.fromkeys(key for run in runs for key in run.settings if key != "dump_folder")
+    values = {key: [run.settings.get(key) for run in runs] for key in keys}
+    return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    sources = read_sources(path)
+    settings = {".".join(keys): leaf.value for layer in sources.layers for keys, leaf in leaves(layer)}
+    return settings if sources.base is None else {"base": sources.base.value, **settings}
+
+
+def _json_lines(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
+    """Objects that have all of `keys`; a last line without its end is one that is being written."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: the file cannot be read: {error}.") from error
+    records = []
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
+        if not line.endswith("\n"):
+            break
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{path}:{number}: this is not JSON: {error}.") from error
+        missing = [key for key in keys if not isinstance(record, dict) or key not in record]
+        if missing:
+            raise UserError(f"{path}:{number}: {', '.join(missing)} is missing; is this a run's metrics?")
+        records.append(record)
+    return records
