@@ -66,7 +66,7 @@ def test_a_training_configuration(config):
     result = run(config, "--steps", 2, "--policies", "plain,wlb_lazy:hybrid", "--gpus", 4)
     assert result.exit_code == 0, result.output
     assert "TP 1 x CP 2 x PP 2 x DP 1 = 4 GPUs, 1F1B, selective checkpointing" in result.output
-    assert "4 micro-batches a step, context window 1,024" in result.output
+    assert "4 micro-batches a step, context window 8,192" in result.output
 
 
 def test_the_debug_model_on_cpus(config):
