@@ -13,7 +13,7 @@ import functools
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, is_dataclass
-from typing import Any, get_args, get_origin
+from typing import Any, NoReturn, get_args, get_origin
 
 from wlb_titan.config.classes import find_class, full_name, importable, short_name
 from wlb_titan.config.sources import Leaf, Node, Table
