@@ -1,12 +1,13 @@
 """Is the attention right on this GPU, and how fast is it beside PyTorch's own?
 
     python benchmarks/attention.py                                   # at most 9 minutes; again to go on
-    python benchmarks/attention.py --stages check                    # one of: warm check time
+    python benchmarks/attention.py --stages check                    # one of: warm check time grid
     python benchmarks/attention.py --table                           # only print what has been found
     TRITON_INTERPRET=1 python benchmarks/attention.py --device cpu   # a rehearsal, tiny, interpreted
 
 First the device's ceilings; then all kernels are compiled, many processes at once; then every implementation
-is checked (attention_check.py); then what was right is timed, the most telling shapes first. Each job is one
+is checked (attention_check.py); then what was right is timed, the most telling shapes first; last the grid
+that the latency model is fitted to, and the packs that check the fit (attention_grid.py). Each job is one
 implementation and shape (heads and head dims) in a process of its own (attention_job.py), killed after
 `--limit` seconds: a kernel that hangs or breaks the GPU costs its own job. Every row is appended to
 <output>/attention.jsonl as soon as it is there, and a second call does only what is missing; `--retry` does
@@ -26,7 +27,9 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 
+from attention_grid import SEEDS, report
 from attention_job import PEERS
+from wlb_titan.kernels.grid import ROUNDS
 
 JOB = Path(__file__).with_name("attention_job.py")
 OURS = ("gluon", "triton")
@@ -34,8 +37,10 @@ CHECK_SHAPES = [
     *([32, 4, 128, 128], [4, 4, 128, 128], [8, 1, 64, 64], [4, 4, 64, 64], [8, 1, 64, 128]),
     *([8, 1, 192, 128], [8, 1, 96, 96], [4, 4, 256, 256]),
 ]
-TIME_SHAPES = [[32, 4, 128, 128], [32, 32, 128, 128], [32, 4, 64, 64]]
+TIME_SHAPES = [[32, 4, 128, 128], [32, 32, 128, 128], [32, 4, 64, 64], [16, 16, 192, 128]]
+GRID_SHAPES = [[32, 4, 128, 128], [32, 32, 128, 128]]
 GROUPS = "abcde"  # of attention_cases.py
+KEYS = ("kind", "implementation", "shape", "part")  # of a job; only the rounds of the grid have parts
 TINY = {"shapes": [[2, 1, 64, 64]], "groups": "ac", "scale": 256}  # of a rehearsal
 
 
@@ -47,6 +52,7 @@ def jobs(stages: list[str], device: str) -> Iterator[dict]:
     """All jobs, in the order of their worth."""
     tiny = device != "cuda"
     check_shapes, time_shapes = (TINY["shapes"], TINY["shapes"]) if tiny else (CHECK_SHAPES, TIME_SHAPES)
+    grid_shapes, rounds = (TINY["shapes"], 1) if tiny else (GRID_SHAPES, ROUNDS)
     common = {"device": device, "scale": TINY["scale"] if tiny else 1}
     yield {"kind": "ceiling", "implementation": "", "shape": [0, 0, 0, 0]} | common
     every = check_shapes + [shape for shape in time_shapes if shape not in check_shapes]
@@ -60,6 +66,12 @@ def jobs(stages: list[str], device: str) -> Iterator[dict]:
             if supports(name, shape):
                 groups = TINY["groups"] if tiny else GROUPS
                 yield {"kind": "time", "implementation": name, "shape": shape, "groups": groups} | common
+    for shape in grid_shapes if "grid" in stages else ():
+        for name in OURS:
+            job = {"implementation": name, "shape": shape} | common
+            if supports(name, shape):
+                yield from ({"kind": "grid", "part": part} | job for part in range(rounds))
+                yield {"kind": "packs", "seeds": 1 if tiny else SEEDS} | job
 
 
 class Results:
@@ -75,11 +87,10 @@ class Results:
             self.write()  # the last was cut off, and the next would be appended to it
 
     def of(self, job: dict) -> list[dict]:
-        keys = ("kind", "implementation", "shape")
-        return [row for row in self.rows if all(row[key] == job[key] for key in keys)]
+        return [row for row in self.rows if all(row.get(key) == job.get(key) for key in KEYS)]
 
     def add(self, job: dict, row: dict) -> None:
-        row = {key: job[key] for key in ("kind", "implementation", "shape")} | row
+        row = {key: job[key] for key in KEYS if key in job} | row
         with self.lock, self.path.open("a") as file:
             self.rows.append(row)
             file.write(json.dumps(row) + "\n")
@@ -131,7 +142,11 @@ def run_job(job: dict, results: Results, limit: float) -> None:
         error = {"error": f"exit status {process.returncode}: {' '.join(last)[:300]}"}
     results.add(job, {"seconds": round(time.monotonic() - start, 1)} | error)
     state = error.get("error", "done")
-    print(f"{job['kind']:8} {job['implementation']:21} {job['shape']} {state}", flush=True)
+    print(f"{describe(job)} {state}", flush=True)
+
+
+def describe(job: dict) -> str:
+    return f"{job['kind']:8} {job['implementation']:21} {job['shape']}"
 
 
 def run_all(todo: list[dict], results: Results, minutes: float, limit: float, workers: int) -> list[dict]:
@@ -142,9 +157,9 @@ def run_all(todo: list[dict], results: Results, minutes: float, limit: float, wo
     def attempt(job: dict) -> None:
         if any("seconds" in row for row in results.of(job)):
             return
-        ours = job["kind"] == "time" and job["implementation"] not in PEERS
-        if ours and not results.right(job["implementation"], job["shape"][2:]):
-            print(f"time     {job['implementation']:21} {job['shape']} left out: not shown to be right")
+        timed = job["kind"] in ("time", "grid", "packs") and job["implementation"] not in PEERS
+        if timed and not results.right(job["implementation"], job["shape"][2:]):
+            print(f"{describe(job)} left out: not shown to be right")
             return
         left = end - time.monotonic()
         if left < 5:
@@ -193,7 +208,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=9, help="start no new job after this long")
     parser.add_argument("--limit", type=float, default=90, help="seconds after which a job is killed")
     parser.add_argument("--workers", type=int, default=14, help="processes that compile at a time")
-    parser.add_argument("--stages", nargs="+", default=["warm", "check", "time"])
+    parser.add_argument("--stages", nargs="+", default=["warm", "check", "time", "grid"])
     parser.add_argument("--output", type=Path, default=Path("outputs/attention"))
     parser.add_argument("--retry", action="store_true", help="run again what ended badly")
     parser.add_argument("--table", action="store_true", help="run nothing")
@@ -207,6 +222,7 @@ def main(arguments: list[str] | None = None) -> None:
         if left_out:
             print(f"{len(left_out)} jobs left out, for want of time: call again to go on")
     print(table(results.rows))
+    print("\n".join(report(results.rows, options.output)))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python benchmarks/attention_job.py '{"kind": "check", "implementation": "gluon", "shape": [8, 1, 64, 64]}'
     compute-sanitizer --tool memcheck python benchmarks/attention_job.py '{"kind": "check", ..., "scale": 8}'
 
-kind: "ceiling" (matrix product and copy), "warm" (compile, by running something small), "check" or "time".
+kind: "ceiling" (matrix product and copy), "warm" (compile, by running something small), "check", "time",
+"grid" (one round over the grid of the latency model) or "packs" (what its fit is checked by).
 device, scale (lengths are divided by it), skip (cases that are done): as attention.py sets them.
 """
 
@@ -17,8 +18,11 @@ import attention_peers as peers
 import torch
 from attention_cases import Case, cases, whole
 from attention_check import check, check_cases, check_million
+from attention_grid import grid_cases, packs
+from torch import Tensor
 from wlb_titan.kernels import varlen_attention
-from wlb_titan.kernels.measure import Shape, flops, make_inputs, time_call, time_graph
+from wlb_titan.kernels.grid import GridCase, programs_at_a_time
+from wlb_titan.kernels.measure import Shape, flops, make_inputs, time_attention, time_call, time_graph
 
 TINY_GROUPS = "e"  # cases so short that Python would be timed: CUDA graphs
 MILLION = "a million tokens"
@@ -46,6 +50,18 @@ def run(job: dict) -> Iterator[dict]:
                 yield {"case": name} | guarded(work)
         if device == "cuda" and (shape.q_heads, shape.dim) == (32, 128) and MILLION not in skip:
             yield {"case": MILLION} | guarded(partial(check_million, implementation, shape, device))
+    elif job["kind"] == "grid":
+        for cut in grid_cases(shape, device, scale):
+            name = f"{cut.q_len} queries, {cut.kv_len} keys, {cut.segments} segments"
+            if name not in skip:
+                yield {"case": name, "cut": cut} | guarded(
+                    partial(time_cut, implementation, cut, shape, dtype, device)
+                )
+    elif job["kind"] == "packs":
+        for pack in packs(scale, job["seeds"]):
+            work = partial(time_pack, implementation, pack.segments, shape, dtype, device)
+            if pack.name not in skip:
+                yield {"case": pack.name, "scale": scale} | guarded(work)
     else:
         for case in by_worth(cases(scale)):
             if case.group in job["groups"] and case.name not in skip and can_run(implementation, case):
@@ -126,6 +142,16 @@ def measure(implementation: str, case: Case, shape: Shape, dtype: torch.dtype, d
     return row | ({"mask_ms": time_call(call.build_mask, device)} if hasattr(call, "build_mask") else {})
 
 
+def time_cut(implementation: str, cut: GridCase, shape: Shape, dtype: torch.dtype, device: str) -> dict:
+    times = cut.seconds(shape, dtype=dtype, device=device, implementation=implementation)
+    return {"forward_ms": times[0] * 1e3, "backward_ms": times[1] * 1e3}
+
+
+def time_pack(implementation: str, segments: Tensor, shape: Shape, dtype: torch.dtype, device: str) -> dict:
+    times = time_attention(segments, shape, dtype=dtype, device=device, implementation=implementation)
+    return {"forward_ms": times[0], "backward_ms": times[1]}
+
+
 def ceilings(device: str) -> dict:
     """What the device does at best: a square product of random numbers, and a copy (bytes read + written)."""
     n = 8192 if device == "cuda" else 256
@@ -134,6 +160,8 @@ def ceilings(device: str) -> dict:
     target = torch.empty_like(a)
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "units": programs_at_a_time(device),
+        "dtype": "bfloat16" if device == "cuda" else "float16",  # of all other jobs
         "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
         "matmul_tflops": 2 * n**3 / time_call(lambda: a @ b, device) / 1e9,
         "copy_tb_s": 2 * a.nbytes / time_call(lambda: target.copy_(b), device) / 1e9,

@@ -20,9 +20,10 @@ from torch import Tensor
 from wlb_titan.kernels import triton_launch
 from wlb_titan.kernels.configs import Config, choose
 from wlb_titan.kernels.measure import Shape, make_inputs, time_call
+from wlb_titan.kernels.options import Options
 from wlb_titan.kernels.schedule import schedule_of
 
-SCALE = 0.1
+OPTIONS = Options(scale=0.1)
 PASSES = ("forward", "key_tiles", "query_tiles")
 SEGMENTS = {
     True: whole([32768, *lognormal(32768, 4096, 0, 16384)]),
@@ -47,26 +48,26 @@ def candidates(which: str, dim: int, long: bool) -> list[Config]:
         ]
     else:
         found = [Config(*shape, pack=pack) for shape in shapes for pack in packs]
-    return list(dict.fromkeys([choose(which, dim, long, tma=True), *found]))
+    return list(dict.fromkeys([choose(which, (dim, dim), long, tma=True), *found]))
 
 
 def calls(shape: Shape, segments: Tensor) -> dict[str, Callable[[Config], tuple[Tensor, ...]]]:
     """For each pass, a function that runs it with a configuration and returns what it computed."""
     q, k, v, dout = make_inputs(segments, shape, torch.bfloat16, "cuda")
     schedule = schedule_of(segments, q.shape[0], k.shape[0], q.device)
-    out, lse = triton_launch.forward(q, k, v, schedule, SCALE, tma=True)
+    out, lse = triton_launch.forward(q, k, v, schedule, OPTIONS, tma=True)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     statistics = triton_launch.row_statistics(dout, None, out, lse, 1)
 
     def forward(config: Config):
-        return triton_launch.forward(q, k, v, schedule, SCALE, tma=True, config=config)
+        return triton_launch.forward(q, k, v, schedule, OPTIONS, tma=True, config=config)
 
     def key_tiles(config: Config):
-        triton_launch.key_tiles_pass(dout, q, k, v, dk, dv, statistics, schedule, SCALE, True, config)
+        triton_launch.key_tiles_pass(dout, q, k, v, dk, dv, statistics, schedule, OPTIONS, True, config)
         return dk, dv
 
     def query_tiles(config: Config):
-        triton_launch.query_tiles_pass(dout, q, k, v, dq, statistics, 1, schedule, SCALE, True, config)
+        triton_launch.query_tiles_pass(dout, q, k, v, dq, statistics, 1, schedule, OPTIONS, True, config)
         return (dq,)
 
     return {"forward": forward, "key_tiles": key_tiles, "query_tiles": query_tiles}

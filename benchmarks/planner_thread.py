@@ -52,7 +52,7 @@ def job_of(policy: str, micro_batches: int) -> Job:
         multiple=8,
         packing=POLICIES.configure(policy, cost_model="quadratic:1,5e4"),
         sharding=STRATEGIES.configure("hybrid"),
-        memory_known=False,  # so that two windows are the bound
+        memory_unknown="a planner",  # so that two windows are the bound
     )
 
 

@@ -34,23 +34,26 @@ class Config:
 
 
 HEAD_DIMS = (64, 96, 128, 192, 256)  # the classes: the larger of D and Dv, rounded up
+LATENT = (192, 128)  # and a class of its own: D and Dv of multi-head latent attention
 
-# (pass, head dim class): the configuration for long segments, and for short ones. 96 and 192 are apart
-# because their tiles pass through registers (triton_common.py), which leaves less room.
+# (pass, head dim class): the configuration for long segments, and for short ones.
 _HOPPER = {
     ("forward", 64): (Config(128, 128, 8, 3), Config(64, 128, 4, 2, pack=8)),
-    ("forward", 96): (Config(128, 64, 8, 3), Config(128, 64, 8, 3, pack=8)),
+    ("forward", 96): (Config(128, 128, 8, 2), Config(128, 64, 8, 3, pack=8)),
     ("forward", 128): (Config(128, 128, 8, 2), Config(128, 64, 8, 3, pack=8)),
+    ("forward", LATENT): (Config(128, 128, 8, 2), Config(128, 64, 8, 3, pack=8)),
     ("forward", 192): (Config(128, 64, 8, 2), Config(128, 64, 8, 2, pack=8)),
     ("forward", 256): (Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
     ("key_tiles", 64): (Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
     ("key_tiles", 96): (Config(128, 64, 8, 2, one_loop=True), Config(128, 64, 8, 2, one_loop=True)),
     ("key_tiles", 128): (Config(128, 64, 8, 2), Config(128, 64, 8, 2, one_loop=True)),
+    ("key_tiles", LATENT): (Config(128, 64, 8, 2, one_loop=True), Config(128, 64, 8, 2, one_loop=True)),
     ("key_tiles", 192): (Config(128, 64, 8, 1, one_loop=True), Config(128, 64, 8, 1, one_loop=True)),
     ("key_tiles", 256): (Config(64, 32, 8, 1, one_loop=True), Config(64, 32, 8, 1, one_loop=True)),
     ("query_tiles", 64): (Config(128, 128, 8, 2), Config(128, 128, 8, 2, pack=8)),
-    ("query_tiles", 96): (Config(128, 64, 8, 2), Config(128, 64, 8, 2)),
+    ("query_tiles", 96): (Config(128, 64, 8, 3), Config(128, 64, 8, 3)),
     ("query_tiles", 128): (Config(128, 64, 8, 3), Config(64, 64, 4, 2, pack=8)),
+    ("query_tiles", LATENT): (Config(128, 64, 8, 2), Config(128, 64, 8, 2)),
     ("query_tiles", 192): (Config(128, 32, 8, 2), Config(128, 32, 8, 2)),
     ("query_tiles", 256): (Config(128, 32, 8, 2), Config(64, 32, 4, 2)),
 }
@@ -69,11 +72,13 @@ _AMPERE = {
 }
 
 
-def choose(which: str, head_dim: int, long: bool, tma: bool) -> Config:
+def choose(which: str, dims: tuple[int, int], long: bool, tma: bool) -> Config:
     """The configuration of a pass: "forward", "key_tiles" (dK, dV) or "query_tiles" (dQ).
 
-    head_dim: the larger of D and Dv. long: whether the mean segment sees at least `LONG` keys.
+    dims: D and Dv. long: whether the mean segment sees at least `LONG` keys.
     """
     table = _HOPPER if tma else _AMPERE
-    head_dim_class = next(d for d in HEAD_DIMS if head_dim <= d and ("forward", d) in table)
-    return table[which, head_dim_class][0 if long else 1]
+    head_dim: object = dims
+    if (which, dims) not in table:
+        head_dim = next(d for d in HEAD_DIMS if max(dims) <= d and (which, d) in table)
+    return table[which, head_dim][0 if long else 1]

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .segments import Visibility, check_segments
+from .options import Options, Saved
+from .segments import check_segments
 
 IMPLEMENTATIONS = ("auto", "reference", "triton", "gluon")
 MAX_HEAD_DIM = 256
@@ -26,13 +27,7 @@ GLUON_HEAD_DIMS = (64, 128)
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    segments: Tensor,
-    scale: float,
-    visibility: Visibility,
-    implementation: str,
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, options: Options, implementation: str
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp (Nq, Tq), for tensors that segments.check_tensors has accepted.
 
@@ -40,52 +35,40 @@ def forward(
     """
     implementation = resolve(q, v, implementation)
     if implementation == "reference":
-        check_segments(segments.numpy(), q.shape[0], k.shape[0], visibility.causal)
-        return reference.forward(q, k, v, segments, scale, visibility)
+        check_segments(segments.numpy(), q.shape[0], k.shape[0], options.visibility.causal)
+        return reference.forward(q, k, v, segments, options)
     from .schedule import schedule_of  # only here: Triton may be absent
 
     with current(q.device):
-        schedule = schedule_of(segments, q.shape[0], k.shape[0], q.device, visibility)
+        schedule = schedule_of(segments, q.shape[0], k.shape[0], q.device, options.visibility)
         if implementation == "gluon":
             from . import gluon_launch
 
-            return gluon_launch.forward(q, k, v, schedule, scale)
+            return gluon_launch.forward(q, k, v, schedule, options)
         from . import triton_launch
 
-        return triton_launch.forward(q, k, v, schedule, scale, tma=has_tma(q))
+        return triton_launch.forward(q, k, v, schedule, options, tma=has_tma(q))
 
 
 def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    segments: Tensor,
-    scale: float,
-    visibility: Visibility,
-    deterministic: bool,
-    implementation: str,
+    dout: Tensor, dlse: Tensor | None, saved: Saved, segments: Tensor, options: Options, implementation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v for those of the output and, unless None, of the log-sum-exp."""
+    q, k, v, _, _ = saved
     implementation = resolve(q, v, implementation)
     if implementation == "reference":
-        return reference.backward(dout, dlse, q, k, v, out, lse, segments, scale, visibility)
+        return reference.backward(dout, dlse, saved, segments, options)
     from .schedule import schedule_of
 
     with current(q.device):
-        schedule = schedule_of(segments, q.shape[0], k.shape[0], q.device, visibility)
+        schedule = schedule_of(segments, q.shape[0], k.shape[0], q.device, options.visibility)
         if implementation == "gluon":
             from . import gluon_launch
 
-            return gluon_launch.backward(
-                dout, dlse, q, k, v, out, lse, schedule, scale, deterministic=deterministic
-            )
+            return gluon_launch.backward(dout, dlse, saved, schedule, options)
         from . import triton_launch
 
-        return triton_launch.backward(dout, dlse, q, k, v, out, lse, schedule, scale, tma=has_tma(q))
+        return triton_launch.backward(dout, dlse, saved, schedule, options, tma=has_tma(q))
 
 
 def current(device: torch.device) -> AbstractContextManager:

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .gluon_common import tile_and_head, tma_add, tma_load, wait_until_added, wait_until_read
+from .gluon_common import tile_and_head, tma_add, tma_load, wait_until_added, wait_until_read, zero_here
 
 KEYS = gl.constexpr(64)  # of one consumer: the M of a wgmma
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -127,6 +127,7 @@ def accumulate(
     k_tile, v_tile, q_ring, do_ring, statistics, bound_ring, bars, ds_tile, dq_tile = buffers
     dk, dv, kv_begin, kv_end, kv_head, kv_heads, first_row, scale_log2 = results
     HALF_D: gl.constexpr = D // 2
+    FIRST_D: gl.constexpr = PART * HALF_D
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
@@ -140,8 +141,6 @@ def accumulate(
     dv_acc = gl.full([KEYS, DV], 0.0, gl.float32, layout=dv_layout)
     nothing = gl.full([KEYS, QUERIES], 0.0, gl.float32, layout=s_layout)
     no_dq = gl.full([QUERIES, HALF_D], 0.0, gl.float32, layout=dq_layout)
-    keys = k_tile.index(PART)
-    values = v_tile.index(PART)
     key = kv_begin + PART * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
     mbarrier.wait(bars.index(KV_READY), 0)
     step = 0
@@ -156,6 +155,9 @@ def accumulate(
                 token = (block + steps - 1 - i) * QUERIES
                 queries = q_ring.index(stage)
                 do = do_ring.index(stage)
+                zero = zero_here()
+                keys = k_tile.index(PART + zero)
+                values = v_tile.index(PART + zero)
                 mbarrier.wait(bars.index(Q_READY + stage), phase)
                 s = warpgroup_mma(keys, queries.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 if EARLY:
@@ -177,26 +179,26 @@ def accumulate(
                 if not EARLY:
                     mbarrier.wait(bars.index(DO_READY + stage), phase)
                     dp = warpgroup_mma(values, do.permute((1, 0)), nothing, use_acc=False, is_async=True)
-                p_half = gl.convert_layout(p.to(dtype), p_operand)
-                dv_acc = warpgroup_mma(p_half, do, dv_acc, is_async=True)
+                p_left = gl.convert_layout(p.to(dtype), p_operand)
+                dv_acc = warpgroup_mma(p_left, do, dv_acc, is_async=True)
                 dp = warpgroup_mma_wait(1, deps=[dp])
-                drop = statistics.index(STAGES + stage).reshape([QUERIES]).load(columns)
-                ds = (p * (dp - drop[None, :])).to(dtype)
+                row_delta = statistics.index(STAGES + stage).reshape([QUERIES]).load(columns)
+                ds = (p * (dp - row_delta[None, :])).to(dtype)
                 mbarrier.wait(bars.index(DS_FREE), (step & 1) ^ 1)
                 ds_tile.index(PART).store(ds)
                 fence_async_shared()
                 mbarrier.arrive(bars.index(DS_READY), count=1)
-                dv_acc, p_half = warpgroup_mma_wait(0, deps=[dv_acc, p_half])
+                dv_acc, p_left = warpgroup_mma_wait(0, deps=[dv_acc, p_left])
                 mbarrier.wait(bars.index(DS_READY), step & 1)
                 part = warpgroup_mma(
-                    ds_tile.index(0).permute((1, 0)), k_tile.index(0).slice(PART * HALF_D, HALF_D, 1),
+                    ds_tile.index(zero).permute((1, 0)), k_tile.index(zero).slice(FIRST_D, HALF_D, 1),
                     no_dq, use_acc=False, is_async=True,
                 )  # fmt: skip
                 part = warpgroup_mma(
-                    ds_tile.index(1).permute((1, 0)), k_tile.index(1).slice(PART * HALF_D, HALF_D, 1),
+                    ds_tile.index(1 + zero).permute((1, 0)), k_tile.index(1 + zero).slice(FIRST_D, HALF_D, 1),
                     part, is_async=True,
                 )  # fmt: skip
-                dk_acc = warpgroup_mma(ds_tile.index(PART), queries, dk_acc, is_async=True)
+                dk_acc = warpgroup_mma(ds_tile.index(PART + zero), queries, dk_acc, is_async=True)
                 mbarrier.wait(bars.index(DQ_FREE), (step & 1) ^ 1)
                 part = warpgroup_mma_wait(1, deps=[part])
                 dq_tile.index(PART).store(part)

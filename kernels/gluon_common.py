@@ -46,6 +46,16 @@ def wait_until_added():
 
 
 @gluon.jit
+def zero_here():
+    """0, which the compiler cannot know: what is computed from it stays where it is.
+
+    The addresses that a matrix product takes are 64 bits for every 16 columns. Of buffers that do not change
+    the compiler works them out once, before the loop, and then has no registers to keep them in.
+    """
+    return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def tile_and_head(number, heads, tiles, section):
     """Tile and head (or group of heads) of a piece of work.
 

@@ -98,19 +98,19 @@ def load(
 
 @gluon.jit
 def online_softmax(
-    scores, start, shared_begin, shared_end, first, last, best, total, scale_log2,
+    scores, start, shared_begin, shared_end, first, last, m, l_sum, scale_log2,
     BLOCK_N: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Probabilities of one block, and the new maximum, sum and the factor that earlier sums fade by."""
+    """Probabilities of one block; the new maximum m and sum; and alpha, by which earlier sums fade."""
     if (start < shared_begin) | (start + BLOCK_N > shared_end):
         at = start + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
         seen = (at[None, :] >= first[:, None]) & (at[None, :] < last[:, None])
         scores = gl.where(seen, scores, float("-inf"))
-    new_best = gl.maximum(best, gl.max(scores, 1) * scale_log2)
-    base = gl.where(new_best == float("-inf"), 0.0, new_best)  # a row that has seen nothing: no NaN
+    m_new = gl.maximum(m, gl.max(scores, 1) * scale_log2)
+    base = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing: no NaN
     p = gl.exp2(scores * scale_log2 - base[:, None])
-    fade = gl.exp2(best - base)
-    return p, new_best, total * fade + gl.sum(p, 1), fade
+    alpha = gl.exp2(m - base)
+    return p, m_new, l_sum * alpha + gl.sum(p, 1), alpha
 
 
 @gluon.jit
@@ -142,8 +142,8 @@ def attend(
         token = q_begin + gl.arange(0, ROWS, layout=rows)
         first = gl.load(bounds + token, mask=token < q_end, other=0)
         last = gl.load(bounds + q_tokens + token, mask=token < q_end, other=0)
-        best = gl.full([ROWS], float("-inf"), gl.float32, layout=rows)
-        total = gl.full([ROWS], 0.0, gl.float32, layout=rows)
+        m = gl.full([ROWS], float("-inf"), gl.float32, layout=rows)
+        l_sum = gl.full([ROWS], 0.0, gl.float32, layout=rows)
         o = gl.full([ROWS, DV], 0.0, gl.float32, layout=o_layout)
 
         q_stage = round % Q_STAGES
@@ -156,8 +156,8 @@ def attend(
         )
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(bars.index(K_FREE + stage), count=1)
-        p, best, total, _ = online_softmax(
-            s, kv_begin, shared_begin, shared_end, first, last, best, total, scale_log2, BLOCK_N, s_layout
+        p, m, l_sum, _ = online_softmax(
+            s, kv_begin, shared_begin, shared_end, first, last, m, l_sum, scale_log2, BLOCK_N, s_layout
         )
         p = gl.convert_layout(p.to(dtype), p_layout)
         for i in range(1, blocks):
@@ -173,13 +173,13 @@ def attend(
             o = warpgroup_mma(p, v_ring.index(before), o, is_async=True)
             s = warpgroup_mma_wait(1, deps=[s])
             mbarrier.arrive(bars.index(K_FREE + stage), count=1)
-            next_p, best, total, fade = online_softmax(
-                s, kv_begin + i * BLOCK_N, shared_begin, shared_end, first, last, best, total, scale_log2,
+            next_p, m, l_sum, alpha = online_softmax(
+                s, kv_begin + i * BLOCK_N, shared_begin, shared_end, first, last, m, l_sum, scale_log2,
                 BLOCK_N, s_layout,
             )  # fmt: skip
             o, p = warpgroup_mma_wait(0, deps=[o, p])
             mbarrier.arrive(bars.index(V_FREE + before), count=1)
-            o = o * gl.convert_layout(fade, gl.SliceLayout(1, o_layout))[:, None]
+            o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
             p = gl.convert_layout(next_p.to(dtype), p_layout)
 
         mbarrier.arrive(bars.index(Q_FREE + q_stage), count=1)
@@ -189,11 +189,11 @@ def attend(
         mbarrier.arrive(bars.index(V_FREE + stage), count=1)
         step += 1
 
-        empty = total == 0.0
-        total = gl.where(empty, 1.0, total)
-        logsum = gl.where(empty, float("inf"), (best + gl.log2(total)) * LN_2)
-        gl.store(lse + head.to(gl.int64) * q_tokens + token, logsum, mask=token < q_end)
-        o = o / gl.convert_layout(total, gl.SliceLayout(1, o_layout))[:, None]
+        empty = l_sum == 0.0
+        l_sum = gl.where(empty, 1.0, l_sum)
+        natural = gl.where(empty, float("inf"), (m + gl.log2(l_sum)) * LN_2)
+        gl.store(lse + head.to(gl.int64) * q_tokens + token, natural, mask=token < q_end)
+        o = o / gl.convert_layout(l_sum, gl.SliceLayout(1, o_layout))[:, None]
         o_row = q_begin + gl.arange(0, ROWS, layout=gl.SliceLayout(1, o_layout))
         col = gl.arange(0, DV, layout=gl.SliceLayout(0, o_layout))
         at = o_row.to(gl.int64)[:, None] * out_stride_t + head * out_stride_h + col[None, :]

@@ -9,8 +9,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .gluon_backward import gluon_backward_kernel
 from .gluon_forward import gluon_forward_kernel
+from .options import Options, Saved
 from .schedule import Schedule
-from .triton_launch import LOG2_E, aligned, row_statistics, section
+from .triton_launch import LOG2_E, aligned, result, row_statistics, section
 
 ROWS = 64  # of one consumer, and of a step of the backward
 KEYS = 128  # of a block of the forward, and of a tile of the backward
@@ -18,7 +19,7 @@ KEYS = 128  # of a block of the forward, and of a tile of the backward
 FORWARD = {64: (3, 160, 3), 128: (2, 240, 2)}
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, scale: float) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, options: Options) -> tuple[Tensor, Tensor]:
     """Output (Tq, Nq, Dv) and log-sum-exp (Nq, Tq) float32."""
     (q_tokens, q_heads, dim), (kv_tokens, kv_heads, v_dim) = q.shape, v.shape
     if kv_tokens == 0 or q_tokens == 0:
@@ -29,19 +30,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, scale: float) -
     lse = q.new_empty(q_heads, q_tokens, dtype=torch.float32)
     tiles = schedule.query_tiles(consumers * ROWS)
     gluon_forward_kernel[(min(multiprocessors(q.device), len(tiles) * q_heads),)](
-        descriptor(q, ROWS),
-        descriptor(k, KEYS),
-        descriptor(v, KEYS),
-        out,
-        lse,
-        tiles,
-        schedule.bounds,
-        len(tiles),
-        section(k, v, q_heads // kv_heads),
-        q_tokens,
-        q_heads,
-        scale * LOG2_E,
-        *out.stride()[:2],
+        q=descriptor(q, ROWS),
+        k=descriptor(k, KEYS),
+        v=descriptor(v, KEYS),
+        **result("out", out),
+        lse=lse,
+        tile_list=tiles,
+        bounds=schedule.bounds,
+        tiles=len(tiles),
+        section=section(k, v, q_heads // kv_heads),
+        q_tokens=q_tokens,
+        q_heads=q_heads,
+        scale_log2=options.scale * LOG2_E,
         D=dim,
         DV=v_dim,
         BLOCK_N=KEYS,
@@ -56,60 +56,52 @@ def forward(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, scale: float) -
 
 
 def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    schedule: Schedule,
-    scale: float,
-    *,
-    deterministic: bool = True,
+    dout: Tensor, dlse: Tensor | None, saved: Saved, schedule: Schedule, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v for those of the output and, unless None, of the log-sum-exp."""
+    q, k, v, out, lse = saved
     (q_tokens, q_heads, dim), (kv_tokens, kv_heads, v_dim) = q.shape, v.shape
     if kv_tokens == 0 or q_tokens == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     q, k, v, out, dout = (aligned(x) for x in (q, k, v, out, dout))
     group = q_heads // kv_heads
-    statistics = row_statistics(dout, dlse, out, lse, pack=1)
+    lse_log2, delta = row_statistics(dout, dlse, out, lse, pack=1)
     tiles, items, first_turns = schedule.key_tiles(ROWS, KEYS, turn_rows=ROWS)
     split = parts(len(tiles) * kv_heads, group, multiprocessors(q.device))
     dtype = torch.float32 if split > 1 else q.dtype
     dk = k.new_empty((split, *k.shape), dtype=dtype)
     dv = v.new_empty((split, *v.shape), dtype=dtype)
     dq = q.new_zeros(q.shape, dtype=torch.float32)
-    turns = first_turns.expand(q_heads, -1).clone() if deterministic else first_turns
+    turns = first_turns.expand(q_heads, -1).clone() if options.deterministic else first_turns
     gluon_backward_kernel[(len(tiles) * kv_heads * split,)](
-        descriptor(q, ROWS),
-        descriptor(k, ROWS),
-        descriptor(v, ROWS),
-        descriptor(dout, ROWS),
-        dk,
-        dv,
-        descriptor(dq, ROWS, dim // 2),
-        *(row_descriptor(x, q_tokens) for x in statistics),
-        tiles,
-        items,
-        turns,
-        row_descriptor(schedule.padded_bounds, q_tokens),
-        len(tiles),
-        section(q, dout, 1, group) * split,
-        turns.shape[-1],
-        kv_tokens,
-        kv_heads,
-        scale * LOG2_E,
+        q=descriptor(q, ROWS),
+        k=descriptor(k, ROWS),
+        v=descriptor(v, ROWS),
+        dout=descriptor(dout, ROWS),
+        dk=dk,
+        dv=dv,
+        dq=descriptor(dq, ROWS, dim // 2),
+        lse_log2=row_descriptor(lse_log2, q_tokens),
+        delta=row_descriptor(delta, q_tokens),
+        tile_list=tiles,
+        items=items,
+        turns=turns,
+        bounds=row_descriptor(schedule.padded_bounds, q_tokens),
+        tiles=len(tiles),
+        section=section(q, dout, 1, group) * split,
+        counters=turns.shape[-1],
+        kv_tokens=kv_tokens,
+        kv_heads=kv_heads,
+        scale_log2=options.scale * LOG2_E,
         D=dim,
         DV=v_dim,
         GROUP=group,
         SPLIT=split,
-        DETERMINISTIC=deterministic,
+        DETERMINISTIC=options.deterministic,
         num_warps=4,
         enable_fp_fusion=True,
     )
-    dq = dq.mul_(scale).to(q.dtype)
+    dq = dq.mul_(options.scale).to(q.dtype)
     if split == 1:
         return dq, dk[0], dv[0]
     return dq, dk.sum(0).to(k.dtype), dv.sum(0).to(v.dtype)

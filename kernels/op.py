@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import dispatch
+from .options import Options, Saved
 from .segments import Visibility, check_sinks, check_tensors
 
 
@@ -82,7 +83,8 @@ def _forward(
     implementation: str,
 ) -> tuple[Tensor, Tensor]:
     check_tensors(q, k, v, segments, scale)
-    return dispatch.forward(q, k, v, segments, scale, Visibility(causal, window), implementation)
+    options = Options(scale, Visibility(causal, window), deterministic)
+    return dispatch.forward(q, k, v, segments, options, implementation)
 
 
 @_forward.register_fake
@@ -109,10 +111,8 @@ def _backward(
     deterministic: bool,
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    visibility = Visibility(causal, window)
-    return dispatch.backward(
-        dout, dlse, q, k, v, out, lse, segments, scale, visibility, deterministic, implementation
-    )
+    options = Options(scale, Visibility(causal, window), deterministic)
+    return dispatch.backward(dout, dlse, Saved(q, k, v, out, lse), segments, options, implementation)
 
 
 @_backward.register_fake

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .segments import CAUSAL, Visibility
+from .options import Options, Saved
+from .segments import Visibility
 
 BLOCK = 64  # the scores of a block stay in the second-level cache up to some thousand keys
 
@@ -31,9 +32,7 @@ class Block(NamedTuple):
     ahead: int
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, scale: float, visibility: Visibility = CAUSAL
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Output (Tq, Nq, Dv) like q, and log-sum-exp (Nq, Tq), +inf where a query sees no key."""
     q_tokens, q_heads, _ = q.shape
     kv_heads, v_dim = v.shape[1:]
@@ -41,33 +40,26 @@ def forward(
     out = qg.new_zeros(kv_heads, q_heads // kv_heads, q_tokens, v_dim)
     lse = qg.new_full((kv_heads, q_heads // kv_heads, q_tokens), torch.inf)
     hidden = _hidden(segments, qg)
-    for block in _blocks(segments, visibility):
+    for block in _blocks(segments, options.visibility):
         rows, keys = block.rows, block.keys
-        scores = _scores(qg[:, :, rows], k_[:, keys], scale, block, hidden)
-        largest = scores.amax(-1, keepdim=True)
-        total = scores.sub_(largest).exp_().sum(-1, keepdim=True)
-        out[:, :, rows] = _rows_times(scores, v_[:, keys]).div_(total)
-        lse[:, :, rows] = total.log_().add_(largest).squeeze(-1)
+        scores = _scores(qg[:, :, rows], k_[:, keys], options.scale, block, hidden)
+        m = scores.amax(-1, keepdim=True)
+        p = scores.sub_(m).exp_()
+        total = p.sum(-1, keepdim=True)
+        out[:, :, rows] = _rows_times(p, v_[:, keys]).div_(total)
+        lse[:, :, rows] = total.log_().add_(m).squeeze(-1)
     lse = lse.reshape(q_heads, q_tokens).to(torch.promote_types(q.dtype, torch.float32))
     return _by_token(out, q), lse
 
 
 def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    segments: Tensor,
-    scale: float,
-    visibility: Visibility = CAUSAL,
+    dout: Tensor, dlse: Tensor | None, saved: Saved, segments: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v for those of the output (Tq, Nq, Dv) and of the log-sum-exp (Nq, Tq).
 
     The log-sum-exp's gradient by the scores are the probabilities, so dlse is subtracted from delta.
     """
+    q, k, v, out, lse = saved
     kv_heads = k.shape[1]
     qg, k_, v_ = _by_head(q, kv_heads), _by_head(k, kv_heads)[:, 0], _by_head(v, kv_heads)[:, 0]
     dog = _by_head(dout, kv_heads)
@@ -77,13 +69,13 @@ def backward(
     lse = lse.reshape(kv_heads, -1, q.shape[0]).to(qg.dtype)
     dq, dk, dv = torch.zeros_like(qg), torch.zeros_like(k_), torch.zeros_like(v_)
     hidden = _hidden(segments, qg)
-    for block in _blocks(segments, visibility):
+    for block in _blocks(segments, options.visibility):
         rows, keys = block.rows, block.keys
-        p = _scores(qg[:, :, rows], k_[:, keys], scale, block, hidden)
+        p = _scores(qg[:, :, rows], k_[:, keys], options.scale, block, hidden)
         p = p.sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
         dv[:, keys] += _stack(p).transpose(1, 2) @ _stack(dog[:, :, rows])
         ds = _rows_times(dog[:, :, rows], v_[:, keys].transpose(1, 2))
-        ds.sub_(delta[:, :, rows].unsqueeze(-1)).mul_(p).mul_(scale)
+        ds.sub_(delta[:, :, rows].unsqueeze(-1)).mul_(p).mul_(options.scale)
         dq[:, :, rows] = _rows_times(ds, k_[:, keys])
         dk[:, keys] += _stack(ds).transpose(1, 2) @ _stack(qg[:, :, rows])
     return _by_token(dq, q), _by_token(dk.unsqueeze(1), k), _by_token(dv.unsqueeze(1), v)

@@ -12,34 +12,47 @@ see it and over all query heads of its key head. A gradient of the log-sum-exp i
 import triton
 import triton.language as tl
 
-from .triton_common import key_range, load_rows, masked_block, store_rows, tile_and_group
+from .triton_common import (
+    add_product,
+    key_range,
+    load_piece,
+    load_rows,
+    masked_block,
+    no_rows,
+    scaled,
+    store_rows,
+    tile_and_group,
+    times_transposed,
+)
 
 
 @triton.jit(do_not_specialize=["q_tokens", "row_length"])
 def statistics_kernel(
-    out, dout, lse, dlse, lse_log2, delta, q_tokens, row_length, out_stride_t, out_stride_h, dout_stride_t,
-    dout_stride_h,
+    out, out_stride_t, out_stride_h, dout, dout_stride_t, dout_stride_h, lse, dlse, lse_log2, delta, q_tokens,
+    row_length,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, PACK: tl.constexpr,
     HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
     """delta, less dlse if there is one, and the log-sum-exp in base 2, both (Nq / PACK, row_length) with the
-    rows in the order of key tiles' Q.
+    rows in the order of key tiles' Q. BLOCK_DV: the next power of two from DV on.
 
     In that order the statistics of any query tile are one contiguous run, which one TMA load fetches.
     """
     token = tl.program_id(0) * BLOCK_M
     head = tl.program_id(1)
-    o = load_rows(out, token, head, out_stride_t, out_stride_h, q_tokens, BLOCK_M, 1, DV, BLOCK_DV, False)
-    do = load_rows(dout, token, head, dout_stride_t, dout_stride_h, q_tokens, BLOCK_M, 1, DV, BLOCK_DV, False)
+    outputs = (out, None, out_stride_t, out_stride_h, q_tokens)
+    gradients = (dout, None, dout_stride_t, dout_stride_h, q_tokens)
+    o = load_piece(outputs, out, token, head, BLOCK_M, 1, DV, 0, BLOCK_DV, TMA=False)
+    do = load_piece(gradients, dout, token, head, BLOCK_M, 1, DV, 0, BLOCK_DV, TMA=False)
     row = (token + tl.arange(0, BLOCK_M)).to(tl.int64)
     mask = row < q_tokens
     at = (head // PACK).to(tl.int64) * row_length + row * PACK + head % PACK
     natural = tl.load(lse + head.to(tl.int64) * q_tokens + row, mask=mask, other=0.0)
-    drop = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    row_delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if HAS_DLSE:
         given = tl.load(dlse + head.to(tl.int64) * q_tokens + row, mask=mask, other=0.0)
-        drop -= tl.where(natural == float("inf"), 0.0, given)  # padding's may be NaN
-    tl.store(delta + at, drop, mask=mask)
+        row_delta -= tl.where(natural == float("inf"), 0.0, given)  # padding's may be NaN
+    tl.store(delta + at, row_delta, mask=mask)
     tl.store(lse_log2 + at, natural * 1.4426950408889634, mask=mask)
 
 
@@ -55,75 +68,83 @@ def load_statistic(x, row, group, rows, row_length, ROWS: tl.constexpr, TMA: tl.
 
 @triton.jit
 def key_tile_step(
-    q, dout, lse_log2, delta, bounds, keys, values, kv_begin, token, begin, end, pack_group, dk, dv,
-    scale, scale_log2, q_tokens, row_length, q_stride_t, q_stride_h, dout_stride_t, dout_stride_h,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PACK: tl.constexpr, MASKED: tl.constexpr, TRANSPOSED: tl.constexpr,
-    TMA: tl.constexpr,
+    q, dout, statistics, bounds, keys, values, kv_begin, token, begin, end, pack_group, dk, dv, scale_log2,
+    q_tokens,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    REST_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACK: tl.constexpr,
+    MASKED: tl.constexpr, TRANSPOSED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add what BLOCK_M query rows from `token` (if MASKED, only tokens begin ... end) give to a key tile's dk
     and dv.
 
-    TRANSPOSED computes the scores as keys x rows, so that P^T and dS^T need no transposition: better for few
-    rows and many keys.
+    statistics: (lse_log2, delta, row_length). TRANSPOSED computes the scores as keys x rows, so that P^T and
+    dS^T need no transposition: better for few rows and many keys.
     """
     head = pack_group * PACK
-    queries = load_rows(q, token, head, q_stride_t, q_stride_h, q_tokens, BLOCK_M, PACK, D, BLOCK_D, TMA)
-    lse = load_statistic(lse_log2, token * PACK, pack_group, q_tokens * PACK, row_length, BLOCK_M, TMA)
+    row = token * PACK
+    rows = q_tokens * PACK
+    lse_log2, delta, row_length = statistics
+    queries = load_rows(q, token, head, BLOCK_M, PACK, D, BLOCK_D, REST_D, TMA)
+    lse = load_statistic(lse_log2, row, pack_group, rows, row_length, BLOCK_M, TMA)
     if MASKED:
-        row = token + tl.arange(0, BLOCK_M) // PACK
-        inside = (row >= begin) & (row < end)
-        first = tl.load(bounds + row, mask=inside, other=0)
-        last = tl.load(bounds + q_tokens + row, mask=inside, other=0)
-        at = kv_begin + tl.arange(0, BLOCK_N)
+        at = token + tl.arange(0, BLOCK_M) // PACK
+        inside = (at >= begin) & (at < end)
+        first = tl.load(bounds + at, mask=inside, other=0)
+        last = tl.load(bounds + q_tokens + at, mask=inside, other=0)
+        key = kv_begin + tl.arange(0, BLOCK_N)
     if TRANSPOSED:
-        p = tl.exp2(tl.dot(keys, queries.T) * scale_log2 - lse[None, :])
+        p = tl.exp2(times_transposed(keys, queries) * scale_log2 - lse[None, :])
         if MASKED:
-            p = tl.where((at[:, None] >= first[None, :]) & (at[:, None] < last[None, :]), p, 0.0)
-        do = load_rows(
-            dout, token, head, dout_stride_t, dout_stride_h, q_tokens, BLOCK_M, PACK, DV, BLOCK_DV, TMA
-        )
-        dv = tl.dot(p.to(do.dtype), do, dv)
-        drop = load_statistic(delta, token * PACK, pack_group, q_tokens * PACK, row_length, BLOCK_M, TMA)
-        ds = (p * (tl.dot(values, do.T) - drop[None, :])).to(queries.dtype)
-        dk = tl.dot(ds, queries, dk)
+            p = tl.where((key[:, None] >= first[None, :]) & (key[:, None] < last[None, :]), p, 0.0)
+        do = load_rows(dout, token, head, BLOCK_M, PACK, DV, BLOCK_DV, REST_DV, TMA)
+        dv = add_product(dv, p.to(do[0].dtype), do)
+        row_delta = load_statistic(delta, row, pack_group, rows, row_length, BLOCK_M, TMA)
+        ds = (p * (times_transposed(values, do) - row_delta[None, :])).to(queries[0].dtype)
+        dk = add_product(dk, ds, queries)
     else:
-        p = tl.exp2(tl.dot(queries, keys.T) * scale_log2 - lse[:, None])
+        p = tl.exp2(times_transposed(queries, keys) * scale_log2 - lse[:, None])
         if MASKED:
-            p = tl.where((at[None, :] >= first[:, None]) & (at[None, :] < last[:, None]), p, 0.0)
-        do = load_rows(
-            dout, token, head, dout_stride_t, dout_stride_h, q_tokens, BLOCK_M, PACK, DV, BLOCK_DV, TMA
-        )
-        dv = tl.dot(p.T.to(do.dtype), do, dv)
-        drop = load_statistic(delta, token * PACK, pack_group, q_tokens * PACK, row_length, BLOCK_M, TMA)
-        ds = (p * (tl.dot(do, values.T) - drop[:, None])).to(queries.dtype)
-        dk = tl.dot(ds.T, queries, dk)
+            p = tl.where((key[None, :] >= first[:, None]) & (key[None, :] < last[:, None]), p, 0.0)
+        do = load_rows(dout, token, head, BLOCK_M, PACK, DV, BLOCK_DV, REST_DV, TMA)
+        dv = add_product(dv, p.T.to(do[0].dtype), do)
+        row_delta = load_statistic(delta, row, pack_group, rows, row_length, BLOCK_M, TMA)
+        ds = (p * (times_transposed(do, values) - row_delta[:, None])).to(queries[0].dtype)
+        dk = add_product(dk, ds.T, queries)
     return dk, dv
 
 
 @triton.jit(do_not_specialize=["tiles", "section", "q_tokens", "kv_tokens", "row_length"])
 def key_tile_kernel(
-    q, k, v, dout, dk, dv, lse_log2, delta, tile_list, items, bounds, tiles, section, q_tokens, kv_tokens,
-    kv_heads, row_length, scale, scale_log2, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t,
-    v_stride_h, dout_stride_t, dout_stride_h, dk_stride_t, dk_stride_h, dv_stride_t, dv_stride_h,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PACK: tl.constexpr, GROUP: tl.constexpr, TRANSPOSED: tl.constexpr,
-    ONE_LOOP: tl.constexpr, TMA: tl.constexpr,
+    q, q_rest, q_stride_t, q_stride_h, k, k_rest, k_stride_t, k_stride_h, v, v_rest, v_stride_t, v_stride_h,
+    dout, dout_rest, dout_stride_t, dout_stride_h, dk, dk_stride_t, dk_stride_h, dv, dv_stride_t, dv_stride_h,
+    lse_log2, delta, row_length, tile_list, items, bounds, tiles, section, q_tokens, kv_tokens, kv_heads,
+    scale, scale_log2,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    REST_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACK: tl.constexpr,
+    GROUP: tl.constexpr, TRANSPOSED: tl.constexpr, ONE_LOOP: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """dk (Tk, Nkv, D) and dv (Tk, Nkv, DV): one program per key tile and key head.
 
     ONE_LOOP masks all rows, also those that see the whole tile: one loop needs fewer registers than two.
     """
-    tile, group = tile_and_group(kv_heads, tiles, section)
+    tile, kv_head = tile_and_group(kv_heads, tiles, section)
     kv_begin = tl.load(tile_list + tile * 4)
     kv_end = tl.load(tile_list + tile * 4 + 1)
     item_begin = tl.load(tile_list + tile * 4 + 2)
     item_end = tl.load(tile_list + tile * 4 + 3)
-    keys = load_rows(k, kv_begin, group, k_stride_t, k_stride_h, kv_tokens, BLOCK_N, 1, D, BLOCK_D, TMA)
-    values = load_rows(v, kv_begin, group, v_stride_t, v_stride_h, kv_tokens, BLOCK_N, 1, DV, BLOCK_DV, TMA)
+    keys = load_rows(
+        (k, k_rest, k_stride_t, k_stride_h, kv_tokens), kv_begin, kv_head, BLOCK_N, 1, D, BLOCK_D, REST_D, TMA
+    )
+    values = load_rows(
+        (v, v_rest, v_stride_t, v_stride_h, kv_tokens), kv_begin, kv_head, BLOCK_N, 1, DV, BLOCK_DV, REST_DV,
+        TMA,
+    )  # fmt: skip
+    queries = (q, q_rest, q_stride_t, q_stride_h, q_tokens)
+    gradients = (dout, dout_rest, dout_stride_t, dout_stride_h, q_tokens)
+    statistics = (lse_log2, delta, row_length)
 
-    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    dk_acc = no_rows(BLOCK_N, BLOCK_D, REST_D)
+    dv_acc = no_rows(BLOCK_N, BLOCK_DV, REST_DV)
     for item in range(item_begin, item_end):
         q_begin = tl.load(items + item * 6)
         q_full = tl.load(items + item * 6 + 1)
@@ -136,55 +157,55 @@ def key_tile_kernel(
         aligned = q_begin // 4 * 4
         head_end = aligned + tl.cdiv(q_full - aligned, BLOCK_M // PACK) * (BLOCK_M // PACK)
         masked_rows = head_end - aligned + q_end - q_tail
-        for pack_group in range(group * (GROUP // PACK), (group + 1) * (GROUP // PACK)):
+        for pack_group in range(kv_head * (GROUP // PACK), (kv_head + 1) * (GROUP // PACK)):
             for offset in tl.range(0, masked_rows, BLOCK_M // PACK):
                 in_head = aligned + offset < head_end
                 token = tl.where(in_head, aligned + offset, q_tail + offset - (head_end - aligned))
+                begin = tl.where(in_head, q_begin, q_tail)
+                end = tl.where(in_head, q_full, q_end)
                 dk_acc, dv_acc = key_tile_step(
-                    q, dout, lse_log2, delta, bounds, keys, values, kv_begin, token, tl.where(in_head,
-                    q_begin, q_tail), tl.where(in_head, q_full, q_end), pack_group, dk_acc, dv_acc, scale,
-                    scale_log2, q_tokens, row_length, q_stride_t, q_stride_h, dout_stride_t, dout_stride_h, D,
-                    DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACK, True, TRANSPOSED, TMA,
+                    queries, gradients, statistics, bounds, keys, values, kv_begin, token, begin, end,
+                    pack_group, dk_acc, dv_acc, scale_log2, q_tokens, D, BLOCK_D, REST_D, DV, BLOCK_DV,
+                    REST_DV, BLOCK_M, BLOCK_N, PACK, MASKED=True, TRANSPOSED=TRANSPOSED, TMA=TMA,
                 )  # fmt: skip
             if not ONE_LOOP:
                 for token in tl.range(q_full, q_tail, BLOCK_M // PACK):
                     dk_acc, dv_acc = key_tile_step(
-                        q, dout, lse_log2, delta, bounds, keys, values, kv_begin, token, token, q_end,
-                        pack_group, dk_acc, dv_acc, scale, scale_log2, q_tokens, row_length, q_stride_t,
-                        q_stride_h, dout_stride_t, dout_stride_h, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
-                        PACK, False, TRANSPOSED, TMA,
+                        queries, gradients, statistics, bounds, keys, values, kv_begin, token, token, q_end,
+                        pack_group, dk_acc, dv_acc, scale_log2, q_tokens, D, BLOCK_D, REST_D, DV, BLOCK_DV,
+                        REST_DV, BLOCK_M, BLOCK_N, PACK, MASKED=False, TRANSPOSED=TRANSPOSED, TMA=TMA,
                     )  # fmt: skip
 
-    store_rows(dk, dk_acc * scale, kv_begin, group, dk_stride_t, dk_stride_h, kv_end, BLOCK_N, 1, D, BLOCK_D)
-    store_rows(dv, dv_acc, kv_begin, group, dv_stride_t, dv_stride_h, kv_end, BLOCK_N, 1, DV, BLOCK_DV)
+    dk_acc = scaled(dk_acc, scale)
+    store_rows(dk, dk_acc, kv_begin, kv_head, dk_stride_t, dk_stride_h, kv_end, 1, D, BLOCK_D, REST_D)
+    store_rows(dv, dv_acc, kv_begin, kv_head, dv_stride_t, dv_stride_h, kv_end, 1, DV, BLOCK_DV, REST_DV)
 
 
 @triton.jit
 def query_tile_step(
-    queries, do, k, v, start, group, first, last, lse, drop, acc, scale_log2, kv_tokens, k_stride_t,
-    k_stride_h, v_stride_t, v_stride_h,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, TMA: tl.constexpr,
+    queries, do, k, v, start, kv_head, first, last, lse, row_delta, acc, scale_log2,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    REST_DV: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add what the keys start ... start + BLOCK_N give to one query tile's dQ."""
-    keys = load_rows(k, start, group, k_stride_t, k_stride_h, kv_tokens, BLOCK_N, 1, D, BLOCK_D, TMA)
-    p = tl.exp2(tl.dot(queries, keys.T) * scale_log2 - lse[:, None])
+    keys = load_rows(k, start, kv_head, BLOCK_N, 1, D, BLOCK_D, REST_D, TMA)
+    p = tl.exp2(times_transposed(queries, keys) * scale_log2 - lse[:, None])
     if MASKED:
-        at = start + tl.arange(0, BLOCK_N)
-        p = tl.where((at[None, :] >= first[:, None]) & (at[None, :] < last[:, None]), p, 0.0)
-    values = load_rows(v, start, group, v_stride_t, v_stride_h, kv_tokens, BLOCK_N, 1, DV, BLOCK_DV, TMA)
-    ds = p * (tl.dot(do, values.T) - drop[:, None])
-    return tl.dot(ds.to(keys.dtype), keys, acc)
+        key = start + tl.arange(0, BLOCK_N)
+        p = tl.where((key[None, :] >= first[:, None]) & (key[None, :] < last[:, None]), p, 0.0)
+    values = load_rows(v, start, kv_head, BLOCK_N, 1, DV, BLOCK_DV, REST_DV, TMA)
+    ds = p * (times_transposed(do, values) - row_delta[:, None])
+    return add_product(acc, ds.to(keys[0].dtype), keys)
 
 
 @triton.jit(do_not_specialize=["tiles", "section", "q_tokens", "kv_tokens", "row_length"])
 def query_tile_kernel(
-    q, k, v, dout, dq, lse_log2, delta, tile_list, bounds, tiles, section, q_tokens, kv_tokens, q_heads,
-    row_length, scale, scale_log2, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
-    dout_stride_t, dout_stride_h, dq_stride_t, dq_stride_h,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PACK: tl.constexpr, STATISTICS_PACK: tl.constexpr, GROUP: tl.constexpr,
-    TMA: tl.constexpr,
+    q, q_rest, q_stride_t, q_stride_h, k, k_rest, k_stride_t, k_stride_h, v, v_rest, v_stride_t, v_stride_h,
+    dout, dout_rest, dout_stride_t, dout_stride_h, dq, dq_stride_t, dq_stride_h, lse_log2, delta, row_length,
+    tile_list, bounds, tiles, section, q_tokens, kv_tokens, q_heads, scale, scale_log2,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    REST_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACK: tl.constexpr,
+    STATISTICS_PACK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """dq (Tq, Nq, D): one program per query tile and head group, over the same tiles as the forward."""
     tile, pack_group = tile_and_group(q_heads // PACK, tiles, section)
@@ -192,7 +213,7 @@ def query_tile_kernel(
     q_end = tl.load(tile_list + tile * 6 + 1)
     kv_begin, full_begin, full_end, masked_keys = key_range(tile_list + tile * 6, BLOCK_N)
     head = pack_group * PACK
-    group = head // GROUP
+    kv_head = head // GROUP
 
     row = tl.arange(0, BLOCK_M)
     token = q_begin + row // PACK
@@ -203,22 +224,28 @@ def query_tile_kernel(
     at = (row_head // STATISTICS_PACK).to(tl.int64) * row_length
     at += token * STATISTICS_PACK + row_head % STATISTICS_PACK
     lse = tl.load(lse_log2 + at, mask=inside, other=float("inf"))
-    drop = tl.load(delta + at, mask=inside, other=0.0)
-    queries = load_rows(q, q_begin, head, q_stride_t, q_stride_h, q_tokens, BLOCK_M, PACK, D, BLOCK_D, TMA)
-    do = load_rows(
-        dout, q_begin, head, dout_stride_t, dout_stride_h, q_tokens, BLOCK_M, PACK, DV, BLOCK_DV, TMA
+    row_delta = tl.load(delta + at, mask=inside, other=0.0)
+    queries = load_rows(
+        (q, q_rest, q_stride_t, q_stride_h, q_tokens), q_begin, head, BLOCK_M, PACK, D, BLOCK_D, REST_D, TMA
     )
+    do = load_rows(
+        (dout, dout_rest, dout_stride_t, dout_stride_h, q_tokens), q_begin, head, BLOCK_M, PACK, DV, BLOCK_DV,
+        REST_DV, TMA,
+    )  # fmt: skip
+    keys = (k, k_rest, k_stride_t, k_stride_h, kv_tokens)
+    values = (v, v_rest, v_stride_t, v_stride_h, kv_tokens)
 
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = no_rows(BLOCK_M, BLOCK_D, REST_D)
     for start in tl.range(full_begin, full_end, BLOCK_N):
         acc = query_tile_step(
-            queries, do, k, v, start, group, first, last, lse, drop, acc, scale_log2, kv_tokens, k_stride_t,
-            k_stride_h, v_stride_t, v_stride_h, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, False, TMA,
+            queries, do, keys, values, start, kv_head, first, last, lse, row_delta, acc, scale_log2, D,
+            BLOCK_D, REST_D, DV, BLOCK_DV, REST_DV, BLOCK_N, MASKED=False, TMA=TMA,
         )  # fmt: skip
     for offset in tl.range(0, masked_keys, BLOCK_N):
         start = masked_block(offset, kv_begin, full_begin, full_end)
         acc = query_tile_step(
-            queries, do, k, v, start, group, first, last, lse, drop, acc, scale_log2, kv_tokens, k_stride_t,
-            k_stride_h, v_stride_t, v_stride_h, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, True, TMA,
+            queries, do, keys, values, start, kv_head, first, last, lse, row_delta, acc, scale_log2, D,
+            BLOCK_D, REST_D, DV, BLOCK_DV, REST_DV, BLOCK_N, MASKED=True, TMA=TMA,
         )  # fmt: skip
-    store_rows(dq, acc * scale, q_begin, head, dq_stride_t, dq_stride_h, q_end, BLOCK_M, PACK, D, BLOCK_D)
+    acc = scaled(acc, scale)
+    store_rows(dq, acc, q_begin, head, dq_stride_t, dq_stride_h, q_end, PACK, D, BLOCK_D, REST_D)

@@ -4,11 +4,14 @@ The heads of a query tile: PACK query heads that share one key head are interlea
 tile being token q_begin + r // PACK of head group * PACK + r % PACK. With PACK 8, sixteen query tokens fill
 128 rows.
 
+A head dim is one or two powers of two, BLOCK and REST: 128 is 128 and nothing, 192 is 128 and 64, 96 is 64
+and 32. Tiles of such rows are tuples of one or two tensors, so that products have no column of padding; only
+head dims that two powers do not make are filled up with zeros.
+
 TMA descriptors (Hopper) are two-dimensional where they can be: (tokens, heads * dim) with blocks of one head,
-which go from shared memory to wgmma as they are. With PACK > 1, or a head dim that is not a power of two,
-they are (tokens, heads, dim): the copy engine gathers the heads of a tile and fills up the head dim with
-zeros, and the tile takes a detour through registers. Without TMA (sm_80, sm_89) the same argument is a plain
-pointer, and a mask does the padding.
+which go from shared memory to wgmma as they are. With PACK > 1, or where zeros are filled up, they are
+(tokens, heads, dim): the copy engine gathers the heads of a tile, and the tile takes a detour through
+registers. Without TMA (sm_80, sm_89) the same argument is a plain pointer, and a mask does the padding.
 """
 
 import triton
@@ -17,36 +20,95 @@ import triton.language as tl
 
 @triton.jit
 def load_rows(
-    x, token, head, stride_token, stride_head, tokens,
-    ROWS: tl.constexpr, PACK: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr,
+    x, token, head,
+    ROWS: tl.constexpr, PACK: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
-    """(ROWS, BLOCK) of x: tokens from `token` on, PACK heads from `head` on; zeros past the end and DIM."""
-    if TMA and PACK == 1 and DIM == BLOCK:
-        rows = x.load([token, head * DIM])
+    """(ROWS, BLOCK) of an operand and, if REST > 0, (ROWS, REST) beside it, as a tuple: tokens from `token`
+    on, PACK heads from `head` on; zeros past the end and DIM.
+
+    x: (pointer or descriptor, the same for REST, stride of a token, stride of a head, tokens).
+    """
+    piece = load_piece(x, x[0], token, head, ROWS, PACK, DIM, 0, BLOCK, TMA)
+    if REST > 0:
+        pieces = (piece, load_piece(x, x[1], token, head, ROWS, PACK, DIM, BLOCK, REST, TMA))
+    else:
+        pieces = (piece,)
+    return pieces
+
+
+@triton.jit
+def load_piece(
+    x, source, token, head,
+    ROWS: tl.constexpr, PACK: tl.constexpr, DIM: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """Columns FIRST ... FIRST + BLOCK of `load_rows`, by their descriptor, or the pointer, `source`."""
+    if TMA and PACK == 1 and FIRST + BLOCK <= DIM:
+        rows = source.load([token, head * DIM + FIRST])
     elif TMA:
-        rows = x.load([token, head, 0]).reshape(ROWS, BLOCK)
+        rows = source.load([token, head, FIRST]).reshape(ROWS, BLOCK)
     else:
         row = tl.arange(0, ROWS)
-        col = tl.arange(0, BLOCK)
+        col = FIRST + tl.arange(0, BLOCK)
         t = (token + row // PACK).to(tl.int64)
-        at = t * stride_token + (head + row % PACK) * stride_head
-        mask = (t < tokens)[:, None] & (col < DIM)[None, :]
-        rows = tl.load(x + at[:, None] + col[None, :], mask=mask, other=0.0)
+        at = t * x[2] + (head + row % PACK) * x[3]
+        mask = (t < x[4])[:, None] & (col < DIM)[None, :]
+        rows = tl.load(source + at[:, None] + col[None, :], mask=mask, other=0.0)
     return rows
 
 
 @triton.jit
 def store_rows(
-    x, values, token, head, stride_token, stride_head, end,
-    ROWS: tl.constexpr, PACK: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    x, pieces, token, head, stride_token, stride_head, end,
+    PACK: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Store (ROWS, BLOCK) values where the token is before `end` and the column before DIM."""
-    row = tl.arange(0, ROWS)
-    col = tl.arange(0, BLOCK)
+    """Store a tile where the token is before `end` and the column before DIM."""
+    store_piece(x, pieces[0], token, head, stride_token, stride_head, end, PACK, DIM, 0, BLOCK)
+    if REST > 0:
+        store_piece(x, pieces[1], token, head, stride_token, stride_head, end, PACK, DIM, BLOCK, REST)
+
+
+@triton.jit
+def store_piece(
+    x, values, token, head, stride_token, stride_head, end,
+    PACK: tl.constexpr, DIM: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.arange(0, values.shape[0])
+    col = FIRST + tl.arange(0, BLOCK)
     t = (token + row // PACK).to(tl.int64)
     at = t * stride_token + (head + row % PACK) * stride_head
     mask = (t < end)[:, None] & (col < DIM)[None, :]
     tl.store(x + at[:, None] + col[None, :], values.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def no_rows(ROWS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr):
+    """A tile of zeros, float32."""
+    zeros = tl.zeros([ROWS, BLOCK], tl.float32)
+    return (zeros, tl.zeros([ROWS, REST], tl.float32)) if REST > 0 else (zeros,)
+
+
+@triton.jit
+def times_transposed(x, y):
+    """x y^T of two tiles, float32."""
+    product = tl.dot(x[0], y[0].T)
+    if len(x) > 1:
+        product = tl.dot(x[1], y[1].T, product)
+    return product
+
+
+@triton.jit
+def add_product(acc, x, y):
+    """acc + x y, of a tensor x and two tiles."""
+    piece = tl.dot(x, y[0], acc[0])
+    return (piece, tl.dot(x, y[1], acc[1])) if len(acc) > 1 else (piece,)
+
+
+@triton.jit
+def scaled(x, factor):
+    """A tile times a number, or times one for each row, (ROWS, 1)."""
+    return (x[0] * factor, x[1] * factor) if len(x) > 1 else (x[0] * factor,)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .configs import Config, choose
+from .options import Options, Saved
 from .schedule import Schedule
 from .triton_backward import key_tile_kernel, query_tile_kernel, statistics_kernel
 from .triton_forward import forward_kernel
@@ -15,6 +16,7 @@ from .triton_forward import forward_kernel
 LOG2_E = math.log2(math.e)
 L2_BYTES = 8 * 2**20  # of keys and values for one section of heads to keep in L2 (FlashAttention-3's figure)
 STATISTICS_ROWS = 64
+MIN_BLOCK = 16  # columns that a matrix product takes at least
 
 
 def forward(
@@ -22,7 +24,7 @@ def forward(
     k: Tensor,
     v: Tensor,
     schedule: Schedule,
-    scale: float,
+    options: Options,
     *,
     tma: bool,
     config: Config | None = None,
@@ -31,7 +33,7 @@ def forward(
     (q_tokens, q_heads, dim), (kv_tokens, kv_heads, v_dim) = q.shape, v.shape
     group = q_heads // kv_heads
     tma = tma and k.numel() > 0  # nothing can be described of an empty tensor
-    config = config or choose("forward", max(dim, v_dim), schedule.long, tma)
+    config = config or choose("forward", (dim, v_dim), schedule.long, tma)
     pack = config.heads_per_tile(group)
     tokens = config.block_m // pack
     q, k, v = (aligned(x) for x in (q, k, v))
@@ -41,27 +43,24 @@ def forward(
     if len(tiles) == 0:
         return out, lse
     forward_kernel[(len(tiles) * q_heads // pack,)](
-        operand(q, tokens, pack, tma),
-        operand(k, config.block_n, 1, tma),
-        operand(v, config.block_n, 1, tma),
-        out,
-        lse,
-        tiles,
-        schedule.bounds,
-        len(tiles),
-        section(k, v, q_heads // pack // kv_heads),
-        q_tokens,
-        kv_tokens,
-        q_heads,
-        scale * LOG2_E,
-        *strides(q, k, v, out),
-        **head_dims(dim, v_dim),
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
+        **operand("q", q, tokens, pack, tma),
+        **operand("k", k, config.block_n, 1, tma),
+        **operand("v", v, config.block_n, 1, tma),
+        **result("out", out),
+        lse=lse,
+        tile_list=tiles,
+        bounds=schedule.bounds,
+        tiles=len(tiles),
+        section=section(k, v, q_heads // pack // kv_heads),
+        q_tokens=q_tokens,
+        kv_tokens=kv_tokens,
+        q_heads=q_heads,
+        scale_log2=options.scale * LOG2_E,
         PACK=pack,
         GROUP=group,
         TMA=tma,
-        **options(config),
+        **head_dims(dim, v_dim),
+        **tile_shape(config),
     )
     return out, lse
 
@@ -69,29 +68,25 @@ def forward(
 def backward(
     dout: Tensor,
     dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    saved: Saved,
     schedule: Schedule,
-    scale: float,
+    options: Options,
     *,
     tma: bool,
     key_config: Config | None = None,
     query_config: Config | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v for those of the output and, unless None, of the log-sum-exp."""
-    dim, v_dim = q.shape[2], v.shape[2]
-    tma = tma and q.numel() > 0 and k.numel() > 0  # nothing can be described of an empty tensor
-    key_config = key_config or choose("key_tiles", max(dim, v_dim), schedule.long, tma)
-    query_config = query_config or choose("query_tiles", max(dim, v_dim), schedule.long, tma)
-    q, k, v, out, dout = (aligned(x) for x in (q, k, v, out, dout))
+    dims = saved.q.shape[2], saved.v.shape[2]
+    tma = tma and saved.q.numel() > 0 and saved.k.numel() > 0  # nothing can be described of an empty tensor
+    key_config = key_config or choose("key_tiles", dims, schedule.long, tma)
+    query_config = query_config or choose("query_tiles", dims, schedule.long, tma)
+    dout, q, k, v, out = (aligned(x) for x in (dout, saved.q, saved.k, saved.v, saved.out))
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     pack = key_config.heads_per_tile(q.shape[1] // k.shape[1])
-    statistics = row_statistics(dout, dlse, out, lse, pack)
-    key_tiles_pass(dout, q, k, v, dk, dv, statistics, schedule, scale, tma, key_config)
-    query_tiles_pass(dout, q, k, v, dq, statistics, pack, schedule, scale, tma, query_config)
+    statistics = row_statistics(dout, dlse, out, saved.lse, pack)
+    key_tiles_pass(dout, q, k, v, dk, dv, statistics, schedule, options, tma, key_config)
+    query_tiles_pass(dout, q, k, v, dq, statistics, pack, schedule, options, tma, query_config)
     return dq, dk, dv
 
 
@@ -107,17 +102,16 @@ def row_statistics(
     lse_log2, delta = out.new_empty(2, q_heads // pack, row_length, dtype=torch.float32)
     if q_tokens > 0:
         statistics_kernel[(triton.cdiv(q_tokens, STATISTICS_ROWS), q_heads)](
-            out,
-            dout,
-            lse,
-            lse if dlse is None else dlse.contiguous(),
-            lse_log2,
-            delta,
-            q_tokens,
-            row_length,
-            *strides(out, dout),
+            **result("out", out),
+            **result("dout", dout),
+            lse=lse,
+            dlse=lse if dlse is None else dlse.contiguous(),
+            lse_log2=lse_log2,
+            delta=delta,
+            q_tokens=q_tokens,
+            row_length=row_length,
             DV=v_dim,
-            BLOCK_DV=block_dim(v_dim),
+            BLOCK_DV=max(MIN_BLOCK, triton.next_power_of_2(v_dim)),
             BLOCK_M=STATISTICS_ROWS,
             PACK=pack,
             HAS_DLSE=dlse is not None,
@@ -127,7 +121,7 @@ def row_statistics(
     return lse_log2, delta
 
 
-def key_tiles_pass(dout, q, k, v, dk, dv, statistics, schedule, scale, tma, config) -> None:
+def key_tiles_pass(dout, q, k, v, dk, dv, statistics, schedule, options, tma, config) -> None:
     """Fill dk and dv."""
     q_heads, kv_heads = q.shape[1], k.shape[1]
     group = q_heads // kv_heads
@@ -144,73 +138,69 @@ def key_tiles_pass(dout, q, k, v, dk, dv, statistics, schedule, scale, tma, conf
             for x in (lse_log2, delta)
         )
     key_tile_kernel[(len(tiles) * kv_heads,)](
-        operand(q, tokens, pack, tma),
-        operand(k, config.block_n, 1, tma),
-        operand(v, config.block_n, 1, tma),
-        operand(dout, tokens, pack, tma),
-        dk,
-        dv,
-        lse_log2,
-        delta,
-        tiles,
-        items,
-        schedule.bounds,
-        len(tiles),
-        section(q, dout, 1, group),
-        q.shape[0],
-        k.shape[0],
-        kv_heads,
-        row_length,
-        scale,
-        scale * LOG2_E,
-        *strides(q, k, v, dout, dk, dv),
-        **head_dims(q.shape[2], v.shape[2]),
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
+        **operand("q", q, tokens, pack, tma),
+        **operand("k", k, config.block_n, 1, tma),
+        **operand("v", v, config.block_n, 1, tma),
+        **operand("dout", dout, tokens, pack, tma),
+        **result("dk", dk),
+        **result("dv", dv),
+        lse_log2=lse_log2,
+        delta=delta,
+        row_length=row_length,
+        tile_list=tiles,
+        items=items,
+        bounds=schedule.bounds,
+        tiles=len(tiles),
+        section=section(q, dout, 1, group),
+        q_tokens=q.shape[0],
+        kv_tokens=k.shape[0],
+        kv_heads=kv_heads,
+        scale=options.scale,
+        scale_log2=options.scale * LOG2_E,
         PACK=pack,
         GROUP=group,
         TRANSPOSED=config.transposed,
         ONE_LOOP=config.one_loop,
         TMA=tma,
-        **options(config),
+        **head_dims(q.shape[2], v.shape[2]),
+        **tile_shape(config),
     )
 
 
-def query_tiles_pass(dout, q, k, v, dq, statistics, statistics_pack, schedule, scale, tma, config) -> None:
+def query_tiles_pass(dout, q, k, v, dq, statistics, statistics_pack, schedule, options, tma, config) -> None:
     """Fill dq."""
     q_heads, kv_heads = q.shape[1], k.shape[1]
     group = q_heads // kv_heads
     pack = config.heads_per_tile(group)
     tokens = config.block_m // pack
+    lse_log2, delta = statistics
     tiles = schedule.query_tiles(tokens)
     if len(tiles) == 0:
         return
     query_tile_kernel[(len(tiles) * q_heads // pack,)](
-        operand(q, tokens, pack, tma),
-        operand(k, config.block_n, 1, tma),
-        operand(v, config.block_n, 1, tma),
-        operand(dout, tokens, pack, tma),
-        dq,
-        *statistics,
-        tiles,
-        schedule.bounds,
-        len(tiles),
-        section(k, v, q_heads // pack // kv_heads),
-        q.shape[0],
-        k.shape[0],
-        q_heads,
-        statistics[0].shape[1],
-        scale,
-        scale * LOG2_E,
-        *strides(q, k, v, dout, dq),
-        **head_dims(q.shape[2], v.shape[2]),
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
+        **operand("q", q, tokens, pack, tma),
+        **operand("k", k, config.block_n, 1, tma),
+        **operand("v", v, config.block_n, 1, tma),
+        **operand("dout", dout, tokens, pack, tma),
+        **result("dq", dq),
+        lse_log2=lse_log2,
+        delta=delta,
+        row_length=lse_log2.shape[1],
+        tile_list=tiles,
+        bounds=schedule.bounds,
+        tiles=len(tiles),
+        section=section(k, v, q_heads // pack // kv_heads),
+        q_tokens=q.shape[0],
+        kv_tokens=k.shape[0],
+        q_heads=q_heads,
+        scale=options.scale,
+        scale_log2=options.scale * LOG2_E,
         PACK=pack,
         STATISTICS_PACK=statistics_pack,
         GROUP=group,
         TMA=tma,
-        **options(config),
+        **head_dims(q.shape[2], v.shape[2]),
+        **tile_shape(config),
     )
 
 
@@ -226,27 +216,54 @@ def aligned(x: Tensor) -> Tensor:
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
-def operand(x: Tensor, tokens: int, heads: int, tma: bool) -> Tensor | TensorDescriptor:
-    """What a kernel loads tiles of `tokens` x `heads` x whole head dim from (triton_common.load_rows)."""
-    if not tma:
-        return x
-    block = block_dim(x.shape[2])
-    if heads == 1 and block == x.shape[2]:
-        return TensorDescriptor(x, [x.shape[0], x.shape[1] * block], [x.stride(0), 1], [tokens, block])
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [tokens, heads, block])
+def operand(name: str, x: Tensor, tokens: int, heads: int, tma: bool) -> dict[str, object]:
+    """The arguments by which a kernel loads tiles of `tokens` x `heads` x whole head dim of x: x, or its
+    descriptors for both parts of the head dim, and strides (triton_common.load_rows).
+    """
+    dim = x.shape[2]
+    block, rest = parts(dim)
+    source, second = x, x if rest else None
+    if tma:
+        source = descriptor(x, tokens, heads, block, padded=block > dim)
+        second = descriptor(x, tokens, heads, rest, padded=block + rest > dim) if rest else None
+    return {
+        name: source,
+        f"{name}_rest": second,
+        f"{name}_stride_t": x.stride(0),
+        f"{name}_stride_h": x.stride(1),
+    }
 
 
-def block_dim(dim: int) -> int:
-    return max(16, triton.next_power_of_2(dim))
+def descriptor(x: Tensor, tokens: int, heads: int, columns: int, padded: bool) -> TensorDescriptor:
+    """For tiles of so many columns; three-dimensional if their heads or zeros have to be brought together."""
+    if heads == 1 and not padded:
+        shape = [x.shape[0], x.shape[1] * x.shape[2]]
+        return TensorDescriptor(x, shape, [x.stride(0), 1], [tokens, columns])
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [tokens, heads, columns])
+
+
+def result(name: str, x: Tensor) -> dict[str, object]:
+    """The arguments by which a kernel reads or writes x without TMA."""
+    return {name: x, f"{name}_stride_t": x.stride(0), f"{name}_stride_h": x.stride(1)}
+
+
+def parts(dim: int) -> tuple[int, int]:
+    """The two powers of two, or one and 0, that hold a head dim in the fewest columns."""
+    block = max(MIN_BLOCK, triton.next_power_of_2(dim))
+    rest = max(MIN_BLOCK, triton.next_power_of_2(dim - block // 2))
+    return (block // 2, rest) if rest < block // 2 else (block, 0)
 
 
 def head_dims(dim: int, v_dim: int) -> dict[str, int]:
-    return {"D": dim, "DV": v_dim, "BLOCK_D": block_dim(dim), "BLOCK_DV": block_dim(v_dim)}
-
-
-def strides(*tensors: Tensor) -> list[int]:
-    """Token and head strides, in the order of the kernels' parameters."""
-    return [s for x in tensors for s in x.stride()[:2]]
+    (block_d, rest_d), (block_dv, rest_dv) = parts(dim), parts(v_dim)
+    return {
+        "D": dim,
+        "BLOCK_D": block_d,
+        "REST_D": rest_d,
+        "DV": v_dim,
+        "BLOCK_DV": block_dv,
+        "REST_DV": rest_dv,
+    }
 
 
 def section(x: Tensor, y: Tensor, programs: int, group: int = 1) -> int:
@@ -256,6 +273,12 @@ def section(x: Tensor, y: Tensor, programs: int, group: int = 1) -> int:
     return programs * heads
 
 
-def options(config: Config) -> dict:
-    # enable_fp_fusion is the default up to Triton 3.9 and not after.
-    return {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
+def tile_shape(config: Config) -> dict[str, object]:
+    """What a configuration says to the compiler."""
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "num_warps": config.warps,
+        "num_stages": config.stages,
+        "enable_fp_fusion": True,  # the default up to Triton 3.9 and not after
+    }

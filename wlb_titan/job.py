@@ -81,7 +81,7 @@ class Job:
             as gradient accumulation does. None: all in one run.
         stage_layers: layers of each stage; empty divides them as torchtitan does.
         memory: data types and activation checkpointing, which also costs time.
-        memory_known: whether memory can be predicted; not of models with experts.
+        memory_unknown: what of the model keeps memory from being predicted, such as "a model with experts".
         overlap: whether weights are gathered and gradients reduced while ranks compute.
         attention: the attention of one layer on one tensor-parallel rank; None: as [wlb.sharding] profile
             says, or the cluster's.
@@ -105,7 +105,7 @@ class Job:
     run: int | None = None
     stage_layers: tuple[int, ...] = ()
     memory: MemorySettings = field(default_factory=MemorySettings)
-    memory_known: bool = True
+    memory_unknown: str = ""
     overlap: bool = True
     attention: AttentionLatency | None = None
 
@@ -221,8 +221,10 @@ class Job:
         """Tokens of the longest micro-batches of which a whole step fits; None if not even windows do."""
 
         def memory(length: int) -> tuple[RankMemory, ...]:
+            if self.memory_unknown:
+                return ()
             try:
-                return self.peak_memory([length] * self.replica_micro_batches) if self.memory_known else ()
+                return self.peak_memory([length] * self.replica_micro_batches)
             except PlanError:
                 return ()
 
@@ -297,7 +299,8 @@ def cluster_latency(cluster: Cluster, shape: AttentionShape) -> AttentionLatency
                 f"{cluster.name}.",
                 stacklevel=2,
             )
-    derived = hopper(shape.head_dim, shape.heads)
+    mean = (shape.head_dim + (shape.v_head_dim or shape.head_dim)) / 2
+    derived = replace(hopper(mean, shape.heads), windows=shape.windows)
     base = load_cluster("h100_roce")
     forward = base.attention_flops / cluster.attention_flops
     backward = base.attention_backward_flops / cluster.attention_backward_flops

@@ -58,7 +58,7 @@ def planner_of(
         window=window,
         micro_batches=micro_batches,
         packing=replace(packing, cost_model=COST_MODEL),
-        memory_known=False,  # so that two windows are the bound
+        memory_unknown="a planner",  # so that two windows are the bound
     ).planner(documents)
 
 

@@ -1,8 +1,13 @@
 """Bases of the tests: models cut down to a size that trains on a CPU in a second."""
 
 import dataclasses
+import functools
 
-from torchtitan.models.qwen3 import config_registry
+import torch
+from torchtitan.models.deepseek_v3 import config_registry as deepseek_registry
+from torchtitan.models.gpt_oss import config_registry as gpt_oss_registry
+from torchtitan.models.muse_glimmer import config_registry as muse_registry
+from torchtitan.models.qwen3 import config_registry as qwen3_registry
 
 from wlb_titan.runtime.registry import base_config
 
@@ -25,13 +30,48 @@ def scaled_llama():
 
 
 def qwen3():
-    return _cut(config_registry.qwen3_debugmodel())
+    return _cut(qwen3_registry.qwen3_debugmodel())
 
 
 def qwen3_moe():
     """Two layers of four experts, of which a token visits two."""
-    config = _cut(config_registry.qwen3_moe_debug())
+    return _few_experts(_cut(qwen3_registry.qwen3_moe_debug()))
+
+
+def gpt_oss():
+    """Sinks; a layer with a window of 24 tokens, and one without; experts, which take bfloat16 only."""
+    config = _few_experts(_cut(gpt_oss_registry.gpt_oss_debugmodel_flex()))
+    attention = config.model_spec.model.layers[0].attention
+    assert attention.sliding_window_size is not None
+    attention.sliding_window_size = 24
+    config.training.mixed_precision_param = "bfloat16"
+    for layer in config.model_spec.model.layers:  # sinks that begin at zero would hide how they are read
+        layer.attention.param_init["sinks"] = functools.partial(torch.nn.init.normal_, std=1.0)
+    return config
+
+
+def muse_glimmer():
+    """A layer with a window of 24 tokens, and one without a window and without rotary positions."""
+    config = muse_registry.muse_glimmer_debugmodel()
+    layers = config.model_spec.model.layers
+    assert layers[3].attention.window_size is None
+    config.model_spec.model.layers = layers = [layers[2], layers[3]]
+    layers[0].attention.window_size = 24
+    return _cut(config)
+
+
+def deepseek_v3():
+    """Multi-head latent attention in a layer without experts and in one with them."""
+    config = _few_experts(_cut(deepseek_registry.deepseek_v3_debugmodel()))
+    assert [layer.moe is None for layer in config.model_spec.model.layers] == [True, False]
+    return config
+
+
+def _few_experts(config):
+    """Four experts, of which a token visits two."""
     for layer in config.model_spec.model.layers:
+        if layer.moe is None:
+            continue
         moe = layer.moe
         moe.num_experts = moe.router.num_experts = 4
         moe.router.gate.out_features = 4

@@ -1,7 +1,18 @@
-"""Document attention inside other torchtitan models, also with expert parallelism."""
+"""Document attention inside torchtitan's models: as their own attention there, and the same on two ranks."""
 
 import pytest
 from conftest import layout
+
+from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+
+use_cpu_without_accelerator()
+
+import bases  # noqa: E402
+import torch  # noqa: E402
+from torchtitan.distributed.utils import get_spmd_backend, set_spmd_backend  # noqa: E402
+
+from wlb_titan.runtime.attention import DocumentMask  # noqa: E402
+from wlb_titan.runtime.registry import base_config  # noqa: E402
 
 COMMON = (
     *("--training.steps", "2", "--training.seq_len", "256", "--training.global_batch_size", "4"),
@@ -15,6 +26,12 @@ PARALLEL = {
         *(*layout(cp=2), "--parallelism.expert_parallel_degree", "2"),
         *("--wlb.sharding.policy", "per_document"),
     ),
+    "gpt_oss": (
+        *(*layout(cp=2), "--parallelism.expert_parallel_degree", "2"),
+        *("--wlb.sharding.policy", "hybrid", "--wlb.sharding.gather_groups", "2"),
+    ),
+    "muse_glimmer": (*layout(cp=2), "--wlb.sharding.policy", "per_sequence"),
+    "deepseek_v3": (*layout(cp=2), "--wlb.sharding.policy", "adaptive"),
 }
 
 
@@ -40,3 +57,45 @@ def test_losses_equal_one_process(runs, model):
     alone, parallel = runs
     assert len(alone[model].losses()) == 2
     assert parallel[model].losses() == pytest.approx(alone[model].losses(), rel=1e-4)
+
+
+LENGTHS = (40, 7, 81)
+
+
+@pytest.fixture
+def without_meshes():
+    """Models run in this process as torchtitan's own tests run them."""
+    before = get_spmd_backend()
+    set_spmd_backend("default")
+    yield
+    set_spmd_backend(before)
+
+
+@pytest.mark.usefixtures("without_meshes")
+@pytest.mark.parametrize("name", ["gpt_oss", "muse_glimmer", "deepseek_v3"])
+def test_the_output_is_that_of_torchtitan_s_attention(name):
+    """FlexAttention, which has no gradients on CPUs, on documents longer and shorter than the windows."""
+    theirs = getattr(bases, name)().model_spec.model
+    ours = base_config(f"bases:{name}").model_spec.model
+    torch.manual_seed(0)
+    models = [config.build() for config in (theirs, ours)]
+    for model in models:
+        model.init_states()
+        if name == "gpt_oss":  # whose experts compute in bfloat16, so that the model has no other type
+            for layer in model.layers.values():
+                layer.moe = torch.nn.Identity()
+    models[1].load_state_dict(models[0].state_dict())
+    positions = torch.cat([torch.arange(length) for length in LENGTHS]).unsqueeze(0)
+    tokens = torch.randint(theirs.vocab_size, positions.shape)
+    ends = torch.tensor(LENGTHS).cumsum(0).tolist()
+    rows = [[end - length, length] * 2 for length, end in zip(LENGTHS, ends, strict=True)]
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        masks = (
+            models[0].get_attention_masks(positions),
+            DocumentMask(torch.tensor(rows, dtype=torch.int32)),
+        )
+        want, got = (
+            model(tokens, positions=positions, attention_masks=mask)
+            for model, mask in zip(models, masks, strict=True)
+        )
+    assert (got - want).norm() <= 1e-5 * want.norm()

@@ -22,7 +22,7 @@ def figures() -> dict[str, list[int]]:
     for dims in HEAD_DIMS:
         for long in (True, False):
             for which, launch in launches(dims, 8, long).items():
-                config = choose(which, max(dims), long, tma=True)
+                config = choose(which, dims, long, tma=True)
                 shape = f"{config.block_m} x {config.block_n}"
                 name = " / ".join(map(str, dict.fromkeys(dims)))
                 wanted[f"triton {which}|{name}|{'long' if long else 'short'}|{shape}"] = launch

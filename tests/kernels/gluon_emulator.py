@@ -119,8 +119,10 @@ def wait_for_additions(to_be_added: bool) -> None:
 
 
 def inline_assembly(text, constraints, args, dtype, is_pure, pack):
-    assert "cp.async.bulk.wait_group 0" in text
-    wait_for_additions(to_be_added=True)
+    if "cp.async.bulk.wait_group 0" in text:
+        wait_for_additions(to_be_added=True)
+    else:
+        assert text == "mov.u32 $0, $1;"
     return args[0]
 
 
@@ -297,17 +299,17 @@ class Emulated:
         self.races: set[str] = set()
 
     def __getitem__(self, grid: tuple[int]) -> Callable:
-        return lambda *args, **options: self.launch(grid[0], args, options)
+        return lambda **arguments: self.launch(grid[0], arguments)
 
-    def launch(self, programs: int, args: tuple, options: dict) -> None:
-        options = {name: x for name, x in options.items() if name not in ("num_warps", "enable_fp_fusion")}
+    def launch(self, programs: int, arguments: dict) -> None:
+        to_the_compiler = ("num_warps", "enable_fp_fusion")
+        arguments = {name: self.argument(x) for name, x in arguments.items() if name not in to_the_compiler}
         machine = Machine(self.deadlock_s, self.ordered, self.seed)
-        args = tuple(self.argument(x) for x in args)
         resident = threading.Semaphore(RESIDENT)
 
         def program() -> None:
             try:
-                self.function(*args, **options)
+                self.function(**arguments)
             finally:
                 resident.release()
 

@@ -15,6 +15,7 @@ from oracle import attention_and_lse, compare, packed, poisoned, random_inputs, 
 from test_tiles import VISIBILITIES, segment_lists
 from wlb_titan.kernels import triton_launch, varlen_attention
 from wlb_titan.kernels.configs import Config, choose
+from wlb_titan.kernels.options import Options, Saved
 from wlb_titan.kernels.schedule import schedule_of
 from wlb_titan.kernels.segments import CAUSAL, Visibility
 
@@ -49,12 +50,15 @@ def check(
     dlse = torch.randn(heads[0], q_tokens, generator=torch.Generator().manual_seed(seed))
     schedule = schedule_of(segments, q_tokens, kv_tokens, q.device, visibility)
     with poisoned():
-        out, lse = triton_launch.forward(q, k, v, schedule, scale, tma=tma, config=forward)
+        options = Options(scale, visibility)
+        out, lse = triton_launch.forward(q, k, v, schedule, options, tma=tma, config=forward)
         padding = torch.isposinf(lse[0])
         grads = triton_launch.backward(
             dout,
             torch.where(padding, torch.nan, dlse),
-            *(q, k, v, out, lse, schedule, scale),
+            Saved(q, k, v, out, lse),
+            schedule,
+            options,
             tma=tma,
             key_config=key,
             query_config=query,
@@ -99,7 +103,7 @@ def configs(draw):
     st.sampled_from(VISIBILITIES),
     configs(),
     st.sampled_from([(1, 1), (4, 1), (4, 2), (3, 1)]),
-    st.sampled_from([(16, 16), (24, 16), (16, 40)]),
+    st.sampled_from([(16, 16), (24, 16), (48, 16), (16, 40), (72, 32)]),
     st.sampled_from([torch.float32, torch.float16]),
     st.booleans(),
     st.integers(0, 1000),
@@ -154,7 +158,7 @@ def test_shapes_as_shipped(dims, tma):
     done = []
     for long in (True, False):
         configs = {
-            name: choose(which, max(dims), long, tma)
+            name: choose(which, dims, long, tma)
             for name, which in (("forward", "forward"), ("key", "key_tiles"), ("query", "query_tiles"))
         }
         if configs not in done:

@@ -13,17 +13,18 @@ from triton import __version__ as TRITON
 from triton.backends.compiler import GPUTarget
 from wlb_titan.kernels import gluon_launch, triton_launch
 from wlb_titan.kernels.dispatch import GLUON_HEAD_DIMS
+from wlb_titan.kernels.options import Options, Saved
 from wlb_titan.kernels.schedule import schedule_of
 
 PASSES = ("forward", "key_tiles", "query_tiles")
 KERNELS = ("forward_kernel", "statistics_kernel", "key_tile_kernel", "query_tile_kernel")
 HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
 # Bytes that cannot be avoided, the greater of Triton 3.6 and 3.9; everything else keeps to its registers.
-SPILLS = {("key_tiles", 128): 56, ("key_tiles", 192): 64, ("key_tiles", 256): 112}
+SPILLS = {("key_tiles", 128): 56, ("key_tiles", 192): 76, ("key_tiles", 256): 112}
 # Of the Gluon kernels, besides: spill instructions in the loop over blocks, before Triton 3.9 and from it on.
 # The forward's at head dim 64 are in the branch that masks a block.
-GLUON_SPILLS = {("forward", 64): 584, ("backward", 128): 308}
-HOT_SPILLS = {("forward", 64): (0, 14), ("backward", 128): (24, 2)}
+GLUON_SPILLS = {("forward", 64): 584}
+HOT_SPILLS = {("forward", 64): (0, 14)}
 
 
 def launches(dims, group, long, *, tma=True, dtype=torch.bfloat16) -> dict[str, Launch]:
@@ -32,8 +33,8 @@ def launches(dims, group, long, *, tma=True, dtype=torch.bfloat16) -> dict[str, 
     q, k, v, dout = random_inputs(2 * length, 2 * length, group, 1, *dims, dtype)
     schedule = schedule_of(packed([length] * 2), 2 * length, 2 * length, q.device)
     with recording(triton_launch, *KERNELS) as recorded:
-        out, lse = triton_launch.forward(q, k, v, schedule, 0.1, tma=tma)
-        triton_launch.backward(dout, None, q, k, v, out, lse, schedule, 0.1, tma=tma)
+        out, lse = triton_launch.forward(q, k, v, schedule, Options(0.1), tma=tma)
+        triton_launch.backward(dout, None, Saved(q, k, v, out, lse), schedule, Options(0.1), tma=tma)
     del recorded[1]  # the row statistics have neither products nor TMA
     return dict(zip(PASSES, recorded, strict=False))
 
@@ -80,8 +81,9 @@ def gluon_launches(dim: int, group: int, monkeypatch, deterministic: bool = True
         recording(gluon_launch, "gluon_forward_kernel", "gluon_backward_kernel") as recorded,
         recording(triton_launch, "statistics_kernel"),
     ):
-        out, lse = gluon_launch.forward(q, k, v, schedule, 0.1)
-        gluon_launch.backward(dout, None, q, k, v, out, lse, schedule, 0.1, deterministic=deterministic)
+        wanted = Options(0.1, deterministic=deterministic)
+        out, lse = gluon_launch.forward(q, k, v, schedule, wanted)
+        gluon_launch.backward(dout, None, Saved(q, k, v, out, lse), schedule, wanted)
     return recorded
 
 
@@ -104,7 +106,7 @@ def test_gluon(dim, monkeypatch):
 
 def test_gluon_without_turns_or_group(monkeypatch):
     (report,) = compile_all(gluon_launches(128, 1, monkeypatch, deterministic=False)[1:])
-    check(report, GLUON_SPILLS["backward", 128])
+    check(report)
     assert "acquire" not in report.ptx
 
 
@@ -132,8 +134,8 @@ def test_no_version_follows_token_counts(monkeypatch):
         ):
             for launch in (triton_launch, gluon_launch):
                 options = {"tma": True} if launch is triton_launch else {}
-                out, lse = launch.forward(q, k, v, schedule, 0.1, **options)
-                launch.backward(dout, None, q, k, v, out, lse, schedule, 0.1, **options)
+                out, lse = launch.forward(q, k, v, schedule, Options(0.1), **options)
+                launch.backward(dout, None, Saved(q, k, v, out, lse), schedule, Options(0.1), **options)
         keys.append([specialization(x) for x in recorded + gluon])
     assert len(keys[0]) == 7 and keys[0] == keys[1] == keys[2]
 
@@ -154,5 +156,5 @@ def test_a_mismatch_is_noticed():
     assert transfer_mismatches(report.ttgir) == []
     smaller = re.sub(r"(-> !ttg\.memdesc<)128x", r"\g<1>64x", report.ttgir)
     assert smaller != report.ttgir and "into buffer" in transfer_mismatches(smaller)[0]
-    expecting = re.sub(r"(barrier_expect %\w+(?:\[.*?\])?, )\d+", r"\g<1>8", report.ttgir)
+    expecting = re.sub(r"(barrier_expect %[\w.#]+(?:\[.*?\])?, )\d+", r"\g<1>8", report.ttgir)
     assert "barriers expect" in transfer_mismatches(expecting)[0]

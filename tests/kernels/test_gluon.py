@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from gluon_emulator import Emulated, load_kernel
 from wlb_titan.kernels import gluon_launch
+from wlb_titan.kernels.options import Options, Saved
 from wlb_titan.kernels.schedule import schedule_of
 from wlb_titan.kernels.segments import CAUSAL, Visibility
 
@@ -62,19 +63,18 @@ def run(
     dlse = torch.randn(heads[0], tokens[0], generator=torch.Generator().manual_seed(seed))
     schedule = schedule_of(segments, *tokens, q.device, visibility)
     with poisoned():
-        out, lse = gluon_launch.forward(q, k, v, schedule, SCALE)
-        gradients = gluon_launch.backward(
-            dout, dlse, q, k, v, out, lse, schedule, SCALE, deterministic=deterministic
-        )
+        wanted = Options(SCALE, visibility, deterministic)
+        out, lse = gluon_launch.forward(q, k, v, schedule, wanted)
+        gradients = gluon_launch.backward(dout, dlse, Saved(q, k, v, out, lse), schedule, wanted)
     padding = torch.isposinf(lse[0])
     got = {"out": out, "lse": torch.where(padding, 0.0, lse)}
     got |= {f"d{name}": x for name, x in zip("qkv", gradients, strict=True)}
 
-    def wanted(q, k, v, _):
+    def oracle(q, k, v, _):
         mask = {"causal": visibility.causal, "window": visibility.window}
         return attention_and_lse(q, k, v, segments, SCALE, **mask)
 
-    want = with_gradients(wanted, *(x.double() for x in (q, k, v, torch.zeros(1), dout, dlse)))
+    want = with_gradients(oracle, *(x.double() for x in (q, k, v, torch.zeros(1), dout, dlse)))
     del want["dsinks"]
     compare(got, want, 1e-2)
     assert (out[padding] == 0).all() and (gradients[0][padding] == 0).all()

@@ -102,7 +102,7 @@ def test_backward_finds_the_forwards_schedule(monkeypatch):
     """Autograd gives the backward the same segments tensor, so that its lookup is the quick one."""
     seen = []
     monkeypatch.setattr(dispatch.reference, "forward", lambda *a: seen.append(a[3]) or real_forward(*a))
-    monkeypatch.setattr(dispatch.reference, "backward", lambda *a: seen.append(a[7]) or real_backward(*a))
+    monkeypatch.setattr(dispatch.reference, "backward", lambda *a: seen.append(a[3]) or real_backward(*a))
     q, k, v, _ = random_inputs(13, 12, 4, 2, 8, 8, torch.float32)
     segments = SHARD.clone()
     for attend in (varlen_attention, lambda *x: checkpoint(varlen_attention, *x, use_reentrant=False)):

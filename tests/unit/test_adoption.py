@@ -24,6 +24,7 @@ from torchtitan.models.common.attention import (  # noqa: E402
 from torchtitan.models.common.linear import Linear  # noqa: E402
 
 from wlb_titan.errors import UserError  # noqa: E402
+from wlb_titan.runtime.adoption import unsupported  # noqa: E402
 from wlb_titan.runtime.attention import DocumentAttention  # noqa: E402
 from wlb_titan.runtime.compat import owner_of  # noqa: E402
 from wlb_titan.runtime.registry import base_config  # noqa: E402
@@ -31,8 +32,6 @@ from wlb_titan.runtime.registry import base_config  # noqa: E402
 DOCUMENTATION = Path(__file__).parents[2] / "docs" / "models.md"
 
 GRAPH_TRAINER = "its trainer is torchtitan.experiments.graph_trainer.trainer:GraphTrainer"
-LATENT = "layers.0.attention and {} more: multi-head latent attention"
-SINKS = "layers.0.attention and {} more: attention sinks"
 CHAT = "dataloader is torchtitan.hf_datasets.text_datasets:ChatDataLoader"
 
 # What becomes of every function of torchtitan 0.3.0's registries that runs in a plain installation: "" if it
@@ -61,24 +60,24 @@ EXPECTED = {
         "sft_qwen3_8b_math": CHAT,
     },
     "models.deepseek_v3": {
-        "deepseek_v3_debugmodel": LATENT.format(5),
+        "deepseek_v3_debugmodel": "",
         "deepseek_v3_debugmodel_hybridep": "token_dispatcher and 4 more: HybridEPTokenDispatcher",
         "deepseek_v3_debugmodel_minimal_async_ep": "and 4 more: MinimalAsyncEPTokenDispatcher",
         "deepseek_v3_debugmodel_mtp": "mtp_layers: multi-token prediction",
-        "deepseek_v3_16b": LATENT.format(26),
-        "deepseek_v3_16b_hybridep": LATENT.format(26),
-        "deepseek_v3_16b_minimal_async_ep": LATENT.format(26),
-        "deepseek_v3_671b": LATENT.format(60),
+        "deepseek_v3_16b": "",
+        "deepseek_v3_16b_hybridep": "token_dispatcher and 25 more: HybridEPTokenDispatcher",
+        "deepseek_v3_16b_minimal_async_ep": "and 25 more: MinimalAsyncEPTokenDispatcher",
+        "deepseek_v3_671b": "",
     },
     "models.gpt_oss": {
-        "gpt_oss_debugmodel": SINKS.format(3),
-        "gpt_oss_debugmodel_flex": "layers.0.attention and 1 more: a sliding window of 128 tokens",
-        "gpt_oss_20b": "layers.0.attention and 11 more: a sliding window of 128 tokens",
-        "gpt_oss_120b": SINKS.format(35),
+        "gpt_oss_debugmodel": "",
+        "gpt_oss_debugmodel_flex": "",
+        "gpt_oss_20b": "",
+        "gpt_oss_120b": "",
     },
     "models.muse_glimmer": {
-        "muse_glimmer_debugmodel": "layers.0.attention and 5 more: a sliding window of 128 tokens",
-        "muse_glimmer_30b": "layers.0.attention and 38 more: a sliding window of 2048 tokens",
+        "muse_glimmer_debugmodel": "",
+        "muse_glimmer_30b": "",
     },
     "experiments.graph_trainer.deepseek_v3": {
         "graph_trainer_deepseek_v3_debugmodel": GRAPH_TRAINER,
@@ -189,8 +188,8 @@ def assert_nothing_lost(base, adopted):
     inner = [name for name, value in before.items() if value in causal]
     assert len(inner) == len(adopted.model_spec.model.layers)
     for name in inner:
-        assert before.get(f"{name}.window_size", (-1, 0)) == (-1, 0)
         assert after[name] is DocumentAttention.Config
+        assert after[f"{name}.window"] == window_of(before, name)
     ours = tuple(inner)
     assert {n: v for n, v in before.items() if not n.startswith(ours)} == {
         n: v for n, v in after.items() if not n.startswith(ours)
@@ -204,6 +203,17 @@ def assert_nothing_lost(base, adopted):
                 assert issubclass(new, value), name
             else:
                 assert new == CHANGED.get(name.rpartition(".")[2], value), name
+
+
+def window_of(settings, inner):
+    """Keys that a query of torchtitan's layer sees: VarlenAttention is told, and the masks of FlexAttention
+    are made by the layer's own setting."""
+    before, after = settings.get(f"{inner}.window_size", (-1, 0))
+    assert after == 0
+    layer = inner.removesuffix(".inner_attention")
+    own = settings.get(f"{layer}.sliding_window_size", settings.get(f"{layer}.window_size"))
+    assert before < 0 or own is None or own == before + 1
+    return before + 1 if before >= 0 else own
 
 
 def settings_of(value, name="model"):
@@ -250,10 +260,6 @@ def changed_base(tmp_path, monkeypatch):
 
 def attentions(config):
     return [attention for _, attention, _, _ in config.model_spec.model.traverse(BaseAttention.Config)]
-
-
-def set_window(config):
-    attentions(config)[3].inner_attention = VarlenAttention.Config(window_size=(255, 0))
 
 
 def set_bidirectional(config):
@@ -303,7 +309,6 @@ def set_own_masks(config):
 @pytest.mark.parametrize(
     "change, words",
     [
-        (set_window, "layers.3.attention: a sliding window of 256 tokens"),
         (set_bidirectional, "layers.0.attention and 5 more: attention to later tokens"),
         (set_own_inner_attention, "layers.0.attention.inner_attention: torchtitan.config.configurable:"),
         (set_quantised, "layers.1.feed_forward.w2: quantised weights"),
@@ -316,6 +321,24 @@ def test_what_document_attention_does_not_do_is_refused(changed_base, change, wo
     with pytest.raises(UserError) as caught:
         base_config(changed_base(change))
     assert words in str(caught.value)
+
+
+def test_a_window_that_only_the_inner_attention_has(changed_base):
+    def set_window(config):
+        attentions(config)[3].inner_attention = VarlenAttention.Config(window_size=(255, 0))
+
+    adopted = base_config(changed_base(set_window))
+    windows = [attention.inner_attention.window for attention in attentions(adopted)]
+    assert windows == [None, None, None, 256, None, None]
+
+
+def test_a_layer_s_window_that_document_attention_lacks_is_refused():
+    model = base_config("torchtitan.models.gpt_oss.config_registry:gpt_oss_debugmodel").model_spec.model
+    assert unsupported(model) == []
+    model.layers[0].attention.inner_attention = DocumentAttention.Config()
+    assert unsupported(model) == [
+        "layers.0.attention: a sliding window of 128 tokens, and its inner attention one of None"
+    ]
 
 
 def test_a_base_that_cannot_be_made_is_told_with_the_reason(changed_base):

@@ -38,7 +38,7 @@ PARAMETERS = {
     "build_pipeline_schedule": "parallelism local_batch_size stages loss_fn backward_requires_autograd",
     "ensure_receives_drained": "recv_info_by_microbatch",
     "in_backward_pass": "",
-    "maybe_mark_dynamic": "t index min max",
+    "mark_unbacked": "t index hint_override strict specialize_on shape_id min max",
     "metrics_rank_of": "parallel_dims pp_schedule",
     "modules_of_stages": "num_stages num_layers input_weight output_weight",
     "owner_of": "config",

@@ -137,10 +137,6 @@ WRONG = {
         },
         ['t.toml:2: wlb.pipeline.order = "best":', "the schedule is LoopedBFS", "'longest_first'"],
     ),
-    "sliding windows": (
-        {"t": 'base = "torchtitan.models.muse_glimmer.config_registry:muse_glimmer_30b"'},
-        ["t.toml:1: base = ", "layers.0.attention and 38 more: a sliding window of 2048 tokens", "models.md"],
-    ),
     "CUDA graphs": (
         {"t": 'base = "llama3_debug"\n[training]\ndisable_cuda_graphs = false'},
         ["t.toml:3: training.disable_cuda_graphs = false: a CUDA graph replays one length"],

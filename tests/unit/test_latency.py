@@ -3,6 +3,7 @@ time against a schedule of these tiles, its fit against known coefficients, and 
 from."""
 
 import heapq
+from dataclasses import replace
 
 import numpy as np
 import planning
@@ -34,8 +35,33 @@ def test_counts_are_those_of_tiles_drawn_one_by_one(query_tile, key_block, q_len
     assert counts[:, 0].tolist() == [tiles, blocks, masked]
 
 
-def tile_list(segments: np.ndarray, q_tokens: int) -> np.ndarray:
-    return pytest.importorskip("wlb_titan.kernels.tiles").query_tiles(segments, q_tokens, tokens=128)
+@pytest.mark.parametrize(("query_tile", "key_block"), [(128, 128), (128, 64), (64, 128), (16, 128)])
+@given(
+    q_tiles=st.integers(1, 12),
+    before=st.one_of(st.just(0), st.integers(0, 3000)),
+    window=st.one_of(st.integers(1, 300), st.integers(1, 5000)),
+)
+@settings(max_examples=60, deadline=None)
+def test_counts_in_a_window_are_those_of_tiles_drawn_one_by_one(
+    query_tile, key_block, q_tiles, before, window
+):
+    """But for what one tile masks: that in which the window begins to leave keys behind."""
+    blocks = masked = 0
+    for first in range(before, before + q_tiles * query_tile, query_tile):
+        last = first + query_tile - 1
+        begin, shared = max(0, first + 1 - window), max(0, last + 1 - window)
+        seen_by_all = max(first + 1 - shared, 0) // key_block
+        blocks += -(-(last + 1 - begin) // key_block)
+        masked += -(-(last + 1 - begin) // key_block) - seen_by_all
+    q_len = np.array([q_tiles * query_tile])
+    counts = Tiling(query_tile, key_block).count(q_len, before + q_len, window)
+    assert counts[:2, 0].tolist() == [q_tiles, blocks]
+    assert 0 <= masked - counts[2, 0] <= -(-query_tile // key_block) + 1
+
+
+def tile_list(segments: np.ndarray, q_tokens: int, window: int | None = None) -> np.ndarray:
+    tiles = pytest.importorskip("wlb_titan.kernels.tiles")
+    return tiles.query_tiles(segments, q_tokens, tiles.Visibility(window=window), tokens=128)
 
 
 def blocks_of(tiles: np.ndarray) -> tuple[int, int]:
@@ -59,15 +85,16 @@ def test_long_segments_are_tiled_as_the_kernels_do(policy):
         assert counts.tolist() == [len(tiles), *blocks_of(tiles)]
 
 
+@pytest.mark.parametrize("window", [None, 200])
 @pytest.mark.parametrize(("longest", "error"), [(40, 0.2), (300, 0.1), (900, 0.1)])
-def test_merged_segments_are_counted_as_the_kernels_merge_them(longest, error):
+def test_merged_segments_are_counted_as_the_kernels_merge_them(longest, error, window):
     """On average over where tiles begin; documents far below a tile mostly just miss a round number of
     blocks."""
     rng = np.random.default_rng(longest)
     lengths = rng.integers(1, longest, 60000 // longest)
     segments = context.segments(context.whole(lengths), lengths)
-    tiles = tile_list(segments, int(lengths.sum()))
-    counted = Tiling(128, 128, merge_keys=1024).count(lengths, lengths).sum(axis=1)
+    tiles = tile_list(segments, int(lengths.sum()), window)
+    counted = Tiling(128, 128, merge_keys=1024).count(lengths, lengths, window).sum(axis=1)
     assert counted[0] == pytest.approx(len(tiles), rel=0.03)
     assert counted[1] == pytest.approx(blocks_of(tiles)[0], rel=error)
     unmerged = Tiling(128, 128).count(lengths, lengths).sum(axis=1)
@@ -110,6 +137,21 @@ def test_one_long_tile_bounds_a_launch_that_has_few():
     expected = cost.launch + cost.tile + 512 * cost.block + 2 * cost.masked
     assert latency.seconds([shard])[0, 0] == pytest.approx(expected)
     assert latency.seconds([shard, np.zeros((0, 3), np.int64)])[1, 0] == cost.launch
+
+
+def test_a_model_with_windows_has_the_time_of_its_mean_layer():
+    latency = hopper(128, 4)
+    mixed = replace(latency, windows=((1024, 0.75),))
+    windowed = replace(latency, windows=((1024, 1.0),))
+    assert windowed._kinds() == [(1024, 1.0)]
+    shards = planning.shard("per_sequence", np.array([40000, 700, 3000]), 43712, 4, latency)[1]
+    parts = [0.25 * latency.seconds(shards), 0.75 * windowed.seconds(shards)]
+    np.testing.assert_allclose(mixed.seconds(shards), sum(parts))
+    lengths = np.array([6400, 64000])
+    assert np.divide(*windowed.work(lengths, lengths)[0][::-1]) == pytest.approx(10.5, rel=0.05)
+    assert np.divide(*latency.work(lengths, lengths)[0][::-1]) == pytest.approx(100, rel=0.1)
+    last = [np.array([[0, 65408, 128]])]
+    assert windowed.seconds(last)[0, 0] < latency.seconds(last)[0, 0] / 10
 
 
 def test_forward_and_backward_wait_for_their_own_slowest_rank():

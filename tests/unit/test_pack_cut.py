@@ -72,7 +72,9 @@ def test_tokens_stay_and_no_micro_batch_gets_heavier_than_the_heaviest_or_too_lo
     assert new.max() <= old.max() * (1 + 1e-12)
     assert np.bincount(after.assigned, after.documents[:, LENGTH], len(packs)).max() <= max_length
     light = old <= limit * new.mean()
-    assert (new[light] >= old[light] * (1 - 1e-12)).all(), "only heavy micro-batches give"
+    # One that took may be heavy in a later round, when cutting has lowered the mean, and gives down to that.
+    least = np.minimum(old, new.mean())
+    assert (new[light] >= least[light] * (1 - 1e-12)).all(), "only heavy micro-batches give"
     if (old <= limit * old.mean()).all():
         assert len(after.documents) == len(before.documents)
 

@@ -48,6 +48,20 @@ def test_the_latency_model_takes_its_passes_units_and_heads_from_profile_and_sha
     assert (latency.units, latency.heads, latency.source) == (100, 16, "profile of Some GPU")
 
 
+def test_values_of_another_head_dim_and_windows(profile, tmp_path):
+    latent = [replace(entry, head_dim=192, v_head_dim=128) for entry in profile.entries[:2]]
+    path = tmp_path / "profile.json"
+    replace(profile, entries=(*profile.entries, *latent)).save(path)
+    shape = AttentionShape(head_dim=192, v_head_dim=128, heads=16, group=8, windows=((128, 0.5),))
+    assert Profile.load(path).entries[-1] == latent[1]
+    assert Profile.load(path).latency(shape).windows == ((128, 0.5),)
+    with pytest.raises(PlanError, match=r"head dim 192/128, only of 64, 128\..*profile --head-dim 192/128"):
+        profile.latency(shape)
+    assert cluster_latency(load_cluster("h100_roce"), shape) == replace(
+        hopper(160, 16), windows=((128, 0.5),)
+    )
+
+
 def test_without_a_profile_the_figures_for_h100_are_taken():
     shape = AttentionShape(head_dim=96, heads=5)
     h100 = load_cluster("h100_roce")
@@ -122,7 +136,7 @@ def test_errors_compare_prediction_and_measurement(profile):
 
 def test_grids_have_no_case_twice_and_none_with_fewer_keys_than_queries():
     pytest.importorskip("wlb_titan.kernels")
-    from wlb_titan.commands.profile import CPU_GRID, GPU_GRID
+    from wlb_titan.kernels.grid import CPU_GRID, GPU_GRID
 
     for grid in (CPU_GRID, GPU_GRID):
         cases = list(grid.cases(grid.heads))
@@ -135,24 +149,25 @@ def test_grids_have_no_case_twice_and_none_with_fewer_keys_than_queries():
 def test_the_command_measures_this_machine_and_writes_what_planning_reads(tmp_path, monkeypatch, request):
     """Real timings of the reference attention, on a smaller grid so that it takes a second."""
     command = pytest.importorskip("wlb_titan.commands.profile")
-    small = command.CPU_GRID._replace(q_lens=(16, 64), kv_lens=(256,), keys=(256, 512), pairs=2**22)
-    monkeypatch.setattr(command, "CPU_GRID", small)
-    monkeypatch.setattr(command, "MILLISECONDS", 5.0)
+    small = command.grid.CPU_GRID._replace(q_lens=(16, 64), kv_lens=(256,), keys=(256, 512), pairs=2**22)
+    monkeypatch.setattr(command.grid, "CPU_GRID", small)
+    monkeypatch.setattr(command.grid, "MILLISECONDS", 5.0)
     threads = command.torch.get_num_threads()
     request.addfinalizer(lambda: command.torch.set_num_threads(threads))
     command.torch.set_num_threads(1)  # several on a busy machine wait for each other
     path = tmp_path / "profile.json"
-    arguments = ["--device", "cpu", "--head-dim", "16", "--group", "1", "--group", "3", "--output", str(path)]
+    arguments = ["--device", "cpu", "--head-dim", "16/8", "--group", "1", "--group", "3"]
+    arguments += ["--output", str(path)]
     result = CliRunner().invoke(command.profile, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     assert "backward" in result.output
     written = Profile.load(path)
-    assert [(e.head_dim, e.group, e.direction) for e in written.entries] == [
-        (16, 1, "forward"), (16, 1, "backward"), (16, 3, "forward"), (16, 3, "backward")
+    assert [(e.dims, e.group, e.direction) for e in written.entries] == [
+        ("16/8", 1, "forward"), ("16/8", 1, "backward"), ("16/8", 3, "forward"), ("16/8", 3, "backward")
     ]  # fmt: skip
     assert all(point.heads == 6 for point in written.entries[2].points)  # 4 rounded up to a multiple of 3
     assert all(point.seconds > 0 for entry in written.entries for point in entry.points)
-    latency = written.latency(AttentionShape(head_dim=16, heads=4, group=1, dtype="float32"))
+    latency = written.latency(AttentionShape(head_dim=16, v_head_dim=8, heads=4, group=1, dtype="float32"))
     long, short = (latency.seconds([np.array([[0, 0, n]])]).sum() for n in (8192, 512))
     assert long > 4 * short > 0
 

@@ -45,6 +45,30 @@ def test_analytic_counts_the_operations_of_llama2_7b():
     assert model.backward(d)[0] == pytest.approx(2.5 * attention + 2 * linear)
 
 
+def test_a_window_makes_the_work_of_its_layers_linear():
+    """Counted pair by pair: d^2 is twice the lower triangle but for half of its diagonal."""
+    shape = replace(SHAPE, windows=((7, 30), (100, 1)))
+    lengths = np.array([1, 5, 7, 8, 60])
+    for d, squares in zip(lengths, shape.squares(lengths), strict=True):
+        pairs = [sum(min(row + 1, w) for row in range(d)) for w in (7, 100, d)]
+        exact = 30 * pairs[0] + pairs[1] + pairs[2]
+        assert squares == 2 * exact - (30 * min(7, d) + 2 * d)
+    assert SHAPE.squares(lengths) == pytest.approx(32 * lengths**2)
+    d = np.array([100_000])
+    model, full = Analytic(shape, PLAIN_DEVICE), Analytic(SHAPE, PLAIN_DEVICE)
+    attention = [m.forward(d)[0] - m.linear_forward * d[0] for m in (model, full)]
+    assert attention[0] == pytest.approx(attention[1] / 32, rel=0.01)
+    assert shape.flops(d) < SHAPE.flops(d)
+
+
+def test_values_may_have_another_head_dim():
+    latent = replace(SHAPE, head_dim=192, v_head_dim=128, projections=0)
+    d = np.array([1000])
+    expected = 3 * (2 * latent.linear_weights * 1000 + 1000**2 * 32 * 32 * (192 + 128))
+    assert latent.flops(d) == expected
+    assert latent.linear_weights == 32 * 3 * 4096 * 11008 + 4096 * 32000
+
+
 def test_attention_weighs_more_in_the_backward_pass():
     model = paper_configuration("7B-128K")
     long, short = np.array([131072]), np.full(128, 1024)

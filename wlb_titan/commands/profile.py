@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import click
 import numpy as np
@@ -15,61 +14,33 @@ from rich.console import Console
 from rich.table import Table
 
 from wlb_titan import __version__
-from wlb_titan.cost.attention_fit import Point, fit, usual_tilings
-from wlb_titan.cost.attention_profile import PASSES, Entry, Profile
+from wlb_titan.cost.attention_profile import PASSES, AttentionShape, Entry, Profile, fitted
 from wlb_titan.errors import UserError
-from wlb_titan.kernels.measure import Shape, time_attention
+from wlb_titan.kernels import grid
+from wlb_titan.kernels.grid import programs_at_a_time
+from wlb_titan.kernels.measure import Shape
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-ROUNDS = 3  # over all cases, some time apart: what disturbs the machine for a while does not reach the median
-MILLISECONDS = 40.0  # for which a case is run again and again in each round; its time is the median
 
 
-class Grid(NamedTuple):
-    """Which cases are measured: each number of queries with each number of keys that is not smaller.
+class HeadDims(click.ParamType):
+    """`128`, or `192/128` where values have another head dim than queries and keys."""
 
-    Attributes:
-        q_lens: queries of a segment; around multiples of 64 the steps between tiles show.
-        kv_lens: keys of a segment; it is measured with as many keys as queries besides.
-        keys: a case has as many segments as fit into so many keys, and one at least.
-        pairs: most pairs of a query and a key, times heads, in one call.
-        heads: query heads, rounded up to a multiple of the group.
-    """
+    name = "D[/DV]"
 
-    q_lens: tuple[int, ...]
-    kv_lens: tuple[int, ...]
-    keys: tuple[int, ...]
-    pairs: int
-    heads: int
-
-    def cases(self, heads: int) -> Iterator[tuple[int, int, int]]:
-        """(q_len, kv_len, segments), all different."""
-        for q_len in self.q_lens:
-            for kv_len in sorted({q_len, *(k for k in self.kv_lens if k > q_len)}):
-                most = self.pairs // (q_len * kv_len * heads)
-                for segments in sorted({min(max(keys // kv_len, 1), most) for keys in self.keys} - {0}):
-                    yield q_len, kv_len, segments
-
-
-GPU_GRID = Grid(
-    q_lens=(1, 16, 32, 48, 64, 65, 96, 128, 129, 192, 256, 257, 384, 512, *(2**i for i in range(10, 15))),
-    kv_lens=tuple(2**i for i in range(7, 18)),
-    keys=(1, 2**18),  # one segment, for which there are more units than tiles, and many
-    pairs=2**35,
-    heads=32,
-)
-CPU_GRID = Grid(
-    q_lens=(1, 16, 64, 128, 256, 257, 512, 1024),
-    kv_lens=(128, 512, 2048),
-    keys=(2**11, 2**12),
-    pairs=2**24,
-    heads=4,
-)
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, int]:
+        dims = str(value).split("/")
+        if len(dims) > 2 or not all(dim.isdecimal() and int(dim) > 0 for dim in dims):
+            self.fail(f"{value!r} is no head dim, such as 128, nor two, such as 192/128.", param, ctx)
+        return int(dims[0]), int(dims[-1])
 
 
 @click.command()
 @click.option(
-    "--head-dim", type=click.IntRange(min=1), multiple=True, help="May be repeated.  [default: 128]"
+    "--head-dim",
+    type=HeadDims(),
+    multiple=True,
+    help="Of queries and keys, and of values if they have another; may be repeated.  [default: 128]",
 )
 @click.option(
     "--group",
@@ -89,7 +60,11 @@ CPU_GRID = Grid(
     help="Where the profile goes: JSON, for [wlb.sharding] profile.",
 )
 def profile(
-    head_dim: tuple[int, ...], group: tuple[int, ...], dtype: str | None, device: str, output: Path
+    head_dim: tuple[tuple[int, int], ...],
+    group: tuple[int, ...],
+    dtype: str | None,
+    device: str,
+    output: Path,
 ) -> None:
     """Measure the attention kernels of this device, for planning.
 
@@ -102,56 +77,39 @@ def profile(
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("There is no CUDA device here. Use --device cpu to profile the reference attention.")
     dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
-    name, units = _describe(device)
+    units = programs_at_a_time(device)
     entries: list[Entry] = []
-    for dim in head_dim or (128,):
+    for dim, v_dim in head_dim or ((128, 128),):
         for heads_per_key in group or (1,):
-            label = f"head dim {dim}, group {heads_per_key}, {dtype}"
-            entries += _measure(dim, heads_per_key, dtype, device, units, label)
-    result = Profile(name, units, f"torch {torch.__version__}, wlb_titan {__version__}", tuple(entries))
+            entries += _measure(dim, v_dim, heads_per_key, dtype, device, units)
+    software = f"torch {torch.__version__}, wlb_titan {__version__}"
+    result = Profile(_name(device), units, software, tuple(entries))
     result.save(output)
     print_table(result, Console(highlight=False))
     click.echo(f"Wrote {output}")
 
 
-def _describe(device: str) -> tuple[str, int]:
-    """Name of the device, and how many programs it runs side by side."""
+def _name(device: str) -> str:
     if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        return properties.name, properties.multi_processor_count
-    # The reference attention runs one block after the other; torch's threads share each of them.
-    return f"CPU {platform.machine()}, {torch.get_num_threads()} threads", 1
+        return torch.cuda.get_device_name()
+    return f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
 
 
-def _measure(dim: int, group: int, dtype: str, device: str, units: int, label: str) -> list[Entry]:
-    grid = GPU_GRID if device == "cuda" else CPU_GRID
-    heads = -(-grid.heads // group) * group
-    shape = Shape(heads, heads // group, dim, dim)
-    cases = list(grid.cases(heads))
+def _measure(dim: int, v_dim: int, group: int, dtype: str, device: str, units: int) -> list[Entry]:
+    cases_of = grid.GPU_GRID if device == "cuda" else grid.CPU_GRID
+    heads = -(-cases_of.heads // group) * group
+    shape = Shape(heads, heads // group, dim, v_dim)
+    measured = AttentionShape(dim, heads, group, dtype, v_head_dim=None if v_dim == dim else v_dim)
+    cases = list(cases_of.cases(heads))
     times = []
-    with click.progressbar(cases * ROUNDS, label=label) as bar:
-        for q_len, kv_len, segments in bar:
-            rows = _equal_segments(q_len, kv_len, segments)
+    label = f"head dim {measured.dims}, group {group}, {dtype}"
+    with click.progressbar(cases * grid.ROUNDS, label=label) as bar:
+        for case in bar:
             times.append(
-                time_attention(rows, shape, dtype=DTYPES[dtype], device=device, milliseconds=MILLISECONDS)
+                case.seconds(shape, dtype=DTYPES[dtype], device=device, milliseconds=grid.MILLISECONDS)
             )
-    seconds = np.median(np.reshape(times, (ROUNDS, len(cases), len(PASSES))), axis=0) / 1e3
-    entries = []
-    for direction, column in zip(PASSES, seconds.T.tolist(), strict=True):
-        points = [Point(*case, heads, time) for case, time in zip(cases, column, strict=True)]
-        cost = fit(points, units, usual_tilings(group)).cost
-        entries.append(Entry(dim, group, dtype, direction, cost, tuple(points)))
-    return entries
-
-
-def _equal_segments(q_len: int, kv_len: int, segments: int) -> torch.Tensor:
-    """int32 (segments, 4): one after the other, each with its own keys."""
-    rows = np.zeros((segments, 4), dtype=np.int32)
-    rows[:, 0] = np.arange(segments) * q_len
-    rows[:, 1] = q_len
-    rows[:, 2] = np.arange(segments) * kv_len
-    rows[:, 3] = kv_len
-    return torch.from_numpy(rows)
+    seconds = np.median(np.reshape(times, (grid.ROUNDS, len(cases), len(PASSES))), axis=0)
+    return fitted(measured, cases, seconds, units)
 
 
 def print_table(result: Profile, console: Console) -> None:
@@ -163,7 +121,7 @@ def print_table(result: Profile, console: Console) -> None:
     for entry in result.entries:
         cost, errors = entry.cost, np.abs(entry.errors(result.units))
         table.add_row(
-            str(entry.head_dim),
+            entry.dims,
             str(entry.group),
             entry.dtype,
             entry.direction,

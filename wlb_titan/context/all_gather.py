@@ -66,7 +66,7 @@ class AllGather(ContextStrategy):
         return segments(sharding[rank], lengths), (order,)
 
     def exchange(self, model: ModelShape, tensor: int) -> Exchange:
-        keys = 2 * model.kv_heads * model.head_dim / tensor
+        keys = model.kv_heads * model.head_dims / tensor
         return Exchange(
             received=keys * (self.ranks - 1) / self.ranks,
             collectives=self._groups,

@@ -114,15 +114,15 @@ class Ulysses(ContextStrategy):
     def exchange(self, model: ModelShape, tensor: int) -> Exchange:
         heads, kv_heads = model.heads // tensor, model.kv_heads // tensor
         shares = head_shares(heads, kv_heads, self.ranks)
-        queries = max(share.queries.stop - share.queries.start for share in shares) * model.head_dim
-        keys = 2 * max(share.keys.stop - share.keys.start for share in shares) * model.head_dim
+        queries = max(share.queries.stop - share.queries.start for share in shares)
+        keys = max(share.keys.stop - share.keys.start for share in shares) * model.head_dims
         others = (self.ranks - 1) / self.ranks
         return Exchange(
-            received=(2 * queries + keys) * others,
+            received=(queries * model.head_dims + keys) * others,
             collectives=2,
-            sent=queries + keys,
+            sent=queries * model.head_dim + keys,
             keys=keys,
-            outputs=queries,
+            outputs=queries * model.head_dim,
         )
 
 

@@ -99,7 +99,7 @@ class TokenSeconds:
         # Sequence-parallel TP gathers and scatters the activations twice a layer.
         shared = 4 * shape.hidden * (tensor - 1) / tensor / context
         if received is None:
-            received = 2 * shape.kv_heads * shape.head_dim / tensor * (context - 1) / context
+            received = shape.kv_heads * shape.head_dims / tensor * (context - 1) / context
         return cls(
             matrices=2.0 * layer / ranks / device.linear_flops,
             elements=BYTES * elements / ranks / device.memory_bandwidth,
@@ -140,8 +140,9 @@ class Analytic(CostModel):
             load_cluster("h100_roce"), tensor_parallel=tensor_parallel, context_parallel=context_parallel
         )
         token = TokenSeconds.of(shape, device, tensor_parallel, context_parallel, received)
-        # Two matrix products, 2 FLOPs a multiplication, over the lower triangle of d x d.
-        attention = 2.0 * shape.heads * shape.head_dim * shape.layers / (tensor_parallel * context_parallel)
+        # Two matrix products, 2 FLOPs a multiplication, over half of the squares d x d.
+        attention = shape.heads * shape.head_dims / (tensor_parallel * context_parallel)
+        self._squares = shape.squares
         self._attention_forward = attention / device.attention_flops
         self._attention_backward = attention * ATTENTION_BACKWARD / device.attention_backward_flops
         computed = (token.matrices + token.elements) * shape.layers + token.head
@@ -157,11 +158,11 @@ class Analytic(CostModel):
 
     def forward(self, lengths: NDArray[Any]) -> Floats:
         d = np.asarray(lengths, dtype=np.float64)
-        return self._attention_forward * d * d + self.linear_forward * d
+        return self._attention_forward * self._squares(d) + self.linear_forward * d
 
     def backward(self, lengths: NDArray[Any]) -> Floats:
         d = np.asarray(lengths, dtype=np.float64)
-        return self._attention_backward * d * d + self.linear_backward * d
+        return self._attention_backward * self._squares(d) + self.linear_backward * d
 
 
 def paper_configuration(name: str) -> Analytic:

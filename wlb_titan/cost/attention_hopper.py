@@ -36,11 +36,11 @@ MASKING = 0.2
 MICROSECOND = 1e-6
 
 
-def hopper(head_dim: int, heads: int, *, merge_keys: int = MERGE_KEYS) -> AttentionLatency:
+def hopper(head_dim: float, heads: int, *, merge_keys: int = MERGE_KEYS) -> AttentionLatency:
     """The latency model of an H100 or H200 in bfloat16 or float16.
 
     Args:
-        head_dim: of queries and keys.
+        head_dim: of queries, keys and values; the mean of the two, if values have another.
         heads: query heads on the device.
         merge_keys: see `Tiling`; 0 is a kernel in which every segment has its own tiles, as in the paper.
     """
@@ -68,6 +68,6 @@ def _cost(tiling: Tiling, *, launch: float, tile: float, block: float, size: flo
     )
 
 
-def _linear(head_dim: int, *, at_64: float) -> float:
+def _linear(head_dim: float, *, at_64: float) -> float:
     """The line through `at_64` at head dim 64 and 1 at 128."""
     return 1 + (1 - at_64) * (head_dim - 128) / 64

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -61,30 +62,49 @@ class Tiling:
                 "other."
             )
 
-    def count(self, q_len: NDArray[Any], kv_len: NDArray[Any]) -> Floats:
+    def count(self, q_len: NDArray[Any], kv_len: NDArray[Any], window: int | None = None) -> Floats:
         """Tiles, blocks of keys, and those of them that must be masked, per query head.
 
         Args:
             q_len: integers (n,), queries of each segment, at least 1.
-            kv_len: integers (n,), keys that its last query sees, at least q_len.
+            kv_len: integers (n,), keys of each segment up to its last query's own, at least q_len.
+            window: keys that a query sees at most; None for all.
 
         Returns:
-            float64 (3, n); exact for segments with their own tiles, an average for merged ones.
+            float64 (3, n); an average for merged segments, exact for others without a window, and with one
+            for all but the tile in which the window begins to leave keys behind and the last.
         """
         queries, keys = np.asarray(q_len, dtype=np.float64), np.asarray(kv_len, dtype=np.float64)
+        own = self._own if window is None else partial(self._own_in_window, window=window)
         if not self.merge_keys:
-            return self._own(queries, keys)
+            return own(queries, keys)
         counts = np.empty((3, len(keys)))
         merged = keys <= self.merge_keys
-        counts[:, merged] = self._merged(queries[merged], keys[merged])
-        counts[:, ~merged] = self._own(queries[~merged], keys[~merged])
+        counts[:, merged] = self._merged(queries[merged], keys[merged], np.inf if window is None else window)
+        counts[:, ~merged] = own(queries[~merged], keys[~merged])
         return counts
 
-    def largest(self, kv_len: NDArray[Any]) -> Floats:
-        """float64 (3, n), the `count` of one full tile whose last query sees `kv_len` keys, at the most."""
+    def largest(self, kv_len: NDArray[Any], window: int | None = None) -> Floats:
+        """float64 (3, n), at most the `count` of one full tile whose last query is the last of `kv_len`."""
+        ones = np.ones(len(kv_len))
+        masked = 1 + self.query_tile // self.key_block
+        if window is not None:
+            kv_len, masked = np.minimum(kv_len, self.query_tile + window - 1), 2 * masked
         blocks = np.ceil(kv_len / self.key_block)
-        ones = np.ones(len(blocks))
-        return np.array([ones, blocks, ones * (1 + self.query_tile // self.key_block)])
+        return np.array([ones, blocks, ones * masked if window is None else np.minimum(blocks, masked)])
+
+    def _own_in_window(self, queries: Floats, keys: Floats, window: int) -> Floats:
+        """`count` of segments with their own tiles: first those that see all keys up to theirs, as `_own`
+        counts them, and then those that see the window before their first query and up to their last."""
+        seen = keys - queries
+        tiles = np.ceil(queries / self.query_tile)
+        growing = np.clip(np.ceil((window - seen) / self.query_tile), 0, tiles)
+        rows = np.minimum(growing * self.query_tile, queries)
+        blocks = -(-(self.query_tile + window - 1) // self.key_block)
+        unmasked = max(window - self.query_tile + 1, 0) // self.key_block
+        each = np.array([[1.0], [blocks], [blocks - unmasked]])
+        counts: Floats = self._own(rows, seen + rows) + each * (tiles - growing)
+        return counts
 
     def _own(self, queries: Floats, keys: Floats) -> Floats:
         """`count` of segments with their own tiles."""
@@ -94,15 +114,16 @@ class Tiling:
         unmasked = self._blocks(seen + (2 - self.key_block - self.query_tile), tiles)
         return np.array([tiles, blocks, blocks - unmasked])
 
-    def _merged(self, queries: Floats, keys: Floats) -> Floats:
+    def _merged(self, queries: Floats, keys: Floats, window: float) -> Floats:
         """`count` of segments that share tiles, on average over where tiles happen to begin.
 
         A segment is charged the share of a tile that its queries fill; its keys once, and for each cut
-        between tiles that falls into it those before the cut once more; and half a block more for each tile,
-        the rest of the tile's last one. All blocks are masked.
+        between tiles that falls into it those before the cut, in the window, once more; and half a block more
+        for each tile, the rest of the tile's last one. All blocks are masked.
         """
         share = queries / self.query_tile
-        blocks = (keys + share * (keys - queries / 2)) / self.key_block + share / 2
+        again = np.minimum(keys - queries / 2, window)
+        blocks = (np.minimum(keys, queries + window) + share * again) / self.key_block + share / 2
         return np.array([share, blocks, blocks])
 
     def _blocks(self, keys: Floats, tiles: Floats) -> Floats:
@@ -152,14 +173,14 @@ class KernelCost:
         """float64 (n,), seconds of segments with these `Tiling.count`s, which are (3, n)."""
         return np.array([self.tile, self.block, self.masked]) @ counts + self.segment
 
-    def longest_tile(self, kv_len: NDArray[Any]) -> Floats:
-        """float64 (n,), seconds of one full tile whose last query sees `kv_len` keys."""
-        return self.work(self.tiling.largest(kv_len)) * self.tiling.heads_per_tile
+    def longest_tile(self, kv_len: NDArray[Any], window: int | None = None) -> Floats:
+        """float64 (n,), seconds of one full tile whose last query is the last of `kv_len`."""
+        return self.work(self.tiling.largest(kv_len, window)) * self.tiling.heads_per_tile
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLatency:
-    """Predicts the attention of one layer on one device.
+    """Predicts the attention of one layer on one device; the mean layer, if some have sliding windows.
 
     Attributes:
         forward, backward: the kernels of the two passes.
@@ -168,6 +189,7 @@ class AttentionLatency:
         source: where the coefficients come from, for reports.
         measured_to: keys of the longest segment that was measured; beyond it predictions extrapolate. None
             where it is not known.
+        windows: (keys, share of the layers) for each sliding window that layers have; see `ModelShape`.
     """
 
     forward: KernelCost
@@ -176,13 +198,26 @@ class AttentionLatency:
     heads: int
     source: str
     measured_to: int | None = None
+    windows: tuple[tuple[int, float], ...] = ()
 
     def work(self, q_len: NDArray[Any], kv_len: NDArray[Any]) -> Floats:
         """float64 (2, n), seconds that each segment adds to the forward and to the backward of its rank."""
-        counts = self.forward.tiling.count(q_len, kv_len)
+        result = np.zeros((2, len(q_len)))
+        for window, share in self._kinds():
+            result += share * self._work(q_len, kv_len, window)
+        return result
+
+    def _kinds(self) -> list[tuple[int | None, float]]:
+        """The window of each kind of layer, None for those without one, and their share of the layers."""
+        rest = 1.0 - sum(share for _, share in self.windows)
+        return [*([(None, rest)] if rest > 1e-9 else []), *self.windows]
+
+    def _work(self, q_len: NDArray[Any], kv_len: NDArray[Any], window: int | None) -> Floats:
+        """`work` in a layer with this window."""
+        counts = self.forward.tiling.count(q_len, kv_len, window)
         forward = self.forward.work(counts)
         if self.backward.tiling != self.forward.tiling:
-            counts = self.backward.tiling.count(q_len, kv_len)
+            counts = self.backward.tiling.count(q_len, kv_len, window)
         return np.stack([forward, self.backward.work(counts)]) * (self.heads / self.units)
 
     def fixed(self, tokens: int) -> Floats:
@@ -203,12 +238,12 @@ class AttentionLatency:
         most_keys = np.zeros(ranks, dtype=np.int64)
         np.maximum.at(most_keys, owner, kv_len)
         fixed = self.fixed(int(q_len.sum()))
-        result = np.empty((ranks, 2))
-        for column, (kernel, work) in enumerate(
-            zip((self.forward, self.backward), self.work(q_len, kv_len), strict=True)
-        ):
-            longest = np.where(most_keys > 0, kernel.longest_tile(most_keys), 0.0)
-            result[:, column] = fixed[column] + np.maximum(np.bincount(owner, work, ranks), longest)
+        result = np.tile(fixed, (ranks, 1))
+        for window, share in self._kinds():
+            work = self._work(q_len, kv_len, window)
+            for column, kernel in enumerate((self.forward, self.backward)):
+                longest = np.where(most_keys > 0, kernel.longest_tile(most_keys, window), 0.0)
+                result[:, column] += share * np.maximum(np.bincount(owner, work[column], ranks), longest)
         return result
 
 

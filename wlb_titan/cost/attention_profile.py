@@ -7,18 +7,19 @@
         "launch": 2.1e-05, "key": 0.0, "segment": 0.0, "tile": 1.4e-06, "block": 1.5e-06, "masked": 3.0e-07,
         "points": [[128, 128, 264, 32, 0.00012], ...]}]}
 
-`wlb-titan profile` writes it. Times are seconds; a point is q_len, kv_len, segments, heads, measured time.
+`wlb-titan profile` writes it; "v_head_dim" is there besides where values have another head dim. Times are
+seconds; a point is q_len, kv_len, segments, heads, measured time.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wlb_titan.cost.attention_fit import Point, predict
+from wlb_titan.cost.attention_fit import Point, fit, predict, usual_tilings
 from wlb_titan.cost.attention_latency import AttentionLatency, Floats, KernelCost, Tiling
 from wlb_titan.errors import PlanError
 
@@ -38,12 +39,16 @@ class AttentionShape:
         heads: query heads on the device: those of the model over the tensor-parallel degree.
         group: query heads that share a key head.
         dtype: of queries and keys, as torch names it.
+        v_head_dim: of values, where it is another.
+        windows: (keys, share of the layers) for each sliding window.
     """
 
     head_dim: int = 128
     heads: int = 32
     group: int = 1
     dtype: str = "bfloat16"
+    v_head_dim: int | None = None
+    windows: tuple[tuple[int, float], ...] = ()
 
     @classmethod
     def of(cls, model: ModelShape, tensor_parallel: int, dtype: str = "bfloat16") -> AttentionShape:
@@ -53,7 +58,14 @@ class AttentionShape:
             heads=max(model.heads // tensor_parallel, 1),
             group=model.heads // model.kv_heads,
             dtype=dtype,
+            v_head_dim=None if model.v_head_dim == model.head_dim else model.v_head_dim,
+            windows=tuple((window, layers / model.layers) for window, layers in model.windows),
         )
+
+    @property
+    def dims(self) -> str:
+        """Head dims as `wlb-titan profile` takes them: 128, or 192/128 where values have another."""
+        return head_dims_text(self.head_dim, self.v_head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +73,7 @@ class Entry:
     """One pass of one kind of attention.
 
     Attributes:
-        head_dim, group, dtype: as in `AttentionShape`.
+        head_dim, group, dtype, v_head_dim: as in `AttentionShape`.
         direction: "forward" or "backward"; "pass" in the file.
         cost: the coefficients fitted to the points.
         points: the measurements.
@@ -73,6 +85,12 @@ class Entry:
     direction: str
     cost: KernelCost
     points: tuple[Point, ...]
+    v_head_dim: int | None = None
+
+    @property
+    def dims(self) -> str:
+        """Head dims, as in `AttentionShape`."""
+        return head_dims_text(self.head_dim, self.v_head_dim)
 
     def errors(self, units: int) -> Floats:
         """float64 (points,), predicted over measured time minus 1."""
@@ -82,6 +100,7 @@ class Entry:
         costs = asdict(self.cost)
         return {
             "head_dim": self.head_dim,
+            **({} if self.v_head_dim is None else {"v_head_dim": self.v_head_dim}),
             "group": self.group,
             "dtype": self.dtype,
             "pass": self.direction,
@@ -106,6 +125,7 @@ class Entry:
                 Point(int(q_len), int(kv_len), int(segments), int(heads), float(seconds))
                 for q_len, kv_len, segments, heads, seconds in record["points"]
             ),
+            v_head_dim=int(record["v_head_dim"]) if "v_head_dim" in record else None,
         )
 
 
@@ -131,11 +151,11 @@ class Profile:
         Raises:
             PlanError: it was not; the message names what is missing and what there is.
         """
-        wanted = {"head dim": shape.head_dim, "GQA group": shape.group, "dtype": shape.dtype}
+        wanted = {"head dim": shape.dims, "GQA group": shape.group, "dtype": shape.dtype}
         found = list(self.entries)
         for name, value in wanted.items():
-            attribute = {"head dim": "head_dim", "GQA group": "group"}.get(name, name)
-            there = sorted({getattr(entry, attribute) for entry in found})
+            attribute = {"head dim": "dims", "GQA group": "group"}.get(name, name)
+            there = dict.fromkeys(getattr(entry, attribute) for entry in found)
             found = [entry for entry in found if getattr(entry, attribute) == value]
             if not found:
                 raise PlanError(
@@ -147,7 +167,7 @@ class Profile:
         for direction in PASSES:
             if direction not in by_pass:
                 raise PlanError(
-                    f"The profile of {self.device} has no {direction} pass for head dim {shape.head_dim}. "
+                    f"The profile of {self.device} has no {direction} pass for head dim {shape.dims}. "
                     f"Measure it: {_command(shape)}"
                 )
         points = [point for entry in found for point in entry.points]
@@ -158,6 +178,7 @@ class Profile:
             shape.heads,
             f"profile of {self.device}",
             measured_to=max((point.kv_len for point in points), default=None),
+            windows=shape.windows,
         )
 
     def save(self, path: Path) -> None:
@@ -197,6 +218,32 @@ class Profile:
             raise PlanError(f"The profile {path} is damaged: {type(error).__name__} {error}.") from error
 
 
+def fitted(
+    shape: AttentionShape, cases: Sequence[tuple[int, int, int]], seconds: Floats, units: int
+) -> list[Entry]:
+    """The entries of both passes that describe measured times best.
+
+    Args:
+        shape: what was measured; its heads are those of each case.
+        cases: (q_len, kv_len, segments) of each case.
+        seconds: float64 (cases, 2), of the forward and of the backward.
+        units: programs that the device runs side by side.
+    """
+    entries = []
+    for direction, column in zip(PASSES, seconds.T.tolist(), strict=True):
+        points = [Point(*case, shape.heads, time) for case, time in zip(cases, column, strict=True)]
+        cost = fit(points, units, usual_tilings(shape.group)).cost
+        entries.append(
+            Entry(shape.head_dim, shape.group, shape.dtype, direction, cost, tuple(points), shape.v_head_dim)
+        )
+    return entries
+
+
+def head_dims_text(head_dim: int, v_head_dim: int | None) -> str:
+    """Head dim of queries and keys and, if it is another, that of values."""
+    return str(head_dim) if v_head_dim in (None, head_dim) else f"{head_dim}/{v_head_dim}"
+
+
 def _given(wanted: dict[str, Any], last: str) -> str:
     names: Iterable[str] = list(wanted)[: list(wanted).index(last)]
     parts = [f"{name} {wanted[name]}" for name in names]
@@ -205,6 +252,5 @@ def _given(wanted: dict[str, Any], last: str) -> str:
 
 def _command(shape: AttentionShape) -> str:
     return (
-        f"wlb-titan profile --head-dim {shape.head_dim} --group {shape.group} --dtype {shape.dtype} "
-        "--output FILE"
+        f"wlb-titan profile --head-dim {shape.dims} --group {shape.group} --dtype {shape.dtype} --output FILE"
     )

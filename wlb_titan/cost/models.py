@@ -19,6 +19,12 @@ class ModelShape:
         layers, hidden, heads, kv_heads, head_dim, feed_forward, vocabulary: as usual; `feed_forward` is the
             inner width of the gated MLP, of a mixture of experts that of all experts which a token visits.
         unvisited_weights: of one layer's experts that a token does not visit.
+        v_head_dim: of values; None where it is that of queries and keys, which multi-head latent attention
+            has not.
+        projections: weights of a layer's attention; None where they are those of queries, keys, values and
+            output.
+        windows: (keys, layers) for each sliding window: how many keys a query sees at most, its own included,
+            and how many layers have it.
     """
 
     layers: int
@@ -29,22 +35,50 @@ class ModelShape:
     feed_forward: int
     vocabulary: int
     unvisited_weights: int = 0
+    v_head_dim: int | None = None
+    projections: int | None = None
+    windows: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def head_dims(self) -> int:
+        """Head dim of queries and keys, and that of values besides."""
+        return self.head_dim + (self.v_head_dim or self.head_dim)
+
+    @property
+    def attention_weights(self) -> int:
+        """Weights of one layer's attention."""
+        if self.projections is not None:
+            return self.projections
+        return self.hidden * self.head_dims * (self.heads + self.kv_heads)
 
     @property
     def linear_weights(self) -> int:
         """Weights that every token is multiplied with; the embedding's look-up is not among them."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.feed_forward) + self.hidden * self.vocabulary
+        layer = self.attention_weights + 3 * self.hidden * self.feed_forward
+        return self.layers * layer + self.hidden * self.vocabulary
+
+    def squares(self, lengths: NDArray[Any]) -> NDArray[np.float64]:
+        """Twice the pairs of a query and a key that meet in the model's layers, shaped like `lengths`.
+
+        A document of d tokens has d^2 of them in a layer, or w (2 d - w) under a window of w < d keys: its
+        work grows with its square only in layers without a window.
+        """
+        d = np.asarray(lengths, dtype=np.float64)
+        total = (self.layers - sum(layers for _, layers in self.windows)) * d * d
+        for window, layers in self.windows:
+            seen = np.minimum(d, window)
+            total = total + layers * seen * (2 * d - seen)
+        return total
 
     def flops(self, lengths: NDArray[Any]) -> float:
         """FLOPs of forward and backward passes over documents of these lengths, without any recomputation.
 
-        Attention counts the lower triangle of each document, which is what has to be computed; an MFU from it
-        does not reward work on pairs of tokens that document masks leave out.
+        Attention counts the lower triangle of each document, and of that what windows leave, which is what
+        has to be computed; an MFU from it does not reward work on pairs of tokens that masks leave out.
         """
         d = np.asarray(lengths, dtype=np.float64)
         linear = 2.0 * self.linear_weights * d.sum()
-        attention = 2.0 * self.heads * self.head_dim * self.layers * (d * d).sum()
+        attention = self.heads * self.head_dims * self.squares(d).sum()
         return float(3.0 * (linear + attention))
 
 

@@ -217,8 +217,8 @@ def weighted_tokens(actions: Sequence[Action], lengths: Any, layers: Sequence[in
 
 def layer_parameters(model: ModelShape) -> int:
     """Weights of one layer."""
-    attention = model.hidden * model.head_dim * (2 * model.heads + 2 * model.kv_heads)
-    return attention + 3 * model.hidden * model.feed_forward + 2 * model.hidden + model.unvisited_weights
+    mlp = 3 * model.hidden * model.feed_forward
+    return model.attention_weights + mlp + 2 * model.hidden + model.unvisited_weights
 
 
 def rank_parameters(model: ModelShape, layers: Sequence[int], stages: Sequence[int]) -> int:

@@ -38,15 +38,12 @@ from wlb_titan.runtime.pipeline import pipeline
 from wlb_titan.runtime.trainer import Trainer
 from wlb_titan.runtime.validator import Validator
 
-SUPPORTED: frozenset[str] = frozenset()
-"""Which of the demands that `attention_demands` knows document attention meets. To support one more, name it
-here and hand it over in `document_attention`."""
-
-ATTENTION_CLASSES = {
-    "torchtitan.models.gpt_oss.model:Attention": ("sinks", "attention sinks"),
-    "torchtitan.models.deepseek_v3.model:Attention": ("latent", "multi-head latent attention"),
-}
-"""Attention that is not grouped-query attention, by class: the demand, and what it is called."""
+ATTENTION_CLASSES = (
+    "torchtitan.models.gpt_oss.model:Attention",
+    "torchtitan.models.deepseek_v3.model:Attention",
+)
+"""Attention besides grouped-query attention inside which document attention is right: with sinks, and
+multi-head latent attention. By name, because importing torchtitan's models takes a while."""
 
 ONLY_WINDOWS = ("torchtitan.models.gpt_oss.model", "torchtitan.models.muse_glimmer.model")
 """Modules whose models make masks of their own, in which there is nothing but causality, documents and the
@@ -108,8 +105,8 @@ def adopt(base: TorchtitanTrainer.Config, name: str) -> Trainer.Config:
 
 
 def document_attention(attention: BaseAttention.Config) -> DocumentAttention.Config:
-    """What stands in for an attention layer's inner attention, given that all its demands are SUPPORTED."""
-    return DocumentAttention.Config()
+    """What stands in for the inner attention of a layer that `unsupported` finds nothing in."""
+    return DocumentAttention.Config(window=sliding_window(attention))
 
 
 def unsupported(
@@ -132,29 +129,30 @@ def unsupported(
     ]
 
 
-def attention_demands(attention: BaseAttention.Config) -> Iterator[tuple[str, str]]:
-    """What a layer asks of its inner attention beyond causality within documents.
-
-    Yields:
-        the demand's name in SUPPORTED, and what it is in words.
-    """
-    if not isinstance(attention, GQAttention.Config):
-        cls = full_name(type(attention))
-        yield ATTENTION_CLASSES.get(cls, (cls, f"{cls}, which is not grouped-query attention"))
-    window = sliding_window(attention)
-    if window is not None:
-        yield "window", f"a sliding window of {window} tokens"
-    inner = attention.inner_attention
-    if isinstance(inner, VarlenAttention.Config) and inner.window_size[1] != 0:
-        yield "bidirectional", f"attention to later tokens (window_size = {inner.window_size})"
-
-
 def sliding_window(attention: BaseAttention.Config) -> int | None:
-    """Tokens that a query sees at most, itself included; None where a layer has no sliding window."""
+    """Keys that a query sees at most, its own included; None where a layer has no sliding window."""
     inner = attention.inner_attention
     if isinstance(inner, VarlenAttention.Config) and inner.window_size[0] >= 0:
         return inner.window_size[0] + 1
-    return getattr(attention, "sliding_window_size", None)
+    own = inner.window if isinstance(inner, DocumentAttention.Config) else None
+    return getattr(attention, "sliding_window_size", own)
+
+
+def _attention_demands(
+    attention: BaseAttention.Config, inner_attentions: tuple[type, ...]
+) -> Iterator[tuple[str, str]]:
+    """What a layer asks of its inner attention that document attention does not do: where, and what."""
+    cls = full_name(type(attention))
+    if not isinstance(attention, GQAttention.Config) and cls not in ATTENTION_CLASSES:
+        yield "", f"{cls}, which is neither grouped-query nor multi-head latent attention"
+    inner = attention.inner_attention
+    if type(inner) not in inner_attentions:
+        yield ".inner_attention", f"{full_name(type(inner))}, which document attention cannot replace"
+    if isinstance(inner, VarlenAttention.Config) and inner.window_size[1] != 0:
+        yield "", f"attention to later tokens (window_size = {inner.window_size})"
+    window = sliding_window(attention)
+    if isinstance(inner, DocumentAttention.Config) and inner.window != window:
+        yield "", f"a sliding window of {window} tokens, and its inner attention one of {inner.window}"
 
 
 def _demands(model: Decoder.Config, inner_attentions: tuple[type, ...]) -> Iterator[tuple[str, str]]:
@@ -163,12 +161,8 @@ def _demands(model: Decoder.Config, inner_attentions: tuple[type, ...]) -> Itera
         if getattr(layer, "attention", None) is None:
             yield f"layers.{number}", "no attention but another way of mixing tokens"
     for place, attention, _, _ in model.traverse(BaseAttention.Config):
-        for demand, words in attention_demands(attention):
-            if demand not in SUPPORTED:
-                yield place, words
-        inner = type(attention.inner_attention)
-        if inner not in inner_attentions:
-            yield f"{place}.inner_attention", f"{full_name(inner)}, which document attention cannot replace"
+        for part, words in _attention_demands(attention, inner_attentions):
+            yield f"{place}{part}", words
     for place, node, _, _ in model.traverse(Configurable.Config, recurse=True):
         for module, words in REFUSED_MODULES.items():
             if type(node).__module__.startswith(module):

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from wlb_titan.context.all_gather import AllGather
-from wlb_titan.runtime.attention import Attend
+from wlb_titan.runtime.attention import Attend, Attended
 
 
 class AllGatherAttention:
@@ -37,17 +37,15 @@ class AllGatherAttention:
         v_LNH: torch.Tensor,
         exchange: tuple[torch.Tensor, ...],
         attend: Attend,
-    ) -> torch.Tensor:
+        *,
+        wants_lse: bool,
+    ) -> Attended:
         """As `ContextAttention` says; `exchange` is the order of the gathered keys, int64 (L x ranks,)."""
         (key_order,) = exchange
         chunks = (x.chunk(self._groups, dim=1) for x in (q_LNH, k_LNH, v_LNH))
         groups = [(q, Gather(k, v, self._mesh)) for q, k, v in zip(*chunks, strict=True)]
-        heads = q_LNH.shape[1] // self._groups
-        outputs = [
-            attend(q, *gather.finish(key_order), slice(group * heads, (group + 1) * heads))
-            for group, (q, gather) in enumerate(groups)
-        ]
-        return torch.cat(outputs, dim=1)
+        outputs, lses = zip(*(attend(q, *gather.finish(key_order)) for q, gather in groups), strict=True)
+        return torch.cat(outputs, dim=1), torch.cat(lses)
 
 
 class Gather:

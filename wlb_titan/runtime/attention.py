@@ -1,5 +1,9 @@
 """The attention module of wlb_titan: document-causal attention under every parallelism.
 
+It takes whatever heads a model has: grouped queries, values of another head dim than queries and keys
+(multi-head latent attention), a sliding window, and sinks, which a model applies itself to the output and its
+log-sum-exp.
+
 Activations are this rank's local tensors. Under context parallelism the strategy's own half (`all_gather`,
 `ulysses`, or anybody's) brings queries and keys together and lets the varlen kernel attend.
 
@@ -10,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -21,9 +26,11 @@ from wlb_titan.context import STRATEGIES, ContextStrategy
 from wlb_titan.kernels import varlen_attention
 from wlb_titan.plugins import load
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, slice], torch.Tensor]
-"""Attends within the rank's segments: q, k, v as (tokens, heads, H), and which query heads of the rank these
-are; the output is shaped like q, zeros where a query is padding."""
+Attended = tuple[torch.Tensor, torch.Tensor]
+"""Output (tokens, heads, H) and log-sum-exp, float32 (heads, tokens)."""
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Attended]
+"""Attends within the rank's segments: q, k, v as (tokens, heads, H)."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +63,17 @@ class ContextAttention(Protocol):
         v_LNH: torch.Tensor,
         exchange: tuple[torch.Tensor, ...],
         attend: Attend,
-    ) -> torch.Tensor:
-        """The output for this rank's own L tokens and all of its heads, shaped like q."""
+        *,
+        wants_lse: bool,
+    ) -> Attended:
+        """The output for this rank's own L tokens and all of its heads.
+
+        Args:
+            q_LNH, k_LNH, v_LNH: this rank's tokens; heads and head dims may differ.
+            exchange: as of `DocumentMask`.
+            attend: the kernel, on this rank's segments.
+            wants_lse: whether the log-sum-exp is looked at; if not, it may be that of other tokens.
+        """
         ...
 
 
@@ -69,9 +85,13 @@ class DocumentAttention(Module):
         context: ContextStrategy.Config = field(default_factory=lambda: STRATEGIES.configure("per_sequence"))
         """The context-parallel strategy; the trainer fills in [wlb.sharding]."""
 
+        window: int | None = None
+        """Keys that a query sees at most, the last ones of its document, its own included; None for all."""
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         self._config = config.context
+        self._window = config.window
         self._context: ContextAttention | None = None
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
@@ -89,25 +109,36 @@ class DocumentAttention(Module):
         attention_masks: DocumentMask,
         scale: float | None = None,
         enable_gqa: bool = False,
+        out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Attends within documents.
 
         Args:
             q_BLNH: (1, tokens, query heads, H), those of this rank.
-            k_BLNH, v_BLNH: (1, tokens, key heads, H), alike.
+            k_BLNH, v_BLNH: (1, tokens, key heads, H), alike but for the H of v, which is the output's too.
             attention_masks: the segments of this rank's queries.
             scale: factor on the scores; 1 / sqrt(H) by default.
             enable_gqa: whether there are fewer key heads than query heads, which the shapes say already.
+            out_transform: what torchtitan's models with sinks make of the output and its log-sum-exp, float32
+                (1, tokens, query heads), +inf where a query is padding.
 
         Returns:
-            Shaped like q; zeros where a query is padding.
+            (1, tokens, query heads, H), before `out_transform` zeros where a query is padding.
         """
         assert q_BLNH.shape[0] == 1, f"a micro-batch is one packed sequence, got a batch of {q_BLNH.shape[0]}"
         q, k, v = q_BLNH.squeeze(0), k_BLNH.squeeze(0), v_BLNH.squeeze(0)
-
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: slice) -> torch.Tensor:
-            return varlen_attention(q, k, v, attention_masks.segments, scale=scale)
-
+        attend = partial(
+            varlen_attention,
+            segments=attention_masks.segments,
+            scale=scale,
+            window=self._window,
+            return_lse=True,
+        )
         if self._context is None:
-            return attend(q, k, v, slice(None)).unsqueeze(0)
-        return self._context(q, k, v, attention_masks.exchange, attend).unsqueeze(0)
+            out_LNH, lse_NL = attend(q, k, v)
+        else:
+            out_LNH, lse_NL = self._context(
+                q, k, v, attention_masks.exchange, attend, wants_lse=out_transform is not None
+            )
+        out_BLNH = out_LNH.unsqueeze(0)
+        return out_BLNH if out_transform is None else out_transform(out_BLNH, lse_NL.T.unsqueeze(0))

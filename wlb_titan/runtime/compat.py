@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import torch
 
-# Has torch.compile take a dimension as a symbol from the start. Without it: one more graph, and one for each
-# number of documents that is 0 or 1.
-from torch._dynamo import maybe_mark_dynamic
+# Has torch.compile take a dimension as a symbol from the start, whatever its size. Without it,
+# `maybe_mark_dynamic`: one more graph for each length with a single document.
+from torch._dynamo.decorators import mark_unbacked
 
 # Tensors with shapes and without memory, the mode that makes them, and what is raised where their values are
 # asked for: what a dry run runs on. Without them: no dry run; torch.compile stands on them, so that they will
@@ -92,7 +92,7 @@ __all__ = [
     "build_pipeline_schedule",
     "ensure_receives_drained",
     "in_backward_pass",
-    "maybe_mark_dynamic",
+    "mark_unbacked",
     "metrics_rank_of",
     "modules_of_stages",
     "owner_of",

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from wlb_titan.runtime.compat import maybe_mark_dynamic
+from wlb_titan.runtime.compat import mark_unbacked
 
 
 def documents_vary(segments: torch.Tensor) -> torch.Tensor:
-    """The same tensor, (S, 4), whose number of rows S compiled code takes as a variable."""
-    maybe_mark_dynamic(segments, 0)
+    """The same tensor, (S, 4), whose number of rows S compiled code takes as a variable, also if it is 1."""
+    mark_unbacked(segments, 0)
     return segments

@@ -11,6 +11,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common import CosSinRoPE
+from torchtitan.models.common.decoder import Decoder
 
 from wlb_titan.corpus import Corpus
 from wlb_titan.cost.cluster import load_cluster
@@ -20,7 +21,7 @@ from wlb_titan.job import Job
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.runtime.corpus import mixture_sources
 from wlb_titan.runtime.pipeline_schedules import pipeline_shape, stage_names
-from wlb_titan.runtime.shape import has_experts, model_shape
+from wlb_titan.runtime.shape import has_experts, has_latent_attention, model_shape
 
 if TYPE_CHECKING:
     from wlb_titan.config.settings import CorpusSettings
@@ -66,7 +67,7 @@ def job_of(config: Trainer.Config, dims: ParallelDims) -> Job:
         run=run,
         stage_layers=stage_layers,
         memory=memory_settings(config),
-        memory_known=not has_experts(model),
+        memory_unknown=_memory_unknown(model),
     )
 
 
@@ -126,6 +127,12 @@ def memory_settings(config: Trainer.Config) -> MemorySettings:
         sequence_parallel=config.parallelism.enable_sequence_parallel,
         reshard={"always": True, "never": False}.get(config.parallelism.fsdp_reshard_after_forward),
     )
+
+
+def _memory_unknown(model: Decoder.Config) -> str:
+    if has_experts(model):
+        return "a model with experts"
+    return "multi-head latent attention" if has_latent_attention(model) else ""
 
 
 def _multiple(config: Trainer.Config, dims: ParallelDims) -> int:

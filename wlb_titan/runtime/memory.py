@@ -17,9 +17,10 @@ from wlb_titan.memory.peak import GIB, RankMemory
 def predicted_memory(job: Job, lengths: Sequence[int]) -> tuple[RankMemory, ...] | None:
     """The peak of each pipeline rank with micro-batches of these lengths; None where it is not known.
 
-    Not known are models with experts, and schedules whose order of passes the planner does not know.
+    Not known are models with experts or latent attention, and schedules whose order of passes the planner
+    does not know.
     """
-    if not job.memory_known:
+    if job.memory_unknown:
         return None
     try:
         return job.peak_memory(lengths)
@@ -50,7 +51,7 @@ def describe_memory(job: Job) -> list[str]:
     length = job.longest_micro_batch
     ranks = predicted_memory(job, [length] * job.replica_micro_batches)
     if ranks is None:
-        what = job.schedule if job.memory_known else "a model with experts"
+        what = job.memory_unknown or job.schedule
         return [f"Memory of {what} is not predicted; `wlb-titan dryrun` traces it"]
     return [f"Predicted peak memory, micro-batches of {length} tokens: {_one_line(rank)}" for rank in ranks]
 

@@ -4,7 +4,7 @@ Before attention every rank sends every other the heads that are its share, for 
 outputs go back the same way. A key head that several ranks share is sent to each of them, and its gradients
 are added when they come back.
 
-Shape suffixes: L tokens of this rank, R ranks, N heads, H head dim.
+Shape suffixes: L tokens of this rank, N heads, H head dim, W heads x head dim of what is sent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 
 from wlb_titan.context.ulysses import Ulysses, head_shares
-from wlb_titan.runtime.attention import Attend
+from wlb_titan.runtime.attention import Attend, Attended
 
 
 class UlyssesAttention:
@@ -32,35 +32,48 @@ class UlyssesAttention:
         v_LNH: torch.Tensor,
         exchange: tuple[torch.Tensor, ...],
         attend: Attend,
-    ) -> torch.Tensor:
+        *,
+        wants_lse: bool,
+    ) -> Attended:
         """As `ContextAttention` says; `exchange` is empty."""
         shares = head_shares(q_LNH.shape[1], k_LNH.shape[1], self._mesh.size())
         mine = shares[self._mesh.get_local_rank()]
         queries = [share.queries.stop - share.queries.start for share in shares]
         keys = mine.keys.stop - mine.keys.start
-        sent = [torch.cat([q_LNH[:, s.queries], k_LNH[:, s.keys], v_LNH[:, s.keys]], dim=1) for s in shares]
-        own = queries[self._mesh.get_local_rank()]
-        heads = self._exchanged(sent, [own + 2 * keys] * len(shares))
-        q, k, v = torch.cat(heads).split([own, keys, keys], dim=1)
-        output = attend(q, k, v, mine.queries)
-        return torch.cat(self._exchanged(output.chunk(len(shares)), queries), dim=1)
+        shapes = [
+            (queries[self._mesh.get_local_rank()], q_LNH.shape[2]),
+            (keys, k_LNH.shape[2]),
+            (keys, v_LNH.shape[2]),
+        ]
+        widths = [heads * dim for heads, dim in shapes]
+        heads = [(q_LNH[:, s.queries], k_LNH[:, s.keys], v_LNH[:, s.keys]) for s in shares]
+        sent = [torch.cat([x.flatten(1) for x in own], dim=1) for own in heads]
+        rows = torch.cat(self._exchanged(sent, [sum(widths)] * len(shares)))
+        parts = rows.split(widths, dim=1)
+        q, k, v = (part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True))
+        out, lse = attend(q, k, v)
+        back = self._exchanged(out.flatten(1).chunk(len(shares)), [n * v.shape[2] for n in queries])
+        output = torch.cat(back, dim=1).unflatten(1, (q_LNH.shape[1], v.shape[2]))
+        if wants_lse:
+            lse = torch.cat(self._exchanged(lse.T.chunk(len(shares)), queries), dim=1).T
+        return output, lse
 
-    def _exchanged(self, sent: Sequence[torch.Tensor], heads: Sequence[int]) -> list[torch.Tensor]:
+    def _exchanged(self, sent: Sequence[torch.Tensor], widths: Sequence[int]) -> list[torch.Tensor]:
         """One all-to-all.
 
         Args:
-            sent: (L, N, H) to each rank; N may differ.
-            heads: that come from each.
+            sent: (L, W) to each rank; W may differ.
+            widths: W of what comes from each.
 
         Returns:
-            (L, N, H) from each rank.
+            (L, W) from each rank.
         """
-        tokens, _, dim = sent[0].shape
+        tokens = len(sent[0])
         received = all_to_all_single_autograd(
             torch.cat([part.flatten() for part in sent]),
-            [tokens * count * dim for count in heads],
+            [tokens * width for width in widths],
             [part.numel() for part in sent],
             self._mesh.get_group(),
         )
-        parts = received.split([tokens * count * dim for count in heads])
-        return [part.view(tokens, count, dim) for part, count in zip(parts, heads, strict=True)]
+        parts = received.split([tokens * width for width in widths])
+        return [part.view(tokens, width) for part, width in zip(parts, widths, strict=True)]

@@ -15,9 +15,11 @@ from torchtitan.models.common.decoder import Decoder
 
 from wlb_titan.corpus import Corpus
 from wlb_titan.errors import UserError
+from wlb_titan.runtime.shape import has_latent_attention
 
 KEY = "checkpoint.initial_load_path"
 TOKENIZER = "tokenizer.json"
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as Qwen, gpt-oss and DeepSeek call them
 
 
 def check_weights(model: Decoder.Config, folder: Path, corpus: Corpus) -> None:
@@ -62,7 +64,7 @@ def check_weights(model: Decoder.Config, folder: Path, corpus: Corpus) -> None:
 
 def described(model: Decoder.Config) -> dict[str, Any]:
     """What of a model a config.json tells, under the names that it has there."""
-    attention, layer = model.first_attention, model.layers[0]
+    attention = model.first_attention
     assert attention is not None
     rope = attention.rope
     values = {
@@ -70,13 +72,21 @@ def described(model: Decoder.Config) -> dict[str, Any]:
         "num_hidden_layers": len(model.layers),
         "vocab_size": model.vocab_size,
         "num_attention_heads": attention.n_heads,
-        "num_key_value_heads": attention.n_kv_heads or attention.n_heads,
-        "head_dim": attention.head_dim or model.dim // attention.n_heads,
         "rms_norm_eps": model.norm.eps,
         "tie_word_embeddings": model.enable_weight_tying,
         "rope_theta": rope.theta,
         "rope_type": {"none": "default", "llama": "llama3", "yarn": "yarn"}[rope.scaling],
     }
+    if has_latent_attention(model):
+        names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        values |= {name: getattr(attention, name) for name in names}
+        values["q_lora_rank"] = attention.q_lora_rank or None
+    else:
+        values["num_key_value_heads"] = attention.n_kv_heads or attention.n_heads
+        values["head_dim"] = attention.head_dim or model.dim // attention.n_heads
+    windows = {layer.attention.inner_attention.window for layer in model.layers} - {None}
+    if len(windows) == 1:
+        values["sliding_window"] = windows.pop()
     if rope.scaling == "llama":
         values |= {
             "factor": rope.scaling_factor,
@@ -84,14 +94,20 @@ def described(model: Decoder.Config) -> dict[str, Any]:
             "high_freq_factor": rope.high_freq_factor,
             "original_max_position_embeddings": rope.original_max_position_embeddings,
         }
-    if layer.moe is None:
-        values["intermediate_size"] = layer.feed_forward.w1.out_features
-    else:
+    elif rope.scaling == "yarn":
         values |= {
-            "moe_intermediate_size": layer.moe.routed_experts.inner_experts.hidden_dim,
-            "num_experts": layer.moe.num_experts,
-            "num_experts_per_tok": layer.moe.router.top_k,
+            "factor": rope.rope_factor,
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+            "original_max_position_embeddings": rope.original_seq_len,
         }
+    for layer in model.layers:
+        if layer.moe is None:
+            values["intermediate_size"] = layer.feed_forward.w1.out_features
+        else:
+            values |= dict.fromkeys(EXPERTS, layer.moe.num_experts)
+            values["num_experts_per_tok"] = layer.moe.router.top_k
+            values["moe_intermediate_size"] = layer.moe.routed_experts.inner_experts.hidden_dim
     return values
 
 

@@ -1,0 +1,38 @@
+"""A packing policy and a context-parallel strategy as a user would write them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from wlb_titan.context.all_gather import AllGather
+from wlb_titan.context.layout import from_runs
+from wlb_titan.packing.plain import Plain
+
+
+class Reversed(Plain):
+    """Plain windows, those of a step in the opposite order."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Plain.Config):
+        every: int = 1
+        """Steps of which one is turned."""
+
+    def __init__(self, config, stream, job):
+        super().__init__(config, stream, job)
+        self._every, self._step = config.every, 0
+
+    def next(self):
+        packing = super().next()
+        if self._step % self._every == 0:
+            packing.packs.reverse()
+        self._step += 1
+        return packing
+
+
+class Contiguous(AllGather):
+    """A stretch of the sequence for each rank: simple, and the last rank does most of the work."""
+
+    def divide(self, lengths, total):
+        begin = np.arange(self.ranks) * (total // self.ranks)
+        end = begin + total // self.ranks
+        return "contiguous", from_runs(np.arange(self.ranks), begin, end, lengths, self.ranks)
