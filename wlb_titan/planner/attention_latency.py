@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb_titan.planner.plan import COUNT, OFFSET
+from wlb_titan.planner.plan import COUNT, DOCUMENT, OFFSET
 
 Floats = NDArray[np.float64]
 
@@ -185,15 +185,20 @@ class AttentionLatency:
         keys = tokens * self.heads / self.units
         return np.array([kernel.launch + kernel.key * keys for kernel in (self.forward, self.backward)])
 
-    def seconds(self, sharding: Sequence[NDArray[np.int64]]) -> Floats:
+    def seconds(
+        self, sharding: Sequence[NDArray[np.int64]], prefix: NDArray[np.int64] | None = None
+    ) -> Floats:
         """float64 (ranks, 2), forward and backward time of every rank. Padding costs nothing.
 
         Args:
             sharding: per rank an int64 (m, 3), as the functions of `wlb_titan.planner.sharding` make it.
+            prefix: int64 (n,), tokens before each document's that its queries see too; None for none.
         """
         ranks = len(sharding)
         pieces = np.concatenate(sharding)
         q_len, kv_len = pieces[:, COUNT], pieces[:, OFFSET] + pieces[:, COUNT]
+        if prefix is not None:
+            kv_len = kv_len + prefix[pieces[:, DOCUMENT]]
         owner = np.repeat(np.arange(ranks), [len(shard) for shard in sharding])
         most_keys = np.zeros(ranks, dtype=np.int64)
         np.maximum.at(most_keys, owner, kv_len)

@@ -39,6 +39,14 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.kind}{self.place} of stage {self.stage}"
 
+    def short(self) -> str:
+        """As plans in JSON have it: `F3.2` is the forward pass of micro-batch 3 through stage 2."""
+        return f"{self.kind}{self.place}.{self.stage}"
+
+
+Flow = tuple[tuple[Action, ...], ...]
+"""Of each pipeline rank what it runs, in order."""
+
 
 @dataclass(frozen=True, slots=True)
 class PipelineShape:

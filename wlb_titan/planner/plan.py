@@ -7,6 +7,10 @@ Every rank computes the same plan from the same lengths, so a plan is never comm
        {"dp_rank": 0, "index": 0, "length": 4096, "padding": 12, "workload": 1.7e15,
         "documents": [{"id": 17, "start": 0, "length": 4084, "delay": 0}],
         "sharding": "per_sequence", "ranks": [[[0, 0, 1024], [0, 3072, 1012]], ...]}]}
+
+Where micro-batches are MicroPacks (policy `slim`) a document has "prefix" and "total" besides, and the plan
+has "order", of each data-parallel rank and pipeline rank what it runs, pass, micro-batch and stage:
+[[["F0.0", "F1.0", "B1.0", "B0.0"], ["F0.1", ...]], ...].
 """
 
 from __future__ import annotations
@@ -18,7 +22,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.planner.pipeline_schedule import Flow
+
 ID, START, LENGTH, DELAY = range(4)  # columns of MicroBatch.documents
+PREFIX, TOTAL = range(2)  # columns of MicroBatch.slices
 DOCUMENT, OFFSET, COUNT = range(3)  # columns of MicroBatch.ranks[r]
 
 
@@ -38,6 +45,8 @@ class MicroBatch:
         ranks: per context-parallel rank an int64 (m, 3), columns DOCUMENT (row of `documents`), OFFSET
             (first token within that piece), COUNT (tokens), in the order in which the rank holds them;
             what is left of the rank's length / context_parallel tokens is padding, at its end.
+        slices: int64 (n, 2), of each row of `documents` PREFIX (tokens of the piece before it, which other
+            micro-batches have) and TOTAL (tokens of the whole piece); None where documents are not sliced.
     """
 
     dp_rank: int
@@ -48,6 +57,7 @@ class MicroBatch:
     documents: NDArray[np.int64]
     sharding: str | None = None
     ranks: tuple[NDArray[np.int64], ...] | None = None
+    slices: NDArray[np.int64] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists and numbers, as in the module's example."""
@@ -62,6 +72,9 @@ class MicroBatch:
                 for id_, start, length, delay in self.documents.tolist()
             ],
         }
+        if self.slices is not None:
+            for document, (prefix, total) in zip(record["documents"], self.slices.tolist(), strict=True):
+                document |= {"prefix": prefix, "total": total}
         if self.ranks is not None:
             record["sharding"] = self.sharding
             record["ranks"] = [rank.tolist() for rank in self.ranks]
@@ -79,7 +92,10 @@ class Plan:
         waiting_documents: pieces that had arrived and were left for later steps.
         waiting_tokens: tokens of these.
         lost_tokens: tokens that packing left out for good in this step (`tail = "drop"`).
-        gap: of `fixed_solver`, how far its packing may be from the best, relatively; 0 is a proven optimum.
+        gap: of a solver, how far its packing may be from the best, relatively; 0 is a proven optimum.
+        order: of each data-parallel rank what its pipeline ranks run, in order, where the micro-batches are
+            MicroPacks; None where the schedule's own order holds. A rank's entry is empty where it was not
+            asked for.
     """
 
     iteration: int
@@ -89,6 +105,7 @@ class Plan:
     waiting_tokens: int = 0
     lost_tokens: int = 0
     gap: float | None = None
+    order: tuple[Flow, ...] | None = None
 
     @property
     def imbalance(self) -> float:
@@ -121,12 +138,15 @@ class Plan:
         return tuple(m for m in self.micro_batches if m.dp_rank == dp_rank)
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        record: dict[str, Any] = {
             "iteration": self.iteration,
             "plan_ms": self.plan_ms,
             "imbalance": self.imbalance,
             "micro_batches": [micro_batch.to_json() for micro_batch in self.micro_batches],
         }
+        if self.order is not None:
+            record["order"] = [[[a.short() for a in rank] for rank in flow] for flow in self.order]
+        return record
 
 
 def imbalance_degree(workloads: Sequence[float] | NDArray[np.float64]) -> float:

@@ -7,7 +7,7 @@ and the pieces that wait, the same on every rank: a job can go on with another d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from wlb_titan.planner.packing import create_policy
 from wlb_titan.planner.packing.fixed import Improve
 from wlb_titan.planner.packing.policy import Documents
 from wlb_titan.planner.pipeline_runs import PipelineRuns
-from wlb_titan.planner.plan import ID, LENGTH, START, MicroBatch, Plan
+from wlb_titan.planner.plan import ID, LENGTH, PREFIX, START, MicroBatch, Plan
 from wlb_titan.planner.settings import PackingSettings, ShardingSettings
 from wlb_titan.planner.sharding import Sharding, choose
 from wlb_titan.planner.stream import DocumentStream
@@ -99,6 +99,8 @@ class Planner:
             cost_model=cost_model,
             divisor=divisor,
             improve=improve,
+            data_parallel=data_parallel,
+            pipeline=pipeline.shape if pipeline else None,
         )
         if self._policy.fixed_length and window % divisor:
             raise PlanError(
@@ -168,20 +170,23 @@ class Planner:
         """
         begin = time.perf_counter()
         packing = self._policy.next()
-        forward = self._work_of_packs(packing.packs, self._cost_model.forward)
-        backward = self._work_of_packs(packing.packs, self._cost_model.backward)
+        forward = packing.work(self._cost_model.forward)
+        backward = packing.work(self._cost_model.backward)
         workloads = forward + backward
-        if self._policy.balances:
+        if packing.assigned is not None:
+            assigned = packing.assigned
+        elif self._policy.balances:
             assigned = dp.balanced(workloads, self._data_parallel)
         else:
             assigned = dp.in_order(self._micro_batches, self._data_parallel)
-        if self._pipeline is not None:
+        if self._pipeline is not None and packing.assigned is None:
             assigned = self._pipeline.arranged(assigned, forward, backward)
         micro_batches = tuple(
             self._micro_batch(
                 dp_rank,
                 index,
                 packing.packs[pack],
+                packing.slices[pack] if packing.slices else None,
                 float(workloads[pack]),
                 shard=sharded is None or sharded == dp_rank,
             )
@@ -197,6 +202,7 @@ class Planner:
             waiting_tokens=int(waiting.sum()),
             lost_tokens=packing.lost_tokens,
             gap=packing.gap,
+            order=self._policy.order(packing, forward, backward, sharded),
         )
         self._iteration += 1
         return plan
@@ -246,15 +252,15 @@ class Planner:
             "packing_policy": self._packing.policy,
         }
 
-    def _work_of_packs(
-        self, packs: list[Documents], work_of: Callable[[NDArray[np.int64]], NDArray[np.float64]]
-    ) -> NDArray[np.float64]:
-        lengths = np.concatenate([pack[:, LENGTH] for pack in packs])
-        firsts = np.cumsum([0] + [len(pack) for pack in packs[:-1]])
-        return np.add.reduceat(work_of(lengths), firsts)
-
     def _micro_batch(
-        self, dp_rank: int, index: int, documents: Documents, work: float, *, shard: bool
+        self,
+        dp_rank: int,
+        index: int,
+        documents: Documents,
+        slices: NDArray[np.int64] | None,
+        work: float,
+        *,
+        shard: bool,
     ) -> MicroBatch:
         tokens = int(documents[:, LENGTH].sum())
         length = self._stream.window if self._policy.fixed_length else tokens
@@ -270,5 +276,6 @@ class Planner:
                 self._context_parallel,
                 self._latency,
                 micro_batch=name,
+                prefix=None if slices is None else slices[:, PREFIX],
             )
-        return MicroBatch(dp_rank, index, length, length - tokens, work, documents, sharding, ranks)
+        return MicroBatch(dp_rank, index, length, length - tokens, work, documents, sharding, ranks, slices)

@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+
+@dataclass(kw_only=True, slots=True)
+class SlimSettings:
+    """[wlb.packing.slim]: of the policy `slim`."""
+
+    micropacks: int | Literal["auto"] = "auto"
+    """MicroPacks of a data-parallel rank in a step. More of them leave a smaller bubble and are shorter.
+    `auto` tries several on the first documents and takes the fewest that are within 1 % of the best time."""
+
+    slack: int = 0
+    """MicroPacks that a pipeline rank may have in flight beyond what 1F1B needs."""
+
+    tokens_in_flight: int | None = None
+    """Most tokens that a pipeline rank may have in flight, whatever `slack` says; but always as many as one
+    document has. "none" is what is predicted to fit the device's memory."""
+
+    solver: Literal["greedy", "milp"] = "greedy"
+    """What puts short documents beside slices: longest processing time first, or HiGHS, which is seldom more
+    than 1 % better and takes as long as `time_limit` says."""
+
+    time_limit: float = 1.0
+    """Of `milp`: seconds for one data-parallel rank's packing; see `wlb.packing.time_limit`."""
+
+    gap: float = 0.001
+    """Of `milp`: relative gap between solution and bound at which it stops."""
 
 
 @dataclass(kw_only=True, slots=True)
 class PackingSettings:
     """[wlb.packing]: how the documents of a global batch become micro-batches."""
 
-    policy: Literal["plain", "fixed_greedy", "fixed_solver", "wlb", "wlb_lazy"] = "plain"
+    policy: Literal["plain", "fixed_greedy", "fixed_solver", "wlb", "wlb_lazy", "slim"] = "plain"
     """`plain` (the paper's Plain-4D): documents fill windows of exactly `training.seq_len` tokens as they
     come. `fixed_greedy` (Fixed-4D): documents of `window` global batches are packed anew into such windows,
     balancing the sum of squared lengths. `fixed_solver`: the same by a MILP solver. `wlb`: micro-batches of
     different lengths and equal work, outliers wait in queues (the paper's Algorithm 1). `wlb_lazy`: the same
     balance with less delay, an outlier waits only while the step at hand cannot be balanced with it; where
-    `plain` would be balanced better, a few documents are cut, as it does."""
+    `plain` would be balanced better, a few documents are cut, as it does. `slim`: long documents are computed
+    in slices that see what lies before them, so that micro-batches are many and alike, and nothing waits."""
 
     tail: Literal["carry", "drop"] = "carry"
     """Of `plain`: what happens to the rest of a document that a window's end cuts. `carry` makes it the next
@@ -59,6 +86,8 @@ class PackingSettings:
 
     max_delay: int = 16
     """Of `wlb_lazy`: iterations after which a document is packed, whatever it does to the balance."""
+
+    slim: SlimSettings = field(default_factory=SlimSettings)
 
 
 @dataclass(kw_only=True, slots=True)

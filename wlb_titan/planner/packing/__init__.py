@@ -11,10 +11,12 @@ from wlb_titan.planner.packing import thresholds
 from wlb_titan.planner.packing.fixed import Fixed, Improve
 from wlb_titan.planner.packing.plain import Plain
 from wlb_titan.planner.packing.policy import PackingPolicy
+from wlb_titan.planner.packing.slim import Slim
 from wlb_titan.planner.packing.solver import Solver
 from wlb_titan.planner.packing.trial import MOST_MICRO_BATCHES, imbalance_of_plain, mean_imbalance
 from wlb_titan.planner.packing.wlb import Wlb
 from wlb_titan.planner.packing.wlb_lazy import WlbLazy
+from wlb_titan.planner.pipeline_schedule import PipelineShape
 from wlb_titan.planner.settings import PackingSettings
 from wlb_titan.planner.stream import DocumentStream
 from wlb_titan.planner.workload import CostModel
@@ -31,6 +33,8 @@ def create_policy(
     cost_model: CostModel,
     divisor: int,
     improve: Improve | None = None,
+    data_parallel: int = 1,
+    pipeline: PipelineShape | None = None,
 ) -> PackingPolicy:
     """The policy that `settings.policy` names, reading from `stream`.
 
@@ -41,6 +45,8 @@ def create_policy(
         cost_model: W_a + W_l.
         divisor: micro-batches will be padded up to a multiple of it.
         improve: the solver of `fixed_solver`; None is a `Solver` of its own.
+        data_parallel: degree, which `slim` packs for.
+        pipeline: which `slim` packs for; None without one.
 
     Raises:
         PlanError: a setting is wrong, or does not fit the window.
@@ -52,6 +58,16 @@ def create_policy(
     if settings.policy == "fixed_solver":
         improve = improve or Solver(settings.time_limit, settings.gap)
         return Fixed(stream, micro_batches=micro_batches, window=settings.window, improve=improve)
+    if settings.policy == "slim":
+        return Slim(
+            stream,
+            micro_batches=micro_batches,
+            data_parallel=data_parallel,
+            cost_model=cost_model,
+            grain=divisor,
+            pipeline=pipeline or PipelineShape("1F1B", 1),
+            settings=settings.slim,
+        )
     max_length = _max_length(settings, stream.window, divisor)
     if settings.policy == "wlb":
         wlb = partial(

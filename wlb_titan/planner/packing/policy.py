@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.planner.pipeline_schedule import Flow
+from wlb_titan.planner.slices import WorkOf, slice_work
+
 Documents = NDArray[np.int64]
 """int64 (n, 4), columns ID, START, LENGTH, DELAY as in `MicroBatch.documents`."""
 
@@ -24,11 +27,23 @@ class Packing:
         lost_tokens: tokens that this step's packing left out for good.
         gap: of a solver's packing, how far its largest work may be above the least possible, relatively; 0 is
             a proven optimum.
+        slices: int64 (n, 2) for each pack, as of `MicroBatch.slices`; None where no document is sliced.
+        assigned: of each data-parallel rank the numbers of its packs in the order of running, where the
+        policy
+            decides on that.
     """
 
     packs: list[Documents]
     lost_tokens: int = 0
     gap: float | None = None
+    slices: list[NDArray[np.int64]] | None = None
+    assigned: list[list[int]] | None = None
+
+    def work(self, work_of: WorkOf) -> NDArray[np.float64]:
+        """float64 (packs,), by a work of whole documents such as `CostModel.forward`."""
+        slices = None if self.slices is None else np.concatenate(self.slices)
+        firsts = np.cumsum([0] + [len(pack) for pack in self.packs[:-1]])
+        return np.add.reduceat(slice_work(work_of, np.concatenate(self.packs), slices), firsts)
 
 
 class PackingPolicy(ABC):
@@ -46,6 +61,22 @@ class PackingPolicy(ABC):
     @abstractmethod
     def next(self) -> Packing:
         """The packs of the next step."""
+
+    def order(
+        self,
+        packing: Packing,
+        forward: NDArray[np.float64],
+        backward: NDArray[np.float64],
+        dp_rank: int | None,
+    ) -> tuple[Flow, ...] | None:
+        """What the pipeline ranks run, as of `Plan.order`; None leaves it to the schedule.
+
+        Args:
+            packing: what `next` returned last.
+            forward, backward: float64 (packs,), work of its packs.
+            dp_rank: the data-parallel rank that asks; None for all of them.
+        """
+        return None
 
     @property
     def waiting(self) -> NDArray[np.int64]:

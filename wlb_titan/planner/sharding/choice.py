@@ -19,6 +19,7 @@ def choose(
     latency: AttentionLatency,
     *,
     micro_batch: str = "The micro-batch",
+    prefix: Ints | None = None,
 ) -> tuple[str, Sharding]:
     """Shards a micro-batch as the settings say.
 
@@ -33,6 +34,7 @@ def choose(
         ranks: context-parallel degree.
         latency: predicts attention time.
         micro_batch: names it in errors.
+        prefix: int64 (n,), tokens before each document's that its queries see too; None for none.
 
     Returns:
         How the micro-batch is sharded in the end (`per_sequence`, `per_document` or `hybrid`), and the
@@ -53,7 +55,7 @@ def choose(
     }
     if settings.policy == "hybrid":
         shardings["hybrid"] = hybrid(lengths, total, ranks, latency)
-    return min(shardings.items(), key=lambda named: slowest(latency.seconds(named[1])))
+    return min(shardings.items(), key=lambda named: slowest(latency.seconds(named[1], prefix)))
 
 
 def _check(lengths: Ints, total: int, ranks: int, micro_batch: str) -> None:
