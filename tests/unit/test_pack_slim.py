@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb_titan.planner.errors import PlanError
-from wlb_titan.planner.packing.micropacks import Bins, micropacks, place_greedily
-from wlb_titan.planner.packing.micropacks_milp import SolvedPlacing
-from wlb_titan.planner.packing.slim import by_work
-from wlb_titan.planner.pipeline_runs import PipelineRuns
-from wlb_titan.planner.pipeline_schedule import PipelineShape
-from wlb_titan.planner.plan import DELAY, ID, LENGTH, PREFIX, START, TOTAL
-from wlb_titan.planner.planner import Planner
-from wlb_titan.planner.settings import PackingSettings, ShardingSettings, SlimSettings
-from wlb_titan.planner.slices import PrefixWork, kind
-from wlb_titan.planner.workload import Quadratic, workload
+from wlb_titan.cost.workload import Quadratic, workload
+from wlb_titan.errors import PlanError
+from wlb_titan.packing.micropacks import Bins, micropacks, place_greedily
+from wlb_titan.packing.micropacks_milp import SolvedPlacing
+from wlb_titan.packing.slices import PrefixWork, kind
+from wlb_titan.packing.slim import by_work
+from wlb_titan.pipeline.runs import PipelineRuns
+from wlb_titan.pipeline.schedule import PipelineShape
+from wlb_titan.plan import DELAY, ID, LENGTH, PREFIX, START, TOTAL
+from wlb_titan.planner import Planner
+from wlb_titan.settings import PackingSettings, ShardingSettings, SlimSettings
 
 COST = Quadratic(1.0, 40.0)
 WINDOW = 64

@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb_titan.planner.packflow import Packs, packflow
-from wlb_titan.planner.pipeline_graph import PassTimes, PipelineGraph
-from wlb_titan.planner.pipeline_schedule import PipelineShape, rank_actions
-from wlb_titan.planner.slices import backward_order, forward_needed
+from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
+from wlb_titan.pipeline.packflow import Packs, backward_order, forward_needed, packflow
+from wlb_titan.pipeline.schedule import PipelineShape, rank_actions
 
 
 def of(sliced, times=None, tokens=None):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from wlb_titan.planner.settings import PackingSettings, ShardingSettings
+from wlb_titan.settings import PackingSettings, ShardingSettings
 
 
 @dataclass(kw_only=True, slots=True)

@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from wlb_titan.corpus.errors import CorpusError
 from wlb_titan.corpus.shards import Ints, Tokens, map_file
+from wlb_titan.errors import CorpusError
 
 
 class ArrowShard:

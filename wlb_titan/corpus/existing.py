@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 
 from wlb_titan.corpus.corpus import Corpus
-from wlb_titan.corpus.errors import CorpusError
 from wlb_titan.corpus.folder import LOCK_FILE
 from wlb_titan.corpus.manifest import DOCUMENTS_FILE, MANIFEST_FILE, TOKENIZER_FOLDER, UNREADABLE_FILE
 from wlb_titan.corpus.settings import PrepareSettings
+from wlb_titan.errors import CorpusError
 
 PART_FILES = r"documents-\d+\.arrow"
 CORPUS_ENTRIES = {DOCUMENTS_FILE, TOKENIZER_FOLDER, UNREADABLE_FILE, MANIFEST_FILE, LOCK_FILE}

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from wlb_titan.corpus.errors import CorpusError
+from wlb_titan.errors import CorpusError
 
 LOCK_FILE = ".lock"
 SETTINGS_FILE = "settings.json"

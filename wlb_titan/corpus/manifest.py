@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wlb_titan.corpus.errors import CorpusError
+from wlb_titan.errors import CorpusError
 
 FORMAT_VERSION = 1
 """Of a corpus with all documents in `documents.arrow`."""

@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 
 from wlb_titan.corpus.corpus import Corpus
-from wlb_titan.corpus.errors import CorpusError
 from wlb_titan.corpus.existing import check_replaceable, complete_corpus
 from wlb_titan.corpus.folder import finish, partial_folder, unfinished
 from wlb_titan.corpus.manifest import MANIFEST_FILE, PART_FILE, TOKENIZER_FOLDER, Manifest
@@ -36,6 +35,7 @@ from wlb_titan.corpus.prepare import CACHE_FOLDER, Part, Report, complete, make_
 from wlb_titan.corpus.settings import PrepareSettings, SourceSpec
 from wlb_titan.corpus.sources import Source, open_source
 from wlb_titan.corpus.tokenizer import TRAINING_CHARACTERS, CorpusTokenizer, training_texts
+from wlb_titan.errors import CorpusError
 
 CLASSES = {
     "local": ("datatrove.executor.local", "LocalPipelineExecutor"),

@@ -50,8 +50,8 @@ def train(path: str, overrides: tuple[str, ...], rank: int) -> None:
     from torchtitan.observability import structured_logger
     from torchtitan.tools.utils import device_module
 
-    from wlb_titan.config import load_config
     from wlb_titan.runtime.console import start_log
+    from wlb_titan.runtime.load import load_config
     from wlb_titan.runtime.memory import bound_length, check_memory
     from wlb_titan.runtime.validation import validate_files
 

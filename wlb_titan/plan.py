@@ -1,0 +1,179 @@
+"""The plan of one optimizer step: which documents each micro-batch of the whole job holds.
+
+Every rank computes the same plan from the same lengths, so a plan is never communicated. As JSON
+(`wlb-titan plan --output`) it is one object a line:
+
+    {"iteration": 0, "plan_ms": 1.9, "imbalance": 1.008, "micro_batches": [
+       {"dp_rank": 0, "index": 0, "length": 4096, "padding": 12, "workload": 1.7e15,
+        "documents": [{"id": 17, "start": 0, "length": 4084, "delay": 0}],
+        "sharding": "per_sequence", "ranks": [[[0, 0, 1024], [0, 3072, 1012]], ...]}]}
+
+Where micro-batches are MicroPacks (policy `slim`) a document has "prefix" and "total" besides, and the plan
+has "order", of each data-parallel rank and pipeline rank what it runs, pass, micro-batch and stage:
+[[["F0.0", "F1.0", "B1.0", "B0.0"], ["F0.1", ...]], ...].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+ID, START, LENGTH, DELAY = range(4)  # columns of MicroBatch.documents
+PREFIX, TOTAL = range(2)  # columns of MicroBatch.slices
+DOCUMENT, OFFSET, COUNT = range(3)  # columns of MicroBatch.ranks[r]
+
+
+class Action(NamedTuple):
+    """One pass of one micro-batch through one stage.
+
+    Attributes:
+        kind: F forward, B whole backward, I gradient of the inputs, W gradient of the weights.
+        stage: from 0 at the embedding.
+        place: of the micro-batch in the order in which they run, from 0.
+    """
+
+    kind: Literal["F", "B", "I", "W"]
+    stage: int
+    place: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.place} of stage {self.stage}"
+
+    def short(self) -> str:
+        """As plans in JSON have it: `F3.2` is the forward pass of micro-batch 3 through stage 2."""
+        return f"{self.kind}{self.place}.{self.stage}"
+
+
+Flow = tuple[tuple[Action, ...], ...]
+"""Of each pipeline rank what it runs, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """The documents of one forward and backward pass, in the order in which they lie in the sequence.
+
+    Attributes:
+        dp_rank: data-parallel rank that runs it.
+        index: its place among that rank's micro-batches of the step, from 0.
+        length: tokens, padding included; divisible by what context and tensor parallelism need.
+        padding: tokens at the sequence's end that belong to no document.
+        workload: predicted forward and backward work, in the cost model's unit.
+        documents: int64 (n, 4), columns ID (position in the stream), START (first token of this piece
+            within the document), LENGTH (tokens), DELAY (iterations since the piece arrived).
+        sharding: name of the sharding chosen for it; None without context parallelism.
+        ranks: per context-parallel rank an int64 (m, 3), columns DOCUMENT (row of `documents`), OFFSET
+            (first token within that piece), COUNT (tokens), in the order in which the rank holds them;
+            what is left of the rank's length / context_parallel tokens is padding, at its end.
+        slices: int64 (n, 2), of each row of `documents` PREFIX (tokens of the piece before it, which other
+            micro-batches have) and TOTAL (tokens of the whole piece); None where documents are not sliced.
+    """
+
+    dp_rank: int
+    index: int
+    length: int
+    padding: int
+    workload: float
+    documents: NDArray[np.int64]
+    sharding: str | None = None
+    ranks: tuple[NDArray[np.int64], ...] | None = None
+    slices: NDArray[np.int64] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists and numbers, as in the module's example."""
+        record: dict[str, Any] = {
+            "dp_rank": self.dp_rank,
+            "index": self.index,
+            "length": self.length,
+            "padding": self.padding,
+            "workload": self.workload,
+            "documents": [
+                {"id": id_, "start": start, "length": length, "delay": delay}
+                for id_, start, length, delay in self.documents.tolist()
+            ],
+        }
+        if self.slices is not None:
+            for document, (prefix, total) in zip(record["documents"], self.slices.tolist(), strict=True):
+                document |= {"prefix": prefix, "total": total}
+        if self.ranks is not None:
+            record["sharding"] = self.sharding
+            record["ranks"] = [rank.tolist() for rank in self.ranks]
+        return record
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All micro-batches of one optimizer step, ordered by (dp_rank, index).
+
+    Attributes:
+        iteration: counts steps from 0.
+        micro_batches: those of all data-parallel ranks.
+        plan_ms: milliseconds that planning took.
+        waiting_documents: pieces that had arrived and were left for later steps.
+        waiting_tokens: tokens of these.
+        lost_tokens: tokens that packing left out for good in this step (`tail = "drop"`).
+        gap: of a solver, how far its packing may be from the best, relatively; 0 is a proven optimum.
+        order: of each data-parallel rank what its pipeline ranks run, in order, where the micro-batches are
+            MicroPacks; None where the schedule's own order holds. A rank's entry is empty where it was not
+            asked for.
+    """
+
+    iteration: int
+    micro_batches: tuple[MicroBatch, ...]
+    plan_ms: float
+    waiting_documents: int = 0
+    waiting_tokens: int = 0
+    lost_tokens: int = 0
+    gap: float | None = None
+    order: tuple[Flow, ...] | None = None
+
+    @property
+    def imbalance(self) -> float:
+        """Largest over mean workload of the micro-batches (the imbalance degree of the paper's Table 2)."""
+        return imbalance_degree([micro_batch.workload for micro_batch in self.micro_batches])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of documents, padding left out."""
+        return sum(micro_batch.length - micro_batch.padding for micro_batch in self.micro_batches)
+
+    @property
+    def padding(self) -> int:
+        """Tokens of padding in all micro-batches."""
+        return sum(micro_batch.padding for micro_batch in self.micro_batches)
+
+    @property
+    def delay(self) -> float:
+        """Iterations that a token waited, averaged over the step's tokens."""
+        waited = sum(int(m.documents[:, LENGTH] @ m.documents[:, DELAY]) for m in self.micro_batches)
+        return waited / self.tokens
+
+    @property
+    def max_delay(self) -> int:
+        """Iterations that the step's latest document waited."""
+        return max(int(micro_batch.documents[:, DELAY].max()) for micro_batch in self.micro_batches)
+
+    def of_rank(self, dp_rank: int) -> tuple[MicroBatch, ...]:
+        """The micro-batches of one data-parallel rank, in the order in which it runs them."""
+        return tuple(m for m in self.micro_batches if m.dp_rank == dp_rank)
+
+    def to_json(self) -> dict[str, Any]:
+        record: dict[str, Any] = {
+            "iteration": self.iteration,
+            "plan_ms": self.plan_ms,
+            "imbalance": self.imbalance,
+            "micro_batches": [micro_batch.to_json() for micro_batch in self.micro_batches],
+        }
+        if self.order is not None:
+            record["order"] = [[[a.short() for a in rank] for rank in flow] for flow in self.order]
+        return record
+
+
+def imbalance_degree(workloads: Sequence[float] | NDArray[np.float64]) -> float:
+    """max / mean; 1.0 is perfect balance. Of nothing at all it is 1.0 too."""
+    values = np.asarray(workloads, dtype=np.float64)
+    mean = values.mean() if values.size else 0.0
+    return float(values.max() / mean) if mean > 0 else 1.0
