@@ -52,6 +52,20 @@ Flow = tuple[tuple[Action, ...], ...]
 """Of each pipeline rank what it runs, in order."""
 
 
+class CachedSlice(NamedTuple):
+    """A slice of a document as memory sees it.
+
+    Attributes:
+        prefix: tokens of the document before it.
+        length: its tokens.
+        total: tokens of the whole document.
+    """
+
+    prefix: int
+    length: int
+    total: int
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """The documents of one forward and backward pass, in the order in which they lie in the sequence.
@@ -81,6 +95,29 @@ class MicroBatch:
     sharding: str | None = None
     ranks: tuple[NDArray[np.int64], ...] | None = None
     slices: NDArray[np.int64] | None = None
+
+    @property
+    def prefix(self) -> NDArray[np.int64] | None:
+        """int64 (n,), tokens before each row of `documents` that its queries see too; None for none."""
+        return None if self.slices is None else self.slices[:, PREFIX]
+
+    @property
+    def document_lengths(self) -> NDArray[np.int64]:
+        """int64 (k,), tokens of the documents that begin here, with their slices elsewhere."""
+        if self.slices is None:
+            return self.documents[:, LENGTH]
+        return self.slices[self.slices[:, PREFIX] == 0, TOTAL]
+
+    @property
+    def slice(self) -> CachedSlice:
+        """The slice of a document that this micro-batch has, with a length of 0 where it has none."""
+        if self.slices is not None:
+            for (_, _, length, _), (prefix, total) in zip(
+                self.documents.tolist(), self.slices.tolist(), strict=True
+            ):
+                if total > length:
+                    return CachedSlice(prefix, length, total)
+        return CachedSlice(0, 0, 0)
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists and numbers, as in the module's example."""
@@ -139,6 +176,11 @@ class Plan:
     def tokens(self) -> int:
         """Tokens of documents, padding left out."""
         return sum(micro_batch.length - micro_batch.padding for micro_batch in self.micro_batches)
+
+    @property
+    def document_lengths(self) -> NDArray[np.int64]:
+        """int64 (n,), tokens of the pieces of documents that the step trains, slices put together."""
+        return np.concatenate([micro_batch.document_lengths for micro_batch in self.micro_batches])
 
     @property
     def padding(self) -> int:

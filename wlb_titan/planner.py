@@ -23,6 +23,7 @@ from wlb_titan.errors import PlanError
 from wlb_titan.packing import assignment, create_policy
 from wlb_titan.packing.fixed import Improve
 from wlb_titan.packing.policy import Documents
+from wlb_titan.packing.slim import PassSeconds
 from wlb_titan.pipeline.runs import PipelineRuns
 from wlb_titan.plan import ID, LENGTH, PREFIX, START, MicroBatch, Plan
 from wlb_titan.settings import PackingSettings, ShardingSettings
@@ -51,6 +52,7 @@ class Planner:
         fingerprint: names the corpus' content; a state goes on only with the fingerprint it was saved with.
         improve: the solver of `fixed_solver`; None solves here.
         sources: what the rows belong to, and their shares; none is one source of all.
+        pass_seconds: predicts how long packs take, where `slim` chooses their number; None takes their work.
 
     Raises:
         PlanError: the settings do not fit each other or the corpus.
@@ -74,6 +76,7 @@ class Planner:
         fingerprint: str = "",
         improve: Improve | None = None,
         sources: Sequence[Source] = (),
+        pass_seconds: PassSeconds | None = None,
     ) -> None:
         if micro_batches < 1 or micro_batches % data_parallel:
             raise PlanError(
@@ -100,6 +103,7 @@ class Planner:
             improve=improve,
             data_parallel=data_parallel,
             pipeline=pipeline.shape if pipeline else None,
+            pass_seconds=pass_seconds,
         )
         if self._policy.fixed_length and window % divisor:
             raise PlanError(

@@ -14,8 +14,9 @@ class SlimSettings:
     """MicroPacks of a data-parallel rank in a step. More of them leave a smaller bubble and are shorter.
     `auto` tries several on the first documents and takes the fewest that are within 1 % of the best time."""
 
-    slack: int = 0
-    """MicroPacks that a pipeline rank may have in flight beyond what 1F1B needs."""
+    slack: int | Literal["auto"] = "auto"
+    """MicroPacks that a pipeline rank may have in flight beyond what 1F1B needs: uneven stages then wait
+    less for each other. `auto` tries some with each number of MicroPacks."""
 
     tokens_in_flight: int | None = None
     """Most tokens that a pipeline rank may have in flight, whatever `slack` says; but always as many as one

@@ -34,7 +34,6 @@ from wlb_titan.settings import PackingSettings
 from wlb_titan.simulator.job import SimulatedJob
 from wlb_titan.simulator.passes import JobCost
 from wlb_titan.simulator.scenario import Policy, Scenario
-from wlb_titan.simulator.search import longest_that_fits
 
 TAIL = 0.006
 SLOWDOWN = 3.0
@@ -110,7 +109,7 @@ def scenario(
         job=made,
         packing=packing or PackingSettings(),
     )
-    longest = longest_that_fits(made, whole) or window
+    longest = whole.longest or window
     return replace(whole, packing=replace(whole.packing, max_length=longest))
 
 

@@ -60,6 +60,8 @@ class TokenBytes:
         backward: of the layer whose backward pass runs, besides what it kept.
         loss: of the loss, besides the hidden states of which it is.
         inputs: token ids, positions and labels, int64, and the order of the keys.
+        cached: K and V of one layer, which a slice leaves to those behind it.
+        cached_gradients: their gradients, added up in float32.
     """
 
     hidden: float
@@ -69,6 +71,8 @@ class TokenBytes:
     backward: float
     loss: float
     inputs: float
+    cached: float
+    cached_gradients: float
 
     @classmethod
     def of(cls, model: ModelShape, degrees: Degrees, settings: MemorySettings) -> TokenBytes:
@@ -89,6 +93,8 @@ class TokenBytes:
             backward=backward,
             loss=loss,
             inputs=3 * 8 / cp + (8 if cp > 1 else 0),
+            cached=layer.key_gradients,
+            cached_gradients=layer.key_gradients * FLOAT32 / settings.compute_bytes,
         )
 
 

@@ -1,6 +1,6 @@
 """How much memory each pipeline rank needs at the peak of a step: whether a job fits, before it runs.
 
-    total = weights + optimizer + rotary + gradients + gathered + activations + backward + loss
+    total = weights + optimizer + rotary + gradients + gathered + activations + cache + backward + loss
 
 A rank runs its passes in a fixed order, so its memory can be followed from pass to pass:
 
@@ -20,6 +20,8 @@ A rank runs its passes in a fixed order, so its memory can be followed from pass
                        that are done, and their gradients, until the step is over, because it keeps their
                        losses. Where the gradients of weights wait (zero bubble), all that their layers made
                        again waits with them. Token ids, positions and labels are there throughout
+- cache                K and V of documents in slices, from the first slice's forward pass to its backward
+                       pass, and their gradients, in float32, from the backward pass of the last slice on
 - backward             of the layer at hand: what a backward pass recomputes, its gradients, K and V; or what
                        a forward pass makes and does not keep
 - loss                 logits of one chunk and what the softmax needs; the gradient of the whole hidden state
@@ -43,7 +45,9 @@ from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import TokenBytes
-from wlb_titan.pipeline.schedule import Action, PipelineShape, rank_actions
+from wlb_titan.memory.slices import SliceCache
+from wlb_titan.pipeline.schedule import PipelineShape, rank_actions
+from wlb_titan.plan import Action, CachedSlice, Flow
 
 GIB = 2**30
 USABLE = 0.9
@@ -112,6 +116,7 @@ class RankMemory:
     activations: int
     backward: int
     loss: int
+    cache: int = 0
     parameters: int
     layers: int
     tokens: int
@@ -166,6 +171,8 @@ def pipeline_memory(
     run: int | None = None,
     settings: MemorySettings | None = None,
     layers: Sequence[int] | None = None,
+    flow: Flow | None = None,
+    slices: Sequence[CachedSlice] | None = None,
 ) -> tuple[RankMemory, ...]:
     """The peak memory of every pipeline rank over one step.
 
@@ -179,6 +186,8 @@ def pipeline_memory(
         run: micro-batches that go through the pipeline together; None: all.
         settings: data types and checkpointing; None takes bfloat16 with selective checkpointing.
         layers: of each stage; None divides them as torchtitan does.
+        flow: what the ranks run, where that is not the schedule's own order; then all is one run.
+        slices: of each micro-batch its slice, where documents are sliced.
 
     Returns:
         One `RankMemory` a pipeline rank.
@@ -194,7 +203,8 @@ def pipeline_memory(
     result = []
     for rank in range(shape.ranks):
         one = _Rank(model, degrees, settings, shape, layers, rank)
-        peaks = [one.peak(each, reduced=i > 0) for i, each in enumerate(runs)]
+        own = None if flow is None else flow[rank]
+        peaks = [one.peak(each, i > 0, own, slices) for i, each in enumerate(runs)]
         result.append(max(peaks, key=lambda peak: peak.total))
     return tuple(result)
 
@@ -284,21 +294,34 @@ class _Rank:
         everything = TokenBytes.of(model, degrees, replace(settings, checkpointing="none")).kept
         self._made_again = {stage: (everything - self._bytes.kept) * layers[stage] for stage in self._stages}
 
-    def peak(self, lengths: Sequence[int], reduced: bool) -> RankMemory:
+    def peak(
+        self,
+        lengths: Sequence[int],
+        reduced: bool,
+        actions: Sequence[Action] | None = None,
+        slices: Sequence[CachedSlice] | None = None,
+    ) -> RankMemory:
         """Its fullest pass in one run.
 
         Args:
             lengths: tokens of the run's micro-batches.
             reduced: whether gradients were reduced before it.
+            actions: what the rank runs; None is the schedule's own order.
+            slices: of each micro-batch; None where documents are not sliced.
         """
         token = self._bytes
+        cache = SliceCache(token, self._layers)
         live = token.inputs * sum(lengths)
         tokens = 0
         went_back: set[int] = set()  # stages that have gradients
         fullest: RankMemory | None = None
-        for kind, stage, place in rank_actions(self._shape, len(lengths), self._number):
+        for action in actions or rank_actions(self._shape, len(lengths), self._number):
+            kind, stage, place = action
             length = lengths[place]
             at_hand = loss = 0.0
+            beside = 0.0
+            if slices is not None:
+                beside = cache.begin(action, slices[place], length)
             if kind == "F":
                 live += length * self._kept[stage]
                 tokens += length
@@ -307,9 +330,11 @@ class _Rank:
                     at_hand, loss = 0.0, length * token.loss
             elif kind != "W":
                 at_hand = length * token.backward
-            now = self._at(live, at_hand, loss, went_back, reduced, tokens)
+            now = self._at(live, at_hand + beside, loss, went_back, reduced, tokens, cache.bytes_)
             if fullest is None or now.total > fullest.total:
                 fullest = now
+            if slices is not None:
+                cache.end(action, slices[place])
             if kind == "I":
                 live += length * self._made_again[stage]
             elif kind != "F":
@@ -325,7 +350,14 @@ class _Rank:
         return fullest
 
     def _at(
-        self, live: float, at_hand: float, loss: float, went_back: set[int], reduced: bool, tokens: int
+        self,
+        live: float,
+        at_hand: float,
+        loss: float,
+        went_back: set[int],
+        reduced: bool,
+        tokens: int,
+        cache: float,
     ) -> RankMemory:
         settings, tensor = self._settings, self._degrees.tensor
         parameters = rank_parameters(self._model, self._layers, self._stages)
@@ -340,6 +372,7 @@ class _Rank:
             activations=round(live),
             backward=round(at_hand),
             loss=round(loss),
+            cache=round(cache),
             parameters=parameters,
             layers=self._own_layers,
             tokens=tokens,

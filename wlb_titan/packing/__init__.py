@@ -13,7 +13,7 @@ from wlb_titan.packing import thresholds
 from wlb_titan.packing.fixed import Fixed, Improve
 from wlb_titan.packing.plain import Plain
 from wlb_titan.packing.policy import PackingPolicy
-from wlb_titan.packing.slim import Slim
+from wlb_titan.packing.slim import PassSeconds, Slim
 from wlb_titan.packing.solver import Solver
 from wlb_titan.packing.trial import MOST_MICRO_BATCHES, imbalance_of_plain, mean_imbalance
 from wlb_titan.packing.wlb import Wlb
@@ -35,6 +35,7 @@ def create_policy(
     improve: Improve | None = None,
     data_parallel: int = 1,
     pipeline: PipelineShape | None = None,
+    pass_seconds: PassSeconds | None = None,
 ) -> PackingPolicy:
     """The policy that `settings.policy` names, reading from `stream`.
 
@@ -47,6 +48,7 @@ def create_policy(
         improve: the solver of `fixed_solver`; None is a `Solver` of its own.
         data_parallel: degree, which `slim` packs for.
         pipeline: which `slim` packs for; None without one.
+        pass_seconds: as of `Slim`.
 
     Raises:
         PlanError: a setting is wrong, or does not fit the window.
@@ -67,6 +69,7 @@ def create_policy(
             grain=divisor,
             pipeline=pipeline or PipelineShape("1F1B", 1),
             settings=settings.slim,
+            pass_seconds=pass_seconds,
         )
     max_length = _max_length(settings, stream.window, divisor)
     if settings.policy == "wlb":

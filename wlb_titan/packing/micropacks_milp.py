@@ -1,10 +1,11 @@
 """Which pack's rest a short document fills, as a mixed-integer program for HiGHS (SlimPack, section 4.1.1).
 
 The variables are z, the largest level, and x_ib, document i in bin b. Cuts are continuous and need no
-variables: whatever work a bin gets, its packs share it equally (`micropacks.py`), but for what must fit
-beside the last slice of a cut document:
+variables: whatever work a bin gets, its packs share it equally (`micropacks.py`), if what rides with a cut
+document leaves something of a pack for its last slice:
 
-    minimise z   subject to   sum_b x_ib = 1,   work_b + sum_i w_i x_ib <= size_b z,   sum_i w_i x_ib <= z
+    minimise z   subject to   sum_b x_ib = 1,   work_b + sum_i w_i x_ib <= size_b z,
+                              (size_b - 1) sum_i w_i x_ib < work_b   where size_b > 1
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from wlb_titan.packing.micropacks import Bins, place_greedily
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-SLIVER = 1e-6  # of a level, that is left for a last slice
+SLIVER = 1e-5  # of a level, that is left for a last slice
 
 
 class SolvedPlacing:
@@ -78,7 +79,7 @@ class SolvedPlacing:
             index = np.append(columns[:, bin_], 0).astype(np.int32)
             highs.addRow(-infinity, -work, documents + 1, index, np.append(share, -float(size)))
             if size > 1:
-                highs.addRow(-infinity, -SLIVER, documents + 1, index, np.append(share, -1.0))
+                highs.addRow(-infinity, work / (size - 1) - SLIVER, documents, columns[:, bin_], share)
 
         def level(placed: Ints) -> float:
             return float(((bins.work + np.bincount(placed, works, count)) / bins.size).max()) / unit

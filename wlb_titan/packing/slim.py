@@ -11,7 +11,7 @@ within 1 % of the shortest step: short packs lose time that the model of work do
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +37,12 @@ Floats = NDArray[np.float64]
 NUMBERS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16)
 """MicroPacks that `auto` tries, relative to the context windows of a data-parallel rank in a step."""
 
+SLACKS = (0, 2, 4)
+"""Slack that `auto` tries with each."""
+
+PassSeconds = Callable[[Packing], tuple[Floats, Floats]]
+"""float64 (packs,), how long forward and backward passes take, in any unit."""
+
 STEPS = 4  # that `auto` tries them on
 WORSE = 1.01  # time of a step, relative to the shortest, that fewer MicroPacks may take
 
@@ -52,9 +58,12 @@ class Slim(PackingPolicy):
         grain: tokens that slices are cut at multiples of.
         pipeline: that each data-parallel rank's packs go through.
         settings: [wlb.packing.slim].
+        pass_seconds: predicts how long packs take, for `auto`; None takes their work, to which short packs
+            lose nothing.
 
     Attributes:
         micropacks: M.
+        slack: packs in flight beyond what 1F1B needs.
 
     Raises:
         PlanError: the schedule cannot run slices, or there are fewer MicroPacks than stages.
@@ -73,8 +82,10 @@ class Slim(PackingPolicy):
         grain: int,
         pipeline: PipelineShape,
         settings: SlimSettings,
+        pass_seconds: PassSeconds | None = None,
     ) -> None:
         _check(settings, pipeline)
+        self._pass_seconds = pass_seconds or self._work
         self._stream, self._pipeline, self._settings = stream, pipeline, settings
         self._arrivals = Arrivals(stream, micro_batches=micro_batches)
         self._windows = -(-micro_batches // data_parallel)
@@ -82,9 +93,7 @@ class Slim(PackingPolicy):
         self._cost_model = cost_model
         self._prefix_work = PrefixWork(cost_model, stream.window, grain)
         self._solved = SolvedPlacing(settings.time_limit, settings.gap) if settings.solver == "milp" else None
-        self.micropacks = settings.micropacks if settings.micropacks != "auto" else 0
-        if settings.micropacks == "auto":
-            self.micropacks = self._best_number(Arrivals(stream.anew(), micro_batches=micro_batches))
+        self.micropacks, self.slack = self._chosen(Arrivals(stream.anew(), micro_batches=micro_batches))
 
     def next(self) -> Packing:
         iteration = self._arrivals.iteration
@@ -99,7 +108,7 @@ class Slim(PackingPolicy):
     ) -> tuple[Flow, ...]:
         assert packing.assigned is not None
         return tuple(
-            self._flow(packing, packs, forward, backward).flow if dp_rank in (None, rank) else ()
+            self._flow(packing, packs, forward, backward, self.slack).flow if dp_rank in (None, rank) else ()
             for rank, packs in enumerate(packing.assigned)
         )
 
@@ -121,37 +130,59 @@ class Slim(PackingPolicy):
         numbers = np.arange(len(packs)).reshape(self._data_parallel, count)
         return Packing(packs, slices=slices, assigned=numbers.tolist())
 
-    def _flow(self, packing: Packing, packs: list[int], forward: Floats, backward: Floats) -> Schedule:
+    def _flow(
+        self, packing: Packing, packs: list[int], forward: Floats, backward: Floats, slack: int
+    ) -> Schedule:
         assert packing.slices is not None
         tokens = np.array([float(packing.packs[pack][:, LENGTH].sum()) for pack in packs])
         sliced = [sliced_document(packing.packs[pack], packing.slices[pack]) for pack in packs]
         return packflow(
             Packs.of(forward[packs], backward[packs], tokens, sliced),
             self._pipeline,
-            slack=self._settings.slack,
+            slack=slack,
             limit=self._settings.tokens_in_flight,
         )
 
-    def _best_number(self, arrivals: Arrivals) -> int:
+    def _chosen(self, arrivals: Arrivals) -> tuple[int, int]:
+        """MicroPacks and slack: as set, or the fewest and least that are within `WORSE` of the best."""
+        number, slack = self._settings.micropacks, self._settings.slack
+        slacks = SLACKS if slack == "auto" else (slack,)
+        if number != "auto":
+            numbers = [number]
+        else:
+            fewest = max(self._windows, self._pipeline.stages)
+            numbers = sorted({max(fewest, round(self._windows * factor)) for factor in NUMBERS})
+        if len(numbers) == len(slacks) == 1:
+            return numbers[0], slacks[0]
         batches = [delayed(arrivals.next(labelled=0, left=0), step) for step in range(STEPS)]
-        fewest = max(self._windows, self._pipeline.stages)
-        numbers = sorted({max(fewest, round(self._windows * factor)) for factor in NUMBERS})
-        found: dict[int, float] = {}
-        for number in numbers:
+        found: dict[tuple[int, int], float] = {}
+        for count in numbers:
             try:
-                found[number] = sum(self._seconds(batch, number) for batch in batches)
+                seconds = sum(self._seconds(batch, count, slacks) for batch in batches)
             except PlanError:  # the documents have too few tokens for so many
                 if not found:
                     raise
+                break
+            found |= {(count, slack): float(of) for slack, of in zip(slacks, seconds, strict=True)}
         shortest = min(found.values())
-        return next(number for number, seconds in found.items() if seconds <= WORSE * shortest)
+        return next(choice for choice, seconds in found.items() if seconds <= WORSE * shortest)
 
-    def _seconds(self, batch: Documents, count: int) -> float:
-        """How long a step takes whose slowest data-parallel rank is waited for."""
+    def _seconds(self, batch: Documents, count: int, slacks: tuple[int, ...]) -> Floats:
+        """float64 (slacks,), how long a step takes whose slowest data-parallel rank is waited for."""
         packing = self._pack(batch, count, place_greedily)
         assert packing.assigned is not None
-        forward, backward = (packing.work(w) for w in (self._cost_model.forward, self._cost_model.backward))
-        return max(self._flow(packing, packs, forward, backward).seconds for packs in packing.assigned)
+        forward, backward = self._pass_seconds(packing)
+        return np.array(
+            [
+                max(
+                    self._flow(packing, packs, forward, backward, slack).seconds for packs in packing.assigned
+                )
+                for slack in slacks
+            ]
+        )
+
+    def _work(self, packing: Packing) -> tuple[Floats, Floats]:
+        return packing.work(self._cost_model.forward), packing.work(self._cost_model.backward)
 
 
 def by_work(works: Floats, ranks: int) -> list[Ints]:
@@ -189,7 +220,7 @@ def _check(settings: SlimSettings, pipeline: PipelineShape) -> None:
             f"{pipeline.schedule}, in whose order a document's backward passes would not go from its end to "
             "its begin. Set pipeline_parallel_schedule to one of them, or another packing policy."
         )
-    if settings.slack < 0:
+    if settings.slack != "auto" and settings.slack < 0:
         raise PlanError(f"wlb.packing.slim.slack is {settings.slack} MicroPacks; it must not be negative.")
     if settings.tokens_in_flight is not None and settings.tokens_in_flight < 1:
         raise PlanError(

@@ -154,14 +154,13 @@ class PlannedDataLoader(BaseDataLoader):
         plan = self._planner.next(sharded=self._dp_rank)
         items = [self._item(micro_batch) for micro_batch in plan.of_rank(self._dp_rank)]
         own_labels = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in items)
-        lengths = np.concatenate([m.documents[:, LENGTH] for m in plan.micro_batches])
         return Step(
             plan=plan,
             source_figures=self._planner.source_figures(plan),
             items=items,
             labels=self._planner.labels(plan),
             own_labels=own_labels,
-            flops=self.config.shape.flops(lengths),
+            flops=self.config.shape.flops(plan.document_lengths),
             state_after=self._save(),
         )
 

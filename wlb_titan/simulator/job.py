@@ -12,6 +12,7 @@ from wlb_titan.cost.cluster import Cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
+from wlb_titan.memory.in_flight import most_in_flight, one_document
 from wlb_titan.memory.peak import (
     MemorySettings,
     RankMemory,
@@ -103,6 +104,29 @@ class SimulatedJob:
             return self.peak_memory([length] * micro_batches)
 
         return longest_that_fits(memory, window, divisor, self.cluster.memory)
+
+    def most_in_flight(self, window: int, step: int) -> int:
+        """Tokens of documents in slices that a rank may have in flight; see `memory.in_flight`.
+
+        Raises:
+            PlanError: not even a document of the window fits.
+        """
+
+        def memory(tokens: int) -> tuple[RankMemory, ...]:
+            lengths, flow, slices = one_document(tokens, self.shape)
+            return pipeline_memory(
+                self.model,
+                self.degrees,
+                lengths,
+                schedule=self.schedule,
+                chunks=self.chunks,
+                settings=self.memory,
+                layers=self.layers,
+                flow=flow,
+                slices=slices,
+            )
+
+        return most_in_flight(memory, window, step, self.cluster.memory)
 
     def on(self, cluster: Cluster) -> SimulatedJob:
         """The same job on another cluster with the same GPUs."""

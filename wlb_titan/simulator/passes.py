@@ -65,7 +65,7 @@ def attention_seconds(micro_batch: MicroBatch, latency: AttentionLatency) -> Flo
     sharding = micro_batch.ranks
     if sharding is None:
         sharding = (whole(micro_batch.documents[:, LENGTH]),)
-    return latency.seconds(sharding)
+    return latency.seconds(sharding, micro_batch.prefix)
 
 
 def pass_times(job: SimulatedJob, micro_batches: MicroBatches) -> PassTimes:

@@ -18,9 +18,10 @@ from wlb_titan.planner import Planner
 from wlb_titan.settings import PackingSettings, ShardingSettings
 from wlb_titan.simulator.job import SimulatedJob
 from wlb_titan.simulator.passes import JobCost
+from wlb_titan.simulator.slices import PackSeconds
 from wlb_titan.simulator.step import Prediction, simulate
 
-PACKINGS = ("plain", "fixed_greedy", "fixed_solver", "wlb", "wlb_lazy")
+PACKINGS = ("plain", "fixed_greedy", "fixed_solver", "wlb", "wlb_lazy", "slim")
 SHARDINGS = ("per_sequence", "per_document", "adaptive", "hybrid")
 WARM_UP = 8  # steps in which queues fill
 
@@ -96,6 +97,10 @@ class Scenario:
         packing = replace(self.packing, policy=policy.packing)  # type: ignore[arg-type]
         if packing.max_length is None and policy.packing in VARIABLE_LENGTH:
             packing = replace(packing, max_length=self.longest)
+        if policy.packing == "slim" and packing.slim.tokens_in_flight is None:
+            step = self.window * -(-self.micro_batches // degrees.data)
+            limit = self.job.most_in_flight(self.window, step)
+            packing = replace(packing, slim=replace(packing.slim, tokens_in_flight=limit))
         run = self.job.run or self.micro_batches // degrees.data
         return Planner(
             self.lengths,
@@ -111,6 +116,7 @@ class Scenario:
             cost_model=self.cost_model or JobCost(self.job),
             latency=self.job.latency,
             sources=self.sources,
+            pass_seconds=PackSeconds(self.job),
         )
 
     def plans(self, policy: Policy, steps: int, *, warm_up: int = WARM_UP) -> list[Plan]:
