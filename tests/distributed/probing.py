@@ -9,6 +9,7 @@ import torch.distributed as dist
 from bases import llama
 from torch.distributed.tensor import DTensor
 
+from wlb_titan.runtime.registry import base_config
 from wlb_titan.runtime.trainer import Trainer
 
 FILE = "gradients.pt"
@@ -44,3 +45,10 @@ def config() -> ProbingTrainer.Config:
     base = llama()
     base.training.max_norm = 1e9  # as they are, not clipped
     return ProbingTrainer.Config(**{f.name: getattr(base, f.name) for f in dataclasses.fields(base)})
+
+
+def deep() -> ProbingTrainer.Config:
+    """Of four layers, for as many pipeline stages."""
+    base = config()
+    deep = base_config("llama3_debug")
+    return dataclasses.replace(base, model_spec=deep.model_spec)

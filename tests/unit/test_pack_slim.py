@@ -13,7 +13,7 @@ from wlb_titan.errors import PlanError
 from wlb_titan.packing.micropacks import Bins, micropacks, place_greedily
 from wlb_titan.packing.micropacks_milp import SolvedPlacing
 from wlb_titan.packing.slices import PrefixWork, kind
-from wlb_titan.packing.slim import by_work
+from wlb_titan.packing.slim import by_work, one_after_the_other
 from wlb_titan.pipeline.runs import PipelineRuns
 from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import DELAY, ID, LENGTH, PREFIX, START, TOTAL
@@ -154,6 +154,13 @@ def test_a_solved_packing_of_real_lengths_is_never_worse_than_the_greedy_one():
         greedy = micropacks(lengths, works, table, 6)
         solved = micropacks(lengths, works, table, 6, SolvedPlacing(1.0, 1e-3))
         assert max(levels(solved)) <= max(levels(greedy)) * 1.05  # cuts are rounded to tokens
+
+
+def test_without_a_pipeline_all_ranks_run_passes_at_the_same_places():
+    (actions,) = one_after_the_other([[7, 7, -1, -1], [8, 8, 8, -1]])
+    assert [f"{a.kind}{a.place}" for a in actions] == ["F0", "F1", "F2", "B2", "B1", "B0", "F3", "B3"]
+    (actions,) = one_after_the_other([[7, 7, 9, 9]])
+    assert [f"{a.kind}{a.place}" for a in actions] == ["F0", "F1", "B1", "B0", "F2", "F3", "B3", "B2"]
 
 
 @given(works=st.lists(st.integers(1, 50), min_size=4, max_size=30), ranks=st.integers(1, 4))

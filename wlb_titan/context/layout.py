@@ -45,23 +45,28 @@ def from_runs(owner: Ints, begin: Ints, end: Ints, lengths: Ints, ranks: int) ->
     return tuple(rows[cuts[rank] : cuts[rank + 1]] for rank in range(ranks))
 
 
-def segments(shard: Ints, lengths: Ints) -> NDArray[np.int32]:
+def segments(shard: Ints, lengths: Ints, prefix: Ints | None = None) -> NDArray[np.int32]:
     """What each run of a rank's queries sees, for `wlb_titan.kernels.varlen_attention`.
 
     Args:
         shard: int64 (m, 3), one rank's entry of a sharding.
         lengths: int64 (n,), tokens of the documents in sequence order.
+        prefix: int64 (n,), keys that lie before each document's own and that its queries see too; None for
+            none.
 
     Returns:
-        int32 (m, 4), columns q_start (within the rank), q_len, kv_start (within the sequence), kv_len.
+        int32 (m, 4), columns q_start (within the rank), q_len, kv_start (within the sequence, prefixes
+        included), kv_len.
     """
     counts = shard[:, COUNT]
-    begins = np.cumsum(lengths) - lengths
+    prefix = np.zeros_like(lengths) if prefix is None else prefix
+    keys = prefix + lengths
+    begins = np.cumsum(keys) - keys
     columns = (
         np.cumsum(counts) - counts,
         counts,
         begins[shard[:, DOCUMENT]],
-        shard[:, OFFSET] + counts,
+        prefix[shard[:, DOCUMENT]] + shard[:, OFFSET] + counts,
     )
     return np.stack(columns, axis=1).astype(np.int32)
 

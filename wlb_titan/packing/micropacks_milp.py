@@ -82,7 +82,8 @@ class SolvedPlacing:
                 highs.addRow(-infinity, work / (size - 1) - SLIVER, documents, columns[:, bin_], share)
 
         def level(placed: Ints) -> float:
-            return float(((bins.work + np.bincount(placed, works, count)) / bins.size).max()) / unit
+            levels = (bins.work + np.bincount(placed, works, count)) / bins.size
+            return float(levels.max() / unit)
 
         if greedy is not None:
             start = self._highspy.HighsSolution()

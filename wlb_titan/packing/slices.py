@@ -77,6 +77,13 @@ def slice_work(work_of: WorkOf, documents: Ints, slices: Ints | None) -> Floats:
     return result
 
 
+def cache_rows(documents: Ints, slices: Ints) -> Ints:
+    """Int64 (n, 4), of each document of a pack its key (-1 where it is whole), PREFIX, LENGTH and TOTAL."""
+    lengths, total = documents[:, LENGTH], slices[:, TOTAL]
+    key = np.where(total > lengths, sliced_document(documents, slices), -1)
+    return np.stack([key, slices[:, PREFIX], lengths, total], axis=1)
+
+
 class PrefixWork:
     """The work of a document's first tokens, and its inverse: how many tokens do so much work.
 

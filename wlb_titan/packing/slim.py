@@ -11,7 +11,7 @@ within 1 % of the shortest step: short packs lose time that the model of work do
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from wlb_titan.packing.policy import Documents, Packing, PackingPolicy
 from wlb_titan.packing.slices import MicroPack, PrefixWork, sliced_document
 from wlb_titan.pipeline.packflow import SCHEDULES, Packs, Schedule, packflow
 from wlb_titan.pipeline.schedule import PipelineShape
-from wlb_titan.plan import LENGTH, START, Flow
+from wlb_titan.plan import LENGTH, START, Action, Flow
 from wlb_titan.settings import SlimSettings
 
 Ints = NDArray[np.int64]
@@ -106,7 +106,13 @@ class Slim(PackingPolicy):
     def order(
         self, packing: Packing, forward: Floats, backward: Floats, dp_rank: int | None
     ) -> tuple[Flow, ...]:
-        assert packing.assigned is not None
+        assert packing.assigned is not None and packing.slices is not None
+        if self._pipeline.ranks == 1:
+            slices = packing.slices
+            sliced = [
+                [sliced_document(packing.packs[i], slices[i]) for i in packs] for packs in packing.assigned
+            ]
+            return (one_after_the_other(sliced),) * self._data_parallel
         return tuple(
             self._flow(packing, packs, forward, backward, self.slack).flow if dp_rank in (None, rank) else ()
             for rank, packs in enumerate(packing.assigned)
@@ -146,10 +152,9 @@ class Slim(PackingPolicy):
     def _chosen(self, arrivals: Arrivals) -> tuple[int, int]:
         """MicroPacks and slack: as set, or the fewest and least that are within `WORSE` of the best."""
         number, slack = self._settings.micropacks, self._settings.slack
-        slacks = SLACKS if slack == "auto" else (slack,)
-        if number != "auto":
-            numbers = [number]
-        else:
+        slacks: tuple[int, ...] = SLACKS if slack == "auto" else (slack,)
+        numbers = [] if number == "auto" else [number]
+        if number == "auto":
             fewest = max(self._windows, self._pipeline.stages)
             numbers = sorted({max(fewest, round(self._windows * factor)) for factor in NUMBERS})
         if len(numbers) == len(slacks) == 1:
@@ -183,6 +188,30 @@ class Slim(PackingPolicy):
 
     def _work(self, packing: Packing) -> tuple[Floats, Floats]:
         return packing.work(self._cost_model.forward), packing.work(self._cost_model.backward)
+
+
+def one_after_the_other(sliced: Sequence[Sequence[int]]) -> Flow:
+    """The order without a pipeline, one for all data-parallel ranks.
+
+    FSDP gathers in every pass and reduces in every backward pass, so that all ranks must run forward and
+    backward passes at the same places. Where the documents of one rank begin and end within those of another,
+    all of them go forward before they go backward.
+
+    Example: packs with slices of 7, 7, none, none on one rank and of 8, 8, 8, none on another run as F0 F1 F2
+    B2 B1 B0 F3 B3 on both.
+
+    Args:
+        sliced: of each rank and pack the document of which it has a slice, -1 where it has none.
+    """
+    actions: list[Action] = []
+    begin, count = 0, len(sliced[0])
+    for end in range(1, count + 1):
+        if end < count and any(rank[end - 1] == rank[end] >= 0 for rank in sliced):
+            continue
+        actions += [Action("F", 0, place) for place in range(begin, end)]
+        actions += [Action("B", 0, place) for place in reversed(range(begin, end))]
+        begin = end
+    return (tuple(actions),)
 
 
 def by_work(works: Floats, ranks: int) -> list[Ints]:

@@ -13,6 +13,7 @@ Shape suffixes: B batch (1: a micro-batch is one packed sequence), L tokens, N h
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,9 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.module import Module
 
 from wlb_titan.kernels import varlen_attention
+from wlb_titan.runtime.kv_cache import sliced_attention
+
+_layers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -33,10 +37,15 @@ class DocumentMask:
         segments: int32 (S, 4) on the CPU, as `wlb_titan.kernels.varlen_attention` takes them.
         key_order: int64 (L,) on the device: position among the gathered keys, rank by rank, of each key in
             document order. None without context parallelism, where the keys lie in document order already.
+        rows: int64 (n, 4) on the CPU, prefixes of documents in slices, as of `kv_cache`; None where documents
+            are not sliced.
+        cache: int64 () on the CPU, number of the step's `KeyValueCache`; as `rows`.
     """
 
     segments: torch.Tensor
     key_order: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+    cache: torch.Tensor | None = None
 
 
 class DocumentAttention(Module):
@@ -50,6 +59,8 @@ class DocumentAttention(Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self._groups = config.gather_groups
+        # Numbers by which slices find what earlier ones left here, of each group of heads.
+        self._layers = [torch.tensor(next(_layers), device="cpu") for _ in range(self._groups)]
         self._cp_mesh: DeviceMesh | None = None
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
@@ -81,17 +92,31 @@ class DocumentAttention(Module):
         assert q_BLNH.shape[0] == 1, f"a micro-batch is one packed sequence, got a batch of {q_BLNH.shape[0]}"
         q, k, v = q_BLNH.squeeze(0), k_BLNH.squeeze(0), v_BLNH.squeeze(0)
         if self._cp_mesh is None:
-            return varlen_attention(q, k, v, attention_masks.segments, scale=scale).unsqueeze(0)
+            return self._attend(q, k, v, attention_masks, 0, scale).unsqueeze(0)
         assert attention_masks.key_order is not None
         heads = (x.chunk(self._groups, dim=1) for x in (q, k, v))
         groups = [(q, Gather(k, v, self._cp_mesh)) for q, k, v in zip(*heads, strict=True)]
         outputs = [
-            varlen_attention(
-                q, *gather.finish(attention_masks.key_order), attention_masks.segments, scale=scale
-            )
-            for q, gather in groups
+            self._attend(q, *gather.finish(attention_masks.key_order), attention_masks, group, scale)
+            for group, (q, gather) in enumerate(groups)
         ]
         return torch.cat(outputs, dim=1).unsqueeze(0)
+
+    def _attend(
+        self,
+        q_LNH: torch.Tensor,
+        k_LNH: torch.Tensor,
+        v_LNH: torch.Tensor,
+        mask: DocumentMask,
+        group: int,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """Of one group of heads, with keys and values in document order."""
+        if mask.rows is None:
+            return varlen_attention(q_LNH, k_LNH, v_LNH, mask.segments, scale=scale)
+        assert mask.cache is not None
+        layer = self._layers[group]
+        return sliced_attention(q_LNH, k_LNH, v_LNH, mask.segments, mask.rows, mask.cache, layer, scale=scale)
 
 
 class Gather:

@@ -22,8 +22,9 @@ from wlb_titan.corpus.vocabulary import check_ids
 from wlb_titan.cost.attention_profile import AttentionShape, attention_latency
 from wlb_titan.cost.cost_model import cost_model
 from wlb_titan.cost.models import ModelShape
+from wlb_titan.packing.slices import cache_rows
 from wlb_titan.pipeline.runs import PipelineRuns
-from wlb_titan.plan import ID, LENGTH, START, MicroBatch, Plan
+from wlb_titan.plan import ID, LENGTH, START, Flow, MicroBatch, Plan
 from wlb_titan.planner import Planner
 from wlb_titan.runtime.corpus import mixture_sources, open_corpus
 from wlb_titan.runtime.inputs import Item, rank_item
@@ -43,6 +44,7 @@ class Step:
         own_labels: those in `items`.
         flops: of the model on the documents of the whole job.
         state_after: of the planner, as JSON.
+        flow: the order of this data-parallel rank's passes; None leaves it to the schedule.
     """
 
     plan: Plan
@@ -52,6 +54,7 @@ class Step:
     own_labels: int
     flops: float
     state_after: str
+    flow: Flow | None = None
 
 
 class PlannedDataLoader(BaseDataLoader):
@@ -162,6 +165,7 @@ class PlannedDataLoader(BaseDataLoader):
             own_labels=own_labels,
             flops=self.config.shape.flops(plan.document_lengths),
             state_after=self._save(),
+            flow=None if plan.order is None else plan.order[self._dp_rank],
         )
 
     def _item(self, micro_batch: MicroBatch) -> Item:
@@ -171,12 +175,16 @@ class PlannedDataLoader(BaseDataLoader):
         offset = 0
         rows = self._planner.rows_of(micro_batch.documents[:, ID])
         pieces = micro_batch.documents[:, [START, LENGTH]].tolist()
-        for row, total, (start, length) in zip(rows, self.corpus.lengths[rows], pieces, strict=True):
+        prefix = np.zeros(len(rows), dtype=np.int64) if micro_batch.prefix is None else micro_batch.prefix
+        for row, total, (start, length), before in zip(
+            rows, self.corpus.lengths[rows], pieces, prefix.tolist(), strict=True
+        ):
             read = self.corpus.tokens(row, start, min(length + 1, total - start))
             check_ids(read, self.config.shape.vocabulary, self.corpus, int(row))
             tokens[offset : offset + length] = read[:length]
-            positions[offset : offset + length] = np.arange(length)
+            positions[offset : offset + length] = np.arange(before, before + length)
             labels[offset : offset + len(read) - 1] = read[1:]
             offset += length
         lengths = micro_batch.documents[:, LENGTH]
-        return rank_item(tokens, labels, positions, lengths, micro_batch.ranks, self.context_rank)
+        cached = None if micro_batch.slices is None else cache_rows(micro_batch.documents, micro_batch.slices)
+        return rank_item(tokens, labels, positions, lengths, micro_batch.ranks, self.context_rank, cached)

@@ -27,9 +27,9 @@ def rank_imbalance(plan: Plan, latency: AttentionLatency) -> dict[str, Any]:
         "imbalance_dp": imbalance_degree([sum(w) for w in workloads]),
         "imbalance_pp": float(np.mean([imbalance_degree(w) for w in workloads])),
     }
-    divided = [(m.sharding, m.ranks) for m in plan.micro_batches if m.ranks is not None]
+    divided = [(m.sharding, m.ranks, m.prefix) for m in plan.micro_batches if m.ranks is not None]
     if divided:
-        times = [latency.seconds(ranks).sum(axis=1) for _, ranks in divided]
+        times = [latency.seconds(ranks, prefix).sum(axis=1) for _, ranks, prefix in divided]
         figures["imbalance_cp"] = float(np.mean([imbalance_degree(t) for t in times]))
-        figures["sharding"] = dict(Counter(sharding for sharding, _ in divided))
+        figures["sharding"] = dict(Counter(sharding for sharding, *_ in divided))
     return figures

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from wlb_titan import context
 from wlb_titan.runtime.attention import DocumentMask
 from wlb_titan.runtime.compile import documents_vary
+from wlb_titan.runtime.kv_cache import PREFIX
 
 Item = tuple[dict[str, torch.Tensor], torch.Tensor]
 """A micro-batch of one rank on the host: "input", "positions", "segments", "key_order"; and its labels."""
@@ -27,6 +28,7 @@ def rank_item(
     lengths: NDArray[np.int64],
     shards: context.Sharding | None,
     rank: int,
+    rows: NDArray[np.int64] | None = None,
 ) -> Item:
     """Cuts a context-parallel rank's share out of a micro-batch and makes what its attention mask needs.
 
@@ -35,21 +37,25 @@ def rank_item(
         lengths: int64 (n,), tokens of the documents, in their order; what is left of L is padding.
         shards: what each context-parallel rank holds; None without context parallelism.
         rank: context-parallel rank.
+        rows: int64 (n, 4), prefixes of documents in slices, as of `kv_cache`; None where they are whole.
 
     Returns:
-        ({"input", "positions", "segments", "key_order"}, labels): tokens, positions and labels int64
+        ({"input", "positions", "segments", "key_order", "rows"}, labels): tokens, positions and labels int64
         (1, L / ranks), segments int32 (S, 4), key_order int64 (L,) and only with context parallelism.
     """
     extra = {}
+    prefix = None if rows is None else rows[:, PREFIX]
+    if rows is not None:
+        extra["rows"] = torch.from_numpy(rows)
     if shards is None:
-        segments = context.segments(context.whole(lengths), lengths)
+        segments = context.segments(context.whole(lengths), lengths, prefix)
     else:
         order = context.sequence_positions(shards, lengths, len(tokens))
         tokens, labels, positions = tokens[order[rank]], labels[order[rank]], positions[order[rank]]
         key_order = np.empty(order.size, dtype=np.int64)
         key_order[order.ravel()] = np.arange(order.size)  # the inverse of a permutation
         extra["key_order"] = _on_host(key_order)
-        segments = context.segments(shards[rank], lengths)
+        segments = context.segments(shards[rank], lengths, prefix)
     return {
         "input": _on_host(tokens).unsqueeze(0),
         "positions": _on_host(positions).unsqueeze(0),
@@ -59,17 +65,28 @@ def rank_item(
 
 
 def to_device(
-    item: dict[str, torch.Tensor], labels: torch.Tensor, device: torch.device
+    item: dict[str, torch.Tensor],
+    labels: torch.Tensor,
+    device: torch.device,
+    cache: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Starts the copies of an item to the device.
+
+    Args:
+        item, labels: of `rank_item`.
+        device: to which.
+        cache: number of the step's `KeyValueCache`, where documents are sliced.
 
     Returns:
         inputs and labels, and what else the model takes: positions, and attention_masks, a DocumentMask.
     """
     moved = {
-        name: tensor.to(device, non_blocking=True) for name, tensor in item.items() if name != "segments"
+        name: tensor.to(device, non_blocking=True)
+        for name, tensor in item.items()
+        if name not in ("segments", "rows")
     }
-    mask = DocumentMask(documents_vary(item["segments"]), moved.get("key_order"))
+    rows = documents_vary(item["rows"]) if "rows" in item else None
+    mask = DocumentMask(documents_vary(item["segments"]), moved.get("key_order"), rows, cache)
     extra = {"positions": moved["positions"], "attention_masks": mask}
     return moved["input"], labels.to(device, non_blocking=True), extra
 
