@@ -13,12 +13,14 @@ from wlb_titan.errors import PlanError
 from wlb_titan.packing.micropacks import Bins, micropacks, place_greedily
 from wlb_titan.packing.micropacks_milp import SolvedPlacing
 from wlb_titan.packing.slices import PrefixWork, kind
-from wlb_titan.packing.slim import by_work, one_after_the_other
+from wlb_titan.packing.slim import by_work
+from wlb_titan.pipeline.graph import PipelineGraph
 from wlb_titan.pipeline.runs import PipelineRuns
 from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import DELAY, ID, LENGTH, PREFIX, START, TOTAL
 from wlb_titan.planner import Planner
 from wlb_titan.settings import PackingSettings, ShardingSettings, SlimSettings
+from wlb_titan.simulator.slices import check_slices
 
 COST = Quadratic(1.0, 40.0)
 WINDOW = 64
@@ -156,10 +158,24 @@ def test_a_solved_packing_of_real_lengths_is_never_worse_than_the_greedy_one():
         assert max(levels(solved)) <= max(levels(greedy)) * 1.05  # cuts are rounded to tokens
 
 
-def test_without_a_pipeline_all_ranks_run_passes_at_the_same_places():
-    (actions,) = one_after_the_other([[7, 7, -1, -1], [8, 8, 8, -1]])
-    assert [f"{a.kind}{a.place}" for a in actions] == ["F0", "F1", "F2", "B2", "B1", "B0", "F3", "B3"]
-    (actions,) = one_after_the_other([[7, 7, 9, 9]])
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_all_data_parallel_ranks_run_the_same_kinds_of_passes_at_the_same_places(pipeline):
+    lengths = np.random.default_rng(1).integers(2, 65, size=60)
+    job = planner(lengths, micro_batches=6, data_parallel=3, pipeline=pipeline)
+    for _ in range(3):
+        plan = job.next()
+        kinds = [[[(a.kind, a.stage) for a in rank] for rank in flow] for flow in plan.order]
+        assert kinds[0] == kinds[1] == kinds[2]
+        assert any(flow != plan.order[0] for flow in plan.order)
+        for rank, flow in enumerate(plan.order):
+            check_slices(flow, plan.of_rank(rank))
+            PipelineGraph(PipelineShape("1F1B", pipeline), 6, flow)
+
+
+def test_without_a_pipeline_a_document_goes_backward_as_soon_as_it_can():
+    slim = SlimSettings(micropacks=4)
+    plan = planner([64, 64, 5, 5], micro_batches=2, seed=None, pipeline=1, slim=slim).next()
+    (actions,) = plan.order[0]
     assert [f"{a.kind}{a.place}" for a in actions] == ["F0", "F1", "B1", "B0", "F2", "F3", "B3", "B2"]
 
 

@@ -75,7 +75,7 @@ def test_a_document_in_two_slices_by_hand():
 
 
 def oracle_memory(simulated, plan, dp_rank):
-    """Activations and cache of every pipeline rank by a walk over its passes that keeps every tensor's size."""
+    """Most bytes of the cache on every pipeline rank, by a walk that keeps every tensor's size."""
     token = TokenBytes.of(simulated.model, simulated.degrees, simulated.memory)
     micro_batches = plan.of_rank(dp_rank)
     peaks = []

@@ -26,7 +26,7 @@ from wlb_titan.packing.micropacks import Placing, micropacks, place_greedily
 from wlb_titan.packing.micropacks_milp import SolvedPlacing
 from wlb_titan.packing.policy import Documents, Packing, PackingPolicy
 from wlb_titan.packing.slices import MicroPack, PrefixWork, sliced_document
-from wlb_titan.pipeline.packflow import SCHEDULES, Packs, Schedule, packflow
+from wlb_titan.pipeline.packflow import SCHEDULES, Packs, Schedule, backward_order, forward_needed, packflow
 from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import LENGTH, START, Action, Flow
 from wlb_titan.settings import SlimSettings
@@ -106,16 +106,11 @@ class Slim(PackingPolicy):
     def order(
         self, packing: Packing, forward: Floats, backward: Floats, dp_rank: int | None
     ) -> tuple[Flow, ...]:
-        assert packing.assigned is not None and packing.slices is not None
-        if self._pipeline.ranks == 1:
-            slices = packing.slices
-            sliced = [
-                [sliced_document(packing.packs[i], slices[i]) for i in packs] for packs in packing.assigned
-            ]
-            return (one_after_the_other(sliced),) * self._data_parallel
+        assert packing.assigned is not None
+        flow = self._flow(packing, forward, backward, self.slack).flow
+        orders = [backward_order(sliced) for sliced in _sliced(packing)]
         return tuple(
-            self._flow(packing, packs, forward, backward, self.slack).flow if dp_rank in (None, rank) else ()
-            for rank, packs in enumerate(packing.assigned)
+            in_own_order(flow, order) if dp_rank in (None, rank) else () for rank, order in enumerate(orders)
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -136,18 +131,32 @@ class Slim(PackingPolicy):
         numbers = np.arange(len(packs)).reshape(self._data_parallel, count)
         return Packing(packs, slices=slices, assigned=numbers.tolist())
 
-    def _flow(
-        self, packing: Packing, packs: list[int], forward: Floats, backward: Floats, slack: int
-    ) -> Schedule:
-        assert packing.slices is not None
-        tokens = np.array([float(packing.packs[pack][:, LENGTH].sum()) for pack in packs])
-        sliced = [sliced_document(packing.packs[pack], packing.slices[pack]) for pack in packs]
-        return packflow(
-            Packs.of(forward[packs], backward[packs], tokens, sliced),
-            self._pipeline,
-            slack=slack,
-            limit=self._settings.tokens_in_flight,
+    def _flow(self, packing: Packing, forward: Floats, backward: Floats, slack: int) -> Schedule:
+        """The order of all data-parallel ranks: which kind of pass runs when, as the slowest of them needs.
+
+        FSDP's ranks meet in collectives in forward and in backward passes (all without a pipeline, those of
+        the head with one), so they have to run the same kinds of passes at the same places. Backward passes
+        are numbered here in the order in which they run, whatever packs these are on a rank.
+        """
+        ranks = np.array(packing.assigned)
+        sliced = _sliced(packing)
+        orders = np.array([backward_order(own) for own in sliced])
+        needed = np.array([forward_needed(own) for own in sliced])
+        tokens = np.array([pack[:, LENGTH].sum() for pack in packing.packs], dtype=np.float64)[ranks]
+
+        def ran(values: NDArray[Any]) -> NDArray[Any]:
+            return np.take_along_axis(values, orders, axis=1).max(axis=0)
+
+        packs = Packs(
+            forward=forward[ranks].max(axis=0),
+            backward=ran(backward[ranks]),
+            tokens=tokens.max(axis=0),
+            freed=np.take_along_axis(tokens, orders, axis=1).min(axis=0),
+            order=range(ranks.shape[1]),
+            needed=ran(needed).tolist(),
         )
+        limit = self._settings.tokens_in_flight
+        return packflow(packs, self._pipeline, slack=slack, limit=limit)
 
     def _chosen(self, arrivals: Arrivals) -> tuple[int, int]:
         """MicroPacks and slack: as set, or the fewest and least that are within `WORSE` of the best."""
@@ -177,41 +186,25 @@ class Slim(PackingPolicy):
         packing = self._pack(batch, count, place_greedily)
         assert packing.assigned is not None
         forward, backward = self._pass_seconds(packing)
-        return np.array(
-            [
-                max(
-                    self._flow(packing, packs, forward, backward, slack).seconds for packs in packing.assigned
-                )
-                for slack in slacks
-            ]
-        )
+        return np.array([self._flow(packing, forward, backward, slack).seconds for slack in slacks])
 
     def _work(self, packing: Packing) -> tuple[Floats, Floats]:
         return packing.work(self._cost_model.forward), packing.work(self._cost_model.backward)
 
 
-def one_after_the_other(sliced: Sequence[Sequence[int]]) -> Flow:
-    """The order without a pipeline, one for all data-parallel ranks.
+def in_own_order(flow: Flow, order: Sequence[int]) -> Flow:
+    """A flow whose backward passes are numbered as they run, with the packs that they are on one rank."""
+    return tuple(
+        tuple(a if a.kind == "F" else Action("B", a.stage, order[a.place]) for a in actions)
+        for actions in flow
+    )
 
-    FSDP gathers in every pass and reduces in every backward pass, so that all ranks must run forward and
-    backward passes at the same places. Where the documents of one rank begin and end within those of another,
-    all of them go forward before they go backward.
 
-    Example: packs with slices of 7, 7, none, none on one rank and of 8, 8, 8, none on another run as F0 F1 F2
-    B2 B1 B0 F3 B3 on both.
-
-    Args:
-        sliced: of each rank and pack the document of which it has a slice, -1 where it has none.
-    """
-    actions: list[Action] = []
-    begin, count = 0, len(sliced[0])
-    for end in range(1, count + 1):
-        if end < count and any(rank[end - 1] == rank[end] >= 0 for rank in sliced):
-            continue
-        actions += [Action("F", 0, place) for place in range(begin, end)]
-        actions += [Action("B", 0, place) for place in reversed(range(begin, end))]
-        begin = end
-    return (tuple(actions),)
+def _sliced(packing: Packing) -> list[list[int]]:
+    """Of each data-parallel rank's packs the document of which they have a slice, -1 where they have none."""
+    assert packing.assigned is not None and packing.slices is not None
+    slices = packing.slices
+    return [[sliced_document(packing.packs[i], slices[i]) for i in packs] for packs in packing.assigned]
 
 
 def by_work(works: Floats, ranks: int) -> list[Ints]:

@@ -13,10 +13,11 @@ other kind than the pass before. The k-th backward pass finds at most so many fo
 
     max(those that it waits for, those that the first waits for + k) + warm-up + slack
 
-where the warm-up is that of 1F1B. Nor may the tokens in flight exceed a limit; but a forward pass that the
-next backward pass waits for always runs, so that no order waits for itself. With equal packs and no slack
-this is 1F1B or Interleaved1F1B, action for action in time, whatever the slices. Times are predicted, stages
-take equal ones, and communication is free; every rank of the job finds the same order.
+where the warm-up is that of 1F1B, and just those that it waits for without a pipeline. Nor may the tokens in
+flight exceed a limit; but a forward pass that the next backward pass waits for always runs, so that no order
+waits for itself. With equal packs and no slack this is 1F1B or Interleaved1F1B, action for action in time,
+whatever the slices. Times are predicted, stages take equal ones, and communication is free; every rank of the
+job finds the same order.
 """
 
 from __future__ import annotations
@@ -186,7 +187,9 @@ class _Run:
             return np.inf
         chunk, place = self._forwards[done]
         if back < len(self._backwards) and done >= self._waits[back]:
-            if done >= max(self._waits[back], self._waits[0] + back) + self._ahead[rank]:
+            # Alone, a rank has nothing to hide, and would only hold more.
+            ahead = self._waits[0] + back if self._shape.ranks > 1 else 0
+            if done >= max(self._waits[back], ahead) + self._ahead[rank]:
                 return np.inf
             if self._live[rank] + self._tokens[place] > self._limit:
                 return np.inf

@@ -47,8 +47,8 @@ from torch.distributed.pipelining._recv_buffers import _RecvInfo as RecvInfo
 from torch.distributed.pipelining._utils import _StageMeta as StageMeta
 from torch.distributed.pipelining._utils import _TensorMeta as TensorMeta
 
-# A schedule that is given as actions, and these: what PackFlow's orders run on. Without them: torch's schedules
-# from a CSV file run such orders too.
+# A schedule that is given as actions, and these: what PackFlow's orders run on. Without them: torch's
+# schedules from a CSV file run such orders too.
 from torch.distributed.pipelining.schedules import _Action as ScheduleAction
 from torch.distributed.pipelining.schedules import _ComputationType as ComputationType
 

@@ -69,10 +69,7 @@ class KeyValueCache:
         for document, prefix, tokens, total in rows:
             end = begin + tokens
             own = k_LNH[begin:end], v_LNH[begin:end]
-            if document < 0:
-                kept = own
-            else:
-                kept = self._document(layer, document, total, own).through(prefix, own)
+            kept = own if document < 0 else self._document(layer, document, total, own).through(prefix, own)
             for part, tensor in zip(parts, kept, strict=True):
                 part.append(tensor)
             begin = end
@@ -98,11 +95,11 @@ class KeyValueCache:
             if document >= 0:
                 entry = self._documents.get((layer, document))
                 if entry is None or entry.upto != prefix + tokens:
+                    due = entry.upto if entry is not None else 0
                     raise RuntimeError(
-                        f"The backward pass of tokens {prefix} to {prefix + tokens} of document {document} in "
-                        f"layer {layer} runs where that of the tokens before "
-                        f"{entry.upto if entry else 0} is due: backward passes of slices go from a document's "
-                        "end to its begin."
+                        f"The backward pass of tokens {prefix} to {prefix + tokens} of document {document} "
+                        f"runs in layer {layer} where that of the tokens before {due} is due: backward passes "
+                        "of slices go from a document's end to its begin."
                     )
                 own = entry.taken(prefix, own)
                 if prefix == 0:

@@ -162,7 +162,7 @@ class Trainer(TorchtitanTrainer):
         ).detach()
 
     def _run_flow(self, items: list[Item], flow: Flow, labels: torch.Tensor) -> torch.Tensor:
-        """A step of MicroPacks, whose passes run in the plan's order; returns what `_forward_backward` does."""
+        """A step of MicroPacks, whose passes run in the plan's order; as `_forward_backward`."""
         self._cache = KeyValueCache()
         try:
             if self.parallel_dims.pp_enabled:
