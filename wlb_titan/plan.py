@@ -106,7 +106,8 @@ class MicroBatch:
         """int64 (k,), tokens of the documents that begin here, with their slices elsewhere."""
         if self.slices is None:
             return self.documents[:, LENGTH]
-        return self.slices[self.slices[:, PREFIX] == 0, TOTAL]
+        begins: NDArray[np.int64] = self.slices[self.slices[:, PREFIX] == 0, TOTAL]
+        return begins
 
     @property
     def slice(self) -> CachedSlice:

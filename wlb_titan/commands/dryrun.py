@@ -91,6 +91,11 @@ def dryrun(
     words = [*overrides, *_policy_words(policy)]
     resolved = load_config(file, words, world_size)
     config = resolved.config
+    if config.wlb.packing.policy == "slim":
+        raise UserError(
+            "wlb.packing.policy: a dry run has no numbers to tell slices by, and does not see what they keep "
+            "for each other; `wlb-titan simulate` predicts the memory of slim."
+        )
     # torchtitan takes seconds to import, so that is left until the file has been found good.
     from wlb_titan.runtime.memory import bound_length, longest_micro_batch, micro_batches, parallel_dims
     from wlb_titan.runtime.validation import degrees_product

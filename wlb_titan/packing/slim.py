@@ -84,7 +84,7 @@ class Slim(PackingPolicy):
         settings: SlimSettings,
         pass_seconds: PassSeconds | None = None,
     ) -> None:
-        _check(settings, pipeline)
+        check_slim(settings, pipeline)
         self._pass_seconds = pass_seconds or self._work
         self._stream, self._pipeline, self._settings = stream, pipeline, settings
         self._arrivals = Arrivals(stream, micro_batches=micro_batches)
@@ -145,7 +145,8 @@ class Slim(PackingPolicy):
         tokens = np.array([pack[:, LENGTH].sum() for pack in packing.packs], dtype=np.float64)[ranks]
 
         def ran(values: NDArray[Any]) -> NDArray[Any]:
-            return np.take_along_axis(values, orders, axis=1).max(axis=0)
+            most: NDArray[Any] = np.take_along_axis(values, orders, axis=1).max(axis=0)
+            return most
 
         packs = Packs(
             forward=forward[ranks].max(axis=0),
@@ -172,12 +173,12 @@ class Slim(PackingPolicy):
         found: dict[tuple[int, int], float] = {}
         for count in numbers:
             try:
-                seconds = sum(self._seconds(batch, count, slacks) for batch in batches)
+                seconds = np.sum([self._seconds(batch, count, slacks) for batch in batches], axis=0)
             except PlanError:  # the documents have too few tokens for so many
                 if not found:
                     raise
                 break
-            found |= {(count, slack): float(of) for slack, of in zip(slacks, seconds, strict=True)}
+            found |= {(count, slack): float(seconds[i]) for i, slack in enumerate(slacks)}
         shortest = min(found.values())
         return next(choice for choice, seconds in found.items() if seconds <= WORSE * shortest)
 
@@ -235,7 +236,13 @@ def _rows(documents: Documents, pack: MicroPack) -> tuple[Documents, Ints]:
     return rows, slices
 
 
-def _check(settings: SlimSettings, pipeline: PipelineShape) -> None:
+def check_slim(settings: SlimSettings, pipeline: PipelineShape) -> None:
+    """Checks what can be checked without documents.
+
+    Raises:
+        PlanError: the schedule cannot run slices, there are fewer MicroPacks than stages, or a number is out
+            of range.
+    """
     if pipeline.ranks > 1 and pipeline.schedule not in SCHEDULES:
         raise PlanError(
             f"Slices go through a pipeline under {' and '.join(SCHEDULES)}, and the schedule is "

@@ -98,8 +98,8 @@ class KeyValueCache:
                     due = entry.upto if entry is not None else 0
                     raise RuntimeError(
                         f"The backward pass of tokens {prefix} to {prefix + tokens} of document {document} "
-                        f"runs in layer {layer} where that of the tokens before {due} is due: backward passes "
-                        "of slices go from a document's end to its begin."
+                        f"runs in layer {layer} where that of the tokens before {due} is due: backward "
+                        "passes of slices go from a document's end to its begin."
                     )
                 own = entry.taken(prefix, own)
                 if prefix == 0:

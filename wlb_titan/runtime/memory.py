@@ -16,6 +16,7 @@ from torchtitan.models.common import CosSinRoPE
 
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.errors import PlanError, UserError
+from wlb_titan.memory.in_flight import most_in_flight, one_document
 from wlb_titan.memory.peak import (
     GIB,
     LONGEST,
@@ -25,6 +26,7 @@ from wlb_titan.memory.peak import (
     pipeline_memory,
 )
 from wlb_titan.packing import VARIABLE_LENGTH
+from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.runtime.lengths import length_divisor
 from wlb_titan.runtime.pipeline_schedules import pipeline_shape, stage_names
 from wlb_titan.runtime.shape import has_experts, model_shape
@@ -34,9 +36,11 @@ if TYPE_CHECKING:
 
 
 def predicted_memory(
-    config: Trainer.Config, dims: ParallelDims, lengths: Sequence[int]
+    config: Trainer.Config, dims: ParallelDims, lengths: Sequence[int] | int
 ) -> tuple[RankMemory, ...] | None:
     """The peak of each pipeline rank with micro-batches of these lengths; None where it is not known.
+
+    A single number is the length of a document in slices, all of which are in flight together.
 
     Not known are models with experts, and schedules whose order of passes the planner does not know.
     """
@@ -50,6 +54,10 @@ def predicted_memory(
         schedule, chunks = shape.schedule, shape.chunks
         names = stage_names(config.parallelism, model)
         layers = [sum(name.startswith("layers.") for name in stage) for stage in names]
+    flow, slices, run = None, None, config.training.local_batch_size if dims.pp_enabled else None
+    if isinstance(lengths, int):
+        lengths, flow, slices = one_document(lengths, PipelineShape(schedule, dims.pp, chunks))
+        run = None
     try:
         return pipeline_memory(
             model_shape(model),
@@ -63,9 +71,11 @@ def predicted_memory(
             lengths,
             schedule=schedule,
             chunks=chunks,
-            run=config.training.local_batch_size if dims.pp_enabled else None,
+            run=run,
             settings=memory_settings(config),
             layers=layers,
+            flow=flow,
+            slices=slices,
         )
     except PlanError:
         return None
@@ -82,6 +92,8 @@ def check_memory(config: Trainer.Config, dims: ParallelDims, device_bytes: int) 
     Raises:
         UserError: with the arithmetic of the pipeline rank that needs most.
     """
+    if config.wlb.packing.policy == "slim":
+        return  # `bound_length` does, with slices
     ranks = predicted_memory(config, dims, [config.training.seq_len] * micro_batches(config, dims))
     if ranks is None:
         return
@@ -97,23 +109,35 @@ def check_memory(config: Trainer.Config, dims: ParallelDims, device_bytes: int) 
 
 def describe_memory(config: Trainer.Config, dims: ParallelDims) -> list[str]:
     """A line on each pipeline rank's predicted peak, with micro-batches as long as they may become."""
-    length = longest_micro_batch(config)
-    ranks = predicted_memory(config, dims, [length] * micro_batches(config, dims))
+    length, what = longest_micro_batch(config), "micro-batches of {} tokens"
+    lengths: list[int] | int = [length] * micro_batches(config, dims)
+    if config.wlb.packing.policy == "slim":
+        length = lengths = config.wlb.packing.slim.tokens_in_flight or config.training.seq_len
+        what = "{} tokens of one document in flight"
+    ranks = predicted_memory(config, dims, lengths)
     if ranks is None:
         assert config.model_spec is not None
         experts = has_experts(config.model_spec.model)
-        what = "a model with experts" if experts else config.parallelism.pipeline_parallel_schedule
-        return [f"Memory of {what} is not predicted; `wlb-titan dryrun` traces it"]
-    return [f"Predicted peak memory, micro-batches of {length} tokens: {_one_line(rank)}" for rank in ranks]
+        name = "a model with experts" if experts else config.parallelism.pipeline_parallel_schedule
+        return [f"Memory of {name} is not predicted; `wlb-titan dryrun` traces it"]
+    return [f"Predicted peak memory, {what.format(length)}: {_one_line(rank)}" for rank in ranks]
 
 
 def bound_length(config: Trainer.Config, dims: ParallelDims, device_bytes: float) -> None:
     """Sets the default of `wlb.packing.max_length`: the longest that is predicted to fit, up to two windows.
 
     Every rank has to come to the same bound, so of `device_bytes` whole GiB count: devices of one kind differ
-    by less. Nothing changes where the policy needs no bound, or the user has set one.
+    by less. Nothing changes where the policy needs no bound, or the user has set one. Of `slim` it is
+    `tokens_in_flight`.
+
+    Raises:
+        UserError: of `slim`, where not even one document of the window fits.
     """
     packing, window = config.wlb.packing, config.training.seq_len
+    if packing.policy == "slim" and packing.slim.tokens_in_flight is None:
+        if predicted_memory(config, dims, window) is not None:
+            packing.slim.tokens_in_flight = _tokens_in_flight(config, dims, device_bytes // GIB * GIB)
+        return
     if packing.policy not in VARIABLE_LENGTH or packing.max_length is not None:
         return
     n = micro_batches(config, dims)
@@ -124,6 +148,17 @@ def bound_length(config: Trainer.Config, dims: ParallelDims, device_bytes: float
     whole = device_bytes // GIB * GIB
     # Where not even windows are predicted to fit, `check_memory` has refused the job or nothing is known.
     packing.max_length = longest_that_fits(memory, window, length_divisor(config), whole) or window
+
+
+def _tokens_in_flight(config: Trainer.Config, dims: ParallelDims, device_bytes: float) -> int:
+    def memory(tokens: int) -> tuple[RankMemory, ...]:
+        return predicted_memory(config, dims, tokens) or ()
+
+    window = config.training.seq_len
+    try:
+        return most_in_flight(memory, window, window * micro_batches(config, dims), device_bytes)
+    except PlanError as error:
+        raise UserError(f"training.seq_len: {error}") from error
 
 
 def longest_micro_batch(config: Trainer.Config) -> int:

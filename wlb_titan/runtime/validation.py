@@ -16,7 +16,9 @@ from wlb_titan.config.classes import full_name
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.vocabulary import check_sample
 from wlb_titan.errors import PlanError, UserError
+from wlb_titan.packing.slim import check_slim
 from wlb_titan.pipeline.runs import check_order
+from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.runtime.adoption import WHAT_TO_DO, unsupported
 from wlb_titan.runtime.corpus import mixture_sources, open_corpus
 from wlb_titan.runtime.lengths import length_divisor
@@ -26,6 +28,7 @@ from wlb_titan.runtime.pipeline_schedules import (
     canonical_name,
     check_micro_batches,
     check_schedule,
+    pipeline_shape,
     stage_names,
 )
 from wlb_titan.runtime.shape import model_shape
@@ -61,6 +64,7 @@ def validate(config: Trainer.Config, world_size: int | None) -> None:
     _check_model(config)
     _check_gather(config)
     _check_pipeline(config, dims)
+    _check_slim(config, dims)
 
 
 def validate_files(config: Trainer.Config) -> None:
@@ -277,3 +281,16 @@ def _check_pipeline(config: Trainer.Config, dims: ParallelDims) -> None:
         check_order(config.wlb.pipeline.order, canonical_name(config.parallelism.pipeline_parallel_schedule))
     except PlanError as error:
         raise UserError(f"wlb.pipeline.order: {error}") from error
+
+
+def _check_slim(config: Trainer.Config, dims: ParallelDims) -> None:
+    if config.wlb.packing.policy != "slim":
+        return
+    assert config.model_spec is not None
+    shape = PipelineShape("1F1B", 1)
+    if dims.pp_enabled:
+        shape = pipeline_shape(config.parallelism, config.model_spec.model)
+    try:
+        check_slim(config.wlb.packing.slim, shape)
+    except PlanError as error:
+        raise UserError(f"wlb.packing.slim: {error}") from error
