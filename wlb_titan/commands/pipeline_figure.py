@@ -13,8 +13,9 @@ import numpy as np
 
 from wlb_titan.commands.plan_figures import FAINT, STYLE, plt, svg
 from wlb_titan.commands.plan_job import Job
+from wlb_titan.packing.slices import slice_work
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
-from wlb_titan.plan import LENGTH, MicroBatch
+from wlb_titan.plan import Flow, MicroBatch
 from wlb_titan.timeline import Slice
 
 STEP_SHOWN = 10  # queues have filled
@@ -38,19 +39,30 @@ def planned_timelines(job: Job, policies: Sequence[str], steps: int) -> dict[str
         planner = variant.planner(policy)
         for _ in range(min(steps, STEP_SHOWN)):
             plan = planner.next()
-        timelines[name] = pipeline_slices(name, plan.of_rank(0)[: job.pipeline.micro_batches], job)
+        run = plan.of_rank(0) if plan.order else plan.of_rank(0)[: job.pipeline.micro_batches]
+        timelines[name] = pipeline_slices(name, run, job, plan.order[0] if plan.order else None)
     return timelines
 
 
-def pipeline_slices(process: str, run: Sequence[MicroBatch], job: Job) -> list[Slice]:
-    """Every pass of the micro-batches, a track for each rank, times in the cost model's unit."""
+def pipeline_slices(
+    process: str, run: Sequence[MicroBatch], job: Job, flow: Flow | None = None
+) -> list[Slice]:
+    """Every pass of the micro-batches, a track for each rank, times in the cost model's unit.
+
+    Args:
+        process: of the slices.
+        run: the micro-batches that go through the pipeline together.
+        job: of which they are.
+        flow: the order of their passes; None is the schedule's own.
+    """
     runs = job.pipeline
     assert runs is not None
-    lengths = [m.documents[:, LENGTH] for m in run]
-    forward = np.array([job.cost_model.forward(d).sum() for d in lengths])
-    backward = np.array([job.cost_model.backward(d).sum() for d in lengths])
+    forward, backward = (
+        np.array([slice_work(work, m.documents, m.slices).sum() for m in run])
+        for work in (job.cost_model.forward, job.cost_model.backward)
+    )
     times = PassTimes.equal_stages(forward[:, None], backward[:, None], runs.shape)
-    graph = PipelineGraph(runs.shape, len(run))
+    graph = PipelineGraph(runs.shape, len(run), flow)
     slices = []
     for action, end in zip(graph.actions, graph.ends(times)[:, 0].tolist(), strict=True):
         seconds = float(times.of(action)[0])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from wlb_titan.planner import Planner
     from wlb_titan.summary import Summary
 
-POLICIES = ("plain", "fixed_greedy", "fixed_solver", "wlb", "wlb_lazy")
+POLICIES = ("plain", "fixed_greedy", "fixed_solver", "wlb", "wlb_lazy", "slim")
 TABLE_WIDTH = 96  # also where no terminal tells its own
 SHARDINGS = ("per_sequence", "per_document", "adaptive", "hybrid")
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
