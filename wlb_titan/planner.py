@@ -22,6 +22,7 @@ from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing import assignment, create_policy
 from wlb_titan.packing.fixed import Improve
+from wlb_titan.packing.micropacks import Solved
 from wlb_titan.packing.policy import Documents
 from wlb_titan.packing.slim import PassSeconds
 from wlb_titan.pipeline.runs import PipelineRuns
@@ -53,6 +54,7 @@ class Planner:
         improve: the solver of `fixed_solver`; None solves here.
         sources: what the rows belong to, and their shares; none is one source of all.
         pass_seconds: predicts how long packs take, where `slim` chooses their number; None takes their work.
+        place: the solver of `slim`; None solves here.
 
     Raises:
         PlanError: the settings do not fit each other or the corpus.
@@ -77,6 +79,7 @@ class Planner:
         improve: Improve | None = None,
         sources: Sequence[Source] = (),
         pass_seconds: PassSeconds | None = None,
+        place: Solved | None = None,
     ) -> None:
         if micro_batches < 1 or micro_batches % data_parallel:
             raise PlanError(
@@ -104,6 +107,7 @@ class Planner:
             data_parallel=data_parallel,
             pipeline=pipeline.shape if pipeline else None,
             pass_seconds=pass_seconds,
+            place=place,
         )
         if self._policy.fixed_length and window % divisor:
             raise PlanError(

@@ -32,7 +32,10 @@ TWO = {
     "pp2": (*layout(pp=2), *slim(9), *checkpointing("none")),
     "pp2_compiled": (*layout(pp=2), *slim(8), *COMPILED),
     "pp2_interleaved": (*layout(pp=2), *slim(8, "Interleaved1F1B"), *checkpointing("FullAC")),
-    "dp2": (*layout(dp=2), *slim(5), *checkpointing("FullAC")),
+    "dp2": (
+        *(*layout(dp=2), *slim(5), *checkpointing("FullAC")),
+        *("--wlb.packing.slim.solver", "milp", "--wlb.packing.slim.time_limit", "0.2"),
+    ),
     "cp2_groups": (*layout(cp=2), *slim(7), "--wlb.sharding.gather_groups", "2", *checkpointing("none")),
 }
 FOUR = {

@@ -11,6 +11,7 @@ from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing import thresholds
 from wlb_titan.packing.fixed import Fixed, Improve
+from wlb_titan.packing.micropacks import Solved
 from wlb_titan.packing.plain import Plain
 from wlb_titan.packing.policy import PackingPolicy
 from wlb_titan.packing.slim import PassSeconds, Slim
@@ -36,6 +37,7 @@ def create_policy(
     data_parallel: int = 1,
     pipeline: PipelineShape | None = None,
     pass_seconds: PassSeconds | None = None,
+    place: Solved | None = None,
 ) -> PackingPolicy:
     """The policy that `settings.policy` names, reading from `stream`.
 
@@ -48,7 +50,7 @@ def create_policy(
         improve: the solver of `fixed_solver`; None is a `Solver` of its own.
         data_parallel: degree, which `slim` packs for.
         pipeline: which `slim` packs for; None without one.
-        pass_seconds: as of `Slim`.
+        pass_seconds, place: as of `Slim`.
 
     Raises:
         PlanError: a setting is wrong, or does not fit the window.
@@ -70,6 +72,7 @@ def create_policy(
             pipeline=pipeline or PipelineShape("1F1B", 1),
             settings=settings.slim,
             pass_seconds=pass_seconds,
+            place=place,
         )
     max_length = _max_length(settings, stream.window, divisor)
     if settings.policy == "wlb":

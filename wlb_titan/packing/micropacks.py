@@ -70,6 +70,20 @@ class Placing(Protocol):
         ...
 
 
+class Solved(Placing, Protocol):
+    """A placing by a solver.
+
+    Attributes:
+        gap: largest relative distance between a solution and what was proved, of all placings since `forget`.
+    """
+
+    gap: float
+
+    def forget(self) -> None:
+        """Begins to look for the largest gap anew."""
+        ...
+
+
 def micropacks(
     lengths: Ints, works: Floats, prefix_work: PrefixWork, count: int, place: Placing | None = None
 ) -> list[MicroPack]:

@@ -22,7 +22,7 @@ from wlb_titan.cost.workload import CostModel, workload
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.arrivals import Arrivals, delayed
-from wlb_titan.packing.micropacks import Placing, micropacks, place_greedily
+from wlb_titan.packing.micropacks import Placing, Solved, micropacks, place_greedily
 from wlb_titan.packing.micropacks_milp import SolvedPlacing
 from wlb_titan.packing.policy import Documents, Packing, PackingPolicy
 from wlb_titan.packing.slices import MicroPack, PrefixWork, sliced_document
@@ -60,6 +60,7 @@ class Slim(PackingPolicy):
         settings: [wlb.packing.slim].
         pass_seconds: predicts how long packs take, for `auto`; None takes their work, to which short packs
             lose nothing.
+        place: the solver of `solver = "milp"`; None is a `SolvedPlacing` of its own.
 
     Attributes:
         micropacks: M.
@@ -83,6 +84,7 @@ class Slim(PackingPolicy):
         pipeline: PipelineShape,
         settings: SlimSettings,
         pass_seconds: PassSeconds | None = None,
+        place: Solved | None = None,
     ) -> None:
         check_slim(settings, pipeline)
         self._pass_seconds = pass_seconds or self._work
@@ -92,7 +94,9 @@ class Slim(PackingPolicy):
         self._data_parallel = data_parallel
         self._cost_model = cost_model
         self._prefix_work = PrefixWork(cost_model, stream.window, grain)
-        self._solved = SolvedPlacing(settings.time_limit, settings.gap) if settings.solver == "milp" else None
+        self._solved: Solved | None = None
+        if settings.solver == "milp":
+            self._solved = place or SolvedPlacing(settings.time_limit, settings.gap)
         self.micropacks, self.slack = self._chosen(Arrivals(stream.anew(), micro_batches=micro_batches))
 
     def next(self) -> Packing:

@@ -28,7 +28,7 @@ from wlb_titan.plan import ID, LENGTH, START, Flow, MicroBatch, Plan
 from wlb_titan.planner import Planner
 from wlb_titan.runtime.corpus import mixture_sources, open_corpus
 from wlb_titan.runtime.inputs import Item, rank_item
-from wlb_titan.runtime.shared_solver import SharedSolver
+from wlb_titan.runtime.shared_solver import SharedSolver, shared_placing
 from wlb_titan.settings import PackingSettings, ShardingSettings
 
 
@@ -122,6 +122,7 @@ class PlannedDataLoader(BaseDataLoader):
             fingerprint=self.corpus.fingerprint,
             sources=mixture_sources(config.corpus, self.corpus),
             improve=SharedSolver(config.packing) if config.packing.policy == "fixed_solver" else None,
+            place=shared_placing(config.packing),
         )
         self._state = self._save()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="planner")

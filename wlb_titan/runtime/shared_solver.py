@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from wlb_titan.packing.micropacks import Bins
+from wlb_titan.packing.micropacks_milp import SolvedPlacing
 from wlb_titan.packing.solver import Solver
-from wlb_titan.settings import PackingSettings
+from wlb_titan.settings import PackingSettings, SlimSettings
 
 
 class SharedSolver:
@@ -39,3 +41,41 @@ class SharedSolver:
         answer = torch.from_numpy(np.append(assigned.astype(np.float64), gap))
         dist.broadcast(answer, src=0, group=self._group)
         return answer[:-1].numpy().astype(np.int64), float(answer[-1])
+
+
+class SharedPlacing:
+    """`SolvedPlacing` on rank 0, its answers everywhere. To be made and called as `SharedSolver`.
+
+    Args:
+        settings: time limit and gap.
+
+    Attributes:
+        gap: as of `SolvedPlacing`.
+
+    Raises:
+        PlanError: a limit is not positive, or highspy is not installed.
+    """
+
+    def __init__(self, settings: SlimSettings) -> None:
+        self._solver = SolvedPlacing(settings.time_limit, settings.gap)
+        self._group = dist.new_group(backend="gloo")
+        self.gap = 0.0
+
+    def forget(self) -> None:
+        self._solver.forget()
+        self.gap = 0.0
+
+    def __call__(self, bins: Bins, works: NDArray[np.float64]) -> NDArray[np.int64] | None:
+        placed = self._solver(bins, works) if dist.get_rank() == 0 else None
+        found = placed is not None
+        rows = placed if placed is not None else np.zeros(len(works))
+        answer = torch.from_numpy(np.append(rows.astype(np.float64), [found, self._solver.gap]))
+        dist.broadcast(answer, src=0, group=self._group)
+        self.gap = float(answer[-1])
+        return answer[:-2].numpy().astype(np.int64) if answer[-2] else None
+
+
+def shared_placing(settings: PackingSettings) -> SharedPlacing | None:
+    """What `slim` places documents by under `solver = "milp"`; None otherwise."""
+    asked = settings.policy == "slim" and settings.slim.solver == "milp"
+    return SharedPlacing(settings.slim) if asked else None
