@@ -3,6 +3,9 @@
 The reference packs whole documents: one MicroPack has the whole step.
 """
 
+import json
+from collections import Counter
+
 import pytest
 import torch
 from conftest import layout
@@ -91,3 +94,29 @@ def test_documents_were_sliced(runs):
     for name in RUNS:
         lengths = [record["longest_micro_batch"] for record in experiments[name].metrics()]
         assert all(mine < 0.75 * whole for mine, whole in zip(lengths, longest, strict=True)), name
+
+
+def test_a_run_goes_on_where_its_checkpoint_was(lab, runs):
+    one, _ = runs
+    start = one.overrides[-2:]
+    kept = ("--checkpoint.interval", "2", "--training.steps", "4")
+    whole = lab.experiment("slim_whole", *COMMON, *TWO["pp2"], *start, *kept)
+    lab.run(2, [whole])
+    step_2 = str(whole.folder / "checkpoint" / "step-2")
+    again = lab.experiment(
+        *("slim_again", *COMMON, *TWO["pp2"], *kept),
+        *("--checkpoint.initial_load_path", step_2, "--checkpoint.initial_load_model_only", "false"),
+    )
+    lab.run(2, [again])
+    assert [record["step"] for record in again.metrics()] == [3, 4]
+    assert again.losses() == whole.losses()[2:]
+    assert whole.losses()[:2] == pytest.approx(one.losses(), rel=1e-5)
+
+
+def test_a_trace_has_every_pass(runs):
+    _, experiments = runs
+    run = experiments["pp4"]
+    trace = json.loads((run.folder / "traces" / "step-2.json").read_text())["traceEvents"]
+    passes = Counter(e["name"] for e in trace if e["ph"] == "X")
+    assert passes == {f"{kind}{i}": 1 if kind == "L" else 4 for kind in "FLB" for i in range(11)}
+    assert 0 < run.metrics()[1]["bubble"] < 1
