@@ -1,5 +1,4 @@
-"""From the documents of one data-parallel rank to M MicroPacks of equal work (SlimPack, section 4.1.1, phase
-2).
+"""From the documents of one data-parallel rank to M MicroPacks of equal work (SlimPack, 4.1.1, phase 2).
 
 A document of more work than a pack's target T = total / M is cut into k = ceil(work / T) slices, each of
 which leads a pack of its own: slim packs, and a mix of the last slice and whole short documents. What is left
@@ -14,8 +13,7 @@ machines of different speeds). The rest of a pack never holds the begin of anoth
 backward passes would be chained, and both would be in memory.
 
 Example: documents of work 9, 2, 2, 1 and M = 4: T = 3.5, the first is cut in 3, the others fill one pack and
-the
-mix: levels (9 + 2) / 3 and 3 / 1, packs of 3.67, 3.67, 1.67 + 2 and 2 + 1.
+the mix: levels (9 + 2) / 3 and 3 / 1, packs of 3.67, 3.67, 1.67 + 2 and 2 + 1.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""`slim`: long documents in slices, so that packs are many and alike and nothing waits (SlimPack, section
-4.1).
+"""`slim`: long documents in slices, so that packs are many and alike and nothing waits (SlimPack, 4.1).
 
 Documents arrive a global batch at a time, whole and in pieces of at most a context window. Phase 1 gives each
 data-parallel rank documents of nearly the same work, phase 2 makes them into M MicroPacks (`micropacks.py`),
@@ -140,7 +139,8 @@ class Slim(PackingPolicy):
 
         FSDP's ranks meet in collectives in forward and in backward passes (all without a pipeline, those of
         the head with one), so they have to run the same kinds of passes at the same places. Backward passes
-        are numbered here in the order in which they run, whatever packs these are on a rank.
+        are numbered here in the order in which they run, whatever packs these are on a rank. Tokens in flight
+        are the mean over the ranks.
         """
         ranks = np.array(packing.assigned)
         sliced = _sliced(packing)
@@ -155,8 +155,8 @@ class Slim(PackingPolicy):
         packs = Packs(
             forward=forward[ranks].max(axis=0),
             backward=ran(backward[ranks]),
-            tokens=tokens.max(axis=0),
-            freed=np.take_along_axis(tokens, orders, axis=1).min(axis=0),
+            tokens=tokens.mean(axis=0),
+            freed=np.take_along_axis(tokens, orders, axis=1).mean(axis=0),
             order=range(ranks.shape[1]),
             needed=ran(needed).tolist(),
         )
