@@ -60,7 +60,7 @@ def _resolve(
     world_size = nodes * processes_per_node
     resolved = load_config(config, overrides, world_size=world_size or None)
     if corpus_is_here:
-        resolved.check(validate_files)
+        resolved.check(lambda config: validate_files(config, world_size or None))
     if not world_size:
         world_size = degrees_product(resolved.config)
         if world_size % nodes != 0:

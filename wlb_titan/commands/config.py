@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from wlb_titan.commands.console import warnings_once
 from wlb_titan.config import Resolved, load_config
 
 # Options that click does not know are overrides of the configuration, so they are passed through.
@@ -43,7 +44,8 @@ def check(file: Path, overrides: tuple[str, ...], world_size: int | None) -> Non
 
     from wlb_titan.runtime.validation import validate_files
 
-    resolved.check(validate_files)
+    with warnings_once():
+        resolved.check(lambda config: validate_files(config, world_size))
     click.echo(f"OK {file}: {summary(resolved.config, world_size)}")
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from wlb_titan.config.blame import blame
 from wlb_titan.config.build import Builder, Entry, Rejection, dotted
 from wlb_titan.config.errors import ConfigError
+from wlb_titan.config.ranges import check_ranges, described_ranges
 from wlb_titan.config.sources import read_sources
 from wlb_titan.config.values import shown, to_text
 from wlb_titan.config.writing import document
@@ -40,6 +41,8 @@ class Resolved:
     """The base's name as an entry of its own."""
     entries: tuple[Entry, ...]
     """All values, in the order of the dataclasses' fields."""
+    ranges: Mapping[str, str] = field(default_factory=dict)
+    """Dotted key -> which numbers it may hold, in words."""
 
     @property
     def provenance(self) -> dict[str, str]:
@@ -55,13 +58,14 @@ class Resolved:
         """
         unchanged = f"base {self.base.value}"
         kept = [entry for entry in self.entries if not (changed_only and entry.source == unchanged)]
-        return document([self.base, *kept])
+        return document([self.base, *kept], self.ranges)
 
     def check(self, rule: Callable[[Any], None]) -> None:
         """Apply a rule to the whole configuration.
 
         Args:
-            rule: takes the configuration; raises UserError, best as `key.path: reason`, if it is broken.
+            rule: takes the configuration; raises UserError if it is broken, as `key.path: reason` or with a
+                `setting`.
 
         Raises:
             ConfigError: the rule's error, with the values it speaks of and where they were written.
@@ -73,6 +77,11 @@ class Resolved:
 
     def _placed(self, error: UserError) -> str:
         key, _, reason = str(error).partition(": ")
+        if error.setting:
+            ends = (dotted(entry.path) for entry in self.entries)
+            wanted = f".{error.setting}"
+            key = next((path for path in ends if f".{path}".endswith(wanted)), error.setting)
+            reason = str(error)
         file = self.base.source
         for entry in self.entries:
             if dotted(entry.path) == key:
@@ -86,7 +95,8 @@ class Resolved:
             for entry in self.entries
             if dotted(entry.path).startswith(f"{key}.") and not entry.source.startswith(INHERITED)
         ]
-        return f"{file}: {error}" + (f" Written are {', '.join(written)}." if written else "")
+        message = f"{key}: {error}" if error.setting else str(error)
+        return f"{file}: {message}" + (f" Written are {', '.join(written)}." if written else "")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int | None = None) -> Resolved:
@@ -113,8 +123,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int
 
     # The runtime takes seconds to import, so that is left until the files have been read without a mistake.
     resolved = resolve(path, overrides, base_config)
+    from wlb_titan.runtime.ranges import RANGES
+
+    resolved.check(lambda config: check_ranges(config, RANGES, LOCKED))
     resolved.check(validate)
-    return resolved
+    return replace(resolved, ranges=described_ranges(resolved.config, RANGES, LOCKED))
 
 
 def resolve(path: str | Path, overrides: Sequence[str], base_config: Callable[[str], Any]) -> Resolved:

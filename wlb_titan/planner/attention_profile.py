@@ -210,7 +210,10 @@ def attention_latency(profile: str, shape: AttentionShape) -> AttentionLatency:
     """
     if not profile:
         return hopper(shape.head_dim, shape.heads)
-    return Profile.load(Path(profile)).latency(shape)
+    try:
+        return Profile.load(Path(profile)).latency(shape)
+    except PlanError as error:
+        raise PlanError(str(error), setting="sharding.profile") from error
 
 
 def _given(wanted: dict[str, Any], last: str) -> str:

@@ -56,25 +56,28 @@ def cost_model(
     """What `[wlb.packing] cost_model` or `--cost-model` names.
 
     Args:
-        text: `analytic`, `quadratic:A,B`, or the path of a profile. Where the profile does not exist or is of
-            another kind of attention, this warns and takes `analytic`.
+        text: `analytic`, `quadratic:A,B`, or the path of a profile. Where the profile is of another kind of
+            attention, this warns and takes `analytic`.
         shape: the model.
         tensor_parallel, context_parallel: degrees.
         dtype: of queries and keys, as torch names it.
         device: for `analytic` and for W_l; None takes a GPU of the paper's cluster.
 
     Raises:
-        PlanError: `quadratic:` is malformed, or the profile is damaged or of another schema.
+        PlanError: `quadratic:` is malformed, or the profile is missing, damaged or of another schema.
     """
     if text.startswith("quadratic:"):
         return _quadratic(text)
     analytic = Analytic(shape, device, tensor_parallel=tensor_parallel, context_parallel=context_parallel)
     if text == "analytic":
         return analytic
-    if not Path(text).is_file():
-        _warn(f"There is no profile {text}.")
-        return analytic
-    profile = Profile.load(Path(text))
+    try:
+        profile = Profile.load(Path(text))
+    except PlanError as error:
+        raise PlanError(
+            f"{error} A cost model is `analytic`, quadratic:A,B or the path of a profile.",
+            setting="packing.cost_model",
+        ) from error
     attention = AttentionShape.of(shape, tensor_parallel, dtype)
     try:
         latency = profile.latency(attention)
@@ -90,7 +93,8 @@ def _quadratic(text: str) -> Quadratic:
     except ValueError:
         raise PlanError(
             f"The cost model {text!r} is malformed; write quadratic:A,B with two numbers, such as "
-            "quadratic:0.9e6,4e10 for work of 0.9e6 d^2 + 4e10 d."
+            "quadratic:0.9e6,4e10 for work of 0.9e6 d^2 + 4e10 d.",
+            setting="packing.cost_model",
         ) from None
     return Quadratic(a, b)
 

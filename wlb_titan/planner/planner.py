@@ -90,7 +90,8 @@ class Planner:
         if self._stream.documents < micro_batches:
             raise PlanError(
                 f"The corpus has {self._stream.documents} documents, fewer than the {micro_batches} "
-                "micro-batches of one step. Use a larger corpus or fewer micro-batches."
+                "micro-batches of one step. Use a larger corpus or fewer micro-batches.",
+                setting="corpus.path",
             )
         self._policy = create_policy(
             packing,
@@ -104,7 +105,8 @@ class Planner:
             raise PlanError(
                 f"Policy {packing.policy!r} makes micro-batches of exactly the context window, {window} "
                 f"tokens, but they must be a multiple of {divisor} to be shared by context- and "
-                "tensor-parallel ranks."
+                "tensor-parallel ranks.",
+                setting="training.seq_len",
             )
         self._micro_batches = micro_batches
         self._data_parallel = data_parallel

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Interval, MinLen
+
+MOST_TOKENS = 1 << 27
+"""Of a context window or micro-batch: beyond what any device holds, and what plans in seconds."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -22,42 +27,42 @@ class PackingSettings:
     """Of `plain`: what happens to the rest of a document that a window's end cuts. `carry` makes it the next
     window's first document, `drop` leaves it out, as in the paper, and counts the tokens lost."""
 
-    cost_model: str = "analytic"
+    cost_model: Annotated[str, MinLen(1)] = "analytic"
     """What a document's work is predicted from: `analytic` (the model's shape and the parallel degrees),
     `quadratic:A,B` (A d^2 + B d for a document of d tokens) or a profile, the path of a JSON file."""
 
-    window: int = 1
+    window: Annotated[int, Interval(ge=1, le=4096)] = 1
     """Of `fixed_greedy` and `fixed_solver`: global batches that are packed together. More of them balance
     better and mix the order of the documents more."""
 
-    time_limit: float = 10.0
+    time_limit: Annotated[float, Interval(gt=0, le=86400)] = 10.0
     """Of `fixed_solver`: seconds that the solver may take for the documents of one window. A solver that is
     stopped by the clock finds something else the next time, so a run cannot be repeated exactly."""
 
-    gap: float = 0.001
+    gap: Annotated[float, Interval(ge=0, lt=1)] = 0.001
     """Of `fixed_solver`: relative gap between solution and bound at which the solver stops."""
 
-    max_length: int | None = None
+    max_length: Annotated[int, Interval(ge=2, le=2 * MOST_TOKENS)] | None = None
     """Of `wlb` and `wlb_lazy`: L_max, tokens that a micro-batch may have; the bound that memory sets. "none"
     is the longest of which a whole step is predicted to fit the device, at most two context windows, and two
     where there is no device but the CPU."""
 
-    length_multiple: int = 1
+    length_multiple: Annotated[int, Interval(ge=1, le=MOST_TOKENS)] = 1
     """Micro-batches are padded up to a multiple of it, and of what parallelism needs."""
 
-    thresholds: list[int] | Literal["auto"] = "auto"
+    thresholds: Annotated[list[Annotated[int, Ge(2)]], MinLen(1)] | Literal["auto"] = "auto"
     """Of `wlb`: smallest length of the documents of each queue, L_1 < ... < L_n. `auto` tries several on a
     sample of the corpus and takes those with the best balance and delay."""
 
-    queues: int = 2
+    queues: Annotated[int, Interval(ge=1, le=8)] = 2
     """Of `wlb` with `thresholds = "auto"`: number of queues."""
 
-    tolerance: float = 0.065
+    tolerance: Annotated[float, Gt(0)] = 0.065
     """Of `wlb_lazy`: what balance is worth. An imbalance of 1 + tolerance weighs as much as a delay of one
     iteration for every token, half of it a quarter as much; with N micro-batches a step the tolerance is
     widened by 1 + 4.5 / N. Smaller is better balanced and waits longer."""
 
-    max_delay: int = 16
+    max_delay: Annotated[int, Ge(0)] = 16
     """Of `wlb_lazy`: iterations after which a document is packed, whatever it does to the balance."""
 
 
@@ -79,7 +84,7 @@ class ShardingSettings:
     """File with the measured attention times of the device, from `wlb-titan profile`. Empty: figures derived
     from published measurements on H100 and H200."""
 
-    gather_groups: int = 1
+    gather_groups: Annotated[int, Ge(1)] = 1
     """Groups of heads in which keys and values are gathered. With more than one, a group attends while the
     next one's keys still travel, which pays where context parallelism crosses nodes. It must divide the key
     heads of a tensor-parallel rank."""

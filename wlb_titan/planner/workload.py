@@ -9,7 +9,6 @@ balances their sum, since a micro-batch holds the same documents in both.
 
 from __future__ import annotations
 
-import math
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +17,8 @@ from numpy.typing import NDArray
 from wlb_titan.planner.errors import PlanError
 
 Floats = NDArray[np.float64]
+
+LARGEST = 1e100  # coefficient, with which the work of any step is still a finite number
 
 
 class CostModel(Protocol):
@@ -41,14 +42,15 @@ class Quadratic:
     """`quadratic:A,B`: both passes together cost A d^2 + B d, of which the forward pass is one third.
 
     Raises:
-        PlanError: A or B is negative or not finite, or both are zero.
+        PlanError: A or B is negative or not finite, both are zero, or work would overflow.
     """
 
     def __init__(self, a: float, b: float) -> None:
-        if not (math.isfinite(a) and math.isfinite(b)) or a < 0 or b < 0 or a + b == 0:
+        if not (0 <= a <= LARGEST and 0 <= b <= LARGEST) or a + b == 0:
             raise PlanError(
                 f"The cost model quadratic:{a:g},{b:g} does not give every document some work: A and B must "
-                "be finite, not negative and not both zero."
+                f"be from 0 to {LARGEST:g}, and not both zero.",
+                setting="packing.cost_model",
             )
         self.a, self.b = a, b
 

@@ -18,8 +18,10 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 
 from wlb_titan.config.settings import CorpusSettings
+from wlb_titan.corpus import Corpus
 from wlb_titan.corpus.vocabulary import check_ids
 from wlb_titan.planner.analytic import ModelShape
+from wlb_titan.planner.attention_latency import AttentionLatency
 from wlb_titan.planner.attention_profile import AttentionShape, attention_latency
 from wlb_titan.planner.cost_model import cost_model
 from wlb_titan.planner.pipeline_runs import PipelineRuns
@@ -84,41 +86,13 @@ class PlannedDataLoader(BaseDataLoader):
 
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, **kwargs: Any):
         self.config = config
-        shape = config.shape
         self.corpus = open_corpus(config.corpus)
         self.plan: Plan | None = None
         self.context_rank = 0
         self._dp_rank = dp_rank
-        self.latency = attention_latency(
-            config.sharding.profile,
-            AttentionShape.of(shape, config.tensor_parallel, config.dtype),
-        )
-        self._planner = Planner(
-            self.corpus.lengths,
-            window=seq_len,
-            micro_batches=(
-                config.job_micro_batches
-                if config.job_micro_batches > 0
-                else config.rank_micro_batches * dp_world_size
-            ),
-            data_parallel=dp_world_size,
-            context_parallel=config.context_parallel,
-            pipeline=config.pipeline,
-            divisor=config.divisor,
-            seed=config.seed,
-            packing=config.packing,
-            sharding=config.sharding,
-            cost_model=cost_model(
-                config.packing.cost_model,
-                shape,
-                tensor_parallel=config.tensor_parallel,
-                context_parallel=config.context_parallel,
-                dtype=config.dtype,
-            ),
-            latency=self.latency,
-            fingerprint=self.corpus.fingerprint,
-            sources=mixture_sources(config.corpus, self.corpus),
-            improve=SharedSolver(config.packing) if config.packing.policy == "fixed_solver" else None,
+        self.latency = latency(config)
+        self._planner = planner(
+            config, self.corpus, self.latency, window=seq_len, data_parallel=dp_world_size, shared_solver=True
         )
         self._state = self._save()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="planner")
@@ -181,3 +155,58 @@ class PlannedDataLoader(BaseDataLoader):
             offset += length
         lengths = micro_batch.documents[:, LENGTH]
         return rank_item(tokens, labels, positions, lengths, micro_batch.ranks, self.context_rank)
+
+
+def latency(config: PlannedDataLoader.Config) -> AttentionLatency:
+    """Predicts the attention of one layer on one tensor-parallel rank."""
+    attention = AttentionShape.of(config.shape, config.tensor_parallel, config.dtype)
+    return attention_latency(config.sharding.profile, attention)
+
+
+def planner(
+    config: PlannedDataLoader.Config,
+    corpus: Corpus,
+    latency: AttentionLatency,
+    *,
+    window: int,
+    data_parallel: int,
+    shared_solver: bool = False,
+) -> Planner:
+    """The planner of a job.
+
+    Args:
+        config: of the loader.
+        corpus: the one that it names.
+        latency: predicts attention time.
+        window: context window in tokens.
+        data_parallel: degree.
+        shared_solver: rank 0 solves for all, in a job whose processes have found each other.
+
+    Raises:
+        PlanError: the settings do not fit each other or the corpus.
+    """
+    own = config.rank_micro_batches * data_parallel
+    solves = shared_solver and config.packing.policy == "fixed_solver"
+    return Planner(
+        corpus.lengths,
+        window=window,
+        micro_batches=config.job_micro_batches if config.job_micro_batches > 0 else own,
+        data_parallel=data_parallel,
+        context_parallel=config.context_parallel,
+        pipeline=config.pipeline,
+        divisor=config.divisor,
+        seed=config.seed,
+        packing=config.packing,
+        sharding=config.sharding,
+        cost_model=cost_model(
+            config.packing.cost_model,
+            config.shape,
+            tensor_parallel=config.tensor_parallel,
+            context_parallel=config.context_parallel,
+            dtype=config.dtype,
+        ),
+        latency=latency,
+        fingerprint=corpus.fingerprint,
+        sources=mixture_sources(config.corpus, corpus),
+        improve=SharedSolver(config.packing) if solves else None,
+    )

@@ -20,8 +20,10 @@ from wlb_titan.planner.errors import PlanError
 from wlb_titan.planner.pipeline_runs import check_order
 from wlb_titan.runtime.adoption import WHAT_TO_DO, unsupported
 from wlb_titan.runtime.corpus import mixture_sources, open_corpus
+from wlb_titan.runtime.dataloader import latency, planner
 from wlb_titan.runtime.lengths import length_divisor
 from wlb_titan.runtime.metrics import MetricsProcessor
+from wlb_titan.runtime.optimizer_check import check_optimizer
 from wlb_titan.runtime.pipeline import pipeline
 from wlb_titan.runtime.pipeline_schedules import (
     canonical_name,
@@ -30,7 +32,7 @@ from wlb_titan.runtime.pipeline_schedules import (
     stage_names,
 )
 from wlb_titan.runtime.shape import model_shape
-from wlb_titan.runtime.trainer import Trainer
+from wlb_titan.runtime.trainer import Trainer, dataloader_config
 from wlb_titan.runtime.validator import Validator
 from wlb_titan.runtime.weights import check_weights
 
@@ -62,15 +64,17 @@ def validate(config: Trainer.Config, world_size: int | None) -> None:
     _check_model(config)
     _check_gather(config)
     _check_pipeline(config, dims)
+    check_optimizer(config)
 
 
-def validate_files(config: Trainer.Config) -> None:
-    """Checks what a run reads: the corpus, and weights of Hugging Face's format if it starts from any.
+def validate_files(config: Trainer.Config, world_size: int | None = None) -> None:
+    """Checks what a run reads, the corpus and weights of Hugging Face's format, and plans its first step.
 
     Raises:
-        UserError: as of `validate_corpus` and `check_weights`.
+        UserError: as of `validate_corpus`, `validate_plan` and `check_weights`.
     """
     corpus = validate_corpus(config)
+    validate_plan(config, corpus, world_size)
     if config.checkpoint.initial_load_in_hf:
         assert config.model_spec is not None
         check_weights(config.model_spec.model, Path(config.checkpoint.initial_load_path), corpus)
@@ -106,18 +110,29 @@ def validate_corpus(config: Trainer.Config) -> Corpus:
     return corpus
 
 
+def validate_plan(config: Trainer.Config, corpus: Corpus, world_size: int | None) -> None:
+    """Has the planner itself judge the job: it is made as a run makes it, and plans a step.
+
+    Only the solver of `fixed_solver` is spared, which would take its time limit.
+
+    Raises:
+        PlanError: the planner's own, with the setting that it blames.
+    """
+    dims = ParallelDims.from_config(config.parallelism, world_size or degrees_product(config))
+    loader = dataloader_config(config)
+    judge = planner(
+        loader,
+        corpus,
+        latency(loader),
+        window=config.training.seq_len,
+        data_parallel=dims.dp_replicate * dims.dp_shard,
+    )
+    if config.wlb.packing.policy != "fixed_solver":
+        judge.next(sharded=0)
+
+
 def _check_degrees(config: Trainer.Config, world_size: int | None) -> None:
     p = config.parallelism
-    names = (
-        "data_parallel_replicate_degree",
-        "pipeline_parallel_degree",
-        "context_parallel_degree",
-        "tensor_parallel_degree",
-        "expert_parallel_degree",
-    )
-    for name in names:
-        if getattr(p, name) < 1:
-            raise UserError(f"parallelism.{name}: a degree is at least 1, got {getattr(p, name)}.")
     if p.data_parallel_shard_degree < 1 and p.data_parallel_shard_degree != -1:
         raise UserError(
             "parallelism.data_parallel_shard_degree: a degree is at least 1, or -1 for all processes that "
@@ -145,8 +160,6 @@ def _check_degrees(config: Trainer.Config, world_size: int | None) -> None:
 def _check_batch(config: Trainer.Config, dims: ParallelDims) -> None:
     local, total = config.training.local_batch_size, config.training.global_batch_size
     data_parallel = dims.dp_replicate * dims.dp_shard
-    if local < 1:
-        raise UserError(f"training.local_batch_size: at least 1 micro-batch a rank, got {local}.")
     if total > 0 and total % (local * data_parallel) != 0:
         raise UserError(
             f"training.global_batch_size: {total} micro-batches cannot be shared equally: it must be a "
@@ -160,8 +173,6 @@ def _check_batch(config: Trainer.Config, dims: ParallelDims) -> None:
 
 
 def _check_lengths(config: Trainer.Config) -> None:
-    if (multiple := config.wlb.packing.length_multiple) < 1:
-        raise UserError(f"wlb.packing.length_multiple: at least 1 token, got {multiple}.")
     divisor = length_divisor(config)
     if config.training.seq_len % divisor != 0:
         raise UserError(
@@ -177,7 +188,7 @@ def _check_gather(config: Trainer.Config) -> None:
     assert config.model_spec is not None
     tensor = config.parallelism.tensor_parallel_degree
     heads = model_shape(config.model_spec.model).kv_heads // tensor
-    if groups < 1 or heads % groups:
+    if heads % groups:
         raise UserError(
             f"wlb.sharding.gather_groups: {groups} groups do not divide the {heads} key heads of a rank at a "
             f"tensor-parallel degree of {tensor}; take a divisor of {heads}."

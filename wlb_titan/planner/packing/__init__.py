@@ -73,7 +73,7 @@ def create_policy(
             max_delay=settings.max_delay,
             limit=imbalance_of_plain(stream, micro_batches, cost_model),
         )
-    raise PlanError(f"There is no packing policy {settings.policy!r}.")
+    raise PlanError(f"There is no packing policy {settings.policy!r}.", setting="packing.policy")
 
 
 def _max_length(settings: PackingSettings, window: int, divisor: int) -> int:
@@ -82,13 +82,15 @@ def _max_length(settings: PackingSettings, window: int, divisor: int) -> int:
     if wanted < window:
         raise PlanError(
             f"max_length is {wanted} tokens, below the context window of {window}; the longest documents "
-            "would fit into no micro-batch. Set it to at least the window; twice the window is usual."
+            "would fit into no micro-batch. Set it to at least the window; twice the window is usual.",
+            setting="packing.max_length",
         )
     rounded = wanted // divisor * divisor
     if rounded < window:
         raise PlanError(
             f"max_length, {wanted} tokens, leaves no room to pad a document of the context window, {window} "
-            f"tokens, up to a multiple of {divisor}. Set it to at least {-(-window // divisor) * divisor}."
+            f"tokens, up to a multiple of {divisor}. Set it to at least {-(-window // divisor) * divisor}.",
+            setting="packing.max_length",
         )
     return rounded
 

@@ -54,7 +54,10 @@ class Fixed(PackingPolicy):
         self, stream: DocumentStream, *, micro_batches: int, window: int, improve: Improve | None = None
     ) -> None:
         if window < 1:
-            raise PlanError(f"The packing window is {window} global batches; it must be at least 1.")
+            raise PlanError(
+                f"The packing window is {window} global batches; it must be at least 1.",
+                setting="packing.window",
+            )
         self._stream = stream
         self._micro_batches = micro_batches
         self._packs = micro_batches * window

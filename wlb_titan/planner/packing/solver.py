@@ -27,14 +27,16 @@ class Solver:
         if time_limit <= 0 or gap < 0:
             raise PlanError(
                 f"The solver's time limit is {time_limit} seconds and its gap {gap}; the first must be "
-                "positive and the second not negative."
+                "positive and the second not negative.",
+                setting="packing.time_limit",
             )
         try:
             import highspy
         except ImportError as error:
             raise PlanError(
                 "The policy fixed_solver needs the HiGHS solver. Install it with: pip install "
-                "'wlb-titan[solver]'"
+                "'wlb-titan[solver]'",
+                setting="packing.policy",
             ) from error
         self._highspy: Any = highspy
         self._time_limit = time_limit
