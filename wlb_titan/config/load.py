@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from wlb_titan.config.blame import blame
 from wlb_titan.config.build import Builder, Entry, Rejection, dotted
@@ -15,6 +15,8 @@ from wlb_titan.config.sources import read_sources
 from wlb_titan.config.values import shown, to_text
 from wlb_titan.config.writing import document
 from wlb_titan.errors import UserError
+
+T = TypeVar("T")
 
 LOCKED = {
     "model_spec": "the model cannot be set from TOML, it comes with the base; choose another `base` instead.",
@@ -60,8 +62,8 @@ class Resolved:
         kept = [entry for entry in self.entries if not (changed_only and entry.source == unchanged)]
         return document([self.base, *kept], self.ranges)
 
-    def check(self, rule: Callable[[Any], None]) -> None:
-        """Apply a rule to the whole configuration.
+    def check(self, rule: Callable[[Any], T]) -> T:
+        """Apply a rule to the whole configuration, and return what it gives.
 
         Args:
             rule: takes the configuration; raises UserError if it is broken, as `key.path: reason` or with a
@@ -71,7 +73,7 @@ class Resolved:
             ConfigError: the rule's error, with the values it speaks of and where they were written.
         """
         try:
-            rule(self.config)
+            return rule(self.config)
         except UserError as error:
             raise ConfigError(self._placed(error)) from error
 

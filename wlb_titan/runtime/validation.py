@@ -21,6 +21,7 @@ from wlb_titan.planner.pipeline_runs import check_order
 from wlb_titan.runtime.adoption import WHAT_TO_DO, unsupported
 from wlb_titan.runtime.corpus import mixture_sources, open_corpus
 from wlb_titan.runtime.dataloader import latency, planner
+from wlb_titan.runtime.dump_folder import check_place
 from wlb_titan.runtime.lengths import length_divisor
 from wlb_titan.runtime.metrics import MetricsProcessor
 from wlb_titan.runtime.optimizer_check import check_optimizer
@@ -67,17 +68,26 @@ def validate(config: Trainer.Config, world_size: int | None) -> None:
     check_optimizer(config)
 
 
-def validate_files(config: Trainer.Config, world_size: int | None = None) -> None:
-    """Checks what a run reads, the corpus and weights of Hugging Face's format, and plans its first step.
+def validate_inputs(config: Trainer.Config) -> Corpus:
+    """Checks what a run reads and writes: the corpus, weights of Hugging Face's format, the dump folder.
+
+    Returns:
+        the corpus.
 
     Raises:
-        UserError: as of `validate_corpus`, `validate_plan` and `check_weights`.
+        UserError: as of `validate_corpus`, `check_weights` and `check_place`.
     """
     corpus = validate_corpus(config)
-    validate_plan(config, corpus, world_size)
     if config.checkpoint.initial_load_in_hf:
         assert config.model_spec is not None
         check_weights(config.model_spec.model, Path(config.checkpoint.initial_load_path), corpus)
+    check_place(Path(config.dump_folder))
+    return corpus
+
+
+def validate_files(config: Trainer.Config, world_size: int | None = None) -> None:
+    """`validate_inputs`, and `validate_plan` on the corpus: what a run would find out itself, before it."""
+    validate_plan(config, validate_inputs(config), world_size)
 
 
 def validate_corpus(config: Trainer.Config) -> Corpus:
