@@ -10,6 +10,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from wlb_titan.corpus.errors import CorpusError
+from wlb_titan.corpus.pieces import split
 from wlb_titan.corpus.sources import Source, Unreadable
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -132,7 +133,7 @@ def training_texts(
         for text in source.read(document):
             if isinstance(text, Unreadable):
                 continue
-            yield text[:room]
+            yield from split(text[:room], room)
             missing -= len(text[:room])
             room -= len(text[:room])
             if room == 0:

@@ -113,7 +113,7 @@ def validate_corpus(config: Trainer.Config) -> Corpus:
                 f"{vocabulary}` or fewer, or choose another base."
             )
         for part in corpus.parts or (corpus,):
-            if part.manifest is None:
+            if part.manifest is None or not part.manifest.checked:
                 check_sample(part, tokenizer.vocab_size)
     except (CorpusError, PlanError) as error:
         raise UserError(f"{key}: {error}") from error
