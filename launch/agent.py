@@ -16,8 +16,11 @@ SECONDS_BETWEEN_LOOKS = 1.0
 
 def main() -> None:
     watch_parent()
+    # A lost connection is told in a line; torch would add the frames of its C++ on every rank.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import parse_args, run
 
     try:
@@ -32,6 +35,9 @@ def main() -> None:
             how = f"killed by {signal.Signals(-first.exitcode).name}"
         print(f"The job failed: rank {error.get_first_failure()[0]} ({how}).", file=sys.stderr)
         sys.exit(max(first.exitcode, 1))
+    except RendezvousError as error:
+        print(f"The hosts of the job have lost each other: {error}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 

@@ -25,7 +25,8 @@ def block_sums(path: Path) -> Sums:
     """uint32 (blocks,), the CRC-32 of each block; the last one may be shorter."""
     pages = map_file(path)
     return np.array(
-        [zlib.crc32(pages[begin : begin + BLOCK]) for begin in range(0, len(pages), BLOCK)], dtype=np.uint32
+        [zlib.crc32(pages[begin : begin + BLOCK].data) for begin in range(0, len(pages), BLOCK)],
+        dtype=np.uint32,
     )
 
 
@@ -84,7 +85,7 @@ class CheckedPages:
             self._unseen[block] = False
 
     def _sum(self, block: int) -> int:
-        return zlib.crc32(self.pages[block * BLOCK : (block + 1) * BLOCK])
+        return zlib.crc32(self.pages[block * BLOCK : (block + 1) * BLOCK].data)
 
 
 def damaged(path: Path, what: str) -> CorpusError:

@@ -18,7 +18,7 @@ from wlb_titan.planner.attention_latency import AttentionLatency
 from wlb_titan.planner.attention_profile import AttentionShape, attention_latency
 from wlb_titan.planner.errors import PlanError
 from wlb_titan.planner.mixture import Lengths, Source, count_longer
-from wlb_titan.planner.packing import create_policy
+from wlb_titan.planner.packing import create_policy, stream_settings
 from wlb_titan.planner.packing.fixed import Improve
 from wlb_titan.planner.packing.policy import Documents
 from wlb_titan.planner.pipeline_runs import PipelineRuns
@@ -226,7 +226,7 @@ class Planner:
                 f"{STATE_VERSION}. Continue with the version that wrote it, or start anew."
             )
         for fact, value in self._facts().items():
-            if state[fact] != value:
+            if state.get(fact, value) != value:  # an older version knew fewer
                 raise PlanError(
                     f"The saved planner state cannot be continued: its {fact.replace('_', ' ')} is "
                     f"{state[fact]!r}, and this job's is {value!r}, which makes another stream of tokens. "
@@ -246,6 +246,7 @@ class Planner:
             "context_window": self._stream.window,
             "micro_batches": self._micro_batches,
             "packing_policy": self._packing.policy,
+            **stream_settings(self._packing, self._policy),
         }
 
     def _work_of_packs(

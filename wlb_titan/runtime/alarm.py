@@ -27,12 +27,13 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore
 
 from wlb_titan.errors import UserError
 
 SECONDS_BETWEEN_LOOKS = 1.0
 GRACE = 3.0  # seconds for a rank to say what it has met itself, after another has failed
+HEARD = 2.5  # seconds in which all others have looked, before the store may go with this host
 LOST = 30.0  # seconds without the store after which its host is taken for gone
 CONNECT = timedelta(seconds=120)
 
@@ -73,6 +74,8 @@ class Alarm:
         """Ends watching. An error is told first, and then ends the process, with no wait for threads."""
         if isinstance(error, Exception):
             self.fail(error)
+            if self._store is not None:
+                time.sleep(HEARD)
             _end(EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED)
         self.close()
 
@@ -115,11 +118,13 @@ class Alarm:
                 return
             self._failed = True
         message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, DistNetworkError):  # also the store: with it, whoever knows the reason
+            message = "the other ranks do not answer any more; the log of rank 0's host says why"
         first = self._report(message)
         who = f"rank {self._rank} on host {self._host}: " if self._store is not None else ""
         if first is not None and (first["message"] == message or _says_that_another_is_gone(error)):
             return
-        if not isinstance(error, UserError):
+        if not isinstance(error, UserError | DistNetworkError):
             traceback.print_exception(error, file=sys.stderr)
         print(f"error: {who}{message}", file=sys.stderr, flush=True)
 
@@ -167,7 +172,8 @@ class Alarm:
         _end(EXIT_FAILED)
 
     def _stop(self, what: str, code: int) -> None:
-        self._report(what)
+        if self._report(what) is None and self._store is not None:
+            time.sleep(HEARD)
         _end(code)
 
 

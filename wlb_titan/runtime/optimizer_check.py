@@ -17,7 +17,7 @@ from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfi
 
 from wlb_titan.config.values import shown
 from wlb_titan.errors import UserError
-from wlb_titan.runtime.compat import optimizer_factory
+from wlb_titan.runtime.compat import optimizer_factory, owner_of
 from wlb_titan.runtime.pipeline_schedules import stage_names
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def check_optimizer(config: Trainer.Config) -> None:
     if not isinstance(container, OptimizersContainer.Config):
         return
     for number, group in enumerate(container.param_groups):
-        _check_group(group, f"optimizer.param_groups.{number}", type(container))
+        _check_group(group, f"optimizer.param_groups.{number}", owner_of(container))
     if [group.pattern for group in container.param_groups] != [".*"]:
         _check_patterns(config, container.param_groups)
 

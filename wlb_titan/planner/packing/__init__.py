@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from wlb_titan.planner.errors import PlanError
 from wlb_titan.planner.packing import thresholds
@@ -21,6 +22,15 @@ from wlb_titan.planner.workload import CostModel
 
 VARIABLE_LENGTH = ("wlb", "wlb_lazy")
 """Policies whose micro-batches differ in length."""
+
+STREAM_SETTINGS = {
+    "plain": ("tail",),
+    "fixed_greedy": ("window",),
+    "fixed_solver": ("window",),
+    "wlb": ("cost_model",),
+    "wlb_lazy": ("cost_model", "tolerance", "max_delay"),
+}
+"""Settings by policy that decide which tokens a step gets, besides those that `stream_settings` adds."""
 
 
 def create_policy(
@@ -74,6 +84,20 @@ def create_policy(
             limit=imbalance_of_plain(stream, micro_batches, cost_model),
         )
     raise PlanError(f"There is no packing policy {settings.policy!r}.", setting="packing.policy")
+
+
+def stream_settings(settings: PackingSettings, policy: PackingPolicy) -> dict[str, Any]:
+    """What of the settings decides which tokens a step gets, under this policy; a run cannot go on without.
+
+    Those that follow from the corpus or the device where the user leaves them open are given as they came
+    out.
+    """
+    values: dict[str, Any] = {name: getattr(settings, name) for name in STREAM_SETTINGS[settings.policy]}
+    if isinstance(policy, Wlb | WlbLazy):
+        values["max_length"] = policy.max_length
+    if isinstance(policy, Wlb):
+        values["thresholds"] = policy.thresholds
+    return values
 
 
 def _max_length(settings: PackingSettings, window: int, divisor: int) -> int:

@@ -53,7 +53,7 @@ class Wlb(PackingPolicy):
         self._micro_batches = micro_batches
         self._cost_model = cost_model
         self.thresholds = thresholds
-        self._max_length = max_length
+        self.max_length = max_length
         self._queues: list[Waiting] = [NOTHING for _ in thresholds]
         self._remained: Waiting = NOTHING
 
@@ -75,7 +75,7 @@ class Wlb(PackingPolicy):
             documents[:, LENGTH],
             workload(self._cost_model, documents[:, LENGTH]),
             self._micro_batches,
-            self._max_length,
+            self.max_length,
         )
         packed = assigned != algorithm1.REMAINS
         self._remained = documents[~packed]

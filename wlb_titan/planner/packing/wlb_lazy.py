@@ -100,7 +100,7 @@ class WlbLazy(PackingPolicy):
         self._arrivals = Arrivals(stream, micro_batches=micro_batches)
         self._micro_batches = micro_batches
         self._cost_model = cost_model
-        self._max_length = max_length
+        self.max_length = max_length
         self._tolerance = tolerance * (1 + 4.5 / micro_batches)
         self._max_delay = max_delay
         self._limit = limit
@@ -127,7 +127,7 @@ class WlbLazy(PackingPolicy):
         documents, works, assigned = level_by_cutting(
             Packed(documents[packed], works[packed], assigned[packed]),
             self._micro_batches,
-            self._max_length,
+            self.max_length,
             self._cost_model,
             self._limit,
         )
@@ -183,7 +183,7 @@ class WlbLazy(PackingPolicy):
             hold = int(holds[candidate])
             long = slice(hold, max(hold, foreseen))
             short = slice(long.stop, None)
-            bins = Bins(self._micro_batches, self._max_length)
+            bins = Bins(self._micro_batches, self.max_length)
             unplaced = bins.place(lengths[long], works[long]) == REMAINS
             waiting = held[candidate] + int(lengths[long][unplaced].sum())
             _, imbalance, left = bins.portions(float(works[short].sum()), int(lengths[short].sum()))
@@ -205,7 +205,7 @@ class WlbLazy(PackingPolicy):
         """
         long = int(np.searchsorted(-lengths[placed:], -(self._window // PLACED), side="right"))
         long = max(placed + long, self._micro_batches)
-        bins = Bins(self._micro_batches, self._max_length)
+        bins = Bins(self._micro_batches, self.max_length)
         assigned = bins.place(lengths[:long], works[:long])
         ceilings, imbalance, left = bins.portions(float(works[long:].sum()), int(lengths[long:].sum()))
         # Of equal costs the last, which leaves least.
