@@ -32,10 +32,10 @@ from rich.console import Console
 from rich.table import Table
 from wlb_titan.kernels.tiles import query_tiles
 
-from wlb_titan.planner import sharding
-from wlb_titan.planner.attention_hopper import hopper
-from wlb_titan.planner.attention_latency import AttentionLatency, KernelCost, slowest
-from wlb_titan.planner.settings import ShardingSettings
+from wlb_titan import context
+from wlb_titan.cost.attention_hopper import hopper
+from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, slowest
+from wlb_titan.settings import ShardingSettings
 
 RANKS = 4
 HEADS = {65536: 8, 131072: 4}  # of 32, by window: tensor parallel 4 and 8
@@ -78,10 +78,10 @@ def scheduled(counts: np.ndarray, cost: KernelCost, latency: AttentionLatency) -
     return cost.launch + max(ends)
 
 
-def simulate(shards: sharding.Sharding, lengths: np.ndarray, latency: AttentionLatency) -> float:
+def simulate(shards: context.Sharding, lengths: np.ndarray, latency: AttentionLatency) -> float:
     """Seconds of attention that a layer waits for, from the schedule of all tiles."""
     merge = latency.forward.tiling.merge_keys > 0
-    counts = [tile_counts(sharding.segments(shard, lengths).astype(np.int64), merge) for shard in shards]
+    counts = [tile_counts(context.segments(shard, lengths).astype(np.int64), merge) for shard in shards]
     passes = (latency.forward, latency.backward)
     return sum(max(scheduled(rank, cost, latency) for rank in counts) for cost in passes)
 
@@ -93,16 +93,16 @@ def compare(packs: list[np.ndarray], latency: AttentionLatency, window: int) -> 
     errors = []
     for lengths in packs:
         made = {
-            "per_sequence": sharding.per_sequence(lengths, window, RANKS),
-            "per_document": sharding.per_document(lengths, window, RANKS),
-            "hybrid": sharding.hybrid(lengths, window, RANKS, latency),
+            "per_sequence": context.per_sequence(lengths, window, RANKS),
+            "per_document": context.per_document(lengths, window, RANKS),
+            "hybrid": context.hybrid(lengths, window, RANKS, latency),
         }
         real = {name: simulate(shards, lengths, latency) for name, shards in made.items()}
         predicted = {name: slowest(latency.seconds(shards)) for name, shards in made.items()}
         errors += [predicted[name] / real[name] - 1 for name in made]
         adaptive = min(("per_sequence", "per_document"), key=predicted.__getitem__)
         best = min(made, key=predicted.__getitem__)
-        dealt = sharding.per_document_round_robin(lengths, window, RANKS)
+        dealt = context.per_document_round_robin(lengths, window, RANKS)
         for name, value in {
             "per_sequence": real["per_sequence"],
             "per_document, remainder dealt out": simulate(dealt, lengths, latency),
@@ -160,7 +160,7 @@ def decision_times() -> dict[str, float]:
             runs = []
             for _ in range(5):
                 begin = time.thread_time()
-                sharding.choose(settings, lengths, 131072, 8, latency)
+                context.choose(settings, lengths, 131072, 8, latency)
                 runs.append((time.thread_time() - begin) * 1e3)
             taken.append(min(runs))
         result[policy] = float(np.median(taken))

@@ -25,10 +25,10 @@ from rich.table import Table
 from wlb_titan.kernels import varlen_attention
 from wlb_titan.kernels.measure import Shape, make_inputs
 
-from wlb_titan.planner import sharding
-from wlb_titan.planner.attention_latency import slowest
-from wlb_titan.planner.attention_profile import AttentionShape, attention_latency
-from wlb_titan.planner.settings import ShardingSettings
+from wlb_titan import context
+from wlb_titan.cost.attention_latency import slowest
+from wlb_titan.cost.attention_profile import AttentionShape, attention_latency
+from wlb_titan.settings import ShardingSettings
 
 RANKS = 2
 TOKENS = 4096
@@ -72,13 +72,13 @@ def time_rank(rank: int, work: list[np.ndarray], repeats: int, barrier: Any, res
     results.put((rank, seconds))
 
 
-def measure(shardings: list[tuple[sharding.Sharding, np.ndarray]], repeats: int) -> list[float]:
+def measure(shardings: list[tuple[context.Sharding, np.ndarray]], repeats: int) -> list[float]:
     """Seconds of the slowest rank, forward and backward, of each sharding of documents of these lengths."""
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(RANKS), context.Queue()
     processes = []
     for rank in range(RANKS):
-        work = [sharding.segments(shards[rank], lengths) for shards, lengths in shardings]
+        work = [context.segments(shards[rank], lengths) for shards, lengths in shardings]
         arguments = (rank, work, repeats, barrier, results)
         processes.append(context.Process(target=time_rank, args=arguments, daemon=True))
         processes[-1].start()
@@ -97,7 +97,7 @@ def main() -> None:
     arguments = parser.parse_args()
     latency = attention_latency(str(arguments.profile), ATTENTION)
     chosen = {
-        (name, policy): sharding.choose(ShardingSettings(policy=policy), lengths, TOKENS, RANKS, latency)
+        (name, policy): context.choose(ShardingSettings(policy=policy), lengths, TOKENS, RANKS, latency)
         for name, lengths in packs().items()
         for policy in POLICIES
     }

@@ -41,13 +41,13 @@ from typing import Any
 
 import numpy as np
 
-from wlb_titan.planner.analytic import ModelShape
-from wlb_titan.planner.attention_latency import KernelCost
-from wlb_titan.planner.attention_profile import AttentionShape, Profile
-from wlb_titan.planner.cluster import Cluster, Link, load_cluster
-from wlb_titan.planner.degrees import Degrees
-from wlb_titan.planner.memory import MemorySettings
-from wlb_titan.planner.workload import workload
+from wlb_titan.cost.attention_latency import KernelCost
+from wlb_titan.cost.attention_profile import AttentionShape, Profile
+from wlb_titan.cost.cluster import Cluster, Link, load_cluster
+from wlb_titan.cost.degrees import Degrees
+from wlb_titan.cost.models import ModelShape
+from wlb_titan.cost.workload import workload
+from wlb_titan.memory.peak import MemorySettings
 from wlb_titan.simulator.job import SimulatedJob
 from wlb_titan.simulator.passes import JobCost
 from wlb_titan.simulator.step import simulate

@@ -27,7 +27,7 @@ from fidelity_probe import Probe
 from pipeline_lab import BenchTrainer, in_two_processes, make_config, make_corpus, shared_folder
 from pipeline_speedup import WARM_UP, WINDOW, Result, features, show, take_turns
 
-from wlb_titan.planner.plan import Plan, imbalance_degree
+from wlb_titan.plan import Plan, imbalance_degree
 
 RANKS = 2
 PROBES = 20

@@ -15,9 +15,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from wlb_titan.planner.analytic import PAPER_DEGREES, PAPER_MODELS
-from wlb_titan.planner.cluster import load_cluster
-from wlb_titan.planner.settings import PackingSettings
+from wlb_titan.cost.cluster import load_cluster
+from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS
+from wlb_titan.settings import PackingSettings
 from wlb_titan.simulator.job import SimulatedJob, cluster_latency
 from wlb_titan.simulator.scenario import Policy, Scenario
 from wlb_titan.simulator.step import simulate

@@ -29,9 +29,9 @@ use_cpu_without_accelerator()
 
 from torch._dynamo.utils import counters  # noqa: E402
 
+from wlb_titan import context  # noqa: E402
 from wlb_titan.corpus.prepare import prepare_corpus  # noqa: E402
 from wlb_titan.corpus.settings import PrepareSettings  # noqa: E402
-from wlb_titan.planner import sharding  # noqa: E402
 from wlb_titan.runtime.inputs import rank_item  # noqa: E402
 from wlb_titan.runtime.registry import base_config  # noqa: E402
 from wlb_titan.runtime.trainer import Trainer  # noqa: E402
@@ -74,7 +74,7 @@ def cpu_seconds(trainer: Trainer, length: int, documents: int = 2) -> float:
     lengths = np.full(documents, length // documents)
     lengths[-1] += length % documents
     cp = trainer.parallel_dims.cp
-    ranks = sharding.per_sequence(lengths, length, cp) if cp > 1 else None
+    ranks = context.per_sequence(lengths, length, cp) if cp > 1 else None
     tokens = np.ones(length, dtype=np.int64)
     positions = np.concatenate([np.arange(n) for n in lengths])
     begin = time.process_time()

@@ -26,9 +26,9 @@ import numpy as np
 from packing_runs import WINDOW, save, synthetic_lengths
 
 from wlb_titan.corpus import Corpus
-from wlb_titan.planner.planner import Planner
-from wlb_titan.planner.settings import PackingSettings, ShardingSettings
-from wlb_titan.planner.workload import Quadratic
+from wlb_titan.cost.workload import Quadratic
+from wlb_titan.planner import Planner
+from wlb_titan.settings import PackingSettings, ShardingSettings
 
 DRAWN = 10_000_000  # lengths that are repeated, in another order each time
 STEPS = 200

@@ -13,9 +13,9 @@ from typing import Any
 import click
 from packing_runs import WINDOW, save, synthetic_lengths
 
-from wlb_titan.planner.planner import Planner
-from wlb_titan.planner.settings import PackingSettings, ShardingSettings
-from wlb_titan.planner.workload import Quadratic
+from wlb_titan.cost.workload import Quadratic
+from wlb_titan.planner import Planner
+from wlb_titan.settings import PackingSettings, ShardingSettings
 
 MICRO_BATCHES = 2048
 

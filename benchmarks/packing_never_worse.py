@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from packing_runs import save, synthetic_lengths
 
 from wlb_titan.corpus import Corpus
-from wlb_titan.planner.planner import Planner
-from wlb_titan.planner.settings import PackingSettings, ShardingSettings
-from wlb_titan.planner.summary import Summary
-from wlb_titan.planner.workload import Quadratic
+from wlb_titan.cost.workload import Quadratic
+from wlb_titan.planner import Planner
+from wlb_titan.settings import PackingSettings, ShardingSettings
+from wlb_titan.summary import Summary
 
 POLICIES = ("plain", "wlb", "wlb_lazy")
 WINDOWS = (1024, 4096, 131072)

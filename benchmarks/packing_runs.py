@@ -27,11 +27,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan import __version__
-from wlb_titan.planner.plan import Plan
-from wlb_titan.planner.planner import Planner
-from wlb_titan.planner.settings import PackingSettings, ShardingSettings
-from wlb_titan.planner.summary import Summary
-from wlb_titan.planner.workload import Quadratic
+from wlb_titan.cost.workload import Quadratic
+from wlb_titan.plan import Plan
+from wlb_titan.planner import Planner
+from wlb_titan.settings import PackingSettings, ShardingSettings
+from wlb_titan.summary import Summary
 
 WINDOW = 131072
 COST_MODEL = "quadratic:917504,3.96e10"

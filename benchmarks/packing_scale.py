@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from packing_runs import measure, save, synthetic_lengths
 
-from wlb_titan.planner.settings import PackingSettings
+from wlb_titan.settings import PackingSettings
 
 STEPS = {4: 2000, 64: 400, 2048: 48}
 POLICIES = {

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from packing_runs import measure, save, synthetic_lengths
 
-from wlb_titan.planner.settings import PackingSettings
+from wlb_titan.settings import PackingSettings
 
 #        name, settings, the paper's imbalance and milliseconds
 ROWS: list[tuple[str, PackingSettings, float | None, float | None]] = [

@@ -37,9 +37,9 @@ from pipeline_lab import (
 from rich.console import Console
 from rich.table import Table
 
-from wlb_titan.planner.pipeline_graph import PassTimes, PipelineGraph
-from wlb_titan.planner.pipeline_schedule import PipelineShape
-from wlb_titan.planner.plan import LENGTH, Plan
+from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
+from wlb_titan.pipeline.schedule import PipelineShape
+from wlb_titan.plan import LENGTH, Plan
 from wlb_titan.runtime.pass_timer import Pass
 from wlb_titan.runtime.step_trace import RankPasses, bubble, measured_imbalance
 

@@ -20,10 +20,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from wlb_titan.planner.planner import Planner
-from wlb_titan.planner.settings import PackingSettings, ShardingSettings
-from wlb_titan.planner.workload import Quadratic
+from wlb_titan.cost.workload import Quadratic
+from wlb_titan.planner import Planner
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+from wlb_titan.settings import PackingSettings, ShardingSettings
 
 use_cpu_without_accelerator()
 

@@ -86,7 +86,7 @@ def _resolve(
     from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
     use_cpu_without_accelerator()
-    from wlb_titan.config import load_config
+    from wlb_titan.runtime.load import load_config
     from wlb_titan.runtime.validation import degrees_product, validate_files
 
     world_size = nodes * processes_per_node

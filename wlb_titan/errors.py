@@ -1,10 +1,11 @@
-"""The base of all errors whose message is written for the user."""
+"""Errors whose message is written for the user: one paragraph that says what is wrong and what to do.
+
+The command line shows the message alone, without a traceback, and exits with code 2.
+"""
 
 
 class UserError(ValueError):
-    """A mistake that the user can mend. The message is one paragraph that says what is wrong and what to do.
-
-    The command line shows the message alone, without a traceback, and exits with code 2.
+    """A mistake that the user can mend.
 
     Args:
         message: the paragraph.
@@ -15,3 +16,18 @@ class UserError(ValueError):
     def __init__(self, message: str, *, setting: str = "") -> None:
         super().__init__(message)
         self.setting = setting
+
+
+class ConfigError(UserError):
+    """A mistake in a TOML file or in a command-line override.
+
+    Every message starts with where the mistake is: `train.toml:12`, `train.toml` or `command line`.
+    """
+
+
+class CorpusError(UserError):
+    """A corpus cannot be read or made; the message names the path."""
+
+
+class PlanError(UserError):
+    """Lengths, settings, a job or a saved state from which no plan or prediction can be made."""

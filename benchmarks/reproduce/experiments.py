@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from paper import SLOWDOWN, attention, configuration, forward_imbalance, scenario
 
-from wlb_titan.planner.analytic import PAPER_DEGREES, PAPER_MODELS
-from wlb_titan.planner.degrees import Degrees
-from wlb_titan.planner.plan import DELAY, LENGTH
-from wlb_titan.planner.settings import PackingSettings
-from wlb_titan.planner.sharding import per_document, per_sequence
+from wlb_titan.context import per_document, per_sequence
+from wlb_titan.cost.degrees import Degrees
+from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS
+from wlb_titan.plan import DELAY, LENGTH
+from wlb_titan.settings import PackingSettings
 from wlb_titan.simulator.passes import JobCost, attention_seconds
 from wlb_titan.simulator.scenario import Policy, Scenario
 from wlb_titan.simulator.step import simulate

@@ -23,14 +23,14 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb_titan.planner.analytic import PAPER_DEGREES, PAPER_MODELS, ModelShape
-from wlb_titan.planner.attention_hopper import MERGE_KEYS, hopper
-from wlb_titan.planner.attention_latency import AttentionLatency, KernelCost
-from wlb_titan.planner.cluster import load_cluster
-from wlb_titan.planner.degrees import Degrees
-from wlb_titan.planner.memory import MemorySettings, pipeline_memory
-from wlb_titan.planner.plan import LENGTH
-from wlb_titan.planner.settings import PackingSettings
+from wlb_titan.cost.attention_hopper import MERGE_KEYS, hopper
+from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost
+from wlb_titan.cost.cluster import load_cluster
+from wlb_titan.cost.degrees import Degrees
+from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS, ModelShape
+from wlb_titan.memory.peak import MemorySettings, pipeline_memory
+from wlb_titan.plan import LENGTH
+from wlb_titan.settings import PackingSettings
 from wlb_titan.simulator.job import SimulatedJob
 from wlb_titan.simulator.passes import JobCost
 from wlb_titan.simulator.scenario import Policy, Scenario

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torchtitan.components.loss import IGNORE_INDEX
 
-from wlb_titan.planner import sharding
+from wlb_titan import context
 from wlb_titan.runtime.attention import DocumentMask
 
 VOCABULARY = 256
@@ -22,7 +22,7 @@ class Sequence:
     labels: np.ndarray
     positions: np.ndarray
     lengths: np.ndarray
-    ranks: sharding.Sharding | None
+    ranks: context.Sharding | None
 
 
 def make_micro_batch(seed, length, context_parallel):
@@ -31,7 +31,7 @@ def make_micro_batch(seed, length, context_parallel):
     padding = int(random.integers(8))
     cuts = np.sort(random.choice(np.arange(1, length - padding), size=2, replace=False))
     lengths = np.diff([0, *cuts, length - padding])
-    ranks = sharding.per_sequence(lengths, length, context_parallel) if context_parallel > 1 else None
+    ranks = context.per_sequence(lengths, length, context_parallel) if context_parallel > 1 else None
     positions = np.concatenate([*(np.arange(n) for n in lengths), np.zeros(padding, dtype=np.int64)])
     labels = random.integers(VOCABULARY, size=length)
     labels[length - padding :] = IGNORE_INDEX
@@ -68,7 +68,7 @@ class Reference:
         self.model.zero_grad()
         total, count = 0.0, valid_tokens(data)
         for s in (sequence for rank in data for sequence in rank):
-            mask = DocumentMask(torch.from_numpy(sharding.segments(sharding.whole(s.lengths), s.lengths)))
+            mask = DocumentMask(torch.from_numpy(context.segments(context.whole(s.lengths), s.lengths)))
             tokens, labels, positions = (torch.from_numpy(x) for x in (s.tokens, s.labels, s.positions))
             with torch.set_grad_enabled(backward):
                 logits = self.model(

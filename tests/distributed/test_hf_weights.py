@@ -110,7 +110,7 @@ def logits(weights, tokens, scaled=True):
 
 def first_loss(weights, words, scaled=True):
     """The mean over the labels of the first step's documents, each for itself."""
-    from wlb_titan.config import load_config
+    from wlb_titan.runtime.load import load_config
     from wlb_titan.runtime.trainer import dataloader_config
 
     config = load_config(CONFIG, words).config

@@ -11,11 +11,12 @@ import pytest
 from annotated_types import Ge, Gt, Le, Lt
 from drill_ground import make_corpus
 
-from wlb_titan.config import ConfigError, load_config
 from wlb_titan.config.build import dotted
 from wlb_titan.config.load import LOCKED
 from wlb_titan.config.ranges import _values
 from wlb_titan.config.values import to_text
+from wlb_titan.errors import ConfigError
+from wlb_titan.runtime.load import load_config
 
 BASE = 'base = "llama3_debug"\ntraining.seq_len = 128\n'
 

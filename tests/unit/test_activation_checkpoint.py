@@ -25,7 +25,7 @@ def run(checkpointing):
     """Outputs of matrix products that are kept by their width, products of the backward pass, gradients."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from wlb_titan.planner import sharding
+    from wlb_titan import context
     from wlb_titan.runtime.attention import DocumentMask
     from wlb_titan.runtime.memory_trace import MemoryTrace
     from wlb_titan.runtime.models import llama_spec
@@ -36,7 +36,7 @@ def run(checkpointing):
     if checkpointing is not None:
         checkpointing.build().apply(model)
     lengths = torch.tensor([32, 16]).numpy()
-    mask = DocumentMask(torch.from_numpy(sharding.segments(sharding.whole(lengths), lengths)))
+    mask = DocumentMask(torch.from_numpy(context.segments(context.whole(lengths), lengths)))
     positions = torch.cat([torch.arange(32), torch.arange(16)]).unsqueeze(0)
     trace, products = MemoryTrace(FakeTensorMode()), Products()
     with trace:

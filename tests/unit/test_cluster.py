@@ -4,9 +4,10 @@ import re
 
 import pytest
 
-from wlb_titan.planner.analytic import PAPER_MODELS, Analytic, Device, TokenSeconds
-from wlb_titan.planner.cluster import SHIPPED, Link, load_cluster
-from wlb_titan.planner.errors import PlanError
+from wlb_titan.cost.analytic import Analytic, Device, TokenSeconds
+from wlb_titan.cost.cluster import SHIPPED, Link, load_cluster
+from wlb_titan.cost.models import PAPER_MODELS
+from wlb_titan.errors import PlanError
 
 GOOD = """
 name = "test"

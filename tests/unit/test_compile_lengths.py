@@ -8,7 +8,7 @@ from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
 use_cpu_without_accelerator()
 
-from wlb_titan.planner import sharding  # noqa: E402
+from wlb_titan import context  # noqa: E402
 from wlb_titan.runtime.attention import DocumentAttention, DocumentMask  # noqa: E402
 from wlb_titan.runtime.compile import documents_vary  # noqa: E402
 
@@ -27,7 +27,7 @@ def test_few_graphs_serve_every_length_and_number_of_documents():
     for _ in range(30):
         length = int(random.integers(16, 200))
         documents = random_documents(random, length)
-        segments = torch.from_numpy(sharding.segments(sharding.whole(documents), documents))
+        segments = torch.from_numpy(context.segments(context.whole(documents), documents))
         q, k, v = torch.randn(3, 1, length, 2, 8)
         out = compiled(q, k, v, attention_masks=DocumentMask(documents_vary(segments)))
         assert torch.equal(out, module(q, k, v, attention_masks=DocumentMask(segments)))

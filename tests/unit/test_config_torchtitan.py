@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb_titan.commands.main import main
-from wlb_titan.config import load_config
 from wlb_titan.config.build import dotted
+from wlb_titan.runtime.load import load_config
 
 REPOSITORY = Path(__file__).parents[2]
 

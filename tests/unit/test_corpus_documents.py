@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from wlb_titan.corpus.documents import Documents
-from wlb_titan.corpus.errors import CorpusError
 from wlb_titan.corpus.histogram import length_histogram
 from wlb_titan.corpus.pieces import MOST_UNBROKEN, split, split_at_lines
 from wlb_titan.corpus.sources import Unreadable
@@ -22,6 +21,7 @@ from wlb_titan.corpus.tokenizer import (
     train_tokenizer,
     training_texts,
 )
+from wlb_titan.errors import CorpusError
 
 TEXTS = [
     "def f(x):\n    return x + 1\n",

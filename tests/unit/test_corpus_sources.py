@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb_titan.corpus.errors import CorpusError
 from wlb_titan.corpus.settings import PrepareSettings, SourceSpec
 from wlb_titan.corpus.sources import JsonLines, Unreadable, open_source
+from wlb_titan.errors import CorpusError
 
 
 @pytest.fixture

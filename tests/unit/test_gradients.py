@@ -13,13 +13,13 @@ from torchtitan.components.loss import IGNORE_INDEX, cross_entropy_loss  # noqa:
 from wlb_titan.config.settings import CorpusSettings  # noqa: E402
 from wlb_titan.corpus.prepare import prepare_corpus  # noqa: E402
 from wlb_titan.corpus.settings import PrepareSettings  # noqa: E402
-from wlb_titan.planner.plan import LENGTH  # noqa: E402
-from wlb_titan.planner.settings import PackingSettings  # noqa: E402
+from wlb_titan.plan import LENGTH  # noqa: E402
 from wlb_titan.runtime.attention import DocumentMask  # noqa: E402
 from wlb_titan.runtime.dataloader import PlannedDataLoader  # noqa: E402
 from wlb_titan.runtime.inputs import to_device  # noqa: E402
 from wlb_titan.runtime.models import llama_spec  # noqa: E402
 from wlb_titan.runtime.shape import model_shape  # noqa: E402
+from wlb_titan.settings import PackingSettings  # noqa: E402
 
 WINDOW = 128
 EQUAL = [32] * 16

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb_titan.planner import sharding
-from wlb_titan.planner.attention_fit import Point, fit, predict, usual_tilings
-from wlb_titan.planner.attention_hopper import MASKING, hopper
-from wlb_titan.planner.attention_latency import AttentionLatency, KernelCost, Tiling, slowest
-from wlb_titan.planner.settings import ShardingSettings
+from wlb_titan import context
+from wlb_titan.cost.attention_fit import Point, fit, predict, usual_tilings
+from wlb_titan.cost.attention_hopper import MASKING, hopper
+from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, Tiling, slowest
+from wlb_titan.settings import ShardingSettings
 
 TILINGS = [(128, 128), (128, 64), (64, 128), (16, 128), (256, 1), (4, 4), (1, 1)]
 
@@ -52,9 +52,9 @@ def test_long_segments_are_tiled_as_the_kernels_do(policy):
     lengths = np.random.default_rng(0).integers(9000, 30000, 6)
     total = -(-lengths.sum() // 8) * 8
     chosen = ShardingSettings(policy=policy)
-    for shard in sharding.choose(chosen, lengths, total, 4, hopper(128, 1))[1]:
+    for shard in context.choose(chosen, lengths, total, 4, hopper(128, 1))[1]:
         shard = shard[shard[:, 1] + shard[:, 2] > 1024]
-        segments = sharding.segments(shard, lengths)
+        segments = context.segments(shard, lengths)
         tokens = int(shard[:, 2].sum())
         tiles = tile_list(segments, tokens)
         counts = Tiling(128, 128, merge_keys=1024).count(segments[:, 1], segments[:, 3]).sum(axis=1)
@@ -67,7 +67,7 @@ def test_merged_segments_are_counted_as_the_kernels_merge_them(longest, error):
     blocks."""
     rng = np.random.default_rng(longest)
     lengths = rng.integers(1, longest, 60000 // longest)
-    segments = sharding.segments(sharding.whole(lengths), lengths)
+    segments = context.segments(context.whole(lengths), lengths)
     tiles = tile_list(segments, int(lengths.sum()))
     counted = Tiling(128, 128, merge_keys=1024).count(lengths, lengths).sum(axis=1)
     assert counted[0] == pytest.approx(len(tiles), rel=0.03)
@@ -90,7 +90,7 @@ def test_predicted_time_is_that_of_a_schedule_of_the_tiles(policy):
     lengths = np.append(np.exp(rng.normal(6.5, 1.4, 60)).astype(np.int64) + 1, 30000)
     total = -(-lengths.sum() // 8) * 8
     latency = hopper(128, 16, merge_keys=0)
-    shards = sharding.choose(ShardingSettings(policy=policy), lengths, total, 4, latency)[1]
+    shards = context.choose(ShardingSettings(policy=policy), lengths, total, 4, latency)[1]
     for shard, (predicted, _) in zip(shards, latency.seconds(shards), strict=True):
         cost = latency.forward
         programs = []
@@ -212,7 +212,7 @@ def test_deciding_is_fast(policy):
     for seed in range(10):
         lengths = packs(300, 131072, seed)
         begin = time.thread_time()
-        sharding.choose(chosen, lengths, 131072, 8, latency)
+        context.choose(chosen, lengths, 131072, 8, latency)
         best = min(best, time.thread_time() - begin)
     assert best < 0.006
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from wlb_titan.planner.analytic import PAPER_MODELS, ModelShape
-from wlb_titan.planner.degrees import Degrees
-from wlb_titan.planner.errors import PlanError
-from wlb_titan.planner.layer_memory import TokenBytes
-from wlb_titan.planner.memory import (
+from wlb_titan.cost.degrees import Degrees
+from wlb_titan.cost.models import PAPER_MODELS, ModelShape
+from wlb_titan.errors import PlanError
+from wlb_titan.memory.layer import TokenBytes
+from wlb_titan.memory.peak import (
     GIB,
     USABLE,
     MemorySettings,

@@ -14,7 +14,7 @@ def loaded(tmp_path_factory):
     """Loads a TOML file, and the ranks' parallel dimensions for it."""
     from torchtitan.distributed import ParallelDims
 
-    from wlb_titan.config import load_config
+    from wlb_titan.runtime.load import load_config
 
     def load(text):
         path = tmp_path_factory.mktemp("memory") / "train.toml"
@@ -66,7 +66,7 @@ def test_the_longest_micro_batch_counts_in_the_log(loaded):
 
 
 def test_the_default_of_max_length_is_what_is_predicted_to_fit(loaded):
-    from wlb_titan.planner.memory import USABLE
+    from wlb_titan.memory.peak import USABLE
     from wlb_titan.runtime.memory import bound_length, longest_micro_batch, predicted_memory
 
     def bounded(device_bytes, text=PIPELINE):

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb_titan.planner.errors import PlanError
-from wlb_titan.planner.mixture import UNIT, Mixture, Source, count_longer
-from wlb_titan.planner.permutation import permuted
-from wlb_titan.planner.plan import LENGTH
-from wlb_titan.planner.planner import Planner
-from wlb_titan.planner.settings import PackingSettings, ShardingSettings
-from wlb_titan.planner.stream import DocumentStream
-from wlb_titan.planner.workload import Quadratic
+from wlb_titan.cost.workload import Quadratic
+from wlb_titan.documents.mixture import UNIT, Mixture, Source, count_longer
+from wlb_titan.documents.permutation import permuted
+from wlb_titan.documents.stream import DocumentStream
+from wlb_titan.errors import PlanError
+from wlb_titan.plan import LENGTH
+from wlb_titan.planner import Planner
+from wlb_titan.settings import PackingSettings, ShardingSettings
 
 
 def ids(stop, start=0):

@@ -4,11 +4,11 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from wlb_titan.planner.packing import algorithm1
-from wlb_titan.planner.packing.wlb import Wlb
-from wlb_titan.planner.plan import ID, LENGTH, START
-from wlb_titan.planner.stream import DocumentStream
-from wlb_titan.planner.workload import Quadratic, workload
+from wlb_titan.cost.workload import Quadratic, workload
+from wlb_titan.documents.stream import DocumentStream
+from wlb_titan.packing import algorithm1
+from wlb_titan.packing.wlb import Wlb
+from wlb_titan.plan import ID, LENGTH, START
 
 COST = Quadratic(1.0, 30.0)
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb_titan.planner.packing.cut import Packed, _transfers, level_by_cutting
-from wlb_titan.planner.packing.trial import imbalance_of_plain
-from wlb_titan.planner.plan import LENGTH, START, imbalance_degree
-from wlb_titan.planner.planner import Planner
-from wlb_titan.planner.settings import PackingSettings, ShardingSettings
-from wlb_titan.planner.stream import DocumentStream
-from wlb_titan.planner.summary import Summary
-from wlb_titan.planner.workload import Quadratic, workload
+from wlb_titan.cost.workload import Quadratic, workload
+from wlb_titan.documents.stream import DocumentStream
+from wlb_titan.packing.cut import Packed, _transfers, level_by_cutting
+from wlb_titan.packing.trial import imbalance_of_plain
+from wlb_titan.plan import LENGTH, START, imbalance_degree
+from wlb_titan.planner import Planner
+from wlb_titan.settings import PackingSettings, ShardingSettings
+from wlb_titan.summary import Summary
 
 EQUAL = Quadratic(0.0, 1.0)
 

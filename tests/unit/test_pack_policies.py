@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb_titan.planner.errors import PlanError
-from wlb_titan.planner.plan import DELAY, ID, LENGTH, START
-from wlb_titan.planner.planner import Planner
-from wlb_titan.planner.settings import PackingSettings, ShardingSettings
-from wlb_titan.planner.workload import Quadratic
+from wlb_titan.cost.workload import Quadratic
+from wlb_titan.errors import PlanError
+from wlb_titan.plan import DELAY, ID, LENGTH, START
+from wlb_titan.planner import Planner
+from wlb_titan.settings import PackingSettings, ShardingSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore:With the thresholds")  # of corpora that hypothesis makes up
 
@@ -217,7 +217,7 @@ def test_a_smaller_tolerance_balances_better_and_waits_longer():
 
 
 def test_the_solver_is_never_worse_than_greedy_and_finds_an_optimum():
-    from wlb_titan.planner.packing.solver import Solver
+    from wlb_titan.packing.solver import Solver
 
     rng = np.random.default_rng(5)
     for _ in range(5):

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from wlb_titan.planner.packing import thresholds
-from wlb_titan.planner.planner import Planner
-from wlb_titan.planner.settings import PackingSettings, ShardingSettings
-from wlb_titan.planner.summary import Summary
-from wlb_titan.planner.workload import Quadratic
+from wlb_titan.cost.workload import Quadratic
+from wlb_titan.packing import thresholds
+from wlb_titan.planner import Planner
+from wlb_titan.settings import PackingSettings, ShardingSettings
+from wlb_titan.summary import Summary
 
 WINDOW = 131072
 COST = Quadratic(917504, 3.96e10)  # LLaMA2-7B in FLOPs

@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from wlb_titan.planner.errors import PlanError
-from wlb_titan.planner.pipeline_graph import PassTimes, PipelineGraph
-from wlb_titan.planner.pipeline_schedule import Action, PipelineShape, rank_actions
+from wlb_titan.errors import PlanError
+from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
+from wlb_titan.pipeline.schedule import Action, PipelineShape, rank_actions
 
 SHAPES = [
     PipelineShape("GPipe", 2),

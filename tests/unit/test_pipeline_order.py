@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from wlb_titan.planner.errors import PlanError
-from wlb_titan.planner.pipeline_order import (
+from wlb_titan.errors import PlanError
+from wlb_titan.pipeline.order import (
     ORDERS,
     PipelineGraph,
     PipelineShape,

@@ -7,9 +7,9 @@ import pytest
 from click.testing import CliRunner
 
 from wlb_titan.commands.main import main
-from wlb_titan.planner.errors import PlanError
-from wlb_titan.planner.pipeline_order import ORDERS, PipelineGraph, PipelineShape
-from wlb_titan.planner.pipeline_runs import PipelineRuns, check_order
+from wlb_titan.errors import PlanError
+from wlb_titan.pipeline.order import ORDERS, PipelineGraph, PipelineShape
+from wlb_titan.pipeline.runs import PipelineRuns, check_order
 
 SHAPE = PipelineShape("1F1B", 2)
 FORWARD = np.random.default_rng(0).lognormal(0.0, 0.8, size=16)

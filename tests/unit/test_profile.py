@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from wlb_titan.planner.attention_fit import Point
-from wlb_titan.planner.attention_hopper import hopper
-from wlb_titan.planner.attention_latency import KernelCost, Tiling
-from wlb_titan.planner.attention_profile import AttentionShape, Entry, Profile, attention_latency
-from wlb_titan.planner.errors import PlanError
+from wlb_titan.cost.attention_fit import Point
+from wlb_titan.cost.attention_hopper import hopper
+from wlb_titan.cost.attention_latency import KernelCost, Tiling
+from wlb_titan.cost.attention_profile import AttentionShape, Entry, Profile, attention_latency
+from wlb_titan.errors import PlanError
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu" / "attention_profile.json"
 

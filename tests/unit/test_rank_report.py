@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from wlb_titan.commands.rank_report import POLICIES, rank_heat_map, rank_table, rank_times
-from wlb_titan.planner.attention_hopper import hopper
-from wlb_titan.planner.plan import LENGTH, MicroBatch
-from wlb_titan.planner.settings import ShardingSettings
+from wlb_titan.cost.attention_hopper import hopper
+from wlb_titan.plan import LENGTH, MicroBatch
+from wlb_titan.settings import ShardingSettings
 
 LATENCY = hopper(128, 32, merge_keys=0)
 

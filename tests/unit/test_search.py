@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from wlb_titan.planner.analytic import PAPER_MODELS
-from wlb_titan.planner.attention_hopper import hopper
-from wlb_titan.planner.cluster import load_cluster
-from wlb_titan.planner.degrees import Degrees
-from wlb_titan.planner.errors import PlanError
-from wlb_titan.planner.memory import USABLE, MemorySettings
-from wlb_titan.planner.settings import PackingSettings
+from wlb_titan.cost.attention_hopper import hopper
+from wlb_titan.cost.cluster import load_cluster
+from wlb_titan.cost.degrees import Degrees
+from wlb_titan.cost.models import PAPER_MODELS
+from wlb_titan.errors import PlanError
+from wlb_titan.memory.peak import USABLE, MemorySettings
+from wlb_titan.settings import PackingSettings
 from wlb_titan.simulator.job import SimulatedJob
 from wlb_titan.simulator.scenario import Policy, Scenario, network_sensitivity
 from wlb_titan.simulator.search import at_degrees, candidates, search

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb_titan.planner import sharding
-from wlb_titan.planner.attention_hopper import hopper
-from wlb_titan.planner.attention_latency import slowest
-from wlb_titan.planner.errors import PlanError
-from wlb_titan.planner.plan import COUNT, DOCUMENT, OFFSET
-from wlb_titan.planner.planner import Planner
-from wlb_titan.planner.settings import PackingSettings, ShardingSettings
-from wlb_titan.planner.workload import Quadratic
+from wlb_titan import context
+from wlb_titan.cost.attention_hopper import hopper
+from wlb_titan.cost.attention_latency import slowest
+from wlb_titan.cost.workload import Quadratic
+from wlb_titan.errors import PlanError
+from wlb_titan.plan import COUNT, DOCUMENT, OFFSET
+from wlb_titan.planner import Planner
+from wlb_titan.settings import PackingSettings, ShardingSettings
 
 POLICIES = get_args(get_type_hints(ShardingSettings)["policy"])
 LATENCY = hopper(128, 32)
@@ -37,7 +37,7 @@ def padded(lengths: list[int], ranks: int, extra: int = 0) -> tuple[np.ndarray, 
 
 def shard(policy, lengths, total, ranks, latency=LATENCY, remainder="spread"):
     chosen = ShardingSettings(policy=policy, remainder=remainder)
-    return sharding.choose(chosen, lengths, total, ranks, latency)[1]
+    return context.choose(chosen, lengths, total, ranks, latency)[1]
 
 
 def pairs(rank: np.ndarray) -> int:
@@ -68,7 +68,7 @@ def test_ranks_tile_every_document_and_hold_equal_tokens(policy, remainder, leng
             held[document][offset : offset + count] += 1
     assert all((tokens == 1).all() for tokens in held)
 
-    positions = sharding.sequence_positions(result, lengths, total)
+    positions = context.sequence_positions(result, lengths, total)
     assert positions.shape == (ranks, total // ranks)
     inverse = np.argsort(positions.ravel())
     np.testing.assert_array_equal(positions.ravel()[inverse], np.arange(total))
@@ -83,12 +83,12 @@ def test_segments_see_exactly_the_earlier_keys_of_their_document(policy, lengths
         return
     lengths, total = padded(lengths, ranks)
     result = shard(policy, lengths, total, ranks)
-    positions = sharding.sequence_positions(result, lengths, total)
+    positions = context.sequence_positions(result, lengths, total)
     document_of = np.repeat(np.arange(len(lengths)), lengths)
     begins = np.cumsum(lengths) - lengths
     for rank, row in zip(result, positions, strict=True):
         end = 0
-        for q_start, q_len, kv_start, kv_len in sharding.segments(rank, lengths).tolist():
+        for q_start, q_len, kv_start, kv_len in context.segments(rank, lengths).tolist():
             assert q_start == end
             end += q_len
             tokens = row[q_start:end]
@@ -102,7 +102,7 @@ def test_segments_see_exactly_the_earlier_keys_of_their_document(policy, lengths
 @settings(max_examples=100, deadline=None)
 def test_per_sequence_is_the_pairs_of_chunks(lengths, ranks):
     lengths, total = padded(lengths, ranks)
-    positions = sharding.sequence_positions(sharding.per_sequence(lengths, total, ranks), lengths, total)
+    positions = context.sequence_positions(context.per_sequence(lengths, total, ranks), lengths, total)
     chunks = np.arange(total).reshape(2 * ranks, -1)
     tokens = lengths.sum()
     for rank, row in enumerate(positions):
@@ -114,7 +114,7 @@ def test_per_sequence_is_the_pairs_of_chunks(lengths, ranks):
 @settings(max_examples=100, deadline=None)
 def test_per_document_chunks_are_floor_or_ceil_and_tokens_differ_by_one(lengths, ranks, extra):
     lengths, total = padded(lengths, ranks, extra)
-    result = sharding.per_document(lengths, total, ranks)
+    result = context.per_document(lengths, total, ranks)
     tokens = [int(rank[:, COUNT].sum()) for rank in result]
     assert max(tokens) - min(tokens) <= 1
     for document, length in enumerate(lengths.tolist()):
@@ -132,7 +132,7 @@ def test_per_document_balances_the_work_of_documents_of_64_tokens_a_rank(lengths
     """Workload (paper equation 2, a 7B layer: W_l is some 24 hidden sizes of pairs a token) within 1 %."""
     lengths, total = padded([length * ranks for length in lengths], ranks)
     lengths[0] += total - lengths.sum() if data.draw(st.booleans()) else 0
-    work = np.array([pairs(rank) for rank in sharding.per_document(lengths, total, ranks)], dtype=float)
+    work = np.array([pairs(rank) for rank in context.per_document(lengths, total, ranks)], dtype=float)
     linear = 6 * 4096 * total / ranks
     assert (work + linear).max() <= 1.01 * (work + linear).min()
     # Attention alone: within one token in a chunk, for each document, and less in many.
@@ -145,31 +145,31 @@ def test_per_document_attention_is_within_one_percent_from_200_tokens_a_rank():
     for ranks in (1, 2, 3, 4, 8, 16):
         for rest in range(2 * ranks):
             lengths, total = padded([204 * ranks + rest], ranks)
-            work = [pairs(rank) for rank in sharding.per_document(lengths, total, ranks)]
+            work = [pairs(rank) for rank in context.per_document(lengths, total, ranks)]
             assert max(work) <= 1.01 * min(work)
 
 
 def test_round_robin_deals_single_tokens_and_spread_does_not():
     lengths, total = padded([1003], 2)
-    dealt = sharding.per_document_round_robin(lengths, total, 2)
+    dealt = context.per_document_round_robin(lengths, total, 2)
     assert [rank.tolist() for rank in dealt] == [
         [[0, 0, 250], [0, 750, 251], [0, 1002, 1]],  # token 1000 touches the last chunk, token 1002 does not
         [[0, 250, 500], [0, 1001, 1]],
     ]
-    spread = sharding.per_document(lengths, total, 2)
+    spread = context.per_document(lengths, total, 2)
     assert [rank.tolist() for rank in spread] == [[[0, 0, 251], [0, 752, 251]], [[0, 251, 501]]]
 
 
 def test_the_examples_of_the_docstrings():
     lengths = np.array([6, 2])
-    assert [r.tolist() for r in sharding.per_sequence(lengths, 8, 2)] == [[[0, 0, 2], [1, 0, 2]], [[0, 2, 4]]]
+    assert [r.tolist() for r in context.per_sequence(lengths, 8, 2)] == [[[0, 0, 2], [1, 0, 2]], [[0, 2, 4]]]
     lengths = np.array([9, 7])
-    assert [r.tolist() for r in sharding.per_document(lengths, 16, 2)] == [
+    assert [r.tolist() for r in context.per_document(lengths, 16, 2)] == [
         [[0, 0, 3], [0, 7, 2], [1, 0, 1], [1, 5, 2]],
         [[0, 3, 4], [1, 1, 4]],
     ]
     lengths = np.array([8192, 100, 100])
-    assert [r.tolist() for r in sharding.hybrid(lengths, 8400, 2, UNMERGED)] == [
+    assert [r.tolist() for r in context.hybrid(lengths, 8400, 2, UNMERGED)] == [
         [[0, 0, 2048], [0, 6144, 2048], [1, 0, 100]],
         [[0, 2048, 4096], [2, 0, 100]],
     ]
@@ -204,7 +204,7 @@ def test_hybrid_beats_adaptive_on_one_long_and_many_short_documents(latency, ran
         assert time["hybrid"] < time["adaptive"]
         if share == 0.3 and ranks == 8:  # short documents matter most where ranks are many
             assert time["hybrid"] < 0.9 * time["adaptive"]
-        kept = sharding.hybrid(lengths, total, ranks, latency)
+        kept = context.hybrid(lengths, total, ranks, latency)
         seconds = latency.seconds(kept)
         assert slowest(seconds) <= 1.02 * seconds.mean(axis=0).sum()
         runs = np.bincount(np.concatenate(kept)[:, DOCUMENT], minlength=len(lengths))
@@ -215,7 +215,7 @@ def test_hybrid_beats_adaptive_on_one_long_and_many_short_documents(latency, ran
 @settings(max_examples=100, deadline=None)
 def test_hybrid_fills_every_rank_whichever_documents_are_cut(lengths, ranks, cut, extra):
     """Whatever k is tried: the search's own choice would rarely reach the corners."""
-    from wlb_titan.planner.sharding.mixture import _shard
+    from wlb_titan.context.hybrid import _shard
 
     lengths, total = padded(lengths, ranks, extra)
     is_long = np.zeros(len(lengths), dtype=bool)
@@ -234,11 +234,11 @@ def test_the_result_is_the_same_every_time():
 def test_errors_name_the_micro_batch_and_the_numbers():
     options = ShardingSettings(policy="hybrid")
     with pytest.raises(PlanError, match=r"Micro-batch 3 of rank 1 has 3 tokens, fewer than the 4 "):
-        sharding.choose(options, np.array([1, 2]), 8, 4, LATENCY, micro_batch="Micro-batch 3 of rank 1")
+        context.choose(options, np.array([1, 2]), 8, 4, LATENCY, micro_batch="Micro-batch 3 of rank 1")
     with pytest.raises(PlanError, match=r"12 tokens with its padding, which 4 .* into 8 equal chunks"):
-        sharding.choose(options, np.array([10, 2]), 12, 4, LATENCY)
+        context.choose(options, np.array([10, 2]), 12, 4, LATENCY)
     with pytest.raises(PlanError, match="documents of 12 tokens but room for only 8"):
-        sharding.choose(options, np.array([10, 2]), 8, 4, LATENCY)
+        context.choose(options, np.array([10, 2]), 8, 4, LATENCY)
 
 
 def sharding_planner(policy):

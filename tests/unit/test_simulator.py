@@ -5,16 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from wlb_titan.planner.analytic import PAPER_MODELS, ModelShape
-from wlb_titan.planner.attention_latency import AttentionLatency, KernelCost, Tiling
-from wlb_titan.planner.cluster import Cluster, Link, load_cluster
-from wlb_titan.planner.degrees import Degrees
-from wlb_titan.planner.errors import PlanError
-from wlb_titan.planner.layer_memory import TokenBytes
-from wlb_titan.planner.memory import MemorySettings
-from wlb_titan.planner.plan import MicroBatch, Plan
-from wlb_titan.planner.sharding import per_sequence
-from wlb_titan.planner.workload import workload
+from wlb_titan.context import per_sequence
+from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, Tiling
+from wlb_titan.cost.cluster import Cluster, Link, load_cluster
+from wlb_titan.cost.degrees import Degrees
+from wlb_titan.cost.models import PAPER_MODELS, ModelShape
+from wlb_titan.cost.workload import workload
+from wlb_titan.errors import PlanError
+from wlb_titan.memory.layer import TokenBytes
+from wlb_titan.memory.peak import MemorySettings
+from wlb_titan.plan import MicroBatch, Plan
 from wlb_titan.simulator.job import SimulatedJob, cluster_latency
 from wlb_titan.simulator.passes import JobCost, MicroBatches, pass_times, transfer_seconds
 from wlb_titan.simulator.step import simulate

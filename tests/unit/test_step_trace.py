@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from wlb_titan.planner.plan import MicroBatch, Plan  # noqa: E402
+from wlb_titan.plan import MicroBatch, Plan  # noqa: E402
 from wlb_titan.runtime.pass_timer import Pass, PassTimer  # noqa: E402
 from wlb_titan.runtime.step_trace import RankPasses, bubble, measured_imbalance, slices  # noqa: E402
 

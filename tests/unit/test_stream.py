@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb_titan.planner.errors import PlanError
-from wlb_titan.planner.plan import ID, LENGTH, START
-from wlb_titan.planner.stream import DocumentStream
+from wlb_titan.documents.stream import DocumentStream
+from wlb_titan.errors import PlanError
+from wlb_titan.plan import ID, LENGTH, START
 
 corpora = st.lists(st.integers(1, 40), min_size=1, max_size=12).filter(lambda lengths: max(lengths) > 1)
 

@@ -5,12 +5,13 @@ import json
 import numpy as np
 import pytest
 
-from wlb_titan.planner.analytic import PAPER_DEGREES, PAPER_MODELS, Analytic, Device, paper_configuration
-from wlb_titan.planner.attention_latency import KernelCost, Tiling
-from wlb_titan.planner.attention_profile import Entry, Profile
-from wlb_titan.planner.cost_model import Measured, cost_model
-from wlb_titan.planner.errors import PlanError
-from wlb_titan.planner.workload import Quadratic, workload
+from wlb_titan.cost.analytic import Analytic, Device, paper_configuration
+from wlb_titan.cost.attention_latency import KernelCost, Tiling
+from wlb_titan.cost.attention_profile import Entry, Profile
+from wlb_titan.cost.cost_model import Measured, cost_model
+from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS
+from wlb_titan.cost.workload import Quadratic, workload
+from wlb_titan.errors import PlanError
 
 SHAPE = PAPER_MODELS["7B"]
 PLAIN_DEVICE = Device(

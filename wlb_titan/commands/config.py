@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from wlb_titan.commands.console import warnings_once
-from wlb_titan.config import Resolved, load_config
+from wlb_titan.config import Resolved
+from wlb_titan.runtime.load import load_config
 
 # Options that click does not know are overrides of the configuration, so they are passed through.
 _OVERRIDABLE = {"ignore_unknown_options": True}

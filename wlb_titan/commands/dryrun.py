@@ -15,7 +15,7 @@ import click
 
 from wlb_titan.commands.dryrun_report import print_rank
 from wlb_titan.errors import UserError
-from wlb_titan.planner.memory import GIB, USABLE
+from wlb_titan.memory.peak import GIB, USABLE
 
 if TYPE_CHECKING:
     from wlb_titan.config import Resolved
@@ -86,7 +86,7 @@ def dryrun(
     Takes some seconds to a minute a rank, and about 1 GiB of memory. Nothing is trained, loaded or saved. If
     the corpus is not on this machine, documents of synthetic lengths take its place.
     """
-    from wlb_titan.config import load_config
+    from wlb_titan.runtime.load import load_config
 
     words = [*overrides, *_policy_words(policy)]
     resolved = load_config(file, words, world_size)

@@ -13,8 +13,8 @@ import numpy as np
 
 from wlb_titan.commands.plan_figures import FAINT, STYLE, plt, svg
 from wlb_titan.commands.plan_job import Job
-from wlb_titan.planner.pipeline_graph import PassTimes, PipelineGraph
-from wlb_titan.planner.plan import LENGTH, MicroBatch
+from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
+from wlb_titan.plan import LENGTH, MicroBatch
 from wlb_titan.timeline import Slice
 
 STEP_SHOWN = 10  # queues have filled

@@ -13,9 +13,9 @@ from wlb_titan.commands.console import make_console, make_table, warnings_once
 
 if TYPE_CHECKING:
     from wlb_titan.commands.plan_job import Job
-    from wlb_titan.planner.plan import Plan
-    from wlb_titan.planner.planner import Planner
-    from wlb_titan.planner.summary import Summary
+    from wlb_titan.plan import Plan
+    from wlb_titan.planner import Planner
+    from wlb_titan.summary import Summary
 
 POLICIES = ("plain", "fixed_greedy", "fixed_solver", "wlb", "wlb_lazy")
 TABLE_WIDTH = 96  # also where no terminal tells its own
@@ -117,7 +117,7 @@ def plan(
     iterations between a document's arrival and its training, averaged over tokens.
     """
     from wlb_titan.commands.plan_job import job_from_lengths, job_from_toml
-    from wlb_titan.planner.errors import PlanError
+    from wlb_titan.errors import PlanError
 
     if (config is None) == (lengths is None):
         raise PlanError("Name either a TOML file or, with --lengths, a file of document lengths.")
@@ -145,7 +145,7 @@ def plan(
 
 
 def _policies(compare: str | None, policy: str | None) -> list[str] | None:
-    from wlb_titan.planner.errors import PlanError
+    from wlb_titan.errors import PlanError
 
     if compare is None:
         return None if policy is None else [policy]
@@ -162,8 +162,8 @@ def _run(job: Job, policy: str, steps: int, output: Path | None) -> Summary:
     from rich.console import Console
     from rich.progress import track
 
-    from wlb_titan.planner.errors import PlanError
-    from wlb_titan.planner.summary import Summary
+    from wlb_titan.errors import PlanError
+    from wlb_titan.summary import Summary
 
     console = Console(stderr=True)
     if console.is_terminal:

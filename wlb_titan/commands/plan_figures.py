@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from wlb_titan.planner.summary import Summary
+from wlb_titan.summary import Summary
 
 COLORS = {
     "plain": "#8a8f98",

@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb_titan.planner.analytic import PAPER_DEGREES, PAPER_MODELS, ModelShape
-from wlb_titan.planner.attention_latency import AttentionLatency
-from wlb_titan.planner.attention_profile import AttentionShape, attention_latency
-from wlb_titan.planner.cost_model import cost_model
-from wlb_titan.planner.errors import PlanError
-from wlb_titan.planner.lengths import read_lengths
-from wlb_titan.planner.mixture import Lengths, Mixture, Source, count_longer
-from wlb_titan.planner.pipeline_order import PipelineShape
-from wlb_titan.planner.pipeline_runs import PipelineRuns, check_order
-from wlb_titan.planner.planner import Planner
-from wlb_titan.planner.settings import PackingSettings, ShardingSettings
-from wlb_titan.planner.workload import CostModel
+from wlb_titan.cost.attention_latency import AttentionLatency
+from wlb_titan.cost.attention_profile import AttentionShape, attention_latency
+from wlb_titan.cost.cost_model import cost_model
+from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS, ModelShape
+from wlb_titan.cost.workload import CostModel
+from wlb_titan.documents.lengths import read_lengths
+from wlb_titan.documents.mixture import Lengths, Mixture, Source, count_longer
+from wlb_titan.errors import PlanError
+from wlb_titan.pipeline.order import PipelineShape
+from wlb_titan.pipeline.runs import PipelineRuns, check_order
+from wlb_titan.planner import Planner
+from wlb_titan.settings import PackingSettings, ShardingSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +135,7 @@ def job_from_toml(path: Path, given: Mapping[str, Any]) -> Job:
     Raises:
         UserError: the file, its corpus or an option is wrong.
     """
-    from wlb_titan.config import load_config
+    from wlb_titan.runtime.load import load_config
 
     config = load_config(path).config
     # torchtitan takes seconds to import, so that is left until the file has been found good.

@@ -10,8 +10,8 @@ from wlb_titan.commands.plan import table_row
 from wlb_titan.commands.plan_job import Job
 from wlb_titan.commands.rank_report import RankTimes, rank_heat_map
 from wlb_titan.commands.report_page import needs_matplotlib, section, table, write_page
-from wlb_titan.planner.pipeline_schedule import SCHEDULES
-from wlb_titan.planner.summary import Summary
+from wlb_titan.pipeline.schedule import SCHEDULES
+from wlb_titan.summary import Summary
 
 
 def write_report(

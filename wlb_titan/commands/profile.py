@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from wlb_titan import __version__
+from wlb_titan.cost.attention_fit import Point, fit, usual_tilings
+from wlb_titan.cost.attention_profile import PASSES, Entry, Profile
 from wlb_titan.errors import UserError
 from wlb_titan.kernels.measure import Shape, time_attention
-from wlb_titan.planner.attention_fit import Point, fit, usual_tilings
-from wlb_titan.planner.attention_profile import PASSES, Entry, Profile
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ROUNDS = 3  # over all cases, some time apart: what disturbs the machine for a while does not reach the median

@@ -11,10 +11,10 @@ import rich.box
 from numpy.typing import NDArray
 from rich.table import Table
 
-from wlb_titan.planner.attention_latency import AttentionLatency, slowest
-from wlb_titan.planner.plan import LENGTH, MicroBatch, imbalance_degree
-from wlb_titan.planner.settings import ShardingSettings
-from wlb_titan.planner.sharding import choose
+from wlb_titan.context import choose
+from wlb_titan.cost.attention_latency import AttentionLatency, slowest
+from wlb_titan.plan import LENGTH, MicroBatch, imbalance_degree
+from wlb_titan.settings import ShardingSettings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from wlb_titan.planner.errors import PlanError
+from wlb_titan.errors import PlanError
 
 STYLE = """
 :root { --ink: #20242b; --soft: #5b616b; --line: #e4e7eb; }

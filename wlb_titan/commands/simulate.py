@@ -10,7 +10,7 @@ import click
 from wlb_titan.commands.console import make_console, make_table, warnings_once
 
 if TYPE_CHECKING:
-    from wlb_titan.planner.plan import Plan
+    from wlb_titan.plan import Plan
     from wlb_titan.simulator.scenario import Policy, Scenario
     from wlb_titan.simulator.search import Search
     from wlb_titan.simulator.step import Prediction
@@ -96,8 +96,8 @@ def simulate(
     the first one if the network between nodes were half as fast. docs/simulator.md explains the model.
     """
     from wlb_titan.commands.simulate_job import scenario_from_lengths, scenario_from_toml
-    from wlb_titan.planner.cluster import load_cluster
-    from wlb_titan.planner.errors import PlanError
+    from wlb_titan.cost.cluster import load_cluster
+    from wlb_titan.errors import PlanError
     from wlb_titan.simulator.scenario import Policy
 
     if (config is None) == (lengths is None):
@@ -233,7 +233,7 @@ def _export(
     report: Path | None,
     trace: Path | None,
 ) -> None:
-    from wlb_titan.planner.errors import PlanError
+    from wlb_titan.errors import PlanError
     from wlb_titan.simulator.timeline import step_timeline
     from wlb_titan.timeline import write_trace
 

@@ -7,13 +7,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from wlb_titan.planner.analytic import PAPER_DEGREES, PAPER_MODELS
-from wlb_titan.planner.cluster import Cluster
-from wlb_titan.planner.degrees import Degrees
-from wlb_titan.planner.errors import PlanError
-from wlb_titan.planner.lengths import read_lengths
-from wlb_titan.planner.memory import MemorySettings
-from wlb_titan.planner.settings import PackingSettings
+from wlb_titan.cost.cluster import Cluster
+from wlb_titan.cost.degrees import Degrees
+from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS
+from wlb_titan.documents.lengths import read_lengths
+from wlb_titan.errors import PlanError
+from wlb_titan.memory.peak import MemorySettings
+from wlb_titan.settings import PackingSettings
 from wlb_titan.simulator.job import SimulatedJob, cluster_latency
 from wlb_titan.simulator.scenario import Scenario
 
@@ -64,7 +64,7 @@ def scenario_from_toml(path: Path, cluster: Cluster, given: Mapping[str, Any]) -
         UserError: the file, its corpus or an option is wrong.
     """
     from wlb_titan.commands.plan_job import job_from_toml
-    from wlb_titan.config import load_config
+    from wlb_titan.runtime.load import load_config
 
     asked = ("context_window", "micro_batches", "seed")
     planned = job_from_toml(path, {name: given[name] for name in asked if name in given})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from wlb_titan.commands.report_page import needs_matplotlib, section, table, write_page
 from wlb_titan.commands.simulate import describe, remarks, table_rows
-from wlb_titan.planner.plan import Plan
+from wlb_titan.plan import Plan
 from wlb_titan.simulator.scenario import Policy, Scenario
 from wlb_titan.simulator.step import Prediction
 from wlb_titan.simulator.timeline import MemoryCurve

@@ -5,7 +5,7 @@ the user wrote), `build` (that over a base), `blame` (whose fault a rejected val
 `load` (all together). `settings` holds our own sections. Nothing here imports torchtitan.
 """
 
-from wlb_titan.config.errors import ConfigError
-from wlb_titan.config.load import Resolved, load_config
+from wlb_titan.config.load import Resolved, resolve
+from wlb_titan.errors import ConfigError
 
-__all__ = ["ConfigError", "Resolved", "load_config"]
+__all__ = ["ConfigError", "Resolved", "resolve"]

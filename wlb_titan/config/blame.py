@@ -11,9 +11,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from wlb_titan.config.build import Builder, Rejection, dotted
-from wlb_titan.config.errors import ConfigError
 from wlb_titan.config.sources import Table, leaves
 from wlb_titan.config.values import shown
+from wlb_titan.errors import ConfigError
 
 
 def blame(rejection: Rejection, builder: Builder, layers: Sequence[Table]) -> ConfigError:

@@ -16,9 +16,9 @@ from dataclasses import MISSING, dataclass, is_dataclass
 from typing import Any, NoReturn, get_args, get_origin
 
 from wlb_titan.config.classes import find_class, full_name, importable, short_name
-from wlb_titan.config.errors import ConfigError
 from wlb_titan.config.sources import Leaf, Node, Table
 from wlb_titan.config.values import Mismatch, arms, convert, dataclass_arms, describe, expressed, shown
+from wlb_titan.errors import ConfigError
 
 KeyPath = tuple[str | int, ...]
 """Keys from the root down. A place in a list is a string where the base's list is kept ("0"), a number where

@@ -1,20 +1,18 @@
-"""From a TOML file and command-line overrides to a configuration that is ready to run."""
+"""From a TOML file and command-line overrides to a configuration over a base."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from wlb_titan.config.blame import blame
 from wlb_titan.config.build import Builder, Entry, Rejection, dotted
-from wlb_titan.config.errors import ConfigError
-from wlb_titan.config.ranges import check_ranges, described_ranges
 from wlb_titan.config.sources import read_sources
 from wlb_titan.config.values import shown, to_text
 from wlb_titan.config.writing import document
-from wlb_titan.errors import UserError
+from wlb_titan.errors import ConfigError, UserError
 
 T = TypeVar("T")
 
@@ -101,39 +99,8 @@ class Resolved:
         return f"{file}: {message}" + (f" Written are {', '.join(written)}." if written else "")
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int | None = None) -> Resolved:
-    """Load a TOML file with all that it extends: command-line overrides over the file over its base.
-
-    Args:
-        path: the TOML file.
-        overrides: `["--training.steps", "5", "--training.seq_len=4096"]`.
-        world_size: the number of ranks, if known; the degrees of parallelism must then fit it.
-
-    Raises:
-        ConfigError: the user's mistake, with its place.
-    """
-
-    def base_config(name: str) -> Any:
-        from wlb_titan.runtime import registry
-
-        return registry.base_config(name)
-
-    def validate(config: Any) -> None:
-        from wlb_titan.runtime import validation
-
-        validation.validate(config, world_size)
-
-    # The runtime takes seconds to import, so that is left until the files have been read without a mistake.
-    resolved = resolve(path, overrides, base_config)
-    from wlb_titan.runtime.ranges import RANGES
-
-    resolved.check(lambda config: check_ranges(config, RANGES, LOCKED))
-    resolved.check(validate)
-    return replace(resolved, ranges=described_ranges(resolved.config, RANGES, LOCKED))
-
-
 def resolve(path: str | Path, overrides: Sequence[str], base_config: Callable[[str], Any]) -> Resolved:
-    """`load_config` for any family of bases, without the checks of the whole.
+    """Lays command-line overrides over a TOML file, with all that it extends, over its base.
 
     Args:
         path: the TOML file.

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Interval, MinLen
 
-from wlb_titan.planner.settings import PackingSettings, ShardingSettings
+from wlb_titan.settings import PackingSettings, ShardingSettings
 
 
 @dataclass(kw_only=True, slots=True)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import tomli
 
-from wlb_titan.config.errors import ConfigError
 from wlb_titan.config.values import shown
+from wlb_titan.errors import ConfigError
 
 COMMAND_LINE = "command line"
 

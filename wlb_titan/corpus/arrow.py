@@ -16,8 +16,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from wlb_titan.corpus.blocks import CheckedPages, block_sums
-from wlb_titan.corpus.errors import CorpusError
 from wlb_titan.corpus.shards import Ints, Tokens, map_file
+from wlb_titan.errors import CorpusError
 
 BATCH_COLUMNS = ("documents", "tokens", "offsets_at", "values_at", "begin", "end")
 """Of a batch: how many documents and tokens, the first byte of its offsets and of its values, the first byte

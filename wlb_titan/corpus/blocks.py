@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb_titan.corpus.errors import CorpusError
 from wlb_titan.corpus.shards import map_file
+from wlb_titan.errors import CorpusError
 
 BLOCK = 1 << 15  # bytes
 

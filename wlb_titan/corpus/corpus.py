@@ -23,11 +23,11 @@ from pathlib import Path
 import numpy as np
 
 from wlb_titan.corpus.arrow import ArrowShard
-from wlb_titan.corpus.errors import CorpusError
 from wlb_titan.corpus.folder import partial_folder
 from wlb_titan.corpus.foreign import files_of, fingerprint_of_files, open_foreign
 from wlb_titan.corpus.manifest import MANIFEST_FILE, TOKENIZER_FOLDER, Manifest
 from wlb_titan.corpus.shards import Lengths, Shard, Tokens
+from wlb_titan.errors import CorpusError
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from wlb_titan.corpus.errors import CorpusError
 from wlb_titan.corpus.shards import Ints, Tokens, map_file
+from wlb_titan.errors import CorpusError
 
 TOKEN_TYPES = {2: "<u2", 4: "<u4"}
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from wlb_titan.corpus.corpus import Corpus
-from wlb_titan.corpus.errors import CorpusError
 from wlb_titan.corpus.replace import check_replaceable
 from wlb_titan.corpus.settings import PrepareSettings
+from wlb_titan.errors import CorpusError
 
 
 def complete_corpus(settings: PrepareSettings, output: Path) -> Corpus | None:

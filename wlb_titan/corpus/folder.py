@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from wlb_titan.corpus.errors import CorpusError
 from wlb_titan.corpus.replace import LOCK_FILE, check_replaceable, remove_corpus
+from wlb_titan.errors import CorpusError
 
 SETTINGS_FILE = "settings.json"
 

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from wlb_titan.corpus.arrow import ArrowShard
 from wlb_titan.corpus.datatrove import DatatroveShard
-from wlb_titan.corpus.errors import CorpusError
 from wlb_titan.corpus.megatron import MegatronShard
 from wlb_titan.corpus.shards import Shard
+from wlb_titan.errors import CorpusError
 
 SAMPLES = 16  # places of a file that its fingerprint reads
 SAMPLE_BYTES = 4096

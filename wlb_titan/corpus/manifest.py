@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wlb_titan.corpus.errors import CorpusError
+from wlb_titan.errors import CorpusError
 
 FORMAT_VERSION = 3
 """1 was a corpus with all documents in `documents.arrow`, 2 one in parts; neither had checksums."""

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
-from wlb_titan.corpus.errors import CorpusError
 from wlb_titan.corpus.shards import Ints, Tokens, map_file
+from wlb_titan.errors import CorpusError
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")

@@ -29,7 +29,6 @@ import numpy as np
 
 from wlb_titan.corpus.arrow import write_checks
 from wlb_titan.corpus.corpus import Corpus
-from wlb_titan.corpus.errors import CorpusError
 from wlb_titan.corpus.existing import complete_corpus
 from wlb_titan.corpus.folder import finish, partial_folder, unfinished
 from wlb_titan.corpus.manifest import MANIFEST_FILE, PART_FILE, TOKENIZER_FOLDER, Manifest
@@ -38,6 +37,7 @@ from wlb_titan.corpus.replace import check_replaceable, output_folder
 from wlb_titan.corpus.settings import PrepareSettings, SourceSpec
 from wlb_titan.corpus.sources import Source, open_source
 from wlb_titan.corpus.tokenizer import TRAINING_CHARACTERS, CorpusTokenizer, training_texts
+from wlb_titan.errors import CorpusError
 
 CLASSES = {
     "local": ("datatrove.executor.local", "LocalPipelineExecutor"),

@@ -15,7 +15,6 @@ import numpy as np
 from wlb_titan.corpus.arrow import SUMS, write_checks
 from wlb_titan.corpus.corpus import Corpus
 from wlb_titan.corpus.documents import Documents
-from wlb_titan.corpus.errors import CorpusError
 from wlb_titan.corpus.existing import complete_corpus
 from wlb_titan.corpus.folder import written_whole
 from wlb_titan.corpus.manifest import (
@@ -30,6 +29,7 @@ from wlb_titan.corpus.settings import DEFAULT_VOCAB_SIZE, PrepareSettings
 from wlb_titan.corpus.sources import Source, open_source
 from wlb_titan.corpus.tokenizer import CorpusTokenizer, copy_tokenizer, train_tokenizer, training_texts
 from wlb_titan.corpus.writer import DocumentWriter
+from wlb_titan.errors import CorpusError
 
 CACHE_FOLDER = "cache"
 

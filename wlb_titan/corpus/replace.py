@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from wlb_titan.corpus.errors import CorpusError
 from wlb_titan.corpus.manifest import MANIFEST_FILE, Manifest
+from wlb_titan.errors import CorpusError
 
 LOCK_FILE = ".lock"
 

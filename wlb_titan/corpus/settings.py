@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wlb_titan.corpus.errors import CorpusError
+from wlb_titan.errors import CorpusError
 
 SOURCES = (
     "python-source, text:DIR, jsonl:FILE_OR_DIR#field, parquet:FILE_OR_DIR#field, "

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb_titan.corpus.errors import CorpusError
+from wlb_titan.errors import CorpusError
 
 Ints = NDArray[np.int64]
 Tokens = NDArray[np.integer[Any]]

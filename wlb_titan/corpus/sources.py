@@ -22,8 +22,8 @@ from typing import Protocol
 import datasets
 import pyarrow as pa
 
-from wlb_titan.corpus.errors import CorpusError
 from wlb_titan.corpus.settings import PrepareSettings, SourceSpec
+from wlb_titan.errors import CorpusError
 
 MOST_PARTS = 4096
 FILES_A_PART = 256

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from wlb_titan.corpus.errors import CorpusError
 from wlb_titan.corpus.pieces import split
 from wlb_titan.corpus.sources import Source, Unreadable
+from wlb_titan.errors import CorpusError
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"

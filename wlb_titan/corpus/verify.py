@@ -11,8 +11,8 @@ import numpy as np
 from wlb_titan.corpus.arrow import ArrowShard
 from wlb_titan.corpus.blocks import BLOCK
 from wlb_titan.corpus.corpus import Corpus
-from wlb_titan.corpus.errors import CorpusError
 from wlb_titan.corpus.vocabulary import check_ids
+from wlb_titan.errors import CorpusError
 
 
 def verify(folder: str | Path, report: Callable[[str, int, int], None]) -> Corpus:

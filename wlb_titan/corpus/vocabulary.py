@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from wlb_titan.corpus.corpus import Corpus
-from wlb_titan.corpus.errors import CorpusError
 from wlb_titan.corpus.shards import Tokens
+from wlb_titan.errors import CorpusError
 
 SAMPLE_TOKENS = 1 << 24
 SPOTS = 256

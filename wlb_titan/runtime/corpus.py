@@ -6,8 +6,8 @@ from pathlib import Path
 
 from wlb_titan.config.settings import CorpusSettings
 from wlb_titan.corpus import Corpus
-from wlb_titan.planner.errors import PlanError
-from wlb_titan.planner.mixture import Source
+from wlb_titan.documents.mixture import Source
+from wlb_titan.errors import PlanError
 
 
 def open_corpus(settings: CorpusSettings) -> Corpus:

@@ -20,17 +20,17 @@ from torchtitan.components.loss import IGNORE_INDEX
 from wlb_titan.config.settings import CorpusSettings
 from wlb_titan.corpus import Corpus
 from wlb_titan.corpus.vocabulary import check_ids
-from wlb_titan.planner.analytic import ModelShape
-from wlb_titan.planner.attention_latency import AttentionLatency
-from wlb_titan.planner.attention_profile import AttentionShape, attention_latency
-from wlb_titan.planner.cost_model import cost_model
-from wlb_titan.planner.pipeline_runs import PipelineRuns
-from wlb_titan.planner.plan import ID, LENGTH, START, MicroBatch, Plan
-from wlb_titan.planner.planner import Planner
-from wlb_titan.planner.settings import PackingSettings, ShardingSettings
+from wlb_titan.cost.attention_latency import AttentionLatency
+from wlb_titan.cost.attention_profile import AttentionShape, attention_latency
+from wlb_titan.cost.cost_model import cost_model
+from wlb_titan.cost.models import ModelShape
+from wlb_titan.pipeline.runs import PipelineRuns
+from wlb_titan.plan import ID, LENGTH, START, MicroBatch, Plan
+from wlb_titan.planner import Planner
 from wlb_titan.runtime.corpus import mixture_sources, open_corpus
 from wlb_titan.runtime.inputs import Item, rank_item
 from wlb_titan.runtime.shared_solver import SharedSolver
+from wlb_titan.settings import PackingSettings, ShardingSettings
 
 
 @dataclass(frozen=True)

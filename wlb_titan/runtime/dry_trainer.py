@@ -18,7 +18,7 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.protocols.module import Module
 
 from wlb_titan.errors import UserError
-from wlb_titan.planner.memory import GIB, TERMS
+from wlb_titan.memory.peak import GIB, TERMS
 from wlb_titan.runtime.compat import DataDependentOutputException, FakeTensorMode
 from wlb_titan.runtime.dataloader import Step
 from wlb_titan.runtime.inputs import Item

@@ -77,8 +77,8 @@ def dry_rank(
     import torch
 
     torch.set_num_threads(1)
-    from wlb_titan.config import load_config
     from wlb_titan.runtime.dry_trainer import DryTrainer
+    from wlb_titan.runtime.load import load_config
 
     logging.getLogger().setLevel(logging.ERROR)
     resolved = load_config(file, overrides, world_size=world_size)

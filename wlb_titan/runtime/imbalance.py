@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from wlb_titan.planner.attention_latency import AttentionLatency
-from wlb_titan.planner.plan import Plan, imbalance_degree
+from wlb_titan.cost.attention_latency import AttentionLatency
+from wlb_titan.plan import Plan, imbalance_degree
 
 
 def rank_imbalance(plan: Plan, latency: AttentionLatency) -> dict[str, Any]:

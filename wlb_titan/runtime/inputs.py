@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wlb_titan.planner import sharding
+from wlb_titan import context
 from wlb_titan.runtime.attention import DocumentMask
 from wlb_titan.runtime.compile import documents_vary
 
@@ -25,7 +25,7 @@ def rank_item(
     labels: NDArray[np.int64],
     positions: NDArray[np.int64],
     lengths: NDArray[np.int64],
-    shards: sharding.Sharding | None,
+    shards: context.Sharding | None,
     rank: int,
 ) -> Item:
     """Cuts a context-parallel rank's share out of a micro-batch and makes what its attention mask needs.
@@ -42,14 +42,14 @@ def rank_item(
     """
     extra = {}
     if shards is None:
-        segments = sharding.segments(sharding.whole(lengths), lengths)
+        segments = context.segments(context.whole(lengths), lengths)
     else:
-        order = sharding.sequence_positions(shards, lengths, len(tokens))
+        order = context.sequence_positions(shards, lengths, len(tokens))
         tokens, labels, positions = tokens[order[rank]], labels[order[rank]], positions[order[rank]]
         key_order = np.empty(order.size, dtype=np.int64)
         key_order[order.ravel()] = np.arange(order.size)  # the inverse of a permutation
         extra["key_order"] = _on_host(key_order)
-        segments = sharding.segments(shards[rank], lengths)
+        segments = context.segments(shards[rank], lengths)
     return {
         "input": _on_host(tokens).unsqueeze(0),
         "positions": _on_host(positions).unsqueeze(0),

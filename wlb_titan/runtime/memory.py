@@ -14,10 +14,9 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common import CosSinRoPE
 
-from wlb_titan.errors import UserError
-from wlb_titan.planner.degrees import Degrees
-from wlb_titan.planner.errors import PlanError
-from wlb_titan.planner.memory import (
+from wlb_titan.cost.degrees import Degrees
+from wlb_titan.errors import PlanError, UserError
+from wlb_titan.memory.peak import (
     GIB,
     LONGEST,
     MemorySettings,
@@ -25,7 +24,7 @@ from wlb_titan.planner.memory import (
     longest_that_fits,
     pipeline_memory,
 )
-from wlb_titan.planner.packing import VARIABLE_LENGTH
+from wlb_titan.packing import VARIABLE_LENGTH
 from wlb_titan.runtime.lengths import length_divisor
 from wlb_titan.runtime.pipeline_schedules import pipeline_shape, stage_names
 from wlb_titan.runtime.shape import has_experts, model_shape

@@ -7,7 +7,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig, SelectiveAC
 from torchtitan.models.common.decoder import Decoder
 
-from wlb_titan.planner.pipeline_order import PipelineShape
+from wlb_titan.pipeline.order import PipelineShape
 from wlb_titan.runtime.compat import modules_of_stages, pipeline_metadata
 
 SCHEDULES = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchtitan.models.common.attention import GQAttention
 from torchtitan.models.common.decoder import Decoder
 
-from wlb_titan.planner.analytic import ModelShape
+from wlb_titan.cost.models import ModelShape
 
 
 def model_shape(model: Decoder.Config) -> ModelShape:

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from wlb_titan.planner.packing.solver import Solver
-from wlb_titan.planner.settings import PackingSettings
+from wlb_titan.packing.solver import Solver
+from wlb_titan.settings import PackingSettings
 
 
 class SharedSolver:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch.distributed as dist
 
-from wlb_titan.planner.plan import Plan, imbalance_degree
+from wlb_titan.plan import Plan, imbalance_degree
 from wlb_titan.runtime.json_lines import warn_once
 from wlb_titan.runtime.pass_timer import Pass, PassTimer
 from wlb_titan.timeline import Slice, write_trace

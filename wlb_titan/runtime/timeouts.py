@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torchtitan.config import CommConfig
 
-from wlb_titan.planner.cost_model import cost_model
-from wlb_titan.planner.workload import workload
+from wlb_titan.cost.cost_model import cost_model
+from wlb_titan.cost.workload import workload
 from wlb_titan.runtime.memory import longest_micro_batch
 from wlb_titan.runtime.shape import model_shape
 

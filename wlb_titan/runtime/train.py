@@ -62,8 +62,8 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
     from torchtitan.distributed import ParallelDims
     from torchtitan.tools.utils import device_module
 
-    from wlb_titan.config import load_config
     from wlb_titan.runtime.console import start_log
+    from wlb_titan.runtime.load import load_config
     from wlb_titan.runtime.memory import bound_length, check_memory
     from wlb_titan.runtime.validation import validate_inputs
 

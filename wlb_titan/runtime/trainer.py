@@ -24,7 +24,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer as TorchtitanTrainer
 
 from wlb_titan.config.settings import WlbSettings
-from wlb_titan.planner.pipeline_runs import PipelineRuns
+from wlb_titan.pipeline.runs import PipelineRuns
 from wlb_titan.runtime.attention import DocumentAttention
 from wlb_titan.runtime.corpus import open_corpus
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step

@@ -15,9 +15,8 @@ from torchtitan.distributed import ParallelDims
 from wlb_titan.config.classes import full_name
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.vocabulary import check_sample
-from wlb_titan.errors import UserError
-from wlb_titan.planner.errors import PlanError
-from wlb_titan.planner.pipeline_runs import check_order
+from wlb_titan.errors import PlanError, UserError
+from wlb_titan.pipeline.runs import check_order
 from wlb_titan.runtime.adoption import WHAT_TO_DO, unsupported
 from wlb_titan.runtime.corpus import mixture_sources, open_corpus
 from wlb_titan.runtime.dataloader import latency, planner

@@ -17,7 +17,7 @@ from torch import nn
 from torchtitan.components import validate as titan
 from torchtitan.distributed import ParallelDims
 
-from wlb_titan.planner import sharding
+from wlb_titan import context
 from wlb_titan.runtime.inputs import rank_item, to_device
 
 
@@ -49,7 +49,7 @@ class Validator(titan.Validator):
         )
         lengths = document_lengths(positions)
         cp = self.parallel_dims.cp
-        shards = sharding.per_sequence(lengths, len(tokens), cp) if cp > 1 else None
+        shards = context.per_sequence(lengths, len(tokens), cp) if cp > 1 else None
         rank = self.parallel_dims.get_mesh("cp").get_local_rank() if cp > 1 else 0
         item, mine = rank_item(tokens, targets, positions, lengths, shards, rank)
         return to_device(item, mine, device)

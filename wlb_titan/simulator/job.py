@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from wlb_titan.planner.analytic import Device, ModelShape, TokenSeconds
-from wlb_titan.planner.attention_latency import AttentionLatency
-from wlb_titan.planner.attention_profile import AttentionShape, attention_latency
-from wlb_titan.planner.cluster import Cluster
-from wlb_titan.planner.degrees import Degrees
-from wlb_titan.planner.errors import PlanError
-from wlb_titan.planner.memory import (
+from wlb_titan.cost.analytic import Device, TokenSeconds
+from wlb_titan.cost.attention_latency import AttentionLatency
+from wlb_titan.cost.attention_profile import AttentionShape, attention_latency
+from wlb_titan.cost.cluster import Cluster
+from wlb_titan.cost.degrees import Degrees
+from wlb_titan.cost.models import ModelShape
+from wlb_titan.errors import PlanError
+from wlb_titan.memory.peak import (
     MemorySettings,
     RankMemory,
     layers_of_stages,
     longest_that_fits,
     pipeline_memory,
 )
-from wlb_titan.planner.pipeline_schedule import PipelineShape
+from wlb_titan.pipeline.schedule import PipelineShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

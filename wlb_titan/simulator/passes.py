@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb_titan.planner.analytic import BYTES
-from wlb_titan.planner.attention_latency import AttentionLatency
-from wlb_titan.planner.pipeline_graph import PassTimes
-from wlb_titan.planner.plan import LENGTH, MicroBatch
-from wlb_titan.planner.sharding import whole
+from wlb_titan.context import whole
+from wlb_titan.cost.analytic import BYTES
+from wlb_titan.cost.attention_latency import AttentionLatency
+from wlb_titan.pipeline.graph import PassTimes
+from wlb_titan.plan import LENGTH, MicroBatch
 from wlb_titan.simulator.job import SimulatedJob
 
 Floats = NDArray[np.float64]

@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wlb_titan.planner.errors import PlanError
-from wlb_titan.planner.mixture import Lengths, Source
-from wlb_titan.planner.packing import VARIABLE_LENGTH
-from wlb_titan.planner.pipeline_order import ORDERS
-from wlb_titan.planner.pipeline_runs import PipelineRuns
-from wlb_titan.planner.plan import Plan
-from wlb_titan.planner.planner import Planner
-from wlb_titan.planner.settings import PackingSettings, ShardingSettings
-from wlb_titan.planner.workload import CostModel
+from wlb_titan.cost.workload import CostModel
+from wlb_titan.documents.mixture import Lengths, Source
+from wlb_titan.errors import PlanError
+from wlb_titan.packing import VARIABLE_LENGTH
+from wlb_titan.pipeline.order import ORDERS
+from wlb_titan.pipeline.runs import PipelineRuns
+from wlb_titan.plan import Plan
+from wlb_titan.planner import Planner
+from wlb_titan.settings import PackingSettings, ShardingSettings
 from wlb_titan.simulator.job import SimulatedJob
 from wlb_titan.simulator.passes import JobCost
 from wlb_titan.simulator.step import Prediction, simulate

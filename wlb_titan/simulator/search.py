@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from wlb_titan.planner.degrees import Degrees
-from wlb_titan.planner.errors import PlanError
+from wlb_titan.cost.degrees import Degrees
+from wlb_titan.errors import PlanError
 from wlb_titan.simulator.job import SimulatedJob
 from wlb_titan.simulator.scenario import Policy, Scenario
 from wlb_titan.simulator.step import Prediction

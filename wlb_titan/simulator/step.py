@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb_titan.planner.errors import PlanError
-from wlb_titan.planner.memory import RankMemory, rank_parameters, weighted_tokens
-from wlb_titan.planner.pipeline_graph import PassTimes, PipelineGraph
-from wlb_titan.planner.pipeline_schedule import rank_actions
-from wlb_titan.planner.plan import LENGTH, Plan
+from wlb_titan.errors import PlanError
+from wlb_titan.memory.peak import RankMemory, rank_parameters, weighted_tokens
+from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
+from wlb_titan.pipeline.schedule import rank_actions
+from wlb_titan.plan import LENGTH, Plan
 from wlb_titan.simulator.job import SimulatedJob
 from wlb_titan.simulator.passes import MicroBatches, pass_times, transfer_seconds
 

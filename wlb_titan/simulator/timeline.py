@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb_titan.planner.layer_memory import TokenBytes
-from wlb_titan.planner.memory import weighted_tokens
-from wlb_titan.planner.pipeline_graph import PipelineGraph
-from wlb_titan.planner.plan import Plan
+from wlb_titan.memory.layer import TokenBytes
+from wlb_titan.memory.peak import weighted_tokens
+from wlb_titan.pipeline.graph import PipelineGraph
+from wlb_titan.plan import Plan
 from wlb_titan.simulator.job import SimulatedJob
 from wlb_titan.simulator.passes import MicroBatches, pass_times, transfer_seconds
 from wlb_titan.timeline import Slice

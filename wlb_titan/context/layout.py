@@ -1,0 +1,95 @@
+"""What a sharding is, and what follows from one: attention segments, and the order of the gathered keys."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb_titan.plan import COUNT, DOCUMENT, OFFSET
+
+Ints = NDArray[np.int64]
+Sharding = tuple[Ints, ...]
+"""Per rank an int64 (m, 3), columns DOCUMENT, OFFSET, COUNT: its runs of tokens, in order."""
+
+
+def from_runs(owner: Ints, begin: Ints, end: Ints, lengths: Ints, ranks: int) -> Sharding:
+    """The sharding in which ranks hold runs of the packed sequence.
+
+    Runs are cut where documents end, those that touch are joined, padding is left out, and each rank gets
+    what remains in the order of the sequence.
+
+    Args:
+        owner: int64 (n,), the rank that holds each run.
+        begin, end: int64 (n,), its first token and one past the last, as positions in the sequence.
+        lengths: int64 (documents,), tokens of the documents in sequence order.
+        ranks: context-parallel degree.
+    """
+    ends = np.cumsum(lengths)
+    end = np.minimum(end, ends[-1])
+    order = np.argsort(owner * (ends[-1] + 1) + begin, kind="stable")  # quick, as runs come mostly in order
+    order = order[begin[order] < end[order]]
+    owner, begin, end = owner[order], begin[order], end[order]
+    breaks = (begin[1:] != end[:-1]) | (owner[1:] != owner[:-1])
+    head, tail = np.append(True, breaks)[: len(order)], np.append(breaks, True)[: len(order)]
+    owner, begin, end = owner[head], begin[head], end[tail]
+
+    first = np.searchsorted(ends, begin, side="right")
+    count = np.searchsorted(ends, end, side="left") + 1 - first
+    pieces = np.cumsum(count)
+    run = np.repeat(np.arange(len(count)), count)
+    document = np.arange(len(run)) + (first - pieces + count)[run]
+    start = (ends - lengths)[document]
+    low, high = np.maximum(begin[run], start), np.minimum(end[run], ends[document])
+    rows = np.stack([document, low - start, high - low], axis=1)
+    cuts = np.searchsorted(owner[run], np.arange(ranks + 1))
+    return tuple(rows[cuts[rank] : cuts[rank + 1]] for rank in range(ranks))
+
+
+def segments(shard: Ints, lengths: Ints) -> NDArray[np.int32]:
+    """What each run of a rank's queries sees, for `wlb_titan.kernels.varlen_attention`.
+
+    Args:
+        shard: int64 (m, 3), one rank's entry of a sharding.
+        lengths: int64 (n,), tokens of the documents in sequence order.
+
+    Returns:
+        int32 (m, 4), columns q_start (within the rank), q_len, kv_start (within the sequence), kv_len.
+    """
+    counts = shard[:, COUNT]
+    begins = np.cumsum(lengths) - lengths
+    columns = (
+        np.cumsum(counts) - counts,
+        counts,
+        begins[shard[:, DOCUMENT]],
+        shard[:, OFFSET] + counts,
+    )
+    return np.stack(columns, axis=1).astype(np.int32)
+
+
+def sequence_positions(sharding: Sharding, lengths: Ints, total: int) -> Ints:
+    """Where each token that the ranks hold lies in the sequence.
+
+    Padding takes the positions after the last document, in the order of the ranks.
+
+    Returns:
+        int64 (ranks, total / ranks): a permutation of 0 .. total - 1. Its inverse, over the flattened
+        array, brings keys gathered rank by rank into document order.
+    """
+    begins = np.cumsum(lengths) - lengths
+    share = total // len(sharding)
+    positions = np.empty((len(sharding), share), dtype=np.int64)
+    padding = int(lengths.sum())
+    for row, shard in zip(positions, sharding, strict=True):
+        counts = shard[:, COUNT]
+        filled = int(counts.sum())
+        first = begins[shard[:, DOCUMENT]] + shard[:, OFFSET] - (np.cumsum(counts) - counts)
+        row[:filled] = np.repeat(first, counts) + np.arange(filled)
+        row[filled:] = np.arange(padding, padding + share - filled)
+        padding += share - filled
+    return positions
+
+
+def whole(lengths: Ints) -> Ints:
+    """The shard of a rank that holds the whole sequence: every document in one run."""
+    documents = np.arange(len(lengths))
+    return np.stack([documents, np.zeros_like(documents), lengths], axis=1)

@@ -1,0 +1,151 @@
+"""The workload of a document from the model's shape, the parallel degrees and the device's speed.
+
+    W_a(d) = attention FLOPs / achieved FLOP/s
+    W_l(d) = linear FLOPs / achieved FLOP/s + element-wise bytes / memory bandwidth + TP, CP communication
+
+in seconds that one micro-batch of that one document takes on all pipeline stages together. The gradient
+reduction of data parallelism and FSDP's gathers do not depend on documents; they are the same for every
+micro-batch and left out, as is the pipeline's point-to-point traffic, which overlaps with computation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb_titan.cost.cluster import Cluster, load_cluster
+from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS, ModelShape
+
+Floats = NDArray[np.float64]
+
+BYTES = 2  # of an activation in bfloat16
+ATTENTION_BACKWARD = 2.5  # matrix products of the backward pass over those of the forward pass: 5 / 2
+LINEAR_BACKWARD = 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """What a rank of a job achieves on this kind of work, not what data sheets promise.
+
+    Attributes:
+        attention_flops: achieved FLOP/s of causal attention, forward.
+        attention_backward_flops: the same of the backward pass.
+        linear_flops: achieved FLOP/s of matrix products.
+        memory_bandwidth: bytes per second of element-wise operators.
+        tensor_bandwidth: bytes per second of the links that tensor parallelism uses.
+        context_bandwidth: of those that context parallelism uses.
+    """
+
+    attention_flops: float
+    attention_backward_flops: float
+    linear_flops: float
+    memory_bandwidth: float
+    tensor_bandwidth: float
+    context_bandwidth: float
+
+    @classmethod
+    def of(cls, cluster: Cluster, *, tensor_parallel: int = 1, context_parallel: int = 1) -> Device:
+        """A GPU of a cluster, with the links that its groups of these degrees have."""
+        return cls(
+            attention_flops=cluster.attention_flops,
+            attention_backward_flops=cluster.attention_backward_flops,
+            linear_flops=cluster.linear_flops,
+            memory_bandwidth=cluster.memory_bandwidth,
+            tensor_bandwidth=cluster.link(tensor_parallel).bandwidth,
+            context_bandwidth=cluster.link(context_parallel, tensor_parallel).bandwidth,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSeconds:
+    """Forward seconds that one token of a micro-batch adds to one rank, in one layer but for `head`.
+
+    Attributes:
+        matrices: matrix products.
+        elements: element-wise operators.
+        tensor: the collectives of tensor parallelism: all-gather and reduce-scatter, twice a layer.
+        context: the all-gather of K and V.
+        head: the matrix product with the vocabulary, on the last stage.
+    """
+
+    matrices: float
+    elements: float
+    tensor: float
+    context: float
+    head: float
+
+    @classmethod
+    def of(cls, shape: ModelShape, device: Device, tensor: int, context: int) -> TokenSeconds:
+        """Args: the model, one of its ranks, and the degrees of tensor and context parallelism."""
+        ranks = tensor * context
+        head = shape.hidden * shape.vocabulary
+        layer = (shape.linear_weights - head) // shape.layers
+        # Reads and writes: two norms, two residuals, rotary embedding, gated activation.
+        elements = 12 * shape.hidden + 4 * shape.heads * shape.head_dim + 3 * shape.feed_forward
+        # Sequence-parallel TP gathers and scatters the activations twice a layer.
+        shared = 4 * shape.hidden * (tensor - 1) / tensor / context
+        gathered = 2 * shape.kv_heads * shape.head_dim / tensor * (context - 1) / context
+        return cls(
+            matrices=2.0 * layer / ranks / device.linear_flops,
+            elements=BYTES * elements / ranks / device.memory_bandwidth,
+            tensor=BYTES * shared / device.tensor_bandwidth,
+            context=BYTES * gathered / device.context_bandwidth,
+            head=2.0 * head / ranks / device.linear_flops,
+        )
+
+
+class Analytic:
+    """`analytic`: seconds by counting operations.
+
+    Example: the paper's 7B model with a document of 131072 tokens on one H100 without parallelism: attention
+    2 x 131072^2 x 4096 x 32 FLOPs forward, 6.9 s at 650 TFLOP/s; linear layers 2 x 6.6e9 x 131072 FLOPs,
+    2.9 s at 600 TFLOP/s.
+
+    Args:
+        shape: of the model.
+        device: one of its ranks; None takes a GPU of the paper's cluster, `h100_roce`.
+        tensor_parallel: degree; divides FLOPs and element-wise bytes, adds its collectives.
+        context_parallel: the same.
+
+    Attributes:
+        linear_forward, linear_backward: W_l of one token, seconds.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        device: Device | None = None,
+        *,
+        tensor_parallel: int = 1,
+        context_parallel: int = 1,
+    ) -> None:
+        device = device or Device.of(
+            load_cluster("h100_roce"), tensor_parallel=tensor_parallel, context_parallel=context_parallel
+        )
+        token = TokenSeconds.of(shape, device, tensor_parallel, context_parallel)
+        # Two matrix products, 2 FLOPs a multiplication, over the lower triangle of d x d.
+        attention = 2.0 * shape.heads * shape.head_dim * shape.layers / (tensor_parallel * context_parallel)
+        self._attention_forward = attention / device.attention_flops
+        self._attention_backward = attention * ATTENTION_BACKWARD / device.attention_backward_flops
+        computed = (token.matrices + token.elements) * shape.layers + token.head
+        communicated = (token.tensor + token.context) * shape.layers
+        self.linear_forward = computed + communicated
+        self.linear_backward = LINEAR_BACKWARD * computed + communicated
+
+    def forward(self, lengths: NDArray[Any]) -> Floats:
+        d = np.asarray(lengths, dtype=np.float64)
+        return self._attention_forward * d * d + self.linear_forward * d
+
+    def backward(self, lengths: NDArray[Any]) -> Floats:
+        d = np.asarray(lengths, dtype=np.float64)
+        return self._attention_backward * d * d + self.linear_backward * d
+
+
+def paper_configuration(name: str) -> Analytic:
+    """The cost model of one row of Table 1, such as `7B-128K`; KeyError where there is none."""
+    degrees = PAPER_DEGREES[name]
+    shape = PAPER_MODELS[name.split("-")[0]]
+    return Analytic(shape, tensor_parallel=degrees.tensor, context_parallel=degrees.context)

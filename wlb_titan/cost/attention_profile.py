@@ -1,0 +1,229 @@
+"""The profile of a device: measured attention times, their coefficients, and the JSON file that keeps both.
+
+    {"schema": 1, "device": "NVIDIA H200", "units": 132, "software": "torch 2.11.0, wlb_titan 0.1.0",
+     "entries": [
+       {"head_dim": 128, "group": 8, "dtype": "bfloat16", "pass": "forward",
+        "query_tile": 128, "key_block": 128, "merge_keys": 1024, "heads_per_tile": 1,
+        "launch": 2.1e-05, "key": 0.0, "segment": 0.0, "tile": 1.4e-06, "block": 1.5e-06, "masked": 3.0e-07,
+        "points": [[128, 128, 264, 32, 0.00012], ...]}]}
+
+`wlb-titan profile` writes it. Times are seconds; a point is q_len, kv_len, segments, heads, measured time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wlb_titan.cost.attention_fit import Point, predict
+from wlb_titan.cost.attention_hopper import hopper
+from wlb_titan.cost.attention_latency import AttentionLatency, Floats, KernelCost, Tiling
+from wlb_titan.errors import PlanError
+
+if TYPE_CHECKING:
+    from wlb_titan.cost.models import ModelShape
+
+SCHEMA = 1
+PASSES = ("forward", "backward")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """The attention of one layer on one device. The default is the paper's 7B model on one GPU.
+
+    Attributes:
+        head_dim: of queries and keys.
+        heads: query heads on the device: those of the model over the tensor-parallel degree.
+        group: query heads that share a key head.
+        dtype: of queries and keys, as torch names it.
+    """
+
+    head_dim: int = 128
+    heads: int = 32
+    group: int = 1
+    dtype: str = "bfloat16"
+
+    @classmethod
+    def of(cls, model: ModelShape, tensor_parallel: int, dtype: str = "bfloat16") -> AttentionShape:
+        """The attention of one layer of a model on one tensor-parallel rank."""
+        return cls(
+            head_dim=model.head_dim,
+            heads=max(model.heads // tensor_parallel, 1),
+            group=model.heads // model.kv_heads,
+            dtype=dtype,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One pass of one kind of attention.
+
+    Attributes:
+        head_dim, group, dtype: as in `AttentionShape`.
+        direction: "forward" or "backward"; "pass" in the file.
+        cost: the coefficients fitted to the points.
+        points: the measurements.
+    """
+
+    head_dim: int
+    group: int
+    dtype: str
+    direction: str
+    cost: KernelCost
+    points: tuple[Point, ...]
+
+    def errors(self, units: int) -> Floats:
+        """float64 (points,), predicted over measured time minus 1."""
+        return predict(self.cost, self.points, units) / [point.seconds for point in self.points] - 1
+
+    def to_json(self) -> dict[str, Any]:
+        costs = asdict(self.cost)
+        return {
+            "head_dim": self.head_dim,
+            "group": self.group,
+            "dtype": self.dtype,
+            "pass": self.direction,
+            **costs.pop("tiling"),
+            **costs,
+            "points": [list(point) for point in self.points],
+        }
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> Entry:
+        tiling = Tiling(**{name: int(record[name]) for name in Tiling.__slots__})
+        costs = {name: float(record[name]) for name in KernelCost.__slots__ if name != "tiling"}
+        if record["pass"] not in PASSES:
+            raise ValueError(f"pass {record['pass']!r} is neither forward nor backward")
+        return cls(
+            head_dim=int(record["head_dim"]),
+            group=int(record["group"]),
+            dtype=str(record["dtype"]),
+            direction=record["pass"],
+            cost=KernelCost(tiling, **costs),
+            points=tuple(
+                Point(int(q_len), int(kv_len), int(segments), int(heads), float(seconds))
+                for q_len, kv_len, segments, heads, seconds in record["points"]
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What was measured on one device.
+
+    Attributes:
+        device: its name.
+        units: programs that it runs side by side.
+        software: versions that were measured.
+        entries: one for each pass and kind of attention.
+    """
+
+    device: str
+    units: int
+    software: str
+    entries: tuple[Entry, ...]
+
+    def latency(self, shape: AttentionShape) -> AttentionLatency:
+        """The latency model of an attention that was measured.
+
+        Raises:
+            PlanError: it was not; the message names what is missing and what there is.
+        """
+        wanted = {"head dim": shape.head_dim, "GQA group": shape.group, "dtype": shape.dtype}
+        found = list(self.entries)
+        for name, value in wanted.items():
+            attribute = {"head dim": "head_dim", "GQA group": "group"}.get(name, name)
+            there = sorted({getattr(entry, attribute) for entry in found})
+            found = [entry for entry in found if getattr(entry, attribute) == value]
+            if not found:
+                raise PlanError(
+                    f"The profile of {self.device} has no attention of {name} {value}, only of "
+                    f"{', '.join(map(str, there)) or 'none'}"
+                    f"{_given(wanted, name)}. Measure it: {_command(shape)}"
+                )
+        by_pass = {entry.direction: entry.cost for entry in found}
+        for direction in PASSES:
+            if direction not in by_pass:
+                raise PlanError(
+                    f"The profile of {self.device} has no {direction} pass for head dim {shape.head_dim}. "
+                    f"Measure it: {_command(shape)}"
+                )
+        points = [point for entry in found for point in entry.points]
+        return AttentionLatency(
+            by_pass["forward"],
+            by_pass["backward"],
+            self.units,
+            shape.heads,
+            f"profile of {self.device}",
+            measured_to=max((point.kv_len for point in points), default=None),
+        )
+
+    def save(self, path: Path) -> None:
+        """Writes the JSON file; one line for each entry."""
+        head = {"schema": SCHEMA, "device": self.device, "units": self.units, "software": self.software}
+        entries = ",\n".join(json.dumps(entry.to_json()) for entry in self.entries)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'{json.dumps(head)[:-1]}, "entries": [\n{entries}\n]}}\n', encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        """Reads what `save` wrote.
+
+        Raises:
+            PlanError: there is no such file, or it is no profile of this schema.
+        """
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise PlanError(f"The profile {path} cannot be read: {error.strerror}.") from error
+        except ValueError as error:
+            raise PlanError(f"The profile {path} is not JSON: {error}.") from error
+        schema = record.get("schema") if isinstance(record, dict) else None
+        if schema != SCHEMA:
+            raise PlanError(
+                f"The profile {path} has schema {schema}, and this wlb_titan reads schema {SCHEMA}. "
+                "Measure it anew with `wlb-titan profile`."
+            )
+        try:
+            return cls(
+                device=str(record["device"]),
+                units=int(record["units"]),
+                software=str(record["software"]),
+                entries=tuple(Entry.from_json(entry) for entry in record["entries"]),
+            )
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise PlanError(f"The profile {path} is damaged: {type(error).__name__} {error}.") from error
+
+
+def attention_latency(profile: str, shape: AttentionShape) -> AttentionLatency:
+    """The latency model that `[wlb.sharding] profile` asks for.
+
+    Args:
+        profile: path of a profile; empty for the figures derived for H100 and H200.
+        shape: the attention to predict.
+
+    Raises:
+        PlanError: the file cannot be read, or it lacks this attention.
+    """
+    if not profile:
+        return hopper(shape.head_dim, shape.heads)
+    try:
+        return Profile.load(Path(profile)).latency(shape)
+    except PlanError as error:
+        raise PlanError(str(error), setting="sharding.profile") from error
+
+
+def _given(wanted: dict[str, Any], last: str) -> str:
+    names: Iterable[str] = list(wanted)[: list(wanted).index(last)]
+    parts = [f"{name} {wanted[name]}" for name in names]
+    return f" (for {', '.join(parts)})" if parts else ""
+
+
+def _command(shape: AttentionShape) -> str:
+    return (
+        f"wlb-titan profile --head-dim {shape.head_dim} --group {shape.group} --dtype {shape.dtype} "
+        "--output FILE"
+    )

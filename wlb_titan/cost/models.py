@@ -1,0 +1,76 @@
+"""The shape of a model, and the sizes and degrees of the paper's Table 1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb_titan.cost.degrees import Degrees
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """A LLaMA-style decoder.
+
+    Attributes:
+        layers, hidden, heads, kv_heads, head_dim, feed_forward, vocabulary: as usual; `feed_forward` is the
+            inner width of the gated MLP.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    feed_forward: int
+    vocabulary: int
+
+    @property
+    def linear_weights(self) -> int:
+        """Weights that every token is multiplied with; the embedding's look-up is not among them."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.feed_forward) + self.hidden * self.vocabulary
+
+    def flops(self, lengths: NDArray[Any]) -> float:
+        """FLOPs of forward and backward passes over documents of these lengths, without any recomputation.
+
+        Attention counts the lower triangle of each document, which is what has to be computed; an MFU from it
+        does not reward work on pairs of tokens that document masks leave out.
+        """
+        d = np.asarray(lengths, dtype=np.float64)
+        linear = 2.0 * self.linear_weights * d.sum()
+        attention = 2.0 * self.heads * self.head_dim * self.layers * (d * d).sum()
+        return float(3.0 * (linear + attention))
+
+
+PAPER_MODELS = {
+    "550M": ModelShape(
+        layers=16, hidden=1536, heads=12, kv_heads=12, head_dim=128, feed_forward=4096, vocabulary=32000
+    ),
+    "7B": ModelShape(
+        layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, feed_forward=11008, vocabulary=32000
+    ),
+    "30B": ModelShape(
+        layers=64, hidden=6144, heads=48, kv_heads=48, head_dim=128, feed_forward=16384, vocabulary=32000
+    ),
+    "70B": ModelShape(
+        layers=86, hidden=8192, heads=64, kv_heads=64, head_dim=128, feed_forward=22016, vocabulary=32000
+    ),
+}
+"""The sizes of the paper's Table 1. Only the 7B model is the published LLaMA2; of the others the paper says
+that layers and width are scaled in proportion, so these are shapes of that size."""
+
+PAPER_DEGREES = {
+    "550M-64K": Degrees(tensor=2, context=2, pipeline=4, shard=2),
+    "550M-128K": Degrees(tensor=2, context=4, pipeline=4),
+    "7B-64K": Degrees(tensor=4, context=2, pipeline=4),
+    "7B-128K": Degrees(tensor=8, context=2, pipeline=4),
+    "30B-64K": Degrees(tensor=8, context=2, pipeline=4),
+    "30B-128K": Degrees(tensor=8, context=4, pipeline=4),
+    "70B-64K": Degrees(tensor=16, context=4, pipeline=4),
+    "70B-128K": Degrees(tensor=16, context=4, pipeline=4),
+}
+"""The rows of Table 1. A global batch is of pipeline x data-parallel degree micro-batches."""

@@ -1,0 +1,297 @@
+"""Which document comes next: the endless order in which a corpus, or a mixture of several, is read.
+
+The place of a document in that order is its id, from 0. Everything about it is computed from the id alone, so
+nothing is stored however many documents there are, and the state of a stream is one number:
+
+    id  ->  part of the mixture, and how many documents of that part came before
+        ->  epoch of that part, and place in the epoch
+        ->  row of the corpus (`permutation`)
+
+Parts take turns as evenly as whole documents allow: after n documents the first part has had floor(n p),
+where p is its share of the documents; the others divide the rest in the same way. Shares are wanted in
+tokens, so a part's share of the documents is its share of the tokens over its mean length, normalised.
+
+Upsampling by length splits a source in two parts: the documents of at least `long_length` tokens, which get
+`long_share` of the source's tokens, and all others.
+
+Example: two sources of 3 and 2 documents, of which every second document shall come from the first. Not
+shuffled, the ids 0, 1, 2, ... are the rows 3, 0, 4, 1, 3, 2, 4, 0, ...: who is through begins anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb_titan.documents.permutation import permuted
+from wlb_titan.errors import PlanError
+
+Ints = NDArray[np.int64]
+
+BLOCK = 1 << 20  # lengths that are looked at together where all of them are
+SAMPLE = 1 << 20  # documents whose lengths stand for those of a larger corpus
+UNIT = 1 << 30  # shares of documents are whole multiples of 1 / UNIT
+
+
+class Lengths(Protocol):
+    """Tokens of every corpus row: an array of integers, or something that looks them up when asked."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: Any, /) -> Any:
+        """The lengths of a slice, or of an int64 array of rows."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Consecutive rows of the corpus and their part in the mixture.
+
+    Attributes:
+        name: for reports.
+        documents: number of rows; the first source begins at row 0, each other where the one before ends.
+        weight: share of the tokens, over the sum of all weights.
+        long_length: documents of at least so many tokens are upsampled; None upsamples nothing.
+        long_share: share of the source's tokens that they get, between 0 and 1.
+
+    Raises:
+        PlanError: weight or share is out of range.
+    """
+
+    name: str
+    documents: int
+    weight: float = 1.0
+    long_length: int | None = None
+    long_share: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.weight > 0 or self.weight == float("inf"):
+            raise PlanError(f"The source {self.name!r} has weight {self.weight}; weights must be positive.")
+        if (self.long_length is None) != (self.long_share is None):
+            raise PlanError(
+                f"The source {self.name!r} has only one of long_length and long_share; upsampling by length "
+                "needs both: the length from which documents count as long, and their share of the tokens."
+            )
+        if self.long_share is not None and not 0 < self.long_share < 1:
+            raise PlanError(
+                f"The source {self.name!r} has long_share {self.long_share}; it must be between 0 and 1."
+            )
+
+
+@dataclass(slots=True)
+class _Part:
+    """Documents that are read in one order: `count` places an epoch, some of which may hold nothing."""
+
+    source: int
+    first: int  # row of the corpus
+    count: int
+    share: float  # of the mixture's tokens
+    tokens: int  # of an epoch
+    rows: NDArray[np.integer[Any]] | None = None  # of those that are long, from `first`
+    below: int | None = None  # only documents shorter than this; the place of another is empty
+
+
+class Mixture:
+    """The order of a mixture's documents.
+
+    Args:
+        lengths: tokens of every row. A document of 0 tokens is passed over.
+        sources: what the rows belong to; none is one source of all.
+        seed: of the epochs' orders; None keeps the order of the rows.
+
+    Attributes:
+        sources: as given.
+        documents: number of rows.
+        tokens: of all rows.
+
+    Raises:
+        PlanError: there is nothing to train on, a length is negative, or a source's settings cannot be met.
+    """
+
+    def __init__(self, lengths: Lengths, sources: Sequence[Source] = (), *, seed: int | None) -> None:
+        self._lengths = lengths
+        self._seed = seed
+        self.documents = len(lengths)
+        self.sources = tuple(sources) or (Source(name="", documents=self.documents),)
+        self.tokens = 0
+        if not self.documents:
+            raise PlanError("The corpus has no documents, so there is nothing to plan.")
+        self._parts: list[_Part] = []
+        whole = sum(source.weight for source in self.sources)
+        first = longest = 0
+        for number, source in enumerate(self.sources):
+            facts = _scan(lengths, first, source)
+            self.tokens, longest = self.tokens + facts.tokens, max(longest, facts.longest)
+            self._parts += _parts(number, source, first, facts, source.weight / whole)
+            first += source.documents
+        if longest < 2:
+            raise PlanError("All documents have one token, so there is no next token to learn to predict.")
+        frequencies = [part.share * part.count / part.tokens for part in self._parts]
+        rest = np.cumsum(frequencies[::-1])[::-1]
+        self._turns = [
+            min(max(round(mine / left * UNIT), 1), UNIT - 1)
+            for mine, left in zip(frequencies[:-1], rest[:-1], strict=True)
+        ]
+
+    def read(self, ids: Ints) -> tuple[Ints, Ints]:
+        """Rows and tokens of documents by id, int64 (n,) each; tokens are 0 where a place is passed over."""
+        rows = np.empty(len(ids), dtype=np.int64)
+        tokens = np.empty(len(ids), dtype=np.int64)
+        for number, mine, before in self._divided(ids):
+            part = self._parts[number]
+            epochs, places = np.divmod(before, part.count)
+            if self._seed is not None:
+                places = permuted(places, part.count, self._seed + (number << 32), epochs)
+            found = part.first + (places if part.rows is None else part.rows[places].astype(np.int64))
+            lengths = np.asarray(self._lengths[found], dtype=np.int64)
+            if part.below is not None:
+                lengths = np.where(lengths < part.below, lengths, 0)
+            rows[mine], tokens[mine] = found, lengths
+        return rows, tokens
+
+    def sources_of(self, ids: Ints) -> Ints:
+        """int64 (n,), number of the source of documents by id."""
+        result = np.empty(len(ids), dtype=np.int64)
+        for number, mine, _ in self._divided(ids):
+            result[mine] = self._parts[number].source
+        return result
+
+    def epochs(self, id_: int) -> list[float]:
+        """How often each source has been read when the stream comes to this id, by its tokens."""
+        read = [0.0] * len(self.sources)
+        tokens = [0] * len(self.sources)
+        for part, before in zip(self._parts, self._counts(id_), strict=True):
+            read[part.source] += before / part.count * part.tokens
+            tokens[part.source] += part.tokens
+        return [done / whole for done, whole in zip(read, tokens, strict=True)]
+
+    def sample(self) -> Ints:
+        """int64 (n,), lengths as they come in the stream: all of one small corpus, else a million."""
+        if len(self._parts) == 1 and self.documents <= SAMPLE:
+            lengths = np.asarray(self._lengths[: self.documents], dtype=np.int64)
+        else:
+            lengths = self.read(np.random.default_rng(0).integers(0, 1 << 40, SAMPLE))[1]
+        return lengths[lengths > 0]
+
+    def facts(self) -> list[list[Any]]:
+        """What the order depends on besides lengths and seed; JSON-able."""
+        return [[s.documents, s.weight, s.long_length, s.long_share] for s in self.sources]
+
+    def describe(self, tokens_a_step: int) -> list[str]:
+        """A line a source: its share, and in how many steps it is read once. None of a single source."""
+        lines = []
+        for number, source in enumerate(self.sources):
+            parts = [part for part in self._parts if part.source == number]
+            share = sum(part.share for part in parts)
+            line = (
+                f"{source.name}: {share:.1%} of the tokens; has {source.documents:,} documents, "
+                f"{sum(part.tokens for part in parts):,} tokens"
+            )
+            if len(parts) == 2:
+                long, short = (part.tokens / (part.share * tokens_a_step) for part in parts)
+                line += (
+                    f"; {source.long_share:.1%} from the {parts[0].count:,} documents of "
+                    f"{source.long_length:,} tokens or more, each read once in {long:,.1f} steps, the others "
+                    f"in {short:,.1f}"
+                )
+            else:
+                line += f", each read once in {parts[0].tokens / (share * tokens_a_step):,.1f} steps"
+            lines.append(line)
+        return lines if self.sources[0].name else []
+
+    def _divided(self, ids: Ints) -> Iterator[tuple[int, Any, Ints]]:
+        """Of each part with some of the ids: its number, their places in `ids`, their numbers in it."""
+        where: Any = slice(None)
+        for number, share in enumerate(self._turns):
+            before = _multiplied(ids, share)
+            mine = _multiplied(ids + 1, share) > before
+            places = np.arange(len(ids)) if isinstance(where, slice) else where
+            if mine.any():
+                yield number, places[mine], before[mine]
+            ids, where = (ids - before)[~mine], places[~mine]
+        if len(ids):
+            yield len(self._turns), where, ids
+
+    def _counts(self, id_: int) -> list[int]:
+        """Documents of each part before this id."""
+        counts = []
+        for share in self._turns:
+            counts.append(id_ * share // UNIT)
+            id_ -= counts[-1]
+        return [*counts, id_]
+
+
+def count_longer(lengths: Lengths, length: int) -> int:
+    """Documents of more than so many tokens."""
+    return sum(int(np.count_nonzero(block > length)) for _, block in _blocks(lengths, 0, len(lengths)))
+
+
+def _multiplied(numbers: Ints, share: int) -> Ints:
+    """floor(numbers x share / UNIT) without overflow."""
+    return numbers // UNIT * share + numbers % UNIT * share // UNIT
+
+
+@dataclass(slots=True)
+class _Facts:
+    tokens: int
+    longest: int
+    long_tokens: int
+    long_rows: NDArray[np.integer[Any]]
+
+
+def _blocks(lengths: Lengths, start: int, stop: int) -> Iterator[tuple[int, NDArray[Any]]]:
+    for begin in range(start, stop, BLOCK):
+        yield begin, np.asarray(lengths[begin : min(begin + BLOCK, stop)])
+
+
+def _scan(lengths: Lengths, first: int, source: Source) -> _Facts:
+    tokens = longest = long_tokens = 0
+    rows: list[NDArray[np.integer[Any]]] = []
+    for begin, block in _blocks(lengths, first, first + source.documents):
+        if (shortest := int(block.min())) < 0:
+            row = begin + int(block.argmin())
+            raise PlanError(
+                f"Document {row} of the corpus has length {shortest}; lengths cannot be negative."
+            )
+        tokens += int(block.sum(dtype=np.int64))
+        longest = max(longest, int(block.max()))
+        if source.long_length is not None:
+            long = np.flatnonzero(block >= source.long_length)
+            long_tokens += int(block[long].sum(dtype=np.int64))
+            rows.append((long + (begin - first)).astype(np.int32 if source.documents < 2**31 else np.int64))
+    name = f"The source {source.name!r}" if source.name else "The corpus"
+    if not tokens:
+        raise PlanError(f"{name} has no tokens, so there is nothing to plan.")
+    if source.long_length is not None and not 0 < long_tokens < tokens:
+        raise PlanError(
+            f"{name} has {'no documents' if not long_tokens else 'only documents'} of at least "
+            f"{source.long_length:,} tokens (the longest has {longest:,}), so "
+            "long_share cannot be met. Set another long_length."
+        )
+    return _Facts(tokens, longest, long_tokens, np.concatenate(rows) if rows else np.empty(0, np.int32))
+
+
+def _parts(number: int, source: Source, first: int, facts: _Facts, share: float) -> list[_Part]:
+    if source.long_length is None or source.long_share is None:
+        return [_Part(number, first, source.documents, share, facts.tokens)]
+    long = _Part(
+        number,
+        first,
+        len(facts.long_rows),
+        share * source.long_share,
+        facts.long_tokens,
+        rows=facts.long_rows,
+    )
+    short = _Part(
+        number,
+        first,
+        source.documents,
+        share * (1 - source.long_share),
+        facts.tokens - facts.long_tokens,
+        below=source.long_length,
+    )
+    return [long, short]

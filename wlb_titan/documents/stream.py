@@ -1,0 +1,225 @@
+"""The endless stream of documents that all packing policies read.
+
+The order of the documents is a mixture's (`mixture`): a document's id is its place in it, counted from 0. The
+stream looks lengths up a block of documents at a time and keeps a few blocks, so it takes the same memory for
+10^3 and for 10^10 documents. All that has to be saved is where the next token lies: a document's id and an
+offset in it.
+
+Example: three documents of 5, 2 and 4 tokens, not shuffled, window 4. `arrive(4)` gives [(0, 0, 4)], the
+first piece of document 0; the next `arrive(4)` gives [(0, 4, 1), (1, 0, 2), (2, 0, 4)]: the pieces that
+begin within the next 4 tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb_titan.documents.mixture import Lengths, Mixture, Source
+from wlb_titan.errors import PlanError
+from wlb_titan.plan import ID, LENGTH, START
+
+Pieces = NDArray[np.int64]
+"""int64 (n, 3), columns ID, START, LENGTH: runs of tokens of documents, in stream order."""
+
+BLOCK = 1 << 16  # most documents of a block
+SMALLEST_BLOCK = 1 << 8
+CACHED_BLOCKS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Consecutive documents of the stream, laid out as one long line of tokens.
+
+    Attributes:
+        first: id of the first document.
+        ends: int64 (documents,), tokens of the block up to and including each document.
+    """
+
+    first: int
+    ends: NDArray[np.int64]
+
+    def begin(self, place: int) -> int:
+        """Tokens of the block before the document at `place`."""
+        return int(self.ends[place - 1]) if place else 0
+
+
+class DocumentStream:
+    """Documents of a corpus, shuffled anew every epoch, without end.
+
+    Args:
+        lengths: tokens of every corpus row; a document of 0 tokens is passed over.
+        window: context window in tokens, at least 2; `arrive` cuts longer documents into such pieces.
+        seed: of the epochs' orders; None keeps the corpus' own order in every epoch.
+        sources: the mixture's; none is one source of all documents.
+
+    Attributes:
+        mixture: the order of the documents.
+
+    Raises:
+        PlanError: the corpus is empty, or a length is negative, or no document has two tokens (then
+            there is no token to predict), or the window is below 2.
+    """
+
+    def __init__(
+        self, lengths: Lengths, *, window: int, seed: int | None, sources: Sequence[Source] = ()
+    ) -> None:
+        if window < 2:
+            raise PlanError(
+                f"The context window is {window} tokens; it must be at least 2.", setting="training.seq_len"
+            )
+        self.seed = seed
+        self._begin(Mixture(lengths, sources, seed=seed), window)
+
+    def _begin(self, mixture: Mixture, window: int) -> None:
+        self.mixture = mixture
+        self.window = window
+        self._block_size = min(max(self.documents, SMALLEST_BLOCK), BLOCK)
+        self._blocks: OrderedDict[int, _Block] = OrderedDict()
+        self._next = 0  # id of the document that holds the next token
+        self._offset = 0  # the next token's place in it
+
+    def anew(self) -> DocumentStream:
+        """The same stream from its beginning, for another reader."""
+        other = copy.copy(self)
+        other._begin(self.mixture, self.window)
+        return other
+
+    @property
+    def documents(self) -> int:
+        """Documents of the corpus."""
+        return self.mixture.documents
+
+    @property
+    def next_document(self) -> int:
+        """Id of the document that holds the next token."""
+        return self._next
+
+    def rows_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """int64 (n,), the corpus rows of documents by id, also of those long past."""
+        return self.mixture.read(ids)[0]
+
+    def lengths_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """int64 (n,), tokens of whole documents by id."""
+        return self.mixture.read(ids)[1]
+
+    def has_label(self, pieces: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """bool (n,), whether a piece has a token to predict.
+
+        A token's label is the next token of its document, so only a document's very last token has none.
+        Only the columns ID, START, LENGTH of `pieces` are read.
+        """
+        result = pieces[:, LENGTH] > 1
+        if not result.all():  # single tokens are rare, and only for them must the document be looked up
+            single = pieces[~result]
+            result[~result] = single[:, START] + 1 < self.lengths_of(single[:, ID])
+        return result
+
+    def fill(self, tokens: int) -> Pieces:
+        """Exactly the next `tokens` tokens; a document cut at the end goes on with the next call."""
+        parts = [np.empty((0, 3), dtype=np.int64)]
+        while tokens:
+            block, first = self._here()
+            begin = block.begin(first) + self._offset
+            end = min(begin + tokens, int(block.ends[-1]))
+            last = int(np.searchsorted(block.ends, end, side="left"))  # the document of the last token
+            ends = np.minimum(block.ends[first : last + 1], end)
+            pieces = np.zeros((last + 1 - first, 3), dtype=np.int64)
+            pieces[:, ID] = np.arange(self._next, self._next + len(pieces))
+            pieces[0, START] = self._offset
+            pieces[:, LENGTH] = np.diff(ends, prepend=begin)
+            parts.append(pieces[pieces[:, LENGTH] > 0])
+            tokens -= end - begin
+            self._move(block, pieces[-1])
+        return np.concatenate(parts)
+
+    def skip_rest(self) -> int:
+        """Passes over the rest of a piece that `fill` cut; returns how many tokens that were.
+
+        Of a document longer than the window only the rest up to the next multiple of the window goes.
+        """
+        if not self._offset:
+            return 0
+        block, place = self._here()
+        length = int(block.ends[place]) - block.begin(place)
+        stop = min(length, -(-self._offset // self.window) * self.window)
+        skipped = stop - self._offset
+        self._move(block, np.array([self._next, self._offset, skipped]))
+        return skipped
+
+    def arrive(self, tokens: int, *, at_least: int = 0) -> Pieces:
+        """The whole documents, in pieces of at most the window, that begin within the next `tokens` tokens.
+
+        The last piece may reach past `tokens`; the stream goes on after it.
+
+        Args:
+            tokens: budget; the caller takes what was read too much off the next one.
+            at_least: pieces with a label that must be among them, whatever the budget.
+        """
+        parts = [self._arrive(tokens)]
+        labelled = int(self.has_label(parts[0]).sum())
+        while labelled < at_least:
+            parts.append(self._arrive(1))
+            labelled += int(self.has_label(parts[-1]).sum())
+        return np.concatenate(parts)
+
+    def _arrive(self, tokens: int) -> Pieces:
+        parts = [np.empty((0, 3), dtype=np.int64)]
+        while tokens > 0:
+            block, first = self._here()
+            begin = block.begin(first) + self._offset
+            end = min(begin + tokens, int(block.ends[-1]))
+            last = int(np.searchsorted(block.ends, end, side="left"))
+            lengths = np.diff(block.ends[first : last + 1], prepend=begin)
+            counts = -(-lengths // self.window)
+            place = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+            pieces = np.empty((len(place), 3), dtype=np.int64)
+            pieces[:, ID] = np.repeat(np.arange(self._next, self._next + len(lengths)), counts)
+            pieces[:, START] = place * self.window
+            pieces[:, LENGTH] = np.minimum(np.repeat(lengths, counts) - pieces[:, START], self.window)
+            pieces[: counts[0], START] += self._offset
+            begins = np.cumsum(pieces[:, LENGTH]) - pieces[:, LENGTH]
+            pieces = pieces[: int(np.searchsorted(begins, tokens, side="left"))]
+            parts.append(pieces)
+            tokens -= int(pieces[:, LENGTH].sum())
+            self._move(block, pieces[-1])
+        return np.concatenate(parts)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"document": self._next, "offset": self._offset}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._next, self._offset = int(state["document"]), int(state["offset"])
+
+    def _move(self, block: _Block, piece: NDArray[np.int64]) -> None:
+        """Sets the next token behind a piece of a document of the block."""
+        id_, offset = int(piece[ID]), int(piece[START] + piece[LENGTH])
+        place = id_ - block.first
+        if offset == int(block.ends[place]) - block.begin(place):
+            id_, offset = id_ + 1, 0
+        self._next, self._offset = id_, offset
+
+    def _here(self) -> tuple[_Block, int]:
+        """The block of the next token, and its document's place there."""
+        while True:
+            number, place = divmod(self._next, self._block_size)
+            block = self._block(number)
+            if block.begin(place) + self._offset < block.ends[-1]:
+                return block, place
+            self._next, self._offset = (number + 1) * self._block_size, 0  # only empty documents are left
+
+    def _block(self, number: int) -> _Block:
+        if (block := self._blocks.get(number)) is None:
+            first = number * self._block_size
+            ids = np.arange(first, first + self._block_size)
+            block = self._blocks[number] = _Block(first, np.cumsum(self.lengths_of(ids)))
+            while len(self._blocks) > CACHED_BLOCKS:
+                self._blocks.popitem(last=False)
+        self._blocks.move_to_end(number)
+        return block

@@ -1,0 +1,174 @@
+"""What a transformer layer and the loss hold of each token: the arithmetic below `memory.py`.
+
+All figures are bytes on one GPU for each token of the micro-batch, of all context-parallel ranks together: a
+rank that holds one token in CP x TP counts a CP x TP-th of its bytes. In elements of the compute type:
+
+    s   hidden state between blocks, divided by sequence parallelism     hidden / (CP x TP)
+    g   the same gathered over the tensor-parallel ranks                 hidden / CP
+    q   queries, and attention's output                                  query heads x head_dim / (CP x TP)
+    k   keys, or values                                                  key heads x head_dim / (CP x TP)
+    f   one inner activation of the MLP                                  feed_forward / (CP x TP)
+    K   keys and values of the whole micro-batch                         2 x key heads x head_dim / TP
+
+Kept by a layer from its forward pass to its backward pass (compare Korthikanti et al., Reducing Activation
+Recomputation, section 4), with attention's log-sum-exp in float32 in the first two:
+
+    none        2 s + 2 g + 2 q + 4 f + K   residuals, the inputs of QKV and of the MLP as gathered, rotated
+                                            queries, attention's output; both inner activations, gate, product
+    selective   s + (q + 2 k) + q + f       the layer's input; the outputs of every second matrix product,
+                                            which are QKV and w1 (never w2), and attention's output
+    full        s                           the layer's input
+
+A backward pass recomputes what is missing, layer by layer, and makes gradients. Its fullest moment is one of:
+
+    gathering K and V again     2 g + K + 2 k
+    rotating again              2 g + 4 (q + k), in float32, before K is there
+    gathering the MLP's input   4 g, where tensor parallelism gathers: the collective's output and its copy
+    the gradient of w2          3 g + 4 f: inputs of QKV and of the MLP, the output's gradient; w3's output,
+                                silu, product and the product's gradient
+    the gradient of silu        2 g + 5 f
+    the gradients of w1, w3     4 g + f: two inputs, and the gradient of the MLP's input from each
+    the gradient of attention   g + 2 q + K: the gradients of output and q, and those of K and V
+
+and besides, in all of them, two hidden states (the residual and the gradient that comes in), q, the keys and
+values that attention needs again, and the rotary factors of the rank's tokens. With `full` a layer also makes
+attention's output, w1's and w2's outputs again; with `none` what is kept is not counted again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from wlb_titan.cost.degrees import Degrees
+from wlb_titan.cost.models import ModelShape
+
+if TYPE_CHECKING:
+    from wlb_titan.memory.peak import MemorySettings
+
+FLOAT32 = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBytes:
+    """Bytes a token on one GPU, as the module describes them.
+
+    Attributes:
+        hidden, gathered: s and g above.
+        kept: of one layer from its forward pass to its backward pass.
+        forward: of the layer whose forward pass runs, besides what it keeps.
+        backward: of the layer whose backward pass runs, besides what it kept.
+        loss: of the loss, besides the hidden states of which it is.
+        inputs: token ids, positions and labels, int64, and the order of the keys.
+    """
+
+    hidden: float
+    gathered: float
+    kept: float
+    forward: float
+    backward: float
+    loss: float
+    inputs: float
+
+    @classmethod
+    def of(cls, model: ModelShape, degrees: Degrees, settings: MemorySettings) -> TokenBytes:
+        """Of a model at some degrees."""
+        cp, tp = degrees.context, degrees.tensor
+        layer = _Layer.of(model, degrees, settings)
+        forward, backward = layer.passes(settings.checkpointing)
+        # The logits and, in float32, log-softmax and gradients; the loss-parallel softmax has one copy more.
+        softmax = settings.compute_bytes + (4 if tp > 1 else 3) * FLOAT32
+        loss = model.vocabulary / (cp * tp * settings.loss_chunks) * softmax
+        if settings.loss_chunks > 1:
+            loss = FLOAT32 * model.hidden / cp + max(loss, layer.g)
+        return cls(
+            hidden=layer.s,
+            gathered=layer.g,
+            kept=layer.kept(settings.checkpointing),
+            forward=forward,
+            backward=backward,
+            loss=loss,
+            inputs=3 * 8 / cp + (8 if cp > 1 else 0),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """The module's symbols in bytes, and what follows from them.
+
+    Attributes:
+        s, g, q, k, f: as above.
+        keys: K; without context parallelism the rotated keys, as the values are a view of QKV's output.
+        key_gradients: of K and V, as attention gives them.
+        log_sum_exp: of attention, in float32.
+        rotary: factors of the rank's tokens: a complex number of float32 for two elements of the head dim.
+        shared_keys: whether context-parallel ranks gather K and V.
+        gathers: whether tensor-parallel ranks gather hidden states.
+    """
+
+    s: float
+    g: float
+    q: float
+    k: float
+    f: float
+    keys: float
+    key_gradients: float
+    log_sum_exp: float
+    rotary: float
+    shared_keys: bool
+    gathers: bool
+
+    @classmethod
+    def of(cls, model: ModelShape, degrees: Degrees, settings: MemorySettings) -> _Layer:
+        cp, tp, size = degrees.context, degrees.tensor, settings.compute_bytes
+        g = model.hidden * size / cp
+        k = model.kv_heads * model.head_dim * size / (cp * tp)
+        gathers = tp > 1 and settings.sequence_parallel
+        return cls(
+            s=g / tp if gathers else g,
+            g=g,
+            q=model.heads * model.head_dim * size / (cp * tp),
+            k=k,
+            f=model.feed_forward * size / (cp * tp),
+            keys=2 * k * cp if cp > 1 else k,
+            key_gradients=2 * k * cp,
+            log_sum_exp=FLOAT32 * model.heads / (cp * tp),
+            rotary=FLOAT32 * model.head_dim / cp,
+            shared_keys=cp > 1,
+            gathers=gathers,
+        )
+
+    def kept(self, checkpointing: str) -> float:
+        s, g, q, k, f = self.s, self.g, self.q, self.k, self.f
+        qkv = q + 2 * k
+        if checkpointing == "none":
+            # Values that are a view of QKV's output keep the whole of it.
+            values = 0.0 if self.shared_keys else qkv
+            return 2 * s + 2 * g + 2 * q + 4 * f + self.keys + values + self.log_sum_exp
+        if checkpointing == "selective":
+            return s + qkv + q + f + self.log_sum_exp
+        return s
+
+    def passes(self, checkpointing: str) -> tuple[float, float]:
+        """What is at hand at the fullest moment of a forward and of a backward pass, besides what is kept."""
+        s, g, q, k, f = self.s, self.g, self.q, self.k, self.f
+        if checkpointing == "none":
+            return g, 2 * s + max(3 * f, 2 * g + f, 2 * q + 2 * self.key_gradients)
+        full = checkpointing == "full"
+        w1 = f if full else 0.0
+        attention = 0.0  # made again with `full`: its output, and QKV's if the values are a view of it
+        if full:
+            attention = 2 * q + self.log_sum_exp + (0.0 if self.shared_keys else 2 * k)
+        forward = s + max(2 * g + 3 * f + w1, g + q + 2 * self.keys, g + 5 * q + 4 * k)
+        rotating = 2 * g + 4 * (q + k)
+        moments = [
+            2 * g + (self.keys + 2 * k if self.shared_keys else 0.0),
+            4 * g if self.gathers else 0.0,
+            w1 + 3 * g + 4 * f,
+            w1 + 4 * g + 3 * f if full else 0.0,  # w2's output, which early stop spares `selective`
+            w1 + 2 * g + 5 * f,
+            w1 + 4 * g + f,
+            g + 2 * q + self.key_gradients,
+        ]
+        at_hand = 2 * s + q + self.rotary + attention
+        return forward, at_hand + max(rotating, self.keys + max(moments))

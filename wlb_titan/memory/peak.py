@@ -1,0 +1,376 @@
+"""How much memory each pipeline rank needs at the peak of a step: whether a job fits, before it runs.
+
+    total = weights + optimizer + rotary + gradients + gathered + activations + backward + loss
+
+A rank runs its passes in a fixed order, so its memory can be followed from pass to pass:
+
+- weights, optimizer   this GPU's shards of them, always there; the optimizer's state from its first step on
+- rotary               every layer's table of rotary factors for the whole context window
+- gathered             what FSDP has whole. Under pipeline parallelism weights stay gathered in the compute
+                       type, and gradients add up in the reduction's type from a stage's first backward pass
+                       on; without it, the weights of two layers and of the ends of the model, and the
+                       gradients of one layer. One weight's gradient before it is added, and the head's while
+                       they are reduced, which the chunked loss does at every micro-batch
+- gradients            shards, once gradients were reduced before: by an earlier run through the pipeline or,
+                       without one, an earlier micro-batch
+- activations          a forward pass adds what its micro-batch keeps in each layer and its stage's output, a
+                       backward pass frees them. Micro-batches differ in length, so it is not their number
+                       that counts but the largest sum of those in flight together. The last stage has its
+                       output gathered over the tensor-parallel ranks, and keeps the inputs of micro-batches
+                       that are done, and their gradients, until the step is over, because it keeps their
+                       losses. Where the gradients of weights wait (zero bubble), all that their layers made
+                       again waits with them. Token ids, positions and labels are there throughout
+- backward             of the layer at hand: what a backward pass recomputes, its gradients, K and V; or what
+                       a forward pass makes and does not keep
+- loss                 logits of one chunk and what the softmax needs; the gradient of the whole hidden state
+                       in float32, and its copy in the compute type
+
+`layer_memory.py` has the bytes of a layer and of the loss. The peak is that of the fullest pass. Not counted:
+the allocator's fragmentation, CUDA's and NCCL's own memory; `USABLE` leaves room for them.
+`wlb-titan dryrun` compares all of this with a trace of the program itself (docs/dryrun.md).
+
+Pure arithmetic on lengths and shapes; training, the simulator and `wlb-titan dryrun` use it, and the bound on
+the length of micro-batches (L_max) where none is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from wlb_titan.cost.degrees import Degrees
+from wlb_titan.cost.models import ModelShape
+from wlb_titan.errors import PlanError
+from wlb_titan.memory.layer import TokenBytes
+from wlb_titan.pipeline.schedule import Action, PipelineShape, rank_actions
+
+GIB = 2**30
+USABLE = 0.9
+"""Share of a device's memory that predictions may fill: the rest is for what they do not count."""
+
+LONGEST = 2
+"""Context windows that a micro-batch may have at most, where the user sets no bound: as in WLB-LLM."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemorySettings:
+    """What of a training configuration decides about memory, besides shape, degrees and lengths.
+
+    Attributes:
+        checkpointing: `none`, `selective` or `full` activation checkpointing.
+        parameter_bytes: of a weight as the optimizer keeps it, and of its gradient.
+        compute_bytes: of a weight or an activation in forward and backward.
+        optimizer_bytes: of a weight's state: AdamW has two moments in float32.
+        loss_chunks: pieces of a micro-batch of which the logits exist one at a time.
+        window: context window in tokens, for which every layer has a table of rotary factors.
+        rotary_bytes: of such a table for each position and element of the head dim.
+        sequence_parallel: whether tensor parallelism divides the tokens of hidden states.
+        reshard: whether FSDP frees a layer's gathered weights after each pass. None is torchtitan's default:
+            not under pipeline parallelism, where micro-batches add up gradients before they are reduced.
+    """
+
+    checkpointing: Literal["none", "selective", "full"] = "selective"
+    parameter_bytes: int = 4
+    compute_bytes: int = 2
+    optimizer_bytes: int = 8
+    loss_chunks: int = 8
+    window: int = 0
+    rotary_bytes: int = 4
+    sequence_parallel: bool = True
+    reshard: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.checkpointing not in ("none", "selective", "full"):
+            raise PlanError(
+                f"No activation checkpointing is called {self.checkpointing!r}; there are none, selective "
+                "and full."
+            )
+
+    def reshards(self, degrees: Degrees) -> bool:
+        """Whether gathered weights are freed after each pass at these degrees."""
+        return degrees.pipeline == 1 if self.reshard is None else self.reshard
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankMemory:
+    """The peak of one pipeline rank, term by term as above, in bytes of one GPU.
+
+    Attributes:
+        rank: pipeline-parallel rank.
+        parameters: weights of the rank's stages, of all tensor-parallel and FSDP ranks together.
+        layers: of the rank's stages.
+        tokens: of the micro-batches in flight at the peak, summed over the rank's stages.
+    """
+
+    rank: int
+    weights: int
+    optimizer: int
+    rotary: int
+    gradients: int
+    gathered: int
+    activations: int
+    backward: int
+    loss: int
+    parameters: int
+    layers: int
+    tokens: int
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, name) for name in TERMS)
+
+    def explain(self) -> str:
+        """One line a term that is not zero, largest first, and the facts they come from."""
+        head = (
+            f"pipeline rank {self.rank}: {self.total / GIB:.2f} GiB with {self.layers} layers of "
+            f"{self.parameters:,} weights and {self.tokens:,} tokens in flight"
+        )
+        terms = sorted(((getattr(self, name), name) for name in TERMS), reverse=True)
+        lines = [f"  {name.replace('_', ' '):14}{size / GIB:9.3f} GiB" for size, name in terms if size]
+        return "\n".join([head, *lines])
+
+
+TERMS = tuple(
+    field.name for field in fields(RankMemory) if field.name not in ("rank", "parameters", "layers", "tokens")
+)
+
+
+def layers_of_stages(layers: int, stages: int, *, first_less: int = 1, last_less: int = 1) -> tuple[int, ...]:
+    """How torchtitan divides a model's layers over the stages of a pipeline.
+
+    Embedding and head count as `first_less` and `last_less` layers; what does not divide goes to the first
+    stages. Example: 32 layers on 4 stages are 8, 9, 8 and 7.
+
+    Raises:
+        PlanError: there are more stages than layers.
+    """
+    if stages == 1:
+        return (layers,)
+    each, more = divmod(layers + first_less + last_less, stages)
+    result = [each + (stage < more) for stage in range(stages)]
+    result[0] -= first_less
+    result[-1] -= last_less
+    if min(result) < 0 or each < 1:
+        raise PlanError(f"{layers} layers cannot be divided into {stages} pipeline stages; use fewer stages.")
+    return tuple(result)
+
+
+def pipeline_memory(
+    model: ModelShape,
+    degrees: Degrees,
+    lengths: Sequence[int],
+    *,
+    schedule: str = "1F1B",
+    chunks: int = 1,
+    run: int | None = None,
+    settings: MemorySettings | None = None,
+    layers: Sequence[int] | None = None,
+) -> tuple[RankMemory, ...]:
+    """The peak memory of every pipeline rank over one step.
+
+    Args:
+        model: its shape.
+        degrees: of parallelism.
+        lengths: tokens of one data-parallel rank's micro-batches, padding included, in the order in which
+            they run. For the most that a length may need, n times that length.
+        schedule: of the pipeline; any of `pipeline_schedule.SCHEDULES`.
+        chunks: stages of each pipeline rank.
+        run: micro-batches that go through the pipeline together; None: all.
+        settings: data types and checkpointing; None takes bfloat16 with selective checkpointing.
+        layers: of each stage; None divides them as torchtitan does.
+
+    Returns:
+        One `RankMemory` a pipeline rank.
+
+    Raises:
+        PlanError: the schedule is not known, or the layers cannot be divided into its stages.
+    """
+    settings = settings or MemorySettings()
+    shape = PipelineShape(schedule, degrees.pipeline, chunks)
+    layers = tuple(layers or layers_of_stages(model.layers, shape.stages))
+    run = run or len(lengths)
+    runs = [lengths[first : first + run] for first in range(0, len(lengths), run)]
+    result = []
+    for rank in range(shape.ranks):
+        one = _Rank(model, degrees, settings, shape, layers, rank)
+        peaks = [one.peak(each, reduced=i > 0) for i, each in enumerate(runs)]
+        result.append(max(peaks, key=lambda peak: peak.total))
+    return tuple(result)
+
+
+def longest_that_fits(
+    memory: Callable[[int], Sequence[RankMemory]], window: int, divisor: int, device_bytes: float
+) -> int | None:
+    """The default of L_max: the longest micro-batches that are predicted to fit, at most two windows.
+
+    Args:
+        memory: predicts the ranks' peaks when all micro-batches have so many tokens; none if it cannot.
+        window: context window in tokens.
+        divisor: tokens that a micro-batch is a multiple of.
+        device_bytes: memory of a device, of which `USABLE` is filled.
+
+    Returns:
+        Tokens, a multiple of `divisor` and at least the window; None if not even a window fits.
+    """
+
+    def fits(length: int) -> bool:
+        return max((rank.total for rank in memory(length)), default=0) <= USABLE * device_bytes
+
+    shortest, longest = -(-window // divisor), LONGEST * window // divisor
+    if not fits(shortest * divisor):
+        return None
+    while shortest < longest:
+        middle = (shortest + longest + 1) // 2
+        if fits(middle * divisor):
+            shortest = middle
+        else:
+            longest = middle - 1
+    return shortest * divisor
+
+
+def weighted_tokens(actions: Sequence[Action], lengths: Any, layers: Sequence[int]) -> list[Any]:
+    """Tokens in flight on a rank after each of its actions, each times the layers of its stage.
+
+    Args:
+        actions: the rank's, in order.
+        lengths: tokens of the micro-batches; or an array (n, k) of those of k steps, for as many results.
+        layers: of each stage.
+    """
+    live: Any = 0
+    result = []
+    for action in actions:
+        tokens = lengths[action.place] * layers[action.stage]
+        if action.kind == "F":
+            live = live + tokens
+        elif action.kind in ("B", "W"):  # I frees little: the weights' gradients need the activations still
+            live = live - tokens
+        result.append(live)
+    return result
+
+
+def layer_parameters(model: ModelShape) -> int:
+    """Weights of one layer."""
+    attention = model.hidden * model.head_dim * (2 * model.heads + 2 * model.kv_heads)
+    return attention + 3 * model.hidden * model.feed_forward + 2 * model.hidden
+
+
+def rank_parameters(model: ModelShape, layers: Sequence[int], stages: Sequence[int]) -> int:
+    """Weights of some stages, embedding and head included where they have them."""
+    table = model.hidden * model.vocabulary
+    ends = (0 in stages) * table + (len(layers) - 1 in stages) * (table + model.hidden)
+    return sum(layers[stage] for stage in stages) * layer_parameters(model) + ends
+
+
+class _Rank:
+    """One pipeline rank, whose memory is followed from pass to pass."""
+
+    def __init__(
+        self,
+        model: ModelShape,
+        degrees: Degrees,
+        settings: MemorySettings,
+        shape: PipelineShape,
+        layers: Sequence[int],
+        rank: int,
+    ) -> None:
+        self._model, self._degrees, self._settings = model, degrees, settings
+        self._shape, self._layers, self._number = shape, layers, rank
+        self._stages = shape.stages_of(rank)
+        self._last = len(layers) - 1
+        self._own_layers = sum(layers[stage] for stage in self._stages)
+        self._bytes = TokenBytes.of(model, degrees, settings)
+        self._kept = {stage: self._bytes.kept * layers[stage] + self._output(stage) for stage in self._stages}
+        everything = TokenBytes.of(model, degrees, replace(settings, checkpointing="none")).kept
+        self._made_again = {stage: (everything - self._bytes.kept) * layers[stage] for stage in self._stages}
+
+    def peak(self, lengths: Sequence[int], reduced: bool) -> RankMemory:
+        """Its fullest pass in one run.
+
+        Args:
+            lengths: tokens of the run's micro-batches.
+            reduced: whether gradients were reduced before it.
+        """
+        token = self._bytes
+        live = token.inputs * sum(lengths)
+        tokens = 0
+        went_back: set[int] = set()  # stages that have gradients
+        fullest: RankMemory | None = None
+        for kind, stage, place in rank_actions(self._shape, len(lengths), self._number):
+            length = lengths[place]
+            at_hand = loss = 0.0
+            if kind == "F":
+                live += length * self._kept[stage]
+                tokens += length
+                at_hand = length * token.forward
+                if stage == self._last and token.loss > token.forward:
+                    at_hand, loss = 0.0, length * token.loss
+            elif kind != "W":
+                at_hand = length * token.backward
+            now = self._at(live, at_hand, loss, went_back, reduced, tokens)
+            if fullest is None or now.total > fullest.total:
+                fullest = now
+            if kind == "I":
+                live += length * self._made_again[stage]
+            elif kind != "F":
+                live -= length * self._kept[stage]
+                live -= length * self._made_again[stage] if kind == "W" else 0.0
+                tokens -= length
+                went_back.add(stage)
+                if self._degrees.pipeline == 1:
+                    reduced = True
+                elif stage == self._last:
+                    live += 2 * length * token.hidden
+        assert fullest is not None
+        return fullest
+
+    def _at(
+        self, live: float, at_hand: float, loss: float, went_back: set[int], reduced: bool, tokens: int
+    ) -> RankMemory:
+        settings, tensor = self._settings, self._degrees.tensor
+        parameters = rank_parameters(self._model, self._layers, self._stages)
+        shard = parameters / tensor / self._degrees.sharding_ranks
+        return RankMemory(
+            rank=self._number,
+            weights=round(shard * settings.parameter_bytes),
+            optimizer=round(shard * settings.optimizer_bytes),
+            rotary=self._own_layers * settings.window * settings.rotary_bytes * self._model.head_dim,
+            gradients=round(shard * settings.parameter_bytes) if reduced else 0,
+            gathered=round(self._gathered(went_back, in_loss=loss > 0)),
+            activations=round(live),
+            backward=round(at_hand),
+            loss=round(loss),
+            parameters=parameters,
+            layers=self._own_layers,
+            tokens=tokens,
+        )
+
+    def _output(self, stage: int) -> float:
+        """Bytes a token of what a stage hands on, which it keeps as well."""
+        return self._bytes.gathered if stage == self._last else self._bytes.hidden
+
+    def _gathered(self, went_back: set[int], *, in_loss: bool) -> float:
+        """Bytes of weights and gradients that FSDP has together besides the shards."""
+        model, degrees, settings = self._model, self._degrees, self._settings
+        whole, reduced = settings.compute_bytes, settings.parameter_bytes
+        if degrees.sharding_ranks == 1 and whole == reduced:
+            whole = 0  # the shards are whole weights
+        head = self._last in self._stages and settings.loss_chunks > 1
+        heads = model.hidden * model.vocabulary / degrees.tensor if head else 0.0
+        weight = model.hidden * max(model.feed_forward, model.heads * model.head_dim) / degrees.tensor
+        result = weight * (settings.compute_bytes + reduced)
+        if degrees.sharding_ranks > 1:
+            result += heads * reduced * (1 + in_loss + 2 / degrees.sharding_ranks)
+        held = {s: rank_parameters(model, self._layers, [s]) / degrees.tensor for s in self._stages}
+        if degrees.pipeline > 1:
+            result += sum(held[stage] for stage in went_back) * reduced
+            result -= heads * reduced if self._last in went_back else 0.0
+        if not settings.reshards(degrees):
+            return result + sum(held.values()) * whole
+        if in_loss and degrees.pipeline == 1:  # every layer has been freed, and only the head is at hand
+            return heads * (whole + reduced)
+        # The layer at hand and the one that is fetched ahead, and the ends of the model.
+        layer = layer_parameters(model) / degrees.tensor
+        ends = sum(held.values()) - self._own_layers * layer
+        result += (2 * layer + ends) * whole
+        return result + (layer * (settings.compute_bytes + reduced) if degrees.pipeline == 1 else 0.0)

@@ -1,0 +1,93 @@
+"""Global batches as they arrive, and how arrival becomes delay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb_titan.documents.stream import DocumentStream
+from wlb_titan.packing.policy import Documents
+from wlb_titan.plan import DELAY, LENGTH
+
+Waiting = NDArray[np.int64]
+"""int64 (n, 4), columns ID, START, LENGTH and, in the place of DELAY, the iteration of arrival."""
+
+ARRIVAL = DELAY
+
+NOTHING: Waiting = np.empty((0, 4), dtype=np.int64)
+
+
+class Arrivals:
+    """Cuts the stream into global batches of micro_batches x window tokens.
+
+    A document belongs to the batch in which its first token lies, whole: batches differ by less than one
+    window, and keep to their size on average. There are always N documents with a token to predict, those
+    that wait counted, which is nearly always so by itself, as documents are at most a window long.
+
+    Attributes:
+        iteration: number of the next batch.
+    """
+
+    def __init__(self, stream: DocumentStream, *, micro_batches: int) -> None:
+        self._stream = stream
+        self._micro_batches = micro_batches
+        self._surplus = 0  # tokens by which the last batch went past its end
+        self.iteration = 0
+
+    def next(self, *, labelled: int, left: int) -> Waiting:
+        """The pieces of the next global batch, in stream order.
+
+        Args:
+            labelled: pieces with a token to predict that wait.
+            left: tokens that did not fit into the last step. What exceeds a global batch makes the next one
+                smaller, or else packs that are hardly longer than the window would leave ever more.
+        """
+        size = self._micro_batches * self._stream.window
+        budget = max(size - self._surplus - max(left - size, 0), 0)
+        pieces = self._stream.arrive(budget, at_least=self._micro_batches - labelled)
+        self._surplus = int(pieces[:, LENGTH].sum()) - budget
+        batch = arrived(pieces, self.iteration)
+        self.iteration += 1
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"iteration": self.iteration, "surplus": self._surplus}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.iteration, self._surplus = int(state["iteration"]), int(state["surplus"])
+
+
+def arrived(pieces: NDArray[np.int64], iteration: int) -> Waiting:
+    """Pieces with the iteration at which they arrived."""
+    waiting = np.empty((len(pieces), 4), dtype=np.int64)
+    waiting[:, :ARRIVAL] = pieces
+    waiting[:, ARRIVAL] = iteration
+    return waiting
+
+
+def delayed(packed: Waiting, iteration: int) -> Documents:
+    """What is packed at `iteration`: arrivals become delays."""
+    documents = packed.copy()
+    documents[:, DELAY] = iteration - packed[:, ARRIVAL]
+    return documents
+
+
+def restore(rows: list[list[int]]) -> Waiting:
+    """Waiting pieces from the plain lists of a saved state."""
+    return np.array(rows, dtype=np.int64).reshape(-1, 4)
+
+
+def split(documents: Documents, assigned: NDArray[np.int64], packs: int) -> list[Documents]:
+    """One array of documents for each pack, in the order in which they stand in `documents`.
+
+    Args:
+        documents: int64 (n, 4).
+        assigned: int64 (n,), number of each document's pack, 0 to packs - 1.
+        packs: number of packs.
+    """
+    order = np.argsort(assigned, kind="stable")
+    ends = np.cumsum(np.bincount(assigned, minlength=packs))
+    return np.split(documents[order], ends[:-1])

@@ -1,0 +1,116 @@
+"""Equation 1 as a mixed-integer program for HiGHS (extra `solver`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb_titan.errors import PlanError
+
+Ints = NDArray[np.int64]
+
+
+class Solver:
+    """Makes a fixed-length packing as good as the solver can within its limits.
+
+    Args:
+        time_limit: seconds for one packing.
+        gap: relative distance between solution and bound at which to stop.
+
+    Raises:
+        PlanError: a limit is not positive, or highspy is not installed.
+    """
+
+    def __init__(self, time_limit: float, gap: float) -> None:
+        if time_limit <= 0 or gap < 0:
+            raise PlanError(
+                f"The solver's time limit is {time_limit} seconds and its gap {gap}; the first must be "
+                "positive and the second not negative.",
+                setting="packing.time_limit",
+            )
+        try:
+            import highspy
+        except ImportError as error:
+            raise PlanError(
+                "The policy fixed_solver needs the HiGHS solver. Install it with: pip install "
+                "'wlb-titan[solver]'",
+                setting="packing.policy",
+            ) from error
+        self._highspy: Any = highspy
+        self._time_limit = time_limit
+        self._gap = gap
+
+    def __call__(self, lengths: Ints, start: Ints, packs: int, window: int) -> tuple[Ints, float]:
+        """Minimises the largest sum of squared lengths of a pack.
+
+        The variables are z, the largest sum, and x_ij, document i in pack j, document by document:
+
+            minimise z   subject to   sum_j x_ij = 1,   sum_i d_i x_ij <= L,   sum_i d_i^2 x_ij <= z
+
+        Lengths are scaled by L. Packs may be renamed at will, and the longest document stays where it is, so
+        that the solver need not look at all its mirror images.
+
+        Args:
+            lengths: int64 (n,), tokens of each document.
+            start: int64 (n,), a packing that fits.
+            packs: number of packs.
+            window: L, most tokens of a pack.
+
+        Returns:
+            int64 (n,), the best packing found, never worse than `start`; and the relative gap that remains
+            between it and what the solver could prove, 0 for a proven optimum.
+        """
+        highs = self._highs()
+        documents = len(lengths)
+        share = lengths / window
+        work = share**2
+        columns = 1 + np.arange(documents * packs).reshape(documents, packs)
+        upper = np.ones(documents * packs)
+        longest = int(lengths.argmax())
+        upper[columns[longest] - 1] = np.arange(packs) == start[longest]
+        highs.addVars(1, np.array([float(work.max())]), np.array([float(packs)]))
+        highs.addVars(documents * packs, np.zeros(documents * packs), upper)
+        highs.changeColCost(0, 1.0)
+        kind = np.full(documents * packs, self._highspy.HighsVarType.kInteger)
+        highs.changeColsIntegrality(documents * packs, columns.ravel().astype(np.int32), kind)
+        for document in range(documents):
+            highs.addRow(1.0, 1.0, packs, columns[document].astype(np.int32), np.ones(packs))
+        infinity = self._highspy.kHighsInf
+        for pack in range(packs):
+            members = columns[:, pack].astype(np.int32)
+            highs.addRow(-infinity, 1.0, documents, members, share)
+            highs.addRow(
+                -infinity, 0.0, documents + 1, np.append(members, 0).astype(np.int32), np.append(work, -1.0)
+            )
+
+        def largest(assigned: Ints) -> float:
+            return float(np.bincount(assigned, work, packs).max())
+
+        solution = self._highspy.HighsSolution()
+        values = np.zeros(1 + documents * packs)
+        values[0] = largest(start)
+        values[columns[np.arange(documents), start]] = 1.0
+        solution.col_value = values.tolist()
+        highs.setSolution(solution)
+        highs.run()
+
+        found = np.array(highs.getSolution().col_value)
+        assigned = start
+        if len(found) == len(values):
+            candidate = found[columns].argmax(axis=1).astype(np.int64)
+            fits = int(np.bincount(candidate, lengths, packs).max()) <= window
+            if fits and largest(candidate) < largest(start):
+                assigned = candidate
+        bound = max(float(highs.getInfo().mip_dual_bound), float(work.max()), float(work.sum()) / packs)
+        return assigned, max(0.0, 1 - bound / largest(assigned))
+
+    def _highs(self) -> Any:
+        highs = self._highspy.Highs()
+        highs.setOptionValue("output_flag", False)
+        highs.setOptionValue("time_limit", self._time_limit)
+        highs.setOptionValue("mip_rel_gap", self._gap)
+        highs.setOptionValue("threads", 1)
+        highs.setOptionValue("random_seed", 0)
+        return highs

@@ -1,0 +1,237 @@
+"""`wlb_lazy`: the balance of Algorithm 1 with less delay. Ours.
+
+Algorithm 1 lets every outlier wait until N of its kind have come, whether or not the step at hand could have
+been balanced with it. Here each step is asked what it can bear. All documents that wait or have just arrived
+form one pool, longest first, and the step holds back the h longest and packs all others. The number h is the
+one that makes
+
+    held tokens / (N window)  +  ((imbalance - 1) / tolerance)^2
+
+least. The first term is what holding back costs: by Little's law the mean delay of a token is the mean number
+of tokens that wait over the number that arrive per step. The second is what the step's imbalance costs. So
+a small imbalance is accepted at once where it spares a long wait, and a large one never.
+
+Why the h longest? A step can be balanced only if its longest document's work is at most the mean, and to hold
+back any other document would cost delay and lower that mean. As outliers collect, the work in the pool grows
+until h = 0 is best, and all of them run together, each with as many short documents beside it as level the
+work: the release of Algorithm 1, but of mixed lengths and as early as the balance allows.
+
+The imbalance for a given h is predicted by packing the long documents alone and pouring the short ones on top
+as a liquid. A lower bound, the longest document's work over the mean, is known for all h at once; the h are
+tried from the least bound on until no bound is below the best cost found, mostly one or two of them.
+
+When outliers run together, micro-batches without one may reach max_length before they have their share of
+work, and what is still poured lifts only the others. So the level up to which short documents are poured is
+chosen by the same cost; the few shortest that lie above it wait for the next step.
+
+Where long documents are the rule, a batch may have too few short ones to level anything. Then N neighbours
+in the pool may be best run alone, and all others, shorter ones too, wait. That is looked at for every place
+in the pool and done where it costs less.
+
+A document that has waited `max_delay` iterations is released with all that are shorter than it, whatever that
+does to the balance, and is packed first. If max_length is at least two windows it always fits then.
+
+Whole documents cannot always balance as well as `plain`, which cuts them at the windows' ends: where work is
+nearly proportional to tokens, its windows of equal length are nearly equal work. A step that comes out worse
+than `plain` is on average is levelled by cutting a few documents (`cut`).
+
+With N = 4 chance decides which documents meet, matches are rare and waiting for one is long; with N = 64 the
+law of large numbers makes every step alike. The tolerance is therefore widened to tolerance x (1 + 4.5 / N).
+docs/packing.md has the measurements behind this and the ideas that did worse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb_titan.cost.workload import CostModel, Floats, workload
+from wlb_titan.documents.stream import DocumentStream
+from wlb_titan.errors import PlanError
+from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Waiting, delayed, restore, split
+from wlb_titan.packing.bins import REMAINS, Bins
+from wlb_titan.packing.cut import Packed, level_by_cutting
+from wlb_titan.packing.policy import Packing, PackingPolicy
+from wlb_titan.plan import LENGTH
+
+PLACED = 128  # documents of at least window / 128 tokens are packed one by one, shorter ones poured
+TRIALS = 24  # most numbers h that are tried in a step
+FORESEEN = 24  # documents of at least window / 24 tokens count one by one in the prediction
+
+
+class WlbLazy(PackingPolicy):
+    """Holds back as few long documents as the balance of the step at hand asks for.
+
+    Args:
+        stream: documents in pieces of at most the window.
+        micro_batches: N.
+        cost_model: W_a + W_l.
+        max_length: L_max in tokens, at least the window.
+        tolerance: imbalance above 1 that weighs as much as a mean delay of one iteration.
+        max_delay: iterations after which a document is released.
+        limit: steps with a larger imbalance are levelled by cutting documents (`cut`); what `plain` has.
+
+    Raises:
+        PlanError: the tolerance is not positive, or max_delay negative.
+    """
+
+    fixed_length = False
+    balances = True
+
+    def __init__(
+        self,
+        stream: DocumentStream,
+        *,
+        micro_batches: int,
+        cost_model: CostModel,
+        max_length: int,
+        tolerance: float,
+        max_delay: int,
+        limit: float = np.inf,
+    ) -> None:
+        if not tolerance > 0:
+            raise PlanError(f"The tolerance is {tolerance}; it must be positive (0.065 is usual).")
+        if max_delay < 0:
+            raise PlanError(f"max_delay is {max_delay} iterations; it must not be negative.")
+        self._window = stream.window
+        self._arrivals = Arrivals(stream, micro_batches=micro_batches)
+        self._micro_batches = micro_batches
+        self._cost_model = cost_model
+        self.max_length = max_length
+        self._tolerance = tolerance * (1 + 4.5 / micro_batches)
+        self._max_delay = max_delay
+        self._limit = limit
+        self._waiting: Waiting = NOTHING
+        self._left = 0  # tokens of those that were released and did not fit
+
+    def next(self) -> Packing:
+        iteration = self._arrivals.iteration
+        # Longest first; of equal ones those that came last first, as the first ones are held back.
+        labelled = int(np.count_nonzero(self._waiting[:, LENGTH] > 1))
+        batch = self._arrivals.next(labelled=labelled, left=self._left)
+        pool = np.concatenate([batch, self._waiting])
+        pool = pool[np.argsort(-pool[:, LENGTH], kind="stable")]
+        works = workload(self._cost_model, pool[:, LENGTH])
+        overdue = (iteration - pool[:, ARRIVAL] >= self._max_delay) & (pool[:, LENGTH] > 1)
+        held, stop = self._choose(pool[:, LENGTH], works, overdue)
+
+        first = held + np.argsort(~overdue[held:stop], kind="stable")  # overdue documents are packed first
+        documents, works = pool[first], works[first]
+        assigned = self._pack(documents[:, LENGTH], works, placed=int(overdue.sum()))
+        packed = assigned != REMAINS
+        self._waiting = np.concatenate([pool[:held], documents[~packed], pool[stop:]])
+        self._left = int(documents[~packed, LENGTH].sum())
+        documents, works, assigned = level_by_cutting(
+            Packed(documents[packed], works[packed], assigned[packed]),
+            self._micro_batches,
+            self.max_length,
+            self._cost_model,
+            self._limit,
+        )
+        return Packing(split(delayed(documents, iteration), assigned, self._micro_batches))
+
+    def _choose(
+        self, lengths: NDArray[np.int64], works: Floats, overdue: NDArray[np.bool_]
+    ) -> tuple[int, int]:
+        """The documents to run, from the first number to before the second; N with a label are among them.
+
+        Args:
+            lengths: int64 (n,), tokens, descending.
+            works: float64 (n,), work of each.
+            overdue: bool (n,), documents that must run.
+        """
+        hold, cost = self._hold(lengths, works, overdue)
+        if not overdue.any():
+            alone, cost_alone = self._alone(lengths, works)
+            if cost_alone < cost:
+                return alone, alone + self._micro_batches
+        return hold, len(lengths)
+
+    def _alone(self, lengths: NDArray[np.int64], works: Floats) -> tuple[int, float]:
+        """The first of the N neighbours that are best run without any other document, and what that costs."""
+        n = self._micro_batches
+        starts = np.arange(int(np.count_nonzero(lengths > 1)) - n + 1)
+        work, tokens = (np.concatenate([[0], np.cumsum(values)]) for values in (works, lengths))
+        mean = (work[starts + n] - work[starts]) / n
+        costs = self._cost(works[starts] / mean, tokens[-1] - (tokens[starts + n] - tokens[starts]))
+        best = int(costs.argmin())
+        return best, float(costs[best])
+
+    def _hold(
+        self, lengths: NDArray[np.int64], works: Floats, overdue: NDArray[np.bool_]
+    ) -> tuple[int, float]:
+        """The number of documents, of the longest, to hold back if all others run, and what that costs.
+
+        Arguments are those of `_choose`.
+        """
+        most = int(np.count_nonzero(lengths > 1)) - self._micro_batches
+        if overdue.any():
+            most = min(most, int(overdue.argmax()))
+        holds = _candidates(most, max(self._micro_batches // 64, 1))
+        held = (np.cumsum(lengths) - lengths)[holds]
+        mean = (works.sum() - (np.cumsum(works) - works)[holds]) / self._micro_batches
+        bounds = self._cost(works[holds] / mean, held)
+
+        foreseen = int(np.searchsorted(-lengths, -self._window // FORESEEN, side="right"))
+        best, best_cost = 0, np.inf
+        for candidate in np.argsort(bounds, kind="stable")[:TRIALS]:
+            if bounds[candidate] >= best_cost:
+                break
+            hold = int(holds[candidate])
+            long = slice(hold, max(hold, foreseen))
+            short = slice(long.stop, None)
+            bins = Bins(self._micro_batches, self.max_length)
+            unplaced = bins.place(lengths[long], works[long]) == REMAINS
+            waiting = held[candidate] + int(lengths[long][unplaced].sum())
+            _, imbalance, left = bins.portions(float(works[short].sum()), int(lengths[short].sum()))
+            cost = float(self._cost(imbalance, waiting + left).min())
+            if cost < best_cost:
+                best, best_cost = hold, cost
+        return best, best_cost
+
+    def _cost(self, imbalance: Floats, waiting: NDArray[Any]) -> Floats:
+        """What a step costs with this imbalance and so many tokens left waiting, in iterations of delay."""
+        excess = np.maximum(imbalance - 1, 0) / self._tolerance
+        return waiting / (self._micro_batches * self._window) + excess**2
+
+    def _pack(self, lengths: NDArray[np.int64], works: Floats, placed: int) -> NDArray[np.int64]:
+        """The bin of each document.
+
+        The first `placed`, all long ones, and N at least, are placed one by one, the rest is poured. The
+        first N documents with a label find N empty bins, so every micro-batch has one.
+        """
+        long = int(np.searchsorted(-lengths[placed:], -(self._window // PLACED), side="right"))
+        long = max(placed + long, self._micro_batches)
+        bins = Bins(self._micro_batches, self.max_length)
+        assigned = bins.place(lengths[:long], works[:long])
+        ceilings, imbalance, left = bins.portions(float(works[long:].sum()), int(lengths[long:].sum()))
+        # Of equal costs the last, which leaves least.
+        ceiling = ceilings[::-1][self._cost(imbalance, left)[::-1].argmin()]
+        return np.concatenate([assigned, bins.pour(lengths[long:], works[long:], float(ceiling))])
+
+    @property
+    def waiting(self) -> NDArray[np.int64]:
+        return self._waiting[:, LENGTH]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "arrivals": self._arrivals.state_dict(),
+            "waiting": self._waiting.tolist(),
+            "left": self._left,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._arrivals.load_state_dict(state["arrivals"])
+        self._waiting = restore(state["waiting"])
+        self._left = int(state["left"])
+
+
+def _candidates(most: int, step: int) -> NDArray[np.int64]:
+    """Numbers from 0 to `most`, in steps of `step` at first, then of a tenth."""
+    numbers = [0]
+    while numbers[-1] < most:
+        numbers.append(min(most, numbers[-1] + max(step, numbers[-1] // 10)))
+    return np.array(numbers, dtype=np.int64)

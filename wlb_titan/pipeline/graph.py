@@ -1,0 +1,181 @@
+"""The dependency graph of a pipeline's step: when each pass runs, and how long the step takes.
+
+The method is SlimPack's (section 4.3). Vertices are actions: a pass of one micro-batch through one stage,
+with its time. Edges say what waits for what:
+
+    schedule    on a rank, each action for the one before it
+    data        F of a stage for F of the stage before; B or I for that of the stage after, or on the last
+                stage for its own F; W for its own I
+
+An action starts when all that it waits for has ended, and the step ends with its last action, so that the
+step is as long as the graph's longest path. Data that goes from one rank to another takes a delay more. Two
+ranks, 1F1B, forward passes of 1, 1 and 4 units and backward passes of twice that, in three orders:
+
+    order 1 1 4: 30 units        order 4 1 1: 30 units        order 1 4 1: 27 units
+
+Every function works on many steps (or data-parallel ranks) at a time, the last axis of its arrays, since they
+have one graph and differ only in times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb_titan.errors import PlanError
+from wlb_titan.pipeline.schedule import Action, PipelineShape, rank_actions
+
+Times = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class PassTimes:
+    """How long the passes take, all float64 (stages, micro-batches, k) in one unit, in the order of running.
+
+    Attributes:
+        forward: F.
+        inputs: I, the part of a backward pass that the stage before waits for.
+        weights: W, the rest of it; B takes both.
+    """
+
+    forward: Times
+    inputs: Times
+    weights: Times
+
+    @classmethod
+    def equal_stages(cls, forward: Times, backward: Times, shape: PipelineShape) -> PassTimes:
+        """Stages that take equal times, and a backward pass half of which is the weights' gradient.
+
+        Args:
+            forward, backward: float64 (n, k), times of each micro-batch through all stages of one rank.
+            shape: the pipeline.
+        """
+        each = (shape.stages, *forward.shape)
+        half = np.broadcast_to(backward / (2 * shape.chunks), each)
+        return cls(np.broadcast_to(forward / shape.chunks, each), half, half)
+
+    def of(self, action: Action) -> Times:
+        """float64 (k,), the times of an action."""
+        where = action.stage, action.place
+        if action.kind == "B":
+            total: Times = self.inputs[where] + self.weights[where]
+            return total
+        times: Times = {"F": self.forward, "I": self.inputs, "W": self.weights}[action.kind][where]
+        return times
+
+
+class PipelineGraph:
+    """The actions of one step and what each of them waits for.
+
+    Args:
+        shape: the pipeline.
+        micro_batches: n, at least 1.
+        actions: per rank what it runs, in order; None takes the schedule's own.
+
+    Attributes:
+        shape: the pipeline.
+        actions: of all ranks, each after all that it waits for.
+
+    Raises:
+        PlanError: the schedule is not known, or the actions wait for each other in a circle; the message
+            names those where it stands.
+    """
+
+    def __init__(
+        self, shape: PipelineShape, micro_batches: int, actions: Sequence[Sequence[Action]] | None = None
+    ) -> None:
+        self.shape = shape
+        self.actions: list[Action] = []
+        self._waits: list[tuple[int, int, bool]] = []
+        """Numbers (from 1; 0 is none) of the rank's action before and of the action whose data is needed, and
+        whether these data come from another rank."""
+        if actions is None:
+            actions = [list(rank_actions(shape, micro_batches, rank)) for rank in range(shape.ranks)]
+        self._sort(actions)
+
+    def ends(self, times: PassTimes, delay: Times | float = 0.0) -> Times:
+        """When every action ends.
+
+        Args:
+            times: of all passes.
+            delay: of data from one rank to the next: a number, or float64 (n, k), of each micro-batch.
+
+        Returns:
+            float64 (actions, k); the step takes the largest of them. An action starts its own time before.
+        """
+        delays = np.broadcast_to(delay, times.forward.shape[1:])
+        ends = np.zeros((len(self.actions) + 1, times.forward.shape[2]))
+        for number, (action, (before, needed, crosses)) in enumerate(
+            zip(self.actions, self._waits, strict=True), start=1
+        ):
+            if crosses:
+                np.maximum(ends[before], ends[needed] + delays[action.place], out=ends[number])
+            else:
+                np.maximum(ends[before], ends[needed], out=ends[number])
+            ends[number] += times.of(action)
+        return ends[1:]
+
+    def step_times(self, forward: Times, backward: Times, orders: NDArray[np.int64]) -> Times:
+        """How long the step takes in each of several orders, with equal stages and free communication.
+
+        Args:
+            forward: float64 (n,), time of each micro-batch's forward pass through all stages of one rank.
+            backward: float64 (n,), of its backward pass.
+            orders: int64 (k, n), permutations of the micro-batches.
+
+        Returns:
+            float64 (k,), in the unit of the times.
+        """
+        times = PassTimes.equal_stages(forward[orders].T, backward[orders].T, self.shape)
+        return np.asarray(self.ends(times).max(axis=0))
+
+    def busy(self, times: PassTimes) -> Times:
+        """float64 (ranks, k), how long each rank computes; the rest of the step is its bubble."""
+        result = np.zeros((self.shape.ranks, times.forward.shape[2]))
+        for action in self.actions:
+            result[self.shape.rank_of(action.stage)] += times.of(action)
+        return result
+
+    def _sort(self, waiting: Sequence[Sequence[Action]]) -> None:
+        """Puts the actions in an order in which each comes after all that it waits for."""
+        numbers: dict[Action, int] = {}
+        heads, last = [0] * len(waiting), [0] * len(waiting)
+        blocked: dict[int, Action] = {}
+        moved = True
+        while moved:
+            moved, blocked = False, {}
+            for rank, actions in enumerate(waiting):
+                while heads[rank] < len(actions):
+                    action = actions[heads[rank]]
+                    needed = self._needed(action, numbers)
+                    if needed is None:
+                        blocked[rank] = action
+                        break
+                    source = self.actions[needed - 1].stage if needed else action.stage
+                    crosses = self.shape.rank_of(source) != rank
+                    self.actions.append(action)
+                    self._waits.append((last[rank], needed, crosses))
+                    last[rank] = numbers[action] = len(self.actions)
+                    heads[rank] += 1
+                    moved = True
+        if blocked:
+            stuck = ", ".join(f"rank {rank} at {action}" for rank, action in blocked.items())
+            raise PlanError(
+                f"The actions of the schedule {self.shape.schedule} wait for each other in a circle, so that "
+                f"it would never end: {stuck}. Every action must come after those that it needs."
+            )
+
+    def _needed(self, action: Action, numbers: dict[Action, int]) -> int | None:
+        """The number of the action whose data is needed: 0 for none, None if it has not run yet."""
+        kind, stage, place = action
+        if kind == "F":
+            return 0 if stage == 0 else numbers.get(Action("F", stage - 1, place))
+        if kind == "W":
+            return numbers.get(Action("I", stage, place))
+        if stage == self.shape.stages - 1:
+            return numbers.get(Action("F", stage, place))
+        whole = numbers.get(Action("B", stage + 1, place))
+        return whole if whole is not None else numbers.get(Action("I", stage + 1, place))

@@ -1,0 +1,87 @@
+"""The order of a data-parallel rank's packs: they go through its pipeline in runs, each in a chosen order.
+
+Ranks that share parameters (FSDP) meet in collectives at every layer of every micro-batch, so their k-th
+micro-batches should be alike. `longest_first` and `shortest_first` sort the runs of all ranks and so keep
+them alike; `best` is searched once for all of them, on the mean over the ranks of the longest, the second
+longest and so on, and every rank's k-th longest then runs at the same place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb_titan.errors import PlanError
+from wlb_titan.pipeline.order import ORDERS, SCHEDULES, PipelineShape, order_micro_batches
+
+Times = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRuns:
+    """How the micro-batches of a data-parallel rank go through its pipeline.
+
+    Attributes:
+        shape: the pipeline.
+        micro_batches: of one run; a rank runs its micro-batches of a step in one or several runs.
+        order: within each run, one of pipeline_order.ORDERS.
+    """
+
+    shape: PipelineShape
+    micro_batches: int
+    order: str = "as_packed"
+
+    def arranged(self, assigned: list[list[int]], forward: Times, backward: Times) -> list[list[int]]:
+        """The packs of each data-parallel rank, in the order in which it runs them.
+
+        Args:
+            assigned: per rank the numbers of its packs, as they were packed; as many on every rank.
+            forward: float64 (packs,), predicted time of each pack's forward pass, in any unit.
+            backward: float64 (packs,), of its backward pass, in the same unit.
+
+        Raises:
+            PlanError: the packs of a rank cannot be divided into runs.
+        """
+        count = len(assigned[0])
+        if count % self.micro_batches:
+            raise PlanError(
+                f"The {count} micro-batches of a data-parallel rank cannot be divided into pipeline runs of "
+                f"{self.micro_batches}."
+            )
+        runs = np.array(assigned).reshape(len(assigned), -1, self.micro_batches)
+        for run in range(runs.shape[1]):
+            runs[:, run] = self._arranged_run(runs[:, run], forward, backward)
+        arranged: list[list[int]] = runs.reshape(len(assigned), count).tolist()
+        return arranged
+
+    def _arranged_run(self, packs: NDArray[np.int64], forward: Times, backward: Times) -> NDArray[np.int64]:
+        """One run of all ranks: int64 (ranks, micro_batches) to the same in order."""
+        if self.order == "best" and len(packs) > 1:
+            packs = np.stack([self._ordered("longest_first", row, forward, backward) for row in packs])
+            places = order_micro_batches(
+                "best", forward[packs].mean(axis=0), backward[packs].mean(axis=0), self.shape
+            )
+            return packs[:, places]
+        return np.stack([self._ordered(self.order, row, forward, backward) for row in packs])
+
+    def _ordered(
+        self, order: str, packs: NDArray[np.int64], forward: Times, backward: Times
+    ) -> NDArray[np.int64]:
+        return packs[order_micro_batches(order, forward[packs], backward[packs], self.shape)]
+
+
+def check_order(order: str, schedule: str) -> None:
+    """Checks that an order can be found for a schedule.
+
+    Raises:
+        PlanError: no such order, or `best` with a schedule whose graph is not known.
+    """
+    if order not in ORDERS:
+        raise PlanError(f"No order of micro-batches is called {order!r}; there are {', '.join(ORDERS)}.")
+    if order == "best" and schedule not in SCHEDULES:
+        raise PlanError(
+            f"The order 'best' is searched on the schedule's dependency graph, which is known of "
+            f"{', '.join(SCHEDULES)}, and the schedule is {schedule}. Choose one of them, or 'longest_first'."
+        )

@@ -1,0 +1,190 @@
+"""What each rank of a pipeline runs, in order, under torch's schedules.
+
+Actions are forward passes F and backward passes B; zero-bubble schedules run the gradient of the inputs I,
+which the previous stage waits for, apart from the gradient of the weights W, which nobody waits for and which
+fills the gaps (Qi et al., Zero Bubble Pipeline Parallelism). Two ranks, 1F1B, three micro-batches:
+
+    rank 0: F0 F1 B0 F2 B1 B2        rank 1: F0 B0 F1 B1 F2 B2
+
+The order is that of torch.distributed.pipelining, action for action; a test compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from wlb_titan.errors import PlanError
+
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+"""Those whose order is known here."""
+
+SPLITS_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")
+
+
+class Action(NamedTuple):
+    """One pass of one micro-batch through one stage.
+
+    Attributes:
+        kind: F forward, B whole backward, I gradient of the inputs, W gradient of the weights.
+        stage: from 0 at the embedding.
+        place: of the micro-batch in the order in which they run, from 0.
+    """
+
+    kind: Literal["F", "B", "I", "W"]
+    stage: int
+    place: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.place} of stage {self.stage}"
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineShape:
+    """A pipeline's schedule and size.
+
+    Attributes:
+        schedule: one of SCHEDULES, or any other name where its order is not asked for.
+        ranks: pipeline-parallel degree.
+        chunks: stages of each rank; 1 for GPipe and 1F1B, 2 for ZBVZeroBubble.
+    """
+
+    schedule: str
+    ranks: int
+    chunks: int = 1
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.chunks
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that holds a stage: in turn, but there and back again for ZBVZeroBubble."""
+        if self.schedule == "ZBVZeroBubble" and stage >= self.ranks:
+            return self.stages - 1 - stage
+        return stage % self.ranks
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        return tuple(stage for stage in range(self.stages) if self.rank_of(stage) == rank)
+
+
+def rank_actions(shape: PipelineShape, micro_batches: int, rank: int) -> Iterator[Action]:
+    """What a rank runs, in order.
+
+    Args:
+        shape: the pipeline.
+        micro_batches: n, at least 1.
+        rank: pipeline-parallel rank.
+
+    Raises:
+        PlanError: the schedule's order is not known, or it cannot run so many micro-batches or chunks.
+    """
+    _check(shape, micro_batches)
+    if shape.schedule == "ZBVZeroBubble":
+        return _v_shaped(shape, micro_batches, rank)
+    return _in_turn(shape, micro_batches, rank)
+
+
+def _check(shape: PipelineShape, n: int) -> None:
+    if shape.schedule not in SCHEDULES:
+        raise PlanError(
+            f"The order of actions is known of the schedules {', '.join(SCHEDULES)}, and the pipeline's is "
+            f"{shape.schedule!r}. Choose one of them."
+        )
+    chunks = {"GPipe": 1, "1F1B": 1, "ZBVZeroBubble": 2}.get(shape.schedule, shape.chunks)
+    if shape.chunks != chunks:
+        raise PlanError(
+            f"{shape.schedule} runs {chunks} stage{'s' if chunks > 1 else ''} a rank, not {shape.chunks}. "
+            "Change the number of stages or the schedule."
+        )
+    rounds = max(1, n // shape.ranks)
+    if shape.schedule.startswith("Interleaved") and n % rounds:
+        raise PlanError(
+            f"{shape.schedule} runs {n} micro-batches on {shape.ranks} ranks in {rounds} equal rounds, which "
+            f"they do not divide into. A multiple of {shape.ranks} always does."
+        )
+
+
+def _in_turn(shape: PipelineShape, n: int, rank: int) -> Iterator[Action]:
+    """A number of forward passes, then forward and backward in turn, then the backward passes that are left.
+
+    With several stages a rank, passes go through them in rounds. With zero bubble, W follows `rank` pairs
+    behind I, so that the ranks that would wait longest at the end have most of it left.
+    """
+    ranks, chunks = shape.ranks, shape.chunks
+    zero_bubble = shape.schedule == "InterleavedZeroBubble"
+    ahead, in_round = ranks - 1 - rank, n
+    if shape.schedule == "GPipe":
+        ahead = n
+    elif shape.schedule != "1F1B":
+        in_round = n // max(1, n // ranks)
+        ahead = (chunks - 1) * in_round + (1 if zero_bubble else 2) * ahead
+    total = n * chunks
+    ahead = min(ahead, total)
+
+    def place(k: int) -> int:
+        return k // (in_round * chunks) * in_round + k % in_round
+
+    def forward(k: int) -> Action:
+        return Action("F", k // in_round % chunks * ranks + rank, place(k))
+
+    def backward(kind: Literal["B", "I", "W"], k: int) -> Action:
+        return Action(kind, (chunks - 1 - k // in_round % chunks) * ranks + rank, place(k))
+
+    weights = 0
+    for k in range(ahead):
+        yield forward(k)
+    for k in range(total):
+        if ahead + k < total:
+            yield forward(ahead + k)
+        yield backward("I" if zero_bubble else "B", k)
+        if zero_bubble and k >= rank:
+            yield backward("W", weights)
+            weights += 1
+    if zero_bubble:
+        for k in range(weights, total):
+            yield backward("W", k)
+
+
+def _v_shaped(shape: PipelineShape, n: int, rank: int) -> Iterator[Action]:
+    """ZBVZeroBubble: stages go down the ranks and back up, so that rank 0 has the first and the last.
+
+    Torch makes the order for at least 2 ranks - 1 micro-batches and leaves out those that there are not.
+    """
+    return (action for action in _v_shaped_full(shape, max(2 * shape.ranks - 1, n), rank) if action.place < n)
+
+
+def _v_shaped_full(shape: PipelineShape, n: int, rank: int) -> Iterator[Action]:
+    down, up = rank, shape.stages - 1 - rank
+    done = dict.fromkeys([("F", down), ("F", up), ("I", down), ("I", up), ("W", down), ("W", up)], 0)
+
+    def run(kind: Literal["F", "I", "W"], stage: int) -> Action:
+        done[kind, stage] += 1
+        return Action(kind, stage, done[kind, stage] - 1)
+
+    for _ in range(2 * (shape.ranks - rank) - 1):
+        yield run("F", down)
+    for _ in range(rank):
+        yield run("F", up)
+        yield run("F", down)
+    for _ in range(shape.ranks - rank):
+        yield run("F", up)
+        yield run("I", up)
+        yield run("W", up)
+    while done["F", up] < done["F", down] or done["F", down] < n:
+        if done["F", down] < n:
+            yield run("F", down)
+        yield run("I", down)
+        yield run("W", down)
+        yield run("F", up)
+        yield run("I", up)
+        yield run("W", up)
+    for _ in range(rank):
+        yield run("I", down)
+        yield run("I", up)
+    for _ in range(shape.ranks - rank):
+        yield run("I", down)
+        yield run("W", down)
+    for stage in (up, down):
+        while done["W", stage] < done["I", stage]:
+            yield run("W", stage)

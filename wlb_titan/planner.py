@@ -1,0 +1,276 @@
+"""The planner: from the lengths of a corpus to one `Plan` a step, the same on every rank.
+
+Lengths, settings and state fix the plan, so nothing is communicated, and the state to save is a cursor
+and the pieces that wait, the same on every rank: a job can go on with another data-parallel degree.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb_titan.context import Sharding, choose
+from wlb_titan.cost.attention_latency import AttentionLatency
+from wlb_titan.cost.attention_profile import AttentionShape, attention_latency
+from wlb_titan.cost.workload import CostModel
+from wlb_titan.documents.mixture import Lengths, Source, count_longer
+from wlb_titan.documents.stream import DocumentStream
+from wlb_titan.errors import PlanError
+from wlb_titan.packing import assignment, create_policy, stream_settings
+from wlb_titan.packing.fixed import Improve
+from wlb_titan.packing.policy import Documents
+from wlb_titan.pipeline.runs import PipelineRuns
+from wlb_titan.plan import ID, LENGTH, START, MicroBatch, Plan
+from wlb_titan.settings import PackingSettings, ShardingSettings
+
+STATE_VERSION = 2  # 1: epochs in an order that was stored
+
+
+class Planner:
+    """Plans a job's steps one after the other.
+
+    Args:
+        lengths: tokens of every corpus row: an int64 array (documents,), or what looks them up.
+        window: context window in tokens.
+        micro_batches: N, those of the whole job in one step (pipeline micro-batches x gradient accumulation
+            x data-parallel degree).
+        data_parallel: degree; divides `micro_batches`.
+        context_parallel: degree; above 1 each micro-batch is sharded.
+        pipeline: how a data-parallel rank's micro-batches go through its pipeline; None without one.
+        divisor: micro-batches are padded up to a multiple of it (what context and tensor parallelism need).
+        seed: of the epochs' orders; None reads the corpus in its own order.
+        packing: the packing policy and its settings.
+        sharding: the sharding policy and its settings.
+        cost_model: predicts the work of a document.
+        latency: predicts attention time, for the sharding policies; None takes the settings' profile and the
+            attention of the paper's 7B model.
+        fingerprint: names the corpus' content; a state goes on only with the fingerprint it was saved with.
+        improve: the solver of `fixed_solver`; None solves here.
+        sources: what the rows belong to, and their shares; none is one source of all.
+
+    Raises:
+        PlanError: the settings do not fit each other or the corpus.
+    """
+
+    def __init__(
+        self,
+        lengths: Lengths,
+        *,
+        window: int,
+        micro_batches: int,
+        data_parallel: int = 1,
+        context_parallel: int = 1,
+        pipeline: PipelineRuns | None = None,
+        divisor: int = 1,
+        seed: int | None = 0,
+        packing: PackingSettings,
+        sharding: ShardingSettings,
+        cost_model: CostModel,
+        latency: AttentionLatency | None = None,
+        fingerprint: str = "",
+        improve: Improve | None = None,
+        sources: Sequence[Source] = (),
+    ) -> None:
+        if micro_batches < 1 or micro_batches % data_parallel:
+            raise PlanError(
+                f"{micro_batches} micro-batches cannot be shared equally by {data_parallel} data-parallel "
+                "ranks; the number must be a positive multiple of the data-parallel degree."
+            )
+        if context_parallel > 1 and divisor % (2 * context_parallel):
+            raise PlanError(
+                f"Micro-batches are padded to a multiple of {divisor} tokens, but context parallelism of "
+                f"degree {context_parallel} cuts them into {2 * context_parallel} equal chunks."
+            )
+        self._stream = DocumentStream(lengths, window=window, seed=seed, sources=sources)
+        if self._stream.documents < micro_batches:
+            raise PlanError(
+                f"The corpus has {self._stream.documents} documents, fewer than the {micro_batches} "
+                "micro-batches of one step. Use a larger corpus or fewer micro-batches.",
+                setting="corpus.path",
+            )
+        self._policy = create_policy(
+            packing,
+            self._stream,
+            micro_batches=micro_batches,
+            cost_model=cost_model,
+            divisor=divisor,
+            improve=improve,
+        )
+        if self._policy.fixed_length and window % divisor:
+            raise PlanError(
+                f"Policy {packing.policy!r} makes micro-batches of exactly the context window, {window} "
+                f"tokens, but they must be a multiple of {divisor} to be shared by context- and "
+                "tensor-parallel ranks.",
+                setting="training.seq_len",
+            )
+        self._micro_batches = micro_batches
+        self._data_parallel = data_parallel
+        self._context_parallel = context_parallel
+        self._pipeline = pipeline
+        self._divisor = divisor
+        self._packing = packing
+        self._sharding = sharding
+        self._latency = latency or attention_latency(sharding.profile, AttentionShape())
+        self._cost_model = cost_model
+        self._fingerprint = fingerprint
+        self._lengths = lengths
+        self._iteration = 0
+
+    @property
+    def fixed_length(self) -> bool:
+        """Whether every micro-batch is exactly as long as the context window."""
+        return self._policy.fixed_length
+
+    @property
+    def long_documents(self) -> int:
+        """Documents of the corpus that are longer than the window and are cut into pieces."""
+        return count_longer(self._lengths, self._stream.window)
+
+    def rows_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """int64 (n,), the corpus rows of planned documents, also of earlier epochs."""
+        return self._stream.rows_of(ids)
+
+    def source_figures(self, plan: Plan) -> dict[str, float]:
+        """Of a mixture, for each source: tokens that the plan trains, and epochs that had arrived after it.
+
+        Args:
+            plan: the one that `next` returned last.
+        """
+        mixture = self._stream.mixture
+        if not mixture.sources[0].name:
+            return {}
+        documents = np.concatenate([m.documents for m in plan.micro_batches])
+        tokens = np.bincount(
+            mixture.sources_of(documents[:, ID]), documents[:, LENGTH], len(mixture.sources)
+        ).astype(np.int64)
+        epochs = mixture.epochs(self._stream.next_document)
+        return {
+            f"{figure}/{source.name}": value
+            for figure, values in (("tokens", tokens.tolist()), ("epoch", epochs))
+            for source, value in zip(mixture.sources, values, strict=True)
+        }
+
+    def labels(self, plan: Plan) -> int:
+        """Tokens of a step that have a label: the next token of their document, so all but its very last."""
+        pieces = np.concatenate([micro_batch.documents for micro_batch in plan.micro_batches])
+        last = pieces[:, START] + pieces[:, LENGTH] == self._stream.lengths_of(pieces[:, ID])
+        return plan.tokens - int(np.count_nonzero(last))
+
+    def next(self, sharded: int | None = None) -> Plan:
+        """The plan of the next step.
+
+        Args:
+            sharded: the data-parallel rank whose micro-batches are divided over context-parallel ranks; the
+                others' `ranks` stay None, which spares a large job most of the time. None divides all.
+        """
+        begin = time.perf_counter()
+        packing = self._policy.next()
+        forward = self._work_of_packs(packing.packs, self._cost_model.forward)
+        backward = self._work_of_packs(packing.packs, self._cost_model.backward)
+        workloads = forward + backward
+        if self._policy.balances:
+            assigned = assignment.balanced(workloads, self._data_parallel)
+        else:
+            assigned = assignment.in_order(self._micro_batches, self._data_parallel)
+        if self._pipeline is not None:
+            assigned = self._pipeline.arranged(assigned, forward, backward)
+        micro_batches = tuple(
+            self._micro_batch(
+                dp_rank,
+                index,
+                packing.packs[pack],
+                float(workloads[pack]),
+                shard=sharded is None or sharded == dp_rank,
+            )
+            for dp_rank, packs in enumerate(assigned)
+            for index, pack in enumerate(packs)
+        )
+        waiting = self._policy.waiting
+        plan = Plan(
+            iteration=self._iteration,
+            micro_batches=micro_batches,
+            plan_ms=(time.perf_counter() - begin) * 1e3,
+            waiting_documents=waiting.size,
+            waiting_tokens=int(waiting.sum()),
+            lost_tokens=packing.lost_tokens,
+            gap=packing.gap,
+        )
+        self._iteration += 1
+        return plan
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers, strings and lists: all that the coming plans depend on besides the arguments."""
+        return {
+            "version": STATE_VERSION,
+            **self._facts(),
+            "iteration": self._iteration,
+            "stream": self._stream.state_dict(),
+            "packing": self._policy.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where `state_dict` was taken. Degrees of parallelism may differ, N may not.
+
+        Raises:
+            PlanError: another version of the state wrote it, or it is of another corpus, seed, window,
+                number of micro-batches or packing policy; the message names both values.
+        """
+        if (version := state.get("version")) != STATE_VERSION:
+            raise PlanError(
+                f"The saved planner state has version {version}, and this wlb_titan reads version "
+                f"{STATE_VERSION}. Continue with the version that wrote it, or start anew."
+            )
+        for fact, value in self._facts().items():
+            if state.get(fact, value) != value:  # an older version knew fewer
+                raise PlanError(
+                    f"The saved planner state cannot be continued: its {fact.replace('_', ' ')} is "
+                    f"{state[fact]!r}, and this job's is {value!r}, which makes another stream of tokens. "
+                    "Use the setting that wrote the checkpoint, or start anew with another dump folder."
+                )
+        self._iteration = int(state["iteration"])
+        self._stream.load_state_dict(state["stream"])
+        self._policy.load_state_dict(state["packing"])
+
+    def _facts(self) -> dict[str, Any]:
+        """What a state cannot be continued without."""
+        return {
+            "corpus_fingerprint": self._fingerprint,
+            "documents": self._stream.documents,
+            "mixture": self._stream.mixture.facts(),
+            "seed": self._stream.seed,
+            "context_window": self._stream.window,
+            "micro_batches": self._micro_batches,
+            "packing_policy": self._packing.policy,
+            **stream_settings(self._packing, self._policy),
+        }
+
+    def _work_of_packs(
+        self, packs: list[Documents], work_of: Callable[[NDArray[np.int64]], NDArray[np.float64]]
+    ) -> NDArray[np.float64]:
+        lengths = np.concatenate([pack[:, LENGTH] for pack in packs])
+        firsts = np.cumsum([0] + [len(pack) for pack in packs[:-1]])
+        return np.add.reduceat(work_of(lengths), firsts)
+
+    def _micro_batch(
+        self, dp_rank: int, index: int, documents: Documents, work: float, *, shard: bool
+    ) -> MicroBatch:
+        tokens = int(documents[:, LENGTH].sum())
+        length = self._stream.window if self._policy.fixed_length else tokens
+        length = -(-length // self._divisor) * self._divisor
+        sharding: str | None = None
+        ranks: Sharding | None = None
+        if self._context_parallel > 1 and shard:
+            name = f"Micro-batch {index} of data-parallel rank {dp_rank}"
+            sharding, ranks = choose(
+                self._sharding,
+                documents[:, LENGTH],
+                length,
+                self._context_parallel,
+                self._latency,
+                micro_batch=name,
+            )
+        return MicroBatch(dp_rank, index, length, length - tokens, work, documents, sharding, ranks)

@@ -1,0 +1,102 @@
+"""What a run of plans comes to: the figures of the paper's Table 2, and delay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb_titan.plan import DELAY, LENGTH, Plan
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Steps of one packing policy, of which no document is kept.
+
+    Attributes:
+        imbalance: float64 (steps,), imbalance degree of each step.
+        plan_ms: float64 (steps,), milliseconds of planning.
+        waiting: float64 (steps,), tokens that waited after each step.
+        workloads: float64 (steps, N), work of the micro-batches of each step, descending.
+        longest: tokens of the longest micro-batch, padding included.
+        tokens: of all documents.
+        padding: tokens of padding.
+        lost: tokens left out for good.
+        delays: int64 (longest delay + 1,), tokens by the iterations that they waited.
+        gap: largest gap of a solver's packing; None without a solver.
+    """
+
+    imbalance: Floats
+    plan_ms: Floats
+    waiting: Floats
+    workloads: Floats
+    longest: int
+    tokens: int
+    padding: int
+    lost: int
+    delays: NDArray[np.int64]
+    gap: float | None
+
+    @classmethod
+    def of(cls, plans: Iterable[Plan]) -> Summary:
+        """Reads the plans one by one; at least one."""
+        imbalance, plan_ms, waiting, workloads = [], [], [], []
+        longest = tokens = padding = lost = 0
+        delays = np.zeros(1, dtype=np.int64)
+        gap: float | None = None
+        for plan in plans:
+            imbalance.append(plan.imbalance)
+            plan_ms.append(plan.plan_ms)
+            waiting.append(float(plan.waiting_tokens))
+            workloads.append(sorted((m.workload for m in plan.micro_batches), reverse=True))
+            longest = max(longest, *(m.length for m in plan.micro_batches), 0)
+            tokens += plan.tokens
+            padding += plan.padding
+            lost += plan.lost_tokens
+            if plan.gap is not None:
+                gap = max(plan.gap, gap or 0.0)
+            documents = np.concatenate([m.documents for m in plan.micro_batches])
+            step = np.bincount(documents[:, DELAY], documents[:, LENGTH]).astype(np.int64)
+            delays = np.pad(delays, (0, max(0, len(step) - len(delays))))
+            delays[: len(step)] += step
+        return cls(
+            np.array(imbalance),
+            np.array(plan_ms),
+            np.array(waiting),
+            np.array(workloads),
+            longest,
+            tokens,
+            padding,
+            lost,
+            delays,
+            gap,
+        )
+
+    @property
+    def delay(self) -> float:
+        """Iterations that a token waited on average."""
+        return float(np.arange(len(self.delays)) @ self.delays / self.tokens)
+
+    @property
+    def max_delay(self) -> int:
+        return len(self.delays) - 1
+
+    def figures(self) -> dict[str, Any]:
+        """The table's row, as plain numbers."""
+        return {
+            "imbalance_mean": float(self.imbalance.mean()),
+            "imbalance_p95": float(np.percentile(self.imbalance, 95)),
+            "imbalance_max": float(self.imbalance.max()),
+            "delay_mean": self.delay,
+            "delay_max": self.max_delay,
+            "padding": self.padding / (self.tokens + self.padding),
+            "plan_ms": float(np.median(self.plan_ms)),
+            "longest": self.longest,
+            "lost_tokens": self.lost,
+            "gap": self.gap,
+        }
