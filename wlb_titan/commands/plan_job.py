@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.config.ranges import check_ranges
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.attention_profile import AttentionShape, attention_latency
 from wlb_titan.cost.cost_model import cost_model
@@ -213,4 +214,6 @@ def _pipeline(
 
 def _overridden(packing: PackingSettings, given: Mapping[str, Any]) -> PackingSettings:
     names = {field.name for field in fields(packing)}
-    return replace(packing, **{name: value for name, value in given.items() if name in names})
+    changed = replace(packing, **{name: value for name, value in given.items() if name in names})
+    check_ranges(changed, {})
+    return changed
