@@ -120,7 +120,6 @@ def test_every_key_in_every_wrong_way(schema, corpus, tmp_path):
         ('wlb.packing.policy = "wlb"\nwlb.packing.max_length = 100', "wlb.packing.max_length"),
         ('wlb.packing.policy = "wlb_lazy"\nwlb.packing.max_length = 100', "wlb.packing.max_length"),
         ('wlb.packing.policy = "wlb"\nwlb.packing.queues = 9', "wlb.packing.queues"),
-        ('wlb.packing.policy = "wlb"\ntraining.seq_len = 8', "wlb.packing.queues"),
         ('wlb.packing.cost_model = "quadratic:1"', "wlb.packing.cost_model"),
         ('wlb.packing.cost_model = "quadratic:-1,2"', "wlb.packing.cost_model"),
         ('wlb.packing.cost_model = "quadratic:1e308,1e308"', "wlb.packing.cost_model"),
