@@ -31,6 +31,7 @@ format: $(READY)
 test: $(READY)
 	$(BIN)/pytest -n 2 tests/unit tests/kernels
 	$(BIN)/pytest tests/distributed  # several processes each: one at a time
+	$(BIN)/pytest tests/drills       # jobs that are killed, stopped, starved and misconfigured
 
 # The kernels once more under an older Triton, which GPU machines have with torch 2.11.
 TRITON36 := $(VENV)/triton-3.6
