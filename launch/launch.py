@@ -89,6 +89,11 @@ def _resolve(
     from wlb_titan.runtime.load import load_config
     from wlb_titan.runtime.validation import degrees_product, validate_files
 
+    if nodes < 1 or processes_per_node < 0:
+        raise UserError(
+            f"--nodes is at least 1 and --nproc at least 0 (as many as are needed); got {nodes} and "
+            f"{processes_per_node}."
+        )
     world_size = nodes * processes_per_node
     resolved = load_config(config, overrides, world_size=world_size or None)
     if corpus_is_here:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,11 +70,11 @@ CPU_GRID = Grid(
 
 @click.command()
 @click.option(
-    "--head-dim", type=click.IntRange(min=1), multiple=True, help="May be repeated.  [default: 128]"
+    "--head-dim", type=click.IntRange(1, 1024), multiple=True, help="May be repeated.  [default: 128]"
 )
 @click.option(
     "--group",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, 1024),
     multiple=True,
     help="Query heads that share a key head (grouped-query attention); may be repeated.  [default: 1]",
 )
@@ -97,6 +98,8 @@ def profile(
     them and writes both as JSON. Takes some minutes on a GPU and about one on the CPU, for each head dim and
     group. Nothing else should use the device meanwhile.
     """
+    if not os.access(output if output.exists() else output.absolute().parent, os.W_OK):
+        raise UserError(f"--output {output} cannot be written.")  # before minutes are spent on it
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ from numpy.typing import NDArray
 from wlb_titan.errors import PlanError
 
 Ints = NDArray[np.int64]
+
+MOST_VARIABLES = 1 << 18
 
 
 class Solver:
@@ -60,10 +63,16 @@ class Solver:
 
         Returns:
             int64 (n,), the best packing found, never worse than `start`; and the relative gap that remains
-            between it and what the solver could prove, 0 for a proven optimum.
+            between it and what the solver could prove, 0 for a proven optimum. More than 2^18 pairs of a
+            document and a pack are not given to the solver.
         """
+        begin = time.perf_counter()
         highs = self._highs()
         documents = len(lengths)
+        if documents * packs > MOST_VARIABLES:  # to write it down alone would take longer than most limits
+            work = (lengths / window) ** 2
+            best = max(float(work.max()), float(work.sum()) / packs)
+            return start, max(0.0, 1 - best / float(np.bincount(start, work, packs).max()))
         share = lengths / window
         work = share**2
         columns = 1 + np.arange(documents * packs).reshape(documents, packs)
@@ -94,6 +103,7 @@ class Solver:
         values[columns[np.arange(documents), start]] = 1.0
         solution.col_value = values.tolist()
         highs.setSolution(solution)
+        highs.setOptionValue("time_limit", max(begin + self._time_limit - time.perf_counter(), 0.0))
         highs.run()
 
         found = np.array(highs.getSolution().col_value)
@@ -109,7 +119,6 @@ class Solver:
     def _highs(self) -> Any:
         highs = self._highspy.Highs()
         highs.setOptionValue("output_flag", False)
-        highs.setOptionValue("time_limit", self._time_limit)
         highs.setOptionValue("mip_rel_gap", self._gap)
         highs.setOptionValue("threads", 1)
         highs.setOptionValue("random_seed", 0)

@@ -72,7 +72,7 @@ class Alarm:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Ends watching. An error is told first, and then ends the process, with no wait for threads."""
-        if isinstance(error, Exception):
+        if error is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
             self.fail(error)
             if self._store is not None:
                 time.sleep(HEARD)
@@ -108,7 +108,7 @@ class Alarm:
             time.sleep(0.05)
         return json.loads(self._store.get(name))
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Tells the error to the person and to all ranks; does nothing the second time.
 
         Every rank prints its own, unless another has printed the same, or it only says that another is gone.
@@ -198,7 +198,7 @@ def _store(rank: int) -> Store:
     return PrefixStore(f"wlb_titan/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _says_that_another_is_gone(error: Exception) -> bool:
+def _says_that_another_is_gone(error: BaseException) -> bool:
     pattern = "gloo|nccl|connection|socket|peer|process group|store"
     return isinstance(error, RuntimeError) and re.search(pattern, str(error), re.IGNORECASE) is not None
 

@@ -87,7 +87,7 @@ def move_broken_aside(folder: Path, steps: Sequence[int]) -> None:
         (folder / f"step-{step}").rename(aside)
 
 
-def explained(error: Exception, folder: Path, saving: bool) -> Exception:
+def explained(error: BaseException, folder: Path, saving: bool) -> BaseException:
     """The user's error behind what torch's checkpointing raised; the error itself where there is none.
 
     Args:

@@ -126,7 +126,9 @@ def _run(resolved: Resolved, rank: int, alarm: Alarm) -> None:
             else:
                 trainer.train()
             alarm.close()
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # torch's CheckpointException is no Exception
             better = explained(error, checkpoints, begun)
             alarm.fail(better)  # before anything is waited for
             raise better from error
