@@ -48,13 +48,14 @@ def show_table(console: Console, rows: Sequence[dict[str, str]]) -> None:
     table = make_table(rows)
     needed = console.measure(table, options=console.options.update(width=UNBOUNDED)).maximum
     if not console.is_terminal:
-        console.print(table, width=max(needed, console.width), crop=False)
+        console.width = max(needed, console.width)
+        console.print(table)
     elif needed <= console.width:
         console.print(table)
     else:
         for row in rows:
             cells = "  ".join(f"{heading} {cell}" for heading, cell in row.items() if cell)
-            console.print(cells, markup=False, soft_wrap=True)
+            console.print(cells, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
