@@ -22,6 +22,7 @@ from wlb_titan.runtime.corpus import mixture_sources, open_corpus
 from wlb_titan.runtime.dataloader import latency, planner
 from wlb_titan.runtime.dump_folder import check_place
 from wlb_titan.runtime.lengths import length_divisor
+from wlb_titan.runtime.memory import check_memory
 from wlb_titan.runtime.metrics import MetricsProcessor
 from wlb_titan.runtime.optimizer_check import check_optimizer
 from wlb_titan.runtime.pipeline import pipeline
@@ -117,6 +118,12 @@ def validate_corpus(config: Trainer.Config) -> Corpus:
     except (CorpusError, PlanError) as error:
         raise UserError(f"{key}: {error}") from error
     return corpus
+
+
+def validate_memory(config: Trainer.Config, world_size: int | None, device_gib: float) -> None:
+    """`check_memory` for devices of so many GiB, as a run does it with what its devices have."""
+    dims = ParallelDims.from_config(config.parallelism, world_size or degrees_product(config))
+    check_memory(config, dims, int(device_gib * 2**30))
 
 
 def validate_plan(config: Trainer.Config, corpus: Corpus, world_size: int | None) -> None:
