@@ -88,7 +88,7 @@ def _soak(ground: Ground, draw: random.Random, rounds: int, words: tuple[str, ..
         with contextlib.suppress(ProcessLookupError):  # the job was through before
             disturb(job, draw)
         job.wait()
-        click.echo(f"{number:3} {disturb.__name__:15} {len(job.steps()):4} steps, exit codes {job.codes}")
+        click.echo(f"{number:3} {disturb.__name__:15} exit codes {job.codes}")
     job = ground.run("job", *words)
     assert job.codes == [0, 0], job.log()
     assert job.losses() == undisturbed.losses(), "the losses are not those of an undisturbed job"
