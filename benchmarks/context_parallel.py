@@ -33,9 +33,9 @@ from rich.table import Table
 from wlb_titan.kernels.tiles import query_tiles
 
 from wlb_titan import context
+from wlb_titan.context import STRATEGIES
 from wlb_titan.cost.attention_hopper import hopper
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, slowest
-from wlb_titan.settings import ShardingSettings
 
 RANKS = 4
 HEADS = {65536: 8, 131072: 4}  # of 32, by window: tensor parallel 4 and 8
@@ -88,6 +88,7 @@ def simulate(shards: context.Sharding, lengths: np.ndarray, latency: AttentionLa
 
 def compare(packs: list[np.ndarray], latency: AttentionLatency, window: int) -> dict[str, dict[str, float]]:
     """Per policy the speedup of attention and of the layer, and how far predictions are from the schedule."""
+    adaptive, hybrid = (STRATEGIES.configure(name).make(RANKS, latency) for name in ("adaptive", "hybrid"))
     linear = 3 * 2 * LAYER_PARAMETERS * window / RANKS / (32 / latency.heads) / MATRIX_FLOPS
     seconds: dict[str, list[float]] = {}
     errors = []
@@ -100,16 +101,14 @@ def compare(packs: list[np.ndarray], latency: AttentionLatency, window: int) -> 
         real = {name: simulate(shards, lengths, latency) for name, shards in made.items()}
         predicted = {name: slowest(latency.seconds(shards)) for name, shards in made.items()}
         errors += [predicted[name] / real[name] - 1 for name in made]
-        adaptive = min(("per_sequence", "per_document"), key=predicted.__getitem__)
-        best = min(made, key=predicted.__getitem__)
         dealt = context.per_document_round_robin(lengths, window, RANKS)
         for name, value in {
             "per_sequence": real["per_sequence"],
             "per_document, remainder dealt out": simulate(dealt, lengths, latency),
             "per_document": real["per_document"],
-            "adaptive": real[adaptive],
+            "adaptive": real[adaptive.shard(lengths, window)[0]],
             "oracle": min(real["per_sequence"], real["per_document"]),
-            "hybrid": real[best],
+            "hybrid": real[hybrid.shard(lengths, window)[0]],
             "oracle of all three": min(real.values()),
         }.items():
             seconds.setdefault(name, []).append(value)
@@ -151,7 +150,7 @@ def decision_times() -> dict[str, float]:
     latency = hopper(128, 4)
     result = {}
     for policy in ("per_sequence", "per_document", "adaptive", "hybrid"):
-        settings = ShardingSettings(policy=policy)
+        strategy = STRATEGIES.configure(policy).make(8, latency)
         taken = []
         for seed in range(50):
             lengths = np.exp(np.random.default_rng(seed).normal(6.004, 1.677, 300))
@@ -160,7 +159,7 @@ def decision_times() -> dict[str, float]:
             runs = []
             for _ in range(5):
                 begin = time.thread_time()
-                context.choose(settings, lengths, 131072, 8, latency)
+                strategy.shard(lengths, 131072)
                 runs.append((time.thread_time() - begin) * 1e3)
             taken.append(min(runs))
         result[policy] = float(np.median(taken))

@@ -25,10 +25,9 @@ from rich.table import Table
 from wlb_titan.kernels import varlen_attention
 from wlb_titan.kernels.measure import Shape, make_inputs
 
-from wlb_titan import context
+from wlb_titan.context import STRATEGIES, Sharding, segments
 from wlb_titan.cost.attention_latency import slowest
-from wlb_titan.cost.attention_profile import AttentionShape, attention_latency
-from wlb_titan.settings import ShardingSettings
+from wlb_titan.cost.attention_profile import AttentionShape, Profile
 
 RANKS = 2
 TOKENS = 4096
@@ -58,11 +57,11 @@ def time_rank(rank: int, work: list[np.ndarray], repeats: int, barrier: Any, res
     q, gradient = q[: TOKENS // RANKS].clone(), gradient[: TOKENS // RANKS].clone()
     leaves = [x.requires_grad_() for x in (q, k, v)]
     seconds = np.empty((len(work), repeats, 2))
-    for index, segments in enumerate(map(torch.from_numpy, work)):
+    for index, seen in enumerate(map(torch.from_numpy, work)):
         for repeat in range(-1, repeats):  # the first one warms up
             barrier.wait()
             begin = time.process_time()
-            out = varlen_attention(*leaves, segments)
+            out = varlen_attention(*leaves, seen)
             middle = time.process_time()
             barrier.wait()
             again = time.process_time()
@@ -72,13 +71,13 @@ def time_rank(rank: int, work: list[np.ndarray], repeats: int, barrier: Any, res
     results.put((rank, seconds))
 
 
-def measure(shardings: list[tuple[context.Sharding, np.ndarray]], repeats: int) -> list[float]:
+def measure(shardings: list[tuple[Sharding, np.ndarray]], repeats: int) -> list[float]:
     """Seconds of the slowest rank, forward and backward, of each sharding of documents of these lengths."""
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(RANKS), context.Queue()
     processes = []
     for rank in range(RANKS):
-        work = [context.segments(shards[rank], lengths) for shards, lengths in shardings]
+        work = [segments(shards[rank], lengths) for shards, lengths in shardings]
         arguments = (rank, work, repeats, barrier, results)
         processes.append(context.Process(target=time_rank, args=arguments, daemon=True))
         processes[-1].start()
@@ -95,9 +94,9 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, default=PROFILE, help="made by `wlb-titan profile`")
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
-    latency = attention_latency(str(arguments.profile), ATTENTION)
+    latency = Profile.load(arguments.profile).latency(ATTENTION)
     chosen = {
-        (name, policy): context.choose(ShardingSettings(policy=policy), lengths, TOKENS, RANKS, latency)
+        (name, policy): STRATEGIES.configure(policy).make(RANKS, latency).shard(lengths, TOKENS)
         for name, lengths in packs().items()
         for policy in POLICIES
     }

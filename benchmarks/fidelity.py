@@ -41,14 +41,15 @@ from typing import Any
 
 import numpy as np
 
+from wlb_titan.context import STRATEGIES
 from wlb_titan.cost.attention_latency import KernelCost
 from wlb_titan.cost.attention_profile import AttentionShape, Profile
 from wlb_titan.cost.cluster import Cluster, Link, load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.cost.workload import workload
-from wlb_titan.memory.peak import MemorySettings
-from wlb_titan.simulator.job import SimulatedJob
+from wlb_titan.job import Job
+from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.simulator.passes import JobCost
 from wlb_titan.simulator.step import simulate
 
@@ -233,15 +234,19 @@ def _predict(case: Case, run: dict[str, Any], rates: dict[str, float]) -> tuple[
     return np.maximum(prediction.seconds, shared), step_bytes
 
 
-def _job(case: Case, model: ModelShape, rates: dict[str, float]) -> SimulatedJob:
+def _job(case: Case, model: ModelShape, rates: dict[str, float]) -> Job:
     attention = AttentionShape.of(model, 1, "float32")
     settings = MemorySettings(checkpointing=case.checkpointing, compute_bytes=4, loss_chunks=8)
     latency = Profile.load(PROFILE).latency(attention)
-    return SimulatedJob(
+    return Job(
         model=model,
         degrees=case.degrees,
         cluster=_cluster(rates, case.degrees),
-        latency=replace(
+        window=case.window,
+        micro_batches=MICRO_BATCHES * case.degrees.data,
+        sharding=STRATEGIES.configure(case.sharding),
+        dtype="float32",
+        attention=replace(
             latency,
             forward=_in_training(latency.forward, rates),
             backward=_in_training(latency.backward, rates),

@@ -17,13 +17,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipeline_lab import BenchTrainer, make_config, make_corpus, torch
+from common.trainers import BenchTrainer, make_config, make_corpus, torch
 
 import torch.distributed as dist  # isort: skip
 from fidelity import LAYERS, LENGTHS, MICRO_BATCHES, WARM_UP
 from fidelity_probe import Probe
 from torchtitan.distributed.activation_checkpoint import FullAC
 
+from wlb_titan.context import STRATEGIES
+from wlb_titan.packing import POLICIES
+from wlb_titan.pipeline.order import ORDERS
 from wlb_titan.runtime.shape import model_shape
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -76,11 +79,13 @@ def config_of(case: dict[str, Any], folder: Path) -> Any:
         pipeline_parallel_schedule=case["schedule"],
     )
     config.activation_checkpoint = FullAC.Config() if case["checkpointing"] == "full" else None
-    config.wlb.packing.policy = case["packing"]
-    config.wlb.packing.cost_model = case["cost_model"]
-    config.wlb.packing.length_multiple = case["window"] // 8  # few lengths
-    config.wlb.sharding.policy = case["sharding"]
-    config.wlb.pipeline.order = case["order"]
+    config.wlb.packing = POLICIES.configure(
+        case["packing"],
+        cost_model=case["cost_model"],
+        length_multiple=case["window"] // 8,  # few lengths
+    )
+    config.wlb.sharding = STRATEGIES.configure(case["sharding"])
+    config.wlb.pipeline = ORDERS.configure(case["order"])
     return config
 
 

@@ -23,15 +23,16 @@ import click
 import numpy as np
 import torch
 import torch.distributed as dist
+from common.trainers import BenchTrainer, in_two_processes, make_config, make_corpus, shared_folder
 from fidelity_probe import Probe
-from pipeline_lab import BenchTrainer, in_two_processes, make_config, make_corpus, shared_folder
 from pipeline_speedup import WARM_UP, WINDOW, Result, features, show, take_turns
 
+from wlb_titan.packing import POLICIES
 from wlb_titan.plan import Plan, imbalance_degree
 
 RANKS = 2
 PROBES = 20
-POLICIES = ("plain", "wlb", "wlb_lazy")
+COMPARED = ("plain", "wlb", "wlb_lazy")
 
 
 def step(trainer: BenchTrainer) -> tuple[float, Plan, np.ndarray]:
@@ -82,16 +83,15 @@ def measure(folder: Path, steps: int, micro_batches: int) -> tuple[list[Result],
         config = make_config(
             folder, policy, window=WINDOW, micro_batches=micro_batches, layers=2, replicas=RANKS
         )
-        config.wlb.packing.policy = policy
-        config.wlb.packing.cost_model = cost_model
+        config.wlb.packing = POLICIES.configure(policy, cost_model=cost_model)
         return BenchTrainer(config)
 
     slower = slowdown()
     warm = trainer("plain")
     costs = fit([step(warm) for _ in range(4)][1:])
     warm.close()
-    results = [Result(policy, "as_packed") for policy in POLICIES]
-    trainers = [trainer(policy, "quadratic:{},{}".format(*1e9 * costs)) for policy in POLICIES]
+    results = [Result(policy, "as_packed") for policy in COMPARED]
+    trainers = [trainer(policy, "quadratic:{},{}".format(*1e9 * costs)) for policy in COMPARED]
 
     def figures(which: int) -> dict[str, Any]:
         seconds, plan, computed = step(trainers[which])

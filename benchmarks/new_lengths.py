@@ -29,7 +29,6 @@ use_cpu_without_accelerator()
 
 from torch._dynamo.utils import counters  # noqa: E402
 
-from wlb_titan import context  # noqa: E402
 from wlb_titan.corpus.prepare import prepare_corpus  # noqa: E402
 from wlb_titan.corpus.settings import PrepareSettings  # noqa: E402
 from wlb_titan.runtime.inputs import rank_item  # noqa: E402
@@ -73,12 +72,13 @@ def cpu_seconds(trainer: Trainer, length: int, documents: int = 2) -> float:
     """Of forward and backward of a micro-batch of equal documents."""
     lengths = np.full(documents, length // documents)
     lengths[-1] += length % documents
-    cp = trainer.parallel_dims.cp
-    ranks = context.per_sequence(lengths, length, cp) if cp > 1 else None
+    strategy = trainer.job.strategy
+    shards = None if strategy is None else strategy.shard(lengths, length)[1]
     tokens = np.ones(length, dtype=np.int64)
     positions = np.concatenate([np.arange(n) for n in lengths])
+    rank = trainer.planned.context_rank
     begin = time.process_time()
-    item, labels = rank_item(tokens, tokens, positions, lengths, ranks, trainer.planned.context_rank)
+    item, labels = rank_item(tokens, tokens, positions, lengths, strategy, shards, rank)
     trainer.forward_backward_step(input_dict=item, labels=labels, global_valid_tokens=torch.tensor(length))
     return time.process_time() - begin
 

@@ -23,12 +23,11 @@ from typing import Any
 
 import click
 import numpy as np
-from packing_runs import WINDOW, save, synthetic_lengths
+from common.packing import planner_of, save, synthetic_lengths
 
 from wlb_titan.corpus import Corpus
-from wlb_titan.cost.workload import Quadratic
-from wlb_titan.planner import Planner
-from wlb_titan.settings import PackingSettings, ShardingSettings
+from wlb_titan.documents import Documents
+from wlb_titan.packing import POLICIES
 
 DRAWN = 10_000_000  # lengths that are repeated, in another order each time
 STEPS = 200
@@ -71,33 +70,26 @@ def memory() -> tuple[float, float]:
     return own, shared
 
 
-def measure(kind: str, path: Path, documents: int) -> dict[str, Any]:
+def measure(kind: str, path: Path, count: int) -> dict[str, Any]:
     """Opens and plans in this process."""
     before, begin, wall = memory()[0], time.process_time(), time.perf_counter()
     if kind == "stored":
-        lengths: Any = np.fromfile(path / "megatron.idx", np.int32, documents, offset=34).astype(np.int64)
-        order = np.arange(documents, dtype=np.int32)
+        lengths: Any = np.fromfile(path / "megatron.idx", np.int32, count, offset=34).astype(np.int64)
+        order = np.arange(count, dtype=np.int32)
         np.random.default_rng((0, 0)).shuffle(order)
         ends = np.cumsum(lengths[order])
         own = memory()[0] - before
         return {
             "corpus": kind,
-            "documents": documents,
+            "documents": count,
             "open_seconds": time.process_time() - begin,
             "own_gib": own,
             "tokens": int(ends[-1]),
         }
     corpus = Corpus.open(path / kind)
     opened = time.process_time() - begin
-    planner = Planner(
-        corpus.lengths,
-        window=WINDOW,
-        micro_batches=64,
-        packing=PackingSettings(policy="wlb_lazy"),
-        sharding=ShardingSettings(),
-        cost_model=Quadratic(917504, 3.96e10),
-        fingerprint=corpus.fingerprint,
-    )
+    documents = Documents(lengths=corpus.lengths, fingerprint=corpus.fingerprint)
+    planner = planner_of(documents, POLICIES.configure("wlb_lazy"), micro_batches=64)
     made = time.process_time() - begin
     planner.next()
     first, wall = time.process_time() - begin, time.perf_counter() - wall

@@ -11,11 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import click
-from packing_runs import WINDOW, save, synthetic_lengths
+from common.packing import planner_of, save, synthetic_lengths
 
-from wlb_titan.cost.workload import Quadratic
-from wlb_titan.planner import Planner
-from wlb_titan.settings import PackingSettings, ShardingSettings
+from wlb_titan.documents import Documents
+from wlb_titan.packing import POLICIES
 
 MICRO_BATCHES = 2048
 
@@ -29,14 +28,8 @@ def resident_mib() -> float:
 
 def run(policy: str, steps: int) -> dict[str, Any]:
     """Plans so many steps; resident memory and waiting documents after every tenth of them."""
-    planner = Planner(
-        synthetic_lengths(4_000_000),
-        window=WINDOW,
-        micro_batches=MICRO_BATCHES,
-        packing=PackingSettings(policy=policy),
-        sharding=ShardingSettings(),
-        cost_model=Quadratic(917504, 3.96e10),
-    )
+    corpus = Documents(lengths=synthetic_lengths(4_000_000))
+    planner = planner_of(corpus, POLICIES.configure(policy), micro_batches=MICRO_BATCHES)
     memory, waiting, documents = [], [], 0
     for step in range(1, steps + 1):
         plan = planner.next()

@@ -4,7 +4,8 @@
     wlb-titan prepare PACKAGES --granularity package
     python benchmarks/packing_never_worse.py --files FILES --packages PACKAGES
 
-Six corpora are drawn, two are Python source. Work is that of the 7B model in FLOPs, as in `packing_runs`.
+Six corpora are drawn, two are Python source. Work is that of the 7B model in FLOPs, as
+`common/packing.py` says.
 """
 
 from __future__ import annotations
@@ -14,16 +15,15 @@ from typing import Any
 
 import click
 import numpy as np
+from common.packing import planner_of, save, synthetic_lengths
 from numpy.typing import NDArray
-from packing_runs import save, synthetic_lengths
 
 from wlb_titan.corpus import Corpus
-from wlb_titan.cost.workload import Quadratic
-from wlb_titan.planner import Planner
-from wlb_titan.settings import PackingSettings, ShardingSettings
+from wlb_titan.documents import Documents
+from wlb_titan.packing import POLICIES
 from wlb_titan.summary import Summary
 
-POLICIES = ("plain", "wlb", "wlb_lazy")
+COMPARED = ("plain", "wlb", "wlb_lazy")
 WINDOWS = (1024, 4096, 131072)
 DOCUMENTS = 200_000
 
@@ -42,15 +42,8 @@ def drawn() -> dict[str, NDArray[np.int64]]:
 
 
 def measure(lengths: Any, policy: str, window: int, micro_batches: int, steps: int) -> dict[str, Any]:
-    planner = Planner(
-        lengths,
-        window=window,
-        micro_batches=micro_batches,
-        seed=0,
-        packing=PackingSettings(policy=policy),  # type: ignore[arg-type]
-        sharding=ShardingSettings(),
-        cost_model=Quadratic(917504, 3.96e10),
-    )
+    packing = POLICIES.configure(policy)
+    planner = planner_of(Documents(lengths=lengths), packing, micro_batches=micro_batches, window=window)
     for _ in range(8):
         planner.next()
     return Summary.of(planner.next() for _ in range(steps)).figures()
@@ -65,13 +58,13 @@ def main(files: str | None, packages: str | None, steps: int) -> None:
     corpora: dict[str, Any] = drawn()
     corpora |= {n: Corpus.open(p).lengths for n, p in (("files", files), ("packages", packages)) if p}
     rows = []
-    print(f"{'corpus':18}{'window':>8}{'N':>4}" + "".join(f"{p:>20}{'delay':>7}" for p in POLICIES))
+    print(f"{'corpus':18}{'window':>8}{'N':>4}" + "".join(f"{p:>20}{'delay':>7}" for p in COMPARED))
     for name, lengths in corpora.items():
         for window in WINDOWS:
             for micro_batches in (4, 16):
                 row: dict[str, Any] = {"corpus": name, "window": window, "micro_batches": micro_batches}
                 line = f"{name:18}{window:8}{micro_batches:4}"
-                for policy in POLICIES:
+                for policy in COMPARED:
                     with warnings.catch_warnings(record=True) as said:
                         warnings.simplefilter("always")
                         try:

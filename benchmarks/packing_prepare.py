@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from packing_runs import save
+from common.packing import save
 
 from wlb_titan.corpus import Corpus
 from wlb_titan.corpus.prepare import prepare_corpus

@@ -7,17 +7,13 @@ With N = 64 a step has about 5,700 documents, with N = 2048 about 180,000.
 
 from __future__ import annotations
 
-from packing_runs import measure, save, synthetic_lengths
+from common.packing import measure, save, synthetic_lengths
 
-from wlb_titan.settings import PackingSettings
+from wlb_titan.documents import Documents
+from wlb_titan.packing import POLICIES
 
 STEPS = {4: 2000, 64: 400, 2048: 48}
-POLICIES = {
-    "plain": PackingSettings(policy="plain"),
-    "fixed_greedy": PackingSettings(policy="fixed_greedy"),
-    "wlb": PackingSettings(policy="wlb"),
-    "wlb_lazy": PackingSettings(policy="wlb_lazy"),
-}
+COMPARED = ("plain", "fixed_greedy", "wlb", "wlb_lazy")
 
 
 def main() -> None:
@@ -29,8 +25,10 @@ def main() -> None:
     for micro_batches, steps in STEPS.items():
         # Two epochs for the longest run; more documents would only take more memory.
         lengths = synthetic_lengths(min(4_000_000, micro_batches * 91 * steps))
-        for name, packing in POLICIES.items():
-            figures = measure(lengths, packing, micro_batches=micro_batches, steps=steps)
+        documents = Documents(lengths=lengths, seed=None)
+        for name in COMPARED:
+            packing = POLICIES.configure(name)
+            figures = measure(documents, packing, micro_batches=micro_batches, steps=steps)
             print(
                 f"{micro_batches:6} {name:14}{figures['imbalance_mean']:10.4f}{figures['imbalance_p95']:8.4f}"
                 f"{figures['delay_mean']:8.3f}{figures['delay_max']:6}{figures['documents']:11,.0f}"

@@ -4,7 +4,7 @@
     wlb-titan prepare FOLDER --source python-source --granularity package
     python benchmarks/packing_table2.py --corpus FOLDER
 
-The first plans over the synthetic lengths of `packing_runs`, the last over a real corpus as well.
+The first plans over the synthetic lengths of `common/packing.py`, the last over a real corpus as well.
 """
 
 from __future__ import annotations
@@ -12,37 +12,38 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import numpy as np
-from packing_runs import measure, save, synthetic_lengths
+from common.packing import measure, save, synthetic_lengths
 
-from wlb_titan.settings import PackingSettings
+from wlb_titan.corpus import Corpus
+from wlb_titan.documents import Documents
+from wlb_titan.packing import POLICIES, PackingPolicy
 
 #        name, settings, the paper's imbalance and milliseconds
-ROWS: list[tuple[str, PackingSettings, float | None, float | None]] = [
-    ("original", PackingSettings(policy="plain"), 1.44, 0),
-    ("fixed_greedy, window 1", PackingSettings(policy="fixed_greedy", window=1), 1.41, 4),
-    ("fixed_greedy, window 2", PackingSettings(policy="fixed_greedy", window=2), 1.22, 5),
-    ("fixed_greedy, window 4", PackingSettings(policy="fixed_greedy", window=4), 1.11, 5),
-    ("fixed_greedy, window 8", PackingSettings(policy="fixed_greedy", window=8), 1.08, 5),
-    ("fixed_solver, window 1", PackingSettings(policy="fixed_solver", window=1, time_limit=30), 1.40, 467),
-    ("fixed_solver, window 2", PackingSettings(policy="fixed_solver", window=2, time_limit=30), 1.18, 1488),
-    ("fixed_solver, window 4", PackingSettings(policy="fixed_solver", window=4, time_limit=30), 1.09, 25313),
-    ("wlb, 1 queue", PackingSettings(policy="wlb", queues=1), 1.24, 8),
-    ("wlb, 2 queues", PackingSettings(policy="wlb", queues=2), 1.05, 20),
-    ("wlb, 3 queues", PackingSettings(policy="wlb", queues=3), 1.05, 23),
-    ("wlb_lazy", PackingSettings(policy="wlb_lazy"), None, None),
-    ("wlb_lazy, tolerance 0.05", PackingSettings(policy="wlb_lazy", tolerance=0.05), None, None),
+ROWS: list[tuple[str, PackingPolicy.Config, float | None, float | None]] = [
+    ("original", POLICIES.configure("plain"), 1.44, 0),
+    ("fixed_greedy, window 1", POLICIES.configure("fixed_greedy", window=1), 1.41, 4),
+    ("fixed_greedy, window 2", POLICIES.configure("fixed_greedy", window=2), 1.22, 5),
+    ("fixed_greedy, window 4", POLICIES.configure("fixed_greedy", window=4), 1.11, 5),
+    ("fixed_greedy, window 8", POLICIES.configure("fixed_greedy", window=8), 1.08, 5),
+    ("fixed_solver, window 1", POLICIES.configure("fixed_solver", window=1, time_limit=30), 1.40, 467),
+    ("fixed_solver, window 2", POLICIES.configure("fixed_solver", window=2, time_limit=30), 1.18, 1488),
+    ("fixed_solver, window 4", POLICIES.configure("fixed_solver", window=4, time_limit=30), 1.09, 25313),
+    ("wlb, 1 queue", POLICIES.configure("wlb", queues=1), 1.24, 8),
+    ("wlb, 2 queues", POLICIES.configure("wlb", queues=2), 1.05, 20),
+    ("wlb, 3 queues", POLICIES.configure("wlb", queues=3), 1.05, 23),
+    ("wlb_lazy", POLICIES.configure("wlb_lazy"), None, None),
+    ("wlb_lazy, tolerance 0.05", POLICIES.configure("wlb_lazy", tolerance=0.05), None, None),
 ]
 
 
-def table(lengths: np.ndarray, steps: int, solver_steps: int, seed: int | None) -> list[dict[str, Any]]:
+def table(documents: Documents, steps: int, solver_steps: int) -> list[dict[str, Any]]:
     print(f"{'':26}{'imbalance':>10}{'(theirs)':>10}{'p95':>8}{'delay':>8}{'ms':>10}{'(theirs)':>10}")
     rows = []
     for name, packing, their_imbalance, their_ms in ROWS:
-        count = solver_steps if packing.policy == "fixed_solver" else steps
-        figures = measure(lengths, packing, micro_batches=4, steps=count, seed=seed)
+        count = solver_steps if packing.name == "fixed_solver" else steps
+        figures = measure(documents, packing, micro_batches=4, steps=count)
         # As in the paper the overhead of packing several batches together is shared by their steps.
-        milliseconds = figures["plan_ms_mean" if packing.policy.startswith("fixed") else "plan_ms"]
+        milliseconds = figures["plan_ms_mean" if packing.name.startswith("fixed") else "plan_ms"]
         theirs = [f"({value:g})" if value is not None else "" for value in (their_imbalance, their_ms)]
         print(
             f"{name:26}{figures['imbalance_mean']:10.3f}{theirs[0]:>10}{figures['imbalance_p95']:8.3f}"
@@ -59,17 +60,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--solver-steps", type=int, default=32)
     arguments = parser.parse_args()
-    lengths = synthetic_lengths(600_000)
-    results: dict[str, Any] = {"synthetic": table(lengths, arguments.steps, arguments.solver_steps, None)}
+    steps = (arguments.steps, arguments.solver_steps)
+    synthetic = Documents(lengths=synthetic_lengths(600_000), seed=None)
+    results: dict[str, Any] = {"synthetic": table(synthetic, *steps)}
     if arguments.corpus:
-        from wlb_titan.corpus import Corpus
-
         corpus = Corpus.open(arguments.corpus)
         print(f"\n{arguments.corpus}: {len(corpus.lengths):,} documents, {corpus.lengths.sum():,} tokens")
         results["corpus"] = {
             "documents": len(corpus.lengths),
             "tokens": int(corpus.lengths.sum()),
-            "rows": table(corpus.lengths, arguments.steps, arguments.solver_steps, 0),
+            "rows": table(Documents(lengths=corpus.lengths), *steps),
         }
     save("packing_table2", results)
 

@@ -18,7 +18,7 @@ from typing import Any
 import click
 import numpy as np
 import torch.distributed as dist
-from pipeline_lab import STAGES, BenchTrainer, in_two_processes, make_config, make_corpus, shared_folder
+from common.trainers import STAGES, BenchTrainer, in_two_processes, make_config, make_corpus, shared_folder
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 
 from wlb_titan.runtime.pass_timer import PassTimer

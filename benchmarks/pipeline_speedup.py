@@ -26,7 +26,7 @@ import click
 import numpy as np
 import torch
 import torch.distributed as dist
-from pipeline_lab import (
+from common.trainers import (
     STAGES,
     BenchTrainer,
     in_two_processes,
@@ -37,7 +37,9 @@ from pipeline_lab import (
 from rich.console import Console
 from rich.table import Table
 
+from wlb_titan.packing import POLICIES
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
+from wlb_titan.pipeline.order import ORDERS
 from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import LENGTH, Plan
 from wlb_titan.runtime.pass_timer import Pass
@@ -162,9 +164,8 @@ def measure(folder: Path, steps: int, micro_batches: int) -> tuple[list[Result],
         config = make_config(
             folder, f"{policy}-{order}", window=WINDOW, micro_batches=micro_batches, layers=STAGES
         )
-        config.wlb.packing.policy = policy
-        config.wlb.packing.cost_model = cost_model
-        config.wlb.pipeline.order = order
+        config.wlb.packing = POLICIES.configure(policy, cost_model=cost_model)
+        config.wlb.pipeline = ORDERS.configure(order)
         return BenchTrainer(config)
 
     warm = trainer("plain", "as_packed")

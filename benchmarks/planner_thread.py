@@ -20,10 +20,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from wlb_titan.cost.workload import Quadratic
+from wlb_titan.context import STRATEGIES
+from wlb_titan.cost.degrees import Degrees
+from wlb_titan.documents import Documents
+from wlb_titan.job import Job
+from wlb_titan.packing import POLICIES
+from wlb_titan.plan import LENGTH
 from wlb_titan.planner import Planner
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
-from wlb_titan.settings import PackingSettings, ShardingSettings
 
 use_cpu_without_accelerator()
 
@@ -33,26 +37,28 @@ WINDOW = 131072
 REPLICA = 4  # micro-batches of a data-parallel rank
 
 
-def prepare(planner: Planner) -> None:
+def prepare(job: Job, planner: Planner) -> None:
     """What the loader's thread does for a step, but for reading tokens."""
     for m in planner.next(sharded=0).of_rank(0):
         tokens = np.zeros(m.length, dtype=np.int64)
-        rank_item(tokens, tokens, tokens, m.documents[:, 2], m.ranks, 0)
+        rank_item(tokens, tokens, tokens, m.documents[:, LENGTH], job.strategy, m.ranks, 0)
 
 
-def planner_of(policy: str, micro_batches: int) -> Planner:
-    lengths = np.random.default_rng(0).lognormal(np.log(2000), 1.6, size=400_000)
-    return Planner(
-        np.clip(lengths, 16, WINDOW).astype(np.int64),
+def job_of(policy: str, micro_batches: int) -> Job:
+    return Job(
         window=WINDOW,
         micro_batches=micro_batches,
-        data_parallel=micro_batches // REPLICA,
-        context_parallel=2,
-        divisor=16,
-        packing=PackingSettings(policy=policy),  # type: ignore[arg-type]
-        sharding=ShardingSettings(policy="hybrid"),
-        cost_model=Quadratic(1.0, 5e4),
+        degrees=Degrees(shard=micro_batches // REPLICA, context=2),
+        multiple=8,
+        packing=POLICIES.configure(policy, cost_model="quadratic:1,5e4"),
+        sharding=STRATEGIES.configure("hybrid"),
+        memory_known=False,  # so that two windows are the bound
     )
+
+
+def documents() -> Documents:
+    lengths = np.random.default_rng(0).lognormal(np.log(2000), 1.6, size=400_000)
+    return Documents(lengths=np.clip(lengths, 16, WINDOW).astype(np.int64))
 
 
 def operations(number: int) -> float:
@@ -67,15 +73,15 @@ def operations(number: int) -> float:
 class Planning(threading.Thread):
     """Plans one step after the other until it is stopped."""
 
-    def __init__(self, planner: Planner) -> None:
+    def __init__(self, job: Job, planner: Planner) -> None:
         super().__init__()
         self.steps = 0
-        self._planner = planner
+        self._job, self._planner = job, planner
         self._stopped = threading.Event()
 
     def run(self) -> None:
         while not self._stopped.is_set():
-            prepare(self._planner)
+            prepare(self._job, self._planner)
             self.steps += 1
 
     def stop(self) -> None:
@@ -92,13 +98,14 @@ def main(seconds: float) -> None:
     batch = 2000
     for policy in ("plain", "wlb", "wlb_lazy"):
         for micro_batches in (4, 64, 2048):
-            planner = planner_of(policy, micro_batches)
-            prepare(planner)
+            job = job_of(policy, micro_batches)
+            planner = job.planner(documents())
+            prepare(job, planner)
             begin = time.perf_counter()
-            prepare(planner)
+            prepare(job, planner)
             alone = time.perf_counter() - begin
             quiet = min(operations(batch) for _ in range(50))
-            planning = Planning(planner)
+            planning = Planning(job, planner)
             planning.start()
             rounds, begin = 0, time.perf_counter()
             while time.perf_counter() - begin < seconds:

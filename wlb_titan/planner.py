@@ -7,123 +7,93 @@ and the pieces that wait, the same on every rank: a job can go on with another d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb_titan.context import Sharding, choose
-from wlb_titan.cost.attention_latency import AttentionLatency
-from wlb_titan.cost.attention_profile import AttentionShape, attention_latency
+from wlb_titan.context import ContextStrategy, Sharding
 from wlb_titan.cost.workload import CostModel
-from wlb_titan.documents.mixture import Lengths, Source, count_longer
+from wlb_titan.documents import Documents
+from wlb_titan.documents.mixture import count_longer
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
-from wlb_titan.packing import assignment, create_policy, stream_settings
-from wlb_titan.packing.fixed import Improve
-from wlb_titan.packing.policy import Documents
+from wlb_titan.packing import PackingJob, PackingPolicy, assignment
+from wlb_titan.packing.policy import Answer, Pack
 from wlb_titan.pipeline.runs import PipelineRuns
 from wlb_titan.plan import ID, LENGTH, START, MicroBatch, Plan
-from wlb_titan.settings import PackingSettings, ShardingSettings
 
 STATE_VERSION = 2  # 1: epochs in an order that was stored
 
 
 class Planner:
-    """Plans a job's steps one after the other.
+    """Plans a job's steps one after the other. `Job.planner` makes one.
 
     Args:
-        lengths: tokens of every corpus row: an int64 array (documents,), or what looks them up.
+        documents: what is trained on.
         window: context window in tokens.
-        micro_batches: N, those of the whole job in one step (pipeline micro-batches x gradient accumulation
-            x data-parallel degree).
+        micro_batches: N, those of the whole job in one step.
         data_parallel: degree; divides `micro_batches`.
-        context_parallel: degree; above 1 each micro-batch is sharded.
-        pipeline: how a data-parallel rank's micro-batches go through its pipeline; None without one.
-        divisor: micro-batches are padded up to a multiple of it (what context and tensor parallelism need).
-        seed: of the epochs' orders; None reads the corpus in its own order.
-        packing: the packing policy and its settings.
-        sharding: the sharding policy and its settings.
+        divisor: micro-batches are padded up to a multiple of it.
+        longest: tokens of the longest micro-batch, where the packing's settings name none.
+        packing: the packing policy's settings.
         cost_model: predicts the work of a document.
-        latency: predicts attention time, for the sharding policies; None takes the settings' profile and the
-            attention of the paper's 7B model.
-        fingerprint: names the corpus' content; a state goes on only with the fingerprint it was saved with.
-        improve: the solver of `fixed_solver`; None solves here.
-        sources: what the rows belong to, and their shares; none is one source of all.
+        strategy: divides each micro-batch over context-parallel ranks; None without context parallelism.
+        pipeline: how a data-parallel rank's micro-batches go through its pipeline; None without one.
+        on_one_rank: as of `PackingJob`; None calls here.
 
     Raises:
-        PlanError: the settings do not fit each other or the corpus.
+        PlanError: the settings do not fit each other or the documents.
     """
 
     def __init__(
         self,
-        lengths: Lengths,
+        documents: Documents,
         *,
         window: int,
         micro_batches: int,
-        data_parallel: int = 1,
-        context_parallel: int = 1,
-        pipeline: PipelineRuns | None = None,
-        divisor: int = 1,
-        seed: int | None = 0,
-        packing: PackingSettings,
-        sharding: ShardingSettings,
+        data_parallel: int,
+        divisor: int,
+        longest: int,
+        packing: PackingPolicy.Config,
         cost_model: CostModel,
-        latency: AttentionLatency | None = None,
-        fingerprint: str = "",
-        improve: Improve | None = None,
-        sources: Sequence[Source] = (),
+        strategy: ContextStrategy | None,
+        pipeline: PipelineRuns | None,
+        on_one_rank: Callable[[Callable[[], Answer]], Answer] | None,
     ) -> None:
-        if micro_batches < 1 or micro_batches % data_parallel:
-            raise PlanError(
-                f"{micro_batches} micro-batches cannot be shared equally by {data_parallel} data-parallel "
-                "ranks; the number must be a positive multiple of the data-parallel degree."
-            )
-        if context_parallel > 1 and divisor % (2 * context_parallel):
-            raise PlanError(
-                f"Micro-batches are padded to a multiple of {divisor} tokens, but context parallelism of "
-                f"degree {context_parallel} cuts them into {2 * context_parallel} equal chunks."
-            )
-        self._stream = DocumentStream(lengths, window=window, seed=seed, sources=sources)
+        self._stream = DocumentStream(
+            documents.lengths, window=window, seed=documents.seed, sources=documents.sources
+        )
         if self._stream.documents < micro_batches:
             raise PlanError(
                 f"The corpus has {self._stream.documents} documents, fewer than the {micro_batches} "
                 "micro-batches of one step. Use a larger corpus or fewer micro-batches.",
                 setting="corpus.path",
             )
-        self._policy = create_policy(
-            packing,
-            self._stream,
-            micro_batches=micro_batches,
-            cost_model=cost_model,
-            divisor=divisor,
-            improve=improve,
-        )
-        if self._policy.fixed_length and window % divisor:
+        job = PackingJob(micro_batches=micro_batches, cost_model=cost_model, divisor=divisor, longest=longest)
+        if on_one_rank is not None:
+            job = replace(job, on_one_rank=on_one_rank)
+        self._policy: PackingPolicy = packing.make(self._stream, job)
+        self.fixed_length = not self._policy.variable_length
+        if self.fixed_length and window % divisor:
             raise PlanError(
-                f"Policy {packing.policy!r} makes micro-batches of exactly the context window, {window} "
+                f"Policy {packing.name!r} makes micro-batches of exactly the context window, {window} "
                 f"tokens, but they must be a multiple of {divisor} to be shared by context- and "
                 "tensor-parallel ranks.",
                 setting="training.seq_len",
             )
         self._micro_batches = micro_batches
         self._data_parallel = data_parallel
-        self._context_parallel = context_parallel
+        self._strategy = strategy
         self._pipeline = pipeline
         self._divisor = divisor
         self._packing = packing
-        self._sharding = sharding
-        self._latency = latency or attention_latency(sharding.profile, AttentionShape())
         self._cost_model = cost_model
-        self._fingerprint = fingerprint
-        self._lengths = lengths
+        self._fingerprint = documents.fingerprint
+        self._lengths = documents.lengths
         self._iteration = 0
-
-    @property
-    def fixed_length(self) -> bool:
-        """Whether every micro-batch is exactly as long as the context window."""
-        return self._policy.fixed_length
 
     @property
     def long_documents(self) -> int:
@@ -244,33 +214,26 @@ class Planner:
             "seed": self._stream.seed,
             "context_window": self._stream.window,
             "micro_batches": self._micro_batches,
-            "packing_policy": self._packing.policy,
-            **stream_settings(self._packing, self._policy),
+            "packing_policy": self._packing.name,
+            **self._policy.facts(self._packing),
         }
 
     def _work_of_packs(
-        self, packs: list[Documents], work_of: Callable[[NDArray[np.int64]], NDArray[np.float64]]
+        self, packs: list[Pack], work_of: Callable[[NDArray[np.int64]], NDArray[np.float64]]
     ) -> NDArray[np.float64]:
         lengths = np.concatenate([pack[:, LENGTH] for pack in packs])
         firsts = np.cumsum([0] + [len(pack) for pack in packs[:-1]])
         return np.add.reduceat(work_of(lengths), firsts)
 
     def _micro_batch(
-        self, dp_rank: int, index: int, documents: Documents, work: float, *, shard: bool
+        self, dp_rank: int, index: int, documents: Pack, work: float, *, shard: bool
     ) -> MicroBatch:
         tokens = int(documents[:, LENGTH].sum())
-        length = self._stream.window if self._policy.fixed_length else tokens
+        length = self._stream.window if self.fixed_length else tokens
         length = -(-length // self._divisor) * self._divisor
         sharding: str | None = None
         ranks: Sharding | None = None
-        if self._context_parallel > 1 and shard:
+        if self._strategy is not None and shard:
             name = f"Micro-batch {index} of data-parallel rank {dp_rank}"
-            sharding, ranks = choose(
-                self._sharding,
-                documents[:, LENGTH],
-                length,
-                self._context_parallel,
-                self._latency,
-                micro_batch=name,
-            )
+            sharding, ranks = self._strategy.shard(documents[:, LENGTH], length, micro_batch=name)
         return MicroBatch(dp_rank, index, length, length - tokens, work, documents, sharding, ranks)

@@ -13,11 +13,11 @@ from paper import SLOWDOWN, attention, configuration, forward_imbalance, scenari
 from wlb_titan.context import per_document, per_sequence
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS
+from wlb_titan.job import Policy
+from wlb_titan.packing import POLICIES, PackingPolicy
 from wlb_titan.plan import DELAY, LENGTH
-from wlb_titan.settings import PackingSettings
-from wlb_titan.simulator.passes import JobCost, attention_seconds
-from wlb_titan.simulator.scenario import Policy, Scenario
-from wlb_titan.simulator.step import simulate
+from wlb_titan.simulator.passes import attention_seconds
+from wlb_titan.simulator.scenario import Scenario
 
 PLAIN = Policy("plain", "per_sequence")
 FIXED = (Policy("fixed_greedy", "per_sequence"), Policy("fixed_greedy", "per_document"))
@@ -35,7 +35,7 @@ def speedups(one: Scenario, policies: tuple[Policy, ...], steps: int) -> dict[st
             "mfu": plain.mfu,
             "bubble": plain.bubble,
             "checkpointing": one.job.memory.checkpointing,
-            "max_length": one.packing.max_length,
+            "max_length": one.job.under(WLB).longest_micro_batch,
         }
     }
     for policy in policies:
@@ -47,29 +47,29 @@ def speedups(one: Scenario, policies: tuple[Policy, ...], steps: int) -> dict[st
 
 def table_2(steps: int, solver_steps: int) -> list[dict[str, Any]]:
     """Imbalance degree of forward latency and milliseconds of packing, N = 4, 7B-128K."""
-    rows: list[tuple[str, PackingSettings, float | None, float | None]] = [
-        ("Original Packing", PackingSettings(), 1.44, 0),
-        ("Fixed-Len Greedy, 1 global batch", PackingSettings(policy="fixed_greedy", window=1), 1.41, 4),
-        ("Fixed-Len Greedy, 2", PackingSettings(policy="fixed_greedy", window=2), 1.22, 5),
-        ("Fixed-Len Greedy, 4", PackingSettings(policy="fixed_greedy", window=4), 1.11, 5),
-        ("Fixed-Len Greedy, 8", PackingSettings(policy="fixed_greedy", window=8), 1.08, 5),
-        ("Fixed-Len Solver, 1", PackingSettings(policy="fixed_solver", window=1), 1.40, 467),
-        ("Fixed-Len Solver, 2", PackingSettings(policy="fixed_solver", window=2), 1.18, 1488),
-        ("Fixed-Len Solver, 4", PackingSettings(policy="fixed_solver", window=4), 1.09, 25313),
-        ("WLB-LLM, 1 queue", PackingSettings(policy="wlb", queues=1), 1.24, 8),
-        ("WLB-LLM, 2 queues", PackingSettings(policy="wlb", queues=2), 1.05, 20),
-        ("WLB-LLM, 3 queues", PackingSettings(policy="wlb", queues=3), 1.05, 23),
-        ("wlb_lazy (ours)", PackingSettings(policy="wlb_lazy"), None, None),
+    rows: list[tuple[str, PackingPolicy.Config, float | None, float | None]] = [
+        ("Original Packing", POLICIES.configure("plain"), 1.44, 0),
+        ("Fixed-Len Greedy, 1 global batch", POLICIES.configure("fixed_greedy", window=1), 1.41, 4),
+        ("Fixed-Len Greedy, 2", POLICIES.configure("fixed_greedy", window=2), 1.22, 5),
+        ("Fixed-Len Greedy, 4", POLICIES.configure("fixed_greedy", window=4), 1.11, 5),
+        ("Fixed-Len Greedy, 8", POLICIES.configure("fixed_greedy", window=8), 1.08, 5),
+        ("Fixed-Len Solver, 1", POLICIES.configure("fixed_solver", window=1), 1.40, 467),
+        ("Fixed-Len Solver, 2", POLICIES.configure("fixed_solver", window=2), 1.18, 1488),
+        ("Fixed-Len Solver, 4", POLICIES.configure("fixed_solver", window=4), 1.09, 25313),
+        ("WLB-LLM, 1 queue", POLICIES.configure("wlb", queues=1), 1.24, 8),
+        ("WLB-LLM, 2 queues", POLICIES.configure("wlb", queues=2), 1.05, 20),
+        ("WLB-LLM, 3 queues", POLICIES.configure("wlb", queues=3), 1.05, 23),
+        ("wlb_lazy (ours)", POLICIES.configure("wlb_lazy"), None, None),
     ]
     result = []
     for name, packing, theirs, their_ms in rows:
-        count = solver_steps if packing.policy == "fixed_solver" else steps
+        count = solver_steps if packing.name == "fixed_solver" else steps
         one = configuration("7B-128K", packing=packing)
         begin = time.perf_counter()
-        imbalance = forward_imbalance(one, Policy(packing.policy), count)
-        plans = one.plans(Policy(packing.policy), min(count, 50))
+        imbalance = forward_imbalance(one, Policy(packing.name), count)
+        plans = one.plans(Policy(packing.name), min(count, 50))
         # The overhead of packing several batches together is shared by their steps, as in the paper.
-        mean = np.mean if packing.policy.startswith("fixed") else np.median
+        mean = np.mean if packing.name.startswith("fixed") else np.median
         result.append(
             {
                 "method": name,
@@ -94,7 +94,7 @@ def large_job(steps: int) -> dict[str, Any]:
         attending = np.zeros((4, 16))
         tokens = np.zeros(4)
         for m in plan.micro_batches:
-            attending[m.dp_rank] += attention_seconds(m, one.job.latency).sum(axis=1)
+            attending[m.dp_rank] += attention_seconds(m, one.job).sum(axis=1)
             tokens[m.dp_rank] += m.length
         linear = 3 * tokens[:, None] * (token.matrices + token.elements)
         attention_of.append(attending)
@@ -121,7 +121,7 @@ def figure_6(steps: int) -> dict[str, Any]:
     """Packing over more global batches: imbalance of attention here, loss from runs where there are any."""
     result: dict[str, Any] = {"window": [1, 2, 4, 8, 16], "imbalance": []}
     for window in result["window"]:
-        packing = PackingSettings(policy="fixed_greedy", window=window)
+        packing = POLICIES.configure("fixed_greedy", window=window)
         plans = configuration("7B-128K", packing=packing).plans(Policy("fixed_greedy"), steps)
         squares = [
             [float((m.documents[:, LENGTH] ** 2.0).sum()) for m in plan.micro_batches] for plan in plans
@@ -137,10 +137,10 @@ def figure_7() -> dict[str, Any]:
     one = configuration("7B-128K")
     d = 2 ** np.arange(9, 18)
     attending = one.job.latency.work(d, d)[0] / one.job.degrees.context * one.job.model.layers
-    total = JobCost(one.job).forward(d)
+    total = one.job.cost_model.forward(d)
     fine = np.arange(1024, 262144, 1024)
     share = one.job.latency.work(fine, fine)[0] / one.job.degrees.context * one.job.model.layers
-    linear = JobCost(one.job).forward(fine) - share
+    linear = one.job.cost_model.forward(fine) - share
     return {
         "tokens": d.tolist(),
         "attention": attending.tolist(),
@@ -242,7 +242,7 @@ def scale(steps: int) -> list[dict[str, Any]]:
             begin = time.process_time()
             plans = one.plans(policy, count, warm_up=2)
             planned = time.process_time()
-            prediction = simulate(one.job, plans)
+            prediction = one.simulate(policy, plans)
             end = time.process_time()
             plain_rate = plain_rate or prediction.tokens_per_second
             row[str(policy)] = {
@@ -262,11 +262,11 @@ def speed() -> dict[str, float]:
     """Processor seconds of 100 steps of the paper's largest configuration, planned and simulated."""
     one = configuration("70B-128K")
     begin = time.process_time()
-    planner = one.planner(WLB)
+    planner = one.job.under(WLB).planner(one.documents)
     tuned = time.process_time()
     plans = [planner.next() for _ in range(100)]
     planned = time.process_time()
-    simulate(one.job, plans)
+    one.simulate(WLB, plans)
     end = time.process_time()
     return {
         "tuning_seconds": tuned - begin,

@@ -28,13 +28,12 @@ from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost
 from wlb_titan.cost.cluster import load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS, ModelShape
-from wlb_titan.memory.peak import MemorySettings, pipeline_memory
+from wlb_titan.documents import Documents
+from wlb_titan.job import Job, Policy
+from wlb_titan.memory.settings import MemorySettings
+from wlb_titan.packing import POLICIES, PackingPolicy
 from wlb_titan.plan import LENGTH
-from wlb_titan.settings import PackingSettings
-from wlb_titan.simulator.job import SimulatedJob
-from wlb_titan.simulator.passes import JobCost
-from wlb_titan.simulator.scenario import Policy, Scenario
-from wlb_titan.simulator.search import longest_that_fits
+from wlb_titan.simulator.scenario import Scenario
 
 TAIL = 0.006
 SLOWDOWN = 3.0
@@ -78,19 +77,6 @@ def attention(model: ModelShape, tensor: int, *, merged: bool = False, slowdown:
     return slower(latency, slowdown)
 
 
-def job(model: ModelShape, degrees: Degrees, window: int, *, slowdown: float = SLOWDOWN) -> SimulatedJob:
-    """A job of the paper with the least activation checkpointing that fits."""
-    cluster = load_cluster(CLUSTER)
-    latency = attention(model, degrees.tensor, slowdown=slowdown)
-    made = SimulatedJob(model=model, degrees=degrees, cluster=cluster, latency=latency)
-    for checkpointing in ("none", "selective", "full"):
-        settings = MemorySettings(checkpointing=checkpointing)
-        memory = pipeline_memory(model, degrees, [window] * degrees.pipeline, settings=settings)
-        if max(rank.total for rank in memory) <= cluster.memory:
-            break
-    return replace(made, memory=settings)
-
-
 def scenario(
     model: ModelShape,
     degrees: Degrees,
@@ -98,20 +84,35 @@ def scenario(
     *,
     micro_batches: int | None = None,
     slowdown: float = SLOWDOWN,
-    packing: PackingSettings | None = None,
+    packing: PackingPolicy.Config | None = None,
 ) -> Scenario:
-    """A job on the corpus; a global batch is PP x DP micro-batches, as in the paper, or the given number."""
-    made = job(model, degrees, window, slowdown=slowdown)
-    whole = Scenario(
-        source="synthetic lengths",
-        lengths=loaded(window),
+    """A job of the paper on the corpus, with the least activation checkpointing that fits.
+
+    Args:
+        model, degrees: a row of Table 1.
+        window: context window in tokens.
+        micro_batches: of a global batch; PP x DP if not given, as in the paper.
+        slowdown: of the attention kernels.
+        packing: settings of the policies that have them.
+    """
+    job = Job(
+        model=model,
+        degrees=degrees,
+        cluster=load_cluster(CLUSTER),
+        attention=attention(model, degrees.tensor, slowdown=slowdown),
         window=window,
         micro_batches=micro_batches or degrees.pipeline * degrees.data,
-        job=made,
-        packing=packing or PackingSettings(),
+        multiple=degrees.tensor,
     )
-    longest = longest_that_fits(made, whole) or window
-    return replace(whole, packing=replace(whole.packing, max_length=longest))
+    for checkpointing in ("none", "selective", "full"):
+        job = replace(job, memory=MemorySettings(checkpointing=checkpointing))
+        memory = job.peak_memory([window] * degrees.pipeline)
+        if max(rank.total for rank in memory) <= job.cluster.memory:
+            break
+    packing = replace(packing or POLICIES.configure("wlb"), cost_model="simulated")
+    if packing.name in POLICIES.having("max_length"):
+        packing = replace(packing, max_length=job.longest_that_fits or window)
+    return Scenario(replace(job, packing=packing), Documents(lengths=loaded(window), seed=None))
 
 
 def configuration(name: str, **changes) -> Scenario:
@@ -123,7 +124,7 @@ def configuration(name: str, **changes) -> Scenario:
 
 def forward_imbalance(one: Scenario, policy: Policy, steps: int) -> float:
     """Table 2's measure: the largest micro-batch's forward latency over the step's mean, mean of steps."""
-    cost = JobCost(one.job)
+    cost = one.job.cost_model
     result = []
     for plan in one.plans(policy, steps):
         latency = [cost.forward(m.documents[:, LENGTH]).sum() for m in plan.micro_batches]
@@ -137,7 +138,7 @@ def calibrated_slowdown(target: float = 1.44, steps: int = 300) -> float:
     low, high = 1.0, 8.0
     while high - low > 0.02:
         middle = (low + high) / 2
-        cost = JobCost(configuration("7B-128K", slowdown=middle).job)
+        cost = configuration("7B-128K", slowdown=middle).job.cost_model
         latency = [[cost.forward(m.documents[:, LENGTH]).sum() for m in plan.micro_batches] for plan in plans]
         imbalance = np.mean(np.max(latency, axis=1) / np.mean(latency, axis=1))
         low, high = (middle, high) if imbalance < target else (low, middle)

@@ -140,7 +140,8 @@ def processed(trainer, micro_batches):
     arguments, kwargs, targets = [], [], []
     rank = trainer.planned.context_rank
     for s in micro_batches:
-        item = rank_item(s.tokens, s.labels, s.positions, s.lengths, s.ranks, rank)
+        strategy = trainer.job.strategy
+        item = rank_item(s.tokens, s.labels, s.positions, s.lengths, strategy, s.ranks, rank)
         inputs, labels, extra = trainer.post_dataloading_process(*item)
         arguments.append((inputs,))
         kwargs.append(extra)

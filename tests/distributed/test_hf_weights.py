@@ -110,11 +110,13 @@ def logits(weights, tokens, scaled=True):
 
 def first_loss(weights, words, scaled=True):
     """The mean over the labels of the first step's documents, each for itself."""
+    from wlb_titan.runtime.dataloader import PlannedDataLoader
+    from wlb_titan.runtime.job import job_of, parallel_dims
     from wlb_titan.runtime.load import load_config
-    from wlb_titan.runtime.trainer import dataloader_config
 
     config = load_config(CONFIG, words).config
-    loader = dataloader_config(config).build(dp_world_size=1, dp_rank=0, seq_len=config.training.seq_len)
+    loading = PlannedDataLoader.Config(corpus=config.wlb.corpus, job=job_of(config, parallel_dims(config, 1)))
+    loader = loading.build(dp_world_size=1, dp_rank=0)
     plan, corpus = next(iter(loader)).plan, loader.corpus
     losses = []
     for micro_batch in plan.micro_batches:

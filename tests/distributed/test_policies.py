@@ -54,6 +54,18 @@ RUNS = {
         "wlb",
         (*layout(cp=2), *sharding("per_document"), "--wlb.sharding.gather_groups", "2"),
     ),
+    # Four query heads and two key heads: with four ranks two share a key head, with CP 2 x TP 2 too.
+    "cp4_ulysses": ("wlb", (*layout(cp=4), *sharding("ulysses"))),
+    "dp2_cp2_ulysses": ("wlb_lazy", (*layout(dp=2, cp=2), *sharding("ulysses"))),
+    "pp2_cp2_ulysses": ("fixed_greedy", (*layout(pp=2, cp=2), *sharding("ulysses"))),
+    "cp2_tp2_ulysses": ("wlb", (*layout(cp=2, tp=2), *sharding("ulysses"))),
+    "cp2_ulysses_compiled": (
+        "wlb",
+        (
+            *(*layout(cp=2), *sharding("ulysses")),
+            *("--compile.enable", "true", "--compile.backend", "aot_eager"),
+        ),
+    ),
     "cp2_compiled": (
         "wlb",
         (

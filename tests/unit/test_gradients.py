@@ -13,13 +13,14 @@ from torchtitan.components.loss import IGNORE_INDEX, cross_entropy_loss  # noqa:
 from wlb_titan.config.settings import CorpusSettings  # noqa: E402
 from wlb_titan.corpus.prepare import prepare_corpus  # noqa: E402
 from wlb_titan.corpus.settings import PrepareSettings  # noqa: E402
+from wlb_titan.job import Job  # noqa: E402
+from wlb_titan.packing import POLICIES  # noqa: E402
 from wlb_titan.plan import LENGTH  # noqa: E402
 from wlb_titan.runtime.attention import DocumentMask  # noqa: E402
 from wlb_titan.runtime.dataloader import PlannedDataLoader  # noqa: E402
 from wlb_titan.runtime.inputs import to_device  # noqa: E402
 from wlb_titan.runtime.models import llama_spec  # noqa: E402
 from wlb_titan.runtime.shape import model_shape  # noqa: E402
-from wlb_titan.settings import PackingSettings  # noqa: E402
 
 WINDOW = 128
 EQUAL = [32] * 16
@@ -50,15 +51,19 @@ def model():
     return model
 
 
-def gradients(model, corpus, packing: PackingSettings, window: int, micro_batches: int):
+def gradients(model, corpus, packing, window: int, micro_batches: int):
     """Loss and gradients of the first step, accumulated over its micro-batches."""
     config = PlannedDataLoader.Config(
         corpus=CorpusSettings(path=str(corpus.path)),
-        job_micro_batches=micro_batches,
-        shape=model_shape(model.config),
-        packing=packing,
+        job=Job(
+            window=window,
+            micro_batches=micro_batches,
+            model=model_shape(model.config),
+            packing=packing,
+            dtype="float32",
+        ),
     )
-    loader = PlannedDataLoader(config, dp_world_size=1, dp_rank=0, seq_len=window)
+    loader = PlannedDataLoader(config, dp_world_size=1, dp_rank=0)
     step = next(iter(loader))
     loader.close()
     lengths = np.concatenate([m.documents[:, LENGTH] for m in step.plan.micro_batches])
@@ -75,10 +80,10 @@ def gradients(model, corpus, packing: PackingSettings, window: int, micro_batche
 
 
 CASES = {
-    "plain": (PackingSettings(policy="plain"), EQUAL),
-    "fixed_greedy": (PackingSettings(policy="fixed_greedy"), EQUAL),
-    "wlb": (PackingSettings(policy="wlb", thresholds=[100]), RAGGED),
-    "wlb_lazy": (PackingSettings(policy="wlb_lazy"), RAGGED),
+    "plain": (POLICIES.configure("plain"), EQUAL),
+    "fixed_greedy": (POLICIES.configure("fixed_greedy"), EQUAL),
+    "wlb": (POLICIES.configure("wlb", thresholds=[100]), RAGGED),
+    "wlb_lazy": (POLICIES.configure("wlb_lazy"), RAGGED),
 }
 
 

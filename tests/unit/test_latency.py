@@ -3,9 +3,9 @@ time against a schedule of these tiles, its fit against known coefficients, and 
 from."""
 
 import heapq
-import time
 
 import numpy as np
+import planning
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +14,6 @@ from wlb_titan import context
 from wlb_titan.cost.attention_fit import Point, fit, predict, usual_tilings
 from wlb_titan.cost.attention_hopper import MASKING, hopper
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, Tiling, slowest
-from wlb_titan.settings import ShardingSettings
 
 TILINGS = [(128, 128), (128, 64), (64, 128), (16, 128), (256, 1), (4, 4), (1, 1)]
 
@@ -51,8 +50,7 @@ def test_long_segments_are_tiled_as_the_kernels_do(policy):
     """Beyond the length up to which the kernels merge, the counts agree exactly."""
     lengths = np.random.default_rng(0).integers(9000, 30000, 6)
     total = -(-lengths.sum() // 8) * 8
-    chosen = ShardingSettings(policy=policy)
-    for shard in context.choose(chosen, lengths, total, 4, hopper(128, 1))[1]:
+    for shard in planning.shard(policy, lengths, total, 4, hopper(128, 1))[1]:
         shard = shard[shard[:, 1] + shard[:, 2] > 1024]
         segments = context.segments(shard, lengths)
         tokens = int(shard[:, 2].sum())
@@ -90,7 +88,7 @@ def test_predicted_time_is_that_of_a_schedule_of_the_tiles(policy):
     lengths = np.append(np.exp(rng.normal(6.5, 1.4, 60)).astype(np.int64) + 1, 30000)
     total = -(-lengths.sum() // 8) * 8
     latency = hopper(128, 16, merge_keys=0)
-    shards = context.choose(ShardingSettings(policy=policy), lengths, total, 4, latency)[1]
+    shards = planning.shard(policy, lengths, total, 4, latency)[1]
     for shard, (predicted, _) in zip(shards, latency.seconds(shards), strict=True):
         cost = latency.forward
         programs = []
@@ -195,26 +193,6 @@ def test_head_dim_64_takes_what_published_rates_say():
 def test_tiles_and_blocks_must_divide():
     with pytest.raises(ValueError, match="96 queries and blocks of 128"):
         Tiling(96, 128)
-
-
-def packs(documents: int, tokens: int, seed: int) -> np.ndarray:
-    lengths = np.exp(np.random.default_rng(seed).normal(6.0, 1.68, documents))
-    lengths = np.maximum(lengths / lengths.sum() * tokens, 1).astype(np.int64)
-    lengths[0] += tokens - lengths.sum()
-    return lengths
-
-
-@pytest.mark.parametrize("policy", ["adaptive", "hybrid"])
-def test_deciding_is_fast(policy):
-    """128K tokens, 300 documents, 8 ranks. The goal is 2 ms; here with room for a slow or busy machine."""
-    latency, chosen = hopper(128, 4), ShardingSettings(policy=policy)
-    best = np.inf
-    for seed in range(10):
-        lengths = packs(300, 131072, seed)
-        begin = time.thread_time()
-        context.choose(chosen, lengths, 131072, 8, latency)
-        best = min(best, time.thread_time() - begin)
-    assert best < 0.006
 
 
 def test_different_tilings_of_the_passes_are_each_counted():

@@ -8,11 +8,10 @@ import tomli
 
 ROOT = Path(__file__).parents[2]
 ROOMS = (
-    *("errors", "plan", "timeline"),
-    *("pipeline", "cost", "documents"),
-    "settings",
+    *("errors", "plugins", "plan", "timeline"),
+    *("documents", "pipeline", "cost"),
     *("context", "memory", "packing"),
-    *("planner", "summary"),
+    *("planner", "job", "summary"),
     *("simulator", "corpus", "config"),
     *("runtime", "commands"),
 )
@@ -24,7 +23,7 @@ MAY_USE = {
     "packing": {"numpy", "highspy"},
     "config": {"tomli"},
     "runtime": {"torch", "torchtitan", "numpy", "click", "wlb_titan.kernels"},
-    "commands": {"torch", "numpy", "click", "rich", "matplotlib", "wlb_titan.kernels"},
+    "commands": {"torch", "numpy", "tomli", "click", "rich", "matplotlib", "wlb_titan.kernels"},
 }
 """Third-party packages by room; any other has numpy."""
 

@@ -7,15 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planning import make_planner
 
-from wlb_titan.cost.workload import Quadratic
 from wlb_titan.documents.mixture import UNIT, Mixture, Source, count_longer
 from wlb_titan.documents.permutation import permuted
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.plan import LENGTH
-from wlb_titan.planner import Planner
-from wlb_titan.settings import PackingSettings, ShardingSettings
 
 
 def ids(stop, start=0):
@@ -158,16 +156,8 @@ def test_a_sample_has_the_lengths_of_the_stream():
 
 
 def planner(sources, **changes):
-    arguments = {
-        "window": 512,
-        "micro_batches": 4,
-        "seed": 7,
-        "packing": PackingSettings(policy="wlb_lazy"),
-        "sharding": ShardingSettings(),
-        "cost_model": Quadratic(1.0, 400.0),
-        "sources": sources,
-    }
-    return Planner(LENGTHS, **{**arguments, **changes})
+    arguments = {"window": 512, "micro_batches": 4, "seed": 7, "packing": "wlb_lazy", "sources": sources}
+    return make_planner(LENGTHS, **{**arguments, "cost": "quadratic:1,400", **changes})
 
 
 def test_a_saved_state_goes_on_in_the_same_place_of_every_source():

@@ -4,9 +4,10 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from wlb_titan.cost.workload import Quadratic, workload
+from wlb_titan.cost.quadratic import Quadratic
+from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream
-from wlb_titan.packing import algorithm1
+from wlb_titan.packing import PackingJob, algorithm1
 from wlb_titan.packing.wlb import Wlb
 from wlb_titan.plan import ID, LENGTH, START
 
@@ -96,11 +97,9 @@ def test_wlb_is_algorithm_1(job):
     arriving = DocumentStream(job["lengths"], window=job["window"], seed=1)
     n = job["micro_batches"]
     policy = Wlb(
+        Wlb.Config(thresholds=job["thresholds"], max_length=job["max_length"]),
         stream,
-        micro_batches=n,
-        cost_model=COST,
-        thresholds=job["thresholds"],
-        max_length=job["max_length"],
+        PackingJob(micro_batches=n, cost_model=COST),
     )
     literal = Algorithm1(n, job["max_length"] + 1, job["thresholds"])
     surplus = 0

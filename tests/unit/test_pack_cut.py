@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planning import make_planner
 
-from wlb_titan.cost.workload import Quadratic, workload
+from wlb_titan.cost.quadratic import Quadratic
+from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream
+from wlb_titan.packing import PackingJob
 from wlb_titan.packing.cut import Packed, _transfers, level_by_cutting
 from wlb_titan.packing.trial import imbalance_of_plain
 from wlb_titan.plan import LENGTH, START, imbalance_degree
-from wlb_titan.planner import Planner
-from wlb_titan.settings import PackingSettings, ShardingSettings
 from wlb_titan.summary import Summary
 
 EQUAL = Quadratic(0.0, 1.0)
@@ -109,13 +110,8 @@ def lengths_of(kind):
 
 
 def summary(policy, lengths, window, micro_batches):
-    planner = Planner(
-        lengths,
-        window=window,
-        micro_batches=micro_batches,
-        packing=PackingSettings(policy=policy),
-        sharding=ShardingSettings(),
-        cost_model=Quadratic(917504, 3.96e10),
+    planner = make_planner(
+        lengths, window=window, micro_batches=micro_batches, packing=policy, cost="quadratic:917504,3.96e10"
     )
     for _ in range(8):
         planner.next()
@@ -132,11 +128,12 @@ def test_wlb_lazy_balances_at_least_as_well_as_plain(kind, window):
 
 def test_the_imbalance_of_plain_leaves_the_stream_where_it_is():
     stream = DocumentStream(lengths_of("heavy"), window=512, seed=3)
+    job = PackingJob(micro_batches=4, cost_model=Quadratic(1.0, 100.0))
     stream.fill(1000)
     state = stream.state_dict()
-    found = imbalance_of_plain(stream, 4, Quadratic(1.0, 100.0))
+    found = imbalance_of_plain(stream, job)
     assert stream.state_dict() == state
-    assert found == imbalance_of_plain(stream.anew(), 4, Quadratic(1.0, 100.0)) > 1
+    assert found == imbalance_of_plain(stream.anew(), job) > 1
     assert imbalance_degree([1.0, 1.0]) == 1
 
 

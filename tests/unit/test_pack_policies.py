@@ -9,31 +9,30 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planning import make_planner
 
-from wlb_titan.cost.workload import Quadratic
 from wlb_titan.errors import PlanError
+from wlb_titan.packing import POLICIES
 from wlb_titan.plan import DELAY, ID, LENGTH, START
-from wlb_titan.planner import Planner
-from wlb_titan.settings import PackingSettings, ShardingSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore:With the thresholds")  # of corpora that hypothesis makes up
 
 WINDOW = 64
-POLICIES = {
-    "plain": PackingSettings(policy="plain"),
-    "plain-drop": PackingSettings(policy="plain", tail="drop"),
-    "fixed_greedy": PackingSettings(policy="fixed_greedy"),
-    "fixed_greedy-3": PackingSettings(policy="fixed_greedy", window=3),
-    "fixed_solver": PackingSettings(policy="fixed_solver", time_limit=0.2),
-    "wlb": PackingSettings(policy="wlb", thresholds=[40, 56]),
-    "wlb-tight": PackingSettings(policy="wlb", thresholds=[60], max_length=WINDOW),
-    "wlb_lazy": PackingSettings(policy="wlb_lazy", max_delay=5),
-    "wlb_lazy-tight": PackingSettings(policy="wlb_lazy", max_length=WINDOW + 16),
+PACKINGS = {
+    "plain": POLICIES.configure("plain"),
+    "plain-drop": POLICIES.configure("plain", tail="drop"),
+    "fixed_greedy": POLICIES.configure("fixed_greedy"),
+    "fixed_greedy-3": POLICIES.configure("fixed_greedy", window=3),
+    "fixed_solver": POLICIES.configure("fixed_solver", time_limit=0.2),
+    "wlb": POLICIES.configure("wlb", thresholds=[40, 56]),
+    "wlb-tight": POLICIES.configure("wlb", thresholds=[60], max_length=WINDOW),
+    "wlb_lazy": POLICIES.configure("wlb_lazy", max_delay=5),
+    "wlb_lazy-tight": POLICIES.configure("wlb_lazy", max_length=WINDOW + 16),
 }
-every_policy = pytest.mark.parametrize("packing", POLICIES.values(), ids=POLICIES)
+every_policy = pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS)
 without_solver = pytest.mark.parametrize(
-    "packing", [p for name, p in POLICIES.items() if name != "fixed_solver"],
-    ids=[name for name in POLICIES if name != "fixed_solver"],
+    "packing", [p for name, p in PACKINGS.items() if name != "fixed_solver"],
+    ids=[name for name in PACKINGS if name != "fixed_solver"],
 )  # fmt: skip
 
 # Many short documents and a tail that reaches beyond the window; single tokens too.
@@ -43,16 +42,8 @@ corpora = st.lists(
 
 
 def planner(packing, lengths, micro_batches=4, **changes):
-    arguments = {
-        "window": WINDOW,
-        "micro_batches": micro_batches,
-        "seed": 7,
-        "packing": packing,
-        "sharding": ShardingSettings(),
-        "cost_model": Quadratic(1.0, 40.0),
-        "fingerprint": "corpus",
-    }
-    return Planner(np.array(lengths), **{**arguments, **changes})
+    arguments = {"window": WINDOW, "seed": 7, "fingerprint": "corpus", **changes}
+    return make_planner(lengths, micro_batches=micro_batches, packing=packing, **arguments)
 
 
 def contents(plan):
@@ -87,10 +78,10 @@ def assert_conserved(job, plans):
 @settings(max_examples=15, deadline=None)
 @given(lengths=corpora, micro_batches=st.integers(1, 6))
 def test_tokens_are_conserved_and_micro_batches_are_sound(packing, lengths, micro_batches):
-    job = planner(packing, lengths, micro_batches, divisor=4, context_parallel=2)
+    job = planner(packing, lengths, micro_batches, context_parallel=2)
     plans = [job.next() for _ in range(9)]
     assert_conserved(job, plans)
-    limit = 2 * WINDOW if packing.max_length is None else packing.max_length
+    limit = getattr(packing, "max_length", None) or 2 * WINDOW
     for iteration, plan in enumerate(plans):
         assert plan.iteration == iteration
         assert len(plan.micro_batches) == micro_batches
@@ -123,7 +114,7 @@ def test_carrying_policies_train_every_token_of_an_epoch_exactly_once(packing):
             for id_, _, length, _ in m.documents.tolist():
                 if id_ < 200:
                     trained[int(job.rows_of(np.array([id_]))[0])] += length
-    if packing.tail == "carry":
+    if getattr(packing, "tail", "carry") == "carry":
         assert lost == 0
         assert (trained == lengths).all()
     else:
@@ -139,7 +130,7 @@ def test_a_saved_state_gives_the_same_future(packing, lengths, before):
     for _ in range(before):
         job.next()
     state = json.loads(json.dumps(job.state_dict()))
-    again = planner(packing, lengths, data_parallel=2, context_parallel=2, divisor=4)
+    again = planner(packing, lengths, data_parallel=2, context_parallel=2)
     again.load_state_dict(state)
     for _ in range(6):
         ours, theirs = job.next(), again.next()
@@ -165,7 +156,7 @@ def test_ranks_get_equal_counts_in_order(packing):
     assert [(m.dp_rank, m.index) for m in plan.micro_batches] == [
         (rank, i) for rank in range(3) for i in range(2)
     ]
-    if packing.policy != "plain":
+    if packing.name != "plain":
         for rank in range(3):
             works = [m.workload for m in plan.of_rank(rank)]
             assert works == sorted(works, reverse=True)
@@ -173,10 +164,10 @@ def test_ranks_get_equal_counts_in_order(packing):
 
 def test_plain_keeps_the_order_and_the_paper_drops_the_tail():
     lengths = np.random.default_rng(2).integers(1, 90, 100)
-    plan = planner(POLICIES["plain"], lengths, data_parallel=2).next()
+    plan = planner(PACKINGS["plain"], lengths, data_parallel=2).next()
     rows = np.concatenate([m.documents for m in plan.micro_batches])
     assert (np.lexsort((rows[:, START], rows[:, ID])) == np.arange(len(rows))).all()
-    job = planner(POLICIES["plain-drop"], lengths)
+    job = planner(PACKINGS["plain-drop"], lengths)
     for _ in range(20):
         for m in job.next().micro_batches:
             assert (m.documents[1:, START] == 0).all()
@@ -185,7 +176,7 @@ def test_plain_keeps_the_order_and_the_paper_drops_the_tail():
 
 def test_a_window_of_single_tokens_keeps_its_last_place_for_a_label():
     lengths = [1] * 150 + [5]
-    job = planner(POLICIES["plain"], lengths, micro_batches=2, seed=None)
+    job = planner(PACKINGS["plain"], lengths, micro_batches=2, seed=None)
     plan = job.next()
     first, second = plan.micro_batches
     assert first.documents[-1].tolist() == [150, 0, 1, 0]  # the long document's first token
@@ -197,7 +188,7 @@ def test_wlb_lazy_releases_at_max_delay():
     lengths = np.random.default_rng(3).pareto(0.9, 4000) * 4 + 2
     lengths = lengths.clip(2, WINDOW).astype(np.int64)
     for bound in (0, 1, 3):
-        job = planner(replace(POLICIES["wlb_lazy"], max_delay=bound, tolerance=1e-3), lengths)
+        job = planner(replace(PACKINGS["wlb_lazy"], max_delay=bound, tolerance=1e-3), lengths)
         delays = [job.next().max_delay for _ in range(300)]
         assert max(delays) == bound
 
@@ -206,7 +197,7 @@ def test_a_smaller_tolerance_balances_better_and_waits_longer():
     lengths = (np.random.default_rng(4).pareto(0.9, 4000) * 4 + 2).clip(2, WINDOW).astype(np.int64)
 
     def run(tolerance):
-        job = planner(PackingSettings(policy="wlb_lazy", tolerance=tolerance, max_delay=50), lengths)
+        job = planner(POLICIES.configure("wlb_lazy", tolerance=tolerance, max_delay=50), lengths)
         plans = [job.next() for _ in range(300)]
         tokens = sum(plan.tokens for plan in plans)
         return np.mean([p.imbalance for p in plans]), sum(p.delay * p.tokens for p in plans) / tokens
@@ -250,14 +241,17 @@ def test_memory_stays_constant(packing):
 
 def test_states_that_cannot_be_continued_are_refused():
     lengths = np.random.default_rng(8).integers(1, 90, 50)
-    packing = POLICIES["wlb"]
+    packing = PACKINGS["wlb"]
     state = planner(packing, lengths).state_dict()
     for changes, message in [
         ({"seed": 8}, "its seed is 7, and this job's is 8"),
         ({"fingerprint": "other"}, "corpus fingerprint is 'corpus', and this job's is 'other'"),
-        ({"window": 32, "packing": PackingSettings()}, "context window is 64, and this job's is 32"),
+        (
+            {"window": 32, "packing": POLICIES.configure("plain")},
+            "context window is 64, and this job's is 32",
+        ),
         ({"micro_batches": 8}, "micro batches is 4, and this job's is 8"),
-        ({"packing": POLICIES["wlb_lazy"]}, "packing policy is 'wlb', and this job's is 'wlb_lazy'"),
+        ({"packing": PACKINGS["wlb_lazy"]}, "packing policy is 'wlb', and this job's is 'wlb_lazy'"),
     ]:
         with pytest.raises(PlanError, match=message):
             planner(**{"packing": packing, "lengths": lengths, **changes}).load_state_dict(state)
@@ -273,27 +267,27 @@ def test_states_that_cannot_be_continued_are_refused():
         ({"micro_batches": 60}, "50 documents, fewer than the 60 micro-batches"),
         ({"micro_batches": 0}, "0 micro-batches"),
         ({"data_parallel": 3}, "cannot be shared equally by 3"),
-        ({"divisor": 3}, "must be a multiple of 3"),
-        ({"packing": replace(POLICIES["wlb"], thresholds=[48, 32])}, "48, 32 are out of order"),
-        ({"packing": replace(POLICIES["wlb"], thresholds=[32, 65])}, "65 is above the context window of 64"),
-        ({"packing": replace(POLICIES["wlb"], thresholds=[])}, "There are no thresholds"),
-        ({"packing": replace(POLICIES["wlb"], thresholds=[1])}, "below 2 tokens"),
-        ({"packing": replace(POLICIES["wlb"], max_length=63)}, "max_length is 63 tokens, below the context"),
-        ({"packing": replace(POLICIES["wlb_lazy"], max_length=65), "divisor": 40}, "no room to pad"),
-        ({"packing": replace(POLICIES["wlb_lazy"], tolerance=0.0)}, "tolerance is 0.0"),
-        ({"packing": replace(POLICIES["wlb_lazy"], max_delay=-1)}, "max_delay is -1"),
-        ({"packing": replace(POLICIES["fixed_greedy"], window=0)}, "packing window is 0"),
-        ({"packing": replace(POLICIES["fixed_solver"], time_limit=0.0)}, "time limit is 0.0"),
-        ({"packing": PackingSettings(policy="wlb", queues=9)}, "9 queues"),
+        ({"multiple": 3}, "must be a multiple of 3"),
+        ({"packing": replace(PACKINGS["wlb"], thresholds=[48, 32])}, "48, 32 are out of order"),
+        ({"packing": replace(PACKINGS["wlb"], thresholds=[32, 65])}, "65 is above the context window of 64"),
+        ({"packing": replace(PACKINGS["wlb"], thresholds=[])}, "There are no thresholds"),
+        ({"packing": replace(PACKINGS["wlb"], thresholds=[1])}, "below 2 tokens"),
+        ({"packing": replace(PACKINGS["wlb"], max_length=63)}, "max_length is 63 tokens, below the context"),
+        ({"packing": replace(PACKINGS["wlb_lazy"], max_length=65), "multiple": 40}, "no room to pad"),
+        ({"packing": replace(PACKINGS["wlb_lazy"], tolerance=0.0)}, "tolerance is 0.0"),
+        ({"packing": replace(PACKINGS["wlb_lazy"], max_delay=-1)}, "max_delay is -1"),
+        ({"packing": replace(PACKINGS["fixed_greedy"], window=0)}, "packing window is 0"),
+        ({"packing": replace(PACKINGS["fixed_solver"], time_limit=0.0)}, "time limit is 0.0"),
+        ({"packing": POLICIES.configure("wlb", queues=9)}, "9 queues"),
     ],
 )  # fmt: skip
 def test_bad_settings_are_one_paragraph(changes, message):
     lengths = np.random.default_rng(9).integers(1, 90, 50)
     with pytest.raises(PlanError, match=message) as error:
-        planner(**{"packing": POLICIES["plain"], "lengths": lengths, **changes})
+        planner(**{"packing": PACKINGS["plain"], "lengths": lengths, **changes})
     assert "\n" not in str(error.value)
 
 
 def test_a_queue_that_can_only_grow_is_warned_of():
     with pytest.warns(UserWarning, match="it will grow for ever"):
-        planner(PackingSettings(policy="wlb", thresholds=[2]), np.full(50, 10))
+        planner(POLICIES.configure("wlb", thresholds=[2]), np.full(50, 10))

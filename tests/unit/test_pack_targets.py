@@ -2,15 +2,15 @@
 
 import numpy as np
 import pytest
+from planning import make_planner
 
-from wlb_titan.cost.workload import Quadratic
-from wlb_titan.packing import thresholds
-from wlb_titan.planner import Planner
-from wlb_titan.settings import PackingSettings, ShardingSettings
+from wlb_titan.cost.quadratic import Quadratic
+from wlb_titan.packing import POLICIES, thresholds
 from wlb_titan.summary import Summary
 
 WINDOW = 131072
-COST = Quadratic(917504, 3.96e10)  # LLaMA2-7B in FLOPs
+WORK = "quadratic:917504,3.96e10"  # LLaMA2-7B in FLOPs
+COST = Quadratic(917504, 3.96e10)
 
 
 @pytest.fixture(scope="module")
@@ -24,15 +24,9 @@ def lengths():
     return np.clip(lengths.astype(np.int64), 16, WINDOW)
 
 
-def run(lengths, micro_batches, steps, **packing):
-    planner = Planner(
-        lengths,
-        window=WINDOW,
-        micro_batches=micro_batches,
-        packing=PackingSettings(**packing),
-        sharding=ShardingSettings(),
-        cost_model=COST,
-    )
+def run(lengths, micro_batches, steps, policy, **settings):
+    packing = POLICIES.configure(policy, **settings)
+    planner = make_planner(lengths, window=WINDOW, micro_batches=micro_batches, packing=packing, cost=WORK)
     for _ in range(8):
         planner.next()
     return Summary.of(planner.next() for _ in range(steps)).figures()

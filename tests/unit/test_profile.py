@@ -1,6 +1,7 @@
 """`wlb-titan profile`, its file, and the latency model that comes out of it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,10 @@ from click.testing import CliRunner
 from wlb_titan.cost.attention_fit import Point
 from wlb_titan.cost.attention_hopper import hopper
 from wlb_titan.cost.attention_latency import KernelCost, Tiling
-from wlb_titan.cost.attention_profile import AttentionShape, Entry, Profile, attention_latency
+from wlb_titan.cost.attention_profile import AttentionShape, Entry, Profile
+from wlb_titan.cost.cluster import load_cluster
 from wlb_titan.errors import PlanError
+from wlb_titan.job import cluster_latency
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu" / "attention_profile.json"
 
@@ -39,14 +42,25 @@ def test_a_profile_is_read_as_it_was_written(profile, tmp_path):
 def test_the_latency_model_takes_its_passes_units_and_heads_from_profile_and_shape(profile, tmp_path):
     path = tmp_path / "profile.json"
     profile.save(path)
-    latency = attention_latency(str(path), AttentionShape(head_dim=64, heads=16, group=8))
+    latency = Profile.load(path).latency(AttentionShape(head_dim=64, heads=16, group=8))
     assert latency.forward == profile.entries[0].cost
     assert latency.backward == profile.entries[1].cost
     assert (latency.units, latency.heads, latency.source) == (100, 16, "profile of Some GPU")
 
 
 def test_without_a_profile_the_figures_for_h100_are_taken():
-    assert attention_latency("", AttentionShape(head_dim=96, heads=5)) == hopper(96, 5)
+    shape = AttentionShape(head_dim=96, heads=5)
+    h100 = load_cluster("h100_roce")
+    assert cluster_latency(h100, shape) == hopper(96, 5)
+    slower = cluster_latency(replace(h100, attention_flops=h100.attention_flops / 2), shape)
+    assert slower.forward.block == 2 * hopper(96, 5).forward.block
+    assert slower.backward == hopper(96, 5).backward
+
+
+def test_a_cluster_whose_profile_lacks_an_attention_is_scaled_with_a_warning():
+    with pytest.warns(UserWarning, match=r"no attention of head dim 96.* scaled to the attention rates"):
+        latency = cluster_latency(load_cluster("cpu"), AttentionShape(head_dim=96, heads=5))
+    assert "scaled to CPU" in latency.source
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from wlb_titan.commands.rank_report import POLICIES, rank_heat_map, rank_table, rank_times
+from wlb_titan.commands.rank_report import rank_heat_map, rank_table, rank_times
+from wlb_titan.context import STRATEGIES
 from wlb_titan.cost.attention_hopper import hopper
+from wlb_titan.cost.degrees import Degrees
+from wlb_titan.job import Job
 from wlb_titan.plan import LENGTH, MicroBatch
-from wlb_titan.settings import ShardingSettings
 
 LATENCY = hopper(128, 32, merge_keys=0)
 
@@ -23,11 +25,12 @@ def times():
         documents = np.zeros((len(lengths), 4), dtype=np.int64)
         documents[:, LENGTH] = lengths
         micro_batches.append(MicroBatch(0, index, sum(lengths), 0, 1.0, documents))
-    return rank_times(micro_batches, 4, ShardingSettings(policy="adaptive"), LATENCY)
+    job = Job(window=4096, micro_batches=6, degrees=Degrees(context=4), attention=LATENCY)
+    return rank_times(micro_batches, job)
 
 
 def test_every_policy_is_predicted_on_every_micro_batch(times):
-    assert [one.policy for one in times] == list(POLICIES)
+    assert [one.policy for one in times] == list(STRATEGIES.names)
     by_policy = {one.policy: one for one in times}
     assert all(one.seconds.shape == (6, 4, 2) for one in times)
     assert by_policy["per_sequence"].chosen == ["per_sequence"] * 6
@@ -44,7 +47,7 @@ def test_the_table_has_a_row_for_each_policy(times):
     console = Console(width=96, record=True, file=io.StringIO())
     console.print(rank_table(times, LATENCY))
     text = console.export_text()
-    assert all(policy in text for policy in POLICIES)
+    assert all(policy in text for policy in STRATEGIES.names)
     assert f"{times[0].slowest * 1e3:.3f} ms" in text
     assert "1.000x" in text
     assert LATENCY.source in text
@@ -55,7 +58,7 @@ def test_the_heat_map_shows_ranks_relative_to_their_micro_batch(times):
     figure = rank_heat_map(times)
     figure.draw_without_rendering()
     images = [axis.get_images()[0] for axis in figure.axes if axis.get_images()]
-    assert len(images) == len(POLICIES)
+    assert len(images) == len(STRATEGIES.names)
     for image, one in zip(images, times, strict=True):
         shown = np.asarray(image.get_array())
         assert shown.shape == (4, 6)

@@ -5,15 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from wlb_titan.cost.attention_hopper import hopper
 from wlb_titan.cost.cluster import load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS
+from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.peak import USABLE, MemorySettings
-from wlb_titan.settings import PackingSettings
-from wlb_titan.simulator.job import SimulatedJob
-from wlb_titan.simulator.scenario import Policy, Scenario, network_sensitivity
+from wlb_titan.job import Job, Policy
+from wlb_titan.memory.peak import USABLE
+from wlb_titan.memory.settings import MemorySettings
+from wlb_titan.simulator.scenario import Scenario, network_sensitivity
 from wlb_titan.simulator.search import at_degrees, candidates, search
 
 MODEL = PAPER_MODELS["550M"]
@@ -23,15 +23,14 @@ PLAIN, LAZY = Policy("plain"), Policy("wlb_lazy", "per_document")
 @pytest.fixture(scope="module")
 def scenario():
     lengths = (np.random.default_rng(0).pareto(0.8, 5000) * 300 + 32).clip(32, 16384).astype(np.int64)
-    job = SimulatedJob(
+    job = Job(
         model=MODEL,
         degrees=Degrees(context=2, pipeline=2),
         cluster=load_cluster("h100_roce"),
-        latency=hopper(128, 12),
+        window=16384,
+        micro_batches=8,
     )
-    return Scenario(
-        source="drawn", lengths=lengths, window=16384, micro_batches=8, job=job, packing=PackingSettings()
-    )
+    return Scenario(job, Documents(lengths=lengths, name="drawn", seed=None))
 
 
 def test_policies_are_parsed_and_written():
@@ -43,7 +42,7 @@ def test_policies_are_parsed_and_written():
 
 
 def test_candidates_divide_gpus_heads_and_micro_batches(scenario):
-    found = list(candidates(scenario.job, 16, 8))
+    found = list(candidates(scenario.job, 16))
     assert all(degrees.ranks == 16 for degrees in found)
     assert {degrees.tensor for degrees in found} == {1, 2, 4}  # 12 heads
     assert all(8 % degrees.data == 0 and 8 // degrees.data >= degrees.pipeline for degrees in found)
@@ -58,16 +57,17 @@ def test_attention_is_divided_with_the_degrees(scenario):
 
 def test_micro_batches_are_as_long_as_memory_allows(scenario):
     def longest(memory):
-        return scenario.on(scenario.job.on(replace(scenario.job.cluster, memory=memory))).longest
+        return scenario.job.on(replace(scenario.job.cluster, memory=memory)).longest_that_fits
 
-    assert scenario.longest == 2 * 16384
+    assert scenario.job.longest_that_fits == 2 * 16384
     assert longest(scenario.job.cluster.memory / 100) is None
     # It is what a policy packs by, if the user has set no bound.
-    each = scenario.micro_batches // scenario.job.degrees.data
+    each = scenario.job.replica_micro_batches
     memory = max(rank.total for rank in scenario.job.peak_memory([int(1.5 * 16384)] * each)) / USABLE
     small = scenario.on(scenario.job.on(replace(scenario.job.cluster, memory=memory)))
-    assert small.longest == longest(memory) == int(1.5 * 16384)
-    assert max(m.length for plan in small.plans(LAZY, 2) for m in plan.micro_batches) <= small.longest
+    bound = small.job.longest_that_fits
+    assert bound == longest(memory) == int(1.5 * 16384)
+    assert max(m.length for plan in small.plans(LAZY, 2) for m in plan.micro_batches) <= bound
 
 
 def test_search_finds_the_fastest_that_fits(scenario):

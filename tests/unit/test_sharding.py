@@ -1,23 +1,20 @@
 """Sharding policies: what every one of them must hold, and what each promises besides."""
 
-import dataclasses
-from typing import get_args, get_type_hints
-
 import numpy as np
+import planning
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb_titan import context
+from wlb_titan.context import STRATEGIES
 from wlb_titan.cost.attention_hopper import hopper
 from wlb_titan.cost.attention_latency import slowest
-from wlb_titan.cost.workload import Quadratic
 from wlb_titan.errors import PlanError
+from wlb_titan.packing import POLICIES
 from wlb_titan.plan import COUNT, DOCUMENT, OFFSET
-from wlb_titan.planner import Planner
-from wlb_titan.settings import PackingSettings, ShardingSettings
 
-POLICIES = get_args(get_type_hints(ShardingSettings)["policy"])
+SHARDINGS = ("per_sequence", "per_document", "adaptive", "hybrid")
 LATENCY = hopper(128, 32)
 UNMERGED = hopper(128, 32, merge_keys=0)
 
@@ -36,8 +33,7 @@ def padded(lengths: list[int], ranks: int, extra: int = 0) -> tuple[np.ndarray, 
 
 
 def shard(policy, lengths, total, ranks, latency=LATENCY, remainder="spread"):
-    chosen = ShardingSettings(policy=policy, remainder=remainder)
-    return context.choose(chosen, lengths, total, ranks, latency)[1]
+    return planning.shard(policy, lengths, total, ranks, latency, remainder=remainder)[1]
 
 
 def pairs(rank: np.ndarray) -> int:
@@ -48,7 +44,7 @@ def pairs(rank: np.ndarray) -> int:
 
 
 @pytest.mark.parametrize("remainder", ["spread", "round_robin"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", SHARDINGS)
 @given(lengths=ragged, ranks=degrees, extra=slack)
 @settings(max_examples=60, deadline=None)
 def test_ranks_tile_every_document_and_hold_equal_tokens(policy, remainder, lengths, ranks, extra):
@@ -75,7 +71,7 @@ def test_ranks_tile_every_document_and_hold_equal_tokens(policy, remainder, leng
     np.testing.assert_array_equal(inverse[positions.ravel()], np.arange(total))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", SHARDINGS)
 @given(lengths=ragged, ranks=st.integers(1, 8))
 @settings(max_examples=30, deadline=None)
 def test_segments_see_exactly_the_earlier_keys_of_their_document(policy, lengths, ranks):
@@ -185,7 +181,8 @@ def test_hybrid_is_never_predicted_slower_than_adaptive_nor_adaptive_than_either
         return
     lengths, total = padded(lengths, ranks, extra)
     time = {
-        policy: slowest(latency.seconds(shard(policy, lengths, total, ranks, latency))) for policy in POLICIES
+        policy: slowest(latency.seconds(shard(policy, lengths, total, ranks, latency)))
+        for policy in SHARDINGS
     }
     assert time["adaptive"] == min(time["per_sequence"], time["per_document"])
     assert time["hybrid"] <= time["adaptive"]
@@ -200,7 +197,7 @@ def test_hybrid_beats_adaptive_on_one_long_and_many_short_documents(latency, ran
         short = rng.integers(50, 700, 2000)
         short = short[: np.searchsorted(np.cumsum(short), 65536 - long)]
         lengths, total = padded(rng.permutation([long, *short]).tolist(), ranks)
-        time = {p: slowest(latency.seconds(shard(p, lengths, total, ranks, latency))) for p in POLICIES}
+        time = {p: slowest(latency.seconds(shard(p, lengths, total, ranks, latency))) for p in SHARDINGS}
         assert time["hybrid"] < time["adaptive"]
         if share == 0.3 and ranks == 8:  # short documents matter most where ranks are many
             assert time["hybrid"] < 0.9 * time["adaptive"]
@@ -232,27 +229,25 @@ def test_the_result_is_the_same_every_time():
 
 
 def test_errors_name_the_micro_batch_and_the_numbers():
-    options = ShardingSettings(policy="hybrid")
+    strategy = STRATEGIES.configure("hybrid").make(4, LATENCY)
     with pytest.raises(PlanError, match=r"Micro-batch 3 of rank 1 has 3 tokens, fewer than the 4 "):
-        context.choose(options, np.array([1, 2]), 8, 4, LATENCY, micro_batch="Micro-batch 3 of rank 1")
-    with pytest.raises(PlanError, match=r"12 tokens with its padding, which 4 .* into 8 equal chunks"):
-        context.choose(options, np.array([10, 2]), 12, 4, LATENCY)
+        strategy.shard(np.array([1, 2]), 8, micro_batch="Micro-batch 3 of rank 1")
+    with pytest.raises(PlanError, match=r"12 tokens with its padding, .* Pad it to a multiple of 8"):
+        strategy.shard(np.array([10, 2]), 12)
     with pytest.raises(PlanError, match="documents of 12 tokens but room for only 8"):
-        context.choose(options, np.array([10, 2]), 8, 4, LATENCY)
+        strategy.shard(np.array([10, 2]), 8)
 
 
 def sharding_planner(policy):
-    return Planner(
+    return planning.make_planner(
         np.random.default_rng(1).integers(1, 900, 300),
         window=4096,
         micro_batches=4,
         data_parallel=2,
         context_parallel=4,
-        divisor=8,
-        packing=PackingSettings(policy="plain"),
-        sharding=ShardingSettings(policy=policy),
-        cost_model=Quadratic(1.0, 0.0),
-        latency=UNMERGED,
+        sharding=policy,
+        cost="quadratic:1,0",
+        attention=UNMERGED,
     )
 
 
@@ -269,7 +264,7 @@ def test_one_rank_s_micro_batches_are_divided_as_all_would_be():
             assert one.ranks is None and one.sharding is None
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", SHARDINGS)
 def test_the_planner_shards_by_the_settings(policy):
     plan = sharding_planner(policy).next()
     for micro_batch in plan.micro_batches:
@@ -283,28 +278,16 @@ def test_the_planner_shards_by_the_settings(policy):
 
 
 def test_the_planner_names_a_micro_batch_that_is_too_small():
-    planner = Planner(
+    planner = planning.make_planner(
         np.full(400, 2),
         window=8,
         micro_batches=4,
         data_parallel=2,
         context_parallel=16,
-        divisor=32,
-        packing=PackingSettings(policy="wlb", thresholds=[8], max_length=32),
-        sharding=ShardingSettings(),
-        cost_model=Quadratic(1.0, 0.0),
+        packing=POLICIES.configure("wlb", thresholds=[8], max_length=32),
+        cost="quadratic:1,0",
     )
     with pytest.raises(
         PlanError, match=r"Micro-batch 0 of data-parallel rank 0 has 8 tokens, fewer than the 16"
     ):
         planner.next()
-
-
-def test_settings_are_what_toml_may_say():
-    assert POLICIES == ("per_sequence", "per_document", "adaptive", "hybrid")
-    assert {field.name for field in dataclasses.fields(ShardingSettings)} == {
-        "policy",
-        "remainder",
-        "profile",
-        "gather_groups",
-    }

@@ -76,12 +76,12 @@ def test_the_debug_model_on_cpus(config):
 
 
 def test_a_cluster_whose_profile_lacks_the_attention_says_how_to_measure_it(lengths):
-    result = run("--lengths", lengths, "--model", "7B-64K", "--cluster", "cpu")
-    assert result.exit_code == 2
-    message = " ".join(result.output.split())
+    result = run("--lengths", lengths, "--model", "7B-64K", "--cluster", "cpu", "--steps", 1)
+    assert result.exit_code == 0, result.output
+    message = " ".join(result.stderr.split())
     assert "no attention of head dim 128" in message
     assert "wlb-titan profile --head-dim 128" in message
-    assert "[gpu] attention_profile" in message
+    assert "scaled to the attention rates of CPU" in message
 
 
 def test_search_ranks_what_fits(lengths):
@@ -105,8 +105,8 @@ def test_predictions_beyond_the_measured_range_say_so(tmp_path):
     ("arguments", "message"),
     [
         ([], "Name either a TOML file or"),
-        (["--lengths", "L", "--policies", "plane"], "no packing is called 'plane'"),
-        (["--lengths", "L", "--policies", "wlb:best"], "no sharding is called 'best'"),
+        (["--lengths", "L", "--policies", "plane"], "no packing policy is called 'plane'"),
+        (["--lengths", "L", "--policies", "wlb:best"], "no sharding policy is called 'best'"),
         (["--lengths", "L", "--cluster", "tpu"], "cluster file tpu cannot be read"),
         (["--lengths", "L", "--gpus", "100"], "is 64 GPUs, and the job has 100"),
         (["--lengths", "L", "--tensor-parallel", "5"], "32 heads cannot be divided"),

@@ -5,17 +5,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from wlb_titan.context import per_sequence
+from wlb_titan.context import STRATEGIES, per_sequence
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, Tiling
+from wlb_titan.cost.attention_profile import AttentionShape
 from wlb_titan.cost.cluster import Cluster, Link, load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.cost.workload import workload
 from wlb_titan.errors import PlanError
+from wlb_titan.job import Job, cluster_latency
 from wlb_titan.memory.layer import TokenBytes
-from wlb_titan.memory.peak import MemorySettings
+from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.plan import MicroBatch, Plan
-from wlb_titan.simulator.job import SimulatedJob, cluster_latency
 from wlb_titan.simulator.passes import JobCost, MicroBatches, pass_times, transfer_seconds
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
@@ -60,8 +61,8 @@ def plan(replicas, context=1):
 
 
 def job(**changes):
-    given = {"model": MODEL, "degrees": Degrees(), "cluster": CLUSTER, "latency": PAIRS, "memory": NONE}
-    return SimulatedJob(**{**given, **changes})
+    given = {"model": MODEL, "degrees": Degrees(), "cluster": CLUSTER, "attention": PAIRS, "memory": NONE}
+    return Job(**{"window": 64, "micro_batches": 8, **given, **changes})
 
 
 def pairs(length):
@@ -82,7 +83,7 @@ def test_one_gpu_by_hand():
 
 def test_checkpointing_repeats_the_forward_pass():
     token = 2 * LAYER / 1e9
-    batch = MicroBatches.of(plan([[[4]]]).micro_batches, PAIRS).in_runs(1)
+    batch = MicroBatches.of(plan([[[4]]]).micro_batches, job()).in_runs(1)
     attention = 2 * pairs(4) * 1e-6
     expected = {
         "none": 0.0,
@@ -99,7 +100,7 @@ def test_checkpointing_repeats_the_forward_pass():
 def test_the_slowest_context_parallel_rank_counts_in_each_pass():
     """Per sequence, a document of 6 and one of 2: rank 0 has tokens 0 1 6 7, rank 1 has tokens 2 to 5."""
     one = plan([[[6, 2]]], context=2)
-    batch = MicroBatches.of(one.micro_batches, PAIRS)
+    batch = MicroBatches.of(one.micro_batches, job(degrees=Degrees(context=2)))
     assert batch.forward[0] == pytest.approx(2 * (3 + 4 + 5 + 6) * 1e-6)
     assert batch.backward[0] == pytest.approx(2 * batch.forward[0])
     prediction = simulate(job(degrees=Degrees(context=2)), [one])
@@ -129,7 +130,10 @@ def test_a_gather_in_groups_hides_behind_the_attention_of_the_group_before(atten
     cluster = replace(CLUSTER, gpus_per_node=1, network=Link(1e6, 0.0))
     batch = MicroBatches(np.full((1, 1), 1000.0), np.full((1, 1), attention), np.full((1, 1), attention))
     whole = job(degrees=Degrees(context=2), cluster=cluster)
-    times = [pass_times(one, batch) for one in (whole, replace(whole, gather_groups=2))]
+    times = [
+        pass_times(one, batch)
+        for one in (whole, replace(whole, sharding=STRATEGIES.configure("per_sequence", gather_groups=2)))
+    ]
     gather = 1000 * 2 * 2 * 4 * 2 / 2 / 1e6  # keys and values of 2 heads of 4 in bfloat16, half of them sent
     first_comes = gather / 2
     second_begins = max(first_comes + attention / 2, gather)
@@ -230,17 +234,17 @@ def test_timeline():
     )
     for curve in curves:
         # The replica that takes longest has micro-batches of 8 and 4 tokens: rank 0 holds both, rank 1 one.
-        kept = TokenBytes.of(staged.model, staged.degrees, staged.memory).kept
+        kept = TokenBytes.of(staged.model, staged.degrees, staged.memory, staged.exchange).kept
         assert curve.bytes_.max() == kept * staged.layers[curve.rank] * (12, 8)[curve.rank]
         assert curve.bytes_[-1] == 0
         assert (np.diff(curve.seconds) >= 0).all()
 
 
 def test_a_prediction_beyond_the_measured_range_says_so():
-    far = simulate(job(latency=replace(PAIRS, measured_to=4)), [plan([[[5]]])])
+    far = simulate(job(attention=replace(PAIRS, measured_to=4)), [plan([[[5]]])])
     assert "measured up to 4 keys" in far.extrapolated
-    assert simulate(job(latency=replace(PAIRS, measured_to=4)), [plan([[[4]]])]).extrapolated is None
-    hopper = cluster_latency(load_cluster("h100_roce"), PAPER_MODELS["7B"], 8)
+    assert simulate(job(attention=replace(PAIRS, measured_to=4)), [plan([[[4]]])]).extrapolated is None
+    hopper = cluster_latency(load_cluster("h100_roce"), AttentionShape.of(PAPER_MODELS["7B"], 8))
     assert hopper.heads == 4
     assert hopper.measured_to == 32768
 

@@ -9,8 +9,25 @@ from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
 use_cpu_without_accelerator()
 
+from torchtitan.distributed import ParallelDims  # noqa: E402
+
+from wlb_titan.packing import POLICIES  # noqa: E402
+from wlb_titan.runtime import timeouts  # noqa: E402
+from wlb_titan.runtime.job import job_of  # noqa: E402
 from wlb_titan.runtime.registry import base_config  # noqa: E402
-from wlb_titan.runtime.timeouts import predicted_step, train_timeout  # noqa: E402
+
+
+def job(config):
+    config.wlb.cluster = "h100_roce"
+    return job_of(config, ParallelDims.from_config(config.parallelism, 1))
+
+
+def train_timeout(config):
+    return timeouts.train_timeout(config, job(config))
+
+
+def predicted_step(config):
+    return timeouts.predicted_step(job(config))
 
 
 @pytest.fixture
@@ -31,8 +48,7 @@ def test_a_long_step_is_waited_for(config):
 
 def test_longer_micro_batches_are_waited_for_longer(config):
     fixed = predicted_step(config)
-    config.wlb.packing.policy = "wlb"
-    config.wlb.packing.max_length = 3 * config.training.seq_len
+    config.wlb.packing = POLICIES.configure("wlb", max_length=3 * config.training.seq_len)
     assert predicted_step(config) == pytest.approx(3 * fixed)
 
 
@@ -40,7 +56,7 @@ def test_compiling_and_solving_are_added(config):
     plain, _ = train_timeout(config)
     config.compile.enable = True
     compiled, _ = train_timeout(config)
-    config.wlb.packing.policy, config.wlb.packing.time_limit = "fixed_solver", 30.0
+    config.wlb.packing = POLICIES.configure("fixed_solver", time_limit=30.0)
     solved, reason = train_timeout(config)
     assert compiled - plain >= 300 and solved - compiled == 30
     assert "compiling" in reason and "solver" in reason

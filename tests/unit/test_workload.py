@@ -1,19 +1,23 @@
 """Cost models: hand-computed values, passes, profiles."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from wlb_titan.cost.analytic import Analytic, Device, paper_configuration
 from wlb_titan.cost.attention_latency import KernelCost, Tiling
-from wlb_titan.cost.attention_profile import Entry, Profile
-from wlb_titan.cost.cost_model import Measured, cost_model
+from wlb_titan.cost.attention_profile import AttentionShape, Entry, Profile
+from wlb_titan.cost.measured import Measured
 from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS
-from wlb_titan.cost.workload import Quadratic, workload
-from wlb_titan.errors import PlanError
+from wlb_titan.cost.quadratic import Quadratic
+from wlb_titan.cost.workload import cost_model, workload
+from wlb_titan.errors import PlanError, UserError
+from wlb_titan.job import Job
 
 SHAPE = PAPER_MODELS["7B"]
+JOB = Job(window=4096, micro_batches=1, model=SHAPE)
 PLAIN_DEVICE = Device(
     attention_flops=1.0,
     attention_backward_flops=1.0,
@@ -66,13 +70,13 @@ def test_every_row_of_table_1_is_superlinear(name):
 @pytest.mark.parametrize("text", ["quadratic:1", "quadratic:a,b", "quadratic:1,2,3", "quadratic:"])
 def test_malformed_quadratic(text):
     with pytest.raises(PlanError, match="malformed"):
-        cost_model(text, SHAPE)
+        cost_model(text, JOB)
 
 
 @pytest.mark.parametrize("text", ["quadratic:-1,2", "quadratic:0,0", "quadratic:nan,1", "quadratic:inf,1"])
 def test_quadratic_without_work(text):
     with pytest.raises(PlanError, match="must be from 0 to"):
-        cost_model(text, SHAPE)
+        cost_model(text, JOB)
 
 
 @pytest.fixture
@@ -85,27 +89,36 @@ def profile(tmp_path):
 
 
 def test_a_profile_gives_attention_and_counting_the_rest(profile, recwarn):
-    model = cost_model(str(profile), SHAPE)
+    model = cost_model(str(profile), JOB)
     assert isinstance(model, Measured)
+    same = cost_model(f"profile:{profile}", JOB)
     d = np.array([4096, 131072])
-    attention = model.attention.work(d, d)[0] * 32
+    latency = Profile.load(profile).latency(AttentionShape.of(SHAPE, 1))
+    attention = latency.work(d, d)[0] * 32
     assert model.forward(d) == pytest.approx(attention + Analytic(SHAPE).linear_forward * d)
+    assert same.backward(d).tolist() == model.backward(d).tolist()
     assert not recwarn
 
 
 def test_a_missing_profile_is_refused(tmp_path):
-    with pytest.raises(PlanError, match=r"none.json cannot be read.*path of a profile"):
-        cost_model(str(tmp_path / "none.json"), SHAPE)
+    with pytest.raises(PlanError, match="cannot be read: No such file"):
+        cost_model(str(tmp_path / "none.json"), JOB)
 
 
-def test_a_foreign_profile_falls_back_with_a_warning(profile):
-    with pytest.warns(UserWarning, match="no attention of dtype float16"):
-        model = cost_model(str(profile), SHAPE, dtype="float16")
-    assert isinstance(model, Analytic)
+def test_a_foreign_profile_is_refused(profile):
+    with pytest.raises(PlanError, match="no attention of dtype float16"):
+        cost_model(str(profile), replace(JOB, dtype="float16"))
+
+
+def test_an_unknown_cost_model_is_refused_with_the_nearest():
+    with pytest.raises(UserError, match=r"no cost model is called 'analytical'.*Did you mean 'analytic'"):
+        cost_model("analytical", JOB)
+    with pytest.raises(PlanError, match="takes nothing after its name"):
+        cost_model("analytic:3", JOB)
 
 
 def test_a_profile_of_another_schema_is_refused(profile):
     record = json.loads(profile.read_text())
     profile.write_text(json.dumps({**record, "schema": 99}))
     with pytest.raises(PlanError, match="has schema 99"):
-        cost_model(str(profile), SHAPE)
+        cost_model(str(profile), JOB)

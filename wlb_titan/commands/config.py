@@ -99,6 +99,6 @@ def summary(config: Any, world_size: int | None) -> str:
         f"model {config.model_spec.name} {config.model_spec.flavor}, "
         f"PP {degrees.pipeline_parallel_degree} x DP {data_parallel} x CP {degrees.context_parallel_degree} "
         f"x TP {degrees.tensor_parallel_degree}, seq_len {config.training.seq_len}, "
-        f"{config.training.steps} steps, packing {config.wlb.packing.policy}, "
-        f"sharding {config.wlb.sharding.policy}"
+        f"{config.training.steps} steps, packing {config.wlb.packing.name}, "
+        f"sharding {config.wlb.sharding.name}"
     )

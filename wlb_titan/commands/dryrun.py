@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,20 +93,20 @@ def dryrun(
     resolved = load_config(file, words, world_size)
     config = resolved.config
     # torchtitan takes seconds to import, so that is left until the file has been found good.
-    from wlb_titan.runtime.memory import bound_length, longest_micro_batch, micro_batches, parallel_dims
-    from wlb_titan.runtime.validation import degrees_product
+    from wlb_titan.runtime.job import cluster_at_hand, degrees_product, job_of, parallel_dims
 
     world_size = world_size or degrees_product(config)
     numbers = _numbers(ranks, world_size)
-    dims = parallel_dims(config, world_size)
+    job = job_of(config, parallel_dims(config, world_size))
     if device_gib is not None:
-        bound_length(config, dims, device_gib * GIB)
-    in_step = micro_batches(config, dims) * dims.dp_replicate * dims.dp_shard
+        job = job.on(replace(job.cluster, memory=device_gib * GIB))
+    if not config.wlb.cluster:  # the ranks' processes do not see the device
+        words += ["--wlb.cluster", cluster_at_hand(config.wlb.device)]
     with tempfile.TemporaryDirectory(prefix="wlb-dryrun-") as folder:
-        words += ["--dump_folder", folder, *_corpus_words(resolved, in_step, step, Path(folder))]
-        if config.wlb.packing.max_length is not None:
-            words += ["--wlb.packing.max_length", str(config.wlb.packing.max_length)]
-        click.echo(f"Step {step} of {file}, micro-batches of at most {longest_micro_batch(config):,} tokens.")
+        words += ["--dump_folder", folder, *_corpus_words(resolved, job.micro_batches, step, Path(folder))]
+        if hasattr(job.packing, "max_length"):
+            words += ["--wlb.packing.max_length", str(job.longest_micro_batch)]
+        click.echo(f"Step {step} of {file}, micro-batches of at most {job.longest_micro_batch:,} tokens.")
         results = _run(file, words, numbers, world_size, step, Path(folder))
     if output is not None:
         _write(output, results)

@@ -7,12 +7,12 @@ Times are the cost model's, all stages take equal shares of them, and communicat
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from wlb_titan.commands.plan_figures import FAINT, STYLE, plt, svg
-from wlb_titan.commands.plan_job import Job
+from wlb_titan.documents import Documents
+from wlb_titan.job import Job, Policy
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.plan import LENGTH, MicroBatch
 from wlb_titan.timeline import Slice
@@ -21,40 +21,38 @@ STEP_SHOWN = 10  # queues have filled
 PASS_COLORS = {"F": "#6aa5de", "B": "#2f5f98", "I": "#2f5f98", "W": "#9bb8a7"}
 
 
-def planned_timelines(job: Job, policies: Sequence[str], steps: int) -> dict[str, list[Slice]]:
+def planned_timelines(jobs: Sequence[Job], documents: Documents, steps: int) -> dict[str, list[Slice]]:
     """The first data-parallel rank's first pipeline run of one step, first under `plain` as it was packed.
 
     Args:
-        job: with a pipeline.
-        policies: of packing, each in the job's order.
+        jobs: with a pipeline, under each packing policy.
+        documents: what they train on.
         steps: the last of so many is taken, or the tenth.
     """
-    assert job.pipeline is not None
-    before = replace(job, pipeline=replace(job.pipeline, order="as_packed"))
-    variants = {"plain, as_packed": ("plain", before)}
-    variants |= {f"{policy}, {job.pipeline.order}": (policy, job) for policy in policies}
+    before = jobs[0].under(Policy("plain", jobs[0].sharding.name))
+    variants = {"plain, as_packed": before}
+    variants |= {f"{job.packing.name}, {job.order.name}": job for job in jobs}
     timelines = {}
-    for name, (policy, variant) in variants.items():
-        planner = variant.planner(policy)
+    for name, job in variants.items():
+        planner = job.planner(documents)
         for _ in range(min(steps, STEP_SHOWN)):
             plan = planner.next()
-        timelines[name] = pipeline_slices(name, plan.of_rank(0)[: job.pipeline.micro_batches], job)
+        run = job.run or job.replica_micro_batches
+        timelines[name] = pipeline_slices(name, plan.of_rank(0)[:run], job)
     return timelines
 
 
 def pipeline_slices(process: str, run: Sequence[MicroBatch], job: Job) -> list[Slice]:
     """Every pass of the micro-batches, a track for each rank, times in the cost model's unit."""
-    runs = job.pipeline
-    assert runs is not None
     lengths = [m.documents[:, LENGTH] for m in run]
     forward = np.array([job.cost_model.forward(d).sum() for d in lengths])
     backward = np.array([job.cost_model.backward(d).sum() for d in lengths])
-    times = PassTimes.equal_stages(forward[:, None], backward[:, None], runs.shape)
-    graph = PipelineGraph(runs.shape, len(run))
+    times = PassTimes.equal_stages(forward[:, None], backward[:, None], job.shape)
+    graph = PipelineGraph(job.shape, len(run))
     slices = []
     for action, end in zip(graph.actions, graph.ends(times)[:, 0].tolist(), strict=True):
         seconds = float(times.of(action)[0])
-        rank = runs.shape.rank_of(action.stage)
+        rank = job.shape.rank_of(action.stage)
         facts = {"stage": action.stage, "tokens": run[action.place].length}
         name = f"{action.kind}{action.place}"
         slices.append(Slice(process, f"pp {rank}", name, end - seconds, seconds, facts))

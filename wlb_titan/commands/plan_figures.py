@@ -24,6 +24,14 @@ COLORS = {
     "wlb": "#3b78c2",
     "wlb_lazy": "#12967f",
 }
+OTHER_COLORS = ("#b0662b", "#7a5ea8", "#5c8a3a", "#b34d73")
+
+
+def color_of(policy: str) -> str:
+    """The colour of a packing policy; of one that is not known always the same of a few."""
+    return COLORS.get(policy) or OTHER_COLORS[sum(policy.encode()) % len(OTHER_COLORS)]
+
+
 INK = "#20242b"
 FAINT = "#d9dce1"
 STYLE = {
@@ -89,7 +97,7 @@ def workloads(summaries: Mapping[str, Summary]) -> str:
             squeeze=False,
         )
         for axes, (name, summary) in zip(rows[:, 0], summaries.items(), strict=True):
-            _work_of_steps(axes, summary.workloads[:STEPS_SHOWN] / mean, COLORS[name])
+            _work_of_steps(axes, summary.workloads[:STEPS_SHOWN] / mean, color_of(name))
             axes.set_title(name)
             axes.set_ylim(0, highest * 1.06)
         rows[-1, 0].set_xlabel("step")
@@ -117,7 +125,7 @@ def imbalance(summaries: Mapping[str, Summary]) -> str:
             1, 2, figsize=(10, 3.4), gridspec_kw={"width_ratios": [2, 1]}, sharey=True
         )
         for name, summary in summaries.items():
-            color = COLORS[name]
+            color = color_of(name)
             _line(over, summary.imbalance, color, name)
             share = np.linspace(0, 100, len(summary.imbalance))
             sorted_.plot(share, np.sort(summary.imbalance), color=color, linewidth=2)
@@ -138,9 +146,9 @@ def delay(summaries: Mapping[str, Summary], batch_tokens: int) -> str:
         shown = {name: summary for name, summary in summaries.items() if summary.waiting.any()}
         for name, summary in shown.items():
             depth = summary.waiting / batch_tokens
-            _line(queue, depth, COLORS[name], name)
+            _line(queue, depth, color_of(name), name)
             later = 100 * (1 - np.cumsum(summary.delays) / summary.tokens)
-            waits.step(np.arange(len(later)), later, where="post", color=COLORS[name], linewidth=2)
+            waits.step(np.arange(len(later)), later, where="post", color=color_of(name), linewidth=2)
         queue.set_title("tokens that wait, in global batches")
         queue.set_xlabel("step")
         queue.set_ylim(bottom=0)

@@ -6,22 +6,29 @@ import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from wlb_titan.commands.job import describe_job
 from wlb_titan.commands.plan import table_row
-from wlb_titan.commands.plan_job import Job
 from wlb_titan.commands.rank_report import RankTimes, rank_heat_map
 from wlb_titan.commands.report_page import needs_matplotlib, section, table, write_page
+from wlb_titan.documents import Documents
+from wlb_titan.job import Job
 from wlb_titan.pipeline.schedule import SCHEDULES
 from wlb_titan.summary import Summary
 
 
 def write_report(
-    folder: Path, job: Job, summaries: Mapping[str, Summary], times: Sequence[RankTimes] | None
+    folder: Path,
+    jobs: Sequence[Job],
+    documents: Documents,
+    summaries: Mapping[str, Summary],
+    times: Sequence[RankTimes] | None,
 ) -> Path:
     """Draws what was planned.
 
     Args:
         folder: made if it is not there.
-        job: what was planned.
+        jobs: what was planned, under each packing policy.
+        documents: on which.
         summaries: of each policy; `plain` is the picture before.
         times: of the context-parallel ranks under each sharding policy; None without context parallelism.
 
@@ -34,6 +41,7 @@ def write_report(
     with needs_matplotlib():
         from wlb_titan.commands import plan_figures as figures
         from wlb_titan.commands.pipeline_figure import pipeline_timeline, planned_timelines
+    job = jobs[-1]
     batch_tokens = job.micro_batches * job.window
     rows = [{"policy": name, **table_row(summary)} for name, summary in summaries.items()]
     sections = [
@@ -58,7 +66,7 @@ def write_report(
         section(
             "Documents",
             "Few documents are long, but they hold many of the tokens, and attention is quadratic in length.",
-            figures.length_histogram(job.sample(), job.window),
+            figures.length_histogram(documents.sample(), job.window),
         ),
         section("All figures", "Delays in iterations, weighted by tokens.", table(rows)),
     ]
@@ -71,22 +79,23 @@ def write_report(
             figures.svg(rank_heat_map(times)),
         )
         sections.insert(-1, ranks)
-    if job.pipeline is not None and job.pipeline.shape.schedule in SCHEDULES:
+    if job.degrees.pipeline > 1 and job.schedule in SCHEDULES:
         steps = len(next(iter(summaries.values())).imbalance)
         timeline = section(
             "Pipeline",
-            f"Predicted passes of one step through {job.pipeline.shape.ranks} ranks under "
-            f"{job.pipeline.shape.schedule}, to scale: a row is a rank, a box a pass, white is waiting. "
+            f"Predicted passes of one step through {job.degrees.pipeline} ranks under {job.schedule}, "
+            "to scale: a row is a rank, a box a pass, white is waiting. "
             "Policies train on other documents in a step, so times are relative to the work of a rank.",
-            pipeline_timeline(planned_timelines(job, list(summaries), steps)),
+            pipeline_timeline(planned_timelines(jobs, documents, steps)),
         )
         sections.insert(1, timeline)
-    cards = "".join(_card(name, figures.COLORS[name], summary) for name, summary in summaries.items())
+    cards = "".join(_card(name, figures.color_of(name), summary) for name, summary in summaries.items())
+    described = html.escape(describe_job(job, documents))
     head = (
-        f"<h1>How {html.escape(Path(job.source).name)} packs</h1><p>{html.escape(job.describe())}</p>"
+        f"<h1>How {html.escape(Path(documents.name).name)} packs</h1><p>{described}</p>"
         f'<div class="cards">{cards}</div>'
     )
-    return write_page(folder, f"Packing of {job.source}", head, sections)
+    return write_page(folder, f"Packing of {documents.name}", head, sections)
 
 
 def _card(name: str, color: str, summary: Summary) -> str:

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, get_args, get_type_hints
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import rich.box
 from numpy.typing import NDArray
 from rich.table import Table
 
-from wlb_titan.context import choose
+from wlb_titan.context import STRATEGIES
 from wlb_titan.cost.attention_latency import AttentionLatency, slowest
+from wlb_titan.documents import Documents
+from wlb_titan.errors import PlanError
+from wlb_titan.job import Job
 from wlb_titan.plan import LENGTH, MicroBatch, imbalance_degree
-from wlb_titan.settings import ShardingSettings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from wlb_titan.commands.plan_job import Job
-
-POLICIES: tuple[str, ...] = get_args(get_type_hints(ShardingSettings)["policy"])
 SHOWN = 200  # micro-batches in table and heat map; more would be thinner than a pixel
 
 
@@ -49,37 +48,37 @@ class RankTimes(NamedTuple):
         return np.array([imbalance_degree(seconds.sum(axis=1)) for seconds in self.seconds])
 
 
-def rank_times(
-    micro_batches: Sequence[MicroBatch], ranks: int, settings: ShardingSettings, latency: AttentionLatency
-) -> list[RankTimes]:
-    """Predicts all policies on the same micro-batches.
+def rank_times(micro_batches: Sequence[MicroBatch], job: Job) -> list[RankTimes]:
+    """Predicts all sharding policies on the same micro-batches that the job's heads and lengths allow.
 
     Args:
         micro_batches: planned; their own sharding is not looked at.
-        ranks: context-parallel degree.
-        settings: how remainders are treated.
-        latency: predicts the attention of one layer.
+        job: with context parallelism.
     """
     result = []
-    for policy in POLICIES:
-        asked = replace(settings, policy=policy)
-        shardings = [choose(asked, m.documents[:, LENGTH], m.length, ranks, latency) for m in micro_batches]
-        seconds = np.array([latency.seconds(sharding) for _, sharding in shardings])
+    for policy in STRATEGIES.names:
+        try:
+            strategy = replace(job, sharding=job.sharding.named(policy)).strategy
+            assert strategy is not None
+            shardings = [strategy.shard(m.documents[:, LENGTH], m.length) for m in micro_batches]
+        except PlanError:
+            continue
+        seconds = np.array([strategy.seconds(sharding) for _, sharding in shardings])
         result.append(RankTimes(policy, [name for name, _ in shardings], seconds))
     return result
 
 
-def planned_rank_times(job: Job, packing: str, steps: int) -> list[RankTimes]:
-    """All sharding policies on the first `SHOWN` micro-batches that a packing policy makes in so many steps.
+def planned_rank_times(job: Job, documents: Documents, steps: int) -> list[RankTimes]:
+    """All sharding policies on the first `SHOWN` micro-batches that the job makes in so many steps.
 
     Raises:
         PlanError: a micro-batch cannot be shared by the ranks.
     """
-    planner = job.planner(packing)
+    planner = job.planner(documents)
     micro_batches: list[MicroBatch] = []
     for _ in range(min(steps, -(-SHOWN // job.micro_batches))):
         micro_batches += planner.next().micro_batches
-    return rank_times(micro_batches[:SHOWN], job.context_parallel, job.sharding, job.latency)
+    return rank_times(micro_batches[:SHOWN], job)
 
 
 def rank_table(times: Sequence[RankTimes], latency: AttentionLatency) -> Table:

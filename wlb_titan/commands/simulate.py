@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from wlb_titan.commands.console import make_console, show_table, warnings_once
+from wlb_titan.commands.job import describe_job, load_job
 from wlb_titan.commands.plan import COUNT, FEW_STEPS, SEED, STEPS, TOKENS
+from wlb_titan.errors import PlanError
 
 if TYPE_CHECKING:
+    from wlb_titan.job import Policy
     from wlb_titan.plan import Plan
-    from wlb_titan.simulator.scenario import Policy, Scenario
+    from wlb_titan.simulator.scenario import Scenario
     from wlb_titan.simulator.search import Search
     from wlb_titan.simulator.step import Prediction
 
@@ -43,9 +46,8 @@ SECONDS_BETWEEN_LINES = 5.0  # of its progress
 @click.option(
     "--cluster",
     metavar="NAME|FILE.toml",
-    default="h100_roce",
-    show_default=True,
-    help="h100_roce, h200, cpu or a file like theirs (docs/simulator.md).",
+    help="h100_roce, h200, cpu or a file like theirs (docs/simulator.md).  [default: the TOML file's, or "
+    "h100_roce]",
 )
 @click.option(
     "--policies",
@@ -86,7 +88,6 @@ SECONDS_BETWEEN_LINES = 5.0  # of its progress
 def simulate(
     config: Path | None,
     lengths: Path | None,
-    cluster: str,
     policies: str,
     steps: int,
     search: bool,
@@ -107,53 +108,24 @@ def simulate(
     The bubble is the share of a step in which a rank waits; the last column says what a policy gains over
     the first one if the network between nodes were half as fast. docs/simulator.md explains the model.
     """
-    from wlb_titan.commands.simulate_job import scenario_from_lengths, scenario_from_toml
-    from wlb_titan.cost.cluster import load_cluster
-    from wlb_titan.errors import PlanError
-    from wlb_titan.simulator.scenario import Policy
+    from wlb_titan.job import Policy
+    from wlb_titan.simulator.scenario import Scenario
 
-    if (config is None) == (lengths is None):
-        raise PlanError("Name either a TOML file or, with --lengths, a file of document lengths.")
     asked = list(dict.fromkeys(Policy.parse(text) for text in policies.split(",")))
     given = {name: value for name, value in options.items() if value is not None}
     fixed = [f"--{name.replace('_', '-')}" for name in given if name.endswith("_parallel")]
     if search and fixed:
         raise PlanError(f"--search tries all degrees of --gpus GPUs; leave out {', '.join(fixed)}.")
-    hardware = load_cluster(cluster)
     with warnings_once():
-        if config is not None:
-            scenario = scenario_from_toml(config, hardware, {**given, "search": search})
-        else:
-            assert lengths is not None
-            scenario = scenario_from_lengths(lengths, hardware, {**given, "search": search})
+        scenario = Scenario(*load_job(config, lengths, {**given, "search": search}, lambda row: row))
         if search:
             _print_search(scenario, asked, steps, given.get("gpus"), search_seconds)
         else:
-            plans, predictions = _predict(scenario, asked, steps)
+            plans = {policy: scenario.plans(policy, steps) for policy in asked}
+            predictions = {policy: scenario.simulate(policy, planned) for policy, planned in plans.items()}
             _print(scenario, plans, predictions)
     if not search:
         _export(scenario, plans, predictions, report, trace)
-
-
-def _predict(
-    scenario: Scenario, policies: list[Policy], steps: int
-) -> tuple[dict[Policy, list[Plan]], dict[Policy, Prediction]]:
-    from wlb_titan.simulator import step
-
-    plans = {policy: scenario.plans(policy, steps) for policy in policies}
-    return plans, {policy: step.simulate(scenario.job, planned) for policy, planned in plans.items()}
-
-
-def describe(scenario: Scenario) -> str:
-    """Two sentences on documents and job."""
-    job = scenario.job
-    pipeline = f", {job.schedule}" if job.degrees.pipeline > 1 else ""
-    return (
-        f"{scenario.source}: {len(scenario.lengths):,} documents, {int(scenario.lengths.sum()):,} tokens. "
-        f"{scenario.micro_batches} micro-batches a step, context window {scenario.window:,} tokens, "
-        f"{job.degrees} = {job.degrees.ranks} GPUs{pipeline}, {job.memory.checkpointing} checkpointing, on "
-        f"{job.cluster.name}."
-    )
 
 
 def table_rows(
@@ -210,7 +182,7 @@ def _print(
     scenario: Scenario, plans: dict[Policy, list[Plan]], predictions: dict[Policy, Prediction]
 ) -> None:
     console = make_console(TABLE_WIDTH)
-    console.print(describe(scenario), markup=False, soft_wrap=True)
+    console.print(describe_job(scenario.job, scenario.documents), markup=False, soft_wrap=True)
     show_table(console, table_rows(scenario, plans, predictions))
     for line in remarks(predictions):
         console.print(line, markup=False, soft_wrap=True)
@@ -233,7 +205,7 @@ def _print_search(
 
     result = search(scenario, gpus or scenario.job.degrees.ranks, policies, steps, goes_on)
     console = make_console(TABLE_WIDTH)
-    console.print(describe(scenario), markup=False, soft_wrap=True)
+    console.print(describe_job(scenario.job, scenario.documents), markup=False, soft_wrap=True)
     show_table(console, search_rows(result)[:SHOWN])
     console.print(
         f"{len(result.found)} candidates fit; {result.too_large} ways to divide the job need more memory and "
@@ -284,7 +256,7 @@ def _export(
     steps = {}
     for policy, prediction in predictions.items():
         typical = int(abs(prediction.seconds - prediction.seconds.mean()).argmin())
-        steps[policy] = step_timeline(scenario.job, plans[policy][typical], str(policy))
+        steps[policy] = step_timeline(scenario.job.under(policy), plans[policy][typical], str(policy))
     if trace is not None:
         try:
             write_trace([piece for slices, _ in steps.values() for piece in slices], trace)

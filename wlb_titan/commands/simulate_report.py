@@ -6,10 +6,12 @@ import html
 from collections.abc import Mapping
 from pathlib import Path
 
+from wlb_titan.commands.job import describe_job
 from wlb_titan.commands.report_page import needs_matplotlib, section, table, write_page
-from wlb_titan.commands.simulate import describe, remarks, table_rows
+from wlb_titan.commands.simulate import remarks, table_rows
+from wlb_titan.job import Policy
 from wlb_titan.plan import Plan
-from wlb_titan.simulator.scenario import Policy, Scenario
+from wlb_titan.simulator.scenario import Scenario
 from wlb_titan.simulator.step import Prediction
 from wlb_titan.simulator.timeline import MemoryCurve
 from wlb_titan.timeline import Slice
@@ -64,5 +66,6 @@ def write_report(
             figures.peak_memory(predictions),
         ),
     ]
-    head = f"<h1>What balance is worth here</h1><p>{html.escape(describe(scenario))}</p>"
-    return write_page(folder, f"Simulation of {scenario.source}", head, sections)
+    described = html.escape(describe_job(scenario.job, scenario.documents))
+    head = f"<h1>What balance is worth here</h1><p>{described}</p>"
+    return write_page(folder, f"Simulation of {scenario.documents.name}", head, sections)

@@ -17,15 +17,25 @@ from typing import Any, NoReturn, get_args, get_origin
 
 from wlb_titan.config.classes import find_class, full_name, importable, short_name
 from wlb_titan.config.sources import Leaf, Node, Table
-from wlb_titan.config.values import Mismatch, arms, convert, dataclass_arms, describe, expressed, shown
-from wlb_titan.errors import ConfigError
+from wlb_titan.config.values import (
+    Mismatch,
+    arms,
+    convert,
+    dataclass_arms,
+    describe,
+    expressed,
+    shown,
+    to_text,
+)
+from wlb_titan.errors import ConfigError, UserError
+from wlb_titan.plugins import PluginConfig
 
 KeyPath = tuple[str | int, ...]
 """Keys from the root down. A place in a list is a string where the base's list is kept ("0"), a number where
 the user gave a whole new list (0)."""
 
 CLASS = "class"
-"""The key by which a section chooses its class."""
+"""The key by which a section chooses its class, unless it holds a plug-in, whose family names the key."""
 
 
 @dataclass(frozen=True)
@@ -121,11 +131,17 @@ class Builder:
                 continue
             wanted, source = _wanted_class(cls, hint, node, path)
             if wanted is not cls:
-                cls, start, tables, origin = wanted, None, [], f"default of {short_name(wanted)}"
+                # Of a family, what both classes have is kept, so that policies can be exchanged.
+                start = _exchanged(start, wanted)
+                tables = [_restricted(table, wanted) for table in tables] if start is not None else []
+                cls, origin = wanted, f"default of {short_name(wanted)}"
             chosen_by = source or chosen_by
             tables.append(node)
         assert cls is not None
-        if chosen_by:  # the class is not simply the one that the field declares
+        if issubclass(cls, PluginConfig):
+            name = cls.owner_name()
+            self.entries.append(Entry((*path, cls.family.key), name, chosen_by or origin, to_text(name)))
+        elif chosen_by:  # the class is not simply the one that the field declares
             text = f'"{full_name(cls)}"' if importable(cls) else None
             self.entries.append(Entry((*path, CLASS), full_name(cls), chosen_by, text))
         return self._instance(cls, start, tables, path, origin)
@@ -135,7 +151,7 @@ class Builder:
         fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
         for table in tables:
             for key, child in table.children.items():
-                if key not in fields and not (key == CLASS and path):
+                if key not in fields and not (key == _choosing_key(cls) and path):
                     self._refuse_key(child, (*path, key), cls, list(fields))
         values: dict[str, Any] = {}
         for name, field in fields.items():
@@ -228,6 +244,8 @@ class Builder:
         close = difflib.get_close_matches(str(path[-1]), names, n=1)
         suggestions = [dotted((*path[:-1], name)) for name in close] or namesakes[:3]
         hint = f" Did you mean {' or '.join(suggestions)}?" if suggestions else ""
+        if issubclass(cls, PluginConfig) and (others := cls.family.having(str(path[-1]))):
+            hint = f" {cls.family.key} = {shown(cls.owner_name())} does not have it, but {', '.join(others)}."
         if len(names) <= 12:
             hint += f" {short_name(cls)} has {', '.join(names) or 'no keys'}."
         raise ConfigError(f"{_written(node, path)}: there is no such key.{hint}")
@@ -238,7 +256,8 @@ def _wanted_class(cls: type | None, hint: object, node: Table, path: KeyPath) ->
     if node.array:
         raise ConfigError(f"{node.source}: [[{dotted(path)}]]: an array, but a single table belongs here.")
     allowed = dataclass_arms(hint) or (typing.cast(type, cls),)
-    name = node.children.get(CLASS) if path else None
+    key = _choosing_key(allowed[0])
+    name = node.children.get(key) if path else None
     if name is None:
         if cls is not None:
             return cls, None
@@ -247,13 +266,32 @@ def _wanted_class(cls: type | None, hint: object, node: Table, path: KeyPath) ->
         names = " or ".join(f'"{short_name(option)}"' for option in allowed)
         raise ConfigError(f"{node.source}: [{dotted(path)}]: which kind is meant? Add class = {names}.")
     if not isinstance(name, Leaf) or not isinstance(name.value, str):
-        raise ConfigError(f"{name.source}: {dotted(path)}.{CLASS}: expected a string, the name of a class.")
+        raise ConfigError(f"{name.source}: {dotted(path)}.{key}: expected a string, the name of a class.")
     try:
+        if issubclass(allowed[0], PluginConfig):
+            return allowed[0].family.find(name.value).Config, name.source
         return find_class(name.value, allowed), name.source
-    except LookupError as error:
+    except (LookupError, UserError) as error:
         raise ConfigError(
-            f"{name.source}: {dotted(path)}.{CLASS} = {shown(name.value)}: {error.args[0]}."
+            f"{name.source}: {dotted(path)}.{key} = {shown(name.value)}: {error.args[0]}."
         ) from error
+
+
+def _exchanged(start: object, cls: type) -> Any:
+    """Settings of another class of the same family with the values that both have; None for other classes."""
+    if isinstance(start, PluginConfig) and issubclass(cls, PluginConfig):
+        return start.named(cls.owner_name())
+    return None
+
+
+def _choosing_key(cls: type) -> str:
+    return cls.family.key if issubclass(cls, PluginConfig) else CLASS
+
+
+def _restricted(table: Table, cls: type) -> Table:
+    """What of a table a class has, too."""
+    names = {field.name for field in dataclasses.fields(cls)}
+    return dataclasses.replace(table, children={k: v for k, v in table.children.items() if k in names})
 
 
 def _converted(node: Node, hint: object, current: object, path: KeyPath) -> Any:

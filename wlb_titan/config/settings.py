@@ -8,7 +8,9 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Interval, MinLen
 
-from wlb_titan.settings import PackingSettings, ShardingSettings
+from wlb_titan.context import STRATEGIES, ContextStrategy
+from wlb_titan.packing import POLICIES, PackingPolicy
+from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder
 
 
 @dataclass(kw_only=True, slots=True)
@@ -57,31 +59,21 @@ class CorpusSettings:
 
 
 @dataclass(kw_only=True, slots=True)
-class PipelineSettings:
-    """[wlb.pipeline]: how micro-batches of different lengths go through the pipeline."""
-
-    order: Literal["as_packed", "longest_first", "shortest_first", "best"] = "as_packed"
-    """In which order a rank runs the micro-batches of a step. `as_packed`: as the packing policy made them,
-    which is longest first for the policies that balance. `best`: the order with the shortest predicted step,
-    for the schedules whose dependency graph is known. Without pipeline parallelism it has no effect."""
-
-    check_lengths: bool = False
-    """Compare the micro-batches' lengths between pipeline ranks once a step, to find ranks that follow
-    different plans; costs a small all-gather."""
-
-
-@dataclass(kw_only=True, slots=True)
 class WlbSettings:
     """[wlb]: everything that wlb_titan adds to torchtitan's configuration."""
 
     device: Literal["auto", "cpu"] = "auto"
     """`auto`: the accelerator that torch finds, or else the CPU. `cpu`: the CPU even where there is one."""
 
+    cluster: str = ""
+    """The hardware that work, time and memory are predicted for: `h100_roce`, `h200`, `cpu` or a TOML file
+    like theirs. Empty: the device at hand. Name it where plans and predictions shall be those of another."""
+
     trace_every: Annotated[int, Ge(0)] = 0
     """Every so many steps the passes of all ranks are timed: a trace for ui.perfetto.dev is written to
     <dump_folder>/traces, and the metrics get measured imbalance and bubble. 0: never."""
 
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
-    packing: PackingSettings = field(default_factory=PackingSettings)
-    sharding: ShardingSettings = field(default_factory=ShardingSettings)
-    pipeline: PipelineSettings = field(default_factory=PipelineSettings)
+    packing: PackingPolicy.Config = field(default_factory=lambda: POLICIES.configure("plain"))
+    sharding: ContextStrategy.Config = field(default_factory=lambda: STRATEGIES.configure("per_sequence"))
+    pipeline: MicroBatchOrder.Config = field(default_factory=lambda: ORDERS.configure("as_packed"))

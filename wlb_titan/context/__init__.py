@@ -1,20 +1,21 @@
-"""Sharding of one packed micro-batch over context-parallel ranks (paper section 5).
+"""Context parallelism: who holds which tokens of a packed micro-batch, and what that costs (paper section 5).
 
-A sharding says, for each rank, which runs of which documents it holds. From it follow the attention segments
-of the rank (what its queries see) and the permutation between the gathered keys, rank by rank, and the
-document order that attention reads. Every rank holds exactly total / ranks tokens, its share of the padding
-last.
+A sharding says, for each rank, which runs of which documents it holds. Every rank holds exactly total / ranks
+tokens, its share of the padding last. From it follow the attention segments of a rank (what its queries see)
+and where the tokens lie in the sequence. A strategy makes shardings, and knows what the ranks exchange.
 """
 
-from wlb_titan.context.choice import choose
 from wlb_titan.context.document import per_document, per_document_round_robin
 from wlb_titan.context.hybrid import hybrid
 from wlb_titan.context.layout import Sharding, segments, sequence_positions, whole
 from wlb_titan.context.sequence import per_sequence
+from wlb_titan.context.strategy import STRATEGIES, ContextStrategy, Exchange
 
 __all__ = [
+    "STRATEGIES",
+    "ContextStrategy",
+    "Exchange",
     "Sharding",
-    "choose",
     "hybrid",
     "per_document",
     "per_document_round_robin",

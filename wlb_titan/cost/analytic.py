@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from wlb_titan.cost.cluster import Cluster, load_cluster
 from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS, ModelShape
+from wlb_titan.cost.workload import CostJob, CostModel
 
 Floats = NDArray[np.float64]
 
@@ -67,7 +68,7 @@ class TokenSeconds:
         matrices: matrix products.
         elements: element-wise operators.
         tensor: the collectives of tensor parallelism: all-gather and reduce-scatter, twice a layer.
-        context: the all-gather of K and V.
+        context: the collectives of context parallelism.
         head: the matrix product with the vocabulary, on the last stage.
     """
 
@@ -78,8 +79,18 @@ class TokenSeconds:
     head: float
 
     @classmethod
-    def of(cls, shape: ModelShape, device: Device, tensor: int, context: int) -> TokenSeconds:
-        """Args: the model, one of its ranks, and the degrees of tensor and context parallelism."""
+    def of(
+        cls, shape: ModelShape, device: Device, tensor: int, context: int, received: float | None = None
+    ) -> TokenSeconds:
+        """Of one rank of a model.
+
+        Args:
+            shape: of the model.
+            device: of the rank.
+            tensor, context: degrees of parallelism.
+            received: elements that context parallelism brings to the rank in a pass, for each token of the
+                micro-batch; None: keys and values of the other ranks, as in the paper.
+        """
         ranks = tensor * context
         head = shape.hidden * shape.vocabulary
         layer = (shape.linear_weights - head) // shape.layers
@@ -87,17 +98,18 @@ class TokenSeconds:
         elements = 12 * shape.hidden + 4 * shape.heads * shape.head_dim + 3 * shape.feed_forward
         # Sequence-parallel TP gathers and scatters the activations twice a layer.
         shared = 4 * shape.hidden * (tensor - 1) / tensor / context
-        gathered = 2 * shape.kv_heads * shape.head_dim / tensor * (context - 1) / context
+        if received is None:
+            received = 2 * shape.kv_heads * shape.head_dim / tensor * (context - 1) / context
         return cls(
             matrices=2.0 * layer / ranks / device.linear_flops,
             elements=BYTES * elements / ranks / device.memory_bandwidth,
             tensor=BYTES * shared / device.tensor_bandwidth,
-            context=BYTES * gathered / device.context_bandwidth,
+            context=BYTES * received / device.context_bandwidth,
             head=2.0 * head / ranks / device.linear_flops,
         )
 
 
-class Analytic:
+class Analytic(CostModel):
     """`analytic`: seconds by counting operations.
 
     Example: the paper's 7B model with a document of 131072 tokens on one H100 without parallelism: attention
@@ -109,6 +121,7 @@ class Analytic:
         device: one of its ranks; None takes a GPU of the paper's cluster, `h100_roce`.
         tensor_parallel: degree; divides FLOPs and element-wise bytes, adds its collectives.
         context_parallel: the same.
+        received: as of `TokenSeconds.of`.
 
     Attributes:
         linear_forward, linear_backward: W_l of one token, seconds.
@@ -121,11 +134,12 @@ class Analytic:
         *,
         tensor_parallel: int = 1,
         context_parallel: int = 1,
+        received: float | None = None,
     ) -> None:
         device = device or Device.of(
             load_cluster("h100_roce"), tensor_parallel=tensor_parallel, context_parallel=context_parallel
         )
-        token = TokenSeconds.of(shape, device, tensor_parallel, context_parallel)
+        token = TokenSeconds.of(shape, device, tensor_parallel, context_parallel, received)
         # Two matrix products, 2 FLOPs a multiplication, over the lower triangle of d x d.
         attention = 2.0 * shape.heads * shape.head_dim * shape.layers / (tensor_parallel * context_parallel)
         self._attention_forward = attention / device.attention_flops
@@ -134,6 +148,12 @@ class Analytic:
         communicated = (token.tensor + token.context) * shape.layers
         self.linear_forward = computed + communicated
         self.linear_backward = LINEAR_BACKWARD * computed + communicated
+
+    @classmethod
+    def of(cls, config: CostModel.Config, job: CostJob) -> Analytic:
+        tensor, context = job.degrees.tensor, job.degrees.context
+        device = Device.of(job.cluster, tensor_parallel=tensor, context_parallel=context)
+        return cls(job.model, device, tensor_parallel=tensor, context_parallel=context, received=job.received)
 
     def forward(self, lengths: NDArray[Any]) -> Floats:
         d = np.asarray(lengths, dtype=np.float64)

@@ -26,7 +26,7 @@ Example: tiles of 4 queries, blocks of 4 keys, and the last 6 tokens of a docume
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -142,6 +142,11 @@ class KernelCost:
     tile: float
     block: float
     masked: float
+
+    def slower(self, factor: float) -> KernelCost:
+        """A kernel whose work takes `factor` times as long, and its launch what it took."""
+        costs = ("key", "segment", "tile", "block", "masked")
+        return replace(self, **{name: getattr(self, name) * factor for name in costs})
 
     def work(self, counts: Floats) -> Floats:
         """float64 (n,), seconds of segments with these `Tiling.count`s, which are (3, n)."""

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wlb_titan.cost.attention_fit import Point, predict
-from wlb_titan.cost.attention_hopper import hopper
 from wlb_titan.cost.attention_latency import AttentionLatency, Floats, KernelCost, Tiling
 from wlb_titan.errors import PlanError
 
@@ -196,24 +195,6 @@ class Profile:
             )
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise PlanError(f"The profile {path} is damaged: {type(error).__name__} {error}.") from error
-
-
-def attention_latency(profile: str, shape: AttentionShape) -> AttentionLatency:
-    """The latency model that `[wlb.sharding] profile` asks for.
-
-    Args:
-        profile: path of a profile; empty for the figures derived for H100 and H200.
-        shape: the attention to predict.
-
-    Raises:
-        PlanError: the file cannot be read, or it lacks this attention.
-    """
-    if not profile:
-        return hopper(shape.head_dim, shape.heads)
-    try:
-        return Profile.load(Path(profile)).latency(shape)
-    except PlanError as error:
-        raise PlanError(str(error), setting="sharding.profile") from error
 
 
 def _given(wanted: dict[str, Any], last: str) -> str:

@@ -9,58 +9,124 @@ balances their sum, since a micro-batch holds the same documents in both.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import abstractmethod
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb_titan.errors import PlanError
+from wlb_titan.cost.attention_latency import AttentionLatency
+from wlb_titan.cost.cluster import Cluster
+from wlb_titan.cost.degrees import Degrees
+from wlb_titan.cost.models import ModelShape
+from wlb_titan.errors import PlanError, UserError
+from wlb_titan.plugins import Family, Plugin, PluginConfig
 
 Floats = NDArray[np.float64]
 
-LARGEST = 1e100  # coefficient, with which the work of any step is still a finite number
+COST_MODELS = Family(
+    kind="cost model",
+    key="cost_model",
+    group="wlb_titan.cost",
+    base="wlb_titan.cost.workload:CostModel",
+    shipped={
+        "analytic": "wlb_titan.cost.analytic:Analytic",
+        "quadratic": "wlb_titan.cost.quadratic:Quadratic",
+        "profile": "wlb_titan.cost.measured:Measured",
+        "simulated": "wlb_titan.simulator.passes:JobCost",
+    },
+)
 
 
-class CostModel(Protocol):
+class CostJob(Protocol):
+    """What of a job decides about the work of documents."""
+
+    @property
+    def model(self) -> ModelShape: ...
+    @property
+    def degrees(self) -> Degrees: ...
+    @property
+    def cluster(self) -> Cluster: ...
+    @property
+    def dtype(self) -> str:
+        """Of queries and keys, as torch names it."""
+        ...
+
+    @property
+    def latency(self) -> AttentionLatency:
+        """The attention of one layer on one tensor-parallel rank."""
+        ...
+
+    @property
+    def received(self) -> float:
+        """Elements that context parallelism brings to a rank in a pass, for each token of a micro-batch."""
+        ...
+
+
+class CostModel(Plugin):
     """Predicted work of documents, in one unit for all of them."""
 
+    @dataclass(kw_only=True, slots=True)
+    class Config(PluginConfig):
+        """What follows a cost model's name in `[wlb.packing] cost_model`, with commas between."""
+
+        family = COST_MODELS
+
+        @classmethod
+        def parse(cls, text: str) -> Self:
+            """The settings from what follows the name and a colon.
+
+            Raises:
+                PlanError: there are other values than the model has settings.
+            """
+            names = [field.name for field in fields(cls)]
+            parts = text.split(",") if text else []
+            if len(parts) > len(names):
+                raise PlanError(
+                    f"the cost model {cls.owner_name()!r} takes {', '.join(names) or 'nothing'} after its "
+                    f"name, and there is {text!r}"
+                )
+            return cls(**dict(zip(names, parts, strict=False)))
+
+    @classmethod
+    @abstractmethod
+    def of(cls, config: Any, job: CostJob) -> CostModel:
+        """The model for a job."""
+
+    @abstractmethod
     def forward(self, lengths: NDArray[Any]) -> Floats:
         """float64 (n,), work of the forward pass of documents of `lengths` tokens, each positive."""
-        ...
 
+    @abstractmethod
     def backward(self, lengths: NDArray[Any]) -> Floats:
         """float64 (n,), work of the backward pass."""
-        ...
+
+
+def cost_model(text: str, job: CostJob) -> CostModel:
+    """What `[wlb.packing] cost_model` or `--cost-model` names.
+
+    Args:
+        text: a name, with its settings after a colon (`quadratic:0.9e6,4e10`); the path of a profile, which
+            is short for `profile:PATH`; or "package.module:Class".
+        job: whose documents they are.
+
+    Raises:
+        PlanError: there is no such model, or its settings are wrong.
+    """
+    name, _, settings = text.partition(":")
+    if text.endswith(".json") and name not in COST_MODELS.names:
+        name, settings = "profile", text
+    if name not in COST_MODELS.names:
+        name, settings = text, ""
+    try:
+        config: CostModel.Config = COST_MODELS.find(name).Config.parse(settings)
+        model: CostModel = config.owner.of(config, job)  # type: ignore[attr-defined]
+    except UserError as error:
+        raise PlanError(str(error), setting=error.setting or "packing.cost_model") from error
+    return model
 
 
 def workload(model: CostModel, lengths: NDArray[Any]) -> Floats:
     """float64 (n,), work of both passes: what packing balances."""
     return model.forward(lengths) + model.backward(lengths)
-
-
-class Quadratic:
-    """`quadratic:A,B`: both passes together cost A d^2 + B d, of which the forward pass is one third.
-
-    Raises:
-        PlanError: A or B is negative or not finite, both are zero, or work would overflow.
-    """
-
-    def __init__(self, a: float, b: float) -> None:
-        if not (0 <= a <= LARGEST and 0 <= b <= LARGEST) or a + b == 0:
-            raise PlanError(
-                f"The cost model quadratic:{a:g},{b:g} does not give every document some work: A and B must "
-                f"be from 0 to {LARGEST:g}, and not both zero.",
-                setting="packing.cost_model",
-            )
-        self.a, self.b = a, b
-
-    def forward(self, lengths: NDArray[Any]) -> Floats:
-        return self._total(lengths) / 3
-
-    def backward(self, lengths: NDArray[Any]) -> Floats:
-        total = self._total(lengths)
-        return total - total / 3
-
-    def _total(self, lengths: NDArray[Any]) -> Floats:
-        d = np.asarray(lengths, dtype=np.float64)
-        return self.a * d * d + self.b * d

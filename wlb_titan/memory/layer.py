@@ -38,13 +38,11 @@ attention's output, w1's and w2's outputs again; with `none` what is kept is not
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from wlb_titan.context import Exchange
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape
-
-if TYPE_CHECKING:
-    from wlb_titan.memory.peak import MemorySettings
+from wlb_titan.memory.settings import MemorySettings
 
 FLOAT32 = 4
 
@@ -71,10 +69,12 @@ class TokenBytes:
     inputs: float
 
     @classmethod
-    def of(cls, model: ModelShape, degrees: Degrees, settings: MemorySettings) -> TokenBytes:
-        """Of a model at some degrees."""
+    def of(
+        cls, model: ModelShape, degrees: Degrees, settings: MemorySettings, exchange: Exchange | None = None
+    ) -> TokenBytes:
+        """Of a model at some degrees; without an `exchange` keys and values of all ranks are gathered."""
         cp, tp = degrees.context, degrees.tensor
-        layer = _Layer.of(model, degrees, settings)
+        layer = _Layer.of(model, degrees, settings, exchange)
         forward, backward = layer.passes(settings.checkpointing)
         # The logits and, in float32, log-softmax and gradients; the loss-parallel softmax has one copy more.
         softmax = settings.compute_bytes + (4 if tp > 1 else 3) * FLOAT32
@@ -100,9 +100,12 @@ class _Layer:
         s, g, q, k, f: as above.
         keys: K; without context parallelism the rotated keys, as the values are a view of QKV's output.
         key_gradients: of K and V, as attention gives them.
+        sent: what a rank sends to the others before attention.
+        outputs: queries, and as many outputs, of the tokens that attention works on, where they are others
+            than the rank's own.
         log_sum_exp: of attention, in float32.
         rotary: factors of the rank's tokens: a complex number of float32 for two elements of the head dim.
-        shared_keys: whether context-parallel ranks gather K and V.
+        shared_keys: whether context-parallel ranks exchange K and V.
         gathers: whether tensor-parallel ranks gather hidden states.
     """
 
@@ -113,16 +116,21 @@ class _Layer:
     f: float
     keys: float
     key_gradients: float
+    sent: float
+    outputs: float
     log_sum_exp: float
     rotary: float
     shared_keys: bool
     gathers: bool
 
     @classmethod
-    def of(cls, model: ModelShape, degrees: Degrees, settings: MemorySettings) -> _Layer:
+    def of(
+        cls, model: ModelShape, degrees: Degrees, settings: MemorySettings, exchange: Exchange | None
+    ) -> _Layer:
         cp, tp, size = degrees.context, degrees.tensor, settings.compute_bytes
         g = model.hidden * size / cp
         k = model.kv_heads * model.head_dim * size / (cp * tp)
+        keys = 2 * k * cp if exchange is None else exchange.keys * size
         gathers = tp > 1 and settings.sequence_parallel
         return cls(
             s=g / tp if gathers else g,
@@ -130,8 +138,10 @@ class _Layer:
             q=model.heads * model.head_dim * size / (cp * tp),
             k=k,
             f=model.feed_forward * size / (cp * tp),
-            keys=2 * k * cp if cp > 1 else k,
-            key_gradients=2 * k * cp,
+            keys=k if cp == 1 else keys,
+            key_gradients=keys,
+            sent=0.0 if cp == 1 else 2 * k if exchange is None else exchange.sent * size,
+            outputs=0.0 if cp == 1 or exchange is None else exchange.outputs * size,
             log_sum_exp=FLOAT32 * model.heads / (cp * tp),
             rotary=FLOAT32 * model.head_dim / cp,
             shared_keys=cp > 1,
@@ -144,9 +154,9 @@ class _Layer:
         if checkpointing == "none":
             # Values that are a view of QKV's output keep the whole of it.
             values = 0.0 if self.shared_keys else qkv
-            return 2 * s + 2 * g + 2 * q + 4 * f + self.keys + values + self.log_sum_exp
+            return 2 * s + 2 * g + 2 * q + 2 * self.outputs + 4 * f + self.keys + values + self.log_sum_exp
         if checkpointing == "selective":
-            return s + qkv + q + f + self.log_sum_exp
+            return s + qkv + q + self.outputs + f + self.log_sum_exp
         return s
 
     def passes(self, checkpointing: str) -> tuple[float, float]:
@@ -162,13 +172,13 @@ class _Layer:
         forward = s + max(2 * g + 3 * f + w1, g + q + 2 * self.keys, g + 5 * q + 4 * k)
         rotating = 2 * g + 4 * (q + k)
         moments = [
-            2 * g + (self.keys + 2 * k if self.shared_keys else 0.0),
+            2 * g + (self.keys + self.sent if self.shared_keys else 0.0),
             4 * g if self.gathers else 0.0,
             w1 + 3 * g + 4 * f,
             w1 + 4 * g + 3 * f if full else 0.0,  # w2's output, which early stop spares `selective`
             w1 + 2 * g + 5 * f,
             w1 + 4 * g + f,
-            g + 2 * q + self.key_gradients,
+            g + 2 * q + 2 * self.outputs + self.key_gradients,
         ]
         at_hand = 2 * s + q + self.rotary + attention
         return forward, at_hand + max(rotating, self.keys + max(moments))

@@ -37,12 +37,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any
 
+from wlb_titan.context import Exchange
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import TokenBytes
+from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.pipeline.schedule import Action, PipelineShape, rank_actions
 
 GIB = 2**30
@@ -51,45 +53,6 @@ USABLE = 0.9
 
 LONGEST = 2
 """Context windows that a micro-batch may have at most, where the user sets no bound: as in WLB-LLM."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemorySettings:
-    """What of a training configuration decides about memory, besides shape, degrees and lengths.
-
-    Attributes:
-        checkpointing: `none`, `selective` or `full` activation checkpointing.
-        parameter_bytes: of a weight as the optimizer keeps it, and of its gradient.
-        compute_bytes: of a weight or an activation in forward and backward.
-        optimizer_bytes: of a weight's state: AdamW has two moments in float32.
-        loss_chunks: pieces of a micro-batch of which the logits exist one at a time.
-        window: context window in tokens, for which every layer has a table of rotary factors.
-        rotary_bytes: of such a table for each position and element of the head dim.
-        sequence_parallel: whether tensor parallelism divides the tokens of hidden states.
-        reshard: whether FSDP frees a layer's gathered weights after each pass. None is torchtitan's default:
-            not under pipeline parallelism, where micro-batches add up gradients before they are reduced.
-    """
-
-    checkpointing: Literal["none", "selective", "full"] = "selective"
-    parameter_bytes: int = 4
-    compute_bytes: int = 2
-    optimizer_bytes: int = 8
-    loss_chunks: int = 8
-    window: int = 0
-    rotary_bytes: int = 4
-    sequence_parallel: bool = True
-    reshard: bool | None = None
-
-    def __post_init__(self) -> None:
-        if self.checkpointing not in ("none", "selective", "full"):
-            raise PlanError(
-                f"No activation checkpointing is called {self.checkpointing!r}; there are none, selective "
-                "and full."
-            )
-
-    def reshards(self, degrees: Degrees) -> bool:
-        """Whether gathered weights are freed after each pass at these degrees."""
-        return degrees.pipeline == 1 if self.reshard is None else self.reshard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,6 +129,7 @@ def pipeline_memory(
     run: int | None = None,
     settings: MemorySettings | None = None,
     layers: Sequence[int] | None = None,
+    exchange: Exchange | None = None,
 ) -> tuple[RankMemory, ...]:
     """The peak memory of every pipeline rank over one step.
 
@@ -179,6 +143,7 @@ def pipeline_memory(
         run: micro-batches that go through the pipeline together; None: all.
         settings: data types and checkpointing; None takes bfloat16 with selective checkpointing.
         layers: of each stage; None divides them as torchtitan does.
+        exchange: what context parallelism holds; None: the keys and values of all ranks, gathered.
 
     Returns:
         One `RankMemory` a pipeline rank.
@@ -193,7 +158,7 @@ def pipeline_memory(
     runs = [lengths[first : first + run] for first in range(0, len(lengths), run)]
     result = []
     for rank in range(shape.ranks):
-        one = _Rank(model, degrees, settings, shape, layers, rank)
+        one = _Rank(model, degrees, settings, shape, layers, rank, exchange)
         peaks = [one.peak(each, reduced=i > 0) for i, each in enumerate(runs)]
         result.append(max(peaks, key=lambda peak: peak.total))
     return tuple(result)
@@ -273,15 +238,17 @@ class _Rank:
         shape: PipelineShape,
         layers: Sequence[int],
         rank: int,
+        exchange: Exchange | None,
     ) -> None:
         self._model, self._degrees, self._settings = model, degrees, settings
         self._shape, self._layers, self._number = shape, layers, rank
         self._stages = shape.stages_of(rank)
         self._last = len(layers) - 1
         self._own_layers = sum(layers[stage] for stage in self._stages)
-        self._bytes = TokenBytes.of(model, degrees, settings)
+        self._bytes = TokenBytes.of(model, degrees, settings, exchange)
         self._kept = {stage: self._bytes.kept * layers[stage] + self._output(stage) for stage in self._stages}
-        everything = TokenBytes.of(model, degrees, replace(settings, checkpointing="none")).kept
+        unsaved = replace(settings, checkpointing="none")
+        everything = TokenBytes.of(model, degrees, unsaved, exchange).kept
         self._made_again = {stage: (everything - self._bytes.kept) * layers[stage] for stage in self._stages}
 
     def peak(self, lengths: Sequence[int], reduced: bool) -> RankMemory:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.documents.stream import DocumentStream
-from wlb_titan.packing.policy import Documents
+from wlb_titan.packing.policy import Pack
 from wlb_titan.plan import DELAY, LENGTH
 
 Waiting = NDArray[np.int64]
@@ -68,7 +68,7 @@ def arrived(pieces: NDArray[np.int64], iteration: int) -> Waiting:
     return waiting
 
 
-def delayed(packed: Waiting, iteration: int) -> Documents:
+def delayed(packed: Waiting, iteration: int) -> Pack:
     """What is packed at `iteration`: arrivals become delays."""
     documents = packed.copy()
     documents[:, DELAY] = iteration - packed[:, ARRIVAL]
@@ -80,7 +80,7 @@ def restore(rows: list[list[int]]) -> Waiting:
     return np.array(rows, dtype=np.int64).reshape(-1, 4)
 
 
-def split(documents: Documents, assigned: NDArray[np.int64], packs: int) -> list[Documents]:
+def split(documents: Pack, assigned: NDArray[np.int64], packs: int) -> list[Pack]:
     """One array of documents for each pack, in the order in which they stand in `documents`.
 
     Args:

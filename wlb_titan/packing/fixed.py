@@ -1,4 +1,4 @@
-"""`fixed_greedy` and `fixed_solver`: fixed-length packing, the paper's baseline (Fixed-4D, section 3.2).
+"""`fixed_greedy`, on which `fixed_solver` improves: fixed-length packing, the baseline of section 3.2.
 
 The documents of `window` global batches, cut at the ends of context windows as a plain loader cuts them, are
 packed anew into as many micro-batches of at most the context window, so that the largest sum of squared
@@ -12,56 +12,56 @@ for ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Interval
 from numpy.typing import NDArray
 
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Waiting, arrived, delayed, restore, split
 from wlb_titan.packing.bins import REMAINS, Bins
-from wlb_titan.packing.policy import Packing, PackingPolicy
+from wlb_titan.packing.policy import Packing, PackingJob, PackingPolicy
 from wlb_titan.plan import LENGTH
 
 PATIENCE = 4
 
-Improve = Callable[[NDArray[np.int64], NDArray[np.int64], int, int], tuple[NDArray[np.int64], float]]
-"""(lengths, greedy assignment, packs, window) -> (assignment, gap that remains)."""
+Ints = NDArray[np.int64]
 
 
-class Fixed(PackingPolicy):
-    """Packs the documents of several global batches into micro-batches of the context window.
+class FixedGreedy(PackingPolicy):
+    """Packs the documents of several global batches into micro-batches of the context window (Fixed-4D).
 
     The packs are sorted by work and dealt out N at a time, so that the packs of one step are alike. Documents
-    arrive when their window is read, so the delay of the k-th step of a window is k.
-
-    Args:
-        stream: documents.
-        micro_batches: N.
-        window: global batches that are packed together, at least 1.
-        improve: makes the greedy packing better; None leaves it.
+    arrive when their global batches are read, so the delay of the k-th step after that is k.
 
     Raises:
-        PlanError: the window is below 1.
+        PlanError: there are fewer than one global batch.
     """
 
-    fixed_length = True
+    @dataclass(kw_only=True, slots=True)
+    class Config(PackingPolicy.Config):
+        free = (*PackingPolicy.Config.free, "cost_model")
+
+        window: Annotated[int, Interval(ge=1, le=4096)] = 1
+        """Global batches that are packed together. More of them balance better and mix the order of the
+        documents more."""
+
+    variable_length = False
     balances = True
 
-    def __init__(
-        self, stream: DocumentStream, *, micro_batches: int, window: int, improve: Improve | None = None
-    ) -> None:
-        if window < 1:
+    def __init__(self, config: Config, stream: DocumentStream, job: PackingJob) -> None:
+        if config.window < 1:
             raise PlanError(
-                f"The packing window is {window} global batches; it must be at least 1.",
+                f"The packing window is {config.window} global batches; it must be at least 1.",
                 setting="packing.window",
             )
         self._stream = stream
-        self._micro_batches = micro_batches
-        self._packs = micro_batches * window
-        self._improve = improve
+        self._micro_batches = job.micro_batches
+        self._packs = job.micro_batches * config.window
         self._iteration = 0
         self._remained: Waiting = NOTHING
         self._ready: list[list[Waiting]] = []  # the packs of the window's coming steps
@@ -89,11 +89,10 @@ class Fixed(PackingPolicy):
         fits = assigned != REMAINS
         self._remained = documents[~fits]
         documents, assigned = documents[fits], assigned[fits]
-        if self._improve is not None:
-            better, gap = self._improve(documents[:, LENGTH], assigned, self._packs, self._stream.window)
-            labelled = better[self._stream.has_label(documents)]
-            if np.bincount(labelled, minlength=self._packs).all():  # equation 1 would allow an empty pack
-                assigned, self._gap = better, gap
+        better, gap = self._improved(documents[:, LENGTH], assigned)
+        labelled = better[self._stream.has_label(documents)]
+        if np.bincount(labelled, minlength=self._packs).all():  # equation 1 would allow an empty pack
+            assigned, self._gap = better, gap
         packs = split(documents, assigned, self._packs)
         work = np.bincount(assigned, documents[:, LENGTH].astype(np.float64) ** 2, self._packs)
         order = np.argsort(-work, kind="stable")
@@ -101,6 +100,10 @@ class Fixed(PackingPolicy):
             [packs[pack] for pack in order[first : first + self._micro_batches]]
             for first in range(0, self._packs, self._micro_batches)
         ]
+
+    def _improved(self, lengths: Ints, assigned: Ints) -> tuple[Ints, float | None]:
+        """A better packing, and how far it may be from the best; the greedy one as it is."""
+        return assigned, None
 
     def _read(self) -> Waiting:
         """What was left, and as much of the stream as fills the packs, or gives each a token to predict."""

@@ -8,23 +8,34 @@ rest is lost, as in the paper (`tail = "drop"`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from wlb_titan.documents.stream import DocumentStream, Pieces
-from wlb_titan.packing.policy import Packing, PackingPolicy
+from wlb_titan.packing.policy import Packing, PackingJob, PackingPolicy
 from wlb_titan.plan import LENGTH
 
 
 class Plain(PackingPolicy):
-    fixed_length = True
+    """Documents fill windows of exactly `training.seq_len` tokens as they come (the paper's Plain-4D)."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(PackingPolicy.Config):
+        free = (*PackingPolicy.Config.free, "cost_model")
+
+        tail: Literal["carry", "drop"] = "carry"
+        """What happens to the rest of a document that a window's end cuts. `carry` makes it the next window's
+        first document, `drop` leaves it out, as in the paper, and counts the tokens lost."""
+
+    variable_length = False
     balances = False
 
-    def __init__(self, stream: DocumentStream, *, micro_batches: int, tail: Literal["carry", "drop"]) -> None:
+    def __init__(self, config: Config, stream: DocumentStream, job: PackingJob) -> None:
         self._stream = stream
-        self._micro_batches = micro_batches
-        self._tail = tail
+        self._micro_batches = job.micro_batches
+        self._tail = config.tail
 
     def next(self) -> Packing:
         packs, lost = [], 0

@@ -1,17 +1,42 @@
-"""What every packing policy is: something that turns the stream into one step's packs after the other."""
+"""What every packing policy is: a class that turns the stream into one step's packs after the other."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from annotated_types import Interval, MinLen
 from numpy.typing import NDArray
 
-Documents = NDArray[np.int64]
+from wlb_titan.cost.workload import CostModel
+from wlb_titan.documents.stream import DocumentStream
+from wlb_titan.errors import PlanError
+from wlb_titan.plugins import Family, Plugin, PluginConfig
+
+Pack = NDArray[np.int64]
 """int64 (n, 4), columns ID, START, LENGTH, DELAY as in `MicroBatch.documents`."""
+
+Answer = NDArray[np.float64]
+
+MOST_TOKENS = 1 << 27
+"""Of a context window or micro-batch: beyond what any device holds, and what plans in seconds."""
+
+POLICIES = Family(
+    kind="packing policy",
+    key="policy",
+    group="wlb_titan.packing",
+    base="wlb_titan.packing.policy:PackingPolicy",
+    shipped={
+        "plain": "wlb_titan.packing.plain:Plain",
+        "fixed_greedy": "wlb_titan.packing.fixed:FixedGreedy",
+        "fixed_solver": "wlb_titan.packing.solver:FixedSolver",
+        "wlb": "wlb_titan.packing.wlb:Wlb",
+        "wlb_lazy": "wlb_titan.packing.wlb_lazy:WlbLazy",
+    },
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,22 +51,76 @@ class Packing:
             a proven optimum.
     """
 
-    packs: list[Documents]
+    packs: list[Pack]
     lost_tokens: int = 0
     gap: float | None = None
 
 
-class PackingPolicy(ABC):
-    """Packs the documents of one step after the other.
+def _here(ask: Callable[[], Answer]) -> Answer:
+    return ask()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackingJob:
+    """What a policy packs for.
 
     Attributes:
-        fixed_length: every micro-batch is exactly as long as the context window, so that a pipeline that
-            knows one shape only can run it.
+        micro_batches: N, those of the whole job in one step.
+        cost_model: W_a + W_l.
+        divisor: micro-batches are padded up to a multiple of it.
+        longest: tokens of the longest micro-batch, where the settings name none.
+        on_one_rank: calls a function whose result may differ from rank to rank on one of them, and gives its
+            result, float64 (n,), to all.
+    """
+
+    micro_batches: int
+    cost_model: CostModel
+    divisor: int = 1
+    longest: int | None = None
+    on_one_rank: Callable[[Callable[[], Answer]], Answer] = _here
+
+
+class PackingPolicy(Plugin, ABC):
+    """Packs the documents of one step after the other.
+
+    Args:
+        config: its settings.
+        stream: documents in pieces of at most the context window.
+        job: what it packs for.
+
+    Attributes:
+        variable_length: micro-batches may differ in length; otherwise each is exactly as long as the context
+            window.
         balances: packs may be given to any data-parallel rank; otherwise they stay in stream order.
     """
 
-    fixed_length: bool
-    balances: bool
+    @dataclass(kw_only=True, slots=True)
+    class Config(PluginConfig):
+        """[wlb.packing]: how the documents of a global batch become micro-batches."""
+
+        family = POLICIES
+
+        free: ClassVar[tuple[str, ...]] = ("length_multiple",)
+        """Settings that a run may change when it goes on from a checkpoint; see `PackingPolicy.facts`."""
+
+        cost_model: Annotated[str, MinLen(1)] = "analytic"
+        """What a document's work is predicted from: `analytic` (the model's shape, the parallel degrees and
+        the cluster), `quadratic:A,B` (A d^2 + B d for a document of d tokens), `profile:FILE` (attention as
+        `wlb-titan profile` measured it), or a class of your own as "package.module:Class"."""
+
+        length_multiple: Annotated[int, Interval(ge=1, le=MOST_TOKENS)] = 1
+        """Micro-batches are padded up to a multiple of it, and of what parallelism needs."""
+
+        @property
+        def planning_seconds(self) -> float:
+            """How much longer than other policies one step of planning may take."""
+            return 0.0
+
+    variable_length: ClassVar[bool]
+    balances: ClassVar[bool]
+
+    @abstractmethod
+    def __init__(self, config: Any, stream: DocumentStream, job: PackingJob) -> None: ...
 
     @abstractmethod
     def next(self) -> Packing:
@@ -52,6 +131,15 @@ class PackingPolicy(ABC):
         """int64 (n,), lengths of the pieces that have arrived and not yet been packed."""
         return np.empty(0, dtype=np.int64)
 
+    def facts(self, config: Any) -> dict[str, Any]:
+        """The settings that decide which tokens a step gets; a checkpoint is gone on from only with the same.
+
+        They are all of `config` but those that it calls free. Values that follow from the corpus or the
+        device where the user leaves them open are given as they came out. JSON-able.
+        """
+        names = [field.name for field in fields(config) if field.name not in config.free]
+        return {name: getattr(config, name) for name in names}
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """All that `next` depends on besides the stream and the settings; JSON-able."""
@@ -59,3 +147,47 @@ class PackingPolicy(ABC):
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where `state_dict` was taken."""
+
+
+class VariableLengthPolicy(PackingPolicy):
+    """A policy whose micro-batches differ in length, up to a bound that memory sets."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(PackingPolicy.Config):
+        max_length: Annotated[int, Interval(ge=2, le=2 * MOST_TOKENS)] | None = None
+        """L_max, tokens that a micro-batch may have; the bound that memory sets. "none" is the longest of
+        which a whole step is predicted to fit the device, at most two context windows, and two where there is
+        no device but the CPU."""
+
+    variable_length = True
+    balances = True
+
+    max_length: int
+    """L_max as it came out, tokens."""
+
+    def facts(self, config: Any) -> dict[str, Any]:
+        return {**super().facts(config), "max_length": self.max_length}
+
+    @staticmethod
+    def bound(config: VariableLengthPolicy.Config, window: int, job: PackingJob) -> int:
+        """L_max, rounded down so that padding does not exceed it.
+
+        Raises:
+            PlanError: the longest documents would not fit.
+        """
+        wanted = config.max_length or job.longest or 2 * window
+        if wanted < window:
+            raise PlanError(
+                f"max_length is {wanted} tokens, below the context window of {window}; the longest documents "
+                "would fit into no micro-batch. Set it to at least the window; twice the window is usual.",
+                setting="packing.max_length",
+            )
+        rounded = wanted // job.divisor * job.divisor
+        if rounded < window:
+            raise PlanError(
+                f"max_length, {wanted} tokens, leaves no room to pad a document of the context window, "
+                f"{window} tokens, up to a multiple of {job.divisor}. Set it to at least "
+                f"{-(-window // job.divisor) * job.divisor}.",
+                setting="packing.max_length",
+            )
+        return rounded

@@ -1,18 +1,55 @@
-"""Equation 1 as a mixed-integer program for HiGHS (extra `solver`)."""
+"""`fixed_solver`: equation 1 as a mixed-integer program for HiGHS (extra `solver`)."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Interval
 from numpy.typing import NDArray
 
+from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
+from wlb_titan.packing.fixed import FixedGreedy
+from wlb_titan.packing.policy import PackingJob
 
 Ints = NDArray[np.int64]
 
 MOST_VARIABLES = 1 << 18
+
+
+class FixedSolver(FixedGreedy):
+    """As `fixed_greedy`, and then a MILP solver makes each packing better."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FixedGreedy.Config):
+        free = (*FixedGreedy.Config.free, "time_limit", "gap")
+
+        time_limit: Annotated[float, Interval(gt=0, le=86400)] = 10.0
+        """Seconds that the solver may take for the documents of one window. A solver that is stopped by the
+        clock finds something else the next time, so a run cannot be repeated exactly."""
+
+        gap: Annotated[float, Interval(ge=0, lt=1)] = 0.001
+        """Relative gap between solution and bound at which the solver stops."""
+
+        @property
+        def planning_seconds(self) -> float:
+            return self.time_limit
+
+    def __init__(self, config: Config, stream: DocumentStream, job: PackingJob) -> None:
+        super().__init__(config, stream, job)
+        self._solver = Solver(config.time_limit, config.gap)
+        self._on_one_rank = job.on_one_rank
+
+    def _improved(self, lengths: Ints, assigned: Ints) -> tuple[Ints, float | None]:
+        def solve() -> NDArray[np.float64]:
+            better, gap = self._solver(lengths, assigned, self._packs, self._stream.window)
+            return np.append(better.astype(np.float64), gap)
+
+        answer = self._on_one_rank(solve)
+        return answer[:-1].astype(np.int64), float(answer[-1])
 
 
 class Solver:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from wlb_titan.cost.workload import CostModel, workload
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.packing.plain import Plain
-from wlb_titan.packing.policy import PackingPolicy
+from wlb_titan.packing.policy import PackingJob, PackingPolicy
 from wlb_titan.plan import LENGTH, imbalance_degree
 
 STEPS = 32
@@ -26,13 +28,12 @@ def mean_imbalance(policy: PackingPolicy, cost_model: CostModel) -> float:
     return float(np.mean(degrees[WARM_UP:]))
 
 
-def imbalance_of_plain(stream: DocumentStream, micro_batches: int, cost_model: CostModel) -> float:
+def imbalance_of_plain(stream: DocumentStream, job: PackingJob) -> float:
     """The mean imbalance of `plain` on these documents.
 
     Args:
         stream: left as it is; the trial reads another one from the beginning.
-        micro_batches: N; at most 64 are tried. With more of them `plain` is worse, not better.
-        cost_model: W_a + W_l.
+        job: of its micro-batches at most 64 are tried. With more of them `plain` is worse, not better.
     """
-    plain = Plain(stream.anew(), micro_batches=min(micro_batches, MOST_MICRO_BATCHES), tail="carry")
-    return mean_imbalance(plain, cost_model)
+    few = replace(job, micro_batches=min(job.micro_batches, MOST_MICRO_BATCHES))
+    return mean_imbalance(Plain(Plain.Config(), stream.anew(), few), job.cost_model)

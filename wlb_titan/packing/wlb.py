@@ -11,51 +11,89 @@ is ever empty. Every micro-batch has such a document, as the N longest go to N d
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from annotated_types import Ge, Gt, Interval, MinLen
 from numpy.typing import NDArray
 
-from wlb_titan.cost.workload import CostModel, workload
+from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream
-from wlb_titan.packing import algorithm1
+from wlb_titan.packing import algorithm1, thresholds
 from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Waiting, delayed, restore, split
-from wlb_titan.packing.policy import Packing, PackingPolicy
+from wlb_titan.packing.policy import Packing, PackingJob, VariableLengthPolicy
+from wlb_titan.packing.trial import MOST_MICRO_BATCHES, imbalance_of_plain, mean_imbalance
 from wlb_titan.plan import ID, LENGTH, START
 
 
-class Wlb(PackingPolicy):
-    """Algorithm 1.
+class Wlb(VariableLengthPolicy):
+    """Micro-batches of different lengths and equal work, outliers wait in queues (Algorithm 1).
 
-    Args:
-        stream: documents in pieces of at most the window.
-        micro_batches: N.
-        cost_model: W_a + W_l.
-        thresholds: L_1 < ... < L_n in tokens, one for each queue, at most the window.
-        max_length: L_max in tokens, at least the window.
+    Raises:
+        PlanError: thresholds or max_length do not fit the window, or no thresholds can be found.
     """
 
-    fixed_length = False
-    balances = True
+    @dataclass(kw_only=True, slots=True)
+    class Config(VariableLengthPolicy.Config):
+        free = (*VariableLengthPolicy.Config.free, "queues", "tolerance")
 
-    def __init__(
-        self,
-        stream: DocumentStream,
-        *,
-        micro_batches: int,
-        cost_model: CostModel,
-        thresholds: list[int],
-        max_length: int,
-    ) -> None:
+        thresholds: Annotated[list[Annotated[int, Ge(2)]], MinLen(1)] | Literal["auto"] = "auto"
+        """Smallest length of the documents of each queue, L_1 < ... < L_n, at most the window. `auto` tries
+        several on a sample of the corpus and takes the best."""
+
+        queues: Annotated[int, Interval(ge=1, le=8)] = 2
+        """n, the number of queues with automatic thresholds."""
+
+        tolerance: Annotated[float, Gt(0)] = 0.065
+        """With automatic thresholds: the imbalance above 1 that weighs as much as a delay of one iteration
+        for every token."""
+
+    def __init__(self, config: Config, stream: DocumentStream, job: PackingJob) -> None:
         self._stream = stream
-        self._arrivals = Arrivals(stream, micro_batches=micro_batches)
-        self._micro_batches = micro_batches
-        self._cost_model = cost_model
-        self.thresholds = thresholds
-        self.max_length = max_length
-        self._queues: list[Waiting] = [NOTHING for _ in thresholds]
+        self._arrivals = Arrivals(stream, micro_batches=job.micro_batches)
+        self._micro_batches = job.micro_batches
+        self._cost_model = job.cost_model
+        self.max_length = self.bound(config, stream.window, job)
+        self.thresholds = self._thresholds(config)
+        self._queues: list[Waiting] = [NOTHING for _ in self.thresholds]
         self._remained: Waiting = NOTHING
+        if config.thresholds == "auto":
+            self._warn_if_queues_lose(config, job)
+
+    def facts(self, config: Config) -> dict[str, Any]:
+        return {**super().facts(config), "thresholds": self.thresholds}
+
+    def _thresholds(self, config: Config) -> list[int]:
+        sample, window = self._stream.mixture.sample(), self._stream.window
+        if config.thresholds != "auto":
+            thresholds.check(config.thresholds, sample, window)
+            return config.thresholds
+        return thresholds.tune(
+            sample,
+            queues=config.queues,
+            window=window,
+            micro_batches=self._micro_batches,
+            max_length=self.max_length,
+            cost_model=self._cost_model,
+            tolerance=config.tolerance,
+        )
+
+    def _warn_if_queues_lose(self, config: Config, job: PackingJob) -> None:
+        """Compares the best thresholds found to `plain`, in a trial of both."""
+        few = replace(job, micro_batches=min(job.micro_batches, MOST_MICRO_BATCHES))
+        trial = Wlb(replace(config, thresholds=self.thresholds), self._stream.anew(), few)
+        queues = mean_imbalance(trial, job.cost_model)
+        plain = imbalance_of_plain(self._stream, job)
+        if queues > plain:
+            warnings.warn(
+                "Queues lose on these documents: with the best thresholds found, "
+                f"{', '.join(map(str, self.thresholds))}, `wlb` has an imbalance of {queues:.3f} in a trial, "
+                f"and `plain` has {plain:.3f}. Use `wlb_lazy`, or `plain`.",
+                stacklevel=3,
+            )
 
     def next(self) -> Packing:
         iteration = self._arrivals.iteration

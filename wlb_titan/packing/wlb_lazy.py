@@ -43,18 +43,21 @@ docs/packing.md has the measurements behind this and the ideas that did worse.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Ge, Gt
 from numpy.typing import NDArray
 
-from wlb_titan.cost.workload import CostModel, Floats, workload
+from wlb_titan.cost.workload import Floats, workload
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Waiting, delayed, restore, split
 from wlb_titan.packing.bins import REMAINS, Bins
 from wlb_titan.packing.cut import Packed, level_by_cutting
-from wlb_titan.packing.policy import Packing, PackingPolicy
+from wlb_titan.packing.policy import Packing, PackingJob, VariableLengthPolicy
+from wlb_titan.packing.trial import imbalance_of_plain
 from wlb_titan.plan import LENGTH
 
 PLACED = 128  # documents of at least window / 128 tokens are packed one by one, shorter ones poured
@@ -62,48 +65,38 @@ TRIALS = 24  # most numbers h that are tried in a step
 FORESEEN = 24  # documents of at least window / 24 tokens count one by one in the prediction
 
 
-class WlbLazy(PackingPolicy):
+class WlbLazy(VariableLengthPolicy):
     """Holds back as few long documents as the balance of the step at hand asks for.
 
-    Args:
-        stream: documents in pieces of at most the window.
-        micro_batches: N.
-        cost_model: W_a + W_l.
-        max_length: L_max in tokens, at least the window.
-        tolerance: imbalance above 1 that weighs as much as a mean delay of one iteration.
-        max_delay: iterations after which a document is released.
-        limit: steps with a larger imbalance are levelled by cutting documents (`cut`); what `plain` has.
+    Where `plain` would be balanced better, a few documents are cut, as it does.
 
     Raises:
-        PlanError: the tolerance is not positive, or max_delay negative.
+        PlanError: the tolerance is not positive, max_delay negative, or max_length does not fit the window.
     """
 
-    fixed_length = False
-    balances = True
+    @dataclass(kw_only=True, slots=True)
+    class Config(VariableLengthPolicy.Config):
+        tolerance: Annotated[float, Gt(0)] = 0.065
+        """What balance is worth. An imbalance of 1 + tolerance weighs as much as a delay of one iteration for
+        every token, half of it a quarter as much; with N micro-batches a step the tolerance is widened by
+        1 + 4.5 / N. Smaller is better balanced and waits longer."""
 
-    def __init__(
-        self,
-        stream: DocumentStream,
-        *,
-        micro_batches: int,
-        cost_model: CostModel,
-        max_length: int,
-        tolerance: float,
-        max_delay: int,
-        limit: float = np.inf,
-    ) -> None:
-        if not tolerance > 0:
-            raise PlanError(f"The tolerance is {tolerance}; it must be positive (0.065 is usual).")
-        if max_delay < 0:
-            raise PlanError(f"max_delay is {max_delay} iterations; it must not be negative.")
+        max_delay: Annotated[int, Ge(0)] = 16
+        """Iterations after which a document is packed, whatever it does to the balance."""
+
+    def __init__(self, config: Config, stream: DocumentStream, job: PackingJob) -> None:
+        if not config.tolerance > 0:
+            raise PlanError(f"The tolerance is {config.tolerance}; it must be positive (0.065 is usual).")
+        if config.max_delay < 0:
+            raise PlanError(f"max_delay is {config.max_delay} iterations; it must not be negative.")
         self._window = stream.window
-        self._arrivals = Arrivals(stream, micro_batches=micro_batches)
-        self._micro_batches = micro_batches
-        self._cost_model = cost_model
-        self.max_length = max_length
-        self._tolerance = tolerance * (1 + 4.5 / micro_batches)
-        self._max_delay = max_delay
-        self._limit = limit
+        self._arrivals = Arrivals(stream, micro_batches=job.micro_batches)
+        self._micro_batches = job.micro_batches
+        self._cost_model = job.cost_model
+        self.max_length = self.bound(config, stream.window, job)
+        self._tolerance = config.tolerance * (1 + 4.5 / job.micro_batches)
+        self._max_delay = config.max_delay
+        self._limit = imbalance_of_plain(stream, job)  # steps above it are levelled by cutting documents
         self._waiting: Waiting = NOTHING
         self._left = 0  # tokens of those that were released and did not fit
 

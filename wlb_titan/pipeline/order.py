@@ -11,17 +11,31 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from annotated_types import Interval
 from numpy.typing import NDArray
 
 from wlb_titan.errors import PlanError
 from wlb_titan.pipeline.graph import PipelineGraph
 from wlb_titan.pipeline.schedule import SCHEDULES, PipelineShape
+from wlb_titan.plugins import Family, Plugin, PluginConfig
 
-__all__ = ["ORDERS", "SCHEDULES", "PipelineGraph", "PipelineShape", "hill", "order_micro_batches"]
-
-ORDERS = ("as_packed", "longest_first", "shortest_first", "best")
+ORDERS = Family(
+    kind="order of micro-batches",
+    key="order",
+    group="wlb_titan.order",
+    base="wlb_titan.pipeline.order:MicroBatchOrder",
+    shipped={
+        "as_packed": "wlb_titan.pipeline.order:AsPacked",
+        "longest_first": "wlb_titan.pipeline.order:LongestFirst",
+        "shortest_first": "wlb_titan.pipeline.order:ShortestFirst",
+        "best": "wlb_titan.pipeline.order:Best",
+    },
+)
 
 EXHAUSTIVE = 6
 """All orders are tried of at most this many micro-batches (720 orders)."""
@@ -36,41 +50,100 @@ Order = NDArray[np.int64]
 Times = NDArray[np.float64]
 
 
-def order_micro_batches(
-    order: str, forward: Times, backward: Times, shape: PipelineShape, *, budget_ms: float = 2.0
-) -> Order:
-    """The order in which a rank runs its micro-batches.
+class MicroBatchOrder(Plugin, ABC):
+    """In which order a rank runs the micro-batches of a step.
 
     Args:
-        order: one of ORDERS.
-        forward: float64 (n,), time of each micro-batch's forward pass through one rank, in any unit.
-        backward: float64 (n,), of its backward pass, in the same unit.
+        config: its settings.
         shape: the pipeline.
-        budget_ms: about how long `best` may search, in milliseconds of an ordinary core.
-
-    Returns:
-        int64 (n,): a permutation; its i-th entry is the micro-batch that runs as the i-th.
 
     Raises:
-        PlanError: no such order, or `best` with a schedule that is not one of SCHEDULES.
+        PlanError: no such order can be found for this pipeline.
+
+    Attributes:
+        for_all: data-parallel ranks share one order, found for their mean; otherwise each has its own.
     """
-    if order not in ORDERS:
-        raise PlanError(f"No order of micro-batches is called {order!r}; there are {', '.join(ORDERS)}.")
-    work = forward + backward
-    longest_first = np.argsort(-work, kind="stable")
-    if order == "longest_first":
-        return longest_first
-    if order == "shortest_first":
-        return np.argsort(work, kind="stable")
-    as_packed = np.arange(len(work))
-    if order == "as_packed" or shape.ranks == 1 or len(work) < 2:
-        return as_packed
-    graph = PipelineGraph(shape, len(work))
-    if len(work) <= EXHAUSTIVE:
-        orders = np.array(list(itertools.permutations(range(len(work)))))
-        return np.asarray(orders[graph.step_times(forward, backward, orders).argmin()])
-    starts = np.stack([as_packed, longest_first, longest_first[::-1], hill(longest_first)])
-    return _search(graph, forward, backward, starts, budget_ms)
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(PluginConfig):
+        """[wlb.pipeline]: how micro-batches of different lengths go through the pipeline."""
+
+        family = ORDERS
+
+        check_lengths: bool = False
+        """Compare the micro-batches' lengths between pipeline ranks once a step, to find ranks that follow
+        different plans; costs a small all-gather."""
+
+    for_all: ClassVar[bool] = False
+
+    def __init__(self, config: Any, shape: PipelineShape) -> None:
+        self._shape = shape
+
+    @abstractmethod
+    def places(self, forward: Times, backward: Times) -> Order:
+        """The order in which a rank runs its micro-batches.
+
+        Args:
+            forward: float64 (n,), time of each micro-batch's forward pass through one rank, in any unit.
+            backward: float64 (n,), of its backward pass, in the same unit.
+
+        Returns:
+            int64 (n,): a permutation; its i-th entry is the micro-batch that runs as the i-th.
+        """
+
+
+class AsPacked(MicroBatchOrder):
+    """As the packing policy made them, which is longest first for the policies that balance."""
+
+    def places(self, forward: Times, backward: Times) -> Order:
+        return np.arange(len(forward))
+
+
+class LongestFirst(MicroBatchOrder):
+    """The one with most work first."""
+
+    def places(self, forward: Times, backward: Times) -> Order:
+        return np.argsort(-(forward + backward), kind="stable")
+
+
+class ShortestFirst(MicroBatchOrder):
+    """The one with least work first."""
+
+    def places(self, forward: Times, backward: Times) -> Order:
+        return np.argsort(forward + backward, kind="stable")
+
+
+class Best(MicroBatchOrder):
+    """The order with the shortest predicted step, for the schedules whose dependency graph is known."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MicroBatchOrder.Config):
+        budget_ms: Annotated[float, Interval(gt=0, le=60000)] = 2.0
+        """About how long a search may take, in milliseconds of an ordinary core."""
+
+    for_all = True
+
+    def __init__(self, config: Config, shape: PipelineShape) -> None:
+        super().__init__(config, shape)
+        self._budget_ms = config.budget_ms
+        if shape.schedule not in SCHEDULES:
+            raise PlanError(
+                f"The order 'best' is searched on the schedule's dependency graph, which is known of "
+                f"{', '.join(SCHEDULES)}, and the schedule is {shape.schedule}. Choose one of them, or "
+                "'longest_first'."
+            )
+
+    def places(self, forward: Times, backward: Times) -> Order:
+        n = len(forward)
+        if self._shape.ranks == 1 or n < 2:
+            return np.arange(n)
+        graph = PipelineGraph(self._shape, n)
+        if n <= EXHAUSTIVE:
+            orders = np.array(list(itertools.permutations(range(n))))
+            return np.asarray(orders[graph.step_times(forward, backward, orders).argmin()])
+        longest_first = np.argsort(-(forward + backward), kind="stable")
+        starts = np.stack([np.arange(n), longest_first, longest_first[::-1], hill(longest_first)])
+        return _search(graph, forward, backward, starts, self._budget_ms)
 
 
 def hill(longest_first: Order) -> Order:

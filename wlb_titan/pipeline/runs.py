@@ -8,30 +8,32 @@ longest and so on, and every rank's k-th longest then runs at the same place.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.errors import PlanError
-from wlb_titan.pipeline.order import ORDERS, SCHEDULES, PipelineShape, order_micro_batches
+from wlb_titan.pipeline.order import LongestFirst, MicroBatchOrder
+from wlb_titan.pipeline.schedule import PipelineShape
 
 Times = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
 class PipelineRuns:
     """How the micro-batches of a data-parallel rank go through its pipeline.
 
-    Attributes:
+    Args:
         shape: the pipeline.
         micro_batches: of one run; a rank runs its micro-batches of a step in one or several runs.
-        order: within each run, one of pipeline_order.ORDERS.
+        order: within each run.
+
+    Raises:
+        PlanError: the order cannot be found for this pipeline.
     """
 
-    shape: PipelineShape
-    micro_batches: int
-    order: str = "as_packed"
+    def __init__(self, shape: PipelineShape, micro_batches: int, order: MicroBatchOrder.Config) -> None:
+        self._micro_batches = micro_batches
+        self._order: MicroBatchOrder = order.make(shape)
+        self._longest_first = LongestFirst(LongestFirst.Config(), shape)
 
     def arranged(self, assigned: list[list[int]], forward: Times, backward: Times) -> list[list[int]]:
         """The packs of each data-parallel rank, in the order in which it runs them.
@@ -45,12 +47,12 @@ class PipelineRuns:
             PlanError: the packs of a rank cannot be divided into runs.
         """
         count = len(assigned[0])
-        if count % self.micro_batches:
+        if count % self._micro_batches:
             raise PlanError(
                 f"The {count} micro-batches of a data-parallel rank cannot be divided into pipeline runs of "
-                f"{self.micro_batches}."
+                f"{self._micro_batches}."
             )
-        runs = np.array(assigned).reshape(len(assigned), -1, self.micro_batches)
+        runs = np.array(assigned).reshape(len(assigned), -1, self._micro_batches)
         for run in range(runs.shape[1]):
             runs[:, run] = self._arranged_run(runs[:, run], forward, backward)
         arranged: list[list[int]] = runs.reshape(len(assigned), count).tolist()
@@ -58,30 +60,14 @@ class PipelineRuns:
 
     def _arranged_run(self, packs: NDArray[np.int64], forward: Times, backward: Times) -> NDArray[np.int64]:
         """One run of all ranks: int64 (ranks, micro_batches) to the same in order."""
-        if self.order == "best" and len(packs) > 1:
-            packs = np.stack([self._ordered("longest_first", row, forward, backward) for row in packs])
-            places = order_micro_batches(
-                "best", forward[packs].mean(axis=0), backward[packs].mean(axis=0), self.shape
-            )
+        if self._order.for_all and len(packs) > 1:
+            packs = np.stack([_ordered(self._longest_first, row, forward, backward) for row in packs])
+            places = self._order.places(forward[packs].mean(axis=0), backward[packs].mean(axis=0))
             return packs[:, places]
-        return np.stack([self._ordered(self.order, row, forward, backward) for row in packs])
-
-    def _ordered(
-        self, order: str, packs: NDArray[np.int64], forward: Times, backward: Times
-    ) -> NDArray[np.int64]:
-        return packs[order_micro_batches(order, forward[packs], backward[packs], self.shape)]
+        return np.stack([_ordered(self._order, row, forward, backward) for row in packs])
 
 
-def check_order(order: str, schedule: str) -> None:
-    """Checks that an order can be found for a schedule.
-
-    Raises:
-        PlanError: no such order, or `best` with a schedule whose graph is not known.
-    """
-    if order not in ORDERS:
-        raise PlanError(f"No order of micro-batches is called {order!r}; there are {', '.join(ORDERS)}.")
-    if order == "best" and schedule not in SCHEDULES:
-        raise PlanError(
-            f"The order 'best' is searched on the schedule's dependency graph, which is known of "
-            f"{', '.join(SCHEDULES)}, and the schedule is {schedule}. Choose one of them, or 'longest_first'."
-        )
+def _ordered(
+    order: MicroBatchOrder, packs: NDArray[np.int64], forward: Times, backward: Times
+) -> NDArray[np.int64]:
+    return packs[order.places(forward[packs], backward[packs])]

@@ -1,28 +1,29 @@
 """The attention module of wlb_titan: document-causal attention under every parallelism.
 
-Activations are this rank's local tensors. q stays as it is; k and v, sharded over the cp mesh axis, go from
-Shard to Replicate on it together (one all-gather; one reduce-scatter of their gradients on the way back), are
-brought from the ranks' order into document order, and the varlen kernel runs on this rank's segments.
-
-In several groups of heads, the gathers of all groups are started first, and each group attends as soon as its
-own keys have come; on the way back a group's gradients travel while the one before it computes its own. This
-rests on the order in which autograd runs: what was computed last first.
+Activations are this rank's local tensors. Under context parallelism the strategy's own half (`all_gather`,
+`ulysses`, or anybody's) brings queries and keys together and lets the varlen kernel attend.
 
 Shape suffixes: B batch (1: a micro-batch is one packed sequence), L tokens, N heads, H head dim, S segments.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.module import Module
 
+from wlb_titan.context import STRATEGIES, ContextStrategy
 from wlb_titan.kernels import varlen_attention
+from wlb_titan.plugins import load
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, slice], torch.Tensor]
+"""Attends within the rank's segments: q, k, v as (tokens, heads, H), and which query heads of the rank these
+are; the output is shaped like q, zeros where a query is padding."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,33 @@ class DocumentMask:
 
     Attributes:
         segments: int32 (S, 4) on the CPU, as `wlb_titan.kernels.varlen_attention` takes them.
-        key_order: int64 (L,) on the device: position among the gathered keys, rank by rank, of each key in
-            document order. None without context parallelism, where the keys lie in document order already.
+        exchange: int64 tensors on the device that the context-parallel strategy's mask has besides.
     """
 
     segments: torch.Tensor
-    key_order: torch.Tensor | None = None
+    exchange: tuple[torch.Tensor, ...] = ()
+
+
+class ContextAttention(Protocol):
+    """The half of a context-parallel strategy that moves tensors; made once for each attention layer.
+
+    Args:
+        config: the strategy's settings.
+        mesh: the cp mesh axis.
+    """
+
+    def __init__(self, config: ContextStrategy.Config, mesh: DeviceMesh) -> None: ...
+
+    def __call__(
+        self,
+        q_LNH: torch.Tensor,
+        k_LNH: torch.Tensor,
+        v_LNH: torch.Tensor,
+        exchange: tuple[torch.Tensor, ...],
+        attend: Attend,
+    ) -> torch.Tensor:
+        """The output for this rank's own L tokens and all of its heads, shaped like q."""
+        ...
 
 
 class DocumentAttention(Module):
@@ -44,17 +66,19 @@ class DocumentAttention(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        gather_groups: int = 1
-        """Groups of heads in which keys and values are gathered; it divides the key heads of a rank."""
+        context: ContextStrategy.Config = field(default_factory=lambda: STRATEGIES.configure("per_sequence"))
+        """The context-parallel strategy; the trainer fills in [wlb.sharding]."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self._groups = config.gather_groups
-        self._cp_mesh: DeviceMesh | None = None
+        self._config = config.context
+        self._context: ContextAttention | None = None
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
-        """Leaves `forward` as it is: it gathers k and v itself, in document order."""
-        self._cp_mesh = parallel_dims.get_mesh("cp") if parallel_dims.cp_enabled else None
+        """Leaves `forward` as it is: tensors of other ranks come in by the strategy."""
+        if parallel_dims.cp_enabled:
+            strategy = load(self._config.owner.attention)
+            self._context = strategy(self._config, parallel_dims.get_mesh("cp"))
 
     def forward(
         self,
@@ -80,74 +104,10 @@ class DocumentAttention(Module):
         """
         assert q_BLNH.shape[0] == 1, f"a micro-batch is one packed sequence, got a batch of {q_BLNH.shape[0]}"
         q, k, v = q_BLNH.squeeze(0), k_BLNH.squeeze(0), v_BLNH.squeeze(0)
-        if self._cp_mesh is None:
-            return varlen_attention(q, k, v, attention_masks.segments, scale=scale).unsqueeze(0)
-        assert attention_masks.key_order is not None
-        heads = (x.chunk(self._groups, dim=1) for x in (q, k, v))
-        groups = [(q, Gather(k, v, self._cp_mesh)) for q, k, v in zip(*heads, strict=True)]
-        outputs = [
-            varlen_attention(
-                q, *gather.finish(attention_masks.key_order), attention_masks.segments, scale=scale
-            )
-            for q, gather in groups
-        ]
-        return torch.cat(outputs, dim=1).unsqueeze(0)
 
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: slice) -> torch.Tensor:
+            return varlen_attention(q, k, v, attention_masks.segments, scale=scale)
 
-class Gather:
-    """The keys and values of all context-parallel ranks, under way from the moment this is made.
-
-    They travel side by side in one tensor, tokens first, so that what a rank receives lies in one piece: the
-    permutation is the only copy.
-
-    Args:
-        k_LNH, v_LNH: this rank's L tokens; N and H may differ between them.
-        mesh: the cp mesh axis.
-    """
-
-    def __init__(self, k_LNH: torch.Tensor, v_LNH: torch.Tensor, mesh: DeviceMesh) -> None:
-        self._shapes = [x.shape[1:] for x in (k_LNH, v_LNH)]
-        self._mesh = mesh
-        self._mine = torch.cat([k_LNH.flatten(1), v_LNH.flatten(1)], dim=1)
-        with torch.no_grad():
-            rows = DTensor.from_local(self._mine, mesh, (Shard(0),), run_check=False)
-            self._gathered = rows.redistribute(mesh, (Replicate(),), async_op=True).to_local()
-
-    def finish(self, key_order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Waits for them and brings them into document order.
-
-        Args:
-            key_order: int64 (L x ranks,), as of `DocumentMask`.
-
-        Returns:
-            k and v with L x ranks tokens, views of one tensor in which the heads of both lie side by side.
-            Their gradients are summed over the ranks.
-        """
-        ordered = _InDocumentOrder.apply(self._mine, self._gathered, key_order, self._mesh)
-        k, v = ordered.split([shape.numel() for shape in self._shapes], dim=1)
-        return k.unflatten(1, self._shapes[0]), v.unflatten(1, self._shapes[1])
-
-
-class _InDocumentOrder(torch.autograd.Function):
-    """The gathered rows reordered, as a function of this rank's rows; backward from Partial to Shard.
-
-    One function for the reordering and the gradient of the gather, because `key_order` is a permutation: the
-    gradient is written row by row to its place, where autograd would add it to zeros with atomics.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, mine: torch.Tensor, gathered: torch.Tensor, key_order: torch.Tensor, mesh: DeviceMesh
-    ) -> torch.Tensor:
-        ctx.mesh = mesh
-        ctx.save_for_backward(key_order)
-        return gathered.index_select(0, key_order)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (key_order,) = ctx.saved_tensors
-        by_rank = torch.empty_like(grad, memory_format=torch.contiguous_format)
-        by_rank.index_copy_(0, key_order, grad)
-        rows = DTensor.from_local(by_rank, ctx.mesh, (Partial(),), run_check=False)
-        # Whoever uses the result waits for it, which lets the group before this one compute meanwhile.
-        return rows.redistribute(ctx.mesh, (Shard(0),), async_op=True).to_local(), None, None, None
+        if self._context is None:
+            return attend(q, k, v, slice(None)).unsqueeze(0)
+        return self._context(q, k, v, attention_masks.exchange, attend).unsqueeze(0)

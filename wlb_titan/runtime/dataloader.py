@@ -18,19 +18,13 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 
 from wlb_titan.config.settings import CorpusSettings
-from wlb_titan.corpus import Corpus
 from wlb_titan.corpus.vocabulary import check_ids
-from wlb_titan.cost.attention_latency import AttentionLatency
-from wlb_titan.cost.attention_profile import AttentionShape, attention_latency
-from wlb_titan.cost.cost_model import cost_model
-from wlb_titan.cost.models import ModelShape
-from wlb_titan.pipeline.runs import PipelineRuns
+from wlb_titan.job import Job
 from wlb_titan.plan import ID, LENGTH, START, MicroBatch, Plan
-from wlb_titan.planner import Planner
-from wlb_titan.runtime.corpus import mixture_sources, open_corpus
+from wlb_titan.runtime.corpus import open_corpus
 from wlb_titan.runtime.inputs import Item, rank_item
-from wlb_titan.runtime.shared_solver import SharedSolver
-from wlb_titan.settings import PackingSettings, ShardingSettings
+from wlb_titan.runtime.job import documents_of
+from wlb_titan.runtime.shared_answer import SharedAnswer
 
 
 @dataclass(frozen=True)
@@ -69,31 +63,21 @@ class PlannedDataLoader(BaseDataLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        """Filled in by the trainer from the [wlb.*] settings and the parallel degrees."""
+        """Filled in by the trainer from the other sections."""
 
         corpus: CorpusSettings = field(default_factory=CorpusSettings)
-        seed: int = 0
-        job_micro_batches: int = -1
-        rank_micro_batches: int = 1
-        shape: ModelShape
-        dtype: str = "float32"
-        tensor_parallel: int = 1
-        context_parallel: int = 1
-        pipeline: PipelineRuns | None = None
-        divisor: int = 1
-        packing: PackingSettings = field(default_factory=PackingSettings)
-        sharding: ShardingSettings = field(default_factory=ShardingSettings)
+        job: Job
 
-    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, **kwargs: Any):
-        self.config = config
+    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **kwargs: Any):
+        assert dp_world_size == config.job.degrees.data
         self.corpus = open_corpus(config.corpus)
         self.plan: Plan | None = None
         self.context_rank = 0
+        self._job = config.job
         self._dp_rank = dp_rank
-        self.latency = latency(config)
-        self._planner = planner(
-            config, self.corpus, self.latency, window=seq_len, data_parallel=dp_world_size, shared_solver=True
-        )
+        # A solver that is stopped by its time limit finds other packings on other ranks.
+        shared = SharedAnswer() if config.job.packing.planning_seconds else None
+        self._planner = config.job.planner(documents_of(config.corpus, self.corpus), on_one_rank=shared)
         self._state = self._save()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="planner")
 
@@ -135,7 +119,7 @@ class PlannedDataLoader(BaseDataLoader):
             items=items,
             labels=self._planner.labels(plan),
             own_labels=own_labels,
-            flops=self.config.shape.flops(lengths),
+            flops=self._job.model.flops(lengths),
             state_after=self._save(),
         )
 
@@ -148,65 +132,12 @@ class PlannedDataLoader(BaseDataLoader):
         pieces = micro_batch.documents[:, [START, LENGTH]].tolist()
         for row, total, (start, length) in zip(rows, self.corpus.lengths[rows], pieces, strict=True):
             read = self.corpus.tokens(row, start, min(length + 1, total - start))
-            check_ids(read, self.config.shape.vocabulary, self.corpus, int(row))
+            check_ids(read, self._job.model.vocabulary, self.corpus, int(row))
             tokens[offset : offset + length] = read[:length]
             positions[offset : offset + length] = np.arange(length)
             labels[offset : offset + len(read) - 1] = read[1:]
             offset += length
         lengths = micro_batch.documents[:, LENGTH]
-        return rank_item(tokens, labels, positions, lengths, micro_batch.ranks, self.context_rank)
-
-
-def latency(config: PlannedDataLoader.Config) -> AttentionLatency:
-    """Predicts the attention of one layer on one tensor-parallel rank."""
-    attention = AttentionShape.of(config.shape, config.tensor_parallel, config.dtype)
-    return attention_latency(config.sharding.profile, attention)
-
-
-def planner(
-    config: PlannedDataLoader.Config,
-    corpus: Corpus,
-    latency: AttentionLatency,
-    *,
-    window: int,
-    data_parallel: int,
-    shared_solver: bool = False,
-) -> Planner:
-    """The planner of a job.
-
-    Args:
-        config: of the loader.
-        corpus: the one that it names.
-        latency: predicts attention time.
-        window: context window in tokens.
-        data_parallel: degree.
-        shared_solver: rank 0 solves for all, in a job whose processes have found each other.
-
-    Raises:
-        PlanError: the settings do not fit each other or the corpus.
-    """
-    own = config.rank_micro_batches * data_parallel
-    solves = shared_solver and config.packing.policy == "fixed_solver"
-    return Planner(
-        corpus.lengths,
-        window=window,
-        micro_batches=config.job_micro_batches if config.job_micro_batches > 0 else own,
-        data_parallel=data_parallel,
-        context_parallel=config.context_parallel,
-        pipeline=config.pipeline,
-        divisor=config.divisor,
-        seed=config.seed,
-        packing=config.packing,
-        sharding=config.sharding,
-        cost_model=cost_model(
-            config.packing.cost_model,
-            config.shape,
-            tensor_parallel=config.tensor_parallel,
-            context_parallel=config.context_parallel,
-            dtype=config.dtype,
-        ),
-        latency=latency,
-        fingerprint=corpus.fingerprint,
-        sources=mixture_sources(config.corpus, corpus),
-        improve=SharedSolver(config.packing) if solves else None,
-    )
+        return rank_item(
+            tokens, labels, positions, lengths, self._job.strategy, micro_batch.ranks, self.context_rank
+        )

@@ -113,7 +113,7 @@ class DryTrainer(Trainer):
         }
 
     def _predicted(self, lengths: list[int]) -> dict[str, Any]:
-        ranks = predicted_memory(self.config, self.parallel_dims, lengths)
+        ranks = predicted_memory(self.job, lengths)
         if ranks is None:
             return {"predicted_gib": None, "predicted": {}}
         mine = ranks[self._coordinates().get("pp", 0)]

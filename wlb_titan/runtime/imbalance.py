@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from wlb_titan.cost.attention_latency import AttentionLatency
+from wlb_titan.context import ContextStrategy
 from wlb_titan.plan import Plan, imbalance_degree
 
 
-def rank_imbalance(plan: Plan, latency: AttentionLatency) -> dict[str, Any]:
+def rank_imbalance(plan: Plan, strategy: ContextStrategy | None) -> dict[str, Any]:
     """Largest over mean predicted work at each level; 1.0 is perfect balance.
 
     Returns:
@@ -28,8 +28,8 @@ def rank_imbalance(plan: Plan, latency: AttentionLatency) -> dict[str, Any]:
         "imbalance_pp": float(np.mean([imbalance_degree(w) for w in workloads])),
     }
     divided = [(m.sharding, m.ranks) for m in plan.micro_batches if m.ranks is not None]
-    if divided:
-        times = [latency.seconds(ranks).sum(axis=1) for _, ranks in divided]
+    if divided and strategy is not None:
+        times = [strategy.seconds(ranks).sum(axis=1) for _, ranks in divided]
         figures["imbalance_cp"] = float(np.mean([imbalance_degree(t) for t in times]))
         figures["sharding"] = dict(Counter(sharding for sharding, _ in divided))
     return figures

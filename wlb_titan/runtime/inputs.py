@@ -12,12 +12,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wlb_titan import context
+from wlb_titan.context import ContextStrategy, Sharding, segments, sequence_positions, whole
 from wlb_titan.runtime.attention import DocumentMask
 from wlb_titan.runtime.compile import documents_vary
 
 Item = tuple[dict[str, torch.Tensor], torch.Tensor]
-"""A micro-batch of one rank on the host: "input", "positions", "segments", "key_order"; and its labels."""
+"""A micro-batch of one rank on the host: "input", "positions", "segments", what context parallelism needs
+besides; and its labels."""
+
+EXCHANGE = "exchange."
 
 
 def rank_item(
@@ -25,7 +28,8 @@ def rank_item(
     labels: NDArray[np.int64],
     positions: NDArray[np.int64],
     lengths: NDArray[np.int64],
-    shards: context.Sharding | None,
+    strategy: ContextStrategy | None,
+    shards: Sharding | None,
     rank: int,
 ) -> Item:
     """Cuts a context-parallel rank's share out of a micro-batch and makes what its attention mask needs.
@@ -33,27 +37,26 @@ def rank_item(
     Args:
         tokens, labels, positions: int64 (L,).
         lengths: int64 (n,), tokens of the documents, in their order; what is left of L is padding.
-        shards: what each context-parallel rank holds; None without context parallelism.
+        strategy: of context parallelism; None without it.
+        shards: what each context-parallel rank holds, as the strategy divided it.
         rank: context-parallel rank.
 
     Returns:
-        ({"input", "positions", "segments", "key_order"}, labels): tokens, positions and labels int64
-        (1, L / ranks), segments int32 (S, 4), key_order int64 (L,) and only with context parallelism.
+        ({"input", "positions", "segments", "exchange.0", ...}, labels): tokens, positions and labels int64
+        (1, L / ranks), segments int32 (S, 4), and what the strategy's mask has besides.
     """
     extra = {}
-    if shards is None:
-        segments = context.segments(context.whole(lengths), lengths)
+    if strategy is None or shards is None:
+        seen = segments(whole(lengths), lengths)
     else:
-        order = context.sequence_positions(shards, lengths, len(tokens))
-        tokens, labels, positions = tokens[order[rank]], labels[order[rank]], positions[order[rank]]
-        key_order = np.empty(order.size, dtype=np.int64)
-        key_order[order.ravel()] = np.arange(order.size)  # the inverse of a permutation
-        extra["key_order"] = _on_host(key_order)
-        segments = context.segments(shards[rank], lengths)
+        own = sequence_positions(shards, lengths, len(tokens))[rank]
+        seen, orders = strategy.mask(shards, lengths, len(tokens), rank)
+        tokens, labels, positions = tokens[own], labels[own], positions[own]
+        extra = {f"{EXCHANGE}{number}": _on_host(order) for number, order in enumerate(orders)}
     return {
         "input": _on_host(tokens).unsqueeze(0),
         "positions": _on_host(positions).unsqueeze(0),
-        "segments": torch.from_numpy(segments),  # the op reads them on the CPU
+        "segments": torch.from_numpy(seen),  # the op reads them on the CPU
         **extra,
     }, _on_host(labels).unsqueeze(0)
 
@@ -69,7 +72,8 @@ def to_device(
     moved = {
         name: tensor.to(device, non_blocking=True) for name, tensor in item.items() if name != "segments"
     }
-    mask = DocumentMask(documents_vary(item["segments"]), moved.get("key_order"))
+    exchange = tuple(tensor for name, tensor in moved.items() if name.startswith(EXCHANGE))
+    mask = DocumentMask(documents_vary(item["segments"]), exchange)
     extra = {"positions": moved["positions"], "attention_masks": mask}
     return moved["input"], labels.to(device, non_blocking=True), extra
 

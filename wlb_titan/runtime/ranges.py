@@ -19,7 +19,7 @@ from torchtitan.tools.profiler import Profiler
 from torchtitan.trainer import Trainer
 
 from wlb_titan.config.ranges import Table
-from wlb_titan.settings import MOST_TOKENS
+from wlb_titan.packing.policy import MOST_TOKENS
 
 MOST_SECONDS = 30 * 24 * 3600
 MOST_RANKS = 1 << 20

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torchtitan.config import CommConfig
 
-from wlb_titan.cost.cost_model import cost_model
 from wlb_titan.cost.workload import workload
-from wlb_titan.runtime.memory import longest_micro_batch
-from wlb_titan.runtime.shape import model_shape
+from wlb_titan.job import Job
+from wlb_titan.simulator.passes import JobCost
 
 if TYPE_CHECKING:
     from wlb_titan.runtime.trainer import Trainer
@@ -25,37 +24,28 @@ COMPILE_SECONDS = 90  # of one of them, at the most seen
 STEPS = 10  # predicted steps that a rank may fall behind
 
 
-def train_timeout(config: Trainer.Config) -> tuple[int, str]:
+def train_timeout(config: Trainer.Config, job: Job) -> tuple[int, str]:
     """Seconds after which a collective is given up in training, and the reason.
 
     What the user set (`comm.train_timeout_seconds`) holds. Otherwise torchtitan's default, or ten times the
-    predicted step if that is longer, and with torch.compile besides the time of all its graphs; under the
-    solver what it may take for a window.
+    predicted step if that is longer, and with torch.compile besides the time of all its graphs; and what
+    planning a step may take.
     """
     default = CommConfig().train_timeout_seconds
     if config.comm.train_timeout_seconds != default:
         return config.comm.train_timeout_seconds, "as comm.train_timeout_seconds says"
-    step = STEPS * predicted_step(config)
+    step = STEPS * predicted_step(job)
     seconds, reasons = (step, [f"{STEPS} predicted steps"]) if step > default else (default, ["the default"])
     if config.compile.enable:
         seconds += GRAPHS * COMPILE_SECONDS
         reasons.append(f"{GRAPHS * COMPILE_SECONDS} for compiling")
-    if config.wlb.packing.policy == "fixed_solver":
-        seconds += config.wlb.packing.time_limit
-        reasons.append(f"{config.wlb.packing.time_limit:.0f} for the solver")
+    if planning := job.packing.planning_seconds:
+        seconds += planning
+        reasons.append(f"{planning:.0f} for the solver")
     return round(seconds), " and ".join(reasons)
 
 
-def predicted_step(config: Trainer.Config) -> float:
-    """Seconds of a rank's micro-batches on an H100, if all are as long as they may be, of whole windows."""
-    assert config.model_spec is not None
-    model = cost_model(
-        "analytic",
-        model_shape(config.model_spec.model),
-        tensor_parallel=config.parallelism.tensor_parallel_degree,
-        context_parallel=config.parallelism.context_parallel_degree,
-        dtype=config.training.mixed_precision_param,
-    )
-    window = config.training.seq_len
-    windows = config.training.local_batch_size * longest_micro_batch(config) / window
-    return windows * float(workload(model, np.array([window]))[0])
+def predicted_step(job: Job) -> float:
+    """Seconds of a rank's micro-batches, if all are as long as they may be, of whole windows."""
+    windows = job.replica_micro_batches * job.longest_micro_batch / job.window
+    return windows * float(workload(JobCost(job), np.array([job.window]))[0])

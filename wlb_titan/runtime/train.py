@@ -59,12 +59,12 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
 
     on_cpu = use_cpu_without_accelerator()
 
-    from torchtitan.distributed import ParallelDims
     from torchtitan.tools.utils import device_module
 
     from wlb_titan.runtime.console import start_log
+    from wlb_titan.runtime.job import job_of, parallel_dims
     from wlb_titan.runtime.load import load_config
-    from wlb_titan.runtime.memory import bound_length, check_memory
+    from wlb_titan.runtime.memory import check_memory
     from wlb_titan.runtime.validation import validate_inputs
 
     resolved = load_config(path, overrides, world_size=world_size)
@@ -76,11 +76,10 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
             "it with `torchx run wlb.train`, which hides accelerators then, or set CUDA_VISIBLE_DEVICES= "
             "yourself."
         )
-    dims = ParallelDims.from_config(config.parallelism, world_size)
+    dims = parallel_dims(config, world_size)
     if not on_cpu:
         device_bytes = device_module.get_device_properties(0).total_memory
-        resolved.check(lambda config: check_memory(config, dims, device_bytes))
-        bound_length(config, dims, device_bytes)
+        resolved.check(lambda config: check_memory(job_of(config, dims), device_bytes))
     start_log(rank, dims, config.parallelism.pipeline_parallel_schedule)
     _run(resolved, rank, alarm)
 

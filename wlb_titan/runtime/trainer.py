@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,18 +25,15 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer as TorchtitanTrainer
 
 from wlb_titan.config.settings import WlbSettings
-from wlb_titan.pipeline.runs import PipelineRuns
 from wlb_titan.runtime.attention import DocumentAttention
 from wlb_titan.runtime.corpus import open_corpus
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
 from wlb_titan.runtime.imbalance import rank_imbalance
 from wlb_titan.runtime.inputs import Item, to_device
-from wlb_titan.runtime.lengths import length_divisor
+from wlb_titan.runtime.job import job_of, parallel_dims
 from wlb_titan.runtime.memory import describe_memory, measured_memory
 from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank
 from wlb_titan.runtime.pass_timer import PassTimer
-from wlb_titan.runtime.pipeline_schedules import pipeline_shape
-from wlb_titan.runtime.shape import model_shape
 from wlb_titan.runtime.step_trace import StepTrace
 from wlb_titan.runtime.timeouts import train_timeout
 from wlb_titan.runtime.validator import Validator
@@ -56,13 +54,14 @@ class Trainer(TorchtitanTrainer):
         corpus = open_corpus(config.wlb.corpus)
         assert config.model_spec is not None
         for _, attention, _, _ in config.model_spec.traverse(DocumentAttention.Config):
-            attention.gather_groups = config.wlb.sharding.gather_groups
-        timeout, self._timeout_reason = train_timeout(config)
+            attention.context = config.wlb.sharding
+        self.job = job_of(config, parallel_dims(config, int(os.environ["WORLD_SIZE"])))
+        timeout, self._timeout_reason = train_timeout(config, self.job)
         config = dataclasses.replace(
             config,
             comm=dataclasses.replace(config.comm, train_timeout_seconds=timeout),
             hf_assets_path=str(corpus.tokenizer_path),
-            dataloader=dataloader_config(config),
+            dataloader=PlannedDataLoader.Config(corpus=config.wlb.corpus, job=self.job),
         )
         super().__init__(config)
         self.timer = self.pp_schedule.timer if self.parallel_dims.pp_enabled else PassTimer(self.device)
@@ -73,6 +72,8 @@ class Trainer(TorchtitanTrainer):
             writer=metrics_rank(self.parallel_dims, config.parallelism.pipeline_parallel_schedule),
             folder=config.dump_folder,
         )
+        if config.validator.enable:
+            self.validator.strategy = self.job.strategy
         if self.parallel_dims.cp_enabled:
             self.planned.context_rank = self.parallel_dims.get_mesh("cp").get_local_rank()
         if self.parallel_dims.pp_enabled:
@@ -187,7 +188,7 @@ class Trainer(TorchtitanTrainer):
             "tokens": plan.tokens,
             "padding": plan.padding,
             "imbalance": plan.imbalance,
-            **rank_imbalance(plan, self.planned.latency),
+            **rank_imbalance(plan, self.job.strategy),
             "delay_mean": plan.delay,
             "delay_max": plan.max_delay,
             "waiting_documents": plan.waiting_documents,
@@ -209,7 +210,7 @@ class Trainer(TorchtitanTrainer):
             f"Corpus {self.planned.corpus}: {len(self.planned.corpus):,} documents, "
             f"{self.planned.corpus.lengths.sum():,} tokens"
         )
-        for line in describe_memory(self.config, self.parallel_dims):
+        for line in describe_memory(self.job):
             logger.info(line)
         comm = self.config.comm
         logger.info(
@@ -223,35 +224,3 @@ class Trainer(TorchtitanTrainer):
                 f"{self.step}, and training.steps is {self.config.training.steps}. Raise it to go on, or "
                 "name another dump_folder to start anew."
             )
-
-
-def dataloader_config(config: Trainer.Config) -> PlannedDataLoader.Config:
-    """The dataloader's settings, all of which follow from other sections of the configuration."""
-    parallelism, wlb = config.parallelism, config.wlb
-    assert config.model_spec is not None
-    return PlannedDataLoader.Config(
-        corpus=wlb.corpus,
-        seed=wlb.corpus.seed,
-        job_micro_batches=config.training.global_batch_size,
-        rank_micro_batches=config.training.local_batch_size,
-        shape=model_shape(config.model_spec.model),
-        dtype=config.training.mixed_precision_param,
-        tensor_parallel=parallelism.tensor_parallel_degree,
-        context_parallel=parallelism.context_parallel_degree,
-        pipeline=pipeline_runs(config),
-        divisor=length_divisor(config),
-        packing=wlb.packing,
-        sharding=wlb.sharding,
-    )
-
-
-def pipeline_runs(config: Trainer.Config) -> PipelineRuns | None:
-    """How a data-parallel rank's micro-batches go through its pipeline; None without one."""
-    if config.parallelism.pipeline_parallel_degree < 2:
-        return None
-    assert config.model_spec is not None
-    return PipelineRuns(
-        shape=pipeline_shape(config.parallelism, config.model_spec.model),
-        micro_batches=config.training.local_batch_size,
-        order=config.wlb.pipeline.order,
-    )

@@ -16,38 +16,22 @@ from wlb_titan.config.classes import full_name
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.vocabulary import check_sample
 from wlb_titan.errors import PlanError, UserError
-from wlb_titan.pipeline.runs import check_order
 from wlb_titan.runtime.adoption import WHAT_TO_DO, unsupported
 from wlb_titan.runtime.corpus import mixture_sources, open_corpus
-from wlb_titan.runtime.dataloader import latency, planner
 from wlb_titan.runtime.dump_folder import check_place
-from wlb_titan.runtime.lengths import length_divisor
+from wlb_titan.runtime.job import degrees_product, documents_of, job_of, parallel_dims
 from wlb_titan.runtime.memory import check_memory
 from wlb_titan.runtime.metrics import MetricsProcessor
 from wlb_titan.runtime.optimizer_check import check_optimizer
 from wlb_titan.runtime.pipeline import pipeline
 from wlb_titan.runtime.pipeline_schedules import (
-    canonical_name,
     check_micro_batches,
     check_schedule,
     stage_names,
 )
-from wlb_titan.runtime.shape import model_shape
-from wlb_titan.runtime.trainer import Trainer, dataloader_config
+from wlb_titan.runtime.trainer import Trainer
 from wlb_titan.runtime.validator import Validator
 from wlb_titan.runtime.weights import check_weights
-
-
-def degrees_product(config: Trainer.Config) -> int:
-    """Processes that the configured degrees need, with a data-parallel degree of 1 where it is -1."""
-    p = config.parallelism
-    return (
-        p.data_parallel_replicate_degree
-        * max(p.data_parallel_shard_degree, 1)
-        * p.pipeline_parallel_degree
-        * p.context_parallel_degree
-        * p.tensor_parallel_degree
-    )
 
 
 def validate(config: Trainer.Config, world_size: int | None) -> None:
@@ -57,15 +41,14 @@ def validate(config: Trainer.Config, world_size: int | None) -> None:
         UserError: the message starts with the key path concerned.
     """
     _check_degrees(config, world_size)
-    dims = ParallelDims.from_config(config.parallelism, world_size or degrees_product(config))
+    dims = parallel_dims(config, world_size)
     _check_batch(config, dims)
-    _check_lengths(config)
     _check_settings(config)
     _check_checkpoint(config)
     _check_model(config)
-    _check_gather(config)
     _check_pipeline(config, dims)
     check_optimizer(config)
+    _check_job(config, dims)
 
 
 def validate_inputs(config: Trainer.Config) -> Corpus:
@@ -122,29 +105,21 @@ def validate_corpus(config: Trainer.Config) -> Corpus:
 
 def validate_memory(config: Trainer.Config, world_size: int | None, device_gib: float) -> None:
     """`check_memory` for devices of so many GiB, as a run does it with what its devices have."""
-    dims = ParallelDims.from_config(config.parallelism, world_size or degrees_product(config))
-    check_memory(config, dims, int(device_gib * 2**30))
+    check_memory(job_of(config, parallel_dims(config, world_size)), int(device_gib * 2**30))
 
 
 def validate_plan(config: Trainer.Config, corpus: Corpus, world_size: int | None) -> None:
     """Has the planner itself judge the job: it is made as a run makes it, and plans a step.
 
-    Only the solver of `fixed_solver` is spared, which would take its time limit.
+    Policies that take their time for a step, as the solver of `fixed_solver` does, are spared the step.
 
     Raises:
         PlanError: the planner's own, with the setting that it blames.
     """
-    dims = ParallelDims.from_config(config.parallelism, world_size or degrees_product(config))
-    loader = dataloader_config(config)
-    judge = planner(
-        loader,
-        corpus,
-        latency(loader),
-        window=config.training.seq_len,
-        data_parallel=dims.dp_replicate * dims.dp_shard,
-    )
-    if config.wlb.packing.policy != "fixed_solver":
-        judge.next(sharded=0)
+    job = job_of(config, parallel_dims(config, world_size))
+    planner = job.planner(documents_of(config.wlb.corpus, corpus))
+    if not job.packing.planning_seconds:
+        planner.next(sharded=0)
 
 
 def _check_degrees(config: Trainer.Config, world_size: int | None) -> None:
@@ -185,29 +160,6 @@ def _check_batch(config: Trainer.Config, dims: ParallelDims) -> None:
         raise UserError(
             "parallelism.pipeline_parallel_microbatch_size: a micro-batch is one packed sequence, so this "
             f"must be 1, got {config.parallelism.pipeline_parallel_microbatch_size}."
-        )
-
-
-def _check_lengths(config: Trainer.Config) -> None:
-    divisor = length_divisor(config)
-    if config.training.seq_len % divisor != 0:
-        raise UserError(
-            f"training.seq_len: {config.training.seq_len} tokens do not divide by {divisor}, which the "
-            f"context-parallel degree ({config.parallelism.context_parallel_degree}), the tensor-parallel "
-            f"degree ({config.parallelism.tensor_parallel_degree}), the loss's chunks and "
-            f"wlb.packing.length_multiple ({config.wlb.packing.length_multiple}) need."
-        )
-
-
-def _check_gather(config: Trainer.Config) -> None:
-    groups = config.wlb.sharding.gather_groups
-    assert config.model_spec is not None
-    tensor = config.parallelism.tensor_parallel_degree
-    heads = model_shape(config.model_spec.model).kv_heads // tensor
-    if heads % groups:
-        raise UserError(
-            f"wlb.sharding.gather_groups: {groups} groups do not divide the {heads} key heads of a rank at a "
-            f"tensor-parallel degree of {tensor}; take a divisor of {heads}."
         )
 
 
@@ -301,7 +253,25 @@ def _check_pipeline(config: Trainer.Config, dims: ParallelDims) -> None:
         )
     except ValueError as error:
         raise UserError(f"parallelism.pipeline_parallel_schedule: {error}") from error
+
+
+def _check_job(config: Trainer.Config, dims: ParallelDims) -> None:
     try:
-        check_order(config.wlb.pipeline.order, canonical_name(config.parallelism.pipeline_parallel_schedule))
+        job = job_of(config, dims)
+    except PlanError as error:
+        if error.setting:
+            raise
+        # A strategy's message may begin with the key that is wrong.
+        raise UserError(
+            f"wlb.sharding{'.' if str(error).startswith('gather_groups') else ': '}{error}"
+        ) from error
+    if config.training.seq_len % job.divisor:
+        raise UserError(
+            f"training.seq_len: {config.training.seq_len} tokens do not divide by {job.divisor}, which the "
+            f"context-parallel degree ({dims.cp}), the tensor-parallel degree ({dims.tp}), the loss's chunks "
+            f"and wlb.packing.length_multiple ({config.wlb.packing.length_multiple}) need."
+        )
+    try:
+        config.wlb.pipeline.make(job.shape)
     except PlanError as error:
         raise UserError(f"wlb.pipeline.order: {error}") from error

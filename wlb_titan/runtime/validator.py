@@ -17,7 +17,7 @@ from torch import nn
 from torchtitan.components import validate as titan
 from torchtitan.distributed import ParallelDims
 
-from wlb_titan import context
+from wlb_titan.context import ContextStrategy
 from wlb_titan.runtime.inputs import rank_item, to_device
 
 
@@ -38,20 +38,22 @@ class Validator(titan.Validator):
             local_batch_size=local_batch_size if parallel_dims.pp_enabled else 1,
             **arguments,
         )
+        self.strategy: ContextStrategy | None = None  # the trainer sets it
 
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, model_parts: list[nn.Module]
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """This rank's share of a sequence, sharded per sequence, and its mask; see `rank_item`."""
+        """This rank's share of a sequence, sharded as in training, and its mask; see `rank_item`."""
         device = labels.device
         tokens, positions, targets = (
             x[0].cpu().numpy() for x in (input_dict["input"], input_dict["positions"], labels)
         )
         lengths = document_lengths(positions)
-        cp = self.parallel_dims.cp
-        shards = context.per_sequence(lengths, len(tokens), cp) if cp > 1 else None
-        rank = self.parallel_dims.get_mesh("cp").get_local_rank() if cp > 1 else 0
-        item, mine = rank_item(tokens, targets, positions, lengths, shards, rank)
+        shards, rank = None, 0
+        if self.strategy is not None:
+            shards = self.strategy.shard(lengths, len(tokens))[1]
+            rank = self.parallel_dims.get_mesh("cp").get_local_rank()
+        item, mine = rank_item(tokens, targets, positions, lengths, self.strategy, shards, rank)
         return to_device(item, mine, device)
 
 

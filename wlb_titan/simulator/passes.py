@@ -10,8 +10,7 @@ multiplies twice as much as a forward pass, once for the gradient of its inputs 
 weights.
 Activation checkpointing repeats part of the forward pass: `selective` every second matrix product, the
 element-wise operators and what has to be gathered again; `full` all of it.
-In `gather_groups` groups of heads, only the first group's gather is waited for as a whole; each later one
-overlaps with the attention of the group before.
+How much of context parallelism's communication is waited for, its strategy says.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from numpy.typing import NDArray
 
 from wlb_titan.context import whole
 from wlb_titan.cost.analytic import BYTES
-from wlb_titan.cost.attention_latency import AttentionLatency
+from wlb_titan.cost.workload import CostModel
+from wlb_titan.job import Job
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import LENGTH, MicroBatch
-from wlb_titan.simulator.job import SimulatedJob
 
 Floats = NDArray[np.float64]
 TENSOR_COLLECTIVES = 4  # of a layer in each pass
@@ -48,9 +47,9 @@ class MicroBatches:
     backward: Floats
 
     @classmethod
-    def of(cls, micro_batches: Sequence[MicroBatch], latency: AttentionLatency) -> MicroBatches:
+    def of(cls, micro_batches: Sequence[MicroBatch], job: Job) -> MicroBatches:
         """Of planned micro-batches, as arrays (n,)."""
-        attention = np.array([attention_seconds(m, latency).max(axis=0) for m in micro_batches])
+        attention = np.array([attention_seconds(m, job).max(axis=0) for m in micro_batches])
         tokens = np.array([m.length for m in micro_batches], dtype=np.float64)
         return cls(tokens, attention[:, 0], attention[:, 1])
 
@@ -60,15 +59,14 @@ class MicroBatches:
         return MicroBatches(*(array.reshape(-1, n).T for array in arrays))
 
 
-def attention_seconds(micro_batch: MicroBatch, latency: AttentionLatency) -> Floats:
+def attention_seconds(micro_batch: MicroBatch, job: Job) -> Floats:
     """float64 (ranks, 2), seconds of one layer's attention on each context-parallel rank, both passes."""
-    sharding = micro_batch.ranks
-    if sharding is None:
-        sharding = (whole(micro_batch.documents[:, LENGTH]),)
-    return latency.seconds(sharding)
+    if job.strategy is None or micro_batch.ranks is None:
+        return job.latency.seconds((whole(micro_batch.documents[:, LENGTH]),))
+    return job.strategy.seconds(micro_batch.ranks)
 
 
-def pass_times(job: SimulatedJob, micro_batches: MicroBatches) -> PassTimes:
+def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
     """The passes of micro-batches through every stage.
 
     Args:
@@ -81,8 +79,8 @@ def pass_times(job: SimulatedJob, micro_batches: MicroBatches) -> PassTimes:
     token, tokens = job.token, micro_batches.tokens
     links = _latencies(job)
     every = tokens * (token.matrices + token.elements + token.tensor) + links
-    forward = every + _with_gather(job, tokens, micro_batches.forward)
-    inputs = every + tokens * token.elements + _with_gather(job, tokens, micro_batches.backward)
+    forward = every + _with_exchange(job, tokens, micro_batches.forward)
+    inputs = every + tokens * token.elements + _with_exchange(job, tokens, micro_batches.backward)
     inputs = inputs + _repeated(job, micro_batches, forward)
     layers = np.array(job.layers, dtype=np.float64)[:, None, None]
     head = np.zeros_like(layers)
@@ -94,7 +92,7 @@ def pass_times(job: SimulatedJob, micro_batches: MicroBatches) -> PassTimes:
     )
 
 
-def transfer_seconds(job: SimulatedJob, tokens: Floats) -> Floats:
+def transfer_seconds(job: Job, tokens: Floats) -> Floats:
     """Seconds that a micro-batch's hidden states take from one pipeline rank to the next, shaped alike."""
     if job.degrees.pipeline == 1:
         return np.zeros_like(tokens)
@@ -105,25 +103,25 @@ def transfer_seconds(job: SimulatedJob, tokens: Floats) -> Floats:
     return tokens * (job.model.hidden * BYTES / inner / bandwidth) + link.latency
 
 
-def _with_gather(job: SimulatedJob, tokens: Floats, attention: Floats) -> Floats:
-    """Seconds of one layer's attention and of the keys' gather, or their gradients' reduction, around it."""
-    groups, gather = job.gather_groups, tokens * job.token.context
-    waited: Floats = gather / groups + (groups - 1) / groups * np.maximum(gather - attention, 0)
-    return attention + waited
+def _with_exchange(job: Job, tokens: Floats, attention: Floats) -> Floats:
+    """Seconds of one layer's attention and of context parallelism's collectives around it."""
+    if job.strategy is None:
+        return attention
+    return attention + job.strategy.waited(tokens * job.token.context, attention)
 
 
-def _latencies(job: SimulatedJob) -> float:
+def _latencies(job: Job) -> float:
     """Seconds of one layer's collectives in one pass that do not depend on tokens."""
     tensor, context = job.degrees.tensor, job.degrees.context
     seconds = 0.0
     if tensor > 1:
         seconds += TENSOR_COLLECTIVES * job.cluster.link(tensor).latency
-    if context > 1:
-        seconds += job.gather_groups * job.cluster.link(context, tensor).latency
+    if job.exchange is not None:
+        seconds += job.exchange.collectives * job.cluster.link(context, tensor).latency
     return seconds
 
 
-def _repeated(job: SimulatedJob, micro_batches: MicroBatches, forward: Floats) -> Floats:
+def _repeated(job: Job, micro_batches: MicroBatches, forward: Floats) -> Floats:
     """Seconds of one layer's recomputation, of `forward` seconds at the most."""
     if job.memory.checkpointing == "none":
         return np.zeros_like(forward)
@@ -138,15 +136,24 @@ def _repeated(job: SimulatedJob, micro_batches: MicroBatches, forward: Floats) -
     return seconds
 
 
-@dataclass(frozen=True, slots=True)
-class JobCost:
-    """The workload of a document as the simulator sees it, for packing: a `CostModel` in seconds.
+class JobCost(CostModel):
+    """The workload of a document as the simulator sees it, in seconds.
 
     W_a is the attention of the document on its own, shared equally by the context-parallel ranks; W_l all
     that grows with tokens. All layers together, on one rank of each stage.
     """
 
-    job: SimulatedJob
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        one = MicroBatches(np.ones((1, 1)), np.zeros((1, 1)), np.zeros((1, 1)))
+        linear = pass_times(job, one)
+        still = pass_times(job, MicroBatches(*np.zeros((3, 1, 1))))
+        self._linear_forward = (linear.forward - still.forward).sum()
+        self._linear_backward = (linear.inputs - still.inputs + linear.weights - still.weights).sum()
+
+    @classmethod
+    def of(cls, config: CostModel.Config, job: Any) -> JobCost:
+        return cls(job)
 
     def forward(self, lengths: NDArray[Any]) -> Floats:
         return self._work(lengths)[0]
@@ -155,15 +162,11 @@ class JobCost:
         return self._work(lengths)[1]
 
     def _work(self, lengths: NDArray[Any]) -> tuple[Floats, Floats]:
-        attention = self.job.latency.work(lengths, lengths) / self.job.degrees.context
-        one = MicroBatches(np.ones((1, 1)), np.zeros((1, 1)), np.zeros((1, 1)))
-        linear = pass_times(self.job, one)
-        still = pass_times(self.job, MicroBatches(*np.zeros((3, 1, 1))))
-        d, layers = np.asarray(lengths, dtype=np.float64), self.job.model.layers
-        forward = (linear.forward - still.forward).sum()
-        backward = (linear.inputs - still.inputs + linear.weights - still.weights).sum()
-        again = self.job.memory.checkpointing == "full"
+        job = self._job
+        attention = job.latency.work(lengths, lengths) / job.degrees.context
+        d, layers = np.asarray(lengths, dtype=np.float64), job.model.layers
+        again = job.memory.checkpointing == "full"
         return (
-            forward * d + layers * attention[0],
-            backward * d + layers * (attention[1] + again * attention[0]),
+            self._linear_forward * d + layers * attention[0],
+            self._linear_backward * d + layers * (attention[1] + again * attention[0]),
         )

@@ -8,14 +8,13 @@ micro-batches that fit, up to two context windows, which is the default of `max_
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.errors import PlanError
-from wlb_titan.simulator.job import SimulatedJob
-from wlb_titan.simulator.scenario import Policy, Scenario
+from wlb_titan.job import Job, Policy
+from wlb_titan.simulator.scenario import Scenario
 from wlb_titan.simulator.step import Prediction
 
 
@@ -74,24 +73,22 @@ def search(
     """
     found: list[Found] = []
     too_large = refused = untried = 0
-    for degrees in candidates(scenario.job, gpus, scenario.micro_batches):
+    for degrees in candidates(scenario.job, gpus):
         if untried or not goes_on(str(degrees)):
             untried += 1
             continue
         try:
             job = at_degrees(scenario.job, degrees)
-            longest = replace(scenario, job=job).longest
-            if longest is None:
+            if job.longest_that_fits is None:
                 too_large += 1
                 continue
-            packing = replace(scenario.packing, max_length=longest)
-            here = replace(scenario, job=job, packing=packing)
             for policy in policies:
                 if not goes_on(f"{degrees} {policy}"):
                     untried = 1
                     break
-                prediction = here.predict(policy, steps)
+                prediction = scenario.on(job).predict(policy, steps)
                 if prediction.fits:
+                    longest = job.under(policy).longest_micro_batch
                     found.append(Found(degrees, policy, prediction, longest))
         except PlanError:
             refused += 1
@@ -99,7 +96,7 @@ def search(
         raise PlanError(
             f"Nothing fits {gpus} GPUs of {scenario.job.cluster.memory / 1e9:g} GB: {too_large} ways to "
             f"divide the job need more memory, {untried} were not tried and {refused} are not possible with "
-            f"{scenario.micro_batches} micro-batches of {scenario.window:,} tokens under "
+            f"{scenario.job.micro_batches} micro-batches of {scenario.job.window:,} tokens under "
             f"{scenario.job.schedule}. Take more GPUs, full activation checkpointing or a shorter context "
             "window."
         )
@@ -107,8 +104,9 @@ def search(
     return Search(found, too_large, refused, untried)
 
 
-def candidates(job: SimulatedJob, gpus: int, micro_batches: int) -> Iterator[Degrees]:
+def candidates(job: Job, gpus: int) -> Iterator[Degrees]:
     """Degrees that multiply to `gpus` and divide the model and the micro-batches."""
+    micro_batches = job.micro_batches
     for tensor in _powers_of_two(min(gpus, job.cluster.gpus_per_node)):
         if job.model.heads % tensor or job.model.kv_heads % tensor:
             continue
@@ -120,11 +118,16 @@ def candidates(job: SimulatedJob, gpus: int, micro_batches: int) -> Iterator[Deg
                     yield Degrees(tensor=tensor, context=context, pipeline=pipeline, shard=shard)
 
 
-def at_degrees(job: SimulatedJob, degrees: Degrees) -> SimulatedJob:
-    """The job with other degrees, its attention divided accordingly and each replica's step in one run."""
-    latency = replace(job.latency, heads=job.model.heads // degrees.tensor)
-    groups = math.gcd(job.gather_groups, job.model.kv_heads // degrees.tensor)
-    return replace(job, degrees=degrees, latency=latency, run=None, stage_layers=(), gather_groups=groups)
+def at_degrees(job: Job, degrees: Degrees) -> Job:
+    """The job with other degrees, its attention divided accordingly and each replica's step in one run.
+
+    Raises:
+        PlanError: they do not divide the model or the micro-batches, or its strategy cannot share the heads.
+    """
+    attention = job.attention
+    if attention is not None:
+        attention = replace(attention, heads=job.model.heads // degrees.tensor)
+    return replace(job, degrees=degrees, attention=attention, run=None, stage_layers=())
 
 
 def _powers_of_two(most: int) -> Iterator[int]:

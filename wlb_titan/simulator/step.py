@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.errors import PlanError
+from wlb_titan.job import Job
 from wlb_titan.memory.peak import RankMemory, rank_parameters, weighted_tokens
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.pipeline.schedule import rank_actions
 from wlb_titan.plan import LENGTH, Plan
-from wlb_titan.simulator.job import SimulatedJob
 from wlb_titan.simulator.passes import MicroBatches, pass_times, transfer_seconds
 
 Floats = NDArray[np.float64]
@@ -54,7 +54,7 @@ class Prediction:
     flops: Floats
     memory: tuple[RankMemory, ...]
     longest: int
-    job: SimulatedJob
+    job: Job
 
     @property
     def tokens_per_second(self) -> float:
@@ -98,7 +98,7 @@ class Prediction:
         )
 
 
-def simulate(job: SimulatedJob, plans: Sequence[Plan]) -> Prediction:
+def simulate(job: Job, plans: Sequence[Plan]) -> Prediction:
     """Predicts steps from their plans.
 
     Args:
@@ -112,7 +112,7 @@ def simulate(job: SimulatedJob, plans: Sequence[Plan]) -> Prediction:
     micro_batches = [m for plan in plans for m in plan.micro_batches]
     replicas, run = job.degrees.data, _run(job, plans)
     runs = len(plans[0].micro_batches) // (replicas * run)
-    passing = MicroBatches.of(micro_batches, job.latency).in_runs(run)  # steps x replicas x runs of them
+    passing = MicroBatches.of(micro_batches, job).in_runs(run)  # steps x replicas x runs of them
     times = pass_times(job, passing)
     if job.degrees.pipeline == 1 and job.degrees.shard > 1:
         times = _slowest_of_shards(times, job, runs)
@@ -138,7 +138,7 @@ def simulate(job: SimulatedJob, plans: Sequence[Plan]) -> Prediction:
     )
 
 
-def peak_memory(job: SimulatedJob, tokens: NDArray[np.int64]) -> tuple[RankMemory, ...]:
+def peak_memory(job: Job, tokens: NDArray[np.int64]) -> tuple[RankMemory, ...]:
     """The largest peak of each pipeline rank over runs.
 
     Args:
@@ -154,7 +154,7 @@ def peak_memory(job: SimulatedJob, tokens: NDArray[np.int64]) -> tuple[RankMemor
     return tuple(result)
 
 
-def _check(job: SimulatedJob, plans: Sequence[Plan]) -> None:
+def _check(job: Job, plans: Sequence[Plan]) -> None:
     if not plans:
         raise PlanError("There is no plan to simulate.")
     first = plans[0].micro_batches
@@ -168,7 +168,7 @@ def _check(job: SimulatedJob, plans: Sequence[Plan]) -> None:
         )
 
 
-def _run(job: SimulatedJob, plans: Sequence[Plan]) -> int:
+def _run(job: Job, plans: Sequence[Plan]) -> int:
     each = len(plans[0].micro_batches) // job.degrees.data
     run = job.run or each
     if each % run:
@@ -178,7 +178,7 @@ def _run(job: SimulatedJob, plans: Sequence[Plan]) -> int:
     return run
 
 
-def _slowest_of_shards(times: PassTimes, job: SimulatedJob, runs: int) -> PassTimes:
+def _slowest_of_shards(times: PassTimes, job: Job, runs: int) -> PassTimes:
     """Every replica of a shard group takes as long as its slowest, micro-batch by micro-batch."""
 
     def slowest(array: Floats) -> Floats:
@@ -191,7 +191,7 @@ def _slowest_of_shards(times: PassTimes, job: SimulatedJob, runs: int) -> PassTi
     return PassTimes(slowest(times.forward), slowest(times.inputs), slowest(times.weights))
 
 
-def _communication(job: SimulatedJob, times: PassTimes) -> Floats:
+def _communication(job: Job, times: PassTimes) -> Floats:
     """float64 (k,), seconds of data-parallel communication of each run's slowest rank that nothing hides."""
     if job.degrees.sharding_ranks * job.degrees.replicate == 1:
         return np.zeros(times.forward.shape[2])
@@ -199,7 +199,7 @@ def _communication(job: SimulatedJob, times: PassTimes) -> Floats:
     return slowest
 
 
-def _exposed(job: SimulatedJob, times: PassTimes, rank: int) -> Floats:
+def _exposed(job: Job, times: PassTimes, rank: int) -> Floats:
     """The same of one pipeline rank."""
     stages = list(job.shape.stages_of(rank))
     gather, reduce = _gather_and_reduce(job, stages)
@@ -226,7 +226,7 @@ def _exposed(job: SimulatedJob, times: PassTimes, rank: int) -> Floats:
     return seconds
 
 
-def _gather_and_reduce(job: SimulatedJob, stages: Sequence[int]) -> tuple[float, float]:
+def _gather_and_reduce(job: Job, stages: Sequence[int]) -> tuple[float, float]:
     """Seconds of gathering the weights of some stages, and of reducing their gradients.
 
     A collective for each layer, and one for embedding, last norm and head.
@@ -243,7 +243,7 @@ def _gather_and_reduce(job: SimulatedJob, stages: Sequence[int]) -> tuple[float,
     return groups * gather, groups * reduce
 
 
-def _optimizer(job: SimulatedJob) -> float:
+def _optimizer(job: Job) -> float:
     """Seconds of AdamW on the rank with the most weights: as long as reading and writing them takes."""
     most = max(
         rank_parameters(job.model, job.layers, job.shape.stages_of(rank))

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.job import Job
 from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.peak import weighted_tokens
 from wlb_titan.pipeline.graph import PipelineGraph
 from wlb_titan.plan import Plan
-from wlb_titan.simulator.job import SimulatedJob
 from wlb_titan.simulator.passes import MicroBatches, pass_times, transfer_seconds
 from wlb_titan.timeline import Slice
 
@@ -35,7 +35,7 @@ class MemoryCurve:
 
 
 def step_timeline(
-    job: SimulatedJob, plan: Plan, name: str = "step", dp_rank: int | None = None
+    job: Job, plan: Plan, name: str = "step", dp_rank: int | None = None
 ) -> tuple[list[Slice], list[MemoryCurve]]:
     """The step of one data-parallel replica.
 
@@ -53,11 +53,11 @@ def step_timeline(
     return max(steps, key=lambda step: max(piece.start + piece.duration for piece in step[0]))
 
 
-def _replica(job: SimulatedJob, plan: Plan, name: str, dp_rank: int) -> tuple[list[Slice], list[MemoryCurve]]:
+def _replica(job: Job, plan: Plan, name: str, dp_rank: int) -> tuple[list[Slice], list[MemoryCurve]]:
     micro_batches = plan.of_rank(dp_rank)
     run = job.run or len(micro_batches)
     graph = PipelineGraph(job.shape, run)
-    per_token = TokenBytes.of(job.model, job.degrees, job.memory).kept
+    per_token = TokenBytes.of(job.model, job.degrees, job.memory, job.exchange).kept
     slices: list[Slice] = []
     curves: dict[int, tuple[list[float], list[float]]] = {
         rank: ([0.0], [0.0]) for rank in range(job.degrees.pipeline)
@@ -65,7 +65,7 @@ def _replica(job: SimulatedJob, plan: Plan, name: str, dp_rank: int) -> tuple[li
     begin = 0.0
     for first in range(0, len(micro_batches), run):
         here = micro_batches[first : first + run]
-        passing = MicroBatches.of(here, job.latency).in_runs(run)
+        passing = MicroBatches.of(here, job).in_runs(run)
         times = pass_times(job, passing)
         ends = graph.ends(times, transfer_seconds(job, passing.tokens))[:, 0]
         tokens = [m.length for m in here]

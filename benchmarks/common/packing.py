@@ -20,6 +20,7 @@ import os
 import platform
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan import __version__
-from wlb_titan.cost.workload import Quadratic
+from wlb_titan.documents import Documents
+from wlb_titan.job import Job
+from wlb_titan.packing import PackingPolicy
 from wlb_titan.plan import Plan
 from wlb_titan.planner import Planner
-from wlb_titan.settings import PackingSettings, ShardingSettings
 from wlb_titan.summary import Summary
 
 WINDOW = 131072
 COST_MODEL = "quadratic:917504,3.96e10"
-RESULTS = Path(__file__).parent / "results" / "cpu"
+RESULTS = Path(__file__).parents[1] / "results" / "cpu"
 
 
 def synthetic_lengths(documents: int, seed: int = 1) -> NDArray[np.int64]:
@@ -48,14 +50,20 @@ def synthetic_lengths(documents: int, seed: int = 1) -> NDArray[np.int64]:
     return np.clip(lengths.astype(np.int64), 16, WINDOW)
 
 
+def planner_of(
+    documents: Documents, packing: PackingPolicy.Config, *, micro_batches: int, window: int = WINDOW
+) -> Planner:
+    """A planner of packing alone: one rank, COST_MODEL, micro-batches of at most two windows."""
+    return Job(
+        window=window,
+        micro_batches=micro_batches,
+        packing=replace(packing, cost_model=COST_MODEL),
+        memory_known=False,  # so that two windows are the bound
+    ).planner(documents)
+
+
 def measure(
-    lengths: NDArray[np.int64],
-    packing: PackingSettings,
-    *,
-    micro_batches: int,
-    steps: int,
-    warm_up: int = 8,
-    seed: int | None = None,
+    documents: Documents, packing: PackingPolicy.Config, *, micro_batches: int, steps: int, warm_up: int = 8
 ) -> dict[str, Any]:
     """Plans `steps` steps after `warm_up` ones, in which queues fill, and sums them up.
 
@@ -64,25 +72,17 @@ def measure(
         median of the thread's CPU time, which other load on the machine does not change; `documents`, the
         median number of documents of a step.
     """
-    planner = Planner(
-        lengths,
-        window=WINDOW,
-        micro_batches=micro_batches,
-        seed=seed,
-        packing=packing,
-        sharding=ShardingSettings(),
-        cost_model=Quadratic(917504, 3.96e10),
-    )
+    planner = planner_of(documents, packing, micro_batches=micro_batches)
     for _ in range(warm_up):
         planner.next()
-    cpu, documents = [], []
+    cpu, packed = [], []
 
     def plans() -> Iterator[Plan]:
         for _ in range(steps):
             begin = time.thread_time()
             plan = planner.next()
             cpu.append((time.thread_time() - begin) * 1e3)
-            documents.append(sum(len(m.documents) for m in plan.micro_batches))
+            packed.append(sum(len(m.documents) for m in plan.micro_batches))
             yield plan
 
     summary = Summary.of(plans())
@@ -90,7 +90,7 @@ def measure(
         **summary.figures(),
         "plan_ms_mean": float(summary.plan_ms.mean()),
         "cpu_ms": float(np.median(cpu)),
-        "documents": float(np.median(documents)),
+        "documents": float(np.median(packed)),
         "steps": steps,
     }
 

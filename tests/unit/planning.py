@@ -1,0 +1,45 @@
+"""Planners and strategies for tests, by the few arguments that a test is about."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from wlb_titan.context import STRATEGIES
+from wlb_titan.cost.degrees import Degrees
+from wlb_titan.documents import Documents
+from wlb_titan.job import Job
+from wlb_titan.packing import POLICIES
+
+
+def make_planner(
+    lengths,
+    *,
+    window,
+    micro_batches,
+    packing="plain",
+    cost="quadratic:1,40",
+    sharding="per_sequence",
+    data_parallel=1,
+    context_parallel=1,
+    seed=0,
+    sources=(),
+    fingerprint="",
+    **job,
+):
+    """A planner of a job with these policies, by name or with their settings."""
+    packing = POLICIES.configure(packing) if isinstance(packing, str) else packing
+    return Job(
+        window=window,
+        micro_batches=micro_batches,
+        degrees=Degrees(shard=data_parallel, context=context_parallel),
+        packing=replace(packing, cost_model=cost),
+        sharding=STRATEGIES.configure(sharding),
+        **job,
+    ).planner(
+        Documents(lengths=np.asarray(lengths), seed=seed, sources=tuple(sources), fingerprint=fingerprint)
+    )
+
+
+def shard(policy, lengths, total, ranks, latency, **settings):
+    """How a policy divides a micro-batch: its name in the end, and the sharding."""
+    return STRATEGIES.configure(policy, **settings).make(ranks, latency).shard(lengths, total)

@@ -1,0 +1,166 @@
+"""What every context-parallel strategy is: who holds which tokens, who attends to what, and what that costs.
+
+A micro-batch is one packed sequence. A strategy divides its tokens over the context-parallel ranks, and says
+what the ranks send each other so that every query meets its keys. Planner, memory, cost model, simulator and
+training ask it and know none by name; the half that moves tensors is a class of its own (`attention`), as
+planning needs no torch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb_titan.context.layout import Ints, Sharding
+from wlb_titan.cost.attention_latency import AttentionLatency
+from wlb_titan.cost.models import ModelShape
+from wlb_titan.errors import PlanError
+from wlb_titan.plugins import Family, Plugin, PluginConfig
+
+Floats = NDArray[np.float64]
+
+STRATEGIES = Family(
+    kind="sharding policy",
+    key="policy",
+    group="wlb_titan.context",
+    base="wlb_titan.context.strategy:ContextStrategy",
+    shipped={
+        "per_sequence": "wlb_titan.context.all_gather:PerSequence",
+        "per_document": "wlb_titan.context.all_gather:PerDocument",
+        "adaptive": "wlb_titan.context.all_gather:Adaptive",
+        "hybrid": "wlb_titan.context.all_gather:Hybrid",
+        "ulysses": "wlb_titan.context.ulysses:Ulysses",
+    },
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """What a rank's attention moves and holds in one layer, in elements for each token of the micro-batch.
+
+    Attributes:
+        received: from other ranks in the forward pass, and of gradients in the backward pass.
+        collectives: in each of the passes.
+        sent: held while they travel, beside what the model has anyway.
+        keys: of keys and values that attention reads.
+        outputs: of queries and of attention's output each, where attention works on others than the rank's
+            own tokens and so has copies of both; 0 where it works on the rank's own.
+    """
+
+    received: float
+    collectives: int
+    sent: float
+    keys: float
+    outputs: float = 0.0
+
+
+class ContextStrategy(Plugin, ABC):
+    """Divides micro-batches over context-parallel ranks.
+
+    Args:
+        config: its settings.
+        ranks: context-parallel degree, at least 2.
+        latency: predicts attention time; of all query heads that a tensor-parallel rank has.
+
+    Attributes:
+        attention: "module:Class" of the half that moves tensors; see `runtime/attention.py`.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(PluginConfig):
+        """[wlb.sharding]: how context parallelism divides a micro-batch over its ranks."""
+
+        family = STRATEGIES
+
+        profile: str = ""
+        """File with the measured attention times of the device, from `wlb-titan profile`. Empty: the
+        cluster's own figures."""
+
+    attention: ClassVar[str]
+
+    def __init__(self, config: Any, ranks: int, latency: AttentionLatency) -> None:
+        self.ranks = ranks
+        self.latency = latency
+
+    @property
+    def divisor(self) -> int:
+        """What the tokens of a micro-batch must be a multiple of."""
+        return self.ranks
+
+    def check(self, model: ModelShape, tensor: int) -> None:
+        """Raises PlanError where this strategy cannot share a model's heads, on `tensor` ranks each."""
+
+    def shard(
+        self, lengths: Ints, total: int, *, micro_batch: str = "The micro-batch"
+    ) -> tuple[str, Sharding]:
+        """Who holds which tokens.
+
+        Args:
+            lengths: int64 (n,), tokens of the documents in sequence order, each at least 1.
+            total: tokens of the sequence with its padding, which comes last.
+            micro_batch: names it in errors.
+
+        Returns:
+            How it is divided in the end, for reports; and per rank its runs. What is left of a rank's
+            total / ranks tokens is padding.
+
+        Raises:
+            PlanError: there are fewer tokens than ranks, or the total does not divide.
+        """
+        tokens = int(lengths.sum())
+        if tokens < self.ranks:
+            raise PlanError(
+                f"{micro_batch} has {tokens} tokens, fewer than the {self.ranks} context-parallel ranks that "
+                "share it. Use a smaller context-parallel degree, a longer context window or longer "
+                "documents."
+            )
+        if total % self.divisor:
+            raise PlanError(
+                f"{micro_batch} has {total} tokens with its padding, which {self.ranks} context-parallel "
+                f"ranks cannot divide. Pad it to a multiple of {self.divisor}."
+            )
+        if total < tokens:
+            raise PlanError(f"{micro_batch} has documents of {tokens} tokens but room for only {total}.")
+        return self.divide(lengths, total)
+
+    @abstractmethod
+    def divide(self, lengths: Ints, total: int) -> tuple[str, Sharding]:
+        """`shard` of what has been found possible."""
+
+    @abstractmethod
+    def seconds(self, sharding: Sharding) -> Floats:
+        """float64 (ranks, 2), forward and backward seconds of one layer's attention on each rank."""
+
+    @abstractmethod
+    def mask(
+        self, sharding: Sharding, lengths: Ints, total: int, rank: int
+    ) -> tuple[NDArray[np.int32], tuple[Ints, ...]]:
+        """What the attention of a rank needs to know of a micro-batch.
+
+        Returns:
+            int32 (S, 4), segments as `wlb_titan.kernels.varlen_attention` takes them; and int64 arrays that
+            the strategy's `attention` gets besides, on its device.
+        """
+
+    @abstractmethod
+    def exchange(self, model: ModelShape, tensor: int) -> Exchange:
+        """What it moves and holds, where tensor parallelism of this degree divides the heads."""
+
+    def waited(self, communication: Floats, attention: Floats) -> Floats:
+        """Of the seconds of a layer's collectives those in which nothing is computed, shaped alike."""
+        return communication
+
+
+def key_order(positions: Ints) -> Ints:
+    """int64 (n,): where each token lies among those gathered rank by rank, in document order.
+
+    Args:
+        positions: int64 (ranks, n / ranks), of `sequence_positions`.
+    """
+    order = np.empty(positions.size, dtype=np.int64)
+    order[positions.ravel()] = np.arange(positions.size)  # the inverse of a permutation
+    return order

@@ -1,0 +1,131 @@
+"""Ulysses context parallelism: ranks exchange tokens for heads, and attend to whole sequences.
+
+A rank holds a stretch of the sequence and all heads. One all-to-all before attention gives it the whole
+sequence and its share of the heads, one after it brings the outputs back (Jacobs et al., DeepSpeed Ulysses,
+2023). Every rank then has the same documents, so attention is balanced whatever they are, and what travels
+does not grow with the degree; but there can be no more ranks than query heads.
+
+Heads need not divide evenly. A rank takes key heads with all their queries where there are enough of them;
+where there are fewer key heads than ranks, several ranks hold one of them and share its queries.
+
+Example: 4 query heads, 2 key heads, 3 ranks: key head 0 with query heads 0 and 1, shared by two ranks, and
+key head 1 with both of its queries:
+
+    >>> head_shares(4, 2, 3)
+    [Share(queries=slice(0, 1), keys=slice(0, 1)), Share(queries=slice(1, 2), keys=slice(0, 1)), \
+Share(queries=slice(2, 4), keys=slice(1, 2))]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb_titan.context.layout import Ints, Sharding, from_runs, segments, whole
+from wlb_titan.context.strategy import ContextStrategy, Exchange, Floats
+from wlb_titan.cost.attention_latency import AttentionLatency
+from wlb_titan.cost.models import ModelShape
+from wlb_titan.errors import PlanError
+
+
+class Share(NamedTuple):
+    """Query and key heads of one rank."""
+
+    queries: slice
+    keys: slice
+
+
+def head_shares(heads: int, kv_heads: int, ranks: int) -> list[Share]:
+    """Who attends with which heads.
+
+    Args:
+        heads: query heads, a multiple of kv_heads.
+        kv_heads: key heads.
+        ranks: at most as many as query heads.
+
+    Raises:
+        PlanError: there are more ranks than query heads.
+    """
+    if ranks > heads:
+        raise PlanError(
+            f"ulysses: {ranks} context-parallel ranks cannot share {heads} query heads; lower the degree of "
+            "context or of tensor parallelism, or take another policy of [wlb.sharding]."
+        )
+    group = heads // kv_heads
+    if ranks <= kv_heads:
+        cuts = _cuts(kv_heads, ranks)
+        return [Share(slice(low * group, high * group), slice(low, high)) for low, high in pairwise(cuts)]
+    shares = []
+    sharing = np.diff(_cuts(ranks, kv_heads))  # ranks of each key head
+    for key, count in enumerate(sharing.tolist()):
+        cuts = [key * group + cut for cut in _cuts(group, count)]
+        shares += [Share(slice(low, high), slice(key, key + 1)) for low, high in pairwise(cuts)]
+    return shares
+
+
+def _cuts(count: int, parts: int) -> list[int]:
+    """0 to `count` in parts that differ by one at most, the larger ones first."""
+    each, more = divmod(count, parts)
+    return [part * each + min(part, more) for part in range(parts + 1)]
+
+
+class Ulysses(ContextStrategy):
+    """Ranks exchange tokens for heads: each attends with its share of the heads to the whole sequence."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ContextStrategy.Config):
+        pass
+
+    attention = "wlb_titan.runtime.ulysses:UlyssesAttention"
+
+    def __init__(self, config: Config, ranks: int, latency: AttentionLatency) -> None:
+        super().__init__(config, ranks, latency)
+
+    def check(self, model: ModelShape, tensor: int) -> None:
+        head_shares(model.heads // tensor, model.kv_heads // tensor, self.ranks)
+
+    def divide(self, lengths: Ints, total: int) -> tuple[str, Sharding]:
+        begin = np.arange(self.ranks) * (total // self.ranks)
+        runs = from_runs(np.arange(self.ranks), begin, begin + total // self.ranks, lengths, self.ranks)
+        return "ulysses", runs
+
+    def seconds(self, sharding: Sharding) -> Floats:
+        """Every rank attends to all tokens with its heads; the one with most of them is the slowest."""
+        everything = np.concatenate(sharding)
+        lengths = _documents(everything)
+        each = [
+            replace(self.latency, heads=share.queries.stop - share.queries.start).seconds((whole(lengths),))[
+                0
+            ]
+            for share in head_shares(self.latency.heads, self.latency.heads, self.ranks)
+        ]
+        return np.array(each)
+
+    def mask(
+        self, sharding: Sharding, lengths: Ints, total: int, rank: int
+    ) -> tuple[NDArray[np.int32], tuple[Ints, ...]]:
+        """Segments of whole documents; nothing else, as tokens arrive in the order of the sequence."""
+        return segments(whole(lengths), lengths), ()
+
+    def exchange(self, model: ModelShape, tensor: int) -> Exchange:
+        heads, kv_heads = model.heads // tensor, model.kv_heads // tensor
+        shares = head_shares(heads, kv_heads, self.ranks)
+        queries = max(share.queries.stop - share.queries.start for share in shares) * model.head_dim
+        keys = 2 * max(share.keys.stop - share.keys.start for share in shares) * model.head_dim
+        others = (self.ranks - 1) / self.ranks
+        return Exchange(
+            received=(2 * queries + keys) * others,
+            collectives=2,
+            sent=queries + keys,
+            keys=keys,
+            outputs=queries,
+        )
+
+
+def _documents(runs: Ints) -> Ints:
+    """int64 (n,), tokens of each document that runs are of."""
+    return np.bincount(runs[:, 0], runs[:, 2]).astype(np.int64)

@@ -1,0 +1,57 @@
+"""`profile:FILE`: attention as `wlb-titan profile` measured it, all else by counting operations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb_titan.cost.analytic import Analytic
+from wlb_titan.cost.attention_latency import AttentionLatency
+from wlb_titan.cost.attention_profile import AttentionShape, Profile
+from wlb_titan.cost.workload import CostJob, CostModel, Floats
+
+
+class Measured(CostModel):
+    """W_a as measured on a device, W_l by counting operations.
+
+    Args:
+        attention: of one layer on one device.
+        layers: of the model.
+        context_parallel: degree; its ranks share attention equally.
+        linear: gives W_l.
+
+    Raises:
+        PlanError: the profile cannot be read, or has no attention like the job's.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CostModel.Config):
+        file: str
+        """Path of the profile."""
+
+    def __init__(
+        self, attention: AttentionLatency, layers: int, context_parallel: int, linear: Analytic
+    ) -> None:
+        self._attention_of_layer = attention
+        self._share = layers / context_parallel
+        self._linear = linear
+
+    @classmethod
+    def of(cls, config: Config, job: CostJob) -> Measured:
+        attention = AttentionShape.of(job.model, job.degrees.tensor, job.dtype)
+        latency = Profile.load(Path(config.file)).latency(attention)
+        return cls(latency, job.model.layers, job.degrees.context, Analytic.of(Analytic.Config(), job))
+
+    def forward(self, lengths: NDArray[Any]) -> Floats:
+        return self._attention(lengths, 0) + self._linear.linear_forward * np.asarray(lengths, np.float64)
+
+    def backward(self, lengths: NDArray[Any]) -> Floats:
+        return self._attention(lengths, 1) + self._linear.linear_backward * np.asarray(lengths, np.float64)
+
+    def _attention(self, lengths: NDArray[Any], direction: int) -> Floats:
+        seconds: Floats = self._attention_of_layer.work(lengths, lengths)[direction]
+        return seconds * self._share

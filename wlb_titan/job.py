@@ -1,0 +1,313 @@
+"""The job: everything besides the documents that its plans and predictions follow from.
+
+It is put together once, from a configuration (`runtime/job.py`) or from options (`commands`), and is the only
+way to a planner. So `plan`, `simulate`, `dryrun` and training make the same plans from the same TOML file.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from wlb_titan.context import STRATEGIES, ContextStrategy, Exchange
+from wlb_titan.cost.analytic import Device, TokenSeconds
+from wlb_titan.cost.attention_hopper import hopper
+from wlb_titan.cost.attention_latency import AttentionLatency
+from wlb_titan.cost.attention_profile import AttentionShape, Profile
+from wlb_titan.cost.cluster import Cluster, load_cluster
+from wlb_titan.cost.degrees import Degrees
+from wlb_titan.cost.models import PAPER_MODELS, ModelShape
+from wlb_titan.cost.workload import CostModel, cost_model
+from wlb_titan.documents import Documents
+from wlb_titan.errors import PlanError
+from wlb_titan.memory.peak import LONGEST, RankMemory, layers_of_stages, longest_that_fits, pipeline_memory
+from wlb_titan.memory.settings import MemorySettings
+from wlb_titan.packing import POLICIES, PackingPolicy
+from wlb_titan.packing.policy import Answer
+from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder
+from wlb_titan.pipeline.runs import PipelineRuns
+from wlb_titan.pipeline.schedule import PipelineShape
+from wlb_titan.planner import Planner
+
+
+class Policy(NamedTuple):
+    """How micro-batches are packed, sharded over context-parallel ranks and ordered in the pipeline."""
+
+    packing: str
+    sharding: str = "per_sequence"
+    order: str = "as_packed"
+
+    @classmethod
+    def parse(cls, text: str) -> Policy:
+        """`packing[:sharding[:order]]`, such as `wlb:adaptive` or `wlb_lazy:hybrid:best`.
+
+        Raises:
+            UserError: a part is not known.
+        """
+        parts = [part.strip() for part in text.split(":")]
+        if len(parts) > 3:
+            raise PlanError(f"{text!r} has too many parts; a policy is packing[:sharding[:order]].")
+        for part, family in zip(parts, (POLICIES, STRATEGIES, ORDERS), strict=False):
+            family.find(part)
+        return cls(*parts)
+
+    def __str__(self) -> str:
+        return ":".join(self if self.order != "as_packed" else self[:2])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Model, parallelism, policies and hardware of a training run.
+
+    Attributes:
+        model: its shape.
+        degrees: of parallelism.
+        cluster: the hardware that predictions are for.
+        window: context window in tokens.
+        micro_batches: N, those of the whole job in one step (pipeline micro-batches x gradient accumulation x
+            data-parallel degree).
+        packing, sharding, order: the policies, with their settings.
+        dtype: of activations, as torch names it.
+        multiple: what the tokens of a context-parallel rank must be a multiple of, for sequence parallelism
+            and the chunks of the loss.
+        schedule: of the pipeline, one of `pipeline.schedule.SCHEDULES` where predictions are wanted.
+        chunks: stages of each pipeline rank.
+        run: micro-batches of one run through the pipeline; a replica with more in a step makes several runs,
+            as gradient accumulation does. None: all in one run.
+        stage_layers: layers of each stage; empty divides them as torchtitan does.
+        memory: data types and activation checkpointing, which also costs time.
+        memory_known: whether memory can be predicted; not of models with experts.
+        overlap: whether weights are gathered and gradients reduced while ranks compute.
+        attention: the attention of one layer on one tensor-parallel rank; None: as [wlb.sharding] profile
+            says, or the cluster's.
+
+    Raises:
+        PlanError: the degrees do not divide the model or the micro-batches, or a policy cannot run here.
+    """
+
+    window: int
+    micro_batches: int
+    model: ModelShape = PAPER_MODELS["7B"]
+    degrees: Degrees = field(default_factory=Degrees)
+    cluster: Cluster = field(default_factory=lambda: load_cluster("h100_roce"))
+    packing: PackingPolicy.Config = field(default_factory=lambda: POLICIES.configure("plain"))
+    sharding: ContextStrategy.Config = field(default_factory=lambda: STRATEGIES.configure("per_sequence"))
+    order: MicroBatchOrder.Config = field(default_factory=lambda: ORDERS.configure("as_packed"))
+    dtype: str = "bfloat16"
+    multiple: int = 1
+    schedule: str = "1F1B"
+    chunks: int = 1
+    run: int | None = None
+    stage_layers: tuple[int, ...] = ()
+    memory: MemorySettings = field(default_factory=MemorySettings)
+    memory_known: bool = True
+    overlap: bool = True
+    attention: AttentionLatency | None = None
+
+    def __post_init__(self) -> None:
+        for name, heads in (("heads", self.model.heads), ("kv_heads", self.model.kv_heads)):
+            if heads % self.degrees.tensor:
+                raise PlanError(
+                    f"The model's {heads} {name} cannot be divided by the tensor parallel degree "
+                    f"{self.degrees.tensor}."
+                )
+        if self.micro_batches < 1 or self.micro_batches % self.degrees.data:
+            raise PlanError(
+                f"{self.micro_batches} micro-batches cannot be shared equally by {self.degrees.data} "
+                "data-parallel ranks; the number must be a positive multiple of the data-parallel degree."
+            )
+        if self.strategy is not None:
+            self.strategy.check(self.model, self.degrees.tensor)
+
+    @property
+    def replica_micro_batches(self) -> int:
+        """Micro-batches of one data-parallel rank in a step."""
+        return self.micro_batches // self.degrees.data
+
+    @property
+    def shape(self) -> PipelineShape:
+        return PipelineShape(self.schedule, self.degrees.pipeline, self.chunks)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers of each stage."""
+        return self.stage_layers or layers_of_stages(self.model.layers, self.shape.stages)
+
+    @property
+    def divisor(self) -> int:
+        """What the tokens of a micro-batch are a multiple of."""
+        context = self.strategy.divisor if self.strategy is not None else 1
+        return math.lcm(self.packing.length_multiple, context, self.degrees.context * self.multiple)
+
+    @cached_property
+    def latency(self) -> AttentionLatency:
+        """The attention of one layer on one tensor-parallel rank, with all of its heads.
+
+        Raises:
+            PlanError: the profile that [wlb.sharding] names cannot be read, or lacks this attention.
+        """
+        if self.attention is not None:
+            return self.attention
+        shape = AttentionShape.of(self.model, self.degrees.tensor, self.dtype)
+        if self.sharding.profile:
+            try:
+                return Profile.load(Path(self.sharding.profile)).latency(shape)
+            except PlanError as error:
+                raise PlanError(str(error), setting="sharding.profile") from error
+        return cluster_latency(self.cluster, shape)
+
+    @cached_property
+    def strategy(self) -> ContextStrategy | None:
+        """The context-parallel strategy; None at a degree of 1."""
+        if self.degrees.context == 1:
+            return None
+        strategy: ContextStrategy = self.sharding.make(self.degrees.context, self.latency)
+        return strategy
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """What context parallelism moves and holds in a layer."""
+        return None if self.strategy is None else self.strategy.exchange(self.model, self.degrees.tensor)
+
+    @property
+    def received(self) -> float:
+        """Elements that context parallelism brings to a rank in a pass, for each token of a micro-batch."""
+        return 0.0 if self.exchange is None else self.exchange.received
+
+    @property
+    def device(self) -> Device:
+        """One of its ranks."""
+        return Device.of(
+            self.cluster, tensor_parallel=self.degrees.tensor, context_parallel=self.degrees.context
+        )
+
+    @cached_property
+    def token(self) -> TokenSeconds:
+        """What one token of a micro-batch costs a rank."""
+        tensor, context = self.degrees.tensor, self.degrees.context
+        return TokenSeconds.of(self.model, self.device, tensor, context, self.received)
+
+    @cached_property
+    def cost_model(self) -> CostModel:
+        """What packing balances by."""
+        return cost_model(self.packing.cost_model, self)
+
+    def peak_memory(self, lengths: Sequence[int]) -> tuple[RankMemory, ...]:
+        """The peak of each pipeline rank.
+
+        Args:
+            lengths: tokens of a replica's micro-batches, in the order of running.
+
+        Raises:
+            PlanError: it cannot be predicted for this schedule.
+        """
+        return pipeline_memory(
+            self.model,
+            self.degrees,
+            lengths,
+            schedule=self.schedule,
+            chunks=self.chunks,
+            run=self.run,
+            settings=self.memory,
+            layers=self.layers,
+            exchange=self.exchange,
+        )
+
+    @cached_property
+    def longest_that_fits(self) -> int | None:
+        """Tokens of the longest micro-batches of which a whole step fits; None if not even windows do."""
+
+        def memory(length: int) -> tuple[RankMemory, ...]:
+            try:
+                return self.peak_memory([length] * self.replica_micro_batches) if self.memory_known else ()
+            except PlanError:
+                return ()
+
+        return longest_that_fits(memory, self.window, self.divisor, self.cluster.memory)
+
+    @property
+    def longest_micro_batch(self) -> int:
+        """Tokens that a micro-batch may have under the packing policy."""
+        if not self.packing.owner.variable_length:  # type: ignore[attr-defined]
+            return self.window
+        wanted: int | None = getattr(self.packing, "max_length", None)
+        return wanted or self.longest_that_fits or LONGEST * self.window
+
+    def planner(
+        self,
+        documents: Documents,
+        *,
+        on_one_rank: Callable[[Callable[[], Answer]], Answer] | None = None,
+    ) -> Planner:
+        """A planner at the beginning of the stream.
+
+        Args:
+            documents: what is trained on.
+            on_one_rank: as of `PackingJob`; None calls here.
+
+        Raises:
+            PlanError: a setting is wrong, or does not fit the window or the documents.
+        """
+        pipeline = None
+        if self.degrees.pipeline > 1:
+            pipeline = PipelineRuns(self.shape, self.run or self.replica_micro_batches, self.order)
+        return Planner(
+            documents,
+            window=self.window,
+            micro_batches=self.micro_batches,
+            data_parallel=self.degrees.data,
+            divisor=self.divisor,
+            longest=self.longest_micro_batch,
+            packing=self.packing,
+            cost_model=self.cost_model,
+            strategy=self.strategy,
+            pipeline=pipeline,
+            on_one_rank=on_one_rank,
+        )
+
+    def under(self, policy: Policy) -> Job:
+        """The same job under other policies; settings that both policies have stay as they are."""
+        return replace(
+            self,
+            packing=self.packing.named(policy.packing),
+            sharding=self.sharding.named(policy.sharding),
+            order=self.order.named(policy.order),
+        )
+
+    def on(self, cluster: Cluster) -> Job:
+        """The same job on another cluster."""
+        return replace(self, cluster=cluster)
+
+
+def cluster_latency(cluster: Cluster, shape: AttentionShape) -> AttentionLatency:
+    """The attention of one layer on a GPU of a cluster.
+
+    It is the cluster's profile, if it has one with such an attention; otherwise the figures for H100, scaled
+    to the cluster's rates of attention.
+    """
+    if cluster.attention_profile:
+        try:
+            return Profile.load(Path(cluster.attention_profile)).latency(shape)
+        except PlanError as error:
+            warnings.warn(
+                f"{error} Until then its times are those of H100, scaled to the attention rates of "
+                f"{cluster.name}.",
+                stacklevel=2,
+            )
+    derived = hopper(shape.head_dim, shape.heads)
+    base = load_cluster("h100_roce")
+    forward = base.attention_flops / cluster.attention_flops
+    backward = base.attention_backward_flops / cluster.attention_backward_flops
+    if forward == backward == 1:
+        return derived
+    return replace(
+        derived,
+        forward=derived.forward.slower(forward),
+        backward=derived.backward.slower(backward),
+        source=f"{derived.source}, scaled to {cluster.name}",
+    )

@@ -1,0 +1,145 @@
+"""The job and the documents of a torchtitan configuration."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.models.common import CosSinRoPE
+
+from wlb_titan.corpus import Corpus
+from wlb_titan.cost.cluster import load_cluster
+from wlb_titan.cost.degrees import Degrees
+from wlb_titan.documents import Documents
+from wlb_titan.job import Job
+from wlb_titan.memory.settings import MemorySettings
+from wlb_titan.runtime.corpus import mixture_sources
+from wlb_titan.runtime.pipeline_schedules import pipeline_shape, stage_names
+from wlb_titan.runtime.shape import has_experts, model_shape
+
+if TYPE_CHECKING:
+    from wlb_titan.config.settings import CorpusSettings
+    from wlb_titan.runtime.trainer import Trainer
+
+
+def job_of(config: Trainer.Config, dims: ParallelDims) -> Job:
+    """The job of a configuration at the degrees of a number of processes.
+
+    Raises:
+        PlanError: a part of it is wrong, or they do not fit each other.
+    """
+    training, wlb = config.training, config.wlb
+    assert config.model_spec is not None
+    model = config.model_spec.model
+    schedule, chunks, run, stage_layers = "1F1B", 1, None, (len(model.layers),)
+    if dims.pp_enabled:
+        shape = pipeline_shape(config.parallelism, model)
+        schedule, chunks, run = shape.schedule, shape.chunks, training.local_batch_size
+        names = stage_names(config.parallelism, model)
+        stage_layers = tuple(sum(name.startswith("layers.") for name in stage) for stage in names)
+    total = training.global_batch_size
+    data_parallel = dims.dp_replicate * dims.dp_shard
+    return Job(
+        model=model_shape(model),
+        degrees=Degrees(
+            tensor=dims.tp,
+            context=dims.cp,
+            pipeline=dims.pp,
+            shard=dims.dp_shard,
+            replicate=dims.dp_replicate,
+        ),
+        cluster=load_cluster(wlb.cluster or cluster_at_hand(wlb.device)),
+        dtype=training.mixed_precision_param,
+        window=training.seq_len,
+        micro_batches=total if total > 0 else training.local_batch_size * data_parallel,
+        multiple=_multiple(config, dims),
+        packing=wlb.packing,
+        sharding=wlb.sharding,
+        order=wlb.pipeline,
+        schedule=schedule,
+        chunks=chunks,
+        run=run,
+        stage_layers=stage_layers,
+        memory=memory_settings(config),
+        memory_known=not has_experts(model),
+    )
+
+
+def degrees_product(config: Trainer.Config) -> int:
+    """Processes that the configured degrees need, with a data-parallel degree of 1 where it is -1."""
+    p = config.parallelism
+    return (
+        p.data_parallel_replicate_degree
+        * max(p.data_parallel_shard_degree, 1)
+        * p.pipeline_parallel_degree
+        * p.context_parallel_degree
+        * p.tensor_parallel_degree
+    )
+
+
+def parallel_dims(config: Trainer.Config, world_size: int | None = None) -> ParallelDims:
+    """The degrees of a job of so many processes; None: as many as the configured degrees need."""
+    return ParallelDims.from_config(config.parallelism, world_size or degrees_product(config))
+
+
+def documents_of(settings: CorpusSettings, corpus: Corpus) -> Documents:
+    """What a planner needs of an opened corpus.
+
+    Raises:
+        PlanError: as of `mixture_sources`.
+    """
+    return Documents(
+        lengths=corpus.lengths,
+        name=str(corpus),
+        sources=tuple(mixture_sources(settings, corpus)),
+        seed=settings.seed,
+        fingerprint=corpus.fingerprint,
+    )
+
+
+def cluster_at_hand(device: str = "auto") -> str:
+    """The shipped cluster whose GPUs are like this machine's; `h100_roce` for a GPU that is not known.
+
+    Args:
+        device: `wlb.device`.
+    """
+    if device == "cpu" or not torch.cuda.is_available():
+        return "cpu"
+    return "h200" if "H200" in torch.cuda.get_device_name(0) else "h100_roce"
+
+
+def memory_settings(config: Trainer.Config) -> MemorySettings:
+    """What of a configuration decides about memory."""
+    checkpointing = config.activation_checkpoint
+    kind = "selective" if checkpointing is not None else "none"
+    return MemorySettings(
+        checkpointing="full" if isinstance(checkpointing, FullAC.Config) else kind,
+        compute_bytes=TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize,
+        loss_chunks=config.loss.num_chunks if isinstance(config.loss, ChunkedLossWrapper.Config) else 1,
+        window=config.training.seq_len,
+        rotary_bytes=_rotary_bytes(config),
+        sequence_parallel=config.parallelism.enable_sequence_parallel,
+        reshard={"always": True, "never": False}.get(config.parallelism.fsdp_reshard_after_forward),
+    )
+
+
+def _multiple(config: Trainer.Config, dims: ParallelDims) -> int:
+    """Sequence parallelism and the chunked loss divide the tokens of a context-parallel rank further."""
+    tensor = dims.tp if config.parallelism.enable_sequence_parallel else 1
+    chunks = config.loss.num_chunks if isinstance(config.loss, ChunkedLossWrapper.Config) else 1
+    return math.lcm(tensor, chunks)
+
+
+def _rotary_bytes(config: Trainer.Config) -> int:
+    """Of a layer's table of rotary factors for each position and element of the head dim: float32 each.
+
+    torchtitan's ComplexRoPE has a complex number for two elements, its CosSinRoPE cosine and sine for each.
+    """
+    assert config.model_spec is not None
+    cos_sin = any(True for _ in config.model_spec.model.traverse(CosSinRoPE.Config))
+    return 8 if cos_sin else 4
