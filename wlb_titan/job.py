@@ -156,7 +156,10 @@ class Job:
             return self.attention
         shape = AttentionShape.of(self.model, self.degrees.tensor, self.dtype)
         if self.sharding.profile:
-            return Profile.load(Path(self.sharding.profile)).latency(shape)
+            try:
+                return Profile.load(Path(self.sharding.profile)).latency(shape)
+            except PlanError as error:
+                raise PlanError(str(error), setting="sharding.profile") from error
         return cluster_latency(self.cluster, shape)
 
     @cached_property

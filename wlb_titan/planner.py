@@ -69,7 +69,8 @@ class Planner:
         if self._stream.documents < micro_batches:
             raise PlanError(
                 f"The corpus has {self._stream.documents} documents, fewer than the {micro_batches} "
-                "micro-batches of one step. Use a larger corpus or fewer micro-batches."
+                "micro-batches of one step. Use a larger corpus or fewer micro-batches.",
+                setting="corpus.path",
             )
         job = PackingJob(micro_batches=micro_batches, cost_model=cost_model, divisor=divisor, longest=longest)
         if on_one_rank is not None:
@@ -80,14 +81,15 @@ class Planner:
             raise PlanError(
                 f"Policy {packing.name!r} makes micro-batches of exactly the context window, {window} "
                 f"tokens, but they must be a multiple of {divisor} to be shared by context- and "
-                "tensor-parallel ranks."
+                "tensor-parallel ranks.",
+                setting="training.seq_len",
             )
         self._micro_batches = micro_batches
         self._data_parallel = data_parallel
         self._strategy = strategy
         self._pipeline = pipeline
         self._divisor = divisor
-        self._packing = packing.name
+        self._packing = packing
         self._cost_model = cost_model
         self._fingerprint = documents.fingerprint
         self._lengths = documents.lengths
@@ -193,7 +195,7 @@ class Planner:
                 f"{STATE_VERSION}. Continue with the version that wrote it, or start anew."
             )
         for fact, value in self._facts().items():
-            if state[fact] != value:
+            if state.get(fact, value) != value:  # an older version knew fewer
                 raise PlanError(
                     f"The saved planner state cannot be continued: its {fact.replace('_', ' ')} is "
                     f"{state[fact]!r}, and this job's is {value!r}, which makes another stream of tokens. "
@@ -212,7 +214,8 @@ class Planner:
             "seed": self._stream.seed,
             "context_window": self._stream.window,
             "micro_batches": self._micro_batches,
-            "packing_policy": self._packing,
+            "packing_policy": self._packing.name,
+            **self._policy.facts(self._packing),
         }
 
     def _work_of_packs(

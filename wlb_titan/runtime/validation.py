@@ -18,8 +18,11 @@ from wlb_titan.corpus.vocabulary import check_sample
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.runtime.adoption import WHAT_TO_DO, unsupported
 from wlb_titan.runtime.corpus import mixture_sources, open_corpus
-from wlb_titan.runtime.job import degrees_product, job_of, parallel_dims
+from wlb_titan.runtime.dump_folder import check_place
+from wlb_titan.runtime.job import degrees_product, documents_of, job_of, parallel_dims
+from wlb_titan.runtime.memory import check_memory
 from wlb_titan.runtime.metrics import MetricsProcessor
+from wlb_titan.runtime.optimizer_check import check_optimizer
 from wlb_titan.runtime.pipeline import pipeline
 from wlb_titan.runtime.pipeline_schedules import (
     check_micro_batches,
@@ -40,24 +43,34 @@ def validate(config: Trainer.Config, world_size: int | None) -> None:
     _check_degrees(config, world_size)
     dims = parallel_dims(config, world_size)
     _check_batch(config, dims)
-    _check_lengths(config)
     _check_settings(config)
     _check_checkpoint(config)
     _check_model(config)
     _check_pipeline(config, dims)
+    check_optimizer(config)
     _check_job(config, dims)
 
 
-def validate_files(config: Trainer.Config) -> None:
-    """Checks what a run reads: the corpus, and weights of Hugging Face's format if it starts from any.
+def validate_inputs(config: Trainer.Config) -> Corpus:
+    """Checks what a run reads and writes: the corpus, weights of Hugging Face's format, the dump folder.
+
+    Returns:
+        the corpus.
 
     Raises:
-        UserError: as of `validate_corpus` and `check_weights`.
+        UserError: as of `validate_corpus`, `check_weights` and `check_place`.
     """
     corpus = validate_corpus(config)
     if config.checkpoint.initial_load_in_hf:
         assert config.model_spec is not None
         check_weights(config.model_spec.model, Path(config.checkpoint.initial_load_path), corpus)
+    check_place(Path(config.dump_folder))
+    return corpus
+
+
+def validate_files(config: Trainer.Config, world_size: int | None = None) -> None:
+    """`validate_inputs`, and `validate_plan` on the corpus: what a run would find out itself, before it."""
+    validate_plan(config, validate_inputs(config), world_size)
 
 
 def validate_corpus(config: Trainer.Config) -> Corpus:
@@ -83,25 +96,34 @@ def validate_corpus(config: Trainer.Config) -> Corpus:
                 f"{vocabulary}` or fewer, or choose another base."
             )
         for part in corpus.parts or (corpus,):
-            if part.manifest is None:
+            if part.manifest is None or not part.manifest.checked:
                 check_sample(part, tokenizer.vocab_size)
     except (CorpusError, PlanError) as error:
         raise UserError(f"{key}: {error}") from error
     return corpus
 
 
+def validate_memory(config: Trainer.Config, world_size: int | None, device_gib: float) -> None:
+    """`check_memory` for devices of so many GiB, as a run does it with what its devices have."""
+    check_memory(job_of(config, parallel_dims(config, world_size)), int(device_gib * 2**30))
+
+
+def validate_plan(config: Trainer.Config, corpus: Corpus, world_size: int | None) -> None:
+    """Has the planner itself judge the job: it is made as a run makes it, and plans a step.
+
+    Policies that take their time for a step, as the solver of `fixed_solver` does, are spared the step.
+
+    Raises:
+        PlanError: the planner's own, with the setting that it blames.
+    """
+    job = job_of(config, parallel_dims(config, world_size))
+    planner = job.planner(documents_of(config.wlb.corpus, corpus))
+    if not job.packing.planning_seconds:
+        planner.next(sharded=0)
+
+
 def _check_degrees(config: Trainer.Config, world_size: int | None) -> None:
     p = config.parallelism
-    names = (
-        "data_parallel_replicate_degree",
-        "pipeline_parallel_degree",
-        "context_parallel_degree",
-        "tensor_parallel_degree",
-        "expert_parallel_degree",
-    )
-    for name in names:
-        if getattr(p, name) < 1:
-            raise UserError(f"parallelism.{name}: a degree is at least 1, got {getattr(p, name)}.")
     if p.data_parallel_shard_degree < 1 and p.data_parallel_shard_degree != -1:
         raise UserError(
             "parallelism.data_parallel_shard_degree: a degree is at least 1, or -1 for all processes that "
@@ -129,8 +151,6 @@ def _check_degrees(config: Trainer.Config, world_size: int | None) -> None:
 def _check_batch(config: Trainer.Config, dims: ParallelDims) -> None:
     local, total = config.training.local_batch_size, config.training.global_batch_size
     data_parallel = dims.dp_replicate * dims.dp_shard
-    if local < 1:
-        raise UserError(f"training.local_batch_size: at least 1 micro-batch a rank, got {local}.")
     if total > 0 and total % (local * data_parallel) != 0:
         raise UserError(
             f"training.global_batch_size: {total} micro-batches cannot be shared equally: it must be a "
@@ -141,11 +161,6 @@ def _check_batch(config: Trainer.Config, dims: ParallelDims) -> None:
             "parallelism.pipeline_parallel_microbatch_size: a micro-batch is one packed sequence, so this "
             f"must be 1, got {config.parallelism.pipeline_parallel_microbatch_size}."
         )
-
-
-def _check_lengths(config: Trainer.Config) -> None:
-    if (multiple := config.wlb.packing.length_multiple) < 1:
-        raise UserError(f"wlb.packing.length_multiple: at least 1 token, got {multiple}.")
 
 
 def _check_settings(config: Trainer.Config) -> None:
@@ -244,6 +259,8 @@ def _check_job(config: Trainer.Config, dims: ParallelDims) -> None:
     try:
         job = job_of(config, dims)
     except PlanError as error:
+        if error.setting:
+            raise
         # A strategy's message may begin with the key that is wrong.
         raise UserError(
             f"wlb.sharding{'.' if str(error).startswith('gather_groups') else ': '}{error}"
