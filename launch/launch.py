@@ -91,7 +91,7 @@ def _resolve(
     use_cpu_without_accelerator()
     from wlb_titan.runtime.job import degrees_product
     from wlb_titan.runtime.load import load_config
-    from wlb_titan.runtime.validation import validate_files
+    from wlb_titan.runtime.validation import validate, validate_files
 
     if nodes < 1 or processes_per_node < 0:
         raise UserError(
@@ -106,5 +106,6 @@ def _resolve(
         world_size = degrees_product(resolved.config)
         if world_size % nodes != 0:
             raise UserError(f"--nodes: {world_size} processes do not spread evenly over {nodes} hosts.")
+        resolved.check(lambda config: validate(config, world_size))
     environment = {"CUDA_VISIBLE_DEVICES": ""} if resolved.config.wlb.device == "cpu" else {}
     return Job(world_size // nodes, environment)

@@ -89,6 +89,7 @@ class Planner:
         self._strategy = strategy
         self._pipeline = pipeline
         self._divisor = divisor
+        self._longest = longest // divisor * divisor
         self._packing = packing
         self._cost_model = cost_model
         self._fingerprint = documents.fingerprint
@@ -216,6 +217,8 @@ class Planner:
             "micro_batches": self._micro_batches,
             "packing_policy": self._packing.name,
             **self._policy.facts(self._packing),
+            # As it came out, where the settings leave it open.
+            **({} if self.fixed_length else {"max_length": self._longest}),
         }
 
     def _work_of_packs(

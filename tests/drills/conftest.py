@@ -1,5 +1,4 @@
-"""Drills: what happens to a person's job when machines, disks, files and settings are not as they should "
-"be."""
+"""Drills: what happens to a job when machines, disks, files and settings are not as they should be."""
 
 import pytest
 from drill_ground import Ground

@@ -1,5 +1,4 @@
-"""Where drills are run: a small corpus, ranks that can be killed, stopped and starved, and what they "
-"leave."""
+"""Where drills are run: a small corpus, and ranks that can be killed, stopped and starved."""
 
 from __future__ import annotations
 

@@ -116,7 +116,8 @@ def test_what_changes_the_tokens_is_refused_on_resume(ground, undisturbed, words
 def test_what_does_not_change_the_tokens_is_taken_on_resume(ground, undisturbed):
     copy_of(undisturbed, ground, "taken", keep=4)
     job = ground.run(
-        *("taken", "--wlb.packing.queues", "3", "--wlb.packing.time_limit", "3", "--metrics.log_freq", "1")
+        *("taken", "--wlb.packing.cost_model", "quadratic:1,100", "--checkpoint.interval", "3"),
+        *("--wlb.trace_every", "3"),
     )
     assert job.codes == [0, 0], job.log()
     assert job.losses() == undisturbed.losses()

@@ -7,8 +7,8 @@ A corpus that `wlb-titan prepare` made is a folder:
                        documents-00000.arrow, documents-00001.arrow, ...
     tokenizer/         tokenizer.json and tokenizer_config.json
     unreadable.txt     files and records that could not be read, if there were any
-    *.batches      of each file of documents: where its record batches lie
-    *.sums         of each: a checksum of every block, compared when it is first read
+    *.batches          of each file of documents: where its record batches lie
+    *.sums             of each: a checksum of every block, compared when it is first read
     manifest.json      counts, settings, sizes and checksums of the files above; written last
 
 Others are opened as `foreign` says. All files are memory-mapped: a slice of tokens is a view of the mapped
@@ -160,7 +160,8 @@ class Corpus:
         if self.tokenizer is None:
             raise CorpusError(
                 f"The corpus {self.path} comes without its tokenizer. Name the folder of the tokenizer that "
-                "made it, with tokenizer.json and tokenizer_config.json: wlb.corpus.tokenizer."
+                "made it, with tokenizer.json and tokenizer_config.json: wlb.corpus.tokenizer.",
+                setting="corpus.tokenizer",
             )
         return self.tokenizer
 
@@ -185,7 +186,8 @@ def tokenizer_facts(folder: Path) -> TokenizerFacts:
     file = folder.absolute() / "tokenizer.json"
     if not file.is_file():
         raise CorpusError(
-            f"There is no {file}; `tokenizer` names the folder of a tokenizer in Hugging Face's layout."
+            f"There is no {file}; `tokenizer` names the folder of a tokenizer in Hugging Face's layout.",
+            setting="corpus.tokenizer",
         )
     from tokenizers import Tokenizer  # not needed for corpora that were prepared
 
@@ -193,7 +195,7 @@ def tokenizer_facts(folder: Path) -> TokenizerFacts:
     try:
         vocabulary = Tokenizer.from_str(content.decode("utf-8")).get_vocab(with_added_tokens=True)
     except Exception as error:  # the library raises bare Exceptions
-        raise CorpusError(f"{file} is not a tokenizer: {error}") from error
+        raise CorpusError(f"{file} is not a tokenizer: {error}", setting="corpus.tokenizer") from error
     return TokenizerFacts(file.parent, hashlib.sha256(content).hexdigest(), max(vocabulary.values()) + 1)
 
 
@@ -203,7 +205,8 @@ def _open_prepared(path: Path, tokenizer: str) -> Corpus:
     if tokenizer and tokenizer_facts(Path(tokenizer)).sha256 != manifest.tokenizer_sha256:
         raise CorpusError(
             f"The corpus {path} was not made with the tokenizer in {tokenizer}; it brings its own, so leave "
-            "wlb.corpus.tokenizer out."
+            "wlb.corpus.tokenizer out.",
+            setting="corpus.tokenizer",
         )
     try:
         shards = [ArrowShard(path / name, checked=manifest.checked) for name in manifest.document_files]
@@ -222,7 +225,7 @@ def _open_prepared(path: Path, tokenizer: str) -> Corpus:
 
 
 def _no_corpus(path: Path) -> str:
-    if partial_folder(path).exists():
+    if path.name and partial_folder(path).exists():
         return (
             f"There is no corpus at {path} yet: its preparation was interrupted, or is still running. If it "
             f"is not running, start it again with `wlb-titan prepare {path}` and the same options."

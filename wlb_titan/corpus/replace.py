@@ -16,12 +16,15 @@ def output_folder(path: str | Path) -> Path:
     """Where a corpus is made: an absolute path without links, so that a link to a folder stays one.
 
     Raises:
-        CorpusError: links lead in a circle.
+        CorpusError: links lead in a circle, or it is the root of the file system.
     """
     try:
-        return Path(path).resolve()
+        folder = Path(path).resolve()
     except (OSError, RuntimeError) as error:
         raise CorpusError(f"{path} cannot be a corpus' folder: {error}.") from error
+    if not folder.name:
+        raise CorpusError(f"{folder} cannot be a corpus' folder; name a folder in it.")
+    return folder
 
 
 def check_replaceable(folder: Path) -> None:
@@ -49,8 +52,7 @@ def check_replaceable(folder: Path) -> None:
 
 
 def remove_corpus(folder: Path) -> None:
-    """Deletes the files that the manifest lists, and folders that are empty then; what else is there "
-    "stays."""
+    """Deletes the files that the manifest lists, and folders that are empty then; all else stays."""
     names = [*Manifest.load(folder).files, LOCK_FILE, MANIFEST_FILE]  # the manifest last
     for name in names:
         (folder / name).unlink(missing_ok=True)

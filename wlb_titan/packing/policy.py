@@ -162,12 +162,6 @@ class VariableLengthPolicy(PackingPolicy):
     variable_length = True
     balances = True
 
-    max_length: int
-    """L_max as it came out, tokens."""
-
-    def facts(self, config: Any) -> dict[str, Any]:
-        return {**super().facts(config), "max_length": self.max_length}
-
     @staticmethod
     def bound(config: VariableLengthPolicy.Config, window: int, job: PackingJob) -> int:
         """L_max, rounded down so that padding does not exceed it.

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from annotated_types import Ge, Gt, Interval, MinLen
+from annotated_types import Ge, Interval, MinLen
 from numpy.typing import NDArray
 
 from wlb_titan.cost.workload import workload
@@ -47,7 +47,7 @@ class Wlb(VariableLengthPolicy):
         queues: Annotated[int, Interval(ge=1, le=8)] = 2
         """n, the number of queues with automatic thresholds."""
 
-        tolerance: Annotated[float, Gt(0)] = 0.065
+        tolerance: Annotated[float, Interval(ge=1e-6, le=1e6)] = 0.065
         """With automatic thresholds: the imbalance above 1 that weighs as much as a delay of one iteration
         for every token."""
 
@@ -56,7 +56,7 @@ class Wlb(VariableLengthPolicy):
         self._arrivals = Arrivals(stream, micro_batches=job.micro_batches)
         self._micro_batches = job.micro_batches
         self._cost_model = job.cost_model
-        self.max_length = self.bound(config, stream.window, job)
+        self._max_length = self.bound(config, stream.window, job)
         self.thresholds = self._thresholds(config)
         self._queues: list[Waiting] = [NOTHING for _ in self.thresholds]
         self._remained: Waiting = NOTHING
@@ -76,7 +76,7 @@ class Wlb(VariableLengthPolicy):
             queues=config.queues,
             window=window,
             micro_batches=self._micro_batches,
-            max_length=self.max_length,
+            max_length=self._max_length,
             cost_model=self._cost_model,
             tolerance=config.tolerance,
         )
@@ -113,7 +113,7 @@ class Wlb(VariableLengthPolicy):
             documents[:, LENGTH],
             workload(self._cost_model, documents[:, LENGTH]),
             self._micro_batches,
-            self.max_length,
+            self._max_length,
         )
         packed = assigned != algorithm1.REMAINS
         self._remained = documents[~packed]

@@ -47,7 +47,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Interval
 from numpy.typing import NDArray
 
 from wlb_titan.cost.workload import Floats, workload
@@ -76,7 +76,7 @@ class WlbLazy(VariableLengthPolicy):
 
     @dataclass(kw_only=True, slots=True)
     class Config(VariableLengthPolicy.Config):
-        tolerance: Annotated[float, Gt(0)] = 0.065
+        tolerance: Annotated[float, Interval(ge=1e-6, le=1e6)] = 0.065
         """What balance is worth. An imbalance of 1 + tolerance weighs as much as a delay of one iteration for
         every token, half of it a quarter as much; with N micro-batches a step the tolerance is widened by
         1 + 4.5 / N. Smaller is better balanced and waits longer."""
@@ -93,7 +93,7 @@ class WlbLazy(VariableLengthPolicy):
         self._arrivals = Arrivals(stream, micro_batches=job.micro_batches)
         self._micro_batches = job.micro_batches
         self._cost_model = job.cost_model
-        self.max_length = self.bound(config, stream.window, job)
+        self._max_length = self.bound(config, stream.window, job)
         self._tolerance = config.tolerance * (1 + 4.5 / job.micro_batches)
         self._max_delay = config.max_delay
         self._limit = imbalance_of_plain(stream, job)  # steps above it are levelled by cutting documents
@@ -120,7 +120,7 @@ class WlbLazy(VariableLengthPolicy):
         documents, works, assigned = level_by_cutting(
             Packed(documents[packed], works[packed], assigned[packed]),
             self._micro_batches,
-            self.max_length,
+            self._max_length,
             self._cost_model,
             self._limit,
         )
@@ -176,7 +176,7 @@ class WlbLazy(VariableLengthPolicy):
             hold = int(holds[candidate])
             long = slice(hold, max(hold, foreseen))
             short = slice(long.stop, None)
-            bins = Bins(self._micro_batches, self.max_length)
+            bins = Bins(self._micro_batches, self._max_length)
             unplaced = bins.place(lengths[long], works[long]) == REMAINS
             waiting = held[candidate] + int(lengths[long][unplaced].sum())
             _, imbalance, left = bins.portions(float(works[short].sum()), int(lengths[short].sum()))
@@ -198,7 +198,7 @@ class WlbLazy(VariableLengthPolicy):
         """
         long = int(np.searchsorted(-lengths[placed:], -(self._window // PLACED), side="right"))
         long = max(placed + long, self._micro_batches)
-        bins = Bins(self._micro_batches, self.max_length)
+        bins = Bins(self._micro_batches, self._max_length)
         assigned = bins.place(lengths[:long], works[:long])
         ceilings, imbalance, left = bins.portions(float(works[long:].sum()), int(lengths[long:].sum()))
         # Of equal costs the last, which leaves least.

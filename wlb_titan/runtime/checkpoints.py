@@ -13,11 +13,15 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from wlb_titan.errors import UserError
+
+if TYPE_CHECKING:
+    from wlb_titan.runtime.trainer import Trainer
 
 METADATA = ".metadata"
 HUGGING_FACE_INDEX = "model.safetensors.index.json"
@@ -35,6 +39,28 @@ class Choice:
 
     step: int
     broken: tuple[tuple[int, str], ...]
+
+
+def beginning(config: Trainer.Config) -> Choice:
+    """Which of a run's own checkpoints it goes on from.
+
+    Raises:
+        UserError: none is whole, or not the one that the user named, or another run's that is to be loaded.
+    """
+    checkpoint = config.checkpoint
+    folder = Path(config.dump_folder) / checkpoint.folder
+    if not checkpoint.enable or checkpoint.create_seed_checkpoint:
+        return Choice(-1, ())
+    if checkpoint.load_step >= 0:
+        named = folder / f"step-{checkpoint.load_step}"
+        if wrong := damage(named):
+            raise UserError(f"checkpoint.load_step: {named} cannot be loaded: {wrong}.")
+        return Choice(checkpoint.load_step, ())
+    choice = newest_whole(folder)
+    initial = checkpoint.initial_load_path
+    if choice.step < 0 and initial and not checkpoint.initial_load_in_hf and (wrong := damage(Path(initial))):
+        raise UserError(f"checkpoint.initial_load_path: {initial} cannot be loaded: {wrong}.")
+    return choice
 
 
 def newest_whole(folder: Path) -> Choice:
@@ -60,6 +86,8 @@ def newest_whole(folder: Path) -> Choice:
 
 def damage(checkpoint: Path) -> str:
     """What is wrong with a checkpoint; empty if nothing is."""
+    if not checkpoint.is_dir():
+        return "there is no such folder"
     if not (checkpoint / METADATA).is_file():
         return "" if (checkpoint / HUGGING_FACE_INDEX).is_file() else f"it has no {METADATA}"
     try:

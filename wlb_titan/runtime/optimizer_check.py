@@ -10,7 +10,8 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
@@ -58,21 +59,22 @@ def _check_group(group: ParamGroupConfig, key: str, container: type) -> None:
                 f"{key}.optimizer_kwargs.{name}: {group.optimizer_name} has no such argument, and would "
                 f"leave it out without a word.{hint} It has {', '.join(known)}."
             )
+    if said := _refusal(factory, group.optimizer_kwargs):
+        for name, value in group.optimizer_kwargs.items():
+            if alone := _refusal(factory, {name: value}):
+                raise UserError(
+                    f"{key}.optimizer_kwargs.{name}: {group.optimizer_name} refuses {shown(value)}: {alone}."
+                )
+        raise UserError(f"{key}.optimizer_kwargs: {group.optimizer_name} refuses these together: {said}.")
+
+
+def _refusal(factory: Callable[..., torch.optim.Optimizer], keywords: dict[str, Any]) -> str:
+    """What an optimizer says against its arguments; empty if it takes them."""
     try:
-        factory([torch.nn.Parameter(torch.zeros(1))], **group.optimizer_kwargs)
+        factory([torch.nn.Parameter(torch.zeros(1))], **keywords)
     except Exception as error:  # what an optimizer makes of arguments of a wrong type is anything
-        said = str(error).rstrip(".")
-        raise UserError(_blamed(group, key, said)) from error
-
-
-def _blamed(group: ParamGroupConfig, key: str, said: str) -> str:
-    """The message, with the one keyword that torch names, if it names one."""
-    words = set(re.findall(r"\w+", said.lower()))
-    aliases = {"lr": {"lr", "rate"}, "eps": {"eps", "epsilon"}, "betas": {"beta", "betas"}}
-    for name, value in group.optimizer_kwargs.items():
-        if aliases.get(name, {name, *name.split("_")}) & words:
-            return f"{key}.optimizer_kwargs.{name}: {group.optimizer_name} refuses {shown(value)}: {said}."
-    return f"{key}.optimizer_kwargs: {group.optimizer_name} refuses this: {said}."
+        return str(error).rstrip(".")
+    return ""
 
 
 def _check_patterns(config: Trainer.Config, groups: list[ParamGroupConfig]) -> None:

@@ -147,26 +147,13 @@ def _run(resolved: Resolved, rank: int, alarm: Alarm) -> None:
 
 
 def _choose(config: Trainer.Config) -> dict[str, Any]:
-    """Which of the run's own checkpoints to go on from: the step (-1: none), and newer ones that are broken.
-
-    Raises:
-        UserError: none is whole, or not the one that the user named.
-    """
+    """`beginning`, as JSON; newer checkpoints that are broken are told."""
     from torchtitan.tools.logging import logger
 
-    from wlb_titan.runtime.checkpoints import damage, newest_whole
+    from wlb_titan.runtime.checkpoints import beginning
 
-    checkpoint = config.checkpoint
-    folder = Path(config.dump_folder) / checkpoint.folder
-    if not checkpoint.enable or checkpoint.create_seed_checkpoint:
-        return {"step": -1, "broken": []}
-    if checkpoint.load_step >= 0:
-        if wrong := damage(folder / f"step-{checkpoint.load_step}"):
-            raise UserError(
-                f"checkpoint.load_step: {folder / f'step-{checkpoint.load_step}'} cannot be loaded: {wrong}."
-            )
-        return {"step": checkpoint.load_step, "broken": []}
-    choice = newest_whole(folder)
+    choice = beginning(config)
+    folder = Path(config.dump_folder) / config.checkpoint.folder
     for step, wrong in choice.broken:
         logger.warning(
             f"The checkpoint {folder / f'step-{step}'} is broken: {wrong}. The run goes on from step "
