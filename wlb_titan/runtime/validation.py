@@ -75,8 +75,8 @@ def validate_inputs(config: Trainer.Config) -> Corpus:
 
 
 def validate_files(config: Trainer.Config, world_size: int | None = None) -> None:
-    """`validate_inputs`, `validate_plan` on the corpus, and the checkpoint to begin from: what a run would find
-    out itself, before it."""
+    """`validate_inputs`, `validate_plan` on the corpus, and the checkpoint to begin from: what a run would
+    find out itself, before it."""
     validate_plan(config, validate_inputs(config), world_size)
     beginning(config)
 
