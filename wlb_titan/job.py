@@ -123,6 +123,10 @@ class Job:
                 "data-parallel ranks; the number must be a positive multiple of the data-parallel degree.",
                 setting="training.global_batch_size",
             )
+        try:
+            _ = self.layers
+        except PlanError as error:
+            raise PlanError(str(error), setting="parallelism.pipeline_parallel_degree") from error
         if self.strategy is not None:
             self.strategy.check(self.model, self.degrees.tensor)
 

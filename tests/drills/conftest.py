@@ -1,7 +1,13 @@
-"""Drills: what happens to a job when machines, disks, files and settings are not as they should be."""
+"""Drills: what happens to a job when machines, disks, files and settings are not as they should be.
+
+At the end stands a table: how many were tried in each area, and how many went poorly. A module's `AREA` names
+its own; a test that tries many things records their number as `tried` and `poorly`.
+"""
 
 import pytest
 from drill_ground import Ground
+
+RESULTS = pytest.StashKey[dict[str, list[int]]]()
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +23,22 @@ def undisturbed(ground):
     job = ground.run("undisturbed")
     assert job.codes == [0, 0], job.log()
     return job
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if call.when == "call":
+        told = dict(item.user_properties)
+        results = item.config.stash.setdefault(RESULTS, {})
+        row = results.setdefault(item.module.AREA, [0, 0])
+        row[0] += told.get("tried", 1)
+        row[1] += told.get("poorly", int(report.failed))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    terminalreporter.section("drills")
+    terminalreporter.write_line(f"{'area':44} {'tried':>6} {'well':>6} {'poorly':>7}")
+    for area, (tried, poorly) in config.stash.get(RESULTS, {}).items():
+        terminalreporter.write_line(f"{area:44} {tried:6} {tried - poorly:6} {poorly:7}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PATIENCE = 240  # seconds for a whole drill on a busy machine
+PATIENCE = 120  # seconds for a whole drill on a busy machine
 
 CONFIG = """
 base = "llama3_debug"
@@ -30,7 +31,8 @@ last_save_model_only = false
 [wlb.corpus]
 path = "{corpus}"
 [comm]
-train_timeout_seconds = 20
+init_timeout_seconds = 600
+train_timeout_seconds = 600
 [debug]
 seed = 1
 enable_structured_logging = false
@@ -157,6 +159,15 @@ class Job:
         return {
             str(file.relative_to(self.dump)): (file.stat().st_size, file.stat().st_mtime_ns) for file in files
         }
+
+
+def copy_of(job: Job, ground: Ground, name: str, keep: int) -> Path:
+    """A dump folder as if the job had been cut off after the checkpoint of step `keep`."""
+    shutil.copytree(job.dump, ground.folder / name)
+    for step in (2, 4, 6, 8):
+        if step > keep:
+            shutil.rmtree(ground.folder / name / "checkpoint" / f"step-{step}")
+    return ground.folder / name
 
 
 def make_corpus(texts: Path, output: Path) -> None:

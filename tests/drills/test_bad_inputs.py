@@ -18,6 +18,7 @@ from wlb_titan.config.values import to_text
 from wlb_titan.errors import ConfigError
 from wlb_titan.runtime.load import load_config
 
+AREA = "configuration mistakes"
 BASE = 'base = "llama3_debug"\ntraining.seq_len = 128\n'
 
 
@@ -92,7 +93,7 @@ def check(folder, corpus, written: str) -> None:
     load_config(file).check(validate_files)
 
 
-def test_every_key_in_every_wrong_way(schema, corpus, tmp_path):
+def test_every_key_in_every_wrong_way(schema, corpus, tmp_path, record_property):
     """About 500 bad inputs; all that are not refused as they should be are named."""
     wrong, count = [], 0
     for kind, key, text in cases(schema):
@@ -106,6 +107,8 @@ def test_every_key_in_every_wrong_way(schema, corpus, tmp_path):
             wrong.append(f"{kind}: {key} = {text}: {type(error).__name__}: {error}")
         else:
             wrong.append(f"{kind}: {key} = {text}: accepted")
+    record_property("tried", count)
+    record_property("poorly", len(wrong))
     assert count > 300
     assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong)
 
