@@ -7,7 +7,9 @@ its own; a test that tries many things records their number as `tried` and `poor
 import pytest
 from drill_ground import Ground
 
-RESULTS = pytest.StashKey[dict[str, list[int]]]()
+from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+
+use_cpu_without_accelerator()
 
 
 @pytest.fixture(scope="session")
@@ -28,17 +30,19 @@ def undisturbed(ground):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
-    if call.when == "call":
-        told = dict(item.user_properties)
-        results = item.config.stash.setdefault(RESULTS, {})
-        row = results.setdefault(item.module.AREA, [0, 0])
-        row[0] += told.get("tried", 1)
-        row[1] += told.get("poorly", int(report.failed))
+    report.user_properties.append(("area", item.module.AREA))
     return report
 
 
-def pytest_terminal_summary(terminalreporter, config):
+def pytest_terminal_summary(terminalreporter):
+    table: dict[str, list[int]] = {}
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.stats.get(outcome, []):
+            told = dict(report.user_properties)
+            row = table.setdefault(told["area"], [0, 0])
+            row[0] += told.get("tried", 1)
+            row[1] += told.get("poorly", int(report.failed))
     terminalreporter.section("drills")
     terminalreporter.write_line(f"{'area':44} {'tried':>6} {'well':>6} {'poorly':>7}")
-    for area, (tried, poorly) in config.stash.get(RESULTS, {}).items():
+    for area, (tried, poorly) in sorted(table.items()):
         terminalreporter.write_line(f"{area:44} {tried:6} {tried - poorly:6} {poorly:7}")

@@ -1,4 +1,4 @@
-"""Commands with absurd, contradictory and broken arguments and files: a paragraph and exit code 2, at once."""
+"""Commands with absurd, contradictory and broken arguments and files: one paragraph and exit code 2."""
 
 from __future__ import annotations
 

@@ -32,9 +32,6 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope="session")
 def schema(tmp_path_factory):
     """Dotted key -> value and range, of every setting that TOML can express."""
-    from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
-
-    use_cpu_without_accelerator()
     import tempfile
     from pathlib import Path
 

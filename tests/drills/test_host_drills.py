@@ -1,4 +1,4 @@
-"""Two hosts, of which one lacks the corpus, or goes: two of our agents, as TorchX starts them, on this one."""
+"""Two hosts, of which one lacks the corpus, or goes: two of our agents, as TorchX starts them."""
 
 from __future__ import annotations
 
