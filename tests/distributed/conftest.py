@@ -100,7 +100,7 @@ class Lab:
 def first_failure(log: Path) -> str:
     """What a log says from the first traceback on, or else its end."""
     text = log.read_text() if log.exists() else ""
-    found = re.search("Fatal Python error|Traceback", text)
+    found = re.search("terminate called|Fatal Python error|Traceback", text)
     return text[found.start() :][:12000] if found else text[-12000:]
 
 
