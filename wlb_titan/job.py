@@ -32,6 +32,7 @@ from wlb_titan.packing.policy import OnOneRank, here
 from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder
 from wlb_titan.pipeline.runs import PipelineRuns
 from wlb_titan.pipeline.schedule import PipelineShape
+from wlb_titan.plan import Plan
 from wlb_titan.planner import Planner
 
 
@@ -128,6 +129,16 @@ class Job:
     def replica_micro_batches(self) -> int:
         """Micro-batches of one data-parallel rank in a step."""
         return self.micro_batches // self.degrees.data
+
+    @property
+    def policy(self) -> Policy:
+        """The names of its policies."""
+        return Policy(self.packing.name, self.sharding.name, self.order.name)
+
+    @property
+    def undecided(self) -> bool:
+        """Whether a policy is `auto`; `Scenario.choice` decides on one."""
+        return any(config.owner.automatic for config in (self.packing, self.sharding))
 
     @property
     def shape(self) -> PipelineShape:
@@ -245,6 +256,7 @@ class Job:
         Raises:
             PlanError: a setting is wrong, or does not fit the window or the documents.
         """
+        assert not self.undecided, "no policy has been chosen for `auto`"
         pipeline = None
         if self.degrees.pipeline > 1:
             pipeline = PipelineRuns(self.shape, self.run or self.replica_micro_batches, self.order)
@@ -261,6 +273,17 @@ class Job:
             pipeline=pipeline,
             on_one_rank=on_one_rank,
         )
+
+    def plans(self, documents: Documents, steps: int, *, after: int = 0) -> list[Plan]:
+        """The plans of so many steps, after some others that are left out.
+
+        Raises:
+            PlanError: as `planner`; or a micro-batch cannot be shared by its ranks.
+        """
+        planner = self.planner(documents)
+        for _ in range(after):
+            planner.next()
+        return [planner.next() for _ in range(steps)]
 
     def under(self, policy: Policy) -> Job:
         """The same job under other policies; settings that both policies have stay as they are."""

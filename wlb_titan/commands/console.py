@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from wlb_titan.simulator.choice import Choice
+
+CHOICE_WIDTH = 96  # of the table of policies that `auto` may stand for
 TEXT_COLUMNS = ("policy", "degrees", "memory", "collective", "over", "setting", "figure")
 
 
@@ -36,6 +39,14 @@ def make_table(rows: Sequence[dict[str, str]]) -> Table:
     for row in rows:
         table.add_row(*row.values())
     return table
+
+
+def print_choice(choice: Choice) -> None:
+    """What `auto` stands for, and the predictions of all that it may."""
+    console = make_console(CHOICE_WIDTH)
+    console.print(make_table(choice.rows()))
+    for line in choice.remarks():
+        console.print(line, markup=False, soft_wrap=True)
 
 
 @contextmanager

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from wlb_titan.commands.console import make_console, make_table, warnings_once
+from wlb_titan.commands.console import make_console, make_table, print_choice, warnings_once
 from wlb_titan.commands.job import describe_job, load_job
 
 if TYPE_CHECKING:
     from wlb_titan.job import Policy
     from wlb_titan.plan import Plan
+    from wlb_titan.simulator.choice import Choice
     from wlb_titan.simulator.scenario import Scenario
     from wlb_titan.simulator.search import Search
     from wlb_titan.simulator.step import Prediction
@@ -102,14 +103,18 @@ def simulate(
     given = {name: value for name, value in options.items() if value is not None}
     with warnings_once():
         scenario = Scenario(*load_job(config, lengths, {**given, "search": search}, lambda row: row))
+        choices = [] if search else [choice for policy in asked if (choice := scenario.choice(policy))]
+        for choice in choices:
+            print_choice(choice)
         if search:
             _print_search(scenario, asked, steps, given.get("gpus"))
         else:
-            plans = {policy: scenario.plans(policy, steps) for policy in asked}
+            decided = dict.fromkeys(scenario.under(policy).policy for policy in asked)
+            plans = {policy: scenario.plans(policy, steps) for policy in decided}
             predictions = {policy: scenario.simulate(policy, planned) for policy, planned in plans.items()}
             _print(scenario, plans, predictions)
     if not search:
-        _export(scenario, plans, predictions, report, trace)
+        _export(scenario, plans, predictions, choices, report, trace)
 
 
 def table_rows(
@@ -201,6 +206,7 @@ def _export(
     scenario: Scenario,
     plans: dict[Policy, list[Plan]],
     predictions: dict[Policy, Prediction],
+    choices: list[Choice],
     report: Path | None,
     trace: Path | None,
 ) -> None:
@@ -224,4 +230,4 @@ def _export(
     if report is not None:
         from wlb_titan.commands.simulate_report import write_report
 
-        click.echo(f"Report: {write_report(report, scenario, plans, predictions, steps)}")
+        click.echo(f"Report: {write_report(report, scenario, plans, predictions, steps, choices)}")

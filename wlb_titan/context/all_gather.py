@@ -82,6 +82,12 @@ class PerSequence(AllGather):
         return "per_sequence", per_sequence(lengths, total, self.ranks)
 
 
+class Auto(PerSequence):
+    """Whichever policy is predicted fastest on these documents; `per_sequence` until it is chosen."""
+
+    automatic = True
+
+
 class PerDocument(AllGather):
     """The same within every document, so that all ranks do the same work."""
 

@@ -34,6 +34,7 @@ STRATEGIES = Family(
         "adaptive": "wlb_titan.context.all_gather:Adaptive",
         "hybrid": "wlb_titan.context.all_gather:Hybrid",
         "ulysses": "wlb_titan.context.ulysses:Ulysses",
+        "auto": "wlb_titan.context.all_gather:Auto",
     },
 )
 

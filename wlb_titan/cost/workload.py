@@ -120,7 +120,7 @@ def cost_model(text: str, job: CostJob) -> CostModel:
     if name not in COST_MODELS.names:
         name, settings = text, ""
     config: CostModel.Config = COST_MODELS.find(name).Config.parse(settings)
-    model: CostModel = config.owner.of(config, job)  # type: ignore[attr-defined]
+    model: CostModel = config.owner.of(config, job)
     return model
 
 

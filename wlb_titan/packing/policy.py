@@ -32,6 +32,7 @@ POLICIES = Family(
         "fixed_solver": "wlb_titan.packing.solver:FixedSolver",
         "wlb": "wlb_titan.packing.wlb:Wlb",
         "wlb_lazy": "wlb_titan.packing.wlb_lazy:WlbLazy",
+        "auto": "wlb_titan.packing.auto:Auto",
     },
 )
 
