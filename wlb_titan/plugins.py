@@ -27,9 +27,15 @@ from wlb_titan.errors import UserError
 
 
 class Plugin:
-    """The base of every family of plug-ins; a subclass has a `Config`, or gets one like its parent's."""
+    """The base of every family of plug-ins; a subclass has a `Config`, or gets one like its parent's.
+
+    Attributes:
+        automatic: it stands for whichever of its family is predicted fastest, which takes its place before
+            anything is planned.
+    """
 
     Config: ClassVar[type]
+    automatic: ClassVar[bool] = False
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -50,7 +56,7 @@ class PluginConfig:
     """
 
     family: ClassVar[Family]
-    owner: ClassVar[type]
+    owner: ClassVar[type[Any]]
 
     @property
     def name(self) -> str:
@@ -93,12 +99,21 @@ class Family:
     base: str
     shipped: Mapping[str, str]
 
-    __hash__ = object.__hash__
-
     @property
     def names(self) -> tuple[str, ...]:
         """All short names, the shipped ones first."""
-        return tuple(dict.fromkeys([*self.shipped, *(point.name for point in _installed(self.group))]))
+        return tuple(self._targets)
+
+    @property
+    def candidates(self) -> list[str]:
+        """Names of the classes that `auto` chooses from."""
+        return [name for name in self.names if not self.find(name).automatic]
+
+    @property
+    def _targets(self) -> dict[str, str]:
+        """Short name -> "module:Class"; an installed package cannot take a shipped name."""
+        installed = {point.name: point.value for point in _installed(self.group)}
+        return {**self.shipped, **installed, **self.shipped}
 
     def find(self, name: str) -> type[Any]:
         """The class of a name.
@@ -106,7 +121,7 @@ class Family:
         Raises:
             UserError: there is none; or it cannot be imported, or is not of this kind.
         """
-        target = self.shipped.get(name) or self._installed().get(name) or name
+        target = self._targets.get(name, name)
         if ":" not in target:
             near = difflib.get_close_matches(name, self.names, n=1, cutoff=0.5)
             hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -135,13 +150,10 @@ class Family:
     def name_of(self, cls: type) -> str:
         """The name by which `find` gives a class."""
         target = f"{cls.__module__}:{cls.__qualname__}"
-        for name, known in {**self._installed(), **self.shipped}.items():
+        for name, known in self._targets.items():
             if known == target:
                 return name
         return target
-
-    def _installed(self) -> dict[str, str]:
-        return {point.name: point.value for point in _installed(self.group)}
 
 
 @cache

@@ -127,8 +127,9 @@ def torchrun(processes: int, *arguments: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """The environment of a job: with it the bases of the tests can be imported."""
-    return {**os.environ, "PYTHONPATH": str(TESTS)}
+    """The environment of a job: with it the tests' bases and plug-ins can be imported."""
+    folders = [str(TESTS), str(TESTS.parent / "unit"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 def free_port() -> int:

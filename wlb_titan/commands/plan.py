@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from wlb_titan.commands.console import make_console, show_table, warnings_once
+from wlb_titan.commands.console import make_console, print_choice, show_table, warnings_once
 from wlb_titan.commands.job import describe_job, load_job, packing_options, with_settings
 from wlb_titan.context import STRATEGIES
 from wlb_titan.cost.degrees import Degrees
@@ -104,30 +104,37 @@ def plan(
     The imbalance of a step is the largest over the mean work of its micro-batches; a delay is the number of
     iterations between a document's arrival and its training, averaged over tokens.
     """
+    from wlb_titan.simulator.choice import choose
+
     given = {name: value for name, value in options.items() if value is not None}
     if lengths is not None and not {"context_window", "micro_batches"} <= given.keys():
         raise PlanError("With --lengths, --context-window and --micro-batches must be given.")
     with warnings_once():
         # Of a row of Table 1 its model and tensor parallelism count; all else is asked for.
         job, documents = load_job(config, lengths, given, lambda row: Degrees(tensor=row.tensor))
-        jobs = _jobs(job, compare, given)
+        asked = _jobs(job, compare, given)
+        choices = [choose(one, documents) for one in asked if one.undecided]
+        for choice in choices:
+            print_choice(choice)
+        decided = iter(choices)
+        jobs = [next(decided).job if one.undecided else one for one in asked]
         if output is not None and len(jobs) > 1:
             raise PlanError("--output writes the plans of one policy; leave out --compare, or --output.")
         summaries = {one.packing.name: _run(one, documents, steps, output) for one in jobs}
         if report is not None and "plain" not in summaries:  # what the balance would be without
-            jobs.insert(0, replace(job, packing=job.packing.named("plain")))
+            jobs.insert(0, replace(jobs[0], packing=jobs[0].packing.named("plain")))
             summaries = {"plain": _run(jobs[0], documents, steps, None), **summaries}
-    _print(job, documents, summaries)
+    _print(jobs[-1], documents, summaries)
     times = None
-    if job.strategy is not None:
+    if jobs[-1].strategy is not None:
         from wlb_titan.commands.rank_report import planned_rank_times, rank_table
 
         times = planned_rank_times(jobs[-1], documents, steps)
-        make_console(TABLE_WIDTH).print(rank_table(times, job.latency))
+        make_console(TABLE_WIDTH).print(rank_table(times, jobs[-1].latency))
     if report is not None:
         from wlb_titan.commands.plan_report import write_report
 
-        click.echo(f"Report: {write_report(report, jobs, documents, summaries, times)}")
+        click.echo(f"Report: {write_report(report, jobs, documents, summaries, times, choices)}")
 
 
 def _jobs(job: Job, compare: str | None, given: dict[str, Any]) -> list[Job]:

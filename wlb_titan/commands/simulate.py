@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from wlb_titan.commands.console import make_console, show_table, warnings_once
+from wlb_titan.commands.console import make_console, print_choice, show_table, warnings_once
 from wlb_titan.commands.job import describe_job, load_job
 from wlb_titan.commands.plan import COUNT, FEW_STEPS, SEED, STEPS, TOKENS
 from wlb_titan.errors import PlanError
@@ -17,6 +17,7 @@ from wlb_titan.errors import PlanError
 if TYPE_CHECKING:
     from wlb_titan.job import Policy
     from wlb_titan.plan import Plan
+    from wlb_titan.simulator.choice import Choice
     from wlb_titan.simulator.scenario import Scenario
     from wlb_titan.simulator.search import Search
     from wlb_titan.simulator.step import Prediction
@@ -118,14 +119,18 @@ def simulate(
         raise PlanError(f"--search tries all degrees of --gpus GPUs; leave out {', '.join(fixed)}.")
     with warnings_once():
         scenario = Scenario(*load_job(config, lengths, {**given, "search": search}, lambda row: row))
+        choices = [] if search else [choice for policy in asked if (choice := scenario.choice(policy))]
+        for choice in choices:
+            print_choice(choice)
         if search:
             _print_search(scenario, asked, steps, given.get("gpus"), search_seconds)
         else:
-            plans = {policy: scenario.plans(policy, steps) for policy in asked}
+            decided = dict.fromkeys(scenario.under(policy).policy for policy in asked)
+            plans = {policy: scenario.plans(policy, steps) for policy in decided}
             predictions = {policy: scenario.simulate(policy, planned) for policy, planned in plans.items()}
             _print(scenario, plans, predictions)
     if not search:
-        _export(scenario, plans, predictions, report, trace)
+        _export(scenario, plans, predictions, choices, report, trace)
 
 
 def table_rows(
@@ -243,6 +248,7 @@ def _export(
     scenario: Scenario,
     plans: dict[Policy, list[Plan]],
     predictions: dict[Policy, Prediction],
+    choices: list[Choice],
     report: Path | None,
     trace: Path | None,
 ) -> None:
@@ -256,7 +262,7 @@ def _export(
     steps = {}
     for policy, prediction in predictions.items():
         typical = int(abs(prediction.seconds - prediction.seconds.mean()).argmin())
-        steps[policy] = step_timeline(scenario.job.under(policy), plans[policy][typical], str(policy))
+        steps[policy] = step_timeline(predictions[policy].job, plans[policy][typical], str(policy))
     if trace is not None:
         try:
             write_trace([piece for slices, _ in steps.values() for piece in slices], trace)
@@ -266,4 +272,4 @@ def _export(
     if report is not None:
         from wlb_titan.commands.simulate_report import write_report
 
-        click.echo(f"Report: {write_report(report, scenario, plans, predictions, steps)}")
+        click.echo(f"Report: {write_report(report, scenario, plans, predictions, steps, choices)}")

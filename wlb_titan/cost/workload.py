@@ -121,7 +121,7 @@ def cost_model(text: str, job: CostJob) -> CostModel:
         name, settings = text, ""
     try:
         config: CostModel.Config = COST_MODELS.find(name).Config.parse(settings)
-        model: CostModel = config.owner.of(config, job)  # type: ignore[attr-defined]
+        model: CostModel = config.owner.of(config, job)
     except UserError as error:
         raise PlanError(str(error), setting=error.setting or "packing.cost_model") from error
     return model

@@ -37,6 +37,7 @@ from wlb_titan.runtime.pipeline_schedules import (
 from wlb_titan.runtime.trainer import Trainer
 from wlb_titan.runtime.validator import Validator
 from wlb_titan.runtime.weights import check_weights
+from wlb_titan.simulator.choice import choose
 
 
 def validate(config: Trainer.Config, world_size: int | None) -> None:
@@ -129,7 +130,10 @@ def validate_plan(config: Trainer.Config, corpus: Corpus, world_size: int | None
     """
     job = job_of(config, parallel_dims(config, world_size))
     try:
-        planner = job.planner(documents_of(config.wlb.corpus, corpus))
+        documents = documents_of(config.wlb.corpus, corpus)
+        if job.undecided:
+            job = choose(job, documents).job
+        planner = job.planner(documents)
         _ = job.latency
         if not job.packing.planning_seconds:
             planner.next(sharded=0)
@@ -313,10 +317,10 @@ def _check_job(config: Trainer.Config, dims: ParallelDims) -> None:
     except PlanError as error:
         if error.setting:
             raise
-        # A strategy's message may begin with the key that is wrong.
-        raise UserError(
-            f"wlb.sharding{'.' if str(error).startswith('gather_groups') else ': '}{error}"
-        ) from error
+        sharding = config.wlb.sharding
+        keys = {sharding.family.key, *(field.name for field in fields(sharding))}
+        named = str(error).partition(": ")[0] in keys  # as `ContextStrategy.check` does
+        raise UserError(f"wlb.sharding{'.' if named else ': '}{error}") from error
     if config.training.seq_len % job.divisor:
         raise UserError(
             f"training.seq_len: {config.training.seq_len} tokens do not divide by {job.divisor}, which the "
