@@ -115,13 +115,19 @@ class Job:
             if heads % self.degrees.tensor:
                 raise PlanError(
                     f"The model's {heads} {name} cannot be divided by the tensor parallel degree "
-                    f"{self.degrees.tensor}."
+                    f"{self.degrees.tensor}.",
+                    setting="parallelism.tensor_parallel_degree",
                 )
         if self.micro_batches < 1 or self.micro_batches % self.degrees.data:
             raise PlanError(
                 f"{self.micro_batches} micro-batches cannot be shared equally by {self.degrees.data} "
-                "data-parallel ranks; the number must be a positive multiple of the data-parallel degree."
+                "data-parallel ranks; the number must be a positive multiple of the data-parallel degree.",
+                setting="training.global_batch_size",
             )
+        try:
+            _ = self.layers
+        except PlanError as error:
+            raise PlanError(str(error), setting="parallelism.pipeline_parallel_degree") from error
         if self.strategy is not None:
             self.strategy.check(self.model, self.degrees.tensor)
 
@@ -167,7 +173,10 @@ class Job:
             return self.attention
         shape = AttentionShape.of(self.model, self.degrees.tensor, self.dtype)
         if self.sharding.profile:
-            return Profile.load(Path(self.sharding.profile)).latency(shape)
+            try:
+                return Profile.load(Path(self.sharding.profile)).latency(shape)
+            except PlanError as error:
+                raise PlanError(str(error), setting="sharding.profile") from error
         return cluster_latency(self.cluster, shape)
 
     @cached_property

@@ -12,7 +12,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -108,8 +108,15 @@ class Trainer(TorchtitanTrainer):
     def planned(self) -> PlannedDataLoader:
         return cast(PlannedDataLoader, self.dataloader)
 
+    begin: Callable[[int], None] = staticmethod(lambda step: None)
+    """Called on every rank when the run begins: after a checkpoint was loaded, with its step, or with 0."""
+
     def batch_generator(self, data_iterable: PlannedDataLoader) -> Iterator[Step]:
         """The loader's steps; the metrics get the seconds that each was waited for."""
+        self.begin(self.step)
+        return self._timed_steps(data_iterable)
+
+    def _timed_steps(self, data_iterable: PlannedDataLoader) -> Iterator[Step]:
         steps = iter(data_iterable)
         while True:
             begin = time.perf_counter()
