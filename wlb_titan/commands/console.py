@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from wlb_titan.simulator.choice import Choice
 
-CHOICE_WIDTH = 96  # of the table of policies that `auto` may stand for
 UNBOUNDED = 100_000  # characters
+CHOICE_WIDTH = 96  # of the table of policies that `auto` may stand for
 TEXT_COLUMNS = ("policy", "degrees", "memory", "collective", "over", "setting", "figure")
 
 
@@ -30,7 +30,7 @@ def make_console(width: int) -> Console:
     return console
 
 
-def make_table(rows: Sequence[dict[str, str]]) -> Table:
+def _table(rows: Sequence[dict[str, str]]) -> Table:
     """A table of rows that have the same headings; figures to the right."""
     import rich.box
     from rich.table import Table
@@ -43,20 +43,12 @@ def make_table(rows: Sequence[dict[str, str]]) -> Table:
     return table
 
 
-def print_choice(choice: Choice) -> None:
-    """What `auto` stands for, and the predictions of all that it may."""
-    console = make_console(CHOICE_WIDTH)
-    show_table(console, choice.rows())
-    for line in choice.remarks():
-        console.print(line, markup=False, soft_wrap=True)
-
-
 def show_table(console: Console, rows: Sequence[dict[str, str]]) -> None:
     """Prints rows as a table; as plain lines, with every figure, where a terminal is too narrow for one.
 
     What is piped gets the whole table, however wide.
     """
-    table = make_table(rows)
+    table = _table(rows)
     needed = console.measure(table, options=console.options.update(width=UNBOUNDED)).maximum
     if not console.is_terminal:
         console.width = max(needed, console.width)
@@ -67,6 +59,14 @@ def show_table(console: Console, rows: Sequence[dict[str, str]]) -> None:
         for row in rows:
             cells = "  ".join(f"{heading} {cell}" for heading, cell in row.items() if cell)
             console.print(cells, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_choice(choice: Choice) -> None:
+    """What `auto` stands for, and the predictions of all that it may."""
+    console = make_console(CHOICE_WIDTH)
+    show_table(console, choice.rows())
+    for line in choice.remarks():
+        console.print(line, markup=False, soft_wrap=True)
 
 
 @contextmanager

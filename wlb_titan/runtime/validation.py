@@ -37,6 +37,7 @@ from wlb_titan.runtime.pipeline_schedules import (
 from wlb_titan.runtime.trainer import Trainer
 from wlb_titan.runtime.validator import Validator
 from wlb_titan.runtime.weights import check_weights
+from wlb_titan.simulator.choice import choose
 
 
 def validate(config: Trainer.Config, world_size: int | None) -> None:
@@ -129,7 +130,10 @@ def validate_plan(config: Trainer.Config, corpus: Corpus, world_size: int | None
     """
     job = job_of(config, parallel_dims(config, world_size))
     try:
-        planner = job.planner(documents_of(config.wlb.corpus, corpus))
+        documents = documents_of(config.wlb.corpus, corpus)
+        if job.undecided:
+            job = choose(job, documents).job
+        planner = job.planner(documents)
         _ = job.latency
         if not job.packing.planning_seconds:
             planner.next(sharded=0)
