@@ -128,7 +128,8 @@ def torchrun(processes: int, *arguments: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     """The environment of a job: with it the tests' bases and plug-ins can be imported."""
-    folders = [str(TESTS), str(TESTS.parent / "unit"), os.environ.get("PYTHONPATH", "")]
+    own = (TESTS, TESTS.parent / "unit", TESTS.parents[1] / "examples" / "own_policies")
+    folders = [*map(str, own), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 

@@ -1,4 +1,4 @@
-"""Two processes train under a policy and a strategy that the project does not know, and under `auto`."""
+"""Policies, a strategy and mesh axes that the project does not know train as one process does; and `auto`."""
 
 import re
 
@@ -30,17 +30,20 @@ def runs(lab):
         ),
         "auto": lab.experiment("auto_cp2", *COMMON, *AUTO, *layout(cp=2), "--checkpoint.interval", "1"),
     }
+    two_level = ("--wlb.sharding.policy", "own_policies.two_level:TwoLevel", "--wlb.sharding.within", "2")
+    four = {"axes": lab.experiment("own_axes_cp4", *COMMON, *OWN, *layout(cp=4), *two_level)}
     lab.run(2, list(two.values()))
+    lab.run(4, list(four.values()))
     packing, _ = chosen(two["auto"])
     one = {
         "own": lab.experiment("own_one", *COMMON, *OWN),
         "auto": lab.experiment("auto_one", *COMMON, "--wlb.packing.policy", packing),
     }
     lab.run(1, list(one.values()))
-    return two, one
+    return two | four, one | {"axes": one["own"]}
 
 
-@pytest.mark.parametrize("name", ["own", "auto"])
+@pytest.mark.parametrize("name", ["own", "axes", "auto"])
 def test_losses_and_gradients_equal_one_process(runs, name):
     two, one = (group[name] for group in runs)
     assert two.losses() == pytest.approx(one.losses(), rel=1e-4)

@@ -52,8 +52,9 @@ class AllGather(ContextStrategy):
         heads = model.kv_heads // tensor
         if self._groups < 1 or heads % self._groups:
             raise PlanError(
-                f"gather_groups: {self._groups} groups do not divide the {heads} key heads of a rank at a "
-                f"tensor-parallel degree of {tensor}; set it to a divisor of {heads}."
+                f"{self._groups} groups do not divide the {heads} key heads of a rank at a tensor-parallel "
+                f"degree of {tensor}; set gather_groups to a divisor of {heads}.",
+                setting="sharding.gather_groups",
             )
 
     def seconds(self, sharding: Sharding) -> Floats:

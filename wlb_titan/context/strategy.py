@@ -108,7 +108,7 @@ class ContextStrategy(Plugin, ABC):
             tensor: tensor-parallel degree, which divides the heads.
 
         Raises:
-            PlanError: `key: reason`, the key of [wlb.sharding] that is wrong.
+            PlanError: it cannot; `setting` is the key that is wrong, such as sharding.policy.
         """
 
     def shard(

@@ -317,10 +317,7 @@ def _check_job(config: Trainer.Config, dims: ParallelDims) -> None:
     except PlanError as error:
         if error.setting:
             raise
-        sharding = config.wlb.sharding
-        keys = {sharding.family.key, *(field.name for field in fields(sharding))}
-        named = str(error).partition(": ")[0] in keys  # as `ContextStrategy.check` does
-        raise UserError(f"wlb.sharding{'.' if named else ': '}{error}") from error
+        raise UserError(f"wlb.sharding: {error}") from error
     if config.training.seq_len % job.divisor:
         raise UserError(
             f"training.seq_len: {config.training.seq_len} tokens do not divide by {job.divisor}, which the "
