@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from wlb_titan.context import STRATEGIES, ContextStrategy, Exchange
 from wlb_titan.cost.analytic import Device, TokenSeconds
-from wlb_titan.cost.attention_hopper import hopper
+from wlb_titan.cost.attention_hopper import KERNELS, hopper
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.attention_profile import AttentionShape, Profile
 from wlb_titan.cost.cluster import Cluster, load_cluster
@@ -83,11 +83,15 @@ class Job:
         memory: data types and activation checkpointing, which also costs time.
         memory_unknown: what of the model keeps memory from being predicted, such as "a model with experts".
         overlap: whether weights are gathered and gradients reduced while ranks compute.
+        tensor_overlap: share of tensor parallelism's collectives that runs while the layer's matrix products
+            do: 0 exposes all of them, 1 hides what lasts no longer than these products.
+        routing_imbalance: tokens that the busiest rank's experts get over those of the mean rank.
         attention: the attention of one layer on one tensor-parallel rank; None: as [wlb.sharding] profile
             says, or the cluster's.
 
     Raises:
-        PlanError: the degrees do not divide the model or the micro-batches, or a policy cannot run here.
+        PlanError: the degrees do not divide the model or the micro-batches, a policy cannot run here, or a
+            share or an imbalance is out of range.
     """
 
     window: int
@@ -107,6 +111,8 @@ class Job:
     memory: MemorySettings = field(default_factory=MemorySettings)
     memory_unknown: str = ""
     overlap: bool = True
+    tensor_overlap: float = 0.0
+    routing_imbalance: float = 1.0
     attention: AttentionLatency | None = None
 
     def __post_init__(self) -> None:
@@ -116,6 +122,25 @@ class Job:
                     f"The model's {heads} {name} cannot be divided by the tensor parallel degree "
                     f"{self.degrees.tensor}."
                 )
+        if not 0 <= self.tensor_overlap <= 1:
+            raise PlanError(
+                f"The overlap of tensor parallelism is {self.tensor_overlap}; it is between 0 and 1."
+            )
+        if not 1 <= self.routing_imbalance <= max(self.degrees.expert, 1):
+            raise PlanError(
+                f"The routing imbalance is {self.routing_imbalance}; it is the busiest expert-parallel rank's "
+                f"tokens over the mean's, between 1 and the expert parallel degree of {self.degrees.expert}."
+            )
+        if self.degrees.expert > max(self.model.experts, 1):
+            raise PlanError(
+                f"The expert parallel degree is {self.degrees.expert}, and a layer has {self.model.experts} "
+                "experts; it can be at most as many."
+            )
+        if self.memory.offload and self.cluster.host_bandwidth is None:
+            raise PlanError(
+                f"Activations cannot be offloaded on {self.cluster.name}: its file has no [node] "
+                "host_bandwidth. Add it in bytes/s a GPU, or keep them on the GPU."
+            )
         if self.micro_batches < 1 or self.micro_batches % self.degrees.data:
             raise PlanError(
                 f"{self.micro_batches} micro-batches cannot be shared equally by {self.degrees.data} "
@@ -284,6 +309,22 @@ class Job:
         return replace(self, cluster=cluster)
 
 
+def named_attention(text: str, job: Job) -> AttentionLatency:
+    """The attention of a job's layer by a published kernel's times or a profile's.
+
+    Args:
+        text: a kernel of `cost.attention_hopper`, or the path of a profile.
+        job: whose attention it is.
+
+    Raises:
+        PlanError: there is no such profile, or it lacks this attention.
+    """
+    shape = AttentionShape.of(job.model, job.degrees.tensor, job.dtype)
+    if text in KERNELS:
+        return replace(hopper(_mean_dim(shape), shape.heads, kernel=text), windows=shape.windows)
+    return Profile.load(Path(text)).latency(shape)
+
+
 def cluster_latency(cluster: Cluster, shape: AttentionShape) -> AttentionLatency:
     """The attention of one layer on a GPU of a cluster.
 
@@ -299,8 +340,7 @@ def cluster_latency(cluster: Cluster, shape: AttentionShape) -> AttentionLatency
                 f"{cluster.name}.",
                 stacklevel=2,
             )
-    mean = (shape.head_dim + (shape.v_head_dim or shape.head_dim)) / 2
-    derived = replace(hopper(mean, shape.heads), windows=shape.windows)
+    derived = replace(hopper(_mean_dim(shape), shape.heads), windows=shape.windows)
     base = load_cluster("h100_roce")
     forward = base.attention_flops / cluster.attention_flops
     backward = base.attention_backward_flops / cluster.attention_backward_flops
@@ -312,3 +352,8 @@ def cluster_latency(cluster: Cluster, shape: AttentionShape) -> AttentionLatency
         backward=derived.backward.slower(backward),
         source=f"{derived.source}, scaled to {cluster.name}",
     )
+
+
+def _mean_dim(shape: AttentionShape) -> float:
+    """The mean head dim of queries and keys, and of values."""
+    return (shape.head_dim + (shape.v_head_dim or shape.head_dim)) / 2

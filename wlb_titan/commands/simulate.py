@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from wlb_titan.commands.console import make_console, make_table, warnings_once
-from wlb_titan.commands.job import describe_job, load_job
+from wlb_titan.commands.job import describe_job, lengths_option, load_job
+from wlb_titan.cost.attention_hopper import KERNELS
 
 if TYPE_CHECKING:
     from wlb_titan.job import Policy
@@ -25,18 +26,13 @@ SHOWN = 12  # of a search
 
 @click.command()
 @click.argument("config", required=False, type=click.Path(path_type=Path), metavar="[FILE.toml]")
-@click.option(
-    "--lengths",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Simulate on this text file, one document's length in tokens a line, instead of a corpus.",
-)
+@lengths_option
 @click.option(
     "--model",
     metavar="SIZE-WINDOW",
     default="7B-128K",
     show_default=True,
-    help="With --lengths: the row of the paper's Table 1.",
+    help="Without FILE.toml: the row of the paper's Table 1.",
 )
 @click.option(
     "--cluster",
@@ -57,6 +53,7 @@ SHOWN = 12  # of a search
 @click.option("--context-parallel", type=int, help="Degree.")
 @click.option("--pipeline-parallel", type=int, help="Degree.")
 @click.option("--data-parallel", type=int, help="Degree.")
+@click.option("--expert-parallel", type=int, help="Degree; borrows ranks of the others.")
 @click.option("--gpus", type=click.IntRange(min=1), help="What the degrees must multiply to.")
 @click.option(
     "--schedule",
@@ -65,17 +62,35 @@ SHOWN = 12  # of a search
 )
 @click.option("--chunks", type=click.IntRange(min=1), help="Stages of each pipeline rank.")
 @click.option("--checkpointing", type=click.Choice(("none", "selective", "full")), help="Of activations.")
+@click.option("--offload", type=float, metavar="SHARE", help="Of kept activations, to the host's memory.")
+@click.option(
+    "--tensor-overlap",
+    type=float,
+    metavar="SHARE",
+    help="Of tensor parallelism's collectives, behind matrix products.  [default: the TOML file's, or 0]",
+)
+@click.option(
+    "--routing-imbalance",
+    type=float,
+    metavar="FACTOR",
+    help="Tokens of the busiest expert-parallel rank over the mean.  [default: 1]",
+)
+@click.option(
+    "--attention",
+    metavar="NAME|FILE.json",
+    help=f"Times of attention: {', '.join(KERNELS)}, or a profile.  [default: as configured]",
+)
 @click.option("--max-length", type=int, help="wlb, wlb_lazy: L_max in tokens.")
 @click.option("--no-overlap", is_flag=True, help="Gradients are reduced after the last backward pass.")
 @click.option("--seed", type=int, help="Shuffle every epoch by this seed.")
-@click.option("--search", is_flag=True, help="Try all degrees of --gpus GPUs that fit memory, and rank them.")
+@click.option("--search", is_flag=True, help="Try the degrees and schedules of --gpus GPUs, and rank them.")
 @click.option("--report", type=click.Path(path_type=Path), metavar="DIR", help="Draw DIR/report.html.")
 @click.option(
     "--trace", type=click.Path(path_type=Path), metavar="FILE", help="Timeline for ui.perfetto.dev."
 )
 def simulate(
     config: Path | None,
-    lengths: Path | None,
+    lengths: str | None,
     policies: str,
     steps: int,
     search: bool,
@@ -85,11 +100,12 @@ def simulate(
 ) -> None:
     """Predict step time, tokens/s, MFU and memory of a job on a cluster, for several policies.
 
-    Either from a training configuration and its corpus (FILE.toml), or from a file of lengths:
+    Either from a training configuration and its corpus (FILE.toml), or from document lengths, or both:
 
     \b
     wlb-titan simulate train_configs/llama2_7b_128k.toml --report outputs/simulated
-    wlb-titan simulate --lengths FILE --model 70B-128K --policies plain,wlb:adaptive
+    wlb-titan simulate train_configs/llama2_7b_128k.toml --lengths web
+    wlb-titan simulate --lengths paper --model 70B-128K --policies plain,wlb:adaptive
     wlb-titan simulate --lengths FILE --model 7B-128K --search --gpus 64
 
     The bubble is the share of a step in which a rank waits; the last column says what a policy gains over
@@ -170,28 +186,41 @@ def _print_search(scenario: Scenario, policies: list[Policy], steps: int, gpus: 
     console.print(describe_job(scenario.job, scenario.documents), markup=False, soft_wrap=True)
     console.print(make_table(search_rows(result)[:SHOWN]))
     console.print(
-        f"{len(result.found)} candidates fit; {result.too_large} ways to divide the job need more memory and "
-        f"{result.refused} are not possible.",
+        f"{len(result.found)} candidates were planned and fit; {result.slower} would be slower than the best "
+        f"even if they were perfectly balanced, {result.too_large} need more memory and {result.refused} are "
+        "not possible.",
         soft_wrap=True,
     )
+    console.print(_gain(result), markup=False, soft_wrap=True)
     for line in remarks({found.policy: found.prediction for found in result.found[:1]}):
         console.print(line, markup=False, soft_wrap=True)
 
 
+def _gain(result: Search) -> str:
+    """A sentence on what the best gain over the job as it is configured."""
+    best, own = result.found[0], result.configured
+    if own is None:
+        return "The configured degrees are of other GPUs or do not fit, so there is no gain to name."
+    gain = best.tokens_per_second / own.tokens_per_second
+    words = [f"{one.job.degrees}, {one.pipeline or 'no pipeline'}, {one.policy}" for one in (best, own)]
+    return f"The best ({words[0]}) is {gain:.2f}x as fast as the configured job at its best ({words[1]})."
+
+
 def search_rows(result: Search) -> list[dict[str, str]]:
     """Headings and cells of the candidates, the fastest first."""
-    best = result.found[0].prediction.tokens_per_second
+    best = result.found[0].tokens_per_second
     return [
         {
-            "degrees": str(found.degrees),
+            "degrees": str(found.job.degrees),
+            "schedule": found.pipeline,
             "policy": str(found.policy),
-            "L_max": f"{found.max_length:,}",
+            "L_max": f"{found.job.longest_micro_batch:,}",
             "step, s": f"{found.prediction.seconds.mean():.3f}",
-            "tokens/s": f"{found.prediction.tokens_per_second:,.0f}",
+            "tokens/s": f"{found.tokens_per_second:,.0f}",
             "MFU": f"{found.prediction.mfu:.1%}",
             "bubble": f"{found.prediction.bubble:.1%}",
             "peak GiB": f"{found.prediction.peak_memory.total / 2**30:.1f}",
-            "of best": f"{found.prediction.tokens_per_second / best:.1%}",
+            "of best": f"{found.tokens_per_second / best:.1%}",
         }
         for found in result.found
     ]

@@ -186,6 +186,8 @@ def longest_that_fits(
     shortest, longest = -(-window // divisor), LONGEST * window // divisor
     if not fits(shortest * divisor):
         return None
+    if fits(longest * divisor):
+        return longest * divisor
     while shortest < longest:
         middle = (shortest + longest + 1) // 2
         if fits(middle * divisor):
@@ -331,7 +333,13 @@ class _Rank:
         result = weight * (settings.compute_bytes + reduced)
         if degrees.sharding_ranks > 1:
             result += heads * reduced * (1 + in_loss + 2 / degrees.sharding_ranks)
-        held = {s: rank_parameters(model, self._layers, [s]) / degrees.tensor for s in self._stages}
+        # A rank gathers its share of a layer: by tensor parallelism, and of experts by expert parallelism.
+        experts = model.expert_weights if degrees.expert > 1 else 0
+        less = experts / degrees.tensor - experts / degrees.expert
+        held = {
+            s: rank_parameters(model, self._layers, [s]) / degrees.tensor - self._layers[s] * less
+            for s in self._stages
+        }
         if degrees.pipeline > 1:
             result += sum(held[stage] for stage in went_back) * reduced
             result -= heads * reduced if self._last in went_back else 0.0
@@ -340,7 +348,7 @@ class _Rank:
         if in_loss and degrees.pipeline == 1:  # every layer has been freed, and only the head is at hand
             return heads * (whole + reduced)
         # The layer at hand and the one that is fetched ahead, and the ends of the model.
-        layer = layer_parameters(model) / degrees.tensor
+        layer = layer_parameters(model) / degrees.tensor - less
         ends = sum(held.values()) - self._own_layers * layer
         result += (2 * layer + ends) * whole
         return result + (layer * (settings.compute_bytes + reduced) if degrees.pipeline == 1 else 0.0)
