@@ -128,8 +128,8 @@ class Job:
             )
         if not 1 <= self.routing_imbalance <= max(self.degrees.expert, 1):
             raise PlanError(
-                f"The routing imbalance is {self.routing_imbalance}; it is the busiest expert-parallel rank's "
-                f"tokens over the mean's, between 1 and the expert parallel degree of {self.degrees.expert}."
+                f"The routing imbalance is {self.routing_imbalance}; it is the busiest rank's tokens over "
+                f"the mean's, from 1 to the expert parallel degree of {self.degrees.expert}."
             )
         if self.degrees.expert > max(self.model.experts, 1):
             raise PlanError(

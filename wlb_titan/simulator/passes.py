@@ -1,7 +1,7 @@
 """How long a micro-batch's passes take on a pipeline stage.
 
     F = layers x (tokens x (matrices + elements + TP + CP + EP) + attention of the slowest CP rank) + head
-    I = layers x (tokens x (matrices + 2 elements + TP + CP + EP) + attention backward + recomputation) + head
+    I = layers x (tokens x (matrices + 2 elements + TP + CP + EP) + attention backward + repeated) + head
     W = layers x tokens x matrices + head
 
 Context-parallel ranks hold equal numbers of tokens and differ in attention; they meet in a collective in
@@ -12,7 +12,7 @@ Activation checkpointing repeats part of the forward pass: `selective` every sec
 element-wise operators and what has to be gathered again; `full` all of it.
 How much of context parallelism's communication is waited for, its strategy says; of tensor parallelism's the
 job does (`tensor_overlap`). Experts take what their busiest rank takes, and exchange tokens twice in a pass
-(dispatch and combine). What is offloaded travels while a layer computes, and is waited for if that takes longer.
+(dispatch and combine). What is offloaded travels while a layer computes, which waits if that takes longer.
 """
 
 from __future__ import annotations

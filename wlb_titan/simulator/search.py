@@ -2,16 +2,15 @@
 
 Degrees of tensor and context parallelism are powers of two, tensor parallelism within a node and a divisor of
 the heads; pipelines have at most a stage for every layer; what is left is data parallelism. Where there are
-experts, expert parallelism takes powers of two of these ranks. Each is tried under the schedules of `SEARCHED`
-with as many stages a rank as they and the layers allow, up to `MOST_CHUNKS`. Balanced packing gets the longest
-micro-batches that fit, up to two context windows, which is the default of `max_length` everywhere.
+experts, expert parallelism takes powers of two of these ranks. All are tried under the schedules of
+`SEARCHED`, with as many stages a rank as they and the layers allow, up to `MOST_CHUNKS`. Balanced packing
+gets the longest micro-batches that fit, up to two context windows, as everywhere.
 
 Hundreds of candidates are too many to plan for. So each first gets a step of N equal micro-batches, with the
-work of an average window shared equally by all ranks, which takes milliseconds. No policy does better than
-that, but for a few parts in a thousand where one order of unequal micro-batches suits a pipeline; candidates
-are planned from the most promising on, and the search ends where even perfect balance would be slower than
-the fastest that was found. A candidate whose plain micro-batches do not fit memory is left out before it is
-planned.
+work of an average window shared equally by all ranks, which takes milliseconds. Hardly a policy does better
+than that. Candidates are planned from the most promising on, and the search ends where even perfect balance
+would be slower than the fastest found, but not before `LEAST` of them. One whose plain micro-batches do not
+fit memory is left out before it is planned.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from wlb_titan.simulator.step import Prediction, tokens_per_second
 SEARCHED = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 MOST_CHUNKS = 8
 MOST_STAGES = 64
+LEAST = 8  # candidates to plan for, so that a few runners-up are known too
 SAMPLE = 4096  # documents whose mean work stands for all
 
 
@@ -70,7 +70,7 @@ class Search:
             number of GPUs, or does not fit.
         too_large: candidates of which not even plain micro-batches fit memory.
         refused: those that the schedule, the window or a policy does not allow.
-        slower: those that were not planned, since even perfect balance would be slower than the fastest found.
+        slower: those that were not planned, as even perfect balance would be slower than the fastest.
     """
 
     found: list[Found]
@@ -96,20 +96,22 @@ def search(scenario: Scenario, gpus: int, policies: list[Policy], steps: int) ->
             refused += 1
     bounds.sort(key=lambda candidate: -candidate[0])
     found: list[Found] = []
-    fastest = 0.0
+    fastest, planned = 0.0, 0
     for rank, (bound, job) in enumerate(bounds):
-        if bound < fastest:
+        if bound < fastest and planned >= LEAST:
             slower = len(bounds) - rank
             break
         if job.longest_that_fits is None:
             too_large += 1
             continue
         try:
-            found += _tried(scenario.on(job), policies, steps)
+            tried = _tried(scenario.on(job), policies, steps)
         except PlanError:
             refused += 1
             continue
-        fastest = max(fastest, *(one.tokens_per_second for one in found[-len(policies) :]), 0.0)
+        planned += 1
+        found += tried
+        fastest = max([fastest, *(one.tokens_per_second for one in tried)])
     if not found:
         raise PlanError(
             f"Nothing fits {gpus} GPUs of {scenario.job.cluster.memory / 1e9:g} GB: {too_large} ways to "
@@ -122,7 +124,7 @@ def search(scenario: Scenario, gpus: int, policies: list[Policy], steps: int) ->
 
 
 def candidates(job: Job, gpus: int) -> Iterator[Job]:
-    """The job at all degrees that multiply to `gpus` and divide model and micro-batches, in every schedule."""
+    """The job at all degrees that multiply to `gpus`, in every schedule."""
     for degrees in degrees_of(job, gpus):
         for schedule, chunks in _schedules(job, degrees):
             yield at_degrees(job, degrees, schedule, chunks)

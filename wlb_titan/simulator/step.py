@@ -3,9 +3,9 @@
 Replicas run their pipelines on their own and wait for the slowest at the end. Where FSDP shards without a
 pipeline they meet in every layer of every micro-batch, so that the slowest k-th micro-batch of all replicas
 counts for each k. Under pipeline parallelism each stage's weights are gathered once, in its first forward
-pass of a run, and its gradients reduced once, in its last backward pass; without it FSDP gathers in both passes
-of each micro-batch and reduces in each backward pass. With `overlap` gathering and reduction hide behind the
-passes in which they happen, but for one layer of each: in interleaved schedules, one layer of each stage.
+pass of a run, and its gradients reduced once, in its last backward pass; without it FSDP gathers in both
+passes of each micro-batch and reduces in each backward pass. With `overlap` gathering and reduction hide
+behind the passes in which they happen, but for one layer of each: in interleaved schedules, of each stage.
 At the end the optimizer runs.
 """
 
@@ -266,7 +266,7 @@ def _gather_and_reduce(job: Job, stage: int) -> tuple[float, float]:
 
 
 def _collectives(job: Job, weights: float, groups: int, ranks: int, stride: int) -> tuple[float, float]:
-    """Seconds of gathering and of reducing `weights` in so many groups over `ranks` that are `stride` apart."""
+    """Seconds of gathering and of reducing `weights` in groups, over `ranks` that are `stride` apart."""
     if not groups:
         return 0.0, 0.0
     settings, replicate = job.memory, job.degrees.replicate
