@@ -159,7 +159,7 @@ def figure_7(setting: Setting) -> dict[str, Any]:
 
 def figure_10(setting: Setting) -> dict[str, Any]:
     """The attention kernel by query length: latency of many short segments, and achieved TFLOP/s."""
-    latency = attention(PAPER_MODELS["7B"], 8, setting.kernel)
+    latency = attention(PAPER_MODELS["7B"], 8, setting)
     lengths = [16, 32, 64, 96, 128, 160, 192, 224, 256]
     result: dict[str, Any] = {"q_len": lengths, "kv_len": 4096, "seconds": [], "tflops": []}
     for q in lengths:

@@ -68,7 +68,7 @@ def stated(pieces: Ints, window: int = WINDOW) -> dict[str, Any]:
     profile = by_position(pieces, window)
     smooth = np.convolve(profile, np.ones(5) / 5, mode="valid")
     return {
-        "position_ratio": float(smooth.max() / smooth.min()),
+        "position_ratio": float(profile.max() / profile.min()),
         "position_peak": float((smooth.argmax() + 2.5) / PLACES),
         "below_half": float(pieces[pieces < window // 2].sum() / pieces.sum()),
         "median": float(np.median(pieces)),

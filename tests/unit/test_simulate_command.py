@@ -130,7 +130,7 @@ def test_predictions_beyond_the_measured_range_say_so(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "Name either a TOML file or"),
+        ([], "Name a TOML file, or document lengths"),
         (["--lengths", "L", "--policies", "plane"], "no packing policy is called 'plane'"),
         (["--lengths", "L", "--policies", "wlb:best"], "no sharding policy is called 'best'"),
         (["--lengths", "L", "--cluster", "tpu"], "cluster file tpu cannot be read"),
@@ -138,7 +138,7 @@ def test_predictions_beyond_the_measured_range_say_so(tmp_path):
         (["--lengths", "L", "--tensor-parallel", "5"], "32 heads cannot be divided"),
         (["--lengths", "L", "--schedule", "Mine", *map(str, SMALL)], "'Mine'"),
         (["--lengths", "L", "--model", "8B-64K"], "no model '8B-64K'"),
-        (["--lengths", "nowhere.txt"], "cannot be read"),
+        (["--lengths", "nowhere.txt"], "neither a distribution of lengths called 'nowhere.txt'"),
         (["--lengths", "L", "--model", "70B-64K", "--search", "--gpus", "8"], "Nothing fits 8 GPUs"),
     ],
 )  # fmt: skip
