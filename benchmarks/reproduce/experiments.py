@@ -166,10 +166,10 @@ def figure_10(setting: Setting) -> dict[str, Any]:
         count = 512
         kernel = latency.forward
         work = kernel.work(kernel.tiling.count(np.full(count, q), np.full(count, 4096))).sum()
-        seconds = kernel.launch + work * latency.heads / latency.units
+        seconds = float(kernel.launch + work * latency.heads / latency.units)
         flops = 4 * 128 * latency.heads * count * q * (4096 - (q - 1) / 2)
         result["seconds"].append(seconds)
-        result["tflops"].append(flops / seconds / 1e12)
+        result["tflops"].append(float(flops / seconds / 1e12))
     return result
 
 
@@ -187,7 +187,19 @@ def figure_13(setting: Setting, steps: int) -> dict[str, Any]:
         Policy("wlb", "per_sequence"),
         WLB,
     )
-    return speedups(configuration(setting, "7B-128K"), policies, steps)
+    one = configuration(setting, "7B-128K")
+    result = speedups(one, policies, steps)
+    result["context_imbalance"] = {
+        policy.packing: _context_imbalance(one, policy, steps) for policy in (PLAIN, Policy("wlb"))
+    }
+    return result
+
+
+def _context_imbalance(one: Scenario, policy: Policy, steps: int) -> float:
+    """Attention of the slowest context-parallel rank over the mean's, of all micro-batches together."""
+    plans = one.plans(policy, steps)
+    seconds = np.array([attention_seconds(m, one.job).sum(axis=1) for p in plans for m in p.micro_batches])
+    return float(seconds.max(axis=1).sum() / seconds.mean(axis=1).sum())
 
 
 def figure_14(setting: Setting, steps: int) -> dict[str, Any]:
