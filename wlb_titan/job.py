@@ -204,10 +204,17 @@ class Job:
 
     @property
     def device(self) -> Device:
-        """One of its ranks."""
-        return Device.of(
+        """One of its ranks: the cluster's, at the rates of the profile that [wlb.sharding] or it names.
+
+        Raises:
+            PlanError: the profile cannot be read.
+        """
+        device = Device.of(
             self.cluster, tensor_parallel=self.degrees.tensor, context_parallel=self.degrees.context
         )
+        name = self.sharding.profile or self.cluster.attention_profile
+        measured = Profile.load(Path(name)).linear if name else None
+        return device if measured is None else measured.on(device)
 
     @cached_property
     def token(self) -> TokenSeconds:

@@ -217,7 +217,9 @@ def _communication(job: Job, times: PassTimes) -> Floats:
 
 def _exposed(job: Job, times: PassTimes, rank: int) -> Floats:
     """The same of one pipeline rank, whose stages communicate one after the other."""
-    return np.sum([_exposed_of_stage(job, times, stage) for stage in job.shape.stages_of(rank)], axis=0)
+    stages = [_exposed_of_stage(job, times, stage) for stage in job.shape.stages_of(rank)]
+    seconds: Floats = np.sum(stages, axis=0)
+    return seconds
 
 
 def _exposed_of_stage(job: Job, times: PassTimes, stage: int) -> Floats:
