@@ -1,8 +1,8 @@
 """Everything but attention as `wlb-titan profile` measured it: matrices, element-wise operators, gathers.
 
 Each is a line, fixed + size x each seconds: FLOPs of matrix products, bytes that element-wise operators read
-and write, bytes that a rank receives in an all-gather. Planning takes the slopes, as rates; the fixed parts of
-launches are small beside the micro-batches that it is about, that of a gather is its latency.
+and write, bytes that a rank receives in an all-gather. Planning takes the slopes, as rates. The fixed part of
+a gather is its latency; those of launches are small beside the micro-batches that planning is about.
 """
 
 from __future__ import annotations
