@@ -243,7 +243,7 @@ def _export(
     steps = {}
     for policy, prediction in predictions.items():
         typical = int(abs(prediction.seconds - prediction.seconds.mean()).argmin())
-        steps[policy] = step_timeline(scenario.job.under(policy), plans[policy][typical], str(policy))
+        steps[policy] = step_timeline(predictions[policy].job, plans[policy][typical], str(policy))
     if trace is not None:
         try:
             write_trace([piece for slices, _ in steps.values() for piece in slices], trace)

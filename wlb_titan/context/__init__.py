@@ -9,13 +9,14 @@ from wlb_titan.context.document import per_document, per_document_round_robin
 from wlb_titan.context.hybrid import hybrid
 from wlb_titan.context.layout import Sharding, segments, sequence_positions, whole
 from wlb_titan.context.sequence import per_sequence
-from wlb_titan.context.strategy import STRATEGIES, ContextStrategy, Exchange
+from wlb_titan.context.strategy import STRATEGIES, ContextStrategy, Exchange, gathered
 
 __all__ = [
     "STRATEGIES",
     "ContextStrategy",
     "Exchange",
     "Sharding",
+    "gathered",
     "hybrid",
     "per_document",
     "per_document_round_robin",

@@ -58,6 +58,14 @@ class Exchange:
     outputs: float = 0.0
 
 
+def gathered(model: ModelShape, tensor: int, ranks: int, collectives: int = 1) -> Exchange:
+    """What moves where every rank holds the keys and values of all `ranks`."""
+    keys = model.key_elements(tensor)
+    return Exchange(
+        received=keys * (ranks - 1) / ranks, collectives=collectives, sent=keys / ranks, keys=keys
+    )
+
+
 class ContextStrategy(Plugin, ABC):
     """Divides micro-batches over context-parallel ranks.
 
@@ -92,7 +100,15 @@ class ContextStrategy(Plugin, ABC):
         return self.ranks
 
     def check(self, model: ModelShape, tensor: int) -> None:
-        """Raises PlanError where this strategy cannot share a model's heads, on `tensor` ranks each."""
+        """Refuses a model whose heads this strategy cannot share.
+
+        Args:
+            model: its shape.
+            tensor: tensor-parallel degree, which divides the heads.
+
+        Raises:
+            PlanError: `key: reason`, the key of [wlb.sharding] that is wrong.
+        """
 
     def shard(
         self, lengths: Ints, total: int, *, micro_batch: str = "The micro-batch"
@@ -153,14 +169,3 @@ class ContextStrategy(Plugin, ABC):
     def waited(self, communication: Floats, attention: Floats) -> Floats:
         """Of the seconds of a layer's collectives those in which nothing is computed, shaped alike."""
         return communication
-
-
-def key_order(positions: Ints) -> Ints:
-    """int64 (n,): where each token lies among those gathered rank by rank, in document order.
-
-    Args:
-        positions: int64 (ranks, n / ranks), of `sequence_positions`.
-    """
-    order = np.empty(positions.size, dtype=np.int64)
-    order[positions.ravel()] = np.arange(positions.size)  # the inverse of a permutation
-    return order

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from wlb_titan.cost.workload import CostModel
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
+from wlb_titan.memory.peak import LONGEST
 from wlb_titan.plugins import Family, Plugin, PluginConfig
 
 Pack = NDArray[np.int64]
@@ -52,7 +53,12 @@ class Packing:
     gap: float | None = None
 
 
-def _here(ask: Callable[[], Answer]) -> Answer:
+OnOneRank = Callable[[Callable[[], Answer]], Answer]
+"""Calls a function on one rank, and gives its result, float64 (n,), to all."""
+
+
+def here(ask: Callable[[], Answer]) -> Answer:
+    """The `OnOneRank` of a planner that is alone."""
     return ask()
 
 
@@ -64,16 +70,15 @@ class PackingJob:
         micro_batches: N, those of the whole job in one step.
         cost_model: W_a + W_l.
         divisor: micro-batches are padded up to a multiple of it.
-        longest: tokens of the longest micro-batch, where the settings name none.
-        on_one_rank: calls a function whose result may differ from rank to rank on one of them, and gives its
-            result, float64 (n,), to all.
+        longest: tokens that a micro-batch may have.
+        on_one_rank: asks what may differ from rank to rank.
     """
 
     micro_batches: int
     cost_model: CostModel
+    longest: int
     divisor: int = 1
-    longest: int | None = None
-    on_one_rank: Callable[[Callable[[], Answer]], Answer] = _here
+    on_one_rank: OnOneRank = here
 
 
 class PackingPolicy(Plugin, ABC):
@@ -109,6 +114,15 @@ class PackingPolicy(Plugin, ABC):
             """How much longer than other policies one step of planning may take."""
             return 0.0
 
+        def longest(self, window: int, fits: Callable[[], int | None]) -> int:
+            """Tokens that a micro-batch may have.
+
+            Args:
+                window: context window in tokens.
+                fits: finds the longest of which a step is predicted to fit; None if not even windows do.
+            """
+            return window
+
     variable_length: ClassVar[bool]
     balances: ClassVar[bool]
 
@@ -143,26 +157,29 @@ class VariableLengthPolicy(PackingPolicy):
         which a whole step is predicted to fit the device, at most two context windows, and two where there is
         no device but the CPU."""
 
+        def longest(self, window: int, fits: Callable[[], int | None]) -> int:
+            return self.max_length if self.max_length is not None else fits() or LONGEST * window
+
     variable_length = True
     balances = True
 
     @staticmethod
-    def bound(config: VariableLengthPolicy.Config, window: int, job: PackingJob) -> int:
+    def bound(window: int, job: PackingJob) -> int:
         """L_max, rounded down so that padding does not exceed it.
 
         Raises:
             PlanError: the longest documents would not fit.
         """
-        wanted = config.max_length or job.longest or 2 * window
-        if wanted < window:
+        if job.longest < window:
             raise PlanError(
-                f"max_length is {wanted} tokens, below the context window of {window}; the longest documents "
-                "would fit into no micro-batch. Set it to at least the window; twice the window is usual."
+                f"max_length is {job.longest} tokens, below the context window of {window}; the longest "
+                "documents would fit into no micro-batch. Set it to at least the window; twice the window is "
+                "usual."
             )
-        rounded = wanted // job.divisor * job.divisor
+        rounded = job.longest // job.divisor * job.divisor
         if rounded < window:
             raise PlanError(
-                f"max_length, {wanted} tokens, leaves no room to pad a document of the context window, "
+                f"max_length, {job.longest} tokens, leaves no room to pad a document of the context window, "
                 f"{window} tokens, up to a multiple of {job.divisor}. Set it to at least "
                 f"{-(-window // job.divisor) * job.divisor}."
             )

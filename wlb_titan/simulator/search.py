@@ -215,7 +215,7 @@ def _tried(scenario: Scenario, policies: list[Policy], steps: int) -> list[Found
     for policy in policies:
         prediction = scenario.predict(policy, steps)
         if prediction.fits:
-            found.append(Found(scenario.job.under(policy), policy, prediction))
+            found.append(Found(prediction.job, policy, prediction))
     return found
 
 
