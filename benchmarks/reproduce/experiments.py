@@ -110,6 +110,8 @@ def large_job(setting: Setting, steps: int) -> dict[str, Any]:
     return {
         "slowest_gpu_computation": spread(c),
         "slowest_gpu_attention": spread(a),
+        "slowest_gpu_attention_of_all_steps": spread(a.sum(axis=0, keepdims=True)),
+        "steps": steps,
         "data_parallel_attention": spread(a.mean(axis=2)),
         "context_parallel_attention": float((a.max(axis=2) / a.mean(axis=2)).mean()),
         "attention": a[0].tolist(),

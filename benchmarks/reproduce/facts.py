@@ -1,4 +1,4 @@
-"""What the papers state (facts.toml), and which of it is met."""
+"""What the papers state (facts.toml), and why our figures are others (why.toml)."""
 
 from __future__ import annotations
 
@@ -32,3 +32,8 @@ def load() -> tuple[dict[str, Fact], list[dict[str, str]], dict[str, str]]:
         assert fact.source in record["sources"], f"{FILE.name}: {fact.key} is from {fact.source!r}"
     assert len({fact.key for fact in facts}) == len(facts), f"{FILE.name}: a key is there twice"
     return {fact.key: fact for fact in facts}, record["unstated"], record["sources"]
+
+
+def reasons() -> dict[str, str]:
+    """By section of docs/reproduction.md."""
+    return tomllib.loads(FILE.with_name("why.toml").read_text(encoding="utf-8"))
