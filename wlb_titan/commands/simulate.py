@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 DEFAULT_POLICIES = "plain:per_sequence,fixed_greedy:per_sequence,wlb:adaptive,wlb_lazy:hybrid:best"
 TABLE_WIDTH = 128  # also where no terminal tells its own
 SLOWER = 2.0  # the network, in the sensitivity column
+SEARCH_WIDTH = 152
 SHOWN = 12  # of a search
 
 
@@ -182,7 +183,7 @@ def _print_search(scenario: Scenario, policies: list[Policy], steps: int, gpus: 
     from wlb_titan.simulator.search import search
 
     result = search(scenario, gpus or scenario.job.degrees.ranks, policies, steps)
-    console = make_console(TABLE_WIDTH)
+    console = make_console(SEARCH_WIDTH)
     console.print(describe_job(scenario.job, scenario.documents), markup=False, soft_wrap=True)
     console.print(make_table(search_rows(result)[:SHOWN]))
     console.print(

@@ -249,6 +249,9 @@ class _Rank:
         self._last = len(layers) - 1
         self._own_layers = sum(layers[stage] for stage in self._stages)
         self._bytes = TokenBytes.of(model, degrees, settings, exchange)
+        self._parameters = rank_parameters(model, layers, self._stages)
+        shards = degrees.tensor * degrees.sharding_ranks
+        self._shard = self._parameters / shards * settings.parameter_bytes  # bytes of this GPU's weights
         self._kept = {stage: self._bytes.kept * layers[stage] + self._output(stage) for stage in self._stages}
 
     def peak(self, lengths: Sequence[int], reduced: bool) -> RankMemory:
@@ -262,7 +265,9 @@ class _Rank:
         live = token.inputs * sum(lengths)
         tokens = 0
         went_back: set[int] = set()  # stages that have gradients
-        fullest: RankMemory | None = None
+        most = -1.0
+        fullest: tuple[Any, ...] = ()
+        gathered: dict[tuple[int, bool], float] = {}  # by what it follows from; stages only join
         for kind, stage, place in rank_actions(self._shape, len(lengths), self._number):
             if stage == 0 and kind in ("I", "W"):  # nobody waits for the gradient of token ids
                 if kind == "I":
@@ -280,9 +285,12 @@ class _Rank:
                     at_hand, loss = 0.0, length * token.loss
             elif kind != "W":
                 at_hand = length * token.backward
-            now = self._at(live, at_hand, loss, went_back, reduced, tokens)
-            if fullest is None or now.total > fullest.total:
-                fullest = now
+            key = len(went_back), loss > 0
+            if key not in gathered:
+                gathered[key] = self._gathered(went_back, in_loss=key[1])
+            now = live + at_hand + loss + gathered[key] + (self._shard if reduced else 0.0)
+            if now > most:
+                most, fullest = now, (live, at_hand, loss, gathered[key], reduced, tokens)
             if kind == "W":
                 live -= length * token.waiting * self._layers[stage]
             if kind in ("B", "W"):  # I frees nothing that counts
@@ -293,26 +301,23 @@ class _Rank:
                     reduced = True
                 elif stage == self._last:
                     live += 2 * length * token.hidden
-        assert fullest is not None
-        return fullest
+        return self._at(*fullest)
 
     def _at(
-        self, live: float, at_hand: float, loss: float, went_back: set[int], reduced: bool, tokens: int
+        self, live: float, at_hand: float, loss: float, gathered: float, reduced: bool, tokens: int
     ) -> RankMemory:
-        settings, tensor = self._settings, self._degrees.tensor
-        parameters = rank_parameters(self._model, self._layers, self._stages)
-        shard = parameters / tensor / self._degrees.sharding_ranks
+        settings = self._settings
         return RankMemory(
             rank=self._number,
-            weights=round(shard * settings.parameter_bytes),
-            optimizer=round(shard * settings.optimizer_bytes),
+            weights=round(self._shard),
+            optimizer=round(self._shard / settings.parameter_bytes * settings.optimizer_bytes),
             rotary=self._own_layers * settings.window * settings.rotary_bytes * self._model.head_dim,
-            gradients=round(shard * settings.parameter_bytes) if reduced else 0,
-            gathered=round(self._gathered(went_back, in_loss=loss > 0)),
+            gradients=round(self._shard) if reduced else 0,
+            gathered=round(gathered),
             activations=round(live),
             backward=round(at_hand),
             loss=round(loss),
-            parameters=parameters,
+            parameters=self._parameters,
             layers=self._own_layers,
             tokens=tokens,
         )
