@@ -27,9 +27,15 @@ from wlb_titan.errors import UserError
 
 
 class Plugin:
-    """The base of every family of plug-ins; a subclass has a `Config`, or gets one like its parent's."""
+    """The base of every family of plug-ins; a subclass has a `Config`, or gets one like its parent's.
+
+    Attributes:
+        automatic: it stands for whichever of its family is predicted fastest, which takes its place before
+            anything is planned.
+    """
 
     Config: ClassVar[type]
+    automatic: ClassVar[bool] = False
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -50,7 +56,7 @@ class PluginConfig:
     """
 
     family: ClassVar[Family]
-    owner: ClassVar[type]
+    owner: ClassVar[type[Any]]
 
     @property
     def name(self) -> str:
@@ -97,6 +103,11 @@ class Family:
     def names(self) -> tuple[str, ...]:
         """All short names, the shipped ones first."""
         return tuple(self._targets)
+
+    @property
+    def candidates(self) -> list[str]:
+        """Names of the classes that `auto` chooses from."""
+        return [name for name in self.names if not self.find(name).automatic]
 
     @property
     def _targets(self) -> dict[str, str]:

@@ -15,7 +15,7 @@ fit memory is left out before it is planned.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -50,10 +50,8 @@ class Found:
 
     @property
     def pipeline(self) -> str:
-        """Schedule and stages a rank, such as "Interleaved1F1B x 4"; empty without a pipeline."""
-        if self.job.degrees.pipeline == 1:
-            return ""
-        return self.job.schedule + (f" x {self.job.chunks}" if self.job.chunks > 1 else "")
+        """Schedule and stages a rank, such as "Interleaved1F1B x 4", or that there is none."""
+        return _pipeline(self.job)
 
     @property
     def tokens_per_second(self) -> float:
@@ -71,6 +69,7 @@ class Search:
         too_large: candidates of which not even plain micro-batches fit memory.
         refused: those that the schedule, the window or a policy does not allow.
         slower: those that were not planned, as even perfect balance would be slower than the fastest.
+        untried: those for which there was no time.
     """
 
     found: list[Found]
@@ -78,17 +77,31 @@ class Search:
     too_large: int
     refused: int
     slower: int
+    untried: int = 0
 
 
-def search(scenario: Scenario, gpus: int, policies: list[Policy], steps: int) -> Search:
+def search(
+    scenario: Scenario,
+    gpus: int,
+    policies: list[Policy],
+    steps: int,
+    goes_on: Callable[[str], bool] = lambda what: True,
+) -> Search:
     """Tries the ways to run a job on `gpus` with all policies.
+
+    Args:
+        scenario: documents and job.
+        gpus: how many.
+        policies: of packing, sharding and order.
+        steps: to simulate of each.
+        goes_on: asked before a candidate is planned, which it is told, whether there is time for it.
 
     Raises:
         PlanError: nothing fits.
     """
     window = _average_window(scenario)
     bounds: list[tuple[float, Job]] = []
-    too_large = refused = slower = 0
+    too_large = refused = slower = untried = 0
     for job in candidates(scenario.job, gpus):
         try:
             bounds.append((_if_balanced(job, window), job))
@@ -100,6 +113,9 @@ def search(scenario: Scenario, gpus: int, policies: list[Policy], steps: int) ->
     for rank, (bound, job) in enumerate(bounds):
         if bound < fastest and planned >= LEAST:
             slower = len(bounds) - rank
+            break
+        if not goes_on(f"{job.degrees}, {_pipeline(job)}"):
+            untried = len(bounds) - rank
             break
         if job.longest_that_fits is None:
             too_large += 1
@@ -115,12 +131,13 @@ def search(scenario: Scenario, gpus: int, policies: list[Policy], steps: int) ->
     if not found:
         raise PlanError(
             f"Nothing fits {gpus} GPUs of {scenario.job.cluster.memory / 1e9:g} GB: {too_large} ways to "
-            f"run the job need more memory and {refused} are not possible with "
+            f"run the job need more memory, {untried} were not tried and {refused} are not possible with "
             f"{scenario.job.micro_batches} micro-batches of {scenario.job.window:,} tokens. Take more GPUs, "
             "full activation checkpointing or a shorter context window."
         )
     found.sort(key=lambda one: -one.tokens_per_second)
-    return Search(found, _configured(scenario, gpus, policies, steps), too_large, refused, slower)
+    configured = _configured(scenario, gpus, policies, steps)
+    return Search(found, configured, too_large, refused, slower, untried)
 
 
 def candidates(job: Job, gpus: int) -> Iterator[Job]:
@@ -215,7 +232,7 @@ def _tried(scenario: Scenario, policies: list[Policy], steps: int) -> list[Found
     for policy in policies:
         prediction = scenario.predict(policy, steps)
         if prediction.fits:
-            found.append(Found(prediction.job, policy, prediction))
+            found.append(Found(prediction.job, prediction.job.policy, prediction))
     return found
 
 
@@ -224,6 +241,12 @@ def _configured(scenario: Scenario, gpus: int, policies: list[Policy], steps: in
     if job.degrees.ranks != gpus or job.longest_that_fits is None:
         return None
     return max(_tried(scenario, policies, steps), key=lambda one: one.tokens_per_second, default=None)
+
+
+def _pipeline(job: Job) -> str:
+    if job.degrees.pipeline == 1:
+        return "no pipeline"
+    return job.schedule + (f" x {job.chunks}" if job.chunks > 1 else "")
 
 
 def _powers_of_two(most: int) -> Iterator[int]:
