@@ -77,6 +77,19 @@ def test_what_is_not_planned_could_not_win(scenario, monkeypatch):
     assert quick.found[0].tokens_per_second == full.found[0].tokens_per_second
 
 
+def test_what_there_is_no_time_for_is_counted(scenario):
+    asked = []
+
+    def once(what):
+        asked.append(what)
+        return len(asked) < 2
+
+    result = search(scenario, 4, [PLAIN], 1, once)
+    assert len(result.found) == 1 and result.slower == 0
+    assert result.untried == len(list(candidates(scenario.job, 4))) - 1
+    assert asked[0] == f"{result.found[0].job.degrees}, {result.found[0].pipeline}"
+
+
 def test_the_gain_over_the_configured_job_is_named(scenario):
     result = search(scenario, 4, [PLAIN, LAZY], steps=1)
     own = max(scenario.predict(policy, 1).tokens_per_second for policy in (PLAIN, LAZY))
