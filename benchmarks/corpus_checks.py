@@ -1,6 +1,6 @@
 """What checks cost: opening a prepared corpus, reading all its documents, and training on it.
 
-    python benchmarks/corpus_checks.py CORPUS [--steps 200]
+    python benchmarks/corpus_checks.py CORPUS [--steps 100]
 
 With checksums and without, the two take turns, on files in the page cache. The first reading compares blocks;
 later ones only look that they were. Training is that of `llama3_debug` on one CPU core, each run in a process
@@ -27,13 +27,14 @@ from wlb_titan.corpus.corpus import Corpus
 from wlb_titan.corpus.manifest import MANIFEST_FILE, Manifest
 
 ROUNDS = 7
+OPENINGS = 100
 LOOKS = 2000
 
 CONFIG = """
 base = "llama3_debug"
 [training]
 seq_len = 512
-local_batch_size = 4
+local_batch_size = 1
 steps = {steps}
 [metrics]
 log_freq = 1
@@ -49,7 +50,7 @@ enable_structured_logging = false
 
 @click.command()
 @click.argument("corpus", type=click.Path(path_type=Path))
-@click.option("--steps", type=click.IntRange(0), default=200, show_default=True, help="Of each training.")
+@click.option("--steps", type=click.IntRange(0), default=100, show_default=True, help="Of each training.")
 def main(corpus: Path, steps: int) -> None:
     files = [corpus / name for name in Manifest.load(corpus).document_files]
     times: dict[tuple[str, bool], list[float]] = {}
@@ -69,16 +70,17 @@ def main(corpus: Path, steps: int) -> None:
 
 def _print_training(corpus: Path, folder: Path, steps: int) -> None:
     plain = without_checksums(corpus, folder / "plain")
-    for each in (plain, corpus.absolute()):
-        Corpus.open(each)
+    both = ((False, plain), (True, corpus.absolute()))
     opened: dict[bool, list[float]] = {False: [], True: []}
     seconds: dict[bool, list[float]] = {False: [], True: []}
-    warm_up()
-    for number in range(ROUNDS):
-        for checked, path in ((False, plain), (True, corpus.absolute())):
+    for _ in range(OPENINGS):
+        for checked, path in both:
             begin = time.perf_counter()
             Corpus.open(path)
             opened[checked].append(time.perf_counter() - begin)
+    warm_up()
+    for number in range(ROUNDS):
+        for checked, path in both:
             seconds[checked] += train(path, folder / f"run-{number}-{checked}", steps)
     for what, times in (("whole open", opened), ("step", seconds)):
         before, after = (statistics.median(times[checked]) * 1e3 for checked in (False, True))
