@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from wlb_titan.context.document import per_document, per_document_round_robin
 from wlb_titan.context.hybrid import hybrid
-from wlb_titan.context.layout import Ints, Sharding, segments, sequence_positions
+from wlb_titan.context.layout import Ints, Sharding, after, segments, sequence_positions
 from wlb_titan.context.sequence import per_sequence
 from wlb_titan.context.strategy import ContextStrategy, Exchange, Floats, key_order
 from wlb_titan.cost.attention_latency import AttentionLatency, slowest
@@ -80,9 +80,9 @@ class AllGather(ContextStrategy):
         waited: Floats = communication / self._groups + rest
         return waited
 
-    def fastest(self, shardings: dict[str, Sharding]) -> tuple[str, Sharding]:
+    def fastest(self, shardings: dict[str, Sharding], prefix: Ints | None = None) -> tuple[str, Sharding]:
         """The one whose slowest rank is predicted to be the fastest, both passes; of equals the first."""
-        return min(shardings.items(), key=lambda named: slowest(self.seconds(named[1])))
+        return min(shardings.items(), key=lambda named: slowest(self.seconds(after(named[1], prefix))))
 
 
 class PerSequence(AllGather):
@@ -103,22 +103,22 @@ class Adaptive(AllGather):
     """For each micro-batch the one of these two whose slowest rank is predicted faster (section 5.3)."""
 
     def divide(self, lengths: Ints, total: int) -> tuple[str, Sharding]:
-        return self.fastest(
-            {
-                "per_sequence": per_sequence(lengths, total, self.ranks),
-                "per_document": self._per_document(lengths, total, self.ranks),
-            }
-        )
+        return self.fastest(self.candidates(lengths, total))
+
+    def divide_slices(self, lengths: Ints, total: int, prefix: Ints) -> tuple[str, Sharding]:
+        return self.fastest(self.candidates(lengths, total), prefix)
+
+    def candidates(self, lengths: Ints, total: int) -> dict[str, Sharding]:
+        """Shardings by name; of equally fast ones the first is taken."""
+        return {
+            "per_sequence": per_sequence(lengths, total, self.ranks),
+            "per_document": self._per_document(lengths, total, self.ranks),
+        }
 
 
-class Hybrid(AllGather):
+class Hybrid(Adaptive):
     """Long documents per document, short ones whole on one rank, where that is predicted fastest."""
 
-    def divide(self, lengths: Ints, total: int) -> tuple[str, Sharding]:
-        return self.fastest(
-            {
-                "per_sequence": per_sequence(lengths, total, self.ranks),
-                "per_document": self._per_document(lengths, total, self.ranks),
-                "hybrid": hybrid(lengths, total, self.ranks, self.latency),
-            }
-        )
+    def candidates(self, lengths: Ints, total: int) -> dict[str, Sharding]:
+        best = hybrid(lengths, total, self.ranks, self.latency)
+        return {**super().candidates(lengths, total), "hybrid": best}

@@ -30,6 +30,7 @@ from wlb_titan.context.strategy import ContextStrategy, Exchange, Floats
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
+from wlb_titan.plan import COUNT, DOCUMENT, OFFSET
 
 
 class Share(NamedTuple):
@@ -95,12 +96,9 @@ class Ulysses(ContextStrategy):
 
     def seconds(self, sharding: Sharding) -> Floats:
         """Every rank attends to all tokens with its heads; the one with most of them is the slowest."""
-        everything = np.concatenate(sharding)
-        lengths = _documents(everything)
+        documents = _documents(np.concatenate(sharding))
         each = [
-            replace(self.latency, heads=share.queries.stop - share.queries.start).seconds((whole(lengths),))[
-                0
-            ]
+            replace(self.latency, heads=share.queries.stop - share.queries.start).seconds((documents,))[0]
             for share in head_shares(self.latency.heads, self.latency.heads, self.ranks)
         ]
         return np.array(each)
@@ -127,5 +125,9 @@ class Ulysses(ContextStrategy):
 
 
 def _documents(runs: Ints) -> Ints:
-    """int64 (n,), tokens of each document that runs are of."""
-    return np.bincount(runs[:, 0], runs[:, 2]).astype(np.int64)
+    """int64 (n, 3), the documents that runs are of, each in one run."""
+    runs = runs[np.lexsort((runs[:, OFFSET], runs[:, DOCUMENT]))]
+    first = np.flatnonzero(np.diff(runs[:, DOCUMENT], prepend=-1))
+    documents = runs[first]
+    documents[:, COUNT] = np.add.reduceat(runs[:, COUNT], first)
+    return documents

@@ -1,6 +1,6 @@
 """How much memory each pipeline rank needs at the peak of a step: whether a job fits, before it runs.
 
-    total = weights + optimizer + rotary + gradients + gathered + activations + backward + loss
+    total = weights + optimizer + rotary + gradients + gathered + activations + cache + backward + loss
 
 A rank runs its passes in a fixed order, so its memory can be followed from pass to pass:
 
@@ -21,6 +21,8 @@ A rank runs its passes in a fixed order, so its memory can be followed from pass
                        losses. Where the gradients of weights wait (zero bubble), what a layer keeps waits
                        with them, and the gradients of its linear layers' and norms' outputs. Token ids,
                        positions and labels are there throughout
+- cache                K and V of documents in slices, from the first slice's forward pass to its backward
+                       pass, and their gradients, in float32, from the backward pass of the last slice on
 - backward             of the layer at hand: what a backward pass recomputes, its gradients, K and V; or what
                        a forward pass makes and does not keep
 - loss                 logits of one chunk and what the softmax needs; the gradient of the whole hidden state
@@ -46,7 +48,9 @@ from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.settings import MemorySettings
-from wlb_titan.pipeline.schedule import Action, PipelineShape, rank_actions
+from wlb_titan.memory.slices import SliceCache
+from wlb_titan.pipeline.schedule import PipelineShape, rank_actions
+from wlb_titan.plan import Action, CachedSlice, Flow
 
 GIB = 2**30
 USABLE = 0.9
@@ -76,6 +80,7 @@ class RankMemory:
     activations: int
     backward: int
     loss: int
+    cache: int = 0
     parameters: int
     layers: int
     tokens: int
@@ -131,6 +136,8 @@ def pipeline_memory(
     settings: MemorySettings | None = None,
     layers: Sequence[int] | None = None,
     exchange: Exchange | None = None,
+    flow: Flow | None = None,
+    slices: Sequence[CachedSlice] | None = None,
 ) -> tuple[RankMemory, ...]:
     """The peak memory of every pipeline rank over one step.
 
@@ -145,6 +152,8 @@ def pipeline_memory(
         settings: data types and checkpointing; None takes bfloat16 with selective checkpointing.
         layers: of each stage; None divides them as torchtitan does.
         exchange: what context parallelism holds; None: the keys and values of all ranks, gathered.
+        flow: what the ranks run, where that is not the schedule's own order; then all is one run.
+        slices: of each micro-batch its slice, where documents are sliced.
 
     Returns:
         One `RankMemory` a pipeline rank.
@@ -160,7 +169,8 @@ def pipeline_memory(
     result = []
     for rank in range(shape.ranks):
         one = _Rank(model, degrees, settings, shape, layers, rank, exchange)
-        peaks = [one.peak(each, reduced=i > 0) for i, each in enumerate(runs)]
+        own = None if flow is None else flow[rank]
+        peaks = [one.peak(each, i > 0, own, slices) for i, each in enumerate(runs)]
         result.append(max(peaks, key=lambda peak: peak.total))
     return tuple(result)
 
@@ -249,25 +259,37 @@ class _Rank:
         self._bytes = TokenBytes.of(model, degrees, settings, exchange)
         self._kept = {stage: self._bytes.kept * layers[stage] + self._output(stage) for stage in self._stages}
 
-    def peak(self, lengths: Sequence[int], reduced: bool) -> RankMemory:
+    def peak(
+        self,
+        lengths: Sequence[int],
+        reduced: bool,
+        actions: Sequence[Action] | None = None,
+        slices: Sequence[CachedSlice] | None = None,
+    ) -> RankMemory:
         """Its fullest pass in one run.
 
         Args:
             lengths: tokens of the run's micro-batches.
             reduced: whether gradients were reduced before it.
+            actions: what the rank runs; None is the schedule's own order.
+            slices: of each micro-batch; None where documents are not sliced.
         """
         token = self._bytes
+        cache = SliceCache(token, self._layers)
         live = token.inputs * sum(lengths)
         tokens = 0
         went_back: set[int] = set()  # stages that have gradients
         fullest: RankMemory | None = None
-        for kind, stage, place in rank_actions(self._shape, len(lengths), self._number):
+        for action in actions or rank_actions(self._shape, len(lengths), self._number):
+            kind, stage, place = action
             if stage == 0 and kind in ("I", "W"):  # nobody waits for the gradient of token ids
                 if kind == "I":
                     continue
                 kind = "B"
             length = lengths[place]
-            at_hand = loss = 0.0
+            at_hand = loss = beside = 0.0
+            if slices is not None:
+                beside = cache.begin(action, slices[place], length)
             if kind == "I":
                 live += length * token.waiting * self._layers[stage]
             if kind == "F":
@@ -278,9 +300,11 @@ class _Rank:
                     at_hand, loss = 0.0, length * token.loss
             elif kind != "W":
                 at_hand = length * token.backward
-            now = self._at(live, at_hand, loss, went_back, reduced, tokens)
+            now = self._at(live, at_hand + beside, loss, went_back, reduced, tokens, cache.bytes_)
             if fullest is None or now.total > fullest.total:
                 fullest = now
+            if slices is not None:
+                cache.end(action, slices[place])
             if kind == "W":
                 live -= length * token.waiting * self._layers[stage]
             if kind in ("B", "W"):  # I frees nothing that counts
@@ -295,7 +319,14 @@ class _Rank:
         return fullest
 
     def _at(
-        self, live: float, at_hand: float, loss: float, went_back: set[int], reduced: bool, tokens: int
+        self,
+        live: float,
+        at_hand: float,
+        loss: float,
+        went_back: set[int],
+        reduced: bool,
+        tokens: int,
+        cache: float,
     ) -> RankMemory:
         settings, tensor = self._settings, self._degrees.tensor
         parameters = rank_parameters(self._model, self._layers, self._stages)
@@ -310,6 +341,7 @@ class _Rank:
             activations=round(live),
             backward=round(at_hand),
             loss=round(loss),
+            cache=round(cache),
             parameters=parameters,
             layers=self._own_layers,
             tokens=tokens,

@@ -258,3 +258,12 @@ def _check_job(config: Trainer.Config, dims: ParallelDims) -> None:
         config.wlb.pipeline.make(job.shape)
     except PlanError as error:
         raise UserError(f"wlb.pipeline.order: {error}") from error
+    try:
+        config.wlb.packing.check(job.shape)
+    except PlanError as error:
+        raise UserError(f"wlb.packing.{error}") from error
+    if config.wlb.packing.owner.slices:  # type: ignore[attr-defined]
+        try:
+            job.most_in_flight  # noqa: B018 - raises where a document of the window does not fit
+        except PlanError as error:
+            raise UserError(f"training.seq_len: {error}") from error
