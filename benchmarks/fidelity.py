@@ -258,9 +258,7 @@ def _job(case: Case, model: ModelShape, memory: MemorySettings, rates: dict[str,
 
 def _in_training(kernel: KernelCost, rates: dict[str, float]) -> KernelCost:
     """A profiled kernel in training, with what a layer's pass takes without tokens as its launch."""
-    costs = {name: getattr(kernel, name) for name in ("key", "segment", "tile", "block", "masked")}
-    slower = {name: cost / rates["attention"] for name, cost in costs.items()}
-    return replace(kernel, launch=1 / rates["passes"], **slower)
+    return replace(kernel.slower(1 / rates["attention"]), launch=1 / rates["passes"])
 
 
 def _cluster(rates: dict[str, float], degrees: Degrees) -> Cluster:

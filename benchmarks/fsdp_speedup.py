@@ -12,7 +12,9 @@ the policies pack and the steps are predicted.
 
 Two cores of one machine share memory and more: each is slower while the other works. A probe measures by
 how much, before the steps; the rest of a micro-batch, for which its neighbour only waits, is predicted to be
-that much faster.
+that much faster. And what a core takes for the same work differs from time to time, so that even of two equal
+micro-batches one is the longer: the warm-up's residuals say by how much, and predicted is the mean of the
+longer of two normal times (Clark 1961, the greatest of a finite set of random variables).
 """
 
 from __future__ import annotations
@@ -57,11 +59,13 @@ class Costs:
 
     Attributes:
         coefficients: (3, 2), a and b of a sum d^2 + b sum d, the seconds of each of the three kinds.
+        scatter: (3,), standard deviation of what is measured over what is fitted.
         slower: how many times longer a core takes while the other works too.
         fixed: seconds of a step besides its micro-batches.
     """
 
     coefficients: np.ndarray
+    scatter: np.ndarray
     slower: float
     fixed: float = 0.0
 
@@ -74,7 +78,8 @@ class Costs:
         for kind, first in enumerate((0, 1, 0)):
             relative = design[:, first:] / seconds[:, kind, None]
             coefficients[kind, first:] = np.linalg.lstsq(relative, np.ones(len(design)), rcond=None)[0]
-        costs = cls(coefficients, slower)
+        scatter = np.std(seconds / (design @ coefficients.T), axis=0)
+        costs = cls(coefficients, scatter, slower)
         costs.fixed = float(np.mean([taken - costs.step(plan) for taken, plan, _ in steps]))
         return costs
 
@@ -84,8 +89,14 @@ class Costs:
 
     def step(self, plan: Plan) -> float:
         """Seconds of a step, whose ranks wait for one another after each of the three."""
-        work = np.sort(self.seconds(plan).reshape(RANKS, -1, 3), axis=0)
-        return self.fixed + float((work[0] + (work[1] - work[0]) / self.slower).sum())
+        one, other = self.seconds(plan).reshape(RANKS, -1, 3)
+        spread = self.scatter * np.hypot(one, other)
+        apart = np.abs(one - other) / spread
+        # The longer of the two takes this much longer than the shorter one's mean.
+        below = torch.special.ndtr(torch.from_numpy(apart)).numpy()
+        density = np.exp(-(apart**2) / 2) / np.sqrt(2 * np.pi)
+        rest = spread * (apart * below + density)
+        return self.fixed + float((np.minimum(one, other) + rest / self.slower).sum())
 
     def quadratic(self) -> str:
         """As a cost model of the planner, in nanoseconds."""
@@ -160,6 +171,7 @@ def main(steps: int, micro_batches: int, output: Path | None) -> None:
                 "machine": platform.processor() or platform.machine(),
                 "torch": torch.__version__,
                 "seconds_per_d2_and_d": costs.coefficients.tolist(),
+                "scatter": costs.scatter.tolist(),
                 "slowdown_of_two_busy_cores": costs.slower,
                 "fixed_seconds_of_a_step": costs.fixed,
                 "variants": [r.record() for r in results],

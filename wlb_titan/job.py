@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,10 +26,10 @@ from wlb_titan.cost.workload import CostModel, cost_model
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.in_flight import most_in_flight, one_document
-from wlb_titan.memory.peak import LONGEST, RankMemory, layers_of_stages, longest_that_fits, pipeline_memory
+from wlb_titan.memory.peak import RankMemory, layers_of_stages, longest_that_fits, pipeline_memory
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.packing import POLICIES, PackingPolicy
-from wlb_titan.packing.policy import Answer, PassSeconds
+from wlb_titan.packing.policy import OnOneRank, PassSeconds, here
 from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder
 from wlb_titan.pipeline.runs import PipelineRuns
 from wlb_titan.pipeline.schedule import PipelineShape
@@ -173,7 +173,7 @@ class Job:
         strategy: ContextStrategy = self.sharding.make(self.degrees.context, self.latency)
         return strategy
 
-    @property
+    @cached_property
     def exchange(self) -> Exchange | None:
         """What context parallelism moves and holds in a layer."""
         return None if self.strategy is None else self.strategy.exchange(self.model, self.degrees.tensor)
@@ -272,22 +272,14 @@ class Job:
     @property
     def longest_micro_batch(self) -> int:
         """Tokens that a micro-batch may have under the packing policy."""
-        if not self.packing.owner.variable_length:  # type: ignore[attr-defined]
-            return self.window
-        wanted: int | None = getattr(self.packing, "max_length", None)
-        return wanted or self.longest_that_fits or LONGEST * self.window
+        return self.packing.longest(self.window, lambda: self.longest_that_fits)
 
-    def planner(
-        self,
-        documents: Documents,
-        *,
-        on_one_rank: Callable[[Callable[[], Answer]], Answer] | None = None,
-    ) -> Planner:
+    def planner(self, documents: Documents, *, on_one_rank: OnOneRank = here) -> Planner:
         """A planner at the beginning of the stream.
 
         Args:
             documents: what is trained on.
-            on_one_rank: as of `PackingJob`; None calls here.
+            on_one_rank: as of `PackingJob`.
 
         Raises:
             PlanError: a setting is wrong, or does not fit the window or the documents.

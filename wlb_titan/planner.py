@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,11 +16,10 @@ from numpy.typing import NDArray
 from wlb_titan.context import ContextStrategy, Sharding
 from wlb_titan.cost.workload import CostModel
 from wlb_titan.documents import Documents
-from wlb_titan.documents.mixture import count_longer
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing import PackingJob, PackingPolicy, assignment
-from wlb_titan.packing.policy import Answer, Pack, PassSeconds
+from wlb_titan.packing.policy import OnOneRank, Pack, PassSeconds, here
 from wlb_titan.pipeline.runs import PipelineRuns
 from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import ID, LENGTH, PREFIX, START, MicroBatch, Plan
@@ -38,13 +36,13 @@ class Planner:
         micro_batches: N, those of the whole job in one step.
         data_parallel: degree; divides `micro_batches`.
         divisor: micro-batches are padded up to a multiple of it.
-        longest: tokens of the longest micro-batch, where the packing's settings name none.
+        longest: tokens that a micro-batch may have.
         packing: the packing policy's settings.
         cost_model: predicts the work of a document.
         strategy: divides each micro-batch over context-parallel ranks; None without context parallelism.
         shape, in_flight, pass_seconds: as of `PackingJob`, there `pipeline` and these.
         pipeline: how a data-parallel rank's micro-batches go through its pipeline; None without one.
-        on_one_rank: as of `PackingJob`; None calls here.
+        on_one_rank: as of `PackingJob`.
 
     Raises:
         PlanError: the settings do not fit each other or the documents.
@@ -66,7 +64,7 @@ class Planner:
         in_flight: Callable[[], int | None],
         pass_seconds: PassSeconds,
         pipeline: PipelineRuns | None,
-        on_one_rank: Callable[[Callable[[], Answer]], Answer] | None,
+        on_one_rank: OnOneRank = here,
     ) -> None:
         self._stream = DocumentStream(
             documents.lengths, window=window, seed=documents.seed, sources=documents.sources
@@ -79,15 +77,14 @@ class Planner:
         job = PackingJob(
             micro_batches=micro_batches,
             cost_model=cost_model,
-            divisor=divisor,
             longest=longest,
+            divisor=divisor,
             data_parallel=data_parallel,
             pipeline=shape,
             in_flight=in_flight,
             pass_seconds=pass_seconds,
+            on_one_rank=on_one_rank,
         )
-        if on_one_rank is not None:
-            job = replace(job, on_one_rank=on_one_rank)
         self._policy: PackingPolicy = packing.make(self._stream, job)
         self.fixed_length = not self._policy.variable_length
         if self.fixed_length and window % divisor:
@@ -104,13 +101,7 @@ class Planner:
         self._packing = packing.name
         self._cost_model = cost_model
         self._fingerprint = documents.fingerprint
-        self._lengths = documents.lengths
         self._iteration = 0
-
-    @property
-    def long_documents(self) -> int:
-        """Documents of the corpus that are longer than the window and are cut into pieces."""
-        return count_longer(self._lengths, self._stream.window)
 
     def rows_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """int64 (n,), the corpus rows of planned documents, also of earlier epochs."""

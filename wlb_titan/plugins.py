@@ -93,12 +93,16 @@ class Family:
     base: str
     shipped: Mapping[str, str]
 
-    __hash__ = object.__hash__
-
     @property
     def names(self) -> tuple[str, ...]:
         """All short names, the shipped ones first."""
-        return tuple(dict.fromkeys([*self.shipped, *(point.name for point in _installed(self.group))]))
+        return tuple(self._targets)
+
+    @property
+    def _targets(self) -> dict[str, str]:
+        """Short name -> "module:Class"; an installed package cannot take a shipped name."""
+        installed = {point.name: point.value for point in _installed(self.group)}
+        return {**self.shipped, **installed, **self.shipped}
 
     def find(self, name: str) -> type[Any]:
         """The class of a name.
@@ -106,7 +110,7 @@ class Family:
         Raises:
             UserError: there is none; or it cannot be imported, or is not of this kind.
         """
-        target = self.shipped.get(name) or self._installed().get(name) or name
+        target = self._targets.get(name, name)
         if ":" not in target:
             near = difflib.get_close_matches(name, self.names, n=1, cutoff=0.5)
             hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -135,13 +139,10 @@ class Family:
     def name_of(self, cls: type) -> str:
         """The name by which `find` gives a class."""
         target = f"{cls.__module__}:{cls.__qualname__}"
-        for name, known in {**self._installed(), **self.shipped}.items():
+        for name, known in self._targets.items():
             if known == target:
                 return name
         return target
-
-    def _installed(self) -> dict[str, str]:
-        return {point.name: point.value for point in _installed(self.group)}
 
 
 @cache

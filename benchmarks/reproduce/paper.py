@@ -24,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.cost.attention_hopper import MERGE_KEYS, hopper
-from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost
 from wlb_titan.cost.cluster import load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS, ModelShape
@@ -62,19 +61,11 @@ def loaded(window: int, seed: int = 1) -> NDArray[np.int64]:
     return np.array(pieces, dtype=np.int64)
 
 
-def slower(latency: AttentionLatency, factor: float) -> AttentionLatency:
-    """The same kernels, their work taking `factor` times as long; launches take what they took."""
-
-    def kernel(cost: KernelCost) -> KernelCost:
-        return replace(cost, tile=cost.tile * factor, block=cost.block * factor, masked=cost.masked * factor)
-
-    return replace(latency, forward=kernel(latency.forward), backward=kernel(latency.backward))
-
-
 def attention(model: ModelShape, tensor: int, *, merged: bool = False, slowdown: float = SLOWDOWN):
     """The kernel model of a rank; `merged` is wlb_titan's own kernel, which packs short segments together."""
     latency = hopper(model.head_dim, model.heads // tensor, merge_keys=MERGE_KEYS if merged else 0)
-    return slower(latency, slowdown)
+    slower = (latency.forward.slower(slowdown), latency.backward.slower(slowdown))
+    return replace(latency, forward=slower[0], backward=slower[1])
 
 
 def scenario(

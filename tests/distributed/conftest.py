@@ -100,7 +100,7 @@ class Lab:
 def first_failure(log: Path) -> str:
     """What a log says from the first traceback on, or else its end."""
     text = log.read_text() if log.exists() else ""
-    found = re.search("Fatal Python error|Traceback", text)
+    found = re.search("terminate called|Fatal Python error|Traceback", text)
     return text[found.start() :][:12000] if found else text[-12000:]
 
 
@@ -128,7 +128,8 @@ def torchrun(processes: int, *arguments: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     """The environment of a job: with it the bases of the tests can be imported."""
-    return {**os.environ, "PYTHONPATH": str(TESTS)}
+    paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def free_port() -> int:

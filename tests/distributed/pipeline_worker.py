@@ -298,7 +298,11 @@ def main():
         if dist.get_rank() == 0:
             with open(jobs["results"], "w") as file:
                 json.dump(results, file)
-    dist.destroy_process_group()
+    # Meshes keep the process groups of all cases alive, and their threads would go on while the interpreter
+    # and the C++ library are taken down under them, which may abort.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def whole_documents(trainer, plan):
     return sequences
 
 
-def run_case(corpus, *, name, steps=2, sharding=None, slim=None, compiled=False, **options):
+def run_case(corpus, *, name, steps=1, sharding=None, slim=None, compiled=False, **options):
     """Records of steps: loss and its reference, the worst error of a gradient, and how long packs are."""
     config, trainer = build(
         corpus, name, sharding=sharding or {"name": "per_sequence"}, slim=slim, compiled=compiled, **options

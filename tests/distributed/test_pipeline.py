@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import TESTS, free_port, make_corpus, torchrun
+from conftest import TESTS, first_failure, free_port, make_corpus, torchrun
 
 CHANGING = [[64, 128, 256, 72], [200, 16, 32, 128, 64]]
 SHORT = [[64, 128, 32, 96]]
@@ -115,14 +115,17 @@ def results(folder):
         both = {"lengths": lengths, "others": others}
         cases.append({"kind": "mismatch", "name": name, "schedule": "1F1B", "layers": 4, "pp": 4, **both})
     jobs, results = write_jobs(folder, cases)
-    launch = subprocess.run(
-        torchrun(4, str(TESTS / "pipeline_worker.py"), jobs),
-        capture_output=True,
-        text=True,
-        timeout=500,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert launch.returncode == 0, launch.stdout[-4000:] + launch.stderr[-8000:]
+    log = folder / "pipeline.log"
+    with open(log, "w") as file:
+        launch = subprocess.run(
+            torchrun(4, str(TESTS / "pipeline_worker.py"), jobs),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            timeout=500,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
+        )
+    if launch.returncode:
+        pytest.fail(f"exit code {launch.returncode}: {first_failure(log)}", pytrace=False)
     return json.loads(results.read_text())
 
 

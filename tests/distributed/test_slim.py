@@ -10,7 +10,7 @@ from conftest import TESTS, layout, make_corpus, torchrun
 
 INTERLEAVED = {"schedule": "Interleaved1F1B", "pp": 2}
 CASES = {
-    "pp4": {"pp": 4, "slim": {"micropacks": 11, "slack": 1}},
+    "pp4": {"pp": 4, "slim": {"micropacks": 11, "slack": 1}, "steps": 2},
     "pp2_dp2": {"pp": 2, "dp": 2, "slim": {"micropacks": 7}, "checkpointing": "selective"},
     "pp2_dp2_interleaved": {**INTERLEAVED, "dp": 2, "slim": {"micropacks": 6}, "checkpointing": "full"},
     "pp2_tp2": {"pp": 2, "tp": 2, "slim": {"micropacks": 8}, "checkpointing": "full"},
@@ -22,7 +22,7 @@ CASES = {
         "checkpointing": "selective",
     },
     "pp2_cp2_ulysses": {"pp": 2, "cp": 2, "slim": {"micropacks": 8}, "sharding": {"name": "ulysses"}},
-    "pp2_dp2_compiled": {"pp": 2, "dp": 2, "slim": {"micropacks": 6}, "compiled": True, "steps": 1},
+    "pp2_dp2_compiled": {"pp": 2, "dp": 2, "slim": {"micropacks": 6}, "compiled": True},
     "cp2_tp2": {"cp": 2, "tp": 2, "slim": {"micropacks": 6}, "sharding": {"name": "per_document"}},
     "cp4_groups": {
         "cp": 4,

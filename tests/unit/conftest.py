@@ -17,6 +17,7 @@ SLOW = {
     "test_prepare.py",
     "test_prepare_parallel.py",
     "test_profile.py",
+    "test_same_plans.py",
     "test_simulate_command.py",
     "test_timeouts.py",
     "test_weights.py",

@@ -107,7 +107,7 @@ def test_gradients_are_there_once_they_were_reduced():
 @pytest.mark.parametrize(
     ("checkpointing", "tp", "elements"),
     [
-        # s, g, q, k and f of layer_memory.py: hidden 8, query and key widths 8 and 4, feed-forward 16.
+        # s, g, q, k and f of memory/layer.py: hidden 8, query and key widths 8 and 4, feed-forward 16.
         ("none", 1, 4 * 8 + 2 * 8 + 4 * 16 + 4 + (8 + 2 * 4)),
         ("none", 2, 2 * 8 / 2 + 2 * 8 + 2 * 8 / 2 + 4 * 16 / 2 + 4 / 2 + (8 + 2 * 4) / 2),
         ("selective", 1, 8 + (8 + 2 * 4) + 8 + 16),

@@ -97,9 +97,9 @@ def test_wlb_is_algorithm_1(job):
     arriving = DocumentStream(job["lengths"], window=job["window"], seed=1)
     n = job["micro_batches"]
     policy = Wlb(
-        Wlb.Config(thresholds=job["thresholds"], max_length=job["max_length"]),
+        Wlb.Config(thresholds=job["thresholds"]),
         stream,
-        PackingJob(micro_batches=n, cost_model=COST),
+        PackingJob(micro_batches=n, cost_model=COST, longest=job["max_length"]),
     )
     literal = Algorithm1(n, job["max_length"] + 1, job["thresholds"])
     surplus = 0

@@ -273,6 +273,7 @@ def test_states_that_cannot_be_continued_are_refused():
         ({"packing": replace(PACKINGS["wlb"], thresholds=[])}, "There are no thresholds"),
         ({"packing": replace(PACKINGS["wlb"], thresholds=[1])}, "below 2 tokens"),
         ({"packing": replace(PACKINGS["wlb"], max_length=63)}, "max_length is 63 tokens, below the context"),
+        ({"packing": replace(PACKINGS["wlb"], max_length=0)}, "max_length is 0 tokens, below the context"),
         ({"packing": replace(PACKINGS["wlb_lazy"], max_length=65), "multiple": 40}, "no room to pad"),
         ({"packing": replace(PACKINGS["wlb_lazy"], tolerance=0.0)}, "tolerance is 0.0"),
         ({"packing": replace(PACKINGS["wlb_lazy"], max_delay=-1)}, "max_delay is -1"),

@@ -214,7 +214,7 @@ def _export(
     steps = {}
     for policy, prediction in predictions.items():
         typical = int(abs(prediction.seconds - prediction.seconds.mean()).argmin())
-        steps[policy] = step_timeline(scenario.job.under(policy), plans[policy][typical], str(policy))
+        steps[policy] = step_timeline(predictions[policy].job, plans[policy][typical], str(policy))
     if trace is not None:
         try:
             write_trace([span for spans, _ in steps.values() for span in spans], trace)

@@ -16,7 +16,7 @@ from wlb_titan.context.layout import (
     whole,
 )
 from wlb_titan.context.sequence import per_sequence
-from wlb_titan.context.strategy import STRATEGIES, ContextStrategy, Exchange
+from wlb_titan.context.strategy import STRATEGIES, ContextStrategy, Exchange, gathered
 
 __all__ = [
     "STRATEGIES",
@@ -24,6 +24,7 @@ __all__ = [
     "Exchange",
     "Sharding",
     "after",
+    "gathered",
     "hybrid",
     "per_document",
     "per_document_round_robin",

@@ -16,7 +16,7 @@ from wlb_titan.context.document import per_document, per_document_round_robin
 from wlb_titan.context.hybrid import hybrid
 from wlb_titan.context.layout import Ints, Sharding, after, segments, sequence_positions
 from wlb_titan.context.sequence import per_sequence
-from wlb_titan.context.strategy import ContextStrategy, Exchange, Floats, key_order
+from wlb_titan.context.strategy import ContextStrategy, Exchange, Floats, gathered
 from wlb_titan.cost.attention_latency import AttentionLatency, slowest
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
@@ -66,23 +66,13 @@ class AllGather(ContextStrategy):
         return segments(sharding[rank], lengths), (order,)
 
     def exchange(self, model: ModelShape, tensor: int) -> Exchange:
-        keys = model.kv_heads * model.head_dims / tensor
-        return Exchange(
-            received=keys * (self.ranks - 1) / self.ranks,
-            collectives=self._groups,
-            sent=keys / self.ranks,
-            keys=keys,
-        )
+        return gathered(model, tensor, self.ranks, self._groups)
 
     def waited(self, communication: Floats, attention: Floats) -> Floats:
         """Only the first group's gather is waited for as a whole; each later one overlaps with attention."""
         rest = (self._groups - 1) / self._groups * np.maximum(communication - attention, 0)
         waited: Floats = communication / self._groups + rest
         return waited
-
-    def fastest(self, shardings: dict[str, Sharding], prefix: Ints | None = None) -> tuple[str, Sharding]:
-        """The one whose slowest rank is predicted to be the fastest, both passes; of equals the first."""
-        return min(shardings.items(), key=lambda named: slowest(self.seconds(after(named[1], prefix))))
 
 
 class PerSequence(AllGather):
@@ -103,10 +93,13 @@ class Adaptive(AllGather):
     """For each micro-batch the one of these two whose slowest rank is predicted faster (section 5.3)."""
 
     def divide(self, lengths: Ints, total: int) -> tuple[str, Sharding]:
-        return self.fastest(self.candidates(lengths, total))
+        return self._fastest(self.candidates(lengths, total), None)
 
     def divide_slices(self, lengths: Ints, total: int, prefix: Ints) -> tuple[str, Sharding]:
-        return self.fastest(self.candidates(lengths, total), prefix)
+        return self._fastest(self.candidates(lengths, total), prefix)
+
+    def _fastest(self, shardings: dict[str, Sharding], prefix: Ints | None) -> tuple[str, Sharding]:
+        return min(shardings.items(), key=lambda named: slowest(self.seconds(after(named[1], prefix))))
 
     def candidates(self, lengths: Ints, total: int) -> dict[str, Sharding]:
         """Shardings by name; of equally fast ones the first is taken."""
@@ -122,3 +115,14 @@ class Hybrid(Adaptive):
     def candidates(self, lengths: Ints, total: int) -> dict[str, Sharding]:
         best = hybrid(lengths, total, self.ranks, self.latency)
         return {**super().candidates(lengths, total), "hybrid": best}
+
+
+def key_order(positions: Ints) -> Ints:
+    """int64 (n,): where each token lies among those gathered rank by rank, in document order.
+
+    Args:
+        positions: int64 (ranks, n / ranks), of `sequence_positions`.
+    """
+    order = np.empty(positions.size, dtype=np.int64)
+    order[positions.ravel()] = np.arange(positions.size)  # the inverse of a permutation
+    return order

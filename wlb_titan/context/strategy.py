@@ -58,6 +58,14 @@ class Exchange:
     outputs: float = 0.0
 
 
+def gathered(model: ModelShape, tensor: int, ranks: int, collectives: int = 1) -> Exchange:
+    """What moves where every rank holds the keys and values of all `ranks`."""
+    keys = model.key_elements(tensor)
+    return Exchange(
+        received=keys * (ranks - 1) / ranks, collectives=collectives, sent=keys / ranks, keys=keys
+    )
+
+
 class ContextStrategy(Plugin, ABC):
     """Divides micro-batches over context-parallel ranks.
 
@@ -92,7 +100,15 @@ class ContextStrategy(Plugin, ABC):
         return self.ranks
 
     def check(self, model: ModelShape, tensor: int) -> None:
-        """Raises PlanError where this strategy cannot share a model's heads, on `tensor` ranks each."""
+        """Refuses a model whose heads this strategy cannot share.
+
+        Args:
+            model: its shape.
+            tensor: tensor-parallel degree, which divides the heads.
+
+        Raises:
+            PlanError: `key: reason`, the key of [wlb.sharding] that is wrong.
+        """
 
     def shard(
         self,
@@ -158,9 +174,9 @@ class ContextStrategy(Plugin, ABC):
         """What the attention of a rank needs to know of a micro-batch.
 
         Returns:
-            int32 (S, 4), segments as `wlb_titan.kernels.varlen_attention` takes them, of queries and keys in
-            the order of the sequence; and int64 arrays that the strategy's `attention` gets besides, on its
-            device.
+            int32 (S, 4), segments as `wlb_titan.kernels.varlen_attention` takes them, keys in the order of
+            the sequence and each segment's from its document's first; and int64 arrays that the strategy's
+            `attention` gets besides, on its device.
         """
 
     @abstractmethod
@@ -170,14 +186,3 @@ class ContextStrategy(Plugin, ABC):
     def waited(self, communication: Floats, attention: Floats) -> Floats:
         """Of the seconds of a layer's collectives those in which nothing is computed, shaped alike."""
         return communication
-
-
-def key_order(positions: Ints) -> Ints:
-    """int64 (n,): where each token lies among those gathered rank by rank, in document order.
-
-    Args:
-        positions: int64 (ranks, n / ranks), of `sequence_positions`.
-    """
-    order = np.empty(positions.size, dtype=np.int64)
-    order[positions.ravel()] = np.arange(positions.size)  # the inverse of a permutation
-    return order

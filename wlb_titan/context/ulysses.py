@@ -18,7 +18,7 @@ Share(queries=slice(2, 4), keys=slice(1, 2))]
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 
 from wlb_titan.context.layout import Ints, Sharding, from_runs, segments, whole
 from wlb_titan.context.strategy import ContextStrategy, Exchange, Floats
-from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
 from wlb_titan.plan import COUNT, DOCUMENT, OFFSET
@@ -38,6 +37,14 @@ class Share(NamedTuple):
 
     queries: slice
     keys: slice
+
+    @property
+    def query_heads(self) -> int:
+        return int(self.queries.stop - self.queries.start)
+
+    @property
+    def key_heads(self) -> int:
+        return int(self.keys.stop - self.keys.start)
 
 
 def head_shares(heads: int, kv_heads: int, ranks: int) -> list[Share]:
@@ -53,8 +60,8 @@ def head_shares(heads: int, kv_heads: int, ranks: int) -> list[Share]:
     """
     if ranks > heads:
         raise PlanError(
-            f"ulysses: {ranks} context-parallel ranks cannot share {heads} query heads; lower the degree of "
-            "context or of tensor parallelism, or take another policy of [wlb.sharding]."
+            f"policy: with ulysses {ranks} context-parallel ranks cannot share {heads} query heads; lower "
+            "the degree of context or of tensor parallelism, or take another policy."
         )
     group = heads // kv_heads
     if ranks <= kv_heads:
@@ -77,14 +84,7 @@ def _cuts(count: int, parts: int) -> list[int]:
 class Ulysses(ContextStrategy):
     """Ranks exchange tokens for heads: each attends with its share of the heads to the whole sequence."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(ContextStrategy.Config):
-        pass
-
     attention = "wlb_titan.runtime.ulysses:UlyssesAttention"
-
-    def __init__(self, config: Config, ranks: int, latency: AttentionLatency) -> None:
-        super().__init__(config, ranks, latency)
 
     def check(self, model: ModelShape, tensor: int) -> None:
         head_shares(model.heads // tensor, model.kv_heads // tensor, self.ranks)
@@ -97,11 +97,10 @@ class Ulysses(ContextStrategy):
     def seconds(self, sharding: Sharding) -> Floats:
         """Every rank attends to all tokens with its heads; the one with most of them is the slowest."""
         documents = _documents(np.concatenate(sharding))
-        each = [
-            replace(self.latency, heads=share.queries.stop - share.queries.start).seconds((documents,))[0]
-            for share in head_shares(self.latency.heads, self.latency.heads, self.ranks)
-        ]
-        return np.array(each)
+        shares = head_shares(self.latency.heads, self.latency.heads, self.ranks)
+        heads = [share.query_heads for share in shares]
+        seconds = {n: replace(self.latency, heads=n).seconds((documents,))[0] for n in set(heads)}
+        return np.array([seconds[n] for n in heads])
 
     def mask(
         self, sharding: Sharding, lengths: Ints, total: int, rank: int
@@ -112,8 +111,8 @@ class Ulysses(ContextStrategy):
     def exchange(self, model: ModelShape, tensor: int) -> Exchange:
         heads, kv_heads = model.heads // tensor, model.kv_heads // tensor
         shares = head_shares(heads, kv_heads, self.ranks)
-        queries = max(share.queries.stop - share.queries.start for share in shares)
-        keys = max(share.keys.stop - share.keys.start for share in shares) * model.head_dims
+        queries = max(share.query_heads for share in shares)
+        keys = max(share.key_heads for share in shares) * model.head_dims
         others = (self.ranks - 1) / self.ranks
         return Exchange(
             received=(queries * model.head_dims + keys) * others,

@@ -99,7 +99,7 @@ class TokenSeconds:
         # Sequence-parallel TP gathers and scatters the activations twice a layer.
         shared = 4 * shape.hidden * (tensor - 1) / tensor / context
         if received is None:
-            received = shape.kv_heads * shape.head_dims / tensor * (context - 1) / context
+            received = shape.key_elements(tensor) * (context - 1) / context
         return cls(
             matrices=2.0 * layer / ranks / device.linear_flops,
             elements=BYTES * elements / ranks / device.memory_bandwidth,

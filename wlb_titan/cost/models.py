@@ -44,6 +44,10 @@ class ModelShape:
         """Head dim of queries and keys, and that of values besides."""
         return self.head_dim + (self.v_head_dim or self.head_dim)
 
+    def key_elements(self, tensor: int) -> float:
+        """Of one token's keys and values in one layer, on each of `tensor` tensor-parallel ranks."""
+        return self.kv_heads * self.head_dims / tensor
+
     @property
     def attention_weights(self) -> int:
         """Weights of one layer's attention."""

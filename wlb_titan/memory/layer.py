@@ -1,4 +1,4 @@
-"""What a transformer layer and the loss hold of each token: the arithmetic below `memory.py`.
+"""What a transformer layer and the loss hold of each token: the arithmetic below `peak.py`.
 
 All figures are bytes on one GPU for each token of the micro-batch, of all context-parallel ranks together: a
 rank that holds one token in CP x TP counts a CP x TP-th of its bytes. In elements of the compute type:
@@ -39,7 +39,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wlb_titan.context import Exchange
+from wlb_titan.context import Exchange, gathered
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.memory.settings import MemorySettings
@@ -140,7 +140,7 @@ class _Layer:
         cp, tp, size = degrees.context, degrees.tensor, settings.compute_bytes
         g = model.hidden * size / cp
         k = model.kv_heads * model.head_dim * size / (cp * tp)
-        keys = 2 * k * cp if exchange is None else exchange.keys * size
+        exchange = exchange or gathered(model, tp, cp)
         gathers = tp > 1 and settings.sequence_parallel
         return cls(
             s=g / tp if gathers else g,
@@ -148,10 +148,10 @@ class _Layer:
             q=model.heads * model.head_dim * size / (cp * tp),
             k=k,
             f=model.feed_forward * size / (cp * tp),
-            keys=k if cp == 1 else keys,
-            key_gradients=keys,
-            sent=0.0 if cp == 1 else 2 * k if exchange is None else exchange.sent * size,
-            outputs=0.0 if cp == 1 or exchange is None else exchange.outputs * size,
+            keys=k if cp == 1 else exchange.keys * size,
+            key_gradients=exchange.keys * size,
+            sent=0.0 if cp == 1 else exchange.sent * size,
+            outputs=exchange.outputs * size,
             log_sum_exp=FLOAT32 * model.heads / (cp * tp),
             rotary=FLOAT32 * model.head_dim / cp,
             shared_keys=cp > 1,

@@ -28,7 +28,7 @@ A rank runs its passes in a fixed order, so its memory can be followed from pass
 - loss                 logits of one chunk and what the softmax needs; the gradient of the whole hidden state
                        in float32, and its copy in the compute type
 
-`layer_memory.py` has the bytes of a layer and of the loss. The peak is that of the fullest pass. Not counted:
+`layer.py` has the bytes of a layer and of the loss. The peak is that of the fullest pass. Not counted:
 the allocator's fragmentation, CUDA's and NCCL's own memory; `USABLE` leaves room for them.
 `wlb-titan dryrun` compares all of this with a trace of the program itself (docs/dryrun.md).
 
@@ -146,7 +146,7 @@ def pipeline_memory(
         degrees: of parallelism.
         lengths: tokens of one data-parallel rank's micro-batches, padding included, in the order in which
             they run. For the most that a length may need, n times that length.
-        schedule: of the pipeline; any of `pipeline_schedule.SCHEDULES`.
+        schedule: of the pipeline; any of `pipeline.schedule.SCHEDULES`.
         chunks: stages of each pipeline rank.
         run: micro-batches that go through the pipeline together; None: all.
         settings: data types and checkpointing; None takes bfloat16 with selective checkpointing.

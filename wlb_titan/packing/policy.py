@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from wlb_titan.cost.workload import CostModel
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
+from wlb_titan.memory.peak import LONGEST
 from wlb_titan.packing.slices import WorkOf, slice_work
 from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import Flow
@@ -74,7 +75,12 @@ PassSeconds = Callable[[Packing], tuple[Floats, Floats]]
 """float64 (packs,) each: how long forward and backward passes take, in any unit."""
 
 
-def _here(ask: Callable[[], Answer]) -> Answer:
+OnOneRank = Callable[[Callable[[], Answer]], Answer]
+"""Calls a function on one rank, and gives its result, float64 (n,), to all."""
+
+
+def here(ask: Callable[[], Answer]) -> Answer:
+    """The `OnOneRank` of a planner that is alone."""
     return ask()
 
 
@@ -90,26 +96,25 @@ class PackingJob:
         micro_batches: N, those of the whole job in one step.
         cost_model: W_a + W_l.
         divisor: micro-batches are padded up to a multiple of it.
-        longest: tokens of the longest micro-batch, where the settings name none.
+        longest: tokens that a micro-batch may have.
         data_parallel: degree.
         pipeline: through which each data-parallel rank's micro-batches go; of one rank where there is none.
         in_flight: finds how many tokens of documents in slices a pipeline rank may have in flight, as set or
             as memory allows; None where that is not predicted. Raises PlanError where not even a document of
             the window fits.
         pass_seconds: predicts the passes of packs; None where only their work is known.
-        on_one_rank: calls a function whose result may differ from rank to rank on one of them, and gives its
-            result, float64 (n,), to all.
+        on_one_rank: asks what may differ from rank to rank.
     """
 
     micro_batches: int
     cost_model: CostModel
+    longest: int
     divisor: int = 1
-    longest: int | None = None
     data_parallel: int = 1
     pipeline: PipelineShape = NO_PIPELINE
     in_flight: Callable[[], int | None] = _unknown
     pass_seconds: PassSeconds | None = None
-    on_one_rank: Callable[[Callable[[], Answer]], Answer] = _here
+    on_one_rank: OnOneRank = here
 
 
 class PackingPolicy(Plugin, ABC):
@@ -156,6 +161,15 @@ class PackingPolicy(Plugin, ABC):
             Raises:
                 PlanError: `key: reason`, the key of [wlb.packing] that is wrong.
             """
+
+        def longest(self, window: int, fits: Callable[[], int | None]) -> int:
+            """Tokens that a micro-batch may have.
+
+            Args:
+                window: context window in tokens.
+                fits: finds the longest of which a step is predicted to fit; None if not even windows do.
+            """
+            return window
 
     variable_length: ClassVar[bool]
     balances: ClassVar[bool]
@@ -204,26 +218,29 @@ class VariableLengthPolicy(PackingPolicy):
         which a whole step is predicted to fit the device, at most two context windows, and two where there is
         no device but the CPU."""
 
+        def longest(self, window: int, fits: Callable[[], int | None]) -> int:
+            return self.max_length if self.max_length is not None else fits() or LONGEST * window
+
     variable_length = True
     balances = True
 
     @staticmethod
-    def bound(config: VariableLengthPolicy.Config, window: int, job: PackingJob) -> int:
+    def bound(window: int, job: PackingJob) -> int:
         """L_max, rounded down so that padding does not exceed it.
 
         Raises:
             PlanError: the longest documents would not fit.
         """
-        wanted = config.max_length or job.longest or 2 * window
-        if wanted < window:
+        if job.longest < window:
             raise PlanError(
-                f"max_length is {wanted} tokens, below the context window of {window}; the longest documents "
-                "would fit into no micro-batch. Set it to at least the window; twice the window is usual."
+                f"max_length is {job.longest} tokens, below the context window of {window}; the longest "
+                "documents would fit into no micro-batch. Set it to at least the window; twice the window is "
+                "usual."
             )
-        rounded = wanted // job.divisor * job.divisor
+        rounded = job.longest // job.divisor * job.divisor
         if rounded < window:
             raise PlanError(
-                f"max_length, {wanted} tokens, leaves no room to pad a document of the context window, "
+                f"max_length, {job.longest} tokens, leaves no room to pad a document of the context window, "
                 f"{window} tokens, up to a multiple of {job.divisor}. Set it to at least "
                 f"{-(-window // job.divisor) * job.divisor}."
             )

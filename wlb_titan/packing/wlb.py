@@ -53,7 +53,7 @@ class Wlb(VariableLengthPolicy):
         self._arrivals = Arrivals(stream, micro_batches=job.micro_batches)
         self._micro_batches = job.micro_batches
         self._cost_model = job.cost_model
-        self._max_length = self.bound(config, stream.window, job)
+        self._max_length = self.bound(stream.window, job)
         self.thresholds = self._thresholds(config)
         self._queues: list[Waiting] = [NOTHING for _ in self.thresholds]
         self._remained: Waiting = NOTHING

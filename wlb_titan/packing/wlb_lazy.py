@@ -92,7 +92,7 @@ class WlbLazy(VariableLengthPolicy):
         self._arrivals = Arrivals(stream, micro_batches=job.micro_batches)
         self._micro_batches = job.micro_batches
         self._cost_model = job.cost_model
-        self._max_length = self.bound(config, stream.window, job)
+        self._max_length = self.bound(stream.window, job)
         self._tolerance = config.tolerance * (1 + 4.5 / job.micro_batches)
         self._max_delay = config.max_delay
         self._limit = imbalance_of_plain(stream, job)  # steps above it are levelled by cutting documents

@@ -1,6 +1,6 @@
 """In which order a pipeline runs micro-batches of different sizes.
 
-The dependency graph of the schedule (`pipeline_graph`, which has an example) gives the time of a step from
+The dependency graph of the schedule (`pipeline/graph.py`, which has an example) gives the time of a step from
 the times of its micro-batches' passes, and so orders can be compared before anything runs. `best` looks for
 the shortest step: it tries every order where there are few, and otherwise improves the best of the simple
 orders at random. Its effort is counted in passes evaluated and not in measured time, so that every rank finds

@@ -45,7 +45,7 @@ class AllGatherAttention:
         chunks = (x.chunk(self._groups, dim=1) for x in (q_LNH, k_LNH, v_LNH))
         groups = [(q, Gather(k, v, self._mesh)) for q, k, v in zip(*chunks, strict=True)]
         outputs, lses = zip(*(attend(q, *gather.finish(key_order)) for q, gather in groups), strict=True)
-        return torch.cat(outputs, dim=1), torch.cat(lses)
+        return torch.cat(outputs, dim=1), torch.cat(lses) if wants_lse else lses[0]
 
 
 class Gather:

@@ -20,6 +20,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from wlb_titan.config.settings import CorpusSettings
 from wlb_titan.corpus.vocabulary import check_ids
 from wlb_titan.job import Job
+from wlb_titan.packing.policy import here
 from wlb_titan.packing.slices import cache_rows
 from wlb_titan.plan import ID, LENGTH, START, Flow, MicroBatch, Plan
 from wlb_titan.runtime.corpus import open_corpus
@@ -79,7 +80,7 @@ class PlannedDataLoader(BaseDataLoader):
         self._job = config.job
         self._dp_rank = dp_rank
         # A solver that is stopped by its time limit finds other packings on other ranks.
-        shared = SharedAnswer() if config.job.packing.planning_seconds else None
+        shared = SharedAnswer() if config.job.packing.planning_seconds else here
         self._planner = config.job.planner(documents_of(config.corpus, self.corpus), on_one_rank=shared)
         self._state = self._save()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="planner")

@@ -37,7 +37,8 @@ def job_of(config: Trainer.Config, dims: ParallelDims) -> Job:
     training, wlb = config.training, config.wlb
     assert config.model_spec is not None
     model = config.model_spec.model
-    schedule, chunks, run, stage_layers = "1F1B", 1, None, (len(model.layers),)
+    memory = memory_settings(config)
+    schedule, chunks, run, stage_layers = "1F1B", 1, None, ()
     if dims.pp_enabled:
         shape = pipeline_shape(config.parallelism, model, config.activation_checkpoint)
         schedule, chunks, run = shape.schedule, shape.chunks, training.local_batch_size
@@ -58,7 +59,7 @@ def job_of(config: Trainer.Config, dims: ParallelDims) -> Job:
         dtype=training.mixed_precision_param,
         window=training.seq_len,
         micro_batches=total if total > 0 else training.local_batch_size * data_parallel,
-        multiple=_multiple(config, dims),
+        multiple=math.lcm(dims.tp if memory.sequence_parallel else 1, memory.loss_chunks),
         packing=wlb.packing,
         sharding=wlb.sharding,
         order=wlb.pipeline,
@@ -66,7 +67,7 @@ def job_of(config: Trainer.Config, dims: ParallelDims) -> Job:
         chunks=chunks,
         run=run,
         stage_layers=stage_layers,
-        memory=memory_settings(config),
+        memory=memory,
         memory_unknown=_memory_unknown(model),
     )
 
@@ -133,13 +134,6 @@ def _memory_unknown(model: Decoder.Config) -> str:
     if has_experts(model):
         return "a model with experts"
     return "multi-head latent attention" if has_latent_attention(model) else ""
-
-
-def _multiple(config: Trainer.Config, dims: ParallelDims) -> int:
-    """Sequence parallelism and the chunked loss divide the tokens of a context-parallel rank further."""
-    tensor = dims.tp if config.parallelism.enable_sequence_parallel else 1
-    chunks = config.loss.num_chunks if isinstance(config.loss, ChunkedLossWrapper.Config) else 1
-    return math.lcm(tensor, chunks)
 
 
 def _rotary_bytes(config: Trainer.Config) -> int:

@@ -38,12 +38,11 @@ class UlyssesAttention:
         """As `ContextAttention` says; `exchange` is empty."""
         shares = head_shares(q_LNH.shape[1], k_LNH.shape[1], self._mesh.size())
         mine = shares[self._mesh.get_local_rank()]
-        queries = [share.queries.stop - share.queries.start for share in shares]
-        keys = mine.keys.stop - mine.keys.start
+        queries = [share.query_heads for share in shares]
         shapes = [
-            (queries[self._mesh.get_local_rank()], q_LNH.shape[2]),
-            (keys, k_LNH.shape[2]),
-            (keys, v_LNH.shape[2]),
+            (mine.query_heads, q_LNH.shape[2]),
+            (mine.key_heads, k_LNH.shape[2]),
+            (mine.key_heads, v_LNH.shape[2]),
         ]
         widths = [heads * dim for heads, dim in shapes]
         heads = [(q_LNH[:, s.queries], k_LNH[:, s.keys], v_LNH[:, s.keys]) for s in shares]

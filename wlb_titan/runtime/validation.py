@@ -7,6 +7,7 @@ added are the conditions that torchtitan would only meet in the middle of a run.
 from __future__ import annotations
 
 import copy
+from dataclasses import fields
 from pathlib import Path
 
 from torchtitan.config.override import apply_overrides
@@ -244,10 +245,10 @@ def _check_job(config: Trainer.Config, dims: ParallelDims) -> None:
     try:
         job = job_of(config, dims)
     except PlanError as error:
-        # A strategy's message may begin with the key that is wrong.
-        raise UserError(
-            f"wlb.sharding{'.' if str(error).startswith('gather_groups') else ': '}{error}"
-        ) from error
+        sharding = config.wlb.sharding
+        keys = {sharding.family.key, *(field.name for field in fields(sharding))}
+        named = str(error).partition(": ")[0] in keys  # as `ContextStrategy.check` does
+        raise UserError(f"wlb.sharding{'.' if named else ': '}{error}") from error
     if config.training.seq_len % job.divisor:
         raise UserError(
             f"training.seq_len: {config.training.seq_len} tokens do not divide by {job.divisor}, which the "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job, Policy
@@ -12,7 +12,7 @@ from wlb_titan.simulator.step import Prediction, simulate
 WARM_UP = 8  # steps in which queues fill
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Scenario:
     """What a policy's steps follow from, besides the policy.
 
@@ -23,17 +23,24 @@ class Scenario:
 
     job: Job
     documents: Documents
+    _jobs: dict[Policy, Job] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def under(self, policy: Policy) -> Job:
+        """The job under a policy; made once, as much that it knows takes long to find."""
+        if policy not in self._jobs:
+            self._jobs[policy] = self.job.under(policy)
+        return self._jobs[policy]
 
     def plans(self, policy: Policy, steps: int, *, warm_up: int = WARM_UP) -> list[Plan]:
         """Plans of so many steps, after some in which queues fill."""
-        planner = self.job.under(policy).planner(self.documents)
+        planner = self.under(policy).planner(self.documents)
         for _ in range(warm_up):
             planner.next()
         return [planner.next() for _ in range(steps)]
 
     def simulate(self, policy: Policy, plans: list[Plan]) -> Prediction:
         """What these plans take under the policy that made them."""
-        return simulate(self.job.under(policy), plans)
+        return simulate(self.under(policy), plans)
 
     def predict(self, policy: Policy, steps: int) -> Prediction:
         return self.simulate(policy, self.plans(policy, steps))

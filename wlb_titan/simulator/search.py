@@ -67,7 +67,7 @@ def search(scenario: Scenario, gpus: int, policies: list[Policy], steps: int) ->
             for policy in policies:
                 prediction = scenario.on(job).predict(policy, steps)
                 if prediction.fits:
-                    longest = job.under(policy).longest_micro_batch
+                    longest = prediction.job.longest_micro_batch
                     found.append(Found(degrees, policy, prediction, longest))
         except PlanError:
             refused += 1

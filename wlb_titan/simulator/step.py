@@ -11,7 +11,7 @@ At the end the optimizer runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,7 +155,7 @@ def peak_memory(job: Job, tokens: NDArray[np.int64], runs: int) -> tuple[RankMem
         fullest = {in_flight[:, 0].argmax()}
         if runs > 1:
             fullest.add(in_flight[:, 1:].max(axis=1).argmax())
-        peaks = [replace(job, run=n).peak_memory(steps[step].tolist())[rank] for step in fullest]
+        peaks = [job.peak_memory(steps[step].tolist())[rank] for step in fullest]
         result.append(max(peaks, key=lambda peak: peak.total))
     return tuple(result)
 

@@ -1,0 +1,255 @@
+"""A TOML file gives the same plans in `plan`, `simulate`, `dryrun` and training, whatever [wlb] sets."""
+
+import json
+import subprocess
+import sys
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from click.testing import CliRunner
+
+from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+
+use_cpu_without_accelerator()
+
+WORLD_SIZE = 8  # PP 2 x DP 2 x CP 2
+WARM_UP, STEPS = 8, 2  # `simulate` leaves out the first ones
+
+FILE = """
+base = "llama3_debug"
+[wlb]
+device = "cpu"
+cluster = "h100_roce"
+trace_every = 5
+[wlb.corpus]
+path = "not used"
+tokenizer = "{folder}/a/tokenizer"
+column = "not used"
+seed = 3
+[[wlb.corpus.sources]]
+path = "{folder}/a"
+name = "first"
+weight = 2.5
+column = "not used"
+long_length = 300
+long_share = 0.4
+[[wlb.corpus.sources]]
+path = "{folder}/b"
+[wlb.packing]
+cost_model = "{cost_model}"
+length_multiple = 24
+{packing}
+[wlb.sharding]
+profile = "{folder}/profile.json"
+{sharding}
+[wlb.pipeline]
+check_lengths = true
+{order}
+[training]
+seq_len = 768
+local_batch_size = 2
+global_batch_size = 8
+[parallelism]
+pipeline_parallel_degree = 2
+context_parallel_degree = 2
+data_parallel_shard_degree = 2
+"""
+GATHER = 'remainder = "round_robin"\ngather_groups = 2\n'
+VARIABLE = "max_length = 1200\n"
+CASES = {
+    "plain": ('policy = "plain"\ntail = "drop"', f'policy = "per_document"\n{GATHER}', "longest_first"),
+    "fixed_greedy": ('policy = "fixed_greedy"\nwindow = 3', f'policy = "adaptive"\n{GATHER}', "best"),
+    # A gap that is reached at once: a solver that is stopped by the clock finds something else each time.
+    "fixed_solver": (
+        'policy = "fixed_solver"\nwindow = 2\ntime_limit = 20.0\ngap = 0.5',
+        'policy = "ulysses"',
+        "shortest_first",
+    ),
+    "wlb": (
+        f'policy = "wlb"\nthresholds = [400, 700]\nqueues = 3\ntolerance = 0.1\n{VARIABLE}',
+        f'policy = "hybrid"\n{GATHER}',
+        "best",
+    ),
+    "wlb_lazy": (
+        f'policy = "wlb_lazy"\ntolerance = 0.03\nmax_delay = 5\n{VARIABLE}',
+        f'policy = "hybrid"\n{GATHER}',
+        "best",
+    ),
+}
+COST_MODELS = {
+    "plain": "simulated",
+    "fixed_greedy": "quadratic:1,700",
+    "fixed_solver": "{folder}/profile.json",
+    "wlb": "profile:{folder}/profile.json",
+    "wlb_lazy": "profile:{folder}/profile.json",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two corpora, and a profile of the model's attention in float32."""
+    from wlb_titan.corpus.synthetic import long_tailed_lengths, write_synthetic_corpus
+    from wlb_titan.cost.attention_fit import Point
+    from wlb_titan.cost.attention_latency import KernelCost, Tiling
+    from wlb_titan.cost.attention_profile import Entry, Profile
+    from wlb_titan.runtime.registry import base_config
+    from wlb_titan.runtime.shape import model_shape
+
+    folder = tmp_path_factory.mktemp("plans")
+    for seed, name in enumerate("ab"):
+        write_synthetic_corpus(folder / name, long_tailed_lengths(200_000, 1500, seed))
+    config = base_config("llama3_debug")
+    model = model_shape(config.model_spec.model)
+    assert config.training.mixed_precision_param == "float32"
+    entries = []
+    for number, direction in enumerate(("forward", "backward")):
+        cost = KernelCost(Tiling(32, 32, 0, 1), 1e-5, 1e-10, 0.0, 1e-6 * (number + 1), 2e-6, 3e-7)
+        points = (Point(128, 256, 8, 32, 1.5e-3),)
+        entries.append(
+            Entry(model.head_dim, model.heads // model.kv_heads, "float32", direction, cost, points)
+        )
+    Profile("Some device", 1, "torch 2", tuple(entries)).save(folder / "profile.json")
+    return folder
+
+
+@pytest.fixture
+def file(folder, tmp_path, request):
+    """The case's TOML file, after a look at whether it sets every key."""
+    packing, sharding, order = CASES[request.param]
+    order = f'order = "{order}"' + ("\nbudget_ms = 4.0" if order == "best" else "")
+    cost_model = COST_MODELS[request.param].format(folder=folder)
+    text = FILE.format(folder=folder, packing=packing, sharding=sharding, order=order, cost_model=cost_model)
+    (tmp_path / "job.toml").write_text(text)
+    unset = list(defaults(configuration(tmp_path / "job.toml").wlb, "wlb"))
+    assert not unset, f"keys of which this test says nothing: {unset}"
+    return tmp_path / "job.toml"
+
+
+def defaults(section, path):
+    """Keys that have their default in a section and those below it; of a list, in its first element."""
+    for field in fields(section):
+        value = getattr(section, field.name)
+        if isinstance(value, list) and value and is_dataclass(value[0]):
+            value = value[0]
+        if is_dataclass(value):
+            yield from defaults(value, f"{path}.{field.name}")
+        elif field.default is not MISSING and value == field.default:
+            yield f"{path}.{field.name}"
+
+
+def configuration(file, words=()):
+    from wlb_titan.runtime.load import load_config
+
+    return load_config(file, words, WORLD_SIZE).config
+
+
+def command(*words):
+    from wlb_titan.commands.main import main
+
+    result = CliRunner().invoke(main, list(map(str, words)))
+    assert result.exit_code == 0, result.output
+
+
+def comparable(plan):
+    """A plan without the time that it took, as JSON."""
+    return {name: value for name, value in plan.items() if name != "plan_ms"}
+
+
+def of_one_rank(plan, dp_rank):
+    """A plan as this rank makes it, which divides no other's micro-batches."""
+    micro_batches = [
+        m if m["dp_rank"] == dp_rank else {k: v for k, v in m.items() if k not in ("ranks", "sharding")}
+        for m in plan["micro_batches"]
+    ]
+    return {**plan, "micro_batches": micro_batches}
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    """The process group that a solver's answer goes through."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("file", CASES, indirect=True)
+def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one_process):
+    from wlb_titan.commands import dryrun
+    from wlb_titan.runtime.corpus import open_corpus
+    from wlb_titan.runtime.dataloader import PlannedDataLoader
+    from wlb_titan.runtime.job import documents_of, job_of, parallel_dims
+    from wlb_titan.simulator.scenario import Scenario
+
+    command("plan", file, "--steps", WARM_UP + STEPS, "--output", tmp_path / "plans.jsonl")
+    planned = [comparable(json.loads(line)) for line in (tmp_path / "plans.jsonl").read_text().splitlines()]
+    assert all("ranks" in m for plan in planned for m in plan["micro_batches"])
+
+    simulated = []
+    original = Scenario.simulate
+
+    def simulate(self, policy, plans):
+        simulated.append([comparable(plan.to_json()) for plan in plans])
+        return original(self, policy, plans)
+
+    monkeypatch.setattr(Scenario, "simulate", simulate)
+    config = configuration(file)
+    policy = ":".join((config.wlb.packing.name, config.wlb.sharding.name, config.wlb.pipeline.name))
+    command("simulate", file, "--policies", policy, "--steps", STEPS)
+    assert simulated[0] == planned[WARM_UP:]
+
+    dry = []
+
+    def run(file, words, ranks, world_size, step, folder):
+        config = configuration(file, words)
+        job = job_of(config, parallel_dims(config, world_size))
+        planner = job.planner(documents_of(config.wlb.corpus, open_corpus(config.wlb.corpus)))
+        dry.extend(comparable(planner.next().to_json()) for _ in range(STEPS))
+        return []
+
+    monkeypatch.setattr(dryrun, "_run", run)
+    command("dryrun", file, "--world-size", WORLD_SIZE)
+    assert dry == planned[:STEPS]
+
+    job = job_of(config, parallel_dims(config, WORLD_SIZE))
+    loader = PlannedDataLoader(
+        PlannedDataLoader.Config(corpus=config.wlb.corpus, job=job), dp_world_size=2, dp_rank=1
+    )
+    steps = iter(loader)
+    trained = [comparable(next(steps).plan.to_json()) for _ in range(STEPS)]
+    loader.close()
+    assert trained == [of_one_rank(plan, 1) for plan in planned[:STEPS]]
+
+
+TRAINER = """
+import json, os, sys
+file, world_size, rank, steps = sys.argv[1], *map(int, sys.argv[2:])
+os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
+from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+use_cpu_without_accelerator()
+from wlb_titan.runtime.dry_trainer import DryTrainer
+from wlb_titan.runtime.load import load_config
+trainer = DryTrainer(load_config(file, (), world_size).config, rank=rank, world_size=world_size)
+loader = iter(trainer.planned)
+print("PLANS" + json.dumps([next(loader).plan.to_json() for _ in range(steps)]))
+trainer.close()
+"""
+
+
+@pytest.mark.parametrize("file", ["wlb_lazy"], indirect=True)
+def test_a_rank_s_trainer_plans_the_same(file, tmp_path):
+    """The whole trainer of the last rank, in a process group that is not there."""
+    command("plan", file, "--steps", STEPS, "--output", tmp_path / "plans.jsonl")
+    planned = [comparable(json.loads(line)) for line in (tmp_path / "plans.jsonl").read_text().splitlines()]
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINER, file, str(WORLD_SIZE), str(WORLD_SIZE - 1), str(STEPS)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("PLANS"))
+    trained = [comparable(plan) for plan in json.loads(line.removeprefix("PLANS"))]
+    assert trained == [of_one_rank(plan, 1) for plan in planned]
