@@ -33,7 +33,7 @@ from wlb_titan.packing.policy import OnOneRank, PassSeconds, here
 from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder
 from wlb_titan.pipeline.runs import PipelineRuns
 from wlb_titan.pipeline.schedule import PipelineShape
-from wlb_titan.plan import CachedSlice, Flow
+from wlb_titan.plan import CachedSlice, Flow, Plan
 from wlb_titan.planner import Planner
 from wlb_titan.plugins import load
 
@@ -120,13 +120,20 @@ class Job:
             if heads % self.degrees.tensor:
                 raise PlanError(
                     f"The model's {heads} {name} cannot be divided by the tensor parallel degree "
-                    f"{self.degrees.tensor}."
+                    f"{self.degrees.tensor}.",
+                    setting="parallelism.tensor_parallel_degree",
                 )
         if self.micro_batches < 1 or self.micro_batches % self.degrees.data:
             raise PlanError(
                 f"{self.micro_batches} micro-batches cannot be shared equally by {self.degrees.data} "
-                "data-parallel ranks; the number must be a positive multiple of the data-parallel degree."
+                "data-parallel ranks; the number must be a positive multiple of the data-parallel degree.",
+                setting="training.global_batch_size",
             )
+        try:
+            _ = self.layers
+        except PlanError as error:
+            raise PlanError(str(error), setting="parallelism.pipeline_parallel_degree") from error
+        self.packing.check(self.shape)
         if self.strategy is not None:
             self.strategy.check(self.model, self.degrees.tensor)
 
@@ -134,6 +141,16 @@ class Job:
     def replica_micro_batches(self) -> int:
         """Micro-batches of one data-parallel rank in a step."""
         return self.micro_batches // self.degrees.data
+
+    @property
+    def policy(self) -> Policy:
+        """The names of its policies."""
+        return Policy(self.packing.name, self.sharding.name, self.order.name)
+
+    @property
+    def undecided(self) -> bool:
+        """Whether a policy is `auto`; `Scenario.choice` decides on one."""
+        return any(config.owner.automatic for config in (self.packing, self.sharding))
 
     @property
     def shape(self) -> PipelineShape:
@@ -162,7 +179,10 @@ class Job:
             return self.attention
         shape = AttentionShape.of(self.model, self.degrees.tensor, self.dtype)
         if self.sharding.profile:
-            return Profile.load(Path(self.sharding.profile)).latency(shape)
+            try:
+                return Profile.load(Path(self.sharding.profile)).latency(shape)
+            except PlanError as error:
+                raise PlanError(str(error), setting="sharding.profile") from error
         return cluster_latency(self.cluster, shape)
 
     @cached_property
@@ -284,6 +304,7 @@ class Job:
         Raises:
             PlanError: a setting is wrong, or does not fit the window or the documents.
         """
+        assert not self.undecided, "no policy has been chosen for `auto`"
         pipeline = None
         if self.degrees.pipeline > 1:
             pipeline = PipelineRuns(self.shape, self.run or self.replica_micro_batches, self.order)
@@ -303,6 +324,17 @@ class Job:
             pipeline=pipeline,
             on_one_rank=on_one_rank,
         )
+
+    def plans(self, documents: Documents, steps: int, *, after: int = 0) -> list[Plan]:
+        """The plans of so many steps, after some others that are left out.
+
+        Raises:
+            PlanError: as `planner`; or a micro-batch cannot be shared by its ranks.
+        """
+        planner = self.planner(documents)
+        for _ in range(after):
+            planner.next()
+        return [planner.next() for _ in range(steps)]
 
     def under(self, policy: Policy) -> Job:
         """The same job under other policies; settings that both policies have stay as they are."""

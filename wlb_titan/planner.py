@@ -72,7 +72,8 @@ class Planner:
         if self._stream.documents < micro_batches:
             raise PlanError(
                 f"The corpus has {self._stream.documents} documents, fewer than the {micro_batches} "
-                "micro-batches of one step. Use a larger corpus or fewer micro-batches."
+                "micro-batches of one step. Use a larger corpus or fewer micro-batches.",
+                setting="corpus.path",
             )
         job = PackingJob(
             micro_batches=micro_batches,
@@ -91,14 +92,16 @@ class Planner:
             raise PlanError(
                 f"Policy {packing.name!r} makes micro-batches of exactly the context window, {window} "
                 f"tokens, but they must be a multiple of {divisor} to be shared by context- and "
-                "tensor-parallel ranks."
+                "tensor-parallel ranks.",
+                setting="training.seq_len",
             )
         self._micro_batches = micro_batches
         self._data_parallel = data_parallel
         self._strategy = strategy
         self._pipeline = pipeline
         self._divisor = divisor
-        self._packing = packing.name
+        self._longest = longest // divisor * divisor
+        self._packing = packing
         self._cost_model = cost_model
         self._fingerprint = documents.fingerprint
         self._iteration = 0
@@ -203,7 +206,7 @@ class Planner:
                 f"{STATE_VERSION}. Continue with the version that wrote it, or start anew."
             )
         for fact, value in self._facts().items():
-            if state[fact] != value:
+            if state.get(fact, value) != value:  # an older version knew fewer
                 raise PlanError(
                     f"The saved planner state cannot be continued: its {fact.replace('_', ' ')} is "
                     f"{state[fact]!r}, and this job's is {value!r}, which makes another stream of tokens. "
@@ -222,7 +225,10 @@ class Planner:
             "seed": self._stream.seed,
             "context_window": self._stream.window,
             "micro_batches": self._micro_batches,
-            "packing_policy": self._packing,
+            "packing_policy": self._packing.name,
+            **self._policy.facts(self._packing),
+            # As it came out, where the settings leave it open.
+            **({} if self.fixed_length or self._policy.slices else {"max_length": self._longest}),
         }
 
     def _micro_batch(

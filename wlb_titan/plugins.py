@@ -27,9 +27,17 @@ from wlb_titan.errors import UserError
 
 
 class Plugin:
-    """The base of every family of plug-ins; a subclass has a `Config`, or gets one like its parent's."""
+    """The base of every family of plug-ins; a subclass has a `Config`, or gets one like its parent's.
+
+    Attributes:
+        automatic: it stands for whichever of its family is predicted fastest, which takes its place before
+            anything is planned.
+        candidate: that which stands for others may choose it.
+    """
 
     Config: ClassVar[type]
+    automatic: ClassVar[bool] = False
+    candidate: ClassVar[bool] = True
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -50,7 +58,7 @@ class PluginConfig:
     """
 
     family: ClassVar[Family]
-    owner: ClassVar[type]
+    owner: ClassVar[type[Any]]
 
     @property
     def name(self) -> str:
@@ -97,6 +105,12 @@ class Family:
     def names(self) -> tuple[str, ...]:
         """All short names, the shipped ones first."""
         return tuple(self._targets)
+
+    @property
+    def candidates(self) -> list[str]:
+        """Names of the classes that `auto` chooses from."""
+        found = {name: self.find(name) for name in self.names}
+        return [name for name, one in found.items() if one.candidate and not one.automatic]
 
     @property
     def _targets(self) -> dict[str, str]:

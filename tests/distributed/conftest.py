@@ -127,9 +127,10 @@ def torchrun(processes: int, *arguments: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """The environment of a job: with it the bases of the tests can be imported."""
-    paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    """The environment of a job: with it the tests' bases and plug-ins can be imported."""
+    own = (TESTS, TESTS.parent / "unit", TESTS.parents[1] / "examples" / "own_policies")
+    folders = [*map(str, own), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 def free_port() -> int:

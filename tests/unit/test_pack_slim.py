@@ -286,9 +286,6 @@ def test_auto_takes_more_packs_where_they_shrink_the_bubble():
     "changes, message",
     [
         ({"slim": Slim.Config(micropacks=1)}, "fewer than the 2 pipeline stages"),
-        ({"slim": Slim.Config(slack=-1)}, "must not be negative"),
-        ({"slim": Slim.Config(tokens_in_flight=0)}, "at least 1"),
-        ({"slim": Slim.Config(solver="milp", time_limit=0)}, "must be positive"),
         ({"schedule": "ZBVZeroBubble", "chunks": 2}, "ZBVZeroBubble, in whose order"),
         ({"schedule": "GPipe"}, "GPipe, in whose order"),
     ],

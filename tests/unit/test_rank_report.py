@@ -30,7 +30,7 @@ def times():
 
 
 def test_every_policy_is_predicted_on_every_micro_batch(times):
-    assert [one.policy for one in times] == list(STRATEGIES.names)
+    assert [one.policy for one in times] == list(STRATEGIES.candidates)
     by_policy = {one.policy: one for one in times}
     assert all(one.seconds.shape == (6, 4, 2) for one in times)
     assert by_policy["per_sequence"].chosen == ["per_sequence"] * 6
@@ -47,7 +47,7 @@ def test_the_table_has_a_row_for_each_policy(times):
     console = Console(width=96, record=True, file=io.StringIO())
     console.print(rank_table(times, LATENCY))
     text = console.export_text()
-    assert all(policy in text for policy in STRATEGIES.names)
+    assert all(policy in text for policy in STRATEGIES.candidates)
     assert f"{times[0].slowest * 1e3:.3f} ms" in text
     assert "1.000x" in text
     assert LATENCY.source in text
@@ -58,7 +58,7 @@ def test_the_heat_map_shows_ranks_relative_to_their_micro_batch(times):
     figure = rank_heat_map(times)
     figure.draw_without_rendering()
     images = [axis.get_images()[0] for axis in figure.axes if axis.get_images()]
-    assert len(images) == len(STRATEGIES.names)
+    assert len(images) == len(STRATEGIES.candidates)
     for image, one in zip(images, times, strict=True):
         shown = np.asarray(image.get_array())
         assert shown.shape == (4, 6)

@@ -72,6 +72,8 @@ CASES = {
         f'policy = "hybrid"\n{GATHER}',
         "best",
     ),
+    # What each command chooses, too.
+    "auto": (f'policy = "auto"\ntail = "drop"\n{VARIABLE}', f'policy = "auto"\n{GATHER}', "longest_first"),
     "wlb_lazy": (
         f'policy = "wlb_lazy"\ntolerance = 0.03\nmax_delay = 5\n{VARIABLE}',
         f'policy = "hybrid"\n{GATHER}',
@@ -83,6 +85,7 @@ COST_MODELS = {
     "fixed_greedy": "quadratic:1,700",
     "fixed_solver": "{folder}/profile.json",
     "wlb": "profile:{folder}/profile.json",
+    "auto": "profile:{folder}/profile.json",
     "wlb_lazy": "profile:{folder}/profile.json",
 }
 
@@ -180,6 +183,8 @@ def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one
     from wlb_titan.runtime.corpus import open_corpus
     from wlb_titan.runtime.dataloader import PlannedDataLoader
     from wlb_titan.runtime.job import documents_of, job_of, parallel_dims
+    from wlb_titan.runtime.shared_answer import SharedAnswer
+    from wlb_titan.simulator.choice import choose
     from wlb_titan.simulator.scenario import Scenario
 
     command("plan", file, "--steps", WARM_UP + STEPS, "--output", tmp_path / "plans.jsonl")
@@ -204,6 +209,7 @@ def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one
     def run(file, words, ranks, world_size, step, folder):
         config = configuration(file, words)
         job = job_of(config, parallel_dims(config, world_size))
+        assert not job.undecided
         planner = job.planner(documents_of(config.wlb.corpus, open_corpus(config.wlb.corpus)))
         dry.extend(comparable(planner.next().to_json()) for _ in range(STEPS))
         return []
@@ -213,6 +219,9 @@ def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one
     assert dry == planned[:STEPS]
 
     job = job_of(config, parallel_dims(config, WORLD_SIZE))
+    if job.undecided:
+        documents = documents_of(config.wlb.corpus, open_corpus(config.wlb.corpus))
+        job = choose(job, documents, on_one_rank=SharedAnswer()).job
     loader = PlannedDataLoader(
         PlannedDataLoader.Config(corpus=config.wlb.corpus, job=job), dp_world_size=2, dp_rank=1
     )

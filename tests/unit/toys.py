@@ -28,6 +28,12 @@ class Reversed(Plain):
         self._step += 1
         return packing
 
+    def state_dict(self):
+        return {"step": self._step}
+
+    def load_state_dict(self, state):
+        self._step = state["step"]
+
 
 class Contiguous(AllGather):
     """A stretch of the sequence for each rank: simple, and the last rank does most of the work."""

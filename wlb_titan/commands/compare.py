@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from wlb_titan.commands.console import make_console, make_table
+from wlb_titan.commands.console import make_console, show_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,8 +37,8 @@ def compare(folders: tuple[Path, ...], report: Path | None) -> None:
     runs = open_runs(folders)
     console = make_console(TABLE_WIDTH)
     if settings := setting_rows(runs):
-        console.print(make_table(settings))
-    console.print(make_table(figure_rows(runs)))
+        show_table(console, settings)
+    show_table(console, figure_rows(runs))
     for line in remarks(runs):
         console.print(line, markup=False, soft_wrap=True)
     if report is not None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from wlb_titan.commands.console import print_choice
 from wlb_titan.commands.dryrun_report import print_rank
 from wlb_titan.errors import UserError
 from wlb_titan.memory.peak import GIB, USABLE
@@ -98,7 +99,9 @@ def dryrun(
             f"what {config.wlb.packing.name} keeps for them; `wlb-titan simulate` predicts that."
         )
     # torchtitan takes seconds to import, so that is left until the file has been found good.
-    from wlb_titan.runtime.job import cluster_at_hand, degrees_product, job_of, parallel_dims
+    from wlb_titan.runtime.corpus import open_corpus
+    from wlb_titan.runtime.job import cluster_at_hand, degrees_product, documents_of, job_of, parallel_dims
+    from wlb_titan.simulator.choice import choose
 
     world_size = world_size or degrees_product(config)
     numbers = _numbers(ranks, world_size)
@@ -109,6 +112,12 @@ def dryrun(
         words += ["--wlb.cluster", cluster_at_hand(config.wlb.device)]
     with tempfile.TemporaryDirectory(prefix="wlb-dryrun-") as folder:
         words += ["--dump_folder", folder, *_corpus_words(resolved, job.micro_batches, step, Path(folder))]
+        if job.undecided:
+            settings = load_config(file, words, world_size).config.wlb.corpus
+            choice = choose(job, documents_of(settings, open_corpus(settings)))
+            print_choice(choice)
+            job = choice.job
+            words += _policy_words(str(job.policy))
         if hasattr(job.packing, "max_length"):
             words += ["--wlb.packing.max_length", str(job.longest_micro_batch)]
         click.echo(f"Step {step} of {file}, micro-batches of at most {job.longest_micro_batch:,} tokens.")

@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 import click
 import tomli
 
+from wlb_titan.config.ranges import check_ranges
 from wlb_titan.config.values import Mismatch, convert, describe
 from wlb_titan.cost.cluster import load_cluster
 from wlb_titan.cost.degrees import Degrees
@@ -204,9 +205,9 @@ def _changed(job: Job, given: Mapping[str, Any]) -> Job:
 def with_settings(job: Job, given: Mapping[str, Any]) -> Job:
     """The job with the options over its packing policy that are settings of it."""
     names = {field.name for field in fields(job.packing)} - set(NOT_OPTIONS)
-    return replace(
-        job, packing=replace(job.packing, **{name: given[name] for name in names if name in given})
-    )
+    packing = replace(job.packing, **{name: given[name] for name in names if name in given})
+    check_ranges(packing, {})
+    return replace(job, packing=packing)
 
 
 def _degrees(degrees: Degrees, given: Mapping[str, Any]) -> Degrees:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from wlb_titan.commands.console import make_console, make_table, warnings_once
+from wlb_titan.commands.console import make_console, print_choice, show_table, warnings_once
 from wlb_titan.commands.job import describe_job, load_job, packing_options, with_settings
 from wlb_titan.context import STRATEGIES
 from wlb_titan.cost.degrees import Degrees
@@ -18,17 +18,27 @@ from wlb_titan.cost.workload import COST_MODELS
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
+from wlb_titan.packing.policy import MOST_TOKENS
 from wlb_titan.pipeline.order import ORDERS
 from wlb_titan.pipeline.schedule import SCHEDULES
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from wlb_titan.documents import Documents
     from wlb_titan.plan import Plan
     from wlb_titan.planner import Planner
     from wlb_titan.summary import Summary
 
 TABLE_WIDTH = 96  # also where no terminal tells its own
+FEW_STEPS = 100  # fewer carry their standard error
 NO_RANK = -1  # whose micro-batches are divided over context-parallel ranks: not needed for a summary
+
+TOKENS = click.IntRange(2, MOST_TOKENS)
+COUNT = click.IntRange(1, 1 << 20)
+STEPS = click.IntRange(1, 1 << 20)
+SEED = click.IntRange(0, 2**63 - 1)
 
 
 @click.command()
@@ -43,15 +53,15 @@ NO_RANK = -1  # whose micro-batches are divided over context-parallel ranks: not
     "--policy", metavar="NAME", help=f"Packing policy: {', '.join(POLICIES.names)}.  [default: plain]"
 )
 @click.option("--compare", metavar="POLICY,...", help="Several policies on the same stream, side by side.")
-@click.option("--context-window", type=int, help="Tokens of the longest document a model sees.")
-@click.option("--micro-batches", type=int, help="N, those of the whole job in one step.")
-@click.option("--data-parallel", type=int, help="Degree.  [default: 1]")
-@click.option("--context-parallel", type=int, help="Degree; above 1 each micro-batch is sharded.")
+@click.option("--context-window", type=TOKENS, help="Tokens of the longest document a model sees.")
+@click.option("--micro-batches", type=COUNT, help="N, those of the whole job in one step.")
+@click.option("--data-parallel", type=COUNT, help="Degree.  [default: 1]")
+@click.option("--context-parallel", type=COUNT, help="Degree; above 1 each micro-batch is sharded.")
 @click.option("--sharding", metavar="NAME", help=f"{', '.join(STRATEGIES.names)}.  [default: per_sequence]")
-@click.option("--pipeline-parallel", type=int, help="Degree.  [default: 1]")
+@click.option("--pipeline-parallel", type=COUNT, help="Degree.  [default: 1]")
 @click.option("--schedule", type=click.Choice(list(SCHEDULES)), help="Of the pipeline.  [default: 1F1B]")
 @click.option("--order", metavar="NAME", help=f"{', '.join(ORDERS.names)}.  [default: as_packed]")
-@click.option("--steps", type=click.IntRange(min=1), default=100, show_default=True, help="Steps to plan.")
+@click.option("--steps", type=STEPS, default=100, show_default=True, help="Steps to plan.")
 @click.option(
     "--cost-model",
     metavar="MODEL",
@@ -66,7 +76,9 @@ NO_RANK = -1  # whose micro-batches are divided over context-parallel ranks: not
     help="With --lengths: the row of the paper's Table 1 for which the analytic cost model stands.",
 )
 @click.option(
-    "--seed", type=int, help="Shuffle every epoch by this seed.  [default: FILE's own order; the TOML's seed]"
+    "--seed",
+    type=SEED,
+    help="Shuffle every epoch by this seed.  [default: FILE's own order; the TOML's seed]",
 )
 @packing_options
 @click.option("--output", type=click.Path(path_type=Path), help="Write the plans, one JSON object a line.")
@@ -92,30 +104,37 @@ def plan(
     The imbalance of a step is the largest over the mean work of its micro-batches; a delay is the number of
     iterations between a document's arrival and its training, averaged over tokens.
     """
+    from wlb_titan.simulator.choice import choose
+
     given = {name: value for name, value in options.items() if value is not None}
     if lengths is not None and not {"context_window", "micro_batches"} <= given.keys():
         raise PlanError("With --lengths, --context-window and --micro-batches must be given.")
     with warnings_once():
         # Of a row of Table 1 its model and tensor parallelism count; all else is asked for.
         job, documents = load_job(config, lengths, given, lambda row: Degrees(tensor=row.tensor))
-        jobs = _jobs(job, compare, given)
+        asked = _jobs(job, compare, given)
+        choices = [choose(one, documents) for one in asked if one.undecided]
+        for choice in choices:
+            print_choice(choice)
+        decided = iter(choices)
+        jobs = [next(decided).job if one.undecided else one for one in asked]
         if output is not None and len(jobs) > 1:
             raise PlanError("--output writes the plans of one policy; leave out --compare, or --output.")
         summaries = {one.packing.name: _run(one, documents, steps, output) for one in jobs}
         if report is not None and "plain" not in summaries:  # what the balance would be without
-            jobs.insert(0, replace(job, packing=job.packing.named("plain")))
+            jobs.insert(0, replace(jobs[0], packing=jobs[0].packing.named("plain")))
             summaries = {"plain": _run(jobs[0], documents, steps, None), **summaries}
-    _print(job, documents, summaries)
+    _print(jobs[-1], documents, summaries)
     times = None
-    if job.strategy is not None:
+    if jobs[-1].strategy is not None:
         from wlb_titan.commands.rank_report import planned_rank_times, rank_table
 
         times = planned_rank_times(jobs[-1], documents, steps)
-        make_console(TABLE_WIDTH).print(rank_table(times, job.latency))
+        make_console(TABLE_WIDTH).print(rank_table(times, jobs[-1].latency))
     if report is not None:
         from wlb_titan.commands.plan_report import write_report
 
-        click.echo(f"Report: {write_report(report, jobs, documents, summaries, times)}")
+        click.echo(f"Report: {write_report(report, jobs, documents, summaries, times, choices)}")
 
 
 def _jobs(job: Job, compare: str | None, given: dict[str, Any]) -> list[Job]:
@@ -163,7 +182,7 @@ def _written(planner: Planner, numbers: Any, file: Any) -> Iterator[Plan]:
 def _print(job: Job, documents: Documents, summaries: dict[str, Summary]) -> None:
     console = make_console(TABLE_WIDTH)
     console.print(describe_job(job, documents), markup=False, soft_wrap=True)
-    console.print(make_table([{"policy": name, **table_row(s)} for name, s in summaries.items()]))
+    show_table(console, [{"policy": name, **table_row(s)} for name, s in summaries.items()])
     for name, summary in summaries.items():
         if summary.lost:
             console.print(f"{name}: {summary.lost:,} tokens were left out.", markup=False)
@@ -172,11 +191,18 @@ def _print(job: Job, documents: Documents, summaries: dict[str, Summary]) -> Non
             console.print(f"{name}: the solver's packings are {proven}.", markup=False)
 
 
+def plus_minus(values: NDArray[np.float64]) -> str:
+    """The standard error of a mean, where it is of few steps and would show: ` ±0.012`."""
+    if not 1 < len(values) < FEW_STEPS:
+        return ""
+    return f" ±{values.std(ddof=1) / len(values) ** 0.5:.3f}"
+
+
 def table_row(summary: Summary) -> dict[str, str]:
     """Headings and cells of one policy, as the console and the report show them."""
     figures = summary.figures()
     return {
-        "imbalance": f"{figures['imbalance_mean']:.3f}",
+        "imbalance": f"{figures['imbalance_mean']:.3f}" + plus_minus(summary.imbalance),
         "p95": f"{figures['imbalance_p95']:.3f}",
         "max": f"{figures['imbalance_max']:.3f}",
         "delay": f"{figures['delay_mean']:.2f}",

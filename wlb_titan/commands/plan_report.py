@@ -9,10 +9,11 @@ from pathlib import Path
 from wlb_titan.commands.job import describe_job
 from wlb_titan.commands.plan import table_row
 from wlb_titan.commands.rank_report import RankTimes, rank_heat_map
-from wlb_titan.commands.report_page import needs_matplotlib, section, table, write_page
+from wlb_titan.commands.report_page import choice_section, needs_matplotlib, section, table, write_page
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job
 from wlb_titan.pipeline.schedule import SCHEDULES
+from wlb_titan.simulator.choice import Choice
 from wlb_titan.summary import Summary
 
 
@@ -22,6 +23,7 @@ def write_report(
     documents: Documents,
     summaries: Mapping[str, Summary],
     times: Sequence[RankTimes] | None,
+    choices: Sequence[Choice],
 ) -> Path:
     """Draws what was planned.
 
@@ -31,6 +33,7 @@ def write_report(
         documents: on which.
         summaries: of each policy; `plain` is the picture before.
         times: of the context-parallel ranks under each sharding policy; None without context parallelism.
+        choices: what `auto` stands for in a job, where it does.
 
     Returns:
         The page's path.
@@ -70,6 +73,7 @@ def write_report(
         ),
         section("All figures", "Delays in iterations, weighted by tokens.", table(rows)),
     ]
+    sections = [choice_section(choice) for choice in choices] + sections
     if times is not None:
         ranks = section(
             "Context-parallel ranks",

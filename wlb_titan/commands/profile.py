@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from wlb_titan.kernels.measure import Shape
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
+MOST = 1024  # elements of a head
+
+
 class HeadDims(click.ParamType):
     """`128`, or `192/128` where values have another head dim than queries and keys."""
 
@@ -30,8 +34,12 @@ class HeadDims(click.ParamType):
 
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, int]:
         dims = str(value).split("/")
-        if len(dims) > 2 or not all(dim.isdecimal() and int(dim) > 0 for dim in dims):
-            self.fail(f"{value!r} is no head dim, such as 128, nor two, such as 192/128.", param, ctx)
+        if len(dims) > 2 or not all(dim.isdecimal() and 0 < int(dim) <= MOST for dim in dims):
+            self.fail(
+                f"{value!r} is no head dim, such as 128, nor two, such as 192/128, of at most {MOST}.",
+                param,
+                ctx,
+            )
         return int(dims[0]), int(dims[-1])
 
 
@@ -44,7 +52,7 @@ class HeadDims(click.ParamType):
 )
 @click.option(
     "--group",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, 1024),
     multiple=True,
     help="Query heads that share a key head (grouped-query attention); may be repeated.  [default: 1]",
 )
@@ -72,6 +80,8 @@ def profile(
     them and writes both as JSON. Takes some minutes on a GPU and about one on the CPU, for each head dim and
     group. Nothing else should use the device meanwhile.
     """
+    if not os.access(output if output.exists() else output.absolute().parent, os.W_OK):
+        raise UserError(f"--output {output} cannot be written.")  # before minutes are spent on it
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():

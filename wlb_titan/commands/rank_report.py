@@ -56,7 +56,7 @@ def rank_times(micro_batches: Sequence[MicroBatch], job: Job) -> list[RankTimes]
         job: with context parallelism.
     """
     result = []
-    for policy in STRATEGIES.names:
+    for policy in STRATEGIES.candidates:
         try:
             strategy = replace(job, sharding=job.sharding.named(policy)).strategy
             assert strategy is not None

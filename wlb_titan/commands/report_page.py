@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from wlb_titan.errors import PlanError
+from wlb_titan.simulator.choice import Choice
 
 STYLE = """
 :root { --ink: #20242b; --soft: #5b616b; --line: #e4e7eb; }
@@ -89,3 +90,8 @@ def table(rows: Sequence[Mapping[str, str]]) -> str:
     headings = "".join(f"<th>{heading}</th>" for heading in rows[0])
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row.values())}</tr>" for row in rows)
     return f"<table><tr>{headings}</tr>{body}</table>"
+
+
+def choice_section(choice: Choice) -> str:
+    """What `auto` stands for, and the predictions of all that it may."""
+    return section("Choosing", " ".join(choice.remarks()), table(choice.rows()))

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from wlb_titan.commands.console import make_console, make_table, warnings_once
+from wlb_titan.commands.console import make_console, print_choice, show_table, warnings_once
 from wlb_titan.commands.job import describe_job, load_job
+from wlb_titan.commands.plan import COUNT, FEW_STEPS, SEED, STEPS, TOKENS
+from wlb_titan.errors import PlanError
 
 if TYPE_CHECKING:
     from wlb_titan.job import Policy
     from wlb_titan.plan import Plan
+    from wlb_titan.simulator.choice import Choice
     from wlb_titan.simulator.scenario import Scenario
     from wlb_titan.simulator.search import Search
     from wlb_titan.simulator.step import Prediction
@@ -21,6 +26,7 @@ DEFAULT_POLICIES = "plain:per_sequence,fixed_greedy:per_sequence,wlb:adaptive,wl
 TABLE_WIDTH = 128  # also where no terminal tells its own
 SLOWER = 2.0  # the network, in the sensitivity column
 SHOWN = 12  # of a search
+SECONDS_BETWEEN_LINES = 5.0  # of its progress
 
 
 @click.command()
@@ -50,25 +56,32 @@ SHOWN = 12  # of a search
     default=DEFAULT_POLICIES,
     help=f"Side by side; the first is the baseline.  [default: {DEFAULT_POLICIES}]",
 )
-@click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Steps to simulate.")
-@click.option("--context-window", type=int, help="Tokens of the longest document a model sees.")
-@click.option("--micro-batches", type=int, help="N, those of the whole job in one step.")
-@click.option("--tensor-parallel", type=int, help="Degree, instead of the configured one.")
-@click.option("--context-parallel", type=int, help="Degree.")
-@click.option("--pipeline-parallel", type=int, help="Degree.")
-@click.option("--data-parallel", type=int, help="Degree.")
-@click.option("--gpus", type=click.IntRange(min=1), help="What the degrees must multiply to.")
+@click.option("--steps", type=STEPS, default=20, show_default=True, help="Steps to simulate.")
+@click.option("--context-window", type=TOKENS, help="Tokens of the longest document a model sees.")
+@click.option("--micro-batches", type=COUNT, help="N, those of the whole job in one step.")
+@click.option("--tensor-parallel", type=COUNT, help="Degree, instead of the configured one.")
+@click.option("--context-parallel", type=COUNT, help="Degree.")
+@click.option("--pipeline-parallel", type=COUNT, help="Degree.")
+@click.option("--data-parallel", type=COUNT, help="Degree.")
+@click.option("--gpus", type=COUNT, help="What the degrees must multiply to.")
 @click.option(
     "--schedule",
     metavar="NAME",
     help="GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble or ZBVZeroBubble.",
 )
-@click.option("--chunks", type=click.IntRange(min=1), help="Stages of each pipeline rank.")
+@click.option("--chunks", type=COUNT, help="Stages of each pipeline rank.")
 @click.option("--checkpointing", type=click.Choice(("none", "selective", "full")), help="Of activations.")
-@click.option("--max-length", type=int, help="wlb, wlb_lazy: L_max in tokens.")
+@click.option("--max-length", type=TOKENS, help="wlb, wlb_lazy: L_max in tokens.")
 @click.option("--no-overlap", is_flag=True, help="Gradients are reduced after the last backward pass.")
-@click.option("--seed", type=int, help="Shuffle every epoch by this seed.")
+@click.option("--seed", type=SEED, help="Shuffle every epoch by this seed.")
 @click.option("--search", is_flag=True, help="Try all degrees of --gpus GPUs that fit memory, and rank them.")
+@click.option(
+    "--search-seconds",
+    type=click.FloatRange(1, 86400),
+    default=300.0,
+    show_default=True,
+    help="With --search: rank what was found by then.",
+)
 @click.option("--report", type=click.Path(path_type=Path), metavar="DIR", help="Draw DIR/report.html.")
 @click.option(
     "--trace", type=click.Path(path_type=Path), metavar="FILE", help="Timeline for ui.perfetto.dev."
@@ -79,6 +92,7 @@ def simulate(
     policies: str,
     steps: int,
     search: bool,
+    search_seconds: float,
     report: Path | None,
     trace: Path | None,
     **options: Any,
@@ -100,16 +114,23 @@ def simulate(
 
     asked = list(dict.fromkeys(Policy.parse(text) for text in policies.split(",")))
     given = {name: value for name, value in options.items() if value is not None}
+    fixed = [f"--{name.replace('_', '-')}" for name in given if name.endswith("_parallel")]
+    if search and fixed:
+        raise PlanError(f"--search tries all degrees of --gpus GPUs; leave out {', '.join(fixed)}.")
     with warnings_once():
         scenario = Scenario(*load_job(config, lengths, {**given, "search": search}, lambda row: row))
+        choices = [] if search else [choice for policy in asked if (choice := scenario.choice(policy))]
+        for choice in choices:
+            print_choice(choice)
         if search:
-            _print_search(scenario, asked, steps, given.get("gpus"))
+            _print_search(scenario, asked, steps, given.get("gpus"), search_seconds)
         else:
-            plans = {policy: scenario.plans(policy, steps) for policy in asked}
+            decided = dict.fromkeys(scenario.under(policy).policy for policy in asked)
+            plans = {policy: scenario.plans(policy, steps) for policy in decided}
             predictions = {policy: scenario.simulate(policy, planned) for policy, planned in plans.items()}
             _print(scenario, plans, predictions)
     if not search:
-        _export(scenario, plans, predictions, report, trace)
+        _export(scenario, plans, predictions, choices, report, trace)
 
 
 def table_rows(
@@ -132,11 +153,21 @@ def table_rows(
                 "bubble": f"{prediction.bubble:.1%}",
                 "peak GiB": f"{most.total / 2**30:.1f}" + ("" if prediction.fits else " !"),
                 "on rank": f"{most.rank}",
-                "speedup": f"{prediction.tokens_per_second / predictions[first].tokens_per_second:.3f}x",
+                "speedup": speedup(prediction, predictions[first]),
                 "slow net": f"{slower[policy] / slower[first]:.3f}x",
             }
         )
     return rows
+
+
+def speedup(prediction: Prediction, baseline: Prediction) -> str:
+    """Tokens per second over the baseline's; of few steps with the standard error of that ratio."""
+    ratio = prediction.tokens_per_second / baseline.tokens_per_second
+    steps = len(prediction.seconds)
+    if prediction is baseline or not 1 < steps < FEW_STEPS:
+        return f"{ratio:.3f}x"
+    error = ratio * math.hypot(prediction.relative_error, baseline.relative_error)
+    return f"{ratio:.3f}x ±{error:.3f}"
 
 
 def remarks(predictions: dict[Policy, Prediction]) -> list[str]:
@@ -157,23 +188,39 @@ def _print(
 ) -> None:
     console = make_console(TABLE_WIDTH)
     console.print(describe_job(scenario.job, scenario.documents), markup=False, soft_wrap=True)
-    console.print(make_table(table_rows(scenario, plans, predictions)))
+    show_table(console, table_rows(scenario, plans, predictions))
     for line in remarks(predictions):
         console.print(line, markup=False, soft_wrap=True)
 
 
-def _print_search(scenario: Scenario, policies: list[Policy], steps: int, gpus: int | None) -> None:
+def _print_search(
+    scenario: Scenario, policies: list[Policy], steps: int, gpus: int | None, seconds: float
+) -> None:
     from wlb_titan.simulator.search import search
 
-    result = search(scenario, gpus or scenario.job.degrees.ranks, policies, steps)
+    begin = told = time.monotonic()
+
+    def goes_on(what: str) -> bool:
+        nonlocal told
+        now = time.monotonic()
+        if now - told > SECONDS_BETWEEN_LINES:
+            told = now
+            click.echo(f"Trying {what} ({now - begin:.0f} s of {seconds:.0f}) ...", err=True)
+        return now - begin < seconds
+
+    result = search(scenario, gpus or scenario.job.degrees.ranks, policies, steps, goes_on)
     console = make_console(TABLE_WIDTH)
     console.print(describe_job(scenario.job, scenario.documents), markup=False, soft_wrap=True)
-    console.print(make_table(search_rows(result)[:SHOWN]))
+    show_table(console, search_rows(result)[:SHOWN])
     console.print(
         f"{len(result.found)} candidates fit; {result.too_large} ways to divide the job need more memory and "
         f"{result.refused} are not possible.",
         soft_wrap=True,
     )
+    if result.untried:
+        console.print(
+            f"{result.untried} were not tried in the {seconds:.0f} s of --search-seconds.", soft_wrap=True
+        )
     for line in remarks({found.policy: found.prediction for found in result.found[:1]}):
         console.print(line, markup=False, soft_wrap=True)
 
@@ -201,6 +248,7 @@ def _export(
     scenario: Scenario,
     plans: dict[Policy, list[Plan]],
     predictions: dict[Policy, Prediction],
+    choices: list[Choice],
     report: Path | None,
     trace: Path | None,
 ) -> None:
@@ -224,4 +272,4 @@ def _export(
     if report is not None:
         from wlb_titan.commands.simulate_report import write_report
 
-        click.echo(f"Report: {write_report(report, scenario, plans, predictions, steps)}")
+        click.echo(f"Report: {write_report(report, scenario, plans, predictions, steps, choices)}")

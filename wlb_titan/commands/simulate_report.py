@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from wlb_titan.commands.job import describe_job
-from wlb_titan.commands.report_page import needs_matplotlib, section, table, write_page
+from wlb_titan.commands.report_page import choice_section, needs_matplotlib, section, table, write_page
 from wlb_titan.commands.simulate import remarks, table_rows
 from wlb_titan.job import Policy
 from wlb_titan.plan import Plan
+from wlb_titan.simulator.choice import Choice
 from wlb_titan.simulator.scenario import Scenario
 from wlb_titan.simulator.step import Prediction
 from wlb_titan.simulator.timeline import MemoryCurve
@@ -25,6 +26,7 @@ def write_report(
     plans: dict[Policy, list[Plan]],
     predictions: dict[Policy, Prediction],
     steps: Mapping[Policy, Step],
+    choices: Sequence[Choice],
 ) -> Path:
     """Draws what was simulated.
 
@@ -33,6 +35,7 @@ def write_report(
         scenario: documents and job.
         plans, predictions: of each policy, the baseline first.
         steps: timeline and memory of a typical step of each policy.
+        choices: what `auto` stands for in a policy, where it does.
 
     Returns:
         The page's path.
@@ -44,6 +47,7 @@ def write_report(
         from wlb_titan.commands import simulate_figures as figures
         from wlb_titan.commands.pipeline_figure import pipeline_timeline
     sections = [
+        *map(choice_section, choices),
         section("Policies", " ".join(remarks(predictions)), table(table_rows(scenario, plans, predictions))),
         section(
             "Where the time of a step goes",

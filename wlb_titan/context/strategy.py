@@ -34,6 +34,7 @@ STRATEGIES = Family(
         "adaptive": "wlb_titan.context.all_gather:Adaptive",
         "hybrid": "wlb_titan.context.all_gather:Hybrid",
         "ulysses": "wlb_titan.context.ulysses:Ulysses",
+        "auto": "wlb_titan.context.all_gather:Auto",
     },
 )
 
@@ -107,7 +108,7 @@ class ContextStrategy(Plugin, ABC):
             tensor: tensor-parallel degree, which divides the heads.
 
         Raises:
-            PlanError: `key: reason`, the key of [wlb.sharding] that is wrong.
+            PlanError: it cannot; `setting` is the key that is wrong, such as sharding.policy.
         """
 
     def shard(

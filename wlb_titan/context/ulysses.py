@@ -60,8 +60,9 @@ def head_shares(heads: int, kv_heads: int, ranks: int) -> list[Share]:
     """
     if ranks > heads:
         raise PlanError(
-            f"policy: with ulysses {ranks} context-parallel ranks cannot share {heads} query heads; lower "
-            "the degree of context or of tensor parallelism, or take another policy."
+            f"With ulysses {ranks} context-parallel ranks cannot share {heads} query heads; lower the degree "
+            "of context or of tensor parallelism, or take another policy.",
+            setting="sharding.policy",
         )
     group = heads // kv_heads
     if ranks <= kv_heads:

@@ -161,6 +161,8 @@ def _figure(record: dict[str, Any], name: str, section: str, key: str) -> float:
             f"{name}: [{section}] {key} is {value:g} {unit}, which cannot be; it lies between {low:g} and "
             f"{high:g}. Check the unit."
         )
+    if (section, key) == ("node", "gpus") and value != int(value):
+        raise PlanError(f"{name}: [node] gpus is {value:g}; a node has a whole number of them.")
     return float(value)
 
 

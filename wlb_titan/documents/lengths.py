@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 
 from wlb_titan.errors import PlanError
 
+DIGITS = 13  # of the longest
 LONGEST = 2**40  # tokens; anything above is a slip of the pen, and sums stay far from overflow
 
 
@@ -32,7 +34,8 @@ def read_lengths(path: Path) -> NDArray[np.int64]:
     lengths = []
     for number, line in enumerate(lines, start=1):
         text = line.strip()
-        if not (text.isascii() and text.isdigit() and 0 < int(text) <= LONGEST):
+        digits = text.isascii() and text.isdigit() and len(text) <= DIGITS
+        if not (digits and 0 < int(text) <= LONGEST):
             raise PlanError(f"{path}, line {number}: {_complaint(text)}. Each line is one document's length.")
         lengths.append(int(text))
     return np.array(lengths, dtype=np.int64)
@@ -41,10 +44,8 @@ def read_lengths(path: Path) -> NDArray[np.int64]:
 def _complaint(text: str) -> str:
     if not text:
         return "the line is blank"
-    try:
-        number = int(text)
-    except ValueError:
-        return f"{text[:40]!r} is not a whole number of tokens"
-    if number > LONGEST:
-        return f"{text[:40]} is too large for a number of tokens"
-    return f"the length is {number}, and a document has at least one token"
+    if not re.fullmatch(r"-?[0-9]+", text):
+        return f"{text[:40]!r} is not a whole number of tokens, written with digits only"
+    if text.startswith("-") or not text.strip("0"):
+        return f"the length is {text[:40]}, and a document has at least one token"
+    return f"{text[:40]} is too large for a number of tokens"

@@ -57,7 +57,8 @@ def most_in_flight(
             f"A document of {window:,} tokens has all of its slices in flight when its backward pass begins, "
             f"which does not fit {USABLE:.0%} of a device's {device_bytes / GIB:.1f} GiB in any order of "
             f"passes:\n{most.explain()}\nRaise a degree of parallelism, save more with activation "
-            "checkpointing, or shorten the context window."
+            "checkpointing, or shorten the context window.",
+            setting="training.seq_len",
         )
     fits, limit = window, max(step, window)
     while fits < limit:

@@ -91,7 +91,8 @@ def micropacks(
     if int(most.sum()) < count:
         raise PlanError(
             f"{len(lengths)} documents of {int(lengths.sum())} tokens cannot be cut into {count} MicroPacks: "
-            f"a slice has at least {prefix_work.grain} tokens. Use fewer MicroPacks or a larger global batch."
+            f"a slice has at least {prefix_work.grain} tokens. Use fewer of them or a larger global batch.",
+            setting="packing.micropacks",
         )
     sorted_works = works[order]
     best: list[MicroPack] = []

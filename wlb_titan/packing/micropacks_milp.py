@@ -39,7 +39,8 @@ class SolvedPlacing:
             import highspy
         except ImportError as error:
             raise PlanError(
-                "solver: \"milp\" needs the HiGHS solver. Install it with: pip install 'wlb-titan[solver]'"
+                "The solver of slim needs HiGHS. Install it with: pip install 'wlb-titan[solver]'",
+                setting="packing.solver",
             ) from error
         self._highspy: Any = highspy
         self._time_limit = time_limit

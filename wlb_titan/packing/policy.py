@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from annotated_types import Interval, MinLen
 from numpy.typing import NDArray
 
 from wlb_titan.cost.workload import CostModel
@@ -27,6 +28,9 @@ Answer = Floats
 
 NO_PIPELINE = PipelineShape("1F1B", 1)
 
+MOST_TOKENS = 1 << 27
+"""Of a context window or micro-batch: beyond what any device holds, and what plans in seconds."""
+
 POLICIES = Family(
     kind="packing policy",
     key="policy",
@@ -39,6 +43,7 @@ POLICIES = Family(
         "wlb": "wlb_titan.packing.wlb:Wlb",
         "wlb_lazy": "wlb_titan.packing.wlb_lazy:WlbLazy",
         "slim": "wlb_titan.packing.slim:Slim",
+        "auto": "wlb_titan.packing.auto:Auto",
     },
 )
 
@@ -139,12 +144,15 @@ class PackingPolicy(Plugin, ABC):
 
         family = POLICIES
 
-        cost_model: str = "analytic"
+        free: ClassVar[tuple[str, ...]] = ("length_multiple",)
+        """Settings that a run may change when it goes on from a checkpoint; see `PackingPolicy.facts`."""
+
+        cost_model: Annotated[str, MinLen(1)] = "analytic"
         """What a document's work is predicted from: `analytic` (the model's shape, the parallel degrees and
         the cluster), `quadratic:A,B` (A d^2 + B d for a document of d tokens), `profile:FILE` (attention as
         `wlb-titan profile` measured it), or a class of your own as "package.module:Class"."""
 
-        length_multiple: int = 1
+        length_multiple: Annotated[int, Interval(ge=1, le=MOST_TOKENS)] = 1
         """Micro-batches are padded up to a multiple of it, and of what parallelism needs."""
 
         @property
@@ -159,7 +167,7 @@ class PackingPolicy(Plugin, ABC):
                 pipeline: as of `PackingJob`.
 
             Raises:
-                PlanError: `key: reason`, the key of [wlb.packing] that is wrong.
+                PlanError: it cannot pack for this pipeline.
             """
 
         def longest(self, window: int, fits: Callable[[], int | None]) -> int:
@@ -199,6 +207,15 @@ class PackingPolicy(Plugin, ABC):
         """int64 (n,), lengths of the pieces that have arrived and not yet been packed."""
         return np.empty(0, dtype=np.int64)
 
+    def facts(self, config: Any) -> dict[str, Any]:
+        """The settings that decide which tokens a step gets; a checkpoint is gone on from only with the same.
+
+        They are all of `config` but those that it calls free. Values that follow from the corpus or the
+        device where the user leaves them open are given as they came out. JSON-able.
+        """
+        names = [field.name for field in fields(config) if field.name not in config.free]
+        return {name: getattr(config, name) for name in names}
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """All that `next` depends on besides the stream and the settings; JSON-able."""
@@ -213,7 +230,7 @@ class VariableLengthPolicy(PackingPolicy):
 
     @dataclass(kw_only=True, slots=True)
     class Config(PackingPolicy.Config):
-        max_length: int | None = None
+        max_length: Annotated[int, Interval(ge=2, le=2 * MOST_TOKENS)] | None = None
         """L_max, tokens that a micro-batch may have; the bound that memory sets. "none" is the longest of
         which a whole step is predicted to fit the device, at most two context windows, and two where there is
         no device but the CPU."""
@@ -235,13 +252,15 @@ class VariableLengthPolicy(PackingPolicy):
             raise PlanError(
                 f"max_length is {job.longest} tokens, below the context window of {window}; the longest "
                 "documents would fit into no micro-batch. Set it to at least the window; twice the window is "
-                "usual."
+                "usual.",
+                setting="packing.max_length",
             )
         rounded = job.longest // job.divisor * job.divisor
         if rounded < window:
             raise PlanError(
                 f"max_length, {job.longest} tokens, leaves no room to pad a document of the context window, "
                 f"{window} tokens, up to a multiple of {job.divisor}. Set it to at least "
-                f"{-(-window // job.divisor) * job.divisor}."
+                f"{-(-window // job.divisor) * job.divisor}.",
+                setting="packing.max_length",
             )
         return rounded

@@ -12,9 +12,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from annotated_types import Ge, Interval
 from numpy.typing import NDArray
 
 from wlb_titan.cost.workload import workload
@@ -38,6 +39,8 @@ NUMBERS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16)
 SLACKS = (0, 2, 4)
 """Slack that `auto` tries with each."""
 
+MOST_MICROPACKS = 1 << 16
+
 STEPS = 4  # that `auto` tries them on
 WORSE = 1.01  # time of a step, relative to the shortest, that fewer MicroPacks may take
 
@@ -50,21 +53,26 @@ class Slim(PackingPolicy):
         slack: packs in flight beyond what 1F1B needs.
 
     Raises:
-        PlanError: as of `Config.check`; or memory does not hold a document of the context window.
+        PlanError: memory does not hold a document of the context window, or there are too few tokens.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(PackingPolicy.Config):
-        micropacks: int | Literal["auto"] = "auto"
+        free = (
+            *PackingPolicy.Config.free,
+            *("cost_model", "micropacks", "slack", "tokens_in_flight", "solver", "time_limit", "gap"),
+        )
+
+        micropacks: Annotated[int, Interval(ge=1, le=MOST_MICROPACKS)] | Literal["auto"] = "auto"
         """MicroPacks of a data-parallel rank in a step. More of them leave a smaller bubble and are shorter.
         `auto` tries several on the first documents and takes the fewest that are predicted to come within 1 %
         of the shortest step."""
 
-        slack: int | Literal["auto"] = "auto"
+        slack: Annotated[int, Interval(ge=0, le=MOST_MICROPACKS)] | Literal["auto"] = "auto"
         """MicroPacks that a pipeline rank may have in flight beyond what 1F1B needs: uneven stages then wait
         less for each other. `auto` tries some with each number of MicroPacks."""
 
-        tokens_in_flight: int | None = None
+        tokens_in_flight: Annotated[int, Ge(1)] | None = None
         """Most tokens that a pipeline rank may have in flight, whatever `slack` says; but always as many as
         one document has. "none" is what is predicted to fit the device's memory."""
 
@@ -72,11 +80,11 @@ class Slim(PackingPolicy):
         """What puts short documents beside slices: longest processing time first, or HiGHS, which is seldom
         more than 1 % better and takes as long as `time_limit` says."""
 
-        time_limit: float = 1.0
+        time_limit: Annotated[float, Interval(gt=0, le=86400)] = 1.0
         """Seconds that the solver may take for a step. A solver that is stopped by the clock finds something
         else the next time, so a run cannot be repeated exactly."""
 
-        gap: float = 0.001
+        gap: Annotated[float, Interval(ge=0, lt=1)] = 0.001
         """Relative gap between solution and bound at which the solver stops."""
 
         @property
@@ -86,31 +94,25 @@ class Slim(PackingPolicy):
         def check(self, pipeline: PipelineShape) -> None:
             if pipeline.ranks > 1 and pipeline.schedule not in SCHEDULES:
                 raise PlanError(
-                    f"policy: slices go through a pipeline under {' and '.join(SCHEDULES)}, and the schedule "
-                    f"is {pipeline.schedule}, in whose order a document's backward passes would not go from "
-                    "its end to its begin. Set pipeline_parallel_schedule to one of them, or another policy."
+                    f"Slices go through a pipeline under {' and '.join(SCHEDULES)}, and the schedule is "
+                    f"{pipeline.schedule}, in whose order a document's backward passes would not go from its "
+                    "end to its begin. Set pipeline_parallel_schedule to one of them, or another policy.",
+                    setting="parallelism.pipeline_parallel_schedule",
                 )
-            if self.slack != "auto" and self.slack < 0:
-                raise PlanError(f"slack: {self.slack} MicroPacks; it must not be negative.")
-            if self.tokens_in_flight is not None and self.tokens_in_flight < 1:
-                raise PlanError(f"tokens_in_flight: {self.tokens_in_flight} tokens; it must be at least 1.")
             if self.micropacks != "auto" and self.micropacks < pipeline.stages:
                 raise PlanError(
-                    f"micropacks: {self.micropacks} are fewer than the {pipeline.stages} pipeline stages, of "
+                    f"{self.micropacks} MicroPacks are fewer than the {pipeline.stages} pipeline stages, of "
                     f"which some would never be busy together. Set it to at least {pipeline.stages}, or to "
-                    '"auto".'
+                    '"auto".',
+                    setting="packing.micropacks",
                 )
-            if self.time_limit <= 0:
-                raise PlanError(f"time_limit: {self.time_limit} seconds; it must be positive.")
-            if self.gap < 0:
-                raise PlanError(f"gap: {self.gap}; it must not be negative.")
 
+    candidate = False  # of what short passes lose in kernels the simulator knows little
     variable_length = True
     balances = False
     slices = True
 
     def __init__(self, config: Config, stream: DocumentStream, job: PackingJob) -> None:
-        config.check(job.pipeline)
         self._config, self._job = config, job
         self._arrivals = Arrivals(stream, micro_batches=job.micro_batches)
         self._windows = -(-job.micro_batches // job.data_parallel)

@@ -21,6 +21,8 @@ Overridden or set on torch's own classes, without an import, and covered by the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 # Has torch.compile take a dimension as a symbol from the start, whatever its size. Without it,
@@ -58,6 +60,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as P
 
 # Which rank reports the loss. Without it: the first rank of the last stage, as its docstring says.
 from torchtitan.components.metrics import _get_metrics_rank as metrics_rank_of
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import Configurable
 
 # The pieces of torchtitan's `pipeline_llm`, which `runtime.pipeline.pipeline` puts together differently:
@@ -108,3 +111,14 @@ __all__ = [
     "pipeline_metadata",
     "split_into_stages",
 ]
+
+
+def optimizer_factory(
+    container: type[OptimizersContainer], name: str
+) -> Callable[..., torch.optim.Optimizer]:
+    """What a name of `optimizer_name` makes. Without it: `getattr(torch.optim, name)`.
+
+    Raises:
+        NotImplementedError: torchtitan has none of this name.
+    """
+    return container._resolve_optimizer_factory(name)

@@ -52,6 +52,7 @@ class DryTrainer(Trainer):
         dist_utils.init_fake_mode(self._world_size, rank=self._rank)
         dims = ParallelDims.from_config(self.config.parallelism, self._world_size)
         dims.build_mesh()
+        self._set_up_job(self.config)
         return dims
 
     def run(self, step: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import numpy as np
 import torch.distributed as dist
 
 from wlb_titan.plan import Plan, imbalance_degree
+from wlb_titan.runtime.json_lines import warn_once
 from wlb_titan.runtime.pass_timer import Pass, PassTimer
 from wlb_titan.timeline import Span, write_trace
 
@@ -82,8 +83,11 @@ class StepTrace:
         if ranks is None:
             return {}
         ranks.sort(key=lambda rank: (rank.dp, rank.pp, rank.cp, rank.tp))
-        os.makedirs(self._folder, exist_ok=True)
-        write_trace(spans(ranks, plan), os.path.join(self._folder, f"step-{step}.json"))
+        try:
+            os.makedirs(self._folder, exist_ok=True)
+            write_trace(spans(ranks, plan), os.path.join(self._folder, f"step-{step}.json"))
+        except OSError as error:
+            warn_once(f"Traces cannot be written to {self._folder}: {error.strerror}. Training goes on.")
         figures = {"measured_imbalance": measured_imbalance(ranks)}
         if self._dims.pp_enabled:
             figures["bubble"] = bubble(ranks)

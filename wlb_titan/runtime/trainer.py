@@ -12,7 +12,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.metrics import MetricsProcessor as TitanMetricsProcessor
 from torchtitan.components.validate import Validator as TitanValidator
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer as TorchtitanTrainer
@@ -31,14 +32,16 @@ from wlb_titan.runtime.corpus import open_corpus
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
 from wlb_titan.runtime.imbalance import rank_imbalance
 from wlb_titan.runtime.inputs import Item, to_device
-from wlb_titan.runtime.job import job_of, parallel_dims
+from wlb_titan.runtime.job import documents_of, job_of, parallel_dims
 from wlb_titan.runtime.kv_cache import KeyValueCache
 from wlb_titan.runtime.memory import describe_memory, measured_memory
 from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank
 from wlb_titan.runtime.pass_timer import PassTimer
+from wlb_titan.runtime.shared_answer import SharedAnswer
 from wlb_titan.runtime.step_trace import StepTrace
 from wlb_titan.runtime.timeouts import train_timeout
 from wlb_titan.runtime.validator import Validator
+from wlb_titan.simulator.choice import Choice, choose
 
 
 class Trainer(TorchtitanTrainer):
@@ -54,14 +57,11 @@ class Trainer(TorchtitanTrainer):
 
     def __init__(self, config: Config) -> None:
         corpus = open_corpus(config.wlb.corpus)
-        assert config.model_spec is not None
-        for _, attention, _, _ in config.model_spec.traverse(DocumentAttention.Config):
-            attention.context = config.wlb.sharding
         self.job = job_of(config, parallel_dims(config, int(os.environ["WORLD_SIZE"])))
-        timeout, self._timeout_reason = train_timeout(config, self.job)
+        self._choice: Choice | None = None
         config = dataclasses.replace(
             config,
-            comm=dataclasses.replace(config.comm, train_timeout_seconds=timeout),
+            comm=dataclasses.replace(config.comm),
             hf_assets_path=str(corpus.tokenizer_path),
             dataloader=PlannedDataLoader.Config(corpus=config.wlb.corpus, job=self.job),
         )
@@ -88,12 +88,38 @@ class Trainer(TorchtitanTrainer):
                     if isinstance(module, FSDPModule):
                         module.set_force_sum_reduction_for_comms(True)
 
+    def init_distributed(self) -> ParallelDims:
+        """Starts the process groups, and then chooses the policies, before anything is built from them."""
+        dims = super().init_distributed()
+        if self.job.undecided:
+            settings = self.config.wlb.corpus
+            documents = documents_of(settings, open_corpus(settings))
+            self._choice = choose(self.job, documents, on_one_rank=SharedAnswer())
+            self.job = self._choice.job
+        self._set_up_job(self.config)
+        return dims
+
+    def _set_up_job(self, config: Config) -> None:
+        """Tells the parts of the trainer's own configuration what the job is."""
+        assert config.model_spec is not None
+        for _, attention, _, _ in config.model_spec.traverse(DocumentAttention.Config):
+            attention.context = self.job.sharding
+        config.comm.train_timeout_seconds, self._timeout_reason = train_timeout(config, self.job)
+        config.dataloader.job = self.job
+
     @property
     def planned(self) -> PlannedDataLoader:
         return cast(PlannedDataLoader, self.dataloader)
 
+    begin: Callable[[int], None] = staticmethod(lambda step: None)
+    """Called on every rank when the run begins: after a checkpoint was loaded, with its step, or with 0."""
+
     def batch_generator(self, data_iterable: PlannedDataLoader) -> Iterator[Step]:
         """The loader's steps; the metrics get the seconds that each was waited for."""
+        self.begin(self.step)
+        return self._timed_steps(data_iterable)
+
+    def _timed_steps(self, data_iterable: PlannedDataLoader) -> Iterator[Step]:
         steps = iter(data_iterable)
         while True:
             begin = time.perf_counter()
@@ -241,6 +267,11 @@ class Trainer(TorchtitanTrainer):
             f"Corpus {self.planned.corpus}: {len(self.planned.corpus):,} documents, "
             f"{self.planned.corpus.lengths.sum():,} tokens"
         )
+        if self._choice is not None:
+            for row in self._choice.rows():
+                logger.info(", ".join(f"{heading} {cell}" for heading, cell in row.items()))
+            for line in self._choice.remarks():
+                logger.info(line)
         for line in describe_memory(self.job):
             logger.info(line)
         comm = self.config.comm

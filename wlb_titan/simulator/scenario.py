@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job, Policy
 from wlb_titan.plan import Plan
+from wlb_titan.simulator.choice import WARM_UP, Choice, choose
 from wlb_titan.simulator.step import Prediction, simulate
-
-WARM_UP = 8  # steps in which queues fill
 
 
 @dataclass(frozen=True)
@@ -24,19 +23,25 @@ class Scenario:
     job: Job
     documents: Documents
     _jobs: dict[Policy, Job] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _choices: dict[Policy, Choice | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def under(self, policy: Policy) -> Job:
-        """The job under a policy; made once, as much that it knows takes long to find."""
+        """The job under a policy, made once, as much that it knows takes long to find; `auto` is chosen."""
         if policy not in self._jobs:
-            self._jobs[policy] = self.job.under(policy)
+            choice = self.choice(policy)
+            self._jobs[policy] = self.job.under(policy) if choice is None else choice.job
         return self._jobs[policy]
+
+    def choice(self, policy: Policy) -> Choice | None:
+        """What `auto` stands for in a policy; None in one without it."""
+        if policy not in self._choices:
+            job = self.job.under(policy)
+            self._choices[policy] = choose(job, self.documents) if job.undecided else None
+        return self._choices[policy]
 
     def plans(self, policy: Policy, steps: int, *, warm_up: int = WARM_UP) -> list[Plan]:
         """Plans of so many steps, after some in which queues fill."""
-        planner = self.under(policy).planner(self.documents)
-        for _ in range(warm_up):
-            planner.next()
-        return [planner.next() for _ in range(steps)]
+        return self.under(policy).plans(self.documents, steps, after=warm_up)
 
     def simulate(self, policy: Policy, plans: list[Plan]) -> Prediction:
         """What these plans take under the policy that made them."""

@@ -8,7 +8,7 @@ micro-batches that fit, up to two context windows, which is the default of `max_
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from wlb_titan.cost.degrees import Degrees
@@ -43,28 +43,49 @@ class Search:
         found: candidates that fit, the fastest first.
         too_large: degrees of which not even plain micro-batches fit memory.
         refused: degrees that the schedule or the window does not allow.
+        untried: degrees for which there was no time.
     """
 
     found: list[Found]
     too_large: int
     refused: int
+    untried: int = 0
 
 
-def search(scenario: Scenario, gpus: int, policies: list[Policy], steps: int) -> Search:
+def search(
+    scenario: Scenario,
+    gpus: int,
+    policies: list[Policy],
+    steps: int,
+    goes_on: Callable[[str], bool] = lambda what: True,
+) -> Search:
     """Tries all degrees that multiply to `gpus` with all policies.
+
+    Args:
+        scenario: documents and job.
+        gpus: how many.
+        policies: of packing, sharding and order.
+        steps: to simulate of each.
+        goes_on: asked before each trial, which it is told, whether there is time for it.
 
     Raises:
         PlanError: nothing fits.
     """
     found: list[Found] = []
-    too_large = refused = 0
+    too_large = refused = untried = 0
     for degrees in candidates(scenario.job, gpus):
+        if untried or not goes_on(str(degrees)):
+            untried += 1
+            continue
         try:
             job = at_degrees(scenario.job, degrees)
             if job.longest_that_fits is None:
                 too_large += 1
                 continue
             for policy in policies:
+                if not goes_on(f"{degrees} {policy}"):
+                    untried = 1
+                    break
                 prediction = scenario.on(job).predict(policy, steps)
                 if prediction.fits:
                     longest = prediction.job.longest_micro_batch
@@ -74,13 +95,13 @@ def search(scenario: Scenario, gpus: int, policies: list[Policy], steps: int) ->
     if not found:
         raise PlanError(
             f"Nothing fits {gpus} GPUs of {scenario.job.cluster.memory / 1e9:g} GB: {too_large} ways to "
-            f"divide the job need more memory and {refused} are not possible with "
+            f"divide the job need more memory, {untried} were not tried and {refused} are not possible with "
             f"{scenario.job.micro_batches} micro-batches of {scenario.job.window:,} tokens under "
             f"{scenario.job.schedule}. Take more GPUs, full activation checkpointing or a shorter context "
             "window."
         )
     found.sort(key=lambda candidate: -candidate.prediction.tokens_per_second)
-    return Search(found, too_large, refused)
+    return Search(found, too_large, refused, untried)
 
 
 def candidates(job: Job, gpus: int) -> Iterator[Degrees]:

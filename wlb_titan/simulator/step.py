@@ -62,6 +62,12 @@ class Prediction:
         return float(self.tokens.sum() / self.seconds.sum())
 
     @property
+    def relative_error(self) -> float:
+        """Standard error of `tokens_per_second` over its value, as far as these steps tell; at least two."""
+        deviations = self.tokens / self.tokens_per_second - self.seconds
+        return float(deviations.std(ddof=1) / self.seconds.mean() / len(self.seconds) ** 0.5)
+
+    @property
     def mfu(self) -> float:
         """Share of the peak FLOP/s of all GPUs that the model's operations take."""
         peak = self.job.cluster.peak_flops * self.job.degrees.ranks

@@ -1,0 +1,51 @@
+"""The half of `two_level` that moves tensors, and makes mesh axes of its own for it."""
+
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+
+class TwoLevelAttention:
+    """This rank's queries and everybody's keys, which come in two steps."""
+
+    def __init__(self, config, mesh):
+        self._mesh = two_axes(mesh, config.within)
+        self._groups = config.gather_groups
+
+    def __call__(self, q, k, v, exchange, attend, *, wants_lse):
+        """Tensors are (tokens, heads, head dim); `exchange` is what `AllGather.mask` gives."""
+        (key_order,) = exchange
+        outputs, lses = [], []
+        for queries, *keys in zip(*(x.chunk(self._groups, dim=1) for x in (q, k, v)), strict=True):
+            out, lse = attend(queries, *(self._gathered(x).index_select(0, key_order) for x in keys))
+            outputs.append(out)
+            lses.append(lse)
+        return torch.cat(outputs, dim=1), torch.cat(lses)
+
+    def _gathered(self, x):
+        """The tokens of all ranks, in the order of the ranks; gradients are summed on the way back."""
+        rows = DTensor.from_local(x.contiguous(), self._mesh, (Shard(0), Shard(0)), run_check=False)
+        rows = rows.redistribute(self._mesh, (Shard(0), Replicate()))  # within the node
+        rows = rows.redistribute(self._mesh, (Replicate(), Replicate()))  # between nodes
+        return rows.to_local(grad_placements=(Partial(), Partial()))
+
+
+@cache  # every layer of the model asks for it
+def two_axes(mesh, within):
+    """The context-parallel mesh axis as two: (between nodes, within a node).
+
+    Only the ranks of this context-parallel group make the groups, so that pipeline stages need not agree on
+    how many layers ask.
+    """
+    ranks = torch.tensor(dist.get_process_group_ranks(mesh.get_group())).view(-1, within)
+    row, column = divmod(mesh.get_local_rank(), within)
+    groups = [
+        dist.new_group(members.tolist(), use_local_synchronization=True)
+        for members in (ranks[:, column], ranks[row])
+    ]
+    return DeviceMesh.from_group(
+        groups, mesh.device_type, mesh=ranks, mesh_dim_names=("cp_between", "cp_within")
+    )

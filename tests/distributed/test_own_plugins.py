@@ -1,0 +1,94 @@
+"""Policies, a strategy and mesh axes that the project does not know train as one process does; and `auto`."""
+
+import re
+
+import pytest
+import torch
+from conftest import layout
+from probing import FILE
+
+COMMON = (
+    *("--base", "probing:config"),
+    *("--training.seq_len", "512", "--training.steps", "2"),
+    *("--wlb.packing.cost_model", "quadratic:1,1000"),  # not by the degrees, which differ
+)
+OWN = ("--wlb.packing.policy", "toys:Reversed", "--wlb.packing.every", "2")
+AUTO = ("--wlb.packing.policy", "auto", "--wlb.sharding.policy", "auto")
+
+
+def chosen(experiment):
+    """The packing and the sharding policy that `auto` stood for, as the log says."""
+    log = experiment.folder.with_suffix(".log").read_text()
+    return re.search(r"auto is (\w+)(?::(\w+))?, by predicted MFU", log).groups()
+
+
+@pytest.fixture(scope="module")
+def runs(lab):
+    two = {
+        "own": lab.experiment(
+            "own_cp2", *COMMON, *OWN, *layout(cp=2), "--wlb.sharding.policy", "toys:Contiguous"
+        ),
+        "auto": lab.experiment("auto_cp2", *COMMON, *AUTO, *layout(cp=2), "--checkpoint.interval", "1"),
+    }
+    two_level = ("--wlb.sharding.policy", "own_policies.two_level:TwoLevel", "--wlb.sharding.within", "2")
+    four = {"axes": lab.experiment("own_axes_cp4", *COMMON, *OWN, *layout(cp=4), *two_level)}
+    lab.run(2, list(two.values()))
+    lab.run(4, list(four.values()))
+    packing, _ = chosen(two["auto"])
+    one = {
+        "own": lab.experiment("own_one", *COMMON, *OWN),
+        "auto": lab.experiment("auto_one", *COMMON, "--wlb.packing.policy", packing),
+    }
+    lab.run(1, list(one.values()))
+    return two | four, one | {"axes": one["own"]}
+
+
+@pytest.mark.parametrize("name", ["own", "axes", "auto"])
+def test_losses_and_gradients_equal_one_process(runs, name):
+    two, one = (group[name] for group in runs)
+    assert two.losses() == pytest.approx(one.losses(), rel=1e-4)
+    mine, expected = (torch.load(run.folder / FILE) for run in (two, one))
+    assert mine.keys() == expected.keys()
+    for parameter, gradient in expected.items():
+        scale = gradient.abs().max()
+        assert scale > 0 and (mine[parameter] - gradient).abs().max() < 1e-5 * scale, parameter
+
+
+def test_their_sharding_is_in_the_metrics(runs):
+    assert all(set(record["sharding"]) == {"contiguous"} for record in runs[0]["own"].metrics())
+
+
+def test_the_predictions_of_all_that_auto_may_stand_for_are_logged(runs):
+    log = runs[0]["auto"].folder.with_suffix(".log").read_text()
+    packing, sharding = chosen(runs[0]["auto"])
+    assert f"policy {packing}:{sharding}, step, s" in log
+    for policy in ("plain:per_sequence", "wlb_lazy:hybrid", "fixed_greedy:ulysses"):
+        assert f"policy {policy}, step, s" in log
+
+
+def test_auto_goes_on_with_what_it_chose_or_refuses(runs, lab):
+    """It chooses the same for the same job; where it chooses otherwise, the checkpoint is refused by name."""
+    two, _ = runs
+    packing, sharding = chosen(two["auto"])
+    overrides = (
+        *COMMON,
+        *layout(cp=2),
+        "--training.steps",
+        "3",
+        "--checkpoint.initial_load_model_only",
+        "false",
+    )
+    start = ("--checkpoint.initial_load_path", str(two["auto"].folder / "checkpoint" / "step-1"))
+    again = lab.experiment("auto_again", *overrides, *AUTO, *start)
+    other = lab.experiment(
+        "auto_other",
+        *overrides,
+        *start,
+        "--wlb.packing.policy",
+        "plain" if packing != "plain" else "wlb_lazy",
+    )
+    lab.run(2, [again])
+    assert chosen(again) == (packing, sharding)
+    assert again.losses()[0] == pytest.approx(two["auto"].losses()[1], rel=1e-6)
+    with pytest.raises(AssertionError, match=f"packing policy is '{packing}', and this job's is"):
+        lab.run(2, [other])

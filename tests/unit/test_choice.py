@@ -1,0 +1,122 @@
+"""`auto`: what is predicted fastest among what fits memory, of all policies that there are."""
+
+from dataclasses import replace
+from importlib.metadata import EntryPoint
+
+import numpy as np
+import pytest
+
+from wlb_titan import plugins
+from wlb_titan.context import STRATEGIES
+from wlb_titan.cost.degrees import Degrees
+from wlb_titan.documents import Documents
+from wlb_titan.errors import PlanError
+from wlb_titan.job import Job, Policy
+from wlb_titan.packing import POLICIES
+from wlb_titan.simulator.choice import choose, predicted
+from wlb_titan.simulator.scenario import Scenario
+
+LENGTHS = np.random.default_rng(0).lognormal(6.5, 1.6, 4000).clip(16, 16384).astype(np.int64)
+DOCUMENTS = Documents(lengths=LENGTHS, seed=0)
+AUTO = Policy("auto", "auto")
+
+
+@pytest.fixture(scope="module")
+def job():
+    job = Job(window=16384, micro_batches=4, degrees=Degrees(context=4, shard=4))
+    return job.under(AUTO)
+
+
+@pytest.fixture(scope="module")
+def choice(job):
+    return choose(job, DOCUMENTS)
+
+
+def test_all_policies_of_both_families_are_compared(job, choice):
+    tried = {one.policy for one in choice.candidates}
+    packing = [name for name in POLICIES.candidates if name != "fixed_solver"]  # which plans by a clock
+    assert "auto" not in packing
+    assert tried == {Policy(p, s) for p in packing for s in STRATEGIES.candidates}
+    assert choice.candidates[0].policy == choice.job.policy and not choice.job.undecided
+    assert len(choice.rows()) == len(tried)
+    assert choice.remarks() == [f"auto is {choice.job.policy}, by predicted MFU."]
+
+
+def test_it_is_never_predicted_to_be_slower_than_plain(choice):
+    speeds = {one.policy: one.flops_per_second for one in choice.candidates}
+    assert speeds[choice.job.policy] == max(speeds.values()) > 1.1 * speeds[Policy("plain", "per_sequence")]
+
+
+def test_a_section_that_names_a_policy_keeps_it(job):
+    for policy in (Policy("wlb_lazy", "auto"), Policy("auto", "ulysses")):
+        candidates = choose(job.under(policy), DOCUMENTS).candidates
+        for named, tried in zip(policy, zip(*(one.policy for one in candidates), strict=True), strict=True):
+            assert named == "auto" or set(tried) == {named}
+
+
+def test_what_does_not_fit_is_not_chosen(job, choice):
+    by_policy = {one.policy: one for one in choice.candidates}
+    enough = by_policy[Policy("plain", "per_sequence")].memory
+    small = job.on(replace(job.cluster, memory=enough))
+    found = choose(small, DOCUMENTS)
+    assert found.candidates[0].memory <= enough
+    too_large = [one for one in found.candidates if one.memory > enough]
+    assert too_large and all("does not fit a GPU's" in one.problem for one in too_large)
+    assert any("does not fit" in line for line in found.remarks())
+    assert {row["peak GiB"][-1] for row in found.rows()[-len(too_large) :]} == {"!"}
+    with pytest.raises(PlanError, match=r"finds no policy to choose: .*does not fit"):
+        choose(job.on(replace(job.cluster, memory=1e9)), DOCUMENTS)
+
+
+def test_what_cannot_run_is_named(job):
+    few_heads = replace(job, degrees=Degrees(tensor=16, context=4, shard=4))  # of 32 heads: 2 on a rank
+    found = choose(few_heads, DOCUMENTS)
+    refused = {str(one.policy): one.problem for one in found.candidates if one.problem}
+    assert set(refused) == {"plain:ulysses", "fixed_greedy:ulysses", "wlb:ulysses", "wlb_lazy:ulysses"}
+    assert all("cannot share 2 query heads" in problem for problem in refused.values())
+
+
+def test_a_policy_from_an_entry_point_is_a_candidate(job, monkeypatch):
+    point = EntryPoint("backwards", "toys:Reversed", "wlb_titan.packing")
+    monkeypatch.setattr(plugins, "_installed", lambda group: (point,) if group == point.group else ())
+    found = choose(job.under(Policy("auto", "hybrid")), DOCUMENTS)
+    assert "backwards:hybrid" in {str(one.policy) for one in found.candidates}
+
+
+def test_all_ranks_choose_by_the_figures_of_one(job, choice, monkeypatch):
+    said = []
+
+    def first_rank(ask):
+        said.append(ask())
+        return said[-1]
+
+    mine = choose(job, DOCUMENTS, on_one_rank=first_rank)
+    other = choose(job, Documents(lengths=LENGTHS[:10]), on_one_rank=lambda ask: said[0])
+    assert [one.policy for one in other.candidates] == [one.policy for one in mine.candidates]
+    assert mine.candidates == choice.candidates
+
+
+def test_settings_that_candidates_have_are_passed_on(job):
+    packing = replace(job.packing, cost_model="quadratic:1,500", max_length=20000, tail="drop")
+    found = choose(replace(job, packing=packing), DOCUMENTS).job.packing
+    assert found.cost_model == "quadratic:1,500"
+    lazy = job.under(AUTO).packing.named("auto")
+    assert replace(lazy, max_length=20000).named("wlb_lazy").max_length == 20000
+
+
+def test_without_context_parallelism_there_is_one_sharding():
+    job = Job(window=4096, micro_batches=4, degrees=Degrees(shard=4)).under(AUTO)
+    assert {one.policy.sharding for one in choose(job, DOCUMENTS).candidates} == {"per_sequence"}
+
+
+def test_a_solver_and_auto_do_not_go_together(job):
+    with pytest.raises(PlanError, match="fixed_solver takes up to 10 s"):
+        choose(job.under(Policy("fixed_solver", "auto")), DOCUMENTS)
+
+
+def test_scenarios_decide(job, choice):
+    scenario = Scenario(job, DOCUMENTS)
+    assert scenario.under(AUTO).policy == choice.job.policy
+    assert scenario.choice(Policy("plain", "hybrid")) is None
+    figures = predicted(job, choice.job.policy, DOCUMENTS)
+    assert figures == choice.candidates[0]

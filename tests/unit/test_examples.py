@@ -1,0 +1,114 @@
+"""examples/own_policies, installed as a user would: the commands find it, and wlb_titan stays as it is."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "own_policies"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder into which the example is installed, from a copy, without a network."""
+    folder = tmp_path_factory.mktemp("installed")
+    source = folder / "source"
+    for file in [*EXAMPLE.glob("*.*"), *EXAMPLE.glob("own_policies/*.py")]:
+        copy = source / file.relative_to(EXAMPLE)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(file.read_bytes())
+    install = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index")
+    subprocess.run([sys.executable, *install, "--target", folder / "site", source], check=True)
+    return folder / "site"
+
+
+@pytest.fixture
+def command(installed, tmp_path):
+    def run(*words):
+        path = os.pathsep.join(filter(None, (str(installed), os.environ.get("PYTHONPATH"))))
+        return subprocess.run(
+            [sys.executable, "-m", "wlb_titan.commands.main", *map(str, words)],
+            env={**os.environ, "PYTHONPATH": path},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture
+def lengths(tmp_path):
+    values = np.random.default_rng(0).lognormal(5, 1.5, 3000).clip(5, 4096).astype(int)
+    (tmp_path / "lengths.txt").write_text("\n".join(map(str, values)) + "\n")
+    return tmp_path / "lengths.txt"
+
+
+def test_plan_finds_them(command, lengths):
+    result = command(
+        *("plan", "--lengths", lengths, "--context-window", 4096, "--micro-batches", 4, "--steps", 5),
+        *("--context-parallel", 4, "--policy", "reversed", "--every", 2, "--sharding", "two_level"),
+        *("--cost-model", "tokens"),
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Work by tokens." in result.stdout
+    first = {line.split()[0] for line in result.stdout.splitlines() if line.strip()}
+    assert {"reversed", "contiguous", "two_level"} <= first
+
+
+def test_auto_and_simulate_have_them_among_the_candidates(command, lengths):
+    result = command(
+        *("simulate", "--lengths", lengths, "--model", "550M-64K", "--context-window", 4096, "--steps", 2),
+        *("--policies", "auto:auto"),
+    )
+    assert result.returncode == 0, result.stderr
+    assert "reversed:two_level" in result.stdout and "reversed:contiguous" in result.stdout
+
+
+def test_their_keys_are_toml_keys(command, tmp_path):
+    text = (
+        'base = "llama3_debug"\n[parallelism]\ncontext_parallel_degree = 4\n'
+        '[wlb.sharding]\npolicy = "two_level"\n'
+    )
+    (tmp_path / "good.toml").write_text(text + 'within = 4\n[wlb.packing]\npolicy = "reversed"\nevery = 3\n')
+    shown = command("config", "show", "good.toml", "--changed")
+    assert shown.returncode == 0, shown.stderr
+    assert "within = 4" in shown.stdout and 'policy = "reversed"' in shown.stdout
+    (tmp_path / "bad.toml").write_text(text + "within = 3\n")
+    refused = command("config", "show", "bad.toml")
+    assert refused.returncode == 2
+    assert "bad.toml:6: wlb.sharding.within = 3: 4 context-parallel ranks cannot be divided" in refused.stderr
+    (tmp_path / "misspelt.toml").write_text(text + "witin = 2\n")
+    assert "Did you mean wlb.sharding.within?" in command("config", "show", "misspelt.toml").stderr
+
+
+def test_help_lists_them(command):
+    text = " ".join(command("plan", "--help").stdout.split())
+    assert "auto, reversed" in text and "auto, contiguous, two_level" in text
+    assert "reversed: Steps of which one is turned." in text
+
+
+def test_without_it_they_are_not_there(lengths):
+    words = [
+        "plan",
+        "--lengths",
+        lengths,
+        "--context-window",
+        4096,
+        "--micro-batches",
+        4,
+        "--policy",
+        "reversed",
+    ]
+    result = subprocess.run(
+        [sys.executable, "-m", "wlb_titan.commands.main", *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 2 and "no packing policy is called 'reversed'" in result.stderr

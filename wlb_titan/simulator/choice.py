@@ -1,0 +1,173 @@
+"""What `policy = "auto"` stands for: the policy that is predicted fastest among those that fit memory.
+
+Every candidate plans the job's first documents, and its steps are simulated, after some in which queues fill.
+`[wlb.packing]` and `[wlb.sharding]` are chosen together where both are `auto`, as the one changes what the
+other is worth: packing to equal work leaves context-parallel ranks less to balance, or more. `plain` is among
+the candidates, so nothing that is chosen is predicted to be slower. Not tried is what plans by a clock
+(`fixed_solver`): a trial would take as long as many steps.
+
+Steps are compared by the model's FLOPs a second. Tokens a second would not tell in so few steps whether a
+policy is fast or holds back long documents, which have more work in fewer tokens.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from math import isnan, nan
+
+import numpy as np
+
+from wlb_titan.documents import Documents
+from wlb_titan.errors import PlanError, UserError
+from wlb_titan.job import Job, Policy
+from wlb_titan.memory.peak import GIB
+from wlb_titan.packing.policy import Answer, OnOneRank, here
+from wlb_titan.plugins import PluginConfig
+from wlb_titan.simulator.step import simulate
+
+WARM_UP = 8  # steps in which queues fill
+STEPS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A policy that `auto` may stand for, and what its steps are predicted to be.
+
+    Attributes:
+        policy: of packing, sharding and order.
+        seconds: of a step, mean.
+        tokens_per_second: of documents.
+        flops_per_second: of the model.
+        memory: bytes of the fullest GPU.
+        problem: why it cannot be chosen; empty if it can. What could not run at all has no figures but nan.
+    """
+
+    policy: Policy
+    seconds: float = nan
+    tokens_per_second: float = nan
+    flops_per_second: float = nan
+    memory: float = nan
+    problem: str = ""
+
+    @property
+    def figures(self) -> tuple[float, ...]:
+        return self.seconds, self.tokens_per_second, self.flops_per_second, self.memory
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What `auto` stands for.
+
+    Attributes:
+        undecided: the job.
+        candidates: the fastest first, those that cannot be chosen last.
+    """
+
+    undecided: Job
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def job(self) -> Job:
+        """The job under the first of the candidates."""
+        return self.undecided.under(self.candidates[0].policy)
+
+    def rows(self) -> list[dict[str, str]]:
+        """Headings and cells of those that are predicted; `!` where memory does not suffice."""
+        peak = self.undecided.cluster.peak_flops * self.undecided.degrees.ranks
+        best = self.candidates[0].flops_per_second
+        return [
+            {
+                "policy": str(one.policy),
+                "step, s": f"{one.seconds:.3f}",
+                "tokens/s": f"{one.tokens_per_second:,.0f}",
+                "MFU": f"{one.flops_per_second / peak:.1%}",
+                "peak GiB": f"{one.memory / GIB:.1f}" + (" !" if one.problem else ""),
+                "of best": f"{one.flops_per_second / best:.1%}",
+            }
+            for one in self.candidates
+            if not isnan(one.seconds)
+        ]
+
+    def remarks(self) -> list[str]:
+        """What is chosen, and why others could not be."""
+        named = [f"{one.policy} {one.problem}" for one in self.candidates if one.problem]
+        return [f"auto is {self.candidates[0].policy}, by predicted MFU.", *named]
+
+
+def choose(job: Job, documents: Documents, on_one_rank: OnOneRank = here) -> Choice:
+    """Predicts the policies that a job may have in place of `auto`.
+
+    Args:
+        job: undecided.
+        documents: what it trains on.
+        on_one_rank: asks for the predictions, so that all ranks choose by the same figures.
+
+    Raises:
+        PlanError: there is none that fits memory and can be predicted.
+    """
+    # Without context parallelism all shardings are alike.
+    shardings = _names(job.sharding)[: None if job.degrees.context > 1 else 1]
+    policies = [
+        Policy(packing, sharding, job.order.name)
+        for packing in _names(job.packing)
+        if not job.packing.named(packing).planning_seconds
+        for sharding in shardings
+    ]
+    if not policies:
+        raise PlanError(
+            f"[wlb.sharding] policy: auto plans many steps to compare them, and {job.packing.name} takes up "
+            f"to {job.packing.planning_seconds:g} s for each. Name a sharding policy, or another of packing."
+        )
+    problems: dict[Policy, str] = {}
+
+    def ask() -> Answer:
+        found = [predicted(job, policy, documents) for policy in policies]
+        problems.update({one.policy: one.problem for one in found})
+        return np.array([one.figures for one in found]).ravel()
+
+    figures = on_one_rank(ask).reshape(len(policies), -1).tolist()
+    candidates = [
+        _judged(job, Candidate(policy, seconds, tokens, flops, memory, problems.get(policy, "")))
+        for policy, (seconds, tokens, flops, memory) in zip(policies, figures, strict=True)
+    ]
+    candidates.sort(key=lambda one: (bool(one.problem), -np.nan_to_num(one.flops_per_second)))
+    if candidates[0].problem:
+        reasons = "; ".join(f"{one.policy}: {one.problem}" for one in candidates)
+        raise PlanError(f"auto finds no policy to choose: {reasons}")
+    return Choice(job, tuple(candidates))
+
+
+def predicted(job: Job, policy: Policy, documents: Documents) -> Candidate:
+    """The steps of a job under one policy."""
+    try:
+        job = job.under(policy)
+        with warnings.catch_warnings():  # it says so again once it is chosen
+            warnings.simplefilter("ignore", UserWarning)
+            prediction = simulate(job, job.plans(documents, STEPS, after=WARM_UP))
+    except UserError as error:
+        return Candidate(policy, problem=f"cannot run: {error}")
+    seconds = float(prediction.seconds.sum())
+    return Candidate(
+        policy,
+        seconds=float(prediction.seconds.mean()),
+        tokens_per_second=prediction.tokens_per_second,
+        flops_per_second=float(prediction.flops.sum()) / seconds,
+        memory=prediction.peak_memory.total,
+    )
+
+
+def _judged(job: Job, candidate: Candidate) -> Candidate:
+    """The candidate, with its problem where it does not fit."""
+    if candidate.problem:
+        return candidate
+    if isnan(candidate.seconds):
+        return replace(candidate, problem="cannot run, for a reason that rank 0 gives")
+    if not job.memory_unknown and candidate.memory > job.cluster.memory:
+        return replace(candidate, problem=f"does not fit a GPU's {job.cluster.memory / GIB:.1f} GiB")
+    return candidate
+
+
+def _names(config: PluginConfig) -> list[str]:
+    """The names that a section may have: its own, or for `auto` those of its family."""
+    return config.family.candidates if config.owner.automatic else [config.name]
