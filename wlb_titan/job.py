@@ -25,15 +25,20 @@ from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.cost.workload import CostModel, cost_model
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
+from wlb_titan.memory.in_flight import most_in_flight, one_document
 from wlb_titan.memory.peak import RankMemory, layers_of_stages, longest_that_fits, pipeline_memory
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.packing import POLICIES, PackingPolicy
-from wlb_titan.packing.policy import OnOneRank, here
+from wlb_titan.packing.policy import OnOneRank, PassSeconds, here
 from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder
 from wlb_titan.pipeline.runs import PipelineRuns
 from wlb_titan.pipeline.schedule import PipelineShape
-from wlb_titan.plan import Plan
+from wlb_titan.plan import CachedSlice, Flow, Plan
 from wlb_titan.planner import Planner
+from wlb_titan.plugins import load
+
+PASS_SECONDS = "wlb_titan.simulator.slices:PackSeconds"
+"""Of a job, what predicts passes. By name, as the cost model `simulated`: the simulator knows jobs."""
 
 
 class Policy(NamedTuple):
@@ -153,6 +158,7 @@ class Job:
             _ = self.layers
         except PlanError as error:
             raise PlanError(str(error), setting="parallelism.pipeline_parallel_degree") from error
+        self.packing.check(self.shape)
         if self.strategy is not None:
             self.strategy.check(self.model, self.degrees.tensor)
 
@@ -247,11 +253,24 @@ class Job:
         """What packing balances by."""
         return cost_model(self.packing.cost_model, self)
 
-    def peak_memory(self, lengths: Sequence[int]) -> tuple[RankMemory, ...]:
+    @property
+    def pass_seconds(self) -> PassSeconds:
+        """Predicts the passes of packs."""
+        predict: PassSeconds = load(PASS_SECONDS)(self)
+        return predict
+
+    def peak_memory(
+        self,
+        lengths: Sequence[int],
+        flow: Flow | None = None,
+        slices: Sequence[CachedSlice] | None = None,
+    ) -> tuple[RankMemory, ...]:
         """The peak of each pipeline rank.
 
         Args:
             lengths: tokens of a replica's micro-batches, in the order of running.
+            flow: the order of their passes, in one run; None is the schedule's own.
+            slices: of each micro-batch its slice, where documents are sliced.
 
         Raises:
             PlanError: it cannot be predicted for this schedule.
@@ -262,11 +281,31 @@ class Job:
             lengths,
             schedule=self.schedule,
             chunks=self.chunks,
-            run=self.run,
+            run=None if flow is not None else self.run,
             settings=self.memory,
             layers=self.layers,
             exchange=self.exchange,
+            flow=flow,
+            slices=slices,
         )
+
+    def sliced_memory(self, tokens: int) -> tuple[RankMemory, ...]:
+        """The peak of each pipeline rank with one document of so many tokens, all of its slices in flight."""
+        return self.peak_memory(*one_document(tokens, self.shape))
+
+    @cached_property
+    def most_in_flight(self) -> int | None:
+        """Tokens of documents in slices that a pipeline rank may have in flight: as set, or what fits; None
+        where memory is not predicted.
+
+        Raises:
+            PlanError: not even a document of the window fits.
+        """
+        wanted: int | None = getattr(self.packing, "tokens_in_flight", None)
+        if wanted is not None or self.memory_unknown:
+            return wanted
+        step = self.window * self.replica_micro_batches
+        return most_in_flight(self.sliced_memory, self.window, step, self.cluster.memory)
 
     @cached_property
     def longest_that_fits(self) -> int | None:
@@ -311,6 +350,9 @@ class Job:
             packing=self.packing,
             cost_model=self.cost_model,
             strategy=self.strategy,
+            shape=self.shape,
+            in_flight=lambda: self.most_in_flight,
+            pass_seconds=self.pass_seconds,
             pipeline=pipeline,
             on_one_rank=on_one_rank,
         )

@@ -295,7 +295,7 @@ def _export(
         steps[policy] = step_timeline(predictions[policy].job, plans[policy][typical], str(policy))
     if trace is not None:
         try:
-            write_trace([piece for slices, _ in steps.values() for piece in slices], trace)
+            write_trace([span for spans, _ in steps.values() for span in spans], trace)
         except OSError as error:
             raise PlanError(f"The timeline cannot be written to {trace}: {error.strerror}.") from error
         click.echo(f"Timeline: {trace} (open it at https://ui.perfetto.dev)")

@@ -61,6 +61,8 @@ class TokenBytes:
             gradients of its linear layers' and norms' outputs.
         loss: of the loss, besides the hidden states of which it is.
         inputs: token ids, positions and labels, int64, and the order of the keys.
+        cached: K and V of one layer, which a slice leaves to those behind it.
+        cached_gradients: their gradients, added up in float32.
     """
 
     hidden: float
@@ -72,6 +74,8 @@ class TokenBytes:
     waiting: float
     loss: float
     inputs: float
+    cached: float
+    cached_gradients: float
 
     @classmethod
     def of(
@@ -99,6 +103,8 @@ class TokenBytes:
             waiting=2 * layer.s + 2 * layer.g + layer.q + 2 * layer.k + 2 * layer.f,
             loss=loss,
             inputs=3 * 8 / cp + (8 if cp > 1 else 0),
+            cached=layer.key_gradients,
+            cached_gradients=layer.key_gradients * FLOAT32 / settings.compute_bytes,
         )
 
 

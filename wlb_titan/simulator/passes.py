@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb_titan.context import whole
+from wlb_titan.context import after, whole
 from wlb_titan.cost.analytic import BYTES
 from wlb_titan.cost.workload import CostModel
 from wlb_titan.job import Job
@@ -66,8 +66,9 @@ class MicroBatches:
 def attention_seconds(micro_batch: MicroBatch, job: Job) -> Floats:
     """float64 (ranks, 2), seconds of one layer's attention on each context-parallel rank, both passes."""
     if job.strategy is None or micro_batch.ranks is None:
-        return job.latency.seconds((whole(micro_batch.documents[:, LENGTH]),))
-    return job.strategy.seconds(micro_batch.ranks)
+        documents = (whole(micro_batch.documents[:, LENGTH]),)
+        return job.latency.seconds(after(documents, micro_batch.prefix))
+    return job.strategy.seconds(after(micro_batch.ranks, micro_batch.prefix))
 
 
 def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
