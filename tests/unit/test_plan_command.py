@@ -186,12 +186,22 @@ def test_bad_options(lengths, options, message):
     assert_refused(run("--lengths", lengths, *ARGUMENTS, *options), message)
 
 
+@pytest.mark.parametrize("name", ["web", "code", "paper"])
+def test_named_lengths(name):
+    result = run("--lengths", name, *ARGUMENTS, "--steps", 2)
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith(f"{name} (") and "262,144 documents" in result.output
+
+
 def test_a_missing_file_and_a_missing_option(lengths, tmp_path):
-    assert_refused(run("--lengths", tmp_path / "none.txt", *ARGUMENTS), "none.txt cannot be read")
+    assert_refused(
+        run("--lengths", tmp_path / "none.txt", *ARGUMENTS),
+        "neither a distribution of lengths called .*none.txt.* web, code, paper",
+    )
     assert_refused(
         run("--lengths", lengths, "--micro-batches", 4), "--context-window and --micro-batches must be given"
     )
-    assert_refused(run(*ARGUMENTS), "either a TOML file or")
+    assert_refused(run(*ARGUMENTS), "Name a TOML file, or document lengths")
 
 
 def test_a_missing_profile_is_refused(lengths, tmp_path):

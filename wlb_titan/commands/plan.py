@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from wlb_titan.commands.console import make_console, print_choice, show_table, warnings_once
-from wlb_titan.commands.job import describe_job, load_job, packing_options, with_settings
+from wlb_titan.commands.job import describe_job, lengths_option, load_job, packing_options, with_settings
 from wlb_titan.context import STRATEGIES
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.workload import COST_MODELS
@@ -43,12 +43,7 @@ SEED = click.IntRange(0, 2**63 - 1)
 
 @click.command()
 @click.argument("config", required=False, type=click.Path(path_type=Path), metavar="[FILE.toml]")
-@click.option(
-    "--lengths",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Plan over this text file, one document's length in tokens a line, instead of a corpus.",
-)
+@lengths_option
 @click.option(
     "--policy", metavar="NAME", help=f"Packing policy: {', '.join(POLICIES.names)}.  [default: plain]"
 )
@@ -85,7 +80,7 @@ SEED = click.IntRange(0, 2**63 - 1)
 @click.option("--report", type=click.Path(path_type=Path), metavar="DIR", help="Draw DIR/report.html.")
 def plan(
     config: Path | None,
-    lengths: Path | None,
+    lengths: str | None,
     compare: str | None,
     steps: int,
     output: Path | None,
@@ -94,7 +89,7 @@ def plan(
 ) -> None:
     """Plan the packing of documents without training, and print how balanced it is.
 
-    Either from a training configuration and its corpus (FILE.toml), or from a file of lengths:
+    Either from a training configuration and its corpus (FILE.toml), or from document lengths, or both:
 
     \b
     wlb-titan plan train.toml --compare plain,wlb,wlb_lazy --report outputs/plan
@@ -107,8 +102,8 @@ def plan(
     from wlb_titan.simulator.choice import choose
 
     given = {name: value for name, value in options.items() if value is not None}
-    if lengths is not None and not {"context_window", "micro_batches"} <= given.keys():
-        raise PlanError("With --lengths, --context-window and --micro-batches must be given.")
+    if config is None and lengths is not None and not {"context_window", "micro_batches"} <= given.keys():
+        raise PlanError("With --lengths alone, --context-window and --micro-batches must be given.")
     with warnings_once():
         # Of a row of Table 1 its model and tensor parallelism count; all else is asked for.
         job, documents = load_job(config, lengths, given, lambda row: Degrees(tensor=row.tensor))

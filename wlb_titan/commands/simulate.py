@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from wlb_titan.commands.console import make_console, print_choice, show_table, warnings_once
-from wlb_titan.commands.job import describe_job, load_job
+from wlb_titan.commands.job import describe_job, lengths_option, load_job
 from wlb_titan.commands.plan import COUNT, FEW_STEPS, SEED, STEPS, TOKENS
+from wlb_titan.cost.attention_hopper import KERNELS
 from wlb_titan.errors import PlanError
 
 if TYPE_CHECKING:
@@ -25,24 +26,20 @@ if TYPE_CHECKING:
 DEFAULT_POLICIES = "plain:per_sequence,fixed_greedy:per_sequence,wlb:adaptive,wlb_lazy:hybrid:best"
 TABLE_WIDTH = 128  # also where no terminal tells its own
 SLOWER = 2.0  # the network, in the sensitivity column
+SEARCH_WIDTH = 152
 SHOWN = 12  # of a search
 SECONDS_BETWEEN_LINES = 5.0  # of its progress
 
 
 @click.command()
 @click.argument("config", required=False, type=click.Path(path_type=Path), metavar="[FILE.toml]")
-@click.option(
-    "--lengths",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Simulate on this text file, one document's length in tokens a line, instead of a corpus.",
-)
+@lengths_option
 @click.option(
     "--model",
     metavar="SIZE-WINDOW",
     default="7B-128K",
     show_default=True,
-    help="With --lengths: the row of the paper's Table 1.",
+    help="Without FILE.toml: the row of the paper's Table 1.",
 )
 @click.option(
     "--cluster",
@@ -63,6 +60,7 @@ SECONDS_BETWEEN_LINES = 5.0  # of its progress
 @click.option("--context-parallel", type=COUNT, help="Degree.")
 @click.option("--pipeline-parallel", type=COUNT, help="Degree.")
 @click.option("--data-parallel", type=COUNT, help="Degree.")
+@click.option("--expert-parallel", type=COUNT, help="Degree; borrows ranks of the others.")
 @click.option("--gpus", type=COUNT, help="What the degrees must multiply to.")
 @click.option(
     "--schedule",
@@ -71,10 +69,28 @@ SECONDS_BETWEEN_LINES = 5.0  # of its progress
 )
 @click.option("--chunks", type=COUNT, help="Stages of each pipeline rank.")
 @click.option("--checkpointing", type=click.Choice(("none", "selective", "full")), help="Of activations.")
+@click.option("--offload", type=float, metavar="SHARE", help="Of kept activations, to the host's memory.")
+@click.option(
+    "--tensor-overlap",
+    type=float,
+    metavar="SHARE",
+    help="Of tensor parallelism's collectives, behind matrix products.  [default: the TOML file's, or 0]",
+)
+@click.option(
+    "--routing-imbalance",
+    type=float,
+    metavar="FACTOR",
+    help="Tokens of the busiest expert-parallel rank over the mean.  [default: 1]",
+)
+@click.option(
+    "--attention",
+    metavar="NAME|FILE.json",
+    help=f"Times of attention: {', '.join(KERNELS)}, or a profile.  [default: as configured]",
+)
 @click.option("--max-length", type=TOKENS, help="wlb, wlb_lazy: L_max in tokens.")
 @click.option("--no-overlap", is_flag=True, help="Gradients are reduced after the last backward pass.")
 @click.option("--seed", type=SEED, help="Shuffle every epoch by this seed.")
-@click.option("--search", is_flag=True, help="Try all degrees of --gpus GPUs that fit memory, and rank them.")
+@click.option("--search", is_flag=True, help="Try the degrees and schedules of --gpus GPUs, and rank them.")
 @click.option(
     "--search-seconds",
     type=click.FloatRange(1, 86400),
@@ -88,7 +104,7 @@ SECONDS_BETWEEN_LINES = 5.0  # of its progress
 )
 def simulate(
     config: Path | None,
-    lengths: Path | None,
+    lengths: str | None,
     policies: str,
     steps: int,
     search: bool,
@@ -99,11 +115,12 @@ def simulate(
 ) -> None:
     """Predict step time, tokens/s, MFU and memory of a job on a cluster, for several policies.
 
-    Either from a training configuration and its corpus (FILE.toml), or from a file of lengths:
+    Either from a training configuration and its corpus (FILE.toml), or from document lengths, or both:
 
     \b
     wlb-titan simulate train_configs/llama2_7b_128k.toml --report outputs/simulated
-    wlb-titan simulate --lengths FILE --model 70B-128K --policies plain,wlb:adaptive
+    wlb-titan simulate train_configs/llama2_7b_128k.toml --lengths web
+    wlb-titan simulate --lengths paper --model 70B-128K --policies plain,wlb:adaptive
     wlb-titan simulate --lengths FILE --model 7B-128K --search --gpus 64
 
     The bubble is the share of a step in which a rank waits; the last column says what a policy gains over
@@ -209,36 +226,49 @@ def _print_search(
         return now - begin < seconds
 
     result = search(scenario, gpus or scenario.job.degrees.ranks, policies, steps, goes_on)
-    console = make_console(TABLE_WIDTH)
+    console = make_console(SEARCH_WIDTH)
     console.print(describe_job(scenario.job, scenario.documents), markup=False, soft_wrap=True)
     show_table(console, search_rows(result)[:SHOWN])
     console.print(
-        f"{len(result.found)} candidates fit; {result.too_large} ways to divide the job need more memory and "
-        f"{result.refused} are not possible.",
+        f"{len(result.found)} candidates were planned and fit; {result.slower} would be slower than the best "
+        f"even if they were perfectly balanced, {result.too_large} need more memory and {result.refused} are "
+        "not possible.",
         soft_wrap=True,
     )
     if result.untried:
         console.print(
             f"{result.untried} were not tried in the {seconds:.0f} s of --search-seconds.", soft_wrap=True
         )
+    console.print(_gain(result), markup=False, soft_wrap=True)
     for line in remarks({found.policy: found.prediction for found in result.found[:1]}):
         console.print(line, markup=False, soft_wrap=True)
 
 
+def _gain(result: Search) -> str:
+    """A sentence on what the best gain over the job as it is configured."""
+    best, own = result.found[0], result.configured
+    if own is None:
+        return "The configured degrees are of other GPUs or do not fit, so there is no gain to name."
+    gain = best.tokens_per_second / own.tokens_per_second
+    words = [f"{one.job.degrees}, {one.pipeline}, {one.policy}" for one in (best, own)]
+    return f"The best ({words[0]}) is {gain:.2f}x as fast as the configured job at its best ({words[1]})."
+
+
 def search_rows(result: Search) -> list[dict[str, str]]:
     """Headings and cells of the candidates, the fastest first."""
-    best = result.found[0].prediction.tokens_per_second
+    best = result.found[0].tokens_per_second
     return [
         {
-            "degrees": str(found.degrees),
+            "degrees": str(found.job.degrees),
+            "schedule": found.pipeline,
             "policy": str(found.policy),
-            "L_max": f"{found.max_length:,}",
+            "L_max": f"{found.job.longest_micro_batch:,}",
             "step, s": f"{found.prediction.seconds.mean():.3f}",
-            "tokens/s": f"{found.prediction.tokens_per_second:,.0f}",
+            "tokens/s": f"{found.tokens_per_second:,.0f}",
             "MFU": f"{found.prediction.mfu:.1%}",
             "bubble": f"{found.prediction.bubble:.1%}",
             "peak GiB": f"{found.prediction.peak_memory.total / 2**30:.1f}",
-            "of best": f"{found.prediction.tokens_per_second / best:.1%}",
+            "of best": f"{found.tokens_per_second / best:.1%}",
         }
         for found in result.found
     ]
@@ -265,7 +295,7 @@ def _export(
         steps[policy] = step_timeline(predictions[policy].job, plans[policy][typical], str(policy))
     if trace is not None:
         try:
-            write_trace([piece for slices, _ in steps.values() for piece in slices], trace)
+            write_trace([span for spans, _ in steps.values() for span in spans], trace)
         except OSError as error:
             raise PlanError(f"The timeline cannot be written to {trace}: {error.strerror}.") from error
         click.echo(f"Timeline: {trace} (open it at https://ui.perfetto.dev)")

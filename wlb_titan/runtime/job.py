@@ -55,6 +55,7 @@ def job_of(config: Trainer.Config, dims: ParallelDims) -> Job:
             pipeline=dims.pp,
             shard=dims.dp_shard,
             replicate=dims.dp_replicate,
+            expert=dims.ep if has_experts(model) else 1,  # a dense model has nothing to spread
         ),
         cluster=_cluster(wlb),
         dtype=training.mixed_precision_param,
@@ -70,6 +71,7 @@ def job_of(config: Trainer.Config, dims: ParallelDims) -> Job:
         stage_layers=stage_layers,
         memory=memory,
         memory_unknown=_memory_unknown(model),
+        tensor_overlap=1.0 if config.compile.enable_async_tensor_parallel else 0.0,
     )
 
 
