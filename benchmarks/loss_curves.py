@@ -28,7 +28,7 @@ from rich.table import Table
 ROOT = Path(__file__).parents[1]
 POLICIES = {
     "plain": [],
-    "fixed_greedy": ["--wlb.packing.window", "8"],
+    "fixed_greedy": ["--wlb.packing.global_batches", "8"],
     "wlb": ["--wlb.packing.thresholds", "[1024, 2048]"],
     "wlb_lazy": [],
 }

@@ -168,6 +168,8 @@ def _written(planner: Planner, numbers: Any, file: Any) -> Iterator[Plan]:
 
 
 def _print(job: Job, documents: Documents, summaries: dict[str, Summary]) -> None:
+    from wlb_titan.commands.plan_rows import table_row
+
     console = make_console(TABLE_WIDTH)
     console.print(describe_job(job, documents), markup=False, soft_wrap=True)
     console.print(make_table([{"policy": name, **table_row(s)} for name, s in summaries.items()]))
@@ -177,18 +179,3 @@ def _print(job: Job, documents: Documents, summaries: dict[str, Summary]) -> Non
         if summary.gap is not None:
             proven = "all optimal" if summary.gap == 0 else f"at most {summary.gap:.1%} from the optimum"
             console.print(f"{name}: the solver's packings are {proven}.", markup=False)
-
-
-def table_row(summary: Summary) -> dict[str, str]:
-    """Headings and cells of one policy, as the console and the report show them."""
-    figures = summary.figures()
-    return {
-        "imbalance": f"{figures['imbalance_mean']:.3f}",
-        "p95": f"{figures['imbalance_p95']:.3f}",
-        "max": f"{figures['imbalance_max']:.3f}",
-        "delay": f"{figures['delay_mean']:.2f}",
-        "max delay": f"{figures['delay_max']}",
-        "padding": f"{figures['padding']:.2%}",
-        "plan ms": f"{figures['plan_ms']:.1f}",
-        "longest": f"{figures['longest']:,}",
-    }

@@ -9,12 +9,13 @@ from wlb_titan.context.document import per_document, per_document_round_robin
 from wlb_titan.context.hybrid import hybrid
 from wlb_titan.context.layout import Sharding, segments, sequence_positions, whole
 from wlb_titan.context.sequence import per_sequence
-from wlb_titan.context.strategy import STRATEGIES, ContextStrategy, Exchange, gathered
+from wlb_titan.context.strategy import STRATEGIES, ContextStrategy, Exchange, Move, gathered
 
 __all__ = [
     "STRATEGIES",
     "ContextStrategy",
     "Exchange",
+    "Move",
     "Sharding",
     "gathered",
     "hybrid",

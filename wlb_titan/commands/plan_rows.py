@@ -1,0 +1,20 @@
+"""What `wlb-titan plan` says of a policy, as a row: on the console and in the report."""
+
+from __future__ import annotations
+
+from wlb_titan.summary import Summary
+
+
+def table_row(summary: Summary) -> dict[str, str]:
+    """Headings and cells of one policy, as the console and the report show them."""
+    figures = summary.figures()
+    return {
+        "imbalance": f"{figures['imbalance_mean']:.3f}",
+        "p95": f"{figures['imbalance_p95']:.3f}",
+        "max": f"{figures['imbalance_max']:.3f}",
+        "delay": f"{figures['delay_mean']:.2f}",
+        "max delay": f"{figures['delay_max']}",
+        "padding": f"{figures['padding']:.2%}",
+        "plan ms": f"{figures['plan_ms']:.1f}",
+        "longest": f"{figures['longest']:,}",
+    }
