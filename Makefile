@@ -35,12 +35,13 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Both halves are run and reported, whatever becomes of the first. Distributed tests have several processes each
-# and run one at a time.
+# All parts are run and reported, whatever becomes of the first. Distributed tests have several processes each and
+# run one at a time; so do drills (jobs that are killed, stopped, starved and misconfigured), but they mostly wait.
 test: $(READY)
 	@failed=0; \
 	$(BIN)/pytest -n 2 tests/unit tests/kernels || failed=1; \
 	$(BIN)/pytest tests/distributed || failed=1; \
+	$(BIN)/pytest -n 2 --dist loadfile tests/drills || failed=1; \
 	exit $$failed
 
 # For the developer's loop, in a minute: tests/unit/conftest.py says what it leaves out.

@@ -1,111 +1,208 @@
-"""Training loss under the packing policies, over several seeds (the paper's Figures 6 and 16 in small).
+"""Validation loss under the packing policies, over several seeds (the paper's Figures 6 and 16 in small).
 
-    python benchmarks/loss_curves.py --output benchmarks/results/cpu
+    OMP_NUM_THREADS=1 python benchmarks/loss_curves.py outputs/loss              # all of it
+    OMP_NUM_THREADS=1 python benchmarks/loss_curves.py outputs/loss --minutes 60 # a part; again to go on
 
-trains the debug model on the Python files of this machine, one process a run, `--jobs` runs at a time, and
-writes loss_curves.json and loss_curves.svg. `fixed_greedy` repacks 8 global batches, as in the paper's
-Figure 16. The runs of one seed start from the same weights and share the order of documents.
+trains the debug model (1.8 M weights) under each policy with each seed: `plain`; `fixed_greedy`, which
+repacks 8 global batches, as in Figure 16; `wlb`, `wlb_lazy`, and `slim` where it exists. The runs of one seed
+start from the same weights and share the order of documents. All are validated on the same documents,
+which none of them trains on, every `--every` steps.
 
-What is compared is the mean loss of the last steps, against `plain` of the same seed: a model this small and
-this young differs by more between seeds than a policy could change, so only paired differences say anything.
+Runs take turns: each goes on from its last checkpoint for `--every` steps, the one that is furthest behind
+first, so that a run of hours can be stopped at any time and goes on where it was. When all have finished,
+benchmarks/results/cpu/loss_curves.json and .svg are written.
+
+The corpus has a long tail at the window, as the paper's has: Python files of this machine, cut into documents
+whose characters are log-normal with median 3 x 150 and sigma 1.4, so that about 3 % of them are longer than a
+window of 2,048 tokens. Every 50th file is held out.
+
+What is compared is the mean of a run's last validations minus that of `plain` with the same seed, and the
+standard error of this difference over the seeds: seeds differ by more than policies do.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
+import sysconfig
+import time
 from pathlib import Path
+from typing import Any
 
 import click
 import matplotlib.pyplot as plt
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from wlb_titan.corpus.prepare import prepare_corpus
+from wlb_titan.corpus.settings import PrepareSettings
+from wlb_titan.packing import POLICIES
+
 ROOT = Path(__file__).parents[1]
-POLICIES = {
+RESULTS = ROOT / "benchmarks" / "results" / "cpu"
+SETTINGS = {
     "plain": [],
     "fixed_greedy": ["--wlb.packing.global_batches", "8"],
-    "wlb": ["--wlb.packing.thresholds", "[1024, 2048]"],
+    "wlb": [],
     "wlb_lazy": [],
+    "slim": [],
 }
+COMPARED = tuple(name for name in SETTINGS if name in POLICIES.names)
+MEDIAN, SIGMA = 450, 1.4  # characters
+CHARACTERS = 60_000_000
+HELD_OUT = 50  # one file of so many
+VALIDATION_STEPS = 32  # sequences of a window
+LAST = 3  # validations that make a run's result
 
 
-def train(policy: str, seed: int, steps: int, window: int, folder: Path) -> list[dict]:
-    """One run in a process of its own; its metrics, one record a step."""
-    dump = folder / f"{policy}-{seed}"
-    words = [
-        *("--dump_folder", str(dump), "--training.steps", str(steps), "--training.seq_len", str(window)),
-        *("--parallelism.data_parallel_shard_degree", "1", "--parallelism.context_parallel_degree", "1"),
-        *("--training.local_batch_size", "4", "--debug.enable_structured_logging", "false"),
-        *("--wlb.corpus.seed", str(seed), "--debug.seed", str(seed)),
-        *("--wlb.packing.policy", policy, *POLICIES[policy]),
-    ]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
-    command += ["-m", "wlb_titan.runtime.train", "--config", str(ROOT / "train_configs/cpu_policies.toml")]
-    result = subprocess.run(command + words, cwd=ROOT, capture_output=True, text=True)
-    if result.returncode != 0:
-        raise click.ClickException(result.stderr[-3000:])
-    return [json.loads(line) for line in (dump / "metrics.jsonl").read_text().splitlines()]
+def make_corpus(folder: Path) -> None:
+    """Writes the corpus and, beside it, the held-out documents as JSON lines."""
+    if (folder / "corpus" / "manifest.json").is_file():
+        return
+    rng = np.random.default_rng(0)
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
+    files += sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py"))
+    (folder / "held_out").mkdir(parents=True, exist_ok=True)
+    left = CHARACTERS
+    with (folder / "train.jsonl").open("w") as train, (folder / "held_out/texts.json").open("w") as held:
+        for number, index in enumerate(rng.permutation(len(files)).tolist()):
+            text = files[index].read_text(encoding="utf-8", errors="ignore")
+            begin = 0
+            while begin < len(text):
+                end = begin + max(int(rng.lognormal(np.log(MEDIAN), SIGMA)), 32)
+                line = json.dumps({"text": text[begin:end]}) + "\n"
+                (held if number % HELD_OUT == 0 else train).write(line)
+                begin = end
+            left -= len(text)
+            if left < 0:
+                break
+    prepare_corpus(PrepareSettings(source=f"jsonl:{folder / 'train.jsonl'}#text"), folder / "corpus")
 
 
-def draw(curves: dict[str, list[list[float]]], path: Path) -> None:
+class Run:
+    """One policy with one seed, which goes on from wherever it stopped."""
+
+    def __init__(self, folder: Path, policy: str, seed: int, window: int) -> None:
+        self.policy, self.seed = policy, seed
+        self._dump = folder / f"{policy}-{seed}"
+        self._window = window
+        self._corpus = folder
+
+    def records(self, name: str) -> list[dict[str, Any]]:
+        path = self._dump / name
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+    @property
+    def validations(self) -> dict[int, float]:
+        """Loss after so many steps."""
+        return {record["step"]: record["loss"] for record in self.records("validation.jsonl")}
+
+    @property
+    def steps(self) -> int:
+        """Steps that are done and checkpointed."""
+        done = [int(path.name.removeprefix("step-")) for path in (self._dump / "checkpoint").glob("step-*")]
+        return max(done, default=0)
+
+    def go_on(self, until: int, every: int, of: int) -> None:
+        """Trains to step `until`, in a process of its own; the learning rate's schedule is that of `of`."""
+        words = [
+            *("--dump_folder", str(self._dump), "--training.steps", str(until)),
+            *("--lr_scheduler.total_steps", str(of), "--training.seq_len", str(self._window)),
+            *("--parallelism.data_parallel_shard_degree", "1", "--parallelism.context_parallel_degree", "1"),
+            *("--training.local_batch_size", "4", "--debug.enable_structured_logging", "false"),
+            *("--wlb.corpus.path", str(self._corpus / "corpus"), "--wlb.corpus.seed", str(self.seed)),
+            *("--debug.seed", str(self.seed), "--wlb.trace_every", "0"),
+            *("--checkpoint.enable", "true", "--checkpoint.interval", str(every)),
+            *("--checkpoint.keep_latest_k", "2", "--checkpoint.last_save_model_only", "false"),
+            *("--validator.enable", "true", "--validator.freq", str(every)),
+            *("--validator.steps", str(VALIDATION_STEPS), "--validator.dataloader.dataset", "c4_test"),
+            *("--validator.dataloader.dataset_path", str(self._corpus / "held_out")),
+            *("--wlb.packing.policy", self.policy, *SETTINGS[self.policy]),
+        ]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
+        command += ["-m", "wlb_titan.runtime.train", "--config"]
+        command += [str(ROOT / "train_configs/cpu_policies.toml"), *words]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ)
+        if result.returncode != 0:
+            raise click.ClickException(f"{self.policy}, seed {self.seed}:\n{result.stderr[-3000:]}")
+
+
+def summary(runs: list[Run], seeds: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """Curves, and for each policy its mean loss, its difference from `plain` and the error of that."""
+    last = {(run.policy, run.seed): list(run.validations.values())[-LAST:] for run in runs}
+    result: dict[str, Any] = {"settings": settings, "validation": {}, "curves": {}}
+    for policy in COMPARED:
+        own = [statistics.mean(last[policy, seed]) for seed in range(seeds)]
+        minus = [mine - statistics.mean(last["plain", seed]) for seed, mine in enumerate(own)]
+        records = [r for run in runs if run.policy == policy for r in run.records("metrics.jsonl")]
+        result["validation"][policy] = {
+            "by_seed": own,
+            "mean": statistics.mean(own),
+            "minus_plain": statistics.mean(minus),
+            "standard_error": statistics.stdev(minus) / seeds**0.5 if seeds > 1 else float("nan"),
+            "imbalance": statistics.mean(r["imbalance"] for r in records),
+            "delay": statistics.mean(r["delay_mean"] for r in records),
+        }
+        result["curves"][policy] = [run.validations for run in runs if run.policy == policy]
+    return result
+
+
+def draw(curves: dict[str, list[dict[int, float]]], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for policy, runs in curves.items():
-        mean = [statistics.mean(losses) for losses in zip(*runs, strict=True)]
-        low, high = [min(x) for x in zip(*runs, strict=True)], [max(x) for x in zip(*runs, strict=True)]
-        steps = range(1, len(mean) + 1)
-        (line,) = axes.plot(steps, mean, label=policy, linewidth=1.8)
-        axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
-    axes.set(xlabel="step", ylabel="loss per token: mean, range of seeds", title="Loss by packing policy")
+        losses = np.array([list(run.values()) for run in runs])
+        steps = list(runs[0])
+        (line,) = axes.plot(steps, losses.mean(axis=0), label=policy, linewidth=1.8)
+        ends = losses.min(axis=0), losses.max(axis=0)
+        axes.fill_between(steps, *ends, color=line.get_color(), alpha=0.12, linewidth=0)
+    axes.set(xlabel="step", ylabel="validation loss: mean, range of seeds", title="Loss by packing policy")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(path)
 
 
 @click.command()
-@click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder of the results.")
+@click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--seeds", default=3, show_default=True, help="Runs of each policy.")
-@click.option("--steps", default=40, show_default=True, help="Steps of each run.")
+@click.option("--steps", default=1500, show_default=True, help="Steps of each run.")
+@click.option("--every", default=100, show_default=True, help="Steps from one validation to the next.")
 @click.option("--window", default=2048, show_default=True, help="Context window in tokens.")
-@click.option("--last", default=10, show_default=True, help="Steps over which the final loss is averaged.")
-@click.option("--jobs", default=2, show_default=True, help="Runs at a time.")
-def main(output: Path, seeds: int, steps: int, window: int, last: int, jobs: int) -> None:
-    """Train under every policy and compare the losses."""
-    pairs = [(policy, seed) for seed in range(seeds) for policy in POLICIES]
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(train, policy, seed, steps, window, Path(folder)) for policy, seed in pairs]
-        runs = dict(zip(pairs, (future.result() for future in futures), strict=True))
-    curves = {p: [[r["loss"] for r in runs[p, seed]] for seed in range(seeds)] for p in POLICIES}
-    final = {p: [statistics.mean(losses[-last:]) for losses in curves[p]] for p in POLICIES}
-
-    table = Table("policy", "final loss", "minus plain, by seed", "imbalance", "delay")
-    summary = {}
-    for policy in POLICIES:
-        records = [record for seed in range(seeds) for record in runs[policy, seed]]
-        difference = [mine - plain for mine, plain in zip(final[policy], final["plain"], strict=True)]
-        summary[policy] = {
-            "final_loss": final[policy],
-            "minus_plain": difference,
-            "imbalance": statistics.mean(r["imbalance"] for r in records),
-            "delay": statistics.mean(r["delay_mean"] for r in records),
-            "losses": curves[policy],
-        }
-        table.add_row(
-            policy,
-            f"{statistics.mean(final[policy]):.3f}",
-            " ".join(f"{d:+.3f}" for d in difference),
-            f"{summary[policy]['imbalance']:.3f}",
-            f"{summary[policy]['delay']:.2f}",
-        )
+@click.option("--minutes", type=float, help="Begin nothing new after so long.  [default: run to the end]")
+@click.option("--output", type=click.Path(path_type=Path), default=RESULTS, help="Folder of the results.")
+def main(
+    folder: Path, seeds: int, steps: int, every: int, window: int, minutes: float | None, output: Path
+) -> None:
+    """Train under every policy, in FOLDER, and compare the losses on held-out documents."""
+    console = Console()
+    folder = folder.resolve()
+    make_corpus(folder)
+    runs = [Run(folder, policy, seed, window) for seed in range(seeds) for policy in COMPARED]
+    end = time.monotonic() + 60 * minutes if minutes is not None else float("inf")
+    while (behind := min(runs, key=lambda run: run.steps)).steps < steps:
+        if time.monotonic() > end:
+            done = sum(run.steps for run in runs)
+            console.print(f"{done:,} of {steps * len(runs):,} steps are done. Start again to go on.")
+            return
+        begin, before = time.monotonic(), behind.steps
+        behind.go_on(min(before + every, steps), every, steps)
+        took = time.monotonic() - begin
+        console.print(f"{behind.policy}, seed {behind.seed}: step {behind.steps}, {took:.0f} s")
+        if behind.steps == before:
+            raise click.ClickException(f"{behind.policy}, seed {behind.seed} made no progress.")
+    settings = {"seeds": seeds, "steps": steps, "window": window, "every": every, "micro_batches": 4}
+    result = summary(runs, seeds, settings)
     output.mkdir(parents=True, exist_ok=True)
-    settings = {"seeds": seeds, "steps": steps, "window": window, "last": last, "micro_batches": 4}
-    (output / "loss_curves.json").write_text(json.dumps({"settings": settings, "policies": summary}) + "\n")
-    draw(curves, output / "loss_curves.svg")
-    Console().print(table)
+    (output / "loss_curves.json").write_text(json.dumps(result, indent=1) + "\n")
+    draw(result["curves"], output / "loss_curves.svg")
+    table = Table("policy", "validation loss", "minus plain", "standard error", "imbalance", "delay")
+    for policy, row in result["validation"].items():
+        names = ("mean", "minus_plain", "standard_error", "imbalance", "delay")
+        table.add_row(policy, *(f"{row[name]:.4f}" for name in names))
+    console.print(table)
 
 
 if __name__ == "__main__":

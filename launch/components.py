@@ -40,7 +40,8 @@ def train(
         max_retries: how often the scheduler starts a failed job again
     """
     job = launch.resolve(config, list(overrides), nodes, nproc, corpus_is_here=image == ".")
-    return dist.ddp(
+    launch.end_cleanly()
+    app = dist.ddp(
         "--config",
         config,
         *overrides,
@@ -55,6 +56,7 @@ def train(
         env=job.environment,
         max_retries=max_retries,
     )
+    return launch.watched(app)
 
 
 def prepare(

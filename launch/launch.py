@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from dataclasses import dataclass, field
+from types import FrameType, TracebackType
 
 import torchx.specs as specs
+from torchx.schedulers.local_scheduler import SignalException
 
 from wlb_titan.errors import UserError
 
@@ -18,6 +22,34 @@ def command_job(
         name=command, image=image, entrypoint="wlb-titan", args=[command, *arguments], resource=resource
     )
     return specs.AppDef(name=name, roles=[role])
+
+
+def watched(app: specs.AppDef) -> specs.AppDef:
+    """TorchX's distributed job with our agent in torchrun's place, which takes the same arguments."""
+    for role in app.roles:
+        role.args = [argument.replace("torchrun ", "wlb-agent ", 1) for argument in role.args]
+    return app
+
+
+def end_cleanly() -> None:
+    """Has TorchX, in whose process components are made, end a local job on SIGHUP as it does on Ctrl-C, and
+    say so in a line."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SignalException("hung up", sigval=signal.Signals(number))
+
+    def shown(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, SignalException):
+            sys.__excepthook__(kind, error, trace)
+            return
+        name = "Ctrl-C" if error.sigval == signal.SIGINT else error.sigval.name
+        print(f"\nStopped by {name}; the job has ended.", file=sys.stderr)
+        raise SystemExit(128 + error.sigval)
+
+    signal.signal(signal.SIGHUP, stop)
+    sys.excepthook = shown
 
 
 @dataclass(frozen=True)
@@ -59,15 +91,21 @@ def _resolve(
     use_cpu_without_accelerator()
     from wlb_titan.runtime.job import degrees_product
     from wlb_titan.runtime.load import load_config
-    from wlb_titan.runtime.validation import validate_files
+    from wlb_titan.runtime.validation import validate, validate_files
 
+    if nodes < 1 or processes_per_node < 0:
+        raise UserError(
+            f"--nodes is at least 1 and --nproc at least 0 (as many as are needed); got {nodes} and "
+            f"{processes_per_node}."
+        )
     world_size = nodes * processes_per_node
     resolved = load_config(config, overrides, world_size=world_size or None)
     if corpus_is_here:
-        resolved.check(validate_files)
+        resolved.check(lambda config: validate_files(config, world_size or None))
     if not world_size:
         world_size = degrees_product(resolved.config)
         if world_size % nodes != 0:
             raise UserError(f"--nodes: {world_size} processes do not spread evenly over {nodes} hosts.")
+        resolved.check(lambda config: validate(config, world_size))
     environment = {"CUDA_VISIBLE_DEVICES": ""} if resolved.config.wlb.device == "cpu" else {}
     return Job(world_size // nodes, environment)

@@ -5,7 +5,17 @@ The command line shows the message alone, without a traceback, and exits with co
 
 
 class UserError(ValueError):
-    """A mistake that the user can mend."""
+    """A mistake that the user can mend.
+
+    Args:
+        message: the paragraph.
+        setting: the setting to blame, as a dotted key or the end of one (`packing.max_length`); where the
+            mistake is found by a configuration, the message gets the file, line and value of that key.
+    """
+
+    def __init__(self, message: str, *, setting: str = "") -> None:
+        super().__init__(message)
+        self.setting = setting
 
 
 class ConfigError(UserError):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from wlb_titan.context import STRATEGIES, ContextStrategy, Exchange, Move
 from wlb_titan.cost.analytic import BYTES, Device, TokenSeconds
-from wlb_titan.cost.attention_hopper import hopper
+from wlb_titan.cost.attention_hopper import KERNELS, hopper
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.attention_profile import AttentionShape, Profile
 from wlb_titan.cost.cluster import Cluster, Link, load_cluster
@@ -25,15 +25,20 @@ from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.cost.workload import CostModel, cost_model
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
+from wlb_titan.memory.in_flight import most_in_flight, one_document
 from wlb_titan.memory.peak import RankMemory, layers_of_stages, longest_that_fits, pipeline_memory
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.packing import POLICIES, PackingPolicy
-from wlb_titan.packing.policy import OnOneRank, here
+from wlb_titan.packing.policy import OnOneRank, PassSeconds, here
 from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder
 from wlb_titan.pipeline.runs import PipelineRuns
 from wlb_titan.pipeline.schedule import PipelineShape
-from wlb_titan.plan import Plan
+from wlb_titan.plan import CachedSlice, Flow, Plan
 from wlb_titan.planner import Planner
+from wlb_titan.plugins import load
+
+PASS_SECONDS = "wlb_titan.simulator.slices:PackSeconds"
+"""Of a job, what predicts passes. By name, as the cost model `simulated`: the simulator knows jobs."""
 
 
 class Policy(NamedTuple):
@@ -84,11 +89,15 @@ class Job:
         memory: data types and activation checkpointing, which also costs time.
         memory_unknown: what of the model keeps memory from being predicted, such as "a model with experts".
         overlap: whether weights are gathered and gradients reduced while ranks compute.
+        tensor_overlap: share of tensor parallelism's collectives that runs while the layer's matrix products
+            do: 0 exposes all of them, 1 hides what lasts no longer than these products.
+        routing_imbalance: tokens that the busiest rank's experts get over those of the mean rank.
         attention: the attention of one layer on one tensor-parallel rank; None: as [wlb.sharding] profile
             says, or the cluster's.
 
     Raises:
-        PlanError: the degrees do not divide the model or the micro-batches, or a policy cannot run here.
+        PlanError: the degrees do not divide the model or the micro-batches, a policy cannot run here, or a
+            share or an imbalance is out of range.
     """
 
     window: int
@@ -108,6 +117,8 @@ class Job:
     memory: MemorySettings = field(default_factory=MemorySettings)
     memory_unknown: str = ""
     overlap: bool = True
+    tensor_overlap: float = 0.0
+    routing_imbalance: float = 1.0
     attention: AttentionLatency | None = None
 
     def __post_init__(self) -> None:
@@ -115,13 +126,39 @@ class Job:
             if heads % self.degrees.tensor:
                 raise PlanError(
                     f"The model's {heads} {name} cannot be divided by the tensor parallel degree "
-                    f"{self.degrees.tensor}."
+                    f"{self.degrees.tensor}.",
+                    setting="parallelism.tensor_parallel_degree",
                 )
+        if not 0 <= self.tensor_overlap <= 1:
+            raise PlanError(
+                f"The overlap of tensor parallelism is {self.tensor_overlap}; it is between 0 and 1."
+            )
+        if not 1 <= self.routing_imbalance <= max(self.degrees.expert, 1):
+            raise PlanError(
+                f"The routing imbalance is {self.routing_imbalance}; it is the busiest rank's tokens over "
+                f"the mean's, from 1 to the expert parallel degree of {self.degrees.expert}."
+            )
+        if self.degrees.expert > max(self.model.experts, 1):
+            raise PlanError(
+                f"The expert parallel degree is {self.degrees.expert}, and a layer has {self.model.experts} "
+                "experts; it can be at most as many."
+            )
+        if self.memory.offload and self.cluster.host_bandwidth is None:
+            raise PlanError(
+                f"Activations cannot be offloaded on {self.cluster.name}: its file has no [node] "
+                "host_bandwidth. Add it in bytes/s a GPU, or keep them on the GPU."
+            )
         if self.micro_batches < 1 or self.micro_batches % self.degrees.data:
             raise PlanError(
                 f"{self.micro_batches} micro-batches cannot be shared equally by {self.degrees.data} "
-                "data-parallel ranks; the number must be a positive multiple of the data-parallel degree."
+                "data-parallel ranks; the number must be a positive multiple of the data-parallel degree.",
+                setting="training.global_batch_size",
             )
+        try:
+            _ = self.layers
+        except PlanError as error:
+            raise PlanError(str(error), setting="parallelism.pipeline_parallel_degree") from error
+        self.packing.check(self.shape)
         if self.strategy is not None:
             self.strategy.check(self.model, self.degrees.tensor)
 
@@ -167,7 +204,10 @@ class Job:
             return self.attention
         shape = AttentionShape.of(self.model, self.degrees.tensor, self.dtype)
         if self.sharding.profile:
-            return Profile.load(Path(self.sharding.profile)).latency(shape)
+            try:
+                return Profile.load(Path(self.sharding.profile)).latency(shape)
+            except PlanError as error:
+                raise PlanError(str(error), setting="sharding.profile") from error
         return cluster_latency(self.cluster, shape)
 
     @cached_property
@@ -205,10 +245,17 @@ class Job:
 
     @property
     def device(self) -> Device:
-        """One of its ranks."""
-        return Device.of(
+        """One of its ranks: the cluster's, at the rates of the profile that [wlb.sharding] or it names.
+
+        Raises:
+            PlanError: the profile cannot be read.
+        """
+        device = Device.of(
             self.cluster, tensor_parallel=self.degrees.tensor, context_parallel=self.degrees.context
         )
+        name = self.sharding.profile or self.cluster.attention_profile
+        measured = Profile.load(Path(name)).linear if name else None
+        return device if measured is None else measured.on(device)
 
     @cached_property
     def token(self) -> TokenSeconds:
@@ -221,11 +268,24 @@ class Job:
         """What packing balances by."""
         return cost_model(self.packing.cost_model, self)
 
-    def peak_memory(self, lengths: Sequence[int]) -> tuple[RankMemory, ...]:
+    @property
+    def pass_seconds(self) -> PassSeconds:
+        """Predicts the passes of packs."""
+        predict: PassSeconds = load(PASS_SECONDS)(self)
+        return predict
+
+    def peak_memory(
+        self,
+        lengths: Sequence[int],
+        flow: Flow | None = None,
+        slices: Sequence[CachedSlice] | None = None,
+    ) -> tuple[RankMemory, ...]:
         """The peak of each pipeline rank.
 
         Args:
             lengths: tokens of a replica's micro-batches, in the order of running.
+            flow: the order of their passes, in one run; None is the schedule's own.
+            slices: of each micro-batch its slice, where documents are sliced.
 
         Raises:
             PlanError: it cannot be predicted for this schedule.
@@ -236,11 +296,31 @@ class Job:
             lengths,
             schedule=self.schedule,
             chunks=self.chunks,
-            run=self.run,
+            run=None if flow is not None else self.run,
             settings=self.memory,
             layers=self.layers,
             exchange=self.exchange,
+            flow=flow,
+            slices=slices,
         )
+
+    def sliced_memory(self, tokens: int) -> tuple[RankMemory, ...]:
+        """The peak of each pipeline rank with one document of so many tokens, all of its slices in flight."""
+        return self.peak_memory(*one_document(tokens, self.shape))
+
+    @cached_property
+    def most_in_flight(self) -> int | None:
+        """Tokens of documents in slices that a pipeline rank may have in flight: as set, or what fits; None
+        where memory is not predicted.
+
+        Raises:
+            PlanError: not even a document of the window fits.
+        """
+        wanted: int | None = getattr(self.packing, "tokens_in_flight", None)
+        if wanted is not None or self.memory_unknown:
+            return wanted
+        step = self.window * self.replica_micro_batches
+        return most_in_flight(self.sliced_memory, self.window, step, self.cluster.memory)
 
     @cached_property
     def longest_that_fits(self) -> int | None:
@@ -285,6 +365,9 @@ class Job:
             packing=self.packing,
             cost_model=self.cost_model,
             strategy=self.strategy,
+            shape=self.shape,
+            in_flight=lambda: self.most_in_flight,
+            pass_seconds=self.pass_seconds,
             pipeline=pipeline,
             on_one_rank=on_one_rank,
         )
@@ -314,6 +397,22 @@ class Job:
         return replace(self, cluster=cluster)
 
 
+def named_attention(text: str, job: Job) -> AttentionLatency:
+    """The attention of a job's layer by a published kernel's times or a profile's.
+
+    Args:
+        text: a kernel of `cost.attention_hopper`, or the path of a profile.
+        job: whose attention it is.
+
+    Raises:
+        PlanError: there is no such profile, or it lacks this attention.
+    """
+    shape = AttentionShape.of(job.model, job.degrees.tensor, job.dtype)
+    if text in KERNELS:
+        return replace(hopper(_mean_dim(shape), shape.heads, kernel=text), windows=shape.windows)
+    return Profile.load(Path(text)).latency(shape)
+
+
 def cluster_latency(cluster: Cluster, shape: AttentionShape) -> AttentionLatency:
     """The attention of one layer on a GPU of a cluster.
 
@@ -329,8 +428,7 @@ def cluster_latency(cluster: Cluster, shape: AttentionShape) -> AttentionLatency
                 f"{cluster.name}.",
                 stacklevel=2,
             )
-    mean = (shape.head_dim + (shape.v_head_dim or shape.head_dim)) / 2
-    derived = replace(hopper(mean, shape.heads), windows=shape.windows)
+    derived = replace(hopper(_mean_dim(shape), shape.heads), windows=shape.windows)
     base = load_cluster("h100_roce")
     forward = base.attention_flops / cluster.attention_flops
     backward = base.attention_backward_flops / cluster.attention_backward_flops
@@ -342,3 +440,8 @@ def cluster_latency(cluster: Cluster, shape: AttentionShape) -> AttentionLatency
         backward=derived.backward.slower(backward),
         source=f"{derived.source}, scaled to {cluster.name}",
     )
+
+
+def _mean_dim(shape: AttentionShape) -> float:
+    """The mean head dim of queries and keys, and of values."""
+    return (shape.head_dim + (shape.v_head_dim or shape.head_dim)) / 2

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from paper import SLOWDOWN, attention, configuration, forward_imbalance, scenario
+from lengths import WINDOW, carried, documents, dropped, stated
+from paper import LLAMA_405B, Setting, attention, configuration, forward_imbalance, scenario
 
 from wlb_titan.context import per_document, per_sequence
 from wlb_titan.cost.degrees import Degrees
@@ -22,7 +22,7 @@ from wlb_titan.simulator.scenario import Scenario
 PLAIN = Policy("plain", "per_sequence")
 FIXED = (Policy("fixed_greedy", "per_sequence"), Policy("fixed_greedy", "per_document"))
 WLB = Policy("wlb", "adaptive")
-OURS = (Policy("wlb_lazy", "adaptive"), Policy("wlb_lazy", "hybrid"), Policy("wlb_lazy", "hybrid", "best"))
+OURS = (Policy("wlb_lazy", "hybrid"), Policy("wlb_lazy", "hybrid", "best"))
 RESULTS = Path(__file__).parents[1] / "results" / "cpu"
 
 
@@ -45,7 +45,7 @@ def speedups(one: Scenario, policies: tuple[Policy, ...], steps: int) -> dict[st
     return result
 
 
-def table_2(steps: int, solver_steps: int) -> list[dict[str, Any]]:
+def table_2(setting: Setting, steps: int, solver_steps: int) -> list[dict[str, Any]]:
     """Imbalance degree of forward latency and milliseconds of packing, N = 4, 7B-128K."""
     rows: list[tuple[str, PackingPolicy.Config, float | None, float | None]] = [
         ("Original Packing", POLICIES.configure("plain"), 1.44, 0),
@@ -64,7 +64,7 @@ def table_2(steps: int, solver_steps: int) -> list[dict[str, Any]]:
     result = []
     for name, packing, theirs, their_ms in rows:
         count = solver_steps if packing.name == "fixed_solver" else steps
-        one = configuration("7B-128K", packing=packing)
+        one = configuration(setting, "7B-128K", packing=packing)
         begin = time.perf_counter()
         imbalance = forward_imbalance(one, Policy(packing.name), count)
         plans = one.plans(Policy(packing.name), min(count, 50))
@@ -84,10 +84,10 @@ def table_2(steps: int, solver_steps: int) -> list[dict[str, Any]]:
     return result
 
 
-def large_job(steps: int) -> dict[str, Any]:
-    """Figures 1 and 4: computation of every GPU in an 8K-GPU job, (TP, CP, PP, DP) = (8, 16, 16, 4), 128K."""
+def large_job(setting: Setting, steps: int) -> dict[str, Any]:
+    """Figures 1 and 4: computation of every GPU of the 405B job, (TP, CP, PP, DP) = (8, 16, 16, 4), 128K."""
     degrees = Degrees(tensor=8, context=16, pipeline=16, shard=4)
-    one = scenario(PAPER_MODELS["70B"], degrees, 131072)
+    one = scenario(setting, LLAMA_405B, degrees, WINDOW)
     token = one.job.token
     attention_of, computation_of = [], []
     for plan in one.plans(PLAIN, steps):
@@ -110,6 +110,8 @@ def large_job(steps: int) -> dict[str, Any]:
     return {
         "slowest_gpu_computation": spread(c),
         "slowest_gpu_attention": spread(a),
+        "slowest_gpu_attention_of_all_steps": spread(a.sum(axis=0, keepdims=True)),
+        "steps": steps,
         "data_parallel_attention": spread(a.mean(axis=2)),
         "context_parallel_attention": float((a.max(axis=2) / a.mean(axis=2)).mean()),
         "attention": a[0].tolist(),
@@ -117,24 +119,32 @@ def large_job(steps: int) -> dict[str, Any]:
     }
 
 
-def figure_6(steps: int) -> dict[str, Any]:
-    """Packing over more global batches: imbalance of attention here, loss from runs where there are any."""
+def figure_3() -> dict[str, Any]:
+    """Lengths of documents, and their mean by position, with the rest of cut documents carried on or lost."""
+    lengths = documents()
+    return {
+        "carried": stated(carried(lengths, WINDOW)),
+        "dropped": stated(dropped(lengths[:100_000], WINDOW)),
+        "histogram": np.histogram(np.log2(carried(lengths, WINDOW)), bins=np.arange(4, 18))[0].tolist(),
+    }
+
+
+def figure_6(setting: Setting, steps: int) -> dict[str, Any]:
+    """Packing over more global batches: imbalance of attention, Max_Attn / Avg_Attn in squares of lengths."""
     result: dict[str, Any] = {"window": [1, 2, 4, 8, 16], "imbalance": []}
     for window in result["window"]:
         packing = POLICIES.configure("fixed_greedy", global_batches=window)
-        plans = configuration("7B-128K", packing=packing).plans(Policy("fixed_greedy"), steps)
+        plans = configuration(setting, "7B-128K", packing=packing).plans(Policy("fixed_greedy"), steps)
         squares = [
             [float((m.documents[:, LENGTH] ** 2.0).sum()) for m in plan.micro_batches] for plan in plans
         ]
         result["imbalance"].append(float(np.mean(np.max(squares, axis=1) / np.mean(squares, axis=1))))
-    curves = RESULTS / "loss_curves.json"
-    result["loss_curves"] = json.loads(curves.read_text()) if curves.is_file() else None
     return result
 
 
-def figure_7() -> dict[str, Any]:
+def figure_7(setting: Setting) -> dict[str, Any]:
     """Latency of attention and of everything else by document length, 7B-128K, one layer's worth of all."""
-    one = configuration("7B-128K")
+    one = configuration(setting, "7B-128K")
     d = 2 ** np.arange(9, 18)
     attending = one.job.latency.work(d, d)[0] / one.job.degrees.context * one.job.model.layers
     total = one.job.cost_model.forward(d)
@@ -149,29 +159,29 @@ def figure_7() -> dict[str, Any]:
     }
 
 
-def figure_10() -> dict[str, Any]:
+def figure_10(setting: Setting) -> dict[str, Any]:
     """The attention kernel by query length: latency of many short segments, and achieved TFLOP/s."""
-    latency = attention(PAPER_MODELS["7B"], 8)
+    latency = attention(PAPER_MODELS["7B"], 8, setting)
     lengths = [16, 32, 64, 96, 128, 160, 192, 224, 256]
     result: dict[str, Any] = {"q_len": lengths, "kv_len": 4096, "seconds": [], "tflops": []}
     for q in lengths:
         count = 512
         kernel = latency.forward
         work = kernel.work(kernel.tiling.count(np.full(count, q), np.full(count, 4096))).sum()
-        seconds = kernel.launch + work * latency.heads / latency.units
+        seconds = float(kernel.launch + work * latency.heads / latency.units)
         flops = 4 * 128 * latency.heads * count * q * (4096 - (q - 1) / 2)
         result["seconds"].append(seconds)
-        result["tflops"].append(flops / seconds / 1e12)
+        result["tflops"].append(float(flops / seconds / 1e12))
     return result
 
 
-def figure_12(steps: int, *, slowdown: float = SLOWDOWN, ours: bool = True) -> dict[str, Any]:
+def figure_12(setting: Setting, steps: int) -> dict[str, Any]:
     """All configurations of Table 1."""
-    policies = (*FIXED, WLB, *(OURS if ours else ()))
-    return {name: speedups(configuration(name, slowdown=slowdown), policies, steps) for name in PAPER_DEGREES}
+    policies = (*FIXED, WLB, *OURS)
+    return {name: speedups(configuration(setting, name), policies, steps) for name in PAPER_DEGREES}
 
 
-def figure_13(steps: int) -> dict[str, Any]:
+def figure_13(setting: Setting, steps: int) -> dict[str, Any]:
     """One optimization after the other, 7B-128K."""
     policies = (
         Policy("plain", "per_document"),
@@ -179,27 +189,42 @@ def figure_13(steps: int) -> dict[str, Any]:
         Policy("wlb", "per_sequence"),
         WLB,
     )
-    return speedups(configuration("7B-128K"), policies, steps)
+    one = configuration(setting, "7B-128K")
+    result = speedups(one, policies, steps)
+    result["context_imbalance"] = {
+        policy.packing: _context_imbalance(one, policy, steps) for policy in (PLAIN, Policy("wlb"))
+    }
+    return result
 
 
-def figure_14(steps: int) -> dict[str, Any]:
+def _context_imbalance(one: Scenario, policy: Policy, steps: int) -> float:
+    """Attention of the slowest context-parallel rank over the mean's, of all micro-batches together."""
+    plans = one.plans(policy, steps)
+    seconds = np.array([attention_seconds(m, one.job).sum(axis=1) for p in plans for m in p.micro_batches])
+    return float(seconds.max(axis=1).sum() / seconds.mean(axis=1).sum())
+
+
+def figure_14(setting: Setting, steps: int) -> dict[str, Any]:
     """7B with windows of 32K to 160K, at the degrees of 7B-128K."""
     return {
         f"{k}K": speedups(
-            scenario(PAPER_MODELS["7B"], PAPER_DEGREES["7B-128K"], k * 1024), (*FIXED, WLB, *OURS[1:2]), steps
+            scenario(setting, PAPER_MODELS["7B"], PAPER_DEGREES["7B-128K"], k * 1024),
+            (*FIXED, WLB, *OURS[1:]),
+            steps,
         )
         for k in (32, 64, 96, 128, 160)
     }
 
 
-def figure_15(packs: int) -> dict[str, Any]:
+def figure_15(setting: Setting, packs: int) -> dict[str, Any]:
     """A 7B layer on 4 context-parallel ranks: forward and backward by sharding."""
     result = {}
     for window, tensor in ((65536, 4), (131072, 8)):
-        one = scenario(PAPER_MODELS["7B"], Degrees(tensor=tensor, context=4, pipeline=1), window)
+        one = scenario(setting, PAPER_MODELS["7B"], Degrees(tensor=tensor, context=4, pipeline=1), window)
         token, latency = one.job.token, one.job.latency
         computed = 3 * (token.matrices + token.elements) * window
-        communicated = 2 * (token.tensor + token.context) * window
+        exposed = token.tensor - min(setting.hidden * token.tensor, token.matrices)
+        communicated = 2 * (exposed + token.context) * window
         seconds: dict[str, list[float]] = {"per_sequence": [], "per_document": []}
         for plan in one.plans(Policy("plain"), packs):
             lengths = plan.micro_batches[0].documents[:, LENGTH]
@@ -217,14 +242,14 @@ def figure_15(packs: int) -> dict[str, Any]:
     return result
 
 
-def token_delay(steps: int) -> float:
+def token_delay(setting: Setting, steps: int) -> float:
     """Iterations that a token waits under wlb, 7B-128K (section 6.4: 0.5)."""
-    plans = configuration("7B-128K").plans(Policy("wlb"), steps)
+    plans = configuration(setting, "7B-128K").plans(Policy("wlb"), steps)
     waited = sum(int(m.documents[:, LENGTH] @ m.documents[:, DELAY]) for p in plans for m in p.micro_batches)
     return waited / sum(plan.tokens for plan in plans)
 
 
-def scale(steps: int) -> list[dict[str, Any]]:
+def scale(setting: Setting, steps: int) -> list[dict[str, Any]]:
     """The same job at 1K, 8K and 100K GPUs: speedup, processor time and memory of planning and simulating."""
     result = []
     for gpus, degrees in (
@@ -234,10 +259,10 @@ def scale(steps: int) -> list[dict[str, Any]]:
     ):
         assert degrees.ranks == gpus
         n = 16 * degrees.data
-        one = scenario(PAPER_MODELS["70B"], degrees, 131072, micro_batches=n)
+        one = scenario(setting, PAPER_MODELS["70B"], degrees, WINDOW, micro_batches=n)
         row: dict[str, Any] = {"gpus": gpus, "degrees": str(degrees), "micro_batches": n}
         plain_rate = None
-        for policy in (PLAIN, FIXED[1], WLB, OURS[1]):
+        for policy in (PLAIN, FIXED[1], WLB, OURS[0]):
             count = steps if gpus < 50_000 else 1
             begin = time.process_time()
             plans = one.plans(policy, count, warm_up=2)
@@ -258,9 +283,9 @@ def scale(steps: int) -> list[dict[str, Any]]:
     return result
 
 
-def speed() -> dict[str, float]:
+def speed(setting: Setting) -> dict[str, float]:
     """Processor seconds of 100 steps of the paper's largest configuration, planned and simulated."""
-    one = configuration("70B-128K")
+    one = configuration(setting, "70B-128K")
     begin = time.process_time()
     planner = one.job.under(WLB).planner(one.documents)
     tuned = time.process_time()

@@ -31,16 +31,35 @@ def draw_all(results: dict[str, Any]) -> None:
     """Writes FOLDER/*.svg."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     with plt.rc_context(STYLE):
-        _figure_4(results["large_job"])
-        _figure_7(results["figure_7"])
-        _figure_10(results["figure_10"])
-        _figure_12(results["figure_12"])
-        _figure_14(results["figure_14"])
+        settings = list(results["settings"].values())
+        one = settings[results["setup"]["one"]]
+        _figure_3(results["figure_3"])
+        _figure_4(one["large_job"])
+        _figure_7(one["figure_7"])
+        _figure_10(one["figure_10"])
+        _figure_12([setting["figure_12"] for setting in settings])
+        _figure_14([setting["figure_14"] for setting in settings])
 
 
 def _save(figure: Any, name: str) -> None:
     figure.savefig(FOLDER / name, bbox_inches="tight", metadata={"Date": None})
     plt.close(figure)
+
+
+def _figure_3(figure_3: dict[str, Any]) -> None:
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 2.8))
+    counts = np.array(figure_3["histogram"])
+    left.bar(range(4, 17), counts / counts.sum(), 0.9, align="edge", color=BLUE)
+    left.set_xticks([6, 9, 12, 15, 17], ["64", "512", "4K", "32K", "128K"])
+    left.set_xlabel("document length, tokens")
+    left.set_ylabel("share of documents")
+    profile = np.array(figure_3["carried"]["profile"])
+    right.plot((np.arange(len(profile)) + 0.5) * 128 / len(profile), profile / profile.min(), color=GREEN)
+    right.set_ylim(0.9)
+    right.set_xlabel("position in the window, K tokens")
+    right.set_ylabel("average length / least")
+    figure.tight_layout()
+    _save(figure, "figure_03.svg")
 
 
 def _figure_4(job: dict[str, Any]) -> None:
@@ -80,33 +99,40 @@ def _figure_10(figure_10: dict[str, Any]) -> None:
     _save(figure, "figure_10.svg")
 
 
-def _figure_12(figure_12: dict[str, Any]) -> None:
+def _figure_12(settings: list[dict[str, Any]]) -> None:
     figure, axes = plt.subplots(figsize=(9, 3.2))
     bars = {
         "Fixed-4D": (lambda row: fixed_4d(row), GOLD),
         "WLB-LLM": (lambda row: row["wlb:adaptive"], BLUE),
         "wlb_lazy, hybrid, best order": (lambda row: row["wlb_lazy:hybrid:best"], GREEN),
     }
-    for place, (name, (value, color)) in enumerate(bars.items()):
-        heights = [value(row) - 1 for row in figure_12.values()]
-        axes.bar(
-            np.arange(len(heights)) + 0.27 * (place - 1), heights, 0.25, bottom=1, color=color, label=name
-        )
+    names = list(settings[0])
+    for place, (label, (value, color)) in enumerate(bars.items()):
+        heights = np.array([[value(setting[name]) - 1 for name in names] for setting in settings])
+        middle = heights.mean(axis=0)
+        ends = np.abs([heights.min(axis=0) - middle, heights.max(axis=0) - middle])
+        x = np.arange(len(names)) + 0.27 * (place - 1)
+        axes.bar(x, middle, 0.25, bottom=1, color=color, label=label)
+        axes.errorbar(x, 1 + middle, ends, fmt="none", ecolor=INK, elinewidth=1, capsize=2)
     axes.axhline(1, color=INK, linewidth=1)
-    axes.set_xticks(range(len(figure_12)), list(figure_12))
+    axes.set_xticks(range(len(names)), names)
     axes.set_ylabel("speedup over Plain-4D")
+    axes.set_title("Mean and range of the settings", loc="left")
     axes.legend(ncols=3, loc="upper right")
     _save(figure, "figure_12.svg")
 
 
-def _figure_14(figure_14: dict[str, Any]) -> None:
+def _figure_14(settings: list[dict[str, Any]]) -> None:
     figure, axes = plt.subplots(figsize=(6, 3))
+    windows = list(settings[0])
     for name, key, color in (
         ("WLB-LLM", "wlb:adaptive", BLUE),
-        ("wlb_lazy, hybrid", "wlb_lazy:hybrid", GREEN),
+        ("wlb_lazy, hybrid, best order", "wlb_lazy:hybrid:best", GREEN),
     ):
-        axes.plot(
-            list(figure_14), [row[key] for row in figure_14.values()], color=color, marker="o", label=name
+        values = np.array([[setting[window][key] for window in windows] for setting in settings])
+        axes.plot(windows, values.mean(axis=0), color=color, marker="o", label=name)
+        axes.fill_between(
+            windows, values.min(axis=0), values.max(axis=0), color=color, alpha=0.15, linewidth=0
         )
     axes.scatter(["128K", "160K"], [1.33, 1.40], color=INK, marker="x", label="paper", zorder=3)
     axes.set_ylabel("speedup over Plain-4D")

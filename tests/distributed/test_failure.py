@@ -47,7 +47,9 @@ def test_interrupt_ends_all_processes(lab):
         assert job.poll() is None and time.monotonic() < deadline, "the job did not start"
         time.sleep(0.1)
     os.killpg(job.pid, signal.SIGINT)
-    job.communicate(timeout=60)
+    output, _ = job.communicate(timeout=60)
+    assert "Stopped by Ctrl-C; the job has ended." in output
+    assert "Traceback" not in output
     steps = len(metrics.read_text().splitlines())
     time.sleep(2)
     assert len(metrics.read_text().splitlines()) == steps, "ranks go on training after Ctrl-C"

@@ -288,19 +288,20 @@ def test_degrees_that_do_not_fit_the_world_size(here):
 
 def test_a_right_file(here):
     (here / "text").mkdir()
-    (here / "text" / "a.txt").write_text("to be or not to be " * 50)
+    for number in range(20):
+        (here / "text" / f"{number}.txt").write_text("to be or not to be " * 50)
     prepared = CliRunner().invoke(main, ["prepare", "corpus", "--source", "text:text", "--vocab-size", "300"])
     assert prepared.exit_code == 0, prepared.output
     content = 'base = "llama3_debug"\nwlb.corpus.path = "corpus"\nparallelism.pipeline_parallel_degree = 2'
     file = write(here, {"t": content})
-    result = run("check", file, "--training.seq_len", "2048", "--world-size", "8", "--training.steps=-1")
+    result = run("check", file, "--training.seq_len", "2048", "--world-size", "8", "--training.steps=7")
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("OK t.toml: model ")
     assert result.stdout.count("\n") == 1
     for words in (
         "PP 2 x DP 4 x CP 1 x TP 1",
         "seq_len 2048",
-        "-1 steps",
+        "7 steps",
         "packing plain",
         "sharding per_sequence",
     ):
@@ -316,8 +317,8 @@ def test_show(here):
         'base = "llama3_debug" # t.toml:1',
         "",
         "[training]",
-        "seq_len = 2048 # t.toml:4",
-        "steps = 5 # command line",
+        "seq_len = 2048 # t.toml:4; at least 2 and at most 134217728",
+        "steps = 5 # command line; at least 1",
     ]
     everything = run("show", file, "--training.steps", "5").stdout
     assert "lr = 0.003" in everything
@@ -334,7 +335,7 @@ def without_model(resolved):
 
 DEGREES = st.sampled_from([1, 2])
 SETTINGS = {
-    "dump_folder": st.text("abc/ ", max_size=5),
+    "dump_folder": st.text("abc/ ", min_size=1, max_size=5),
     "training.seq_len": st.integers(1, 64).map(lambda n: n * 128),
     "training.max_norm": st.integers(1, 5) | st.floats(0.5, 5),
     "training.dtype": st.sampled_from(["bfloat16", "float32"]),

@@ -11,12 +11,20 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from wlb_titan.corpus import Corpus, CorpusError, Manifest
+from wlb_titan.corpus.arrow import write_checks
+from wlb_titan.corpus.manifest import _hash, facts_of_files
+from wlb_titan.corpus.verify import verify
 from wlb_titan.corpus.writer import DocumentWriter
 from wlb_titan.errors import UserError
+
+
+def files_of(folder: Path) -> dict:
+    write_checks(folder / "documents.arrow")
+    return facts_of_files(folder, [path for path in folder.rglob("*") if path.is_file()])
 
 
 def make_corpus(folder: Path, documents: list[list[int]], batch_tokens: int = 16) -> Path:
@@ -37,9 +45,7 @@ def make_corpus(folder: Path, documents: list[list[int]], batch_tokens: int = 16
         end_of_text_id=0,
         tokenizer_sha256=hashlib.sha256(b"{}").hexdigest(),
         settings={"source": "made by a test"},
-        files={
-            name: (folder / name).stat().st_size for name in ("documents.arrow", "tokenizer/tokenizer.json")
-        },
+        **files_of(folder),
     ).save(folder)
     return folder
 
@@ -130,8 +136,10 @@ def test_writing_imports_neither_torch_nor_torchtitan():
 
 
 def change_manifest(folder: Path, **changes: object) -> None:
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(manifest | changes))
+    """Writes another manifest, with a right hash of itself."""
+    manifest = json.loads((folder / "manifest.json").read_text()) | changes
+    del manifest["manifest_sha256"]
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"manifest_sha256": _hash(manifest)}))
 
 
 def error_of_opening(folder: Path) -> str:
@@ -140,7 +148,7 @@ def error_of_opening(folder: Path) -> str:
     message = str(caught.value)
     assert isinstance(caught.value, UserError)
     assert str(folder) in message
-    assert "wlb-titan prepare" in message, "the message does not say what to do"
+    assert "wlb-titan prepare" in message or "another folder" in message, "it does not say what to do"
     assert "\n" not in message
     return message
 
@@ -166,8 +174,8 @@ def test_damaged_manifest(corpus_folder, content):
 
 
 def test_other_format_version(corpus_folder):
-    change_manifest(corpus_folder, format_version=3, a_field_of_the_future=1)
-    assert "has corpus format version 3, but this wlb_titan reads the versions 1 and 2" in error_of_opening(
+    change_manifest(corpus_folder, format_version=4, a_field_of_the_future=1)
+    assert "has corpus format version 4, but this wlb_titan reads the versions 1, 2, 3" in error_of_opening(
         corpus_folder
     )
 
@@ -193,7 +201,7 @@ def test_truncated_file(corpus_folder):
 def test_overwritten_file_of_the_same_size(corpus_folder):
     size = (corpus_folder / "documents.arrow").stat().st_size
     (corpus_folder / "documents.arrow").write_bytes(b"x" * size)
-    assert "documents.arrow cannot be read" in error_of_opening(corpus_folder)
+    assert "is damaged: documents.arrow, its head" in error_of_opening(corpus_folder)
 
 
 def test_changed_tokenizer(corpus_folder):
@@ -205,3 +213,55 @@ def test_manifest_round_trip(corpus_folder, tmp_path):
     manifest = dataclasses.replace(Manifest.load(corpus_folder), end_of_text="<|fin…|>")
     manifest.save(tmp_path)
     assert Manifest.load(tmp_path) == manifest
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_corpora_without_checksums_are_still_read(corpus_folder, version):
+    expected = [Corpus.open(corpus_folder).tokens(row).tolist() for row in range(5)]
+    (corpus_folder / "documents.sums").unlink()
+    (corpus_folder / "documents.batches").unlink()
+    manifest = json.loads((corpus_folder / "manifest.json").read_text())
+    manifest["files"] = {
+        name: size for name, size in manifest["files"].items() if not name.endswith((".sums", ".batches"))
+    }
+    del manifest["checksums"], manifest["manifest_sha256"]
+    (corpus_folder / "manifest.json").write_text(json.dumps(manifest | {"format_version": version}))
+    corpus = Corpus.open(corpus_folder)
+    assert [corpus.tokens(row).tolist() for row in range(5)] == expected
+    assert corpus.source(3) == "document 3"
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_every_flipped_bit_is_noticed(corpus_folder, data):
+    """Of any file of the corpus: opening it, or reading every document and its source, says so."""
+    whole = Corpus.open(corpus_folder)
+    tokens = [whole.tokens(row).tolist() for row in range(len(whole))]
+    name = data.draw(st.sampled_from([*whole.manifest.files, "manifest.json"]))
+    content = (corpus_folder / name).read_bytes()
+    place = data.draw(st.integers(0, 8 * len(content) - 1))
+    damaged = bytearray(content)
+    damaged[place // 8] ^= 1 << place % 8
+    (corpus_folder / name).write_bytes(damaged)
+    try:
+        with pytest.raises(CorpusError, match=r"damaged|not match its manifest|format version") as caught:
+            corpus = Corpus.open(corpus_folder)
+            assert [corpus.tokens(row).tolist() for row in range(len(corpus))] == tokens
+            assert all(corpus.source(row) == f"document {row}" for row in range(len(corpus)))
+            verify(corpus_folder, lambda *report: None)
+        assert str(corpus_folder) in str(caught.value)
+    finally:
+        (corpus_folder / name).write_bytes(content)
+
+
+def test_damage_far_from_what_is_read_is_found_by_verify_only(tmp_path):
+    folder = make_corpus(tmp_path / "corpus", [[1] * 50_000, [2] * 50_000], batch_tokens=10)
+    content = bytearray((folder / "documents.arrow").read_bytes())
+    content[-100_000] ^= 1  # in the second document
+    (folder / "documents.arrow").write_bytes(content)
+    corpus = Corpus.open(folder)
+    assert set(corpus.tokens(0).tolist()) == {1}
+    with pytest.raises(CorpusError, match=r"documents.arrow, document 1: the 32,768 bytes from"):
+        corpus.tokens(1)
+    with pytest.raises(CorpusError, match=r"documents.arrow in 1 blocks of 32,768 bytes"):
+        verify(folder, lambda *report: None)

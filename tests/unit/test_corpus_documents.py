@@ -1,6 +1,7 @@
 """From texts to tokens: cutting, batching, the tokenizer and its end-of-text token."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from wlb_titan.corpus.documents import Documents, split_at_lines
+from wlb_titan.corpus.documents import Documents
 from wlb_titan.corpus.histogram import length_histogram
+from wlb_titan.corpus.pieces import MOST_UNBROKEN, split, split_at_lines
 from wlb_titan.corpus.sources import Unreadable
 from wlb_titan.corpus.tokenizer import (
     TRAINING_CHARACTERS,
@@ -141,11 +143,20 @@ def test_torchtitan_loads_the_trained_tokenizer(tokenizer_folder, tokenizer):
     ("count", "from_each"), [(1, 100_000), (3, 100_000), (1000, TRAINING_CHARACTERS // 64)]
 )
 def test_the_training_sample_is_spread_over_documents(count, from_each):
-    source = Texts([["x" * 60_000, Unreadable("a", "b"), "y" * 90_000]] * count)
-    sample = list(training_texts(source, range(count)))
-    assert sum(map(len, sample)) == min(TRAINING_CHARACTERS, 150_000 * count)
-    most = max(len(a) + len(b) for a, b in zip(sample[::2], sample[1::2], strict=True))
+    texts = [["x " * 30_000, Unreadable("a", "b"), chr(200 + number) * 90_000] for number in range(count)]
+    sample = "".join(training_texts(Texts(texts), range(count)))
+    assert len(sample) == min(TRAINING_CHARACTERS, 150_000 * count)
+    most = max(60_000 + sample.count(chr(200 + number)) for number in range(count))
     assert from_each <= most <= 150_000
+
+
+def test_text_without_white_space_is_tokenized_in_bounded_pieces():
+    """A word of 4 M characters takes no longer than many short ones, and none is lost."""
+    text = "ab " + "ACGT" * 5_000 + "\n" + " " * 9_000 + "cd"
+    pieces = list(split(text, 10_000))
+    assert "".join(pieces) == text
+    assert max(len(word) for piece in pieces for word in re.findall(r"\S+|\s+", piece)) <= MOST_UNBROKEN
+    assert list(split("", 10)) == [""]
 
 
 def test_a_users_tokenizer_is_copied(tokenizer_folder, tmp_path):

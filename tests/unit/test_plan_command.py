@@ -1,12 +1,15 @@
 """`wlb-titan plan`: contract, table, report and mistakes."""
 
+import io
 import json
 import re
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
+from wlb_titan.commands.console import show_table
 from wlb_titan.commands.main import main
 
 ARGUMENTS = ["--context-window", "256", "--micro-batches", "4", "--cost-model", "quadratic:2,100"]
@@ -171,8 +174,6 @@ def assert_refused(result, message):
         (["--policy", "wlb", "--thresholds", "200,100"], "200, 100 are out of order"),
         (["--policy", "wlb", "--thresholds", "100,300"], "300 is above the context window of 256"),
         (["--policy", "wlb_lazy", "--max-length", "255"], "255 tokens, below the context window of 256"),
-        (["--context-window", "0"], "context window is 0"),
-        (["--micro-batches", "0"], "0 micro-batches"),
         (["--data-parallel", "3"], "4 micro-batches cannot be shared equally by 3"),
         (["--cost-model", "quadratic:1"], "'quadratic:1' is malformed"),
         (["--cost-model", "analytic", "--model", "8B"], "no model '8B'"),
@@ -185,15 +186,61 @@ def test_bad_options(lengths, options, message):
     assert_refused(run("--lengths", lengths, *ARGUMENTS, *options), message)
 
 
+@pytest.mark.parametrize("name", ["web", "code", "paper"])
+def test_named_lengths(name):
+    result = run("--lengths", name, *ARGUMENTS, "--steps", 2)
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith(f"{name} (") and "262,144 documents" in result.output
+
+
 def test_a_missing_file_and_a_missing_option(lengths, tmp_path):
-    assert_refused(run("--lengths", tmp_path / "none.txt", *ARGUMENTS), "none.txt cannot be read")
+    assert_refused(
+        run("--lengths", tmp_path / "none.txt", *ARGUMENTS),
+        "neither a distribution of lengths called .*none.txt.* web, code, paper",
+    )
     assert_refused(
         run("--lengths", lengths, "--micro-batches", 4), "--context-window and --micro-batches must be given"
     )
-    assert_refused(run(*ARGUMENTS), "either a TOML file or")
+    assert_refused(run(*ARGUMENTS), "Name a TOML file, or document lengths")
 
 
 def test_a_missing_profile_is_refused(lengths, tmp_path):
     result = run("--lengths", lengths, *ARGUMENTS[:4], "--cost-model", tmp_path / "none.json", "--steps", 1)
     assert result.exit_code == 2
     assert re.search(r"The profile .*none\.json cannot be read", " ".join(result.output.split()))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--seed", "-1"],
+        ["--context-window", "99999999999999999999"],
+        ["--steps", "0"],
+        ["--context-window", "0"],
+        ["--micro-batches", "0"],
+        ["--policy", "fixed_greedy", "--window", "1000000000"],
+        ["--policy", "fixed_greedy", "--window", "0"],
+        ["--policy", "wlb_lazy", "--tolerance", "nan"],
+        ["--policy", "wlb", "--queues", "0"],
+    ],
+    ids=" ".join,
+)
+def test_numbers_out_of_range_are_refused_at_once(lengths, options):
+    result = run("--lengths", lengths, "--context-window", 256, "--micro-batches", 4, *options)
+    assert result.exit_code == 2
+    assert isinstance(result.exception, SystemExit), result.exception
+
+
+def test_few_steps_carry_their_standard_error(lengths):
+    options = ("--lengths", lengths, "--context-window", 256, "--micro-batches", 4)
+    assert "±" in run(*options, "--steps", 5).stdout
+    assert "±" not in run(*options, "--steps", 1).stdout
+
+
+def test_tables_stay_whole_where_there_is_no_room():
+    rows = [{"policy": "wlb_lazy", "imbalance": "1.003", "degrees": "TP 8 x CP 2 x PP 4 x DP 16"}]
+    for terminal, width in ((False, 20), (True, 20), (True, 200)):
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=width, no_color=True)
+        show_table(console, rows)
+        shown = console.file.getvalue()
+        assert all(text in shown for text in (*rows[0], *rows[0].values())), shown

@@ -58,6 +58,8 @@ def test_the_corpus_holds_every_text_once_in_shuffled_order(settings, tmp_path):
     assert unreadable == "picture.png: not UTF-8: invalid start byte at byte 0\n"
     assert sorted(os.listdir(corpus.path)) == [
         "documents.arrow",
+        "documents.batches",
+        "documents.sums",
         "manifest.json",
         "tokenizer",
         "unreadable.txt",
@@ -113,7 +115,7 @@ def test_progress_is_reported_up_to_the_end(settings, tmp_path):
         "Preparing the tokenizer",
     ]
     done = [done for _, done, total in reports if total == len(FILES) + 2]
-    assert len(done) == len(FILES)
+    assert len(set(done)) == len(FILES)
     assert done == sorted(done)
 
 
@@ -178,17 +180,17 @@ def test_a_failed_overwrite_keeps_the_old_corpus(settings, tmp_path):
 
 def test_a_damaged_corpus_needs_overwrite(settings, tmp_path):
     corpus = prepare_corpus(settings, tmp_path / "corpus")
-    (corpus.path / "manifest.json").unlink()
-    with pytest.raises(CorpusError, match=r"not a complete corpus.*--overwrite"):
+    (corpus.path / "tokenizer" / "tokenizer.json").write_text("{}")
+    with pytest.raises(CorpusError, match=r"tokenizer.json .*--overwrite"):
         prepare_corpus(settings, tmp_path / "corpus")
     assert len(prepare_corpus(settings, tmp_path / "corpus", overwrite=True)) == len(FILES)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_folder_with_other_files_is_never_touched(settings, tmp_path, overwrite):
-    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "tokenizer").mkdir(parents=True)
     (tmp_path / "home" / "thesis.tex").write_text("ten years of work")
-    with pytest.raises(CorpusError, match=r"no part of a corpus \(such as thesis.tex\)"):
+    with pytest.raises(CorpusError, match=r"no manifest of a corpus lists \(such as thesis.tex\)"):
         prepare_corpus(settings, tmp_path / "home", overwrite=overwrite)
     with pytest.raises(CorpusError, match="is a file"):
         prepare_corpus(settings, tmp_path / "home" / "thesis.tex", overwrite=overwrite)
@@ -247,7 +249,6 @@ def test_a_folder_that_appeared_meanwhile_is_kept(tmp_path):
 
 def test_ctrl_c_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path, monkeypatch):
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "file").write_text("old")
     rename = Path.rename
 
     def interrupted(self: Path, target: Path) -> Path:
@@ -259,7 +260,64 @@ def test_ctrl_c_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path,
     with pytest.raises(KeyboardInterrupt), written_whole(tmp_path / "a", replace=True) as folder:
         (folder / "file").write_text("new")
     assert os.listdir(tmp_path) == ["a"]
-    assert (tmp_path / "a" / "file").read_text() == "old"
+    assert os.listdir(tmp_path / "a") == []
+
+
+@pytest.mark.parametrize("place", ["tokenizer/notes.txt", "notes.txt", "empty/"])
+def test_overwriting_a_corpus_with_anything_else_in_it_is_refused(settings, tmp_path, place):
+    corpus = prepare_corpus(settings, tmp_path / "corpus")
+    if place.endswith("/"):
+        (corpus.path / place).mkdir()
+    else:
+        (corpus.path / place).write_text("mine")
+    before = sorted(path.name for path in corpus.path.rglob("*"))
+    with pytest.raises(CorpusError, match=f"such as {place}"):
+        prepare_corpus(settings, tmp_path / "corpus", overwrite=True)
+    assert sorted(path.name for path in corpus.path.rglob("*")) == before
+
+
+def test_a_folder_with_only_a_tokenizer_is_not_overwritten(settings, tmp_path):
+    (tmp_path / "corpus" / "tokenizer").mkdir(parents=True)
+    (tmp_path / "corpus" / "tokenizer" / "tokenizer.json").write_text("{}")
+    with pytest.raises(CorpusError, match=r"such as tokenizer/tokenizer.json"):
+        prepare_corpus(settings, tmp_path / "corpus", overwrite=True)
+    assert (tmp_path / "corpus" / "tokenizer" / "tokenizer.json").exists()
+
+
+def test_links_are_not_followed_out_of_the_folder(settings, tmp_path):
+    """A link in the place where the corpus is written first, and one that stands for the corpus itself."""
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_text("mine")
+    partial_folder(tmp_path / "a").symlink_to(tmp_path / "precious")
+    with pytest.raises(CorpusError, match="not what a preparation leaves behind"):
+        prepare_corpus(settings, tmp_path / "a")
+    assert os.listdir(tmp_path / "precious") == ["file"]
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "b").symlink_to(tmp_path / "disk" / "corpus")
+    for overwrite in (False, True):
+        assert (
+            prepare_corpus(settings, tmp_path / "b", overwrite=overwrite).path == tmp_path / "disk" / "corpus"
+        )
+    assert os.listdir(tmp_path / "disk") == ["corpus"]
+    assert (tmp_path / "b").is_symlink()
+
+
+def test_text_stays_in_its_folder(texts, tmp_path):
+    (tmp_path / "secret.txt").write_text("do not train on this")
+    (texts / "link.txt").symlink_to(tmp_path / "secret.txt")
+    (texts / "inside.txt").symlink_to(texts / "00.txt")
+    corpus = prepare_corpus(PrepareSettings(source=f"text:{texts}", vocab_size=300), tmp_path / "corpus")
+    sources = [corpus.source(row) for row in range(len(corpus))]
+    assert "inside.txt" in sources and "link.txt" not in sources
+    assert "link.txt: a link that leads out of the folder" in (corpus.path / "unreadable.txt").read_text()
+
+
+def test_a_bad_record_is_left_out_and_named(tmp_path):
+    deep = '{"text": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' + deep + '\n{"text": "fine"}\n')
+    corpus = prepare_corpus(PrepareSettings(source=f"jsonl:{tmp_path / 'a.jsonl'}"), tmp_path / "corpus")
+    assert len(corpus) == 2
+    assert "a.jsonl:2: too deeply nested" in (corpus.path / "unreadable.txt").read_text()
 
 
 # The command, in this process and killed in another.

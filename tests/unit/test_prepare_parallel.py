@@ -55,7 +55,7 @@ def test_any_number_of_workers_makes_the_same_corpus(folder, tokenizer):
     second = prepare_in_parts(asked(folder, tokenizer), folder / "two", Workers(workers=2))
     assert files(first.path) == files(second.path)
     assert set(os.listdir(first.path)) == {
-        *(f"documents-{part:05d}.arrow" for part in range(3)),
+        *(f"documents-{part:05d}.{ending}" for part in range(3) for ending in ("arrow", "batches", "sums")),
         *("manifest.json", "tokenizer", "unreadable.txt"),
     }
     single = Corpus.open(folder / "single")
@@ -99,6 +99,7 @@ def test_unfinished_work_of_other_settings_is_thrown_away(folder, tokenizer):
     output = folder / "corpus"
     partial = partial_folder(output)
     partial.mkdir()
+    (partial / ".lock").touch()
     (partial / "settings.json").write_text("{}")
     (partial / "documents-00000.arrow").write_bytes(b"of something else")
     corpus = prepare_in_parts(asked(folder, tokenizer), output, Workers(workers=1))

@@ -8,13 +8,18 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from wlb_titan.context import STRATEGIES
+from wlb_titan.cost.analytic import Analytic, Device
 from wlb_titan.cost.attention_fit import Point
 from wlb_titan.cost.attention_hopper import hopper
 from wlb_titan.cost.attention_latency import KernelCost, Tiling
 from wlb_titan.cost.attention_profile import AttentionShape, Entry, Profile
 from wlb_titan.cost.cluster import load_cluster
+from wlb_titan.cost.linear_profile import LinearProfile, line
+from wlb_titan.cost.models import PAPER_MODELS
+from wlb_titan.cost.workload import cost_model
 from wlb_titan.errors import PlanError
-from wlb_titan.job import cluster_latency
+from wlb_titan.job import Job, cluster_latency
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu" / "attention_profile.json"
 
@@ -46,6 +51,45 @@ def test_the_latency_model_takes_its_passes_units_and_heads_from_profile_and_sha
     assert latency.forward == profile.entries[0].cost
     assert latency.backward == profile.entries[1].cost
     assert (latency.units, latency.heads, latency.source) == (100, 16, "profile of Some GPU")
+
+
+LINEAR = LinearProfile(
+    dtype="bfloat16",
+    matrices=((1e9, 1e-5 + 1e9 / 4e14), (1e12, 1e-5 + 1e12 / 4e14)),
+    elements=((1e6, 2e-6 + 1e6 / 2e12), (1e9, 2e-6 + 1e9 / 2e12)),
+    gathers=((1e6, 2e-5 + 1e6 / 3e11), (1e9, 2e-5 + 1e9 / 3e11)),
+    ranks=8,
+)
+
+
+def test_measured_rates_take_the_place_of_the_clusters(profile, tmp_path):
+    path = tmp_path / "profile.json"
+    replace(profile, linear=LINEAR).save(path)
+    assert Profile.load(path).linear == LINEAR
+    assert LINEAR.link.bandwidth == pytest.approx(3e11) and LINEAR.link.latency == pytest.approx(2e-5)
+    model = replace(PAPER_MODELS["7B"], kv_heads=4)
+    sharding = STRATEGIES.configure("per_sequence", profile=str(path))
+    job = Job(window=1024, micro_batches=4, model=model, sharding=sharding)
+    assert job.device.linear_flops == pytest.approx(4e14)
+    assert job.device.memory_bandwidth == pytest.approx(2e12)
+    cluster = replace(load_cluster("h100_roce"), linear_flops=4e14, memory_bandwidth=2e12)
+    measured = cost_model(str(path), job)
+    by_hand = Analytic(model, Device.of(cluster))
+    one = np.array([1])
+    attention = model.layers * job.latency.work(one, one)[0]
+    assert measured.forward(one) == pytest.approx(by_hand.linear_forward + attention, rel=1e-4)
+
+
+def test_a_line_has_no_negative_part():
+    assert line([(1, 1), (2, 3), (4, 9)]) == (0.0, pytest.approx((19 / 9) / (1 + 4 / 9 + 16 / 81)))
+    assert line([(1, 3), (2, 5), (4, 9)]) == (pytest.approx(1), pytest.approx(2))
+
+
+def test_gathers_between_processes_are_measured():
+    linear = pytest.importorskip("wlb_titan.kernels.linear")
+    points = linear.gather_points(linear.LinearGrid((), (), (1024, 65536)), "cpu", 2)
+    assert [size for size, _ in points] == [1024, 65536]
+    assert all(seconds > 0 for _, seconds in points)
 
 
 def test_values_of_another_head_dim_and_windows(profile, tmp_path):
@@ -152,6 +196,8 @@ def test_the_command_measures_this_machine_and_writes_what_planning_reads(tmp_pa
     small = command.grid.CPU_GRID._replace(q_lens=(16, 64), kv_lens=(256,), keys=(256, 512), pairs=2**22)
     monkeypatch.setattr(command.grid, "CPU_GRID", small)
     monkeypatch.setattr(command.grid, "MILLISECONDS", 5.0)
+    few = command.linear.CPU_GRID._replace(tokens=(64,), widths=(64, 128))
+    monkeypatch.setattr(command.linear, "CPU_GRID", few)
     threads = command.torch.get_num_threads()
     request.addfinalizer(lambda: command.torch.set_num_threads(threads))
     command.torch.set_num_threads(1)  # several on a busy machine wait for each other
@@ -167,6 +213,8 @@ def test_the_command_measures_this_machine_and_writes_what_planning_reads(tmp_pa
     ]  # fmt: skip
     assert all(point.heads == 6 for point in written.entries[2].points)  # 4 rounded up to a multiple of 3
     assert all(point.seconds > 0 for entry in written.entries for point in entry.points)
+    assert 1e7 < written.linear.matrix_flops < 1e14 and 1e7 < written.linear.element_bandwidth < 1e14
+    assert written.linear.link is None and "[gpu] linear_flops = " in result.output
     latency = written.latency(AttentionShape(head_dim=16, v_head_dim=8, heads=4, group=1, dtype="float32"))
     long, short = (latency.seconds([np.array([[0, 0, n]])]).sum() for n in (8192, 512))
     assert long > 4 * short > 0

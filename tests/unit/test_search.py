@@ -13,8 +13,9 @@ from wlb_titan.errors import PlanError
 from wlb_titan.job import Job, Policy
 from wlb_titan.memory.peak import USABLE
 from wlb_titan.memory.settings import MemorySettings
+from wlb_titan.simulator import search as searching
 from wlb_titan.simulator.scenario import Scenario, network_sensitivity
-from wlb_titan.simulator.search import at_degrees, candidates, search
+from wlb_titan.simulator.search import at_degrees, candidates, degrees_of, search
 
 MODEL = PAPER_MODELS["550M"]
 PLAIN, LAZY = Policy("plain"), Policy("wlb_lazy", "per_document")
@@ -42,7 +43,7 @@ def test_policies_are_parsed_and_written():
 
 
 def test_candidates_divide_gpus_heads_and_micro_batches(scenario):
-    found = list(candidates(scenario.job, 16))
+    found = list(degrees_of(scenario.job, 16))
     assert all(degrees.ranks == 16 for degrees in found)
     assert {degrees.tensor for degrees in found} == {1, 2, 4}  # 12 heads
     assert all(8 % degrees.data == 0 and 8 // degrees.data >= degrees.pipeline for degrees in found)
@@ -51,8 +52,57 @@ def test_candidates_divide_gpus_heads_and_micro_batches(scenario):
 
 
 def test_attention_is_divided_with_the_degrees(scenario):
-    job = at_degrees(scenario.job, Degrees(tensor=4))
+    job = at_degrees(scenario.job, Degrees(tensor=4), "1F1B", 1)
     assert job.latency.heads == 3
+
+
+def test_schedules_and_stages_a_rank_are_tried(scenario):
+    def of(pipeline, **memory):
+        job = replace(scenario.job, memory=MemorySettings(**memory))
+        return [(j.schedule, j.chunks) for j in candidates(job, 4) if j.degrees == Degrees(pipeline=pipeline)]
+
+    interleaved = [("Interleaved1F1B", chunks) for chunks in (2, 4)]  # 16 layers on 4 ranks
+    assert of(4) == [("1F1B", 1), *interleaved]
+    zero_bubble = [("InterleavedZeroBubble", chunks) for chunks in (2, 4)]
+    assert of(4, checkpointing="none") == [("1F1B", 1), *interleaved, *zero_bubble, ("ZBVZeroBubble", 2)]
+
+
+def test_what_is_not_planned_could_not_win(scenario, monkeypatch):
+    quick = search(scenario, 4, [PLAIN, LAZY], steps=2)
+    monkeypatch.setattr(searching, "LEAST", 10**6)
+    full = search(scenario, 4, [PLAIN, LAZY], steps=2)
+    assert quick.slower > 0 == full.slower
+    assert len(quick.found) + 2 * quick.slower >= len(full.found)
+    assert quick.found[0].job == full.found[0].job
+    assert quick.found[0].tokens_per_second == full.found[0].tokens_per_second
+
+
+def test_what_there_is_no_time_for_is_counted(scenario):
+    asked = []
+
+    def once(what):
+        asked.append(what)
+        return len(asked) < 2
+
+    result = search(scenario, 4, [PLAIN], 1, once)
+    assert len(result.found) == 1 and result.slower == 0
+    assert result.untried == len(list(candidates(scenario.job, 4))) - 1
+    assert asked[0] == f"{result.found[0].job.degrees}, {result.found[0].pipeline}"
+
+
+def test_the_gain_over_the_configured_job_is_named(scenario):
+    result = search(scenario, 4, [PLAIN, LAZY], steps=1)
+    own = max(scenario.predict(policy, 1).tokens_per_second for policy in (PLAIN, LAZY))
+    assert result.configured.tokens_per_second == pytest.approx(own)
+    assert result.found[0].tokens_per_second >= own
+    assert search(scenario, 8, [PLAIN], steps=1).configured is None
+
+
+def test_experts_are_spread_over_powers_of_two(scenario):
+    model = replace(MODEL, experts=4, routed_width=1024, visits=2.0)
+    found = set(degrees_of(replace(scenario.job, model=model), 4))
+    assert {degrees.expert for degrees in found} == {1, 2, 4}
+    assert all(degrees.tensor * degrees.sharding_ranks % degrees.expert == 0 for degrees in found)
 
 
 def test_micro_batches_are_as_long_as_memory_allows(scenario):

@@ -32,3 +32,14 @@ def test_windows_and_head_dims():
     assert (shape.head_dim, shape.v_head_dim, shape.heads, shape.kv_heads) == (192, 128, 128, 128)
     name = "torchtitan.models.muse_glimmer.config_registry:muse_glimmer_30b"
     assert model_shape(base_config(name).model_spec.model).windows == ((2048, 39),)
+
+
+def test_experts():
+    shape = model_shape(base_config("torchtitan.models.qwen3.config_registry:qwen3_30b_a3b").model_spec.model)
+    assert (shape.experts, shape.visits, shape.routed_width) == (128, 8.0, 8 * 768)
+    assert shape.expert_weights == 128 * 3 * 2048 * 768
+    name = "torchtitan.models.deepseek_v3.config_registry:deepseek_v3_671b"
+    shape = model_shape(base_config(name).model_spec.model)
+    assert shape.experts == 256 and shape.visits == pytest.approx(8 * 58 / 61)  # three layers are dense
+    llama = model_shape(base_config("torchtitan.models.llama3.config_registry:llama3_8b").model_spec.model)
+    assert (llama.experts, llama.visits, llama.routed_width, llama.expert_weights) == (0, 0.0, 0, 0)

@@ -91,7 +91,33 @@ def test_search_ranks_what_fits(lengths):
     shares = [float(share) for share in re.findall(r"(\d+\.\d)%\s*$", result.output, re.M)]
     assert len(shares) > 3
     assert shares == sorted(shares, reverse=True)
-    assert "candidates fit" in result.output
+    assert "candidates were planned and fit" in result.output
+    assert "degrees are of other GPUs" in result.output
+
+
+def test_search_says_what_the_best_gains():
+    result = run("--lengths", "web", *SMALL, "--search", "--policies", "plain,wlb_lazy:adaptive")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"is \d\.\d\dx as fast as the configured job at its best \(TP 2 x CP 2", result.output)
+
+
+def test_what_the_simulator_is_told_besides():
+    def step(*options):
+        result = run("--lengths", "code", *SMALL, "--policies", "plain", *options)
+        assert result.exit_code == 0, result.output
+        return float(re.search(r"plain:per_sequence\s+(\S+)", result.output)[1])
+
+    assert step("--tensor-overlap", 1) < step()
+    assert step("--attention", "flash_attention_3") < step("--attention", "flash_attention_2")
+    assert step("--checkpointing", "none", "--offload", 1) >= step("--checkpointing", "none")
+    refused = run("--lengths", "code", *SMALL, "--expert-parallel", 2)
+    assert refused.exit_code == 2 and "a layer has 0 experts" in refused.stderr
+
+
+def test_lengths_take_the_place_of_a_configurations_corpus(config):
+    result = run(config, "--lengths", "web", "--steps", 1, "--policies", "plain")
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("web (web pages as in RedPajama-V2; median 459 tokens)")
 
 
 def test_predictions_beyond_the_measured_range_say_so(tmp_path):
@@ -104,7 +130,7 @@ def test_predictions_beyond_the_measured_range_say_so(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "Name either a TOML file or"),
+        ([], "Name a TOML file, or document lengths"),
         (["--lengths", "L", "--policies", "plane"], "no packing policy is called 'plane'"),
         (["--lengths", "L", "--policies", "wlb:best"], "no sharding policy is called 'best'"),
         (["--lengths", "L", "--cluster", "tpu"], "cluster file tpu cannot be read"),
@@ -112,7 +138,7 @@ def test_predictions_beyond_the_measured_range_say_so(tmp_path):
         (["--lengths", "L", "--tensor-parallel", "5"], "32 heads cannot be divided"),
         (["--lengths", "L", "--schedule", "Mine", *map(str, SMALL)], "'Mine'"),
         (["--lengths", "L", "--model", "8B-64K"], "no model '8B-64K'"),
-        (["--lengths", "nowhere.txt"], "cannot be read"),
+        (["--lengths", "nowhere.txt"], "neither a distribution of lengths called 'nowhere.txt'"),
         (["--lengths", "L", "--model", "70B-64K", "--search", "--gpus", "8"], "Nothing fits 8 GPUs"),
     ],
 )  # fmt: skip

@@ -124,6 +124,74 @@ def test_tensor_and_context_collectives():
     assert (slow.weights == fast.weights).all()
 
 
+@pytest.mark.parametrize(("overlap", "matrices"), [(0.0, 1e9), (0.5, 1e9), (1.0, 1e9), (1.0, 1e12)])
+def test_tensor_collectives_hide_behind_matrix_products(overlap, matrices):
+    """Two ranks, four collectives of half of 1024 hidden states of 8 in bfloat16, at 1 MB/s and 1 ms each."""
+    cluster = replace(CLUSTER, node=Link(1e6, 1e-3), linear_flops=matrices)
+    batch = MicroBatches(np.full((1, 1), 1024.0), np.zeros((1, 1)), np.zeros((1, 1)))
+    hidden = job(degrees=Degrees(tensor=2), cluster=cluster, tensor_overlap=overlap)
+    bare = replace(hidden, cluster=replace(cluster, node=Link(float("inf"), 0.0)))
+    waited = [pass_times(one, batch) for one in (hidden, bare)]
+    bytes_seconds = 4 * 1024 * 8 * 2 / 2 / 1e6
+    products = 1024 * 2 * LAYER / 2 / matrices
+    expected = bytes_seconds - min(overlap * bytes_seconds, products) + (1 - overlap) * 4 * 1e-3
+    assert (waited[0].forward - waited[1].forward)[0, 0, 0] == pytest.approx(4 * expected)
+    assert (waited[0].inputs - waited[1].inputs)[0, 0, 0] == pytest.approx(4 * expected)
+    assert (waited[0].weights == waited[1].weights).all()
+
+
+EXPERTS = replace(MODEL, feed_forward=16, experts=8, routed_width=12, visits=2.0, unvisited_weights=900)
+
+
+def test_experts_exchange_tokens_and_wait_for_the_busiest_rank():
+    """EP 4 in nodes of 2: of two copies of 1024 / 2 tokens, a quarter goes to the neighbour and half away."""
+    cluster = replace(CLUSTER, gpus_per_node=2, node=Link(1e6, 1e-3), network=Link(1e5, 1e-2))
+    degrees = Degrees(context=2, shard=2, expert=4)
+    batch = MicroBatches(np.full((1, 1), 1024.0), np.zeros((1, 1)), np.zeros((1, 1)))
+    spread = job(model=EXPERTS, degrees=degrees, cluster=cluster, routing_imbalance=1.5)
+    alone = replace(spread, degrees=replace(degrees, expert=1), routing_imbalance=1.0)
+    times, without = pass_times(spread, batch), pass_times(alone, batch)
+    copies = 2 * 1024 / 2 * 8 * 2  # bytes of one rank
+    exchange = 2 * (1.5 * max(copies / 4 / 1e6, copies / 2 / 1e5) + 1e-2)
+    products = 1024 / 2 * 2 * 3 * 8 * 12 / 1e9
+    assert (times.forward - without.forward)[0, 0, 0] == pytest.approx(4 * (exchange + 0.5 * products))
+    assert (times.inputs - without.inputs)[0, 0, 0] == pytest.approx(4 * (exchange + 0.5 * products))
+    assert (times.weights - without.weights)[0, 0, 0] == pytest.approx(4 * 0.5 * products)
+
+
+def test_experts_are_gathered_only_by_the_ranks_that_hold_them():
+    cluster = replace(CLUSTER, node=Link(1e6, 0.0))
+    experts = EXPERTS.expert_weights
+    assert experts == 3 * 8 * 12 + 900
+    dense = 4 * (EXPERTS.attention_weights + 3 * 8 * 4 + 2 * 8) + 2 * 8 * 32 + 8
+
+    def gathered(expert):
+        degrees = Degrees(shard=4, expert=expert)
+        one = job(model=EXPERTS, degrees=degrees, cluster=cluster, overlap=False)
+        return simulate(one, [plan([[[64]]] * 4)]).communication[0]
+
+    each = 2 + 2 + 4  # bytes gathered twice in bfloat16 and reduced once in float32
+    assert gathered(1) == pytest.approx((dense + 4 * experts) * each * 3 / 4 / 1e6)
+    assert gathered(4) == pytest.approx(dense * each * 3 / 4 / 1e6)
+    assert gathered(2) == pytest.approx(dense * each * 3 / 4 / 1e6 + 4 * experts / 2 * each / 2 / 1e6)
+
+
+def test_offloaded_activations_travel_while_layers_compute():
+    slow = replace(CLUSTER, host_bandwidth=1e3)
+    batch = MicroBatches.of(plan([[[4]]]).micro_batches, job()).in_runs(1)
+    half = MemorySettings(checkpointing="none", offload=0.5)
+    kept = TokenBytes.of(MODEL, Degrees(), NONE).kept
+    times = pass_times(job(memory=half, cluster=slow), batch)
+    head = 4 * 2 * 8 * 32 / 1e9
+    assert times.forward[0, 0, 0] == pytest.approx(4 * 4 * kept / 2 / 1e3 + head)
+    fast = pass_times(job(memory=half, cluster=replace(CLUSTER, host_bandwidth=1e12)), batch)
+    assert np.array_equal(fast.forward, pass_times(job(), batch).forward)
+    stays = [job(memory=memory, cluster=slow).peak_memory([4000])[0] for memory in (NONE, half)]
+    # Of four layers half of what they keep has gone; of the one at hand and the next it is there too.
+    assert stays[0].activations - stays[1].activations == pytest.approx(4 * 4000 * kept / 2)
+    assert stays[1].backward - stays[0].backward == pytest.approx(2 * 4000 * kept / 2)
+
+
 @pytest.mark.parametrize("attention", [0.01, 0.15, 1.0])
 def test_a_gather_in_groups_hides_behind_the_attention_of_the_group_before(attention):
     """Two groups step by step: the second gather and the first group's attention begin together."""
@@ -179,6 +247,27 @@ def test_gradient_reduction_hides_or_not():
     slow = replace(cluster, node=Link(1e3, 0.0))
     exposed = simulate(job(degrees=degrees, cluster=slow), [batches])
     assert exposed.communication[0] > 0.5 * weights * (2 + 2 + 4) / 2 / 1e3
+
+
+def test_interleaved_stages_each_communicate():
+    """Two ranks, two layers each, one stage a rank or two: one layer of each stage is not hidden."""
+    cluster = replace(CLUSTER, node=Link(1e8, 0.0))
+    steps = [plan([[[64], [64]], [[64], [64]]])]
+    layer = LAYER + 2 * 8
+    ends = 8 * 32 + 8  # the head and its norm, which are the larger end
+
+    def exposed(chunks, overlap):
+        schedule = "Interleaved1F1B" if chunks > 1 else "1F1B"
+        degrees = Degrees(pipeline=2, shard=2)
+        one = job(degrees=degrees, cluster=cluster, schedule=schedule, chunks=chunks, overlap=overlap)
+        one = replace(one, stage_layers=(4 // (2 * chunks),) * (2 * chunks), micro_batches=4)
+        return simulate(one, steps).communication[0]
+
+    each = (2 + 4) / 2 / 1e8  # gathered once and reduced once
+    assert exposed(1, overlap=False) == pytest.approx((2 * layer + ends) * each)
+    assert exposed(2, overlap=False) == pytest.approx((2 * layer + ends) * each)
+    assert exposed(1, overlap=True) == pytest.approx((2 * layer + ends) / 2 * each)
+    assert exposed(2, overlap=True) == pytest.approx((2 * layer + ends) * each)
 
 
 def test_without_a_pipeline_every_micro_batch_communicates():
@@ -252,6 +341,21 @@ def test_a_prediction_beyond_the_measured_range_says_so():
     hopper = cluster_latency(load_cluster("h100_roce"), AttentionShape.of(PAPER_MODELS["7B"], 8))
     assert hopper.heads == 4
     assert hopper.measured_to == 32768
+
+
+def test_shares_and_imbalances_out_of_range_are_refused():
+    for changes, message in (
+        ({"tensor_overlap": 1.5}, "overlap of tensor parallelism is 1.5"),
+        ({"routing_imbalance": 2.0}, "routing imbalance is 2.0.* degree of 1"),
+        ({"degrees": Degrees(shard=2, expert=2)}, "expert parallel degree is 2, and a layer has 0 experts"),
+        ({"memory": MemorySettings(offload=0.5)}, r"offloaded on test: its file has no \[node\] host_bandw"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            job(**changes)
+    with pytest.raises(PlanError, match="offload is 2; it is between 0 and 1"):
+        MemorySettings(offload=2)
+    with pytest.raises(PlanError, match="expert parallel degree 3 does not divide TP 2 x CP 1 x 2 sharding"):
+        Degrees(tensor=2, shard=2, expert=3)
 
 
 def test_refusals():

@@ -56,7 +56,7 @@ def corpora(tmp_path_factory):
     """A folder with a corpus, and another with another tokenizer."""
     folder = tmp_path_factory.mktemp("corpora")
     for name, words in (("corpus", "to be or not to be "), ("other", "all the world is a stage ")):
-        (folder / f"{name}.jsonl").write_text(json.dumps({"text": words * 100}) + "\n")
+        (folder / f"{name}.jsonl").write_text((json.dumps({"text": words * 100}) + "\n") * 4)
         arguments = ["--source", f"jsonl:{folder / name}.jsonl#text", "--vocab-size", "300"]
         result = CliRunner().invoke(main, ["prepare", str(folder / name), *arguments])
         assert result.exit_code == 0, result.output

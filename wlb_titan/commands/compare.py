@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from wlb_titan.commands.console import make_console, make_table
+from wlb_titan.commands.console import make_console, show_table
 
 TABLE_WIDTH = 96  # also where no terminal tells its own
 
@@ -31,8 +31,8 @@ def compare(folders: tuple[Path, ...], report: Path | None) -> None:
     runs = open_runs(folders)
     console = make_console(TABLE_WIDTH)
     if settings := setting_rows(runs):
-        console.print(make_table(settings))
-    console.print(make_table(figure_rows(runs)))
+        show_table(console, settings)
+    show_table(console, figure_rows(runs))
     for line in remarks(runs):
         console.print(line, markup=False, soft_wrap=True)
     if report is not None:

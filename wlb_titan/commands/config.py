@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from wlb_titan.commands.console import warnings_once
 from wlb_titan.config import Resolved
 from wlb_titan.runtime.load import load_config
 
@@ -34,7 +35,13 @@ def config() -> None:
     metavar="N",
     help="Number of processes of the job, which the degrees of parallelism must fit.",
 )
-def check(file: Path, overrides: tuple[str, ...], world_size: int | None) -> None:
+@click.option(
+    "--device-gib",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="GIB",
+    help="Memory of a device, which the job is predicted to fit or refused.",
+)
+def check(file: Path, overrides: tuple[str, ...], world_size: int | None, device_gib: float | None) -> None:
     """Check that FILE, with overrides, is a configuration that can run.
 
     Prints one line with the essential numbers, or one paragraph that says what is wrong, with exit code 2.
@@ -42,9 +49,12 @@ def check(file: Path, overrides: tuple[str, ...], world_size: int | None) -> Non
     """
     resolved = _load(file, overrides, world_size)
 
-    from wlb_titan.runtime.validation import validate_files
+    from wlb_titan.runtime.validation import validate_files, validate_memory
 
-    resolved.check(validate_files)
+    with warnings_once():
+        resolved.check(lambda config: validate_files(config, world_size))
+    if device_gib is not None:
+        resolved.check(lambda config: validate_memory(config, world_size, device_gib))
     click.echo(f"OK {file}: {summary(resolved.config, world_size)}")
 
 

@@ -15,20 +15,22 @@ if TYPE_CHECKING:
 
     from wlb_titan.simulator.choice import Choice
 
+UNBOUNDED = 100_000  # characters
 CHOICE_WIDTH = 96  # of the table of policies that `auto` may stand for
 TEXT_COLUMNS = ("policy", "degrees", "memory", "collective", "over", "setting", "figure")
 
 
 def make_console(width: int) -> Console:
-    """A console at least `width` characters wide, also where no terminal tells its own width."""
+    """A console as wide as its terminal, or `width` characters where none tells its own width."""
     from rich.console import Console
 
     console = Console(highlight=False)
-    console.width = max(console.width, width)
+    if not console.is_terminal:
+        console.width = max(console.width, width)
     return console
 
 
-def make_table(rows: Sequence[dict[str, str]]) -> Table:
+def _table(rows: Sequence[dict[str, str]]) -> Table:
     """A table of rows that have the same headings; figures to the right."""
     import rich.box
     from rich.table import Table
@@ -41,10 +43,28 @@ def make_table(rows: Sequence[dict[str, str]]) -> Table:
     return table
 
 
+def show_table(console: Console, rows: Sequence[dict[str, str]]) -> None:
+    """Prints rows as a table; as plain lines, with every figure, where a terminal is too narrow for one.
+
+    What is piped gets the whole table, however wide.
+    """
+    table = _table(rows)
+    needed = console.measure(table, options=console.options.update(width=UNBOUNDED)).maximum
+    if not console.is_terminal:
+        console.width = max(needed, console.width)
+        console.print(table)
+    elif needed <= console.width:
+        console.print(table)
+    else:
+        for row in rows:
+            cells = "  ".join(f"{heading} {cell}" for heading, cell in row.items() if cell)
+            console.print(cells, markup=False, highlight=False, soft_wrap=True)
+
+
 def print_choice(choice: Choice) -> None:
     """What `auto` stands for, and the predictions of all that it may."""
     console = make_console(CHOICE_WIDTH)
-    console.print(make_table(choice.rows()))
+    show_table(console, choice.rows())
     for line in choice.remarks():
         console.print(line, markup=False, soft_wrap=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from wlb_titan.commands.console import make_console, make_table
+from wlb_titan.commands.console import make_console, show_table
 
 WIDTH = 100
 LARGEST = 8  # groups of tensors that are named
@@ -32,12 +32,12 @@ def print_rank(result: dict[str, Any], world_size: int) -> None:
         markup=False,
         soft_wrap=True,
     )
-    console.print(make_table(memory_rows(result)))
+    show_table(console, memory_rows(result))
     console.print("At the traced peak:")
     for entry in result["largest"][:LARGEST]:
         console.print(f"  {entry['gib']:8.3f} GiB  {entry['tensors']:4} x {entry['what']}", markup=False)
     if result["collectives"]:
-        console.print(make_table([_collective_row(entry) for entry in result["collectives"]]))
+        show_table(console, [_collective_row(entry) for entry in result["collectives"]])
 
 
 def memory_rows(result: dict[str, Any]) -> list[dict[str, str]]:

@@ -14,14 +14,15 @@ from typing import Any, get_type_hints
 import click
 import tomli
 
+from wlb_titan.config.ranges import check_ranges
 from wlb_titan.config.values import Mismatch, convert, describe
 from wlb_titan.cost.cluster import load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS
 from wlb_titan.documents import Documents
-from wlb_titan.documents.lengths import read_lengths
+from wlb_titan.documents.lengths import NAMED, named_or_read
 from wlb_titan.errors import PlanError
-from wlb_titan.job import Job
+from wlb_titan.job import Job, named_attention
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.packing import POLICIES
 from wlb_titan.pipeline.schedule import SCHEDULES
@@ -31,6 +32,7 @@ DEGREES = {
     "context_parallel": "context",
     "pipeline_parallel": "pipeline",
     "data_parallel": "shard",
+    "expert_parallel": "expert",
 }
 NOT_OPTIONS = ("cost_model", "length_multiple")
 
@@ -102,33 +104,45 @@ def documented(cls: type) -> dict[str, str]:
     return texts
 
 
+lengths_option = click.option(
+    "--lengths",
+    metavar="|".join([*NAMED, "FILE"]),
+    help="Documents of these lengths instead of a corpus: a named distribution (docs/simulator.md), or a "
+    "text file with one document's length in tokens a line.",
+)
+
+
 def load_job(
-    config: Path | None, lengths: Path | None, given: Mapping[str, Any], paper: Callable[[Degrees], Degrees]
+    config: Path | None, lengths: str | None, given: Mapping[str, Any], paper: Callable[[Degrees], Degrees]
 ) -> tuple[Job, Documents]:
     """What a command's arguments name.
 
     Args:
-        config: TOML file of a training run, on its corpus.
-        lengths: text file with one document's length a line, for a row of the paper's Table 1.
+        config: TOML file of a training run, on its corpus if no lengths are named; None: a row of the
+            paper's Table 1.
+        lengths: as of `named_or_read`.
         given: the options on the command line, by their names; they go over both.
         paper: which of the row's degrees count.
 
     Raises:
         UserError: a file or an option is wrong.
     """
-    if (config is None) == (lengths is None):
-        raise PlanError("Name either a TOML file or, with --lengths, a file of document lengths.")
+    drawn = None
+    if lengths is not None:
+        found, name = named_or_read(lengths)
+        drawn = Documents(lengths=found, name=name, seed=None)
     if config is not None:
-        job, documents = _from_toml(config)
+        job, documents = _from_toml(config, drawn)
+    elif drawn is not None:
+        job, documents = _paper_row(given, paper), drawn
     else:
-        assert lengths is not None
-        job, documents = _from_lengths(lengths, given, paper)
+        raise PlanError("Name a TOML file, or document lengths with --lengths, or both.")
     if "seed" in given:
         documents = replace(documents, seed=given["seed"])
     return _changed(job, given), documents
 
 
-def _from_toml(path: Path) -> tuple[Job, Documents]:
+def _from_toml(path: Path, documents: Documents | None) -> tuple[Job, Documents]:
     from wlb_titan.runtime.load import load_config
 
     config = load_config(path).config
@@ -136,22 +150,20 @@ def _from_toml(path: Path) -> tuple[Job, Documents]:
     from wlb_titan.runtime.corpus import open_corpus
     from wlb_titan.runtime.job import documents_of, job_of, parallel_dims
 
+    if documents is None:
+        documents = documents_of(config.wlb.corpus, open_corpus(config.wlb.corpus))
     # A data-parallel degree of -1, as many as the job turns out to have, is 1 here.
-    return job_of(config, parallel_dims(config)), documents_of(
-        config.wlb.corpus, open_corpus(config.wlb.corpus)
-    )
+    return job_of(config, parallel_dims(config)), documents
 
 
-def _from_lengths(
-    path: Path, given: Mapping[str, Any], paper: Callable[[Degrees], Degrees]
-) -> tuple[Job, Documents]:
+def _paper_row(given: Mapping[str, Any], paper: Callable[[Degrees], Degrees]) -> Job:
     row = given["model"]
     if row not in PAPER_DEGREES:
         raise PlanError(f"There is no model {row!r}; there are {', '.join(PAPER_DEGREES)}.")
     size, window = row.split("-")
     degrees = _degrees(paper(PAPER_DEGREES[row]), given)
     tokens = given.get("context_window", int(window.removesuffix("K")) * 1024)
-    job = Job(
+    return Job(
         model=PAPER_MODELS[size],
         degrees=degrees,
         window=tokens,
@@ -159,7 +171,6 @@ def _from_lengths(
         multiple=degrees.tensor,
         memory=MemorySettings(window=tokens),
     )
-    return job, Documents(lengths=read_lengths(path), name=path.name, seed=None)
 
 
 def _changed(job: Job, given: Mapping[str, Any]) -> Job:
@@ -182,12 +193,14 @@ def _changed(job: Job, given: Mapping[str, Any]) -> Job:
         changes["chunks"] = 1 if given["schedule"] in ("GPipe", "1F1B") else 2
     if "chunks" in given:
         changes |= {"chunks": given["chunks"], "stage_layers": ()}
-    if "checkpointing" in given:
-        changes["memory"] = replace(changes.get("memory", job.memory), checkpointing=given["checkpointing"])
+    for name in ("checkpointing", "offload"):
+        if name in given:
+            changes["memory"] = replace(changes.get("memory", job.memory), **{name: given[name]})
     if "cluster" in given:
         changes["cluster"] = load_cluster(given["cluster"])
     if given.get("no_overlap"):
         changes["overlap"] = False
+    changes |= {name: given[name] for name in ("tensor_overlap", "routing_imbalance") if name in given}
     if "sharding" in given:
         changes["sharding"] = job.sharding.named(given["sharding"])
     if "order" in given:
@@ -196,6 +209,8 @@ def _changed(job: Job, given: Mapping[str, Any]) -> Job:
     if "cost_model" in given:
         packing = replace(packing, cost_model=given["cost_model"])
     job = replace(job, packing=packing, **changes)
+    if "attention" in given:
+        job = replace(job, attention=named_attention(given["attention"], job))
     if job.schedule not in SCHEDULES and job.degrees.pipeline > 1 and "schedule" in given:
         raise PlanError(f"No schedule is called {job.schedule!r}; there are {', '.join(SCHEDULES)}.")
     return with_settings(job, given)
@@ -204,9 +219,9 @@ def _changed(job: Job, given: Mapping[str, Any]) -> Job:
 def with_settings(job: Job, given: Mapping[str, Any]) -> Job:
     """The job with the options over its packing policy that are settings of it."""
     names = {field.name for field in fields(job.packing)} - set(NOT_OPTIONS)
-    return replace(
-        job, packing=replace(job.packing, **{name: given[name] for name in names if name in given})
-    )
+    packing = replace(job.packing, **{name: given[name] for name in names if name in given})
+    check_ranges(packing, {})
+    return replace(job, packing=packing)
 
 
 def _degrees(degrees: Degrees, given: Mapping[str, Any]) -> Degrees:

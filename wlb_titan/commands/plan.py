@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from wlb_titan.commands.console import make_console, make_table, print_choice, warnings_once
-from wlb_titan.commands.job import describe_job, load_job, packing_options, with_settings
+from wlb_titan.commands.console import make_console, print_choice, show_table, warnings_once
+from wlb_titan.commands.job import describe_job, lengths_option, load_job, packing_options, with_settings
 from wlb_titan.context import STRATEGIES
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.workload import COST_MODELS
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
+from wlb_titan.packing.policy import MOST_TOKENS
 from wlb_titan.pipeline.order import ORDERS
 from wlb_titan.pipeline.schedule import SCHEDULES
 
@@ -30,28 +31,28 @@ if TYPE_CHECKING:
 TABLE_WIDTH = 96  # also where no terminal tells its own
 NO_RANK = -1  # whose micro-batches are divided over context-parallel ranks: not needed for a summary
 
+TOKENS = click.IntRange(2, MOST_TOKENS)
+COUNT = click.IntRange(1, 1 << 20)
+STEPS = click.IntRange(1, 1 << 20)
+SEED = click.IntRange(0, 2**63 - 1)
+
 
 @click.command()
 @click.argument("config", required=False, type=click.Path(path_type=Path), metavar="[FILE.toml]")
-@click.option(
-    "--lengths",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Plan over this text file, one document's length in tokens a line, instead of a corpus.",
-)
+@lengths_option
 @click.option(
     "--policy", metavar="NAME", help=f"Packing policy: {', '.join(POLICIES.names)}.  [default: plain]"
 )
 @click.option("--compare", metavar="POLICY,...", help="Several policies on the same stream, side by side.")
-@click.option("--context-window", type=int, help="Tokens of the longest document a model sees.")
-@click.option("--micro-batches", type=int, help="N, those of the whole job in one step.")
-@click.option("--data-parallel", type=int, help="Degree.  [default: 1]")
-@click.option("--context-parallel", type=int, help="Degree; above 1 each micro-batch is sharded.")
+@click.option("--context-window", type=TOKENS, help="Tokens of the longest document a model sees.")
+@click.option("--micro-batches", type=COUNT, help="N, those of the whole job in one step.")
+@click.option("--data-parallel", type=COUNT, help="Degree.  [default: 1]")
+@click.option("--context-parallel", type=COUNT, help="Degree; above 1 each micro-batch is sharded.")
 @click.option("--sharding", metavar="NAME", help=f"{', '.join(STRATEGIES.names)}.  [default: per_sequence]")
-@click.option("--pipeline-parallel", type=int, help="Degree.  [default: 1]")
+@click.option("--pipeline-parallel", type=COUNT, help="Degree.  [default: 1]")
 @click.option("--schedule", type=click.Choice(list(SCHEDULES)), help="Of the pipeline.  [default: 1F1B]")
 @click.option("--order", metavar="NAME", help=f"{', '.join(ORDERS.names)}.  [default: as_packed]")
-@click.option("--steps", type=click.IntRange(min=1), default=100, show_default=True, help="Steps to plan.")
+@click.option("--steps", type=STEPS, default=100, show_default=True, help="Steps to plan.")
 @click.option(
     "--cost-model",
     metavar="MODEL",
@@ -66,14 +67,16 @@ NO_RANK = -1  # whose micro-batches are divided over context-parallel ranks: not
     help="With --lengths: the row of the paper's Table 1 for which the analytic cost model stands.",
 )
 @click.option(
-    "--seed", type=int, help="Shuffle every epoch by this seed.  [default: FILE's own order; the TOML's seed]"
+    "--seed",
+    type=SEED,
+    help="Shuffle every epoch by this seed.  [default: FILE's own order; the TOML's seed]",
 )
 @packing_options
 @click.option("--output", type=click.Path(path_type=Path), help="Write the plans, one JSON object a line.")
 @click.option("--report", type=click.Path(path_type=Path), metavar="DIR", help="Draw DIR/report.html.")
 def plan(
     config: Path | None,
-    lengths: Path | None,
+    lengths: str | None,
     compare: str | None,
     steps: int,
     output: Path | None,
@@ -82,7 +85,7 @@ def plan(
 ) -> None:
     """Plan the packing of documents without training, and print how balanced it is.
 
-    Either from a training configuration and its corpus (FILE.toml), or from a file of lengths:
+    Either from a training configuration and its corpus (FILE.toml), or from document lengths, or both:
 
     \b
     wlb-titan plan train.toml --compare plain,wlb,wlb_lazy --report outputs/plan
@@ -95,8 +98,8 @@ def plan(
     from wlb_titan.simulator.choice import choose
 
     given = {name: value for name, value in options.items() if value is not None}
-    if lengths is not None and not {"context_window", "micro_batches"} <= given.keys():
-        raise PlanError("With --lengths, --context-window and --micro-batches must be given.")
+    if config is None and lengths is not None and not {"context_window", "micro_batches"} <= given.keys():
+        raise PlanError("With --lengths alone, --context-window and --micro-batches must be given.")
     with warnings_once():
         # Of a row of Table 1 its model and tensor parallelism count; all else is asked for.
         job, documents = load_job(config, lengths, given, lambda row: Degrees(tensor=row.tensor))
@@ -172,7 +175,7 @@ def _print(job: Job, documents: Documents, summaries: dict[str, Summary]) -> Non
 
     console = make_console(TABLE_WIDTH)
     console.print(describe_job(job, documents), markup=False, soft_wrap=True)
-    console.print(make_table([{"policy": name, **table_row(s)} for name, s in summaries.items()]))
+    show_table(console, [{"policy": name, **table_row(s)} for name, s in summaries.items()])
     for name, summary in summaries.items():
         if summary.lost:
             console.print(f"{name}: {summary.lost:,} tokens were left out.", markup=False)

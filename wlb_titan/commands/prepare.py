@@ -17,6 +17,7 @@ from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.existing import complete_corpus
 from wlb_titan.corpus.histogram import length_histogram
 from wlb_titan.corpus.manifest import UNREADABLE_FILE
+from wlb_titan.corpus.replace import output_folder
 from wlb_titan.corpus.settings import (
     DEFAULT_VOCAB_SIZE,
     EXECUTORS,
@@ -75,10 +76,14 @@ SECONDS_BETWEEN_LINES = 10.0
     metavar="NAME=VALUE",
     help="With --executor: an argument of datatrove's class, such as partition=cpu or time=04:00:00.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace the corpus that lies at OUTPUT.")
+@click.option(
+    "--overwrite", is_flag=True, help="Replace the corpus at OUTPUT: the files that its manifest lists."
+)
+@click.option("--verify", is_flag=True, help="Only read the corpus at OUTPUT through, and name all damage.")
 def prepare(
     output: Path,
     overwrite: bool,
+    verify: bool,
     executor: str | None,
     workers: int,
     options_of_executor: tuple[str, ...],
@@ -89,13 +94,17 @@ def prepare(
     The corpus appears when it is complete. An interrupted preparation leaves nothing that could be taken for
     one; run the same command again. If the corpus is there already, nothing is done.
     """
+    if verify:
+        _verify(output)
+        return
     settings = PrepareSettings(**options)
-    if not overwrite and (corpus := complete_corpus(settings, output.absolute())):
+    output = output_folder(output)
+    if not overwrite and (corpus := complete_corpus(settings, output)):
         counts = f"{len(corpus):,} documents, {corpus.lengths.sum():,} tokens"
         click.echo(f"{corpus.path} is there already, made with the same settings: {counts}.")
         return
     with ProgressDisplay(Console(stderr=True, highlight=False)) as display:
-        display.line(f"Preparing {output.absolute()} from {settings.source}")
+        display.line(f"Preparing {output} from {settings.source}")
         # Here, not above: they import `datasets`, for seconds that `--help` and a corpus that is there save.
         if executor is None:
             from wlb_titan.corpus.prepare import prepare_corpus
@@ -107,9 +116,19 @@ def prepare(
             pool = Workers(executor=executor, workers=workers, options=_pairs(options_of_executor))
             corpus = prepare_in_parts(settings, output, pool, overwrite=overwrite, report=display.report)
     if corpus is None:
-        click.echo(f"The tasks are submitted; {output.absolute()} will be there when all have run.")
+        click.echo(f"The tasks are submitted; {output} will be there when all have run.")
         return
     print_summary(corpus, Console(highlight=False, soft_wrap=True))
+
+
+def _verify(output: Path) -> None:
+    from wlb_titan.corpus.verify import verify
+
+    begin = time.monotonic()
+    with ProgressDisplay(Console(stderr=True, highlight=False)) as display:
+        corpus = verify(output, display.report)
+    counts = f"{len(corpus):,} documents, {corpus.lengths.sum():,} tokens"
+    click.echo(f"{corpus.path} is whole: {counts}, read in {time.monotonic() - begin:.1f} s.")
 
 
 def _pairs(texts: tuple[str, ...]) -> dict[str, str]:

@@ -1,7 +1,8 @@
-"""`wlb-titan profile`: measure the attention op on the device at hand, for planning."""
+"""`wlb-titan profile`: measure the attention op and all else on the device at hand, for planning."""
 
 from __future__ import annotations
 
+import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,16 @@ from rich.table import Table
 
 from wlb_titan import __version__
 from wlb_titan.cost.attention_profile import PASSES, AttentionShape, Entry, Profile, fitted
+from wlb_titan.cost.linear_profile import LinearProfile
 from wlb_titan.errors import UserError
-from wlb_titan.kernels import grid
+from wlb_titan.kernels import grid, linear
 from wlb_titan.kernels.grid import programs_at_a_time
 from wlb_titan.kernels.measure import Shape
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+MOST = 1024  # elements of a head
 
 
 class HeadDims(click.ParamType):
@@ -30,8 +35,12 @@ class HeadDims(click.ParamType):
 
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, int]:
         dims = str(value).split("/")
-        if len(dims) > 2 or not all(dim.isdecimal() and int(dim) > 0 for dim in dims):
-            self.fail(f"{value!r} is no head dim, such as 128, nor two, such as 192/128.", param, ctx)
+        if len(dims) > 2 or not all(dim.isdecimal() and 0 < int(dim) <= MOST for dim in dims):
+            self.fail(
+                f"{value!r} is no head dim, such as 128, nor two, such as 192/128, of at most {MOST}.",
+                param,
+                ctx,
+            )
         return int(dims[0]), int(dims[-1])
 
 
@@ -44,7 +53,7 @@ class HeadDims(click.ParamType):
 )
 @click.option(
     "--group",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, 1024),
     multiple=True,
     help="Query heads that share a key head (grouped-query attention); may be repeated.  [default: 1]",
 )
@@ -66,12 +75,15 @@ def profile(
     device: str,
     output: Path,
 ) -> None:
-    """Measure the attention kernels of this device, for planning.
+    """Measure the attention kernels of this device and everything else that a layer does, for planning.
 
     Times forward and backward of wlb_titan's attention for segments of many shapes, fits the latency model to
     them and writes both as JSON. Takes some minutes on a GPU and about one on the CPU, for each head dim and
-    group. Nothing else should use the device meanwhile.
+    group. Then matrix products, element-wise operators and, between the GPUs of a machine, all-gathers.
+    Nothing else should use the device meanwhile.
     """
+    if not os.access(output if output.exists() else output.absolute().parent, os.W_OK):
+        raise UserError(f"--output {output} cannot be written.")  # before minutes are spent on it
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
@@ -83,9 +95,10 @@ def profile(
         for heads_per_key in group or (1,):
             entries += _measure(dim, v_dim, heads_per_key, dtype, device, units)
     software = f"torch {torch.__version__}, wlb_titan {__version__}"
-    result = Profile(_name(device), units, software, tuple(entries))
+    result = Profile(_name(device), units, software, tuple(entries), _measure_linear(dtype, device))
     result.save(output)
     print_table(result, Console(highlight=False))
+    click.echo(_rates(result.linear))
     click.echo(f"Wrote {output}")
 
 
@@ -110,6 +123,34 @@ def _measure(dim: int, v_dim: int, group: int, dtype: str, device: str, units: i
             )
     seconds = np.median(np.reshape(times, (grid.ROUNDS, len(cases), len(PASSES))), axis=0)
     return fitted(measured, cases, seconds, units)
+
+
+def _measure_linear(dtype: str, device: str) -> LinearProfile:
+    sizes = linear.GPU_GRID if device == "cuda" else linear.CPU_GRID
+    arguments = sizes, DTYPES[dtype], device, grid.MILLISECONDS
+    ranks = linear.devices(device)
+    return LinearProfile(
+        dtype=dtype,
+        matrices=tuple(linear.matrix_points(*arguments)),
+        elements=tuple(linear.element_points(*arguments)),
+        gathers=tuple(linear.gather_points(sizes, device, ranks)) if ranks > 1 else (),
+        ranks=ranks,
+    )
+
+
+def _rates(measured: LinearProfile | None) -> str:
+    """The measured rates under the names that they have in a cluster's file."""
+    assert measured is not None
+    lines = [
+        f"Matrix products and element-wise operators, {measured.dtype}: [gpu] linear_flops = "
+        f"{measured.matrix_flops:.3g}, memory_bandwidth = {measured.element_bandwidth:.3g}"
+    ]
+    if measured.link is not None:
+        lines.append(
+            f"All-gathers over {measured.ranks} GPUs: [node] bandwidth = {measured.link.bandwidth:.3g}, "
+            f"latency = {measured.link.latency:.2g}"
+        )
+    return "\n".join(lines)
 
 
 def print_table(result: Profile, console: Console) -> None:

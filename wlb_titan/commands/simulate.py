@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from wlb_titan.commands.console import make_console, make_table, print_choice, warnings_once
-from wlb_titan.commands.job import describe_job, load_job
+from wlb_titan.commands.console import make_console, print_choice, show_table, warnings_once
+from wlb_titan.commands.job import describe_job, lengths_option, load_job
+from wlb_titan.commands.plan import COUNT, SEED, STEPS, TOKENS
+from wlb_titan.cost.attention_hopper import KERNELS
+from wlb_titan.errors import PlanError
 
 if TYPE_CHECKING:
     from wlb_titan.job import Policy
@@ -19,23 +23,20 @@ if TYPE_CHECKING:
 
 DEFAULT_POLICIES = "plain:per_sequence,fixed_greedy:per_sequence,wlb:adaptive,wlb_lazy:hybrid:best"
 TABLE_WIDTH = 128  # also where no terminal tells its own
+SEARCH_WIDTH = 152
 SHOWN = 12  # of a search
+SECONDS_BETWEEN_LINES = 5.0  # of its progress
 
 
 @click.command()
 @click.argument("config", required=False, type=click.Path(path_type=Path), metavar="[FILE.toml]")
-@click.option(
-    "--lengths",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Simulate on this text file, one document's length in tokens a line, instead of a corpus.",
-)
+@lengths_option
 @click.option(
     "--model",
     metavar="SIZE-WINDOW",
     default="7B-128K",
     show_default=True,
-    help="With --lengths: the row of the paper's Table 1.",
+    help="Without FILE.toml: the row of the paper's Table 1.",
 )
 @click.option(
     "--cluster",
@@ -49,46 +50,74 @@ SHOWN = 12  # of a search
     default=DEFAULT_POLICIES,
     help=f"Side by side; the first is the baseline.  [default: {DEFAULT_POLICIES}]",
 )
-@click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Steps to simulate.")
-@click.option("--context-window", type=int, help="Tokens of the longest document a model sees.")
-@click.option("--micro-batches", type=int, help="N, those of the whole job in one step.")
-@click.option("--tensor-parallel", type=int, help="Degree, instead of the configured one.")
-@click.option("--context-parallel", type=int, help="Degree.")
-@click.option("--pipeline-parallel", type=int, help="Degree.")
-@click.option("--data-parallel", type=int, help="Degree.")
-@click.option("--gpus", type=click.IntRange(min=1), help="What the degrees must multiply to.")
+@click.option("--steps", type=STEPS, default=20, show_default=True, help="Steps to simulate.")
+@click.option("--context-window", type=TOKENS, help="Tokens of the longest document a model sees.")
+@click.option("--micro-batches", type=COUNT, help="N, those of the whole job in one step.")
+@click.option("--tensor-parallel", type=COUNT, help="Degree, instead of the configured one.")
+@click.option("--context-parallel", type=COUNT, help="Degree.")
+@click.option("--pipeline-parallel", type=COUNT, help="Degree.")
+@click.option("--data-parallel", type=COUNT, help="Degree.")
+@click.option("--expert-parallel", type=COUNT, help="Degree; borrows ranks of the others.")
+@click.option("--gpus", type=COUNT, help="What the degrees must multiply to.")
 @click.option(
     "--schedule",
     metavar="NAME",
     help="GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble or ZBVZeroBubble.",
 )
-@click.option("--chunks", type=click.IntRange(min=1), help="Stages of each pipeline rank.")
+@click.option("--chunks", type=COUNT, help="Stages of each pipeline rank.")
 @click.option("--checkpointing", type=click.Choice(("none", "selective", "full")), help="Of activations.")
-@click.option("--max-length", type=int, help="wlb, wlb_lazy: L_max in tokens.")
+@click.option("--offload", type=float, metavar="SHARE", help="Of kept activations, to the host's memory.")
+@click.option(
+    "--tensor-overlap",
+    type=float,
+    metavar="SHARE",
+    help="Of tensor parallelism's collectives, behind matrix products.  [default: the TOML file's, or 0]",
+)
+@click.option(
+    "--routing-imbalance",
+    type=float,
+    metavar="FACTOR",
+    help="Tokens of the busiest expert-parallel rank over the mean.  [default: 1]",
+)
+@click.option(
+    "--attention",
+    metavar="NAME|FILE.json",
+    help=f"Times of attention: {', '.join(KERNELS)}, or a profile.  [default: as configured]",
+)
+@click.option("--max-length", type=TOKENS, help="wlb, wlb_lazy: L_max in tokens.")
 @click.option("--no-overlap", is_flag=True, help="Gradients are reduced after the last backward pass.")
-@click.option("--seed", type=int, help="Shuffle every epoch by this seed.")
-@click.option("--search", is_flag=True, help="Try all degrees of --gpus GPUs that fit memory, and rank them.")
+@click.option("--seed", type=SEED, help="Shuffle every epoch by this seed.")
+@click.option("--search", is_flag=True, help="Try the degrees and schedules of --gpus GPUs, and rank them.")
+@click.option(
+    "--search-seconds",
+    type=click.FloatRange(1, 86400),
+    default=300.0,
+    show_default=True,
+    help="With --search: rank what was found by then.",
+)
 @click.option("--report", type=click.Path(path_type=Path), metavar="DIR", help="Draw DIR/report.html.")
 @click.option(
     "--trace", type=click.Path(path_type=Path), metavar="FILE", help="Timeline for ui.perfetto.dev."
 )
 def simulate(
     config: Path | None,
-    lengths: Path | None,
+    lengths: str | None,
     policies: str,
     steps: int,
     search: bool,
+    search_seconds: float,
     report: Path | None,
     trace: Path | None,
     **options: Any,
 ) -> None:
     """Predict step time, tokens/s, MFU and memory of a job on a cluster, for several policies.
 
-    Either from a training configuration and its corpus (FILE.toml), or from a file of lengths:
+    Either from a training configuration and its corpus (FILE.toml), or from document lengths, or both:
 
     \b
     wlb-titan simulate train_configs/llama2_7b_128k.toml --report outputs/simulated
-    wlb-titan simulate --lengths FILE --model 70B-128K --policies plain,wlb:adaptive
+    wlb-titan simulate train_configs/llama2_7b_128k.toml --lengths web
+    wlb-titan simulate --lengths paper --model 70B-128K --policies plain,wlb:adaptive
     wlb-titan simulate --lengths FILE --model 7B-128K --search --gpus 64
 
     The bubble is the share of a step in which a rank waits; the last column says what a policy gains over
@@ -99,13 +128,16 @@ def simulate(
 
     asked = list(dict.fromkeys(Policy.parse(text) for text in policies.split(",")))
     given = {name: value for name, value in options.items() if value is not None}
+    fixed = [f"--{name.replace('_', '-')}" for name in given if name.endswith("_parallel")]
+    if search and fixed:
+        raise PlanError(f"--search tries all degrees of --gpus GPUs; leave out {', '.join(fixed)}.")
     with warnings_once():
         scenario = Scenario(*load_job(config, lengths, {**given, "search": search}, lambda row: row))
         choices = [] if search else [choice for policy in asked if (choice := scenario.choice(policy))]
         for choice in choices:
             print_choice(choice)
         if search:
-            _print_search(scenario, asked, steps, given.get("gpus"))
+            _print_search(scenario, asked, steps, given.get("gpus"), search_seconds)
         else:
             decided = dict.fromkeys(scenario.under(policy).policy for policy in asked)
             plans = {policy: scenario.plans(policy, steps) for policy in decided}
@@ -122,24 +154,42 @@ def _print(
 
     console = make_console(TABLE_WIDTH)
     console.print(describe_job(scenario.job, scenario.documents), markup=False, soft_wrap=True)
-    console.print(make_table(table_rows(scenario, plans, predictions)))
+    show_table(console, table_rows(scenario, plans, predictions))
     for line in remarks(predictions):
         console.print(line, markup=False, soft_wrap=True)
 
 
-def _print_search(scenario: Scenario, policies: list[Policy], steps: int, gpus: int | None) -> None:
-    from wlb_titan.commands.simulate_rows import remarks, search_rows
+def _print_search(
+    scenario: Scenario, policies: list[Policy], steps: int, gpus: int | None, seconds: float
+) -> None:
+    from wlb_titan.commands.simulate_rows import gain, remarks, search_rows
     from wlb_titan.simulator.search import search
 
-    result = search(scenario, gpus or scenario.job.degrees.ranks, policies, steps)
-    console = make_console(TABLE_WIDTH)
+    begin = told = time.monotonic()
+
+    def goes_on(what: str) -> bool:
+        nonlocal told
+        now = time.monotonic()
+        if now - told > SECONDS_BETWEEN_LINES:
+            told = now
+            click.echo(f"Trying {what} ({now - begin:.0f} s of {seconds:.0f}) ...", err=True)
+        return now - begin < seconds
+
+    result = search(scenario, gpus or scenario.job.degrees.ranks, policies, steps, goes_on)
+    console = make_console(SEARCH_WIDTH)
     console.print(describe_job(scenario.job, scenario.documents), markup=False, soft_wrap=True)
-    console.print(make_table(search_rows(result)[:SHOWN]))
+    show_table(console, search_rows(result)[:SHOWN])
     console.print(
-        f"{len(result.found)} candidates fit; {result.too_large} ways to divide the job need more memory and "
-        f"{result.refused} are not possible.",
+        f"{len(result.found)} candidates were planned and fit; {result.slower} would be slower than the best "
+        f"even if they were perfectly balanced, {result.too_large} need more memory and {result.refused} are "
+        "not possible.",
         soft_wrap=True,
     )
+    if result.untried:
+        console.print(
+            f"{result.untried} were not tried in the {seconds:.0f} s of --search-seconds.", soft_wrap=True
+        )
+    console.print(gain(result), markup=False, soft_wrap=True)
     for line in remarks({found.policy: found.prediction for found in result.found[:1]}):
         console.print(line, markup=False, soft_wrap=True)
 
@@ -165,7 +215,7 @@ def _export(
         steps[policy] = step_timeline(predictions[policy].job, plans[policy][typical], str(policy))
     if trace is not None:
         try:
-            write_trace([piece for slices, _ in steps.values() for piece in slices], trace)
+            write_trace([span for spans, _ in steps.values() for span in spans], trace)
         except OSError as error:
             raise PlanError(f"The timeline cannot be written to {trace}: {error.strerror}.") from error
         click.echo(f"Timeline: {trace} (open it at https://ui.perfetto.dev)")

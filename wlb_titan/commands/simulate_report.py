@@ -15,9 +15,9 @@ from wlb_titan.simulator.choice import Choice
 from wlb_titan.simulator.scenario import Scenario
 from wlb_titan.simulator.step import Prediction
 from wlb_titan.simulator.timeline import MemoryCurve
-from wlb_titan.timeline import Slice
+from wlb_titan.timeline import Span
 
-Step = tuple[list[Slice], list[MemoryCurve]]
+Step = tuple[list[Span], list[MemoryCurve]]
 
 
 def write_report(
@@ -57,7 +57,7 @@ def write_report(
         section(
             "Timeline of a typical step",
             "The slowest data-parallel replica. A row is a pipeline rank, a box a pass of one micro-batch.",
-            pipeline_timeline({str(policy): slices for policy, (slices, _) in steps.items()}),
+            pipeline_timeline({str(policy): spans for policy, (spans, _) in steps.items()}),
         ),
         section(
             "Activations over that step",

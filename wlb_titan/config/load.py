@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from wlb_titan.config.blame import blame
 from wlb_titan.config.build import Builder, Entry, Rejection, dotted
@@ -13,6 +13,8 @@ from wlb_titan.config.sources import read_sources
 from wlb_titan.config.values import shown, to_text
 from wlb_titan.config.writing import document
 from wlb_titan.errors import ConfigError, UserError
+
+T = TypeVar("T")
 
 LOCKED = {
     "model_spec": "the model cannot be set from TOML, it comes with the base; choose another `base` instead.",
@@ -39,6 +41,8 @@ class Resolved:
     """The base's name as an entry of its own."""
     entries: tuple[Entry, ...]
     """All values, in the order of the dataclasses' fields."""
+    ranges: Mapping[str, str] = field(default_factory=dict)
+    """Dotted key -> which numbers it may hold, in words."""
 
     @property
     def provenance(self) -> dict[str, str]:
@@ -54,24 +58,30 @@ class Resolved:
         """
         unchanged = f"base {self.base.value}"
         kept = [entry for entry in self.entries if not (changed_only and entry.source == unchanged)]
-        return document([self.base, *kept])
+        return document([self.base, *kept], self.ranges)
 
-    def check(self, rule: Callable[[Any], None]) -> None:
-        """Apply a rule to the whole configuration.
+    def check(self, rule: Callable[[Any], T]) -> T:
+        """Apply a rule to the whole configuration, and return what it gives.
 
         Args:
-            rule: takes the configuration; raises UserError, best as `key.path: reason`, if it is broken.
+            rule: takes the configuration; raises UserError if it is broken, as `key.path: reason` or with a
+                `setting`.
 
         Raises:
             ConfigError: the rule's error, with the values it speaks of and where they were written.
         """
         try:
-            rule(self.config)
+            return rule(self.config)
         except UserError as error:
             raise ConfigError(self._placed(error)) from error
 
     def _placed(self, error: UserError) -> str:
         key, _, reason = str(error).partition(": ")
+        if error.setting:
+            ends = (dotted(entry.path) for entry in self.entries)
+            wanted = f".{error.setting}"
+            key = next((path for path in ends if f".{path}".endswith(wanted)), error.setting)
+            reason = str(error)
         file = self.base.source
         for entry in self.entries:
             if dotted(entry.path) == key:
@@ -85,7 +95,8 @@ class Resolved:
             for entry in self.entries
             if dotted(entry.path).startswith(f"{key}.") and not entry.source.startswith(INHERITED)
         ]
-        return f"{file}: {error}" + (f" Written are {', '.join(written)}." if written else "")
+        message = f"{key}: {error}" if error.setting else str(error)
+        return f"{file}: {message}" + (f" Written are {', '.join(written)}." if written else "")
 
 
 def resolve(path: str | Path, overrides: Sequence[str], base_config: Callable[[str], Any]) -> Resolved:

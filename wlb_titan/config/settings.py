@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Interval, MinLen
 
 from wlb_titan.context import STRATEGIES, ContextStrategy
 from wlb_titan.packing import POLICIES, PackingPolicy
@@ -15,22 +17,22 @@ from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder
 class SourceSettings:
     """[[wlb.corpus.sources]]: a corpus of a mixture."""
 
-    path: str
+    path: Annotated[str, MinLen(1)]
     """Where the corpus lies, in any of the forms that wlb.corpus.path may have."""
 
     name: str = ""
     """What reports and metrics call it; empty takes the last part of the path."""
 
-    weight: float = 1.0
+    weight: Annotated[float, Gt(0)] = 1.0
     """Its share of the tokens, over the sum of all weights. A source that is through begins anew."""
 
-    column: str = "input_ids"
+    column: Annotated[str, MinLen(1)] = "input_ids"
     """Of a dataset of Hugging Face's: the column with the token ids."""
 
-    long_length: int | None = None
+    long_length: Annotated[int, Ge(1)] | None = None
     """Documents of at least so many tokens are long; "none" makes no difference between documents."""
 
-    long_share: float | None = None
+    long_share: Annotated[float, Interval(gt=0, lt=1)] | None = None
     """Share of this source's tokens that come from its long documents, between 0 and 1, as recipes for long
     context set it; they are repeated sooner than the others where that takes more than there are."""
 
@@ -39,17 +41,17 @@ class SourceSettings:
 class CorpusSettings:
     """[wlb.corpus]: the documents to train on."""
 
-    path: str = "outputs/corpus"
+    path: Annotated[str, MinLen(1)] = "outputs/corpus"
     """A corpus that `wlb-titan prepare` made, or others as they are: Megatron's .bin and .idx (without the
     ending, or a folder of them), datatrove's .ds files (a folder, or one), a folder of `save_to_disk`."""
 
     tokenizer: str = ""
     """Folder of the tokenizer that made the token ids; a prepared corpus brings its own."""
 
-    column: str = "input_ids"
+    column: Annotated[str, MinLen(1)] = "input_ids"
     """Of a dataset of Hugging Face's: the column with the token ids."""
 
-    seed: int = 0
+    seed: Annotated[int, Ge(0)] = 0
     """Seed of the order in which an epoch visits the documents; each epoch has an order of its own."""
 
     sources: list[SourceSettings] = field(default_factory=list)
@@ -67,7 +69,7 @@ class WlbSettings:
     """The hardware that work, time and memory are predicted for: `h100_roce`, `h200`, `cpu` or a TOML file
     like theirs. Empty: the device at hand. Name it where plans and predictions shall be those of another."""
 
-    trace_every: int = 0
+    trace_every: Annotated[int, Ge(0)] = 0
     """Every so many steps the passes of all ranks are timed: a trace for ui.perfetto.dev is written to
     <dump_folder>/traces, and the metrics get measured imbalance and bubble. 0: never."""
 

@@ -107,7 +107,7 @@ def _string(node: Node, key: str, meaning: str) -> Leaf:
 
 def _read_file(path: Path, place: str) -> Table:
     try:
-        text = path.read_bytes().decode()
+        text = path.read_bytes().decode("utf-8-sig")  # some editors begin a file with a byte-order mark
     except FileNotFoundError:
         raise ConfigError(f"{place}: there is no file {path}.") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -117,6 +117,8 @@ def _read_file(path: Path, place: str) -> Table:
         document = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: this is not valid TOML: {error}.") from error
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, arrays nested as deeply
+        raise ConfigError(f"{path}: this TOML cannot be read: {error}.") from error
     lines = _line_numbers(text)
     root = _to_node(document, {keys: f"{path}:{line}" for keys, line in lines.items()}, ())
     assert isinstance(root, Table)
@@ -204,7 +206,7 @@ def _parse_word(text: str) -> Node:
     """A TOML value if the text is one, or else the string itself: `5`, `[1, 2]`, `{lr = 1e-3}`, `llama`."""
     try:
         document = tomli.loads(f"value = {text}")
-    except tomli.TOMLDecodeError:
+    except (ValueError, RecursionError):  # TOMLDecodeError is a ValueError
         document = {}
     if list(document) != ["value"]:
         return Leaf(text, COMMAND_LINE, text)

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from wlb_titan.config.build import Entry
+from wlb_titan.config.build import Entry, dotted
 from wlb_titan.config.values import key_text
 
 COMMENT_COLUMN = 60
 """Where comments begin, unless a value reaches beyond."""
 
 
-def document(entries: Iterable[Entry]) -> str:
-    """Write entries as TOML. Values that TOML cannot express are left to the base: they become comments."""
+def document(entries: Iterable[Entry], ranges: Mapping[str, str] | None = None) -> str:
+    """Write entries as TOML. Values that TOML cannot express are left to the base: they become comments.
+
+    Args:
+        entries: values with their keys.
+        ranges: dotted key -> the numbers that may stand there, for the comments.
+    """
+    ranges = ranges or {}
     root: dict[str | int, Any] = {}
     for entry in entries:
         table = root
         for key in entry.path[:-1]:
             table = table.setdefault(key, {})
-        table[entry.path[-1]] = entry
+        words = ranges.get(dotted(entry.path))
+        table[entry.path[-1]] = replace(entry, source=f"{entry.source}; {words}") if words else entry
     return "\n".join(_lines(root, "", "")) + "\n"
 
 

@@ -7,14 +7,15 @@ on which tokens it holds, and that is what the four shardings differ in.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from annotated_types import Ge
 from numpy.typing import NDArray
 
 from wlb_titan.context.document import per_document, per_document_round_robin
 from wlb_titan.context.hybrid import hybrid
-from wlb_titan.context.layout import Ints, Sharding, segments, sequence_positions
+from wlb_titan.context.layout import Ints, Sharding, after, segments, sequence_positions
 from wlb_titan.context.sequence import per_sequence
 from wlb_titan.context.strategy import ContextStrategy, Exchange, Floats, gathered
 from wlb_titan.cost.attention_latency import AttentionLatency, slowest
@@ -31,7 +32,7 @@ class AllGather(ContextStrategy):
         """What `per_document` does with the tokens that 2 x CP equal chunks leave over: `spread` makes some
         chunks one token longer, `round_robin` deals the tokens out one by one, as in the paper."""
 
-        gather_groups: int = 1
+        gather_groups: Annotated[int, Ge(1)] = 1
         """Groups of heads in which keys and values are gathered. With more than one, a group attends while
         the next one's keys still travel, which pays where context parallelism crosses nodes. It must divide
         the key heads of a tensor-parallel rank."""
@@ -51,8 +52,9 @@ class AllGather(ContextStrategy):
         heads = model.kv_heads // tensor
         if self._groups < 1 or heads % self._groups:
             raise PlanError(
-                f"gather_groups: {self._groups} groups do not divide the {heads} key heads of a rank at a "
-                f"tensor-parallel degree of {tensor}; set it to a divisor of {heads}."
+                f"{self._groups} groups do not divide the {heads} key heads of a rank at a tensor-parallel "
+                f"degree of {tensor}; set gather_groups to a divisor of {heads}.",
+                setting="sharding.gather_groups",
             )
 
     def seconds(self, sharding: Sharding) -> Floats:
@@ -99,8 +101,13 @@ class Adaptive(AllGather):
     """For each micro-batch the one of these two whose slowest rank is predicted faster (section 5.3)."""
 
     def divide(self, lengths: Ints, total: int) -> tuple[str, Sharding]:
-        shardings = self.candidates(lengths, total)
-        return min(shardings.items(), key=lambda named: slowest(self.seconds(named[1])))
+        return self._fastest(self.candidates(lengths, total), None)
+
+    def divide_slices(self, lengths: Ints, total: int, prefix: Ints) -> tuple[str, Sharding]:
+        return self._fastest(self.candidates(lengths, total), prefix)
+
+    def _fastest(self, shardings: dict[str, Sharding], prefix: Ints | None) -> tuple[str, Sharding]:
+        return min(shardings.items(), key=lambda named: slowest(self.seconds(after(named[1], prefix))))
 
     def candidates(self, lengths: Ints, total: int) -> dict[str, Sharding]:
         """Shardings by name; of equally fast ones the first is taken."""

@@ -130,17 +130,23 @@ class ContextStrategy(Plugin, ABC):
             tensor: tensor-parallel degree, which divides the heads.
 
         Raises:
-            PlanError: `key: reason`, the key of [wlb.sharding] that is wrong.
+            PlanError: it cannot; `setting` is the key that is wrong, such as sharding.policy.
         """
 
     def shard(
-        self, lengths: Ints, total: int, *, micro_batch: str = "The micro-batch"
+        self,
+        lengths: Ints,
+        total: int,
+        *,
+        prefix: Ints | None = None,
+        micro_batch: str = "The micro-batch",
     ) -> tuple[str, Sharding]:
         """Who holds which tokens.
 
         Args:
             lengths: int64 (n,), tokens of the documents in sequence order, each at least 1.
             total: tokens of the sequence with its padding, which comes last.
+            prefix: int64 (n,), tokens before each document's own that its queries see too; None for none.
             micro_batch: names it in errors.
 
         Returns:
@@ -164,15 +170,25 @@ class ContextStrategy(Plugin, ABC):
             )
         if total < tokens:
             raise PlanError(f"{micro_batch} has documents of {tokens} tokens but room for only {total}.")
+        if prefix is not None and prefix.any():
+            return self.divide_slices(lengths, total, prefix)
         return self.divide(lengths, total)
 
     @abstractmethod
     def divide(self, lengths: Ints, total: int) -> tuple[str, Sharding]:
         """`shard` of what has been found possible."""
 
+    def divide_slices(self, lengths: Ints, total: int, prefix: Ints) -> tuple[str, Sharding]:
+        """`divide` where keys lie before the documents' own; the same unless a strategy weighs times."""
+        return self.divide(lengths, total)
+
     @abstractmethod
     def seconds(self, sharding: Sharding) -> Floats:
-        """float64 (ranks, 2), forward and backward seconds of one layer's attention on each rank."""
+        """float64 (ranks, 2), forward and backward seconds of one layer's attention on each rank.
+
+        A run's queries see all tokens of its document up to themselves, also where no run begins with the
+        first (`layout.after`).
+        """
 
     @abstractmethod
     def mask(
@@ -181,8 +197,9 @@ class ContextStrategy(Plugin, ABC):
         """What the attention of a rank needs to know of a micro-batch.
 
         Returns:
-            int32 (S, 4), segments as `wlb_titan.kernels.varlen_attention` takes them; and int64 arrays that
-            the strategy's `attention` gets besides, on its device.
+            int32 (S, 4), segments as `wlb_titan.kernels.varlen_attention` takes them, keys in the order of
+            the sequence and each segment's from its document's first; and int64 arrays that the strategy's
+            `attention` gets besides, on its device.
         """
 
     @abstractmethod

@@ -29,7 +29,7 @@ from wlb_titan.context.layout import Ints, Sharding, from_runs, segments, whole
 from wlb_titan.context.strategy import ContextStrategy, Exchange, Floats, Move
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
-from wlb_titan.plan import COUNT, DOCUMENT
+from wlb_titan.plan import COUNT, DOCUMENT, OFFSET
 
 
 class Share(NamedTuple):
@@ -60,8 +60,9 @@ def head_shares(heads: int, kv_heads: int, ranks: int) -> list[Share]:
     """
     if ranks > heads:
         raise PlanError(
-            f"policy: with ulysses {ranks} context-parallel ranks cannot share {heads} query heads; lower "
-            "the degree of context or of tensor parallelism, or take another policy."
+            f"With ulysses {ranks} context-parallel ranks cannot share {heads} query heads; lower the degree "
+            "of context or of tensor parallelism, or take another policy.",
+            setting="sharding.policy",
         )
     group = heads // kv_heads
     if ranks <= kv_heads:
@@ -96,11 +97,10 @@ class Ulysses(ContextStrategy):
 
     def seconds(self, sharding: Sharding) -> Floats:
         """Every rank attends to all tokens with its heads; the one with most of them is the slowest."""
-        runs = np.concatenate(sharding)
-        lengths = np.bincount(runs[:, DOCUMENT], runs[:, COUNT]).astype(np.int64)
+        documents = _documents(np.concatenate(sharding))
         shares = head_shares(self.latency.heads, self.latency.heads, self.ranks)
         heads = [share.query_heads for share in shares]
-        seconds = {n: replace(self.latency, heads=n).seconds((whole(lengths),))[0] for n in set(heads)}
+        seconds = {n: replace(self.latency, heads=n).seconds((documents,))[0] for n in set(heads)}
         return np.array([seconds[n] for n in heads])
 
     def mask(
@@ -123,3 +123,12 @@ class Ulysses(ContextStrategy):
             keys=keys,
             outputs=queries * model.head_dim,
         )
+
+
+def _documents(runs: Ints) -> Ints:
+    """int64 (n, 3), the documents that runs are of, each in one run."""
+    runs = runs[np.lexsort((runs[:, OFFSET], runs[:, DOCUMENT]))]
+    first = np.flatnonzero(np.diff(runs[:, DOCUMENT], prepend=-1))
+    documents = runs[first]
+    documents[:, COUNT] = np.add.reduceat(runs[:, COUNT], first)
+    return documents

@@ -57,8 +57,9 @@ class UlyssesGather(ContextStrategy):
     def check(self, model: ModelShape, tensor: int) -> None:
         if self._within < 1 or self.ranks % self._within:
             raise PlanError(
-                f"within: {self.ranks} context-parallel ranks cannot be divided into groups of "
-                f"{self._within}; set it to a divisor of {self.ranks}."
+                f"{self.ranks} context-parallel ranks cannot be divided into groups of {self._within}; set "
+                f"within to a divisor of {self.ranks}.",
+                setting="sharding.within",
             )
         head_shares(model.heads // tensor, model.kv_heads // tensor, self._within)
 

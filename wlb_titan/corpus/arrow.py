@@ -1,7 +1,9 @@
 """Arrow files with a column of token lists, as the `datasets` library writes them.
 
 A file is a row of record batches, each with the offsets of its lists and their values. What is kept of a
-batch is where these two begin in the file, 24 bytes; everything else is looked up in the mapped pages.
+batch are six numbers (`BATCH_COLUMNS`); everything else is looked up in the mapped pages. They are found by
+going through the file's messages with pyarrow, which trusts what it reads; for a prepared corpus they lie
+beside the file, with checksums of its blocks, so that no damaged byte reaches pyarrow or the model.
 """
 
 from __future__ import annotations
@@ -13,8 +15,19 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from wlb_titan.corpus.blocks import CheckedPages, block_sums
 from wlb_titan.corpus.shards import Ints, Tokens, map_file
 from wlb_titan.errors import CorpusError
+
+BATCH_COLUMNS = ("documents", "tokens", "offsets_at", "values_at", "begin", "end")
+"""Of a batch: how many documents and tokens, the first byte of its offsets and of its values, the first byte
+of its message and the first after it."""
+
+SUMS = ".sums"
+"""Ending of the file with the checksums: uint32, one a block."""
+
+BATCHES = ".batches"
+"""Ending of the file with the batches: int64, `BATCH_COLUMNS` of each."""
 
 
 class ArrowShard:
@@ -23,46 +36,44 @@ class ArrowShard:
     Args:
         path: the file.
         column: holds one list of token ids a document.
+        checked: whether `write_checks` has written checksums beside it.
 
     Raises:
-        CorpusError: the file cannot be read or has no such column of integers.
+        CorpusError: the file cannot be read, is damaged, or has no such column of integers.
     """
 
-    def __init__(self, path: Path, column: str = "input_ids") -> None:
+    def __init__(self, path: Path, column: str = "input_ids", *, checked: bool = False) -> None:
         self.path = path
-        firsts, offsets_at, values_at = [0], [], []
-        self.tokens = 0
+        self._column = column
+        if checked:
+            self._file = CheckedPages(path, map_file(path.with_suffix(SUMS), "<u4"))
+            batches = map_file(path.with_suffix(BATCHES), "<i8").reshape(-1, len(BATCH_COLUMNS))
+            self._head = int(batches[0, 4]) if len(batches) else len(self._file.pages)
+            self._file.check(0, self._head, "its head")
+        else:
+            batches, self._head = find_batches(path, column)
+            self._file = CheckedPages(path, None)
         try:
-            with pa.memory_map(str(path)) as file:
-                base, size = file.read_buffer().address, file.size()
-                file.seek(0)
-                with pa.ipc.open_stream(file) as stream:
-                    wide, self._dtype = _list_type(stream.schema, column, path)
-                    for batch in stream:
-                        if not batch.num_rows:
-                            continue
-                        lists = batch.column(column)
-                        _, offsets, _, values = lists.buffers()
-                        at = (offsets.address - base, (values.address if values else offsets.address) - base)
-                        if not all(0 <= place < size for place in at):
-                            raise CorpusError(f"{path} is compressed, so it cannot be read in place.")
-                        firsts.append(firsts[-1] + len(lists))
-                        offsets_at.append(at[0] // (8 if wide else 4) + lists.offset)
-                        values_at.append(at[1] // self._dtype.itemsize)
-                        self.tokens += lists.offsets[-1].as_py() - lists.offsets[0].as_py()
+            self._schema = pa.ipc.read_schema(pa.py_buffer(self._file.pages[: self._head]))
         except (OSError, pa.ArrowInvalid) as error:
             raise CorpusError(f"{path} cannot be read ({error}).") from error
-        self._firsts = np.array(firsts, dtype=np.int64)
-        self._offsets_at = np.array(offsets_at, dtype=np.int64)
-        self._values_at = np.array(values_at, dtype=np.int64)
-        pages = map_file(path)
+        wide, self._dtype = _list_type(self._schema, column, path)
+        self._offset_size = 8 if wide else 4
+        self._batches = batches
+        self._firsts = np.concatenate([[0], np.cumsum(batches[:, 0])])
+        self.documents = int(self._firsts[-1])
+        self.tokens = int(batches[:, 1].sum())
+        pages = self._file.pages
+        self._offsets_at = batches[:, 2] // self._offset_size
         self._offsets = _seen_as(pages, np.dtype(np.int64 if wide else np.int32))
+        self._values_at = batches[:, 3] // self._dtype.itemsize
         self._values = _seen_as(pages, self._dtype)
-        self.documents = firsts[-1]
 
     def lengths(self, rows: Ints) -> Ints:
         batches = np.searchsorted(self._firsts, rows, side="right") - 1
         places = self._offsets_at[batches] + (rows - self._firsts[batches])
+        for edge in (0, 1):
+            self._file.check_places((places + edge) * self._offset_size, "lengths of documents")
         lengths: Ints = (self._offsets[places + 1] - self._offsets[places]).astype(np.int64)
         return lengths
 
@@ -71,15 +82,66 @@ class ArrowShard:
 
     def read(self, row: int, start: int, length: int) -> Tokens:
         batch = int(np.searchsorted(self._firsts, row, side="right")) - 1
-        place = self._offsets_at[batch] + (row - self._firsts[batch])
+        place = int(self._offsets_at[batch]) + (row - int(self._firsts[batch]))
+        what = f"document {row}"
+        self._file.check(place * self._offset_size, (place + 1) * self._offset_size, what)
         begin = int(self._values_at[batch] + self._offsets[place]) + start
+        size = self._dtype.itemsize
+        self._file.check(begin * size, (begin + length) * size, what)
         return self._values[begin : begin + length]
 
     def source(self, row: int) -> str:
-        with pa.memory_map(str(self.path)) as file, pa.ipc.open_stream(file) as stream:
-            if "source" in stream.schema.names:
-                return str(stream.read_all().column("source")[row].as_py())
-        return f"{self.path.name}[{row}]"
+        if "source" not in self._schema.names:
+            return f"{self.path.name}[{row}]"
+        batch = int(np.searchsorted(self._firsts, row, side="right")) - 1
+        begin, end = self._batches[batch, 4:6].tolist()
+        self._file.check(begin, end, f"the source of document {row}")
+        records = pa.ipc.read_record_batch(pa.py_buffer(self._file.pages[begin:end]), self._schema)
+        return str(records.column("source")[row - int(self._firsts[batch])].as_py())
+
+    def damaged_blocks(self) -> list[int]:
+        """The numbers of all blocks that are not what was written."""
+        return self._file.damaged_blocks()
+
+
+def write_checks(path: Path) -> None:
+    """Writes beside a file of documents what `ArrowShard(checked=True)` reads: batches and checksums."""
+    find_batches(path, "input_ids")[0].astype("<i8").tofile(path.with_suffix(BATCHES))
+    block_sums(path).astype("<u4").tofile(path.with_suffix(SUMS))
+
+
+def find_batches(path: Path, column: str) -> tuple[Ints, int]:
+    """Goes through the messages of a file.
+
+    Returns:
+        int64 (batches, 6), `BATCH_COLUMNS` of those that have documents; and the first byte after the schema.
+
+    Raises:
+        CorpusError: the file cannot be read, is compressed, or has no such column of integers.
+    """
+    batches = []
+    try:
+        with pa.memory_map(str(path)) as file:
+            base, size = file.read_buffer().address, file.size()
+            file.seek(0)
+            with pa.ipc.open_stream(file) as stream:
+                wide, _ = _list_type(stream.schema, column, path)
+                head = end = file.tell()
+                for records in stream:
+                    begin, end = end, file.tell()
+                    if not records.num_rows:
+                        continue
+                    lists = records.column(column)
+                    _, offsets, _, values = lists.buffers()
+                    at = (offsets.address - base, (values.address if values else offsets.address) - base)
+                    if not all(0 <= place < size for place in at):
+                        raise CorpusError(f"{path} is compressed, so it cannot be read in place.")
+                    first = at[0] + lists.offset * (8 if wide else 4)
+                    tokens = lists.offsets[-1].as_py() - lists.offsets[0].as_py()
+                    batches.append((len(lists), tokens, first, at[1], begin, end))
+    except (OSError, pa.ArrowInvalid) as error:
+        raise CorpusError(f"{path} cannot be read ({error}).") from error
+    return np.array(batches, dtype=np.int64).reshape(-1, len(BATCH_COLUMNS)), head
 
 
 def _seen_as(pages: NDArray[np.uint8], dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -7,7 +7,9 @@ A corpus that `wlb-titan prepare` made is a folder:
                        documents-00000.arrow, documents-00001.arrow, ...
     tokenizer/         tokenizer.json and tokenizer_config.json
     unreadable.txt     files and records that could not be read, if there were any
-    manifest.json      counts, settings, sizes of the files above; written last
+    *.batches          of each file of documents: where its record batches lie
+    *.sums             of each: a checksum of every block, compared when it is first read
+    manifest.json      counts, settings, sizes and checksums of the files above; written last
 
 Others are opened as `foreign` says. All files are memory-mapped: a slice of tokens is a view of the mapped
 pages, and the processes of a machine share one copy in the page cache.
@@ -54,6 +56,7 @@ class Corpus:
         lengths: the number of tokens of each document; an int64 array to look at (see `Lengths`).
         fingerprint: 16 hexadecimal digits that identify token ids and order of the documents.
         tokenizer: None where it is not known, which is enough to plan and not to train.
+        shards: its files.
         manifest: counts, settings and tokenizer facts of a corpus that `wlb-titan prepare` made, else None.
         parts: the corpora that it is made of, whose documents follow each other; none if it is one.
     """
@@ -73,7 +76,7 @@ class Corpus:
         self.fingerprint = fingerprint
         self.tokenizer = tokenizer
         self.manifest = manifest
-        self._shards = list(shards)
+        self.shards = list(shards)
 
     def __str__(self) -> str:
         if self.parts:
@@ -118,7 +121,7 @@ class Corpus:
                     "not mean the same. Prepare one of them anew with the tokenizer of the other."
                 )
         fingerprint = hashlib.sha256("".join(part.fingerprint for part in parts).encode()).hexdigest()[:16]
-        shards = [shard for part in parts for shard in part._shards]
+        shards = [shard for part in parts for shard in part.shards]
         return cls(parts[0].path, shards, fingerprint, known[0][1] if known else None, None, parts)
 
     def __len__(self) -> int:
@@ -157,7 +160,8 @@ class Corpus:
         if self.tokenizer is None:
             raise CorpusError(
                 f"The corpus {self.path} comes without its tokenizer. Name the folder of the tokenizer that "
-                "made it, with tokenizer.json and tokenizer_config.json: wlb.corpus.tokenizer."
+                "made it, with tokenizer.json and tokenizer_config.json: wlb.corpus.tokenizer.",
+                setting="corpus.tokenizer",
             )
         return self.tokenizer
 
@@ -170,7 +174,7 @@ class Corpus:
         if not 0 <= row < len(self):
             raise IndexError(f"document {row} of a corpus of {len(self)} documents")
         number = int(np.searchsorted(self.lengths.firsts, row, side="right")) - 1
-        return self._shards[number], row - int(self.lengths.firsts[number])
+        return self.shards[number], row - int(self.lengths.firsts[number])
 
 
 def tokenizer_facts(folder: Path) -> TokenizerFacts:
@@ -182,7 +186,8 @@ def tokenizer_facts(folder: Path) -> TokenizerFacts:
     file = folder.absolute() / "tokenizer.json"
     if not file.is_file():
         raise CorpusError(
-            f"There is no {file}; `tokenizer` names the folder of a tokenizer in Hugging Face's layout."
+            f"There is no {file}; `tokenizer` names the folder of a tokenizer in Hugging Face's layout.",
+            setting="corpus.tokenizer",
         )
     from tokenizers import Tokenizer  # not needed for corpora that were prepared
 
@@ -190,7 +195,7 @@ def tokenizer_facts(folder: Path) -> TokenizerFacts:
     try:
         vocabulary = Tokenizer.from_str(content.decode("utf-8")).get_vocab(with_added_tokens=True)
     except Exception as error:  # the library raises bare Exceptions
-        raise CorpusError(f"{file} is not a tokenizer: {error}") from error
+        raise CorpusError(f"{file} is not a tokenizer: {error}", setting="corpus.tokenizer") from error
     return TokenizerFacts(file.parent, hashlib.sha256(content).hexdigest(), max(vocabulary.values()) + 1)
 
 
@@ -200,10 +205,11 @@ def _open_prepared(path: Path, tokenizer: str) -> Corpus:
     if tokenizer and tokenizer_facts(Path(tokenizer)).sha256 != manifest.tokenizer_sha256:
         raise CorpusError(
             f"The corpus {path} was not made with the tokenizer in {tokenizer}; it brings its own, so leave "
-            "wlb.corpus.tokenizer out."
+            "wlb.corpus.tokenizer out.",
+            setting="corpus.tokenizer",
         )
     try:
-        shards = [ArrowShard(path / name) for name in manifest.document_files]
+        shards = [ArrowShard(path / name, checked=manifest.checked) for name in manifest.document_files]
     except CorpusError as error:
         raise _mismatch(path, str(error)) from error
     counts = (sum(shard.documents for shard in shards), sum(shard.tokens for shard in shards))
@@ -219,7 +225,7 @@ def _open_prepared(path: Path, tokenizer: str) -> Corpus:
 
 
 def _no_corpus(path: Path) -> str:
-    if partial_folder(path).exists():
+    if path.name and partial_folder(path).exists():
         return (
             f"There is no corpus at {path} yet: its preparation was interrupted, or is still running. If it "
             f"is not running, start it again with `wlb-titan prepare {path}` and the same options."
@@ -228,7 +234,7 @@ def _no_corpus(path: Path) -> str:
         return (
             f"{path} is not a complete corpus: it has no {MANIFEST_FILE}, the file that is written last, nor "
             "files of Megatron (.idx and .bin), datatrove (.ds) or Hugging Face's save_to_disk. "
-            f"Make it again with `wlb-titan prepare {path} --overwrite`, or name another folder."
+            "Name another folder."
         )
     return (
         f"There is no corpus at {path}. Make one with `wlb-titan prepare {path}` (--help lists its options)."
@@ -249,6 +255,7 @@ def _check_files(path: Path, manifest: Manifest) -> None:
             raise _mismatch(path, f"the file {name} is missing")
         if file.stat().st_size != size:
             raise _mismatch(path, f"the file {name} has {file.stat().st_size:,} bytes instead of {size:,}")
-    tokenizer = (path / TOKENIZER_FOLDER / "tokenizer.json").read_bytes()
-    if hashlib.sha256(tokenizer).hexdigest() != manifest.tokenizer_sha256:
-        raise _mismatch(path, f"{TOKENIZER_FOLDER}/tokenizer.json was changed")
+    wanted = {**manifest.checksums, f"{TOKENIZER_FOLDER}/tokenizer.json": manifest.tokenizer_sha256}
+    for name, checksum in wanted.items():
+        if not (path / name).is_file() or hashlib.sha256((path / name).read_bytes()).hexdigest() != checksum:
+            raise _mismatch(path, f"{name} was changed")

@@ -1,11 +1,12 @@
 """From texts to documents of token ids, a bounded amount of text at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from operator import itemgetter
 
 import numpy as np
 
+from wlb_titan.corpus.pieces import split
 from wlb_titan.corpus.sources import Source, Unreadable
 from wlb_titan.corpus.tokenizer import CorpusTokenizer
 
@@ -30,6 +31,8 @@ class Documents:
         batch_characters: text tokenized at a time.
 
     Attributes:
+        progress: called with the position of a document after each batch that only it fills, so that a long
+            one does not look like a standstill.
         empty: number of documents left out because they hold white space only.
         unreadable: what could not be read. A document is made of the rest, if there is any.
     """
@@ -48,6 +51,7 @@ class Documents:
         self._tokenizer = tokenizer
         self._piece_characters = piece_characters
         self._batch_characters = batch_characters
+        self.progress: Callable[[int], None] = lambda position: None
         self.empty = 0
         self.unreadable: list[Unreadable] = []
 
@@ -66,6 +70,8 @@ class Documents:
             arrays = self._tokenizer.encode([text for _, text in batch])
             for (position, text), tokens in zip(batch, arrays, strict=True):
                 yield position, not text or text.isspace(), tokens
+            if batch[0][0] == batch[-1][0]:
+                self.progress(batch[0][0])
 
     def _pieces(self) -> Iterator[tuple[int, str]]:
         for position, document in enumerate(self._order):
@@ -73,24 +79,8 @@ class Documents:
                 if isinstance(text, Unreadable):
                     self.unreadable.append(text)
                 else:
-                    for piece in split_at_lines(text, self._piece_characters):
+                    for piece in split(text, self._piece_characters):
                         yield position, piece
-
-
-def split_at_lines(text: str, size: int) -> Iterator[str]:
-    """Cut `text` into pieces of at most `size` characters, behind a line's end wherever a piece has one.
-
-    An empty text is one empty piece.
-
-    >>> list(split_at_lines("ab\\ncd\\nefghijkl", 6))
-    ['ab\\ncd\\n', 'efghij', 'kl']
-    """
-    start = 0
-    while len(text) - start > size:
-        end = text.rfind("\n", start, start + size) + 1 or start + size
-        yield text[start:end]
-        start = end
-    yield text[start:]
 
 
 def _batches(pieces: Iterator[tuple[int, str]], size: int) -> Iterator[list[tuple[int, str]]]:

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from wlb_titan.corpus.replace import LOCK_FILE, check_replaceable, remove_corpus
 from wlb_titan.errors import CorpusError
 
-LOCK_FILE = ".lock"
 SETTINGS_FILE = "settings.json"
 
 
@@ -31,10 +31,11 @@ def written_whole(path: Path, *, replace: bool) -> Iterator[Path]:
 
     Args:
         path: where the folder shall be; its parents are made.
-        replace: delete the folder that lies at `path` by then.
+        replace: delete the corpus that lies at `path` by then.
 
     Raises:
-        CorpusError: another process is writing the same folder, or wrote it meanwhile and `replace` is false.
+        CorpusError: another process is writing the same folder, or wrote it meanwhile and `replace` is false;
+            or what lies there by then is not only a corpus.
     """
     partial = partial_folder(path)
     partial.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +79,7 @@ def finish(path: Path, *, replace: bool, keep: set[str]) -> None:
 
     Args:
         path: where the folder shall be.
-        replace: delete the folder that lies there by then.
+        replace: delete the corpus that lies there by then.
         keep: names of the files and folders that belong to it; others are deleted.
 
     Raises:
@@ -92,10 +93,11 @@ def finish(path: Path, *, replace: bool, keep: set[str]) -> None:
 
 
 def _lock(partial: Path, path: Path) -> int:
+    _check_way(partial, path)
     while True:
         partial.mkdir(exist_ok=True)
         try:
-            lock = os.open(partial / LOCK_FILE, os.O_RDWR | os.O_CREAT)
+            lock = os.open(partial / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         except FileNotFoundError:  # the folder's writer moved it away just now
             continue
         try:
@@ -110,6 +112,29 @@ def _lock(partial: Path, path: Path) -> int:
         os.close(lock)
 
 
+def _check_way(partial: Path, path: Path) -> None:
+    """Raises CorpusError where something that is not ours stands where the folder will be written."""
+    if partial.is_symlink() or (partial.exists() and not (partial.is_dir() and _is_ours(partial))):
+        raise CorpusError(
+            f"{partial}, where {path} would be written first, is not what a preparation leaves behind. Move "
+            "it away, or name another folder."
+        )
+    replaced = _replaced(path)
+    if replaced.exists() or replaced.is_symlink():
+        raise CorpusError(
+            f"{replaced} is in the way: a replacement of {path} was stopped when it had moved the former "
+            f"corpus there. Move it back to {path.name} if there is none, or delete it."
+        )
+
+
+def _is_ours(partial: Path) -> bool:
+    return (partial / LOCK_FILE).is_file() or not any(partial.iterdir())
+
+
+def _replaced(path: Path) -> Path:
+    return path.with_name(f".{path.name}.replaced")
+
+
 def _is_at(file: int, path: Path) -> bool:
     """Whether the open file still lies at `path`, rather than in a folder that was moved away."""
     try:
@@ -122,17 +147,17 @@ def _clear(partial: Path, keep: Collection[str] = (LOCK_FILE,)) -> None:
     for entry in partial.iterdir():
         if entry.name in keep:
             continue
-        if entry.is_dir():
+        if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         else:
             entry.unlink()
 
 
 def _move(partial: Path, path: Path, replace: bool) -> None:
-    replaced = path.with_name(f".{path.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
+    replaced = _replaced(path)
     try:
         if replace and path.exists():
+            check_replaceable(path)  # once more: preparing takes hours
             path.rename(replaced)
         partial.rename(path)
     except BaseException as error:
@@ -141,4 +166,5 @@ def _move(partial: Path, path: Path, replace: bool) -> None:
         if isinstance(error, OSError) and path.exists():  # only an empty folder can be renamed to
             raise CorpusError(f"{path} appeared while it was being prepared; it is left as it is.") from error
         raise
-    shutil.rmtree(replaced, ignore_errors=True)
+    if replaced.exists():
+        remove_corpus(replaced)

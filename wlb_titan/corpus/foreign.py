@@ -47,7 +47,7 @@ def open_foreign(path: Path, column: str) -> Sequence[Shard] | None:
     if path.suffix == ".ds" and path.is_file():
         return [DatatroveShard(path)]
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    if prefix.with_name(prefix.name + ".idx").is_file():
+    if Path(f"{prefix}.idx").is_file():
         return [MegatronShard(prefix)]
     if not path.is_dir():
         return None

@@ -4,18 +4,21 @@ It is written last, so a folder that has one was once complete.
 """
 
 import dataclasses
+import hashlib
 import json
+import typing
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from wlb_titan.errors import CorpusError
 
-FORMAT_VERSION = 1
-"""Of a corpus with all documents in `documents.arrow`."""
+FORMAT_VERSION = 3
+"""1 was a corpus with all documents in `documents.arrow`, 2 one in parts; neither had checksums."""
 
-PARTS_FORMAT_VERSION = 2
-"""Of one whose documents are in `documents-00000.arrow`, `documents-00001.arrow`, ..."""
+KNOWN_VERSIONS = (1, 2, FORMAT_VERSION)
+FIRST_WITH_CHECKSUMS = 3
 
 DOCUMENTS_FILE = "documents.arrow"
 PART_FILE = "documents-{:05d}.arrow"
@@ -64,14 +67,24 @@ class Manifest:
     files: dict[str, int]
     """Every other file of the corpus: path inside the folder -> size in bytes."""
 
+    checksums: dict[str, str] = dataclasses.field(default_factory=dict)
+    """SHA-256 of those that are read as a whole; documents have checksums by block, in *.sums."""
+
+    @property
+    def checked(self) -> bool:
+        """Whether the documents have checksums."""
+        return self.format_version >= FIRST_WITH_CHECKSUMS
+
     @property
     def document_files(self) -> list[str]:
         """The files with the documents, in the order of these."""
         return sorted(name for name in self.files if name.endswith(".arrow"))
 
     def save(self, folder: Path) -> None:
-        """Write the manifest into `folder`."""
-        text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False)
+        """Write the manifest into `folder`, with a hash of itself."""
+        values = dataclasses.asdict(self)
+        values["manifest_sha256"] = _hash(values)
+        text = json.dumps(values, indent=2, ensure_ascii=False)
         (folder / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
@@ -82,18 +95,48 @@ class Manifest:
             CorpusError: it cannot be understood, or is of another format version.
         """
         path = folder / MANIFEST_FILE
-        again = "make the corpus again with `wlb-titan prepare --overwrite`"
+        again = f"copy {folder} again, or move it away and make it again with `wlb-titan prepare`"
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             version = values["format_version"]
-        except (ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise CorpusError(f"{path} is damaged ({error!r}); {again}.") from error
-        if version not in (FORMAT_VERSION, PARTS_FORMAT_VERSION):
+        if version not in KNOWN_VERSIONS:
             raise CorpusError(
                 f"{folder} has corpus format version {version}, but this wlb_titan reads the versions "
-                f"{FORMAT_VERSION} and {PARTS_FORMAT_VERSION}; {again}, or use the wlb_titan that made it."
+                f"{', '.join(map(str, KNOWN_VERSIONS))}; {again}, or use the wlb_titan that made it."
             )
+        wanted = values.pop("manifest_sha256", None)
+        if version >= FIRST_WITH_CHECKSUMS and wanted != _hash(values):
+            raise CorpusError(f"{path} is damaged: it is not what was written; {again}.")
+        hints = typing.get_type_hints(cls)
+        for name, value in values.items():
+            if name in hints and not isinstance(value, typing.get_origin(hints[name]) or hints[name]):
+                raise CorpusError(f"{path} is damaged: {name} is {value!r}; {again}.")
         try:
-            return cls(**values)
+            manifest = cls(**values)
         except TypeError as error:
             raise CorpusError(f"{path} is damaged ({error}); {again}.") from error
+        for name in manifest.files:
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise CorpusError(f"{path} is damaged: it lists {name!r}, outside the folder; {again}.")
+        return manifest
+
+
+def facts_of_files(folder: Path, files: Iterable[Path]) -> dict[str, Any]:
+    """`files` and `checksums` of a manifest.
+
+    Args:
+        folder: the corpus.
+        files: all in it that belong to it, the manifest left out.
+    """
+    names = {path.relative_to(folder).as_posix(): path for path in sorted(files)}
+    whole = {name: path for name, path in names.items() if not name.endswith((".arrow", ".sums"))}
+    return {
+        "files": {name: path.stat().st_size for name, path in names.items()},
+        "checksums": {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in whole.items()},
+    }
+
+
+def _hash(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

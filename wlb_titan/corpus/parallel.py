@@ -27,11 +27,13 @@ from typing import Any
 
 import numpy as np
 
+from wlb_titan.corpus.arrow import write_checks
 from wlb_titan.corpus.corpus import Corpus
-from wlb_titan.corpus.existing import check_replaceable, complete_corpus
+from wlb_titan.corpus.existing import complete_corpus
 from wlb_titan.corpus.folder import finish, partial_folder, unfinished
 from wlb_titan.corpus.manifest import MANIFEST_FILE, PART_FILE, TOKENIZER_FOLDER, Manifest
 from wlb_titan.corpus.prepare import CACHE_FOLDER, Part, Report, complete, make_tokenizer, write_part
+from wlb_titan.corpus.replace import check_replaceable, output_folder
 from wlb_titan.corpus.settings import PrepareSettings, SourceSpec
 from wlb_titan.corpus.sources import Source, open_source
 from wlb_titan.corpus.tokenizer import TRAINING_CHARACTERS, CorpusTokenizer, training_texts
@@ -90,7 +92,7 @@ def prepare_in_parts(
             "max_tokens is met by counting in order, which tasks side by side cannot; leave it out."
         )
     executor, options = _executor(workers)
-    output = Path(output).absolute()
+    output = output_folder(output)
     if overwrite:
         check_replaceable(output)
     elif corpus := complete_corpus(settings, output):
@@ -146,6 +148,7 @@ class WritePart:
         facts = path.with_suffix(".json")
         facts.write_text(json.dumps(dataclasses.asdict(part)), encoding="utf-8")
         writing.rename(path)
+        write_checks(path)
 
 
 class Finish:

@@ -12,18 +12,19 @@ from pathlib import Path
 
 import numpy as np
 
+from wlb_titan.corpus.arrow import SUMS, write_checks
 from wlb_titan.corpus.corpus import Corpus
 from wlb_titan.corpus.documents import Documents
-from wlb_titan.corpus.existing import check_replaceable, complete_corpus
+from wlb_titan.corpus.existing import complete_corpus
 from wlb_titan.corpus.folder import written_whole
 from wlb_titan.corpus.manifest import (
     DOCUMENTS_FILE,
-    FORMAT_VERSION,
-    PARTS_FORMAT_VERSION,
     TOKENIZER_FOLDER,
     UNREADABLE_FILE,
     Manifest,
+    facts_of_files,
 )
+from wlb_titan.corpus.replace import check_replaceable, output_folder
 from wlb_titan.corpus.settings import DEFAULT_VOCAB_SIZE, PrepareSettings
 from wlb_titan.corpus.sources import Source, open_source
 from wlb_titan.corpus.tokenizer import CorpusTokenizer, copy_tokenizer, train_tokenizer, training_texts
@@ -58,7 +59,7 @@ def prepare_corpus(
         CorpusError: the source or the tokenizer cannot be used, there are no documents, `output` holds
             something else or is being made by another process, or it cannot be written.
     """
-    output = Path(output).absolute()
+    output = output_folder(output)
     if overwrite:
         check_replaceable(output)
     elif corpus := complete_corpus(settings, output):
@@ -88,7 +89,17 @@ def _write_corpus(settings: PrepareSettings, folder: Path, report: Report) -> No
         report("Tokenizing", min(tokens, settings.max_tokens), settings.max_tokens)
         return tokens >= settings.max_tokens
 
-    part = write_part(source, order, tokenizer, folder / DOCUMENTS_FILE, enough)
+    def progress(position: int) -> None:
+        report("Tokenizing documents", position, len(order))
+
+    part = write_part(
+        source,
+        order,
+        tokenizer,
+        folder / DOCUMENTS_FILE,
+        enough,
+        progress if settings.max_tokens is None else lambda position: None,
+    )
     complete(settings, folder, tokenizer, [part])
 
 
@@ -118,6 +129,7 @@ def write_part(
     tokenizer: CorpusTokenizer,
     path: Path,
     enough: Callable[[int, int], bool] = lambda position, tokens: False,
+    progress: Callable[[int], None] = lambda position: None,
 ) -> Part:
     """Tokenize documents into one file.
 
@@ -127,8 +139,10 @@ def write_part(
         tokenizer: makes the token ids.
         path: the file.
         enough: asked after each document, with its place in `order` and the tokens so far, whether to stop.
+        progress: called within a long document, with its place in `order`.
     """
     documents = Documents(source, order, tokenizer)
+    documents.progress = progress
     with DocumentWriter(path) as writer:
         for position, name, tokens in documents:
             writer.add(name, tokens)
@@ -163,11 +177,18 @@ def complete(
         lines = sorted(f"{entry}\n" for entry in unreadable)
         (folder / UNREADABLE_FILE).write_text("".join(lines), encoding="utf-8")
     shutil.rmtree(folder / CACHE_FOLDER, ignore_errors=True)
-    files = sorted(folder.glob("*.arrow")) + sorted((folder / TOKENIZER_FOLDER).iterdir())
+    for documents in folder.glob("*.arrow"):
+        if not documents.with_suffix(SUMS).exists():
+            write_checks(documents)
+    files = [
+        *folder.glob("*.arrow"),
+        *folder.glob("*.batches"),
+        *folder.glob("*.sums"),
+        *(folder / TOKENIZER_FOLDER).iterdir(),
+    ]
     files += [folder / UNREADABLE_FILE] if unreadable else []
     digests = b"".join(bytes.fromhex(part.digest) for part in parts)
     Manifest(
-        format_version=FORMAT_VERSION if (folder / DOCUMENTS_FILE).exists() else PARTS_FORMAT_VERSION,
         fingerprint=hashlib.sha256(tokenizer.digest + digests).hexdigest()[:16],
         documents=sum(part.documents for part in parts),
         tokens=sum(part.tokens for part in parts),
@@ -178,5 +199,5 @@ def complete(
         end_of_text_id=tokenizer.end_of_text_id,
         tokenizer_sha256=tokenizer.digest.hex(),
         settings=settings.resolved(),
-        files={path.relative_to(folder).as_posix(): path.stat().st_size for path in files},
+        **facts_of_files(folder, files),
     ).save(folder)

@@ -15,6 +15,7 @@ SOURCES = (
 GRANULARITIES = ("file", "package")
 EXECUTORS = ("local", "slurm", "ray")
 DEFAULT_VOCAB_SIZE = 4096
+MOST_VOCAB_SIZE = 1 << 22
 MIN_VOCAB_SIZE = 257
 """256 bytes and the end-of-text token."""
 
@@ -109,8 +110,12 @@ class PrepareSettings:
                 f"A vocabulary of {self.vocab_size} entries is too small: {MIN_VOCAB_SIZE} are needed for "
                 "the 256 bytes and the end-of-text token."
             )
-        if self.seed < 0:
-            raise CorpusError(f"The seed is {self.seed}, but must not be negative.")
+        if self.vocab_size is not None and self.vocab_size > MOST_VOCAB_SIZE:
+            raise CorpusError(
+                f"A vocabulary has at most {MOST_VOCAB_SIZE:,} entries, not {self.vocab_size:,}."
+            )
+        if not 0 <= self.seed < 2**63:
+            raise CorpusError(f"The seed is {self.seed}, but must be from 0 to 2^63 - 1.")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise CorpusError(f"max_tokens is {self.max_tokens}, but must be at least 1.")
 

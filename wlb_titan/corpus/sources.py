@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 import datasets
+import pyarrow as pa
 
 from wlb_titan.corpus.settings import PrepareSettings, SourceSpec
 from wlb_titan.errors import CorpusError
@@ -82,7 +83,7 @@ def open_source(settings: PrepareSettings, cache: Path) -> Source:
     if spec.kind == "python-source":
         return Files(python_documents(by_package=settings.granularity == "package"))
     if spec.kind == "text":
-        return Files(text_documents(Path(spec.location)))
+        return Files(text_documents(Path(spec.location)), within=Path(spec.location).resolve())
     if spec.kind == "jsonl" and Path(spec.location).is_dir():
         files = sorted(Path(spec.location).glob("*.jsonl"))
         if not files:
@@ -102,10 +103,16 @@ def _ranges(count: int, least: int) -> list[tuple[int, int]]:
 
 
 class Files:
-    """Documents made of one file each, or of several that are joined."""
+    """Documents made of one file each, or of several that are joined.
 
-    def __init__(self, documents: list[FileDocument]) -> None:
+    Args:
+        documents: names and paths.
+        within: a link that leads out of this folder is not read, but told; None reads all.
+    """
+
+    def __init__(self, documents: list[FileDocument], within: Path | None = None) -> None:
         self._documents = documents
+        self._within = within
 
     def __len__(self) -> int:
         return len(self._documents)
@@ -116,6 +123,8 @@ class Files:
     def read(self, document: int) -> Iterator[str | Unreadable]:
         for name, path in self._documents[document][1]:
             try:
+                if self._within and path.is_symlink() and self._within not in path.resolve().parents:
+                    raise OSError("a link that leads out of the folder")
                 if not stat.S_ISREG(path.stat().st_mode):
                     raise OSError("not a file")  # reading a pipe would wait for its writer
                 text = path.read_bytes().decode("utf-8")
@@ -128,7 +137,7 @@ class Files:
 
     def parts(self) -> list[Source]:
         ranges = _ranges(len(self), FILES_A_PART)
-        return [Files(self._documents[begin:end]) for begin, end in ranges]
+        return [Files(self._documents[begin:end], self._within) for begin, end in ranges]
 
 
 def python_documents(*, by_package: bool) -> list[FileDocument]:
@@ -244,6 +253,8 @@ class JsonLines:
             line = file.readline().rstrip()
         try:
             yield _text_of(json.loads(line), self._field)
+        except RecursionError:
+            yield Unreadable(self.name(document), "too deeply nested")
         except ValueError as error:
             yield Unreadable(self.name(document), str(error))
 
@@ -315,7 +326,10 @@ class Rows:
         return f"{self._label}[{document}]"
 
     def read(self, document: int) -> Iterator[str | Unreadable]:
-        yield self._rows[document][self._field] or ""
+        try:
+            yield self._rows[document][self._field] or ""
+        except (ValueError, pa.ArrowException) as error:  # UnicodeDecodeError among the first
+            yield Unreadable(self.name(document), str(error))
 
     def parts(self) -> list[Source]:
         return [RowsPart(self, begin, end) for begin, end in _ranges(len(self), ROWS_A_PART)]

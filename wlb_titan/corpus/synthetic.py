@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.corpus.arrow import write_checks
 from wlb_titan.corpus.corpus import Corpus
-from wlb_titan.corpus.folder import LOCK_FILE, written_whole
-from wlb_titan.corpus.manifest import DOCUMENTS_FILE, TOKENIZER_FOLDER, Manifest
+from wlb_titan.corpus.folder import written_whole
+from wlb_titan.corpus.manifest import DOCUMENTS_FILE, TOKENIZER_FOLDER, Manifest, facts_of_files
+from wlb_titan.corpus.replace import LOCK_FILE
 from wlb_titan.corpus.settings import MIN_VOCAB_SIZE
 from wlb_titan.corpus.tokenizer import CorpusTokenizer, train_tokenizer
 from wlb_titan.corpus.writer import DocumentWriter
@@ -57,7 +59,8 @@ def write_synthetic_corpus(path: Path, lengths: NDArray[np.int64]) -> Corpus:
         with DocumentWriter(folder / DOCUMENTS_FILE) as writer:
             for number, length in enumerate(lengths.tolist()):
                 writer.add(f"synthetic {number}", zeros[:length])
-        files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != LOCK_FILE)
+        write_checks(folder / DOCUMENTS_FILE)
+        files = [file for file in folder.rglob("*") if file.is_file() and file.name != LOCK_FILE]
         Manifest(
             fingerprint=writer.digest().hex()[:16],
             documents=writer.documents,
@@ -69,6 +72,6 @@ def write_synthetic_corpus(path: Path, lengths: NDArray[np.int64]) -> Corpus:
             end_of_text_id=tokenizer.end_of_text_id,
             tokenizer_sha256=tokenizer.digest.hex(),
             settings={"source": "synthetic"},
-            files={file.relative_to(folder).as_posix(): file.stat().st_size for file in files},
+            **facts_of_files(folder, files),
         ).save(folder)
     return Corpus.open(path)

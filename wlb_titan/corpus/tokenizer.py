@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from wlb_titan.corpus.pieces import split
 from wlb_titan.corpus.sources import Source, Unreadable
 from wlb_titan.errors import CorpusError
 
@@ -132,7 +133,7 @@ def training_texts(
         for text in source.read(document):
             if isinstance(text, Unreadable):
                 continue
-            yield text[:room]
+            yield from split(text[:room], room)
             missing -= len(text[:room])
             room -= len(text[:room])
             if room == 0:

@@ -69,6 +69,7 @@ class TokenSeconds:
         elements: element-wise operators.
         tensor: the collectives of tensor parallelism: all-gather and reduce-scatter, twice a layer.
         context: the collectives of context parallelism.
+        experts: of `matrices` the part of routed experts, where they get equally many tokens.
         head: the matrix product with the vocabulary, on the last stage.
     """
 
@@ -76,6 +77,7 @@ class TokenSeconds:
     elements: float
     tensor: float
     context: float
+    experts: float
     head: float
 
     @classmethod
@@ -106,6 +108,7 @@ class TokenSeconds:
             elements=BYTES * elements / ranks / device.memory_bandwidth,
             tensor=BYTES * shared / device.tensor_bandwidth,
             context=exchange,
+            experts=6.0 * shape.hidden * shape.routed_width / ranks / device.linear_flops,
             head=2.0 * head / ranks / device.linear_flops,
         )
 

@@ -1,14 +1,16 @@
-"""The profile of a device: measured attention times, their coefficients, and the JSON file that keeps both.
+"""The profile of a device: measured times, coefficients of the attention, and the JSON file that keeps them.
 
     {"schema": 1, "device": "NVIDIA H200", "units": 132, "software": "torch 2.11.0, wlb_titan 0.1.0",
      "entries": [
        {"head_dim": 128, "group": 8, "dtype": "bfloat16", "pass": "forward",
         "query_tile": 128, "key_block": 128, "merge_keys": 1024, "heads_per_tile": 1,
         "launch": 2.1e-05, "key": 0.0, "segment": 0.0, "tile": 1.4e-06, "block": 1.5e-06, "masked": 3.0e-07,
-        "points": [[128, 128, 264, 32, 0.00012], ...]}]}
+        "points": [[128, 128, 264, 32, 0.00012], ...]}],
+     "linear": {"dtype": "bfloat16", "ranks": 8, "matrices": [[FLOPs, seconds], ...], "elements": ..., ...}}
 
-`wlb-titan profile` writes it; "v_head_dim" is there besides where values have another head dim. Times are
-seconds; a point is q_len, kv_len, segments, heads, measured time.
+`wlb-titan profile` writes it; "v_head_dim" is there besides where values have another head dim, and "linear"
+(`linear_profile`) is missing in profiles of attention alone. Times are seconds; a point is q_len, kv_len,
+segments, heads, measured time.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from wlb_titan.cost.attention_fit import Point, fit, predict, usual_tilings
 from wlb_titan.cost.attention_latency import AttentionLatency, Floats, KernelCost, Tiling
+from wlb_titan.cost.linear_profile import LinearProfile
 from wlb_titan.errors import PlanError
 
 if TYPE_CHECKING:
@@ -138,12 +141,14 @@ class Profile:
         units: programs that it runs side by side.
         software: versions that were measured.
         entries: one for each pass and kind of attention.
+        linear: everything else; None if it was not measured.
     """
 
     device: str
     units: int
     software: str
     entries: tuple[Entry, ...]
+    linear: LinearProfile | None = None
 
     def latency(self, shape: AttentionShape) -> AttentionLatency:
         """The latency model of an attention that was measured.
@@ -186,7 +191,8 @@ class Profile:
         head = {"schema": SCHEMA, "device": self.device, "units": self.units, "software": self.software}
         entries = ",\n".join(json.dumps(entry.to_json()) for entry in self.entries)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'{json.dumps(head)[:-1]}, "entries": [\n{entries}\n]}}\n', encoding="utf-8")
+        linear = "" if self.linear is None else f',\n"linear": {json.dumps(self.linear.to_json())}'
+        path.write_text(f'{json.dumps(head)[:-1]}, "entries": [\n{entries}\n]{linear}}}\n', encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Profile:
@@ -213,6 +219,7 @@ class Profile:
                 units=int(record["units"]),
                 software=str(record["software"]),
                 entries=tuple(Entry.from_json(entry) for entry in record["entries"]),
+                linear=LinearProfile.from_json(record["linear"]) if "linear" in record else None,
             )
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise PlanError(f"The profile {path} is damaged: {type(error).__name__} {error}.") from error

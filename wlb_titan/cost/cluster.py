@@ -4,6 +4,7 @@
     [gpu]       memory, peak_flops, linear_flops, attention_flops, attention_backward_flops,
                 memory_bandwidth, attention_profile (optional: a file of `wlb-titan profile`)
     [node]      gpus, bandwidth, latency          links within a node (NVLink)
+                host_bandwidth (optional)         of a GPU and its host's memory, for activation offload
     [network]   bandwidth, latency                links between nodes
 
 in bytes, FLOP/s, bytes/s of one GPU, and seconds of one collective. All rates but the peak are what the
@@ -40,6 +41,7 @@ FIGURES = {
     ("network", "bandwidth"): (1e6, 1e15, "bytes/s"),
     ("network", "latency"): (0, 1, "seconds"),
 }
+OPTIONAL = {("node", "host_bandwidth"): (1e6, 1e15, "bytes/s")}
 TEXTS = (("", "name"), ("gpu", "attention_profile"))
 
 
@@ -62,7 +64,7 @@ class Cluster:
     """GPUs in nodes in a network; the attributes are the keys of the file.
 
     `attention_profile` is the path of a profile of the GPU's attention, empty for the figures derived for
-    H100 and H200.
+    H100 and H200; `host_bandwidth` is None where the file has none.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Cluster:
     node: Link
     network: Link
     attention_profile: str = ""
+    host_bandwidth: float | None = None
 
     def link(self, ranks: int, stride: int = 1) -> Link:
         """What a group of ranks communicates over whose members are `stride` GPUs apart.
@@ -87,6 +90,20 @@ class Cluster:
             return self.node
         neighbours = max(self.gpus_per_node // stride, 1)
         return replace(self.network, bandwidth=min(self.node.bandwidth, neighbours * self.network.bandwidth))
+
+    def all_to_all(self, bytes_: float, ranks: int) -> float:
+        """Seconds of an all-to-all without its latency, over neighbouring ranks that fill nodes.
+
+        Every GPU sends what goes to other nodes through its own network card, and the rest meanwhile within
+        its node.
+
+        Args:
+            bytes_: that each rank has, of which it sends an equal share to every rank.
+            ranks: of the group.
+        """
+        inside = min(ranks, self.gpus_per_node)
+        near = bytes_ * (inside - 1) / ranks / self.node.bandwidth
+        return max(near, bytes_ * (ranks - inside) / ranks / self.network.bandwidth)
 
     def slower_network(self, factor: float) -> Cluster:
         """The same cluster with a network of that many times the latency and less bandwidth."""
@@ -131,6 +148,7 @@ def _parse(text: str, name: str, folder: Path) -> Cluster:
         raise PlanError(f"The cluster file {name} is not TOML: {error}.") from error
     _refuse_unknown(record, name)
     figures = {key: _figure(record, name, *key) for key in FIGURES}
+    host = "host_bandwidth" in record["node"]
     gpu = {key: value for (section, key), value in figures.items() if section == "gpu"}
     for key in ("linear_flops", "attention_flops", "attention_backward_flops"):
         if gpu[key] > gpu["peak_flops"]:
@@ -146,11 +164,12 @@ def _parse(text: str, name: str, folder: Path) -> Cluster:
         node=Link(figures["node", "bandwidth"], figures["node", "latency"]),
         network=Link(figures["network", "bandwidth"], figures["network", "latency"]),
         attention_profile=str(folder / profile) if profile else "",
+        host_bandwidth=_figure(record, name, "node", "host_bandwidth") if host else None,
     )
 
 
 def _figure(record: dict[str, Any], name: str, section: str, key: str) -> float:
-    low, high, unit = FIGURES[section, key]
+    low, high, unit = (FIGURES | OPTIONAL)[section, key]
     value = record.get(section, {}).get(key)
     if value is None:
         raise PlanError(f"{name}: [{section}] {key} is missing. It is a number of {unit}.")
@@ -161,11 +180,13 @@ def _figure(record: dict[str, Any], name: str, section: str, key: str) -> float:
             f"{name}: [{section}] {key} is {value:g} {unit}, which cannot be; it lies between {low:g} and "
             f"{high:g}. Check the unit."
         )
+    if (section, key) == ("node", "gpus") and value != int(value):
+        raise PlanError(f"{name}: [node] gpus is {value:g}; a node has a whole number of them.")
     return float(value)
 
 
 def _refuse_unknown(record: dict[str, Any], name: str) -> None:
-    known = [*FIGURES, *TEXTS]
+    known = [*FIGURES, *OPTIONAL, *TEXTS]
     for section, value in record.items():
         entries = [(section, key) for key in value] if isinstance(value, dict) else [("", section)]
         for entry in entries:
@@ -176,6 +197,6 @@ def _refuse_unknown(record: dict[str, Any], name: str) -> None:
 
 def _keys() -> str:
     sections: dict[str, list[str]] = {}
-    for section, key in [*FIGURES, TEXTS[1]]:
+    for section, key in [*FIGURES, *OPTIONAL, TEXTS[1]]:
         sections.setdefault(section, []).append(key)
     return "name, " + ", ".join(f"[{section}] {' '.join(keys)}" for section, keys in sections.items())

@@ -1,4 +1,4 @@
-"""`profile:FILE`: attention as `wlb-titan profile` measured it, all else by counting operations."""
+"""`profile:FILE`: attention as `wlb-titan profile` measured it, all else by operations at measured rates."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb_titan.cost.analytic import Analytic
+from wlb_titan.cost.analytic import Analytic, Device
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.attention_profile import AttentionShape, Profile
 from wlb_titan.cost.workload import CostJob, CostModel, Floats
 
 
 class Measured(CostModel):
-    """W_a as measured on a device, W_l by counting operations.
+    """W_a as measured on a device, W_l by operations at its measured rates, or the cluster's if it has none.
 
     Args:
         attention: of one layer on one device.
@@ -42,9 +42,16 @@ class Measured(CostModel):
 
     @classmethod
     def of(cls, config: Config, job: CostJob) -> Measured:
-        attention = AttentionShape.of(job.model, job.degrees.tensor, job.dtype)
-        latency = Profile.load(Path(config.file)).latency(attention)
-        return cls(latency, job.model.layers, job.degrees.context, Analytic.of(Analytic.Config(), job))
+        tensor, context = job.degrees.tensor, job.degrees.context
+        profile = Profile.load(Path(config.file))
+        latency = profile.latency(AttentionShape.of(job.model, tensor, job.dtype))
+        device = Device.of(job.cluster, tensor_parallel=tensor, context_parallel=context)
+        if profile.linear is not None:
+            device = profile.linear.on(device)
+        linear = Analytic(
+            job.model, device, tensor_parallel=tensor, context_parallel=context, exchange=job.exchange_seconds
+        )
+        return cls(latency, job.model.layers, context, linear)
 
     def forward(self, lengths: NDArray[Any]) -> Floats:
         return self._attention(lengths, 0) + self._linear.linear_forward * np.asarray(lengths, np.float64)

@@ -19,6 +19,9 @@ class ModelShape:
         layers, hidden, heads, kv_heads, head_dim, feed_forward, vocabulary: as usual; `feed_forward` is the
             inner width of the gated MLP, of a mixture of experts that of all experts which a token visits.
         unvisited_weights: of one layer's experts that a token does not visit.
+        experts: routed experts of a layer that has them; 0 in a dense model.
+        routed_width: of `feed_forward` the part in routed experts, which expert parallelism spreads.
+        visits: routed experts that a token visits; as `routed_width`, the mean over all layers.
         v_head_dim: of values; None where it is that of queries and keys, which multi-head latent attention
             has not.
         projections: weights of a layer's attention; None where they are those of queries, keys, values and
@@ -35,6 +38,9 @@ class ModelShape:
     feed_forward: int
     vocabulary: int
     unvisited_weights: int = 0
+    experts: int = 0
+    routed_width: int = 0
+    visits: float = 0.0
     v_head_dim: int | None = None
     projections: int | None = None
     windows: tuple[tuple[int, int], ...] = ()
@@ -54,6 +60,11 @@ class ModelShape:
         if self.projections is not None:
             return self.projections
         return self.hidden * self.head_dims * (self.heads + self.kv_heads)
+
+    @property
+    def expert_weights(self) -> int:
+        """Weights of one layer's routed experts, visited or not."""
+        return 3 * self.hidden * self.routed_width + self.unvisited_weights
 
     @property
     def linear_weights(self) -> int:

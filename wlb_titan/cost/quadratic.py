@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -12,12 +11,14 @@ from numpy.typing import NDArray
 from wlb_titan.cost.workload import CostJob, CostModel, Floats
 from wlb_titan.errors import PlanError
 
+LARGEST = 1e100  # coefficient, with which the work of any step is still a finite number
+
 
 class Quadratic(CostModel):
     """Both passes together cost A d^2 + B d, of which the forward pass is one third.
 
     Raises:
-        PlanError: A or B is negative or not finite, or both are zero.
+        PlanError: A or B is negative or not finite, both are zero, or work would overflow.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -40,10 +41,10 @@ class Quadratic(CostModel):
             return cls(a=a, b=b)
 
     def __init__(self, a: float, b: float) -> None:
-        if not (math.isfinite(a) and math.isfinite(b)) or a < 0 or b < 0 or a + b == 0:
+        if not (0 <= a <= LARGEST and 0 <= b <= LARGEST) or a + b == 0:
             raise PlanError(
                 f"The cost model quadratic:{a:g},{b:g} does not give every document some work: A and B must "
-                "be finite, not negative and not both zero."
+                f"be from 0 to {LARGEST:g}, and not both zero."
             )
         self.a, self.b = a, b
 

@@ -20,7 +20,7 @@ from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.cluster import Cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape
-from wlb_titan.errors import PlanError
+from wlb_titan.errors import PlanError, UserError
 from wlb_titan.plugins import Family, Plugin, PluginConfig
 
 Floats = NDArray[np.float64]
@@ -119,8 +119,11 @@ def cost_model(text: str, job: CostJob) -> CostModel:
         name, settings = "profile", text
     if name not in COST_MODELS.names:
         name, settings = text, ""
-    config: CostModel.Config = COST_MODELS.find(name).Config.parse(settings)
-    model: CostModel = config.owner.of(config, job)
+    try:
+        config: CostModel.Config = COST_MODELS.find(name).Config.parse(settings)
+        model: CostModel = config.owner.of(config, job)
+    except UserError as error:
+        raise PlanError(str(error), setting=error.setting or "packing.cost_model") from error
     return model
 
 

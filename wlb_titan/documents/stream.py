@@ -71,7 +71,9 @@ class DocumentStream:
         self, lengths: Lengths, *, window: int, seed: int | None, sources: Sequence[Source] = ()
     ) -> None:
         if window < 2:
-            raise PlanError(f"The context window is {window} tokens; it must be at least 2.")
+            raise PlanError(
+                f"The context window is {window} tokens; it must be at least 2.", setting="training.seq_len"
+            )
         self.seed = seed
         self._begin(Mixture(lengths, sources, seed=seed), window)
 

@@ -54,22 +54,28 @@ class TokenBytes:
     Attributes:
         hidden, gathered: s and g above.
         kept: of one layer from its forward pass to its backward pass.
+        offloaded: of what it would keep otherwise, what lies in the host's memory meanwhile.
         forward: of the layer whose forward pass runs, besides what it keeps.
         backward: of the layer whose backward pass runs, besides what it kept.
         waiting: of one layer between the two halves of a split backward pass, besides what it kept: the
             gradients of its linear layers' and norms' outputs.
         loss: of the loss, besides the hidden states of which it is.
         inputs: token ids, positions and labels, int64, and the order of the keys.
+        cached: K and V of one layer, which a slice leaves to those behind it.
+        cached_gradients: their gradients, added up in float32.
     """
 
     hidden: float
     gathered: float
     kept: float
+    offloaded: float
     forward: float
     backward: float
     waiting: float
     loss: float
     inputs: float
+    cached: float
+    cached_gradients: float
 
     @classmethod
     def of(
@@ -79,6 +85,9 @@ class TokenBytes:
         cp, tp = degrees.context, degrees.tensor
         layer = _Layer.of(model, degrees, settings, exchange)
         forward, backward = layer.passes(settings.checkpointing)
+        kept = layer.kept(settings.checkpointing)
+        offloaded = kept * settings.offload
+        moving = 2 * offloaded  # the layer at hand, and the one that travels meanwhile
         # The logits and, in float32, log-softmax and gradients; the loss-parallel softmax has one copy more.
         softmax = settings.compute_bytes + (4 if tp > 1 else 3) * FLOAT32
         loss = model.vocabulary / (cp * tp * settings.loss_chunks) * softmax
@@ -87,12 +96,15 @@ class TokenBytes:
         return cls(
             hidden=layer.s,
             gathered=layer.g,
-            kept=layer.kept(settings.checkpointing),
-            forward=forward,
-            backward=backward,
+            kept=kept - offloaded,
+            offloaded=offloaded,
+            forward=forward + moving,
+            backward=backward + moving,
             waiting=2 * layer.s + 2 * layer.g + layer.q + 2 * layer.k + 2 * layer.f,
             loss=loss,
             inputs=3 * 8 / cp + (8 if cp > 1 else 0),
+            cached=layer.key_gradients,
+            cached_gradients=layer.key_gradients * FLOAT32 / settings.compute_bytes,
         )
 
 

@@ -22,6 +22,7 @@ class MemorySettings:
         window: context window in tokens, for which every layer has a table of rotary factors.
         rotary_bytes: of such a table for each position and element of the head dim.
         sequence_parallel: whether tensor parallelism divides the tokens of hidden states.
+        offload: share of what layers keep from forward to backward that lies in the host's memory meanwhile.
         reshard: whether FSDP frees a layer's gathered weights after each pass. None is torchtitan's default:
             not under pipeline parallelism, where micro-batches add up gradients before they are reduced.
     """
@@ -34,6 +35,7 @@ class MemorySettings:
     window: int = 0
     rotary_bytes: int = 4
     sequence_parallel: bool = True
+    offload: float = 0.0
     reshard: bool | None = None
 
     def __post_init__(self) -> None:
@@ -42,6 +44,8 @@ class MemorySettings:
                 f"No activation checkpointing is called {self.checkpointing!r}; there are none, selective "
                 "and full."
             )
+        if not 0 <= self.offload <= 1:
+            raise PlanError(f"The share of activations to offload is {self.offload}; it is between 0 and 1.")
 
     def reshards(self, degrees: Degrees) -> bool:
         """Whether gathered weights are freed after each pass at these degrees."""

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from annotated_types import Interval
 from numpy.typing import NDArray
 
 from wlb_titan.documents.stream import DocumentStream
@@ -43,7 +44,9 @@ class FixedGreedy(PackingPolicy):
 
     @dataclass(kw_only=True, slots=True)
     class Config(PackingPolicy.Config):
-        global_batches: int = 1
+        free = (*PackingPolicy.Config.free, "cost_model")
+
+        global_batches: Annotated[int, Interval(ge=1, le=4096)] = 1
         """Global batches that are packed together, the paper's packing window. More of them balance better
         and mix the order of the documents more."""
 
@@ -54,7 +57,10 @@ class FixedGreedy(PackingPolicy):
 
     def __init__(self, config: Config, stream: DocumentStream, job: PackingJob) -> None:
         if config.global_batches < 1:
-            raise PlanError(f"global_batches is {config.global_batches}; it must be at least 1.")
+            raise PlanError(
+                f"global_batches is {config.global_batches}; it must be at least 1.",
+                setting="packing.global_batches",
+            )
         self._stream = stream
         self._micro_batches = job.micro_batches
         self._packs = job.micro_batches * config.global_batches

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Interval
 from numpy.typing import NDArray
 
 from wlb_titan.documents.stream import DocumentStream
@@ -15,17 +17,21 @@ from wlb_titan.packing.policy import PackingJob
 
 Ints = NDArray[np.int64]
 
+MOST_VARIABLES = 1 << 18
+
 
 class FixedSolver(FixedGreedy):
     """As `fixed_greedy`, and then a MILP solver makes each packing better."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FixedGreedy.Config):
-        time_limit: float = 10.0
+        free = (*FixedGreedy.Config.free, "time_limit", "gap")
+
+        time_limit: Annotated[float, Interval(gt=0, le=86400)] = 10.0
         """Seconds that the solver may take for the documents of one window. A solver that is stopped by the
         clock finds something else the next time, so a run cannot be repeated exactly."""
 
-        gap: float = 0.001
+        gap: Annotated[float, Interval(ge=0, lt=1)] = 0.001
         """Relative gap between solution and bound at which the solver stops."""
 
         @property
@@ -61,14 +67,16 @@ class Solver:
         if time_limit <= 0 or gap < 0:
             raise PlanError(
                 f"The solver's time limit is {time_limit} seconds and its gap {gap}; the first must be "
-                "positive and the second not negative."
+                "positive and the second not negative.",
+                setting="packing.time_limit",
             )
         try:
             import highspy
         except ImportError as error:
             raise PlanError(
                 "The policy fixed_solver needs the HiGHS solver. Install it with: pip install "
-                "'wlb-titan[solver]'"
+                "'wlb-titan[solver]'",
+                setting="packing.policy",
             ) from error
         self._highspy: Any = highspy
         self._time_limit = time_limit
@@ -92,10 +100,16 @@ class Solver:
 
         Returns:
             int64 (n,), the best packing found, never worse than `start`; and the relative gap that remains
-            between it and what the solver could prove, 0 for a proven optimum.
+            between it and what the solver could prove, 0 for a proven optimum. More than 2^18 pairs of a
+            document and a pack are not given to the solver.
         """
+        begin = time.perf_counter()
         highs = self._highs()
         documents = len(lengths)
+        if documents * packs > MOST_VARIABLES:  # to write it down alone would take longer than most limits
+            work = (lengths / window) ** 2
+            best = max(float(work.max()), float(work.sum()) / packs)
+            return start, max(0.0, 1 - best / float(np.bincount(start, work, packs).max()))
         share = lengths / window
         work = share**2
         columns = 1 + np.arange(documents * packs).reshape(documents, packs)
@@ -126,6 +140,7 @@ class Solver:
         values[columns[np.arange(documents), start]] = 1.0
         solution.col_value = values.tolist()
         highs.setSolution(solution)
+        highs.setOptionValue("time_limit", max(begin + self._time_limit - time.perf_counter(), 0.0))
         highs.run()
 
         found = np.array(highs.getSolution().col_value)
@@ -141,7 +156,6 @@ class Solver:
     def _highs(self) -> Any:
         highs = self._highspy.Highs()
         highs.setOptionValue("output_flag", False)
-        highs.setOptionValue("time_limit", self._time_limit)
         highs.setOptionValue("mip_rel_gap", self._gap)
         highs.setOptionValue("threads", 1)
         highs.setOptionValue("random_seed", 0)

@@ -57,7 +57,8 @@ def tune(
     if not 1 <= queues <= GRID or window < 2 * GRID:
         raise PlanError(
             f"Thresholds for {queues} queues cannot be found for a window of {window} tokens; there can be 1 "
-            f"to {GRID} queues, and the window must have {2 * GRID} tokens. Else give `thresholds` yourself."
+            f"to {GRID} queues, and the window must have {2 * GRID} tokens. Else give `thresholds` yourself.",
+            setting="packing.queues",
         )
     micro_batches = min(micro_batches, MOST_MICRO_BATCHES)
     batches = [_Batch(batch, window, cost_model) for batch in _sample(lengths, window, micro_batches)]
@@ -72,7 +73,8 @@ def tune(
     if best is None:
         raise PlanError(
             f"No thresholds for {queues} queues let outliers leave as fast as they come: too many documents "
-            "of this corpus are long for its context window. Use a longer window or another packing policy."
+            "of this corpus are long for its context window. Use a longer window or another packing policy.",
+            setting="packing.queues",
         )
     return best[1]
 
@@ -93,18 +95,25 @@ def check(thresholds: list[int], lengths: Ints, window: int) -> None:
 
     Warns where a queue will grow for ever.
     """
-    named = ", ".join(map(str, thresholds))
+    named, setting = ", ".join(map(str, thresholds)), "packing.thresholds"
     if not thresholds:
-        raise PlanError('There are no thresholds; give one length in tokens for each queue, or "auto".')
+        raise PlanError(
+            'There are no thresholds; give one length in tokens for each queue, or "auto".', setting=setting
+        )
     if any(low >= high for low, high in pairwise(thresholds)):
-        raise PlanError(f"The thresholds {named} are out of order; each must be above the one before.")
+        raise PlanError(
+            f"The thresholds {named} are out of order; each must be above the one before.", setting=setting
+        )
     if thresholds[-1] > window:
         raise PlanError(
             f"The threshold {thresholds[-1]} is above the context window of {window} tokens, and no document "
-            "is longer than that, so its queue would stay empty for ever."
+            "is longer than that, so its queue would stay empty for ever.",
+            setting=setting,
         )
     if thresholds[0] < 2:
-        raise PlanError(f"The threshold {thresholds[0]} is below 2 tokens, so every document would wait.")
+        raise PlanError(
+            f"The threshold {thresholds[0]} is below 2 tokens, so every document would wait.", setting=setting
+        )
     if not drains(lengths, thresholds, window):
         warnings.warn(
             f"With the thresholds {named} more documents join a queue in a step than can leave it, so it "

@@ -14,9 +14,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from annotated_types import Ge, Interval, MinLen
 from numpy.typing import NDArray
 
 from wlb_titan.cost.workload import workload
@@ -37,14 +38,16 @@ class Wlb(VariableLengthPolicy):
 
     @dataclass(kw_only=True, slots=True)
     class Config(VariableLengthPolicy.Config):
-        thresholds: list[int] | Literal["auto"] = "auto"
+        free = (*VariableLengthPolicy.Config.free, "queues", "tolerance")
+
+        thresholds: Annotated[list[Annotated[int, Ge(2)]], MinLen(1)] | Literal["auto"] = "auto"
         """Smallest length of the documents of each queue, L_1 < ... < L_n, at most the window. `auto` tries
         several on a sample of the corpus and takes the best."""
 
-        queues: int = 2
+        queues: Annotated[int, Interval(ge=1, le=8)] = 2
         """n, the number of queues with automatic thresholds."""
 
-        tolerance: float = 0.065
+        tolerance: Annotated[float, Interval(ge=1e-6, le=1e6)] = 0.065
         """With automatic thresholds: the imbalance above 1 that weighs as much as a delay of one iteration
         for every token."""
 
@@ -59,6 +62,9 @@ class Wlb(VariableLengthPolicy):
         self._remained: Waiting = NOTHING
         if config.thresholds == "auto":
             self._warn_if_queues_lose(config, job)
+
+    def facts(self, config: Config) -> dict[str, Any]:
+        return {**super().facts(config), "thresholds": self.thresholds}
 
     def _thresholds(self, config: Config) -> list[int]:
         sample, window = self._stream.mixture.sample(), self._stream.window

@@ -44,9 +44,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Ge, Interval
 from numpy.typing import NDArray
 
 from wlb_titan.cost.workload import Floats, workload
@@ -75,12 +76,12 @@ class WlbLazy(VariableLengthPolicy):
 
     @dataclass(kw_only=True, slots=True)
     class Config(VariableLengthPolicy.Config):
-        tolerance: float = 0.065
+        tolerance: Annotated[float, Interval(ge=1e-6, le=1e6)] = 0.065
         """What balance is worth. An imbalance of 1 + tolerance weighs as much as a delay of one iteration for
         every token, half of it a quarter as much; with N micro-batches a step the tolerance is widened by
         1 + 4.5 / N. Smaller is better balanced and waits longer."""
 
-        max_delay: int = 16
+        max_delay: Annotated[int, Ge(0)] = 16
         """Iterations after which a document is packed, whatever it does to the balance."""
 
     def __init__(self, config: Config, stream: DocumentStream, job: PackingJob) -> None:

@@ -13,9 +13,10 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from annotated_types import Interval
 from numpy.typing import NDArray
 
 from wlb_titan.errors import PlanError
@@ -117,7 +118,7 @@ class Best(MicroBatchOrder):
 
     @dataclass(kw_only=True, slots=True)
     class Config(MicroBatchOrder.Config):
-        budget_ms: float = 2.0
+        budget_ms: Annotated[float, Interval(gt=0, le=60000)] = 2.0
         """About how long a search may take, in milliseconds of an ordinary core."""
 
     for_all = True

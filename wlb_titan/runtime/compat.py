@@ -21,6 +21,8 @@ Overridden or set on torch's own classes, without an import, and covered by the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 # Has torch.compile take a dimension as a symbol from the start, whatever its size. Without it,
@@ -47,11 +49,18 @@ from torch.distributed.pipelining._recv_buffers import _RecvInfo as RecvInfo
 from torch.distributed.pipelining._utils import _StageMeta as StageMeta
 from torch.distributed.pipelining._utils import _TensorMeta as TensorMeta
 
+# A schedule that is given as actions, and these: what PackFlow's orders run on. Without them: torch's
+# schedules from a CSV file run such orders too.
+from torch.distributed.pipelining.schedules import _Action as ScheduleAction
+from torch.distributed.pipelining.schedules import _ComputationType as ComputationType
+
 # The base class of torch's schedules; for annotations only.
 from torch.distributed.pipelining.schedules import _PipelineSchedule as PipelineSchedule
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as PipelineScheduleRuntime
 
 # Which rank reports the loss. Without it: the first rank of the last stage, as its docstring says.
 from torchtitan.components.metrics import _get_metrics_rank as metrics_rank_of
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import Configurable
 
 # The pieces of torchtitan's `pipeline_llm`, which `runtime.pipeline.pipeline` puts together differently:
@@ -82,11 +91,14 @@ def owner_of(config: Configurable.Config) -> type:
 
 __all__ = [
     "AsyncCollectiveTensor",
+    "ComputationType",
     "DataDependentOutputException",
     "FakeTensor",
     "FakeTensorMode",
     "PipelineSchedule",
+    "PipelineScheduleRuntime",
     "RecvInfo",
+    "ScheduleAction",
     "StageMeta",
     "TensorMeta",
     "build_pipeline_schedule",
@@ -99,3 +111,14 @@ __all__ = [
     "pipeline_metadata",
     "split_into_stages",
 ]
+
+
+def optimizer_factory(
+    container: type[OptimizersContainer], name: str
+) -> Callable[..., torch.optim.Optimizer]:
+    """What a name of `optimizer_name` makes. Without it: `getattr(torch.optim, name)`.
+
+    Raises:
+        NotImplementedError: torchtitan has none of this name.
+    """
+    return container._resolve_optimizer_factory(name)

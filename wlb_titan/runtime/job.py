@@ -14,9 +14,10 @@ from torchtitan.models.common import CosSinRoPE
 from torchtitan.models.common.decoder import Decoder
 
 from wlb_titan.corpus import Corpus
-from wlb_titan.cost.cluster import load_cluster
+from wlb_titan.cost.cluster import Cluster, load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.documents import Documents
+from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.runtime.corpus import mixture_sources
@@ -24,7 +25,7 @@ from wlb_titan.runtime.pipeline_schedules import pipeline_shape, stage_names
 from wlb_titan.runtime.shape import has_experts, has_latent_attention, model_shape
 
 if TYPE_CHECKING:
-    from wlb_titan.config.settings import CorpusSettings
+    from wlb_titan.config.settings import CorpusSettings, WlbSettings
     from wlb_titan.runtime.trainer import Trainer
 
 
@@ -54,8 +55,9 @@ def job_of(config: Trainer.Config, dims: ParallelDims) -> Job:
             pipeline=dims.pp,
             shard=dims.dp_shard,
             replicate=dims.dp_replicate,
+            expert=dims.ep if has_experts(model) else 1,  # a dense model has nothing to spread
         ),
-        cluster=load_cluster(wlb.cluster or cluster_at_hand(wlb.device)),
+        cluster=_cluster(wlb),
         dtype=training.mixed_precision_param,
         window=training.seq_len,
         micro_batches=total if total > 0 else training.local_batch_size * data_parallel,
@@ -69,6 +71,7 @@ def job_of(config: Trainer.Config, dims: ParallelDims) -> Job:
         stage_layers=stage_layers,
         memory=memory,
         memory_unknown=_memory_unknown(model),
+        tensor_overlap=1.0 if config.compile.enable_async_tensor_parallel else 0.0,
     )
 
 
@@ -128,6 +131,13 @@ def memory_settings(config: Trainer.Config) -> MemorySettings:
         sequence_parallel=config.parallelism.enable_sequence_parallel,
         reshard={"always": True, "never": False}.get(config.parallelism.fsdp_reshard_after_forward),
     )
+
+
+def _cluster(wlb: WlbSettings) -> Cluster:
+    try:
+        return load_cluster(wlb.cluster or cluster_at_hand(wlb.device))
+    except PlanError as error:
+        raise PlanError(str(error), setting="wlb.cluster") from error
 
 
 def _memory_unknown(model: Decoder.Config) -> str:

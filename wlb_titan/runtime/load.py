@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from wlb_titan.config import Resolved, refuse_unknown_keys, resolve
+from wlb_titan.config.load import LOCKED
+from wlb_titan.config.ranges import check_ranges, described_ranges
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int | None = None) -> Resolved:
@@ -34,5 +37,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int
 
     refuse_unknown_keys(path, overrides)
     resolved = resolve(path, overrides, base_config)
+    from wlb_titan.runtime.ranges import RANGES
+
+    resolved.check(lambda config: check_ranges(config, RANGES, LOCKED))
     resolved.check(validate)
-    return resolved
+    return replace(resolved, ranges=described_ranges(resolved.config, RANGES, LOCKED))

@@ -5,20 +5,18 @@ TensorBoard and W&B get the same numbers through torchtitan's own loggers.
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from dataclasses import dataclass
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any
 
 import torch
 from torchtitan.components import metrics as titan
 from torchtitan.tools.logging import logger
 
 from wlb_titan.runtime.compat import metrics_rank_of
-
-FILE_NAME = "metrics.jsonl"
-VALIDATION_FILE_NAME = "validation.jsonl"
+from wlb_titan.runtime.dump_folder import METRICS_FILE, VALIDATION_FILE
+from wlb_titan.runtime.json_lines import JsonLines, warn_once
 
 
 def metrics_rank(parallel_dims: Any, schedule: str) -> int:
@@ -44,9 +42,8 @@ class MetricsProcessor(titan.MetricsProcessor):
         self._peak_flops = (
             self.gpu_peak_flops * parallel_dims.world_size if torch.accelerator.is_available() else None
         )
-        self._path = os.path.join(dump_folder, FILE_NAME)
-        self._validation_path = os.path.join(dump_folder, VALIDATION_FILE_NAME)
-        self._file: TextIO | None = None
+        self._lines = JsonLines(Path(dump_folder) / METRICS_FILE)
+        self._validation_lines = JsonLines(Path(dump_folder) / VALIDATION_FILE)
         self._steps = self._tokens = 0  # since the last report
         self._flops = 0.0
 
@@ -98,11 +95,12 @@ class MetricsProcessor(titan.MetricsProcessor):
             "memory_gib": max(memory.max_reserved_gib, 0.0),  # not known on the CPU
             **extra,
         }
-        self.logger.log({k: v for k, v in record.items() if isinstance(v, int | float)}, step)
+        try:
+            self.logger.log({k: v for k, v in record.items() if isinstance(v, int | float)}, step)
+        except OSError as error:
+            warn_once(f"TensorBoard's or W&B's log cannot be written: {error}. Training goes on without.")
         if self._reports:
-            if self._file is None:
-                self._file = _open_before(self._path, step)
-            self._file.write(json.dumps(record) + "\n")
+            self._lines.write(record)
             logger.info(_console_line(record))
         self._steps = self._tokens = 0
         self._flops = 0.0
@@ -114,13 +112,12 @@ class MetricsProcessor(titan.MetricsProcessor):
         """Reports a validation pass: torchtitan's way, and as a line of validation.jsonl."""
         super().log_validation(loss, step, extra_metrics)
         if self._reports:
-            with _open_before(self._validation_path, step) as file:
-                file.write(json.dumps({"step": step, "loss": loss}) + "\n")
+            self._validation_lines.write({"step": step, "loss": loss})
 
     def close(self) -> None:
         super().close()
-        if self._file is not None:
-            self._file.close()
+        self._lines.close()
+        self._validation_lines.close()
 
 
 def _console_line(record: dict[str, Any]) -> str:
@@ -143,20 +140,3 @@ def _console_line(record: dict[str, Any]) -> str:
     if record["memory_gib"] > 0:
         parts.append(f"memory {record['memory_gib']:.2f} GiB")
     return " | ".join(parts)
-
-
-def _open_before(path: str, step: int) -> TextIO:
-    """Opens the file to go on at `step`.
-
-    A run resumed from a checkpoint repeats the steps since then: their old lines go, and with them a line
-    that a crash cut short.
-    """
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    kept = []
-    if os.path.exists(path):
-        with open(path) as file:
-            kept = [line for line in file if line.endswith("\n") and json.loads(line)["step"] < step]
-    with open(path + ".tmp", "w") as file:
-        file.writelines(kept)
-    os.replace(path + ".tmp", path)
-    return open(path, "a", buffering=1)

@@ -81,6 +81,33 @@ def stage_names(parallelism: ParallelismConfig, model: Decoder.Config) -> list[l
     return modules_of_stages(stages, layers, first, last)
 
 
+def check_stages(parallelism: ParallelismConfig, model: Decoder.Config) -> None:
+    """Checks stages that the user wrote down: torchtitan would leave out what no stage names.
+
+    Raises:
+        ValueError: a module of the model is in no stage or in two, or the ranks cannot share the stages.
+    """
+    stages = parallelism.module_fqns_per_model_part
+    if stages is None:
+        return
+    written = [name for stage in stages for name in stage]
+    modules = modules_of_stages(1, len(model.layers), 1, 1)[0]
+    for names, what in (
+        ([name for name in modules if name not in written], "are in no stage"),
+        ([name for name in dict.fromkeys(written) if written.count(name) > 1], "are in two"),
+        ([name for name in written if name not in modules], "are no modules of the model"),
+    ):
+        if names:
+            raise ValueError(f"{', '.join(names)} {what}; the model has {', '.join(modules)}")
+    ranks = parallelism.pipeline_parallel_degree
+    single = canonical_name(parallelism.pipeline_parallel_schedule) in ("GPipe", "1F1B")
+    if len(stages) % ranks or single == (len(stages) > ranks):
+        raise ValueError(
+            f"{parallelism.pipeline_parallel_schedule} runs {'one stage' if single else 'two stages or more'}"
+            f" on each of the {ranks} ranks, and there are {len(stages)} in all"
+        )
+
+
 def splits_backward(checkpointing: ActivationCheckpointingConfig | None) -> bool:
     """Whether the schedules of SPLITS_BACKWARD do so.
 

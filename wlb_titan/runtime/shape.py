@@ -32,6 +32,10 @@ def model_shape(model: Decoder.Config) -> ModelShape:
         feed_forward=sum(map(_feed_forward, model.layers)) // len(model.layers),
         vocabulary=model.vocab_size,
         unvisited_weights=sum(_unvisited(layer, model.dim) for layer in model.layers) // len(model.layers),
+        experts=max((layer.moe.num_experts for layer in model.layers if layer.moe is not None), default=0),
+        routed_width=sum(map(_routed_width, model.layers)) // len(model.layers),
+        visits=sum(layer.moe.router.top_k for layer in model.layers if layer.moe is not None)
+        / len(model.layers),
         v_head_dim=v_head_dim,
         projections=_projections(attention),
         windows=tuple((window, layers) for window, layers in windows.items() if window is not None),
@@ -48,8 +52,15 @@ def _feed_forward(layer: Any) -> int:
     if layer.moe is None:
         return layer.feed_forward.w1.out_features
     shared = layer.moe.shared_experts
-    width = layer.moe.router.top_k * layer.moe.routed_experts.inner_experts.hidden_dim
-    return width + (shared.w1.out_features if shared is not None else 0)
+    return _routed_width(layer) + (shared.w1.out_features if shared is not None else 0)
+
+
+def _routed_width(layer: Any) -> int:
+    """Of `_feed_forward` the part in routed experts."""
+    if layer.moe is None:
+        return 0
+    width: int = layer.moe.router.top_k * layer.moe.routed_experts.inner_experts.hidden_dim
+    return width
 
 
 def _unvisited(layer: Any, hidden: int) -> int:

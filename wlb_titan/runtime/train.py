@@ -5,12 +5,21 @@ Users start it through TorchX (`torchx run wlb.train`), which works out the numb
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from wlb_titan.errors import UserError
+
+if TYPE_CHECKING:
+    from wlb_titan.config import Resolved
+    from wlb_titan.runtime.alarm import Alarm
+    from wlb_titan.runtime.trainer import Trainer
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -18,47 +27,49 @@ from wlb_titan.errors import UserError
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 def main(path: str, overrides: tuple[str, ...]) -> None:
     """Trains as FILE says; OVERRIDES such as --training.steps 5 come last and win."""
-    rank = int(os.environ.get("RANK", "0"))
+    allow_segments_to_grow()
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        train(path, overrides, rank)
-    except UserError as error:
-        # The same on every rank: once is enough.
-        if rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        from wlb_titan.runtime.alarm import Alarm
+
+        with Alarm(rank, world_size) as alarm:
+            train(path, overrides, rank, world_size, alarm)
+    except UserError as error:  # the ranks cannot even reach each other
+        print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def train(path: str, overrides: tuple[str, ...], rank: int) -> None:
-    """Runs one experiment in this process, one of the WORLD_SIZE that the launcher started.
+def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, alarm: Alarm) -> None:
+    """Runs one experiment in this process, one of those that the launcher started.
 
     Args:
         path: TOML file.
         overrides: command-line words that win over it.
         rank: of this process.
+        world_size: of the job.
+        alarm: by which the ranks watch each other.
 
     Raises:
-        UserError: the experiment cannot run as it is; nothing was started.
+        UserError: the experiment cannot run as it is; nothing was started, and nothing in the dump folder is
+            changed.
     """
-    allow_segments_to_grow()
     from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
     on_cpu = use_cpu_without_accelerator()
 
-    from torchtitan.observability import structured_logger
     from torchtitan.tools.utils import device_module
 
     from wlb_titan.runtime.console import start_log
     from wlb_titan.runtime.job import job_of, parallel_dims
     from wlb_titan.runtime.load import load_config
     from wlb_titan.runtime.memory import check_memory
-    from wlb_titan.runtime.validation import validate_files
+    from wlb_titan.runtime.validation import validate_inputs
 
-    world_size = int(os.environ["WORLD_SIZE"])
     resolved = load_config(path, overrides, world_size=world_size)
     config = resolved.config
-    resolved.check(validate_files)
+    resolved.check(validate_inputs)
     if config.wlb.device == "cpu" and not on_cpu:
         raise UserError(
             "wlb.device: this process sees an accelerator though the configuration asks for the CPU; start "
@@ -70,14 +81,7 @@ def train(path: str, overrides: tuple[str, ...], rank: int) -> None:
         device_bytes = device_module.get_device_properties(0).total_memory
         resolved.check(lambda config: check_memory(job_of(config, dims), device_bytes))
     start_log(rank, dims, config.parallelism.pipeline_parallel_schedule)
-    structured_logger.init_structured_logger(
-        source="training", output_dir=config.dump_folder, enable=config.debug.enable_structured_logging
-    )
-    if rank == 0:
-        os.makedirs(config.dump_folder, exist_ok=True)
-        with open(os.path.join(config.dump_folder, "config.toml"), "w") as file:
-            file.write(resolved.to_toml())
-    _run(config)
+    _run(resolved, rank, alarm)
 
 
 def allow_segments_to_grow() -> None:
@@ -90,23 +94,87 @@ def allow_segments_to_grow() -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def _run(config) -> None:
+def _run(resolved: Resolved, rank: int, alarm: Alarm) -> None:
+    """Trains, or makes a seed checkpoint, with the dump folder held by rank 0."""
     import torch
     from torch.distributed.elastic.multiprocessing.errors import record
+    from torchtitan.observability import structured_logger
 
-    @record  # hands this rank's traceback to the launcher, which shows the first failure
+    from wlb_titan.runtime.checkpoints import explained
+    from wlb_titan.runtime.dump_folder import held
+
+    config = resolved.config
+    folder = Path(config.dump_folder)
+    checkpoints = folder / config.checkpoint.folder
+    begun = False
+
+    def begin(step: int) -> None:
+        nonlocal begun
+        begun = True
+        if rank == 0:
+            _note(resolved, step, choice)
+
+    @record  # hands this rank's traceback to the launcher
     def build_and_train() -> None:
-        trainer = config.build()
+        trainer = resolved.check(lambda _: config.build())
+        trainer.begin = begin
         try:
             if config.checkpoint.create_seed_checkpoint:
+                begin(0)
                 trainer.checkpointer.save(curr_step=0, last_step=True)
             else:
                 trainer.train()
+            alarm.close()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            better = explained(error, checkpoints, begun)
+            alarm.fail(better)  # before anything is waited for
+            raise better from error
         finally:
             trainer.close()
         torch.distributed.destroy_process_group()
 
-    build_and_train()
+    with held(folder) if rank == 0 else contextlib.nullcontext():
+        choice = alarm.share("checkpoint", lambda: _choose(config))
+        if choice["step"] >= 0:
+            # On all ranks the same, also where another one would see another folder.
+            config.checkpoint = dataclasses.replace(config.checkpoint, load_step=choice["step"])
+        structured_logger.init_structured_logger(
+            source="training", output_dir=config.dump_folder, enable=config.debug.enable_structured_logging
+        )
+        build_and_train()
+
+
+def _choose(config: Trainer.Config) -> dict[str, Any]:
+    """`beginning`, as JSON; newer checkpoints that are broken are told."""
+    from torchtitan.tools.logging import logger
+
+    from wlb_titan.runtime.checkpoints import beginning
+
+    choice = beginning(config)
+    folder = Path(config.dump_folder) / config.checkpoint.folder
+    for step, wrong in choice.broken:
+        logger.warning(
+            f"The checkpoint {folder / f'step-{step}'} is broken: {wrong}. The run goes on from step "
+            f"{choice.step}, and the broken one becomes broken-{step} beside it. If you have a whole copy, "
+            "stop this run and put it there."
+        )
+    return dataclasses.asdict(choice)
+
+
+def _note(resolved: Resolved, step: int, choice: dict[str, Any]) -> None:
+    """Writes into the dump folder that a run begins or goes on at `step`."""
+    from wlb_titan.runtime.checkpoints import move_broken_aside
+    from wlb_titan.runtime.dump_folder import begin
+
+    config = resolved.config
+    folder = Path(config.dump_folder)
+    move_broken_aside(folder / config.checkpoint.folder, [step for step, _ in choice["broken"]])
+    try:
+        begin(folder, resolved.to_toml(), step)
+    except OSError as error:
+        raise UserError(f"dump_folder: {folder} cannot be written: {error.strerror}.") from error
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ added are the conditions that torchtitan would only meet in the middle of a run.
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -14,22 +15,29 @@ from torchtitan.config.override import apply_overrides
 from torchtitan.distributed import ParallelDims
 
 from wlb_titan.config.classes import full_name
+from wlb_titan.config.values import shown
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.vocabulary import check_sample
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.runtime.adoption import WHAT_TO_DO, unsupported
+from wlb_titan.runtime.checkpoints import beginning
 from wlb_titan.runtime.corpus import mixture_sources, open_corpus
-from wlb_titan.runtime.job import degrees_product, job_of, parallel_dims
+from wlb_titan.runtime.dump_folder import check_place
+from wlb_titan.runtime.job import degrees_product, documents_of, job_of, parallel_dims
+from wlb_titan.runtime.memory import check_memory
 from wlb_titan.runtime.metrics import MetricsProcessor
+from wlb_titan.runtime.optimizer_check import check_optimizer
 from wlb_titan.runtime.pipeline import pipeline
 from wlb_titan.runtime.pipeline_schedules import (
     check_micro_batches,
     check_schedule,
+    check_stages,
     stage_names,
 )
 from wlb_titan.runtime.trainer import Trainer
 from wlb_titan.runtime.validator import Validator
 from wlb_titan.runtime.weights import check_weights
+from wlb_titan.simulator.choice import choose
 
 
 def validate(config: Trainer.Config, world_size: int | None) -> None:
@@ -40,25 +48,38 @@ def validate(config: Trainer.Config, world_size: int | None) -> None:
     """
     _check_degrees(config, world_size)
     dims = parallel_dims(config, world_size)
+    _check_experts(config, dims, world_size)
     _check_batch(config, dims)
-    _check_lengths(config)
     _check_settings(config)
     _check_checkpoint(config)
     _check_model(config)
     _check_pipeline(config, dims)
+    check_optimizer(config)
     _check_job(config, dims)
 
 
-def validate_files(config: Trainer.Config) -> None:
-    """Checks what a run reads: the corpus, and weights of Hugging Face's format if it starts from any.
+def validate_inputs(config: Trainer.Config) -> Corpus:
+    """Checks what a run reads and writes: the corpus, weights of Hugging Face's format, the dump folder.
+
+    Returns:
+        the corpus.
 
     Raises:
-        UserError: as of `validate_corpus` and `check_weights`.
+        UserError: as of `validate_corpus`, `check_weights` and `check_place`.
     """
     corpus = validate_corpus(config)
     if config.checkpoint.initial_load_in_hf:
         assert config.model_spec is not None
         check_weights(config.model_spec.model, Path(config.checkpoint.initial_load_path), corpus)
+    check_place(Path(config.dump_folder))
+    return corpus
+
+
+def validate_files(config: Trainer.Config, world_size: int | None = None) -> None:
+    """`validate_inputs`, `validate_plan` on the corpus, and the checkpoint to begin from: what a run would
+    find out itself, before it."""
+    validate_plan(config, validate_inputs(config), world_size)
+    beginning(config)
 
 
 def validate_corpus(config: Trainer.Config) -> Corpus:
@@ -84,25 +105,44 @@ def validate_corpus(config: Trainer.Config) -> Corpus:
                 f"{vocabulary}` or fewer, or choose another base."
             )
         for part in corpus.parts or (corpus,):
-            if part.manifest is None:
+            if part.manifest is None or not part.manifest.checked:
                 check_sample(part, tokenizer.vocab_size)
     except (CorpusError, PlanError) as error:
+        if error.setting:
+            raise
         raise UserError(f"{key}: {error}") from error
     return corpus
 
 
+def validate_memory(config: Trainer.Config, world_size: int | None, device_gib: float) -> None:
+    """`check_memory` for devices of so many GiB, as a run does it with what its devices have."""
+    check_memory(job_of(config, parallel_dims(config, world_size)), int(device_gib * 2**30))
+
+
+def validate_plan(config: Trainer.Config, corpus: Corpus, world_size: int | None) -> None:
+    """Has the planner itself judge the job: it is made as a run makes it, and plans a step.
+
+    Policies that take their time for a step, as the solver of `fixed_solver` does, are spared the step. The
+    attention times are looked up in any case: without context parallelism only predictions read them.
+
+    Raises:
+        PlanError: the planner's own, with the setting that it blames.
+    """
+    job = job_of(config, parallel_dims(config, world_size))
+    try:
+        documents = documents_of(config.wlb.corpus, corpus)
+        if job.undecided:
+            job = choose(job, documents).job
+        planner = job.planner(documents)
+        _ = job.latency
+        if not job.packing.planning_seconds:
+            planner.next(sharded=0)
+    except PlanError as error:
+        raise PlanError(str(error), setting=error.setting or "wlb") from error
+
+
 def _check_degrees(config: Trainer.Config, world_size: int | None) -> None:
     p = config.parallelism
-    names = (
-        "data_parallel_replicate_degree",
-        "pipeline_parallel_degree",
-        "context_parallel_degree",
-        "tensor_parallel_degree",
-        "expert_parallel_degree",
-    )
-    for name in names:
-        if getattr(p, name) < 1:
-            raise UserError(f"parallelism.{name}: a degree is at least 1, got {getattr(p, name)}.")
     if p.data_parallel_shard_degree < 1 and p.data_parallel_shard_degree != -1:
         raise UserError(
             "parallelism.data_parallel_shard_degree: a degree is at least 1, or -1 for all processes that "
@@ -127,11 +167,20 @@ def _check_degrees(config: Trainer.Config, world_size: int | None) -> None:
         )
 
 
+def _check_experts(config: Trainer.Config, dims: ParallelDims, world_size: int | None) -> None:
+    sharing = dims.dp_shard * dims.cp * dims.tp
+    open_degree = config.parallelism.data_parallel_shard_degree == -1 and world_size is None
+    if sharing % dims.ep and not open_degree:
+        raise UserError(
+            f"parallelism.expert_parallel_degree: {dims.ep} ranks share experts, which must divide the "
+            f"{sharing} ranks of data-parallel shards ({dims.dp_shard}) x context ({dims.cp}) x tensor "
+            f"parallelism ({dims.tp})."
+        )
+
+
 def _check_batch(config: Trainer.Config, dims: ParallelDims) -> None:
     local, total = config.training.local_batch_size, config.training.global_batch_size
     data_parallel = dims.dp_replicate * dims.dp_shard
-    if local < 1:
-        raise UserError(f"training.local_batch_size: at least 1 micro-batch a rank, got {local}.")
     if total > 0 and total % (local * data_parallel) != 0:
         raise UserError(
             f"training.global_batch_size: {total} micro-batches cannot be shared equally: it must be a "
@@ -144,17 +193,25 @@ def _check_batch(config: Trainer.Config, dims: ParallelDims) -> None:
         )
 
 
-def _check_lengths(config: Trainer.Config) -> None:
-    if (multiple := config.wlb.packing.length_multiple) < 1:
-        raise UserError(f"wlb.packing.length_multiple: at least 1 token, got {multiple}.")
-
-
 def _check_settings(config: Trainer.Config) -> None:
     """Refuses what torchtitan offers and packs of different lengths, or our attention, cannot do."""
     if not config.training.disable_cuda_graphs:
         raise UserError(
             "training.disable_cuda_graphs: a CUDA graph replays one length, and micro-batches differ in "
             "theirs; set it to true."
+        )
+    if strangers := set(config.compile.components) - {"model", "loss"}:
+        raise UserError(
+            f'compile.components: torchtitan compiles "model" and "loss" and would leave out '
+            f"{shown(sorted(strangers))} without a word."
+        )
+    profiler = config.profiler
+    if profiler.enable_profiling and profiler.profile_freq < (
+        steps := profiler.profiler_active + profiler.profiler_warmup
+    ):
+        raise UserError(
+            f"profiler.profile_freq: {steps} steps are profiled or warm up, so it must be at least {steps}, "
+            f"got {profiler.profile_freq}."
         )
     if config.debug.spmd_typechecking:
         raise UserError(
@@ -203,7 +260,7 @@ def _check_model(config: Trainer.Config) -> None:
     try:
         config.model_spec.model.update_from_config(config=config)
     except (ValueError, NotImplementedError, AssertionError) as error:
-        raise UserError(f"base: the model refuses this configuration: {error}") from error
+        raise UserError(f"{_key_in(str(error), config)}: the model refuses this: {error}") from error
     if config.override.imports:
         try:
             apply_overrides(config.override, config)
@@ -213,6 +270,15 @@ def _check_model(config: Trainer.Config) -> None:
     if lacking:
         cause = "override.imports" if config.override.imports else "base"
         raise UserError(f"{cause}: the model has {'; '.join(lacking)}. {WHAT_TO_DO}")
+
+
+def _key_in(message: str, config: Trainer.Config) -> str:
+    """The setting of which torchtitan speaks, by its name or in words; the base, if it speaks of none."""
+    for section in ("training", "parallelism"):
+        for field in fields(getattr(config, section)):
+            if re.search(rf"\b{field.name}\b", message):
+                return f"{section}.{field.name}"
+    return "training.seq_len" if "sequence length" in message else "base"
 
 
 def _check_pipeline(config: Trainer.Config, dims: ParallelDims) -> None:
@@ -230,6 +296,10 @@ def _check_pipeline(config: Trainer.Config, dims: ParallelDims) -> None:
             "it to 1."
         )
     try:
+        check_stages(config.parallelism, config.model_spec.model)
+    except ValueError as error:
+        raise UserError(f"parallelism.module_fqns_per_model_part: {error}.") from error
+    try:
         check_schedule(config.parallelism, config.compile)
         check_micro_batches(
             config.parallelism.pipeline_parallel_schedule,
@@ -245,10 +315,9 @@ def _check_job(config: Trainer.Config, dims: ParallelDims) -> None:
     try:
         job = job_of(config, dims)
     except PlanError as error:
-        sharding = config.wlb.sharding
-        keys = {sharding.family.key, *(field.name for field in fields(sharding))}
-        named = str(error).partition(": ")[0] in keys  # as `ContextStrategy.check` does
-        raise UserError(f"wlb.sharding{'.' if named else ': '}{error}") from error
+        if error.setting:
+            raise
+        raise UserError(f"wlb.sharding: {error}") from error
     if config.training.seq_len % job.divisor:
         raise UserError(
             f"training.seq_len: {config.training.seq_len} tokens do not divide by {job.divisor}, which the "

@@ -1,7 +1,7 @@
 """How long a micro-batch's passes take on a pipeline stage.
 
-    F = layers x (tokens x (matrices + elements + TP + CP) + attention of the slowest CP rank) + head
-    I = layers x (tokens x (matrices + 2 elements + TP + CP) + attention backward + recomputation) + head
+    F = layers x (tokens x (matrices + elements + TP + CP + EP) + attention of the slowest CP rank) + head
+    I = layers x (tokens x (matrices + 2 elements + TP + CP + EP) + attention backward + repeated) + head
     W = layers x tokens x matrices + head
 
 Context-parallel ranks hold equal numbers of tokens and differ in attention; they meet in a collective in
@@ -10,7 +10,9 @@ multiplies twice as much as a forward pass, once for the gradient of its inputs 
 weights.
 Activation checkpointing repeats part of the forward pass: `selective` every second matrix product, the
 element-wise operators and what has to be gathered again; `full` all of it.
-How much of context parallelism's communication is waited for, its strategy says.
+How much of context parallelism's communication is waited for, its strategy says; of tensor parallelism's the
+job does (`tensor_overlap`). Experts take what their busiest rank takes, and exchange tokens twice in a pass
+(dispatch and combine). What is offloaded travels while a layer computes, which waits if that takes longer.
 """
 
 from __future__ import annotations
@@ -22,15 +24,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb_titan.context import whole
+from wlb_titan.context import after, whole
 from wlb_titan.cost.analytic import BYTES
 from wlb_titan.cost.workload import CostModel
 from wlb_titan.job import Job
+from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import LENGTH, MicroBatch
 
 Floats = NDArray[np.float64]
 TENSOR_COLLECTIVES = 4  # of a layer in each pass
+EXPERT_COLLECTIVES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +66,9 @@ class MicroBatches:
 def attention_seconds(micro_batch: MicroBatch, job: Job) -> Floats:
     """float64 (ranks, 2), seconds of one layer's attention on each context-parallel rank, both passes."""
     if job.strategy is None or micro_batch.ranks is None:
-        return job.latency.seconds((whole(micro_batch.documents[:, LENGTH]),))
-    return job.strategy.seconds(micro_batch.ranks)
+        documents = (whole(micro_batch.documents[:, LENGTH]),)
+        return job.latency.seconds(after(documents, micro_batch.prefix))
+    return job.strategy.seconds(after(micro_batch.ranks, micro_batch.prefix))
 
 
 def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
@@ -78,17 +83,21 @@ def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
     """
     token, tokens = job.token, micro_batches.tokens
     links = _latencies(job)
-    every = tokens * (token.matrices + token.elements + token.tensor) + links
+    matrices = token.matrices + token.experts * (job.routing_imbalance - 1)
+    every = tokens * (matrices + token.elements + _tensor(job) + _experts(job)) + links
     forward = every + _with_exchange(job, tokens, micro_batches.forward)
     inputs = every + tokens * token.elements + _with_exchange(job, tokens, micro_batches.backward)
     inputs = inputs + _repeated(job, micro_batches, forward)
+    if job.memory.offload:
+        moved = _offloaded(job, tokens)
+        forward, inputs = np.maximum(forward, moved), np.maximum(inputs, moved)
     layers = np.array(job.layers, dtype=np.float64)[:, None, None]
     head = np.zeros_like(layers)
     head[-1] = token.head
     return PassTimes(
         forward=layers * forward + head * tokens,
         inputs=layers * inputs + head * tokens,
-        weights=layers * tokens * token.matrices + head * tokens,
+        weights=layers * tokens * matrices + head * tokens,
     )
 
 
@@ -110,12 +119,34 @@ def _with_exchange(job: Job, tokens: Floats, attention: Floats) -> Floats:
     return attention + job.strategy.waited(tokens * job.token.context, attention)
 
 
+def _tensor(job: Job) -> float:
+    """Seconds a token that one layer waits for tensor parallelism in one pass."""
+    return job.token.tensor - min(job.tensor_overlap * job.token.tensor, job.token.matrices)
+
+
+def _experts(job: Job) -> float:
+    """Seconds a token of one layer's exchange with the experts in one pass; the busiest rank gets most."""
+    model, degrees = job.model, job.degrees
+    bytes_ = model.visits * model.hidden * BYTES / (degrees.context * degrees.tensor)
+    return EXPERT_COLLECTIVES * job.cluster.all_to_all(bytes_, degrees.expert) * job.routing_imbalance
+
+
+def _offloaded(job: Job, tokens: Floats) -> Floats:
+    """Seconds in which one layer's offloaded activations reach the host, or come back, shaped alike."""
+    assert job.cluster.host_bandwidth is not None
+    bytes_ = TokenBytes.of(job.model, job.degrees, job.memory, job.exchange).offloaded
+    seconds: Floats = tokens * (bytes_ / job.cluster.host_bandwidth)
+    return seconds
+
+
 def _latencies(job: Job) -> float:
     """Seconds of one layer's collectives in one pass that do not depend on tokens."""
-    tensor = job.degrees.tensor
+    tensor, expert = job.degrees.tensor, job.degrees.expert
     seconds = 0.0
     if tensor > 1:
-        seconds += TENSOR_COLLECTIVES * job.cluster.link(tensor).latency
+        seconds += (1 - job.tensor_overlap) * TENSOR_COLLECTIVES * job.cluster.link(tensor).latency
+    if expert > 1 and job.model.visits:
+        seconds += EXPERT_COLLECTIVES * job.cluster.link(expert).latency
     return seconds + sum(move.collectives * job.link(move).latency for move in job.moves)
 
 
@@ -129,7 +160,7 @@ def _repeated(job: Job, micro_batches: MicroBatches, forward: Floats) -> Floats:
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     # Keys, the attention's output and the MLP's second product, of all seven.
     repeated = (keys + queries + model.feed_forward) / (2 * (keys + queries) + 3 * model.feed_forward)
-    each = token.matrices * repeated + token.elements + token.tensor / 2 + job.repeated_exchange_seconds
+    each = token.matrices * repeated + token.elements + _tensor(job) / 2 + job.repeated_exchange_seconds
     seconds: Floats = micro_batches.tokens * each
     return seconds
 

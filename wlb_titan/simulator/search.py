@@ -1,21 +1,37 @@
-"""Degrees of parallelism and policies that fit memory, ranked by predicted tokens per second.
+"""Degrees, schedules and policies that fit memory, ranked by predicted tokens per second.
 
 Degrees of tensor and context parallelism are powers of two, tensor parallelism within a node and a divisor of
-the heads; pipelines have at most a rank for every layer; what is left is data parallelism. A candidate whose
-plain micro-batches do not fit memory is left out before it is planned. Balanced packing gets the longest
-micro-batches that fit, up to two context windows, which is the default of `max_length` everywhere.
+the heads; pipelines have at most a stage for every layer; what is left is data parallelism. Where there are
+experts, expert parallelism takes powers of two of these ranks. All are tried under the schedules of
+`SEARCHED`, with as many stages a rank as they and the layers allow, up to `MOST_CHUNKS`. Balanced packing
+gets the longest micro-batches that fit, up to two context windows, as everywhere.
+
+Hundreds of candidates are too many to plan for. So each first gets a step of N equal micro-batches, with the
+work of an average window shared equally by all ranks, which takes milliseconds. Hardly a policy does better
+than that. Candidates are planned from the most promising on, and the search ends where even perfect balance
+would be slower than the fastest found, but not before `LEAST` of them. One whose plain micro-batches do not
+fit memory is left out before it is planned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job, Policy
+from wlb_titan.simulator.passes import MicroBatches
 from wlb_titan.simulator.scenario import Scenario
-from wlb_titan.simulator.step import Prediction
+from wlb_titan.simulator.step import Prediction, tokens_per_second
+
+SEARCHED = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+MOST_CHUNKS = 8
+MOST_STAGES = 64
+LEAST = 8  # candidates to plan for, so that a few runners-up are known too
+SAMPLE = 4096  # documents whose mean work stands for all
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +39,23 @@ class Found:
     """A candidate that fits.
 
     Attributes:
-        degrees: of parallelism.
+        job: under its policy.
         policy: of packing, sharding and order.
         prediction: of its steps.
-        max_length: tokens that a micro-batch may have.
     """
 
-    degrees: Degrees
+    job: Job
     policy: Policy
     prediction: Prediction
-    max_length: int
+
+    @property
+    def pipeline(self) -> str:
+        """Schedule and stages a rank, such as "Interleaved1F1B x 4", or that there is none."""
+        return _pipeline(self.job)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.prediction.tokens_per_second
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,64 +64,109 @@ class Search:
 
     Attributes:
         found: candidates that fit, the fastest first.
-        too_large: degrees of which not even plain micro-batches fit memory.
-        refused: degrees that the schedule or the window does not allow.
+        configured: the job as it was given, under the policy that is fastest there; None if it is of another
+            number of GPUs, or does not fit.
+        too_large: candidates of which not even plain micro-batches fit memory.
+        refused: those that the schedule, the window or a policy does not allow.
+        slower: those that were not planned, as even perfect balance would be slower than the fastest.
+        untried: those for which there was no time.
     """
 
     found: list[Found]
+    configured: Found | None
     too_large: int
     refused: int
+    slower: int
+    untried: int = 0
 
 
-def search(scenario: Scenario, gpus: int, policies: list[Policy], steps: int) -> Search:
-    """Tries all degrees that multiply to `gpus` with all policies.
+def search(
+    scenario: Scenario,
+    gpus: int,
+    policies: list[Policy],
+    steps: int,
+    goes_on: Callable[[str], bool] = lambda what: True,
+) -> Search:
+    """Tries the ways to run a job on `gpus` with all policies.
+
+    Args:
+        scenario: documents and job.
+        gpus: how many.
+        policies: of packing, sharding and order.
+        steps: to simulate of each.
+        goes_on: asked before a candidate is planned, which it is told, whether there is time for it.
 
     Raises:
         PlanError: nothing fits.
     """
-    found: list[Found] = []
-    too_large = refused = 0
-    for degrees in candidates(scenario.job, gpus):
+    window = _average_window(scenario)
+    bounds: list[tuple[float, Job]] = []
+    too_large = refused = slower = untried = 0
+    for job in candidates(scenario.job, gpus):
         try:
-            job = at_degrees(scenario.job, degrees)
-            if job.longest_that_fits is None:
-                too_large += 1
-                continue
-            for policy in policies:
-                prediction = scenario.on(job).predict(policy, steps)
-                if prediction.fits:
-                    longest = prediction.job.longest_micro_batch
-                    found.append(Found(degrees, policy, prediction, longest))
+            bounds.append((_if_balanced(job, window), job))
         except PlanError:
             refused += 1
+    bounds.sort(key=lambda candidate: -candidate[0])
+    found: list[Found] = []
+    fastest, planned = 0.0, 0
+    for rank, (bound, job) in enumerate(bounds):
+        if bound < fastest and planned >= LEAST:
+            slower = len(bounds) - rank
+            break
+        if not goes_on(f"{job.degrees}, {_pipeline(job)}"):
+            untried = len(bounds) - rank
+            break
+        if job.longest_that_fits is None:
+            too_large += 1
+            continue
+        try:
+            tried = _tried(scenario.on(job), policies, steps)
+        except PlanError:
+            refused += 1
+            continue
+        planned += 1
+        found += tried
+        fastest = max([fastest, *(one.tokens_per_second for one in tried)])
     if not found:
         raise PlanError(
             f"Nothing fits {gpus} GPUs of {scenario.job.cluster.memory / 1e9:g} GB: {too_large} ways to "
-            f"divide the job need more memory and {refused} are not possible with "
-            f"{scenario.job.micro_batches} micro-batches of {scenario.job.window:,} tokens under "
-            f"{scenario.job.schedule}. Take more GPUs, full activation checkpointing or a shorter context "
-            "window."
+            f"run the job need more memory, {untried} were not tried and {refused} are not possible with "
+            f"{scenario.job.micro_batches} micro-batches of {scenario.job.window:,} tokens. Take more GPUs, "
+            "full activation checkpointing or a shorter context window."
         )
-    found.sort(key=lambda candidate: -candidate.prediction.tokens_per_second)
-    return Search(found, too_large, refused)
+    found.sort(key=lambda one: -one.tokens_per_second)
+    configured = _configured(scenario, gpus, policies, steps)
+    return Search(found, configured, too_large, refused, slower, untried)
 
 
-def candidates(job: Job, gpus: int) -> Iterator[Degrees]:
+def candidates(job: Job, gpus: int) -> Iterator[Job]:
+    """The job at all degrees that multiply to `gpus`, in every schedule."""
+    for degrees in degrees_of(job, gpus):
+        for schedule, chunks in _schedules(job, degrees):
+            yield at_degrees(job, degrees, schedule, chunks)
+
+
+def degrees_of(job: Job, gpus: int) -> Iterator[Degrees]:
     """Degrees that multiply to `gpus` and divide the model and the micro-batches."""
-    micro_batches = job.micro_batches
     for tensor in _powers_of_two(min(gpus, job.cluster.gpus_per_node)):
         if job.model.heads % tensor or job.model.kv_heads % tensor:
             continue
         for context in _powers_of_two(gpus // tensor):
             for pipeline in _powers_of_two(gpus // (tensor * context)):
                 shard, rest = divmod(gpus, tensor * context * pipeline)
-                runs = not rest and micro_batches % shard == 0 and micro_batches // shard >= pipeline
-                if runs and pipeline * job.chunks <= job.model.layers:
-                    yield Degrees(tensor=tensor, context=context, pipeline=pipeline, shard=shard)
+                runs = not rest and job.micro_batches % shard == 0
+                if not runs or job.micro_batches // shard < pipeline or pipeline > job.model.layers:
+                    continue
+                for expert in _powers_of_two(max(job.model.experts, 1)):
+                    if tensor * context * shard % expert == 0:
+                        yield Degrees(
+                            tensor=tensor, context=context, pipeline=pipeline, shard=shard, expert=expert
+                        )
 
 
-def at_degrees(job: Job, degrees: Degrees) -> Job:
-    """The job with other degrees, its attention divided accordingly and each replica's step in one run.
+def at_degrees(job: Job, degrees: Degrees, schedule: str, chunks: int) -> Job:
+    """The job at other degrees, its attention divided accordingly and each replica's step in one run.
 
     Raises:
         PlanError: they do not divide the model or the micro-batches, or its strategy cannot share the heads.
@@ -106,7 +174,79 @@ def at_degrees(job: Job, degrees: Degrees) -> Job:
     attention = job.attention
     if attention is not None:
         attention = replace(attention, heads=job.model.heads // degrees.tensor)
-    return replace(job, degrees=degrees, attention=attention, run=None, stage_layers=())
+    return replace(
+        job,
+        degrees=degrees,
+        attention=attention,
+        schedule=schedule,
+        chunks=chunks,
+        run=None,
+        stage_layers=(),
+        routing_imbalance=min(job.routing_imbalance, degrees.expert),
+    )
+
+
+def _schedules(job: Job, degrees: Degrees) -> Iterator[tuple[str, int]]:
+    """Schedules and stages a rank. Zero bubble is 1F1B where backward passes are not split."""
+    if degrees.pipeline == 1:
+        yield "1F1B", 1
+        return
+    most = min(MOST_CHUNKS, MOST_STAGES // degrees.pipeline, job.model.layers // degrees.pipeline)
+    for schedule in SEARCHED:
+        if "ZeroBubble" in schedule and not job.shape.splits:
+            continue
+        chunks = {"1F1B": [1], "ZBVZeroBubble": [2]}.get(schedule, list(_powers_of_two(most))[1:])
+        yield from ((schedule, each) for each in chunks if each <= max(most, 1))
+
+
+def _average_window(scenario: Scenario) -> MicroBatches:
+    """Tokens and attention of the average window, on one head: what `_if_balanced` scales."""
+    job = scenario.job
+    lengths = scenario.documents.sample()[:SAMPLE]
+    whole, rest = lengths // job.window, lengths % job.window
+    pieces = np.concatenate([np.full(int(whole.sum()), job.window), rest[rest > 0]])
+    one_head = replace(job.latency, heads=1)
+    forward, backward = one_head.work(pieces, pieces).sum(axis=1) * (job.window / pieces.sum())
+    return MicroBatches(*(np.array([[value]]) for value in (float(job.window), forward, backward)))
+
+
+def _if_balanced(job: Job, window: MicroBatches) -> float:
+    """Tokens per second of a step of equal micro-batches whose attention context parallelism shares equally.
+
+    Raises:
+        PlanError: the schedule cannot run so many.
+    """
+    n = job.replica_micro_batches
+    share = job.latency.heads / job.degrees.context
+    equal = MicroBatches(
+        np.repeat(window.tokens, n, axis=0),
+        np.repeat(window.forward * share, n, axis=0),
+        np.repeat(window.backward * share, n, axis=0),
+    )
+    return tokens_per_second(job, equal)
+
+
+def _tried(scenario: Scenario, policies: list[Policy], steps: int) -> list[Found]:
+    """The job under each policy, those that fit."""
+    found = []
+    for policy in policies:
+        prediction = scenario.predict(policy, steps)
+        if prediction.fits:
+            found.append(Found(prediction.job, prediction.job.policy, prediction))
+    return found
+
+
+def _configured(scenario: Scenario, gpus: int, policies: list[Policy], steps: int) -> Found | None:
+    job = scenario.job
+    if job.degrees.ranks != gpus or job.longest_that_fits is None:
+        return None
+    return max(_tried(scenario, policies, steps), key=lambda one: one.tokens_per_second, default=None)
+
+
+def _pipeline(job: Job) -> str:
+    if job.degrees.pipeline == 1:
+        return "no pipeline"
+    return job.schedule + (f" x {job.chunks}" if job.chunks > 1 else "")
 
 
 def _powers_of_two(most: int) -> Iterator[int]:

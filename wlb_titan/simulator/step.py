@@ -2,9 +2,10 @@
 
 Replicas run their pipelines on their own and wait for the slowest at the end. Where FSDP shards without a
 pipeline they meet in every layer of every micro-batch, so that the slowest k-th micro-batch of all replicas
-counts for each k. Under pipeline parallelism weights are gathered once before and gradients reduced once
-after a run; without it FSDP gathers in both passes of each micro-batch and reduces in each backward pass.
-With `overlap` gathering and reduction hide behind the passes in which they happen, but for one layer of each.
+counts for each k. Under pipeline parallelism each stage's weights are gathered once, in its first forward
+pass of a run, and its gradients reduced once, in its last backward pass; without it FSDP gathers in both
+passes of each micro-batch and reduces in each backward pass. With `overlap` gathering and reduction hide
+behind the passes in which they happen, but for one layer of each: in interleaved schedules, of each stage.
 At the end the optimizer runs.
 """
 
@@ -21,8 +22,9 @@ from wlb_titan.job import Job
 from wlb_titan.memory.peak import RankMemory, rank_parameters, weighted_tokens
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.pipeline.schedule import rank_actions
-from wlb_titan.plan import LENGTH, Plan
+from wlb_titan.plan import Plan
 from wlb_titan.simulator.passes import MicroBatches, pass_times, transfer_seconds
+from wlb_titan.simulator.slices import flow_memory, run_flows
 
 Floats = NDArray[np.float64]
 OPTIMIZER_READS_AND_WRITES = 7  # weight, gradient and two moments in, weight and two moments out
@@ -59,6 +61,12 @@ class Prediction:
     @property
     def tokens_per_second(self) -> float:
         return float(self.tokens.sum() / self.seconds.sum())
+
+    @property
+    def relative_error(self) -> float:
+        """Standard error of `tokens_per_second` over its value, as far as these steps tell; at least two."""
+        deviations = self.tokens / self.tokens_per_second - self.seconds
+        return float(deviations.std(ddof=1) / self.seconds.mean() / len(self.seconds) ** 0.5)
 
     @property
     def mfu(self) -> float:
@@ -110,14 +118,20 @@ def simulate(job: Job, plans: Sequence[Plan]) -> Prediction:
     times = pass_times(job, passing)
     if job.degrees.pipeline == 1 and job.degrees.shard > 1:
         times = _slowest_of_shards(times, job, runs)
-    graph = PipelineGraph(job.shape, run)
-    ends = graph.ends(times, transfer_seconds(job, passing.tokens))
-    by_replica = ends.max(axis=0).reshape(len(plans), replicas, runs).sum(axis=2)
+    delays = transfer_seconds(job, passing.tokens)
+    if plans[0].order is None:
+        graph = PipelineGraph(job.shape, run)
+        seconds, busy = graph.ends(times, delays).max(axis=0), graph.busy(times).mean(axis=0)
+        memory = peak_memory(job, passing.tokens.astype(np.int64), runs)
+    else:
+        seconds, busy = run_flows(job, plans, times, delays)
+        memory = flow_memory(job, plans)
+    by_replica = seconds.reshape(len(plans), replicas, runs).sum(axis=2)
     pipeline = by_replica.max(axis=1)
-    busy = graph.busy(times).mean(axis=0).reshape(len(plans), -1).sum(axis=1) / replicas
+    busy = busy.reshape(len(plans), -1).sum(axis=1) / replicas
     communication = _communication(job, times).reshape(len(plans), replicas, runs).sum(axis=2).min(axis=1)
     optimizer = np.full(len(plans), _optimizer(job))
-    lengths = [np.concatenate([m.documents[:, LENGTH] for m in plan.micro_batches]) for plan in plans]
+    lengths = [plan.document_lengths for plan in plans]
     return Prediction(
         seconds=pipeline + communication + optimizer,
         pipeline=pipeline,
@@ -126,10 +140,26 @@ def simulate(job: Job, plans: Sequence[Plan]) -> Prediction:
         busy=busy + optimizer,
         tokens=np.array([plan.tokens for plan in plans]),
         flops=np.array([job.model.flops(documents) for documents in lengths]),
-        memory=peak_memory(job, passing.tokens.astype(np.int64), runs),
+        memory=memory,
         longest=max(int(documents.max()) for documents in lengths),
         job=job,
     )
+
+
+def tokens_per_second(job: Job, passing: MicroBatches) -> float:
+    """Of a step in which every replica's micro-batches take the same.
+
+    Args:
+        job: the job.
+        passing: arrays (n, 1), all micro-batches of one replica, which go through the pipeline in one run.
+
+    Raises:
+        PlanError: the schedule cannot run them.
+    """
+    times = pass_times(job, passing)
+    ends = PipelineGraph(job.shape, len(passing.tokens)).ends(times, transfer_seconds(job, passing.tokens))
+    seconds = ends.max() + _communication(job, times)[0] + _optimizer(job)
+    return float(passing.tokens.sum() * job.degrees.data / seconds)
 
 
 def peak_memory(job: Job, tokens: NDArray[np.int64], runs: int) -> tuple[RankMemory, ...]:
@@ -169,7 +199,7 @@ def _check(job: Job, plans: Sequence[Plan]) -> None:
 
 def _run(job: Job, plans: Sequence[Plan]) -> int:
     each = len(plans[0].micro_batches) // job.degrees.data
-    run = job.run or each
+    run = job.run if job.run and plans[0].order is None else each  # MicroPacks go through in one run
     if each % run:
         raise PlanError(
             f"The {each} micro-batches of a replica cannot be divided into pipeline runs of {run}."
@@ -199,9 +229,15 @@ def _communication(job: Job, times: PassTimes) -> Floats:
 
 
 def _exposed(job: Job, times: PassTimes, rank: int) -> Floats:
-    """The same of one pipeline rank."""
-    stages = list(job.shape.stages_of(rank))
-    gather, reduce = _gather_and_reduce(job, stages)
+    """The same of one pipeline rank, whose stages communicate one after the other."""
+    stages = [_exposed_of_stage(job, times, stage) for stage in job.shape.stages_of(rank)]
+    seconds: Floats = np.sum(stages, axis=0)
+    return seconds
+
+
+def _exposed_of_stage(job: Job, times: PassTimes, stage: int) -> Floats:
+    """The same of one stage."""
+    gather, reduce = _gather_and_reduce(job, stage)
     in_forward = np.zeros(times.forward.shape[1:])  # of the k-th micro-batch to pass a stage
     in_backward = np.zeros_like(in_forward)
     if job.degrees.pipeline > 1:
@@ -215,30 +251,46 @@ def _exposed(job: Job, times: PassTimes, rank: int) -> Floats:
     if not job.overlap:
         seconds = in_forward.sum(axis=0) + in_backward.sum(axis=0)
         return seconds
-    layers = max(sum(job.layers[stage] for stage in stages), 1)
+    layers = max(job.layers[stage], 1)
     in_forward[0] -= gather / layers
     in_backward[-1] -= reduce / layers
-    forward = times.forward[stages].sum(axis=0)
-    backward = (times.inputs + times.weights)[stages].sum(axis=0)
+    forward, backward = times.forward[stage], times.inputs[stage] + times.weights[stage]
     beyond = np.maximum(in_forward - forward, 0) + np.maximum(in_backward - backward, 0)
     seconds = beyond.sum(axis=0) + (gather + reduce) / layers
     return seconds
 
 
-def _gather_and_reduce(job: Job, stages: Sequence[int]) -> tuple[float, float]:
-    """Seconds of gathering the weights of some stages, and of reducing their gradients.
+def _gather_and_reduce(job: Job, stage: int) -> tuple[float, float]:
+    """Seconds of gathering the weights of a stage, and of reducing their gradients.
 
-    A collective for each layer, and one for embedding, last norm and head.
+    A collective for each layer, and one for embedding, last norm and head where the stage has them. Under
+    expert parallelism a layer's experts have one of their own, over the ranks that hold the same ones.
     """
-    degrees, settings = job.degrees, job.memory
-    groups = sum(job.layers[stage] for stage in stages) + 1
-    weights = rank_parameters(job.model, job.layers, stages) / degrees.tensor / groups
-    shards = job.cluster.link(degrees.sharding_ranks, degrees.tensor)
-    between = job.cluster.link(degrees.replicate, degrees.tensor * degrees.sharding_ranks)
-    gather = shards.collective(weights * settings.compute_bytes, degrees.sharding_ranks)
-    reduce = shards.collective(weights * settings.parameter_bytes, degrees.sharding_ranks)
-    shard_bytes = weights * settings.parameter_bytes / degrees.sharding_ranks
-    reduce += 2 * between.collective(shard_bytes, degrees.replicate)
+    degrees, layers = job.degrees, job.layers[stage]
+    everything = rank_parameters(job.model, job.layers, [stage])
+    experts = layers * job.model.expert_weights if degrees.expert > 1 else 0
+    groups = layers + (stage in (0, len(job.layers) - 1))
+    gather, reduce = _collectives(
+        job, (everything - experts) / degrees.tensor, groups, degrees.sharding_ranks, degrees.tensor
+    )
+    if experts:
+        sharing = degrees.tensor * degrees.sharding_ranks // degrees.expert
+        more = _collectives(job, experts / degrees.expert, layers, sharing, degrees.expert)
+        gather, reduce = gather + more[0], reduce + more[1]
+    return gather, reduce
+
+
+def _collectives(job: Job, weights: float, groups: int, ranks: int, stride: int) -> tuple[float, float]:
+    """Seconds of gathering and of reducing `weights` in groups, over `ranks` that are `stride` apart."""
+    if not groups:
+        return 0.0, 0.0
+    settings, replicate = job.memory, job.degrees.replicate
+    each = weights / groups
+    shards = job.cluster.link(ranks, stride)
+    between = job.cluster.link(replicate, job.degrees.tensor * job.degrees.sharding_ranks)
+    gather = shards.collective(each * settings.compute_bytes, ranks)
+    reduce = shards.collective(each * settings.parameter_bytes, ranks)
+    reduce += 2 * between.collective(each * settings.parameter_bytes / ranks, replicate)
     return groups * gather, groups * reduce
 
 

@@ -28,7 +28,8 @@ class TwoLevel(PerDocument):
         super().check(model, tensor)
         if self._within < 1 or self.ranks % self._within:
             raise PlanError(
-                f"within: {self.ranks} context-parallel ranks cannot be divided into nodes of {self._within}."
+                f"{self.ranks} context-parallel ranks cannot be divided into nodes of {self._within}.",
+                setting="sharding.within",
             )
 
     def exchange(self, model, tensor):

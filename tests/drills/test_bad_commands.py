@@ -1,0 +1,181 @@
+"""Commands with absurd, contradictory and broken arguments and files: one paragraph and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from wlb_titan.commands.main import main
+
+AREA = "planner, simulator and other commands"
+ROOMY = "--context-window 256 --micro-batches 4"
+HUGE = "99999999999999999999"
+
+LENGTHS_FILES = {
+    "empty": b"",
+    "words": b"ten\n",
+    "signed": b"+5\n-7\n",
+    "negative": b"-7\n",
+    "exponent": b"1e3\n",
+    "decimal": b"12.5\n",
+    "long": b"9" * 5000 + b"\n",
+    "beyond": b"99999999999999999999\n",
+    "binary": bytes(range(256)),
+    "gap": b"5\n\n7\n",
+    "ones": b"1\n" * 100,
+    "zeros": b"0\n" * 100,
+    "few": b"100\n",
+}
+
+CLUSTERS = {
+    "empty.toml": "",
+    "broken.toml": "= 5",
+    "half.toml": "name = 'x'\n[node]\ngpus = 8.5\n",
+    "words.toml": "[node]\ngpus = 'many'\n",
+    "unknown.toml": "[node]\ngpsu = 8\n",
+    "huge.toml": f"[node]\ngpus = {HUGE}\n",
+}
+
+PLAN = [
+    "plan",
+    "plan nowhere.toml",
+    "plan good.toml --lengths good.txt",
+    "plan --lengths nowhere.txt " + ROOMY,
+    "plan --lengths . " + ROOMY,
+    "plan --lengths good.txt",
+    f"plan --lengths good.txt --context-window {HUGE} --micro-batches 4",
+    f"plan --lengths good.txt --context-window 256 --micro-batches {HUGE}",
+    "plan --lengths good.txt --context-window 256 --micro-batches 100000",
+    *(
+        f"plan --lengths good.txt {ROOMY} {options}"
+        for options in (
+            *("--steps 0", f"--steps {HUGE}", "--seed -1", "--policy nope", "--compare plain,nope"),
+            *("--sharding nope --context-parallel 2", "--context-parallel 300", "--data-parallel 3"),
+            *("--data-parallel 0", "--pipeline-parallel 100", "--order nope --pipeline-parallel 2"),
+            *("--cost-model nope", "--cost-model nope.json", "--cost-model quadratic:1,2,3"),
+            *("--cost-model quadratic:x,y", "--cost-model quadratic:nan,1", "--cost-model quadratic:0,0"),
+            *("--cost-model quadratic:1e308,1e308", "--cost-model profile:/etc/passwd"),
+            *("--cluster nope", "--model nope", "--model 7B", "--output /nowhere/plan.jsonl"),
+            *("--policy wlb --thresholds 64,32", "--policy wlb --thresholds 0", "--policy wlb --queues 9"),
+            *("--policy wlb --max-length 100", "--policy wlb_lazy --tolerance nan"),
+            *("--policy wlb_lazy --tolerance -1", "--policy wlb_lazy --max-delay -1"),
+            *("--policy fixed_greedy --window 0", f"--policy fixed_greedy --window {HUGE}"),
+            *("--policy fixed_solver --time-limit 0", "--policy fixed_solver --gap 2"),
+            *("--tail nope", "--report good.txt"),
+        )
+    ),
+    *(f"plan --lengths lengths-{name} {ROOMY}" for name in LENGTHS_FILES if name not in ("gap",)),
+    *(f"plan --lengths good.txt {ROOMY} --cluster cluster-{name}" for name in CLUSTERS),
+]
+
+SIMULATE = [
+    "simulate",
+    "simulate nowhere.toml",
+    *(
+        f"simulate --lengths good.txt --model 550M-64K {options}"
+        for options in (
+            *("--policies nope", "--policies plain:nope", "--policies plain:adaptive:best:more"),
+            *("--gpus 7", "--gpus 0", "--tensor-parallel 3", "--context-parallel 7", "--steps 0"),
+            *("--pipeline-parallel 1000", f"--pipeline-parallel {HUGE}", "--schedule nope"),
+            *("--chunks 0", "--chunks 1000 --schedule Interleaved1F1B", "--checkpointing nope"),
+            *("--search --gpus 32 --tensor-parallel 2", "--search --gpus 0", "--search --search-seconds 0"),
+            *("--max-length 1", "--micro-batches 3", "--trace /nowhere/trace.json", "--report good.txt"),
+            *(f"--context-window {HUGE}", "--seed -1"),
+        )
+    ),
+    *(f"simulate --lengths good.txt --cluster cluster-{name}" for name in CLUSTERS),
+]
+
+OTHERS = [
+    "nope",
+    "config check nowhere.toml",
+    "config check good.txt",
+    "config check .",
+    "config check /dev/null",
+    *(f"config check toml-{name}" for name in ("deep", "digits", "latin", "circle", "array", "dotted")),
+    "config check good.toml --training.steps",
+    "config check good.toml training.steps 5",
+    "config check good.toml --training..steps 5",
+    "config check good.toml --world-size 0",
+    "config check good.toml --device-gib nan",
+    "config check good.toml --device-gib 0.0001",
+    "config show good.toml --extends other.toml",
+    "prepare /",
+    "prepare good.txt",
+    "prepare c --source nope",
+    "prepare c --source text:nowhere",
+    "prepare c --source jsonl:nowhere",
+    "prepare c --source parquet:good.txt#text",
+    "prepare c --vocab-size 1",
+    "prepare c --vocab-size 1000000000",
+    "prepare c --seed -1",
+    "prepare c --max-tokens 0",
+    "prepare c --tokenizer nowhere",
+    "prepare c --verify",
+    "prepare good.txt --verify",
+    "prepare c --executor local --executor-option nope",
+    f"prepare {'x' * 300}",
+    "profile --head-dim 1000000 --output p.json",
+    "profile --head-dim 0 --output p.json",
+    "profile --head-dim 8/8/8 --output p.json",
+    "profile --output /nowhere/p.json",
+    "compare nowhere",
+    "compare .",
+    "compare good.txt",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Files for the arguments above."""
+    folder = tmp_path_factory.mktemp("commands")
+    lengths = (np.random.default_rng(0).pareto(1.0, 3000) * 12 + 2).clip(2, 250).astype(int)
+    (folder / "good.txt").write_text("\n".join(map(str, lengths)) + "\n")
+    (folder / "good.toml").write_text('base = "llama3_debug"\n')
+    for name, content in LENGTHS_FILES.items():
+        (folder / f"lengths-{name}").write_bytes(content)
+    for name, content in CLUSTERS.items():
+        (folder / f"cluster-{name}").write_text(content)
+    texts = {
+        "deep": 'base = "llama3_debug"\na = ' + "[" * 5000 + "]" * 5000,
+        "digits": 'base = "llama3_debug"\ntraining.steps = ' + "9" * 5000,
+        "circle": 'extends = "toml-circle"',
+        "array": 'base = ["llama3_debug"]',
+        "dotted": 'base = "llama3_debug"\ntraining = 5\n',
+    }
+    for name, content in texts.items():
+        (folder / f"toml-{name}").write_text(content)
+    (folder / "toml-latin").write_bytes('base = "ä"'.encode("latin-1"))
+    return folder
+
+
+@pytest.mark.parametrize("commands", [PLAN, SIMULATE, OTHERS], ids=["plan", "simulate", "others"])
+def test_bad_arguments(folder, commands, monkeypatch, record_property):
+    monkeypatch.chdir(folder)
+    poorly = []
+    before = {path.name for path in folder.iterdir()}
+    for command in commands:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = CliRunner().invoke(main, command.split())
+        paragraph = result.stderr.strip().splitlines()[-1:] or [""]
+        if result.exit_code != 2 or not isinstance(result.exception, SystemExit):
+            poorly.append(f"{command[:120]}: {result.exit_code} {result.exception!r} {result.output[-200:]}")
+        elif not paragraph[0].startswith("Error: ") or len(paragraph[0]) < 30:
+            poorly.append(f"{command[:120]}: unclear: {result.stderr}")
+    record_property("tried", len(commands))
+    record_property("poorly", len(poorly))
+    assert not poorly, f"{len(poorly)} of {len(commands)}:\n" + "\n".join(poorly)
+    assert {path.name for path in folder.iterdir()} == before, "a refused command has left something"
+
+
+def test_a_run_without_figures_is_told(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    (folder / "run").mkdir()
+    (folder / "run" / "metrics.jsonl").write_text(json.dumps({"step": "one"}) + "\nnonsense\n")
+    result = CliRunner().invoke(main, ["compare", "run"])
+    assert isinstance(result.exception, SystemExit), result.exception

@@ -1,0 +1,175 @@
+"""Bad settings, generated from the schema itself: each key misspelt, of a wrong type, out of range, absurd.
+
+None may be accepted, or end in anything but a ConfigError that names the place, the key and the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from annotated_types import Ge, Gt, Le, Lt
+from drill_ground import make_corpus
+
+from wlb_titan.config.build import dotted
+from wlb_titan.config.load import LOCKED
+from wlb_titan.config.ranges import _values
+from wlb_titan.config.values import to_text
+from wlb_titan.errors import ConfigError
+from wlb_titan.runtime.load import load_config
+
+AREA = "configuration mistakes"
+BASE = 'base = "llama3_debug"\ntraining.seq_len = 128\n'
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    make_corpus(folder / "texts", folder / "corpus")
+    return folder / "corpus"
+
+
+@pytest.fixture(scope="session")
+def schema(tmp_path_factory):
+    """Dotted key -> value and range, of every setting that TOML can express."""
+    import tempfile
+    from pathlib import Path
+
+    from wlb_titan.config.load import resolve
+    from wlb_titan.runtime import registry
+    from wlb_titan.runtime.ranges import RANGES
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "a.toml"
+        file.write_text('base = "llama3_debug"\n')
+        resolved = resolve(file, [], registry.base_config)
+    values = {
+        key: (value, limits)
+        for key, value, limits in _values(resolved.config, "", RANGES, frozenset(LOCKED), ())
+    }
+    expressed = {dotted(entry.path) for entry in resolved.entries if entry.text is not None}
+    return {key: fact for key, fact in values.items() if key in expressed}
+
+
+def cases(schema) -> Iterator[tuple[str, str, str]]:
+    """(kind, the key as written, the value as TOML)."""
+    for key, (value, limits) in schema.items():
+        yield "misspelt", f"{key}{key[-1]}", to_text(value)
+        yield "wrong type", key, "[[[1]]]"
+        if isinstance(value, bool):
+            yield "wrong type", key, '"yes"'
+            continue
+        number = isinstance(value, int | float) or bool(limits and not isinstance(value, str | list | tuple))
+        if not number:
+            if not isinstance(value, list | tuple | dict):
+                yield "wrong type", key, "1979-05-27"
+            continue
+        yield "wrong type", key, '"many"'
+        for limit in limits:
+            match limit:
+                case Ge(ge=bound):
+                    yield "out of range", key, to_text(bound - 1)
+                case Gt(gt=bound):
+                    yield "out of range", key, to_text(bound)
+                case Le(le=bound) if bound != float("inf"):
+                    yield "out of range", key, to_text(bound + 1)
+                case Lt(lt=bound):
+                    yield "out of range", key, to_text(bound)
+        yield "absurd", key, "nan" if isinstance(value, float) else "1" + "0" * 30
+        yield "absurd", key, "-inf" if isinstance(value, float) else "-1" + "0" * 30
+
+
+def check(folder, corpus, written: str) -> None:
+    """What `wlb-titan config check` does with BASE and one line more."""
+    from wlb_titan.runtime.validation import validate_files
+
+    file = folder / "bad.toml"
+    path = "" if written.startswith("wlb.corpus.path ") else f'wlb.corpus.path = "{corpus}"\n'
+    lines = "".join(line + "\n" for line in BASE.splitlines() if line.split(" ")[0] != written.split(" ")[0])
+    file.write_text(lines + path + written + "\n")
+    load_config(file).check(validate_files)
+
+
+def test_every_key_in_every_wrong_way(schema, corpus, tmp_path, record_property):
+    """About 500 bad inputs; all that are not refused as they should be are named."""
+    wrong, count = [], 0
+    for kind, key, text in cases(schema):
+        count += 1
+        try:
+            check(tmp_path, corpus, f"{key} = {text}")
+        except ConfigError as error:
+            if "bad.toml" not in str(error) or key.split(".")[-1] not in str(error):
+                wrong.append(f"{kind}: {key} = {text}: unclear: {error}")
+        except Exception as error:
+            wrong.append(f"{kind}: {key} = {text}: {type(error).__name__}: {error}")
+        else:
+            wrong.append(f"{kind}: {key} = {text}: accepted")
+    record_property("tried", count)
+    record_property("poorly", len(wrong))
+    assert count > 300
+    assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("lines", "key"),
+    [
+        ('wlb.packing.policy = "wlb"\nwlb.packing.thresholds = [64, 32]', "wlb.packing.thresholds"),
+        ('wlb.packing.policy = "wlb"\nwlb.packing.thresholds = [64, 64]', "wlb.packing.thresholds"),
+        ('wlb.packing.policy = "wlb"\nwlb.packing.thresholds = [64, 4096]', "wlb.packing.thresholds"),
+        ('wlb.packing.policy = "wlb"\nwlb.packing.thresholds = []', "wlb.packing.thresholds"),
+        ('wlb.packing.policy = "wlb"\nwlb.packing.max_length = 100', "wlb.packing.max_length"),
+        ('wlb.packing.policy = "wlb_lazy"\nwlb.packing.max_length = 100', "wlb.packing.max_length"),
+        ('wlb.packing.policy = "wlb"\nwlb.packing.queues = 9', "wlb.packing.queues"),
+        ('wlb.packing.cost_model = "quadratic:1"', "wlb.packing.cost_model"),
+        ('wlb.packing.cost_model = "quadratic:-1,2"', "wlb.packing.cost_model"),
+        ('wlb.packing.cost_model = "quadratic:1e308,1e308"', "wlb.packing.cost_model"),
+        ('wlb.packing.cost_model = "nope.json"', "wlb.packing.cost_model"),
+        ('wlb.sharding.profile = "nope.json"', "wlb.sharding.profile"),
+        ('wlb.cluster = "nope"', "wlb.cluster"),
+        ('wlb.corpus.path = "/"', "wlb.corpus.path"),
+        ('wlb.corpus.tokenizer = "/nowhere"', "wlb.corpus.tokenizer"),
+        ('wlb.corpus.sources = [{path = "/nowhere"}]', "wlb.corpus.sources.0.path"),
+        ("training.global_batch_size = 4000", "wlb.corpus.path"),
+        ("training.global_batch_size = 3\ntraining.local_batch_size = 2", "training.global_batch_size"),
+        ("parallelism.tensor_parallel_degree = 3", "parallelism.tensor_parallel_degree"),
+        (
+            "parallelism.context_parallel_degree = 2\nwlb.sharding.gather_groups = 7",
+            "wlb.sharding.gather_groups",
+        ),
+        ("parallelism.context_parallel_degree = 64", "training.seq_len"),
+        ("parallelism.pipeline_parallel_degree = 7", "parallelism.pipeline_parallel_schedule"),
+        (
+            'parallelism.pipeline_parallel_degree = 2\nparallelism.module_fqns_per_model_part = [["norm"]]',
+            "parallelism.module_fqns_per_model_part",
+        ),
+        (
+            "parallelism.expert_parallel_degree = 2\nparallelism.data_parallel_shard_degree = 1",
+            "parallelism.expert_parallel_degree",
+        ),
+        ('compile.components = ["modle"]', "compile.components"),
+        ("profiler.enable_profiling = true\nprofiler.profile_freq = 1", "profiler.profile_freq"),
+        ("checkpoint.enable = true\ncheckpoint.load_step = 7", "checkpoint.load_step"),
+        (
+            'checkpoint.enable = true\ncheckpoint.initial_load_path = "/nowhere"',
+            "checkpoint.initial_load_path",
+        ),
+        ('optimizer.param_groups.0.optimizer_kwargs.lr = "big"', "optimizer_kwargs.lr"),
+        ("optimizer.param_groups.0.optimizer_kwargs.lrr = 0.1", "optimizer_kwargs.lrr"),
+        ("optimizer.param_groups.0.optimizer_kwargs.lr = -1.0", "optimizer_kwargs.lr"),
+        ("optimizer.param_groups.0.optimizer_kwargs.betas = [0.9, 1.5]", "optimizer_kwargs.betas"),
+        ('optimizer.param_groups.0.optimizer_name = "AdamX"', "optimizer_name"),
+        ('optimizer.param_groups.0.pattern = "("', "pattern"),
+        ('optimizer.param_groups.0.pattern = "nothing_like_it"', "pattern"),
+        ('optimizer.param_groups.0.pattern = "attention"', "param_groups"),
+        ("loss.num_chunks = 7", "training.seq_len"),
+        ("training.seq_len = 127", "training.seq_len"),
+        ('dump_folder = "/dev/null/x"', "dump_folder"),
+        ('dump_folder = "/etc/passwd"', "dump_folder"),
+        (f'dump_folder = "{"x" * 300}"', "dump_folder"),
+    ],
+)
+def test_what_only_the_whole_can_refuse(schema, corpus, tmp_path, lines, key):
+    """Settings that are in range each, and refused by the planner, the optimizer or the corpus."""
+    with pytest.raises(ConfigError) as caught:
+        check(tmp_path, corpus, lines)
+    assert "bad.toml" in str(caught.value) and key in str(caught.value), caught.value

@@ -1,0 +1,113 @@
+"""Jobs that are killed, stopped, starved of disk or given damaged files, and started again.
+
+No rank waits for the timeout of a collective: a drill would take longer than `drill_ground.PATIENCE` then.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import time
+
+import pytest
+from drill_ground import copy_of
+
+AREA = "training: kills, stops, full disks, damage"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_killed_at_a_random_moment_and_started_again(ground, undisturbed, seed):
+    random_ = random.Random(seed)
+    name = f"killed-{seed}"
+    job = ground.start(name)
+    job.await_(lambda: (ground.folder / name / "metrics.jsonl").exists())
+    time.sleep(random_.uniform(0, 2))
+    job.kill()
+    again = ground.run(name)
+    assert again.codes == [0, 0], again.log()
+    assert again.losses() == undisturbed.losses()
+
+
+def test_an_error_of_any_rank_is_printed_by_it_and_ends_all(ground):
+    job = ground.run("no-corpus", rank1={"words": ["--wlb.corpus.path", "/nowhere"]})
+    assert job.codes[1] == 2 and job.codes[0] != 0
+    assert "error: rank 1 on host" in job.log(1) and "There is no corpus at /nowhere" in job.log(1)
+    assert "Traceback" not in job.log()
+
+
+def test_the_same_error_on_all_ranks_is_printed_once(ground):
+    job = ground.run("same-error", "--wlb.corpus.path", "/nowhere")
+    assert 2 in job.codes and 0 not in job.codes
+    assert job.log().count("There is no corpus at /nowhere") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
+def test_a_rank_that_is_gone_ends_the_others(ground, number):
+    job = ground.start(f"gone-{number}", "--training.steps", "10000")
+    job.await_(lambda: len(job.steps()) > 1)
+    job.signal(number, [1])
+    assert job.wait()[0] != 0
+
+
+def test_a_rank_that_is_stopped_is_given_up(ground):
+    """SIGSTOP, as a machine that hangs: the others end after comm.train_timeout_seconds."""
+    job = ground.start("stopped", "--training.steps", "10000", "--comm.train_timeout_seconds", "5")
+    job.await_(lambda: len(job.steps()) > 2)
+    job.signal(signal.SIGSTOP, [1])
+    job.await_(lambda: "error:" in job.log(0))
+    job.signal(signal.SIGCONT, [1])
+    assert 0 not in job.wait()
+
+
+def test_two_runs_do_not_share_a_dump_folder(ground, tmp_path):
+    from wlb_titan.errors import UserError
+    from wlb_titan.runtime.dump_folder import held
+
+    job = ground.start("shared", "--training.steps", "10000")
+    job.await_(lambda: len(job.steps()) > 0)
+    with pytest.raises(UserError, match=f"in use by process {job.processes[0]} on host"), held(job.dump, 0.1):
+        pytest.fail("entered")
+    job.kill()
+    with held(job.dump, 5):
+        pass
+
+
+def test_a_full_disk_says_so_and_leaves_the_older_checkpoint(ground, undisturbed):
+    """The files of step 4 may not be as large as they must."""
+    copy = copy_of(undisturbed, ground, "full", keep=2)
+    size = max(file.stat().st_size for file in (copy / "checkpoint" / "step-2").iterdir())
+    starved = {"largest_file": size // 2}
+    job = ground.run("full", rank0=starved, rank1=starved)
+    assert 0 not in job.codes
+    assert "disk is full" in job.log() and "the checkpoint of step 2 is whole" in job.log(), job.log()
+    again = ground.run("full")
+    assert again.codes == [0, 0], again.log()
+    assert again.losses() == undisturbed.losses()
+
+
+def test_figures_never_end_training(ground, undisturbed):
+    """Lines that are none in metrics.jsonl, and a file where the folder of traces should be."""
+    copy = copy_of(undisturbed, ground, "lines", keep=4)
+    with (copy / "metrics.jsonl").open("a") as file:
+        file.write('{"step": "three"}\nnonsense\n{"loss": 1}\n')
+    job = ground.run("lines")
+    assert job.codes == [0, 0], job.log()
+    assert job.losses() == undisturbed.losses()
+    (ground.folder / "no-lines").mkdir()
+    (ground.folder / "no-lines" / "traces").write_text("a file")
+    job = ground.run("no-lines", "--wlb.trace_every", "1")
+    assert job.codes == [0, 0], job.log()
+    assert job.log().count("Traces cannot be written") == 1
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_flipped_bit_in_the_documents_is_named(ground, undisturbed, seed):
+    damaged = ground.folder / f"damaged-corpus-{seed}"
+    shutil.copytree(ground.corpus, damaged)
+    content = bytearray((damaged / "documents.arrow").read_bytes())
+    content[random.Random(seed).randrange(len(content))] ^= 4
+    (damaged / "documents.arrow").write_bytes(content)
+    job = ground.run(f"flipped-{seed}", "--wlb.corpus.path", str(damaged))
+    assert 2 in job.codes and f"corpus {damaged} is damaged: documents.arrow" in job.log().replace("The ", "")
+    assert "Traceback" not in job.log()

@@ -1,0 +1,79 @@
+"""Jobs that go on from a checkpoint with other settings, or from one that is broken."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from drill_ground import copy_of
+
+AREA = "resume on altered settings or files"
+
+
+def test_a_refused_run_changes_nothing(ground, undisturbed):
+    copy = copy_of(undisturbed, ground, "refused", keep=4)
+    (copy / "config.toml").write_text("# mine\n")
+    job = ground.start("refused", "--wlb.corpus.seed", "7")
+    before = job.snapshot()
+    job.wait()
+    assert 2 in job.codes, job.log()
+    assert "seed is 1, and this job's is 7" in job.log() or "seed is 0, and this job's is 7" in job.log()
+    assert "Traceback" not in job.log()
+    assert job.snapshot() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--wlb.packing.tail", "drop"), "tail is 'carry', and this job's is 'drop'"),
+        (("--training.seq_len", "256"), "context window is 128, and this job's is 256"),
+        (("--wlb.packing.policy", "wlb_lazy"), "packing policy is 'plain', and this job's is 'wlb_lazy'"),
+    ],
+    ids=["tail", "seq_len", "policy"],
+)
+def test_what_changes_the_tokens_is_refused_on_resume(ground, undisturbed, words, said):
+    name = f"altered-{words[0].split('.')[-1]}"
+    copy_of(undisturbed, ground, name, keep=4)
+    job = ground.run(name, *words)
+    assert 2 in job.codes and said in job.log(), job.log()
+
+
+def test_what_does_not_change_the_tokens_is_taken_on_resume(ground, undisturbed):
+    copy_of(undisturbed, ground, "taken", keep=4)
+    job = ground.run(
+        *("taken", "--wlb.packing.cost_model", "quadratic:1,100", "--checkpoint.interval", "3"),
+        *("--wlb.trace_every", "3"),
+    )
+    assert job.codes == [0, 0], job.log()
+    assert job.losses() == undisturbed.losses()
+
+
+def test_a_broken_checkpoint_is_named_and_the_one_before_taken(ground, undisturbed):
+    copy = copy_of(undisturbed, ground, "broken", keep=6)
+    piece = max((copy / "checkpoint" / "step-6").glob("*.distcp"), key=lambda file: file.stat().st_size)
+    with piece.open("r+b") as file:
+        file.truncate(1000)
+    job = ground.run("broken")
+    assert job.codes == [0, 0], job.log()
+    assert f"step-6 is broken: its file {piece.name} has 1,000 bytes instead of" in job.log()
+    assert "goes on from step 4" in job.log()
+    assert job.losses() == undisturbed.losses()
+    assert (copy / "checkpoint" / "broken-6" / piece.name).exists()
+
+
+def test_no_whole_checkpoint(ground, undisturbed):
+    copy = copy_of(undisturbed, ground, "none-whole", keep=2)
+    (copy / "checkpoint" / "step-2" / ".metadata").write_bytes(b"rubbish")
+    job = ground.run("none-whole")
+    assert 2 in job.codes and "is whole: step 2: its .metadata is damaged" in job.log()
+    assert "Traceback" not in job.log()
+
+
+def test_figures_of_a_former_run_are_kept(ground, undisturbed):
+    copy = copy_of(undisturbed, ground, "former", keep=0)
+    lines = (copy / "metrics.jsonl").read_text()
+    job = ground.run("former", "--training.steps", "2")
+    assert job.codes == [0, 0], job.log()
+    assert (copy / "former-1" / "metrics.jsonl").read_text() == lines
+    assert "steps = 8" in (copy / "former-1" / "config.toml").read_text()
+    assert [json.loads(line)["step"] for line in (copy / "metrics.jsonl").read_text().splitlines()] == [1, 2]

@@ -1,0 +1,210 @@
+"""One rank's failure ends the job on every host within seconds, and is told once.
+
+A rank that stops leaves the others waiting in a collective, which they give up after minutes. So each rank
+has a thread that looks, once a second, at the store by which the processes of a job find each other:
+
+    failed      the first failure: rank, host and message
+    <facts>     what rank 0 found out for all (`share`)
+
+The thread also ends its rank when the launcher of its host is gone, however that died, and when the launcher
+asks it to stop (SIGTERM): the main thread may be inside a collective, where Python runs no signal handler.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore
+
+from wlb_titan.errors import UserError
+
+SECONDS_BETWEEN_LOOKS = 1.0
+GRACE = 3.0  # seconds for a rank to say what it has met itself, after another has failed
+HEARD = 2.5  # seconds in which all others have looked, before the store may go with this host
+LOST = 30.0  # seconds without the store after which its host is taken for gone
+CONNECT = timedelta(seconds=120)
+
+EXIT_FAILED = 1
+EXIT_USER_ERROR = 2
+EXIT_STOPPED = 128 + signal.SIGTERM
+
+
+class Alarm:
+    """A context manager: while it is open, this rank watches all others, and they watch it.
+
+    Args:
+        rank: of this process.
+        world_size: of the job; a job of one process has nobody to watch and needs no store.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._host = socket.gethostname()
+        self._store: Store | None = _store(rank) if world_size > 1 else None
+        self._launcher = os.getppid()
+        self._failed = False
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._woken, self._waker = socket.socketpair()
+        self._waker.setblocking(False)
+        self._thread = threading.Thread(target=self._watch, name="alarm", daemon=True)
+
+    def __enter__(self) -> Alarm:
+        signal.signal(signal.SIGTERM, lambda number, frame: None)  # the byte on the socket is what counts
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Ends watching. An error is told first, and then ends the process, with no wait for threads."""
+        if error is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
+            self.fail(error)
+            if self._store is not None:
+                time.sleep(HEARD)
+            _end(EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED)
+        self.close()
+
+    def close(self) -> None:
+        """No longer watches: this rank is done, and others may end before it."""
+        self._closed.set()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def share(self, name: str, find_out: Callable[[], Any], timeout: float = 300.0) -> Any:
+        """What rank 0 finds out, on every rank.
+
+        Args:
+            name: of the fact; once only in a job.
+            find_out: called on rank 0; gives what JSON can hold.
+            timeout: seconds to wait for it.
+
+        Raises:
+            UserError: on rank 0 as `find_out`; on the others, rank 0 did not answer.
+        """
+        if self._rank == 0 or self._store is None:
+            found = find_out()
+            if self._store is not None:
+                self._store.set(name, json.dumps(found))
+            return found
+        deadline = time.monotonic() + timeout
+        while not self._store.check([name]):  # `wait` would keep the watching thread from the store
+            if time.monotonic() > deadline:
+                raise UserError(f"Rank 0 has not said {name!r} within {timeout:.0f} s; look at its log.")
+            time.sleep(0.05)
+        return json.loads(self._store.get(name))
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the error to the person and to all ranks; does nothing the second time.
+
+        Every rank prints its own, unless another has printed the same, or it only says that another is gone.
+        """
+        with self._lock:
+            if self._failed:
+                return
+            self._failed = True
+        message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, DistNetworkError):  # also the store: with it, whoever knows the reason
+            message = "the other ranks do not answer any more; the log of rank 0's host says why"
+        first = self._report(message)
+        who = f"rank {self._rank} on host {self._host}: " if self._store is not None else ""
+        if first is not None and (first["message"] == message or _says_that_another_is_gone(error)):
+            return
+        if not isinstance(error, UserError | DistNetworkError):
+            traceback.print_exception(error, file=sys.stderr)
+        print(f"error: {who}{message}", file=sys.stderr, flush=True)
+
+    def _report(self, message: str) -> dict[str, Any] | None:
+        """Notes a failure in the store; returns the one that was there before, None if there was none."""
+        if self._store is None:
+            return None
+        own = json.dumps({"rank": self._rank, "host": self._host, "message": message})
+        try:
+            found = self._store.compare_set("failed", "", own).decode()
+        except Exception:  # the store's host may be what failed
+            return None
+        return None if found == own else json.loads(found)
+
+    def _watch(self) -> None:
+        seen = time.monotonic()
+        while not self._closed.is_set():
+            readable, _, _ = select.select([self._woken], [], [], SECONDS_BETWEEN_LOOKS)
+            if readable and signal.SIGTERM in self._woken.recv(64):
+                self._stop("was told to stop (SIGTERM)", EXIT_STOPPED)
+            if os.getppid() != self._launcher:
+                self._stop("ends, as its launcher is gone", EXIT_STOPPED)
+            if self._store is None:
+                continue
+            try:
+                failed = self._store.check(["failed"])
+                seen = time.monotonic()
+            except Exception:
+                failed = False
+                if time.monotonic() - seen > LOST and not self._closed.is_set():
+                    self._stop(f"ends, as rank 0's host has not answered for {LOST:.0f} s", EXIT_FAILED)
+            if failed:
+                self._follow(json.loads(self._store.get("failed")))
+
+    def _follow(self, failure: dict[str, Any]) -> None:
+        """Ends this rank, as another has failed."""
+        if self._closed.wait(GRACE):
+            return
+        if failure["host"] != self._host and os.environ.get("LOCAL_RANK", "0") == "0" and not self._failed:
+            print(
+                f"error: rank {failure['rank']} on host {failure['host']}: {failure['message']}\n"
+                f"The ranks of host {self._host} end, too.",
+                file=sys.stderr,
+            )
+        _end(EXIT_FAILED)
+
+    def _stop(self, what: str, code: int) -> None:
+        if self._report(what) is None and self._store is not None:
+            time.sleep(HEARD)
+        _end(code)
+
+
+def _store(rank: int) -> Store:
+    """The store of this job, by a connection of our own; of each restart anew."""
+    launcher_keeps_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store = TCPStore(
+            address,
+            port,
+            is_master=rank == 0 and not launcher_keeps_it,
+            wait_for_workers=False,
+            multi_tenant=True,  # torch's own rendezvous comes to the same server
+            timeout=CONNECT,
+        )
+    except Exception as error:
+        raise UserError(
+            f"Rank {rank} on host {socket.gethostname()} cannot reach rank 0 at {address}:{port}: {error}"
+        ) from error
+    store.set_timeout(timedelta(seconds=10))
+    return PrefixStore(f"wlb_titan/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _says_that_another_is_gone(error: BaseException) -> bool:
+    pattern = "gloo|nccl|connection|socket|peer|process group|store"
+    return isinstance(error, RuntimeError) and re.search(pattern, str(error), re.IGNORECASE) is not None
+
+
+def _end(code: int) -> None:
+    """Ends the process whatever its threads wait for."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

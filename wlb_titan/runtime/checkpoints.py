@@ -1,0 +1,183 @@
+"""Which checkpoint a run goes on from: the newest that is whole.
+
+A checkpoint is a folder step-N of torch's distributed checkpoint format. Its .metadata is written last and
+lists where every piece lies: in which file, from which byte, how many bytes. A checkpoint whose files do not
+reach so far is broken: a disk was full, or a copy was cut off. The bytes themselves carry no checksum.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+
+from wlb_titan.errors import UserError
+
+if TYPE_CHECKING:
+    from wlb_titan.runtime.trainer import Trainer
+
+METADATA = ".metadata"
+HUGGING_FACE_INDEX = "model.safetensors.index.json"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to go on from.
+
+    Attributes:
+        step: of the newest whole checkpoint; -1 is none.
+        broken: newer ones, step and what is wrong with it.
+    """
+
+    step: int
+    broken: tuple[tuple[int, str], ...]
+
+
+def beginning(config: Trainer.Config) -> Choice:
+    """Which of a run's own checkpoints it goes on from.
+
+    Raises:
+        UserError: none is whole, or not the one that the user named, or another run's that is to be loaded.
+    """
+    checkpoint = config.checkpoint
+    folder = Path(config.dump_folder) / checkpoint.folder
+    if not checkpoint.enable or checkpoint.create_seed_checkpoint:
+        return Choice(-1, ())
+    if checkpoint.load_step >= 0:
+        named = folder / f"step-{checkpoint.load_step}"
+        if wrong := damage(named):
+            raise UserError(f"checkpoint.load_step: {named} cannot be loaded: {wrong}.")
+        return Choice(checkpoint.load_step, ())
+    choice = newest_whole(folder)
+    initial = checkpoint.initial_load_path
+    if choice.step < 0 and initial and not checkpoint.initial_load_in_hf and (wrong := damage(Path(initial))):
+        raise UserError(f"checkpoint.initial_load_path: {initial} cannot be loaded: {wrong}.")
+    return choice
+
+
+def newest_whole(folder: Path) -> Choice:
+    """Looks through the checkpoints of a folder from the newest on.
+
+    Raises:
+        UserError: there are some, and none is whole.
+    """
+    broken = []
+    for step in sorted(_steps(folder), reverse=True):
+        wrong = damage(folder / f"step-{step}")
+        if not wrong:
+            return Choice(step, tuple(broken))
+        broken.append((step, wrong))
+    if broken:
+        raise UserError(
+            f"checkpoint.folder: no checkpoint in {folder} is whole: "
+            + "; ".join(f"step {step}: {wrong}" for step, wrong in broken)
+            + ". Copy one again from where it came, or name another dump_folder to start anew."
+        )
+    return Choice(-1, ())
+
+
+def damage(checkpoint: Path) -> str:
+    """What is wrong with a checkpoint; empty if nothing is."""
+    if not checkpoint.is_dir():
+        return "there is no such folder"
+    if not (checkpoint / METADATA).is_file():
+        return "" if (checkpoint / HUGGING_FACE_INDEX).is_file() else f"it has no {METADATA}"
+    try:
+        pieces = FileSystemReader(checkpoint).read_metadata().storage_data
+        ends: dict[str, int] = {}
+        for piece in pieces.values():
+            ends[piece.relative_path] = max(ends.get(piece.relative_path, 0), piece.offset + piece.length)
+    except Exception as error:  # it is unpickled, which can raise anything
+        return f"its {METADATA} is damaged ({type(error).__name__}: {error})"
+    for name, end in ends.items():
+        file = checkpoint / name
+        if not file.is_file():
+            return f"its file {name} is missing"
+        if file.stat().st_size < end:
+            return f"its file {name} has {file.stat().st_size:,} bytes instead of {end:,}"
+    return ""
+
+
+def move_broken_aside(folder: Path, steps: Sequence[int]) -> None:
+    """Renames broken checkpoints to broken-N, so that a new one can be saved under their name."""
+    for step in steps:
+        number, aside = 1, folder / f"broken-{step}"
+        while aside.exists():
+            number, aside = number + 1, folder / f"broken-{step}.{number}"
+        (folder / f"step-{step}").rename(aside)
+
+
+def explained(error: BaseException, folder: Path, saving: bool) -> BaseException:
+    """The user's error behind what torch's checkpointing raised; the error itself where there is none.
+
+    Args:
+        error: what loading, training or saving raised.
+        folder: of the checkpoints.
+        saving: whether the run had begun; before, a checkpoint is loaded.
+    """
+    causes = list(_causes(error))
+    for cause in causes:
+        if isinstance(cause, UserError):
+            return cause
+    if saving:
+        for cause in causes:
+            if (isinstance(cause, OSError) and cause.errno in FULL) or "unexpected pos" in str(cause):
+                return UserError(
+                    f"A checkpoint cannot be saved in {folder}: {_room(folder)}. {_next(folder)}"
+                )
+        return error
+    if any(isinstance(cause, CheckpointException) for cause in causes):
+        first = next((cause for cause in causes[1:] if not isinstance(cause, CheckpointException)), error)
+        said = " ".join(str(first).split())[:500]
+        return UserError(
+            f"A checkpoint of {folder} cannot be loaded: {said}. If the model or the optimizer was changed, "
+            "change it back, or name another dump_folder to start anew. If the checkpoint is damaged, move "
+            "its folder step-N away; the run then goes on from the one before."
+        )
+    return error
+
+
+def _steps(folder: Path) -> list[int]:
+    """Steps with a checkpoint whose saving was finished."""
+    if not folder.is_dir():
+        return []
+    names = [(path, re.fullmatch(r"step-(\d+)", path.name)) for path in folder.iterdir()]
+    done = (METADATA, HUGGING_FACE_INDEX)
+    return [int(match[1]) for path, match in names if match and any((path / name).is_file() for name in done)]
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, what it was raised from, and what failed on other ranks."""
+    yield error
+    if isinstance(error, CheckpointException):
+        for failure, _ in error.failures.values():
+            yield from _causes(failure)
+    if error.__cause__ is not None:
+        yield from _causes(error.__cause__)
+    elif error.__context__ is not None:
+        yield from _causes(error.__context__)
+
+
+def _room(folder: Path) -> str:
+    try:
+        return f"its disk is full ({shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free)"
+    except OSError:
+        return "its disk is full"
+
+
+def _next(folder: Path) -> str:
+    try:
+        step = newest_whole(folder).step
+    except UserError:
+        step = -1
+    if step < 0:
+        return "Make room, or name another dump_folder; there is no older checkpoint, so a run begins anew."
+    return f"Make room and start again: the checkpoint of step {step} is whole, and the run goes on from it."

@@ -1,0 +1,121 @@
+"""The dump folder of a run: one run at a time, and nothing of a former one lost.
+
+.lock              held by rank 0 of the run, which it names; the kernel lets go when that process is gone
+config.toml        every setting of the run, resolved
+metrics.jsonl      and validation.jsonl: a line a step
+former-1/          these three of a run that was here before, where a new one began from step 0
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from wlb_titan.errors import UserError
+
+LOCK_FILE = ".lock"
+CONFIG_FILE = "config.toml"
+METRICS_FILE = "metrics.jsonl"
+VALIDATION_FILE = "validation.jsonl"
+PATIENCE = 15.0  # seconds in which a run that was stopped just now may end
+
+
+@contextlib.contextmanager
+def held(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
+    """Holds the lock of a dump folder; nothing in it but the lock is touched.
+
+    Raises:
+        UserError: another run holds it, or the folder cannot be made.
+    """
+    check_place(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        raise UserError(f"dump_folder: {folder} cannot be written: {error.strerror}.") from error
+    try:
+        _wait_for(lock, folder, patience)
+        holder = {
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
+        os.ftruncate(lock, 0)
+        with contextlib.suppress(OSError):  # on a full disk it holds all the same
+            os.pwrite(lock, json.dumps(holder).encode(), 0)
+        yield
+        os.ftruncate(lock, 0)
+    finally:
+        os.close(lock)
+
+
+def _wait_for(lock: int, folder: Path, patience: float) -> None:
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(0.2)
+                continue
+            raise UserError(
+                f"dump_folder: {folder} is in use by {_holder(lock)}. End that run, or name another "
+                "dump_folder."
+            ) from None
+        except OSError:
+            return  # a file system without locks
+
+
+def _holder(lock: int) -> str:
+    try:
+        holder = json.loads(os.pread(lock, 4096, 0))
+        return f"process {holder['process']} on host {holder['host']}, since {holder['since']}"
+    except (ValueError, KeyError, TypeError, OSError):
+        return "another run"
+
+
+def check_place(folder: Path) -> None:
+    """Makes sure that a dump folder can be made and written, without making it.
+
+    Raises:
+        UserError: a file stands in the way, or its owner does not let us write.
+    """
+    place = folder.absolute()
+    try:
+        while not place.exists():
+            place = place.parent
+        is_folder = place.is_dir()
+    except OSError as error:
+        raise UserError(f"dump_folder: {folder} cannot be made: {error.strerror}.") from error
+    if not is_folder:
+        raise UserError(f"dump_folder: {place} is a file; name a folder.")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UserError(f"dump_folder: {place} cannot be written by this user; name another folder.")
+
+
+def begin(folder: Path, config: str, step: int) -> None:
+    """Notes the settings of a run that begins or goes on; what a former one left is moved aside first.
+
+    Args:
+        folder: the dump folder, whose lock is held.
+        config: the settings, as TOML.
+        step: from which it goes on; 0 is a new run.
+    """
+    names = [name for name in (METRICS_FILE, VALIDATION_FILE) if (folder / name).exists()]
+    if step == 0 and names:
+        number = 1
+        while (aside := folder / f"former-{number}").exists():
+            number += 1
+        aside.mkdir()
+        for name in [*names, *([CONFIG_FILE] if (folder / CONFIG_FILE).exists() else [])]:
+            (folder / name).rename(aside / name)
+    writing = folder / f".{CONFIG_FILE}.writing"
+    writing.write_text(config, encoding="utf-8")
+    writing.replace(folder / CONFIG_FILE)
