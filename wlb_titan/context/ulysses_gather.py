@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Ge
 from numpy.typing import NDArray
 
 from wlb_titan.context.all_gather import key_order
@@ -36,7 +38,7 @@ class UlyssesGather(ContextStrategy):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ContextStrategy.Config):
-        within: int = 2
+        within: Annotated[int, Ge(1)] = 2
         """Ranks of a group, neighbours that exchange tokens for heads; it must divide the context-parallel
         degree."""
 
@@ -55,7 +57,7 @@ class UlyssesGather(ContextStrategy):
         return math.lcm(2 * self._groups, self.ranks)
 
     def check(self, model: ModelShape, tensor: int) -> None:
-        if self._within < 1 or self.ranks % self._within:
+        if self.ranks % self._within:
             raise PlanError(
                 f"{self.ranks} context-parallel ranks cannot be divided into groups of {self._within}; set "
                 f"within to a divisor of {self.ranks}.",
