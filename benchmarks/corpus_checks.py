@@ -4,8 +4,9 @@
 
 With checksums and without, the two take turns, on files in the page cache. The first reading compares blocks;
 later ones only look that they were. Training is that of `llama3_debug` on one CPU core, each run in a process
-forked from this one; the copy of the corpus without checksums is one of format version 2. Besides, how long
-the alarm's thread needs for its look, which it takes once a second.
+forked from this one; the copy of the corpus without checksums is one of format version 2. Where the machine
+does anything else, steps differ by more than the checks cost, so their share of a step is also computed from
+what reading costs. Besides, how long the alarm's thread needs for its look, which it takes once a second.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from wlb_titan.corpus.manifest import MANIFEST_FILE, Manifest
 
 ROUNDS = 7
 OPENINGS = 100
+SEQ_LEN = 512
+TRAININGS = 3
 LOOKS = 2000
 
 CONFIG = """
 base = "llama3_debug"
 [training]
-seq_len = 512
+seq_len = {seq_len}
 local_batch_size = 1
 steps = {steps}
 [metrics]
@@ -59,16 +62,17 @@ def main(corpus: Path, steps: int) -> None:
             for what, seconds in measure(files, checked).items():
                 times.setdefault((what, checked), []).append(seconds)
     tokens = Manifest.load(corpus).tokens
+    first = statistics.median(times["read first", True]) - statistics.median(times["read first", False])
     click.echo(f"{tokens:,} tokens; median of {ROUNDS}")
     for what in ("open", "lengths", "read first", "read again"):
         without, with_ = (statistics.median(times[what, checked]) for checked in (False, True))
         click.echo(f"{what:11} without {without * 1e3:9.3f} ms, with checksums {with_ * 1e3:9.3f} ms")
     if steps:
         with tempfile.TemporaryDirectory() as folder:
-            _print_training(corpus, Path(folder), steps)
+            _print_training(corpus, Path(folder), steps, first / tokens)
 
 
-def _print_training(corpus: Path, folder: Path, steps: int) -> None:
+def _print_training(corpus: Path, folder: Path, steps: int, token: float) -> None:
     plain = without_checksums(corpus, folder / "plain")
     both = ((False, plain), (True, corpus.absolute()))
     opened: dict[bool, list[float]] = {False: [], True: []}
@@ -79,7 +83,7 @@ def _print_training(corpus: Path, folder: Path, steps: int) -> None:
             Corpus.open(path)
             opened[checked].append(time.perf_counter() - begin)
     warm_up()
-    for number in range(ROUNDS):
+    for number in range(TRAININGS):
         for checked, path in both:
             seconds[checked] += train(path, folder / f"run-{number}-{checked}", steps)
     for what, times in (("whole open", opened), ("step", seconds)):
@@ -87,6 +91,10 @@ def _print_training(corpus: Path, folder: Path, steps: int) -> None:
         click.echo(
             f"{what:11} without {before:9.3f} ms, with checksums {after:9.3f} ms: {after / before - 1:+.2%}"
         )
+    share = token * SEQ_LEN * 1e3 / before
+    click.echo(
+        f"checks      {share:.5%} of a step by the time of reading first, {token * 1e9:.2f} ns a token"
+    )
     click.echo(f"look        {seconds_of_a_look() * 1e6:.0f} us of the alarm's thread, once a second")
 
 
@@ -117,7 +125,7 @@ def warm_up() -> None:
 def train(corpus: Path, folder: Path, steps: int) -> list[float]:
     """Seconds of each step but the first ten."""
     folder.mkdir()
-    (folder / "train.toml").write_text(CONFIG.format(steps=steps, corpus=corpus))
+    (folder / "train.toml").write_text(CONFIG.format(seq_len=SEQ_LEN, steps=steps, corpus=corpus))
     process = os.fork()
     if process == 0:
         import torch

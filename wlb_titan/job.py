@@ -14,26 +14,31 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from wlb_titan.context import STRATEGIES, ContextStrategy, Exchange
-from wlb_titan.cost.analytic import Device, TokenSeconds
+from wlb_titan.context import STRATEGIES, ContextStrategy, Exchange, Move
+from wlb_titan.cost.analytic import BYTES, Device, TokenSeconds
 from wlb_titan.cost.attention_hopper import KERNELS, hopper
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.attention_profile import AttentionShape, Profile
-from wlb_titan.cost.cluster import Cluster, load_cluster
+from wlb_titan.cost.cluster import Cluster, Link, load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.cost.workload import CostModel, cost_model
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
+from wlb_titan.memory.in_flight import most_in_flight, one_document
 from wlb_titan.memory.peak import RankMemory, layers_of_stages, longest_that_fits, pipeline_memory
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.packing import POLICIES, PackingPolicy
-from wlb_titan.packing.policy import OnOneRank, here
+from wlb_titan.packing.policy import OnOneRank, PassSeconds, here
 from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder
 from wlb_titan.pipeline.runs import PipelineRuns
 from wlb_titan.pipeline.schedule import PipelineShape
-from wlb_titan.plan import Plan
+from wlb_titan.plan import CachedSlice, Flow, Plan
 from wlb_titan.planner import Planner
+from wlb_titan.plugins import load
+
+PASS_SECONDS = "wlb_titan.simulator.slices:PackSeconds"
+"""Of a job, what predicts passes. By name, as the cost model `simulated`: the simulator knows jobs."""
 
 
 class Policy(NamedTuple):
@@ -153,6 +158,7 @@ class Job:
             _ = self.layers
         except PlanError as error:
             raise PlanError(str(error), setting="parallelism.pipeline_parallel_degree") from error
+        self.packing.check(self.shape)
         if self.strategy is not None:
             self.strategy.check(self.model, self.degrees.tensor)
 
@@ -218,9 +224,24 @@ class Job:
         return None if self.strategy is None else self.strategy.exchange(self.model, self.degrees.tensor)
 
     @property
-    def received(self) -> float:
-        """Elements that context parallelism brings to a rank in a pass, for each token of a micro-batch."""
-        return 0.0 if self.exchange is None else self.exchange.received
+    def exchange_seconds(self) -> float:
+        """Of context parallelism's collectives in a layer's pass, for each token of a micro-batch."""
+        return sum(BYTES * move.received / self.link(move).bandwidth for move in self.moves)
+
+    @property
+    def repeated_exchange_seconds(self) -> float:
+        """Of those that selective activation checkpointing repeats in the backward pass."""
+        again = [move for move in self.moves if not move.kept]
+        return sum(BYTES * move.received / self.link(move).bandwidth for move in again)
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """What context parallelism moves in a layer."""
+        return () if self.exchange is None else self.exchange.moves
+
+    def link(self, move: Move) -> Link:
+        """What a collective of context parallelism goes over."""
+        return self.cluster.link(move.ranks, self.degrees.tensor * move.stride)
 
     @property
     def device(self) -> Device:
@@ -240,18 +261,31 @@ class Job:
     def token(self) -> TokenSeconds:
         """What one token of a micro-batch costs a rank."""
         tensor, context = self.degrees.tensor, self.degrees.context
-        return TokenSeconds.of(self.model, self.device, tensor, context, self.received)
+        return TokenSeconds.of(self.model, self.device, tensor, context, self.exchange_seconds)
 
     @cached_property
     def cost_model(self) -> CostModel:
         """What packing balances by."""
         return cost_model(self.packing.cost_model, self)
 
-    def peak_memory(self, lengths: Sequence[int]) -> tuple[RankMemory, ...]:
+    @property
+    def pass_seconds(self) -> PassSeconds:
+        """Predicts the passes of packs."""
+        predict: PassSeconds = load(PASS_SECONDS)(self)
+        return predict
+
+    def peak_memory(
+        self,
+        lengths: Sequence[int],
+        flow: Flow | None = None,
+        slices: Sequence[CachedSlice] | None = None,
+    ) -> tuple[RankMemory, ...]:
         """The peak of each pipeline rank.
 
         Args:
             lengths: tokens of a replica's micro-batches, in the order of running.
+            flow: the order of their passes, in one run; None is the schedule's own.
+            slices: of each micro-batch its slice, where documents are sliced.
 
         Raises:
             PlanError: it cannot be predicted for this schedule.
@@ -262,11 +296,31 @@ class Job:
             lengths,
             schedule=self.schedule,
             chunks=self.chunks,
-            run=self.run,
+            run=None if flow is not None else self.run,
             settings=self.memory,
             layers=self.layers,
             exchange=self.exchange,
+            flow=flow,
+            slices=slices,
         )
+
+    def sliced_memory(self, tokens: int) -> tuple[RankMemory, ...]:
+        """The peak of each pipeline rank with one document of so many tokens, all of its slices in flight."""
+        return self.peak_memory(*one_document(tokens, self.shape))
+
+    @cached_property
+    def most_in_flight(self) -> int | None:
+        """Tokens of documents in slices that a pipeline rank may have in flight: as set, or what fits; None
+        where memory is not predicted.
+
+        Raises:
+            PlanError: not even a document of the window fits.
+        """
+        wanted: int | None = getattr(self.packing, "tokens_in_flight", None)
+        if wanted is not None or self.memory_unknown:
+            return wanted
+        step = self.window * self.replica_micro_batches
+        return most_in_flight(self.sliced_memory, self.window, step, self.cluster.memory)
 
     @cached_property
     def longest_that_fits(self) -> int | None:
@@ -311,6 +365,9 @@ class Job:
             packing=self.packing,
             cost_model=self.cost_model,
             strategy=self.strategy,
+            shape=self.shape,
+            in_flight=lambda: self.most_in_flight,
+            pass_seconds=self.pass_seconds,
             pipeline=pipeline,
             on_one_rank=on_one_rank,
         )

@@ -7,19 +7,63 @@ Every rank computes the same plan from the same lengths, so a plan is never comm
        {"dp_rank": 0, "index": 0, "length": 4096, "padding": 12, "workload": 1.7e15,
         "documents": [{"id": 17, "start": 0, "length": 4084, "delay": 0}],
         "sharding": "per_sequence", "ranks": [[[0, 0, 1024], [0, 3072, 1012]], ...]}]}
+
+Where micro-batches are MicroPacks (policy `slim`) a document has "prefix" and "total" besides, and the plan
+has "order", of each data-parallel rank and pipeline rank what it runs, pass, micro-batch and stage:
+[[["F0.0", "F1.0", "B1.0", "B0.0"], ["F0.1", ...]], ...].
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 ID, START, LENGTH, DELAY = range(4)  # columns of MicroBatch.documents
+PREFIX, TOTAL = range(2)  # columns of MicroBatch.slices
 DOCUMENT, OFFSET, COUNT = range(3)  # columns of MicroBatch.ranks[r]
+
+
+class Action(NamedTuple):
+    """One pass of one micro-batch through one stage.
+
+    Attributes:
+        kind: F forward, B whole backward, I gradient of the inputs, W gradient of the weights.
+        stage: from 0 at the embedding.
+        place: of the micro-batch in the order in which they run, from 0.
+    """
+
+    kind: Literal["F", "B", "I", "W"]
+    stage: int
+    place: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.place} of stage {self.stage}"
+
+    def short(self) -> str:
+        """As plans in JSON have it: `F3.2` is the forward pass of micro-batch 3 through stage 2."""
+        return f"{self.kind}{self.place}.{self.stage}"
+
+
+Flow = tuple[tuple[Action, ...], ...]
+"""Of each pipeline rank what it runs, in order."""
+
+
+class CachedSlice(NamedTuple):
+    """A slice of a document as memory sees it.
+
+    Attributes:
+        prefix: tokens of the document before it.
+        length: its tokens.
+        total: tokens of the whole document.
+    """
+
+    prefix: int
+    length: int
+    total: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +82,8 @@ class MicroBatch:
         ranks: per context-parallel rank an int64 (m, 3), columns DOCUMENT (row of `documents`), OFFSET
             (first token within that piece), COUNT (tokens), in the order in which the rank holds them;
             what is left of the rank's length / context_parallel tokens is padding, at its end.
+        slices: int64 (n, 2), of each row of `documents` PREFIX (tokens of the piece before it, which other
+            micro-batches have) and TOTAL (tokens of the whole piece); None where documents are not sliced.
     """
 
     dp_rank: int
@@ -48,6 +94,31 @@ class MicroBatch:
     documents: NDArray[np.int64]
     sharding: str | None = None
     ranks: tuple[NDArray[np.int64], ...] | None = None
+    slices: NDArray[np.int64] | None = None
+
+    @property
+    def prefix(self) -> NDArray[np.int64] | None:
+        """int64 (n,), tokens before each row of `documents` that its queries see too; None for none."""
+        return None if self.slices is None else self.slices[:, PREFIX]
+
+    @property
+    def document_lengths(self) -> NDArray[np.int64]:
+        """int64 (k,), tokens of the documents that begin here, with their slices elsewhere."""
+        if self.slices is None:
+            return self.documents[:, LENGTH]
+        begins: NDArray[np.int64] = self.slices[self.slices[:, PREFIX] == 0, TOTAL]
+        return begins
+
+    @property
+    def slice(self) -> CachedSlice:
+        """The slice of a document that this micro-batch has, with a length of 0 where it has none."""
+        if self.slices is not None:
+            for (_, _, length, _), (prefix, total) in zip(
+                self.documents.tolist(), self.slices.tolist(), strict=True
+            ):
+                if total > length:
+                    return CachedSlice(prefix, length, total)
+        return CachedSlice(0, 0, 0)
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists and numbers, as in the module's example."""
@@ -62,6 +133,9 @@ class MicroBatch:
                 for id_, start, length, delay in self.documents.tolist()
             ],
         }
+        if self.slices is not None:
+            for document, (prefix, total) in zip(record["documents"], self.slices.tolist(), strict=True):
+                document |= {"prefix": prefix, "total": total}
         if self.ranks is not None:
             record["sharding"] = self.sharding
             record["ranks"] = [rank.tolist() for rank in self.ranks]
@@ -79,7 +153,10 @@ class Plan:
         waiting_documents: pieces that had arrived and were left for later steps.
         waiting_tokens: tokens of these.
         lost_tokens: tokens that packing left out for good in this step (`tail = "drop"`).
-        gap: of `fixed_solver`, how far its packing may be from the best, relatively; 0 is a proven optimum.
+        gap: of a solver, how far its packing may be from the best, relatively; 0 is a proven optimum.
+        order: of each data-parallel rank what its pipeline ranks run, in order, where the micro-batches are
+            MicroPacks; None where the schedule's own order holds. A rank's entry is empty where it was not
+            asked for.
     """
 
     iteration: int
@@ -89,6 +166,7 @@ class Plan:
     waiting_tokens: int = 0
     lost_tokens: int = 0
     gap: float | None = None
+    order: tuple[Flow, ...] | None = None
 
     @property
     def imbalance(self) -> float:
@@ -99,6 +177,11 @@ class Plan:
     def tokens(self) -> int:
         """Tokens of documents, padding left out."""
         return sum(micro_batch.length - micro_batch.padding for micro_batch in self.micro_batches)
+
+    @property
+    def document_lengths(self) -> NDArray[np.int64]:
+        """int64 (n,), tokens of the pieces of documents that the step trains, slices put together."""
+        return np.concatenate([micro_batch.document_lengths for micro_batch in self.micro_batches])
 
     @property
     def padding(self) -> int:
@@ -121,12 +204,15 @@ class Plan:
         return tuple(m for m in self.micro_batches if m.dp_rank == dp_rank)
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        record: dict[str, Any] = {
             "iteration": self.iteration,
             "plan_ms": self.plan_ms,
             "imbalance": self.imbalance,
             "micro_batches": [micro_batch.to_json() for micro_batch in self.micro_batches],
         }
+        if self.order is not None:
+            record["order"] = [[[a.short() for a in rank] for rank in flow] for flow in self.order]
+        return record
 
 
 def imbalance_degree(workloads: Sequence[float] | NDArray[np.float64]) -> float:

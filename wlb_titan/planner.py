@@ -19,9 +19,10 @@ from wlb_titan.documents import Documents
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing import PackingJob, PackingPolicy, assignment
-from wlb_titan.packing.policy import OnOneRank, Pack, here
+from wlb_titan.packing.policy import OnOneRank, Pack, PassSeconds, here
 from wlb_titan.pipeline.runs import PipelineRuns
-from wlb_titan.plan import ID, LENGTH, START, MicroBatch, Plan
+from wlb_titan.pipeline.schedule import PipelineShape
+from wlb_titan.plan import ID, LENGTH, PREFIX, START, MicroBatch, Plan
 
 STATE_VERSION = 2  # 1: epochs in an order that was stored
 
@@ -39,6 +40,7 @@ class Planner:
         packing: the packing policy's settings.
         cost_model: predicts the work of a document.
         strategy: divides each micro-batch over context-parallel ranks; None without context parallelism.
+        shape, in_flight, pass_seconds: as of `PackingJob`, there `pipeline` and these.
         pipeline: how a data-parallel rank's micro-batches go through its pipeline; None without one.
         on_one_rank: as of `PackingJob`.
 
@@ -58,6 +60,9 @@ class Planner:
         packing: PackingPolicy.Config,
         cost_model: CostModel,
         strategy: ContextStrategy | None,
+        shape: PipelineShape,
+        in_flight: Callable[[], int | None],
+        pass_seconds: PassSeconds,
         pipeline: PipelineRuns | None,
         on_one_rank: OnOneRank = here,
     ) -> None:
@@ -75,6 +80,10 @@ class Planner:
             cost_model=cost_model,
             longest=longest,
             divisor=divisor,
+            data_parallel=data_parallel,
+            pipeline=shape,
+            in_flight=in_flight,
+            pass_seconds=pass_seconds,
             on_one_rank=on_one_rank,
         )
         self._policy: PackingPolicy = packing.make(self._stream, job)
@@ -136,20 +145,23 @@ class Planner:
         """
         begin = time.perf_counter()
         packing = self._policy.next()
-        forward = self._work_of_packs(packing.packs, self._cost_model.forward)
-        backward = self._work_of_packs(packing.packs, self._cost_model.backward)
+        forward = packing.work(self._cost_model.forward)
+        backward = packing.work(self._cost_model.backward)
         workloads = forward + backward
-        if self._policy.balances:
+        if packing.assigned is not None:
+            assigned = packing.assigned
+        elif self._policy.balances:
             assigned = assignment.balanced(workloads, self._data_parallel)
         else:
             assigned = assignment.in_order(self._micro_batches, self._data_parallel)
-        if self._pipeline is not None:
+        if self._pipeline is not None and packing.assigned is None:
             assigned = self._pipeline.arranged(assigned, forward, backward)
         micro_batches = tuple(
             self._micro_batch(
                 dp_rank,
                 index,
                 packing.packs[pack],
+                None if packing.slices is None else packing.slices[pack],
                 float(workloads[pack]),
                 shard=sharded is None or sharded == dp_rank,
             )
@@ -157,6 +169,7 @@ class Planner:
             for index, pack in enumerate(packs)
         )
         waiting = self._policy.waiting
+        order = self._policy.order(packing, forward, backward, sharded)
         plan = Plan(
             iteration=self._iteration,
             micro_batches=micro_batches,
@@ -165,6 +178,7 @@ class Planner:
             waiting_tokens=int(waiting.sum()),
             lost_tokens=packing.lost_tokens,
             gap=packing.gap,
+            order=order,
         )
         self._iteration += 1
         return plan
@@ -214,18 +228,18 @@ class Planner:
             "packing_policy": self._packing.name,
             **self._policy.facts(self._packing),
             # As it came out, where the settings leave it open.
-            **({} if self.fixed_length else {"max_length": self._longest}),
+            **({} if self.fixed_length or self._policy.slices else {"max_length": self._longest}),
         }
 
-    def _work_of_packs(
-        self, packs: list[Pack], work_of: Callable[[NDArray[np.int64]], NDArray[np.float64]]
-    ) -> NDArray[np.float64]:
-        lengths = np.concatenate([pack[:, LENGTH] for pack in packs])
-        firsts = np.cumsum([0] + [len(pack) for pack in packs[:-1]])
-        return np.add.reduceat(work_of(lengths), firsts)
-
     def _micro_batch(
-        self, dp_rank: int, index: int, documents: Pack, work: float, *, shard: bool
+        self,
+        dp_rank: int,
+        index: int,
+        documents: Pack,
+        slices: NDArray[np.int64] | None,
+        work: float,
+        *,
+        shard: bool,
     ) -> MicroBatch:
         tokens = int(documents[:, LENGTH].sum())
         length = self._stream.window if self.fixed_length else tokens
@@ -234,5 +248,8 @@ class Planner:
         ranks: Sharding | None = None
         if self._strategy is not None and shard:
             name = f"Micro-batch {index} of data-parallel rank {dp_rank}"
-            sharding, ranks = self._strategy.shard(documents[:, LENGTH], length, micro_batch=name)
-        return MicroBatch(dp_rank, index, length, length - tokens, work, documents, sharding, ranks)
+            prefix = None if slices is None else slices[:, PREFIX]
+            sharding, ranks = self._strategy.shard(
+                documents[:, LENGTH], length, prefix=prefix, micro_batch=name
+            )
+        return MicroBatch(dp_rank, index, length, length - tokens, work, documents, sharding, ranks, slices)

@@ -32,10 +32,12 @@ class Plugin:
     Attributes:
         automatic: it stands for whichever of its family is predicted fastest, which takes its place before
             anything is planned.
+        candidate: that which stands for others may choose it.
     """
 
     Config: ClassVar[type]
     automatic: ClassVar[bool] = False
+    candidate: ClassVar[bool] = True
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -53,10 +55,12 @@ class PluginConfig:
     Attributes:
         family: how its classes are found.
         owner: the class whose settings these are.
+        former: new names of keys that were called otherwise.
     """
 
     family: ClassVar[Family]
     owner: ClassVar[type[Any]]
+    former: ClassVar[Mapping[str, str]] = {}
 
     @property
     def name(self) -> str:
@@ -107,7 +111,8 @@ class Family:
     @property
     def candidates(self) -> list[str]:
         """Names of the classes that `auto` chooses from."""
-        return [name for name in self.names if not self.find(name).automatic]
+        found = {name: self.find(name) for name in self.names}
+        return [name for name, one in found.items() if one.candidate and not one.automatic]
 
     @property
     def _targets(self) -> dict[str, str]:

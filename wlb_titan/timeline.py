@@ -1,4 +1,4 @@
-"""What runs when, predicted or measured: slices of time, as a trace that Perfetto opens.
+"""What runs when, predicted or measured: spans of time, as a trace that Perfetto opens.
 
 The file is in the trace event format of Chrome, JSON that ui.perfetto.dev and chrome://tracing read.
 """
@@ -15,7 +15,7 @@ from wlb_titan.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class Span:
     """One piece of work.
 
     Attributes:
@@ -24,7 +24,7 @@ class Slice:
         name: what is done, such as `F3`.
         start: seconds from the start of the trace.
         duration: seconds.
-        args: what a click on the slice shows.
+        args: what a click on the span shows.
     """
 
     process: str
@@ -35,13 +35,13 @@ class Slice:
     args: Mapping[str, float | int | str] = field(default_factory=dict)
 
 
-def write_trace(slices: Iterable[Slice], path: str | os.PathLike[str]) -> None:
-    """Writes the slices to `path`; processes and tracks appear in the order of their first slices."""
+def write_trace(spans: Iterable[Span], path: str | os.PathLike[str]) -> None:
+    """Writes the spans to `path`; processes and tracks appear in the order of their first spans."""
     processes: dict[str, int] = {}
     tracks: dict[tuple[str, str], int] = {}
     names: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
-    for piece in slices:
+    for piece in spans:
         if piece.process not in processes:
             processes[piece.process] = len(processes) + 1
             names.append(_name("process_name", processes[piece.process], 0, piece.process))
@@ -64,8 +64,8 @@ def write_trace(slices: Iterable[Slice], path: str | os.PathLike[str]) -> None:
         json.dump({"displayTimeUnit": "ms", "traceEvents": names + events}, file)
 
 
-def read_trace(path: str | os.PathLike[str]) -> list[Slice]:
-    """The slices that `write_trace` wrote to `path`, in its order.
+def read_trace(path: str | os.PathLike[str]) -> list[Span]:
+    """The spans that `write_trace` wrote to `path`, in its order.
 
     Raises:
         UserError: the file is not such a trace.
@@ -75,7 +75,7 @@ def read_trace(path: str | os.PathLike[str]) -> list[Slice]:
             events = json.load(file)["traceEvents"]
         names = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
         return [
-            Slice(
+            Span(
                 names["process_name", e["pid"], 0],
                 names["thread_name", e["pid"], e["tid"]],
                 e["name"],

@@ -55,15 +55,16 @@ def make_config(
     dtype="float32",
     micro_batches=4,
     timeout=60,
+    vocabulary=VOCABULARY,
     **parallelism,
 ):
     """llama3_debug with a small vocabulary, `layers` layers and our stages."""
     config = base_config("llama3_debug")
     model = copy.deepcopy(config.model_spec.model)
-    model.vocab_size = model.tok_embeddings.num_embeddings = model.lm_head.out_features = VOCABULARY
+    model.vocab_size = model.tok_embeddings.num_embeddings = model.lm_head.out_features = vocabulary
     model.layers = [copy.deepcopy(model.layers[i % 4]) for i in range(layers)]
     config.model_spec = dataclasses.replace(config.model_spec, model=model, pipelining_fn=pipeline)
-    config.loss.loss_fn.global_vocab_size = VOCABULARY
+    config.loss.loss_fn.global_vocab_size = vocabulary
     config.loss.num_chunks = 2
     config.activation_checkpoint = {None: None, "full": FullAC.Config(), "selective": SelectiveAC.Config()}[
         checkpointing

@@ -21,6 +21,7 @@ def make_planner(
     sharding="per_sequence",
     data_parallel=1,
     context_parallel=1,
+    pipeline_parallel=1,
     seed=0,
     sources=(),
     fingerprint="",
@@ -31,7 +32,7 @@ def make_planner(
     return Job(
         window=window,
         micro_batches=micro_batches,
-        degrees=Degrees(shard=data_parallel, context=context_parallel),
+        degrees=Degrees(shard=data_parallel, context=context_parallel, pipeline=pipeline_parallel),
         packing=replace(packing, cost_model=cost),
         sharding=STRATEGIES.configure(sharding),
         **job,

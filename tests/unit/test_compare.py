@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from wlb_titan.commands.main import main
 from wlb_titan.commands.run_folder import Run, differences, open_run, open_runs
 from wlb_titan.errors import UserError
-from wlb_titan.timeline import Slice, read_trace, write_trace
+from wlb_titan.timeline import Span, read_trace, write_trace
 
 CONFIG = 'base = "llama3_debug" # a.toml:1\ndump_folder = "{name}"\n[wlb.packing]\npolicy = "{policy}"\n'
 
@@ -149,13 +149,13 @@ def test_what_is_wrong_with_a_folder_is_said_with_its_name(folder, case):
 
 
 def test_a_trace_reads_back(tmp_path):
-    slices = [
-        Slice("dp 0", "pp 0", "F0", 0.0, 0.5, {"tokens": 7}),
-        Slice("dp 0", "pp 1", "F0", 0.5, 0.25),
-        Slice("dp 1", "pp 0", "B0", 0.75, 1.0),
+    spans = [
+        Span("dp 0", "pp 0", "F0", 0.0, 0.5, {"tokens": 7}),
+        Span("dp 0", "pp 1", "F0", 0.5, 0.25),
+        Span("dp 1", "pp 0", "B0", 0.75, 1.0),
     ]
-    write_trace(slices, tmp_path / "t.json")
-    assert read_trace(tmp_path / "t.json") == slices
+    write_trace(spans, tmp_path / "t.json")
+    assert read_trace(tmp_path / "t.json") == spans
     (tmp_path / "t.json").write_text("{}")
     with pytest.raises(UserError, match=re.escape(str(tmp_path / "t.json"))):
         read_trace(tmp_path / "t.json")
@@ -168,8 +168,8 @@ def test_the_page(folder, tmp_path):
     for path, steps in ((a, (1, 2)), (b, (2, 3))):
         (path / "traces").mkdir()
         for step in steps:
-            slices = [Slice("dp 0", "pp 0", "F0", 0, 1), Slice("dp 0", "pp 1", "B0", 1, 1)]
-            write_trace(slices, path / "traces" / f"step-{step}.json")
+            spans = [Span("dp 0", "pp 0", "F0", 0, 1), Span("dp 0", "pp 1", "B0", 1, 1)]
+            write_trace(spans, path / "traces" / f"step-{step}.json")
     assert "Report:" in output(a, b, "--report", tmp_path / "page")
     page = (tmp_path / "page" / "report.html").read_text()
     for title in ("What differs", "Figures", "Loss", "Speed", "Balance", "A step", "Delay", "Memory"):

@@ -29,10 +29,13 @@ PARAMETERS = {
         "_fake_device requires_grad _is_param state"
     ),
     "FakeTensorMode": "allow_fallback_kernels allow_non_fake_inputs shape_env static_shapes export",
+    "ComputationType": "value names module qualname type start boundary",
     "PipelineSchedule": (
         "n_microbatches loss_fn args_chunk_spec kwargs_chunk_spec output_merge_spec scale_grads"
     ),
+    "PipelineScheduleRuntime": "args kwargs",
     "RecvInfo": "input_name source tensor_meta is_root_arg",
+    "ScheduleAction": "stage_index computation_type microbatch_index sub_actions",
     "StageMeta": "inputs outputs input_grads output_grads",
     "TensorMeta": "shape stride dtype requires_grad",
     "build_pipeline_schedule": "parallelism local_batch_size stages loss_fn backward_requires_autograd",

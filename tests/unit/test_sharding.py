@@ -1,5 +1,7 @@
 """Sharding policies: what every one of them must hold, and what each promises besides."""
 
+from dataclasses import replace
+
 import numpy as np
 import planning
 import pytest
@@ -7,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb_titan import context
-from wlb_titan.context import STRATEGIES
+from wlb_titan.context import STRATEGIES, per_document, sequence_positions
+from wlb_titan.context.ulysses import head_shares
 from wlb_titan.cost.attention_hopper import hopper
 from wlb_titan.cost.attention_latency import slowest
 from wlb_titan.errors import PlanError
@@ -41,6 +44,30 @@ def pairs(rank: np.ndarray) -> int:
     low = rank[:, OFFSET]
     high = low + rank[:, COUNT]
     return int((high * (high + 1) // 2 - low * (low + 1) // 2).sum())
+
+
+@settings(max_examples=60, deadline=None)
+@given(ragged, st.sampled_from([(2, 1), (4, 2), (6, 3), (8, 2), (8, 8)]), st.integers(0, 40))
+def test_ulysses_gather_divides_groups_per_document_and_their_ranks_in_a_row(lengths, degrees, extra):
+    ranks, within = degrees
+    strategy = STRATEGIES.configure("ulysses_gather", within=within).make(ranks, LATENCY)
+    lengths = np.array(lengths)
+    total = -(-int(lengths.sum()) // strategy.divisor) * strategy.divisor + extra * strategy.divisor
+    if lengths.sum() < ranks:
+        return
+    _, shards = strategy.shard(lengths, total)
+    groups = per_document(lengths, total, ranks // within)
+    positions = sequence_positions(shards, lengths, total).reshape(ranks // within, -1)
+    expected = sequence_positions(groups, lengths, total)
+    held = positions < lengths.sum()
+    assert (held == (expected < lengths.sum())).all() and (positions[held] == expected[held]).all()
+    for rank in range(ranks):
+        seen, (order,) = strategy.mask(shards, lengths, total, rank)
+        assert (seen == context.segments(groups[rank // within], lengths)).all()
+        assert sorted(order) == list(range(total))
+    assert (expected.ravel()[order] == np.arange(total)).all()
+    seconds = strategy.seconds(shards)
+    assert seconds.shape == (ranks, 2)
 
 
 @pytest.mark.parametrize("remainder", ["spread", "round_robin"])
@@ -291,3 +318,51 @@ def test_the_planner_names_a_micro_batch_that_is_too_small():
         PlanError, match=r"Micro-batch 0 of data-parallel rank 0 has 8 tokens, fewer than the 16"
     ):
         planner.next()
+
+
+@pytest.mark.parametrize("policy", [*SHARDINGS, "ulysses"])
+@given(lengths=ragged, ranks=st.integers(2, 8), data=st.data())
+@settings(max_examples=20, deadline=None)
+def test_queries_of_slices_see_their_prefixes(policy, lengths, ranks, data):
+    lengths, total = padded(lengths, ranks, 1)
+    prefix = np.array(data.draw(st.lists(st.integers(0, 500), min_size=len(lengths), max_size=len(lengths))))
+    strategy = STRATEGIES.configure(policy).make(ranks, LATENCY)
+    if lengths.sum() < ranks:
+        return
+    _, shards = strategy.shard(lengths, total, prefix=prefix)
+    begins = np.cumsum(prefix + lengths) - lengths - prefix
+    seen = [
+        context.segments_after(strategy.mask(shards, lengths, total, rank)[0], lengths, prefix)
+        for rank in range(ranks)
+    ]
+    for segments in seen:
+        document = np.searchsorted(begins, segments[:, 2], side="right") - 1
+        assert (segments[:, 2] == begins[document]).all()
+        assert (segments[:, 3] - segments[:, 1] >= prefix[document]).all()
+        assert (segments[:, 3] <= (prefix + lengths)[document]).all()
+    if policy == "ulysses":
+        whole = [np.stack([np.arange(len(lengths)), prefix, lengths], axis=1)]
+        heads = [share.queries.stop - share.queries.start for share in head_shares(32, 32, ranks)]
+        expected = [replace(LATENCY, heads=n).seconds(whole)[0] for n in heads]
+        assert strategy.seconds(context.after(shards, prefix)) == pytest.approx(np.array(expected))
+        return
+    queries = np.concatenate(seen)[:, [1, 3]].astype(np.int64).T
+    expected = (lengths * prefix + lengths * (lengths + 1) // 2).sum()
+    assert (queries[0] * queries[1] - queries[0] * (queries[0] - 1) // 2).sum() == expected
+
+
+@given(lengths=ragged, ranks=st.integers(2, 8), prefix=st.integers(1, 100_000))
+@settings(max_examples=30, deadline=None)
+def test_the_fastest_sharding_of_a_slice_is_that_with_its_prefix(lengths, ranks, prefix):
+    lengths, total = padded(lengths, ranks, 1)
+    if lengths.sum() < ranks:
+        return
+    prefixes = np.zeros_like(lengths)
+    prefixes[0] = prefix
+    slow = {}
+    for policy in SHARDINGS:
+        strategy = STRATEGIES.configure(policy).make(ranks, LATENCY)
+        _, shards = strategy.shard(lengths, total, prefix=prefixes)
+        slow[policy] = slowest(strategy.seconds(context.after(shards, prefixes)))
+    assert slow["adaptive"] == min(slow["per_sequence"], slow["per_document"])
+    assert slow["hybrid"] <= slow["adaptive"]

@@ -1,4 +1,4 @@
-"""What is made of measured passes: imbalance, bubble and slices."""
+"""What is made of measured passes: imbalance, bubble and spans."""
 
 import time
 
@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from wlb_titan.plan import MicroBatch, Plan  # noqa: E402
 from wlb_titan.runtime.pass_timer import Pass, PassTimer  # noqa: E402
-from wlb_titan.runtime.step_trace import RankPasses, bubble, measured_imbalance, slices  # noqa: E402
+from wlb_titan.runtime.step_trace import RankPasses, bubble, measured_imbalance, spans  # noqa: E402
 
 # Two ranks of a pipeline, micro-batches of 3 and 6 seconds a rank; rank 1 waits one second and rank 0 for it.
 FIRST = RankPasses(
@@ -43,10 +43,10 @@ def test_ranks_that_share_a_micro_batch_count_once():
     assert measured_imbalance(pair) == pytest.approx(4 / 3)
 
 
-def test_slices_have_a_track_for_each_rank_and_facts_of_the_micro_batch():
+def test_spans_have_a_track_for_each_rank_and_facts_of_the_micro_batch():
     documents = np.array([[0, 0, 7, 0], [1, 0, 1, 0]])
     plan = Plan(0, tuple(MicroBatch(0, i, 8, 0, 5.0 + i, documents) for i in range(2)), 0.0)
-    drawn = list(slices([FIRST, SECOND], plan))
+    drawn = list(spans([FIRST, SECOND], plan))
     assert [s.track for s in drawn] == ["pp 0"] * 4 + ["pp 1"] * 5
     assert [s.name for s in drawn] == ["F0", "F1", "B0", "B1", "F0", "L0", "B0", "F1", "B1"]
     assert drawn[1].args == {"stage": 0, "tokens": 8, "documents": 2, "predicted_work": 6.0}

@@ -2,16 +2,16 @@
 
 import json
 
-from wlb_titan.timeline import Slice, write_trace
+from wlb_titan.timeline import Span, write_trace
 
 
-def test_slices_become_complete_events_of_named_tracks(tmp_path):
-    slices = [
-        Slice("before", "pp 0", "F0", 0.0, 0.5, {"tokens": 7}),
-        Slice("before", "pp 1", "F0", 0.5, 0.25),
-        Slice("after", "pp 0", "F0", 0.0, 0.125),
+def test_spans_become_complete_events_of_named_tracks(tmp_path):
+    spans = [
+        Span("before", "pp 0", "F0", 0.0, 0.5, {"tokens": 7}),
+        Span("before", "pp 1", "F0", 0.5, 0.25),
+        Span("after", "pp 0", "F0", 0.0, 0.125),
     ]
-    write_trace(slices, tmp_path / "trace.json")
+    write_trace(spans, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
     complete = [e for e in events if e["ph"] == "X"]

@@ -6,10 +6,10 @@ import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from wlb_titan.commands.compare import figure_rows, remarks, setting_rows
+from wlb_titan.commands.compare_rows import figure_rows, remarks, setting_rows
 from wlb_titan.commands.report_page import needs_matplotlib, section, table, write_page
 from wlb_titan.commands.run_folder import Run
-from wlb_titan.timeline import Slice, read_trace
+from wlb_titan.timeline import Span, read_trace
 
 
 def write_report(folder: Path, runs: Sequence[Run]) -> Path:
@@ -70,7 +70,7 @@ def write_report(folder: Path, runs: Sequence[Run]) -> Path:
     return write_page(folder, "Runs: " + ", ".join(run.name for run in runs), head, sections)
 
 
-def traced_steps(runs: Sequence[Run]) -> dict[str, list[Slice]]:
+def traced_steps(runs: Sequence[Run]) -> dict[str, list[Span]]:
     """The last step that all runs traced, or each its own last one; the first data-parallel rank's passes.
 
     Raises:
@@ -81,8 +81,8 @@ def traced_steps(runs: Sequence[Run]) -> dict[str, list[Slice]]:
     timelines = {}
     for run in traced:
         step = max(common or run.traces())
-        slices = read_trace(run.traces()[step])
-        timelines[f"{run.name}, step {step}"] = [s for s in slices if s.process == slices[0].process]
+        spans = read_trace(run.traces()[step])
+        timelines[f"{run.name}, step {step}"] = [s for s in spans if s.process == spans[0].process]
     return timelines
 
 

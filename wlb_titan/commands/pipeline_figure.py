@@ -13,15 +13,16 @@ import numpy as np
 from wlb_titan.commands.plan_figures import FAINT, STYLE, plt, svg
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job, Policy
+from wlb_titan.packing.slices import slice_work
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
-from wlb_titan.plan import LENGTH, MicroBatch
-from wlb_titan.timeline import Slice
+from wlb_titan.plan import Flow, MicroBatch
+from wlb_titan.timeline import Span
 
 STEP_SHOWN = 10  # queues have filled
 PASS_COLORS = {"F": "#6aa5de", "L": "#c99a4b", "B": "#2f5f98", "I": "#2f5f98", "W": "#9bb8a7"}
 
 
-def planned_timelines(jobs: Sequence[Job], documents: Documents, steps: int) -> dict[str, list[Slice]]:
+def planned_timelines(jobs: Sequence[Job], documents: Documents, steps: int) -> dict[str, list[Span]]:
     """The first data-parallel rank's first pipeline run of one step, first under `plain` as it was packed.
 
     Args:
@@ -37,34 +38,45 @@ def planned_timelines(jobs: Sequence[Job], documents: Documents, steps: int) -> 
         planner = job.planner(documents)
         for _ in range(min(steps, STEP_SHOWN)):
             plan = planner.next()
-        run = job.run or job.replica_micro_batches
-        timelines[name] = pipeline_slices(name, plan.of_rank(0)[:run], job)
+        shown = plan.of_rank(0)
+        if plan.order is not None:  # all in one run
+            timelines[name] = pipeline_spans(name, shown, job, plan.order[0])
+        else:
+            timelines[name] = pipeline_spans(name, shown[: job.run or len(shown)], job)
     return timelines
 
 
-def pipeline_slices(process: str, run: Sequence[MicroBatch], job: Job) -> list[Slice]:
-    """Every pass of the micro-batches, a track for each rank, times in the cost model's unit."""
-    lengths = [m.documents[:, LENGTH] for m in run]
-    forward = np.array([job.cost_model.forward(d).sum() for d in lengths])
-    backward = np.array([job.cost_model.backward(d).sum() for d in lengths])
+def pipeline_spans(process: str, run: Sequence[MicroBatch], job: Job, flow: Flow | None = None) -> list[Span]:
+    """Every pass of the micro-batches, a track for each rank, times in the cost model's unit.
+
+    Args:
+        process: of the spans.
+        run: the micro-batches that go through the pipeline together.
+        job: of which they are.
+        flow: the order of their passes; None is the schedule's own.
+    """
+    forward, backward = (
+        np.array([slice_work(work, m.documents, m.slices).sum() for m in run])
+        for work in (job.cost_model.forward, job.cost_model.backward)
+    )
     times = PassTimes.equal_stages(forward[:, None], backward[:, None], job.shape)
-    graph = PipelineGraph(job.shape, len(run))
-    slices = []
+    graph = PipelineGraph(job.shape, len(run), flow)
+    spans = []
     for action, end in zip(graph.actions, graph.ends(times)[:, 0].tolist(), strict=True):
         seconds = float(times.of(action)[0])
         rank = job.shape.rank_of(action.stage)
         facts = {"stage": action.stage, "tokens": run[action.place].length}
         name = f"{action.kind}{action.place}"
-        slices.append(Slice(process, f"pp {rank}", name, end - seconds, seconds, facts))
-    return sorted(slices, key=lambda one: (one.track, one.start))
+        spans.append(Span(process, f"pp {rank}", name, end - seconds, seconds, facts))
+    return sorted(spans, key=lambda one: (one.track, one.start))
 
 
-def pipeline_timeline(timelines: Mapping[str, Sequence[Slice]]) -> str:
+def pipeline_timeline(timelines: Mapping[str, Sequence[Span]]) -> str:
     """The text of an SVG: a picture for each policy, a row for each rank, a box for each pass.
 
     Policies train on other documents in a step: times are relative to the work of a rank in it.
     """
-    rows = {name: sorted({s.track for s in slices}) for name, slices in timelines.items()}
+    rows = {name: sorted({s.track for s in spans}) for name, spans in timelines.items()}
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(
             len(timelines),
@@ -73,11 +85,11 @@ def pipeline_timeline(timelines: Mapping[str, Sequence[Slice]]) -> str:
             sharex=True,
             squeeze=False,
         )
-        for one, (name, slices) in zip(axes[:, 0], timelines.items(), strict=True):
-            unit = sum(s.duration for s in slices) / len(rows[name])
-            end = max(s.start + s.duration for s in slices) / unit
+        for one, (name, spans) in zip(axes[:, 0], timelines.items(), strict=True):
+            unit = sum(s.duration for s in spans) / len(rows[name])
+            end = max(s.start + s.duration for s in spans) / unit
             one.set_title(f"{name}: {1 - 1 / end:.1%} bubble")
-            for s in slices:
+            for s in spans:
                 row, left, width = rows[name].index(s.track), s.start / unit, s.duration / unit
                 one.barh(
                     *(row, width, 0.86, left),

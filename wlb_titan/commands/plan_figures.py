@@ -23,6 +23,7 @@ COLORS = {
     "fixed_solver": "#9b6b9e",
     "wlb": "#3b78c2",
     "wlb_lazy": "#12967f",
+    "slim": "#8a5fb0",
 }
 OTHER_COLORS = ("#b0662b", "#7a5ea8", "#5c8a3a", "#b34d73")
 

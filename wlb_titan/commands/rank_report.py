@@ -11,7 +11,7 @@ import rich.box
 from numpy.typing import NDArray
 from rich.table import Table
 
-from wlb_titan.context import STRATEGIES
+from wlb_titan.context import STRATEGIES, after
 from wlb_titan.cost.attention_latency import AttentionLatency, slowest
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
@@ -60,10 +60,17 @@ def rank_times(micro_batches: Sequence[MicroBatch], job: Job) -> list[RankTimes]
         try:
             strategy = replace(job, sharding=job.sharding.named(policy)).strategy
             assert strategy is not None
-            shardings = [strategy.shard(m.documents[:, LENGTH], m.length) for m in micro_batches]
+            shardings = [
+                strategy.shard(m.documents[:, LENGTH], m.length, prefix=m.prefix) for m in micro_batches
+            ]
         except PlanError:
             continue
-        seconds = np.array([strategy.seconds(sharding) for _, sharding in shardings])
+        seconds = np.array(
+            [
+                strategy.seconds(after(sharding, m.prefix))
+                for (_, sharding), m in zip(shardings, micro_batches, strict=True)
+            ]
+        )
         result.append(RankTimes(policy, [name for name, _ in shardings], seconds))
     return result
 

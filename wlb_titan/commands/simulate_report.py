@@ -8,16 +8,16 @@ from pathlib import Path
 
 from wlb_titan.commands.job import describe_job
 from wlb_titan.commands.report_page import choice_section, needs_matplotlib, section, table, write_page
-from wlb_titan.commands.simulate import remarks, table_rows
+from wlb_titan.commands.simulate_rows import remarks, table_rows
 from wlb_titan.job import Policy
 from wlb_titan.plan import Plan
 from wlb_titan.simulator.choice import Choice
 from wlb_titan.simulator.scenario import Scenario
 from wlb_titan.simulator.step import Prediction
 from wlb_titan.simulator.timeline import MemoryCurve
-from wlb_titan.timeline import Slice
+from wlb_titan.timeline import Span
 
-Step = tuple[list[Slice], list[MemoryCurve]]
+Step = tuple[list[Span], list[MemoryCurve]]
 
 
 def write_report(
@@ -57,7 +57,7 @@ def write_report(
         section(
             "Timeline of a typical step",
             "The slowest data-parallel replica. A row is a pipeline rank, a box a pass of one micro-batch.",
-            pipeline_timeline({str(policy): slices for policy, (slices, _) in steps.items()}),
+            pipeline_timeline({str(policy): spans for policy, (spans, _) in steps.items()}),
         ),
         section(
             "Activations over that step",

@@ -7,21 +7,31 @@ and where the tokens lie in the sequence. A strategy makes shardings, and knows 
 
 from wlb_titan.context.document import per_document, per_document_round_robin
 from wlb_titan.context.hybrid import hybrid
-from wlb_titan.context.layout import Sharding, segments, sequence_positions, whole
+from wlb_titan.context.layout import (
+    Sharding,
+    after,
+    segments,
+    segments_after,
+    sequence_positions,
+    whole,
+)
 from wlb_titan.context.sequence import per_sequence
-from wlb_titan.context.strategy import STRATEGIES, ContextStrategy, Exchange, gathered
+from wlb_titan.context.strategy import STRATEGIES, ContextStrategy, Exchange, Move, gathered
 
 __all__ = [
     "STRATEGIES",
     "ContextStrategy",
     "Exchange",
+    "Move",
     "Sharding",
+    "after",
     "gathered",
     "hybrid",
     "per_document",
     "per_document_round_robin",
     "per_sequence",
     "segments",
+    "segments_after",
     "sequence_positions",
     "whole",
 ]

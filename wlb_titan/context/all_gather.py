@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from wlb_titan.context.document import per_document, per_document_round_robin
 from wlb_titan.context.hybrid import hybrid
-from wlb_titan.context.layout import Ints, Sharding, segments, sequence_positions
+from wlb_titan.context.layout import Ints, Sharding, after, segments, sequence_positions
 from wlb_titan.context.sequence import per_sequence
 from wlb_titan.context.strategy import ContextStrategy, Exchange, Floats, gathered
 from wlb_titan.cost.attention_latency import AttentionLatency, slowest
@@ -101,8 +101,13 @@ class Adaptive(AllGather):
     """For each micro-batch the one of these two whose slowest rank is predicted faster (section 5.3)."""
 
     def divide(self, lengths: Ints, total: int) -> tuple[str, Sharding]:
-        shardings = self.candidates(lengths, total)
-        return min(shardings.items(), key=lambda named: slowest(self.seconds(named[1])))
+        return self._fastest(self.candidates(lengths, total), None)
+
+    def divide_slices(self, lengths: Ints, total: int, prefix: Ints) -> tuple[str, Sharding]:
+        return self._fastest(self.candidates(lengths, total), prefix)
+
+    def _fastest(self, shardings: dict[str, Sharding], prefix: Ints | None) -> tuple[str, Sharding]:
+        return min(shardings.items(), key=lambda named: slowest(self.seconds(after(named[1], prefix))))
 
     def candidates(self, lengths: Ints, total: int) -> dict[str, Sharding]:
         """Shardings by name; of equally fast ones the first is taken."""

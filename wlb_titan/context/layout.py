@@ -66,6 +66,44 @@ def segments(shard: Ints, lengths: Ints) -> NDArray[np.int32]:
     return np.stack(columns, axis=1).astype(np.int32)
 
 
+def after(sharding: Sharding, prefix: Ints | None) -> Sharding:
+    """The same runs where each document has a prefix that lies elsewhere, and its queries see it.
+
+    Args:
+        sharding: of what is here.
+        prefix: int64 (n,), tokens of each document's prefix; None for none.
+    """
+    if prefix is None:
+        return sharding
+    shifted = tuple(shard.copy() for shard in sharding)
+    for shard in shifted:
+        shard[:, OFFSET] += prefix[shard[:, DOCUMENT]]
+    return shifted
+
+
+def segments_after(seen: NDArray[np.int32], lengths: Ints, prefix: Ints) -> NDArray[np.int32]:
+    """The same segments among keys with a prefix before each document's own.
+
+    Example: documents of 2 and 3 tokens, the second after a prefix of 10, seen as a whole:
+
+        >>> seen = np.array([[0, 2, 0, 2], [2, 3, 2, 3]], dtype=np.int32)
+        >>> segments_after(seen, np.array([2, 3]), np.array([0, 10])).tolist()
+        [[0, 2, 0, 2], [2, 3, 2, 13]]
+
+    Args:
+        seen: int32 (m, 4), as of `segments`: each sees its document's keys from the first.
+        lengths: int64 (n,), tokens of the documents that are here, in sequence order.
+        prefix: int64 (n,), tokens of each document's prefix.
+    """
+    begins = np.cumsum(lengths) - lengths
+    document = np.searchsorted(begins, seen[:, 2], side="right") - 1
+    assert (begins[document] == seen[:, 2]).all(), "keys of a segment begin with their document"
+    result = seen.copy()
+    result[:, 2] += (np.cumsum(prefix) - prefix)[document].astype(np.int32)
+    result[:, 3] += prefix[document].astype(np.int32)
+    return result
+
+
 def sequence_positions(sharding: Sharding, lengths: Ints, total: int) -> Ints:
     """Where each token that the ranks hold lies in the sequence.
 

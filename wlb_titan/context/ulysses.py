@@ -26,10 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.context.layout import Ints, Sharding, from_runs, segments, whole
-from wlb_titan.context.strategy import ContextStrategy, Exchange, Floats
+from wlb_titan.context.strategy import ContextStrategy, Exchange, Floats, Move
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
-from wlb_titan.plan import COUNT, DOCUMENT
+from wlb_titan.plan import COUNT, DOCUMENT, OFFSET
 
 
 class Share(NamedTuple):
@@ -97,11 +97,10 @@ class Ulysses(ContextStrategy):
 
     def seconds(self, sharding: Sharding) -> Floats:
         """Every rank attends to all tokens with its heads; the one with most of them is the slowest."""
-        runs = np.concatenate(sharding)
-        lengths = np.bincount(runs[:, DOCUMENT], runs[:, COUNT]).astype(np.int64)
+        documents = _documents(np.concatenate(sharding))
         shares = head_shares(self.latency.heads, self.latency.heads, self.ranks)
         heads = [share.query_heads for share in shares]
-        seconds = {n: replace(self.latency, heads=n).seconds((whole(lengths),))[0] for n in set(heads)}
+        seconds = {n: replace(self.latency, heads=n).seconds((documents,))[0] for n in set(heads)}
         return np.array([seconds[n] for n in heads])
 
     def mask(
@@ -116,10 +115,20 @@ class Ulysses(ContextStrategy):
         queries = max(share.query_heads for share in shares)
         keys = max(share.key_heads for share in shares) * model.head_dims
         others = (self.ranks - 1) / self.ranks
+        brought = queries * model.head_dim + keys
+        received = (queries * model.head_dims + keys) * others
         return Exchange(
-            received=(queries * model.head_dims + keys) * others,
-            collectives=2,
-            sent=queries * model.head_dim + keys,
+            moves=(Move(received, 2, self.ranks, kept=brought),),
+            sent=brought,
             keys=keys,
             outputs=queries * model.head_dim,
         )
+
+
+def _documents(runs: Ints) -> Ints:
+    """int64 (n, 3), the documents that runs are of, each in one run."""
+    runs = runs[np.lexsort((runs[:, OFFSET], runs[:, DOCUMENT]))]
+    first = np.flatnonzero(np.diff(runs[:, DOCUMENT], prepend=-1))
+    documents = runs[first]
+    documents[:, COUNT] = np.add.reduceat(runs[:, COUNT], first)
+    return documents

@@ -61,6 +61,8 @@ class TokenBytes:
             gradients of its linear layers' and norms' outputs.
         loss: of the loss, besides the hidden states of which it is.
         inputs: token ids, positions and labels, int64, and the order of the keys.
+        cached: K and V of one layer, which a slice leaves to those behind it.
+        cached_gradients: their gradients, added up in float32.
     """
 
     hidden: float
@@ -72,6 +74,8 @@ class TokenBytes:
     waiting: float
     loss: float
     inputs: float
+    cached: float
+    cached_gradients: float
 
     @classmethod
     def of(
@@ -99,6 +103,8 @@ class TokenBytes:
             waiting=2 * layer.s + 2 * layer.g + layer.q + 2 * layer.k + 2 * layer.f,
             loss=loss,
             inputs=3 * 8 / cp + (8 if cp > 1 else 0),
+            cached=layer.key_gradients,
+            cached_gradients=layer.key_gradients * FLOAT32 / settings.compute_bytes,
         )
 
 
@@ -113,6 +119,7 @@ class _Layer:
         sent: what a rank sends to the others before attention.
         outputs: queries, and as many outputs, of the tokens that attention works on, where they are others
             than the rank's own.
+        exchanged: what `selective` keeps of the ranks' exchange.
         log_sum_exp: of attention, in float32.
         rotary: factors of the rank's tokens: a complex number of float32 for two elements of the head dim.
         shared_keys: whether context-parallel ranks exchange K and V.
@@ -128,6 +135,7 @@ class _Layer:
     key_gradients: float
     sent: float
     outputs: float
+    exchanged: float
     log_sum_exp: float
     rotary: float
     shared_keys: bool
@@ -152,6 +160,7 @@ class _Layer:
             key_gradients=exchange.keys * size,
             sent=0.0 if cp == 1 else exchange.sent * size,
             outputs=exchange.outputs * size,
+            exchanged=exchange.kept * size,
             log_sum_exp=FLOAT32 * model.heads / (cp * tp),
             rotary=FLOAT32 * model.head_dim / cp,
             shared_keys=cp > 1,
@@ -166,7 +175,7 @@ class _Layer:
             values = 0.0 if self.shared_keys else qkv
             return 2 * s + 2 * g + 2 * q + 2 * self.outputs + 4 * f + self.keys + values + self.log_sum_exp
         if checkpointing == "selective":
-            return s + qkv + q + self.outputs + f + self.log_sum_exp
+            return s + qkv + q + self.outputs + self.exchanged + f + self.log_sum_exp
         return s
 
     def passes(self, checkpointing: str) -> tuple[float, float]:

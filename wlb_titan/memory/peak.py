@@ -1,6 +1,6 @@
 """How much memory each pipeline rank needs at the peak of a step: whether a job fits, before it runs.
 
-    total = weights + optimizer + rotary + gradients + gathered + activations + backward + loss
+    total = weights + optimizer + rotary + gradients + gathered + activations + cache + backward + loss
 
 A rank runs its passes in a fixed order, so its memory can be followed from pass to pass:
 
@@ -21,6 +21,8 @@ A rank runs its passes in a fixed order, so its memory can be followed from pass
                        losses. Where the gradients of weights wait (zero bubble), what a layer keeps waits
                        with them, and the gradients of its linear layers' and norms' outputs. Token ids,
                        positions and labels are there throughout
+- cache                K and V of documents in slices, from the first slice's forward pass to its backward
+                       pass, and their gradients, in float32, from the backward pass of the last slice on
 - backward             of the layer at hand: what a backward pass recomputes, its gradients, K and V; or what
                        a forward pass makes and does not keep
 - loss                 logits of one chunk and what the softmax needs; the gradient of the whole hidden state
@@ -46,7 +48,9 @@ from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.settings import MemorySettings
-from wlb_titan.pipeline.schedule import Action, PipelineShape, rank_actions
+from wlb_titan.memory.slices import SliceCache
+from wlb_titan.pipeline.schedule import PipelineShape, rank_actions
+from wlb_titan.plan import Action, CachedSlice, Flow
 
 GIB = 2**30
 USABLE = 0.9
@@ -76,6 +80,7 @@ class RankMemory:
     activations: int
     backward: int
     loss: int
+    cache: int = 0
     parameters: int
     layers: int
     tokens: int
@@ -131,6 +136,8 @@ def pipeline_memory(
     settings: MemorySettings | None = None,
     layers: Sequence[int] | None = None,
     exchange: Exchange | None = None,
+    flow: Flow | None = None,
+    slices: Sequence[CachedSlice] | None = None,
 ) -> tuple[RankMemory, ...]:
     """The peak memory of every pipeline rank over one step.
 
@@ -145,6 +152,8 @@ def pipeline_memory(
         settings: data types and checkpointing; None takes bfloat16 with selective checkpointing.
         layers: of each stage; None divides them as torchtitan does.
         exchange: what context parallelism holds; None: the keys and values of all ranks, gathered.
+        flow: what the ranks run, where that is not the schedule's own order; then all is one run.
+        slices: of each micro-batch its slice, where documents are sliced.
 
     Returns:
         One `RankMemory` a pipeline rank.
@@ -160,7 +169,8 @@ def pipeline_memory(
     result = []
     for rank in range(shape.ranks):
         one = _Rank(model, degrees, settings, shape, layers, rank, exchange)
-        peaks = [one.peak(each, reduced=i > 0) for i, each in enumerate(runs)]
+        own = None if flow is None else flow[rank]
+        peaks = [one.peak(each, i > 0, own, slices) for i, each in enumerate(runs)]
         result.append(max(peaks, key=lambda peak: peak.total))
     return tuple(result)
 
@@ -254,27 +264,39 @@ class _Rank:
         self._shard = self._parameters / shards * settings.parameter_bytes  # bytes of this GPU's weights
         self._kept = {stage: self._bytes.kept * layers[stage] + self._output(stage) for stage in self._stages}
 
-    def peak(self, lengths: Sequence[int], reduced: bool) -> RankMemory:
+    def peak(
+        self,
+        lengths: Sequence[int],
+        reduced: bool,
+        actions: Sequence[Action] | None = None,
+        slices: Sequence[CachedSlice] | None = None,
+    ) -> RankMemory:
         """Its fullest pass in one run.
 
         Args:
             lengths: tokens of the run's micro-batches.
             reduced: whether gradients were reduced before it.
+            actions: what the rank runs; None is the schedule's own order.
+            slices: of each micro-batch; None where documents are not sliced.
         """
         token = self._bytes
+        cache = SliceCache(token, self._layers)
         live = token.inputs * sum(lengths)
         tokens = 0
         went_back: set[int] = set()  # stages that have gradients
         most = -1.0
         fullest: tuple[Any, ...] = ()
         gathered: dict[tuple[int, bool], float] = {}  # by what it follows from; stages only join
-        for kind, stage, place in rank_actions(self._shape, len(lengths), self._number):
+        for action in actions or rank_actions(self._shape, len(lengths), self._number):
+            kind, stage, place = action
             if stage == 0 and kind in ("I", "W"):  # nobody waits for the gradient of token ids
                 if kind == "I":
                     continue
                 kind = "B"
             length = lengths[place]
-            at_hand = loss = 0.0
+            at_hand = loss = beside = 0.0
+            if slices is not None:
+                beside = cache.begin(action, slices[place], length)
             if kind == "I":
                 live += length * token.waiting * self._layers[stage]
             if kind == "F":
@@ -288,9 +310,12 @@ class _Rank:
             key = len(went_back), loss > 0
             if key not in gathered:
                 gathered[key] = self._gathered(went_back, in_loss=key[1])
-            now = live + at_hand + loss + gathered[key] + (self._shard if reduced else 0.0)
+            moment = live, at_hand + beside, loss, gathered[key], cache.bytes_
+            now = sum(moment) + (self._shard if reduced else 0.0)
             if now > most:
-                most, fullest = now, (live, at_hand, loss, gathered[key], reduced, tokens)
+                most, fullest = now, (*moment, reduced, tokens)
+            if slices is not None:
+                cache.end(action, slices[place])
             if kind == "W":
                 live -= length * token.waiting * self._layers[stage]
             if kind in ("B", "W"):  # I frees nothing that counts
@@ -304,7 +329,14 @@ class _Rank:
         return self._at(*fullest)
 
     def _at(
-        self, live: float, at_hand: float, loss: float, gathered: float, reduced: bool, tokens: int
+        self,
+        live: float,
+        at_hand: float,
+        loss: float,
+        gathered: float,
+        cache: float,
+        reduced: bool,
+        tokens: int,
     ) -> RankMemory:
         settings = self._settings
         return RankMemory(
@@ -317,6 +349,7 @@ class _Rank:
             activations=round(live),
             backward=round(at_hand),
             loss=round(loss),
+            cache=round(cache),
             parameters=self._parameters,
             layers=self._own_layers,
             tokens=tokens,

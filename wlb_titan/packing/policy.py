@@ -15,12 +15,18 @@ from wlb_titan.cost.workload import CostModel
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.peak import LONGEST
+from wlb_titan.packing.slices import WorkOf, slice_work
+from wlb_titan.pipeline.schedule import PipelineShape
+from wlb_titan.plan import Flow
 from wlb_titan.plugins import Family, Plugin, PluginConfig
 
 Pack = NDArray[np.int64]
 """int64 (n, 4), columns ID, START, LENGTH, DELAY as in `MicroBatch.documents`."""
 
-Answer = NDArray[np.float64]
+Floats = NDArray[np.float64]
+Answer = Floats
+
+NO_PIPELINE = PipelineShape("1F1B", 1)
 
 MOST_TOKENS = 1 << 27
 """Of a context window or micro-batch: beyond what any device holds, and what plans in seconds."""
@@ -36,6 +42,7 @@ POLICIES = Family(
         "fixed_solver": "wlb_titan.packing.solver:FixedSolver",
         "wlb": "wlb_titan.packing.wlb:Wlb",
         "wlb_lazy": "wlb_titan.packing.wlb_lazy:WlbLazy",
+        "slim": "wlb_titan.packing.slim:Slim",
         "auto": "wlb_titan.packing.auto:Auto",
     },
 )
@@ -51,11 +58,26 @@ class Packing:
         lost_tokens: tokens that this step's packing left out for good.
         gap: of a solver's packing, how far its largest work may be above the least possible, relatively; 0 is
             a proven optimum.
+        slices: int64 (n, 2) for each pack, as of `MicroBatch.slices`; None where no document is sliced.
+        assigned: of each data-parallel rank the numbers of its packs in the order of running, where the
+            policy decides on that.
     """
 
     packs: list[Pack]
     lost_tokens: int = 0
     gap: float | None = None
+    slices: list[NDArray[np.int64]] | None = None
+    assigned: list[list[int]] | None = None
+
+    def work(self, work_of: WorkOf) -> Floats:
+        """float64 (packs,), by a work of whole documents such as `CostModel.forward`."""
+        slices = None if self.slices is None else np.concatenate(self.slices)
+        firsts = np.cumsum([0] + [len(pack) for pack in self.packs[:-1]])
+        return np.add.reduceat(slice_work(work_of, np.concatenate(self.packs), slices), firsts)
+
+
+PassSeconds = Callable[[Packing], tuple[Floats, Floats]]
+"""float64 (packs,) each: how long forward and backward passes take, in any unit."""
 
 
 OnOneRank = Callable[[Callable[[], Answer]], Answer]
@@ -67,6 +89,10 @@ def here(ask: Callable[[], Answer]) -> Answer:
     return ask()
 
 
+def _unknown() -> None:
+    return None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackingJob:
     """What a policy packs for.
@@ -76,6 +102,12 @@ class PackingJob:
         cost_model: W_a + W_l.
         divisor: micro-batches are padded up to a multiple of it.
         longest: tokens that a micro-batch may have.
+        data_parallel: degree.
+        pipeline: through which each data-parallel rank's micro-batches go; of one rank where there is none.
+        in_flight: finds how many tokens of documents in slices a pipeline rank may have in flight, as set or
+            as memory allows; None where that is not predicted. Raises PlanError where not even a document of
+            the window fits.
+        pass_seconds: predicts the passes of packs; None where only their work is known.
         on_one_rank: asks what may differ from rank to rank.
     """
 
@@ -83,6 +115,10 @@ class PackingJob:
     cost_model: CostModel
     longest: int
     divisor: int = 1
+    data_parallel: int = 1
+    pipeline: PipelineShape = NO_PIPELINE
+    in_flight: Callable[[], int | None] = _unknown
+    pass_seconds: PassSeconds | None = None
     on_one_rank: OnOneRank = here
 
 
@@ -98,6 +134,8 @@ class PackingPolicy(Plugin, ABC):
         variable_length: micro-batches may differ in length; otherwise each is exactly as long as the context
             window.
         balances: packs may be given to any data-parallel rank; otherwise they stay in stream order.
+        slices: long documents are computed in slices, of which a pipeline rank may have those of one document
+            of the context window in flight together.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -122,6 +160,16 @@ class PackingPolicy(Plugin, ABC):
             """How much longer than other policies one step of planning may take."""
             return 0.0
 
+        def check(self, pipeline: PipelineShape) -> None:
+            """Checks what can be checked without documents.
+
+            Args:
+                pipeline: as of `PackingJob`.
+
+            Raises:
+                PlanError: it cannot pack for this pipeline.
+            """
+
         def longest(self, window: int, fits: Callable[[], int | None]) -> int:
             """Tokens that a micro-batch may have.
 
@@ -133,6 +181,7 @@ class PackingPolicy(Plugin, ABC):
 
     variable_length: ClassVar[bool]
     balances: ClassVar[bool]
+    slices: ClassVar[bool] = False
 
     @abstractmethod
     def __init__(self, config: Any, stream: DocumentStream, job: PackingJob) -> None: ...
@@ -140,6 +189,18 @@ class PackingPolicy(Plugin, ABC):
     @abstractmethod
     def next(self) -> Packing:
         """The packs of the next step."""
+
+    def order(
+        self, packing: Packing, forward: Floats, backward: Floats, dp_rank: int | None
+    ) -> tuple[Flow, ...] | None:
+        """What the pipeline ranks run, as of `Plan.order`; None leaves it to the schedule.
+
+        Args:
+            packing: what `next` returned last.
+            forward, backward: float64 (packs,), work of its packs.
+            dp_rank: the data-parallel rank that asks; None for all of them.
+        """
+        return None
 
     @property
     def waiting(self) -> NDArray[np.int64]:

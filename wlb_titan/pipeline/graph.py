@@ -26,7 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.errors import PlanError
-from wlb_titan.pipeline.schedule import Action, PipelineShape, rank_actions
+from wlb_titan.pipeline.schedule import PipelineShape, rank_actions
+from wlb_titan.plan import Action
 
 Times = NDArray[np.float64]
 

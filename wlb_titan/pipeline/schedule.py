@@ -14,29 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from wlb_titan.errors import PlanError
+from wlb_titan.plan import Action
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 """Those whose order is known here."""
-
-
-class Action(NamedTuple):
-    """One pass of one micro-batch through one stage.
-
-    Attributes:
-        kind: F forward, B whole backward, I gradient of the inputs, W gradient of the weights.
-        stage: from 0 at the embedding.
-        place: of the micro-batch in the order in which they run, from 0.
-    """
-
-    kind: Literal["F", "B", "I", "W"]
-    stage: int
-    place: int
-
-    def __str__(self) -> str:
-        return f"{self.kind}{self.place} of stage {self.stage}"
 
 
 @dataclass(frozen=True, slots=True)

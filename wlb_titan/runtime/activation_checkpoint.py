@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torchtitan.distributed import activation_checkpoint as titan
 
-import wlb_titan.kernels  # noqa: F401 - registers the op named below
+import wlb_titan.runtime.kv_cache  # noqa: F401 - registers the ops named below
 
 NEVER_KEPT = ("feed_forward.w2", "shared_experts.w2")
 """Linear layers whose output no backward pass needs, and which are as wide as the model: what follows adds it
@@ -35,7 +35,10 @@ class SelectiveDocumentAC(titan.SelectiveAC):
         super().__init__(dataclasses.replace(config, force_recompute_mm_shapes_by_fqns=names), dump_folder)
 
     def get_save_ops(self) -> set[Any]:
-        return super().get_save_ops() | {torch.ops.wlb_titan.varlen_attention.default}
+        return super().get_save_ops() | {
+            torch.ops.wlb_titan.varlen_attention.default,
+            torch.ops.wlb_titan.sliced_attention.default,
+        }
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
         wrapped: Any = super()._wrap_block(module, base_fqn=base_fqn)

@@ -12,6 +12,7 @@ Shape suffixes: B batch (1: a micro-batch is one packed sequence), L tokens, N h
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,12 +26,16 @@ from torchtitan.protocols.module import Module
 from wlb_titan.context import STRATEGIES, ContextStrategy
 from wlb_titan.kernels import varlen_attention
 from wlb_titan.plugins import load
+from wlb_titan.runtime.kv_cache import sliced_attention
 
 Attended = tuple[torch.Tensor, torch.Tensor]
 """Output (tokens, heads, H) and log-sum-exp, float32 (heads, tokens)."""
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Attended]
-"""Attends within the rank's segments: q, k, v as (tokens, heads, H)."""
+"""Attends within the rank's segments: q, k, v as (tokens, heads, H), k and v of the whole micro-batch in the
+order of its sequence."""
+
+_layers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -40,10 +45,15 @@ class DocumentMask:
     Attributes:
         segments: int32 (S, 4) on the CPU, as `wlb_titan.kernels.varlen_attention` takes them.
         exchange: int64 tensors on the device that the context-parallel strategy's mask has besides.
+        rows: int64 (n, 4) on the CPU, prefixes of documents in slices, as of `kv_cache`; None where documents
+            are not sliced.
+        cache: int64 () on the CPU, number of the step's `KeyValueCache`; as `rows`.
     """
 
     segments: torch.Tensor
     exchange: tuple[torch.Tensor, ...] = ()
+    rows: torch.Tensor | None = None
+    cache: torch.Tensor | None = None
 
 
 class ContextAttention(Protocol):
@@ -93,6 +103,8 @@ class DocumentAttention(Module):
         self._config = config.context
         self._window = config.window
         self._context: ContextAttention | None = None
+        # By which a slice finds what earlier ones left here.
+        self._layer = torch.tensor(next(_layers), device="cpu")
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
         """Leaves `forward` as it is: tensors of other ranks come in by the strategy."""
@@ -127,13 +139,7 @@ class DocumentAttention(Module):
         """
         assert q_BLNH.shape[0] == 1, f"a micro-batch is one packed sequence, got a batch of {q_BLNH.shape[0]}"
         q, k, v = q_BLNH.squeeze(0), k_BLNH.squeeze(0), v_BLNH.squeeze(0)
-        attend = partial(
-            varlen_attention,
-            segments=attention_masks.segments,
-            scale=scale,
-            window=self._window,
-            return_lse=True,
-        )
+        attend = self._attend(attention_masks, scale)
         if self._context is None:
             out_LNH, lse_NL = attend(q, k, v)
         else:
@@ -142,3 +148,17 @@ class DocumentAttention(Module):
             )
         out_BLNH = out_LNH.unsqueeze(0)
         return out_BLNH if out_transform is None else out_transform(out_BLNH, lse_NL.T.unsqueeze(0))
+
+    def _attend(self, mask: DocumentMask, scale: float | None) -> Attend:
+        options = {"scale": scale, "window": self._window}
+        if mask.rows is None:
+            return partial(varlen_attention, segments=mask.segments, return_lse=True, **options)
+        rows, cache = mask.rows, mask.cache
+        assert cache is not None
+        calls = itertools.count()
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Attended:
+            call = next(calls)
+            return sliced_attention(q, k, v, mask.segments, rows, cache, self._layer, call=call, **options)
+
+        return attend

@@ -49,8 +49,14 @@ from torch.distributed.pipelining._recv_buffers import _RecvInfo as RecvInfo
 from torch.distributed.pipelining._utils import _StageMeta as StageMeta
 from torch.distributed.pipelining._utils import _TensorMeta as TensorMeta
 
+# A schedule that is given as actions, and these: what PackFlow's orders run on. Without them: torch's
+# schedules from a CSV file run such orders too.
+from torch.distributed.pipelining.schedules import _Action as ScheduleAction
+from torch.distributed.pipelining.schedules import _ComputationType as ComputationType
+
 # The base class of torch's schedules; for annotations only.
 from torch.distributed.pipelining.schedules import _PipelineSchedule as PipelineSchedule
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as PipelineScheduleRuntime
 
 # Which rank reports the loss. Without it: the first rank of the last stage, as its docstring says.
 from torchtitan.components.metrics import _get_metrics_rank as metrics_rank_of
@@ -85,11 +91,14 @@ def owner_of(config: Configurable.Config) -> type:
 
 __all__ = [
     "AsyncCollectiveTensor",
+    "ComputationType",
     "DataDependentOutputException",
     "FakeTensor",
     "FakeTensorMode",
     "PipelineSchedule",
+    "PipelineScheduleRuntime",
     "RecvInfo",
+    "ScheduleAction",
     "StageMeta",
     "TensorMeta",
     "build_pipeline_schedule",

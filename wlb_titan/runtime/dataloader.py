@@ -21,7 +21,8 @@ from wlb_titan.config.settings import CorpusSettings
 from wlb_titan.corpus.vocabulary import check_ids
 from wlb_titan.job import Job
 from wlb_titan.packing.policy import here
-from wlb_titan.plan import ID, LENGTH, START, MicroBatch, Plan
+from wlb_titan.packing.slices import cache_rows
+from wlb_titan.plan import ID, LENGTH, START, Flow, MicroBatch, Plan
 from wlb_titan.runtime.corpus import open_corpus
 from wlb_titan.runtime.inputs import Item, rank_item
 from wlb_titan.runtime.job import documents_of
@@ -40,6 +41,7 @@ class Step:
         own_labels: those in `items`.
         flops: of the model on the documents of the whole job.
         state_after: of the planner, as JSON.
+        flow: the order of this data-parallel rank's passes; None leaves it to the schedule.
     """
 
     plan: Plan
@@ -49,6 +51,7 @@ class Step:
     own_labels: int
     flops: float
     state_after: str
+    flow: Flow | None = None
 
 
 class PlannedDataLoader(BaseDataLoader):
@@ -113,15 +116,15 @@ class PlannedDataLoader(BaseDataLoader):
         plan = self._planner.next(sharded=self._dp_rank)
         items = [self._item(micro_batch) for micro_batch in plan.of_rank(self._dp_rank)]
         own_labels = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in items)
-        lengths = np.concatenate([m.documents[:, LENGTH] for m in plan.micro_batches])
         return Step(
             plan=plan,
             source_figures=self._planner.source_figures(plan),
             items=items,
             labels=self._planner.labels(plan),
             own_labels=own_labels,
-            flops=self._job.model.flops(lengths),
+            flops=self._job.model.flops(plan.document_lengths),
             state_after=self._save(),
+            flow=None if plan.order is None else plan.order[self._dp_rank],
         )
 
     def _item(self, micro_batch: MicroBatch) -> Item:
@@ -131,14 +134,25 @@ class PlannedDataLoader(BaseDataLoader):
         offset = 0
         rows = self._planner.rows_of(micro_batch.documents[:, ID])
         pieces = micro_batch.documents[:, [START, LENGTH]].tolist()
-        for row, total, (start, length) in zip(rows, self.corpus.lengths[rows], pieces, strict=True):
+        prefix = np.zeros(len(rows), dtype=np.int64) if micro_batch.prefix is None else micro_batch.prefix
+        for row, total, (start, length), before in zip(
+            rows, self.corpus.lengths[rows], pieces, prefix.tolist(), strict=True
+        ):
             read = self.corpus.tokens(row, start, min(length + 1, total - start))
             check_ids(read, self._job.model.vocabulary, self.corpus, int(row))
             tokens[offset : offset + length] = read[:length]
-            positions[offset : offset + length] = np.arange(length)
+            positions[offset : offset + length] = np.arange(before, before + length)
             labels[offset : offset + len(read) - 1] = read[1:]
             offset += length
         lengths = micro_batch.documents[:, LENGTH]
+        slices = None if micro_batch.slices is None else cache_rows(micro_batch.documents, micro_batch.slices)
         return rank_item(
-            tokens, labels, positions, lengths, self._job.strategy, micro_batch.ranks, self.context_rank
+            tokens,
+            labels,
+            positions,
+            lengths,
+            self._job.strategy,
+            micro_batch.ranks,
+            self.context_rank,
+            slices,
         )

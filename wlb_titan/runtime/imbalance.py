@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from wlb_titan.context import ContextStrategy
+from wlb_titan.context import ContextStrategy, after
 from wlb_titan.plan import Plan, imbalance_degree
 
 
@@ -27,7 +27,7 @@ def rank_imbalance(plan: Plan, strategy: ContextStrategy | None) -> dict[str, An
         "imbalance_dp": imbalance_degree([sum(w) for w in workloads]),
         "imbalance_pp": float(np.mean([imbalance_degree(w) for w in workloads])),
     }
-    divided = [(m.sharding, m.ranks) for m in plan.micro_batches if m.ranks is not None]
+    divided = [(m.sharding, after(m.ranks, m.prefix)) for m in plan.micro_batches if m.ranks is not None]
     if divided and strategy is not None:
         times = [strategy.seconds(ranks).sum(axis=1) for _, ranks in divided]
         figures["imbalance_cp"] = float(np.mean([imbalance_degree(t) for t in times]))

@@ -12,15 +12,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wlb_titan.context import ContextStrategy, Sharding, segments, sequence_positions, whole
+from wlb_titan.context import ContextStrategy, Sharding, segments, segments_after, sequence_positions, whole
 from wlb_titan.runtime.attention import DocumentMask
 from wlb_titan.runtime.compile import documents_vary
+from wlb_titan.runtime.kv_cache import PREFIX
 
 Item = tuple[dict[str, torch.Tensor], torch.Tensor]
 """A micro-batch of one rank on the host: "input", "positions", "segments", what context parallelism needs
 besides; and its labels."""
 
 EXCHANGE = "exchange."
+ON_HOST = ("segments", "rows")  # ops read them there
 
 
 def rank_item(
@@ -31,6 +33,7 @@ def rank_item(
     strategy: ContextStrategy | None,
     shards: Sharding | None,
     rank: int,
+    rows: NDArray[np.int64] | None = None,
 ) -> Item:
     """Cuts a context-parallel rank's share out of a micro-batch and makes what its attention mask needs.
 
@@ -40,10 +43,11 @@ def rank_item(
         strategy: of context parallelism; None without it.
         shards: what each context-parallel rank holds, as the strategy divided it.
         rank: context-parallel rank.
+        rows: int64 (n, 4), prefixes of documents in slices, as of `kv_cache`; None where they are whole.
 
     Returns:
         ({"input", "positions", "segments", "exchange.0", ...}, labels): tokens, positions and labels int64
-        (1, L / ranks), segments int32 (S, 4), and what the strategy's mask has besides.
+        (1, L / ranks), segments int32 (S, 4), what the strategy's mask has besides, and "rows".
     """
     extra = {}
     if strategy is None or shards is None:
@@ -53,27 +57,39 @@ def rank_item(
         seen, orders = strategy.mask(shards, lengths, len(tokens), rank)
         tokens, labels, positions = tokens[own], labels[own], positions[own]
         extra = {f"{EXCHANGE}{number}": _on_host(order) for number, order in enumerate(orders)}
+    if rows is not None:
+        seen = segments_after(seen, lengths, rows[:, PREFIX])
+        extra["rows"] = torch.from_numpy(rows)
     return {
         "input": _on_host(tokens).unsqueeze(0),
         "positions": _on_host(positions).unsqueeze(0),
-        "segments": torch.from_numpy(seen),  # the op reads them on the CPU
+        "segments": torch.from_numpy(seen),
         **extra,
     }, _on_host(labels).unsqueeze(0)
 
 
 def to_device(
-    item: dict[str, torch.Tensor], labels: torch.Tensor, device: torch.device
+    item: dict[str, torch.Tensor],
+    labels: torch.Tensor,
+    device: torch.device,
+    cache: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Starts the copies of an item to the device.
+
+    Args:
+        item, labels: of `rank_item`.
+        device: to which.
+        cache: number of the step's `KeyValueCache`, where documents are sliced.
 
     Returns:
         inputs and labels, and what else the model takes: positions, and attention_masks, a DocumentMask.
     """
     moved = {
-        name: tensor.to(device, non_blocking=True) for name, tensor in item.items() if name != "segments"
+        name: tensor.to(device, non_blocking=True) for name, tensor in item.items() if name not in ON_HOST
     }
     exchange = tuple(tensor for name, tensor in moved.items() if name.startswith(EXCHANGE))
-    mask = DocumentMask(documents_vary(item["segments"]), exchange)
+    rows = documents_vary(item["rows"]) if "rows" in item else None
+    mask = DocumentMask(documents_vary(item["segments"]), exchange, rows, cache)
     extra = {"positions": moved["positions"], "attention_masks": mask}
     return moved["input"], labels.to(device, non_blocking=True), extra
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,40 +20,68 @@ def predicted_memory(job: Job, lengths: Sequence[int]) -> tuple[RankMemory, ...]
     Not known are models with experts or latent attention, and schedules whose order of passes the planner
     does not know.
     """
+    return _known(job, lambda: job.peak_memory(lengths))
+
+
+def predicted_window(job: Job) -> tuple[tuple[RankMemory, ...] | None, str]:
+    """The least that a step's peak may be: that of micro-batches of a window each or, where documents are
+    sliced, of a document of the window, all of whose slices are in flight when its backward pass begins.
+
+    Returns:
+        As of `predicted_memory`; and of what it is.
+    """
+    if job.packing.owner.slices:  # type: ignore[attr-defined]
+        return _known(job, lambda: job.sliced_memory(job.window)), f"a document of {job.window} tokens"
+    windows = [job.window] * job.replica_micro_batches
+    return predicted_memory(job, windows), f"micro-batches of {job.window} tokens"
+
+
+def _known(job: Job, memory: Callable[[], tuple[RankMemory, ...]]) -> tuple[RankMemory, ...] | None:
     if job.memory_unknown:
         return None
     try:
-        return job.peak_memory(lengths)
+        return memory()
     except PlanError:
         return None
 
 
 def check_memory(job: Job, device_bytes: int) -> None:
-    """Refuses what cannot fit: a step of micro-batches that are no longer than the context window.
+    """Refuses what cannot fit: a step of micro-batches that are no longer than the context window, or in
+    slices a document of it.
 
     Raises:
         UserError: with the arithmetic of the pipeline rank that needs most.
     """
-    ranks = predicted_memory(job, [job.window] * job.replica_micro_batches)
+    ranks, what = predicted_window(job)
     if ranks is None:
         return
     most = max(ranks, key=lambda rank: rank.total)
     if most.total > device_bytes:
         raise UserError(
-            f"parallelism: this cannot fit: a device has {device_bytes / GIB:.2f} GiB; with micro-batches of "
-            f"{job.window} tokens the prediction is {_one_line(most)}. Raise a degree of parallelism, save "
-            "more with activation_checkpoint, or lower training.seq_len or training.local_batch_size."
+            f"parallelism: this cannot fit: a device has {device_bytes / GIB:.2f} GiB; with {what} the "
+            f"prediction is {_one_line(most)}. Raise a degree of parallelism, save more with "
+            "activation_checkpoint, or lower training.seq_len or training.local_batch_size."
         )
 
 
 def describe_memory(job: Job) -> list[str]:
-    """A line on each pipeline rank's predicted peak, with micro-batches as long as they may become."""
-    length = job.longest_micro_batch
-    ranks = predicted_memory(job, [length] * job.replica_micro_batches)
+    """A line on each pipeline rank's predicted peak, with micro-batches as long as they may become.
+
+    Where documents are sliced, with as many tokens of one in flight as there may be.
+    """
+    ranks: tuple[RankMemory, ...] | None
+    if job.packing.owner.slices:  # type: ignore[attr-defined]
+        tokens = job.most_in_flight or job.window
+        ranks = _known(job, lambda: job.sliced_memory(tokens))
+        most = f"{tokens} tokens of one document in flight"
+    else:
+        length = job.longest_micro_batch
+        ranks = predicted_memory(job, [length] * job.replica_micro_batches)
+        most = f"micro-batches of {length} tokens"
     if ranks is None:
         what = job.memory_unknown or job.schedule
         return [f"Memory of {what} is not predicted; `wlb-titan dryrun` traces it"]
-    return [f"Predicted peak memory, micro-batches of {length} tokens: {_one_line(rank)}" for rank in ranks]
+    return [f"Predicted peak memory, {most}: {_one_line(rank)}" for rank in ranks]
 
 
 def measured_memory(dims: ParallelDims, device: torch.device) -> dict[str, float]:

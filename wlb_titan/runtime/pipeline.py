@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ParallelizeFunction
 from torchtitan.tools.logging import logger
 
+from wlb_titan.plan import Flow
 from wlb_titan.runtime.compat import PipelineSchedule, build_pipeline_schedule, split_into_stages
+from wlb_titan.runtime.packflow import PackFlowSchedule
 from wlb_titan.runtime.pass_timer import PassTimer
 from wlb_titan.runtime.pipeline_schedules import (
     SPLITS_BACKWARD,
@@ -37,6 +40,9 @@ from wlb_titan.runtime.pipeline_schedules import (
     stage_names,
 )
 from wlb_titan.runtime.pipeline_stage import Layout, PlannedStage
+
+FLOWS = 16
+"""Orders of passes whose lowered schedules are kept."""
 
 
 def pipeline(
@@ -116,7 +122,10 @@ def pipeline(
             parallelism=parallelism, local_batch_size=micro_batches, stages=planned, loss_fn=timed_loss
         )
 
-    schedule = PlannedSchedule(planned, schedule_of, timer, parallel_dims.cp)
+    def schedule_in(flow: Flow) -> PipelineSchedule:
+        return PackFlowSchedule(planned, flow, timed_loss)
+
+    schedule = PlannedSchedule(planned, schedule_of, schedule_in, timer, parallel_dims.cp)
     return schedule, parts, any(s.is_first for s in planned), any(s.is_last for s in planned)
 
 
@@ -148,6 +157,7 @@ class PlannedSchedule:
     Args:
         stages: of this rank.
         schedule_of: makes the schedule for a number of micro-batches, or raises ValueError.
+        schedule_in: makes the schedule for an order of passes.
         timer: that the stages measure their passes by.
         context_parallel: ranks that share the tokens of a micro-batch.
 
@@ -155,12 +165,14 @@ class PlannedSchedule:
         timer: the same.
         check_lengths: compare the lengths with those of the other ranks of the pipeline before each step, at
             the price of one small all-gather.
+        flow: the order of passes of the next step's MicroPacks; None leaves it to the schedule.
     """
 
     def __init__(
         self,
         stages: Sequence[PlannedStage],
         schedule_of: Callable[[int], PipelineSchedule],
+        schedule_in: Callable[[Flow], PipelineSchedule],
         timer: PassTimer,
         context_parallel: int,
     ) -> None:
@@ -170,6 +182,8 @@ class PlannedSchedule:
         self._stages = stages
         self._schedule_of = schedule_of
         self._schedules: dict[int, PipelineSchedule] = {}
+        self._schedule_in = lru_cache(maxsize=FLOWS)(schedule_in)
+        self.flow: Flow | None = None
 
     def step(self, *, kwarg_mbs: list[dict[str, Any]], **arguments: Any) -> None:
         """Runs forward and backward of all micro-batches; gradients are added to the parameters'.
@@ -184,27 +198,28 @@ class PlannedSchedule:
                 ranks.
             RuntimeError: a stage or the communication failed, or `check_lengths` found a difference.
         """
-        with self._prepared(kwarg_mbs) as schedule:
+        with self._prepared(kwarg_mbs, self.flow) as schedule:
             schedule.step(kwarg_mbs=kwarg_mbs, **{**arguments, "return_outputs": False})
         self.timer.first += len(kwarg_mbs)
 
     def eval(self, *, kwarg_mbs: list[dict[str, Any]], **arguments: Any) -> None:
         """Runs forward only; the losses go into `losses`, the outputs are not kept. Otherwise as `step`."""
-        with self._prepared(kwarg_mbs) as schedule:
+        with self._prepared(kwarg_mbs, None) as schedule:
             schedule.eval(kwarg_mbs=kwarg_mbs, **{**arguments, "return_outputs": False})
 
     @contextmanager
-    def _prepared(self, kwarg_mbs: list[dict[str, Any]]) -> Iterator[PipelineSchedule]:
+    def _prepared(self, kwarg_mbs: list[dict[str, Any]], flow: Flow | None) -> Iterator[PipelineSchedule]:
         """The schedule for these micro-batches; an error gets a note that says how far this rank came."""
         lengths = [kwargs["positions"].shape[1] * self._context_parallel for kwargs in kwarg_mbs]
         if self.check_lengths:
             check_equal_lengths(lengths, self._stages[0].group)
-        if len(lengths) not in self._schedules:
+        if flow is None and len(lengths) not in self._schedules:
             self._schedules[len(lengths)] = self._schedule_of(len(lengths))
+        schedule = self._schedules[len(lengths)] if flow is None else self._schedule_in(flow)
         for stage in self._stages:
             stage.set_micro_batch_lengths(lengths)
         try:
-            yield self._schedules[len(lengths)]
+            yield schedule
         except Exception as error:
             _, last_pass = max(stage.last_pass for stage in self._stages)
             error.add_note(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from wlb_titan.plan import Plan, imbalance_degree
 from wlb_titan.runtime.json_lines import warn_once
 from wlb_titan.runtime.pass_timer import Pass, PassTimer
-from wlb_titan.timeline import Slice, write_trace
+from wlb_titan.timeline import Span, write_trace
 
 if TYPE_CHECKING:
     from torchtitan.distributed import ParallelDims
@@ -85,7 +85,7 @@ class StepTrace:
         ranks.sort(key=lambda rank: (rank.dp, rank.pp, rank.cp, rank.tp))
         try:
             os.makedirs(self._folder, exist_ok=True)
-            write_trace(slices(ranks, plan), os.path.join(self._folder, f"step-{step}.json"))
+            write_trace(spans(ranks, plan), os.path.join(self._folder, f"step-{step}.json"))
         except OSError as error:
             warn_once(f"Traces cannot be written to {self._folder}: {error.strerror}. Training goes on.")
         figures = {"measured_imbalance": measured_imbalance(ranks)}
@@ -125,8 +125,8 @@ def bubble(ranks: Sequence[RankPasses]) -> float:
     return float(np.mean(idle))
 
 
-def slices(ranks: Sequence[RankPasses], plan: Plan) -> Iterator[Slice]:
-    """A process for each data-parallel rank, a track for each of its ranks, and a slice for each pass."""
+def spans(ranks: Sequence[RankPasses], plan: Plan) -> Iterator[Span]:
+    """A process for each data-parallel rank, a track for each of its ranks, and a span for each pass."""
     for rank in ranks:
         micro_batches = plan.of_rank(rank.dp)
         track = " ".join(
@@ -143,4 +143,4 @@ def slices(ranks: Sequence[RankPasses], plan: Plan) -> Iterator[Slice]:
                 "predicted_work": micro_batch.workload,
             }
             name = f"{one.kind}{one.micro_batch}"
-            yield Slice(f"dp {rank.dp}", track or "rank", name, one.start, one.seconds, facts)
+            yield Span(f"dp {rank.dp}", track or "rank", name, one.start, one.seconds, facts)

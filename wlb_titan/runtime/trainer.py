@@ -12,7 +12,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -26,12 +26,14 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer as TorchtitanTrainer
 
 from wlb_titan.config.settings import WlbSettings
+from wlb_titan.plan import Action, Flow
 from wlb_titan.runtime.attention import DocumentAttention
 from wlb_titan.runtime.corpus import open_corpus
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
 from wlb_titan.runtime.imbalance import rank_imbalance
 from wlb_titan.runtime.inputs import Item, to_device
 from wlb_titan.runtime.job import documents_of, job_of, parallel_dims
+from wlb_titan.runtime.kv_cache import KeyValueCache
 from wlb_titan.runtime.memory import describe_memory, measured_memory
 from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank
 from wlb_titan.runtime.pass_timer import PassTimer
@@ -64,6 +66,7 @@ class Trainer(TorchtitanTrainer):
             dataloader=PlannedDataLoader.Config(corpus=config.wlb.corpus, job=self.job),
         )
         super().__init__(config)
+        self._cache: KeyValueCache | None = None  # of the step under way
         self.timer = self.pp_schedule.timer if self.parallel_dims.pp_enabled else PassTimer(self.device)
         self.step_trace = StepTrace(
             self.timer,
@@ -129,7 +132,8 @@ class Trainer(TorchtitanTrainer):
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Starts the copies of a micro-batch to the device; see `to_device`."""
         self.ntokens_seen += labels.numel()
-        return to_device(input_dict, labels, self.device)
+        cache = self._cache.number if self._cache is not None else None
+        return to_device(input_dict, labels, self.device, cache)
 
     def forward_backward_step(self, **arguments: Any) -> torch.Tensor:
         if self.parallel_dims.pp_enabled:
@@ -150,7 +154,10 @@ class Trainer(TorchtitanTrainer):
         self.optimizers.zero_grad()
         learning_rates = self.lr_schedulers.get_metrics()
         labels = torch.full((), step.labels, dtype=torch.int64, device=self.device)
-        losses = [self._forward_backward(group, labels) for group in self._groups(step.items)]
+        if step.flow is None:
+            losses = [self._forward_backward(group, labels) for group in self._groups(step.items)]
+        else:
+            losses = [self._run_flow(step.items, step.flow, labels)]
         grad_norm = dist_utils.clip_grad_norm_(
             [parameter for part in self.model_parts for parameter in part.parameters()],
             self.config.training.max_norm,
@@ -180,6 +187,37 @@ class Trainer(TorchtitanTrainer):
         return self.forward_backward_step(
             input_dict=inputs, labels=targets, global_valid_tokens=labels
         ).detach()
+
+    def _run_flow(self, items: list[Item], flow: Flow, labels: torch.Tensor) -> torch.Tensor:
+        """A step of MicroPacks, whose passes run in the plan's order; as `_forward_backward`."""
+        self._cache = KeyValueCache()
+        try:
+            if self.parallel_dims.pp_enabled:
+                self.pp_schedule.flow = flow
+                loss = self._forward_backward(items, labels)
+            else:
+                loss = self._run_alone(items, flow[0], labels)
+            self._cache.check_empty()
+        finally:
+            self._cache = None
+        return loss
+
+    def _run_alone(self, items: list[Item], actions: Sequence[Action], labels: torch.Tensor) -> torch.Tensor:
+        """The same without a pipeline: forward and backward passes one by one."""
+        losses: dict[int, torch.Tensor] = {}
+        total = torch.zeros((), device=self.device)
+        for kind, _, place in actions:
+            with self.timer.time(kind, 0, place), self.train_context():
+                if kind == "F":
+                    inputs, targets, extra = self.post_dataloading_process(*items[place])
+                    hidden = self.model_parts[0](inputs, **extra)
+                    losses[place], _ = self.loss_fn(hidden, targets, labels, positions=extra["positions"])
+                    del hidden
+                else:
+                    loss = losses.pop(place)
+                    loss.backward()
+                    total += loss.detach()
+        return total
 
     def _log(
         self, step: Step, loss: torch.Tensor, grad_norm: torch.Tensor, learning_rates: dict[str, float]

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb_titan.context import whole
+from wlb_titan.context import after, whole
 from wlb_titan.cost.analytic import BYTES
 from wlb_titan.cost.workload import CostModel
 from wlb_titan.job import Job
@@ -66,8 +66,9 @@ class MicroBatches:
 def attention_seconds(micro_batch: MicroBatch, job: Job) -> Floats:
     """float64 (ranks, 2), seconds of one layer's attention on each context-parallel rank, both passes."""
     if job.strategy is None or micro_batch.ranks is None:
-        return job.latency.seconds((whole(micro_batch.documents[:, LENGTH]),))
-    return job.strategy.seconds(micro_batch.ranks)
+        documents = (whole(micro_batch.documents[:, LENGTH]),)
+        return job.latency.seconds(after(documents, micro_batch.prefix))
+    return job.strategy.seconds(after(micro_batch.ranks, micro_batch.prefix))
 
 
 def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
@@ -140,15 +141,13 @@ def _offloaded(job: Job, tokens: Floats) -> Floats:
 
 def _latencies(job: Job) -> float:
     """Seconds of one layer's collectives in one pass that do not depend on tokens."""
-    tensor, context, expert = job.degrees.tensor, job.degrees.context, job.degrees.expert
+    tensor, expert = job.degrees.tensor, job.degrees.expert
     seconds = 0.0
     if tensor > 1:
         seconds += (1 - job.tensor_overlap) * TENSOR_COLLECTIVES * job.cluster.link(tensor).latency
     if expert > 1 and job.model.visits:
         seconds += EXPERT_COLLECTIVES * job.cluster.link(expert).latency
-    if job.exchange is not None:
-        seconds += job.exchange.collectives * job.cluster.link(context, tensor).latency
-    return seconds
+    return seconds + sum(move.collectives * job.link(move).latency for move in job.moves)
 
 
 def _repeated(job: Job, micro_batches: MicroBatches, forward: Floats) -> Floats:
@@ -161,7 +160,7 @@ def _repeated(job: Job, micro_batches: MicroBatches, forward: Floats) -> Floats:
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     # Keys, the attention's output and the MLP's second product, of all seven.
     repeated = (keys + queries + model.feed_forward) / (2 * (keys + queries) + 3 * model.feed_forward)
-    each = token.matrices * repeated + token.elements + _tensor(job) / 2 + token.context
+    each = token.matrices * repeated + token.elements + _tensor(job) / 2 + job.repeated_exchange_seconds
     seconds: Floats = micro_batches.tokens * each
     return seconds
 

@@ -22,8 +22,9 @@ from wlb_titan.job import Job
 from wlb_titan.memory.peak import RankMemory, rank_parameters, weighted_tokens
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.pipeline.schedule import rank_actions
-from wlb_titan.plan import LENGTH, Plan
+from wlb_titan.plan import Plan
 from wlb_titan.simulator.passes import MicroBatches, pass_times, transfer_seconds
+from wlb_titan.simulator.slices import flow_memory, run_flows
 
 Floats = NDArray[np.float64]
 OPTIMIZER_READS_AND_WRITES = 7  # weight, gradient and two moments in, weight and two moments out
@@ -117,14 +118,20 @@ def simulate(job: Job, plans: Sequence[Plan]) -> Prediction:
     times = pass_times(job, passing)
     if job.degrees.pipeline == 1 and job.degrees.shard > 1:
         times = _slowest_of_shards(times, job, runs)
-    graph = PipelineGraph(job.shape, run)
-    ends = graph.ends(times, transfer_seconds(job, passing.tokens))
-    by_replica = ends.max(axis=0).reshape(len(plans), replicas, runs).sum(axis=2)
+    delays = transfer_seconds(job, passing.tokens)
+    if plans[0].order is None:
+        graph = PipelineGraph(job.shape, run)
+        seconds, busy = graph.ends(times, delays).max(axis=0), graph.busy(times).mean(axis=0)
+        memory = peak_memory(job, passing.tokens.astype(np.int64), runs)
+    else:
+        seconds, busy = run_flows(job, plans, times, delays)
+        memory = flow_memory(job, plans)
+    by_replica = seconds.reshape(len(plans), replicas, runs).sum(axis=2)
     pipeline = by_replica.max(axis=1)
-    busy = graph.busy(times).mean(axis=0).reshape(len(plans), -1).sum(axis=1) / replicas
+    busy = busy.reshape(len(plans), -1).sum(axis=1) / replicas
     communication = _communication(job, times).reshape(len(plans), replicas, runs).sum(axis=2).min(axis=1)
     optimizer = np.full(len(plans), _optimizer(job))
-    lengths = [np.concatenate([m.documents[:, LENGTH] for m in plan.micro_batches]) for plan in plans]
+    lengths = [plan.document_lengths for plan in plans]
     return Prediction(
         seconds=pipeline + communication + optimizer,
         pipeline=pipeline,
@@ -133,7 +140,7 @@ def simulate(job: Job, plans: Sequence[Plan]) -> Prediction:
         busy=busy + optimizer,
         tokens=np.array([plan.tokens for plan in plans]),
         flops=np.array([job.model.flops(documents) for documents in lengths]),
-        memory=peak_memory(job, passing.tokens.astype(np.int64), runs),
+        memory=memory,
         longest=max(int(documents.max()) for documents in lengths),
         job=job,
     )
@@ -192,7 +199,7 @@ def _check(job: Job, plans: Sequence[Plan]) -> None:
 
 def _run(job: Job, plans: Sequence[Plan]) -> int:
     each = len(plans[0].micro_batches) // job.degrees.data
-    run = job.run or each
+    run = job.run if job.run and plans[0].order is None else each  # MicroPacks go through in one run
     if each % run:
         raise PlanError(
             f"The {each} micro-batches of a replica cannot be divided into pipeline runs of {run}."

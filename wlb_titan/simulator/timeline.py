@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,10 +11,12 @@ from numpy.typing import NDArray
 from wlb_titan.job import Job
 from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.peak import weighted_tokens
+from wlb_titan.packing.slices import kind
 from wlb_titan.pipeline.graph import PipelineGraph
-from wlb_titan.plan import Plan
+from wlb_titan.plan import LENGTH, MicroBatch, Plan
 from wlb_titan.simulator.passes import MicroBatches, pass_times, transfer_seconds
-from wlb_titan.timeline import Slice
+from wlb_titan.simulator.slices import cache_bytes, replica_graph
+from wlb_titan.timeline import Span
 
 Floats = NDArray[np.float64]
 NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
@@ -36,13 +39,13 @@ class MemoryCurve:
 
 def step_timeline(
     job: Job, plan: Plan, name: str = "step", dp_rank: int | None = None
-) -> tuple[list[Slice], list[MemoryCurve]]:
+) -> tuple[list[Span], list[MemoryCurve]]:
     """The step of one data-parallel replica.
 
     Args:
         job: the job.
         plan: of the step.
-        name: the process of the slices.
+        name: the process of the spans.
         dp_rank: the replica; None takes the one that takes longest.
 
     Returns:
@@ -53,12 +56,16 @@ def step_timeline(
     return max(steps, key=lambda step: max(piece.start + piece.duration for piece in step[0]))
 
 
-def _replica(job: Job, plan: Plan, name: str, dp_rank: int) -> tuple[list[Slice], list[MemoryCurve]]:
+def _replica(job: Job, plan: Plan, name: str, dp_rank: int) -> tuple[list[Span], list[MemoryCurve]]:
     micro_batches = plan.of_rank(dp_rank)
-    run = job.run or len(micro_batches)
-    graph = PipelineGraph(job.shape, run)
+    if plan.order is None:
+        run = job.run or len(micro_batches)
+        graph = PipelineGraph(job.shape, run)
+    else:
+        run = len(micro_batches)
+        graph = replica_graph(job, plan, dp_rank)
     per_token = TokenBytes.of(job.model, job.degrees, job.memory, job.exchange).kept
-    slices: list[Slice] = []
+    spans: list[Span] = []
     curves: dict[int, tuple[list[float], list[float]]] = {
         rank: ([0.0], [0.0]) for rank in range(job.degrees.pipeline)
     }
@@ -71,14 +78,16 @@ def _replica(job: Job, plan: Plan, name: str, dp_rank: int) -> tuple[list[Slice]
         tokens = [m.length for m in here]
         for rank in range(job.degrees.pipeline):
             own = [i for i, action in enumerate(graph.actions) if job.shape.rank_of(action.stage) == rank]
-            held = weighted_tokens([graph.actions[i] for i in own], tokens, job.layers)
+            actions = [graph.actions[i] for i in own]
+            held = weighted_tokens(actions, tokens, job.layers)
+            cached = cache_bytes(job, actions, here)
             curves[rank][0].extend(begin + ends[i] for i in own)
-            curves[rank][1].extend(per_token * weighted for weighted in held)
+            curves[rank][1].extend(per_token * kept + more for kept, more in zip(held, cached, strict=True))
             for i in own:
                 action = graph.actions[i]
                 seconds = float(times.of(action)[0])
-                slices.append(
-                    Slice(
+                spans.append(
+                    Span(
                         process=name,
                         track=f"pp {rank}",
                         name=f"{action.kind}{first + action.place}",
@@ -90,8 +99,18 @@ def _replica(job: Job, plan: Plan, name: str, dp_rank: int) -> tuple[list[Slice]
                             "tokens": tokens[action.place],
                             "documents": len(here[action.place].documents),
                             "sharding": here[action.place].sharding or "none",
+                            **_slice_of(here[action.place]),
                         },
                     )
                 )
         begin += float(ends.max())
-    return slices, [MemoryCurve(rank, *map(np.array, curve)) for rank, curve in curves.items()]
+    return spans, [MemoryCurve(rank, *map(np.array, curve)) for rank, curve in curves.items()]
+
+
+def _slice_of(micro_batch: MicroBatch) -> dict[str, Any]:
+    """What a timeline says of a MicroPack: its formation state and the tokens of its slice."""
+    if micro_batch.slices is None:
+        return {}
+    prefix, length, total = micro_batch.slice
+    state = {"MicroPack": kind(micro_batch.slices, micro_batch.documents[:, LENGTH])}
+    return state | ({"slice": f"{prefix}-{prefix + length} of {total}"} if length else {})

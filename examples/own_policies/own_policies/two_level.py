@@ -5,12 +5,13 @@ This is the half that planning, memory and time ask; `two_level_attention` moves
 
 from dataclasses import dataclass, replace
 
+from wlb_titan.context import Move
 from wlb_titan.context.all_gather import PerDocument
 from wlb_titan.errors import PlanError
 
 
 class TwoLevel(PerDocument):
-    """As `per_document`, with two collectives where the other has one."""
+    """As `per_document`, with a collective on each of the two axes."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(PerDocument.Config):
@@ -27,9 +28,15 @@ class TwoLevel(PerDocument):
         super().check(model, tensor)
         if self._within < 1 or self.ranks % self._within:
             raise PlanError(
-                f"within: {self.ranks} context-parallel ranks cannot be divided into nodes of {self._within}."
+                f"{self.ranks} context-parallel ranks cannot be divided into nodes of {self._within}.",
+                setting="sharding.within",
             )
 
     def exchange(self, model, tensor):
         once = super().exchange(model, tensor)
-        return replace(once, collectives=2 * once.collectives)
+        keys, between = once.keys, self.ranks // self._within
+        moves = (
+            Move(keys / between * (1 - 1 / self._within), 1, self._within),
+            Move(keys * (1 - 1 / between), 1, between, stride=self._within),
+        )
+        return replace(once, moves=moves)

@@ -1,0 +1,91 @@
+"""Slices of documents under every parallelism give the losses and gradients of one process without any."""
+
+import json
+import os
+import subprocess
+from collections import Counter
+
+import pytest
+from conftest import TESTS, layout, make_corpus, torchrun
+
+INTERLEAVED = {"schedule": "Interleaved1F1B", "pp": 2}
+CASES = {
+    "pp4": {"pp": 4, "slim": {"micropacks": 11, "slack": 1}, "steps": 2},
+    "pp2_dp2": {"pp": 2, "dp": 2, "slim": {"micropacks": 7}, "checkpointing": "selective"},
+    "pp2_dp2_interleaved": {**INTERLEAVED, "dp": 2, "slim": {"micropacks": 6}, "checkpointing": "full"},
+    "pp2_tp2": {"pp": 2, "tp": 2, "slim": {"micropacks": 8}, "checkpointing": "full"},
+    "pp2_cp2_interleaved": {
+        **INTERLEAVED,
+        "cp": 2,
+        "slim": {"micropacks": 8},
+        "sharding": {"name": "adaptive"},
+        "checkpointing": "selective",
+    },
+    "pp2_cp2_ulysses": {"pp": 2, "cp": 2, "slim": {"micropacks": 8}, "sharding": {"name": "ulysses"}},
+    "pp2_dp2_compiled": {"pp": 2, "dp": 2, "slim": {"micropacks": 6}, "compiled": True},
+    "cp2_tp2": {"cp": 2, "tp": 2, "slim": {"micropacks": 6}, "sharding": {"name": "per_document"}},
+    "cp4_groups": {
+        "cp": 4,
+        "slim": {"micropacks": 7},
+        "sharding": {"name": "hybrid", "gather_groups": 2},
+        "checkpointing": "full",
+    },
+    "dp4": {"dp": 4, "slim": {"micropacks": 4, "solver": "milp", "time_limit": 0.5}},
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("slim")
+    make_corpus(folder / "documents.jsonl", folder / "corpus")
+    jobs, results = folder / "jobs.json", folder / "results.json"
+    cases = [{"name": name, **case} for name, case in CASES.items()]
+    jobs.write_text(json.dumps({"corpus": str(folder / "corpus"), "results": str(results), "cases": cases}))
+    launch = subprocess.run(
+        torchrun(4, str(TESTS / "slim_worker.py"), str(jobs)),
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert launch.returncode == 0, launch.stdout[-4000:] + launch.stderr[-8000:]
+    return json.loads(results.read_text())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_equal_one_process(results, name):
+    records = results[name]
+    assert [r["loss"] for r in records] == pytest.approx([r["reference"] for r in records], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_equal_one_process(results, name):
+    for record in results[name]:
+        assert record["error"] < 1e-5, record["worst"]
+
+
+def test_documents_were_sliced(results):
+    for name, records in results.items():
+        assert all(r["longest_pack"] < 0.9 * r["longest_document"] for r in records), name
+
+
+def test_a_run_goes_on_where_its_checkpoint_was_and_its_trace_has_every_pass(lab):
+    slim = (
+        *("--wlb.packing.policy", "slim", "--wlb.packing.micropacks", "9", *layout(pp=2)),
+        *("--parallelism.pipeline_parallel_schedule", "1F1B", "--checkpoint.interval", "2"),
+        *("--training.steps", "4", "--wlb.trace_every", "4"),
+    )
+    whole = lab.experiment("slim_whole", *slim)
+    lab.run(2, [whole])
+    step_2 = str(whole.folder / "checkpoint" / "step-2")
+    again = lab.experiment(
+        *("slim_again", *slim),
+        *("--checkpoint.initial_load_path", step_2, "--checkpoint.initial_load_model_only", "false"),
+    )
+    lab.run(2, [again])
+    assert [record["step"] for record in again.metrics()] == [3, 4]
+    assert again.losses() == whole.losses()[2:]
+    trace = json.loads((again.folder / "traces" / "step-4.json").read_text())["traceEvents"]
+    passes = Counter(event["name"] for event in trace if event["ph"] == "X")
+    assert passes == {f"{kind}{pack}": 1 if kind == "L" else 2 for kind in "FLB" for pack in range(9)}
+    assert 0 < again.metrics()[1]["bubble"] < 1

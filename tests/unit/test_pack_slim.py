@@ -1,0 +1,300 @@
+"""`slim`: documents in slices, shared by data-parallel ranks and MicroPacks."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning import make_planner
+from test_simulator import CLUSTER, MODEL, PAIRS
+
+from wlb_titan.cost.quadratic import Quadratic
+from wlb_titan.cost.workload import cost_model, workload
+from wlb_titan.errors import PlanError
+from wlb_titan.packing.micropacks import Bins, micropacks, place_greedily
+from wlb_titan.packing.micropacks_milp import SolvedPlacing
+from wlb_titan.packing.slices import PrefixWork, kind
+from wlb_titan.packing.slim import Slim, by_work
+from wlb_titan.pipeline.graph import PipelineGraph
+from wlb_titan.pipeline.schedule import PipelineShape
+from wlb_titan.plan import DELAY, ID, LENGTH, PREFIX, START, TOTAL
+from wlb_titan.simulator.slices import check_slices
+
+COST = cost_model("quadratic:1,40", None)
+WINDOW = 64
+documents = st.lists(st.one_of(st.integers(1, 12), st.integers(1, 64)), min_size=1, max_size=25)
+
+
+def planner(lengths, micro_batches=4, *, pipeline=2, seed=7, fingerprint="corpus", slim=None, **job):
+    return make_planner(
+        lengths,
+        window=WINDOW,
+        micro_batches=micro_batches,
+        packing=slim or Slim.Config(micropacks=6),
+        pipeline_parallel=pipeline,
+        seed=seed,
+        fingerprint=fingerprint,
+        **{"model": MODEL, "cluster": CLUSTER, "attention": PAIRS, **job},
+    )
+
+
+def solver(time_limit, gap):
+    """Only its placing."""
+    solve = SolvedPlacing(time_limit, gap)
+    return lambda bins, works: solve(bins, works)[0]
+
+
+def work(length):
+    return workload(COST, np.array([length]))[0] if length else 0.0
+
+
+def levels(packs):
+    return [sum(work(s.stop) - work(s.start) for s in pack) for pack in packs]
+
+
+@given(length=st.integers(1, 300), grain=st.integers(1, 20), data=st.data())
+def test_cuts_come_nearest_to_the_shares_that_the_grain_allows(length, grain, data):
+    table = PrefixWork(COST, 300, grain)
+    most = -(-length // grain)
+    assert table.most_slices(np.array([length])) == [most]
+    k = data.draw(st.integers(1, min(most, 6)))
+    shares = np.array(data.draw(st.lists(st.integers(1, 9), min_size=k, max_size=k)), dtype=float)
+    shares *= work(length) / shares.sum()
+    cuts = table.cuts(length, shares)
+    assert len(cuts) == k + 1 and cuts[0] == 0 and cuts[-1] == length
+    assert all(a < b for a, b in itertools.pairwise(cuts))
+    assert all(cut % grain == 0 for cut in cuts[:-1])
+    if k == 2:  # without neighbours that need room the nearest of all places is found
+        off = [abs(work(place) - shares[0]) for place in range(grain, length, grain)]
+        assert abs(work(cuts[1]) - shares[0]) == pytest.approx(min(off))
+
+
+@given(lengths=documents, count=st.integers(1, 12), grain=st.integers(1, 4), milp=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_micropacks_hold_every_token_once_and_slices_lead(lengths, count, grain, milp):
+    lengths = np.array(lengths)
+    table = PrefixWork(COST, WINDOW, grain)
+    place = solver(0.2, 0.01) if milp else None
+    works = workload(COST, lengths)
+    if table.most_slices(lengths).sum() < count:
+        with pytest.raises(PlanError, match="cannot be cut into"):
+            micropacks(lengths, works, table, count, place)
+        return
+    packs = micropacks(lengths, works, table, count, place)
+    assert len(packs) == count and all(packs)
+    runs = {document: [] for document in range(len(lengths))}
+    for pack in packs:
+        for number, (document, start, stop) in enumerate(pack):
+            runs[document].append((start, stop))
+            if stop - start < lengths[document]:
+                assert number == 0
+    for document, own in runs.items():
+        assert own == sorted(own)  # forward passes go from begin to end
+        assert own[0][0] == 0 and own[-1][1] == lengths[document]
+        assert all(end == start for (_, end), (start, _) in itertools.pairwise(own))
+    for document in range(len(lengths)):
+        places = [i for i, pack in enumerate(packs) if any(s.document == document for s in pack)]
+        assert places == list(range(places[0], places[-1] + 1))
+
+
+def lowest_level(bins, works):
+    """Every placing tried."""
+    best = np.inf
+    for placed in itertools.product(range(len(bins.size)), repeat=len(works)):
+        beside = np.bincount(np.array(placed, dtype=int), works, len(bins.size))
+        level = (bins.work + beside) / bins.size
+        if (beside < level)[bins.size > 1].all():
+            best = min(best, level.max())
+    return best
+
+
+@given(
+    cut=st.lists(st.tuples(st.integers(20, 60), st.integers(2, 4)), max_size=2),
+    alone=st.integers(0, 2),
+    works=st.lists(st.integers(1, 12), min_size=1, max_size=5),
+)
+@settings(max_examples=40, deadline=None)
+def test_placing_against_every_placing(cut, alone, works):
+    if not cut and not alone:
+        alone = 1
+    bins = Bins(np.array([w for w, _ in cut] + [0.0] * alone), np.array([k for _, k in cut] + [1] * alone))
+    works = np.array(sorted(works, reverse=True), dtype=float)
+    best = lowest_level(bins, works)
+    (solved, gap), greedy = SolvedPlacing(5.0, 0.0)(bins, works), place_greedily(bins, works)
+
+    def level(placed):
+        return ((bins.work + np.bincount(placed, works, len(bins.size))) / bins.size).max()
+
+    if solved is None:
+        assert best == np.inf
+    else:
+        assert level(solved) == pytest.approx(best, rel=1e-5)
+        assert gap == pytest.approx(0.0, abs=1e-5)
+    if greedy is not None:
+        assert best - 1e-9 <= level(greedy) <= 2 * best
+
+
+def test_the_docstrings_example():
+    packs = micropacks(
+        np.array([45, 10, 10, 5]),
+        np.array([9.0, 2.0, 2.0, 1.0]),
+        PrefixWork(Quadratic(0.0, 0.2), 45, 1),
+        4,
+    )
+    assert [[tuple(s) for s in pack] for pack in packs] == [
+        [(0, 0, 18)],
+        [(0, 18, 37)],
+        [(0, 37, 45), (2, 0, 10)],
+        [(1, 0, 10), (3, 0, 5)],
+    ]
+
+
+def test_a_solved_packing_of_real_lengths_is_never_worse_than_the_greedy_one():
+    random = np.random.default_rng(3)
+    for _ in range(5):
+        lengths = np.minimum(np.exp(random.normal(2.0, 1.2, size=12)).astype(int) + 1, WINDOW)
+        works, table = workload(COST, lengths), PrefixWork(COST, WINDOW, 1)
+        greedy = micropacks(lengths, works, table, 6)
+        solved = micropacks(lengths, works, table, 6, solver(1.0, 1e-3))
+        assert max(levels(solved)) <= max(levels(greedy)) * 1.05  # cuts are rounded to tokens
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_all_data_parallel_ranks_run_the_same_kinds_of_passes_at_the_same_places(pipeline):
+    lengths = np.random.default_rng(1).integers(2, 65, size=60)
+    job = planner(lengths, micro_batches=6, data_parallel=3, pipeline=pipeline)
+    for _ in range(3):
+        plan = job.next()
+        kinds = [[[(a.kind, a.stage) for a in rank] for rank in flow] for flow in plan.order]
+        assert kinds[0] == kinds[1] == kinds[2]
+        assert any(flow != plan.order[0] for flow in plan.order)
+        for rank, flow in enumerate(plan.order):
+            check_slices(flow, plan.of_rank(rank))
+            PipelineGraph(PipelineShape("1F1B", pipeline), 6, flow)
+
+
+def test_without_a_pipeline_a_document_goes_backward_as_soon_as_it_can():
+    slim = Slim.Config(micropacks=4)
+    plan = planner([64, 64, 5, 5], micro_batches=2, seed=None, pipeline=1, slim=slim).next()
+    (actions,) = plan.order[0]
+    assert [f"{a.kind}{a.place}" for a in actions] == ["F0", "F1", "B1", "B0", "F2", "F3", "B3", "B2"]
+
+
+@given(works=st.lists(st.integers(1, 50), min_size=4, max_size=30), ranks=st.integers(1, 4))
+def test_ranks_get_nearly_the_same_work(works, ranks):
+    shares = by_work(np.array(works, dtype=float), ranks)
+    assert sorted(np.concatenate(shares).tolist()) == list(range(len(works)))
+    loads = [sum(works[i] for i in share) for share in shares]
+    assert max(loads) - min(loads) <= max(works)
+
+
+@given(
+    lengths=st.lists(st.integers(2, 150), min_size=8, max_size=40),
+    data_parallel=st.sampled_from([1, 2]),
+    context_parallel=st.sampled_from([1, 2]),
+)
+@settings(max_examples=30, deadline=None)
+def test_plans_keep_every_token_and_every_slice_knows_its_prefix(lengths, data_parallel, context_parallel):
+    divisor = 4 if context_parallel == 2 else 1
+    job = planner(lengths, data_parallel=data_parallel, context_parallel=context_parallel)
+    seen = []
+    for _ in range(3):
+        plan = job.next()
+        json.dumps(plan.to_json())
+        assert plan.delay == 0
+        assert [len(plan.of_rank(rank)) for rank in range(data_parallel)] == [6] * data_parallel
+        for rank in range(data_parallel):
+            upto = {}
+            for m in plan.of_rank(rank):
+                assert m.length % divisor == 0
+                assert kind(m.slices, m.documents[:, LENGTH]) in ("slim", "mix", "pack")
+                for row, (prefix, total) in zip(m.documents.tolist(), m.slices.tolist(), strict=True):
+                    piece = row[ID], row[START] - prefix
+                    assert upto.get(piece, 0) == prefix  # earlier slices are in earlier packs of this rank
+                    upto[piece] = prefix + row[LENGTH]
+                    assert total <= WINDOW and row[DELAY] == 0
+            totals = {
+                (row[ID], row[START] - prefix): total
+                for m in plan.of_rank(rank)
+                for row, (prefix, total) in zip(m.documents.tolist(), m.slices.tolist(), strict=True)
+            }
+            assert upto == totals
+            seen += [(id_, start, total) for (id_, start), total in totals.items()]
+    runs = sorted(seen)
+    assert len(set(runs)) == len(runs)
+    for id_, own in itertools.groupby(runs, lambda run: run[0]):
+        own = list(own)
+        assert all(
+            start + total == following for (_, start, total), (_, following, _) in itertools.pairwise(own)
+        )
+        if id_ < runs[-1][0]:
+            assert own[0][1] == 0
+
+
+def test_work_of_slices_adds_up_to_that_of_documents():
+    job = planner([64, 50, 40, 30, 8, 8, 8, 64, 64])
+    plan = job.next()
+    rows = np.concatenate([m.documents for m in plan.micro_batches])
+    slices = np.concatenate([m.slices for m in plan.micro_batches])
+    whole = slices[slices[:, PREFIX] == 0][:, TOTAL]
+    assert sum(m.workload for m in plan.micro_batches) == pytest.approx(workload(COST, whole).sum())
+    assert rows[:, LENGTH].sum() == whole.sum() == plan.tokens
+    assert plan.imbalance < 1.2
+
+
+def test_a_plan_of_slices_as_json():
+    plan = planner([64, 10, 10, 10], micro_batches=2, seed=None, slim=Slim.Config(micropacks=6)).next()
+    plan = plan.to_json()
+    first = plan["micro_batches"][0]["documents"][0]
+    assert first["prefix"] == 0 and first["total"] == 64 > first["length"]
+    assert plan["order"][0][0][0] == "F0.0" and plan["order"][0][1][0] == "F0.1"
+    assert sorted(plan["order"][0][1]) == sorted(f"{kind}{pack}.1" for kind in "FB" for pack in range(6))
+
+
+def test_resumes_where_it_was_saved():
+    lengths = np.random.default_rng(0).integers(2, 150, size=40)
+    job, again = planner(lengths, data_parallel=2), planner(lengths, data_parallel=2)
+    for _ in range(3):
+        job.next()
+    again.load_state_dict(json.loads(json.dumps(job.state_dict())))
+
+    def without_time(plan):
+        return plan.to_json() | {"plan_ms": 0}
+
+    for _ in range(3):
+        assert without_time(job.next()) == without_time(again.next())
+
+
+def test_ranks_order_their_own_passes_only():
+    lengths = [64, 10, 10, 10, 20, 20]
+    assert [bool(flow) for flow in planner(lengths, data_parallel=2).next(sharded=1).order] == [False, True]
+    assert [bool(flow) for flow in planner(lengths, data_parallel=2).next().order] == [True, True]
+
+
+def test_auto_takes_more_packs_where_they_shrink_the_bubble():
+    lengths = np.random.default_rng(0).integers(2, 64, size=200)
+    auto = Slim.Config()
+    alone = planner(lengths, pipeline=1, slim=auto).next()
+    deep = planner(lengths, pipeline=4, slim=auto).next()
+    assert len(alone.micro_batches) == 4  # without a bubble the fewest
+    assert len(deep.micro_batches) > 16
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"slim": Slim.Config(micropacks=1)}, "fewer than the 2 pipeline stages"),
+        ({"schedule": "ZBVZeroBubble", "chunks": 2}, "ZBVZeroBubble, in whose order"),
+        ({"schedule": "GPipe"}, "GPipe, in whose order"),
+    ],
+)
+def test_what_cannot_be_is_named(changes, message):
+    with pytest.raises(PlanError, match=message):
+        planner([64, 10, 10, 10], **changes)
+
+
+def test_more_packs_than_tokens_are_refused_by_name():
+    with pytest.raises(PlanError, match="cannot be cut into 300 MicroPacks"):
+        planner([64, 10, 10, 10], micro_batches=2, slim=Slim.Config(micropacks=300)).next()

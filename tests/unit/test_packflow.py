@@ -1,0 +1,97 @@
+"""PackFlow: orders that end, keep to what slices need, and are 1F1B where nothing is sliced."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
+from wlb_titan.pipeline.packflow import Packs, backward_order, forward_needed, packflow
+from wlb_titan.pipeline.schedule import PipelineShape, rank_actions
+
+
+def of(sliced, times=None, tokens=None):
+    n = len(sliced)
+    times = np.ones(n) if times is None else np.array(times, dtype=float)
+    return Packs.of(times, 2 * times, np.ones(n) if tokens is None else np.array(tokens, dtype=float), sliced)
+
+
+def sliced_packs(chains):
+    """Chains of so many packs each; one of 1 has no slice."""
+    return [number if packs > 1 else -1 for number, packs in enumerate(chains) for _ in range(packs)]
+
+
+def test_orders_of_backward_passes():
+    assert backward_order([7, 7, 7, -1, 9, 9]) == [2, 1, 0, 3, 5, 4]
+    assert backward_order([-1, -1]) == [0, 1]
+    assert forward_needed([7, 7, 7, -1]) == [2, 2, 2, 3]
+
+
+def test_the_docstrings_example():
+    schedule = packflow(of([7, 7, 7, -1, -1]), PipelineShape("1F1B", 2))
+    assert [" ".join(f"{a.kind}{a.place}" for a in rank) for rank in schedule.flow] == [
+        "F0 F1 F2 F3 B2 F4 B1 B0 B3 B4",
+        "F0 F1 F2 B2 F3 B1 F4 B0 B3 B4",
+    ]
+
+
+@given(
+    chains=st.lists(st.integers(1, 6), min_size=1, max_size=6),
+    ranks=st.integers(1, 4),
+    chunks=st.integers(1, 3),
+    slack=st.integers(0, 3),
+    limit=st.none() | st.integers(1, 6),
+    data=st.data(),
+)
+@settings(max_examples=200, deadline=None)
+def test_no_order_waits_for_itself(chains, ranks, chunks, slack, limit, data):
+    sliced = sliced_packs(chains)
+    n = len(sliced)
+    times = data.draw(st.lists(st.integers(1, 5), min_size=n, max_size=n))
+    packs = of(sliced, times)
+    shape = PipelineShape("1F1B" if chunks == 1 else "Interleaved1F1B", ranks, chunks)
+    schedule = packflow(packs, shape, slack=slack, limit=limit)
+    for rank, actions in enumerate(schedule.flow):
+        assert len(actions) == len(set(actions)) == 2 * n * chunks
+        for stage in shape.stages_of(rank):
+            at = {(a.kind, a.place): i for i, a in enumerate(actions) if a.stage == stage}
+            forwards = [a.place for a in actions if a.stage == stage and a.kind == "F"]
+            assert forwards == list(range(n))
+            for pack in range(n):
+                assert at["B", pack] > at["F", packs.needed[pack]]  # all slices of its document are through
+                later = pack + 1
+                if later < n and sliced[pack] >= 0 and sliced[pack] == sliced[later]:
+                    assert at["B", pack] > at["B", later]
+    # The same step by the dependency graph, which raises where actions wait in a circle.
+    graph = PipelineGraph(shape, n, schedule.flow)
+    forward = np.array(times, dtype=float)[:, None]
+    ends = graph.ends(PassTimes.equal_stages(forward, 2 * forward, shape))
+    assert ends.max() == pytest.approx(schedule.seconds)
+
+
+@pytest.mark.parametrize("ranks, chunks, n", [(2, 1, 5), (4, 1, 8), (4, 2, 8), (4, 4, 16), (2, 3, 6)])
+def test_whole_documents_of_equal_work_are_1f1b(ranks, chunks, n):
+    shape = PipelineShape("1F1B" if chunks == 1 else "Interleaved1F1B", ranks, chunks)
+    schedule = packflow(of([-1] * n), shape)
+    own = PipelineGraph(shape, n).ends(PassTimes.equal_stages(np.ones((n, 1)), 2 * np.ones((n, 1)), shape))
+    assert schedule.seconds == pytest.approx(own.max())
+    if chunks == 1:
+        assert [list(rank) for rank in schedule.flow] == [
+            list(rank_actions(shape, n, r)) for r in range(ranks)
+        ]
+
+
+def test_equal_slices_have_the_bubble_of_1f1b():
+    chains = [12, 6, 3] + [1] * 11
+    for chunks, bubble in ((1, 9 / 105), (2, 4.5 / 100.5), (4, 2.25 / 98.25)):
+        schedule = packflow(of(sliced_packs(chains)), PipelineShape("Interleaved1F1B", 4, chunks))
+        assert schedule.bubble == pytest.approx(bubble)
+
+
+def test_a_limit_holds_but_for_what_a_document_needs():
+    sliced = sliced_packs([6, 1, 1, 1, 1, 1, 1])
+    free = packflow(of(sliced), PipelineShape("1F1B", 4))
+    tight = packflow(of(sliced), PipelineShape("1F1B", 4), limit=1)
+    assert free.tokens == 9
+    assert tight.tokens == 6  # the document's own six packs
+    assert tight.seconds > free.seconds

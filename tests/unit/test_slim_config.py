@@ -1,0 +1,108 @@
+"""A configuration with `slim`: what cannot run is refused by its key, and memory bounds what is in flight."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+
+use_cpu_without_accelerator()
+
+GIB = 2**30
+PIPELINE = """
+base = "llama2_7b"
+wlb.cluster = "h100_roce"
+[training]
+seq_len = 32768
+local_batch_size = 8
+[parallelism]
+pipeline_parallel_degree = 4
+data_parallel_shard_degree = 1
+pipeline_parallel_schedule = "1F1B"
+[wlb.packing]
+policy = "slim"
+"""
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory):
+    """Loads a TOML file, and gives the job of its configuration."""
+    from wlb_titan.runtime.job import job_of, parallel_dims
+    from wlb_titan.runtime.load import load_config
+
+    def load(text):
+        path = tmp_path_factory.mktemp("slim") / "train.toml"
+        path.write_text(text)
+        config = load_config(path).config
+        return job_of(config, parallel_dims(config))
+
+    return load
+
+
+def on(job, memory):
+    return job.on(replace(job.cluster, memory=memory))
+
+
+def test_memory_bounds_the_tokens_in_flight(load):
+    from wlb_titan.memory.peak import USABLE
+    from wlb_titan.runtime.memory import describe_memory
+
+    job = load(PIPELINE)
+    device = max(rank.total for rank in job.sliced_memory(8 * 32768)) * 0.8
+    job = on(job, device)
+    assert 32768 <= job.most_in_flight < 8 * 32768
+
+    def fits(tokens):
+        return max(rank.total for rank in job.sliced_memory(tokens)) <= USABLE * device
+
+    assert fits(job.most_in_flight) and not fits(job.most_in_flight + 64)
+    (line, *_) = describe_memory(job)
+    assert f"{job.most_in_flight} tokens of one document in flight" in line and "cache" in line
+
+
+def test_the_set_number_of_tokens_in_flight_holds(load):
+    assert load(PIPELINE + "tokens_in_flight = 40000").most_in_flight == 40000
+
+
+def test_a_document_that_fits_in_no_order_is_refused(load):
+    from wlb_titan.documents import Documents
+    from wlb_titan.errors import PlanError, UserError
+    from wlb_titan.runtime.memory import check_memory
+
+    job = on(load(PIPELINE), 30 * GIB)
+    with pytest.raises(PlanError, match="A document of 32,768 tokens has all of its slices") as error:
+        job.planner(Documents(lengths=np.full(100, 32768)))
+    assert error.value.setting == "training.seq_len"
+    with pytest.raises(UserError, match="with a document of 32768 tokens the prediction is"):
+        check_memory(job, 30 * GIB)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ("micropacks = 3", "wlb.packing.micropacks = 3: 3 MicroPacks are fewer than the 4 pipeline stages"),
+        ("slack = -1", "wlb.packing.slack = -1: at least 0"),
+        ('solver = "exact"', 'solver = "exact": expected one of "greedy"'),
+        ("max_length = 65536", "max_length"),
+        ("ZBVZeroBubble", "pipeline_parallel_schedule = .*ZBVZeroBubble, in whose order"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_its_key(load, change, message):
+    from wlb_titan.errors import UserError
+
+    text = PIPELINE.replace("1F1B", change) if change.startswith("ZBV") else PIPELINE + change
+    with pytest.raises(UserError, match=message):
+        load(text + ('\n[activation_checkpoint]\nclass = "FullAC"' if change.startswith("ZBV") else ""))
+
+
+def test_a_dry_run_says_that_it_cannot(tmp_path):
+    from click.testing import CliRunner
+
+    from wlb_titan.commands.main import main
+
+    path = tmp_path / "train.toml"
+    path.write_text(PIPELINE)
+    result = CliRunner().invoke(main, ["dryrun", str(path)])
+    assert result.exit_code != 0
+    assert "wlb-titan simulate" in result.output + str(result.exception)

@@ -1,0 +1,150 @@
+"""Slices: runs of consecutive tokens of one document, each in a pack of its own (SlimPack, section 4).
+
+A slice's queries see all tokens of the document up to themselves, so that its keys are a prefix, which
+earlier slices computed, and its own tokens. Its work is what a document of prefix and slice takes more than
+one of the prefix alone:
+
+    W(slice) = W(prefix + length) - W(prefix)
+
+so that the slices of a document together take exactly what the document takes. Forward passes of slices run
+from the document's begin to its end, and backward passes from its end to its begin, because the gradients of
+keys are complete only when every later slice has added its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb_titan.cost.workload import CostModel, workload
+from wlb_titan.plan import ID, LENGTH, PREFIX, START, TOTAL
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+WorkOf = Callable[[NDArray[Any]], Floats]
+
+
+class Slice(NamedTuple):
+    """A run of tokens of one of the documents that are packed together.
+
+    Attributes:
+        document: its row among them.
+        start: first token within the document, which is the length of its prefix.
+        stop: one past the last.
+    """
+
+    document: int
+    start: int
+    stop: int
+
+
+MicroPack = list[Slice]
+"""The slices of one forward and backward pass; whole documents are slices without a prefix."""
+
+
+def kind(slices: Ints, lengths: Ints) -> str:
+    """The formation state of a MicroPack (section 4).
+
+    Args:
+        slices: int64 (n, 2), columns PREFIX and TOTAL, of its documents.
+        lengths: int64 (n,), their tokens in this pack.
+
+    Returns:
+        `slim`: slices of documents that go on in other packs; `pack`: whole documents; `mix`: both.
+    """
+    sliced = slices[:, TOTAL] > lengths
+    return "slim" if sliced.all() else "mix" if sliced.any() else "pack"
+
+
+def slice_work(work_of: WorkOf, documents: Ints, slices: Ints | None) -> Floats:
+    """float64 (n,), work of pieces of documents, each with what lies before it.
+
+    Args:
+        work_of: of whole documents by their lengths, such as `CostModel.forward`.
+        documents: int64 (n, 4), of which the column LENGTH is read.
+        slices: int64 (n, 2), of which the column PREFIX is read; None where no document is sliced.
+    """
+    lengths = documents[:, LENGTH]
+    if slices is None or not slices[:, PREFIX].any():
+        return work_of(lengths)
+    prefix = slices[:, PREFIX]
+    result = work_of(prefix + lengths)
+    behind = prefix > 0
+    result[behind] -= work_of(prefix[behind])
+    return result
+
+
+def cache_rows(documents: Ints, slices: Ints) -> Ints:
+    """Int64 (n, 4), of each document of a pack its key (-1 where it is whole), PREFIX, LENGTH and TOTAL."""
+    lengths, total = documents[:, LENGTH], slices[:, TOTAL]
+    key = np.where(total > lengths, sliced_document(documents, slices), -1)
+    return np.stack([key, slices[:, PREFIX], lengths, total], axis=1)
+
+
+class PrefixWork:
+    """The work of a document's first tokens, and its inverse: how many tokens do so much work.
+
+    Tokens come in multiples of `grain`, what the lengths of slices are rounded to.
+
+    Args:
+        cost_model: predicts the work of whole documents, both passes together.
+        longest: tokens of the longest document.
+        grain: tokens, at least 1.
+    """
+
+    def __init__(self, cost_model: CostModel, longest: int, grain: int) -> None:
+        self.grain = grain
+        grid = np.arange(1, -(-longest // grain) + 1, dtype=np.int64) * grain
+        table = np.concatenate([[0.0], workload(cost_model, grid)])
+        self._table = np.maximum.accumulate(table)  # a fitted model may dip between two tiles
+
+    def most_slices(self, lengths: Ints) -> Ints:
+        """int64 (n,), slices that documents can be cut into."""
+        return -(-lengths // self.grain)
+
+    def cuts(self, length: int, shares: Floats) -> list[int]:
+        """Where a document is cut so that its slices' work is as near to `shares` as the grain allows.
+
+        Every slice but the last is a multiple of the grain, and none is empty.
+
+        Args:
+            length: tokens of the document.
+            shares: float64 (k,), work of its slices, k at most `most_slices`.
+
+        Returns:
+            k + 1 numbers from 0 to `length`.
+        """
+        k = len(shares)
+        most = -(-length // self.grain)
+        wanted = np.cumsum(shares[:-1])
+        above = np.searchsorted(self._table[: most + 1], wanted)  # first place with at least so much work
+        above = np.clip(above, 1, most)
+        nearer = wanted - self._table[above - 1] < self._table[above] - wanted
+        places = above - nearer
+        # None empty: place i is at least i + 1 and leaves as many for those behind it.
+        room = np.arange(k - 1)
+        places = np.maximum.accumulate(np.maximum(places, room + 1) - room) + room
+        places = np.minimum(places, most - (k - 1) + room)
+        return [0, *(places * self.grain).tolist(), length]
+
+
+def sliced_document(documents: Ints, slices: Ints) -> int:
+    """The document of which a pack has a slice, as the others of its slices find it too; -1 where it has
+    none.
+
+    Two pieces of one document, cut at a context window, are two documents here.
+
+    Args:
+        documents: int64 (n, 4), of which the columns ID, START and LENGTH are read.
+        slices: int64 (n, 2).
+    """
+    (rows,) = np.nonzero(slices[:, TOTAL] > documents[:, LENGTH])
+    if not len(rows):
+        return -1
+    assert len(rows) == 1, "a MicroPack has slices of one document at most"
+    row = rows[0]
+    # A piece is known by its document and its first token, both below 2 ** 40.
+    return int(documents[row, ID]) * 2**40 + int(documents[row, START] - slices[row, PREFIX])

@@ -1,0 +1,145 @@
+"""Steps whose micro-batches are MicroPacks: every replica runs its passes in the order that its plan says.
+
+The dependency graph has the edges between slices too (SlimPack, section 4.3): the forward pass of a slice
+waits for those of the slices before it, its backward pass for those of the slices behind it. All of them are
+passes of one stage, and so of one rank, whose own order has to keep to them; it is checked to.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb_titan.context import after, whole
+from wlb_titan.errors import PlanError
+from wlb_titan.job import Job
+from wlb_titan.memory.layer import TokenBytes
+from wlb_titan.memory.peak import RankMemory
+from wlb_titan.memory.slices import SliceCache
+from wlb_titan.packing.policy import Pack, Packing
+from wlb_titan.packing.slices import sliced_document
+from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
+from wlb_titan.plan import LENGTH, PREFIX, Action, Flow, MicroBatch, Plan
+from wlb_titan.simulator.passes import MicroBatches, pass_times
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class PackSeconds:
+    """Seconds of packs, for the choice of their number: what short packs lose counts here."""
+
+    job: Job
+
+    def __call__(self, packing: Packing) -> tuple[Floats, Floats]:
+        """float64 (packs,) each, forward and backward through all stages."""
+        slices = packing.slices if packing.slices is not None else [None] * len(packing.packs)
+        rows = [self._pack(pack, own) for pack, own in zip(packing.packs, slices, strict=True)]
+        tokens, forward, backward = np.array(rows).T[:, None]
+        times = pass_times(self.job, MicroBatches(tokens, forward, backward))
+        return times.forward.sum(axis=0)[0], (times.inputs + times.weights).sum(axis=0)[0]
+
+    def _pack(self, pack: Pack, slices: NDArray[np.int64] | None) -> tuple[float, float, float]:
+        """Tokens, and seconds of one layer's attention on the slowest context-parallel rank, both passes."""
+        job, lengths = self.job, pack[:, LENGTH]
+        prefix = None if slices is None else slices[:, PREFIX]
+        total = -(-int(lengths.sum()) // job.divisor) * job.divisor
+        if job.strategy is None:
+            seconds = job.latency.seconds(after((whole(lengths),), prefix))
+        else:
+            _, sharding = job.strategy.shard(lengths, total, prefix=prefix)
+            seconds = job.strategy.seconds(after(sharding, prefix))
+        forward, backward = seconds.max(axis=0).tolist()
+        return total, forward, backward
+
+
+def replica_graph(job: Job, plan: Plan, dp_rank: int) -> PipelineGraph:
+    """The graph of one replica's step.
+
+    Raises:
+        PlanError: the order does not keep to what slices need, or waits for itself.
+    """
+    assert plan.order is not None
+    flow = plan.order[dp_rank]
+    micro_batches = plan.of_rank(dp_rank)
+    check_slices(flow, micro_batches)
+    return PipelineGraph(job.shape, len(micro_batches), flow)
+
+
+def run_flows(job: Job, plans: Sequence[Plan], times: PassTimes, delays: Floats) -> tuple[Floats, Floats]:
+    """Runs every replica of every plan.
+
+    Args:
+        job: the job.
+        plans: with an order of passes each.
+        times: of all passes, (stages, n, steps x replicas).
+        delays: float64 (n, steps x replicas), seconds from one rank to the next.
+
+    Returns:
+        float64 (steps x replicas,), seconds, and what a rank computes of them on average.
+    """
+    seconds, busy = [], []
+    for k, (plan, rank) in enumerate((plan, rank) for plan in plans for rank in range(job.degrees.data)):
+        graph = replica_graph(job, plan, rank)
+        own = PassTimes(*(a[:, :, k : k + 1] for a in (times.forward, times.inputs, times.weights)))
+        seconds.append(float(graph.ends(own, delays[:, k : k + 1]).max()))
+        busy.append(float(graph.busy(own).mean()))
+    return np.array(seconds), np.array(busy)
+
+
+def flow_memory(job: Job, plans: Sequence[Plan]) -> tuple[RankMemory, ...]:
+    """The largest peak of each pipeline rank over all replicas and plans."""
+    peaks = [replica_memory(job, plan, rank) for plan in plans for rank in range(job.degrees.data)]
+    return tuple(max(ranks, key=lambda rank: rank.total) for ranks in zip(*peaks, strict=True))
+
+
+def replica_memory(job: Job, plan: Plan, dp_rank: int) -> tuple[RankMemory, ...]:
+    """The peak of each pipeline rank of one replica."""
+    assert plan.order is not None
+    micro_batches = plan.of_rank(dp_rank)
+    return job.peak_memory(
+        [m.length for m in micro_batches],
+        flow=plan.order[dp_rank],
+        slices=[m.slice for m in micro_batches],
+    )
+
+
+def cache_bytes(job: Job, actions: Sequence[Action], micro_batches: Sequence[MicroBatch]) -> list[float]:
+    """Keys and values of sliced documents, and their gradients, on a rank after each of its actions."""
+    cache = SliceCache(TokenBytes.of(job.model, job.degrees, job.memory, job.exchange), job.layers)
+    result = []
+    for action in actions:
+        micro_batch = micro_batches[action.place]
+        cache.begin(action, micro_batch.slice, micro_batch.length)
+        cache.end(action, micro_batch.slice)
+        result.append(cache.bytes_)
+    return result
+
+
+def check_slices(flow: Flow, micro_batches: Sequence[MicroBatch]) -> None:
+    """Checks the edges between the slices of each document.
+
+    Raises:
+        PlanError: naming the two passes that stand in the wrong order.
+    """
+    packs: dict[int, list[int]] = {}
+    for place, m in enumerate(micro_batches):
+        if m.slices is not None and (document := sliced_document(m.documents, m.slices)) >= 0:
+            packs.setdefault(document, []).append(place)
+    for rank, actions in enumerate(flow):
+        at = {action: number for number, action in enumerate(actions)}
+        for stage in {action.stage for action in actions}:
+            for places in packs.values():
+                chain = [Action("F", stage, place) for place in places]
+                chain += [Action("B", stage, place) for place in reversed(places)]
+                for first, second in itertools.pairwise(chain):
+                    if at[first] > at[second]:
+                        raise PlanError(
+                            f"Pipeline rank {rank} runs {second} before {first}, but these are slices of one "
+                            "document: forward passes go from its begin to its end, backward passes from its "
+                            "end to its begin."
+                        )
