@@ -6,16 +6,20 @@ None may be accepted, or end in anything but a ConfigError that names the place,
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import BaseMetadata, Ge, Gt, Le, Lt
 from drill_ground import make_corpus
 
 from wlb_titan.config.build import dotted
 from wlb_titan.config.load import LOCKED
 from wlb_titan.config.ranges import _values
 from wlb_titan.config.values import to_text
+from wlb_titan.context import STRATEGIES
 from wlb_titan.errors import ConfigError
+from wlb_titan.packing import POLICIES
+from wlb_titan.pipeline.order import ORDERS
 from wlb_titan.runtime.load import load_config
 
 AREA = "configuration mistakes"
@@ -29,81 +33,109 @@ def corpus(tmp_path_factory):
     return folder / "corpus"
 
 
+@dataclass(frozen=True)
+class Key:
+    """A setting that TOML can express.
+
+    Attributes:
+        name: dotted.
+        value: without a word.
+        limits: of numbers.
+        chosen: the line that names the class whose setting it is; empty where the base has it.
+    """
+
+    name: str
+    value: object
+    limits: tuple[BaseMetadata, ...]
+    chosen: str = ""
+
+
 @pytest.fixture(scope="session")
 def schema(tmp_path_factory):
-    """Dotted key -> value and range, of every setting that TOML can express."""
-    import tempfile
-    from pathlib import Path
-
+    """All settings, also those of every packing policy, strategy and order."""
     from wlb_titan.config.load import resolve
     from wlb_titan.runtime import registry
     from wlb_titan.runtime.ranges import RANGES
 
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "a.toml"
-        file.write_text('base = "llama3_debug"\n')
+    file = tmp_path_factory.mktemp("schema") / "a.toml"
+    sections = {"packing": POLICIES, "sharding": STRATEGIES, "pipeline": ORDERS}
+    lines = [
+        f'wlb.{section}.{family.key} = "{name}"'
+        for section, family in sections.items()
+        for name in family.names
+    ]
+    keys: dict[str, Key] = {}
+    for chosen in ("", *lines):
+        file.write_text(f'base = "llama3_debug"\n{chosen}\n')
         resolved = resolve(file, [], registry.base_config)
-    values = {
-        key: (value, limits)
-        for key, value, limits in _values(resolved.config, "", RANGES, frozenset(LOCKED), ())
-    }
-    expressed = {dotted(entry.path) for entry in resolved.entries if entry.text is not None}
-    return {key: fact for key, fact in values.items() if key in expressed}
+        expressed = {dotted(entry.path) for entry in resolved.entries if entry.text is not None}
+        for name, value, limits in _values(resolved.config, "", RANGES, frozenset(LOCKED), ()):
+            if name in expressed:
+                keys.setdefault(name, Key(name, value, limits, chosen))
+    return list(keys.values())
 
 
-def cases(schema) -> Iterator[tuple[str, str, str]]:
-    """(kind, the key as written, the value as TOML)."""
-    for key, (value, limits) in schema.items():
-        yield "misspelt", f"{key}{key[-1]}", to_text(value)
-        yield "wrong type", key, "[[[1]]]"
-        if isinstance(value, bool):
-            yield "wrong type", key, '"yes"'
-            continue
-        number = isinstance(value, int | float) or bool(limits and not isinstance(value, str | list | tuple))
-        if not number:
-            if not isinstance(value, list | tuple | dict):
-                yield "wrong type", key, "1979-05-27"
-            continue
-        yield "wrong type", key, '"many"'
-        for limit in limits:
-            match limit:
-                case Ge(ge=bound):
-                    yield "out of range", key, to_text(bound - 1)
-                case Gt(gt=bound):
-                    yield "out of range", key, to_text(bound)
-                case Le(le=bound) if bound != float("inf"):
-                    yield "out of range", key, to_text(bound + 1)
-                case Lt(lt=bound):
-                    yield "out of range", key, to_text(bound)
-        yield "absurd", key, "nan" if isinstance(value, float) else "1" + "0" * 30
-        yield "absurd", key, "-inf" if isinstance(value, float) else "-1" + "0" * 30
+def cases(schema: list[Key]) -> Iterator[tuple[str, Key, str, str]]:
+    """(kind, the key, its name as written, the value as TOML)."""
+    for key in schema:
+        value = key.value
+        yield "misspelt", key, f"{key.name}{key.name[-1]}", to_text(value)
+        for kind, text in bad_values(value, key.limits):
+            yield kind, key, key.name, text
+
+
+def bad_values(value: object, limits: tuple[BaseMetadata, ...]) -> Iterator[tuple[str, str]]:
+    yield "wrong type", "[[[1]]]"
+    if isinstance(value, bool):
+        yield "wrong type", '"yes"'
+        return
+    number = isinstance(value, int | float) or bool(limits and not isinstance(value, str | list | tuple))
+    if not number:
+        if not isinstance(value, list | tuple | dict):
+            yield "wrong type", "1979-05-27"
+        return
+    yield "wrong type", '"many"'
+    for limit in limits:
+        match limit:
+            case Ge(ge=bound):
+                yield "out of range", to_text(bound - 1)
+            case Gt(gt=bound):
+                yield "out of range", to_text(bound)
+            case Le(le=bound) if bound != float("inf"):
+                yield "out of range", to_text(bound + 1)
+            case Lt(lt=bound):
+                yield "out of range", to_text(bound)
+    yield "absurd", "nan" if isinstance(value, float) else "1" + "0" * 30
+    yield "absurd", "-inf" if isinstance(value, float) else "-1" + "0" * 30
 
 
 def check(folder, corpus, written: str) -> None:
-    """What `wlb-titan config check` does with BASE and one line more."""
+    """What `wlb-titan config check` does with BASE and a few lines more."""
     from wlb_titan.runtime.validation import validate_files
 
     file = folder / "bad.toml"
-    path = "" if written.startswith("wlb.corpus.path ") else f'wlb.corpus.path = "{corpus}"\n'
-    lines = "".join(line + "\n" for line in BASE.splitlines() if line.split(" ")[0] != written.split(" ")[0])
-    file.write_text(lines + path + written + "\n")
+    names = [line.split(" ")[0] for line in written.splitlines()]
+    base = [*BASE.splitlines(), f'wlb.corpus.path = "{corpus}"']
+    lines = [line for line in base if line.split(" ")[0] not in names]
+    file.write_text("\n".join([*lines, written]) + "\n")
     load_config(file).check(validate_files)
 
 
 def test_every_key_in_every_wrong_way(schema, corpus, tmp_path, record_property):
-    """About 500 bad inputs; all that are not refused as they should be are named."""
+    """Hundreds of bad inputs; all that are not refused as they should be are named."""
     wrong, count = [], 0
-    for kind, key, text in cases(schema):
+    for kind, key, name, text in cases(schema):
         count += 1
+        chooses = key.chosen.split(" ")[0] == name
         try:
-            check(tmp_path, corpus, f"{key} = {text}")
+            check(tmp_path, corpus, f"{'' if chooses else key.chosen}\n{name} = {text}".strip())
         except ConfigError as error:
-            if "bad.toml" not in str(error) or key.split(".")[-1] not in str(error):
-                wrong.append(f"{kind}: {key} = {text}: unclear: {error}")
+            if "bad.toml" not in str(error) or name.split(".")[-1] not in str(error):
+                wrong.append(f"{kind}: {name} = {text}: unclear: {error}")
         except Exception as error:
-            wrong.append(f"{kind}: {key} = {text}: {type(error).__name__}: {error}")
+            wrong.append(f"{kind}: {name} = {text}: {type(error).__name__}: {error}")
         else:
-            wrong.append(f"{kind}: {key} = {text}: accepted")
+            wrong.append(f"{kind}: {name} = {text}: accepted")
     record_property("tried", count)
     record_property("poorly", len(wrong))
     assert count > 300

@@ -1,6 +1,9 @@
 """A packing policy."""
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge
 
 from wlb_titan.packing.plain import Plain
 
@@ -10,7 +13,7 @@ class Reversed(Plain):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Plain.Config):
-        every: int = 1
+        every: Annotated[int, Ge(1)] = 1
         """Steps of which one is turned."""
 
     def __init__(self, config, stream, job):

@@ -4,6 +4,9 @@ This is the half that planning, memory and time ask; `two_level_attention` moves
 """
 
 from dataclasses import dataclass, replace
+from typing import Annotated
+
+from annotated_types import Ge
 
 from wlb_titan.context import Move
 from wlb_titan.context.all_gather import PerDocument
@@ -15,7 +18,7 @@ class TwoLevel(PerDocument):
 
     @dataclass(kw_only=True, slots=True)
     class Config(PerDocument.Config):
-        within: int = 2
+        within: Annotated[int, Ge(1)] = 2
         """Context-parallel ranks of a node."""
 
     attention = "own_policies.two_level_attention:TwoLevelAttention"
@@ -26,7 +29,7 @@ class TwoLevel(PerDocument):
 
     def check(self, model, tensor):
         super().check(model, tensor)
-        if self._within < 1 or self.ranks % self._within:
+        if self.ranks % self._within:
             raise PlanError(
                 f"{self.ranks} context-parallel ranks cannot be divided into nodes of {self._within}.",
                 setting="sharding.within",
