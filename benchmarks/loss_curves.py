@@ -46,7 +46,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu"
 SETTINGS = {
     "plain": [],
-    "fixed_greedy": ["--wlb.packing.window", "8"],
+    "fixed_greedy": ["--wlb.packing.global_batches", "8"],
     "wlb": [],
     "wlb_lazy": [],
     "slim": [],

@@ -14,12 +14,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from wlb_titan.context import STRATEGIES, ContextStrategy, Exchange
-from wlb_titan.cost.analytic import Device, TokenSeconds
+from wlb_titan.context import STRATEGIES, ContextStrategy, Exchange, Move
+from wlb_titan.cost.analytic import BYTES, Device, TokenSeconds
 from wlb_titan.cost.attention_hopper import KERNELS, hopper
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.attention_profile import AttentionShape, Profile
-from wlb_titan.cost.cluster import Cluster, load_cluster
+from wlb_titan.cost.cluster import Cluster, Link, load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.cost.workload import CostModel, cost_model
@@ -224,9 +224,24 @@ class Job:
         return None if self.strategy is None else self.strategy.exchange(self.model, self.degrees.tensor)
 
     @property
-    def received(self) -> float:
-        """Elements that context parallelism brings to a rank in a pass, for each token of a micro-batch."""
-        return 0.0 if self.exchange is None else self.exchange.received
+    def exchange_seconds(self) -> float:
+        """Of context parallelism's collectives in a layer's pass, for each token of a micro-batch."""
+        return sum(BYTES * move.received / self.link(move).bandwidth for move in self.moves)
+
+    @property
+    def repeated_exchange_seconds(self) -> float:
+        """Of those that selective activation checkpointing repeats in the backward pass."""
+        again = [move for move in self.moves if not move.kept]
+        return sum(BYTES * move.received / self.link(move).bandwidth for move in again)
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """What context parallelism moves in a layer."""
+        return () if self.exchange is None else self.exchange.moves
+
+    def link(self, move: Move) -> Link:
+        """What a collective of context parallelism goes over."""
+        return self.cluster.link(move.ranks, self.degrees.tensor * move.stride)
 
     @property
     def device(self) -> Device:
@@ -246,7 +261,7 @@ class Job:
     def token(self) -> TokenSeconds:
         """What one token of a micro-batch costs a rank."""
         tensor, context = self.degrees.tensor, self.degrees.context
-        return TokenSeconds.of(self.model, self.device, tensor, context, self.received)
+        return TokenSeconds.of(self.model, self.device, tensor, context, self.exchange_seconds)
 
     @cached_property
     def cost_model(self) -> CostModel:

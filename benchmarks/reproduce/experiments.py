@@ -49,13 +49,13 @@ def table_2(setting: Setting, steps: int, solver_steps: int) -> list[dict[str, A
     """Imbalance degree of forward latency and milliseconds of packing, N = 4, 7B-128K."""
     rows: list[tuple[str, PackingPolicy.Config, float | None, float | None]] = [
         ("Original Packing", POLICIES.configure("plain"), 1.44, 0),
-        ("Fixed-Len Greedy, 1 global batch", POLICIES.configure("fixed_greedy", window=1), 1.41, 4),
-        ("Fixed-Len Greedy, 2", POLICIES.configure("fixed_greedy", window=2), 1.22, 5),
-        ("Fixed-Len Greedy, 4", POLICIES.configure("fixed_greedy", window=4), 1.11, 5),
-        ("Fixed-Len Greedy, 8", POLICIES.configure("fixed_greedy", window=8), 1.08, 5),
-        ("Fixed-Len Solver, 1", POLICIES.configure("fixed_solver", window=1), 1.40, 467),
-        ("Fixed-Len Solver, 2", POLICIES.configure("fixed_solver", window=2), 1.18, 1488),
-        ("Fixed-Len Solver, 4", POLICIES.configure("fixed_solver", window=4), 1.09, 25313),
+        ("Fixed-Len Greedy, 1 global batch", POLICIES.configure("fixed_greedy", global_batches=1), 1.41, 4),
+        ("Fixed-Len Greedy, 2", POLICIES.configure("fixed_greedy", global_batches=2), 1.22, 5),
+        ("Fixed-Len Greedy, 4", POLICIES.configure("fixed_greedy", global_batches=4), 1.11, 5),
+        ("Fixed-Len Greedy, 8", POLICIES.configure("fixed_greedy", global_batches=8), 1.08, 5),
+        ("Fixed-Len Solver, 1", POLICIES.configure("fixed_solver", global_batches=1), 1.40, 467),
+        ("Fixed-Len Solver, 2", POLICIES.configure("fixed_solver", global_batches=2), 1.18, 1488),
+        ("Fixed-Len Solver, 4", POLICIES.configure("fixed_solver", global_batches=4), 1.09, 25313),
         ("WLB-LLM, 1 queue", POLICIES.configure("wlb", queues=1), 1.24, 8),
         ("WLB-LLM, 2 queues", POLICIES.configure("wlb", queues=2), 1.05, 20),
         ("WLB-LLM, 3 queues", POLICIES.configure("wlb", queues=3), 1.05, 23),
@@ -133,7 +133,7 @@ def figure_6(setting: Setting, steps: int) -> dict[str, Any]:
     """Packing over more global batches: imbalance of attention, Max_Attn / Avg_Attn in squares of lengths."""
     result: dict[str, Any] = {"window": [1, 2, 4, 8, 16], "imbalance": []}
     for window in result["window"]:
-        packing = POLICIES.configure("fixed_greedy", window=window)
+        packing = POLICIES.configure("fixed_greedy", global_batches=window)
         plans = configuration(setting, "7B-128K", packing=packing).plans(Policy("fixed_greedy"), steps)
         squares = [
             [float((m.documents[:, LENGTH] ** 2.0).sum()) for m in plan.micro_batches] for plan in plans

@@ -15,7 +15,7 @@ COMMON = (
     *("--wlb.packing.cost_model", "quadratic:1,1000"),
 )
 PACKING = {
-    "fixed_greedy": ("--wlb.packing.policy", "fixed_greedy", "--wlb.packing.window", "2"),
+    "fixed_greedy": ("--wlb.packing.policy", "fixed_greedy", "--wlb.packing.global_batches", "2"),
     "wlb": ("--wlb.packing.policy", "wlb", "--wlb.packing.thresholds", "[300, 450]"),
     "wlb_lazy": ("--wlb.packing.policy", "wlb_lazy"),
     # A gap that it reaches at once: it would find something else whenever the clock stopped it.
@@ -56,6 +56,11 @@ RUNS = {
     ),
     # Four query heads and two key heads: with four ranks two share a key head, with CP 2 x TP 2 too.
     "cp4_ulysses": ("wlb", (*layout(cp=4), *sharding("ulysses"))),
+    # Ulysses within pairs, keys gathered between them.
+    "cp4_ulysses_gather": (
+        "wlb_lazy",
+        (*layout(cp=4), *sharding("ulysses_gather"), "--wlb.sharding.within", "2"),
+    ),
     "dp2_cp2_ulysses": ("wlb_lazy", (*layout(dp=2, cp=2), *sharding("ulysses"))),
     "pp2_cp2_ulysses": ("fixed_greedy", (*layout(pp=2, cp=2), *sharding("ulysses"))),
     "cp2_tp2_ulysses": ("wlb", (*layout(cp=2, tp=2), *sharding("ulysses"))),

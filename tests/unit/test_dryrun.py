@@ -31,6 +31,36 @@ def dryrun(*words):
     return CliRunner().invoke(main, ["dryrun", *map(str, words)])
 
 
+@pytest.mark.parametrize("context", [2, 4])
+def test_ulysses_holds_and_moves_what_is_predicted(context, tmp_path):
+    """6 heads of a rank: 3 for each of two ranks; 2 for the first two of four, and 1 for the others."""
+    output = tmp_path / "ranks.json"
+    degree = ("--parallelism.context_parallel_degree", context)
+    result = dryrun(
+        TABLE_1,
+        *degree,
+        "--policy",
+        "plain:ulysses",
+        "--rank",
+        "first",
+        "--output",
+        output,
+        "--device-gib",
+        80,
+    )
+    assert result.exit_code == 0, result.output
+    (rank,) = json.loads(output.read_text())
+    assert rank["predicted_gib"] == pytest.approx(rank["traced_gib"], rel=0.05)
+    (moved,) = [entry for entry in rank["collectives"] if entry["kind"] == "all-to-all"]
+    layers, micro_batches, passes = 4, 4, 2
+    # Nothing is exchanged again for activation checkpointing.
+    assert (moved["over"], moved["number"]) == ("cp", 2 * passes * layers * micro_batches)
+    # What the larger of both directions has, its own part included: queries, keys, values and outputs.
+    heads = {2: 3, 4: 2}[context]
+    elements = 65536 * 128 * 4 * heads
+    assert moved["gib"] == pytest.approx(2 * elements * passes * layers * micro_batches / 2**30, rel=0.01)
+
+
 @pytest.mark.parametrize("words", [[], BALANCED], ids=["plain", "balanced"])
 def test_the_predicted_peak_is_the_traced_one(words, tmp_path):
     output = tmp_path / "ranks.json"

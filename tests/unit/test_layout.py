@@ -80,3 +80,36 @@ def test_every_package_is_installed():
     folders = {file.parent for file in (ROOT / "wlb_titan").rglob("__init__.py")}
     names = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
     assert set(project["packages"]) == names | {"wlb_titan.kernels", "wlb_titan.launch"}
+
+
+def modules_of(path: Path, known: set[str]) -> set[str]:
+    """The modules of ours that a file imports when it runs, inside functions too."""
+    tree = ast.parse(path.read_text())
+    hints = [
+        node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+    ]
+    skipped = {id(inner) for node in hints for inner in ast.walk(node)}
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found & known
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    package = ROOT / "wlb_titan"
+    files = {
+        ".".join(("wlb_titan", *path.relative_to(package).with_suffix("").parts)): path
+        for path in package.rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    imported = {name: modules_of(path, set(files)) for name, path in files.items()}
+    while leaves := [name for name, others in imported.items() if not others & imported.keys()]:
+        for name in leaves:
+            del imported[name]
+    # What is left imports each other, or something that does.
+    assert not imported, f"in circles: {sorted(imported)}"

@@ -57,7 +57,7 @@ def test_wlb_lazy_at_64_micro_batches(lengths):
 
 def test_a_larger_packing_window_balances_better_and_delays(lengths):
     """The paper's Figure 6, in small."""
-    rows = [run(lengths, 4, 160, policy="fixed_greedy", window=window) for window in (1, 4, 8)]
+    rows = [run(lengths, 4, 160, policy="fixed_greedy", global_batches=batches) for batches in (1, 4, 8)]
     imbalance = [row["imbalance_mean"] for row in rows]
     assert imbalance[0] > imbalance[1] > imbalance[2]
     assert [row["delay_mean"] for row in rows] == pytest.approx([0, 1.5, 3.5], abs=0.05)

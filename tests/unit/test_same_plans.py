@@ -60,10 +60,10 @@ GATHER = 'remainder = "round_robin"\ngather_groups = 2\n'
 VARIABLE = "max_length = 1200\n"
 CASES = {
     "plain": ('policy = "plain"\ntail = "drop"', f'policy = "per_document"\n{GATHER}', "longest_first"),
-    "fixed_greedy": ('policy = "fixed_greedy"\nwindow = 3', f'policy = "adaptive"\n{GATHER}', "best"),
+    "fixed_greedy": ('policy = "fixed_greedy"\nglobal_batches = 3', f'policy = "adaptive"\n{GATHER}', "best"),
     # A gap that is reached at once: a solver that is stopped by the clock finds something else each time.
     "fixed_solver": (
-        'policy = "fixed_solver"\nwindow = 2\ntime_limit = 20.0\ngap = 0.5',
+        'policy = "fixed_solver"\nglobal_batches = 2\ntime_limit = 20.0\ngap = 0.5',
         'policy = "ulysses"',
         "shortest_first",
     ),

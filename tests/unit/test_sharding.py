@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb_titan import context
-from wlb_titan.context import STRATEGIES
+from wlb_titan.context import STRATEGIES, per_document, sequence_positions
 from wlb_titan.context.ulysses import head_shares
 from wlb_titan.cost.attention_hopper import hopper
 from wlb_titan.cost.attention_latency import slowest
@@ -44,6 +44,30 @@ def pairs(rank: np.ndarray) -> int:
     low = rank[:, OFFSET]
     high = low + rank[:, COUNT]
     return int((high * (high + 1) // 2 - low * (low + 1) // 2).sum())
+
+
+@settings(max_examples=60, deadline=None)
+@given(ragged, st.sampled_from([(2, 1), (4, 2), (6, 3), (8, 2), (8, 8)]), st.integers(0, 40))
+def test_ulysses_gather_divides_groups_per_document_and_their_ranks_in_a_row(lengths, degrees, extra):
+    ranks, within = degrees
+    strategy = STRATEGIES.configure("ulysses_gather", within=within).make(ranks, LATENCY)
+    lengths = np.array(lengths)
+    total = -(-int(lengths.sum()) // strategy.divisor) * strategy.divisor + extra * strategy.divisor
+    if lengths.sum() < ranks:
+        return
+    _, shards = strategy.shard(lengths, total)
+    groups = per_document(lengths, total, ranks // within)
+    positions = sequence_positions(shards, lengths, total).reshape(ranks // within, -1)
+    expected = sequence_positions(groups, lengths, total)
+    held = positions < lengths.sum()
+    assert (held == (expected < lengths.sum())).all() and (positions[held] == expected[held]).all()
+    for rank in range(ranks):
+        seen, (order,) = strategy.mask(shards, lengths, total, rank)
+        assert (seen == context.segments(groups[rank // within], lengths)).all()
+        assert sorted(order) == list(range(total))
+    assert (expected.ravel()[order] == np.arange(total)).all()
+    seconds = strategy.seconds(shards)
+    assert seconds.shape == (ranks, 2)
 
 
 @pytest.mark.parametrize("remainder", ["spread", "round_robin"])

@@ -6,7 +6,7 @@ import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from wlb_titan.commands.compare import figure_rows, remarks, setting_rows
+from wlb_titan.commands.compare_rows import figure_rows, remarks, setting_rows
 from wlb_titan.commands.report_page import needs_matplotlib, section, table, write_page
 from wlb_titan.commands.run_folder import Run
 from wlb_titan.timeline import Span, read_trace

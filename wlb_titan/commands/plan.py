@@ -23,16 +23,12 @@ from wlb_titan.pipeline.order import ORDERS
 from wlb_titan.pipeline.schedule import SCHEDULES
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from wlb_titan.documents import Documents
     from wlb_titan.plan import Plan
     from wlb_titan.planner import Planner
     from wlb_titan.summary import Summary
 
 TABLE_WIDTH = 96  # also where no terminal tells its own
-FEW_STEPS = 100  # fewer carry their standard error
 NO_RANK = -1  # whose micro-batches are divided over context-parallel ranks: not needed for a summary
 
 TOKENS = click.IntRange(2, MOST_TOKENS)
@@ -175,6 +171,8 @@ def _written(planner: Planner, numbers: Any, file: Any) -> Iterator[Plan]:
 
 
 def _print(job: Job, documents: Documents, summaries: dict[str, Summary]) -> None:
+    from wlb_titan.commands.plan_rows import table_row
+
     console = make_console(TABLE_WIDTH)
     console.print(describe_job(job, documents), markup=False, soft_wrap=True)
     show_table(console, [{"policy": name, **table_row(s)} for name, s in summaries.items()])
@@ -184,25 +182,3 @@ def _print(job: Job, documents: Documents, summaries: dict[str, Summary]) -> Non
         if summary.gap is not None:
             proven = "all optimal" if summary.gap == 0 else f"at most {summary.gap:.1%} from the optimum"
             console.print(f"{name}: the solver's packings are {proven}.", markup=False)
-
-
-def plus_minus(values: NDArray[np.float64]) -> str:
-    """The standard error of a mean, where it is of few steps and would show: ` ±0.012`."""
-    if not 1 < len(values) < FEW_STEPS:
-        return ""
-    return f" ±{values.std(ddof=1) / len(values) ** 0.5:.3f}"
-
-
-def table_row(summary: Summary) -> dict[str, str]:
-    """Headings and cells of one policy, as the console and the report show them."""
-    figures = summary.figures()
-    return {
-        "imbalance": f"{figures['imbalance_mean']:.3f}" + plus_minus(summary.imbalance),
-        "p95": f"{figures['imbalance_p95']:.3f}",
-        "max": f"{figures['imbalance_max']:.3f}",
-        "delay": f"{figures['delay_mean']:.2f}",
-        "max delay": f"{figures['delay_max']}",
-        "padding": f"{figures['padding']:.2%}",
-        "plan ms": f"{figures['plan_ms']:.1f}",
-        "longest": f"{figures['longest']:,}",
-    }

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from wlb_titan.commands.job import describe_job
-from wlb_titan.commands.plan import table_row
+from wlb_titan.commands.plan_rows import table_row
 from wlb_titan.commands.rank_report import RankTimes, rank_heat_map
 from wlb_titan.commands.report_page import choice_section, needs_matplotlib, section, table, write_page
 from wlb_titan.documents import Documents

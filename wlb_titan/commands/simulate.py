@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ import click
 
 from wlb_titan.commands.console import make_console, print_choice, show_table, warnings_once
 from wlb_titan.commands.job import describe_job, lengths_option, load_job
-from wlb_titan.commands.plan import COUNT, FEW_STEPS, SEED, STEPS, TOKENS
+from wlb_titan.commands.plan import COUNT, SEED, STEPS, TOKENS
 from wlb_titan.cost.attention_hopper import KERNELS
 from wlb_titan.errors import PlanError
 
@@ -20,12 +19,10 @@ if TYPE_CHECKING:
     from wlb_titan.plan import Plan
     from wlb_titan.simulator.choice import Choice
     from wlb_titan.simulator.scenario import Scenario
-    from wlb_titan.simulator.search import Search
     from wlb_titan.simulator.step import Prediction
 
 DEFAULT_POLICIES = "plain:per_sequence,fixed_greedy:per_sequence,wlb:adaptive,wlb_lazy:hybrid:best"
 TABLE_WIDTH = 128  # also where no terminal tells its own
-SLOWER = 2.0  # the network, in the sensitivity column
 SEARCH_WIDTH = 152
 SHOWN = 12  # of a search
 SECONDS_BETWEEN_LINES = 5.0  # of its progress
@@ -150,59 +147,11 @@ def simulate(
         _export(scenario, plans, predictions, choices, report, trace)
 
 
-def table_rows(
-    scenario: Scenario, plans: dict[Policy, list[Plan]], predictions: dict[Policy, Prediction]
-) -> list[dict[str, str]]:
-    """Headings and cells of every policy, as the console and the report show them."""
-    from wlb_titan.simulator.scenario import network_sensitivity
-
-    slower = network_sensitivity(scenario, plans, SLOWER)
-    first = next(iter(predictions))
-    rows = []
-    for policy, prediction in predictions.items():
-        most = prediction.peak_memory
-        rows.append(
-            {
-                "policy": str(policy),
-                "step, s": f"{prediction.seconds.mean():.3f}",
-                "tokens/s": f"{prediction.tokens_per_second:,.0f}",
-                "MFU": f"{prediction.mfu:.1%}",
-                "bubble": f"{prediction.bubble:.1%}",
-                "peak GiB": f"{most.total / 2**30:.1f}" + ("" if prediction.fits else " !"),
-                "on rank": f"{most.rank}",
-                "speedup": speedup(prediction, predictions[first]),
-                "slow net": f"{slower[policy] / slower[first]:.3f}x",
-            }
-        )
-    return rows
-
-
-def speedup(prediction: Prediction, baseline: Prediction) -> str:
-    """Tokens per second over the baseline's; of few steps with the standard error of that ratio."""
-    ratio = prediction.tokens_per_second / baseline.tokens_per_second
-    steps = len(prediction.seconds)
-    if prediction is baseline or not 1 < steps < FEW_STEPS:
-        return f"{ratio:.3f}x"
-    error = ratio * math.hypot(prediction.relative_error, baseline.relative_error)
-    return f"{ratio:.3f}x ±{error:.3f}"
-
-
-def remarks(predictions: dict[Policy, Prediction]) -> list[str]:
-    """What a reader must know besides the table: what does not fit, and what is extrapolated."""
-    lines = []
-    for policy, prediction in predictions.items():
-        if not prediction.fits:
-            memory = prediction.job.cluster.memory / 2**30
-            lines.append(
-                f"{policy} does not fit a GPU's {memory:.1f} GiB: {prediction.peak_memory.explain()}"
-            )
-    lines += [p.extrapolated for p in predictions.values() if p.extrapolated][:1]
-    return lines
-
-
 def _print(
     scenario: Scenario, plans: dict[Policy, list[Plan]], predictions: dict[Policy, Prediction]
 ) -> None:
+    from wlb_titan.commands.simulate_rows import remarks, table_rows
+
     console = make_console(TABLE_WIDTH)
     console.print(describe_job(scenario.job, scenario.documents), markup=False, soft_wrap=True)
     show_table(console, table_rows(scenario, plans, predictions))
@@ -213,6 +162,7 @@ def _print(
 def _print_search(
     scenario: Scenario, policies: list[Policy], steps: int, gpus: int | None, seconds: float
 ) -> None:
+    from wlb_titan.commands.simulate_rows import gain, remarks, search_rows
     from wlb_titan.simulator.search import search
 
     begin = told = time.monotonic()
@@ -239,39 +189,9 @@ def _print_search(
         console.print(
             f"{result.untried} were not tried in the {seconds:.0f} s of --search-seconds.", soft_wrap=True
         )
-    console.print(_gain(result), markup=False, soft_wrap=True)
+    console.print(gain(result), markup=False, soft_wrap=True)
     for line in remarks({found.policy: found.prediction for found in result.found[:1]}):
         console.print(line, markup=False, soft_wrap=True)
-
-
-def _gain(result: Search) -> str:
-    """A sentence on what the best gain over the job as it is configured."""
-    best, own = result.found[0], result.configured
-    if own is None:
-        return "The configured degrees are of other GPUs or do not fit, so there is no gain to name."
-    gain = best.tokens_per_second / own.tokens_per_second
-    words = [f"{one.job.degrees}, {one.pipeline}, {one.policy}" for one in (best, own)]
-    return f"The best ({words[0]}) is {gain:.2f}x as fast as the configured job at its best ({words[1]})."
-
-
-def search_rows(result: Search) -> list[dict[str, str]]:
-    """Headings and cells of the candidates, the fastest first."""
-    best = result.found[0].tokens_per_second
-    return [
-        {
-            "degrees": str(found.job.degrees),
-            "schedule": found.pipeline,
-            "policy": str(found.policy),
-            "L_max": f"{found.job.longest_micro_batch:,}",
-            "step, s": f"{found.prediction.seconds.mean():.3f}",
-            "tokens/s": f"{found.tokens_per_second:,.0f}",
-            "MFU": f"{found.prediction.mfu:.1%}",
-            "bubble": f"{found.prediction.bubble:.1%}",
-            "peak GiB": f"{found.prediction.peak_memory.total / 2**30:.1f}",
-            "of best": f"{found.tokens_per_second / best:.1%}",
-        }
-        for found in result.found
-    ]
 
 
 def _export(

@@ -16,12 +16,13 @@ from wlb_titan.context.layout import (
     whole,
 )
 from wlb_titan.context.sequence import per_sequence
-from wlb_titan.context.strategy import STRATEGIES, ContextStrategy, Exchange, gathered
+from wlb_titan.context.strategy import STRATEGIES, ContextStrategy, Exchange, Move, gathered
 
 __all__ = [
     "STRATEGIES",
     "ContextStrategy",
     "Exchange",
+    "Move",
     "Sharding",
     "after",
     "gathered",

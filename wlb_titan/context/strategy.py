@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +34,29 @@ STRATEGIES = Family(
         "adaptive": "wlb_titan.context.all_gather:Adaptive",
         "hybrid": "wlb_titan.context.all_gather:Hybrid",
         "ulysses": "wlb_titan.context.ulysses:Ulysses",
+        "ulysses_gather": "wlb_titan.context.ulysses_gather:UlyssesGather",
         "auto": "wlb_titan.context.all_gather:Auto",
     },
 )
+
+
+class Move(NamedTuple):
+    """Collectives of a layer, in the forward pass and again for gradients in the backward pass.
+
+    Attributes:
+        received: elements from other ranks, for each token of the micro-batch.
+        collectives: how many they come in.
+        ranks: of the group.
+        stride: how many context-parallel ranks its members lie apart.
+        kept: elements of its result that selective activation checkpointing keeps for the backward pass,
+            instead of moving them again. torchtitan's keeps what all-to-alls bring.
+    """
+
+    received: float
+    collectives: int
+    ranks: int
+    stride: int = 1
+    kept: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,27 +64,29 @@ class Exchange:
     """What a rank's attention moves and holds in one layer, in elements for each token of the micro-batch.
 
     Attributes:
-        received: from other ranks in the forward pass, and of gradients in the backward pass.
-        collectives: in each of the passes.
+        moves: what travels.
         sent: held while they travel, beside what the model has anyway.
         keys: of keys and values that attention reads.
         outputs: of queries and of attention's output each, where attention works on others than the rank's
             own tokens and so has copies of both; 0 where it works on the rank's own.
     """
 
-    received: float
-    collectives: int
+    moves: tuple[Move, ...]
     sent: float
     keys: float
     outputs: float = 0.0
+
+    @property
+    def kept(self) -> float:
+        """What selective activation checkpointing keeps of it."""
+        return sum(move.kept for move in self.moves)
 
 
 def gathered(model: ModelShape, tensor: int, ranks: int, collectives: int = 1) -> Exchange:
     """What moves where every rank holds the keys and values of all `ranks`."""
     keys = model.key_elements(tensor)
-    return Exchange(
-        received=keys * (ranks - 1) / ranks, collectives=collectives, sent=keys / ranks, keys=keys
-    )
+    move = Move(keys * (ranks - 1) / ranks, collectives, ranks)
+    return Exchange(moves=(move,), sent=keys / ranks, keys=keys)
 
 
 class ContextStrategy(Plugin, ABC):

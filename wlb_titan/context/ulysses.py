@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.context.layout import Ints, Sharding, from_runs, segments, whole
-from wlb_titan.context.strategy import ContextStrategy, Exchange, Floats
+from wlb_titan.context.strategy import ContextStrategy, Exchange, Floats, Move
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
 from wlb_titan.plan import COUNT, DOCUMENT, OFFSET
@@ -115,10 +115,11 @@ class Ulysses(ContextStrategy):
         queries = max(share.query_heads for share in shares)
         keys = max(share.key_heads for share in shares) * model.head_dims
         others = (self.ranks - 1) / self.ranks
+        brought = queries * model.head_dim + keys
+        received = (queries * model.head_dims + keys) * others
         return Exchange(
-            received=(queries * model.head_dims + keys) * others,
-            collectives=2,
-            sent=queries * model.head_dim + keys,
+            moves=(Move(received, 2, self.ranks, kept=brought),),
+            sent=brought,
             keys=keys,
             outputs=queries * model.head_dim,
         )

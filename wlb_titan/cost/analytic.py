@@ -82,7 +82,7 @@ class TokenSeconds:
 
     @classmethod
     def of(
-        cls, shape: ModelShape, device: Device, tensor: int, context: int, received: float | None = None
+        cls, shape: ModelShape, device: Device, tensor: int, context: int, exchange: float | None = None
     ) -> TokenSeconds:
         """Of one rank of a model.
 
@@ -90,8 +90,8 @@ class TokenSeconds:
             shape: of the model.
             device: of the rank.
             tensor, context: degrees of parallelism.
-            received: elements that context parallelism brings to the rank in a pass, for each token of the
-                micro-batch; None: keys and values of the other ranks, as in the paper.
+            exchange: seconds of context parallelism's collectives in a pass, for each token of the
+                micro-batch; None: those of the keys and values of the other ranks, as in the paper.
         """
         ranks = tensor * context
         head = shape.hidden * shape.vocabulary
@@ -100,13 +100,14 @@ class TokenSeconds:
         elements = 12 * shape.hidden + 4 * shape.heads * shape.head_dim + 3 * shape.feed_forward
         # Sequence-parallel TP gathers and scatters the activations twice a layer.
         shared = 4 * shape.hidden * (tensor - 1) / tensor / context
-        if received is None:
+        if exchange is None:
             received = shape.key_elements(tensor) * (context - 1) / context
+            exchange = BYTES * received / device.context_bandwidth
         return cls(
             matrices=2.0 * layer / ranks / device.linear_flops,
             elements=BYTES * elements / ranks / device.memory_bandwidth,
             tensor=BYTES * shared / device.tensor_bandwidth,
-            context=BYTES * received / device.context_bandwidth,
+            context=exchange,
             experts=6.0 * shape.hidden * shape.routed_width / ranks / device.linear_flops,
             head=2.0 * head / ranks / device.linear_flops,
         )
@@ -124,7 +125,7 @@ class Analytic(CostModel):
         device: one of its ranks; None takes a GPU of the paper's cluster, `h100_roce`.
         tensor_parallel: degree; divides FLOPs and element-wise bytes, adds its collectives.
         context_parallel: the same.
-        received: as of `TokenSeconds.of`.
+        exchange: as of `TokenSeconds.of`.
 
     Attributes:
         linear_forward, linear_backward: W_l of one token, seconds.
@@ -137,12 +138,12 @@ class Analytic(CostModel):
         *,
         tensor_parallel: int = 1,
         context_parallel: int = 1,
-        received: float | None = None,
+        exchange: float | None = None,
     ) -> None:
         device = device or Device.of(
             load_cluster("h100_roce"), tensor_parallel=tensor_parallel, context_parallel=context_parallel
         )
-        token = TokenSeconds.of(shape, device, tensor_parallel, context_parallel, received)
+        token = TokenSeconds.of(shape, device, tensor_parallel, context_parallel, exchange)
         # Two matrix products, 2 FLOPs a multiplication, over half of the squares d x d.
         attention = shape.heads * shape.head_dims / (tensor_parallel * context_parallel)
         self._squares = shape.squares
@@ -157,7 +158,13 @@ class Analytic(CostModel):
     def of(cls, config: CostModel.Config, job: CostJob) -> Analytic:
         tensor, context = job.degrees.tensor, job.degrees.context
         device = Device.of(job.cluster, tensor_parallel=tensor, context_parallel=context)
-        return cls(job.model, device, tensor_parallel=tensor, context_parallel=context, received=job.received)
+        return cls(
+            job.model,
+            device,
+            tensor_parallel=tensor,
+            context_parallel=context,
+            exchange=job.exchange_seconds,
+        )
 
     def forward(self, lengths: NDArray[Any]) -> Floats:
         d = np.asarray(lengths, dtype=np.float64)

@@ -49,7 +49,7 @@ class Measured(CostModel):
         if profile.linear is not None:
             device = profile.linear.on(device)
         linear = Analytic(
-            job.model, device, tensor_parallel=tensor, context_parallel=context, received=job.received
+            job.model, device, tensor_parallel=tensor, context_parallel=context, exchange=job.exchange_seconds
         )
         return cls(latency, job.model.layers, context, linear)
 

@@ -59,8 +59,8 @@ class CostJob(Protocol):
         ...
 
     @property
-    def received(self) -> float:
-        """Elements that context parallelism brings to a rank in a pass, for each token of a micro-batch."""
+    def exchange_seconds(self) -> float:
+        """Of context parallelism's collectives in a layer's pass, for each token of a micro-batch."""
         ...
 
 

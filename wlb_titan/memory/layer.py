@@ -119,6 +119,7 @@ class _Layer:
         sent: what a rank sends to the others before attention.
         outputs: queries, and as many outputs, of the tokens that attention works on, where they are others
             than the rank's own.
+        exchanged: what `selective` keeps of the ranks' exchange.
         log_sum_exp: of attention, in float32.
         rotary: factors of the rank's tokens: a complex number of float32 for two elements of the head dim.
         shared_keys: whether context-parallel ranks exchange K and V.
@@ -134,6 +135,7 @@ class _Layer:
     key_gradients: float
     sent: float
     outputs: float
+    exchanged: float
     log_sum_exp: float
     rotary: float
     shared_keys: bool
@@ -158,6 +160,7 @@ class _Layer:
             key_gradients=exchange.keys * size,
             sent=0.0 if cp == 1 else exchange.sent * size,
             outputs=exchange.outputs * size,
+            exchanged=exchange.kept * size,
             log_sum_exp=FLOAT32 * model.heads / (cp * tp),
             rotary=FLOAT32 * model.head_dim / cp,
             shared_keys=cp > 1,
@@ -172,7 +175,7 @@ class _Layer:
             values = 0.0 if self.shared_keys else qkv
             return 2 * s + 2 * g + 2 * q + 2 * self.outputs + 4 * f + self.keys + values + self.log_sum_exp
         if checkpointing == "selective":
-            return s + qkv + q + self.outputs + f + self.log_sum_exp
+            return s + qkv + q + self.outputs + self.exchanged + f + self.log_sum_exp
         return s
 
     def passes(self, checkpointing: str) -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """`fixed_greedy`, on which `fixed_solver` improves: fixed-length packing, the baseline of section 3.2.
 
-The documents of `window` global batches, cut at the ends of context windows as a plain loader cuts them, are
+The documents of several global batches, cut at the ends of context windows as a plain loader cuts them, are
 packed anew into as many micro-batches of at most the context window, so that the largest sum of squared
 lengths, the attention work, is as small as possible (equation 1). Micro-batches are padded up to the window,
 so all have one shape.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from annotated_types import Interval
@@ -46,22 +46,24 @@ class FixedGreedy(PackingPolicy):
     class Config(PackingPolicy.Config):
         free = (*PackingPolicy.Config.free, "cost_model")
 
-        window: Annotated[int, Interval(ge=1, le=4096)] = 1
-        """Global batches that are packed together. More of them balance better and mix the order of the
-        documents more."""
+        global_batches: Annotated[int, Interval(ge=1, le=4096)] = 1
+        """Global batches that are packed together, the paper's packing window. More of them balance better
+        and mix the order of the documents more."""
+
+        former: ClassVar[Mapping[str, str]] = {"window": "global_batches"}
 
     variable_length = False
     balances = True
 
     def __init__(self, config: Config, stream: DocumentStream, job: PackingJob) -> None:
-        if config.window < 1:
+        if config.global_batches < 1:
             raise PlanError(
-                f"The packing window is {config.window} global batches; it must be at least 1.",
-                setting="packing.window",
+                f"global_batches is {config.global_batches}; it must be at least 1.",
+                setting="packing.global_batches",
             )
         self._stream = stream
         self._micro_batches = job.micro_batches
-        self._packs = job.micro_batches * config.window
+        self._packs = job.micro_batches * config.global_batches
         self._iteration = 0
         self._remained: Waiting = NOTHING
         self._ready: list[list[Waiting]] = []  # the packs of the window's coming steps

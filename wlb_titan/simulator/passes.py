@@ -141,15 +141,13 @@ def _offloaded(job: Job, tokens: Floats) -> Floats:
 
 def _latencies(job: Job) -> float:
     """Seconds of one layer's collectives in one pass that do not depend on tokens."""
-    tensor, context, expert = job.degrees.tensor, job.degrees.context, job.degrees.expert
+    tensor, expert = job.degrees.tensor, job.degrees.expert
     seconds = 0.0
     if tensor > 1:
         seconds += (1 - job.tensor_overlap) * TENSOR_COLLECTIVES * job.cluster.link(tensor).latency
     if expert > 1 and job.model.visits:
         seconds += EXPERT_COLLECTIVES * job.cluster.link(expert).latency
-    if job.exchange is not None:
-        seconds += job.exchange.collectives * job.cluster.link(context, tensor).latency
-    return seconds
+    return seconds + sum(move.collectives * job.link(move).latency for move in job.moves)
 
 
 def _repeated(job: Job, micro_batches: MicroBatches, forward: Floats) -> Floats:
@@ -162,7 +160,7 @@ def _repeated(job: Job, micro_batches: MicroBatches, forward: Floats) -> Floats:
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     # Keys, the attention's output and the MLP's second product, of all seven.
     repeated = (keys + queries + model.feed_forward) / (2 * (keys + queries) + 3 * model.feed_forward)
-    each = token.matrices * repeated + token.elements + _tensor(job) / 2 + token.context
+    each = token.matrices * repeated + token.elements + _tensor(job) / 2 + job.repeated_exchange_seconds
     seconds: Floats = micro_batches.tokens * each
     return seconds
 

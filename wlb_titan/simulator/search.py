@@ -65,7 +65,7 @@ class Search:
     Attributes:
         found: candidates that fit, the fastest first.
         configured: the job as it was given, under the policy that is fastest there; None if it is of another
-            number of GPUs, or does not fit.
+            number of GPUs, does not fit, or cannot run any of them.
         too_large: candidates of which not even plain micro-batches fit memory.
         refused: those that the schedule, the window or a policy does not allow.
         slower: those that were not planned, as even perfect balance would be slower than the fastest.
@@ -227,12 +227,23 @@ def _if_balanced(job: Job, window: MicroBatches) -> float:
 
 
 def _tried(scenario: Scenario, policies: list[Policy], steps: int) -> list[Found]:
-    """The job under each policy, those that fit."""
-    found = []
+    """The job under each policy, those that fit.
+
+    Raises:
+        PlanError: none of them can run it.
+    """
+    found: list[Found] = []
+    refused: list[PlanError] = []
     for policy in policies:
-        prediction = scenario.predict(policy, steps)
+        try:
+            prediction = scenario.predict(policy, steps)
+        except PlanError as error:
+            refused.append(error)
+            continue
         if prediction.fits:
             found.append(Found(prediction.job, prediction.job.policy, prediction))
+    if len(refused) == len(policies):
+        raise refused[0]
     return found
 
 
@@ -240,7 +251,10 @@ def _configured(scenario: Scenario, gpus: int, policies: list[Policy], steps: in
     job = scenario.job
     if job.degrees.ranks != gpus or job.longest_that_fits is None:
         return None
-    return max(_tried(scenario, policies, steps), key=lambda one: one.tokens_per_second, default=None)
+    try:
+        return max(_tried(scenario, policies, steps), key=lambda one: one.tokens_per_second, default=None)
+    except PlanError:
+        return None
 
 
 def _pipeline(job: Job) -> str:

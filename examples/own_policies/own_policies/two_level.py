@@ -8,12 +8,13 @@ from typing import Annotated
 
 from annotated_types import Ge
 
+from wlb_titan.context import Move
 from wlb_titan.context.all_gather import PerDocument
 from wlb_titan.errors import PlanError
 
 
 class TwoLevel(PerDocument):
-    """As `per_document`, with two collectives where the other has one."""
+    """As `per_document`, with a collective on each of the two axes."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(PerDocument.Config):
@@ -36,4 +37,9 @@ class TwoLevel(PerDocument):
 
     def exchange(self, model, tensor):
         once = super().exchange(model, tensor)
-        return replace(once, collectives=2 * once.collectives)
+        keys, between = once.keys, self.ranks // self._within
+        moves = (
+            Move(keys / between * (1 - 1 / self._within), 1, self._within),
+            Move(keys * (1 - 1 / between), 1, between, stride=self._within),
+        )
+        return replace(once, moves=moves)
