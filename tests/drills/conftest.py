@@ -39,6 +39,8 @@ def pytest_terminal_summary(terminalreporter):
     for outcome in ("passed", "failed"):
         for report in terminalreporter.stats.get(outcome, []):
             told = dict(report.user_properties)
+            if "area" not in told:  # not a drill
+                continue
             row = table.setdefault(told["area"], [0, 0])
             row[0] += told.get("tried", 1)
             row[1] += told.get("poorly", int(report.failed))
