@@ -43,7 +43,6 @@ CLUSTERS = {
 PLAN = [
     "plan",
     "plan nowhere.toml",
-    "plan good.toml --lengths good.txt",
     "plan --lengths nowhere.txt " + ROOMY,
     "plan --lengths . " + ROOMY,
     "plan --lengths good.txt",
