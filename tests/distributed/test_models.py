@@ -41,7 +41,9 @@ def runs(lab):
     seeds, alone, parallel = {}, {}, {}
     for model in PARALLEL:
         base = ("--base", f"bases:{model}", *COMMON)
-        seeds[model] = lab.experiment("seed", *base, "--checkpoint.create_seed_checkpoint", "true")
+        seeds[model] = lab.experiment(
+            "seed", *base, "--debug.seed", "0", "--checkpoint.create_seed_checkpoint", "true"
+        )
         seeds[model].folder = lab.folder / f"seed_{model}"
         seed = ("--checkpoint.initial_load_path", str(seeds[model].folder / "checkpoint" / "step-0"))
         alone[model] = lab.experiment(f"{model}_one_process", *base, *layout(), *seed)
@@ -56,7 +58,9 @@ def runs(lab):
 def test_losses_equal_one_process(runs, model):
     alone, parallel = runs
     assert len(alone[model].losses()) == 2
-    assert parallel[model].losses() == pytest.approx(alone[model].losses(), rel=1e-4)
+    # gpt_oss' experts compute in bfloat16: sums in another order round to other numbers.
+    tolerance = 1e-3 if model == "gpt_oss" else 1e-4
+    assert parallel[model].losses() == pytest.approx(alone[model].losses(), rel=tolerance)
 
 
 LENGTHS = (40, 7, 81)

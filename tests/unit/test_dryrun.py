@@ -9,7 +9,7 @@ from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
 use_cpu_without_accelerator()
 
-TABLE_1 = "train_configs/llama2_550m_64k.toml"
+TABLE_1 = ("train_configs/llama2_550m_64k.toml", "--wlb.corpus.path", "not_here")
 BALANCED = ["--policy", "wlb_lazy:hybrid:best", "--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"]
 SMALL = """
 base = "llama3_debug"
@@ -37,7 +37,7 @@ def test_ulysses_holds_and_moves_what_is_predicted(context, tmp_path):
     output = tmp_path / "ranks.json"
     degree = ("--parallelism.context_parallel_degree", context)
     result = dryrun(
-        TABLE_1,
+        *TABLE_1,
         *degree,
         "--policy",
         "plain:ulysses",
@@ -64,7 +64,7 @@ def test_ulysses_holds_and_moves_what_is_predicted(context, tmp_path):
 @pytest.mark.parametrize("words", [[], BALANCED], ids=["plain", "balanced"])
 def test_the_predicted_peak_is_the_traced_one(words, tmp_path):
     output = tmp_path / "ranks.json"
-    result = dryrun(TABLE_1, *words, "--output", output, "--device-gib", 80)
+    result = dryrun(*TABLE_1, *words, "--output", output, "--device-gib", 80)
     assert result.exit_code == 0, result.output
     assert "log-normal" in result.stderr  # there is no corpus
     assert "it fits" in result.stdout
@@ -97,7 +97,7 @@ def test_zero_bubble_keeps_what_is_predicted(rank, checkpointing, tmp_path):
     """With full checkpointing backward passes are whole and free what they recompute; else they are split."""
     output = tmp_path / "ranks.json"
     schedule = ["--parallelism.pipeline_parallel_schedule", "ZBVZeroBubble"]
-    result = dryrun(TABLE_1, *schedule, *checkpointing, "--rank", rank, "--output", output)
+    result = dryrun(*TABLE_1, *schedule, *checkpointing, "--rank", rank, "--output", output)
     assert result.exit_code == 0, result.output
     (traced,) = json.loads(output.read_text())
     assert traced["predicted_gib"] == pytest.approx(traced["traced_gib"], rel=0.05)
