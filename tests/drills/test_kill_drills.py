@@ -101,13 +101,12 @@ def test_figures_never_end_training(ground, undisturbed):
     assert job.log().count("Traces cannot be written") == 1
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_flipped_bit_in_the_documents_is_named(ground, undisturbed, seed):
-    damaged = ground.folder / f"damaged-corpus-{seed}"
+def test_a_flipped_bit_in_the_documents_is_named(ground):
+    damaged = ground.folder / "damaged-corpus"
     shutil.copytree(ground.corpus, damaged)
     content = bytearray((damaged / "documents.arrow").read_bytes())
-    content[random.Random(seed).randrange(len(content))] ^= 4
+    content[random.Random(0).randrange(len(content))] ^= 4
     (damaged / "documents.arrow").write_bytes(content)
-    job = ground.run(f"flipped-{seed}", "--wlb.corpus.path", str(damaged))
+    job = ground.run("flipped", "--wlb.corpus.path", str(damaged))
     assert 2 in job.codes and f"corpus {damaged} is damaged: documents.arrow" in job.log().replace("The ", "")
     assert "Traceback" not in job.log()
