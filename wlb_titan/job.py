@@ -226,13 +226,15 @@ class Job:
     @property
     def exchange_seconds(self) -> float:
         """Of context parallelism's collectives in a layer's pass, for each token of a micro-batch."""
-        return sum(BYTES * move.received / self.link(move).bandwidth for move in self.moves)
+        return self._seconds_of(self.moves)
 
     @property
     def repeated_exchange_seconds(self) -> float:
         """Of those that selective activation checkpointing repeats in the backward pass."""
-        again = [move for move in self.moves if not move.kept]
-        return sum(BYTES * move.received / self.link(move).bandwidth for move in again)
+        return self._seconds_of([move for move in self.moves if not move.kept])
+
+    def _seconds_of(self, moves: Sequence[Move]) -> float:
+        return sum(BYTES * move.received / self.link(move).bandwidth for move in moves)
 
     @property
     def moves(self) -> tuple[Move, ...]:
