@@ -19,8 +19,6 @@ longer of two normal times (Clark 1961, the greatest of a finite set of random v
 
 from __future__ import annotations
 
-import json
-import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ import torch
 import torch.distributed as dist
 from common.trainers import BenchTrainer, in_two_processes, make_config, make_corpus, shared_folder
 from fidelity_probe import Probe
-from pipeline_speedup import WARM_UP, WINDOW, Result, features, show, take_turns
+from pipeline_speedup import WARM_UP, WINDOW, Result, features, save, show, take_turns
 
 from wlb_titan.packing import POLICIES
 from wlb_titan.plan import Plan, imbalance_degree
@@ -165,18 +163,16 @@ def main(steps: int, micro_batches: int, output: Path | None) -> None:
         results, costs = measure(folder, steps, micro_batches)
     if dist.get_rank() == 0:
         show(results, "two data-parallel ranks under FSDP, one core each; x: relative to plain")
-        if output is not None:
-            record = {
-                "settings": {"context_window": WINDOW, "micro_batches": micro_batches, "steps": steps},
-                "machine": platform.processor() or platform.machine(),
-                "torch": torch.__version__,
-                "seconds_per_d2_and_d": costs.coefficients.tolist(),
-                "scatter": costs.scatter.tolist(),
-                "slowdown_of_two_busy_cores": costs.slower,
-                "fixed_seconds_of_a_step": costs.fixed,
-                "variants": [r.record() for r in results],
-            }
-            output.write_text(json.dumps(record, indent=1) + "\n")
+        save(
+            output,
+            results,
+            costs.coefficients,
+            micro_batches,
+            steps,
+            scatter=costs.scatter.tolist(),
+            slowdown_of_two_busy_cores=costs.slower,
+            fixed_seconds_of_a_step=costs.fixed,
+        )
     dist.destroy_process_group()
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import platform
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -243,6 +243,28 @@ def show(results: list[Result], title: str) -> None:
     Console(width=110).print(table)
 
 
+def save(
+    output: Path | None,
+    results: Sequence[Result],
+    coefficients: np.ndarray,
+    micro_batches: int,
+    steps: int,
+    **costs: Any,
+) -> None:
+    """Writes the results as JSON, with what else is known of the costs; nothing without a file."""
+    if output is None:
+        return
+    record = {
+        "settings": {"context_window": WINDOW, "micro_batches": micro_batches, "steps": steps},
+        "machine": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "seconds_per_d2_and_d": coefficients.tolist(),
+        **costs,
+        "variants": [r.record() for r in results],
+    }
+    output.write_text(json.dumps(record, indent=1) + "\n")
+
+
 @click.command()
 @click.option("--steps", default=30, show_default=True, help="Counted steps of each variant.")
 @click.option("--micro-batches", default=4, show_default=True, help="Of a step.")
@@ -252,19 +274,7 @@ def main(steps: int, micro_batches: int, output: Path | None) -> None:
         results, costs = measure(folder, steps, micro_batches)
     if dist.get_rank() == 0:
         show(results, "two stages, one core each; x: relative to plain as packed")
-        if output is not None:
-            record = {
-                "settings": {
-                    "context_window": WINDOW,
-                    "micro_batches": micro_batches,
-                    "steps": steps,
-                },
-                "machine": platform.processor() or platform.machine(),
-                "torch": torch.__version__,
-                "seconds_per_d2_and_d": costs.coefficients.tolist(),
-                "variants": [r.record() for r in results],
-            }
-            output.write_text(json.dumps(record, indent=1) + "\n")
+        save(output, results, costs.coefficients, micro_batches, steps)
     dist.destroy_process_group()
 
 

@@ -15,8 +15,6 @@ The pieces are those of `pipeline_speedup.py`; "work" is explained there.
 from __future__ import annotations
 
 import ctypes
-import json
-import platform
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +32,7 @@ from common.trainers import (
     make_corpus,
     shared_folder,
 )
-from pipeline_speedup import WINDOW, Costs, Result, step, take_turns
+from pipeline_speedup import WINDOW, Costs, Result, save, step, take_turns
 from rich.console import Console
 from rich.table import Table
 
@@ -199,15 +197,7 @@ def main(steps: int, micro_batches: int, output: Path | None) -> None:
         results, costs = measure(folder, steps, micro_batches)
     if dist.get_rank() == 0:
         show(results, "two stages, one core each; x: relative to plain")
-        if output is not None:
-            record = {
-                "settings": {"context_window": WINDOW, "micro_batches": micro_batches, "steps": steps},
-                "machine": platform.processor() or platform.machine(),
-                "torch": torch.__version__,
-                "seconds_per_d2_and_d": costs.coefficients.tolist(),
-                "variants": [r.record() for r in results],
-            }
-            output.write_text(json.dumps(record, indent=1) + "\n")
+        save(output, results, costs.coefficients, micro_batches, steps)
     dist.destroy_process_group()
 
 
