@@ -13,8 +13,8 @@ first, so that a run of hours can be stopped at any time and goes on where it wa
 benchmarks/results/cpu/loss_curves.json and .svg are written.
 
 The corpus has a long tail at the window, as the paper's has: Python files of this machine, cut into documents
-whose characters are log-normal with median 3 x 150 and sigma 1.4, so that about 3 % of them are longer than a
-window of 2,048 tokens. Every 50th file is held out.
+whose characters are log-normal, with a median of 0.22 for each token of the window (three characters are about
+a token) and sigma 1.4, so that about 3 % of them are longer than the window. Every 50th file is held out.
 
 What is compared is the mean of a run's last validations minus that of `plain` with the same seed, and the
 standard error of this difference over the seeds: seeds differ by more than policies do.
@@ -52,14 +52,15 @@ SETTINGS = {
     "slim": [],
 }
 COMPARED = tuple(name for name in SETTINGS if name in POLICIES.names)
-MEDIAN, SIGMA = 450, 1.4  # characters
-CHARACTERS = 60_000_000
+MEDIAN, SIGMA = 0.22, 1.4  # characters of a document, for each token of the window
+CHARACTERS = 30_000  # of the corpus, likewise
+SHORTEST = 32  # characters
 HELD_OUT = 50  # one file of so many
 VALIDATION_STEPS = 32  # sequences of a window
 LAST = 3  # validations that make a run's result
 
 
-def make_corpus(folder: Path) -> None:
+def make_corpus(folder: Path, window: int) -> None:
     """Writes the corpus and, beside it, the held-out documents as JSON lines."""
     if (folder / "corpus" / "manifest.json").is_file():
         return
@@ -67,13 +68,13 @@ def make_corpus(folder: Path) -> None:
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
     files += sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py"))
     (folder / "held_out").mkdir(parents=True, exist_ok=True)
-    left = CHARACTERS
+    left = CHARACTERS * window
     with (folder / "train.jsonl").open("w") as train, (folder / "held_out/texts.json").open("w") as held:
         for number, index in enumerate(rng.permutation(len(files)).tolist()):
             text = files[index].read_text(encoding="utf-8", errors="ignore")
             begin = 0
             while begin < len(text):
-                end = begin + max(int(rng.lognormal(np.log(MEDIAN), SIGMA)), 32)
+                end = begin + max(int(rng.lognormal(np.log(MEDIAN * window), SIGMA)), SHORTEST)
                 line = json.dumps({"text": text[begin:end]}) + "\n"
                 (held if number % HELD_OUT == 0 else train).write(line)
                 begin = end
@@ -179,7 +180,7 @@ def main(
     """Train under every policy, in FOLDER, and compare the losses on held-out documents."""
     console = Console()
     folder = folder.resolve()
-    make_corpus(folder)
+    make_corpus(folder, window)
     runs = [Run(folder, policy, seed, window) for seed in range(seeds) for policy in COMPARED]
     end = time.monotonic() + 60 * minutes if minutes is not None else float("inf")
     while (behind := min(runs, key=lambda run: run.steps)).steps < steps:

@@ -23,6 +23,7 @@ PLAIN = Policy("plain", "per_sequence")
 FIXED = (Policy("fixed_greedy", "per_sequence"), Policy("fixed_greedy", "per_document"))
 WLB = Policy("wlb", "adaptive")
 OURS = (Policy("wlb_lazy", "hybrid"), Policy("wlb_lazy", "hybrid", "best"))
+SLIM = Policy("slim", "hybrid")
 RESULTS = Path(__file__).parents[1] / "results" / "cpu"
 
 
@@ -177,7 +178,7 @@ def figure_10(setting: Setting) -> dict[str, Any]:
 
 def figure_12(setting: Setting, steps: int) -> dict[str, Any]:
     """All configurations of Table 1."""
-    policies = (*FIXED, WLB, *OURS)
+    policies = (*FIXED, WLB, *OURS, SLIM)
     return {name: speedups(configuration(setting, name), policies, steps) for name in PAPER_DEGREES}
 
 

@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reproduction"
-GREY, GOLD, BLUE, GREEN, INK = "#8a8f98", "#c99a4b", "#3b78c2", "#12967f", "#20242b"
+GREY, GOLD, BLUE, GREEN, VIOLET, INK = "#8a8f98", "#c99a4b", "#3b78c2", "#12967f", "#8661b5", "#20242b"
 STYLE = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -105,20 +105,21 @@ def _figure_12(settings: list[dict[str, Any]]) -> None:
         "Fixed-4D": (lambda row: fixed_4d(row), GOLD),
         "WLB-LLM": (lambda row: row["wlb:adaptive"], BLUE),
         "wlb_lazy, hybrid, best order": (lambda row: row["wlb_lazy:hybrid:best"], GREEN),
+        "slim, hybrid": (lambda row: row["slim:hybrid"], VIOLET),
     }
     names = list(settings[0])
     for place, (label, (value, color)) in enumerate(bars.items()):
         heights = np.array([[value(setting[name]) - 1 for name in names] for setting in settings])
         middle = heights.mean(axis=0)
         ends = np.abs([heights.min(axis=0) - middle, heights.max(axis=0) - middle])
-        x = np.arange(len(names)) + 0.27 * (place - 1)
-        axes.bar(x, middle, 0.25, bottom=1, color=color, label=label)
+        x = np.arange(len(names)) + 0.21 * (place - 1.5)
+        axes.bar(x, middle, 0.19, bottom=1, color=color, label=label)
         axes.errorbar(x, 1 + middle, ends, fmt="none", ecolor=INK, elinewidth=1, capsize=2)
     axes.axhline(1, color=INK, linewidth=1)
     axes.set_xticks(range(len(names)), names)
     axes.set_ylabel("speedup over Plain-4D")
     axes.set_title("Mean and range of the settings", loc="left")
-    axes.legend(ncols=3, loc="upper right")
+    axes.legend(ncols=4, loc="upper right")
     _save(figure, "figure_12.svg")
 
 

@@ -210,6 +210,22 @@ def test_a_missing_profile_is_refused(lengths, tmp_path):
     assert re.search(r"The profile .*none\.json cannot be read", " ".join(result.output.split()))
 
 
+def test_what_planning_finds_wrong_is_said_with_its_place(lengths, tmp_path):
+    (tmp_path / "train.toml").write_text(
+        'base = "llama3_debug"\n[training]\nseq_len = 256\nlocal_batch_size = 4\n'
+        '[wlb.corpus]\npath = "corpus"\n[wlb.packing]\npolicy = "slim"\nmicropacks = 5000\n'
+    )
+    few = ("--lengths", lengths, "--steps", 1)
+    assert_refused(
+        run(tmp_path / "train.toml", *few),
+        r"train\.toml:9: wlb\.packing\.micropacks = 5000: .* cannot be cut into 5000",
+    )
+    assert_refused(run(tmp_path / "train.toml", *few, "--micropacks", 6000), "--micropacks: .* into 6000")
+    assert_refused(
+        run(tmp_path / "train.toml", *few, "--micro-batches", 10**6), "--lengths: The corpus has 3000 documents"
+    )
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -218,8 +234,8 @@ def test_a_missing_profile_is_refused(lengths, tmp_path):
         ["--steps", "0"],
         ["--context-window", "0"],
         ["--micro-batches", "0"],
-        ["--policy", "fixed_greedy", "--window", "1000000000"],
-        ["--policy", "fixed_greedy", "--window", "0"],
+        ["--policy", "fixed_greedy", "--global-batches", "1000000000"],
+        ["--policy", "fixed_greedy", "--global-batches", "0"],
         ["--policy", "wlb_lazy", "--tolerance", "nan"],
         ["--policy", "wlb", "--queues", "0"],
     ],

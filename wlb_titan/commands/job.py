@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, fields, replace
 from functools import cache
 from pathlib import Path
@@ -21,7 +22,7 @@ from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS
 from wlb_titan.documents import Documents
 from wlb_titan.documents.lengths import NAMED, named_or_read
-from wlb_titan.errors import PlanError
+from wlb_titan.errors import ConfigError, PlanError, UserError
 from wlb_titan.job import Job, named_attention
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.packing import POLICIES
@@ -35,6 +36,16 @@ DEGREES = {
     "expert_parallel": "expert",
 }
 NOT_OPTIONS = ("cost_model", "length_multiple")
+OPTIONS = {
+    "training.seq_len": "context_window",
+    "training.global_batch_size": "micro_batches",
+    "parallelism.pipeline_parallel_schedule": "schedule",
+    "parallelism.tensor_parallel_degree": "tensor_parallel",
+    "parallelism.pipeline_parallel_degree": "pipeline_parallel",
+    "sharding.policy": "sharding",
+    "corpus.path": "lengths",
+}
+"""Options that are not called as the last part of the key over which they go."""
 
 
 class Setting(click.ParamType):
@@ -112,24 +123,51 @@ lengths_option = click.option(
 )
 
 
+@contextmanager
+def placed(config: Path | None, given: Mapping[str, Any]) -> Iterator[None]:
+    """Says of a setting that is found wrong in planning where it was written.
+
+    Args:
+        config: the TOML file, if there is one.
+        given: the options on the command line, by their names.
+
+    Raises:
+        PlanError: the error, after the option's name.
+        ConfigError: the error, after file, line and value.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except UserError as error:
+        option = OPTIONS.get(error.setting, error.setting.rpartition(".")[2])
+        if option in given:
+            raise PlanError(f"--{option.replace('_', '-')}: {error}") from error
+        if config is None or not error.setting:
+            raise
+        from wlb_titan.runtime.load import load_config
+
+        raise ConfigError(load_config(config).placed(error)) from error
+
+
 def load_job(
-    config: Path | None, lengths: str | None, given: Mapping[str, Any], paper: Callable[[Degrees], Degrees]
+    config: Path | None, given: Mapping[str, Any], paper: Callable[[Degrees], Degrees]
 ) -> tuple[Job, Documents]:
     """What a command's arguments name.
 
     Args:
         config: TOML file of a training run, on its corpus if no lengths are named; None: a row of the
             paper's Table 1.
-        lengths: as of `named_or_read`.
-        given: the options on the command line, by their names; they go over both.
+        given: the options on the command line, by their names; they go over both. `lengths` is as of
+            `named_or_read`.
         paper: which of the row's degrees count.
 
     Raises:
         UserError: a file or an option is wrong.
     """
     drawn = None
-    if lengths is not None:
-        found, name = named_or_read(lengths)
+    if "lengths" in given:
+        found, name = named_or_read(given["lengths"])
         drawn = Documents(lengths=found, name=name, seed=None)
     if config is not None:
         job, documents = _from_toml(config, drawn)

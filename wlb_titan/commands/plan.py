@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from wlb_titan.commands.console import make_console, print_choice, show_table, warnings_once
-from wlb_titan.commands.job import describe_job, lengths_option, load_job, packing_options, with_settings
+from wlb_titan.commands.job import describe_job, lengths_option, load_job, packing_options, placed, with_settings
 from wlb_titan.context import STRATEGIES
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.workload import COST_MODELS
@@ -76,7 +76,6 @@ SEED = click.IntRange(0, 2**63 - 1)
 @click.option("--report", type=click.Path(path_type=Path), metavar="DIR", help="Draw DIR/report.html.")
 def plan(
     config: Path | None,
-    lengths: str | None,
     compare: str | None,
     steps: int,
     output: Path | None,
@@ -98,11 +97,11 @@ def plan(
     from wlb_titan.simulator.choice import choose
 
     given = {name: value for name, value in options.items() if value is not None}
-    if config is None and lengths is not None and not {"context_window", "micro_batches"} <= given.keys():
+    if config is None and "lengths" in given and not {"context_window", "micro_batches"} <= given.keys():
         raise PlanError("With --lengths alone, --context-window and --micro-batches must be given.")
-    with warnings_once():
+    with warnings_once(), placed(config, given):
         # Of a row of Table 1 its model and tensor parallelism count; all else is asked for.
-        job, documents = load_job(config, lengths, given, lambda row: Degrees(tensor=row.tensor))
+        job, documents = load_job(config, given, lambda row: Degrees(tensor=row.tensor))
         asked = _jobs(job, compare, given)
         choices = [choose(one, documents) for one in asked if one.undecided]
         for choice in choices:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from wlb_titan.commands.console import make_console, print_choice, show_table, warnings_once
-from wlb_titan.commands.job import describe_job, lengths_option, load_job
+from wlb_titan.commands.job import describe_job, lengths_option, load_job, placed
 from wlb_titan.commands.plan import COUNT, SEED, STEPS, TOKENS
 from wlb_titan.cost.attention_hopper import KERNELS
 from wlb_titan.errors import PlanError
@@ -101,7 +101,6 @@ SECONDS_BETWEEN_LINES = 5.0  # of its progress
 )
 def simulate(
     config: Path | None,
-    lengths: str | None,
     policies: str,
     steps: int,
     search: bool,
@@ -131,8 +130,8 @@ def simulate(
     fixed = [f"--{name.replace('_', '-')}" for name in given if name.endswith("_parallel")]
     if search and fixed:
         raise PlanError(f"--search tries all degrees of --gpus GPUs; leave out {', '.join(fixed)}.")
-    with warnings_once():
-        scenario = Scenario(*load_job(config, lengths, {**given, "search": search}, lambda row: row))
+    with warnings_once(), placed(config, given):
+        scenario = Scenario(*load_job(config, {**given, "search": search}, lambda row: row))
         choices = [] if search else [choice for policy in asked if (choice := scenario.choice(policy))]
         for choice in choices:
             print_choice(choice)

@@ -73,9 +73,14 @@ class Resolved:
         try:
             return rule(self.config)
         except UserError as error:
-            raise ConfigError(self._placed(error)) from error
+            raise ConfigError(self.placed(error)) from error
 
-    def _placed(self, error: UserError) -> str:
+    def placed(self, error: UserError) -> str:
+        """An error's message after the file, line and value that it speaks of.
+
+        Args:
+            error: one with a `setting`, or whose message begins with `key.path: `.
+        """
         key, _, reason = str(error).partition(": ")
         if error.setting:
             ends = (dotted(entry.path) for entry in self.entries)
