@@ -2,6 +2,7 @@
 
     python benchmarks/reproduce/run.py              # about 10 minutes on one core
     python benchmarks/reproduce/run.py --page-only  # docs/reproduction.md anew from the last results
+    python benchmarks/reproduce/run.py --only figure_12
 
 Writes benchmarks/results/cpu/reproduction.json, docs/reproduction.md and docs/reproduction/*.svg. What the
 papers state is in facts.toml, what is assumed in paper.py. Every experiment runs under every combination of
@@ -14,6 +15,7 @@ import argparse
 import json
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -30,20 +32,18 @@ from wlb_titan.documents.lengths import NAMED
 ONE = 8  # of SETTINGS: attention as in Table 2, 2 stages a rank, no TP exposed
 
 
-def everywhere(setting: Setting, steps: int) -> dict[str, Any]:
-    """What is simulated under every setting."""
-    return {
-        "setting": asdict(setting),
-        "table_2": experiments.table_2(setting, 4 * steps, 4),
-        "large_job": experiments.large_job(setting, 4),
-        "figure_7": experiments.figure_7(setting),
-        "figure_10": experiments.figure_10(setting),
-        "figure_12": experiments.figure_12(setting, steps),
-        "figure_13": experiments.figure_13(setting, 2 * steps),
-        "figure_14": experiments.figure_14(setting, steps),
-        "figure_15": experiments.figure_15(setting, 2 * steps),
-        "delay": experiments.token_delay(setting, 2 * steps),
-    }
+EVERYWHERE: dict[str, Callable[[Setting, int], Any]] = {
+    "table_2": lambda setting, steps: experiments.table_2(setting, 4 * steps, 4),
+    "large_job": lambda setting, steps: experiments.large_job(setting, 4),
+    "figure_7": lambda setting, steps: experiments.figure_7(setting),
+    "figure_10": lambda setting, steps: experiments.figure_10(setting),
+    "figure_12": experiments.figure_12,
+    "figure_13": lambda setting, steps: experiments.figure_13(setting, 2 * steps),
+    "figure_14": experiments.figure_14,
+    "figure_15": lambda setting, steps: experiments.figure_15(setting, 2 * steps),
+    "delay": lambda setting, steps: experiments.token_delay(setting, 2 * steps),
+}
+"""What is simulated under every setting."""
 
 
 def measured(steps: int) -> dict[str, Any]:
@@ -64,7 +64,8 @@ def measured(steps: int) -> dict[str, Any]:
     for number, bare in enumerate(SETTINGS):
         begin = time.perf_counter()
         setting = calibrated(bare, steps)
-        found = everywhere(setting, steps)
+        found = {name: simulated(setting, steps) for name, simulated in EVERYWHERE.items()}
+        found["setting"] = asdict(setting)
         results["settings"][str(setting)] = found
         both = found["figure_13"]
         print(
@@ -80,15 +81,29 @@ def measured(steps: int) -> dict[str, Any]:
     return results
 
 
+def again(results: dict[str, Any], name: str, steps: int) -> None:
+    """One of `EVERYWHERE` anew, under the settings as they were calibrated."""
+    for key, found in results["settings"].items():
+        begin = time.perf_counter()
+        found[name] = EVERYWHERE[name](Setting(**found["setting"]), steps)
+        print(f"{key}: {time.perf_counter() - begin:.0f} s", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=int, default=40, help="steps simulated for each bar of a figure")
     parser.add_argument("--page-only", action="store_true", help="draw and write from the last results")
+    parser.add_argument("--only", choices=EVERYWHERE, help="simulate this anew and keep the other results")
     arguments = parser.parse_args()
     path = RESULTS / "reproduction.json"
+    if arguments.page_only or arguments.only:
+        results = json.loads(path.read_text())
+    else:
+        results = measured(arguments.steps)
+    if arguments.only:
+        again(results, arguments.only, arguments.steps)
     if not arguments.page_only:
-        path.write_text(json.dumps(measured(arguments.steps), indent=1) + "\n", encoding="utf-8")
-    results = json.loads(path.read_text())
+        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     curves = RESULTS / "loss_curves.json"
     results["loss_curves"] = json.loads(curves.read_text()) if curves.is_file() else None
     draw_all(results)
