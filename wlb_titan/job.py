@@ -159,6 +159,14 @@ class Job:
         except PlanError as error:
             raise PlanError(str(error), setting="parallelism.pipeline_parallel_degree") from error
         self.packing.check(self.shape)
+        if self.asymmetric and self.memory.checkpointing != "full":
+            raise PlanError(
+                "Where backward passes have MicroPacks of their own they compute the forward pass again, which "
+                f"takes about 27 % longer than {self.memory.checkpointing} activation checkpointing does and "
+                "gains 0.2 % at the most. It is for jobs that need full checkpointing anyway, whose place it "
+                'takes: set activation_checkpoint.class to "FullAC", or leave it out.',
+                setting="packing.asymmetric",
+            )
         if self.strategy is not None:
             self.strategy.check(self.model, self.degrees.tensor)
 
@@ -176,6 +184,12 @@ class Job:
     def undecided(self) -> bool:
         """Whether a policy is `auto`; `Scenario.choice` decides on one."""
         return any(config.owner.automatic for config in (self.packing, self.sharding))
+
+    @property
+    def asymmetric(self) -> bool:
+        """Whether backward passes have micro-batches of their own, and compute stages again in place of
+        layers."""
+        return getattr(self.packing, "asymmetric", False)
 
     @property
     def shape(self) -> PipelineShape:

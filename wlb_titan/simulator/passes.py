@@ -172,6 +172,8 @@ class JobCost(CostModel):
     that grows with tokens. All layers together, on one rank of each stage.
     """
 
+    recomputes = True
+
     def __init__(self, job: Job) -> None:
         self._job = job
         one = MicroBatches(np.ones((1, 1)), np.zeros((1, 1)), np.zeros((1, 1)))
