@@ -101,6 +101,33 @@ def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
     )
 
 
+def both_times(job: Job, forward: MicroBatches, backward: MicroBatches | None) -> PassTimes:
+    """The same where backward passes may have micro-batches of their own, and then compute their stage again.
+
+    The head is then not run in forward passes, and its logits are made in backward passes, so that it runs no
+    more often; and hidden states go to the ranks that hold them in the backward pass.
+
+    Args:
+        job: the job.
+        forward: micro-batches of forward passes.
+        backward: of backward passes; None: the same.
+    """
+    times = pass_times(job, forward)
+    if backward is None:
+        return times
+    back = pass_times(job, backward)
+    head = np.zeros((len(job.layers), 1, 1))
+    head[-1] = job.token.head
+    sharing = job.degrees.context * job.degrees.tensor
+    moved = job.model.hidden * BYTES / sharing
+    received = (np.arange(len(job.layers)) > 0)[:, None, None] * job.cluster.all_to_all(moved, sharing)
+    return PassTimes(
+        forward=times.forward - head * forward.tokens,
+        inputs=back.inputs + (head + received) * backward.tokens,
+        weights=back.weights,
+    )
+
+
 def transfer_seconds(job: Job, tokens: Floats) -> Floats:
     """Seconds that a micro-batch's hidden states take from one pipeline rank to the next, shaped alike."""
     if job.degrees.pipeline == 1:
