@@ -26,7 +26,13 @@ from wlb_titan.cost.workload import CostModel, cost_model
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.in_flight import most_in_flight, one_document
-from wlb_titan.memory.peak import BackwardPacks, RankMemory, layers_of_stages, longest_that_fits, pipeline_memory
+from wlb_titan.memory.peak import (
+    BackwardPacks,
+    RankMemory,
+    layers_of_stages,
+    longest_that_fits,
+    pipeline_memory,
+)
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.packing import POLICIES, PackingPolicy
 from wlb_titan.packing.policy import OnOneRank, PassSeconds, here
@@ -161,10 +167,10 @@ class Job:
         self.packing.check(self.shape)
         if self.asymmetric and self.memory.checkpointing != "full":
             raise PlanError(
-                "Where backward passes have MicroPacks of their own they compute the forward pass again, which "
-                f"takes about 27 % longer than {self.memory.checkpointing} activation checkpointing does and "
-                "gains 0.2 % at the most. It is for jobs that need full checkpointing anyway, whose place it "
-                'takes: set activation_checkpoint.class to "FullAC", or leave it out.',
+                "Where backward passes have MicroPacks of their own they compute the forward pass again, "
+                f"which beside {self.memory.checkpointing} checkpointing costs more than it gains. "
+                "It is for jobs that need full checkpointing anyway, whose place it takes: set "
+                'activation_checkpoint.class to "FullAC", or leave it out.',
                 setting="packing.asymmetric",
             )
         if self.strategy is not None:

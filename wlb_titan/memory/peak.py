@@ -386,7 +386,8 @@ class _Rank:
         )
 
     def _recomputed(self, stage: int, length: int) -> tuple[float, float]:
-        """At hand, and of the loss, in a backward pass that computes its stage again: all that layers keep."""
+        """Bytes at hand in a backward pass that computes its stage again, all that layers keep, and of the
+        loss."""
         token = self._recomputing
         stage_bytes = token.kept * self._layers[stage] + self._output(stage)
         if stage == self._last and token.loss > token.backward:

@@ -106,7 +106,7 @@ class Line:
 def asymmetric(
     lengths: Ints, works: Floats, lines: tuple[Line, Line], count: int
 ) -> tuple[list[MicroPack], list[MicroPack]]:
-    """The MicroPacks of one rank, those of forward and those of backward passes, each in the order of running.
+    """The MicroPacks of one rank, of forward and of backward passes, each in the order of running.
 
     Args:
         lengths: int64 (n,), tokens of the documents.
@@ -143,4 +143,3 @@ def last_needed(forward: Sequence[Parts], backward: Sequence[Parts]) -> list[int
         last = slices[:, PREFIX] + documents[:, LENGTH] == slices[:, TOTAL]
         ends |= dict.fromkeys(own[last].tolist(), pack)
     return [max(ends[piece] for piece in own.tolist()) for own in numbers[len(forward) :]]
-

@@ -79,8 +79,8 @@ class Packing:
         return np.add.reduceat(slice_work(work_of, np.concatenate(self.packs), slices), firsts)
 
     def pass_work(self, model: CostModel) -> tuple[Floats, Floats]:
-        """float64 (packs,) each, work of forward passes and of backward passes; these compute the forward pass
-        again where they have packs of their own."""
+        """float64 (packs,) each, work of forward passes and of backward passes, which compute the forward
+        pass again where they have packs of their own."""
         if self.backward is None:
             return self.work(model.forward), self.work(model.backward)
         return self.work(model.forward), self.backward.work(model.recomputed)

@@ -100,9 +100,7 @@ def cache_rows(packs: Sequence[Parts]) -> list[Ints]:
 
 def cached_slices(packs: Sequence[Parts]) -> list[tuple[CachedSlice, ...]]:
     """The same as memory sees it: of each pack the slices whose keys and values are cached."""
-    return [
-        tuple(CachedSlice(*row) for key, *row in rows.tolist() if key >= 0) for rows in cache_rows(packs)
-    ]
+    return [tuple(CachedSlice(*row) for key, *row in rows.tolist() if key >= 0) for rows in cache_rows(packs)]
 
 
 def piece_numbers(packs: Sequence[Parts]) -> list[Ints]:

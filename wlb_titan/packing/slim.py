@@ -90,9 +90,9 @@ class Slim(PackingPolicy):
         """Relative gap between solution and bound at which the solver stops."""
 
         asymmetric: bool = False
-        """Whether backward passes have MicroPacks of their own, of equal work in backward passes. They compute
-        the forward pass of a stage again, in place of full activation checkpointing, which has to be set:
-        choose it where that is needed anyway."""
+        """Whether backward passes have MicroPacks of their own, of equal work in backward passes. They
+        compute their stage again, in place of full activation checkpointing, which has to be set: choose it
+        where that is needed anyway."""
 
         @property
         def planning_seconds(self) -> float:
@@ -121,8 +121,8 @@ class Slim(PackingPolicy):
                 )
             if self.asymmetric and self.solver != "greedy":
                 raise PlanError(
-                    "The asymmetric partition cuts one line of documents, and has nothing to solve. Leave the "
-                    "solver out.",
+                    "The asymmetric partition cuts one line of documents, and has nothing to solve. Leave "
+                    "the solver out.",
                     setting="packing.solver",
                 )
 
@@ -283,7 +283,8 @@ def in_own_order(flow: Flow, order: Sequence[int]) -> Flow:
 
 
 def _dependencies(packing: Packing) -> tuple[list[list[int]], list[list[int]]]:
-    """Of each data-parallel rank the order of its backward passes, and the forward pass that each waits for."""
+    """Of each data-parallel rank the order of its backward passes, and the forward pass that each waits
+    for."""
     assert packing.assigned is not None
     if packing.backward is not None:
         needed = [last_needed(packing.parts(own), packing.backward.parts(own)) for own in packing.assigned]

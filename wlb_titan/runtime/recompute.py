@@ -2,10 +2,10 @@
 
 The forward pass of a micro-batch runs without autograd. It leaves its keys and values in the cache of the
 step and its stage's inputs with the stage. A backward pass of other tokens puts their inputs together, runs
-the stage on them with autograd, on the last stage to the loss, and then backward. So a stage is computed twice
-in all, as with full activation checkpointing, whose place this takes: layers are not checkpointed besides. In
-flight are a stage's inputs instead of each layer's, and what all of its layers keep is there for the backward
-micro-batch at hand alone.
+the stage on them with autograd, on the last stage to the loss, and then backward. So a stage is computed
+twice in all, as with full activation checkpointing, whose place this takes: layers are not checkpointed
+besides. In flight are a stage's inputs instead of each layer's, and what all of its layers keep is there for
+the backward micro-batch at hand alone.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class RecomputingStage(PlannedStage):
         return output
 
     def recompute(self, place: int) -> torch.Tensor:
-        """The stage's output for a backward micro-batch, with autograd; its backward pass has to come next."""
+        """The stage's output for a backward micro-batch, with autograd. Its backward pass has to be next."""
         assert self.passes is not None
         one = self.passes[place]
         self._begin("backward", place)

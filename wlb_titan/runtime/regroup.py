@@ -117,7 +117,7 @@ def gathered(
 
 
 def _token_numbers(micro_batches: Sequence[MicroBatch]) -> list[Ints]:
-    """Of each micro-batch int64 (tokens,), numbers of its tokens, each of which is in one forward micro-batch."""
+    """Of each micro-batch int64 (tokens,), numbers by which a token is found in those of both passes."""
     packs = [(m.documents, m.slices) for m in micro_batches if m.slices is not None]
     numbers = piece_numbers(packs)
     totals = np.zeros(1 + max(int(own.max()) for own in numbers), dtype=np.int64)

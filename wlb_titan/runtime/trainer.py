@@ -86,7 +86,8 @@ class Trainer(TorchtitanTrainer):
         if self.parallel_dims.cp_enabled:
             self.planned.context_rank = self.parallel_dims.get_mesh("cp").get_local_rank()
         if self.parallel_dims.tp_enabled and config.parallelism.enable_sequence_parallel:
-            self.planned.tensor_rank = self.parallel_dims.get_mesh("tp").get_local_rank(), self.parallel_dims.tp
+            mesh = self.parallel_dims.get_mesh("tp")
+            self.planned.tensor_rank = mesh.get_local_rank(), mesh.size()
         if self.parallel_dims.pp_enabled:
             self.pp_schedule.check_lengths = config.wlb.pipeline.check_lengths
         if self.device.type == "cpu":

@@ -197,7 +197,7 @@ def check_passes(flow: Flow, forward: Sequence[MicroBatch], backward: Sequence[M
             for first, second in itertools.chain.from_iterable(map(itertools.pairwise, chains)):
                 if at[first] > at[second]:
                     raise PlanError(
-                        f"Pipeline rank {rank} runs {second} before {first}, which it needs: forward passes go "
-                        "from a document's begin to its end, and then backward passes from its end to its "
+                        f"Pipeline rank {rank} runs {second} before {first}, which it needs: forward passes "
+                        "go from a document's begin to its end, and then backward passes from its end to its "
                         "begin."
                     )
