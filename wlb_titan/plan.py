@@ -166,10 +166,17 @@ class Plan:
     def imbalance(self) -> float:
         """Largest over mean workload of the micro-batches (the imbalance degree of the paper's Table 2); of
         both passes together, where their micro-batches differ."""
-        passes = [[micro_batch.workload for micro_batch in self.micro_batches]]
-        if self.backward is not None:
-            passes.append([micro_batch.workload for micro_batch in self.backward])
-        return imbalance_degree(*passes)
+        return imbalance_degree(*([m.workload for m in micro_batches] for micro_batches in self.by_pass))
+
+    @property
+    def by_pass(self) -> tuple[tuple[MicroBatch, ...], ...]:
+        """All micro-batches: those of forward and of backward passes, or once where they are the same."""
+        return (self.micro_batches,) if self.backward is None else (self.micro_batches, self.backward)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest micro-batch, padding included."""
+        return max(m.length for micro_batches in self.by_pass for m in micro_batches)
 
     @property
     def tokens(self) -> int:

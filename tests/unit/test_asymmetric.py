@@ -15,7 +15,6 @@ from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.workload import cost_model
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.packing.asymmetric import Line, asymmetric, last_needed
 from wlb_titan.packing.slices import kind, piece_numbers
@@ -23,7 +22,7 @@ from wlb_titan.packing.slim import Slim
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import LENGTH, PREFIX, TOTAL
 from wlb_titan.simulator.passes import MicroBatches, both_times, pass_times
-from wlb_titan.simulator.slices import cached, check_passes, parts, replica_graph, replica_memory
+from wlb_titan.simulator.slices import check_passes, parts, replica_graph
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
 
@@ -215,52 +214,6 @@ def test_a_step_is_simulated_as_long_as_its_longest_path():
     assert any("," in s.args.get("slice", "") for s in spans)  # the end of one document, and another's begin
     assert {s.args["MicroPack"] for s in spans} <= {"slim", "mix", "pack"}
     assert all(kind(m.slices, m.documents[:, LENGTH]) for m in plan.backward)
-
-
-def oracle_cache(whole, plan, dp_rank):
-    """Most bytes of the cache on every pipeline rank, by a walk that keeps every tensor's size."""
-    token = TokenBytes.of(whole.model, whole.degrees, whole.memory)
-    forward, backward = plan.of_rank(dp_rank), plan.backward_of_rank(dp_rank)
-    rows = parts([*forward, *backward])
-    numbers = piece_numbers(rows)
-    cut = {n for own, (d, s) in zip(numbers, rows, strict=True) for n in own[s[:, TOTAL] > d[:, LENGTH]]}
-    peaks = []
-    for actions in plan.order[dp_rank]:
-        held, most = {}, 0.0
-        for action_kind, stage, place in actions:
-            pack = place if action_kind == "F" else len(forward) + place
-            (pieces, slices), own = rows[pack], numbers[pack]
-            layers = whole.layers[stage]
-            here = [
-                (n, prefix, length, total)
-                for n, length, (prefix, total) in zip(own, pieces[:, LENGTH], slices, strict=True)
-                if n in cut
-            ]
-            for n, prefix, length, total in here:
-                if action_kind == "F":
-                    held["kv", stage, n] = total * token.cached * layers
-                elif prefix + length == total:
-                    held["gradients", stage, n] = prefix * token.cached_gradients * layers
-            most = max(most, sum(held.values()))
-            for n, prefix, _, _ in here if action_kind == "B" else ():
-                if prefix == 0:
-                    del held["kv", stage, n], held["gradients", stage, n]
-        assert not held
-        peaks.append(most)
-    return peaks
-
-
-@pytest.mark.parametrize("schedule, chunks", [("1F1B", 1), ("Interleaved1F1B", 2)])
-def test_memory_over_time_against_an_oracle(schedule, chunks):
-    whole = simulated_job(degrees=Degrees(pipeline=2, shard=2), schedule=schedule, chunks=chunks)
-    for plan in plans(whole):
-        for rank in range(2):
-            expected = oracle_cache(whole, plan, rank)
-            _, curves = step_timeline(whole, plan, dp_rank=rank)
-            peaks = replica_memory(whole, plan, rank)
-            assert all(0 < peak.cache <= most + 1 for peak, most in zip(peaks, expected, strict=True))
-            assert all(curve.bytes_[-1] == pytest.approx(0.0, abs=1e-6) for curve in curves)
-            assert len(cached(plan, rank)[0]) == len(cached(plan, rank)[1]) == 6
 
 
 def test_a_stage_s_inputs_are_in_flight_and_its_layers_at_hand():

@@ -21,9 +21,10 @@ def rank_imbalance(plan: Plan, strategy: ContextStrategy | None) -> dict[str, An
             micro-batches that the plan divides; only with context parallelism, as is
         sharding: how many of these are sharded by each policy.
     """
-    passes = [plan.micro_batches] if plan.backward is None else [plan.micro_batches, plan.backward]
     replicas = range(1 + max(m.dp_rank for m in plan.micro_batches))
-    workloads = [[[m.workload for m in one if m.dp_rank == rank] for one in passes] for rank in replicas]
+    workloads = [
+        [[m.workload for m in one if m.dp_rank == rank] for one in plan.by_pass] for rank in replicas
+    ]
     figures: dict[str, Any] = {
         "imbalance_dp": imbalance_degree([sum(map(sum, replica)) for replica in workloads]),
         "imbalance_pp": float(np.mean([imbalance_degree(*replica) for replica in workloads])),

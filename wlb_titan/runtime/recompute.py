@@ -10,7 +10,8 @@ the backward micro-batch at hand alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +62,7 @@ class RecomputingStage(PlannedStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         if self.passes is None:
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        with torch.no_grad():
+        with torch.no_grad(), self._without_head():
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         # Backward passes count by themselves, so that their states would get into each other's way.
         state = self._forward_chunk_states.pop(fwd_chunk_id)
@@ -69,6 +70,16 @@ class RecomputingStage(PlannedStage):
             state.input_values.clear()
             self._to_send[fwd_chunk_id] = state
         return output
+
+    @contextmanager
+    def _without_head(self) -> Iterator[None]:
+        """Logits are made in backward passes only; where the loss makes them the model does not anyway."""
+        model: Any = self.submod
+        skips, model._skip_lm_head = model._skip_lm_head, True
+        try:
+            yield
+        finally:
+            model._skip_lm_head = skips
 
     def recompute(self, place: int) -> torch.Tensor:
         """The stage's output for a backward micro-batch, with autograd. Its backward pass has to be next."""

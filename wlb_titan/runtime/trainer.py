@@ -260,7 +260,7 @@ class Trainer(TorchtitanTrainer):
             "waiting_documents": plan.waiting_documents,
             "waiting_tokens": plan.waiting_tokens,
             "lost_tokens": plan.lost_tokens,
-            "longest_micro_batch": max(m.length for m in plan.micro_batches),
+            "longest_micro_batch": plan.longest,
             "plan_ms": plan.plan_ms,
             **step.source_figures,
             **self.step_trace.end(self.step, plan),
