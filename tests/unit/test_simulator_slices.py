@@ -20,7 +20,6 @@ from wlb_titan.simulator.slices import check_slices, parts, replica_memory
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
 
-
 FULL = MemorySettings(checkpointing="full")
 
 
