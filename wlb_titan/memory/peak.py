@@ -225,7 +225,7 @@ def longest_that_fits(
 
 
 def weighted_tokens(
-    actions: Sequence[Action], lengths: Any, layers: Sequence[int], backward: Any = None
+    actions: Sequence[Action], lengths: Any, layers: Sequence[float], backward: Any = None
 ) -> list[Any]:
     """Tokens in flight on a rank after each of its actions, each times the layers of its stage.
 

@@ -136,9 +136,9 @@ class Slim(PackingPolicy):
         self._arrivals = Arrivals(stream, micro_batches=job.micro_batches)
         self._windows = -(-job.micro_batches // job.data_parallel)
         self._prefix_work = PrefixWork(job.cost_model, stream.window, job.divisor)
-        self._lines = tuple(
-            Line(work, stream.window, job.divisor)
-            for work in (job.cost_model.forward, job.cost_model.recomputed)
+        self._lines = (
+            Line(job.cost_model.forward, stream.window, job.divisor),
+            Line(job.cost_model.recomputed, stream.window, job.divisor),
         )
         self._limit = job.in_flight()
         self._solve: SolvedPlacing | None = None
