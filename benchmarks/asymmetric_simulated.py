@@ -4,7 +4,7 @@
 
 WLB-LLM's 7B-128K job (TP 8, CP 2, PP 4, 1F1B, 64 H100; attention at FlashAttention-3's published speed) with
 4 and 16 context windows a step under `slim`, with M MicroPacks: under selective and under full activation
-checkpointing, and with the asymmetric partition, which computes stages again in place of layers.
+checkpointing, and with the asymmetric partition, which takes the place of full checkpointing.
 """
 
 from __future__ import annotations

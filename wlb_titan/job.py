@@ -193,8 +193,7 @@ class Job:
 
     @property
     def asymmetric(self) -> bool:
-        """Whether backward passes have micro-batches of their own, and compute stages again in place of
-        layers."""
+        """Whether backward passes have micro-batches of their own."""
         return getattr(self.packing, "asymmetric", False)
 
     @property

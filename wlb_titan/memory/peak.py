@@ -21,9 +21,8 @@ A rank runs its passes in a fixed order, so its memory can be followed from pass
                        losses. Where the gradients of weights wait (zero bubble), what a layer keeps waits
                        with them, and the gradients of its linear layers' and norms' outputs. Token ids,
                        positions and labels are there throughout
-                       Where backward passes have packs of their own and compute stages again (asymmetric
-                       partition) a forward pass keeps its stage's input alone, and all that layers keep
-                       without checkpointing belongs to the backward pass at hand
+                       Where backward passes have packs of their own (asymmetric partition) forward passes
+                       keep the inputs of layers, of the first stage's first not, and of the head
 - cache                K and V of documents in slices, from the first slice's forward pass to its backward
                        pass, and their gradients, in float32, from the backward pass of the last slice on
 - backward             of the layer at hand: what a backward pass recomputes, its gradients, K and V; or what
@@ -42,7 +41,7 @@ the length of micro-batches (L_max) where none is set.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from wlb_titan.context import Exchange
@@ -170,7 +169,7 @@ def pipeline_memory(
         exchange: what context parallelism holds; None: the keys and values of all ranks, gathered.
         flow: what the ranks run, where that is not the schedule's own order; then all is one run.
         slices: of each micro-batch those whose keys and values are cached, where documents are sliced.
-        backward: the micro-batches of backward passes, where these are others and compute their stage again.
+        backward: the micro-batches of backward passes, where these are others.
 
     Returns:
         One `RankMemory` a pipeline rank.
@@ -248,6 +247,15 @@ def weighted_tokens(
     return result
 
 
+def kept_states(layers: Sequence[int]) -> list[int]:
+    """Hidden states of a token that each stage keeps where backward passes have packs of their own.
+
+    The first stage makes its first layer's input again, from token ids, and the last has the head's besides.
+    """
+    last = len(layers) - 1
+    return [n - (stage == 0 and n > 0) + (stage == last) for stage, n in enumerate(layers)]
+
+
 def layer_parameters(model: ModelShape) -> int:
     """Weights of one layer."""
     mlp = 3 * model.hidden * model.feed_forward
@@ -280,7 +288,6 @@ class _Rank:
         self._last = len(layers) - 1
         self._own_layers = sum(layers[stage] for stage in self._stages)
         self._bytes = TokenBytes.of(model, degrees, settings, exchange)
-        self._recomputing = TokenBytes.of(model, degrees, replace(settings, checkpointing="none"), exchange)
         self._parameters = rank_parameters(model, layers, self._stages)
         shards = degrees.tensor * degrees.sharding_ranks
         self._shard = self._parameters / shards * settings.parameter_bytes  # bytes of this GPU's weights
@@ -304,8 +311,9 @@ class _Rank:
             backward: the micro-batches of backward passes, where these are others.
         """
         token, kept = self._bytes, self._kept
-        if backward is not None:  # the inputs of stages; of the first they are token ids
-            kept = {stage: token.hidden if stage else 0.0 for stage in self._stages}
+        if backward is not None:
+            states = kept_states(self._layers)
+            kept = {stage: token.hidden * states[stage] for stage in self._stages}
         cache = SliceCache(token, self._layers)
         live = token.inputs * (sum(lengths) + sum(backward.lengths if backward else ()))
         tokens = 0
@@ -335,7 +343,7 @@ class _Rank:
                 elif stage == self._last and token.loss > token.forward:
                     at_hand, loss = 0.0, length * token.loss
             elif backward is not None:
-                at_hand, loss = self._recomputed(stage, length)
+                at_hand, loss = self._put_together(stage, length)
             elif kind != "W":
                 at_hand = length * token.backward
             key = len(went_back), loss > 0
@@ -385,14 +393,13 @@ class _Rank:
             tokens=tokens,
         )
 
-    def _recomputed(self, stage: int, length: int) -> tuple[float, float]:
-        """Bytes at hand in a backward pass that computes its stage again, all that layers keep, and of the
-        loss."""
-        token = self._recomputing
-        stage_bytes = token.kept * self._layers[stage] + self._output(stage)
+    def _put_together(self, stage: int, length: int) -> tuple[float, float]:
+        """Bytes at hand in a backward pass with tokens of several forward passes, and of the loss."""
+        token = self._bytes
+        ends = token.hidden + self._output(stage)  # of the stage, its input and its output
         if stage == self._last and token.loss > token.backward:
-            return length * stage_bytes, length * token.loss
-        return length * (stage_bytes + token.backward), 0.0
+            return length * ends, length * token.loss
+        return length * (ends + token.backward), 0.0
 
     def _output(self, stage: int) -> float:
         """Bytes a token of what a stage hands on, which it keeps as well."""

@@ -91,7 +91,7 @@ class Slim(PackingPolicy):
 
         asymmetric: bool = False
         """Whether backward passes have MicroPacks of their own, of equal work in backward passes. They
-        compute their stage again, in place of full activation checkpointing, which has to be set: choose it
+        compute layers again, in place of full activation checkpointing, which has to be set: choose it
         where that is needed anyway."""
 
         @property

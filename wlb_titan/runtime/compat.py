@@ -44,6 +44,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 # Without it: the trace of a dry run counts such results when they are waited for.
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+# Calls a function of ours in place of a layer, without changing the names of its weights. Without it: a
+# module of our own, and its prefix in the names of checkpoints.
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
 # Raises where a step was interrupted with receives under way. Without it: drop the check.
 from torch.distributed.pipelining._recv_buffers import _ensure_recv_infos_drained as ensure_receives_drained
 
@@ -108,6 +112,7 @@ __all__ = [
     "StageMeta",
     "TensorMeta",
     "build_pipeline_schedule",
+    "checkpoint_wrapper",
     "ensure_receives_drained",
     "in_backward_pass",
     "mark_unbacked",

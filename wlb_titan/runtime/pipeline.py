@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -64,8 +64,8 @@ def pipeline(
 ) -> tuple[PlannedSchedule, list[nn.Module], bool, bool]:
     """torchtitan's `pipeline_llm`, with stages that take their shapes from the plan.
 
-    With `recomputes` backward passes may have micro-batches of their own, and stages are computed again for
-    them in place of the layers that full activation checkpointing would compute again.
+    With `recomputes` backward passes may have micro-batches of their own, for which layers are computed again
+    in place of full activation checkpointing.
 
     Returns:
         the schedule, this rank's parts of the model, and whether they hold the first and the last stage.
@@ -102,7 +102,9 @@ def pipeline(
         logger.info(f"{name} runs whole backward passes, because activation checkpointing recomputes in them")
     timer = PassTimer(device)
     tokens, hidden = stage_layouts(model_config, parallel_dims, training, parallelism)
-    stage_class = RecomputingStage if recomputes else PlannedStage
+    stage_class = PlannedStage
+    if recomputes:
+        stage_class = partial(RecomputingStage, sharers=sharers(parallel_dims, parallelism))
     planned = [
         stage_class(
             part,
@@ -133,9 +135,6 @@ def pipeline(
         schedule_class = RecomputingSchedule if recomputes else PackFlowSchedule
         return schedule_class(planned, flow, timed_loss)
 
-    for stage in planned:
-        if isinstance(stage, RecomputingStage):
-            stage.sharers = sharers(parallel_dims, parallelism)
     schedule = PlannedSchedule(planned, schedule_of, schedule_in, timer, parallel_dims.cp)
     return schedule, parts, any(s.is_first for s in planned), any(s.is_last for s in planned)
 

@@ -1,8 +1,8 @@
-"""From the micro-batches of forward passes to those of backward passes: where the inputs of stages lie.
+"""From the micro-batches of forward passes to those of backward passes: where hidden states lie.
 
-Under the asymmetric partition a stage keeps the inputs of its forward passes, and a backward pass begins with
-the inputs of other tokens than any forward pass had. Where context and sequence parallelism divide hidden
-states, a token may be another rank's in the backward pass; it goes there by one all-to-all.
+Under the asymmetric partition a stage keeps hidden states of its forward passes, and a backward pass needs
+those of other tokens than any forward pass had. Where context and sequence parallelism divide hidden states,
+a token may be another rank's in the backward pass; it goes there by one all-to-all.
 
 `regroupings` runs in the loader's thread and says which rows go where. `gathered` moves them.
 
@@ -52,7 +52,7 @@ class Regrouping:
 def regroupings(
     forward: Sequence[MicroBatch], backward: Sequence[MicroBatch], tensor_ranks: int, rank: int
 ) -> list[Regrouping]:
-    """Of each backward micro-batch how this rank gets its share of the stage's inputs.
+    """Of each backward micro-batch how this rank gets its share of hidden states.
 
     Args:
         forward, backward: of one data-parallel rank, of the same tokens.
@@ -100,7 +100,7 @@ def gathered(
 
     Args:
         how: of that micro-batch.
-        kept: by forward micro-batch (1, L, D), this rank's share of the stage's inputs.
+        kept: by forward micro-batch (1, L, D), this rank's share of a hidden state.
         into: (1, L, D), zeros, which are filled.
         group: the ranks that share a micro-batch; None for this one alone.
     """

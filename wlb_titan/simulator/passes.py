@@ -29,6 +29,7 @@ from wlb_titan.cost.analytic import BYTES
 from wlb_titan.cost.workload import CostModel
 from wlb_titan.job import Job
 from wlb_titan.memory.layer import TokenBytes
+from wlb_titan.memory.peak import kept_states
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import LENGTH, MicroBatch
 
@@ -102,10 +103,10 @@ def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
 
 
 def both_times(job: Job, forward: MicroBatches, backward: MicroBatches | None) -> PassTimes:
-    """The same where backward passes may have micro-batches of their own, and then compute their stage again.
+    """The same where backward passes may have micro-batches of their own, and compute layers again for them.
 
     The head is then not run in forward passes, and its logits are made in backward passes, so that it runs no
-    more often; and hidden states go to the ranks that hold them in the backward pass.
+    more often; and kept hidden states go to the ranks that hold them in the backward pass.
 
     Args:
         job: the job.
@@ -119,8 +120,8 @@ def both_times(job: Job, forward: MicroBatches, backward: MicroBatches | None) -
     head = np.zeros((len(job.layers), 1, 1))
     head[-1] = job.token.head
     sharing = job.degrees.context * job.degrees.tensor
-    moved = job.model.hidden * BYTES / sharing
-    received = (np.arange(len(job.layers)) > 0)[:, None, None] * job.cluster.all_to_all(moved, sharing)
+    states = np.array(kept_states(job.layers))[:, None, None]
+    received = states * job.cluster.all_to_all(job.model.hidden * BYTES / sharing, sharing)
     return PassTimes(
         forward=times.forward - head * forward.tokens,
         inputs=back.inputs + (head + received) * backward.tokens,

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from wlb_titan.job import Job
 from wlb_titan.memory.layer import TokenBytes
-from wlb_titan.memory.peak import weighted_tokens
+from wlb_titan.memory.peak import kept_states, weighted_tokens
 from wlb_titan.packing.slices import kind
 from wlb_titan.pipeline.graph import PipelineGraph
 from wlb_titan.plan import LENGTH, MicroBatch, Plan
@@ -66,10 +66,10 @@ def _replica(job: Job, plan: Plan, name: str, dp_rank: int) -> tuple[list[Span],
         graph = replica_graph(job, plan, dp_rank)
     backward = None if plan.backward is None else plan.backward_of_rank(dp_rank)
     token = TokenBytes.of(job.model, job.degrees, job.memory, job.exchange)
-    # What a stage keeps of a token: of every layer, or its own input alone.
+    # What a stage keeps of a token.
     kept_bytes = [token.kept * layers for layers in job.layers]
     if backward is not None:
-        kept_bytes = [token.hidden if stage else 0.0 for stage in range(len(job.layers))]
+        kept_bytes = [token.hidden * states for states in kept_states(job.layers)]
     spans: list[Span] = []
     curves: dict[int, tuple[list[float], list[float]]] = {
         rank: ([0.0], [0.0]) for rank in range(job.degrees.pipeline)
