@@ -79,7 +79,7 @@ class RecomputedLayers:
         how, kept = self.backward, self._kept[number]
         assert how is not None
         with torch.no_grad():
-            hidden = gathered(how, kept, torch.zeros_like(like), self._sharers)
+            hidden = gathered(how, kept, like.new_zeros(like.shape), self._sharers)
         for source in how.over:
             del kept[source]
         return hidden
@@ -97,7 +97,7 @@ class RecomputedLayers:
         if self.backward is not None:
             inputs = partial(self.take, number, hidden.detach()) if number else hidden.detach
             # Only the loss reads what comes out of layers.
-            output = partial(self.take, after) if self._reads(after) else torch.empty_like
+            output = partial(self.take, after) if self._reads(after) else _nothing
             return _Again.apply(hidden, output, inputs, call)
         result = call(hidden)
         if self.forward is not None and (after < self.number or self._reads(after)):
@@ -129,6 +129,11 @@ class _Again(torch.autograd.Function):
             output = ctx.call(hidden)
         torch.autograd.backward(output, *gradients)
         return hidden.grad, None, None, None
+
+
+def _nothing(like: Tensor) -> Tensor:
+    """Of the same shape, contiguous whatever `like` is: torch compares strides with what a stage declares."""
+    return like.new_empty(like.shape)
 
 
 def _called(layer: Callable[..., Tensor], args: Any, kwargs: dict[str, Any], hidden: Tensor) -> Tensor:
