@@ -22,6 +22,7 @@ from wlb_titan.packing.slices import kind, piece_numbers
 from wlb_titan.packing.slim import Slim
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import LENGTH, PREFIX, TOTAL
+from wlb_titan.runtime.imbalance import rank_imbalance
 from wlb_titan.simulator.passes import MicroBatches, both_times, pass_times
 from wlb_titan.simulator.slices import check_passes, parts, replica_graph
 from wlb_titan.simulator.step import simulate
@@ -153,6 +154,16 @@ def test_both_passes_are_balanced_where_one_packing_balances_neither():
         return plan.imbalance
 
     assert balance(True) < 1.03 < 1.05 < balance(False)
+
+
+def test_imbalance_is_of_both_passes():
+    plan = planner(np.random.default_rng(1).integers(4, 64, size=200), 16, data_parallel=2).next()
+    work = np.array([[m.workload for m in micro_batches] for micro_batches in plan.by_pass])
+    assert plan.imbalance == pytest.approx(work.max(axis=1).sum() / work.mean(axis=1).sum())
+    figures = rank_imbalance(plan, None)
+    replicas = work.reshape(2, 2, 6).sum(axis=(0, 2))
+    assert figures["imbalance_dp"] == pytest.approx(replicas.max() / replicas.mean())
+    assert plan.longest == max(m.length for m in (*plan.micro_batches, *plan.backward))
 
 
 def test_resumes_where_it_was_saved():

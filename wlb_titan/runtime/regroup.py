@@ -48,6 +48,11 @@ class Regrouping:
     places: Tensor
     over: tuple[int, ...] = ()
 
+    def to(self, device: torch.device) -> Regrouping:
+        """The same for tensors on a device; starts copies."""
+        sent, places = (index.to(device, non_blocking=True) for index in (self.sent, self.places))
+        return replace(self, sent=sent, places=places)
+
 
 def regroupings(
     forward: Sequence[MicroBatch], backward: Sequence[MicroBatch], tensor_ranks: int, rank: int
@@ -99,7 +104,7 @@ def gathered(
     """This rank's share of a backward micro-batch. Every rank of the group has to call it.
 
     Args:
-        how: of that micro-batch.
+        how: of that micro-batch, on the device.
         kept: by forward micro-batch (1, L, D), this rank's share of a hidden state.
         into: (1, L, D), zeros, which are filled.
         group: the ranks that share a micro-batch; None for this one alone.
@@ -107,12 +112,12 @@ def gathered(
     rows_RD = into.new_empty((0, into.shape[2]))
     if how.sources:
         rows_RD = torch.cat([kept[source].squeeze(0) for source in how.sources])
-        rows_RD = rows_RD[how.sent.to(into.device, non_blocking=True)]
+        rows_RD = rows_RD[how.sent]
     if group is not None:
         received_RD = into.new_empty((len(how.places), into.shape[2]))
         dist.all_to_all_single(received_RD, rows_RD, how.received_counts, how.sent_counts, group=group)
         rows_RD = received_RD
-    into[0, how.places.to(into.device, non_blocking=True)] = rows_RD
+    into[0, how.places] = rows_RD
     return into
 
 

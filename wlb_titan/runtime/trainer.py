@@ -202,7 +202,10 @@ class Trainer(TorchtitanTrainer):
         self._cache = KeyValueCache()
         try:
             if self.parallel_dims.pp_enabled:
-                self.pp_schedule.flow, self.pp_schedule.regroupings = flow, step.regroupings
+                self.pp_schedule.flow = flow
+                self.pp_schedule.regroupings = step.regroupings and [
+                    one.to(self.device) for one in step.regroupings
+                ]
                 loss = self._forward_backward(step.items, labels)
             else:
                 loss = self._run_alone(step.items, flow[0], labels)
