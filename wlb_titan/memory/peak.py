@@ -38,11 +38,10 @@ the length of micro-batches (L_max) where none is set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from wlb_titan.context import Exchange
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
@@ -135,9 +134,9 @@ def pipeline_memory(
     run: int | None = None,
     settings: MemorySettings | None = None,
     layers: Sequence[int] | None = None,
-    exchange: Exchange | None = None,
     flow: Flow | None = None,
     slices: Sequence[CachedSlice] | None = None,
+    tokens: Mapping[int, TokenBytes] | None = None,
 ) -> tuple[RankMemory, ...]:
     """The peak memory of every pipeline rank over one step.
 
@@ -151,9 +150,10 @@ def pipeline_memory(
         run: micro-batches that go through the pipeline together; None: all.
         settings: data types and checkpointing; None takes bfloat16 with selective checkpointing.
         layers: of each stage; None divides them as torchtitan does.
-        exchange: what context parallelism holds; None: the keys and values of all ranks, gathered.
         flow: what the ranks run, where that is not the schedule's own order; then all is one run.
         slices: of each micro-batch its slice, where documents are sliced.
+        tokens: what a rank holds of each token of a micro-batch, by how many data-parallel ranks share it;
+            None: what it does without sharing, if context parallelism gathers keys and values of all ranks.
 
     Returns:
         One `RankMemory` a pipeline rank.
@@ -164,11 +164,12 @@ def pipeline_memory(
     settings = settings or MemorySettings()
     shape = PipelineShape(schedule, degrees.pipeline, chunks, splits=settings.checkpointing == "none")
     layers = tuple(layers or layers_of_stages(model.layers, shape.stages))
+    tokens = tokens or {1: TokenBytes.of(model, degrees, settings)}
     run = run or len(lengths)
     runs = [lengths[first : first + run] for first in range(0, len(lengths), run)]
     result = []
     for rank in range(shape.ranks):
-        one = _Rank(model, degrees, settings, shape, layers, rank, exchange)
+        one = _Rank(model, degrees, settings, shape, layers, rank, tokens)
         own = None if flow is None else flow[rank]
         peaks = [one.peak(each, i > 0, own, slices) for i, each in enumerate(runs)]
         result.append(max(peaks, key=lambda peak: peak.total))
@@ -251,18 +252,22 @@ class _Rank:
         shape: PipelineShape,
         layers: Sequence[int],
         rank: int,
-        exchange: Exchange | None,
+        tokens: Mapping[int, TokenBytes],
     ) -> None:
         self._model, self._degrees, self._settings = model, degrees, settings
         self._shape, self._layers, self._number = shape, layers, rank
         self._stages = shape.stages_of(rank)
         self._last = len(layers) - 1
         self._own_layers = sum(layers[stage] for stage in self._stages)
-        self._bytes = TokenBytes.of(model, degrees, settings, exchange)
+        self._tokens = tokens
         self._parameters = rank_parameters(model, layers, self._stages)
         shards = degrees.tensor * degrees.sharding_ranks
         self._shard = self._parameters / shards * settings.parameter_bytes  # bytes of this GPU's weights
-        self._kept = {stage: self._bytes.kept * layers[stage] + self._output(stage) for stage in self._stages}
+        self._kept = {
+            (sharers, stage): token.kept * layers[stage] + self._output(token, stage)
+            for sharers, token in tokens.items()
+            for stage in self._stages
+        }
 
     def peak(
         self,
@@ -274,14 +279,16 @@ class _Rank:
         """Its fullest pass in one run.
 
         Args:
-            lengths: tokens of the run's micro-batches.
+            lengths: tokens of the run's micro-batches, of those that ranks share a rank's share.
             reduced: whether gradients were reduced before it.
             actions: what the rank runs; None is the schedule's own order.
             slices: of each micro-batch; None where documents are not sliced.
         """
-        token = self._bytes
-        cache = SliceCache(token, self._layers)
-        live = token.inputs * sum(lengths)
+        cache = SliceCache(self._tokens[1], self._layers)
+        sharers = [1] * len(lengths) if slices is None else [slice_.sharers for slice_ in slices]
+        live = sum(
+            self._tokens[ranks].inputs * ranks * length for ranks, length in zip(sharers, lengths, strict=True)
+        )
         tokens = 0
         went_back: set[int] = set()  # stages that have gradients
         most = -1.0
@@ -293,15 +300,15 @@ class _Rank:
                 if kind == "I":
                     continue
                 kind = "B"
-            length = lengths[place]
+            token, length = self._tokens[sharers[place]], lengths[place] * sharers[place]
             at_hand = loss = beside = 0.0
             if slices is not None:
                 beside = cache.begin(action, slices[place], length)
             if kind == "I":
                 live += length * token.waiting * self._layers[stage]
             if kind == "F":
-                live += length * self._kept[stage]
-                tokens += length
+                live += length * self._kept[sharers[place], stage]
+                tokens += lengths[place]
                 at_hand = length * token.forward
                 if stage == self._last and token.loss > token.forward:
                     at_hand, loss = 0.0, length * token.loss
@@ -319,8 +326,8 @@ class _Rank:
             if kind == "W":
                 live -= length * token.waiting * self._layers[stage]
             if kind in ("B", "W"):  # I frees nothing that counts
-                live -= length * self._kept[stage]
-                tokens -= length
+                live -= length * self._kept[sharers[place], stage]
+                tokens -= lengths[place]
                 went_back.add(stage)
                 if self._degrees.pipeline == 1:
                     reduced = True
@@ -355,9 +362,9 @@ class _Rank:
             tokens=tokens,
         )
 
-    def _output(self, stage: int) -> float:
+    def _output(self, token: TokenBytes, stage: int) -> float:
         """Bytes a token of what a stage hands on, which it keeps as well."""
-        return self._bytes.gathered if stage == self._last else self._bytes.hidden
+        return token.gathered if stage == self._last else token.hidden
 
     def _gathered(self, went_back: set[int], *, in_loss: bool) -> float:
         """Bytes of weights and gradients that FSDP has together besides the shards."""

@@ -97,25 +97,28 @@ class PipelineGraph:
             actions = [list(rank_actions(shape, micro_batches, rank)) for rank in range(shape.ranks)]
         self._sort(actions)
 
-    def ends(self, times: PassTimes, delay: Times | float = 0.0) -> Times:
+    def ends(
+        self, times: PassTimes, delay: Times | float = 0.0, earliest: Times | float = 0.0
+    ) -> Times:
         """When every action ends.
 
         Args:
             times: of all passes.
             delay: of data from one rank to the next: a number, or float64 (n, k), of each micro-batch.
+            earliest: before which no action begins: a number, or float64 (actions, k).
 
         Returns:
             float64 (actions, k); the step takes the largest of them. An action starts its own time before.
         """
         delays = np.broadcast_to(delay, times.forward.shape[1:])
         ends = np.zeros((len(self.actions) + 1, times.forward.shape[2]))
+        ends[1:] = earliest
         for number, (action, (before, needed, crosses)) in enumerate(
             zip(self.actions, self._waits, strict=True), start=1
         ):
-            if crosses:
-                np.maximum(ends[before], ends[needed] + delays[action.place], out=ends[number])
-            else:
-                np.maximum(ends[before], ends[needed], out=ends[number])
+            ready = ends[needed] + delays[action.place] if crosses else ends[needed]
+            np.maximum(ends[number], ready, out=ends[number])
+            np.maximum(ends[number], ends[before], out=ends[number])
             ends[number] += times.of(action)
         return ends[1:]
 

@@ -28,7 +28,6 @@ from wlb_titan.context import after, whole
 from wlb_titan.cost.analytic import BYTES
 from wlb_titan.cost.workload import CostModel
 from wlb_titan.job import Job
-from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import LENGTH, MicroBatch
 
@@ -39,7 +38,8 @@ EXPERT_COLLECTIVES = 2
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
-    """What the passes of micro-batches follow from; arrays of one shape.
+    """What the passes of micro-batches follow from; arrays of one shape. All of them are of one job: those
+    that data-parallel ranks share, of `Job.merged`.
 
     Attributes:
         tokens: float64, with padding.
@@ -54,7 +54,7 @@ class MicroBatches:
     def of(cls, micro_batches: Sequence[MicroBatch], job: Job) -> MicroBatches:
         """Of planned micro-batches, as arrays (n,)."""
         attention = np.array([attention_seconds(m, job).max(axis=0) for m in micro_batches])
-        tokens = np.array([m.length for m in micro_batches], dtype=np.float64)
+        tokens = np.array([m.shared_length for m in micro_batches], dtype=np.float64)
         return cls(tokens, attention[:, 0], attention[:, 1])
 
     def in_runs(self, n: int) -> MicroBatches:
@@ -101,6 +101,31 @@ def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
     )
 
 
+def planned_times(job: Job, micro_batches: Sequence[MicroBatch], run: int) -> tuple[PassTimes, Floats]:
+    """The passes of planned micro-batches, also of those that data-parallel ranks share.
+
+    Args:
+        job: the job.
+        micro_batches: one run after the other.
+        run: n, micro-batches of a run.
+
+    Returns:
+        Seconds, float64 (stages, n, k), and tokens of each data-parallel rank, float64 (n, k).
+    """
+    sharers = np.array([m.sharers for m in micro_batches])
+    forward, inputs, weights = np.empty((3, len(job.layers), len(micro_batches)))
+    for ranks in np.unique(sharers).tolist():
+        (own,) = np.nonzero(sharers == ranks)
+        shared = job.merged[ranks]
+        times = pass_times(shared, MicroBatches.of([micro_batches[i] for i in own], shared).in_runs(1))
+        forward[:, own], inputs[:, own], weights[:, own] = (
+            array[:, 0] for array in (times.forward, times.inputs, times.weights)
+        )
+    arrays = (array.reshape(len(array), -1, run).swapaxes(1, 2) for array in (forward, inputs, weights))
+    tokens = np.array([m.length for m in micro_batches], dtype=np.float64).reshape(-1, run).T
+    return PassTimes(*arrays), tokens
+
+
 def transfer_seconds(job: Job, tokens: Floats) -> Floats:
     """Seconds that a micro-batch's hidden states take from one pipeline rank to the next, shaped alike."""
     if job.degrees.pipeline == 1:
@@ -134,8 +159,7 @@ def _experts(job: Job) -> float:
 def _offloaded(job: Job, tokens: Floats) -> Floats:
     """Seconds in which one layer's offloaded activations reach the host, or come back, shaped alike."""
     assert job.cluster.host_bandwidth is not None
-    bytes_ = TokenBytes.of(job.model, job.degrees, job.memory, job.exchange).offloaded
-    seconds: Floats = tokens * (bytes_ / job.cluster.host_bandwidth)
+    seconds: Floats = tokens * (job.token_bytes.offloaded / job.cluster.host_bandwidth)
     return seconds
 
 

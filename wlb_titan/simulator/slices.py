@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from wlb_titan.context import after, whole
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
-from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.peak import RankMemory
 from wlb_titan.memory.slices import SliceCache
 from wlb_titan.packing.policy import Pack, Packing
 from wlb_titan.packing.slices import sliced_document
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.plan import LENGTH, PREFIX, Action, Flow, MicroBatch, Plan
+from wlb_titan.simulator.meeting import Replica, ends_together
 from wlb_titan.simulator.passes import MicroBatches, pass_times
 
 Floats = NDArray[np.float64]
@@ -37,24 +37,29 @@ class PackSeconds:
 
     def __call__(self, packing: Packing) -> tuple[Floats, Floats]:
         """float64 (packs,) each, forward and backward through all stages."""
-        slices = packing.slices if packing.slices is not None else [None] * len(packing.packs)
-        rows = [self._pack(pack, own) for pack, own in zip(packing.packs, slices, strict=True)]
-        tokens, forward, backward = np.array(rows).T[:, None]
-        times = pass_times(self.job, MicroBatches(tokens, forward, backward))
-        return times.forward.sum(axis=0)[0], (times.inputs + times.weights).sum(axis=0)[0]
+        forward, backward = np.empty((2, len(packing.packs)))
+        for ranks in np.unique(packing.sharers).tolist():
+            (own,) = np.nonzero(packing.sharers == ranks)
+            job = self.job.merged[ranks]
+            tokens, *attention = np.array([_pack(job, packing, i) for i in own]).T[:, None]
+            times = pass_times(job, MicroBatches(tokens, *attention))
+            forward[own] = times.forward.sum(axis=0)[0]
+            backward[own] = (times.inputs + times.weights).sum(axis=0)[0]
+        return forward, backward
 
-    def _pack(self, pack: Pack, slices: NDArray[np.int64] | None) -> tuple[float, float, float]:
-        """Tokens, and seconds of one layer's attention on the slowest context-parallel rank, both passes."""
-        job, lengths = self.job, pack[:, LENGTH]
-        prefix = None if slices is None else slices[:, PREFIX]
-        total = -(-int(lengths.sum()) // job.divisor) * job.divisor
-        if job.strategy is None:
-            seconds = job.latency.seconds(after((whole(lengths),), prefix))
-        else:
-            _, sharding = job.strategy.shard(lengths, total, prefix=prefix)
-            seconds = job.strategy.seconds(after(sharding, prefix))
-        forward, backward = seconds.max(axis=0).tolist()
-        return total, forward, backward
+
+def _pack(job: Job, packing: Packing, number: int) -> tuple[float, float, float]:
+    """Tokens of a pack, and seconds of one layer's attention on its slowest rank, both passes."""
+    lengths = packing.packs[number][:, LENGTH]
+    prefix = None if packing.slices is None else packing.slices[number][:, PREFIX]
+    total = -(-int(lengths.sum()) // job.divisor) * job.divisor
+    if job.strategy is None:
+        seconds = job.latency.seconds(after((whole(lengths),), prefix))
+    else:
+        _, sharding = job.strategy.shard(lengths, total, prefix=prefix)
+        seconds = job.strategy.seconds(after(sharding, prefix))
+    forward, backward = seconds.max(axis=0).tolist()
+    return total, forward, backward
 
 
 def replica_graph(job: Job, plan: Plan, dp_rank: int) -> PipelineGraph:
@@ -83,12 +88,22 @@ def run_flows(job: Job, plans: Sequence[Plan], times: PassTimes, delays: Floats)
         float64 (steps x replicas,), seconds, and what a rank computes of them on average.
     """
     seconds, busy = [], []
-    for k, (plan, rank) in enumerate((plan, rank) for plan in plans for rank in range(job.degrees.data)):
-        graph = replica_graph(job, plan, rank)
-        own = PassTimes(*(a[:, :, k : k + 1] for a in (times.forward, times.inputs, times.weights)))
-        seconds.append(float(graph.ends(own, delays[:, k : k + 1]).max()))
-        busy.append(float(graph.busy(own).mean()))
+    for first, plan in zip(range(0, len(plans) * job.degrees.data, job.degrees.data), plans, strict=True):
+        replicas = replicas_of(job, plan, times, delays, first)
+        seconds += [float(ends.max()) for ends in ends_together(replicas)]
+        busy += [float(replica.graph.busy(replica.times).mean()) for replica in replicas]
     return np.array(seconds), np.array(busy)
+
+
+def replicas_of(job: Job, plan: Plan, times: PassTimes, delays: Floats, first: int = 0) -> list[Replica]:
+    """The replicas of one plan; arguments as of `run_flows`, in which theirs are from number `first` on."""
+    replicas = []
+    for rank in range(job.degrees.data):
+        k = slice(first + rank, first + rank + 1)
+        own = PassTimes(*(a[:, :, k] for a in (times.forward, times.inputs, times.weights)))
+        graph = replica_graph(job, plan, rank)
+        replicas.append(Replica(graph, own, delays[:, k], plan.of_rank(rank)))
+    return replicas
 
 
 def flow_memory(job: Job, plans: Sequence[Plan]) -> tuple[RankMemory, ...]:
@@ -110,11 +125,11 @@ def replica_memory(job: Job, plan: Plan, dp_rank: int) -> tuple[RankMemory, ...]
 
 def cache_bytes(job: Job, actions: Sequence[Action], micro_batches: Sequence[MicroBatch]) -> list[float]:
     """Keys and values of sliced documents, and their gradients, on a rank after each of its actions."""
-    cache = SliceCache(TokenBytes.of(job.model, job.degrees, job.memory, job.exchange), job.layers)
+    cache = SliceCache(job.token_bytes, job.layers)
     result = []
     for action in actions:
         micro_batch = micro_batches[action.place]
-        cache.begin(action, micro_batch.slice, micro_batch.length)
+        cache.begin(action, micro_batch.slice, micro_batch.shared_length)
         cache.end(action, micro_batch.slice)
         result.append(cache.bytes_)
     return result
