@@ -56,7 +56,7 @@ def pipeline_spans(process: str, run: Sequence[MicroBatch], job: Job, flow: Flow
         flow: the order of their passes; None is the schedule's own.
     """
     forward, backward = (
-        np.array([slice_work(work, m.documents, m.slices).sum() for m in run])
+        np.array([slice_work(work, m.documents, m.slices).sum() / m.sharers for m in run])
         for work in (job.cost_model.forward, job.cost_model.backward)
     )
     times = PassTimes.equal_stages(forward[:, None], backward[:, None], job.shape)

@@ -31,6 +31,7 @@ from wlb_titan.runtime.attention import DocumentAttention
 from wlb_titan.runtime.corpus import open_corpus
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
 from wlb_titan.runtime.imbalance import rank_imbalance
+from wlb_titan.runtime.dp_merge import prepare_merging
 from wlb_titan.runtime.inputs import Item, to_device
 from wlb_titan.runtime.job import documents_of, job_of, parallel_dims
 from wlb_titan.runtime.kv_cache import KeyValueCache
@@ -79,6 +80,7 @@ class Trainer(TorchtitanTrainer):
             self.validator.strategy = self.job.strategy
         if self.parallel_dims.cp_enabled:
             self.planned.context_rank = self.parallel_dims.get_mesh("cp").get_local_rank()
+        prepare_merging(self.model_parts, self.job, self.parallel_dims)
         if self.parallel_dims.pp_enabled:
             self.pp_schedule.check_lengths = config.wlb.pipeline.check_lengths
         if self.device.type == "cpu":

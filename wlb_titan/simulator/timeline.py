@@ -37,9 +37,10 @@ class MemoryCurve:
     bytes_: Floats
 
 
-def step_timeline(
-    job: Job, plan: Plan, name: str = "step", dp_rank: int | None = None
-) -> tuple[list[Span], list[MemoryCurve]]:
+Step = tuple[list[Span], list[MemoryCurve]]
+
+
+def step_timeline(job: Job, plan: Plan, name: str = "step", dp_rank: int | None = None) -> Step:
     """The step of one data-parallel replica.
 
     Args:
@@ -58,9 +59,6 @@ def step_timeline(
         ranks = range(job.degrees.data) if dp_rank is None else [dp_rank]
         steps = [_in_runs(job, plan, name, rank) for rank in ranks]
     return max(steps, key=lambda step: max(piece.start + piece.duration for piece in step[0]))
-
-
-Step = tuple[list[Span], list[MemoryCurve]]
 
 
 def _together(job: Job, plan: Plan, name: str) -> list[Step]:
