@@ -165,10 +165,10 @@ class Job:
             self.strategy.check(self.model, self.degrees.tensor)
             if self._dp_merge is True and not self.strategy.merges:
                 raise PlanError(
-                    f"Data-parallel ranks cannot share a document under the sharding policy "
-                    f"{self.sharding.name}: it divides heads over the context-parallel ranks of one data-"
-                    "parallel rank, and more ranks would need more heads. Set wlb.sharding.policy to one that "
-                    'gathers keys, such as per_document, or dp_merge to "auto" or false.',
+                    "Data-parallel ranks cannot share a document under the sharding policy "
+                    f"{self.sharding.name}, which exchanges tokens for heads among context-parallel ranks "
+                    "and would need a head for each of the ranks that share. Set wlb.sharding.policy to one "
+                    'that gathers keys, such as per_document, or dp_merge to "auto" or false.',
                     setting="packing.dp_merge",
                 )
 
@@ -260,7 +260,9 @@ class Job:
         for ranks, job in self.merged.items():
             if ranks > 1:
                 assert job.strategy is not None
-                found[ranks] = Merging(job.strategy, job.divisor, job.token_bytes.held / self.token_bytes.held)
+                found[ranks] = Merging(
+                    job.strategy, job.divisor, job.token_bytes.held / self.token_bytes.held
+                )
         return found
 
     @property

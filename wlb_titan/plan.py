@@ -10,9 +10,9 @@ Every rank computes the same plan from the same lengths, so a plan is never comm
 
 Where micro-batches are MicroPacks (policy `slim`) a document has "prefix" and "total" besides, and the plan
 has "order", of each data-parallel rank and pipeline rank what it runs, pass, micro-batch and stage:
-[[["F0.0", "F1.0", "B1.0", "B0.0"], ["F0.1", ...]], ...]. A micro-batch that data-parallel ranks share stands
-there once for each of them, with "merged", these ranks: "documents" and "ranks" are the same for all, "length",
-"padding" and "workload" a rank's own share.
+[[["F0.0", "F1.0", "B1.0", "B0.0"], ["F0.1", ...]], ...]. A micro-batch that data-parallel
+ranks share stands there once for each of them, with "merged", these ranks: "documents" and "ranks" are the
+same for all, "length", "padding" and "workload" are a rank's own share.
 """
 
 from __future__ import annotations

@@ -287,7 +287,8 @@ class _Rank:
         cache = SliceCache(self._tokens[1], self._layers)
         sharers = [1] * len(lengths) if slices is None else [slice_.sharers for slice_ in slices]
         live = sum(
-            self._tokens[ranks].inputs * ranks * length for ranks, length in zip(sharers, lengths, strict=True)
+            self._tokens[ranks].inputs * ranks * length
+            for ranks, length in zip(sharers, lengths, strict=True)
         )
         tokens = 0
         went_back: set[int] = set()  # stages that have gradients

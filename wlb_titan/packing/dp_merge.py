@@ -2,16 +2,16 @@
 
 Phase 1 gives every data-parallel rank the same capacity, C = total work / ranks. A document of more work than
 that would make its rank the slowest, whatever the others get. So 2, 4, ... consecutive ranks are merged for
-its MicroPacks, as few as bring a rank's share of it down to C: context-parallel ranks share these packs with
-those of their neighbours. The other documents go, heaviest first, to the rank with the least work, counting
-what it has of merged ones. Weights and optimizer states stay where they are.
+its MicroPacks, as few as bring a rank's share of it down to C: all their context-parallel ranks together
+divide these packs. The other documents go, heaviest first, to the rank with the least work, counting what it
+has of merged ones. Weights and optimizer states stay where they are.
 
-A group of n ranks begins at a multiple of n, so that of two groups one lies in the other, or they have no rank
-in common. Packs of merged documents come first on their ranks, the heaviest document's first, and heavier
+A group of n ranks begins at a multiple of n, so that of two groups one lies in the other, or they have no
+rank in common. Packs of merged documents come first on their ranks, the heaviest document's first, and heavier
 documents have larger groups: so a merged pack stands at one and the same place on all of its ranks.
 
-Example: documents of work 12, 5, 3, 2, 2 on 4 ranks: C = 6, the first goes over ranks 0 and 1, 6 on each, the
-others are 5 + 2 on rank 2 and 3 + 2 on rank 3. Without merging the step would take 12.
+Example: documents of work 12, 3, 3, 3, 3 on 4 ranks: C = 6, the first goes over ranks 0 and 1, 6 on each, and
+two of the others each to ranks 2 and 3. Without merging the step would take 12.
 
 Merging can also do harm: what is left may not fill ranks evenly. `best_shares` therefore tries to merge only
 some of the documents, and those of more than C / 2 besides.

@@ -2,9 +2,10 @@
 
 Documents arrive a global batch at a time, whole and in pieces of at most a context window. Phase 1 gives each
 data-parallel rank documents of nearly the same work, of which ranks may share the heaviest (`dp_merge.py`),
-phase 2 makes them into M MicroPacks (`micropacks.py`), and PackFlow orders their passes (`packflow.py`). M is the same on all ranks and in all steps. `auto` tries
-numbers on a logarithmic scale, on steps that it packs and runs ahead of time, and takes the fewest that come
-within 1 % of the shortest step: short packs lose time that the model of work does not know.
+phase 2 makes them into M MicroPacks (`micropacks.py`), and PackFlow orders their passes (`packflow.py`). M is
+the same on all ranks and in all steps. `auto` tries numbers on a logarithmic scale, on steps that it packs
+and runs ahead of time, and takes the fewest that come within 1 % of the shortest step: short packs lose time
+that the model of work does not know.
 """
 
 from __future__ import annotations
@@ -211,9 +212,7 @@ class Slim(PackingPolicy):
         for rank, own in enumerate(found.own):
             documents, room = batch[own], count - len(assigned[rank])
             if room:
-                for pack in micropacks(
-                    documents[:, LENGTH], works[own], self._prefix_work[1], room, place
-                ):
+                for pack in micropacks(documents[:, LENGTH], works[own], self._prefix_work[1], room, place):
                     add(documents, pack, [rank])
         return Packing(packs, slices=slices, assigned=assigned)
 

@@ -97,9 +97,7 @@ class PipelineGraph:
             actions = [list(rank_actions(shape, micro_batches, rank)) for rank in range(shape.ranks)]
         self._sort(actions)
 
-    def ends(
-        self, times: PassTimes, delay: Times | float = 0.0, earliest: Times | float = 0.0
-    ) -> Times:
+    def ends(self, times: PassTimes, delay: Times | float = 0.0, earliest: Times | float = 0.0) -> Times:
         """When every action ends.
 
         Args:

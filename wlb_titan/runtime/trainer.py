@@ -30,8 +30,8 @@ from wlb_titan.plan import Action, Flow
 from wlb_titan.runtime.attention import DocumentAttention
 from wlb_titan.runtime.corpus import open_corpus
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
-from wlb_titan.runtime.imbalance import rank_imbalance
 from wlb_titan.runtime.dp_merge import prepare_merging
+from wlb_titan.runtime.imbalance import rank_imbalance
 from wlb_titan.runtime.inputs import Item, to_device
 from wlb_titan.runtime.job import documents_of, job_of, parallel_dims
 from wlb_titan.runtime.kv_cache import KeyValueCache

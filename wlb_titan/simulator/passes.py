@@ -117,7 +117,8 @@ def planned_times(job: Job, micro_batches: Sequence[MicroBatch], run: int) -> tu
     for ranks in np.unique(sharers).tolist():
         (own,) = np.nonzero(sharers == ranks)
         shared = job.merged[ranks]
-        times = pass_times(shared, MicroBatches.of([micro_batches[i] for i in own], shared).in_runs(1))
+        passing = MicroBatches.of([micro_batches[i] for i in own.tolist()], shared)
+        times = pass_times(shared, passing.in_runs(1))
         forward[:, own], inputs[:, own], weights[:, own] = (
             array[:, 0] for array in (times.forward, times.inputs, times.weights)
         )

@@ -19,7 +19,7 @@ from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.peak import RankMemory
 from wlb_titan.memory.slices import SliceCache
-from wlb_titan.packing.policy import Pack, Packing
+from wlb_titan.packing.policy import Packing
 from wlb_titan.packing.slices import sliced_document
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.plan import LENGTH, PREFIX, Action, Flow, MicroBatch, Plan
@@ -41,7 +41,7 @@ class PackSeconds:
         for ranks in np.unique(packing.sharers).tolist():
             (own,) = np.nonzero(packing.sharers == ranks)
             job = self.job.merged[ranks]
-            tokens, *attention = np.array([_pack(job, packing, i) for i in own]).T[:, None]
+            tokens, *attention = np.array([_pack(job, packing, i) for i in own.tolist()]).T[:, None]
             times = pass_times(job, MicroBatches(tokens, *attention))
             forward[own] = times.forward.sum(axis=0)[0]
             backward[own] = (times.inputs + times.weights).sum(axis=0)[0]

@@ -157,6 +157,6 @@ def _slice_of(micro_batch: MicroBatch) -> dict[str, Any]:
     """What a timeline says of a MicroPack: its formation state and the tokens of its slice."""
     if micro_batch.slices is None:
         return {}
-    prefix, length, total = micro_batch.slice
+    prefix, length, total, _ = micro_batch.slice
     state = {"MicroPack": kind(micro_batch.slices, micro_batch.documents[:, LENGTH])}
     return state | ({"slice": f"{prefix}-{prefix + length} of {total}"} if length else {})
