@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 from test_pack_slim import planner
 from test_simulator import LAYER, NONE, job, pairs
@@ -136,11 +136,11 @@ def run_all(plan, stages_of_rank):
 
 
 @given(
-    lengths=st.lists(st.one_of(*[st.integers(2, 12)] * 5, st.integers(30, 64)), min_size=24, max_size=50),
+    lengths=st.lists(st.one_of(*[st.integers(4, 12)] * 5, st.integers(30, 64)), min_size=24, max_size=50),
     data_parallel=st.sampled_from([2, 3, 4]),
     context=st.sampled_from([1, 2]),
     pipeline=st.sampled_from([(1, 1), (2, 1), (2, 2)]),
-    micropacks=st.integers(4, 9),
+    micropacks=st.integers(4, 6),
 )
 @settings(max_examples=40, deadline=None)
 def test_plans_have_every_token_once_and_ranks_meet(lengths, data_parallel, context, pipeline, micropacks):
@@ -157,7 +157,10 @@ def test_plans_have_every_token_once_and_ranks_meet(lengths, data_parallel, cont
         slim=replace(ALWAYS, micropacks=micropacks),
         sharding="hybrid",
     )
-    plans = [made.next(), made.next()]
+    try:
+        plans = [made.next(), made.next()]
+    except PlanError:  # too few tokens, with or without
+        reject()
     assume(any(m.merged for m in plans[0].micro_batches))
     for plan in plans:
         seen = {}
@@ -214,6 +217,14 @@ def test_a_rank_of_the_group_has_the_share_that_it_asks_for():
     shared = [m for m in plan.micro_batches if m.merged]
     assert [m.ranks is not None for m in shared] == [m.dp_rank == 1 for m in shared]
     assert all(m.ranks is None for m in plan.of_rank(1) if not m.merged)  # no context parallelism
+
+
+def test_resumes_where_it_was_saved():
+    made, again = (planner(one_long() * 2, data_parallel=4, seed=3, slim=ALWAYS) for _ in range(2))
+    made.next()
+    again.load_state_dict(json.loads(json.dumps(made.state_dict())))
+    following = [one.next().to_json() | {"plan_ms": 0} for one in (made, again)]
+    assert following[0] == following[1]
 
 
 @pytest.mark.parametrize("policy", ["ulysses", "ulysses_gather"])

@@ -7,8 +7,8 @@ divide these packs. The other documents go, heaviest first, to the rank with the
 has of merged ones. Weights and optimizer states stay where they are.
 
 A group of n ranks begins at a multiple of n, so that of two groups one lies in the other, or they have no
-rank in common. Packs of merged documents come first on their ranks, the heaviest document's first, and heavier
-documents have larger groups: so a merged pack stands at one and the same place on all of its ranks.
+rank in common. Packs of merged documents come first on their ranks, the heaviest document's first, and
+heavier documents have larger groups: so a merged pack stands at one and the same place on all of its ranks.
 
 Example: documents of work 12, 3, 3, 3, 3 on 4 ranks: C = 6, the first goes over ranks 0 and 1, 6 on each, and
 two of the others each to ranks 2 and 3. Without merging the step would take 12.
