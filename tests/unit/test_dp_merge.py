@@ -18,7 +18,7 @@ from wlb_titan.errors import PlanError
 from wlb_titan.packing.dp_merge import Merge, best_shares, group_sizes, numbers_of_packs, shares
 from wlb_titan.packing.slices import sliced_document
 from wlb_titan.packing.slim import Slim
-from wlb_titan.plan import ID, LENGTH, START, TOTAL
+from wlb_titan.plan import ID, LENGTH, PREFIX, START, TOTAL
 from wlb_titan.simulator.passes import planned_times, transfer_seconds
 from wlb_titan.simulator.slices import check_slices, replica_memory, replicas_of
 from wlb_titan.simulator.step import simulate
