@@ -65,8 +65,9 @@ def step_timeline(job: Job, plan: Plan, name: str = "step", dp_rank: int | None 
 def _together(job: Job, plan: Plan, name: str) -> list[Step]:
     """Every replica of a step of MicroPacks, of which they may share some."""
     run = len(plan.of_rank(0))
-    times, *tokens = planned_times(job, plan.micro_batches, run, plan.backward)
-    replicas = replicas_of(job, plan, times, *(transfer_seconds(job, each) for each in tokens))
+    times, tokens, back = planned_times(job, plan.micro_batches, run, plan.backward)
+    delays, backward_delays = transfer_seconds(job, tokens), transfer_seconds(job, back)
+    replicas = replicas_of(job, plan, times, delays, backward_delays)
     steps = []
     for replica, ends in zip(replicas, ends_together(replicas), strict=True):
         picture = _Picture(job, name)
@@ -83,8 +84,9 @@ def _in_runs(job: Job, plan: Plan, name: str, dp_rank: int) -> Step:
     picture = _Picture(job, name)
     for first in range(0, len(micro_batches), run):
         here = micro_batches[first : first + run]
-        times, *tokens = planned_times(job, here, run)
-        replica = Replica(graph, times, *(transfer_seconds(job, each) for each in tokens), here)
+        times, tokens, _ = planned_times(job, here, run)
+        delays = transfer_seconds(job, tokens)
+        replica = Replica(graph, times, delays, delays, here)
         (ends,) = ends_together([replica])
         picture.add(replica, ends)
     return picture.step()
