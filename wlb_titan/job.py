@@ -252,7 +252,7 @@ class Job:
         """The packing policy's setting of this name; what has none never merges, nor do backward passes with
         micro-batches of their own."""
         wanted: bool | str = getattr(self.packing, "dp_merge", False)
-        return wanted and not self.asymmetric
+        return False if self.asymmetric else wanted
 
     @cached_property
     def merged(self) -> dict[int, Job]:
