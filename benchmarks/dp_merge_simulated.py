@@ -2,10 +2,10 @@
 
     python benchmarks/dp_merge_simulated.py
 
-Seconds of a step in simulation, on the WLB-LLM paper's cluster (h100_roce), of its 7B model (TP 8, CP 2, PP 4)
-with full activation checkpointing and one context window a data-parallel rank and step. Every step gets one
-document of the whole window; the others are web pages (`wlb_titan.documents.lengths`), which in so long a
-window take little besides. "imbalance" is the largest over the mean work of data-parallel ranks.
+Seconds of a step in simulation, on the WLB-LLM paper's cluster (h100_roce), of its 7B model (TP 8, CP 2, PP
+4) with full activation checkpointing and one context window a data-parallel rank and step. Every step gets
+one document of the whole window; the others are web pages (`wlb_titan.documents.lengths`), which in so long
+a window take little besides. "imbalance" is the largest over the mean work of data-parallel ranks.
 """
 
 from __future__ import annotations

@@ -270,7 +270,12 @@ class Job:
             sharding = STRATEGIES.configure("per_document", profile=self.sharding.profile)
         for ranks in group_sizes(self.degrees.data):
             degrees = replace(self.degrees, context=ranks * self.degrees.context)
-            jobs[ranks] = replace(self, degrees=degrees, sharding=sharding)
+            try:
+                jobs[ranks] = replace(self, degrees=degrees, sharding=sharding)
+            except PlanError:  # a strategy that cannot have so many ranks
+                if self._dp_merge is True:
+                    raise
+                break
         return jobs
 
     @cached_property
