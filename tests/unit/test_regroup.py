@@ -4,7 +4,11 @@ import numpy as np
 import pytest
 from test_asymmetric import planner, slim
 
-torch = pytest.importorskip("torch")
+from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+
+use_cpu_without_accelerator()
+
+import torch  # noqa: E402
 
 from wlb_titan.context import sequence_positions  # noqa: E402
 from wlb_titan.plan import LENGTH  # noqa: E402
