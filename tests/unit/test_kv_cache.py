@@ -129,7 +129,7 @@ def run_asymmetric(forwards, backwards, lengths, tensors, padding=0):
 
 
 @given(forward_cuts=lines, backward_cuts=lines, padding=st.integers(0, 3))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_other_packs_backward_equal_the_whole_documents(forward_cuts, backward_cuts, padding):
     lengths = [20, 12, 3, 4]
     given_tensors = tensors(sum(lengths))
