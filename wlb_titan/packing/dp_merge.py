@@ -36,6 +36,10 @@ Floats = NDArray[np.float64]
 MOST_MERGED = 16
 """Documents of a step that are merged at the most."""
 
+LIGHT = 1 / 8
+"""Of C: documents of less work do not decide on how many are merged, which steps of very many documents are
+planned quickly by."""
+
 
 @dataclass(frozen=True, slots=True)
 class Merging:
@@ -85,16 +89,17 @@ def group_sizes(ranks: int) -> tuple[int, ...]:
     return tuple(2**power for power in range(1, ranks.bit_length()))
 
 
-def shares(works: Floats, ranks: int, merged: int = 0) -> Shares:
+def shares(works: Floats, ranks: int, merged: int = 0, capacity: float | None = None) -> Shares:
     """Phase 1 with the heaviest documents merged.
 
     Args:
         works: float64 (n,).
         ranks: data-parallel degree.
         merged: how many of the heaviest documents are merged; at a degree of 1 none.
+        capacity: C; None where these are all documents of the step.
     """
     order = np.argsort(-works, kind="stable").tolist()
-    capacity = works.sum() / ranks
+    capacity = works.sum() / ranks if capacity is None else capacity
     loads = np.zeros(ranks)
     merges = []
     sizes = group_sizes(ranks)
@@ -125,8 +130,12 @@ def best_shares(works: Floats, ranks: int) -> Shares | None:
     if ranks == 1 or works.max() <= capacity:
         return None
     most = min(int((works > capacity / 2).sum()), MOST_MERGED)
-    tried = (shares(works, ranks, merged) for merged in range(1, most + 1))
-    return min(tried, key=lambda found: float(found.loads.max()))
+    heavy = works[works > capacity * LIGHT]  # what is lighter fills ranks up, wherever there is room
+
+    def busiest(merged: int) -> float:
+        return max(float(shares(heavy, ranks, merged, capacity).loads.max()), capacity)
+
+    return shares(works, ranks, min(range(1, most + 1), key=busiest))
 
 
 def numbers_of_packs(works: Floats, most: Sequence[int], found: Shares, count: int) -> list[int]:
