@@ -26,9 +26,17 @@ from wlb_titan.cost.workload import CostModel, cost_model
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.in_flight import most_in_flight, one_document
-from wlb_titan.memory.peak import RankMemory, layers_of_stages, longest_that_fits, pipeline_memory
+from wlb_titan.memory.layer import TokenBytes
+from wlb_titan.memory.peak import (
+    BackwardPacks,
+    RankMemory,
+    layers_of_stages,
+    longest_that_fits,
+    pipeline_memory,
+)
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.packing import POLICIES, PackingPolicy
+from wlb_titan.packing.dp_merge import Merging, group_sizes
 from wlb_titan.packing.policy import OnOneRank, PassSeconds, here
 from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder
 from wlb_titan.pipeline.runs import PipelineRuns
@@ -159,8 +167,24 @@ class Job:
         except PlanError as error:
             raise PlanError(str(error), setting="parallelism.pipeline_parallel_degree") from error
         self.packing.check(self.shape)
+        if self.asymmetric and self.memory.checkpointing != "full":
+            raise PlanError(
+                "Where backward passes have MicroPacks of their own they compute the forward pass again, "
+                f"which beside {self.memory.checkpointing} checkpointing costs more than it gains. "
+                "It is for jobs that need full checkpointing anyway, whose place it takes: set "
+                'activation_checkpoint.class to "FullAC", or leave it out.',
+                setting="packing.asymmetric",
+            )
         if self.strategy is not None:
             self.strategy.check(self.model, self.degrees.tensor)
+            if self._dp_merge is True and not self.strategy.merges:
+                raise PlanError(
+                    "Data-parallel ranks cannot share a document under the sharding policy "
+                    f"{self.sharding.name}, which exchanges tokens for heads among context-parallel ranks "
+                    "and would need a head for each of the ranks that share. Set wlb.sharding.policy to one "
+                    'that gathers keys, such as per_document, or dp_merge to "auto" or false.',
+                    setting="packing.dp_merge",
+                )
 
     @property
     def replica_micro_batches(self) -> int:
@@ -176,6 +200,11 @@ class Job:
     def undecided(self) -> bool:
         """Whether a policy is `auto`; `Scenario.choice` decides on one."""
         return any(config.owner.automatic for config in (self.packing, self.sharding))
+
+    @property
+    def asymmetric(self) -> bool:
+        """Whether backward passes have micro-batches of their own."""
+        return getattr(self.packing, "asymmetric", False)
 
     @property
     def shape(self) -> PipelineShape:
@@ -217,6 +246,54 @@ class Job:
             return None
         strategy: ContextStrategy = self.sharding.make(self.degrees.context, self.latency)
         return strategy
+
+    @property
+    def _dp_merge(self) -> bool | str:
+        """The packing policy's setting of this name; what has none never merges, nor do backward passes with
+        micro-batches of their own."""
+        wanted: bool | str = getattr(self.packing, "dp_merge", False)
+        return False if self.asymmetric else wanted
+
+    @cached_property
+    def merged(self) -> dict[int, Job]:
+        """This job as a micro-batch sees it that 1, 2, 4, ... data-parallel ranks share (DP-Merge).
+
+        They are together what a data-parallel rank is otherwise, with so many times the context-parallel
+        ranks; without context parallelism documents are divided `per_document`. There is only the job itself
+        where micro-batches are not shared.
+        """
+        jobs = {1: self}
+        if not self._dp_merge or (self.strategy is not None and not self.strategy.merges):
+            return jobs
+        sharding = self.sharding
+        if self.strategy is None:
+            sharding = STRATEGIES.configure("per_document", profile=self.sharding.profile)
+        for ranks in group_sizes(self.degrees.data):
+            degrees = replace(self.degrees, context=ranks * self.degrees.context)
+            try:
+                jobs[ranks] = replace(self, degrees=degrees, sharding=sharding)
+            except PlanError:  # a strategy that cannot have so many ranks
+                if self._dp_merge is True:
+                    raise
+                break
+        return jobs
+
+    @cached_property
+    def merging(self) -> dict[int, Merging]:
+        """What it means that so many data-parallel ranks share a micro-batch; empty where none do."""
+        found = {}
+        for ranks, job in self.merged.items():
+            if ranks > 1:
+                assert job.strategy is not None
+                found[ranks] = Merging(
+                    job.strategy, job.divisor, job.token_bytes.held / self.token_bytes.held
+                )
+        return found
+
+    @property
+    def token_bytes(self) -> TokenBytes:
+        """What a rank holds of each token of a micro-batch."""
+        return TokenBytes.of(self.model, self.degrees, self.memory, self.exchange)
 
     @cached_property
     def exchange(self) -> Exchange | None:
@@ -280,14 +357,18 @@ class Job:
         self,
         lengths: Sequence[int],
         flow: Flow | None = None,
-        slices: Sequence[CachedSlice] | None = None,
+        slices: Sequence[Sequence[CachedSlice]] | None = None,
+        backward: BackwardPacks | None = None,
+        sharers: Sequence[int] | None = None,
     ) -> tuple[RankMemory, ...]:
         """The peak of each pipeline rank.
 
         Args:
             lengths: tokens of a replica's micro-batches, in the order of running.
             flow: the order of their passes, in one run; None is the schedule's own.
-            slices: of each micro-batch its slice, where documents are sliced.
+            slices: of each micro-batch those whose keys and values are cached, where documents are sliced.
+            backward: the micro-batches of backward passes, where these are others.
+            sharers: of each micro-batch the data-parallel ranks that share it; None: each is of one.
 
         Raises:
             PlanError: it cannot be predicted for this schedule.
@@ -301,14 +382,19 @@ class Job:
             run=None if flow is not None else self.run,
             settings=self.memory,
             layers=self.layers,
-            exchange=self.exchange,
             flow=flow,
             slices=slices,
+            backward=backward,
+            sharers=sharers,
+            tokens={ranks: job.token_bytes for ranks, job in self.merged.items()},
         )
 
     def sliced_memory(self, tokens: int) -> tuple[RankMemory, ...]:
         """The peak of each pipeline rank with one document of so many tokens, all of its slices in flight."""
-        return self.peak_memory(*one_document(tokens, self.shape))
+        lengths, flow, slices = one_document(tokens, self.shape)
+        return self.peak_memory(
+            lengths, flow, slices, BackwardPacks(lengths, slices) if self.asymmetric else None
+        )
 
     @cached_property
     def most_in_flight(self) -> int | None:
@@ -371,6 +457,7 @@ class Job:
             in_flight=lambda: self.most_in_flight,
             pass_seconds=self.pass_seconds,
             pipeline=pipeline,
+            merging=self.merging,
             on_one_rank=on_one_rank,
         )
 

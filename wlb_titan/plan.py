@@ -10,7 +10,10 @@ Every rank computes the same plan from the same lengths, so a plan is never comm
 
 Where micro-batches are MicroPacks (policy `slim`) a document has "prefix" and "total" besides, and the plan
 has "order", of each data-parallel rank and pipeline rank what it runs, pass, micro-batch and stage:
-[[["F0.0", "F1.0", "B1.0", "B0.0"], ["F0.1", ...]], ...].
+[[["F0.0", "F1.0", "B1.0", "B0.0"], ["F0.1", ...]], ...]. A micro-batch that data-parallel
+ranks share stands there once for each of them, with "merged", these ranks: "documents" and "ranks" are the
+same for all, "length", "padding" and "workload" are a rank's own share. Under the asymmetric partition
+"backward" has the micro-batches of backward passes, as "micro_batches" has those of forward passes.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ Flow = tuple[tuple[Action, ...], ...]
 
 
 class CachedSlice(NamedTuple):
-    """A slice of a document as memory sees it.
+    """A slice of a document whose keys and values are cached, as memory sees it.
 
     Attributes:
         prefix: tokens of the document before it.
@@ -70,6 +73,9 @@ class CachedSlice(NamedTuple):
 class MicroBatch:
     """The documents of one forward and backward pass, in the order in which they lie in the sequence.
 
+    Several data-parallel ranks may share one (DP-Merge). Each then has an entry of its own with the same
+    documents, and length, padding and workload are its share of them.
+
     Attributes:
         dp_rank: data-parallel rank that runs it.
         index: its place among that rank's micro-batches of the step, from 0.
@@ -78,12 +84,14 @@ class MicroBatch:
         workload: predicted forward and backward work, in the cost model's unit.
         documents: int64 (n, 4), columns ID (position in the stream), START (first token of this piece
             within the document), LENGTH (tokens), DELAY (iterations since the piece arrived).
-        sharding: name of the sharding chosen for it; None without context parallelism.
+        sharding: name of the sharding chosen for it; None where a single rank has all of it.
         ranks: per context-parallel rank an int64 (m, 3), columns DOCUMENT (row of `documents`), OFFSET
             (first token within that piece), COUNT (tokens), in the order in which the rank holds them;
-            what is left of the rank's length / context_parallel tokens is padding, at its end.
+            what is left of the rank's length / context_parallel tokens is padding, at its end. Where
+            data-parallel ranks share it, those of the first of them, then those of the second, ...
         slices: int64 (n, 2), of each row of `documents` PREFIX (tokens of the piece before it, which other
             micro-batches have) and TOTAL (tokens of the whole piece); None where documents are not sliced.
+        merged: the data-parallel ranks that share it, `dp_rank` among them; empty where it is that rank's.
     """
 
     dp_rank: int
@@ -95,6 +103,17 @@ class MicroBatch:
     sharding: str | None = None
     ranks: tuple[NDArray[np.int64], ...] | None = None
     slices: NDArray[np.int64] | None = None
+    merged: range = range(0)
+
+    @property
+    def sharers(self) -> int:
+        """Data-parallel ranks that share it."""
+        return len(self.merged) or 1
+
+    @property
+    def shared_length(self) -> int:
+        """Tokens of all its sharers, padding included."""
+        return self.length * self.sharers
 
     @property
     def prefix(self) -> NDArray[np.int64] | None:
@@ -108,17 +127,6 @@ class MicroBatch:
             return self.documents[:, LENGTH]
         begins: NDArray[np.int64] = self.slices[self.slices[:, PREFIX] == 0, TOTAL]
         return begins
-
-    @property
-    def slice(self) -> CachedSlice:
-        """The slice of a document that this micro-batch has, with a length of 0 where it has none."""
-        if self.slices is not None:
-            for (_, _, length, _), (prefix, total) in zip(
-                self.documents.tolist(), self.slices.tolist(), strict=True
-            ):
-                if total > length:
-                    return CachedSlice(prefix, length, total)
-        return CachedSlice(0, 0, 0)
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists and numbers, as in the module's example."""
@@ -136,6 +144,8 @@ class MicroBatch:
         if self.slices is not None:
             for document, (prefix, total) in zip(record["documents"], self.slices.tolist(), strict=True):
                 document |= {"prefix": prefix, "total": total}
+        if self.merged:
+            record["merged"] = list(self.merged)
         if self.ranks is not None:
             record["sharding"] = self.sharding
             record["ranks"] = [rank.tolist() for rank in self.ranks]
@@ -157,6 +167,9 @@ class Plan:
         order: of each data-parallel rank what its pipeline ranks run, in order, where the micro-batches are
             MicroPacks; None where the schedule's own order holds. A rank's entry is empty where it was not
             asked for.
+        backward: of the same tokens, the micro-batches of backward passes where these are others than those
+            of forward passes; their index is the place of B in `order`. None where they are the same. The
+            `workload` of either is then that of its own pass.
     """
 
     iteration: int
@@ -167,11 +180,28 @@ class Plan:
     lost_tokens: int = 0
     gap: float | None = None
     order: tuple[Flow, ...] | None = None
+    backward: tuple[MicroBatch, ...] | None = None
 
     @property
     def imbalance(self) -> float:
-        """Largest over mean workload of the micro-batches (the imbalance degree of the paper's Table 2)."""
-        return imbalance_degree([micro_batch.workload for micro_batch in self.micro_batches])
+        """Largest over mean workload of the micro-batches (the imbalance degree of the paper's Table 2); of
+        both passes together, where their micro-batches differ."""
+        return imbalance_degree(*([m.workload for m in micro_batches] for micro_batches in self.by_pass))
+
+    @property
+    def by_pass(self) -> tuple[tuple[MicroBatch, ...], ...]:
+        """All micro-batches: those of forward and of backward passes, or once where they are the same."""
+        return (self.micro_batches,) if self.backward is None else (self.micro_batches, self.backward)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest micro-batch, padding included."""
+        return max(m.length for micro_batches in self.by_pass for m in micro_batches)
+
+    @property
+    def packs(self) -> tuple[MicroBatch, ...]:
+        """The micro-batches without repetition: of one that ranks share only the first rank's."""
+        return tuple(m for m in self.micro_batches if not m.merged or m.dp_rank == m.merged[0])
 
     @property
     def tokens(self) -> int:
@@ -181,7 +211,7 @@ class Plan:
     @property
     def document_lengths(self) -> NDArray[np.int64]:
         """int64 (n,), tokens of the pieces of documents that the step trains, slices put together."""
-        return np.concatenate([micro_batch.document_lengths for micro_batch in self.micro_batches])
+        return np.concatenate([micro_batch.document_lengths for micro_batch in self.packs])
 
     @property
     def padding(self) -> int:
@@ -191,7 +221,7 @@ class Plan:
     @property
     def delay(self) -> float:
         """Iterations that a token waited, averaged over the step's tokens."""
-        waited = sum(int(m.documents[:, LENGTH] @ m.documents[:, DELAY]) for m in self.micro_batches)
+        waited = sum(int(m.documents[:, LENGTH] @ m.documents[:, DELAY]) for m in self.packs)
         return waited / self.tokens
 
     @property
@@ -203,6 +233,11 @@ class Plan:
         """The micro-batches of one data-parallel rank, in the order in which it runs them."""
         return tuple(m for m in self.micro_batches if m.dp_rank == dp_rank)
 
+    def backward_of_rank(self, dp_rank: int) -> tuple[MicroBatch, ...]:
+        """Those of its backward passes: the same, unless the plan has others for them."""
+        of_all = self.micro_batches if self.backward is None else self.backward
+        return tuple(m for m in of_all if m.dp_rank == dp_rank)
+
     def to_json(self) -> dict[str, Any]:
         record: dict[str, Any] = {
             "iteration": self.iteration,
@@ -210,13 +245,19 @@ class Plan:
             "imbalance": self.imbalance,
             "micro_batches": [micro_batch.to_json() for micro_batch in self.micro_batches],
         }
+        if self.backward is not None:
+            record["backward"] = [micro_batch.to_json() for micro_batch in self.backward]
         if self.order is not None:
             record["order"] = [[[a.short() for a in rank] for rank in flow] for flow in self.order]
         return record
 
 
-def imbalance_degree(workloads: Sequence[float] | NDArray[np.float64]) -> float:
-    """max / mean; 1.0 is perfect balance. Of nothing at all it is 1.0 too."""
-    values = np.asarray(workloads, dtype=np.float64)
-    mean = values.mean() if values.size else 0.0
-    return float(values.max() / mean) if mean > 0 else 1.0
+def imbalance_degree(*passes: Sequence[float] | NDArray[np.float64]) -> float:
+    """max / mean; 1.0 is perfect balance. Of nothing at all it is 1.0 too.
+
+    Args:
+        passes: what one pass after the other takes of each micro-batch; both maxima and means add up.
+    """
+    values = [np.asarray(one, dtype=np.float64) for one in passes]
+    mean = sum(float(one.mean()) for one in values if one.size)
+    return sum(float(one.max()) for one in values if one.size) / mean if mean > 0 else 1.0

@@ -54,13 +54,13 @@ class Summary:
             plan_ms.append(plan.plan_ms)
             waiting.append(float(plan.waiting_tokens))
             workloads.append(sorted((m.workload for m in plan.micro_batches), reverse=True))
-            longest = max(longest, *(m.length for m in plan.micro_batches), 0)
+            longest = max(longest, plan.longest)
             tokens += plan.tokens
             padding += plan.padding
             lost += plan.lost_tokens
             if plan.gap is not None:
                 gap = max(plan.gap, gap or 0.0)
-            documents = np.concatenate([m.documents for m in plan.micro_batches])
+            documents = np.concatenate([m.documents for m in plan.packs])
             step = np.bincount(documents[:, DELAY], documents[:, LENGTH]).astype(np.int64)
             delays = np.pad(delays, (0, max(0, len(step) - len(delays))))
             delays[: len(step)] += step

@@ -21,6 +21,8 @@ A rank runs its passes in a fixed order, so its memory can be followed from pass
                        losses. Where the gradients of weights wait (zero bubble), what a layer keeps waits
                        with them, and the gradients of its linear layers' and norms' outputs. Token ids,
                        positions and labels are there throughout
+                       Where backward passes have packs of their own (asymmetric partition) forward passes
+                       keep the inputs of layers, of the first stage's first not, and of the head
 - cache                K and V of documents in slices, from the first slice's forward pass to its backward
                        pass, and their gradients, in float32, from the backward pass of the last slice on
 - backward             of the layer at hand: what a backward pass recomputes, its gradients, K and V; or what
@@ -38,11 +40,10 @@ the length of micro-batches (L_max) where none is set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
-from wlb_titan.context import Exchange
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
@@ -105,6 +106,18 @@ TERMS = tuple(
 )
 
 
+class BackwardPacks(NamedTuple):
+    """The micro-batches of backward passes, where these are others than those of forward passes.
+
+    Attributes:
+        lengths: tokens of each, padding included.
+        slices: of each those whose keys and values are cached, in the order in which documents go backward.
+    """
+
+    lengths: Sequence[int]
+    slices: Sequence[Sequence[CachedSlice]]
+
+
 def layers_of_stages(layers: int, stages: int, *, first_less: int = 1, last_less: int = 1) -> tuple[int, ...]:
     """How torchtitan divides a model's layers over the stages of a pipeline.
 
@@ -135,9 +148,11 @@ def pipeline_memory(
     run: int | None = None,
     settings: MemorySettings | None = None,
     layers: Sequence[int] | None = None,
-    exchange: Exchange | None = None,
     flow: Flow | None = None,
-    slices: Sequence[CachedSlice] | None = None,
+    slices: Sequence[Sequence[CachedSlice]] | None = None,
+    backward: BackwardPacks | None = None,
+    sharers: Sequence[int] | None = None,
+    tokens: Mapping[int, TokenBytes] | None = None,
 ) -> tuple[RankMemory, ...]:
     """The peak memory of every pipeline rank over one step.
 
@@ -151,9 +166,12 @@ def pipeline_memory(
         run: micro-batches that go through the pipeline together; None: all.
         settings: data types and checkpointing; None takes bfloat16 with selective checkpointing.
         layers: of each stage; None divides them as torchtitan does.
-        exchange: what context parallelism holds; None: the keys and values of all ranks, gathered.
         flow: what the ranks run, where that is not the schedule's own order; then all is one run.
-        slices: of each micro-batch its slice, where documents are sliced.
+        slices: of each micro-batch those whose keys and values are cached, where documents are sliced.
+        backward: the micro-batches of backward passes, where these are others.
+        sharers: of each micro-batch the data-parallel ranks that share it; None: each is of one.
+        tokens: what a rank holds of each token of a micro-batch, by how many data-parallel ranks share it;
+            None: what it does without sharing, if context parallelism gathers keys and values of all ranks.
 
     Returns:
         One `RankMemory` a pipeline rank.
@@ -164,13 +182,14 @@ def pipeline_memory(
     settings = settings or MemorySettings()
     shape = PipelineShape(schedule, degrees.pipeline, chunks, splits=settings.checkpointing == "none")
     layers = tuple(layers or layers_of_stages(model.layers, shape.stages))
+    tokens = tokens or {1: TokenBytes.of(model, degrees, settings)}
     run = run or len(lengths)
     runs = [lengths[first : first + run] for first in range(0, len(lengths), run)]
     result = []
     for rank in range(shape.ranks):
-        one = _Rank(model, degrees, settings, shape, layers, rank, exchange)
+        one = _Rank(model, degrees, settings, shape, layers, rank, tokens)
         own = None if flow is None else flow[rank]
-        peaks = [one.peak(each, i > 0, own, slices) for i, each in enumerate(runs)]
+        peaks = [one.peak(each, i > 0, own, slices, backward, sharers) for i, each in enumerate(runs)]
         result.append(max(peaks, key=lambda peak: peak.total))
     return tuple(result)
 
@@ -207,24 +226,37 @@ def longest_that_fits(
     return shortest * divisor
 
 
-def weighted_tokens(actions: Sequence[Action], lengths: Any, layers: Sequence[int]) -> list[Any]:
+def weighted_tokens(
+    actions: Sequence[Action], lengths: Any, layers: Sequence[float], backward: Any = None
+) -> list[Any]:
     """Tokens in flight on a rank after each of its actions, each times the layers of its stage.
 
     Args:
         actions: the rank's, in order.
         lengths: tokens of the micro-batches; or an array (n, k) of those of k steps, for as many results.
-        layers: of each stage.
+        layers: of each stage, or another weight.
+        backward: as `lengths`, of the micro-batches of backward passes, where these are others.
     """
     live: Any = 0
     result = []
     for action in actions:
-        tokens = lengths[action.place] * layers[action.stage]
+        of_pass = lengths if backward is None or action.kind == "F" else backward
+        tokens = of_pass[action.place] * layers[action.stage]
         if action.kind == "F":
             live = live + tokens
         elif action.kind in ("B", "W"):  # I frees little: the weights' gradients need the activations still
             live = live - tokens
         result.append(live)
     return result
+
+
+def kept_states(layers: Sequence[int]) -> list[int]:
+    """Hidden states of a token that each stage keeps where backward passes have packs of their own.
+
+    The first stage makes its first layer's input again, from token ids, and the last has the head's besides.
+    """
+    last = len(layers) - 1
+    return [n - (stage == 0 and n > 0) + (stage == last) for stage, n in enumerate(layers)]
 
 
 def layer_parameters(model: ModelShape) -> int:
@@ -251,37 +283,53 @@ class _Rank:
         shape: PipelineShape,
         layers: Sequence[int],
         rank: int,
-        exchange: Exchange | None,
+        tokens: Mapping[int, TokenBytes],
     ) -> None:
         self._model, self._degrees, self._settings = model, degrees, settings
         self._shape, self._layers, self._number = shape, layers, rank
         self._stages = shape.stages_of(rank)
         self._last = len(layers) - 1
         self._own_layers = sum(layers[stage] for stage in self._stages)
-        self._bytes = TokenBytes.of(model, degrees, settings, exchange)
+        self._tokens = tokens
         self._parameters = rank_parameters(model, layers, self._stages)
         shards = degrees.tensor * degrees.sharding_ranks
         self._shard = self._parameters / shards * settings.parameter_bytes  # bytes of this GPU's weights
-        self._kept = {stage: self._bytes.kept * layers[stage] + self._output(stage) for stage in self._stages}
+        self._kept = {
+            (sharers, stage): token.kept * layers[stage] + self._output(token, stage)
+            for sharers, token in tokens.items()
+            for stage in self._stages
+        }
 
     def peak(
         self,
         lengths: Sequence[int],
         reduced: bool,
         actions: Sequence[Action] | None = None,
-        slices: Sequence[CachedSlice] | None = None,
+        slices: Sequence[Sequence[CachedSlice]] | None = None,
+        backward: BackwardPacks | None = None,
+        sharers: Sequence[int] | None = None,
     ) -> RankMemory:
         """Its fullest pass in one run.
 
         Args:
-            lengths: tokens of the run's micro-batches.
+            lengths: tokens of the run's micro-batches, of those that ranks share a rank's share.
             reduced: whether gradients were reduced before it.
             actions: what the rank runs; None is the schedule's own order.
             slices: of each micro-batch; None where documents are not sliced.
+            backward: the micro-batches of backward passes, where these are others.
+            sharers: of each micro-batch; None: each is of one data-parallel rank.
         """
-        token = self._bytes
-        cache = SliceCache(token, self._layers)
-        live = token.inputs * sum(lengths)
+        cache = SliceCache(self._tokens[1], self._layers)
+        sharers = sharers or [1] * len(lengths)
+        live = sum(
+            self._tokens[ranks].inputs * ranks * length
+            for ranks, length in zip(sharers, lengths, strict=True)
+        )
+        kept = self._kept
+        if backward is not None:
+            states, token = kept_states(self._layers), self._tokens[1]
+            kept = {(1, stage): token.hidden * states[stage] for stage in self._stages}
+            live += token.inputs * sum(backward.lengths)
         tokens = 0
         went_back: set[int] = set()  # stages that have gradients
         most = -1.0
@@ -293,18 +341,24 @@ class _Rank:
                 if kind == "I":
                     continue
                 kind = "B"
-            length = lengths[place]
-            at_hand = loss = beside = 0.0
-            if slices is not None:
-                beside = cache.begin(action, slices[place], length)
+            again = backward if kind != "F" else None
+            token, own = self._tokens[sharers[place]], again.lengths[place] if again else lengths[place]
+            length = own * sharers[place]
+            cached = again.slices[place] if again else () if slices is None else slices[place]
+            at_hand = loss = 0.0
+            beside = cache.begin(action, cached, length)
             if kind == "I":
                 live += length * token.waiting * self._layers[stage]
             if kind == "F":
-                live += length * self._kept[stage]
-                tokens += length
+                live += length * kept[sharers[place], stage]
+                tokens += own
                 at_hand = length * token.forward
-                if stage == self._last and token.loss > token.forward:
+                if backward is not None:
+                    at_hand += length * self._output(token, stage)
+                elif stage == self._last and token.loss > token.forward:
                     at_hand, loss = 0.0, length * token.loss
+            elif backward is not None:
+                at_hand, loss = self._put_together(token, stage, length)
             elif kind != "W":
                 at_hand = length * token.backward
             key = len(went_back), loss > 0
@@ -314,17 +368,16 @@ class _Rank:
             now = sum(moment) + (self._shard if reduced else 0.0)
             if now > most:
                 most, fullest = now, (*moment, reduced, tokens)
-            if slices is not None:
-                cache.end(action, slices[place])
+            cache.end(action, cached)
             if kind == "W":
                 live -= length * token.waiting * self._layers[stage]
             if kind in ("B", "W"):  # I frees nothing that counts
-                live -= length * self._kept[stage]
-                tokens -= length
+                live -= length * kept[sharers[place], stage]
+                tokens -= own
                 went_back.add(stage)
                 if self._degrees.pipeline == 1:
                     reduced = True
-                elif stage == self._last:
+                elif stage == self._last and backward is None:
                     live += 2 * length * token.hidden
         return self._at(*fullest)
 
@@ -355,9 +408,16 @@ class _Rank:
             tokens=tokens,
         )
 
-    def _output(self, stage: int) -> float:
+    def _put_together(self, token: TokenBytes, stage: int, length: int) -> tuple[float, float]:
+        """Bytes at hand in a backward pass with tokens of several forward passes, and of the loss."""
+        ends = token.hidden + self._output(token, stage)  # of the stage, its input and its output
+        if stage == self._last and token.loss > token.backward:
+            return length * ends, length * token.loss
+        return length * (ends + token.backward), 0.0
+
+    def _output(self, token: TokenBytes, stage: int) -> float:
         """Bytes a token of what a stage hands on, which it keeps as well."""
-        return self._bytes.gathered if stage == self._last else self._bytes.hidden
+        return token.gathered if stage == self._last else token.hidden
 
     def _gathered(self, went_back: set[int], *, in_loss: bool) -> float:
         """Bytes of weights and gradients that FSDP has together besides the shards."""

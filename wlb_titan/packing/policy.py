@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -15,7 +15,8 @@ from wlb_titan.cost.workload import CostModel
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.peak import LONGEST
-from wlb_titan.packing.slices import WorkOf, slice_work
+from wlb_titan.packing.dp_merge import Merging
+from wlb_titan.packing.slices import Parts, WorkOf, slice_work
 from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import Flow
 from wlb_titan.plugins import Family, Plugin, PluginConfig
@@ -60,7 +61,9 @@ class Packing:
             a proven optimum.
         slices: int64 (n, 2) for each pack, as of `MicroBatch.slices`; None where no document is sliced.
         assigned: of each data-parallel rank the numbers of its packs in the order of running, where the
-            policy decides on that.
+            policy decides on that. A pack that ranks share (DP-Merge) stands at the same place of each.
+        backward: the packs of backward passes, in that order, where these are others than those of forward
+            passes.
     """
 
     packs: list[Pack]
@@ -68,16 +71,39 @@ class Packing:
     gap: float | None = None
     slices: list[NDArray[np.int64]] | None = None
     assigned: list[list[int]] | None = None
+    backward: Packing | None = None
 
     def work(self, work_of: WorkOf) -> Floats:
-        """float64 (packs,), by a work of whole documents such as `CostModel.forward`."""
+        """float64 (packs,), of each rank that has a pack, by a work of whole documents such as
+        `CostModel.forward`."""
         slices = None if self.slices is None else np.concatenate(self.slices)
         firsts = np.cumsum([0] + [len(pack) for pack in self.packs[:-1]])
-        return np.add.reduceat(slice_work(work_of, np.concatenate(self.packs), slices), firsts)
+        whole = np.add.reduceat(slice_work(work_of, np.concatenate(self.packs), slices), firsts)
+        return whole / self.sharers
+
+    @property
+    def sharers(self) -> NDArray[np.int64]:
+        """int64 (packs,), data-parallel ranks that share each pack."""
+        if self.assigned is None:
+            return np.ones(len(self.packs), dtype=np.int64)
+        return np.bincount(np.concatenate(self.assigned), minlength=len(self.packs))
+
+    def pass_work(self, model: CostModel) -> tuple[Floats, Floats]:
+        """float64 (packs,) each, work of forward passes and of backward passes, which compute the forward
+        pass again where they have packs of their own."""
+        if self.backward is None:
+            return self.work(model.forward), self.work(model.backward)
+        return self.work(model.forward), self.backward.work(model.recomputed)
+
+    def parts(self, packs: Sequence[int]) -> list[Parts]:
+        """Documents and slices of some packs, where documents are sliced."""
+        assert self.slices is not None
+        return [(self.packs[pack], self.slices[pack]) for pack in packs]
 
 
 PassSeconds = Callable[[Packing], tuple[Floats, Floats]]
-"""float64 (packs,) each: how long forward and backward passes take, in any unit."""
+"""float64 (packs,) each: how long forward and backward passes take on each rank that has a pack, in any
+unit; the latter of the packs of backward passes."""
 
 
 OnOneRank = Callable[[Callable[[], Answer]], Answer]
@@ -108,6 +134,7 @@ class PackingJob:
             as memory allows; None where that is not predicted. Raises PlanError where not even a document of
             the window fits.
         pass_seconds: predicts the passes of packs; None where only their work is known.
+        merging: by how many data-parallel ranks may share a pack, what that means; empty where none may.
         on_one_rank: asks what may differ from rank to rank.
     """
 
@@ -119,6 +146,7 @@ class PackingJob:
     pipeline: PipelineShape = NO_PIPELINE
     in_flight: Callable[[], int | None] = _unknown
     pass_seconds: PassSeconds | None = None
+    merging: Mapping[int, Merging] = field(default_factory=dict)
     on_one_rank: OnOneRank = here
 
 
@@ -197,7 +225,7 @@ class PackingPolicy(Plugin, ABC):
 
         Args:
             packing: what `next` returned last.
-            forward, backward: float64 (packs,), work of its packs.
+            forward, backward: float64 (packs,), work of its packs, and of those of backward passes.
             dp_rank: the data-parallel rank that asks; None for all of them.
         """
         return None

@@ -1,16 +1,17 @@
 """`slim`: long documents in slices, so that packs are many and alike and nothing waits (SlimPack, 4.1).
 
 Documents arrive a global batch at a time, whole and in pieces of at most a context window. Phase 1 gives each
-data-parallel rank documents of nearly the same work, phase 2 makes them into M MicroPacks (`micropacks.py`),
-and PackFlow orders their passes (`packflow.py`). M is the same on all ranks and in all steps. `auto` tries
-numbers on a logarithmic scale, on steps that it packs and runs ahead of time, and takes the fewest that come
-within 1 % of the shortest step: short packs lose time that the model of work does not know.
+data-parallel rank documents of nearly the same work, of which ranks may share the heaviest (`dp_merge.py`),
+phase 2 makes them into M MicroPacks (`micropacks.py`), and PackFlow orders their passes (`packflow.py`). M is
+the same on all ranks and in all steps. `auto` tries numbers on a logarithmic scale, on steps that it packs
+and runs ahead of time, and takes the fewest that come within 1 % of the shortest step: short packs lose time
+that the model of work does not know.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -22,10 +23,12 @@ from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.arrivals import Arrivals, delayed
+from wlb_titan.packing.asymmetric import Line, asymmetric, last_needed
+from wlb_titan.packing.dp_merge import Merge, Shares, best_shares, numbers_of_packs, shares
 from wlb_titan.packing.micropacks import MOST_TRIED, Bins, Placing, micropacks, place_greedily
 from wlb_titan.packing.micropacks_milp import SolvedPlacing
 from wlb_titan.packing.policy import Pack, Packing, PackingJob, PackingPolicy
-from wlb_titan.packing.slices import MicroPack, PrefixWork, sliced_document
+from wlb_titan.packing.slices import MicroPack, PrefixWork, Slice, sliced_document
 from wlb_titan.pipeline.packflow import SCHEDULES, Packs, Schedule, backward_order, forward_needed, packflow
 from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import LENGTH, START, Action, Flow
@@ -60,7 +63,8 @@ class Slim(PackingPolicy):
     class Config(PackingPolicy.Config):
         free = (
             *PackingPolicy.Config.free,
-            *("cost_model", "micropacks", "slack", "tokens_in_flight", "solver", "time_limit", "gap"),
+            *("cost_model", "micropacks", "slack", "tokens_in_flight", "dp_merge", "solver", "time_limit"),
+            *("gap", "asymmetric"),
         )
 
         micropacks: Annotated[int, Interval(ge=1, le=MOST_MICROPACKS)] | Literal["auto"] = "auto"
@@ -76,6 +80,11 @@ class Slim(PackingPolicy):
         """Most tokens that a pipeline rank may have in flight, whatever `slack` says; but always as many as
         one document has. "none" is what is predicted to fit the device's memory."""
 
+        dp_merge: bool | Literal["auto"] = "auto"
+        """Whether several data-parallel ranks share a document of more work than one of them should have in
+        a step, as context parallelism does. `auto` does so in the steps that are predicted to get shorter,
+        "true" in all that have such a document. Not with `ulysses` and `ulysses_gather`."""
+
         solver: Literal["greedy", "milp"] = "greedy"
         """What puts short documents beside slices: longest processing time first, or HiGHS, which is seldom
         more than 1 % better and takes as long as `time_limit` says."""
@@ -86,6 +95,11 @@ class Slim(PackingPolicy):
 
         gap: Annotated[float, Interval(ge=0, lt=1)] = 0.001
         """Relative gap between solution and bound at which the solver stops."""
+
+        asymmetric: bool = False
+        """Whether backward passes have MicroPacks of their own, of equal work in backward passes. They
+        compute layers again, in place of full activation checkpointing, which has to be set: choose it
+        where that is needed anyway."""
 
         @property
         def planning_seconds(self) -> float:
@@ -106,6 +120,25 @@ class Slim(PackingPolicy):
                     '"auto".',
                     setting="packing.micropacks",
                 )
+            if self.asymmetric and pipeline.ranks == 1:
+                raise PlanError(
+                    "MicroPacks of their own for backward passes shrink a pipeline's bubble, and there is no "
+                    "pipeline. Leave it out, or raise parallelism.pipeline_parallel_degree.",
+                    setting="packing.asymmetric",
+                )
+            if self.asymmetric and self.solver != "greedy":
+                raise PlanError(
+                    "The asymmetric partition cuts one line of documents, and has nothing to solve. Leave "
+                    "the solver out.",
+                    setting="packing.solver",
+                )
+            if self.asymmetric and self.dp_merge is True:
+                raise PlanError(
+                    "Documents that data-parallel ranks share have packs of their own, and under the "
+                    'asymmetric partition all documents lie in one line. Set dp_merge to "auto" or false, or '
+                    "leave asymmetric out.",
+                    setting="packing.dp_merge",
+                )
 
     candidate = False  # of what short passes lose in kernels the simulator knows little
     variable_length = True
@@ -116,7 +149,15 @@ class Slim(PackingPolicy):
         self._config, self._job = config, job
         self._arrivals = Arrivals(stream, micro_batches=job.micro_batches)
         self._windows = -(-job.micro_batches // job.data_parallel)
-        self._prefix_work = PrefixWork(job.cost_model, stream.window, job.divisor)
+        self._prefix_work = {1: PrefixWork(job.cost_model, stream.window, job.divisor)}
+        """By how many data-parallel ranks share a pack, as that decides on what lengths are rounded to."""
+        for size, merging in job.merging.items():
+            self._prefix_work[size] = PrefixWork(job.cost_model, stream.window, merging.divisor)
+        self._held = {1: 1.0} | {size: merging.held for size, merging in job.merging.items()}
+        self._lines = (
+            Line(job.cost_model.forward, stream.window, job.divisor),
+            Line(job.cost_model.recomputed, stream.window, job.divisor),
+        )
         self._limit = job.in_flight()
         self._solve: SolvedPlacing | None = None
         self._gap: float | None = None
@@ -138,7 +179,7 @@ class Slim(PackingPolicy):
     ) -> tuple[Flow, ...]:
         assert packing.assigned is not None
         flow = self._flow(packing, forward, backward, self.slack).flow
-        orders = [backward_order(sliced) for sliced in _sliced(packing)]
+        orders, _ = _dependencies(packing)
         return tuple(
             in_own_order(flow, order) if dp_rank in (None, rank) else () for rank, order in enumerate(orders)
         )
@@ -163,16 +204,76 @@ class Slim(PackingPolicy):
         return np.array(placed, dtype=np.int64) if len(placed) == len(works) else None
 
     def _pack(self, batch: Pack, count: int, place: Placing) -> Packing:
+        """Phases 1 and 2."""
         works = workload(self._job.cost_model, batch[:, LENGTH])
-        packs, slices = [], []
-        for share in by_work(works, self._job.data_parallel):
-            documents = batch[share]
-            for pack in micropacks(documents[:, LENGTH], works[share], self._prefix_work, count, place):
-                rows, sliced = _rows(documents, pack)
-                packs.append(rows)
-                slices.append(sliced)
-        numbers = np.arange(len(packs)).reshape(self._job.data_parallel, count)
-        return Packing(packs, slices=slices, assigned=numbers.tolist())
+        found = shares(works, self._job.data_parallel)
+        if self._config.asymmetric:
+            return self._pack_asymmetric(batch, works, found, count)
+        merged = best_shares(works, self._job.data_parallel) if self._job.merging else None
+        if merged is not None and self._pays(batch, works, merged, found, count):
+            found = merged
+        return self._packed(batch, works, found, count, place)
+
+    def _pays(self, batch: Pack, works: Floats, merged: Shares, whole: Shares, count: int) -> bool:
+        """Whether ranks can share documents, and are predicted to take less time so where that is asked."""
+        try:
+            packing = self._packed(batch, works, merged, count, place_greedily)
+        except PlanError:
+            return False
+        if self._config.dp_merge is True:
+            return True
+        alone = self._packed(batch, works, whole, count, place_greedily)
+        return bool(self._seconds(packing, (0,))[0] < self._seconds(alone, (0,))[0])
+
+    def _packed(self, batch: Pack, works: Floats, found: Shares, count: int, place: Placing) -> Packing:
+        """Phase 2: packs of merged documents, and behind them those of each rank's own."""
+        packs: list[Pack] = []
+        slices: list[Ints] = []
+        assigned: list[list[int]] = [[] for _ in found.own]
+
+        def add(documents: Pack, pack: MicroPack, ranks: Sequence[int]) -> None:
+            for rank in ranks:
+                assigned[rank].append(len(packs))
+            rows, sliced = _rows(documents, pack)
+            packs.append(rows)
+            slices.append(sliced)
+
+        for merge, pack in self._merged(batch, works, found, count):
+            add(batch, pack, merge.ranks)
+        for rank, own in enumerate(found.own):
+            documents, room = batch[own], count - len(assigned[rank])
+            if room:
+                for pack in micropacks(documents[:, LENGTH], works[own], self._prefix_work[1], room, place):
+                    add(documents, pack, [rank])
+        return Packing(packs, slices=slices, assigned=assigned)
+
+    def _merged(
+        self, batch: Pack, works: Floats, found: Shares, count: int
+    ) -> Iterator[tuple[Merge, MicroPack]]:
+        """The packs of merged documents, each a slice of equal work."""
+        tables = [self._prefix_work[len(merge.ranks)] for merge in found.merges]
+        lengths = [int(batch[merge.document, LENGTH]) for merge in found.merges]
+        # The last slice is about half as long as the mean one, and each rank must get something of it.
+        most = [max(length // (2 * table.grain), 1) for length, table in zip(lengths, tables, strict=True)]
+        numbers = numbers_of_packs(works, most, found, count)
+        for merge, length, table, number in zip(found.merges, lengths, tables, numbers, strict=True):
+            cuts = table.cuts(length, np.full(number, works[merge.document] / number))
+            for start, stop in itertools.pairwise(cuts):
+                yield merge, [Slice(merge.document, start, stop)]
+
+    def _pack_asymmetric(self, batch: Pack, works: Floats, found: Shares, count: int) -> Packing:
+        passes: list[list[tuple[Pack, Ints]]] = [[], []]
+        for own in found.own:
+            documents = batch[own]
+            cut = asymmetric(documents[:, LENGTH], works[own], self._lines, count)
+            for all_, packs in zip(passes, cut, strict=True):
+                all_.extend(_rows(documents, pack) for pack in packs)
+        numbers = np.arange(len(passes[0])).reshape(self._job.data_parallel, count).tolist()
+        forward, backward = (
+            Packing([rows for rows, _ in all_], slices=[own for _, own in all_], assigned=numbers)
+            for all_ in passes
+        )
+        return replace(forward, backward=backward)
 
     def _flow(self, packing: Packing, forward: Floats, backward: Floats, slack: int) -> Schedule:
         """The order of all data-parallel ranks: which kind of pass runs when, as the slowest of them needs.
@@ -183,10 +284,12 @@ class Slim(PackingPolicy):
         are the mean over the ranks.
         """
         ranks = np.array(packing.assigned)
-        sliced = _sliced(packing)
-        orders = np.array([backward_order(own) for own in sliced])
-        needed = np.array([forward_needed(own) for own in sliced])
-        tokens = np.array([pack[:, LENGTH].sum() for pack in packing.packs], dtype=np.float64)[ranks]
+        orders, needed = map(np.array, _dependencies(packing))
+        held = np.array([self._held[sharers] for sharers in packing.sharers.tolist()])
+        tokens, freed = (
+            (held * [pack[:, LENGTH].sum() for pack in one.packs])[ranks]
+            for one in (packing, packing.backward or packing)
+        )
 
         def ran(values: NDArray[Any]) -> NDArray[Any]:
             most: NDArray[Any] = np.take_along_axis(values, orders, axis=1).max(axis=0)
@@ -196,7 +299,7 @@ class Slim(PackingPolicy):
             forward=forward[ranks].max(axis=0),
             backward=ran(backward[ranks]),
             tokens=tokens.mean(axis=0),
-            freed=np.take_along_axis(tokens, orders, axis=1).mean(axis=0),
+            freed=np.take_along_axis(freed, orders, axis=1).mean(axis=0),
             order=range(ranks.shape[1]),
             needed=ran(needed).tolist(),
         )
@@ -216,24 +319,21 @@ class Slim(PackingPolicy):
         found: dict[tuple[int, int], float] = {}
         for count in numbers:
             try:
-                seconds = np.sum([self._seconds(batch, count, slacks) for batch in batches], axis=0)
+                packings = [self._pack(batch, count, place_greedily) for batch in batches]
             except PlanError:  # the documents have too few tokens for so many
                 if not found:
                     raise
                 break
+            seconds = np.sum([self._seconds(packing, slacks) for packing in packings], axis=0)
             found |= {(count, slack): float(seconds[i]) for i, slack in enumerate(slacks)}
         shortest = min(found.values())
         return next(choice for choice, seconds in found.items() if seconds <= WORSE * shortest)
 
-    def _seconds(self, batch: Pack, count: int, slacks: tuple[int, ...]) -> Floats:
+    def _seconds(self, packing: Packing, slacks: tuple[int, ...]) -> Floats:
         """float64 (slacks,), how long a step takes whose slowest data-parallel rank is waited for."""
-        packing = self._pack(batch, count, place_greedily)
-        assert packing.assigned is not None
-        forward, backward = (self._job.pass_seconds or self._work)(packing)
+        predict = self._job.pass_seconds
+        forward, backward = predict(packing) if predict else packing.pass_work(self._job.cost_model)
         return np.array([self._flow(packing, forward, backward, slack).seconds for slack in slacks])
-
-    def _work(self, packing: Packing) -> tuple[Floats, Floats]:
-        return packing.work(self._job.cost_model.forward), packing.work(self._job.cost_model.backward)
 
 
 def in_own_order(flow: Flow, order: Sequence[int]) -> Flow:
@@ -244,29 +344,15 @@ def in_own_order(flow: Flow, order: Sequence[int]) -> Flow:
     )
 
 
-def _sliced(packing: Packing) -> list[list[int]]:
-    """Of each data-parallel rank's packs the document of which they have a slice, -1 where they have none."""
-    assert packing.assigned is not None and packing.slices is not None
-    slices = packing.slices
-    return [[sliced_document(packing.packs[i], slices[i]) for i in packs] for packs in packing.assigned]
-
-
-def by_work(works: Floats, ranks: int) -> list[Ints]:
-    """Phase 1: the documents of each data-parallel rank, heaviest first to the least loaded.
-
-    Example: works 5, 1, 4, 2 on 2 ranks give [0, 1] and [2, 3], 6 each.
-
-    Args:
-        works: float64 (n,), at least one document a rank.
-        ranks: data-parallel degree.
-    """
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    least = [(0.0, rank) for rank in range(ranks)]
-    for document in np.argsort(-works, kind="stable").tolist():
-        load, rank = least[0]
-        shares[rank].append(document)
-        heapq.heapreplace(least, (load + float(works[document]), rank))
-    return [np.array(share, dtype=np.int64) for share in shares]
+def _dependencies(packing: Packing) -> tuple[list[list[int]], list[list[int]]]:
+    """Of each data-parallel rank the order of its backward passes, and the forward pass that each waits
+    for."""
+    assert packing.assigned is not None
+    if packing.backward is not None:
+        needed = [last_needed(packing.parts(own), packing.backward.parts(own)) for own in packing.assigned]
+        return [list(range(len(own))) for own in packing.assigned], needed
+    sliced = [[sliced_document(*part) for part in packing.parts(own)] for own in packing.assigned]
+    return [backward_order(own) for own in sliced], [forward_needed(own) for own in sliced]
 
 
 def _rows(documents: Pack, pack: MicroPack) -> tuple[Pack, Ints]:
