@@ -169,7 +169,12 @@ def plan_time(micropacks: int, pipeline: int, steps: int) -> dict[str, float]:
     job = replace(one.job, degrees=degrees, packing=packing, schedule="1F1B", chunks=1, stage_layers=())
     plans = one.on(job).plans(SLIM, steps)
     taken = [plan.plan_ms for plan in plans]
-    return {"micropacks": micropacks, "pipeline": pipeline, "ms": float(np.median(taken)), "most_ms": max(taken)}
+    return {
+        "micropacks": micropacks,
+        "pipeline": pipeline,
+        "ms": float(np.median(taken)),
+        "most_ms": max(taken),
+    }
 
 
 @click.command()

@@ -222,7 +222,8 @@ def test_what_planning_finds_wrong_is_said_with_its_place(lengths, tmp_path):
     )
     assert_refused(run(tmp_path / "train.toml", *few, "--micropacks", 6000), "--micropacks: .* into 6000")
     assert_refused(
-        run(tmp_path / "train.toml", *few, "--micro-batches", 10**6), "--lengths: The corpus has 3000 documents"
+        run(tmp_path / "train.toml", *few, "--micro-batches", 10**6),
+        "--lengths: The corpus has 3000 documents",
     )
 
 

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from wlb_titan.commands.console import make_console, print_choice, show_table, warnings_once
-from wlb_titan.commands.job import describe_job, lengths_option, load_job, packing_options, placed, with_settings
+from wlb_titan.commands.job import (
+    describe_job,
+    lengths_option,
+    load_job,
+    packing_options,
+    placed,
+    with_settings,
+)
 from wlb_titan.context import STRATEGIES
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.workload import COST_MODELS

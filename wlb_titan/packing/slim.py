@@ -5,7 +5,7 @@ data-parallel rank documents of nearly the same work, of which ranks may share t
 phase 2 makes them into M MicroPacks (`micropacks.py`), and PackFlow orders their passes (`packflow.py`). M is
 the same on all ranks and in all steps. `auto` tries numbers on a logarithmic scale, on steps that it packs
 and runs ahead of time, and takes the fewest that come within 1 % of the shortest step: short packs lose time
-that the model of work does not know.
+that the model of work does not know. With these it takes the fewest tokens in flight that cost at most 1 %.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.arrivals import Arrivals, delayed
-from wlb_titan.packing.asymmetric import Line, asymmetric, last_needed
+from wlb_titan.packing.asymmetric import Line, asymmetric
 from wlb_titan.packing.dp_merge import Merge, Shares, best_shares, numbers_of_packs, shares
 from wlb_titan.packing.micropacks import MOST_TRIED, Bins, Placing, micropacks, place_greedily
 from wlb_titan.packing.micropacks_milp import SolvedPlacing
 from wlb_titan.packing.policy import Pack, Packing, PackingJob, PackingPolicy
-from wlb_titan.packing.slices import MicroPack, PrefixWork, Slice, sliced_document
-from wlb_titan.pipeline.packflow import SCHEDULES, Packs, Schedule, backward_order, forward_needed, packflow
+from wlb_titan.packing.slices import MicroPack, PrefixWork, Slice
+from wlb_titan.packing.slim_flow import dependencies, in_own_order, job_flow
+from wlb_titan.pipeline.packflow import SCHEDULES, Schedule
 from wlb_titan.pipeline.schedule import PipelineShape
-from wlb_titan.plan import LENGTH, START, Action, Flow
+from wlb_titan.plan import LENGTH, START, Flow
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -44,8 +45,14 @@ SLACKS = (0, 2, 4)
 
 MOST_MICROPACKS = 1 << 16
 
-STEPS = 4  # that `auto` tries them on
-WORSE = 1.01  # time of a step, relative to the shortest, that fewer MicroPacks may take
+IN_FLIGHT = (1, 1.25, 1.5, 2, 3, 4)
+"""Tokens in flight that are tried with what is chosen, in context windows."""
+
+STEPS = 4  # that they are tried on
+WORSE = 1.01  # time of a step, relative to the shortest, that fewer MicroPacks and less memory may take
+
+Timed = tuple[Packing, Floats, Floats]
+"""A step's packs, and how long forward and backward passes of each take."""
 
 
 class Slim(PackingPolicy):
@@ -78,7 +85,8 @@ class Slim(PackingPolicy):
 
         tokens_in_flight: Annotated[int, Ge(1)] | None = None
         """Most tokens that a pipeline rank may have in flight, whatever `slack` says; but always as many as
-        one document has. "none" is what is predicted to fit the device's memory."""
+        one document has. "none" is what is predicted to fit the device's memory, and under a pipeline no more
+        than what steps of at most 1 % longer need."""
 
         dp_merge: bool | Literal["auto"] = "auto"
         """Whether several data-parallel ranks share a document of more work than one of them should have in
@@ -148,6 +156,7 @@ class Slim(PackingPolicy):
     def __init__(self, config: Config, stream: DocumentStream, job: PackingJob) -> None:
         self._config, self._job = config, job
         self._arrivals = Arrivals(stream, micro_batches=job.micro_batches)
+        self._window = stream.window
         self._windows = -(-job.micro_batches // job.data_parallel)
         self._prefix_work = {1: PrefixWork(job.cost_model, stream.window, job.divisor)}
         """By how many data-parallel ranks share a pack, as that decides on what lengths are rounded to."""
@@ -158,12 +167,12 @@ class Slim(PackingPolicy):
             Line(job.cost_model.forward, stream.window, job.divisor),
             Line(job.cost_model.recomputed, stream.window, job.divisor),
         )
-        self._limit = job.in_flight()
+        self._limit: float | None = job.in_flight()
         self._solve: SolvedPlacing | None = None
         self._gap: float | None = None
         if config.solver == "milp":
             self._solve = SolvedPlacing(config.time_limit / (job.data_parallel * MOST_TRIED), config.gap)
-        self.micropacks, self.slack = self._chosen(Arrivals(stream.anew(), micro_batches=job.micro_batches))
+        self._try(Arrivals(stream.anew(), micro_batches=job.micro_batches))
 
     def next(self) -> Packing:
         iteration = self._arrivals.iteration
@@ -178,8 +187,8 @@ class Slim(PackingPolicy):
         self, packing: Packing, forward: Floats, backward: Floats, dp_rank: int | None
     ) -> tuple[Flow, ...]:
         assert packing.assigned is not None
-        flow = self._flow(packing, forward, backward, self.slack).flow
-        orders, _ = _dependencies(packing)
+        flow = self._flow(packing, forward, backward, self.slack, self._limit).flow
+        orders, _ = dependencies(packing)
         return tuple(
             in_own_order(flow, order) if dp_rank in (None, rank) else () for rank, order in enumerate(orders)
         )
@@ -223,7 +232,10 @@ class Slim(PackingPolicy):
         if self._config.dp_merge is True:
             return True
         alone = self._packed(batch, works, whole, count, place_greedily)
-        return bool(self._seconds(packing, (0,))[0] < self._seconds(alone, (0,))[0])
+        merging, not_merging = (
+            self._seconds([(one, *self._pass_seconds(one))], 0, self._limit) for one in (packing, alone)
+        )
+        return merging < not_merging
 
     def _packed(self, batch: Pack, works: Floats, found: Shares, count: int, place: Placing) -> Packing:
         """Phase 2: packs of merged documents, and behind them those of each rank's own."""
@@ -275,47 +287,29 @@ class Slim(PackingPolicy):
         )
         return replace(forward, backward=backward)
 
-    def _flow(self, packing: Packing, forward: Floats, backward: Floats, slack: int) -> Schedule:
-        """The order of all data-parallel ranks: which kind of pass runs when, as the slowest of them needs.
+    def _flow(
+        self, packing: Packing, forward: Floats, backward: Floats, slack: int, limit: float | None
+    ) -> Schedule:
+        return job_flow(packing, forward, backward, self._job.pipeline, self._held, slack=slack, limit=limit)
 
-        FSDP's ranks meet in collectives in forward and in backward passes (all without a pipeline, those of
-        the head with one), so they have to run the same kinds of passes at the same places. Backward passes
-        are numbered here in the order in which they run, whatever packs these are on a rank. Tokens in flight
-        are the mean over the ranks.
+    def _try(self, arrivals: Arrivals) -> None:
+        """Settles what the settings leave open, by packing some steps and running them ahead of time.
+
+        MicroPacks and slack are the fewest and least with which they take at most `WORSE` times as long as
+        with the best, and tokens in flight the fewest with which they take at most so much longer again.
         """
-        ranks = np.array(packing.assigned)
-        orders, needed = map(np.array, _dependencies(packing))
-        held = np.array([self._held[sharers] for sharers in packing.sharers.tolist()])
-        tokens, freed = (
-            (held * [pack[:, LENGTH].sum() for pack in one.packs])[ranks]
-            for one in (packing, packing.backward or packing)
-        )
-
-        def ran(values: NDArray[Any]) -> NDArray[Any]:
-            most: NDArray[Any] = np.take_along_axis(values, orders, axis=1).max(axis=0)
-            return most
-
-        packs = Packs(
-            forward=forward[ranks].max(axis=0),
-            backward=ran(backward[ranks]),
-            tokens=tokens.mean(axis=0),
-            freed=np.take_along_axis(freed, orders, axis=1).mean(axis=0),
-            order=range(ranks.shape[1]),
-            needed=ran(needed).tolist(),
-        )
-        return packflow(packs, self._job.pipeline, slack=slack, limit=self._limit)
-
-    def _chosen(self, arrivals: Arrivals) -> tuple[int, int]:
-        """MicroPacks and slack: as set, or the fewest and least that are within `WORSE` of the best."""
         number, slack = self._config.micropacks, self._config.slack
         slacks: tuple[int, ...] = SLACKS if slack == "auto" else (slack,)
         numbers = [] if number == "auto" else [number]
         if number == "auto":
             fewest = max(self._windows, self._job.pipeline.stages)
             numbers = sorted({max(fewest, round(self._windows * factor)) for factor in NUMBERS})
-        if len(numbers) == len(slacks) == 1:
-            return numbers[0], slacks[0]
+        bounded = self._config.tokens_in_flight is not None or self._job.pipeline.ranks == 1
+        if len(numbers) == len(slacks) == 1 and bounded:
+            self.micropacks, self.slack = numbers[0], slacks[0]
+            return
         batches = [delayed(arrivals.next(labelled=0, left=0), step) for step in range(STEPS)]
+        tried: dict[int, list[Timed]] = {}
         found: dict[tuple[int, int], float] = {}
         for count in numbers:
             try:
@@ -324,35 +318,32 @@ class Slim(PackingPolicy):
                 if not found:
                     raise
                 break
-            seconds = np.sum([self._seconds(packing, slacks) for packing in packings], axis=0)
-            found |= {(count, slack): float(seconds[i]) for i, slack in enumerate(slacks)}
-        shortest = min(found.values())
-        return next(choice for choice, seconds in found.items() if seconds <= WORSE * shortest)
+            tried[count] = [(packing, *self._pass_seconds(packing)) for packing in packings]
+            for slack in slacks:
+                found[count, slack] = self._seconds(tried[count], slack, self._limit)
+        longest = WORSE * min(found.values())
+        chosen = next(choice for choice, seconds in found.items() if seconds <= longest)
+        self.micropacks, self.slack = chosen
+        if not bounded:
+            self._limit = self._leanest(tried[self.micropacks], WORSE * found[chosen])
 
-    def _seconds(self, packing: Packing, slacks: tuple[int, ...]) -> Floats:
-        """float64 (slacks,), how long a step takes whose slowest data-parallel rank is waited for."""
+    def _leanest(self, steps: Sequence[Timed], seconds: float) -> float | None:
+        """The fewest tokens in flight with which steps take no longer than so long."""
+        for windows in IN_FLIGHT:
+            limit = windows * self._window
+            if self._limit is not None and limit >= self._limit:
+                break
+            if self._seconds(steps, self.slack, limit) <= seconds:
+                return limit
+        return self._limit
+
+    def _seconds(self, steps: Sequence[Timed], slack: int, limit: float | None) -> float:
+        """How long steps take whose slowest data-parallel rank is waited for."""
+        return sum(self._flow(*step, slack, limit).seconds for step in steps)
+
+    def _pass_seconds(self, packing: Packing) -> tuple[Floats, Floats]:
         predict = self._job.pass_seconds
-        forward, backward = predict(packing) if predict else packing.pass_work(self._job.cost_model)
-        return np.array([self._flow(packing, forward, backward, slack).seconds for slack in slacks])
-
-
-def in_own_order(flow: Flow, order: Sequence[int]) -> Flow:
-    """A flow whose backward passes are numbered as they run, with the packs that they are on one rank."""
-    return tuple(
-        tuple(a if a.kind == "F" else Action("B", a.stage, order[a.place]) for a in actions)
-        for actions in flow
-    )
-
-
-def _dependencies(packing: Packing) -> tuple[list[list[int]], list[list[int]]]:
-    """Of each data-parallel rank the order of its backward passes, and the forward pass that each waits
-    for."""
-    assert packing.assigned is not None
-    if packing.backward is not None:
-        needed = [last_needed(packing.parts(own), packing.backward.parts(own)) for own in packing.assigned]
-        return [list(range(len(own))) for own in packing.assigned], needed
-    sliced = [[sliced_document(*part) for part in packing.parts(own)] for own in packing.assigned]
-    return [backward_order(own) for own in sliced], [forward_needed(own) for own in sliced]
+        return predict(packing) if predict else packing.pass_work(self._job.cost_model)
 
 
 def _rows(documents: Pack, pack: MicroPack) -> tuple[Pack, Ints]:
