@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -72,11 +73,13 @@ class ForkServer:
     """Starts jobs in processes forked from one that has everything imported, and follows their news.
 
     It takes its time to start, so it does so with the first job; after an end, with the next job anew.
+    Threads may share it.
     """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen | None = None
         self._jobs: list[Job] = []
+        self._starting = threading.Lock()
         self._news = threading.Condition()
 
     def start(self, ranks: Sequence[Rank], program: str = TRAIN, together: bool = True) -> Job:
@@ -88,20 +91,19 @@ class ForkServer:
             together: a rank that fails takes the others down, as under torchrun; or else nothing ends a rank
                 but itself, or who drills it.
         """
-        if self._process is None:
-            self._process = self._begin()
         job = Job(self)
-        self._jobs.append(job)
-        description = {
-            "number": len(self._jobs) - 1,
-            "program": program,
-            "together": together,
-            "port": free_port(),
-            "ranks": [
-                {"words": list(r.words), "log": str(r.log), "largest_file": r.largest_file} for r in ranks
-            ],
-        }
-        print(json.dumps(description), file=self._process.stdin, flush=True)
+        with self._starting:
+            if self._process is None:
+                self._process = self._begin()
+            self._jobs.append(job)
+            description = {
+                "number": len(self._jobs) - 1,
+                "program": program,
+                "together": together,
+                "port": free_port(),
+                "ranks": [dataclasses.asdict(rank) | {"log": str(rank.log)} for rank in ranks],
+            }
+            print(json.dumps(description), file=self._process.stdin, flush=True)
         self.wait_until(lambda: bool(job.processes), timeout=300)
         return job
 
@@ -126,8 +128,9 @@ class ForkServer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            cwd=TESTS.parent,
             start_new_session=True,
-            env=environment(),
+            env={**environment(), "CUDA_VISIBLE_DEVICES": ""},  # ranks share no device
         )
         threading.Thread(target=self._listen, args=(process,), daemon=True).start()
         return process

@@ -105,7 +105,7 @@ def start(fork_server, folder, name, cases, processes, together=True):
 
 
 @pytest.fixture(scope="module")
-def results(folder, fork_server):
+def results(folder, fork_server, drills):  # which mostly wait
     cases = [
         {"kind": "case", "name": name, **case} for name, case in (CASES | {"bfloat16": BFLOAT16}).items()
     ]
