@@ -26,7 +26,13 @@ from wlb_titan.cost.workload import CostModel, cost_model
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.in_flight import most_in_flight, one_document
-from wlb_titan.memory.peak import RankMemory, layers_of_stages, longest_that_fits, pipeline_memory
+from wlb_titan.memory.peak import (
+    BackwardPacks,
+    RankMemory,
+    layers_of_stages,
+    longest_that_fits,
+    pipeline_memory,
+)
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.packing import POLICIES, PackingPolicy
 from wlb_titan.packing.policy import OnOneRank, PassSeconds, here
@@ -159,6 +165,14 @@ class Job:
         except PlanError as error:
             raise PlanError(str(error), setting="parallelism.pipeline_parallel_degree") from error
         self.packing.check(self.shape)
+        if self.asymmetric and self.memory.checkpointing != "full":
+            raise PlanError(
+                "Where backward passes have MicroPacks of their own they compute the forward pass again, "
+                f"which beside {self.memory.checkpointing} checkpointing costs more than it gains. "
+                "It is for jobs that need full checkpointing anyway, whose place it takes: set "
+                'activation_checkpoint.class to "FullAC", or leave it out.',
+                setting="packing.asymmetric",
+            )
         if self.strategy is not None:
             self.strategy.check(self.model, self.degrees.tensor)
 
@@ -176,6 +190,11 @@ class Job:
     def undecided(self) -> bool:
         """Whether a policy is `auto`; `Scenario.choice` decides on one."""
         return any(config.owner.automatic for config in (self.packing, self.sharding))
+
+    @property
+    def asymmetric(self) -> bool:
+        """Whether backward passes have micro-batches of their own."""
+        return getattr(self.packing, "asymmetric", False)
 
     @property
     def shape(self) -> PipelineShape:
@@ -280,14 +299,16 @@ class Job:
         self,
         lengths: Sequence[int],
         flow: Flow | None = None,
-        slices: Sequence[CachedSlice] | None = None,
+        slices: Sequence[Sequence[CachedSlice]] | None = None,
+        backward: BackwardPacks | None = None,
     ) -> tuple[RankMemory, ...]:
         """The peak of each pipeline rank.
 
         Args:
             lengths: tokens of a replica's micro-batches, in the order of running.
             flow: the order of their passes, in one run; None is the schedule's own.
-            slices: of each micro-batch its slice, where documents are sliced.
+            slices: of each micro-batch those whose keys and values are cached, where documents are sliced.
+            backward: the micro-batches of backward passes, where these are others.
 
         Raises:
             PlanError: it cannot be predicted for this schedule.
@@ -304,11 +325,15 @@ class Job:
             exchange=self.exchange,
             flow=flow,
             slices=slices,
+            backward=backward,
         )
 
     def sliced_memory(self, tokens: int) -> tuple[RankMemory, ...]:
         """The peak of each pipeline rank with one document of so many tokens, all of its slices in flight."""
-        return self.peak_memory(*one_document(tokens, self.shape))
+        lengths, flow, slices = one_document(tokens, self.shape)
+        return self.peak_memory(
+            lengths, flow, slices, BackwardPacks(lengths, slices) if self.asymmetric else None
+        )
 
     @cached_property
     def most_in_flight(self) -> int | None:

@@ -10,7 +10,8 @@ Every rank computes the same plan from the same lengths, so a plan is never comm
 
 Where micro-batches are MicroPacks (policy `slim`) a document has "prefix" and "total" besides, and the plan
 has "order", of each data-parallel rank and pipeline rank what it runs, pass, micro-batch and stage:
-[[["F0.0", "F1.0", "B1.0", "B0.0"], ["F0.1", ...]], ...].
+[[["F0.0", "F1.0", "B1.0", "B0.0"], ["F0.1", ...]], ...]. Under the asymmetric partition "backward" has the
+micro-batches of backward passes, as "micro_batches" has those of forward passes.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ Flow = tuple[tuple[Action, ...], ...]
 
 
 class CachedSlice(NamedTuple):
-    """A slice of a document as memory sees it.
+    """A slice of a document whose keys and values are cached, as memory sees it.
 
     Attributes:
         prefix: tokens of the document before it.
@@ -109,17 +110,6 @@ class MicroBatch:
         begins: NDArray[np.int64] = self.slices[self.slices[:, PREFIX] == 0, TOTAL]
         return begins
 
-    @property
-    def slice(self) -> CachedSlice:
-        """The slice of a document that this micro-batch has, with a length of 0 where it has none."""
-        if self.slices is not None:
-            for (_, _, length, _), (prefix, total) in zip(
-                self.documents.tolist(), self.slices.tolist(), strict=True
-            ):
-                if total > length:
-                    return CachedSlice(prefix, length, total)
-        return CachedSlice(0, 0, 0)
-
     def to_json(self) -> dict[str, Any]:
         """Plain lists and numbers, as in the module's example."""
         record: dict[str, Any] = {
@@ -157,6 +147,9 @@ class Plan:
         order: of each data-parallel rank what its pipeline ranks run, in order, where the micro-batches are
             MicroPacks; None where the schedule's own order holds. A rank's entry is empty where it was not
             asked for.
+        backward: of the same tokens, the micro-batches of backward passes where these are others than those
+            of forward passes; their index is the place of B in `order`. None where they are the same. The
+            `workload` of either is then that of its own pass.
     """
 
     iteration: int
@@ -167,11 +160,23 @@ class Plan:
     lost_tokens: int = 0
     gap: float | None = None
     order: tuple[Flow, ...] | None = None
+    backward: tuple[MicroBatch, ...] | None = None
 
     @property
     def imbalance(self) -> float:
-        """Largest over mean workload of the micro-batches (the imbalance degree of the paper's Table 2)."""
-        return imbalance_degree([micro_batch.workload for micro_batch in self.micro_batches])
+        """Largest over mean workload of the micro-batches (the imbalance degree of the paper's Table 2); of
+        both passes together, where their micro-batches differ."""
+        return imbalance_degree(*([m.workload for m in micro_batches] for micro_batches in self.by_pass))
+
+    @property
+    def by_pass(self) -> tuple[tuple[MicroBatch, ...], ...]:
+        """All micro-batches: those of forward and of backward passes, or once where they are the same."""
+        return (self.micro_batches,) if self.backward is None else (self.micro_batches, self.backward)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest micro-batch, padding included."""
+        return max(m.length for micro_batches in self.by_pass for m in micro_batches)
 
     @property
     def tokens(self) -> int:
@@ -203,6 +208,11 @@ class Plan:
         """The micro-batches of one data-parallel rank, in the order in which it runs them."""
         return tuple(m for m in self.micro_batches if m.dp_rank == dp_rank)
 
+    def backward_of_rank(self, dp_rank: int) -> tuple[MicroBatch, ...]:
+        """Those of its backward passes: the same, unless the plan has others for them."""
+        of_all = self.micro_batches if self.backward is None else self.backward
+        return tuple(m for m in of_all if m.dp_rank == dp_rank)
+
     def to_json(self) -> dict[str, Any]:
         record: dict[str, Any] = {
             "iteration": self.iteration,
@@ -210,13 +220,19 @@ class Plan:
             "imbalance": self.imbalance,
             "micro_batches": [micro_batch.to_json() for micro_batch in self.micro_batches],
         }
+        if self.backward is not None:
+            record["backward"] = [micro_batch.to_json() for micro_batch in self.backward]
         if self.order is not None:
             record["order"] = [[[a.short() for a in rank] for rank in flow] for flow in self.order]
         return record
 
 
-def imbalance_degree(workloads: Sequence[float] | NDArray[np.float64]) -> float:
-    """max / mean; 1.0 is perfect balance. Of nothing at all it is 1.0 too."""
-    values = np.asarray(workloads, dtype=np.float64)
-    mean = values.mean() if values.size else 0.0
-    return float(values.max() / mean) if mean > 0 else 1.0
+def imbalance_degree(*passes: Sequence[float] | NDArray[np.float64]) -> float:
+    """max / mean; 1.0 is perfect balance. Of nothing at all it is 1.0 too.
+
+    Args:
+        passes: what one pass after the other takes of each micro-batch; both maxima and means add up.
+    """
+    values = [np.asarray(one, dtype=np.float64) for one in passes]
+    mean = sum(float(one.mean()) for one in values if one.size)
+    return sum(float(one.max()) for one in values if one.size) / mean if mean > 0 else 1.0

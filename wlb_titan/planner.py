@@ -19,7 +19,7 @@ from wlb_titan.documents import Documents
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing import PackingJob, PackingPolicy, assignment
-from wlb_titan.packing.policy import OnOneRank, Pack, PassSeconds, here
+from wlb_titan.packing.policy import OnOneRank, Pack, Packing, PassSeconds, here
 from wlb_titan.pipeline.runs import PipelineRuns
 from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import ID, LENGTH, PREFIX, START, MicroBatch, Plan
@@ -145,9 +145,8 @@ class Planner:
         """
         begin = time.perf_counter()
         packing = self._policy.next()
-        forward = packing.work(self._cost_model.forward)
-        backward = packing.work(self._cost_model.backward)
-        workloads = forward + backward
+        forward, backward = packing.pass_work(self._cost_model)
+        workloads = forward + backward if packing.backward is None else forward
         if packing.assigned is not None:
             assigned = packing.assigned
         elif self._policy.balances:
@@ -156,18 +155,10 @@ class Planner:
             assigned = assignment.in_order(self._micro_batches, self._data_parallel)
         if self._pipeline is not None and packing.assigned is None:
             assigned = self._pipeline.arranged(assigned, forward, backward)
-        micro_batches = tuple(
-            self._micro_batch(
-                dp_rank,
-                index,
-                packing.packs[pack],
-                None if packing.slices is None else packing.slices[pack],
-                float(workloads[pack]),
-                shard=sharded is None or sharded == dp_rank,
-            )
-            for dp_rank, packs in enumerate(assigned)
-            for index, pack in enumerate(packs)
-        )
+        micro_batches = self._micro_batches_of(packing, assigned, workloads, sharded)
+        backward_packs: tuple[MicroBatch, ...] | None = None
+        if packing.backward is not None:
+            backward_packs = self._micro_batches_of(packing.backward, assigned, backward, sharded)
         waiting = self._policy.waiting
         order = self._policy.order(packing, forward, backward, sharded)
         plan = Plan(
@@ -179,6 +170,7 @@ class Planner:
             lost_tokens=packing.lost_tokens,
             gap=packing.gap,
             order=order,
+            backward=backward_packs,
         )
         self._iteration += 1
         return plan
@@ -230,6 +222,27 @@ class Planner:
             # As it came out, where the settings leave it open.
             **({} if self.fixed_length or self._policy.slices else {"max_length": self._longest}),
         }
+
+    def _micro_batches_of(
+        self,
+        packing: Packing,
+        assigned: list[list[int]],
+        workloads: NDArray[np.float64],
+        sharded: int | None,
+    ) -> tuple[MicroBatch, ...]:
+        """The packs as micro-batches of the data-parallel ranks that they are assigned to."""
+        return tuple(
+            self._micro_batch(
+                dp_rank,
+                index,
+                packing.packs[pack],
+                None if packing.slices is None else packing.slices[pack],
+                float(workloads[pack]),
+                shard=sharded is None or sharded == dp_rank,
+            )
+            for dp_rank, packs in enumerate(assigned)
+            for index, pack in enumerate(packs)
+        )
 
     def _micro_batch(
         self,

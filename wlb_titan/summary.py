@@ -54,7 +54,7 @@ class Summary:
             plan_ms.append(plan.plan_ms)
             waiting.append(float(plan.waiting_tokens))
             workloads.append(sorted((m.workload for m in plan.micro_batches), reverse=True))
-            longest = max(longest, *(m.length for m in plan.micro_batches), 0)
+            longest = max(longest, plan.longest)
             tokens += plan.tokens
             padding += plan.padding
             lost += plan.lost_tokens

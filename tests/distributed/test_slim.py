@@ -29,6 +29,27 @@ CASES = {
         "sharding": {"name": "hybrid", "gather_groups": 2},
         "checkpointing": "full",
     },
+    "pp4_asymmetric": {"pp": 4, "slim": {"micropacks": 9, "asymmetric": True}, "checkpointing": "full"},
+    "pp2_dp2_interleaved_asymmetric": {
+        **INTERLEAVED,
+        "dp": 2,
+        "slim": {"micropacks": 6, "asymmetric": True},
+        "checkpointing": "full",
+        "steps": 2,
+    },
+    "pp2_tp2_asymmetric": {
+        "pp": 2,
+        "tp": 2,
+        "slim": {"micropacks": 8, "asymmetric": True},
+        "checkpointing": "full",
+    },
+    "pp2_cp2_asymmetric": {
+        "pp": 2,
+        "cp": 2,
+        "slim": {"micropacks": 8, "asymmetric": True},
+        "sharding": {"name": "adaptive"},
+        "checkpointing": "full",
+    },
     "dp4": {"dp": 4, "slim": {"micropacks": 4, "solver": "milp", "time_limit": 0.5}},
 }
 

@@ -16,6 +16,7 @@ import torch.distributed.pipelining.stage as stage_module  # noqa: E402
 import torchtitan.distributed.pipeline_parallel as titan_pipeline  # noqa: E402
 from torch.distributed.pipelining import PipelineStage  # noqa: E402
 from torchtitan.components.validate import Validator  # noqa: E402
+from torchtitan.models.common.decoder import Decoder  # noqa: E402
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
@@ -39,6 +40,7 @@ PARAMETERS = {
     "StageMeta": "inputs outputs input_grads output_grads",
     "TensorMeta": "shape stride dtype requires_grad",
     "build_pipeline_schedule": "parallelism local_batch_size stages loss_fn backward_requires_autograd",
+    "checkpoint_wrapper": "module checkpoint_impl checkpoint_fn checkpoint_fn_kwargs",
     "ensure_receives_drained": "recv_info_by_microbatch",
     "in_backward_pass": "",
     "mark_unbacked": "t index hint_override strict specialize_on shape_id min max",
@@ -54,12 +56,21 @@ OVERRIDDEN = {
     "backward_weight_one_chunk": "self bwd_chunk_id last_backward",
     "backward_maybe_with_nosync": "self backward_type bwd_kwargs last_backward",
     "get_bwd_send_ops": "self bwd_chunk_id",
+    "get_fwd_send_ops": "self fwd_chunk_id",
+    "release_fwd_send_outputs": "self fwd_chunk_id",
+    "_retrieve_recv_activations": "self fwd_chunk_id",
+    "clear_runtime_states": "self",
     "get_local_bwd_output": "self mb_index",
     "set_local_bwd_input": "self next_stage_bwd_outputs mb_index",
     "_prepare_forward_infra": "self num_microbatches args kwargs has_backward",
     "_prepare_backward_infra": "self num_microbatches loss_fn target received_grad_meta loss_kwargs",
     "_pre_metadata_inference_backup": "self",
     "_post_metadata_inference_cleanup": "self",
+}
+OF_SCHEDULE = {
+    "_maybe_compute_loss": "self stage output target_mbs mb_index loss_kwargs",
+    "_maybe_get_loss": "self stage mb_index",
+    "_compute_loss": "self output target loss_kwargs",
 }
 DISPATCHER = "self num_local_tokens_per_expert_E num_global_tokens_per_local_expert_EP_e ep_size"
 ATTRIBUTES = (
@@ -70,6 +81,7 @@ ATTRIBUTES = (
     "_stage_meta",
     "_runtime_validate",
     "_user_meta",
+    "_forward_chunk_states",
 )
 # Whole functions that ours take the place of: a new version may do more in them.
 REPLACED = {
@@ -102,6 +114,13 @@ def test_a_configuration_knows_what_it_builds():
 @pytest.mark.parametrize("name", OVERRIDDEN)
 def test_overridden_methods_of_a_stage_take_what_they_took(name):
     assert parameters(getattr(PipelineStage, name)) == OVERRIDDEN[name]
+
+
+@pytest.mark.parametrize("name", OF_SCHEDULE)
+def test_a_schedule_s_methods_take_what_they_took(name):
+    assert parameters(getattr(compat.PipelineSchedule, name)) == OF_SCHEDULE[name]
+    assert "self._internal_losses.append" in inspect.getsource(compat.PipelineSchedule)
+    assert not Decoder._skip_lm_head
 
 
 def test_a_dispatcher_s_overridden_method_takes_what_it_took():

@@ -42,13 +42,13 @@ def packs_of(cuts, rides):
     return packs
 
 
-def forward(pack, lengths, begins, tensors, cache, padding, layer=LAYER):
-    """One pack's output, and the places of its tokens."""
+def forward(pack, lengths, begins, tensors, cache, padding, layer=LAYER, cut=()):
+    """One pack's output, and the places of its tokens; `cut` are documents that another pass has in parts."""
     q, k, v, _ = tensors
     here = np.concatenate([np.arange(begins[d] + a, begins[d] + b) for d, a, b in pack])
     counts = np.array([b - a for _, a, b in pack])
     prefix = np.array([a for _, a, _ in pack])
-    rows = [[d if b - a < lengths[d] else -1, a, b - a, lengths[d]] for d, a, b in pack]
+    rows = [[d if d in cut or b - a < lengths[d] else -1, a, b - a, lengths[d]] for d, a, b in pack]
     seg = torch.from_numpy(segments_after(segments(whole(counts), counts), counts, prefix))
     own = [torch.nn.functional.pad(x[here], (0, 0, 0, 0, 0, padding)) for x in (q, k, v)]
     out, _ = sliced_attention(*own, seg, torch.tensor(rows), cache.number, layer)
@@ -97,6 +97,56 @@ def test_slices_equal_the_whole_document(cuts, rides, padding, again):
     torch.testing.assert_close(mine, out)
     for one, other in zip(mine_gradients, gradients, strict=True):
         torch.testing.assert_close(one, other)
+
+
+lines = st.lists(st.integers(1, 38), min_size=2, max_size=4, unique=True).map(sorted)
+
+
+def pieces(lengths, cuts):
+    """A line of documents, cut: rows of (document, start, stop) of each piece."""
+    packs, begins = [], np.cumsum([0, *lengths])
+    for a, b in itertools.pairwise([0, *cuts, sum(lengths)]):
+        own = zip(begins, lengths, strict=False)
+        ranges = [(d, max(a - begin, 0), min(b - begin, n)) for d, (begin, n) in enumerate(own)]
+        packs.append([(d, start, stop) for d, start, stop in ranges if start < stop])
+    return packs
+
+
+def run_asymmetric(forwards, backwards, lengths, tensors, padding=0):
+    """Gradients where backward passes have other packs, for which they compute the forward pass again."""
+    cut = {d for pack in (*forwards, *backwards) for d, a, b in pack if b - a < lengths[d]}
+    begins, cache, weight = np.cumsum([0, *lengths]), KeyValueCache(), tensors[3]
+    with torch.no_grad():
+        for pack in forwards:
+            forward(pack, lengths, begins, tensors, cache, padding, cut=cut)
+    for tensor in tensors[:3]:
+        tensor.grad = None
+    for pack in backwards:
+        out, here = forward(pack, lengths, begins, tensors, cache, padding, cut=cut)
+        (out * weight[here]).sum().backward()
+    cache.check_empty()
+    return [tensor.grad for tensor in tensors[:3]]
+
+
+@given(forward_cuts=lines, backward_cuts=lines, padding=st.integers(0, 3))
+@settings(max_examples=10, deadline=None)
+def test_other_packs_backward_equal_the_whole_documents(forward_cuts, backward_cuts, padding):
+    lengths = [20, 12, 3, 4]
+    given_tensors = tensors(sum(lengths))
+    _, gradients = expected(lengths, *given_tensors)
+    backward = [pack[::-1] for pack in pieces(lengths[::-1], backward_cuts)[::-1]]
+    backward = [[(len(lengths) - 1 - d, a, b) for d, a, b in pack] for pack in backward]
+    forwards = pieces(lengths, forward_cuts)
+    for one, other in zip(
+        run_asymmetric(forwards, backward, lengths, given_tensors, padding), gradients, strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+def test_other_packs_backward_in_a_wrong_order_are_caught():
+    packs = [[(0, 4, 9), (1, 3, 5)], [(0, 0, 4), (1, 0, 3)]]
+    with pytest.raises(RuntimeError, match=r"tokens before 9 is due: backward passes of slices go"):
+        run_asymmetric(packs[::-1], packs[::-1], [9, 5], tensors(14))
 
 
 def test_gradients_of_bfloat16_are_added_up_in_float32():

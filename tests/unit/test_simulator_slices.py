@@ -11,17 +11,20 @@ from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.peak import USABLE
-from wlb_titan.packing.slices import sliced_document
+from wlb_titan.memory.settings import MemorySettings
+from wlb_titan.packing.slices import piece_numbers
 from wlb_titan.packing.slim import Slim
-from wlb_titan.plan import Action, MicroBatch, Plan
+from wlb_titan.plan import LENGTH, TOTAL, Action, MicroBatch, Plan
 from wlb_titan.simulator.passes import MicroBatches, pass_times
-from wlb_titan.simulator.slices import check_slices, replica_memory
+from wlb_titan.simulator.slices import check_slices, parts, replica_memory
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
 
+FULL = MemorySettings(checkpointing="full")
 
-def slim(micropacks=8, micro_batches=4, **changes):
-    packing = Slim.Config(micropacks=micropacks, slack=1, cost_model="quadratic:1,40")
+
+def slim(micropacks=8, micro_batches=4, asymmetric=False, **changes):
+    packing = Slim.Config(micropacks=micropacks, slack=1, cost_model="quadratic:1,40", asymmetric=asymmetric)
     return job(packing=packing, micro_batches=micro_batches, **changes)
 
 
@@ -66,35 +69,43 @@ def test_a_document_in_two_slices_by_hand():
 def oracle_memory(simulated, plan, dp_rank):
     """Most bytes of the cache on every pipeline rank, by a walk that keeps every tensor's size."""
     token = TokenBytes.of(simulated.model, simulated.degrees, simulated.memory)
-    micro_batches = plan.of_rank(dp_rank)
+    forward, backward = plan.of_rank(dp_rank), plan.backward_of_rank(dp_rank)
+    rows = parts([*forward, *backward])
+    numbers = piece_numbers(rows)
+    cut = {n for own, (d, s) in zip(numbers, rows, strict=True) for n in own[s[:, TOTAL] > d[:, LENGTH]]}
     peaks = []
     for actions in plan.order[dp_rank]:
         held, most = {}, 0.0
         for kind, stage, place in actions:
-            m, layers = micro_batches[place], simulated.layers[stage]
-            document = sliced_document(m.documents, m.slices)
-            if kind == "F":
-                if document >= 0:
-                    held["kv", stage, document] = m.slice.total * token.cached * layers
-                most = max(most, sum(held.values()))
-                continue
-            if document >= 0:
-                held.setdefault(
-                    ("gradients", stage, document), m.slice.prefix * token.cached_gradients * layers
-                )
+            pack = place if kind == "F" else len(forward) + place
+            (pieces, slices), own = rows[pack], numbers[pack]
+            layers = simulated.layers[stage]
+            here = [
+                (n, prefix, length, total)
+                for n, length, (prefix, total) in zip(own, pieces[:, LENGTH], slices, strict=True)
+                if n in cut
+            ]
+            for n, prefix, length, total in here:
+                if kind == "F":
+                    held["kv", stage, n] = total * token.cached * layers
+                elif prefix + length == total:
+                    held["gradients", stage, n] = prefix * token.cached_gradients * layers
             most = max(most, sum(held.values()))
-            if document >= 0 and m.slice.prefix == 0:
-                del held["kv", stage, document], held["gradients", stage, document]
+            for n, prefix, _, _ in here if kind == "B" else ():
+                if prefix == 0:
+                    del held["kv", stage, n], held["gradients", stage, n]
         assert not held
         peaks.append(most)
     return peaks
 
 
+@pytest.mark.parametrize("asymmetric", [False, True])
 @pytest.mark.parametrize("context", [1, 2])
 @pytest.mark.parametrize("schedule, chunks", [("1F1B", 1), ("Interleaved1F1B", 2)])
-def test_cache_over_time_against_an_oracle(context, schedule, chunks):
+def test_cache_over_time_against_an_oracle(context, schedule, chunks, asymmetric):
     degrees = Degrees(pipeline=2, context=context, shard=2)
-    simulated = slim(degrees=degrees, schedule=schedule, chunks=chunks, memory=NONE)
+    memory = FULL if asymmetric else NONE
+    simulated = slim(asymmetric=asymmetric, degrees=degrees, schedule=schedule, chunks=chunks, memory=memory)
     for plan in plans(simulated):
         for rank in range(2):
             expected = oracle_memory(simulated, plan, rank)

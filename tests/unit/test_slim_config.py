@@ -85,6 +85,10 @@ def test_a_document_that_fits_in_no_order_is_refused(load):
         ("slack = -1", "wlb.packing.slack = -1: at least 0"),
         ('solver = "exact"', 'solver = "exact": expected one of "greedy"'),
         ("max_length = 65536", "max_length"),
+        (
+            "asymmetric = true",
+            "wlb.packing.asymmetric = true: .* It is for jobs that need full checkpointing",
+        ),
         ("ZBVZeroBubble", "pipeline_parallel_schedule = .*ZBVZeroBubble, in whose order"),
     ],
 )
@@ -94,6 +98,12 @@ def test_what_cannot_run_is_refused_by_its_key(load, change, message):
     text = PIPELINE.replace("1F1B", change) if change.startswith("ZBV") else PIPELINE + change
     with pytest.raises(UserError, match=message):
         load(text + ('\n[activation_checkpoint]\nclass = "FullAC"' if change.startswith("ZBV") else ""))
+
+
+def test_packs_of_their_own_for_backward_passes_take_the_place_of_full_checkpointing(load):
+    full = '\n[activation_checkpoint]\nclass = "FullAC"'
+    assert load(PIPELINE + "asymmetric = true" + full).asymmetric
+    assert not load(PIPELINE + full).asymmetric
 
 
 def test_a_dry_run_says_that_it_cannot(tmp_path):

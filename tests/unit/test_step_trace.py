@@ -53,6 +53,17 @@ def test_spans_have_a_track_for_each_rank_and_facts_of_the_micro_batch():
     assert {s.process for s in drawn} == {"dp 0"}
 
 
+def test_backward_passes_may_have_micro_batches_of_their_own():
+    documents = np.array([[0, 0, 7, 0]])
+    forward, backward = (
+        tuple(MicroBatch(0, i, length, 0, float(length), documents) for i in range(2)) for length in (8, 16)
+    )
+    drawn = list(spans([FIRST, SECOND], Plan(0, forward, 0.0, backward=backward)))
+    assert [(s.name, s.args["tokens"]) for s in drawn[4:7]] == [("F0", 8), ("L0", 16), ("B0", 16)]
+    # Forward passes take 1.5 and 4 seconds on both ranks, the others 4.5 and 8.
+    assert measured_imbalance([FIRST, SECOND], apart=True) == pytest.approx((4 + 8) / (2.75 + 6.25))
+
+
 def test_the_timer_measures_only_while_it_is_on():
     timer = PassTimer(torch.device("cpu"))
     with timer.time("F", 0, 0):

@@ -13,13 +13,18 @@ import numpy as np
 from wlb_titan.commands.plan_figures import FAINT, STYLE, plt, svg
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job, Policy
+from wlb_titan.packing.asymmetric import last_needed
 from wlb_titan.packing.slices import slice_work
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.plan import Flow, MicroBatch
+from wlb_titan.simulator.slices import parts
 from wlb_titan.timeline import Span
 
 STEP_SHOWN = 10  # queues have filled
-PASS_COLORS = {"F": "#6aa5de", "L": "#c99a4b", "B": "#2f5f98", "I": "#2f5f98", "W": "#9bb8a7"}
+PASS_COLORS = {
+    **{"F": "#6aa5de", "R": "#4a7fb5", "L": "#c99a4b"},
+    **{"B": "#2f5f98", "I": "#2f5f98", "W": "#9bb8a7"},
+}
 
 
 def planned_timelines(jobs: Sequence[Job], documents: Documents, steps: int) -> dict[str, list[Span]]:
@@ -40,13 +45,19 @@ def planned_timelines(jobs: Sequence[Job], documents: Documents, steps: int) -> 
             plan = planner.next()
         shown = plan.of_rank(0)
         if plan.order is not None:  # all in one run
-            timelines[name] = pipeline_spans(name, shown, job, plan.order[0])
+            timelines[name] = pipeline_spans(name, shown, job, plan.order[0], plan.backward_of_rank(0))
         else:
             timelines[name] = pipeline_spans(name, shown[: job.run or len(shown)], job)
     return timelines
 
 
-def pipeline_spans(process: str, run: Sequence[MicroBatch], job: Job, flow: Flow | None = None) -> list[Span]:
+def pipeline_spans(
+    process: str,
+    run: Sequence[MicroBatch],
+    job: Job,
+    flow: Flow | None = None,
+    backward_run: Sequence[MicroBatch] | None = None,
+) -> list[Span]:
     """Every pass of the micro-batches, a track for each rank, times in the cost model's unit.
 
     Args:
@@ -54,18 +65,23 @@ def pipeline_spans(process: str, run: Sequence[MicroBatch], job: Job, flow: Flow
         run: the micro-batches that go through the pipeline together.
         job: of which they are.
         flow: the order of their passes; None is the schedule's own.
+        backward_run: the micro-batches of backward passes; None: the same.
     """
+    back, model = backward_run or run, job.cost_model
+    of_backward = model.recomputed if job.asymmetric else model.backward
     forward, backward = (
-        np.array([slice_work(work, m.documents, m.slices).sum() for m in run])
-        for work in (job.cost_model.forward, job.cost_model.backward)
+        np.array([slice_work(work, m.documents, m.slices).sum() for m in packs])
+        for work, packs in ((model.forward, run), (of_backward, back))
     )
     times = PassTimes.equal_stages(forward[:, None], backward[:, None], job.shape)
-    graph = PipelineGraph(job.shape, len(run), flow)
+    needed = last_needed(parts(run), parts(back)) if job.asymmetric else None
+    graph = PipelineGraph(job.shape, len(run), flow, needed)
     spans = []
     for action, end in zip(graph.actions, graph.ends(times)[:, 0].tolist(), strict=True):
         seconds = float(times.of(action)[0])
         rank = job.shape.rank_of(action.stage)
-        facts = {"stage": action.stage, "tokens": run[action.place].length}
+        packs = run if action.kind == "F" else back
+        facts = {"stage": action.stage, "tokens": packs[action.place].length}
         name = f"{action.kind}{action.place}"
         spans.append(Span(process, f"pp {rank}", name, end - seconds, seconds, facts))
     return sorted(spans, key=lambda one: (one.track, one.start))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, fields
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,7 +65,13 @@ class CostJob(Protocol):
 
 
 class CostModel(Plugin):
-    """Predicted work of documents, in one unit for all of them."""
+    """Predicted work of documents, in one unit for all of them.
+
+    Attributes:
+        recomputes: whether `backward` has what full activation checkpointing computes again, where it is set.
+    """
+
+    recomputes: ClassVar[bool] = False
 
     @dataclass(kw_only=True, slots=True)
     class Config(PluginConfig):
@@ -101,6 +107,11 @@ class CostModel(Plugin):
     @abstractmethod
     def backward(self, lengths: NDArray[Any]) -> Floats:
         """float64 (n,), work of the backward pass."""
+
+    def recomputed(self, lengths: NDArray[Any]) -> Floats:
+        """float64 (n,), work of a backward pass that computes the whole forward pass again."""
+        backward = self.backward(lengths)
+        return backward if self.recomputes else self.forward(lengths) + backward
 
 
 def cost_model(text: str, job: CostJob) -> CostModel:

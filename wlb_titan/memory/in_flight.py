@@ -13,7 +13,7 @@ from wlb_titan.plan import Action, CachedSlice, Flow
 SLICES = 16  # of the document of which a step is imagined
 
 
-def one_document(tokens: int, shape: PipelineShape) -> tuple[list[int], Flow, list[CachedSlice]]:
+def one_document(tokens: int, shape: PipelineShape) -> tuple[list[int], Flow, list[tuple[CachedSlice, ...]]]:
     """The step that holds most tokens for what it trains: one document, of which every slice is in flight.
 
     Args:
@@ -24,13 +24,15 @@ def one_document(tokens: int, shape: PipelineShape) -> tuple[list[int], Flow, li
         Lengths, order of passes and slices, as `pipeline_memory` takes them.
     """
     cuts = [tokens * part // SLICES for part in range(SLICES + 1)]
-    slices = [CachedSlice(start, stop - start, tokens) for start, stop in itertools.pairwise(cuts)]
+    slices: list[tuple[CachedSlice, ...]] = [
+        (CachedSlice(start, stop - start, tokens),) for start, stop in itertools.pairwise(cuts)
+    ]
     flow = []
     for rank in range(shape.ranks):
         stages = shape.stages_of(rank)
         forward = [Action("F", stage, place) for stage in stages for place in range(SLICES)]
         flow.append((*forward, *(Action("B", stage, place) for _, stage, place in reversed(forward))))
-    return [slice_.length for slice_ in slices], tuple(flow), slices
+    return [one.length for (one,) in slices], tuple(flow), slices
 
 
 def most_in_flight(

@@ -21,6 +21,8 @@ A rank runs its passes in a fixed order, so its memory can be followed from pass
                        losses. Where the gradients of weights wait (zero bubble), what a layer keeps waits
                        with them, and the gradients of its linear layers' and norms' outputs. Token ids,
                        positions and labels are there throughout
+                       Where backward passes have packs of their own (asymmetric partition) forward passes
+                       keep the inputs of layers, of the first stage's first not, and of the head
 - cache                K and V of documents in slices, from the first slice's forward pass to its backward
                        pass, and their gradients, in float32, from the backward pass of the last slice on
 - backward             of the layer at hand: what a backward pass recomputes, its gradients, K and V; or what
@@ -40,7 +42,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from wlb_titan.context import Exchange
 from wlb_titan.cost.degrees import Degrees
@@ -105,6 +107,18 @@ TERMS = tuple(
 )
 
 
+class BackwardPacks(NamedTuple):
+    """The micro-batches of backward passes, where these are others than those of forward passes.
+
+    Attributes:
+        lengths: tokens of each, padding included.
+        slices: of each those whose keys and values are cached, in the order in which documents go backward.
+    """
+
+    lengths: Sequence[int]
+    slices: Sequence[Sequence[CachedSlice]]
+
+
 def layers_of_stages(layers: int, stages: int, *, first_less: int = 1, last_less: int = 1) -> tuple[int, ...]:
     """How torchtitan divides a model's layers over the stages of a pipeline.
 
@@ -137,7 +151,8 @@ def pipeline_memory(
     layers: Sequence[int] | None = None,
     exchange: Exchange | None = None,
     flow: Flow | None = None,
-    slices: Sequence[CachedSlice] | None = None,
+    slices: Sequence[Sequence[CachedSlice]] | None = None,
+    backward: BackwardPacks | None = None,
 ) -> tuple[RankMemory, ...]:
     """The peak memory of every pipeline rank over one step.
 
@@ -153,7 +168,8 @@ def pipeline_memory(
         layers: of each stage; None divides them as torchtitan does.
         exchange: what context parallelism holds; None: the keys and values of all ranks, gathered.
         flow: what the ranks run, where that is not the schedule's own order; then all is one run.
-        slices: of each micro-batch its slice, where documents are sliced.
+        slices: of each micro-batch those whose keys and values are cached, where documents are sliced.
+        backward: the micro-batches of backward passes, where these are others.
 
     Returns:
         One `RankMemory` a pipeline rank.
@@ -170,7 +186,7 @@ def pipeline_memory(
     for rank in range(shape.ranks):
         one = _Rank(model, degrees, settings, shape, layers, rank, exchange)
         own = None if flow is None else flow[rank]
-        peaks = [one.peak(each, i > 0, own, slices) for i, each in enumerate(runs)]
+        peaks = [one.peak(each, i > 0, own, slices, backward) for i, each in enumerate(runs)]
         result.append(max(peaks, key=lambda peak: peak.total))
     return tuple(result)
 
@@ -207,24 +223,37 @@ def longest_that_fits(
     return shortest * divisor
 
 
-def weighted_tokens(actions: Sequence[Action], lengths: Any, layers: Sequence[int]) -> list[Any]:
+def weighted_tokens(
+    actions: Sequence[Action], lengths: Any, layers: Sequence[float], backward: Any = None
+) -> list[Any]:
     """Tokens in flight on a rank after each of its actions, each times the layers of its stage.
 
     Args:
         actions: the rank's, in order.
         lengths: tokens of the micro-batches; or an array (n, k) of those of k steps, for as many results.
-        layers: of each stage.
+        layers: of each stage, or another weight.
+        backward: as `lengths`, of the micro-batches of backward passes, where these are others.
     """
     live: Any = 0
     result = []
     for action in actions:
-        tokens = lengths[action.place] * layers[action.stage]
+        of_pass = lengths if backward is None or action.kind == "F" else backward
+        tokens = of_pass[action.place] * layers[action.stage]
         if action.kind == "F":
             live = live + tokens
         elif action.kind in ("B", "W"):  # I frees little: the weights' gradients need the activations still
             live = live - tokens
         result.append(live)
     return result
+
+
+def kept_states(layers: Sequence[int]) -> list[int]:
+    """Hidden states of a token that each stage keeps where backward passes have packs of their own.
+
+    The first stage makes its first layer's input again, from token ids, and the last has the head's besides.
+    """
+    last = len(layers) - 1
+    return [n - (stage == 0 and n > 0) + (stage == last) for stage, n in enumerate(layers)]
 
 
 def layer_parameters(model: ModelShape) -> int:
@@ -269,7 +298,8 @@ class _Rank:
         lengths: Sequence[int],
         reduced: bool,
         actions: Sequence[Action] | None = None,
-        slices: Sequence[CachedSlice] | None = None,
+        slices: Sequence[Sequence[CachedSlice]] | None = None,
+        backward: BackwardPacks | None = None,
     ) -> RankMemory:
         """Its fullest pass in one run.
 
@@ -278,10 +308,14 @@ class _Rank:
             reduced: whether gradients were reduced before it.
             actions: what the rank runs; None is the schedule's own order.
             slices: of each micro-batch; None where documents are not sliced.
+            backward: the micro-batches of backward passes, where these are others.
         """
-        token = self._bytes
+        token, kept = self._bytes, self._kept
+        if backward is not None:
+            states = kept_states(self._layers)
+            kept = {stage: token.hidden * states[stage] for stage in self._stages}
         cache = SliceCache(token, self._layers)
-        live = token.inputs * sum(lengths)
+        live = token.inputs * (sum(lengths) + sum(backward.lengths if backward else ()))
         tokens = 0
         went_back: set[int] = set()  # stages that have gradients
         most = -1.0
@@ -293,18 +327,23 @@ class _Rank:
                 if kind == "I":
                     continue
                 kind = "B"
-            length = lengths[place]
-            at_hand = loss = beside = 0.0
-            if slices is not None:
-                beside = cache.begin(action, slices[place], length)
+            again = backward if kind != "F" else None
+            length = again.lengths[place] if again else lengths[place]
+            cached = again.slices[place] if again else () if slices is None else slices[place]
+            at_hand = loss = 0.0
+            beside = cache.begin(action, cached, length)
             if kind == "I":
                 live += length * token.waiting * self._layers[stage]
             if kind == "F":
-                live += length * self._kept[stage]
+                live += length * kept[stage]
                 tokens += length
                 at_hand = length * token.forward
-                if stage == self._last and token.loss > token.forward:
+                if backward is not None:
+                    at_hand += length * self._output(stage)
+                elif stage == self._last and token.loss > token.forward:
                     at_hand, loss = 0.0, length * token.loss
+            elif backward is not None:
+                at_hand, loss = self._put_together(stage, length)
             elif kind != "W":
                 at_hand = length * token.backward
             key = len(went_back), loss > 0
@@ -314,17 +353,16 @@ class _Rank:
             now = sum(moment) + (self._shard if reduced else 0.0)
             if now > most:
                 most, fullest = now, (*moment, reduced, tokens)
-            if slices is not None:
-                cache.end(action, slices[place])
+            cache.end(action, cached)
             if kind == "W":
                 live -= length * token.waiting * self._layers[stage]
             if kind in ("B", "W"):  # I frees nothing that counts
-                live -= length * self._kept[stage]
+                live -= length * kept[stage]
                 tokens -= length
                 went_back.add(stage)
                 if self._degrees.pipeline == 1:
                     reduced = True
-                elif stage == self._last:
+                elif stage == self._last and backward is None:
                     live += 2 * length * token.hidden
         return self._at(*fullest)
 
@@ -354,6 +392,14 @@ class _Rank:
             layers=self._own_layers,
             tokens=tokens,
         )
+
+    def _put_together(self, stage: int, length: int) -> tuple[float, float]:
+        """Bytes at hand in a backward pass with tokens of several forward passes, and of the loss."""
+        token = self._bytes
+        ends = token.hidden + self._output(stage)  # of the stage, its input and its output
+        if stage == self._last and token.loss > token.backward:
+            return length * ends, length * token.loss
+        return length * (ends + token.backward), 0.0
 
     def _output(self, stage: int) -> float:
         """Bytes a token of what a stage hands on, which it keeps as well."""

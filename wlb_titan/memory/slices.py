@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from wlb_titan.memory.layer import TokenBytes
@@ -21,36 +22,37 @@ class SliceCache:
 
     def __init__(self, token: TokenBytes, layers: Sequence[int]) -> None:
         self._token, self._layers = token, layers
-        self._gradients: dict[int, float] = {}  # bytes by stage, of the document that goes backward there
+        # Bytes by stage, of the documents that go backward there, first in first out.
+        self._gradients: dict[int, deque[float]] = defaultdict(deque)
         self.bytes_ = 0.0
 
-    def begin(self, action: Action, slice_: CachedSlice, tokens: int) -> float:
+    def begin(self, action: Action, slices: Sequence[CachedSlice], tokens: int) -> float:
         """A pass begins.
 
         Args:
             action: the pass.
-            slice_: that its micro-batch has.
+            slices: that its micro-batch has.
             tokens: of its micro-batch.
 
         Returns:
-            Bytes that the layer at hand has beside what it has without a prefix: the gradients of the prefix,
-            and a copy of its keys where other documents follow.
+            Bytes that the layer at hand has beside what it has without a prefix: the gradients of prefixes,
+            and a copy of the keys where other documents stand beside them.
         """
-        if not slice_.length:
-            return 0.0
-        layers = self._layers[action.stage]
-        shared = (slice_.prefix + slice_.length) * self._token.cached if tokens > slice_.length else 0.0
+        token, layers, stage = self._token, self._layers[action.stage], action.stage
+        alone = len(slices) == 1 and tokens <= slices[0].length
+        shared = 0.0 if alone else sum(s.prefix + s.length for s in slices) * token.cached
         if action.kind == "F":
-            if slice_.prefix == 0:
-                self.bytes_ += slice_.total * self._token.cached * layers
+            self.bytes_ += sum(s.total for s in slices if s.prefix == 0) * token.cached * layers
             return shared
-        if slice_.prefix + slice_.length == slice_.total:
-            self._gradients[action.stage] = slice_.prefix * self._token.cached_gradients * layers
-            self.bytes_ += self._gradients[action.stage]
-        return shared + slice_.prefix * self._token.cached
+        for slice_ in slices:
+            if slice_.prefix + slice_.length == slice_.total:
+                self._gradients[stage].append(slice_.prefix * token.cached_gradients * layers)
+                self.bytes_ += self._gradients[stage][-1]
+        return shared + sum(s.prefix for s in slices) * token.cached
 
-    def end(self, action: Action, slice_: CachedSlice) -> None:
+    def end(self, action: Action, slices: Sequence[CachedSlice]) -> None:
         """A pass is over: with the backward pass of a document's first slice all of it goes."""
-        if slice_.length and slice_.prefix == 0 and action.kind == "B":
-            kept = slice_.total * self._token.cached * self._layers[action.stage]
-            self.bytes_ -= kept + self._gradients.pop(action.stage)
+        for slice_ in slices:
+            if slice_.prefix == 0 and action.kind == "B":
+                self.bytes_ -= slice_.total * self._token.cached * self._layers[action.stage]
+                self.bytes_ -= self._gradients[action.stage].popleft()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar
 
@@ -15,7 +15,7 @@ from wlb_titan.cost.workload import CostModel
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.peak import LONGEST
-from wlb_titan.packing.slices import WorkOf, slice_work
+from wlb_titan.packing.slices import Parts, WorkOf, slice_work
 from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import Flow
 from wlb_titan.plugins import Family, Plugin, PluginConfig
@@ -61,6 +61,8 @@ class Packing:
         slices: int64 (n, 2) for each pack, as of `MicroBatch.slices`; None where no document is sliced.
         assigned: of each data-parallel rank the numbers of its packs in the order of running, where the
             policy decides on that.
+        backward: the packs of backward passes, in that order, where these are others than those of forward
+            passes.
     """
 
     packs: list[Pack]
@@ -68,6 +70,7 @@ class Packing:
     gap: float | None = None
     slices: list[NDArray[np.int64]] | None = None
     assigned: list[list[int]] | None = None
+    backward: Packing | None = None
 
     def work(self, work_of: WorkOf) -> Floats:
         """float64 (packs,), by a work of whole documents such as `CostModel.forward`."""
@@ -75,9 +78,22 @@ class Packing:
         firsts = np.cumsum([0] + [len(pack) for pack in self.packs[:-1]])
         return np.add.reduceat(slice_work(work_of, np.concatenate(self.packs), slices), firsts)
 
+    def pass_work(self, model: CostModel) -> tuple[Floats, Floats]:
+        """float64 (packs,) each, work of forward passes and of backward passes, which compute the forward
+        pass again where they have packs of their own."""
+        if self.backward is None:
+            return self.work(model.forward), self.work(model.backward)
+        return self.work(model.forward), self.backward.work(model.recomputed)
+
+    def parts(self, packs: Sequence[int]) -> list[Parts]:
+        """Documents and slices of some packs, where documents are sliced."""
+        assert self.slices is not None
+        return [(self.packs[pack], self.slices[pack]) for pack in packs]
+
 
 PassSeconds = Callable[[Packing], tuple[Floats, Floats]]
-"""float64 (packs,) each: how long forward and backward passes take, in any unit."""
+"""float64 (packs,) each: how long forward and backward passes take, in any unit; the latter of the packs of
+backward passes."""
 
 
 OnOneRank = Callable[[Callable[[], Answer]], Answer]
@@ -197,7 +213,7 @@ class PackingPolicy(Plugin, ABC):
 
         Args:
             packing: what `next` returned last.
-            forward, backward: float64 (packs,), work of its packs.
+            forward, backward: float64 (packs,), work of its packs, and of those of backward passes.
             dp_rank: the data-parallel rank that asks; None for all of them.
         """
         return None

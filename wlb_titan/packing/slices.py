@@ -13,18 +13,20 @@ keys are complete only when every later slice has added its part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.cost.workload import CostModel, workload
-from wlb_titan.plan import ID, LENGTH, PREFIX, START, TOTAL
+from wlb_titan.plan import ID, LENGTH, PREFIX, START, TOTAL, CachedSlice
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 WorkOf = Callable[[NDArray[Any]], Floats]
+Parts = tuple[Ints, Ints]
+"""Documents and slices of a MicroPack: int64 (n, 4) and (n, 2), as of `MicroBatch`."""
 
 
 class Slice(NamedTuple):
@@ -77,11 +79,43 @@ def slice_work(work_of: WorkOf, documents: Ints, slices: Ints | None) -> Floats:
     return result
 
 
-def cache_rows(documents: Ints, slices: Ints) -> Ints:
-    """Int64 (n, 4), of each document of a pack its key (-1 where it is whole), PREFIX, LENGTH and TOTAL."""
-    lengths, total = documents[:, LENGTH], slices[:, TOTAL]
-    key = np.where(total > lengths, sliced_document(documents, slices), -1)
-    return np.stack([key, slices[:, PREFIX], lengths, total], axis=1)
+def cache_rows(packs: Sequence[Parts]) -> list[Ints]:
+    """How the cache knows the documents of a data-parallel rank's packs, those of both passes together.
+
+    Args:
+        packs: documents and slices of each.
+
+    Returns:
+        Of each pack int64 (n, 4): the document's number, or -1 where every pack that has it has all of it;
+        PREFIX, LENGTH and TOTAL.
+    """
+    numbers = piece_numbers(packs)
+    parts = [own[s[:, TOTAL] > d[:, LENGTH]] for (d, s), own in zip(packs, numbers, strict=True)]
+    cut = np.unique(np.concatenate(parts))
+    return [
+        np.stack([np.where(np.isin(own, cut), own, -1), s[:, PREFIX], d[:, LENGTH], s[:, TOTAL]], axis=1)
+        for (d, s), own in zip(packs, numbers, strict=True)
+    ]
+
+
+def cached_slices(packs: Sequence[Parts]) -> list[tuple[CachedSlice, ...]]:
+    """The same as memory sees it: of each pack the slices whose keys and values are cached."""
+    return [tuple(CachedSlice(*row) for key, *row in rows.tolist() if key >= 0) for rows in cache_rows(packs)]
+
+
+def piece_numbers(packs: Sequence[Parts]) -> list[Ints]:
+    """Of each pack int64 (n,), numbers by which the slices of one document find each other.
+
+    Two pieces of one document, cut at a context window, are two documents here.
+
+    Args:
+        packs: documents and slices of each.
+    """
+    documents = np.concatenate([documents for documents, _ in packs])
+    slices = np.concatenate([slices for _, slices in packs])
+    pieces = np.stack([documents[:, ID], documents[:, START] - slices[:, PREFIX]], axis=1)
+    _, numbers = np.unique(pieces, axis=0, return_inverse=True)
+    return np.split(numbers.reshape(-1), np.cumsum([len(documents) for documents, _ in packs])[:-1])
 
 
 class PrefixWork:

@@ -22,6 +22,7 @@ from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.arrivals import Arrivals, delayed
+from wlb_titan.packing.asymmetric import Line, asymmetric, last_needed
 from wlb_titan.packing.micropacks import MOST_TRIED, Bins, Placing, micropacks, place_greedily
 from wlb_titan.packing.micropacks_milp import SolvedPlacing
 from wlb_titan.packing.policy import Pack, Packing, PackingJob, PackingPolicy
@@ -61,6 +62,7 @@ class Slim(PackingPolicy):
         free = (
             *PackingPolicy.Config.free,
             *("cost_model", "micropacks", "slack", "tokens_in_flight", "solver", "time_limit", "gap"),
+            "asymmetric",
         )
 
         micropacks: Annotated[int, Interval(ge=1, le=MOST_MICROPACKS)] | Literal["auto"] = "auto"
@@ -87,6 +89,11 @@ class Slim(PackingPolicy):
         gap: Annotated[float, Interval(ge=0, lt=1)] = 0.001
         """Relative gap between solution and bound at which the solver stops."""
 
+        asymmetric: bool = False
+        """Whether backward passes have MicroPacks of their own, of equal work in backward passes. They
+        compute layers again, in place of full activation checkpointing, which has to be set: choose it
+        where that is needed anyway."""
+
         @property
         def planning_seconds(self) -> float:
             return self.time_limit if self.solver == "milp" else 0.0
@@ -106,6 +113,18 @@ class Slim(PackingPolicy):
                     '"auto".',
                     setting="packing.micropacks",
                 )
+            if self.asymmetric and pipeline.ranks == 1:
+                raise PlanError(
+                    "MicroPacks of their own for backward passes shrink a pipeline's bubble, and there is no "
+                    "pipeline. Leave it out, or raise parallelism.pipeline_parallel_degree.",
+                    setting="packing.asymmetric",
+                )
+            if self.asymmetric and self.solver != "greedy":
+                raise PlanError(
+                    "The asymmetric partition cuts one line of documents, and has nothing to solve. Leave "
+                    "the solver out.",
+                    setting="packing.solver",
+                )
 
     candidate = False  # of what short passes lose in kernels the simulator knows little
     variable_length = True
@@ -117,6 +136,10 @@ class Slim(PackingPolicy):
         self._arrivals = Arrivals(stream, micro_batches=job.micro_batches)
         self._windows = -(-job.micro_batches // job.data_parallel)
         self._prefix_work = PrefixWork(job.cost_model, stream.window, job.divisor)
+        self._lines = (
+            Line(job.cost_model.forward, stream.window, job.divisor),
+            Line(job.cost_model.recomputed, stream.window, job.divisor),
+        )
         self._limit = job.in_flight()
         self._solve: SolvedPlacing | None = None
         self._gap: float | None = None
@@ -138,7 +161,7 @@ class Slim(PackingPolicy):
     ) -> tuple[Flow, ...]:
         assert packing.assigned is not None
         flow = self._flow(packing, forward, backward, self.slack).flow
-        orders = [backward_order(sliced) for sliced in _sliced(packing)]
+        orders, _ = _dependencies(packing)
         return tuple(
             in_own_order(flow, order) if dp_rank in (None, rank) else () for rank, order in enumerate(orders)
         )
@@ -164,6 +187,8 @@ class Slim(PackingPolicy):
 
     def _pack(self, batch: Pack, count: int, place: Placing) -> Packing:
         works = workload(self._job.cost_model, batch[:, LENGTH])
+        if self._config.asymmetric:
+            return self._pack_asymmetric(batch, works, count)
         packs, slices = [], []
         for share in by_work(works, self._job.data_parallel):
             documents = batch[share]
@@ -174,6 +199,20 @@ class Slim(PackingPolicy):
         numbers = np.arange(len(packs)).reshape(self._job.data_parallel, count)
         return Packing(packs, slices=slices, assigned=numbers.tolist())
 
+    def _pack_asymmetric(self, batch: Pack, works: Floats, count: int) -> Packing:
+        passes: list[list[tuple[Pack, Ints]]] = [[], []]
+        for share in by_work(works, self._job.data_parallel):
+            documents = batch[share]
+            cut = asymmetric(documents[:, LENGTH], works[share], self._lines, count)
+            for all_, own in zip(passes, cut, strict=True):
+                all_.extend(_rows(documents, pack) for pack in own)
+        numbers = np.arange(len(passes[0])).reshape(self._job.data_parallel, count).tolist()
+        forward, backward = (
+            Packing([rows for rows, _ in all_], slices=[own for _, own in all_], assigned=numbers)
+            for all_ in passes
+        )
+        return replace(forward, backward=backward)
+
     def _flow(self, packing: Packing, forward: Floats, backward: Floats, slack: int) -> Schedule:
         """The order of all data-parallel ranks: which kind of pass runs when, as the slowest of them needs.
 
@@ -183,10 +222,11 @@ class Slim(PackingPolicy):
         are the mean over the ranks.
         """
         ranks = np.array(packing.assigned)
-        sliced = _sliced(packing)
-        orders = np.array([backward_order(own) for own in sliced])
-        needed = np.array([forward_needed(own) for own in sliced])
-        tokens = np.array([pack[:, LENGTH].sum() for pack in packing.packs], dtype=np.float64)[ranks]
+        orders, needed = map(np.array, _dependencies(packing))
+        tokens, freed = (
+            np.array([pack[:, LENGTH].sum() for pack in one.packs], dtype=np.float64)[ranks]
+            for one in (packing, packing.backward or packing)
+        )
 
         def ran(values: NDArray[Any]) -> NDArray[Any]:
             most: NDArray[Any] = np.take_along_axis(values, orders, axis=1).max(axis=0)
@@ -196,7 +236,7 @@ class Slim(PackingPolicy):
             forward=forward[ranks].max(axis=0),
             backward=ran(backward[ranks]),
             tokens=tokens.mean(axis=0),
-            freed=np.take_along_axis(tokens, orders, axis=1).mean(axis=0),
+            freed=np.take_along_axis(freed, orders, axis=1).mean(axis=0),
             order=range(ranks.shape[1]),
             needed=ran(needed).tolist(),
         )
@@ -229,11 +269,9 @@ class Slim(PackingPolicy):
         """float64 (slacks,), how long a step takes whose slowest data-parallel rank is waited for."""
         packing = self._pack(batch, count, place_greedily)
         assert packing.assigned is not None
-        forward, backward = (self._job.pass_seconds or self._work)(packing)
+        predict = self._job.pass_seconds
+        forward, backward = predict(packing) if predict else packing.pass_work(self._job.cost_model)
         return np.array([self._flow(packing, forward, backward, slack).seconds for slack in slacks])
-
-    def _work(self, packing: Packing) -> tuple[Floats, Floats]:
-        return packing.work(self._job.cost_model.forward), packing.work(self._job.cost_model.backward)
 
 
 def in_own_order(flow: Flow, order: Sequence[int]) -> Flow:
@@ -244,11 +282,15 @@ def in_own_order(flow: Flow, order: Sequence[int]) -> Flow:
     )
 
 
-def _sliced(packing: Packing) -> list[list[int]]:
-    """Of each data-parallel rank's packs the document of which they have a slice, -1 where they have none."""
-    assert packing.assigned is not None and packing.slices is not None
-    slices = packing.slices
-    return [[sliced_document(packing.packs[i], slices[i]) for i in packs] for packs in packing.assigned]
+def _dependencies(packing: Packing) -> tuple[list[list[int]], list[list[int]]]:
+    """Of each data-parallel rank the order of its backward passes, and the forward pass that each waits
+    for."""
+    assert packing.assigned is not None
+    if packing.backward is not None:
+        needed = [last_needed(packing.parts(own), packing.backward.parts(own)) for own in packing.assigned]
+        return [list(range(len(own))) for own in packing.assigned], needed
+    sliced = [[sliced_document(*part) for part in packing.parts(own)] for own in packing.assigned]
+    return [backward_order(own) for own in sliced], [forward_needed(own) for own in sliced]
 
 
 def by_work(works: Floats, ranks: int) -> list[Ints]:

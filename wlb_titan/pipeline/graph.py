@@ -5,7 +5,7 @@ with its time. Edges say what waits for what:
 
     schedule    on a rank, each action for the one before it
     data        F of a stage for F of the stage before; B or I for that of the stage after, or on the last
-                stage for its own F; W for its own I
+                stage for its own F, or the last of those whose tokens it has; W for its own I
 
 An action starts when all that it waits for has ended, and the step ends with its last action, so that the
 step is as long as the graph's longest path. Data that goes from one rank to another takes a delay more. Two
@@ -75,6 +75,8 @@ class PipelineGraph:
         shape: the pipeline.
         micro_batches: n, at least 1.
         actions: per rank what it runs, in order; None takes the schedule's own.
+        needed: of each backward pass the last forward pass that it waits for on the last stage; None: its own
+            micro-batch's.
 
     Attributes:
         shape: the pipeline.
@@ -86,9 +88,14 @@ class PipelineGraph:
     """
 
     def __init__(
-        self, shape: PipelineShape, micro_batches: int, actions: Sequence[Sequence[Action]] | None = None
+        self,
+        shape: PipelineShape,
+        micro_batches: int,
+        actions: Sequence[Sequence[Action]] | None = None,
+        needed: Sequence[int] | None = None,
     ) -> None:
         self.shape = shape
+        self._of_backward = range(micro_batches) if needed is None else needed
         self.actions: list[Action] = []
         self._waits: list[tuple[int, int, bool]] = []
         """Numbers (from 1; 0 is none) of the rank's action before and of the action whose data is needed, and
@@ -97,22 +104,27 @@ class PipelineGraph:
             actions = [list(rank_actions(shape, micro_batches, rank)) for rank in range(shape.ranks)]
         self._sort(actions)
 
-    def ends(self, times: PassTimes, delay: Times | float = 0.0) -> Times:
+    def ends(
+        self, times: PassTimes, delay: Times | float = 0.0, backward_delay: Times | float | None = None
+    ) -> Times:
         """When every action ends.
 
         Args:
             times: of all passes.
             delay: of data from one rank to the next: a number, or float64 (n, k), of each micro-batch.
+            backward_delay: of gradients; None: the same.
 
         Returns:
             float64 (actions, k); the step takes the largest of them. An action starts its own time before.
         """
-        delays = np.broadcast_to(delay, times.forward.shape[1:])
+        back = delay if backward_delay is None else backward_delay
+        forward, backward = (np.broadcast_to(each, times.forward.shape[1:]) for each in (delay, back))
         ends = np.zeros((len(self.actions) + 1, times.forward.shape[2]))
         for number, (action, (before, needed, crosses)) in enumerate(
             zip(self.actions, self._waits, strict=True), start=1
         ):
             if crosses:
+                delays = forward if action.kind == "F" else backward
                 np.maximum(ends[before], ends[needed] + delays[action.place], out=ends[number])
             else:
                 np.maximum(ends[before], ends[needed], out=ends[number])
@@ -177,6 +189,6 @@ class PipelineGraph:
         if kind == "W":
             return numbers.get(Action("I", stage, place))
         if stage == self.shape.stages - 1:
-            return numbers.get(Action("F", stage, place))
+            return numbers.get(Action("F", stage, self._of_backward[place]))
         whole = numbers.get(Action("B", stage + 1, place))
         return whole if whole is not None else numbers.get(Action("I", stage + 1, place))

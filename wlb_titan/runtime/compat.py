@@ -9,6 +9,12 @@ Overridden or set on torch's own classes, without an import, and covered by the 
 - `PipelineStage.args_recv_info`, `grad_recv_info`, `act_send_info`, `chunks`, `_stage_meta`,
   `_runtime_validate`: how a stage knows what it receives and sends (torch.distributed.pipelining.stage).
   If they go, `PlannedStage.set_micro_batch_lengths` has to tell the lengths to their successor.
+- `PipelineStage._retrieve_recv_activations`, `_forward_chunk_states`, `get_fwd_send_ops`,
+  `release_fwd_send_outputs` and `_PipelineSchedule._maybe_compute_loss`, `_maybe_get_loss`, `_compute_loss`,
+  `_internal_losses`: where a stage takes its inputs from, and when the loss is computed, so that backward
+  passes can have micro-batches of their own (`runtime/recompute.py`). Without them: no asymmetric partition.
+- `Decoder._skip_lm_head` (torchtitan): whether the last stage makes logits. Without it: forward passes under
+  the asymmetric partition make logits that nobody needs.
 - `PipelineStage._user_meta`: what a stage's maker says of shapes; complete, so that nothing is inferred.
   Without it: pass `input_args` and `output_args` to torch's constructor.
 - `CheckpointWrapper.checkpoint_fn` (torch.distributed.algorithms): how a block is checkpointed, where
@@ -37,6 +43,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 # What a functional collective returns until it is waited for; the tensor inside is the one that is allocated.
 # Without it: the trace of a dry run counts such results when they are waited for.
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+# Calls a function of ours in place of a layer, without changing the names of its weights. Without it: a
+# module of our own, and its prefix in the names of checkpoints.
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 # Raises where a step was interrupted with receives under way. Without it: drop the check.
 from torch.distributed.pipelining._recv_buffers import _ensure_recv_infos_drained as ensure_receives_drained
@@ -102,6 +112,7 @@ __all__ = [
     "StageMeta",
     "TensorMeta",
     "build_pipeline_schedule",
+    "checkpoint_wrapper",
     "ensure_receives_drained",
     "in_backward_pass",
     "mark_unbacked",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 
@@ -26,6 +27,7 @@ from wlb_titan.plan import ID, LENGTH, START, Flow, MicroBatch, Plan
 from wlb_titan.runtime.corpus import open_corpus
 from wlb_titan.runtime.inputs import Item, rank_item
 from wlb_titan.runtime.job import documents_of
+from wlb_titan.runtime.regroup import Regrouping, regroupings
 from wlb_titan.runtime.shared_answer import SharedAnswer
 
 
@@ -36,12 +38,15 @@ class Step:
     Attributes:
         plan: of the whole job.
         source_figures: of the plan, by source of a mixture.
-        items: the micro-batches of this data-parallel rank, this context-parallel rank's share of each.
+        items: the micro-batches of this data-parallel rank, this context-parallel rank's share of each; where
+            backward passes have others, those of forward passes without labels and then these.
         labels: tokens with a label in the whole job.
         own_labels: those in `items`.
         flops: of the model on the documents of the whole job.
         state_after: of the planner, as JSON.
         flow: the order of this data-parallel rank's passes; None leaves it to the schedule.
+        regroupings: of each micro-batch of backward passes where this rank's share of it lies; None where
+            they are those of forward passes.
     """
 
     plan: Plan
@@ -52,6 +57,7 @@ class Step:
     flops: float
     state_after: str
     flow: Flow | None = None
+    regroupings: list[Regrouping] | None = None
 
 
 class PlannedDataLoader(BaseDataLoader):
@@ -62,6 +68,8 @@ class PlannedDataLoader(BaseDataLoader):
 
     Attributes:
         context_rank: whose share of each micro-batch is served; to be set before iterating.
+        tensor_rank: the tensor-parallel rank where hidden states are divided among them, and how many do so;
+            to be set as well.
         plan: of the step being served.
     """
 
@@ -77,6 +85,7 @@ class PlannedDataLoader(BaseDataLoader):
         self.corpus = open_corpus(config.corpus)
         self.plan: Plan | None = None
         self.context_rank = 0
+        self.tensor_rank = (0, 1)
         self._job = config.job
         self._dp_rank = dp_rank
         # A solver that is stopped by its time limit finds other packings on other ranks.
@@ -114,7 +123,16 @@ class PlannedDataLoader(BaseDataLoader):
 
     def _prepare(self) -> Step:
         plan = self._planner.next(sharded=self._dp_rank)
-        items = [self._item(micro_batch) for micro_batch in plan.of_rank(self._dp_rank)]
+        forward, backward = plan.of_rank(self._dp_rank), plan.backward_of_rank(self._dp_rank)
+        packs = forward if plan.backward is None else (*forward, *backward)
+        sliced = [(m.documents, m.slices) for m in packs if m.slices is not None]
+        rows = cache_rows(sliced) if sliced else [None] * len(packs)
+        items = [self._item(m, own) for m, own in zip(packs, rows, strict=True)]
+        regrouped = None
+        if plan.backward is not None:
+            rank, ranks = self.tensor_rank
+            regrouped = regroupings(forward, backward, ranks, self.context_rank * ranks + rank)
+            items[: len(forward)] = [(item, labels[:, :0]) for item, labels in items[: len(forward)]]
         own_labels = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in items)
         return Step(
             plan=plan,
@@ -125,9 +143,10 @@ class PlannedDataLoader(BaseDataLoader):
             flops=self._job.model.flops(plan.document_lengths),
             state_after=self._save(),
             flow=None if plan.order is None else plan.order[self._dp_rank],
+            regroupings=regrouped,
         )
 
-    def _item(self, micro_batch: MicroBatch) -> Item:
+    def _item(self, micro_batch: MicroBatch, cached: NDArray[np.int64] | None) -> Item:
         tokens = np.zeros(micro_batch.length, dtype=np.int64)
         positions = np.zeros(micro_batch.length, dtype=np.int64)
         labels = np.full(micro_batch.length, IGNORE_INDEX, dtype=np.int64)
@@ -145,7 +164,6 @@ class PlannedDataLoader(BaseDataLoader):
             labels[offset : offset + len(read) - 1] = read[1:]
             offset += length
         lengths = micro_batch.documents[:, LENGTH]
-        slices = None if micro_batch.slices is None else cache_rows(micro_batch.documents, micro_batch.slices)
         return rank_item(
             tokens,
             labels,
@@ -154,5 +172,5 @@ class PlannedDataLoader(BaseDataLoader):
             self._job.strategy,
             micro_batch.ranks,
             self.context_rank,
-            slices,
+            cached,
         )

@@ -21,11 +21,13 @@ def rank_imbalance(plan: Plan, strategy: ContextStrategy | None) -> dict[str, An
             micro-batches that the plan divides; only with context parallelism, as is
         sharding: how many of these are sharded by each policy.
     """
-    replicas = [plan.of_rank(rank) for rank in range(1 + max(m.dp_rank for m in plan.micro_batches))]
-    workloads = [[m.workload for m in micro_batches] for micro_batches in replicas]
+    replicas = range(1 + max(m.dp_rank for m in plan.micro_batches))
+    workloads = [
+        [[m.workload for m in one if m.dp_rank == rank] for one in plan.by_pass] for rank in replicas
+    ]
     figures: dict[str, Any] = {
-        "imbalance_dp": imbalance_degree([sum(w) for w in workloads]),
-        "imbalance_pp": float(np.mean([imbalance_degree(w) for w in workloads])),
+        "imbalance_dp": imbalance_degree([sum(map(sum, replica)) for replica in workloads]),
+        "imbalance_pp": float(np.mean([imbalance_degree(*replica) for replica in workloads])),
     }
     divided = [(m.sharding, after(m.ranks, m.prefix)) for m in plan.micro_batches if m.ranks is not None]
     if divided and strategy is not None:

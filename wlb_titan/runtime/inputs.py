@@ -56,16 +56,16 @@ def rank_item(
         own = sequence_positions(shards, lengths, len(tokens))[rank]
         seen, orders = strategy.mask(shards, lengths, len(tokens), rank)
         tokens, labels, positions = tokens[own], labels[own], positions[own]
-        extra = {f"{EXCHANGE}{number}": _on_host(order) for number, order in enumerate(orders)}
+        extra = {f"{EXCHANGE}{number}": on_host(order) for number, order in enumerate(orders)}
     if rows is not None:
         seen = segments_after(seen, lengths, rows[:, PREFIX])
         extra["rows"] = torch.from_numpy(rows)
     return {
-        "input": _on_host(tokens).unsqueeze(0),
-        "positions": _on_host(positions).unsqueeze(0),
+        "input": on_host(tokens).unsqueeze(0),
+        "positions": on_host(positions).unsqueeze(0),
         "segments": torch.from_numpy(seen),
         **extra,
-    }, _on_host(labels).unsqueeze(0)
+    }, on_host(labels).unsqueeze(0)
 
 
 def to_device(
@@ -94,6 +94,7 @@ def to_device(
     return moved["input"], labels.to(device, non_blocking=True), extra
 
 
-def _on_host(values: NDArray[np.int64]) -> torch.Tensor:
+def on_host(values: NDArray[np.int64]) -> torch.Tensor:
+    """The values in memory from which copies to the device do not wait."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory() if torch.accelerator.is_available() else tensor

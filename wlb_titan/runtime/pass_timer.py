@@ -19,8 +19,8 @@ class Pass(NamedTuple):
     """One pass of one micro-batch through one stage.
 
     Attributes:
-        kind: F forward, L loss, B backward, I and W the backward passes of inputs and of weights alone,
-            FB a whole micro-batch without pipeline parallelism.
+        kind: F forward, R a backward pass put together, L loss, B backward, I and W the backward passes of
+            inputs and of weights alone, FB a whole micro-batch without pipeline parallelism.
         stage: from 0.
         micro_batch: from 0 in the order in which this data-parallel rank runs the step's.
         start: seconds since the timer was switched on.

@@ -11,9 +11,9 @@ hidden states and their gradients is communicated.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ from wlb_titan.runtime.pipeline_schedules import (
     stage_names,
 )
 from wlb_titan.runtime.pipeline_stage import Layout, PlannedStage
+from wlb_titan.runtime.recompute import BackwardPass, RecomputingSchedule, RecomputingStage
+from wlb_titan.runtime.regroup import Regrouping
 
 FLOWS = 16
 """Orders of passes whose lowered schedules are kept."""
@@ -58,8 +60,12 @@ def pipeline(
     model_config: Decoder.Config,
     parallelize_fn: ParallelizeFunction,
     loss_fn: LossFunction,
+    recomputes: bool = False,
 ) -> tuple[PlannedSchedule, list[nn.Module], bool, bool]:
     """torchtitan's `pipeline_llm`, with stages that take their shapes from the plan.
+
+    With `recomputes` backward passes may have micro-batches of their own, for which layers are computed again
+    in place of full activation checkpointing.
 
     Returns:
         the schedule, this rank's parts of the model, and whether they hold the first and the last stage.
@@ -86,7 +92,7 @@ def pipeline(
             training=training,
             parallelism=parallelism,
             compile_config=compile_config,
-            ac_config=ac_config,
+            ac_config=None if recomputes else ac_config,
             dump_folder=dump_folder,
         )
         for part in parts
@@ -96,8 +102,11 @@ def pipeline(
         logger.info(f"{name} runs whole backward passes, because activation checkpointing recomputes in them")
     timer = PassTimer(device)
     tokens, hidden = stage_layouts(model_config, parallel_dims, training, parallelism)
+    stage_class = PlannedStage
+    if recomputes:
+        stage_class = partial(RecomputingStage, sharers=sharers(parallel_dims, parallelism))
     planned = [
-        PlannedStage(
+        stage_class(
             part,
             draft.stage_index,
             draft.num_stages,
@@ -123,7 +132,8 @@ def pipeline(
         )
 
     def schedule_in(flow: Flow) -> PipelineSchedule:
-        return PackFlowSchedule(planned, flow, timed_loss)
+        schedule_class = RecomputingSchedule if recomputes else PackFlowSchedule
+        return schedule_class(planned, flow, timed_loss)
 
     schedule = PlannedSchedule(planned, schedule_of, schedule_in, timer, parallel_dims.cp)
     return schedule, parts, any(s.is_first for s in planned), any(s.is_last for s in planned)
@@ -148,6 +158,17 @@ def stage_layouts(
     )
 
 
+def sharers(parallel_dims: ParallelDims, parallelism: ParallelismConfig) -> dist.ProcessGroup | None:
+    """The ranks that divide the hidden states of a micro-batch among them; None where this one has all."""
+    axes = [("cp", parallel_dims.cp > 1)]
+    axes.append(("tp", parallel_dims.tp > 1 and parallelism.enable_sequence_parallel))
+    names = [name for name, divides in axes if divides]
+    if not names:
+        return None
+    mesh = parallel_dims.get_mesh(names)
+    return mesh.get_group() if len(names) == 1 else mesh._flatten("hidden_states").get_group()
+
+
 class PlannedSchedule:
     """What the trainer and the validator call: runs the micro-batches of a step, whatever their lengths.
 
@@ -166,6 +187,8 @@ class PlannedSchedule:
         check_lengths: compare the lengths with those of the other ranks of the pipeline before each step, at
             the price of one small all-gather.
         flow: the order of passes of the next step's MicroPacks; None leaves it to the schedule.
+        regroupings: of its backward passes, where these have micro-batches of their own, behind those of
+            forward passes in what `step` is given; None where they are the same.
     """
 
     def __init__(
@@ -184,6 +207,7 @@ class PlannedSchedule:
         self._schedules: dict[int, PipelineSchedule] = {}
         self._schedule_in = lru_cache(maxsize=FLOWS)(schedule_in)
         self.flow: Flow | None = None
+        self.regroupings: list[Regrouping] | None = None
 
     def step(self, *, kwarg_mbs: list[dict[str, Any]], **arguments: Any) -> None:
         """Runs forward and backward of all micro-batches; gradients are added to the parameters'.
@@ -198,7 +222,17 @@ class PlannedSchedule:
                 ranks.
             RuntimeError: a stage or the communication failed, or `check_lengths` found a difference.
         """
-        with self._prepared(kwarg_mbs, self.flow) as schedule:
+        passes = None
+        if self.regroupings is not None:
+            n = len(self.regroupings)
+            inputs, targets = arguments["arg_mbs"], arguments["target_mbs"]
+            passes = list(
+                map(BackwardPass, self.regroupings, inputs[n:] if inputs else n * [()], kwarg_mbs[n:])
+            )
+            kwarg_mbs = kwarg_mbs[:n]
+            arguments["arg_mbs"] = inputs[:n] if inputs else None
+            arguments["target_mbs"] = targets[n:] if targets else None
+        with self._prepared(kwarg_mbs, self.flow, passes) as schedule:
             schedule.step(kwarg_mbs=kwarg_mbs, **{**arguments, "return_outputs": False})
         self.timer.first += len(kwarg_mbs)
 
@@ -208,16 +242,24 @@ class PlannedSchedule:
             schedule.eval(kwarg_mbs=kwarg_mbs, **{**arguments, "return_outputs": False})
 
     @contextmanager
-    def _prepared(self, kwarg_mbs: list[dict[str, Any]], flow: Flow | None) -> Iterator[PipelineSchedule]:
+    def _prepared(
+        self,
+        kwarg_mbs: list[dict[str, Any]],
+        flow: Flow | None,
+        passes: Sequence[BackwardPass] | None = None,
+    ) -> Iterator[PipelineSchedule]:
         """The schedule for these micro-batches; an error gets a note that says how far this rank came."""
-        lengths = [kwargs["positions"].shape[1] * self._context_parallel for kwargs in kwarg_mbs]
+        lengths = self._lengths(kwarg_mbs)
+        backward = lengths if passes is None else self._lengths(one.kwargs for one in passes)
         if self.check_lengths:
-            check_equal_lengths(lengths, self._stages[0].group)
+            check_equal_lengths(lengths if passes is None else lengths + backward, self._stages[0].group)
         if flow is None and len(lengths) not in self._schedules:
             self._schedules[len(lengths)] = self._schedule_of(len(lengths))
         schedule = self._schedules[len(lengths)] if flow is None else self._schedule_in(flow)
         for stage in self._stages:
-            stage.set_micro_batch_lengths(lengths)
+            stage.set_micro_batch_lengths(lengths, backward)
+            if isinstance(stage, RecomputingStage):
+                stage.passes = passes
         try:
             yield schedule
         except Exception as error:
@@ -228,6 +270,9 @@ class PlannedSchedule:
                 "rank's log."
             )
             raise
+
+    def _lengths(self, kwarg_mbs: Iterable[dict[str, Any]]) -> list[int]:
+        return [kwargs["positions"].shape[1] * self._context_parallel for kwargs in kwarg_mbs]
 
 
 def check_equal_lengths(lengths: list[int], group: dist.ProcessGroup) -> None:

@@ -101,17 +101,19 @@ class PlannedStage(PipelineStage):
         self.micro_batch = 0
         self.last_pass: tuple[float, str] = (time.monotonic(), "none")
         self._metas: list[StageMeta] = []
+        self._backward_metas: list[StageMeta] = []
         # Complete, so torch has nothing to infer: the lengths that count are those told before each step.
         self._user_meta = self._meta(math.lcm(tokens.ranks, hidden.ranks))
         self._sharded = [module for module in submodule.modules() if isinstance(module, FSDPModule)]
         self._runtime_validate = True  # torch's own check, which it makes only when debugging
         self.act_send_info = {0: [] if self.is_last else [stage_index + 1]}
 
-    def set_micro_batch_lengths(self, lengths: Sequence[int]) -> None:
+    def set_micro_batch_lengths(self, lengths: Sequence[int], backward: Sequence[int] | None = None) -> None:
         """Prepares for a step with these micro-batches. Call it on every stage before every step.
 
         Args:
             lengths: tokens of each micro-batch, padding included, over all context-parallel ranks.
+            backward: of those of backward passes; None: the same.
 
         Raises:
             ValueError: a length cannot be shared equally by the ranks.
@@ -119,11 +121,13 @@ class PlannedStage(PipelineStage):
         """
         ensure_receives_drained(self.args_recv_info)
         ensure_receives_drained(self.grad_recv_info)
-        known = {length: self._meta(length) for length in set(lengths)}
+        backward = lengths if backward is None else backward
+        known = {length: self._meta(length) for length in {*lengths, *backward}}
         self._metas = [known[length] for length in lengths]
+        self._backward_metas = [known[length] for length in backward]
         self.chunks = len(self._metas)
         self.args_recv_info = {i: self._receives_forward(meta) for i, meta in enumerate(self._metas)}
-        self.grad_recv_info = {i: self._receives_backward(meta) for i, meta in enumerate(self._metas)}
+        self.grad_recv_info = {i: self._receives_backward(m) for i, m in enumerate(self._backward_metas)}
 
     def _meta(self, length: int) -> StageMeta:
         hidden = self._hidden.meta(length)
@@ -172,11 +176,11 @@ class PlannedStage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        self._stage_meta = self._metas[bwd_chunk_id]
+        self._stage_meta = self._backward_metas[bwd_chunk_id]
         return super().get_bwd_send_ops(bwd_chunk_id)
 
     def _begin(self, direction: str, micro_batch: int) -> None:
-        self._stage_meta = self._metas[micro_batch]
+        self._stage_meta = (self._metas if direction == "forward" else self._backward_metas)[micro_batch]
         self.micro_batch = micro_batch
         self.last_pass = (
             time.monotonic(),

@@ -88,7 +88,7 @@ class StepTrace:
             write_trace(spans(ranks, plan), os.path.join(self._folder, f"step-{step}.json"))
         except OSError as error:
             warn_once(f"Traces cannot be written to {self._folder}: {error.strerror}. Training goes on.")
-        figures = {"measured_imbalance": measured_imbalance(ranks)}
+        figures = {"measured_imbalance": measured_imbalance(ranks, apart=plan.backward is not None)}
         if self._dims.pp_enabled:
             figures["bubble"] = bubble(ranks)
         return figures
@@ -98,18 +98,22 @@ class StepTrace:
         return mesh.get_local_rank() if mesh is not None else 0
 
 
-def measured_imbalance(ranks: Sequence[RankPasses]) -> float:
+def measured_imbalance(ranks: Sequence[RankPasses], *, apart: bool = False) -> float:
     """Largest over mean time of the job's micro-batches, as the predicted `imbalance` of a plan.
 
     The time of a micro-batch is that of its passes through all stages, each the mean over the context- and
     tensor-parallel ranks that share it.
+
+    Args:
+        ranks: the job's.
+        apart: whether backward passes have micro-batches of their own.
     """
-    seconds: dict[tuple[int, int], float] = defaultdict(float)
+    seconds: dict[bool, dict[tuple[int, int], float]] = defaultdict(lambda: defaultdict(float))
     sharers = len({(rank.cp, rank.tp) for rank in ranks})
     for rank in ranks:
         for one in rank.passes:
-            seconds[rank.dp, one.micro_batch] += one.seconds / sharers
-    return imbalance_degree(list(seconds.values()))
+            seconds[apart and one.kind == "F"][rank.dp, one.micro_batch] += one.seconds / sharers
+    return imbalance_degree(*(list(of_pass.values()) for of_pass in seconds.values()))
 
 
 def bubble(ranks: Sequence[RankPasses]) -> float:
@@ -128,14 +132,15 @@ def bubble(ranks: Sequence[RankPasses]) -> float:
 def spans(ranks: Sequence[RankPasses], plan: Plan) -> Iterator[Span]:
     """A process for each data-parallel rank, a track for each of its ranks, and a span for each pass."""
     for rank in ranks:
-        micro_batches = plan.of_rank(rank.dp)
+        forward, backward = plan.of_rank(rank.dp), plan.backward_of_rank(rank.dp)
         track = " ".join(
             f"{axis} {getattr(rank, axis)}"
             for axis in ("pp", "cp", "tp")
             if len({getattr(other, axis) for other in ranks}) > 1
         )
         for one in rank.passes:
-            micro_batch = micro_batches[one.micro_batch]
+            # Losses too belong to the micro-batches of backward passes, where these are others.
+            micro_batch = (forward if one.kind.startswith("F") else backward)[one.micro_batch]
             facts = {
                 "stage": one.stage,
                 "tokens": micro_batch.length,

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -37,6 +38,7 @@ from wlb_titan.runtime.kv_cache import KeyValueCache
 from wlb_titan.runtime.memory import describe_memory, measured_memory
 from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank
 from wlb_titan.runtime.pass_timer import PassTimer
+from wlb_titan.runtime.pipeline import pipeline
 from wlb_titan.runtime.shared_answer import SharedAnswer
 from wlb_titan.runtime.step_trace import StepTrace
 from wlb_titan.runtime.timeouts import train_timeout
@@ -65,6 +67,10 @@ class Trainer(TorchtitanTrainer):
             hf_assets_path=str(corpus.tokenizer_path),
             dataloader=PlannedDataLoader.Config(corpus=config.wlb.corpus, job=self.job),
         )
+        if self.job.asymmetric:
+            assert config.model_spec is not None
+            stages = partial(pipeline, recomputes=True)
+            config.model_spec = dataclasses.replace(config.model_spec, pipelining_fn=stages)
         super().__init__(config)
         self._cache: KeyValueCache | None = None  # of the step under way
         self.timer = self.pp_schedule.timer if self.parallel_dims.pp_enabled else PassTimer(self.device)
@@ -79,6 +85,9 @@ class Trainer(TorchtitanTrainer):
             self.validator.strategy = self.job.strategy
         if self.parallel_dims.cp_enabled:
             self.planned.context_rank = self.parallel_dims.get_mesh("cp").get_local_rank()
+        if self.parallel_dims.tp_enabled and config.parallelism.enable_sequence_parallel:
+            mesh = self.parallel_dims.get_mesh("tp")
+            self.planned.tensor_rank = mesh.get_local_rank(), mesh.size()
         if self.parallel_dims.pp_enabled:
             self.pp_schedule.check_lengths = config.wlb.pipeline.check_lengths
         if self.device.type == "cpu":
@@ -157,7 +166,7 @@ class Trainer(TorchtitanTrainer):
         if step.flow is None:
             losses = [self._forward_backward(group, labels) for group in self._groups(step.items)]
         else:
-            losses = [self._run_flow(step.items, step.flow, labels)]
+            losses = [self._run_flow(step, step.flow, labels)]
         grad_norm = dist_utils.clip_grad_norm_(
             [parameter for part in self.model_parts for parameter in part.parameters()],
             self.config.training.max_norm,
@@ -188,15 +197,18 @@ class Trainer(TorchtitanTrainer):
             input_dict=inputs, labels=targets, global_valid_tokens=labels
         ).detach()
 
-    def _run_flow(self, items: list[Item], flow: Flow, labels: torch.Tensor) -> torch.Tensor:
+    def _run_flow(self, step: Step, flow: Flow, labels: torch.Tensor) -> torch.Tensor:
         """A step of MicroPacks, whose passes run in the plan's order; as `_forward_backward`."""
         self._cache = KeyValueCache()
         try:
             if self.parallel_dims.pp_enabled:
                 self.pp_schedule.flow = flow
-                loss = self._forward_backward(items, labels)
+                self.pp_schedule.regroupings = step.regroupings and [
+                    one.to(self.device) for one in step.regroupings
+                ]
+                loss = self._forward_backward(step.items, labels)
             else:
-                loss = self._run_alone(items, flow[0], labels)
+                loss = self._run_alone(step.items, flow[0], labels)
             self._cache.check_empty()
         finally:
             self._cache = None
@@ -251,7 +263,7 @@ class Trainer(TorchtitanTrainer):
             "waiting_documents": plan.waiting_documents,
             "waiting_tokens": plan.waiting_tokens,
             "lost_tokens": plan.lost_tokens,
-            "longest_micro_batch": max(m.length for m in plan.micro_batches),
+            "longest_micro_batch": plan.longest,
             "plan_ms": plan.plan_ms,
             **step.source_figures,
             **self.step_trace.end(self.step, plan),

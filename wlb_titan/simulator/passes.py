@@ -29,6 +29,7 @@ from wlb_titan.cost.analytic import BYTES
 from wlb_titan.cost.workload import CostModel
 from wlb_titan.job import Job
 from wlb_titan.memory.layer import TokenBytes
+from wlb_titan.memory.peak import kept_states
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import LENGTH, MicroBatch
 
@@ -98,6 +99,33 @@ def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
         forward=layers * forward + head * tokens,
         inputs=layers * inputs + head * tokens,
         weights=layers * tokens * matrices + head * tokens,
+    )
+
+
+def both_times(job: Job, forward: MicroBatches, backward: MicroBatches | None) -> PassTimes:
+    """The same where backward passes may have micro-batches of their own, and compute layers again for them.
+
+    The head is then not run in forward passes, and its logits are made in backward passes, so that it runs no
+    more often; and kept hidden states go to the ranks that hold them in the backward pass.
+
+    Args:
+        job: the job.
+        forward: micro-batches of forward passes.
+        backward: of backward passes; None: the same.
+    """
+    times = pass_times(job, forward)
+    if backward is None:
+        return times
+    back = pass_times(job, backward)
+    head = np.zeros((len(job.layers), 1, 1))
+    head[-1] = job.token.head
+    sharing = job.degrees.context * job.degrees.tensor
+    states = np.array(kept_states(job.layers))[:, None, None]
+    received = states * job.cluster.all_to_all(job.model.hidden * BYTES / sharing, sharing)
+    return PassTimes(
+        forward=times.forward - head * forward.tokens,
+        inputs=back.inputs + (head + received) * backward.tokens,
+        weights=back.weights,
     )
 
 
@@ -171,6 +199,8 @@ class JobCost(CostModel):
     W_a is the attention of the document on its own, shared equally by the context-parallel ranks; W_l all
     that grows with tokens. All layers together, on one rank of each stage.
     """
+
+    recomputes = True
 
     def __init__(self, job: Job) -> None:
         self._job = job

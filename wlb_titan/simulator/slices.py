@@ -18,13 +18,14 @@ from wlb_titan.context import after, whole
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.layer import TokenBytes
-from wlb_titan.memory.peak import RankMemory
+from wlb_titan.memory.peak import BackwardPacks, RankMemory
 from wlb_titan.memory.slices import SliceCache
+from wlb_titan.packing.asymmetric import last_needed
 from wlb_titan.packing.policy import Pack, Packing
-from wlb_titan.packing.slices import sliced_document
+from wlb_titan.packing.slices import Parts, cached_slices, sliced_document
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
-from wlb_titan.plan import LENGTH, PREFIX, Action, Flow, MicroBatch, Plan
-from wlb_titan.simulator.passes import MicroBatches, pass_times
+from wlb_titan.plan import LENGTH, PREFIX, Action, CachedSlice, Flow, MicroBatch, Plan
+from wlb_titan.simulator.passes import MicroBatches, both_times
 
 Floats = NDArray[np.float64]
 
@@ -37,11 +38,14 @@ class PackSeconds:
 
     def __call__(self, packing: Packing) -> tuple[Floats, Floats]:
         """float64 (packs,) each, forward and backward through all stages."""
+        forward, backward = (self._passing(one) for one in (packing, packing.backward or packing))
+        times = both_times(self.job, forward, None if packing.backward is None else backward)
+        return times.forward.sum(axis=0)[0], (times.inputs + times.weights).sum(axis=0)[0]
+
+    def _passing(self, packing: Packing) -> MicroBatches:
         slices = packing.slices if packing.slices is not None else [None] * len(packing.packs)
         rows = [self._pack(pack, own) for pack, own in zip(packing.packs, slices, strict=True)]
-        tokens, forward, backward = np.array(rows).T[:, None]
-        times = pass_times(self.job, MicroBatches(tokens, forward, backward))
-        return times.forward.sum(axis=0)[0], (times.inputs + times.weights).sum(axis=0)[0]
+        return MicroBatches(*np.array(rows).T[:, None])
 
     def _pack(self, pack: Pack, slices: NDArray[np.int64] | None) -> tuple[float, float, float]:
         """Tokens, and seconds of one layer's attention on the slowest context-parallel rank, both passes."""
@@ -66,18 +70,26 @@ def replica_graph(job: Job, plan: Plan, dp_rank: int) -> PipelineGraph:
     assert plan.order is not None
     flow = plan.order[dp_rank]
     micro_batches = plan.of_rank(dp_rank)
-    check_slices(flow, micro_batches)
-    return PipelineGraph(job.shape, len(micro_batches), flow)
+    if plan.backward is None:
+        check_slices(flow, micro_batches)
+        return PipelineGraph(job.shape, len(micro_batches), flow)
+    backward = plan.backward_of_rank(dp_rank)
+    check_passes(flow, micro_batches, backward)
+    needed = last_needed(parts(micro_batches), parts(backward))
+    return PipelineGraph(job.shape, len(micro_batches), flow, needed)
 
 
-def run_flows(job: Job, plans: Sequence[Plan], times: PassTimes, delays: Floats) -> tuple[Floats, Floats]:
+def run_flows(
+    job: Job, plans: Sequence[Plan], times: PassTimes, delays: Floats, backward_delays: Floats
+) -> tuple[Floats, Floats]:
     """Runs every replica of every plan.
 
     Args:
         job: the job.
         plans: with an order of passes each.
         times: of all passes, (stages, n, steps x replicas).
-        delays: float64 (n, steps x replicas), seconds from one rank to the next.
+        delays: float64 (n, steps x replicas), seconds of a forward pass' data from one rank to the next.
+        backward_delays: the same of gradients.
 
     Returns:
         float64 (steps x replicas,), seconds, and what a rank computes of them on average.
@@ -86,7 +98,8 @@ def run_flows(job: Job, plans: Sequence[Plan], times: PassTimes, delays: Floats)
     for k, (plan, rank) in enumerate((plan, rank) for plan in plans for rank in range(job.degrees.data)):
         graph = replica_graph(job, plan, rank)
         own = PassTimes(*(a[:, :, k : k + 1] for a in (times.forward, times.inputs, times.weights)))
-        seconds.append(float(graph.ends(own, delays[:, k : k + 1]).max()))
+        ends = graph.ends(own, delays[:, k : k + 1], backward_delays[:, k : k + 1])
+        seconds.append(float(ends.max()))
         busy.append(float(graph.busy(own).mean()))
     return np.array(seconds), np.array(busy)
 
@@ -101,23 +114,46 @@ def replica_memory(job: Job, plan: Plan, dp_rank: int) -> tuple[RankMemory, ...]
     """The peak of each pipeline rank of one replica."""
     assert plan.order is not None
     micro_batches = plan.of_rank(dp_rank)
+    slices, back = cached(plan, dp_rank)
+    backward = plan.backward_of_rank(dp_rank)
     return job.peak_memory(
         [m.length for m in micro_batches],
         flow=plan.order[dp_rank],
-        slices=[m.slice for m in micro_batches],
+        slices=slices,
+        backward=None if plan.backward is None else BackwardPacks([m.length for m in backward], back),
     )
 
 
-def cache_bytes(job: Job, actions: Sequence[Action], micro_batches: Sequence[MicroBatch]) -> list[float]:
+def cache_bytes(job: Job, actions: Sequence[Action], plan: Plan, dp_rank: int) -> list[float]:
     """Keys and values of sliced documents, and their gradients, on a rank after each of its actions."""
     cache = SliceCache(TokenBytes.of(job.model, job.degrees, job.memory, job.exchange), job.layers)
+    slices, back = cached(plan, dp_rank)
+    forward, backward = plan.of_rank(dp_rank), plan.backward_of_rank(dp_rank)
     result = []
     for action in actions:
-        micro_batch = micro_batches[action.place]
-        cache.begin(action, micro_batch.slice, micro_batch.length)
-        cache.end(action, micro_batch.slice)
+        of_pass, packs = (slices, forward) if action.kind == "F" else (back, backward)
+        cache.begin(action, of_pass[action.place], packs[action.place].length)
+        cache.end(action, of_pass[action.place])
         result.append(cache.bytes_)
     return result
+
+
+Cached = list[tuple[CachedSlice, ...]]
+
+
+def cached(plan: Plan, dp_rank: int) -> tuple[Cached, Cached]:
+    """Of the micro-batches of a replica's forward and backward passes the slices that are cached."""
+    forward = parts(plan.of_rank(dp_rank))
+    if plan.backward is None:
+        slices = cached_slices(forward)
+        return slices, slices
+    slices = cached_slices([*forward, *parts(plan.backward_of_rank(dp_rank))])
+    return slices[: len(forward)], slices[len(forward) :]
+
+
+def parts(micro_batches: Sequence[MicroBatch]) -> list[Parts]:
+    """Documents and slices of MicroPacks."""
+    return [(m.documents, m.slices) for m in micro_batches if m.slices is not None]
 
 
 def check_slices(flow: Flow, micro_batches: Sequence[MicroBatch]) -> None:
@@ -143,3 +179,25 @@ def check_slices(flow: Flow, micro_batches: Sequence[MicroBatch]) -> None:
                             "document: forward passes go from its begin to its end, backward passes from its "
                             "end to its begin."
                         )
+
+
+def check_passes(flow: Flow, forward: Sequence[MicroBatch], backward: Sequence[MicroBatch]) -> None:
+    """The same where backward passes have micro-batches of their own, which run in the order of these.
+
+    Raises:
+        PlanError: as of `check_slices`; or a backward pass runs before the forward pass of one of its tokens.
+    """
+    needed = last_needed(parts(forward), parts(backward))
+    for rank, actions in enumerate(flow):
+        at = {action: number for number, action in enumerate(actions)}
+        for stage in {action.stage for action in actions}:
+            chains = [[Action("F", stage, place) for place in range(len(forward))]]
+            chains.append([Action("B", stage, place) for place in range(len(backward))])
+            chains += [[Action("F", stage, f), Action("B", stage, b)] for b, f in enumerate(needed)]
+            for first, second in itertools.chain.from_iterable(map(itertools.pairwise, chains)):
+                if at[first] > at[second]:
+                    raise PlanError(
+                        f"Pipeline rank {rank} runs {second} before {first}, which it needs: forward passes "
+                        "go from a document's begin to its end, and then backward passes from its end to its "
+                        "begin."
+                    )

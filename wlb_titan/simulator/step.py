@@ -23,7 +23,7 @@ from wlb_titan.memory.peak import RankMemory, rank_parameters, weighted_tokens
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.pipeline.schedule import rank_actions
 from wlb_titan.plan import Plan
-from wlb_titan.simulator.passes import MicroBatches, pass_times, transfer_seconds
+from wlb_titan.simulator.passes import MicroBatches, both_times, pass_times, transfer_seconds
 from wlb_titan.simulator.slices import flow_memory, run_flows
 
 Floats = NDArray[np.float64]
@@ -115,7 +115,10 @@ def simulate(job: Job, plans: Sequence[Plan]) -> Prediction:
     replicas, run = job.degrees.data, _run(job, plans)
     runs = len(plans[0].micro_batches) // (replicas * run)
     passing = MicroBatches.of(micro_batches, job).in_runs(run)  # steps x replicas x runs of them
-    times = pass_times(job, passing)
+    back = passing
+    if plans[0].backward is not None:
+        back = MicroBatches.of([m for plan in plans for m in plan.backward or ()], job).in_runs(run)
+    times = both_times(job, passing, None if back is passing else back)
     if job.degrees.pipeline == 1 and job.degrees.shard > 1:
         times = _slowest_of_shards(times, job, runs)
     delays = transfer_seconds(job, passing.tokens)
@@ -124,7 +127,7 @@ def simulate(job: Job, plans: Sequence[Plan]) -> Prediction:
         seconds, busy = graph.ends(times, delays).max(axis=0), graph.busy(times).mean(axis=0)
         memory = peak_memory(job, passing.tokens.astype(np.int64), runs)
     else:
-        seconds, busy = run_flows(job, plans, times, delays)
+        seconds, busy = run_flows(job, plans, times, delays, transfer_seconds(job, back.tokens))
         memory = flow_memory(job, plans)
     by_replica = seconds.reshape(len(plans), replicas, runs).sum(axis=2)
     pipeline = by_replica.max(axis=1)

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from wlb_titan.job import Job
 from wlb_titan.memory.layer import TokenBytes
-from wlb_titan.memory.peak import weighted_tokens
+from wlb_titan.memory.peak import kept_states, weighted_tokens
 from wlb_titan.packing.slices import kind
 from wlb_titan.pipeline.graph import PipelineGraph
 from wlb_titan.plan import LENGTH, MicroBatch, Plan
-from wlb_titan.simulator.passes import MicroBatches, pass_times, transfer_seconds
+from wlb_titan.simulator.passes import MicroBatches, both_times, transfer_seconds
 from wlb_titan.simulator.slices import cache_bytes, replica_graph
 from wlb_titan.timeline import Span
 
@@ -64,7 +64,12 @@ def _replica(job: Job, plan: Plan, name: str, dp_rank: int) -> tuple[list[Span],
     else:
         run = len(micro_batches)
         graph = replica_graph(job, plan, dp_rank)
-    per_token = TokenBytes.of(job.model, job.degrees, job.memory, job.exchange).kept
+    backward = None if plan.backward is None else plan.backward_of_rank(dp_rank)
+    token = TokenBytes.of(job.model, job.degrees, job.memory, job.exchange)
+    # What a stage keeps of a token.
+    kept_bytes = [token.kept * layers for layers in job.layers]
+    if backward is not None:
+        kept_bytes = [token.hidden * states for states in kept_states(job.layers)]
     spans: list[Span] = []
     curves: dict[int, tuple[list[float], list[float]]] = {
         rank: ([0.0], [0.0]) for rank in range(job.degrees.pipeline)
@@ -73,18 +78,22 @@ def _replica(job: Job, plan: Plan, name: str, dp_rank: int) -> tuple[list[Span],
     for first in range(0, len(micro_batches), run):
         here = micro_batches[first : first + run]
         passing = MicroBatches.of(here, job).in_runs(run)
-        times = pass_times(job, passing)
-        ends = graph.ends(times, transfer_seconds(job, passing.tokens))[:, 0]
-        tokens = [m.length for m in here]
+        of_backward = backward or here
+        back = passing if backward is None else MicroBatches.of(of_backward, job).in_runs(run)
+        times = both_times(job, passing, None if backward is None else back)
+        delays = (transfer_seconds(job, each.tokens) for each in (passing, back))
+        ends = graph.ends(times, *delays)[:, 0]
         for rank in range(job.degrees.pipeline):
             own = [i for i, action in enumerate(graph.actions) if job.shape.rank_of(action.stage) == rank]
             actions = [graph.actions[i] for i in own]
-            held = weighted_tokens(actions, tokens, job.layers)
-            cached = cache_bytes(job, actions, here)
+            forward_tokens, backward_tokens = ([m.length for m in each] for each in (here, of_backward))
+            held = weighted_tokens(actions, forward_tokens, kept_bytes, backward_tokens)
+            cached = [0.0] * len(own) if plan.order is None else cache_bytes(job, actions, plan, dp_rank)
             curves[rank][0].extend(begin + ends[i] for i in own)
-            curves[rank][1].extend(per_token * kept + more for kept, more in zip(held, cached, strict=True))
+            curves[rank][1].extend(kept + more for kept, more in zip(held, cached, strict=True))
             for i in own:
                 action = graph.actions[i]
+                micro_batch = (here if action.kind == "F" else of_backward)[action.place]
                 seconds = float(times.of(action)[0])
                 spans.append(
                     Span(
@@ -96,10 +105,10 @@ def _replica(job: Job, plan: Plan, name: str, dp_rank: int) -> tuple[list[Span],
                         args={
                             "pass": NAMES[action.kind],
                             "stage": action.stage,
-                            "tokens": tokens[action.place],
-                            "documents": len(here[action.place].documents),
-                            "sharding": here[action.place].sharding or "none",
-                            **_slice_of(here[action.place]),
+                            "tokens": micro_batch.length,
+                            "documents": len(micro_batch.documents),
+                            "sharding": micro_batch.sharding or "none",
+                            **_slices_of(micro_batch),
                         },
                     )
                 )
@@ -107,10 +116,15 @@ def _replica(job: Job, plan: Plan, name: str, dp_rank: int) -> tuple[list[Span],
     return spans, [MemoryCurve(rank, *map(np.array, curve)) for rank, curve in curves.items()]
 
 
-def _slice_of(micro_batch: MicroBatch) -> dict[str, Any]:
-    """What a timeline says of a MicroPack: its formation state and the tokens of its slice."""
+def _slices_of(micro_batch: MicroBatch) -> dict[str, Any]:
+    """What a timeline says of a MicroPack: its formation state and the tokens of its slices."""
     if micro_batch.slices is None:
         return {}
-    prefix, length, total = micro_batch.slice
-    state = {"MicroPack": kind(micro_batch.slices, micro_batch.documents[:, LENGTH])}
-    return state | ({"slice": f"{prefix}-{prefix + length} of {total}"} if length else {})
+    lengths = micro_batch.documents[:, LENGTH]
+    state = {"MicroPack": kind(micro_batch.slices, lengths)}
+    slices = ", ".join(
+        f"{prefix}-{prefix + length} of {total}"
+        for length, (prefix, total) in zip(lengths.tolist(), micro_batch.slices.tolist(), strict=True)
+        if total > length
+    )
+    return state | ({"slice": slices} if slices else {})

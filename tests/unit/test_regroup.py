@@ -1,0 +1,72 @@
+"""From the shares of forward micro-batches to those of backward micro-batches, token by token."""
+
+import numpy as np
+import pytest
+from test_asymmetric import planner, slim
+
+torch = pytest.importorskip("torch")
+
+from wlb_titan.context import sequence_positions  # noqa: E402
+from wlb_titan.plan import LENGTH  # noqa: E402
+from wlb_titan.runtime.regroup import gathered, regroupings  # noqa: E402
+
+
+def share(micro_batch, tensor_ranks, rank):
+    """What a rank holds: (document, its token) of each place of its share, None where it is padding."""
+    rows = zip(micro_batch.documents.tolist(), micro_batch.documents[:, LENGTH], strict=True)
+    tokens = [(id_, start + i) for (id_, start, _, _), n in rows for i in range(n)]
+    tokens += [None] * micro_batch.padding
+    if micro_batch.ranks is None:
+        held = np.arange(len(tokens))
+    else:
+        lengths = micro_batch.documents[:, LENGTH]
+        held = sequence_positions(micro_batch.ranks, lengths, len(tokens))[rank // tensor_ranks]
+    own = held.reshape(tensor_ranks, -1)[rank % tensor_ranks]
+    return [tokens[place] for place in own]
+
+
+@pytest.mark.parametrize("context, tensor", [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_every_rank_gets_the_tokens_of_its_share(context, tensor):
+    lengths = np.random.default_rng(context + tensor).integers(2, 90, size=40)
+    planned = planner(lengths, context_parallel=context, sharding="per_document", multiple=tensor)
+    ranks = context * tensor
+    for _ in range(2):
+        plan = planned.next()
+        forward, backward = plan.of_rank(0), plan.backward_of_rank(0)
+        ways = [regroupings(forward, backward, tensor, rank) for rank in range(ranks)]
+        held = [{i: share(m, tensor, rank) for i, m in enumerate(forward)} for rank in range(ranks)]
+        for place, m in enumerate(backward):
+            arrives = [[] for _ in range(ranks)]  # at each rank, by the ranks that send
+            for rank, way in enumerate(ways):
+                rows = [token for source in way[place].sources for token in held[rank][source]]
+                parts = np.split(way[place].sent.numpy(), np.cumsum(way[place].sent_counts)[:-1])
+                for receiver, own in enumerate(parts):
+                    arrives[receiver].append([rows[i] for i in own])
+            for rank, way in enumerate(ways):
+                assert way[place].received_counts == [len(part) for part in arrives[rank]]
+                mine = [None] * (m.length // ranks)
+                came = [token for part in arrives[rank] for token in part]
+                for where, token in zip(way[place].places.tolist(), came, strict=True):
+                    mine[where] = token
+                assert mine == share(m, tensor, rank)
+                for source in way[place].over:
+                    del held[rank][source]
+        for own in held:
+            assert all(set(left) == {None} for left in own.values())  # padding, which nobody asks for
+
+
+def test_rows_are_gathered():
+    plan = planner(np.random.default_rng(0).integers(2, 90, size=40), packing=slim(length_multiple=4)).next()
+    forward, backward = plan.of_rank(0), plan.backward_of_rank(0)
+    numbers = {token: i for i, token in enumerate(t for m in forward for t in share(m, 1, 0) if t)}
+    kept = {
+        i: torch.tensor([[[float(numbers.get(token, -1))] * 3 for token in share(m, 1, 0)]])
+        for i, m in enumerate(forward)
+    }
+    for m, way in zip(backward, regroupings(forward, backward, 1, 0), strict=True):
+        into = gathered(way, kept, torch.zeros(1, m.length, 3), None)
+        expected = [float(numbers[token]) if token else 0.0 for token in share(m, 1, 0)]
+        assert into[0, :, 0].tolist() == expected == into[0, :, 2].tolist()
+        for source in way.over:
+            del kept[source]
+    assert not kept
