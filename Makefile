@@ -35,14 +35,9 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# All parts are run and reported, whatever becomes of the first. Distributed tests have several processes each and
-# run one at a time; so do drills (jobs that are killed, stopped, starved and misconfigured), but they mostly wait.
+# Two files at a time, those with jobs of several processes first: where such a job waits, the other file goes on.
 test: $(READY)
-	@failed=0; \
-	$(BIN)/pytest -n 2 tests/unit tests/kernels || failed=1; \
-	$(BIN)/pytest tests/distributed || failed=1; \
-	$(BIN)/pytest -n 2 --dist loadfile tests/drills || failed=1; \
-	exit $$failed
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/distributed tests/drills tests/kernels tests/unit
 
 # For the developer's loop, in a minute: tests/unit/conftest.py says what it leaves out.
 quick: $(READY)

@@ -13,8 +13,9 @@ first, so that a run of hours can be stopped at any time and goes on where it wa
 benchmarks/results/cpu/loss_curves.json and .svg are written.
 
 The corpus has a long tail at the window, as the paper's has: Python files of this machine, cut into documents
-whose characters are log-normal, with a median of 0.22 for each token of the window (three characters are about
-a token) and sigma 1.4, so that about 3 % of them are longer than the window. Every 50th file is held out.
+whose characters are log-normal, with a median of 0.22 for each token of the window (three characters are
+about a token) and sigma 1.4, so that about 3 % of them are longer than the window. Every 50th file is held
+out.
 
 What is compared is the mean of a run's last validations minus that of `plain` with the same seed, and the
 standard error of this difference over the seeds: seeds differ by more than policies do.

@@ -10,8 +10,9 @@ Then SlimPack's section 6.2: its four models (Table 3) on 128 and 256 GPUs, cont
 256K, three distributions of lengths, against windows filled with documents as they come. Its text names
 neither degrees of parallelism nor lengths nor speedups but "up to 2.8x" and that the gain grows with the
 context, so that ours are: TP 8, PP 4 (8 from 70B on), CP 2 (4 at 256K), DP what is left; 4M tokens a step;
-the least activation checkpointing under which windows fit; log-normal lengths with the medians and tails of its
-Figure 1 as its text describes them: most below 4K, GitHub shifted to the right, Wikipedia of two clusters.
+the least activation checkpointing under which windows fit; log-normal lengths with the medians and tails of
+its Figure 1 as its text describes them: most below 4K, GitHub shifted to the right, Wikipedia of two
+clusters.
 """
 
 from __future__ import annotations

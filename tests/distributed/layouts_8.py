@@ -6,7 +6,7 @@ Not among the tests that `make test` collects, because eight processes are slow 
 """
 
 import pytest
-from conftest import Lab, layout
+from lab import Lab, layout
 
 COMMON = (
     *("--training.seq_len", "512", "--training.steps", "2", "--wlb.packing.policy", "wlb_lazy"),
@@ -29,10 +29,10 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory):
-    lab = Lab(tmp_path_factory.mktemp("lab8"), base="llama3_debug")  # four layers, for four stages
-    yield lab
-    lab.close()
+def lab(tmp_path_factory, fork_server):
+    return Lab(
+        tmp_path_factory.mktemp("lab8"), fork_server, base="llama3_debug"
+    )  # four layers, for four stages
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Runs pipeline cases one after the other in the same processes and compares each with one plain process.
 
-`pipeline_worker.py JOBS.json`, with what torchrun sets in the environment. The file holds "corpus" (a trainer
+Its one argument is a JSON file, and its environment as torchrun sets it. The file holds "corpus" (a trainer
 needs one, but the micro-batches are made here), "results" (the file to write) and "cases" (a kind, a name and
 arguments each).
 """
@@ -303,7 +303,3 @@ def main():
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -7,7 +7,8 @@ import sys
 import time
 
 import pytest
-from conftest import CONFIG, environment
+from forking import environment
+from lab import CONFIG
 
 LAYOUT = ("--parallelism.data_parallel_shard_degree", "2", "--training.local_batch_size", "2")
 

@@ -11,7 +11,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CONFIG, layout
+from lab import CONFIG, layout
 from safetensors.torch import save_file
 
 LAYERS, DIM, HEADS, KEY_HEADS, HIDDEN, VOCABULARY = 2, 128, 4, 2, 384, 4096

@@ -1,7 +1,7 @@
 """Document attention inside torchtitan's models: as their own attention there, and the same on two ranks."""
 
 import pytest
-from conftest import layout
+from lab import layout
 
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from conftest import layout
+from lab import layout
 from probing import FILE
 
 COMMON = (
@@ -18,7 +18,7 @@ AUTO = ("--wlb.packing.policy", "auto", "--wlb.sharding.policy", "auto")
 
 def chosen(experiment):
     """The packing and the sharding policy that `auto` stood for, as the log says."""
-    log = experiment.folder.with_suffix(".log").read_text()
+    log = experiment.log.read_text()
     return re.search(r"auto is (\w+)(?::(\w+))?, by predicted MFU", log).groups()
 
 
@@ -59,7 +59,7 @@ def test_their_sharding_is_in_the_metrics(runs):
 
 
 def test_the_predictions_of_all_that_auto_may_stand_for_are_logged(runs):
-    log = runs[0]["auto"].folder.with_suffix(".log").read_text()
+    log = runs[0]["auto"].log.read_text()
     packing, sharding = chosen(runs[0]["auto"])
     assert f"policy {packing}:{sharding}, step, s" in log
     for policy in ("plain:per_sequence", "wlb_lazy:hybrid", "fixed_greedy:ulysses"):

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import layout
+from lab import layout
 
 LAYOUTS = {
     "pp2_cp2": {"pp": 2, "cp": 2},

@@ -1,13 +1,11 @@
 """Pipelines over micro-batches whose lengths and number change at every step equal one process."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 
 import pytest
-from conftest import TESTS, first_failure, free_port, make_corpus, torchrun
+from forking import Rank
+from lab import first_failure, make_corpus
 
 CHANGING = [[64, 128, 256, 72], [200, 16, 32, 128, 64]]
 SHORT = [[64, 128, 32, 96]]
@@ -98,34 +96,26 @@ def folder(tmp_path_factory):
     return folder
 
 
-def write_jobs(folder, cases):
-    """The worker's job file, and where its results will be."""
-    results, jobs = folder / "results.json", folder / "jobs.json"
-    record = {"corpus": str(folder / "corpus"), "results": str(results), "cases": cases}
-    jobs.write_text(json.dumps(record))
-    return str(jobs), results
+def start(fork_server, folder, name, cases, processes, together=True):
+    """Starts the worker on these cases; the job, its log, and where its results will be."""
+    results, jobs, log = (folder / f"{name}.{kind}" for kind in ("results", "jobs", "log"))
+    jobs.write_text(json.dumps({"corpus": str(folder / "corpus"), "results": str(results), "cases": cases}))
+    ranks = [Rank([str(jobs)], log)] * processes
+    return fork_server.start(ranks, program="pipeline_worker", together=together), log, results
 
 
 @pytest.fixture(scope="module")
-def results(folder):
+def results(folder, fork_server, drills):  # which mostly wait
     cases = [
         {"kind": "case", "name": name, **case} for name, case in (CASES | {"bfloat16": BFLOAT16}).items()
     ]
     for name, (lengths, others) in MISMATCHES.items():
         both = {"lengths": lengths, "others": others}
         cases.append({"kind": "mismatch", "name": name, "schedule": "1F1B", "layers": 4, "pp": 4, **both})
-    jobs, results = write_jobs(folder, cases)
-    log = folder / "pipeline.log"
-    with open(log, "w") as file:
-        launch = subprocess.run(
-            torchrun(4, str(TESTS / "pipeline_worker.py"), jobs),
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            timeout=500,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
-        )
-    if launch.returncode:
-        pytest.fail(f"exit code {launch.returncode}: {first_failure(log)}", pytrace=False)
+    job, log, results = start(fork_server, folder, "cases", cases, processes=4)
+    codes = job.wait(500)
+    if any(codes):
+        pytest.fail(f"exit codes {codes}: {first_failure(log)}", pytrace=False)
     return json.loads(results.read_text())
 
 
@@ -168,33 +158,18 @@ def test_a_number_of_micro_batches_that_differs_is_caught(results):
 TIMEOUT = 20  # seconds, of communication in the drills
 
 
-@pytest.fixture
-def drill(folder):
-    """Runs two ranks without a launcher, which would end the survivor itself, until the survivor is done."""
-    processes = []
-
-    def run(signal_number):
-        case = {"kind": "drill", "name": "drill", "schedule": "1F1B", "layers": 2, "pp": 2}
-        case |= {"victim": 1, "signal_number": signal_number, "timeout": TIMEOUT}
-        jobs, _ = write_jobs(folder, [case])
-        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-        for rank in ("0", "1"):
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(TESTS / "pipeline_worker.py"), jobs],
-                    env={**os.environ, **shared, "OMP_NUM_THREADS": "1", "RANK": rank, "LOCAL_RANK": rank},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
-        output, _ = processes[0].communicate(timeout=200)
-        return processes[0].returncode, output, processes[1]
-
-    yield run
-    for process in processes:
-        process.kill()
-        process.communicate()
+@pytest.fixture(scope="module")
+def drills(folder, fork_server):
+    """Two jobs at once, of two ranks each, of which one gets a signal: the job and its log by signal."""
+    started = {}
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        case = {"kind": "drill", "name": f"drill_{number}", "schedule": "1F1B", "layers": 2, "pp": 2}
+        case |= {"victim": 1, "signal_number": number, "timeout": TIMEOUT}
+        job, log, _ = start(fork_server, folder, case["name"], [case], processes=2, together=False)
+        started[number] = job, log
+    yield started
+    for job, _ in started.values():
+        job.kill()
 
 
 def seconds_of_last_step(output):
@@ -202,18 +177,22 @@ def seconds_of_last_step(output):
     return float(line.split()[3])
 
 
-def test_a_killed_rank_ends_the_others_with_a_message(drill):
-    code, output, victim = drill(signal.SIGKILL)
-    assert code != 0, output
-    assert victim.wait(10) == -signal.SIGKILL
+def test_a_killed_rank_ends_the_others_with_a_message(drills):
+    job, log = drills[signal.SIGKILL]
+    survivor, victim = job.wait(200)
+    output = log.read_text()
+    assert survivor != 0, output
+    assert victim == -signal.SIGKILL
     assert seconds_of_last_step(output) < TIMEOUT
     assert "Global rank 0 stopped in a step of 4 micro-batches" in output, output[-4000:]
     assert "pass of micro-batch" in output
 
 
-def test_a_stopped_rank_ends_the_others_within_the_timeout(drill):
-    code, output, victim = drill(signal.SIGSTOP)
-    assert code != 0, output
-    assert victim.poll() is None
+def test_a_stopped_rank_ends_the_others_within_the_timeout(drills):
+    job, log = drills[signal.SIGSTOP]
+    (survivor,) = job.wait(200, ranks=[0])
+    output = log.read_text()
+    assert survivor != 0, output
+    assert 1 not in job.codes
     assert TIMEOUT - 1 < seconds_of_last_step(output) < TIMEOUT + 10
     assert "Global rank 0 stopped in a step of 4 micro-batches" in output, output[-4000:]

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import layout
+from lab import layout
 from probing import FILE
 
 # One cost model for all layouts: the analytic one depends on the degrees, and with it the packing.

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import time
 
 import pytest
-from conftest import CONFIG, TESTS, Experiment, environment, torchrun
+from lab import TESTS, Experiment
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -28,35 +25,20 @@ def uninterrupted(lab) -> Experiment:
     return experiment
 
 
-def start(experiment: Experiment, log) -> subprocess.Popen:
-    module = ("-m", "wlb_titan.runtime.train", "--config", str(CONFIG))
-    return subprocess.Popen(
-        torchrun(2, *module, *experiment.words()),
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        env=environment(),
-        start_new_session=True,
-    )
-
-
-def kill_after_step(launcher: subprocess.Popen, experiment: Experiment, step: int) -> None:
-    """SIGKILL to the launcher and all ranks as soon as `step` is reported."""
-    deadline = time.monotonic() + 180
+def test_killed_and_started_again(lab, uninterrupted):
+    """SIGKILL to all ranks as soon as step 3 is reported."""
+    experiment = lab.experiment("killed", *OVERRIDES)
     metrics = experiment.folder / "metrics.jsonl"
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= step):
-        assert launcher.poll() is None, "the job ended before it could be killed"
+    job = lab.start(2, experiment)
+    deadline = time.monotonic() + 180
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
+        assert not job.codes, "the job ended before it could be killed"
         assert time.monotonic() < deadline, "the job did not get so far"
         time.sleep(0.02)
-    os.killpg(launcher.pid, signal.SIGKILL)
-    launcher.wait()
-
-
-def test_killed_and_started_again(lab, uninterrupted, tmp_path):
-    experiment = lab.experiment("killed", *OVERRIDES)
-    with open(tmp_path / "log.txt", "w") as log:
-        kill_after_step(start(experiment, log), experiment, step=3)
-        reported = len(experiment.metrics())
-        assert start(experiment, log).wait(180) == 0, (tmp_path / "log.txt").read_text()[-6000:]
+    job.kill()
+    assert any(job.wait(60)), "the job ended before it could be killed"
+    reported = len(experiment.metrics())
+    lab.run(2, [experiment])
     assert reported < STEPS
     assert [record["step"] for record in experiment.metrics()] == list(range(1, STEPS + 1))
     assert experiment.losses() == uninterrupted.losses()

@@ -1,12 +1,11 @@
 """Slices of documents under every parallelism give the losses and gradients of one process without any."""
 
 import json
-import os
-import subprocess
 from collections import Counter
 
 import pytest
-from conftest import TESTS, layout, make_corpus, torchrun
+from forking import Rank
+from lab import first_failure, layout, make_corpus
 
 INTERLEAVED = {"schedule": "Interleaved1F1B", "pp": 2}
 CASES = {
@@ -73,7 +72,7 @@ CASES |= MERGED
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(tmp_path_factory, fork_server):
     folder = tmp_path_factory.mktemp("slim")
     make_corpus(folder / "documents.jsonl", folder / "corpus")
     make_corpus(folder / "outliers.jsonl", folder / "outliers", lengths=([125] + [8] * 40) * 10)
@@ -83,14 +82,9 @@ def results(tmp_path_factory):
         for name, case in CASES.items()
     ]
     jobs.write_text(json.dumps({"results": str(results), "cases": cases}))
-    launch = subprocess.run(
-        torchrun(4, str(TESTS / "slim_worker.py"), str(jobs)),
-        capture_output=True,
-        text=True,
-        timeout=500,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert launch.returncode == 0, launch.stdout[-4000:] + launch.stderr[-8000:]
+    log = folder / "slim.log"
+    codes = fork_server.start([Rank([str(jobs)], log)] * 4, "slim_worker").wait(500)
+    assert not any(codes), f"exit codes {codes}: {first_failure(log)}"
     return json.loads(results.read_text())
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import layout
+from lab import layout
 from torch._subclasses.fake_tensor import FakeTensorMode
 from watching import FILE, Watch
 

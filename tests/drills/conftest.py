@@ -13,10 +13,8 @@ use_cpu_without_accelerator()
 
 
 @pytest.fixture(scope="session")
-def ground(tmp_path_factory):
-    place = Ground(tmp_path_factory.mktemp("ground"))
-    yield place
-    place.close()
+def ground(tmp_path_factory, fork_server):
+    return Ground(tmp_path_factory.mktemp("ground"), fork_server)
 
 
 @pytest.fixture(scope="session")

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-HERE = Path(__file__).parent
+from forking import ForkServer, Job, Rank
+
 PATIENCE = 120  # seconds for a whole drill on a busy machine
 
 CONFIG = """
@@ -40,24 +36,17 @@ enable_structured_logging = false
 
 
 class Ground:
-    """Runs jobs of a few ranks in processes forked from `forker.py`."""
+    """Runs jobs of a few ranks, of which nothing ends one but itself, or who drills it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, server: ForkServer) -> None:
         self.folder = folder
         self.corpus = folder / "corpus"
         make_corpus(folder / "texts", self.corpus)
         self.config = folder / "drill.toml"
         self.config.write_text(CONFIG.format(corpus=self.corpus))
-        self._forker = subprocess.Popen(
-            [sys.executable, str(HERE / "forker.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        self._server = server
 
-    def start(self, name: str, *words: str, ranks: int = 2, **of_rank: dict) -> Job:
+    def start(self, name: str, *words: str, ranks: int = 2, **of_rank: dict) -> Drill:
         """Starts a job in the dump folder `name`.
 
         Args:
@@ -67,83 +56,27 @@ class Ground:
             of_rank: `rank1={"words": [...], "largest_file": bytes}` for one of them.
         """
         dump = self.folder / name
-        own = [of_rank.get(f"rank{number}", {}) for number in range(ranks)]
         attempt = len(list(self.folder.glob(f"{name}.*.rank0.log")))
-        specs = [
-            {
-                "words": [
-                    *("--config", str(self.config), "--dump_folder", str(dump), *words),
-                    *one.get("words", []),
-                ],
-                "log": str(self.folder / f"{name}.{attempt}.rank{number}.log"),
-                "largest_file": one.get("largest_file", 0),
-            }
-            for number, one in enumerate(own)
-        ]
-        print(json.dumps({"port": free_port(), "ranks": specs}), file=self._forker.stdin, flush=True)
-        return Job(dump, json.loads(self.answer()), [Path(spec["log"]) for spec in specs], self)
+        common = ("--config", str(self.config), "--dump_folder", str(dump), *words)
+        specs = []
+        for number in range(ranks):
+            own = of_rank.get(f"rank{number}", {})
+            log = self.folder / f"{name}.{attempt}.rank{number}.log"
+            specs.append(Rank((*common, *own.get("words", ())), log, own.get("largest_file", 0)))
+        return Drill(dump, self._server.start(specs, together=False), [spec.log for spec in specs])
 
-    def run(self, name: str, *words: str, **how) -> Job:
+    def run(self, name: str, *words: str, **how) -> Drill:
         """Starts a job and waits for its end."""
-        job = self.start(name, *words, **how)
-        job.wait()
-        return job
-
-    def answer(self) -> str:
-        assert self._forker.stdout is not None
-        if not select.select([self._forker.stdout], [], [], PATIENCE)[0]:
-            self.close()
-            raise AssertionError(f"no answer within {PATIENCE} seconds: something hangs")
-        return self._forker.stdout.readline()
-
-    def close(self) -> None:
-        if self._forker.poll() is None:
-            os.killpg(self._forker.pid, signal.SIGKILL)
-        self._forker.communicate()
+        drill = self.start(name, *words, **how)
+        drill.wait()
+        return drill
 
 
-class Job:
-    """A job that runs or has run.
+class Run:
+    """What a run leaves in its dump folder, `dump`."""
 
-    Attributes:
-        dump: its dump folder.
-        processes: number of each rank's process.
-        codes: exit codes, after `wait`.
-        seconds: how long each rank ran, after `wait`.
-    """
-
-    def __init__(self, dump: Path, processes: list[int], logs: list[Path], ground: Ground) -> None:
+    def __init__(self, dump: Path) -> None:
         self.dump = dump
-        self.processes = processes
-        self.codes: list[int] = []
-        self.seconds: list[float] = []
-        self._logs = logs
-        self._ground = ground
-
-    def wait(self) -> list[int]:
-        if not self.codes:
-            ends = json.loads(self._ground.answer())
-            self.codes, self.seconds = [code for code, _ in ends], [seconds for _, seconds in ends]
-        return self.codes
-
-    def signal(self, number: int, ranks: Sequence[int]) -> None:
-        for rank in ranks:
-            os.kill(self.processes[rank], number)
-
-    def kill(self) -> None:
-        """SIGKILL to all ranks."""
-        self.signal(signal.SIGKILL, range(len(self.processes)))
-        self.wait()
-
-    def await_(self, happened: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not happened():
-            assert time.monotonic() < deadline, self.log()
-            time.sleep(0.02)
-
-    def log(self, rank: int | None = None) -> str:
-        logs = self._logs if rank is None else [self._logs[rank]]
-        return "\n".join(log.read_text() for log in logs if log.exists())
 
     def steps(self) -> list[dict]:
         file = self.dump / "metrics.jsonl"
@@ -161,7 +94,51 @@ class Job:
         }
 
 
-def copy_of(job: Job, ground: Ground, name: str, keep: int) -> Path:
+class Drill(Run):
+    """A job that runs or has run.
+
+    Attributes:
+        processes: number of each rank's process.
+        codes: exit codes, after `wait`.
+    """
+
+    def __init__(self, dump: Path, job: Job, logs: list[Path]) -> None:
+        super().__init__(dump)
+        self.processes = job.processes
+        self.codes: list[int] = []
+        self._job = job
+        self._logs = logs
+
+    def wait(self) -> list[int]:
+        self.codes = self._job.wait(PATIENCE)
+        return self.codes
+
+    def signal(self, number: int, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            os.kill(self.processes[rank], number)
+
+    def kill(self) -> None:
+        """SIGKILL to all ranks."""
+        self._job.kill()
+        self.wait()
+
+    def log(self, rank: int | None = None) -> str:
+        logs = self._logs if rank is None else [self._logs[rank]]
+        return "\n".join(log.read_text() for log in logs if log.exists())
+
+    def await_(self, happened: Callable[[], bool]) -> None:
+        await_(happened, self.log)
+
+
+def await_(happened: Callable[[], bool], log: Callable[[], str]) -> None:
+    """Waits until something has happened; fails with a log if it does not."""
+    deadline = time.monotonic() + PATIENCE
+    while not happened():
+        assert time.monotonic() < deadline, log()
+        time.sleep(0.02)
+
+
+def copy_of(job: Run, ground: Ground, name: str, keep: int) -> Path:
     """A dump folder as if the job had been cut off after the checkpoint of step `keep`."""
     shutil.copytree(job.dump, ground.folder / name)
     for step in (2, 4, 6, 8):
@@ -180,9 +157,3 @@ def make_corpus(texts: Path, output: Path) -> None:
             f"Text {number} says " + f"w{number % 7} " * (number * 13 % 190)
         )
     prepare_corpus(PrepareSettings(source=f"text:{texts}", vocab_size=300), output)
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return s.getsockname()[1]

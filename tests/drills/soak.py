@@ -1,6 +1,6 @@
 """A longer drill, as a program: a job is disturbed again and again, and must end as if nothing had happened.
 
-    python tests/drills/soak.py --rounds 20 --seed 0
+    PYTHONPATH=tests python tests/drills/soak.py --rounds 20 --seed 0
 
 In each round the job is started, left alone for a random time, and disturbed at random: ranks killed or told
 to stop, a rank stopped for a while, lines of rubbish in its figures, the newest checkpoint cut off, a start
@@ -18,22 +18,23 @@ import time
 from pathlib import Path
 
 import click
-from drill_ground import Ground, Job
+from drill_ground import Drill, Ground
+from forking import ForkServer
 
 
-def kill_all(job: Job, draw: random.Random) -> None:
+def kill_all(job: Drill, draw: random.Random) -> None:
     job.kill()
 
 
-def kill_one(job: Job, draw: random.Random) -> None:
+def kill_one(job: Drill, draw: random.Random) -> None:
     job.signal(signal.SIGKILL, [draw.randrange(2)])
 
 
-def stop_one(job: Job, draw: random.Random) -> None:
+def stop_one(job: Drill, draw: random.Random) -> None:
     job.signal(signal.SIGTERM, [draw.randrange(2)])
 
 
-def pause_one(job: Job, draw: random.Random) -> None:
+def pause_one(job: Drill, draw: random.Random) -> None:
     rank = draw.randrange(2)
     job.signal(signal.SIGSTOP, [rank])
     time.sleep(draw.uniform(0, 3))
@@ -41,13 +42,13 @@ def pause_one(job: Job, draw: random.Random) -> None:
     job.signal(signal.SIGKILL, [1 - rank])
 
 
-def scribble(job: Job, draw: random.Random) -> None:
+def scribble(job: Drill, draw: random.Random) -> None:
     job.kill()
     with (job.dump / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "lo')
 
 
-def cut_checkpoint(job: Job, draw: random.Random) -> None:
+def cut_checkpoint(job: Drill, draw: random.Random) -> None:
     job.kill()
     whole = sorted((job.dump / "checkpoint").glob("step-*/.metadata"))
     if len(whole) > 1:
@@ -67,11 +68,11 @@ DISTURBANCES = (kill_all, kill_one, stop_one, pause_one, scribble, cut_checkpoin
 def main(rounds: int, seed: int, steps: int) -> None:
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
-        ground = Ground(Path(folder))
+        server = ForkServer()
         try:
-            _soak(ground, draw, rounds, ("--training.steps", str(steps)))
+            _soak(Ground(Path(folder), server), draw, rounds, ("--training.steps", str(steps)))
         finally:
-            ground.close()
+            server.close()
 
 
 def _soak(ground: Ground, draw: random.Random, rounds: int, words: tuple[str, ...]) -> None:

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from drill_ground import PATIENCE, Job, free_port
+from drill_ground import PATIENCE, Run, await_
+from forking import free_port
 
 AREA = "two hosts"
 
@@ -63,11 +64,11 @@ def test_one_host_lacks_the_corpus(ground, hosts):
 def test_a_host_that_is_gone_ends_the_other(ground, hosts):
     """SIGKILL of one agent, which asks nobody to end: its rank ends by itself, and so does the other host."""
     agents = hosts("gone-host", *[["--training.steps", "100000"]] * 2)
-    job = Job(ground.folder / "gone-host", [], [], ground)
-    job.await_(lambda: len(job.steps()) > 1)
+    run = Run(ground.folder / "gone-host")
+    await_(lambda: len(run.steps()) > 1, lambda: "\n".join(logs(ground, "gone-host")))
     agents[1].send_signal(signal.SIGKILL)
     assert agents[0].wait(PATIENCE)
-    job.await_(lambda: not alive("gone-host"))
+    await_(lambda: not alive("gone-host"), lambda: "\n".join(logs(ground, "gone-host")))
 
 
 def alive(name: str) -> list[int]:

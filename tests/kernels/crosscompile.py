@@ -78,20 +78,26 @@ def recording(module, *names: str):
 
 
 def compile_all(launches: list[Launch], target: GPUTarget = HOPPER) -> list[Report]:
-    """Reports in the order of the launches; two processes at a time, one launch each."""
-    reports = []
+    """Reports in the order of the launches; two processes at a time, one launch each.
+
+    Launches of one version of a kernel, such as those of long and short segments with equal tiles, share one
+    report.
+    """
+    versions = [repr(version(launch)) for launch in launches]
+    different = list(dict(zip(versions, launches, strict=True)).items())
+    reports = {}
     context = multiprocessing.get_context("fork")
-    for first in range(0, len(launches), 2):
+    for first in range(0, len(different), 2):
         running = []
-        for launch in launches[first : first + 2]:
+        for name, launch in different[first : first + 2]:
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(target=_compile_and_send, args=(launch, target, sender))
             process.start()
             sender.close()
-            running.append((process, receiver))
-        for process, receiver in running:
-            reports.append(_receive(process, receiver))
-    return reports
+            running.append((name, process, receiver))
+        for name, process, receiver in running:
+            reports[name] = _receive(process, receiver)
+    return [reports[name] for name in versions]
 
 
 def _receive(process, receiver) -> Report:
@@ -133,6 +139,12 @@ def compile_one(launch: Launch, target: GPUTarget = HOPPER) -> Report:
         ttgir=ttgir,
         ptx=ptx,
     )
+
+
+def version(launch: Launch) -> tuple:
+    """What Triton tells versions of a kernel by: constants and options, and the divisibility of the rest."""
+    source, options = _source(launch)
+    return launch.kernel.__name__, source.signature, source.constants, source.attrs, options
 
 
 def _source(launch: Launch):

@@ -8,7 +8,7 @@ from oracle import packed, random_inputs
 
 pytest.importorskip("triton")
 
-from crosscompile import SHARED_MEMORY, Launch, Report, compile_all, recording
+from crosscompile import SHARED_MEMORY, Launch, Report, compile_all, recording, version
 from triton import __version__ as TRITON
 from triton.backends.compiler import GPUTarget
 from wlb_titan.kernels import gluon_launch, triton_launch
@@ -136,16 +136,8 @@ def test_no_version_follows_token_counts(monkeypatch):
                 options = {"tma": True} if launch is triton_launch else {}
                 out, lse = launch.forward(q, k, v, schedule, Options(0.1), **options)
                 launch.backward(dout, None, Saved(q, k, v, out, lse), schedule, Options(0.1), **options)
-        keys.append([specialization(x) for x in recorded + gluon])
+        keys.append([version(x) for x in recorded + gluon])
     assert len(keys[0]) == 7 and keys[0] == keys[1] == keys[2]
-
-
-def specialization(launch: Launch) -> tuple:
-    """What Triton tells versions of a kernel by: constants and options, and the divisibility of the rest."""
-    from crosscompile import _source
-
-    source, options = _source(launch)
-    return source.signature, source.constants, source.attrs, options
 
 
 def test_a_mismatch_is_noticed():

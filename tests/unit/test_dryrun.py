@@ -1,9 +1,13 @@
 """`wlb-titan dryrun`: what it traces beside what is predicted, its report, its files and its errors."""
 
 import json
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
+from forking import Rank
 
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
@@ -25,14 +29,30 @@ tensor_parallel_degree = 2
 """
 
 
-def dryrun(*words):
+def dryrun_in_new_processes(*words):
     from wlb_titan.commands.main import main
 
     return CliRunner().invoke(main, ["dryrun", *map(str, words)])
 
 
+@pytest.fixture
+def dryrun(fork_server, tmp_path, monkeypatch):
+    """The command, with ranks that are forked: each would import torchtitan for seconds."""
+    from wlb_titan.commands import dryrun
+
+    def run(command, **_):
+        python, option, program, *words = command
+        assert (python, option) == (sys.executable, "-m")
+        log = tmp_path / f"rank{words[words.index('--rank') + 1]}.log"
+        (code,) = fork_server.start([Rank(words, log)], program).wait(300)
+        return subprocess.CompletedProcess(command, code, "", log.read_text())
+
+    monkeypatch.setattr(dryrun, "subprocess", SimpleNamespace(run=run))
+    return dryrun_in_new_processes
+
+
 @pytest.mark.parametrize("context", [2, 4])
-def test_ulysses_holds_and_moves_what_is_predicted(context, tmp_path):
+def test_ulysses_holds_and_moves_what_is_predicted(dryrun, context, tmp_path):
     """6 heads of a rank: 3 for each of two ranks; 2 for the first two of four, and 1 for the others."""
     output = tmp_path / "ranks.json"
     degree = ("--parallelism.context_parallel_degree", context)
@@ -62,7 +82,7 @@ def test_ulysses_holds_and_moves_what_is_predicted(context, tmp_path):
 
 
 @pytest.mark.parametrize("words", [[], BALANCED], ids=["plain", "balanced"])
-def test_the_predicted_peak_is_the_traced_one(words, tmp_path):
+def test_the_predicted_peak_is_the_traced_one(dryrun, words, tmp_path):
     output = tmp_path / "ranks.json"
     result = dryrun(*TABLE_1, *words, "--output", output, "--device-gib", 80)
     assert result.exit_code == 0, result.output
@@ -93,7 +113,7 @@ def test_the_predicted_peak_is_the_traced_one(words, tmp_path):
     [("first", ["--activation_checkpoint.class", "FullAC"]), ("last", ["--activation_checkpoint", "none"])],
     ids=["full", "none"],
 )
-def test_zero_bubble_keeps_what_is_predicted(rank, checkpointing, tmp_path):
+def test_zero_bubble_keeps_what_is_predicted(dryrun, rank, checkpointing, tmp_path):
     """With full checkpointing backward passes are whole and free what they recompute; else they are split."""
     output = tmp_path / "ranks.json"
     schedule = ["--parallelism.pipeline_parallel_schedule", "ZBVZeroBubble"]
@@ -110,7 +130,7 @@ def small(tmp_path_factory):
     return path
 
 
-def test_a_rank_that_fails_says_how_and_the_command_fails(small):
+def test_a_rank_that_fails_says_how_and_the_command_fails(dryrun, small):
     result = dryrun(
         small, "--rank", "first,3", "--wlb.packing.policy", "wlb", "--wlb.packing.max_length", 200
     )
@@ -130,7 +150,7 @@ def test_a_rank_that_fails_says_how_and_the_command_fails(small):
         (["--parallelism.nonsense", "1"], "nonsense"),
     ],
 )
-def test_mistakes_are_refused_before_anything_starts(small, words, message):
+def test_mistakes_are_refused_before_anything_starts(dryrun, small, words, message):
     result = dryrun(small, *words)
     assert result.exit_code == 2, result.output
     assert message in result.stderr
@@ -144,7 +164,7 @@ def test_the_corpus_is_used_where_there_is_one(small, tmp_path):
     write_synthetic_corpus(tmp_path / "corpus", np.full(64, 256))
     output = tmp_path / "ranks.json"
     words = ["--policy", "plain:per_document", "--step", 1, "--rank", "last", "--output", output]
-    result = dryrun(small, "--wlb.corpus.path", tmp_path / "corpus", *words)
+    result = dryrun_in_new_processes(small, "--wlb.corpus.path", tmp_path / "corpus", *words)
     assert result.exit_code == 0, result.output
     assert "no corpus" not in result.stderr
     (rank,) = json.loads(output.read_text())
@@ -162,7 +182,7 @@ def test_synthetic_lengths_have_a_long_tail():
     assert (lengths == long_tailed_lengths(10_000_000, 65536)).all()
 
 
-def test_experts_get_equally_many_tokens(tmp_path):
+def test_experts_get_equally_many_tokens(dryrun, tmp_path):
     """CP 2 = EP 2: every token visits `top_k` experts, and half of these visits cross to the other rank."""
     file, output = tmp_path / "experts.toml", tmp_path / "ranks.json"
     file.write_text(

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
+
+from wlb_titan import plugins
+from wlb_titan.commands.main import main
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "own_policies"
@@ -28,6 +32,8 @@ def installed(tmp_path_factory):
 
 @pytest.fixture
 def command(installed, tmp_path):
+    """A command in a process of its own, in which nothing has been imported yet."""
+
     def run(*words):
         path = os.pathsep.join(filter(None, (str(installed), os.environ.get("PYTHONPATH"))))
         return subprocess.run(
@@ -40,6 +46,22 @@ def command(installed, tmp_path):
         )
 
     return run
+
+
+@pytest.fixture
+def command_here(installed, tmp_path, monkeypatch):
+    """A command in this process, which has long imported what configurations need."""
+    monkeypatch.syspath_prepend(installed)
+    monkeypatch.chdir(tmp_path)
+    plugins._installed.cache_clear()
+
+    def run(*words):
+        return CliRunner().invoke(main, list(words))
+
+    yield run
+    plugins._installed.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "own_policies"]:
+        del sys.modules[name]
 
 
 @pytest.fixture
@@ -70,21 +92,21 @@ def test_auto_and_simulate_have_them_among_the_candidates(command, lengths):
     assert "reversed:two_level" in result.stdout and "reversed:contiguous" in result.stdout
 
 
-def test_their_keys_are_toml_keys(command, tmp_path):
+def test_their_keys_are_toml_keys(command_here, tmp_path):
     text = (
         'base = "llama3_debug"\n[parallelism]\ncontext_parallel_degree = 4\n'
         '[wlb.sharding]\npolicy = "two_level"\n'
     )
     (tmp_path / "good.toml").write_text(text + 'within = 4\n[wlb.packing]\npolicy = "reversed"\nevery = 3\n')
-    shown = command("config", "show", "good.toml", "--changed")
-    assert shown.returncode == 0, shown.stderr
+    shown = command_here("config", "show", "good.toml", "--changed")
+    assert shown.exit_code == 0, shown.stderr
     assert "within = 4" in shown.stdout and 'policy = "reversed"' in shown.stdout
     (tmp_path / "bad.toml").write_text(text + "within = 3\n")
-    refused = command("config", "show", "bad.toml")
-    assert refused.returncode == 2
+    refused = command_here("config", "show", "bad.toml")
+    assert refused.exit_code == 2
     assert "bad.toml:6: wlb.sharding.within = 3: 4 context-parallel ranks cannot be divided" in refused.stderr
     (tmp_path / "misspelt.toml").write_text(text + "witin = 2\n")
-    assert "Did you mean wlb.sharding.within?" in command("config", "show", "misspelt.toml").stderr
+    assert "Did you mean wlb.sharding.within?" in command_here("config", "show", "misspelt.toml").stderr
 
 
 def test_help_lists_them(command):

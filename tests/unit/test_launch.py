@@ -1,10 +1,9 @@
 """The TorchX components: what they submit, and how they refuse."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forking import Rank
 from torchx.runner import get_runner
 from torchx.specs.file_linter import validate
 from wlb_titan.launch import launch
@@ -77,17 +76,13 @@ def test_accelerators_are_hidden_when_the_cpu_is_asked_for():
     assert job.environment == {"CUDA_VISIBLE_DEVICES": ""}
 
 
-def test_a_missing_corpus_is_one_paragraph_and_exit_code_2(tmp_path):
-    arguments = ["wlb.train", "--config", CONFIG, "--", "--wlb.corpus.path", str(tmp_path / "nowhere")]
-    result = subprocess.run(
-        [sys.executable, "-m", "torchx.cli.main", "run", "-s", "local_cwd", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    assert result.returncode == 2
-    assert "There is no corpus at" in result.stderr
-    assert "Traceback" not in result.stderr
+def test_a_missing_corpus_is_one_paragraph_and_exit_code_2(tmp_path, fork_server):
+    words = ["run", "-s", "local_cwd", "wlb.train", "--config", CONFIG]
+    words += ["--", "--wlb.corpus.path", str(tmp_path / "nowhere")]
+    log = tmp_path / "log"
+    assert fork_server.start([Rank(words, log)], "torchx.cli.main").wait(300) == [2]
+    assert "There is no corpus at" in log.read_text()
+    assert "Traceback" not in log.read_text()
 
 
 def test_kubernetes_job_is_a_pod_for_each_host():

@@ -1,14 +1,12 @@
 """A TOML file gives the same plans in `plan`, `simulate`, `dryrun` and training, whatever [wlb] sets."""
 
 import json
-import subprocess
-import sys
 from dataclasses import MISSING, fields, is_dataclass
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from click.testing import CliRunner
+from forking import Rank
 
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
@@ -177,6 +175,14 @@ def one_process(tmp_path):
     dist.destroy_process_group()
 
 
+@pytest.fixture
+def short_trials(monkeypatch):
+    """`auto` tries every policy, with thresholds found in a sample: here in few steps, on few documents."""
+    monkeypatch.setattr("wlb_titan.simulator.choice.STEPS", 3)
+    monkeypatch.setattr("wlb_titan.documents.mixture.SAMPLE", 1 << 14)
+
+
+@pytest.mark.usefixtures("short_trials")
 @pytest.mark.parametrize("file", CASES, indirect=True)
 def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one_process):
     from wlb_titan.commands import dryrun
@@ -231,34 +237,13 @@ def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one
     assert trained == [of_one_rank(plan, 1) for plan in planned[:STEPS]]
 
 
-TRAINER = """
-import json, os, sys
-file, world_size, rank, steps = sys.argv[1], *map(int, sys.argv[2:])
-os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
-from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
-use_cpu_without_accelerator()
-from wlb_titan.runtime.dry_trainer import DryTrainer
-from wlb_titan.runtime.load import load_config
-trainer = DryTrainer(load_config(file, (), world_size).config, rank=rank, world_size=world_size)
-loader = iter(trainer.planned)
-print("PLANS" + json.dumps([next(loader).plan.to_json() for _ in range(steps)]))
-trainer.close()
-"""
-
-
 @pytest.mark.parametrize("file", ["wlb_lazy"], indirect=True)
-def test_a_rank_s_trainer_plans_the_same(file, tmp_path):
+def test_a_rank_s_trainer_plans_the_same(file, tmp_path, fork_server):
     """The whole trainer of the last rank, in a process group that is not there."""
     command("plan", file, "--steps", STEPS, "--output", tmp_path / "plans.jsonl")
     planned = [comparable(json.loads(line)) for line in (tmp_path / "plans.jsonl").read_text().splitlines()]
-    done = subprocess.run(
-        [sys.executable, "-c", TRAINER, file, str(WORLD_SIZE), str(WORLD_SIZE - 1), str(STEPS)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    line = next(line for line in done.stdout.splitlines() if line.startswith("PLANS"))
-    trained = [comparable(plan) for plan in json.loads(line.removeprefix("PLANS"))]
+    words = [str(file), str(WORLD_SIZE), str(WORLD_SIZE - 1), str(STEPS), str(tmp_path / "trained.json")]
+    (code,) = fork_server.start([Rank(words, tmp_path / "log")], "dry_plans").wait(120)
+    assert code == 0, (tmp_path / "log").read_text()[-3000:]
+    trained = [comparable(plan) for plan in json.loads((tmp_path / "trained.json").read_text())]
     assert trained == [of_one_rank(plan, 1) for plan in planned]

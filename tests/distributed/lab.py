@@ -1,0 +1,120 @@
+"""What the multi-process tests share: a small corpus, one seed checkpoint, and a way to run experiments."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from forking import ForkServer, Job, Rank
+
+TESTS = Path(__file__).parent
+CONFIG = TESTS / "experiment.toml"
+TIMEOUT = 240  # seconds for one experiment
+AT_ONCE = 2  # experiments: a rank often waits for others, and rank 0 for two seconds at its end
+
+
+@dataclass
+class Experiment:
+    """One training run of `experiment.toml` with overrides."""
+
+    folder: Path
+    overrides: Sequence[str]
+
+    @property
+    def log(self) -> Path:
+        return self.folder.with_suffix(".log")
+
+    def words(self) -> list[str]:
+        return ["--dump_folder", str(self.folder), *self.overrides]
+
+    def metrics(self) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    def losses(self) -> list[float]:
+        return [record["loss"] for record in self.metrics()]
+
+
+class Lab:
+    """Runs experiments on one corpus, from one seed checkpoint, in forked processes."""
+
+    def __init__(self, folder: Path, server: ForkServer, base: str = "bases:llama"):
+        self.folder = folder
+        self.base = base
+        self.corpus = folder / "corpus"
+        self._server = server
+        make_corpus(folder / "documents.jsonl", self.corpus)
+        seed = self.experiment("seed", "--checkpoint.create_seed_checkpoint", "true")
+        self.run(1, [seed])
+        self.seed_checkpoint = seed.folder / "checkpoint" / "step-0"
+
+    def experiment(self, name: str, *overrides: str) -> Experiment:
+        words = ["--wlb.corpus.path", str(self.corpus)]
+        if "--base" not in overrides:
+            words += ["--base", self.base]
+        if name != "seed":
+            words += ["--checkpoint.initial_load_path", str(self.seed_checkpoint)]
+        return Experiment(self.folder / name, [*words, *overrides])
+
+    def start(self, processes: int, experiment: Experiment) -> Job:
+        """Starts an experiment in so many processes."""
+        words = ["--config", str(CONFIG), *experiment.words()]
+        return self._server.start([Rank(words, experiment.log)] * processes)
+
+    def run(self, processes: int, experiments: Sequence[Experiment]) -> None:
+        """Runs the experiments, each in so many processes.
+
+        Raises:
+            AssertionError: one has failed; it has the first traceback of its log.
+        """
+        running: deque[tuple[Experiment, Job]] = deque()
+        for experiment in experiments:
+            if len(running) == AT_ONCE:
+                finish(*running.popleft())
+            running.append((experiment, self.start(processes, experiment)))
+        while running:
+            finish(*running.popleft())
+
+
+def finish(experiment: Experiment, job: Job) -> None:
+    codes = job.wait(TIMEOUT)
+    assert not any(codes), f"{experiment.folder.name}: exit codes {codes}: {first_failure(experiment.log)}"
+
+
+def first_failure(log: Path) -> str:
+    """What a log says from the first traceback on, or else its end."""
+    text = log.read_text() if log.exists() else ""
+    found = re.search("terminate called|Fatal Python error|Traceback", text)
+    return text[found.start() :][:12000] if found else text[-12000:]
+
+
+def layout(pp: int = 1, cp: int = 1, tp: int = 1, dp: int = 1) -> list[str]:
+    """Overrides for these degrees; the step of the whole job stays 4 micro-batches."""
+    return [
+        *("--parallelism.pipeline_parallel_degree", str(pp)),
+        *("--parallelism.context_parallel_degree", str(cp)),
+        *("--parallelism.tensor_parallel_degree", str(tp)),
+        *("--parallelism.data_parallel_shard_degree", str(dp)),
+        *("--training.local_batch_size", str(4 // dp)),
+    ]
+
+
+def make_corpus(texts: Path, output: Path, lengths=None) -> None:
+    """Documents of so many words out of 200, so that something can be learned; if not given, 400 documents of
+    4 to 1,500 words, most of them short."""
+    from wlb_titan.corpus.prepare import prepare_corpus
+    from wlb_titan.corpus.settings import PrepareSettings
+
+    random = np.random.default_rng(0)
+    words = [f"w{i:03d}" for i in range(200)]
+    if lengths is None:
+        lengths = np.clip(random.lognormal(4.0, 1.2, size=400), 4, 1500).astype(int)
+    with open(texts, "w") as file:
+        for length in lengths:
+            text = " ".join(words[i] for i in np.minimum(random.geometric(0.05, size=length), 200) - 1)
+            file.write(json.dumps({"text": text}) + "\n")
+    prepare_corpus(PrepareSettings(source=f"jsonl:{texts}#text", vocab_size=500), output)
