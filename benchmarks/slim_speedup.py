@@ -48,12 +48,14 @@ LAYERS = 4
 
 @dataclass(frozen=True)
 class Variant:
-    """A packing policy, an order, and stages of a rank; of `slim` the MicroPacks."""
+    """A packing policy, an order, and stages of a rank; of `slim` the MicroPacks, and whether the fewest
+    tokens are in flight."""
 
     policy: str
     order: str = "as_packed"
     chunks: int = 1
     micropacks: int = 0
+    least: bool = False
 
     @property
     def schedule(self) -> str:
@@ -61,7 +63,16 @@ class Variant:
 
     def __str__(self) -> str:
         parts = [self.policy, f"M={self.micropacks}" if self.micropacks else self.order]
-        return " ".join([*parts, "interleaved"] if self.chunks > 1 else parts)
+        parts += ["interleaved"] * (self.chunks > 1) + ["least in flight"] * self.least
+        return " ".join(parts)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of the packing policy."""
+        if not self.micropacks:
+            return {}
+        in_flight = {"tokens_in_flight": "least"} if self.least else {}
+        return {"micropacks": self.micropacks, "slack": 0, **in_flight}
 
 
 VARIANTS = (
@@ -70,6 +81,8 @@ VARIANTS = (
     Variant("wlb_lazy", "best"),
     Variant("slim", micropacks=8),
     Variant("slim", micropacks=16),
+    Variant("slim", micropacks=16, least=True),
+    Variant("slim", micropacks=32, least=True),
     Variant("slim", chunks=2, micropacks=8),
 )
 
@@ -139,8 +152,7 @@ def measure(folder: Path, steps: int, micro_batches: int) -> tuple[list[SlimResu
     def trainer(variant: Variant, cost_model: str) -> BenchTrainer:
         config = make_config(folder, str(variant), window=WINDOW, micro_batches=micro_batches, layers=LAYERS)
         config.parallelism.pipeline_parallel_schedule = variant.schedule
-        settings = {"micropacks": variant.micropacks, "slack": 0} if variant.micropacks else {}
-        config.wlb.packing = POLICIES.configure(variant.policy, cost_model=cost_model, **settings)
+        config.wlb.packing = POLICIES.configure(variant.policy, cost_model=cost_model, **variant.settings)
         config.wlb.pipeline = ORDERS.configure(variant.order)
         return BenchTrainer(config)
 

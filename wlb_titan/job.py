@@ -404,9 +404,11 @@ class Job:
         Raises:
             PlanError: not even a document of the window fits.
         """
-        wanted: int | None = getattr(self.packing, "tokens_in_flight", None)
-        if wanted is not None or self.memory_unknown:
+        wanted: int | str | None = getattr(self.packing, "tokens_in_flight", None)
+        if isinstance(wanted, int):
             return wanted
+        if self.memory_unknown:
+            return None
         step = self.window * self.replica_micro_batches
         return most_in_flight(self.sliced_memory, self.window, step, self.cluster.memory)
 

@@ -18,7 +18,7 @@ from wlb_titan.packing.micropacks import Bins, micropacks, place_greedily
 from wlb_titan.packing.micropacks_milp import SolvedPlacing
 from wlb_titan.packing.slices import PrefixWork, kind
 from wlb_titan.packing.slim import Slim
-from wlb_titan.pipeline.graph import PipelineGraph
+from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import DELAY, ID, LENGTH, PREFIX, START, TOTAL
 from wlb_titan.simulator.slices import check_slices
@@ -281,6 +281,33 @@ def test_auto_takes_more_packs_where_they_shrink_the_bubble():
     deep = planner(lengths, pipeline=4, slim=auto).next()
     assert len(alone.micro_batches) == 4  # without a bubble the fewest
     assert len(deep.micro_batches) > 16
+
+
+def in_flight(plan):
+    """Tokens that the first pipeline rank has in flight at most."""
+    lengths = np.array([m.length for m in plan.of_rank(0)])
+    passes = [lengths[place] if kind == "F" else -lengths[place] for kind, _, place in plan.order[0][0]]
+    return np.cumsum(passes).max()
+
+
+def seconds(plan):
+    work = np.array([[m.workload] for m in plan.of_rank(0)])
+    shape = PipelineShape("1F1B", 2)
+    times = PassTimes.equal_stages(work / 3, work * 2 / 3, shape)
+    return PipelineGraph(shape, len(work), plan.order[0]).ends(times).max()
+
+
+def test_least_has_fewer_tokens_in_flight_for_hardly_more_time():
+    lengths = ([64] + [4] * 48) * 6
+    most, least = (
+        planner(lengths, seed=None, slim=Slim.Config(micropacks=32, slack=0, tokens_in_flight=bound))
+        for bound in (None, "least")
+    )
+    for _ in range(3):
+        plan, lean = most.next(), least.next()
+        assert lean.to_json()["micro_batches"] == plan.to_json()["micro_batches"]
+        assert in_flight(lean) <= 0.75 * in_flight(plan)
+        assert seconds(lean) <= 1.02 * seconds(plan)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ data-parallel rank documents of nearly the same work, of which ranks may share t
 phase 2 makes them into M MicroPacks (`micropacks.py`), and PackFlow orders their passes (`packflow.py`). M is
 the same on all ranks and in all steps. `auto` tries numbers on a logarithmic scale, on steps that it packs
 and runs ahead of time, and takes the fewest that come within 1 % of the shortest step: short packs lose time
-that the model of work does not know. With these it takes the fewest tokens in flight that cost at most 1 %.
+that the model of work does not know.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ SLACKS = (0, 2, 4)
 MOST_MICROPACKS = 1 << 16
 
 IN_FLIGHT = (1, 1.25, 1.5, 2, 3, 4)
-"""Tokens in flight that are tried with what is chosen, in context windows."""
+"""Tokens in flight that `least` tries, in context windows."""
 
 STEPS = 4  # that they are tried on
-WORSE = 1.01  # time of a step, relative to the shortest, that fewer MicroPacks and less memory may take
+WORSE = 1.01  # time of a step, relative to the shortest, that fewer MicroPacks and tokens in flight may take
 
 Timed = tuple[Packing, Floats, Floats]
 """A step's packs, and how long forward and backward passes of each take."""
@@ -83,10 +83,10 @@ class Slim(PackingPolicy):
         """MicroPacks that a pipeline rank may have in flight beyond what 1F1B needs: uneven stages then wait
         less for each other. `auto` tries some with each number of MicroPacks."""
 
-        tokens_in_flight: Annotated[int, Ge(1)] | None = None
+        tokens_in_flight: Annotated[int, Ge(1)] | Literal["least"] | None = None
         """Most tokens that a pipeline rank may have in flight, whatever `slack` says; but always as many as
-        one document has. "none" is what is predicted to fit the device's memory, and under a pipeline no more
-        than what steps of at most 1 % longer need."""
+        one document has. "none" is what is predicted to fit the device's memory, "least" the fewest with
+        which steps are predicted to take at most 1 % longer."""
 
         dp_merge: bool | Literal["auto"] = "auto"
         """Whether several data-parallel ranks share a document of more work than one of them should have in
@@ -296,7 +296,8 @@ class Slim(PackingPolicy):
         """Settles what the settings leave open, by packing some steps and running them ahead of time.
 
         MicroPacks and slack are the fewest and least with which they take at most `WORSE` times as long as
-        with the best, and tokens in flight the fewest with which they take at most so much longer again.
+        with the best; tokens in flight, where `least` is asked for, the fewest with which they take at most
+        so much longer again.
         """
         number, slack = self._config.micropacks, self._config.slack
         slacks: tuple[int, ...] = SLACKS if slack == "auto" else (slack,)
@@ -304,8 +305,8 @@ class Slim(PackingPolicy):
         if number == "auto":
             fewest = max(self._windows, self._job.pipeline.stages)
             numbers = sorted({max(fewest, round(self._windows * factor)) for factor in NUMBERS})
-        bounded = self._config.tokens_in_flight is not None or self._job.pipeline.ranks == 1
-        if len(numbers) == len(slacks) == 1 and bounded:
+        least = self._config.tokens_in_flight == "least"
+        if len(numbers) == len(slacks) == 1 and not least:
             self.micropacks, self.slack = numbers[0], slacks[0]
             return
         batches = [delayed(arrivals.next(labelled=0, left=0), step) for step in range(STEPS)]
@@ -324,7 +325,7 @@ class Slim(PackingPolicy):
         longest = WORSE * min(found.values())
         chosen = next(choice for choice, seconds in found.items() if seconds <= longest)
         self.micropacks, self.slack = chosen
-        if not bounded:
+        if least:
             self._limit = self._leanest(tried[self.micropacks], WORSE * found[chosen])
 
     def _leanest(self, steps: Sequence[Timed], seconds: float) -> float | None:
