@@ -8,7 +8,7 @@ after the step that was handed out last; it is the same on every rank, so a job 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,6 +70,7 @@ class PlannedDataLoader(BaseDataLoader):
         context_rank: whose share of each micro-batch is served; to be set before iterating.
         tensor_rank: the tensor-parallel rank where hidden states are divided among them, and how many do so;
             to be set as well.
+        lower: makes ready what runs an order of passes, ahead of its step; to be set with a pipeline.
         plan: of the step being served.
     """
 
@@ -86,6 +87,7 @@ class PlannedDataLoader(BaseDataLoader):
         self.plan: Plan | None = None
         self.context_rank = 0
         self.tensor_rank = (0, 1)
+        self.lower: Callable[[Flow], None] = lambda flow: None
         self._job = config.job
         self._dp_rank = dp_rank
         # A solver that is stopped by its time limit finds other packings on other ranks.
@@ -123,6 +125,9 @@ class PlannedDataLoader(BaseDataLoader):
 
     def _prepare(self) -> Step:
         plan = self._planner.next(sharded=self._dp_rank)
+        flow = None if plan.order is None else plan.order[self._dp_rank]
+        if flow is not None:
+            self.lower(flow)
         forward, backward = plan.of_rank(self._dp_rank), plan.backward_of_rank(self._dp_rank)
         packs = forward if plan.backward is None else (*forward, *backward)
         sliced = [(m.documents, m.slices) for m in packs if m.slices is not None]
@@ -142,7 +147,7 @@ class PlannedDataLoader(BaseDataLoader):
             own_labels=own_labels,
             flops=self._job.model.flops(plan.document_lengths),
             state_after=self._save(),
-            flow=None if plan.order is None else plan.order[self._dp_rank],
+            flow=flow,
             regroupings=regrouped,
         )
 

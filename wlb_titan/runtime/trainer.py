@@ -92,6 +92,7 @@ class Trainer(TorchtitanTrainer):
         prepare_merging(self.model_parts, self.job, self.parallel_dims)
         if self.parallel_dims.pp_enabled:
             self.pp_schedule.check_lengths = config.wlb.pipeline.check_lengths
+            self.planned.lower = self.pp_schedule.lower
         if self.device.type == "cpu":
             # gloo has no premultiplied sum, which FSDP would use for its gradient scaling.
             for part in self.model_parts:
