@@ -28,10 +28,17 @@ def tensors(tokens, seed=0, dtype=torch.float64):
     return make(HEADS), make(KEY_HEADS), make(KEY_HEADS), make(HEADS).detach()
 
 
-def expected(lengths, q, k, v, weight):
+def with_sinks(out, lse):
+    """What models with sinks make of the output, all sinks being 1: a function of the log-sum-exp too."""
+    return out * torch.sigmoid(lse.T - 1).unsqueeze(-1)
+
+
+def expected(lengths, q, k, v, weight, window=None, sinks=False):
     """Output and gradients of whole documents, each on its own."""
     lengths = np.array(lengths)
-    out = varlen_attention(q, k, v, torch.from_numpy(segments(whole(lengths), lengths)))
+    own = torch.from_numpy(segments(whole(lengths), lengths))
+    out, lse = varlen_attention(q, k, v, own, window=window, return_lse=True)
+    out = with_sinks(out, lse) if sinks else out
     return out.detach(), torch.autograd.grad((out * weight).sum(), (q, k, v))
 
 
@@ -42,7 +49,7 @@ def packs_of(cuts, rides):
     return packs
 
 
-def forward(pack, lengths, begins, tensors, cache, padding, layer=LAYER, cut=()):
+def forward(pack, lengths, begins, tensors, cache, padding, layer=LAYER, cut=(), window=None, sinks=False):
     """One pack's output, and the places of its tokens; `cut` are documents that another pass has in parts."""
     q, k, v, _ = tensors
     here = np.concatenate([np.arange(begins[d] + a, begins[d] + b) for d, a, b in pack])
@@ -51,11 +58,12 @@ def forward(pack, lengths, begins, tensors, cache, padding, layer=LAYER, cut=())
     rows = [[d if d in cut or b - a < lengths[d] else -1, a, b - a, lengths[d]] for d, a, b in pack]
     seg = torch.from_numpy(segments_after(segments(whole(counts), counts), counts, prefix))
     own = [torch.nn.functional.pad(x[here], (0, 0, 0, 0, 0, padding)) for x in (q, k, v)]
-    out, _ = sliced_attention(*own, seg, torch.tensor(rows), cache.number, layer)
-    return out[: len(here)], here
+    out, lse = sliced_attention(*own, seg, torch.tensor(rows), cache.number, layer, window=window)
+    out, lse = out[: len(here)], lse[:, : len(here)]
+    return with_sinks(out, lse) if sinks else out, here
 
 
-def run(packs, lengths, tensors, padding=0, order=None, again=False):
+def run(packs, lengths, tensors, padding=0, order=None, again=False, **options):
     """Outputs and gradients of all packs in the given order of backward passes."""
     begins = np.cumsum([0, *lengths])
     cache, losses, outputs = KeyValueCache(), [], {}
@@ -63,12 +71,12 @@ def run(packs, lengths, tensors, padding=0, order=None, again=False):
     for pack in packs:
         if again:
             out = checkpoint(
-                lambda pack=pack: forward(pack, lengths, begins, tensors, cache, padding)[0],
+                lambda pack=pack: forward(pack, lengths, begins, tensors, cache, padding, **options)[0],
                 use_reentrant=False,
             )
             here = np.concatenate([np.arange(begins[d] + a, begins[d] + b) for d, a, b in pack])
         else:
-            out, here = forward(pack, lengths, begins, tensors, cache, padding)
+            out, here = forward(pack, lengths, begins, tensors, cache, padding, **options)
         losses.append((out * weight[here]).sum())
         outputs.update(zip(here.tolist(), out.detach(), strict=True))
     assert len(packs) == 1 or cache.bytes_() > 0
@@ -85,15 +93,18 @@ def run(packs, lengths, tensors, padding=0, order=None, again=False):
     rides=st.lists(st.integers(1, 9), max_size=3),
     padding=st.integers(0, 3),
     again=st.booleans(),
+    window=st.none() | st.integers(1, 32),
+    sinks=st.booleans(),
 )
 @settings(max_examples=25, deadline=None)
-def test_slices_equal_the_whole_document(cuts, rides, padding, again):
+def test_slices_equal_the_whole_document(cuts, rides, padding, again, window, sinks):
     lengths = [30, *rides]
     cuts = [0, *sorted(cuts), 30]
     given_tensors = tensors(sum(lengths))
-    out, gradients = expected(lengths, *given_tensors)
+    options = {"window": window, "sinks": sinks}
+    out, gradients = expected(lengths, *given_tensors, **options)
     packs = packs_of(cuts, [(i, 0, n) for i, n in enumerate(lengths) if i > 0])
-    mine, mine_gradients = run(packs, lengths, given_tensors, padding, again=again)
+    mine, mine_gradients = run(packs, lengths, given_tensors, padding, again=again, **options)
     torch.testing.assert_close(mine, out)
     for one, other in zip(mine_gradients, gradients, strict=True):
         torch.testing.assert_close(one, other)
