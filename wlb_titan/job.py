@@ -26,6 +26,7 @@ from wlb_titan.cost.workload import CostModel, cost_model
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.in_flight import most_in_flight, one_document
+from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.peak import (
     BackwardPacks,
     RankMemory,
@@ -35,6 +36,7 @@ from wlb_titan.memory.peak import (
 )
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.packing import POLICIES, PackingPolicy
+from wlb_titan.packing.dp_merge import Merging, group_sizes
 from wlb_titan.packing.policy import OnOneRank, PassSeconds, here
 from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder
 from wlb_titan.pipeline.runs import PipelineRuns
@@ -175,6 +177,14 @@ class Job:
             )
         if self.strategy is not None:
             self.strategy.check(self.model, self.degrees.tensor)
+            if self._dp_merge is True and not self.strategy.merges:
+                raise PlanError(
+                    "Data-parallel ranks cannot share a document under the sharding policy "
+                    f"{self.sharding.name}, which exchanges tokens for heads among context-parallel ranks "
+                    "and would need a head for each of the ranks that share. Set wlb.sharding.policy to one "
+                    'that gathers keys, such as per_document, or dp_merge to "auto" or false.',
+                    setting="packing.dp_merge",
+                )
 
     @property
     def replica_micro_batches(self) -> int:
@@ -236,6 +246,54 @@ class Job:
             return None
         strategy: ContextStrategy = self.sharding.make(self.degrees.context, self.latency)
         return strategy
+
+    @property
+    def _dp_merge(self) -> bool | str:
+        """The packing policy's setting of this name; what has none never merges, nor do backward passes with
+        micro-batches of their own."""
+        wanted: bool | str = getattr(self.packing, "dp_merge", False)
+        return False if self.asymmetric else wanted
+
+    @cached_property
+    def merged(self) -> dict[int, Job]:
+        """This job as a micro-batch sees it that 1, 2, 4, ... data-parallel ranks share (DP-Merge).
+
+        They are together what a data-parallel rank is otherwise, with so many times the context-parallel
+        ranks; without context parallelism documents are divided `per_document`. There is only the job itself
+        where micro-batches are not shared.
+        """
+        jobs = {1: self}
+        if not self._dp_merge or (self.strategy is not None and not self.strategy.merges):
+            return jobs
+        sharding = self.sharding
+        if self.strategy is None:
+            sharding = STRATEGIES.configure("per_document", profile=self.sharding.profile)
+        for ranks in group_sizes(self.degrees.data):
+            degrees = replace(self.degrees, context=ranks * self.degrees.context)
+            try:
+                jobs[ranks] = replace(self, degrees=degrees, sharding=sharding)
+            except PlanError:  # a strategy that cannot have so many ranks
+                if self._dp_merge is True:
+                    raise
+                break
+        return jobs
+
+    @cached_property
+    def merging(self) -> dict[int, Merging]:
+        """What it means that so many data-parallel ranks share a micro-batch; empty where none do."""
+        found = {}
+        for ranks, job in self.merged.items():
+            if ranks > 1:
+                assert job.strategy is not None
+                found[ranks] = Merging(
+                    job.strategy, job.divisor, job.token_bytes.held / self.token_bytes.held
+                )
+        return found
+
+    @property
+    def token_bytes(self) -> TokenBytes:
+        """What a rank holds of each token of a micro-batch."""
+        return TokenBytes.of(self.model, self.degrees, self.memory, self.exchange)
 
     @cached_property
     def exchange(self) -> Exchange | None:
@@ -301,6 +359,7 @@ class Job:
         flow: Flow | None = None,
         slices: Sequence[Sequence[CachedSlice]] | None = None,
         backward: BackwardPacks | None = None,
+        sharers: Sequence[int] | None = None,
     ) -> tuple[RankMemory, ...]:
         """The peak of each pipeline rank.
 
@@ -309,6 +368,7 @@ class Job:
             flow: the order of their passes, in one run; None is the schedule's own.
             slices: of each micro-batch those whose keys and values are cached, where documents are sliced.
             backward: the micro-batches of backward passes, where these are others.
+            sharers: of each micro-batch the data-parallel ranks that share it; None: each is of one.
 
         Raises:
             PlanError: it cannot be predicted for this schedule.
@@ -322,10 +382,11 @@ class Job:
             run=None if flow is not None else self.run,
             settings=self.memory,
             layers=self.layers,
-            exchange=self.exchange,
             flow=flow,
             slices=slices,
             backward=backward,
+            sharers=sharers,
+            tokens={ranks: job.token_bytes for ranks, job in self.merged.items()},
         )
 
     def sliced_memory(self, tokens: int) -> tuple[RankMemory, ...]:
@@ -396,6 +457,7 @@ class Job:
             in_flight=lambda: self.most_in_flight,
             pass_seconds=self.pass_seconds,
             pipeline=pipeline,
+            merging=self.merging,
             on_one_rank=on_one_rank,
         )
 

@@ -10,8 +10,10 @@ Every rank computes the same plan from the same lengths, so a plan is never comm
 
 Where micro-batches are MicroPacks (policy `slim`) a document has "prefix" and "total" besides, and the plan
 has "order", of each data-parallel rank and pipeline rank what it runs, pass, micro-batch and stage:
-[[["F0.0", "F1.0", "B1.0", "B0.0"], ["F0.1", ...]], ...]. Under the asymmetric partition "backward" has the
-micro-batches of backward passes, as "micro_batches" has those of forward passes.
+[[["F0.0", "F1.0", "B1.0", "B0.0"], ["F0.1", ...]], ...]. A micro-batch that data-parallel
+ranks share stands there once for each of them, with "merged", these ranks: "documents" and "ranks" are the
+same for all, "length", "padding" and "workload" are a rank's own share. Under the asymmetric partition
+"backward" has the micro-batches of backward passes, as "micro_batches" has those of forward passes.
 """
 
 from __future__ import annotations
@@ -71,6 +73,9 @@ class CachedSlice(NamedTuple):
 class MicroBatch:
     """The documents of one forward and backward pass, in the order in which they lie in the sequence.
 
+    Several data-parallel ranks may share one (DP-Merge). Each then has an entry of its own with the same
+    documents, and length, padding and workload are its share of them.
+
     Attributes:
         dp_rank: data-parallel rank that runs it.
         index: its place among that rank's micro-batches of the step, from 0.
@@ -79,12 +84,14 @@ class MicroBatch:
         workload: predicted forward and backward work, in the cost model's unit.
         documents: int64 (n, 4), columns ID (position in the stream), START (first token of this piece
             within the document), LENGTH (tokens), DELAY (iterations since the piece arrived).
-        sharding: name of the sharding chosen for it; None without context parallelism.
+        sharding: name of the sharding chosen for it; None where a single rank has all of it.
         ranks: per context-parallel rank an int64 (m, 3), columns DOCUMENT (row of `documents`), OFFSET
             (first token within that piece), COUNT (tokens), in the order in which the rank holds them;
-            what is left of the rank's length / context_parallel tokens is padding, at its end.
+            what is left of the rank's length / context_parallel tokens is padding, at its end. Where
+            data-parallel ranks share it, those of the first of them, then those of the second, ...
         slices: int64 (n, 2), of each row of `documents` PREFIX (tokens of the piece before it, which other
             micro-batches have) and TOTAL (tokens of the whole piece); None where documents are not sliced.
+        merged: the data-parallel ranks that share it, `dp_rank` among them; empty where it is that rank's.
     """
 
     dp_rank: int
@@ -96,6 +103,17 @@ class MicroBatch:
     sharding: str | None = None
     ranks: tuple[NDArray[np.int64], ...] | None = None
     slices: NDArray[np.int64] | None = None
+    merged: range = range(0)
+
+    @property
+    def sharers(self) -> int:
+        """Data-parallel ranks that share it."""
+        return len(self.merged) or 1
+
+    @property
+    def shared_length(self) -> int:
+        """Tokens of all its sharers, padding included."""
+        return self.length * self.sharers
 
     @property
     def prefix(self) -> NDArray[np.int64] | None:
@@ -126,6 +144,8 @@ class MicroBatch:
         if self.slices is not None:
             for document, (prefix, total) in zip(record["documents"], self.slices.tolist(), strict=True):
                 document |= {"prefix": prefix, "total": total}
+        if self.merged:
+            record["merged"] = list(self.merged)
         if self.ranks is not None:
             record["sharding"] = self.sharding
             record["ranks"] = [rank.tolist() for rank in self.ranks]
@@ -179,6 +199,11 @@ class Plan:
         return max(m.length for micro_batches in self.by_pass for m in micro_batches)
 
     @property
+    def packs(self) -> tuple[MicroBatch, ...]:
+        """The micro-batches without repetition: of one that ranks share only the first rank's."""
+        return tuple(m for m in self.micro_batches if not m.merged or m.dp_rank == m.merged[0])
+
+    @property
     def tokens(self) -> int:
         """Tokens of documents, padding left out."""
         return sum(micro_batch.length - micro_batch.padding for micro_batch in self.micro_batches)
@@ -186,7 +211,7 @@ class Plan:
     @property
     def document_lengths(self) -> NDArray[np.int64]:
         """int64 (n,), tokens of the pieces of documents that the step trains, slices put together."""
-        return np.concatenate([micro_batch.document_lengths for micro_batch in self.micro_batches])
+        return np.concatenate([micro_batch.document_lengths for micro_batch in self.packs])
 
     @property
     def padding(self) -> int:
@@ -196,7 +221,7 @@ class Plan:
     @property
     def delay(self) -> float:
         """Iterations that a token waited, averaged over the step's tokens."""
-        waited = sum(int(m.documents[:, LENGTH] @ m.documents[:, DELAY]) for m in self.micro_batches)
+        waited = sum(int(m.documents[:, LENGTH] @ m.documents[:, DELAY]) for m in self.packs)
         return waited / self.tokens
 
     @property

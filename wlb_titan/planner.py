@@ -7,7 +7,7 @@ and the pieces that wait, the same on every rank: a job can go on with another d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from wlb_titan.documents import Documents
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing import PackingJob, PackingPolicy, assignment
+from wlb_titan.packing.dp_merge import Merging
 from wlb_titan.packing.policy import OnOneRank, Pack, Packing, PassSeconds, here
 from wlb_titan.pipeline.runs import PipelineRuns
 from wlb_titan.pipeline.schedule import PipelineShape
@@ -40,7 +41,7 @@ class Planner:
         packing: the packing policy's settings.
         cost_model: predicts the work of a document.
         strategy: divides each micro-batch over context-parallel ranks; None without context parallelism.
-        shape, in_flight, pass_seconds: as of `PackingJob`, there `pipeline` and these.
+        shape, in_flight, pass_seconds, merging: as of `PackingJob`, there `pipeline` and these.
         pipeline: how a data-parallel rank's micro-batches go through its pipeline; None without one.
         on_one_rank: as of `PackingJob`.
 
@@ -64,6 +65,7 @@ class Planner:
         in_flight: Callable[[], int | None],
         pass_seconds: PassSeconds,
         pipeline: PipelineRuns | None,
+        merging: Mapping[int, Merging],
         on_one_rank: OnOneRank = here,
     ) -> None:
         self._stream = DocumentStream(
@@ -84,6 +86,7 @@ class Planner:
             pipeline=shape,
             in_flight=in_flight,
             pass_seconds=pass_seconds,
+            merging=merging,
             on_one_rank=on_one_rank,
         )
         self._policy: PackingPolicy = packing.make(self._stream, job)
@@ -98,6 +101,7 @@ class Planner:
         self._micro_batches = micro_batches
         self._data_parallel = data_parallel
         self._strategy = strategy
+        self._merging = merging
         self._pipeline = pipeline
         self._divisor = divisor
         self._longest = longest // divisor * divisor
@@ -119,7 +123,7 @@ class Planner:
         mixture = self._stream.mixture
         if not mixture.sources[0].name:
             return {}
-        documents = np.concatenate([m.documents for m in plan.micro_batches])
+        documents = np.concatenate([m.documents for m in plan.packs])
         tokens = np.bincount(
             mixture.sources_of(documents[:, ID]), documents[:, LENGTH], len(mixture.sources)
         ).astype(np.int64)
@@ -132,7 +136,7 @@ class Planner:
 
     def labels(self, plan: Plan) -> int:
         """Tokens of a step that have a label: the next token of their document, so all but its very last."""
-        pieces = np.concatenate([micro_batch.documents for micro_batch in plan.micro_batches])
+        pieces = np.concatenate([micro_batch.documents for micro_batch in plan.packs])
         last = pieces[:, START] + pieces[:, LENGTH] == self._stream.lengths_of(pieces[:, ID])
         return plan.tokens - int(np.count_nonzero(last))
 
@@ -231,6 +235,7 @@ class Planner:
         sharded: int | None,
     ) -> tuple[MicroBatch, ...]:
         """The packs as micro-batches of the data-parallel ranks that they are assigned to."""
+        merged = sharing_ranks(assigned, len(packing.packs))
         return tuple(
             self._micro_batch(
                 dp_rank,
@@ -239,6 +244,7 @@ class Planner:
                 None if packing.slices is None else packing.slices[pack],
                 float(workloads[pack]),
                 shard=sharded is None or sharded == dp_rank,
+                merged=merged[pack],
             )
             for dp_rank, packs in enumerate(assigned)
             for index, pack in enumerate(packs)
@@ -253,16 +259,36 @@ class Planner:
         work: float,
         *,
         shard: bool,
+        merged: range,
     ) -> MicroBatch:
+        strategy, divisor, sharers = self._strategy, self._divisor, len(merged) or 1
+        if merged:
+            strategy, divisor = self._merging[sharers].strategy, self._merging[sharers].divisor
         tokens = int(documents[:, LENGTH].sum())
         length = self._stream.window if self.fixed_length else tokens
-        length = -(-length // self._divisor) * self._divisor
+        length = -(-length // divisor) * divisor
         sharding: str | None = None
         ranks: Sharding | None = None
-        if self._strategy is not None and shard:
+        if strategy is not None and shard:
             name = f"Micro-batch {index} of data-parallel rank {dp_rank}"
             prefix = None if slices is None else slices[:, PREFIX]
-            sharding, ranks = self._strategy.shard(
-                documents[:, LENGTH], length, prefix=prefix, micro_batch=name
-            )
-        return MicroBatch(dp_rank, index, length, length - tokens, work, documents, sharding, ranks, slices)
+            sharding, ranks = strategy.shard(documents[:, LENGTH], length, prefix=prefix, micro_batch=name)
+        place = dp_rank - merged.start if merged else 0
+        padding = (length - tokens + place) // sharers  # equal but for one token, and together all of it
+        return MicroBatch(
+            dp_rank, index, length // sharers, padding, work, documents, sharding, ranks, slices, merged
+        )
+
+
+def sharing_ranks(assigned: Sequence[Sequence[int]], packs: int) -> list[range]:
+    """Of each pack the data-parallel ranks that share it, consecutive ones; empty where it is of one rank.
+
+    Args:
+        assigned: of each rank the numbers of its packs.
+        packs: how many there are.
+    """
+    having: list[list[int]] = [[] for _ in range(packs)]
+    for rank, own in enumerate(assigned):
+        for pack in own:
+            having[pack].append(rank)
+    return [range(ranks[0], ranks[-1] + 1) if len(ranks) > 1 else range(0) for ranks in having]

@@ -60,7 +60,7 @@ class Summary:
             lost += plan.lost_tokens
             if plan.gap is not None:
                 gap = max(plan.gap, gap or 0.0)
-            documents = np.concatenate([m.documents for m in plan.micro_batches])
+            documents = np.concatenate([m.documents for m in plan.packs])
             step = np.bincount(documents[:, DELAY], documents[:, LENGTH]).astype(np.int64)
             delays = np.pad(delays, (0, max(0, len(step) - len(delays))))
             delays[: len(step)] += step

@@ -139,14 +139,16 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def make_corpus(texts: Path, output: Path) -> None:
-    """400 documents of 4 to 1,500 words out of 200, so that something can be learned; most are short."""
+def make_corpus(texts: Path, output: Path, lengths=None) -> None:
+    """Documents of so many words out of 200, so that something can be learned; if not given, 400 documents of
+    4 to 1,500 words, most of them short."""
     from wlb_titan.corpus.prepare import prepare_corpus
     from wlb_titan.corpus.settings import PrepareSettings
 
     random = np.random.default_rng(0)
     words = [f"w{i:03d}" for i in range(200)]
-    lengths = np.clip(random.lognormal(4.0, 1.2, size=400), 4, 1500).astype(int)
+    if lengths is None:
+        lengths = np.clip(random.lognormal(4.0, 1.2, size=400), 4, 1500).astype(int)
     with open(texts, "w") as file:
         for length in lengths:
             text = " ".join(words[i] for i in np.minimum(random.geometric(0.05, size=length), 200) - 1)

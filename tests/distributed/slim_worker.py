@@ -1,7 +1,7 @@
 """Trains steps of slices in many layouts, one after the other in the same processes, beside a plain process.
 
-`slim_worker.py JOBS.json`, with what torchrun sets in the environment. The file holds "corpus", "results"
-(the file to write) and "cases" (a name and arguments each). The plain process has every document of a step
+`slim_worker.py JOBS.json`, with what torchrun sets in the environment. The file holds "results" (the file to
+write) and "cases" (a name, a corpus and arguments each). The plain process has every document of a step
 whole and by itself, and slices nothing.
 """
 
@@ -35,12 +35,15 @@ class SlimTrainer(WorkerTrainer):
         self.loss = loss
 
 
-def build(corpus, name, *, schedule="1F1B", pp=1, cp=1, tp=1, dp=1, sharding, slim, compiled, **options):
+def build(
+    corpus, name, *, schedule="1F1B", pp=1, cp=1, tp=1, dp=1, replicate=1, sharding, slim, compiled, **options
+):
     degrees = {
         "pipeline_parallel_degree": pp,
         "context_parallel_degree": cp,
         "tensor_parallel_degree": tp,
         "data_parallel_shard_degree": dp,
+        "data_parallel_replicate_degree": replicate,
     }
     folder = os.path.join(os.path.dirname(corpus), "runs", name)
     config = make_config(
@@ -49,7 +52,7 @@ def build(corpus, name, *, schedule="1F1B", pp=1, cp=1, tp=1, dp=1, sharding, sl
         layers=4,
         schedule=schedule,
         degrees=degrees,
-        micro_batches=4 // dp,
+        micro_batches=4 // (dp * replicate),
         vocabulary=VOCABULARY,
         **options,
     )
@@ -57,7 +60,7 @@ def build(corpus, name, *, schedule="1F1B", pp=1, cp=1, tp=1, dp=1, sharding, sl
     config.training.max_norm = 1e9
     config.metrics.log_freq = 1
     config.compile.enable, config.compile.backend = compiled, "aot_eager"
-    config.wlb.packing = POLICIES.configure("slim", cost_model="quadratic:1,1000", **slim)
+    config.wlb.packing = POLICIES.configure("slim", **{"cost_model": "quadratic:1,1000", **slim})
     config.wlb.sharding = STRATEGIES.configure(**sharding)
     return config, SlimTrainer(config)
 
@@ -65,7 +68,7 @@ def build(corpus, name, *, schedule="1F1B", pp=1, cp=1, tp=1, dp=1, sharding, sl
 def whole_documents(trainer, plan):
     """The pieces that a plan trains, each as a sequence of its own."""
     sequences = []
-    for m in plan.micro_batches:
+    for m in plan.packs:
         for document, slices in zip(m.documents, m.slices, strict=True):
             if slices[PREFIX] > 0:
                 continue
@@ -81,7 +84,7 @@ def whole_documents(trainer, plan):
     return sequences
 
 
-def run_case(corpus, *, name, steps=1, sharding=None, slim=None, compiled=False, **options):
+def run_case(*, corpus, name, steps=1, sharding=None, slim=None, compiled=False, **options):
     """Records of steps: loss and its reference, the worst error of a gradient, and how long packs are."""
     config, trainer = build(
         corpus, name, sharding=sharding or {"name": "per_sequence"}, slim=slim, compiled=compiled, **options
@@ -102,6 +105,7 @@ def run_case(corpus, *, name, steps=1, sharding=None, slim=None, compiled=False,
             record["error"], record["worst"] = differences(gradients, expected)
             record["longest_pack"] = max(m.length for m in plan.micro_batches)
             record["longest_document"] = int(plan.document_lengths.max())
+            record["merged"] = [list(m.merged) for m in plan.packs if m.merged]
         records.append(record)
     trainer.close()
     return records
@@ -112,7 +116,7 @@ def main():
         jobs = json.load(file)
     results = {}
     for case in jobs["cases"]:
-        results[case["name"]] = run_case(jobs["corpus"], **case)
+        results[case["name"]] = run_case(**case)
         if dist.get_rank() == 0:
             with open(jobs["results"], "w") as file:
                 json.dump(results, file)

@@ -53,15 +53,36 @@ CASES = {
     },
     "dp4": {"dp": 4, "slim": {"micropacks": 4, "solver": "milp", "time_limit": 0.5}},
 }
+# The longest document is beyond a data-parallel rank's share of the work.
+MERGE = {"micropacks": 6, "dp_merge": True, "cost_model": "quadratic:1,10"}
+MERGED = {
+    "pp2_dp2_merged": {"pp": 2, "dp": 2, "slim": MERGE, "checkpointing": "selective"},
+    "pp2_dp2_merged_interleaved": {**INTERLEAVED, "dp": 2, "slim": MERGE, "checkpointing": "full"},
+    "dp4_merged_compiled": {"dp": 4, "slim": MERGE, "compiled": True},
+    "dp4_hsdp_merged": {"dp": 2, "replicate": 2, "slim": {**MERGE, "cost_model": "quadratic:1,100"}},
+    "dp2_cp2_merged": {
+        "dp": 2,
+        "cp": 2,
+        "slim": MERGE,
+        "sharding": {"name": "hybrid", "gather_groups": 2},
+        "checkpointing": "selective",
+    },
+    "dp2_tp2_merged": {"dp": 2, "tp": 2, "slim": MERGE},
+}
+CASES |= MERGED
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("slim")
     make_corpus(folder / "documents.jsonl", folder / "corpus")
+    make_corpus(folder / "outliers.jsonl", folder / "outliers", lengths=([125] + [8] * 40) * 10)
     jobs, results = folder / "jobs.json", folder / "results.json"
-    cases = [{"name": name, **case} for name, case in CASES.items()]
-    jobs.write_text(json.dumps({"corpus": str(folder / "corpus"), "results": str(results), "cases": cases}))
+    cases = [
+        {"name": name, "corpus": str(folder / ("outliers" if name in MERGED else "corpus")), **case}
+        for name, case in CASES.items()
+    ]
+    jobs.write_text(json.dumps({"results": str(results), "cases": cases}))
     launch = subprocess.run(
         torchrun(4, str(TESTS / "slim_worker.py"), str(jobs)),
         capture_output=True,
@@ -88,6 +109,12 @@ def test_gradients_equal_one_process(results, name):
 def test_documents_were_sliced(results):
     for name, records in results.items():
         assert all(r["longest_pack"] < 0.9 * r["longest_document"] for r in records), name
+
+
+def test_documents_were_shared(results):
+    groups = {name: {tuple(ranks) for ranks in results[name][0]["merged"]} for name in MERGED}
+    assert groups.pop("dp4_merged_compiled") == {(0, 1, 2, 3)}
+    assert set(map(frozenset, groups.values())) == {frozenset({(0, 1)})}
 
 
 def test_a_run_goes_on_where_its_checkpoint_was_and_its_trace_has_every_pass(lab):

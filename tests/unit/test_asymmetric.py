@@ -246,6 +246,7 @@ def test_as_much_is_in_flight_as_with_full_checkpointing():
         ({"memory": MemorySettings()}, "beside selective checkpointing", "packing.asymmetric"),
         ({"pipeline": 1}, "there is no pipeline", "packing.asymmetric"),
         ({"packing": slim(solver="milp")}, "has nothing to solve", "packing.solver"),
+        ({"packing": slim(dp_merge=True)}, "all documents lie in one line", "packing.dp_merge"),
         ({"packing": slim(micropacks=300)}, "cannot be cut into 300 MicroPacks", "packing.micropacks"),
     ],
 )

@@ -13,10 +13,11 @@ from test_simulator import CLUSTER, MODEL, PAIRS
 from wlb_titan.cost.quadratic import Quadratic
 from wlb_titan.cost.workload import cost_model, workload
 from wlb_titan.errors import PlanError
+from wlb_titan.packing.dp_merge import shares
 from wlb_titan.packing.micropacks import Bins, micropacks, place_greedily
 from wlb_titan.packing.micropacks_milp import SolvedPlacing
 from wlb_titan.packing.slices import PrefixWork, kind
-from wlb_titan.packing.slim import Slim, by_work
+from wlb_titan.packing.slim import Slim
 from wlb_titan.pipeline.graph import PipelineGraph
 from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import DELAY, ID, LENGTH, PREFIX, START, TOTAL
@@ -184,9 +185,9 @@ def test_without_a_pipeline_a_document_goes_backward_as_soon_as_it_can():
 
 @given(works=st.lists(st.integers(1, 50), min_size=4, max_size=30), ranks=st.integers(1, 4))
 def test_ranks_get_nearly_the_same_work(works, ranks):
-    shares = by_work(np.array(works, dtype=float), ranks)
-    assert sorted(np.concatenate(shares).tolist()) == list(range(len(works)))
-    loads = [sum(works[i] for i in share) for share in shares]
+    found = shares(np.array(works, dtype=float), ranks).own
+    assert sorted(np.concatenate(found).tolist()) == list(range(len(works)))
+    loads = [sum(works[i] for i in share) for share in found]
     assert max(loads) - min(loads) <= max(works)
 
 

@@ -89,6 +89,11 @@ def test_a_document_that_fits_in_no_order_is_refused(load):
             "asymmetric = true",
             "wlb.packing.asymmetric = true: .* It is for jobs that need full checkpointing",
         ),
+        ('dp_merge = "no"', 'dp_merge = "no": expected true or false or one of "auto"'),
+        (
+            'dp_merge = true\n[wlb.sharding]\npolicy = "ulysses"',
+            "wlb.packing.dp_merge = true: Data-parallel ranks cannot share .* ulysses, which",
+        ),
         ("ZBVZeroBubble", "pipeline_parallel_schedule = .*ZBVZeroBubble, in whose order"),
     ],
 )
@@ -96,6 +101,8 @@ def test_what_cannot_run_is_refused_by_its_key(load, change, message):
     from wlb_titan.errors import UserError
 
     text = PIPELINE.replace("1F1B", change) if change.startswith("ZBV") else PIPELINE + change
+    if "ulysses" in change:
+        text = text.replace("[wlb.packing]", "context_parallel_degree = 2\n[wlb.packing]")
     with pytest.raises(UserError, match=message):
         load(text + ('\n[activation_checkpoint]\nclass = "FullAC"' if change.startswith("ZBV") else ""))
 

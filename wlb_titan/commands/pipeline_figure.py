@@ -70,7 +70,7 @@ def pipeline_spans(
     back, model = backward_run or run, job.cost_model
     of_backward = model.recomputed if job.asymmetric else model.backward
     forward, backward = (
-        np.array([slice_work(work, m.documents, m.slices).sum() for m in packs])
+        np.array([slice_work(work, m.documents, m.slices).sum() / m.sharers for m in packs])
         for work, packs in ((model.forward, run), (of_backward, back))
     )
     times = PassTimes.equal_stages(forward[:, None], backward[:, None], job.shape)

@@ -76,7 +76,8 @@ def rank_times(micro_batches: Sequence[MicroBatch], job: Job) -> list[RankTimes]
 
 
 def planned_rank_times(job: Job, documents: Documents, steps: int) -> list[RankTimes]:
-    """All sharding policies on the first `SHOWN` micro-batches that the job makes in so many steps.
+    """All sharding policies on the first `SHOWN` micro-batches that the job makes in so many steps, without
+    those that data-parallel ranks share.
 
     Raises:
         PlanError: a micro-batch cannot be shared by the ranks.
@@ -84,7 +85,7 @@ def planned_rank_times(job: Job, documents: Documents, steps: int) -> list[RankT
     planner = job.planner(documents)
     micro_batches: list[MicroBatch] = []
     for _ in range(min(steps, -(-SHOWN // job.micro_batches))):
-        micro_batches += planner.next().micro_batches
+        micro_batches += [m for m in planner.next().micro_batches if not m.merged]
     return rank_times(micro_batches[:SHOWN], job)
 
 

@@ -38,6 +38,7 @@ class AllGather(ContextStrategy):
         the key heads of a tensor-parallel rank."""
 
     attention = "wlb_titan.runtime.all_gather:AllGatherAttention"
+    merges = True
 
     def __init__(self, config: Any, ranks: int, latency: AttentionLatency) -> None:
         super().__init__(config, ranks, latency)

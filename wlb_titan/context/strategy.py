@@ -99,6 +99,8 @@ class ContextStrategy(Plugin, ABC):
 
     Attributes:
         attention: "module:Class" of the half that moves tensors; see `runtime/attention.py`.
+        merges: whether data-parallel ranks may join its ranks for some micro-batches (DP-Merge): if it works
+            on any number of them, wherever they are.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -112,6 +114,7 @@ class ContextStrategy(Plugin, ABC):
         cluster's own figures."""
 
     attention: ClassVar[str]
+    merges: ClassVar[bool] = False
 
     def __init__(self, config: Any, ranks: int, latency: AttentionLatency) -> None:
         self.ranks = ranks

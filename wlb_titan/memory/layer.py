@@ -77,6 +77,12 @@ class TokenBytes:
     cached: float
     cached_gradients: float
 
+    @property
+    def held(self) -> float:
+        """Of one layer and a document in slices, all that it may hold of a token at once besides the pass at
+        hand."""
+        return self.kept + self.cached + self.cached_gradients
+
     @classmethod
     def of(
         cls, model: ModelShape, degrees: Degrees, settings: MemorySettings, exchange: Exchange | None = None

@@ -40,11 +40,10 @@ the length of micro-batches (L_max) where none is set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from wlb_titan.context import Exchange
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
@@ -149,10 +148,11 @@ def pipeline_memory(
     run: int | None = None,
     settings: MemorySettings | None = None,
     layers: Sequence[int] | None = None,
-    exchange: Exchange | None = None,
     flow: Flow | None = None,
     slices: Sequence[Sequence[CachedSlice]] | None = None,
     backward: BackwardPacks | None = None,
+    sharers: Sequence[int] | None = None,
+    tokens: Mapping[int, TokenBytes] | None = None,
 ) -> tuple[RankMemory, ...]:
     """The peak memory of every pipeline rank over one step.
 
@@ -166,10 +166,12 @@ def pipeline_memory(
         run: micro-batches that go through the pipeline together; None: all.
         settings: data types and checkpointing; None takes bfloat16 with selective checkpointing.
         layers: of each stage; None divides them as torchtitan does.
-        exchange: what context parallelism holds; None: the keys and values of all ranks, gathered.
         flow: what the ranks run, where that is not the schedule's own order; then all is one run.
         slices: of each micro-batch those whose keys and values are cached, where documents are sliced.
         backward: the micro-batches of backward passes, where these are others.
+        sharers: of each micro-batch the data-parallel ranks that share it; None: each is of one.
+        tokens: what a rank holds of each token of a micro-batch, by how many data-parallel ranks share it;
+            None: what it does without sharing, if context parallelism gathers keys and values of all ranks.
 
     Returns:
         One `RankMemory` a pipeline rank.
@@ -180,13 +182,14 @@ def pipeline_memory(
     settings = settings or MemorySettings()
     shape = PipelineShape(schedule, degrees.pipeline, chunks, splits=settings.checkpointing == "none")
     layers = tuple(layers or layers_of_stages(model.layers, shape.stages))
+    tokens = tokens or {1: TokenBytes.of(model, degrees, settings)}
     run = run or len(lengths)
     runs = [lengths[first : first + run] for first in range(0, len(lengths), run)]
     result = []
     for rank in range(shape.ranks):
-        one = _Rank(model, degrees, settings, shape, layers, rank, exchange)
+        one = _Rank(model, degrees, settings, shape, layers, rank, tokens)
         own = None if flow is None else flow[rank]
-        peaks = [one.peak(each, i > 0, own, slices, backward) for i, each in enumerate(runs)]
+        peaks = [one.peak(each, i > 0, own, slices, backward, sharers) for i, each in enumerate(runs)]
         result.append(max(peaks, key=lambda peak: peak.total))
     return tuple(result)
 
@@ -280,18 +283,22 @@ class _Rank:
         shape: PipelineShape,
         layers: Sequence[int],
         rank: int,
-        exchange: Exchange | None,
+        tokens: Mapping[int, TokenBytes],
     ) -> None:
         self._model, self._degrees, self._settings = model, degrees, settings
         self._shape, self._layers, self._number = shape, layers, rank
         self._stages = shape.stages_of(rank)
         self._last = len(layers) - 1
         self._own_layers = sum(layers[stage] for stage in self._stages)
-        self._bytes = TokenBytes.of(model, degrees, settings, exchange)
+        self._tokens = tokens
         self._parameters = rank_parameters(model, layers, self._stages)
         shards = degrees.tensor * degrees.sharding_ranks
         self._shard = self._parameters / shards * settings.parameter_bytes  # bytes of this GPU's weights
-        self._kept = {stage: self._bytes.kept * layers[stage] + self._output(stage) for stage in self._stages}
+        self._kept = {
+            (sharers, stage): token.kept * layers[stage] + self._output(token, stage)
+            for sharers, token in tokens.items()
+            for stage in self._stages
+        }
 
     def peak(
         self,
@@ -300,22 +307,29 @@ class _Rank:
         actions: Sequence[Action] | None = None,
         slices: Sequence[Sequence[CachedSlice]] | None = None,
         backward: BackwardPacks | None = None,
+        sharers: Sequence[int] | None = None,
     ) -> RankMemory:
         """Its fullest pass in one run.
 
         Args:
-            lengths: tokens of the run's micro-batches.
+            lengths: tokens of the run's micro-batches, of those that ranks share a rank's share.
             reduced: whether gradients were reduced before it.
             actions: what the rank runs; None is the schedule's own order.
             slices: of each micro-batch; None where documents are not sliced.
             backward: the micro-batches of backward passes, where these are others.
+            sharers: of each micro-batch; None: each is of one data-parallel rank.
         """
-        token, kept = self._bytes, self._kept
+        cache = SliceCache(self._tokens[1], self._layers)
+        sharers = sharers or [1] * len(lengths)
+        live = sum(
+            self._tokens[ranks].inputs * ranks * length
+            for ranks, length in zip(sharers, lengths, strict=True)
+        )
+        kept = self._kept
         if backward is not None:
-            states = kept_states(self._layers)
-            kept = {stage: token.hidden * states[stage] for stage in self._stages}
-        cache = SliceCache(token, self._layers)
-        live = token.inputs * (sum(lengths) + sum(backward.lengths if backward else ()))
+            states, token = kept_states(self._layers), self._tokens[1]
+            kept = {(1, stage): token.hidden * states[stage] for stage in self._stages}
+            live += token.inputs * sum(backward.lengths)
         tokens = 0
         went_back: set[int] = set()  # stages that have gradients
         most = -1.0
@@ -328,22 +342,23 @@ class _Rank:
                     continue
                 kind = "B"
             again = backward if kind != "F" else None
-            length = again.lengths[place] if again else lengths[place]
+            token, own = self._tokens[sharers[place]], again.lengths[place] if again else lengths[place]
+            length = own * sharers[place]
             cached = again.slices[place] if again else () if slices is None else slices[place]
             at_hand = loss = 0.0
             beside = cache.begin(action, cached, length)
             if kind == "I":
                 live += length * token.waiting * self._layers[stage]
             if kind == "F":
-                live += length * kept[stage]
-                tokens += length
+                live += length * kept[sharers[place], stage]
+                tokens += own
                 at_hand = length * token.forward
                 if backward is not None:
-                    at_hand += length * self._output(stage)
+                    at_hand += length * self._output(token, stage)
                 elif stage == self._last and token.loss > token.forward:
                     at_hand, loss = 0.0, length * token.loss
             elif backward is not None:
-                at_hand, loss = self._put_together(stage, length)
+                at_hand, loss = self._put_together(token, stage, length)
             elif kind != "W":
                 at_hand = length * token.backward
             key = len(went_back), loss > 0
@@ -357,8 +372,8 @@ class _Rank:
             if kind == "W":
                 live -= length * token.waiting * self._layers[stage]
             if kind in ("B", "W"):  # I frees nothing that counts
-                live -= length * kept[stage]
-                tokens -= length
+                live -= length * kept[sharers[place], stage]
+                tokens -= own
                 went_back.add(stage)
                 if self._degrees.pipeline == 1:
                     reduced = True
@@ -393,17 +408,16 @@ class _Rank:
             tokens=tokens,
         )
 
-    def _put_together(self, stage: int, length: int) -> tuple[float, float]:
+    def _put_together(self, token: TokenBytes, stage: int, length: int) -> tuple[float, float]:
         """Bytes at hand in a backward pass with tokens of several forward passes, and of the loss."""
-        token = self._bytes
-        ends = token.hidden + self._output(stage)  # of the stage, its input and its output
+        ends = token.hidden + self._output(token, stage)  # of the stage, its input and its output
         if stage == self._last and token.loss > token.backward:
             return length * ends, length * token.loss
         return length * (ends + token.backward), 0.0
 
-    def _output(self, stage: int) -> float:
+    def _output(self, token: TokenBytes, stage: int) -> float:
         """Bytes a token of what a stage hands on, which it keeps as well."""
-        return self._bytes.gathered if stage == self._last else self._bytes.hidden
+        return token.gathered if stage == self._last else token.hidden
 
     def _gathered(self, went_back: set[int], *, in_loss: bool) -> float:
         """Bytes of weights and gradients that FSDP has together besides the shards."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -15,6 +15,7 @@ from wlb_titan.cost.workload import CostModel
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.peak import LONGEST
+from wlb_titan.packing.dp_merge import Merging
 from wlb_titan.packing.slices import Parts, WorkOf, slice_work
 from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import Flow
@@ -60,7 +61,7 @@ class Packing:
             a proven optimum.
         slices: int64 (n, 2) for each pack, as of `MicroBatch.slices`; None where no document is sliced.
         assigned: of each data-parallel rank the numbers of its packs in the order of running, where the
-            policy decides on that.
+            policy decides on that. A pack that ranks share (DP-Merge) stands at the same place of each.
         backward: the packs of backward passes, in that order, where these are others than those of forward
             passes.
     """
@@ -73,10 +74,19 @@ class Packing:
     backward: Packing | None = None
 
     def work(self, work_of: WorkOf) -> Floats:
-        """float64 (packs,), by a work of whole documents such as `CostModel.forward`."""
+        """float64 (packs,), of each rank that has a pack, by a work of whole documents such as
+        `CostModel.forward`."""
         slices = None if self.slices is None else np.concatenate(self.slices)
         firsts = np.cumsum([0] + [len(pack) for pack in self.packs[:-1]])
-        return np.add.reduceat(slice_work(work_of, np.concatenate(self.packs), slices), firsts)
+        whole = np.add.reduceat(slice_work(work_of, np.concatenate(self.packs), slices), firsts)
+        return whole / self.sharers
+
+    @property
+    def sharers(self) -> NDArray[np.int64]:
+        """int64 (packs,), data-parallel ranks that share each pack."""
+        if self.assigned is None:
+            return np.ones(len(self.packs), dtype=np.int64)
+        return np.bincount(np.concatenate(self.assigned), minlength=len(self.packs))
 
     def pass_work(self, model: CostModel) -> tuple[Floats, Floats]:
         """float64 (packs,) each, work of forward passes and of backward passes, which compute the forward
@@ -92,8 +102,8 @@ class Packing:
 
 
 PassSeconds = Callable[[Packing], tuple[Floats, Floats]]
-"""float64 (packs,) each: how long forward and backward passes take, in any unit; the latter of the packs of
-backward passes."""
+"""float64 (packs,) each: how long forward and backward passes take on each rank that has a pack, in any
+unit; the latter of the packs of backward passes."""
 
 
 OnOneRank = Callable[[Callable[[], Answer]], Answer]
@@ -124,6 +134,7 @@ class PackingJob:
             as memory allows; None where that is not predicted. Raises PlanError where not even a document of
             the window fits.
         pass_seconds: predicts the passes of packs; None where only their work is known.
+        merging: by how many data-parallel ranks may share a pack, what that means; empty where none may.
         on_one_rank: asks what may differ from rank to rank.
     """
 
@@ -135,6 +146,7 @@ class PackingJob:
     pipeline: PipelineShape = NO_PIPELINE
     in_flight: Callable[[], int | None] = _unknown
     pass_seconds: PassSeconds | None = None
+    merging: Mapping[int, Merging] = field(default_factory=dict)
     on_one_rank: OnOneRank = here
 
 

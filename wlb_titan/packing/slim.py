@@ -1,16 +1,17 @@
 """`slim`: long documents in slices, so that packs are many and alike and nothing waits (SlimPack, 4.1).
 
 Documents arrive a global batch at a time, whole and in pieces of at most a context window. Phase 1 gives each
-data-parallel rank documents of nearly the same work, phase 2 makes them into M MicroPacks (`micropacks.py`),
-and PackFlow orders their passes (`packflow.py`). M is the same on all ranks and in all steps. `auto` tries
-numbers on a logarithmic scale, on steps that it packs and runs ahead of time, and takes the fewest that come
-within 1 % of the shortest step: short packs lose time that the model of work does not know.
+data-parallel rank documents of nearly the same work, of which ranks may share the heaviest (`dp_merge.py`),
+phase 2 makes them into M MicroPacks (`micropacks.py`), and PackFlow orders their passes (`packflow.py`). M is
+the same on all ranks and in all steps. `auto` tries numbers on a logarithmic scale, on steps that it packs
+and runs ahead of time, and takes the fewest that come within 1 % of the shortest step: short packs lose time
+that the model of work does not know.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -23,10 +24,11 @@ from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.arrivals import Arrivals, delayed
 from wlb_titan.packing.asymmetric import Line, asymmetric, last_needed
+from wlb_titan.packing.dp_merge import Merge, Shares, best_shares, numbers_of_packs, shares
 from wlb_titan.packing.micropacks import MOST_TRIED, Bins, Placing, micropacks, place_greedily
 from wlb_titan.packing.micropacks_milp import SolvedPlacing
 from wlb_titan.packing.policy import Pack, Packing, PackingJob, PackingPolicy
-from wlb_titan.packing.slices import MicroPack, PrefixWork, sliced_document
+from wlb_titan.packing.slices import MicroPack, PrefixWork, Slice, sliced_document
 from wlb_titan.pipeline.packflow import SCHEDULES, Packs, Schedule, backward_order, forward_needed, packflow
 from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import LENGTH, START, Action, Flow
@@ -61,8 +63,8 @@ class Slim(PackingPolicy):
     class Config(PackingPolicy.Config):
         free = (
             *PackingPolicy.Config.free,
-            *("cost_model", "micropacks", "slack", "tokens_in_flight", "solver", "time_limit", "gap"),
-            "asymmetric",
+            *("cost_model", "micropacks", "slack", "tokens_in_flight", "dp_merge", "solver", "time_limit"),
+            *("gap", "asymmetric"),
         )
 
         micropacks: Annotated[int, Interval(ge=1, le=MOST_MICROPACKS)] | Literal["auto"] = "auto"
@@ -77,6 +79,11 @@ class Slim(PackingPolicy):
         tokens_in_flight: Annotated[int, Ge(1)] | None = None
         """Most tokens that a pipeline rank may have in flight, whatever `slack` says; but always as many as
         one document has. "none" is what is predicted to fit the device's memory."""
+
+        dp_merge: bool | Literal["auto"] = "auto"
+        """Whether several data-parallel ranks share a document of more work than one of them should have in
+        a step, as context parallelism does. `auto` does so in the steps that are predicted to get shorter,
+        "true" in all that have such a document. Not with `ulysses` and `ulysses_gather`."""
 
         solver: Literal["greedy", "milp"] = "greedy"
         """What puts short documents beside slices: longest processing time first, or HiGHS, which is seldom
@@ -125,6 +132,13 @@ class Slim(PackingPolicy):
                     "the solver out.",
                     setting="packing.solver",
                 )
+            if self.asymmetric and self.dp_merge is True:
+                raise PlanError(
+                    "Documents that data-parallel ranks share have packs of their own, and under the "
+                    'asymmetric partition all documents lie in one line. Set dp_merge to "auto" or false, or '
+                    "leave asymmetric out.",
+                    setting="packing.dp_merge",
+                )
 
     candidate = False  # of what short passes lose in kernels the simulator knows little
     variable_length = True
@@ -135,7 +149,11 @@ class Slim(PackingPolicy):
         self._config, self._job = config, job
         self._arrivals = Arrivals(stream, micro_batches=job.micro_batches)
         self._windows = -(-job.micro_batches // job.data_parallel)
-        self._prefix_work = PrefixWork(job.cost_model, stream.window, job.divisor)
+        self._prefix_work = {1: PrefixWork(job.cost_model, stream.window, job.divisor)}
+        """By how many data-parallel ranks share a pack, as that decides on what lengths are rounded to."""
+        for size, merging in job.merging.items():
+            self._prefix_work[size] = PrefixWork(job.cost_model, stream.window, merging.divisor)
+        self._held = {1: 1.0} | {size: merging.held for size, merging in job.merging.items()}
         self._lines = (
             Line(job.cost_model.forward, stream.window, job.divisor),
             Line(job.cost_model.recomputed, stream.window, job.divisor),
@@ -186,26 +204,70 @@ class Slim(PackingPolicy):
         return np.array(placed, dtype=np.int64) if len(placed) == len(works) else None
 
     def _pack(self, batch: Pack, count: int, place: Placing) -> Packing:
+        """Phases 1 and 2."""
         works = workload(self._job.cost_model, batch[:, LENGTH])
+        found = shares(works, self._job.data_parallel)
         if self._config.asymmetric:
-            return self._pack_asymmetric(batch, works, count)
-        packs, slices = [], []
-        for share in by_work(works, self._job.data_parallel):
-            documents = batch[share]
-            for pack in micropacks(documents[:, LENGTH], works[share], self._prefix_work, count, place):
-                rows, sliced = _rows(documents, pack)
-                packs.append(rows)
-                slices.append(sliced)
-        numbers = np.arange(len(packs)).reshape(self._job.data_parallel, count)
-        return Packing(packs, slices=slices, assigned=numbers.tolist())
+            return self._pack_asymmetric(batch, works, found, count)
+        merged = best_shares(works, self._job.data_parallel) if self._job.merging else None
+        if merged is not None and self._pays(batch, works, merged, found, count):
+            found = merged
+        return self._packed(batch, works, found, count, place)
 
-    def _pack_asymmetric(self, batch: Pack, works: Floats, count: int) -> Packing:
+    def _pays(self, batch: Pack, works: Floats, merged: Shares, whole: Shares, count: int) -> bool:
+        """Whether ranks can share documents, and are predicted to take less time so where that is asked."""
+        try:
+            packing = self._packed(batch, works, merged, count, place_greedily)
+        except PlanError:
+            return False
+        if self._config.dp_merge is True:
+            return True
+        alone = self._packed(batch, works, whole, count, place_greedily)
+        return bool(self._seconds(packing, (0,))[0] < self._seconds(alone, (0,))[0])
+
+    def _packed(self, batch: Pack, works: Floats, found: Shares, count: int, place: Placing) -> Packing:
+        """Phase 2: packs of merged documents, and behind them those of each rank's own."""
+        packs: list[Pack] = []
+        slices: list[Ints] = []
+        assigned: list[list[int]] = [[] for _ in found.own]
+
+        def add(documents: Pack, pack: MicroPack, ranks: Sequence[int]) -> None:
+            for rank in ranks:
+                assigned[rank].append(len(packs))
+            rows, sliced = _rows(documents, pack)
+            packs.append(rows)
+            slices.append(sliced)
+
+        for merge, pack in self._merged(batch, works, found, count):
+            add(batch, pack, merge.ranks)
+        for rank, own in enumerate(found.own):
+            documents, room = batch[own], count - len(assigned[rank])
+            if room:
+                for pack in micropacks(documents[:, LENGTH], works[own], self._prefix_work[1], room, place):
+                    add(documents, pack, [rank])
+        return Packing(packs, slices=slices, assigned=assigned)
+
+    def _merged(
+        self, batch: Pack, works: Floats, found: Shares, count: int
+    ) -> Iterator[tuple[Merge, MicroPack]]:
+        """The packs of merged documents, each a slice of equal work."""
+        tables = [self._prefix_work[len(merge.ranks)] for merge in found.merges]
+        lengths = [int(batch[merge.document, LENGTH]) for merge in found.merges]
+        # The last slice is about half as long as the mean one, and each rank must get something of it.
+        most = [max(length // (2 * table.grain), 1) for length, table in zip(lengths, tables, strict=True)]
+        numbers = numbers_of_packs(works, most, found, count)
+        for merge, length, table, number in zip(found.merges, lengths, tables, numbers, strict=True):
+            cuts = table.cuts(length, np.full(number, works[merge.document] / number))
+            for start, stop in itertools.pairwise(cuts):
+                yield merge, [Slice(merge.document, start, stop)]
+
+    def _pack_asymmetric(self, batch: Pack, works: Floats, found: Shares, count: int) -> Packing:
         passes: list[list[tuple[Pack, Ints]]] = [[], []]
-        for share in by_work(works, self._job.data_parallel):
-            documents = batch[share]
-            cut = asymmetric(documents[:, LENGTH], works[share], self._lines, count)
-            for all_, own in zip(passes, cut, strict=True):
-                all_.extend(_rows(documents, pack) for pack in own)
+        for own in found.own:
+            documents = batch[own]
+            cut = asymmetric(documents[:, LENGTH], works[own], self._lines, count)
+            for all_, packs in zip(passes, cut, strict=True):
+                all_.extend(_rows(documents, pack) for pack in packs)
         numbers = np.arange(len(passes[0])).reshape(self._job.data_parallel, count).tolist()
         forward, backward = (
             Packing([rows for rows, _ in all_], slices=[own for _, own in all_], assigned=numbers)
@@ -223,8 +285,9 @@ class Slim(PackingPolicy):
         """
         ranks = np.array(packing.assigned)
         orders, needed = map(np.array, _dependencies(packing))
+        held = np.array([self._held[sharers] for sharers in packing.sharers.tolist()])
         tokens, freed = (
-            np.array([pack[:, LENGTH].sum() for pack in one.packs], dtype=np.float64)[ranks]
+            (held * [pack[:, LENGTH].sum() for pack in one.packs])[ranks]
             for one in (packing, packing.backward or packing)
         )
 
@@ -256,19 +319,18 @@ class Slim(PackingPolicy):
         found: dict[tuple[int, int], float] = {}
         for count in numbers:
             try:
-                seconds = np.sum([self._seconds(batch, count, slacks) for batch in batches], axis=0)
+                packings = [self._pack(batch, count, place_greedily) for batch in batches]
             except PlanError:  # the documents have too few tokens for so many
                 if not found:
                     raise
                 break
+            seconds = np.sum([self._seconds(packing, slacks) for packing in packings], axis=0)
             found |= {(count, slack): float(seconds[i]) for i, slack in enumerate(slacks)}
         shortest = min(found.values())
         return next(choice for choice, seconds in found.items() if seconds <= WORSE * shortest)
 
-    def _seconds(self, batch: Pack, count: int, slacks: tuple[int, ...]) -> Floats:
+    def _seconds(self, packing: Packing, slacks: tuple[int, ...]) -> Floats:
         """float64 (slacks,), how long a step takes whose slowest data-parallel rank is waited for."""
-        packing = self._pack(batch, count, place_greedily)
-        assert packing.assigned is not None
         predict = self._job.pass_seconds
         forward, backward = predict(packing) if predict else packing.pass_work(self._job.cost_model)
         return np.array([self._flow(packing, forward, backward, slack).seconds for slack in slacks])
@@ -291,24 +353,6 @@ def _dependencies(packing: Packing) -> tuple[list[list[int]], list[list[int]]]:
         return [list(range(len(own))) for own in packing.assigned], needed
     sliced = [[sliced_document(*part) for part in packing.parts(own)] for own in packing.assigned]
     return [backward_order(own) for own in sliced], [forward_needed(own) for own in sliced]
-
-
-def by_work(works: Floats, ranks: int) -> list[Ints]:
-    """Phase 1: the documents of each data-parallel rank, heaviest first to the least loaded.
-
-    Example: works 5, 1, 4, 2 on 2 ranks give [0, 1] and [2, 3], 6 each.
-
-    Args:
-        works: float64 (n,), at least one document a rank.
-        ranks: data-parallel degree.
-    """
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    least = [(0.0, rank) for rank in range(ranks)]
-    for document in np.argsort(-works, kind="stable").tolist():
-        load, rank = least[0]
-        shares[rank].append(document)
-        heapq.heapreplace(least, (load + float(works[document]), rank))
-    return [np.array(share, dtype=np.int64) for share in shares]
 
 
 def _rows(documents: Pack, pack: MicroPack) -> tuple[Pack, Ints]:

@@ -105,14 +105,19 @@ class PipelineGraph:
         self._sort(actions)
 
     def ends(
-        self, times: PassTimes, delay: Times | float = 0.0, backward_delay: Times | float | None = None
+        self,
+        times: PassTimes,
+        delay: Times | float = 0.0,
+        earliest: Times | float = 0.0,
+        backward_delay: Times | float | None = None,
     ) -> Times:
         """When every action ends.
 
         Args:
             times: of all passes.
             delay: of data from one rank to the next: a number, or float64 (n, k), of each micro-batch.
-            backward_delay: of gradients; None: the same.
+            earliest: before which no action begins: a number, or float64 (actions, k).
+            backward_delay: of gradients, as `delay`; None: the same.
 
         Returns:
             float64 (actions, k); the step takes the largest of them. An action starts its own time before.
@@ -120,14 +125,14 @@ class PipelineGraph:
         back = delay if backward_delay is None else backward_delay
         forward, backward = (np.broadcast_to(each, times.forward.shape[1:]) for each in (delay, back))
         ends = np.zeros((len(self.actions) + 1, times.forward.shape[2]))
+        ends[1:] = earliest
         for number, (action, (before, needed, crosses)) in enumerate(
             zip(self.actions, self._waits, strict=True), start=1
         ):
-            if crosses:
-                delays = forward if action.kind == "F" else backward
-                np.maximum(ends[before], ends[needed] + delays[action.place], out=ends[number])
-            else:
-                np.maximum(ends[before], ends[needed], out=ends[number])
+            delays = forward if action.kind == "F" else backward
+            ready = ends[needed] + delays[action.place] if crosses else ends[needed]
+            np.maximum(ends[number], ready, out=ends[number])
+            np.maximum(ends[number], ends[before], out=ends[number])
             ends[number] += times.of(action)
         return ends[1:]
 

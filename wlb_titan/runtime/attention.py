@@ -48,12 +48,14 @@ class DocumentMask:
         rows: int64 (n, 4) on the CPU, prefixes of documents in slices, as of `kv_cache`; None where documents
             are not sliced.
         cache: int64 () on the CPU, number of the step's `KeyValueCache`; as `rows`.
+        sharers: data-parallel ranks that share the micro-batch; compiled code has a graph for each number.
     """
 
     segments: torch.Tensor
     exchange: tuple[torch.Tensor, ...] = ()
     rows: torch.Tensor | None = None
     cache: torch.Tensor | None = None
+    sharers: int = 1
 
 
 class ContextAttention(Protocol):
@@ -61,7 +63,8 @@ class ContextAttention(Protocol):
 
     Args:
         config: the strategy's settings.
-        mesh: the cp mesh axis.
+        mesh: the cp mesh axis; or, of micro-batches that data-parallel ranks share, all of their
+            context-parallel ranks.
     """
 
     def __init__(self, config: ContextStrategy.Config, mesh: DeviceMesh) -> None: ...
@@ -102,15 +105,24 @@ class DocumentAttention(Module):
         super().__init__()
         self._config = config.context
         self._window = config.window
-        self._context: ContextAttention | None = None
+        self._context: dict[int, ContextAttention] = {}  # by how many data-parallel ranks share a micro-batch
         # By which a slice finds what earlier ones left here.
         self._layer = torch.tensor(next(_layers), device="cpu")
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
         """Leaves `forward` as it is: tensors of other ranks come in by the strategy."""
         if parallel_dims.cp_enabled:
-            strategy = load(self._config.owner.attention)
-            self._context = strategy(self._config, parallel_dims.get_mesh("cp"))
+            self.share(1, self._config, parallel_dims.get_mesh("cp"))
+
+    def share(self, sharers: int, config: ContextStrategy.Config, mesh: DeviceMesh) -> None:
+        """Prepares for micro-batches that so many data-parallel ranks share.
+
+        Args:
+            sharers: their number.
+            config: of the context-parallel strategy of such micro-batches.
+            mesh: the ranks that share them, one axis.
+        """
+        self._context[sharers] = load(config.owner.attention)(config, mesh)
 
     def forward(
         self,
@@ -140,12 +152,14 @@ class DocumentAttention(Module):
         assert q_BLNH.shape[0] == 1, f"a micro-batch is one packed sequence, got a batch of {q_BLNH.shape[0]}"
         q, k, v = q_BLNH.squeeze(0), k_BLNH.squeeze(0), v_BLNH.squeeze(0)
         attend = self._attend(attention_masks, scale)
-        if self._context is None:
-            out_LNH, lse_NL = attend(q, k, v)
-        else:
-            out_LNH, lse_NL = self._context(
+        sharers = attention_masks.sharers
+        if sharers in self._context:
+            out_LNH, lse_NL = self._context[sharers](
                 q, k, v, attention_masks.exchange, attend, wants_lse=out_transform is not None
             )
+        else:
+            assert sharers == 1, f"nothing is prepared for {sharers} data-parallel ranks that share"
+            out_LNH, lse_NL = attend(q, k, v)
         out_BLNH = out_LNH.unsqueeze(0)
         return out_BLNH if out_transform is None else out_transform(out_BLNH, lse_NL.T.unsqueeze(0))
 

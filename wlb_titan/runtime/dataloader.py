@@ -147,9 +147,9 @@ class PlannedDataLoader(BaseDataLoader):
         )
 
     def _item(self, micro_batch: MicroBatch, cached: NDArray[np.int64] | None) -> Item:
-        tokens = np.zeros(micro_batch.length, dtype=np.int64)
-        positions = np.zeros(micro_batch.length, dtype=np.int64)
-        labels = np.full(micro_batch.length, IGNORE_INDEX, dtype=np.int64)
+        tokens = np.zeros(micro_batch.shared_length, dtype=np.int64)
+        positions = np.zeros(micro_batch.shared_length, dtype=np.int64)
+        labels = np.full(micro_batch.shared_length, IGNORE_INDEX, dtype=np.int64)
         offset = 0
         rows = self._planner.rows_of(micro_batch.documents[:, ID])
         pieces = micro_batch.documents[:, [START, LENGTH]].tolist()
@@ -169,8 +169,14 @@ class PlannedDataLoader(BaseDataLoader):
             labels,
             positions,
             lengths,
-            self._job.strategy,
+            self._job.merged[micro_batch.sharers].strategy,
             micro_batch.ranks,
-            self.context_rank,
+            self._rank_within(micro_batch),
             cached,
+            micro_batch.sharers,
         )
+
+    def _rank_within(self, micro_batch: MicroBatch) -> int:
+        """Whose share of a micro-batch this rank has, among the context-parallel ranks of all its sharers."""
+        before = self._dp_rank - micro_batch.merged.start if micro_batch.merged else 0
+        return before * self._job.degrees.context + self.context_rank

@@ -18,7 +18,8 @@ def rank_imbalance(plan: Plan, strategy: ContextStrategy | None) -> dict[str, An
         imbalance_dp: of the data-parallel ranks' sums.
         imbalance_pp: of the micro-batches of one data-parallel rank, mean over the ranks.
         imbalance_cp: of the attention times of a micro-batch's context-parallel ranks, mean over the
-            micro-batches that the plan divides; only with context parallelism, as is
+            micro-batches of a single data-parallel rank that the plan divides; only with context
+            parallelism, as is
         sharding: how many of these are sharded by each policy.
     """
     replicas = range(1 + max(m.dp_rank for m in plan.micro_batches))
@@ -29,7 +30,11 @@ def rank_imbalance(plan: Plan, strategy: ContextStrategy | None) -> dict[str, An
         "imbalance_dp": imbalance_degree([sum(map(sum, replica)) for replica in workloads]),
         "imbalance_pp": float(np.mean([imbalance_degree(*replica) for replica in workloads])),
     }
-    divided = [(m.sharding, after(m.ranks, m.prefix)) for m in plan.micro_batches if m.ranks is not None]
+    divided = [
+        (m.sharding, after(m.ranks, m.prefix))
+        for m in plan.micro_batches
+        if m.ranks is not None and not m.merged
+    ]
     if divided and strategy is not None:
         times = [strategy.seconds(ranks).sum(axis=1) for _, ranks in divided]
         figures["imbalance_cp"] = float(np.mean([imbalance_degree(t) for t in times]))

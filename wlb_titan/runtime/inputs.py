@@ -22,7 +22,7 @@ Item = tuple[dict[str, torch.Tensor], torch.Tensor]
 besides; and its labels."""
 
 EXCHANGE = "exchange."
-ON_HOST = ("segments", "rows")  # ops read them there
+ON_HOST = ("segments", "rows", "sharers")  # read there
 
 
 def rank_item(
@@ -34,6 +34,7 @@ def rank_item(
     shards: Sharding | None,
     rank: int,
     rows: NDArray[np.int64] | None = None,
+    sharers: int = 1,
 ) -> Item:
     """Cuts a context-parallel rank's share out of a micro-batch and makes what its attention mask needs.
 
@@ -42,12 +43,13 @@ def rank_item(
         lengths: int64 (n,), tokens of the documents, in their order; what is left of L is padding.
         strategy: of context parallelism; None without it.
         shards: what each context-parallel rank holds, as the strategy divided it.
-        rank: context-parallel rank.
+        rank: context-parallel rank, among those of all data-parallel ranks that share the micro-batch.
         rows: int64 (n, 4), prefixes of documents in slices, as of `kv_cache`; None where they are whole.
+        sharers: data-parallel ranks that share the micro-batch.
 
     Returns:
         ({"input", "positions", "segments", "exchange.0", ...}, labels): tokens, positions and labels int64
-        (1, L / ranks), segments int32 (S, 4), what the strategy's mask has besides, and "rows".
+        (1, L / ranks), segments int32 (S, 4), what the strategy's mask has besides, and "rows" and "sharers".
     """
     extra = {}
     if strategy is None or shards is None:
@@ -57,6 +59,8 @@ def rank_item(
         seen, orders = strategy.mask(shards, lengths, len(tokens), rank)
         tokens, labels, positions = tokens[own], labels[own], positions[own]
         extra = {f"{EXCHANGE}{number}": on_host(order) for number, order in enumerate(orders)}
+    if sharers > 1:
+        extra["sharers"] = torch.tensor(sharers, device="cpu")
     if rows is not None:
         seen = segments_after(seen, lengths, rows[:, PREFIX])
         extra["rows"] = torch.from_numpy(rows)
@@ -89,7 +93,8 @@ def to_device(
     }
     exchange = tuple(tensor for name, tensor in moved.items() if name.startswith(EXCHANGE))
     rows = documents_vary(item["rows"]) if "rows" in item else None
-    mask = DocumentMask(documents_vary(item["segments"]), exchange, rows, cache)
+    sharers = int(item["sharers"]) if "sharers" in item else 1
+    mask = DocumentMask(documents_vary(item["segments"]), exchange, rows, cache, sharers)
     extra = {"positions": moved["positions"], "attention_masks": mask}
     return moved["input"], labels.to(device, non_blocking=True), extra
 

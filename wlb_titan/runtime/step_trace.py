@@ -10,7 +10,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch.distributed as dist
@@ -141,11 +141,13 @@ def spans(ranks: Sequence[RankPasses], plan: Plan) -> Iterator[Span]:
         for one in rank.passes:
             # Losses too belong to the micro-batches of backward passes, where these are others.
             micro_batch = (forward if one.kind.startswith("F") else backward)[one.micro_batch]
-            facts = {
+            facts: dict[str, Any] = {
                 "stage": one.stage,
                 "tokens": micro_batch.length,
                 "documents": len(micro_batch.documents),
                 "predicted_work": micro_batch.workload,
             }
+            if merged := micro_batch.merged:
+                facts["merged"] = f"dp {merged[0]}-{merged[-1]}"
             name = f"{one.kind}{one.micro_batch}"
             yield Span(f"dp {rank.dp}", track or "rank", name, one.start, one.seconds, facts)

@@ -31,6 +31,7 @@ from wlb_titan.plan import Action, Flow
 from wlb_titan.runtime.attention import DocumentAttention
 from wlb_titan.runtime.corpus import open_corpus
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
+from wlb_titan.runtime.dp_merge import prepare_merging
 from wlb_titan.runtime.imbalance import rank_imbalance
 from wlb_titan.runtime.inputs import Item, to_device
 from wlb_titan.runtime.job import documents_of, job_of, parallel_dims
@@ -88,6 +89,7 @@ class Trainer(TorchtitanTrainer):
         if self.parallel_dims.tp_enabled and config.parallelism.enable_sequence_parallel:
             mesh = self.parallel_dims.get_mesh("tp")
             self.planned.tensor_rank = mesh.get_local_rank(), mesh.size()
+        prepare_merging(self.model_parts, self.job, self.parallel_dims)
         if self.parallel_dims.pp_enabled:
             self.pp_schedule.check_lengths = config.wlb.pipeline.check_lengths
         if self.device.type == "cpu":

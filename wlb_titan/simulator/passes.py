@@ -28,7 +28,6 @@ from wlb_titan.context import after, whole
 from wlb_titan.cost.analytic import BYTES
 from wlb_titan.cost.workload import CostModel
 from wlb_titan.job import Job
-from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.peak import kept_states
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import LENGTH, MicroBatch
@@ -40,7 +39,8 @@ EXPERT_COLLECTIVES = 2
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
-    """What the passes of micro-batches follow from; arrays of one shape.
+    """What the passes of micro-batches follow from; arrays of one shape. All of them are of one job: those
+    that data-parallel ranks share, of `Job.merged`.
 
     Attributes:
         tokens: float64, with padding.
@@ -55,7 +55,7 @@ class MicroBatches:
     def of(cls, micro_batches: Sequence[MicroBatch], job: Job) -> MicroBatches:
         """Of planned micro-batches, as arrays (n,)."""
         attention = np.array([attention_seconds(m, job).max(axis=0) for m in micro_batches])
-        tokens = np.array([m.length for m in micro_batches], dtype=np.float64)
+        tokens = np.array([m.shared_length for m in micro_batches], dtype=np.float64)
         return cls(tokens, attention[:, 0], attention[:, 1])
 
     def in_runs(self, n: int) -> MicroBatches:
@@ -102,21 +102,50 @@ def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
     )
 
 
-def both_times(job: Job, forward: MicroBatches, backward: MicroBatches | None) -> PassTimes:
-    """The same where backward passes may have micro-batches of their own, and compute layers again for them.
+def planned_times(
+    job: Job, micro_batches: Sequence[MicroBatch], run: int, backward: Sequence[MicroBatch] | None = None
+) -> tuple[PassTimes, Floats, Floats]:
+    """The passes of planned micro-batches, also of those that data-parallel ranks share.
+
+    Args:
+        job: the job.
+        micro_batches: one run after the other.
+        run: n, micro-batches of a run.
+        backward: those of backward passes, where these are others; none is shared then.
+
+    Returns:
+        Seconds, float64 (stages, n, k), and tokens of each data-parallel rank in forward and in backward
+        passes, float64 (n, k).
+    """
+    tokens = np.array([m.length for m in micro_batches], dtype=np.float64).reshape(-1, run).T
+    if backward is not None:
+        passing, back = (MicroBatches.of(each, job).in_runs(run) for each in (micro_batches, backward))
+        return both_times(job, passing, back), tokens, back.tokens
+    sharers = np.array([m.sharers for m in micro_batches])
+    forward, inputs, weights = np.empty((3, len(job.layers), len(micro_batches)))
+    for ranks in np.unique(sharers).tolist():
+        (own,) = np.nonzero(sharers == ranks)
+        shared = job.merged[ranks]
+        passing = MicroBatches.of([micro_batches[i] for i in own.tolist()], shared)
+        times = pass_times(shared, passing.in_runs(1))
+        forward[:, own], inputs[:, own], weights[:, own] = (
+            array[:, 0] for array in (times.forward, times.inputs, times.weights)
+        )
+    arrays = (array.reshape(len(array), -1, run).swapaxes(1, 2) for array in (forward, inputs, weights))
+    return PassTimes(*arrays), tokens, tokens
+
+
+def both_times(job: Job, forward: MicroBatches, backward: MicroBatches) -> PassTimes:
+    """The passes where backward passes have micro-batches of their own, and compute layers again for them.
 
     The head is then not run in forward passes, and its logits are made in backward passes, so that it runs no
     more often; and kept hidden states go to the ranks that hold them in the backward pass.
 
     Args:
         job: the job.
-        forward: micro-batches of forward passes.
-        backward: of backward passes; None: the same.
+        forward, backward: micro-batches of either pass.
     """
-    times = pass_times(job, forward)
-    if backward is None:
-        return times
-    back = pass_times(job, backward)
+    times, back = pass_times(job, forward), pass_times(job, backward)
     head = np.zeros((len(job.layers), 1, 1))
     head[-1] = job.token.head
     sharing = job.degrees.context * job.degrees.tensor
@@ -162,8 +191,7 @@ def _experts(job: Job) -> float:
 def _offloaded(job: Job, tokens: Floats) -> Floats:
     """Seconds in which one layer's offloaded activations reach the host, or come back, shaped alike."""
     assert job.cluster.host_bandwidth is not None
-    bytes_ = TokenBytes.of(job.model, job.degrees, job.memory, job.exchange).offloaded
-    seconds: Floats = tokens * (bytes_ / job.cluster.host_bandwidth)
+    seconds: Floats = tokens * (job.token_bytes.offloaded / job.cluster.host_bandwidth)
     return seconds
 
 

@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 from wlb_titan.context import after, whole
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
-from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.peak import BackwardPacks, RankMemory
 from wlb_titan.memory.slices import SliceCache
 from wlb_titan.packing.asymmetric import last_needed
-from wlb_titan.packing.policy import Pack, Packing
+from wlb_titan.packing.policy import Packing
 from wlb_titan.packing.slices import Parts, cached_slices, sliced_document
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.plan import LENGTH, PREFIX, Action, CachedSlice, Flow, MicroBatch, Plan
-from wlb_titan.simulator.passes import MicroBatches, both_times
+from wlb_titan.simulator.meeting import Replica, ends_together
+from wlb_titan.simulator.passes import MicroBatches, both_times, pass_times
 
 Floats = NDArray[np.float64]
 
@@ -38,27 +38,38 @@ class PackSeconds:
 
     def __call__(self, packing: Packing) -> tuple[Floats, Floats]:
         """float64 (packs,) each, forward and backward through all stages."""
-        forward, backward = (self._passing(one) for one in (packing, packing.backward or packing))
-        times = both_times(self.job, forward, None if packing.backward is None else backward)
-        return times.forward.sum(axis=0)[0], (times.inputs + times.weights).sum(axis=0)[0]
+        if packing.backward is not None:
+            passing, back = (_passing(self.job, one) for one in (packing, packing.backward))
+            times = both_times(self.job, passing, back)
+            return times.forward.sum(axis=0)[0], (times.inputs + times.weights).sum(axis=0)[0]
+        forward, backward = np.empty((2, len(packing.packs)))
+        for ranks in np.unique(packing.sharers).tolist():
+            (own,) = np.nonzero(packing.sharers == ranks)
+            job = self.job.merged[ranks]
+            times = pass_times(job, _passing(job, packing, own.tolist()))
+            forward[own] = times.forward.sum(axis=0)[0]
+            backward[own] = (times.inputs + times.weights).sum(axis=0)[0]
+        return forward, backward
 
-    def _passing(self, packing: Packing) -> MicroBatches:
-        slices = packing.slices if packing.slices is not None else [None] * len(packing.packs)
-        rows = [self._pack(pack, own) for pack, own in zip(packing.packs, slices, strict=True)]
-        return MicroBatches(*np.array(rows).T[:, None])
 
-    def _pack(self, pack: Pack, slices: NDArray[np.int64] | None) -> tuple[float, float, float]:
-        """Tokens, and seconds of one layer's attention on the slowest context-parallel rank, both passes."""
-        job, lengths = self.job, pack[:, LENGTH]
-        prefix = None if slices is None else slices[:, PREFIX]
-        total = -(-int(lengths.sum()) // job.divisor) * job.divisor
-        if job.strategy is None:
-            seconds = job.latency.seconds(after((whole(lengths),), prefix))
-        else:
-            _, sharding = job.strategy.shard(lengths, total, prefix=prefix)
-            seconds = job.strategy.seconds(after(sharding, prefix))
-        forward, backward = seconds.max(axis=0).tolist()
-        return total, forward, backward
+def _passing(job: Job, packing: Packing, numbers: Sequence[int] | None = None) -> MicroBatches:
+    """Some of a packing's packs, or all, as arrays (1, packs)."""
+    numbers = range(len(packing.packs)) if numbers is None else numbers
+    return MicroBatches(*np.array([_pack(job, packing, number) for number in numbers]).T[:, None])
+
+
+def _pack(job: Job, packing: Packing, number: int) -> tuple[float, float, float]:
+    """Tokens of a pack, and seconds of one layer's attention on its slowest rank, both passes."""
+    lengths = packing.packs[number][:, LENGTH]
+    prefix = None if packing.slices is None else packing.slices[number][:, PREFIX]
+    total = -(-int(lengths.sum()) // job.divisor) * job.divisor
+    if job.strategy is None:
+        seconds = job.latency.seconds(after((whole(lengths),), prefix))
+    else:
+        _, sharding = job.strategy.shard(lengths, total, prefix=prefix)
+        seconds = job.strategy.seconds(after(sharding, prefix))
+    forward, backward = seconds.max(axis=0).tolist()
+    return total, forward, backward
 
 
 def replica_graph(job: Job, plan: Plan, dp_rank: int) -> PipelineGraph:
@@ -95,13 +106,26 @@ def run_flows(
         float64 (steps x replicas,), seconds, and what a rank computes of them on average.
     """
     seconds, busy = [], []
-    for k, (plan, rank) in enumerate((plan, rank) for plan in plans for rank in range(job.degrees.data)):
-        graph = replica_graph(job, plan, rank)
-        own = PassTimes(*(a[:, :, k : k + 1] for a in (times.forward, times.inputs, times.weights)))
-        ends = graph.ends(own, delays[:, k : k + 1], backward_delays[:, k : k + 1])
-        seconds.append(float(ends.max()))
-        busy.append(float(graph.busy(own).mean()))
+    for first, plan in zip(range(0, len(plans) * job.degrees.data, job.degrees.data), plans, strict=True):
+        replicas = replicas_of(job, plan, times, delays, backward_delays, first)
+        seconds += [float(ends.max()) for ends in ends_together(replicas)]
+        busy += [float(replica.graph.busy(replica.times).mean()) for replica in replicas]
     return np.array(seconds), np.array(busy)
+
+
+def replicas_of(
+    job: Job, plan: Plan, times: PassTimes, delays: Floats, backward_delays: Floats, first: int = 0
+) -> list[Replica]:
+    """The replicas of one plan; arguments as of `run_flows`, in which theirs are from number `first` on."""
+    replicas = []
+    for rank in range(job.degrees.data):
+        k = slice(first + rank, first + rank + 1)
+        own = PassTimes(*(a[:, :, k] for a in (times.forward, times.inputs, times.weights)))
+        graph = replica_graph(job, plan, rank)
+        backward = None if plan.backward is None else plan.backward_of_rank(rank)
+        delayed = delays[:, k], backward_delays[:, k]
+        replicas.append(Replica(graph, own, *delayed, plan.of_rank(rank), backward))
+    return replicas
 
 
 def flow_memory(job: Job, plans: Sequence[Plan]) -> tuple[RankMemory, ...]:
@@ -113,26 +137,37 @@ def flow_memory(job: Job, plans: Sequence[Plan]) -> tuple[RankMemory, ...]:
 def replica_memory(job: Job, plan: Plan, dp_rank: int) -> tuple[RankMemory, ...]:
     """The peak of each pipeline rank of one replica."""
     assert plan.order is not None
-    micro_batches = plan.of_rank(dp_rank)
-    slices, back = cached(plan, dp_rank)
-    backward = plan.backward_of_rank(dp_rank)
+    forward = plan.of_rank(dp_rank)
+    backward = None if plan.backward is None else plan.backward_of_rank(dp_rank)
+    slices, back = cached(forward, backward)
     return job.peak_memory(
-        [m.length for m in micro_batches],
+        [m.length for m in forward],
         flow=plan.order[dp_rank],
         slices=slices,
-        backward=None if plan.backward is None else BackwardPacks([m.length for m in backward], back),
+        backward=None if backward is None else BackwardPacks([m.length for m in backward], back),
+        sharers=[m.sharers for m in forward],
     )
 
 
-def cache_bytes(job: Job, actions: Sequence[Action], plan: Plan, dp_rank: int) -> list[float]:
-    """Keys and values of sliced documents, and their gradients, on a rank after each of its actions."""
-    cache = SliceCache(TokenBytes.of(job.model, job.degrees, job.memory, job.exchange), job.layers)
-    slices, back = cached(plan, dp_rank)
-    forward, backward = plan.of_rank(dp_rank), plan.backward_of_rank(dp_rank)
+def cache_bytes(
+    job: Job,
+    actions: Sequence[Action],
+    forward: Sequence[MicroBatch],
+    backward: Sequence[MicroBatch] | None = None,
+) -> list[float]:
+    """Keys and values of sliced documents, and their gradients, on a rank after each of its actions.
+
+    Args:
+        job: the job.
+        actions: of the rank.
+        forward, backward: as of `cached`.
+    """
+    cache = SliceCache(job.token_bytes, job.layers)
+    slices, back = cached(forward, backward)
     result = []
     for action in actions:
-        of_pass, packs = (slices, forward) if action.kind == "F" else (back, backward)
-        cache.begin(action, of_pass[action.place], packs[action.place].length)
+        of_pass, packs = (slices, forward) if action.kind == "F" else (back, backward or forward)
+        cache.begin(action, of_pass[action.place], packs[action.place].shared_length)
         cache.end(action, of_pass[action.place])
         result.append(cache.bytes_)
     return result
@@ -141,14 +176,16 @@ def cache_bytes(job: Job, actions: Sequence[Action], plan: Plan, dp_rank: int) -
 Cached = list[tuple[CachedSlice, ...]]
 
 
-def cached(plan: Plan, dp_rank: int) -> tuple[Cached, Cached]:
-    """Of the micro-batches of a replica's forward and backward passes the slices that are cached."""
-    forward = parts(plan.of_rank(dp_rank))
-    if plan.backward is None:
-        slices = cached_slices(forward)
-        return slices, slices
-    slices = cached_slices([*forward, *parts(plan.backward_of_rank(dp_rank))])
-    return slices[: len(forward)], slices[len(forward) :]
+def cached(forward: Sequence[MicroBatch], backward: Sequence[MicroBatch] | None) -> tuple[Cached, Cached]:
+    """Of the micro-batches of a replica's forward and backward passes the slices that are cached.
+
+    Args:
+        forward: micro-batches of forward passes.
+        backward: of backward passes; None: the same.
+    """
+    packs = [*forward, *(backward or ())]
+    found: Cached = [()] * len(packs) if packs[0].slices is None else cached_slices(parts(packs))
+    return found[: len(forward)], found if backward is None else found[len(forward) :]
 
 
 def parts(micro_batches: Sequence[MicroBatch]) -> list[Parts]:

@@ -23,7 +23,7 @@ from wlb_titan.memory.peak import RankMemory, rank_parameters, weighted_tokens
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.pipeline.schedule import rank_actions
 from wlb_titan.plan import Plan
-from wlb_titan.simulator.passes import MicroBatches, both_times, pass_times, transfer_seconds
+from wlb_titan.simulator.passes import MicroBatches, pass_times, planned_times, transfer_seconds
 from wlb_titan.simulator.slices import flow_memory, run_flows
 
 Floats = NDArray[np.float64]
@@ -114,20 +114,17 @@ def simulate(job: Job, plans: Sequence[Plan]) -> Prediction:
     micro_batches = [m for plan in plans for m in plan.micro_batches]
     replicas, run = job.degrees.data, _run(job, plans)
     runs = len(plans[0].micro_batches) // (replicas * run)
-    passing = MicroBatches.of(micro_batches, job).in_runs(run)  # steps x replicas x runs of them
-    back = passing
-    if plans[0].backward is not None:
-        back = MicroBatches.of([m for plan in plans for m in plan.backward or ()], job).in_runs(run)
-    times = both_times(job, passing, None if back is passing else back)
+    backward = [m for plan in plans for m in plan.backward or ()]
+    times, tokens, back = planned_times(job, micro_batches, run, backward or None)  # steps x replicas x runs
     if job.degrees.pipeline == 1 and job.degrees.shard > 1:
         times = _slowest_of_shards(times, job, runs)
-    delays = transfer_seconds(job, passing.tokens)
+    delays = transfer_seconds(job, tokens)
     if plans[0].order is None:
         graph = PipelineGraph(job.shape, run)
         seconds, busy = graph.ends(times, delays).max(axis=0), graph.busy(times).mean(axis=0)
-        memory = peak_memory(job, passing.tokens.astype(np.int64), runs)
+        memory = peak_memory(job, tokens.astype(np.int64), runs)
     else:
-        seconds, busy = run_flows(job, plans, times, delays, transfer_seconds(job, back.tokens))
+        seconds, busy = run_flows(job, plans, times, delays, transfer_seconds(job, back))
         memory = flow_memory(job, plans)
     by_replica = seconds.reshape(len(plans), replicas, runs).sum(axis=2)
     pipeline = by_replica.max(axis=1)
@@ -189,11 +186,12 @@ def peak_memory(job: Job, tokens: NDArray[np.int64], runs: int) -> tuple[RankMem
 def _check(job: Job, plans: Sequence[Plan]) -> None:
     if not plans:
         raise PlanError("There is no plan to simulate.")
-    first = plans[0].micro_batches
-    planned = max(m.dp_rank for m in first) + 1
+    micro_batches = plans[0].micro_batches
+    planned = max(m.dp_rank for m in micro_batches) + 1
     if planned != job.degrees.data:
         raise PlanError(f"The plan is for {planned} data-parallel ranks, and the job has {job.degrees.data}.")
-    sharing = 1 if first[0].ranks is None else len(first[0].ranks)
+    first = micro_batches[0]
+    sharing = 1 if first.ranks is None else len(first.ranks) // first.sharers
     if sharing != job.degrees.context:
         raise PlanError(
             f"The plan is for {sharing} context-parallel ranks, and the job has {job.degrees.context}."

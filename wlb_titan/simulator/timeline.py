@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.job import Job
-from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.peak import kept_states, weighted_tokens
 from wlb_titan.packing.slices import kind
 from wlb_titan.pipeline.graph import PipelineGraph
 from wlb_titan.plan import LENGTH, MicroBatch, Plan
-from wlb_titan.simulator.passes import MicroBatches, both_times, transfer_seconds
-from wlb_titan.simulator.slices import cache_bytes, replica_graph
+from wlb_titan.simulator.meeting import Replica, ends_together
+from wlb_titan.simulator.passes import planned_times, transfer_seconds
+from wlb_titan.simulator.slices import cache_bytes, replicas_of
 from wlb_titan.timeline import Span
 
 Floats = NDArray[np.float64]
@@ -37,9 +38,10 @@ class MemoryCurve:
     bytes_: Floats
 
 
-def step_timeline(
-    job: Job, plan: Plan, name: str = "step", dp_rank: int | None = None
-) -> tuple[list[Span], list[MemoryCurve]]:
+Step = tuple[list[Span], list[MemoryCurve]]
+
+
+def step_timeline(job: Job, plan: Plan, name: str = "step", dp_rank: int | None = None) -> Step:
     """The step of one data-parallel replica.
 
     Args:
@@ -51,69 +53,112 @@ def step_timeline(
     Returns:
         A slice for each pass, on the track of its pipeline rank, and each rank's memory.
     """
-    ranks = range(job.degrees.data) if dp_rank is None else [dp_rank]
-    steps = [_replica(job, plan, name, rank) for rank in ranks]
+    if plan.order is not None:
+        steps = _together(job, plan, name)
+        steps = steps if dp_rank is None else [steps[dp_rank]]
+    else:
+        ranks = range(job.degrees.data) if dp_rank is None else [dp_rank]
+        steps = [_in_runs(job, plan, name, rank) for rank in ranks]
     return max(steps, key=lambda step: max(piece.start + piece.duration for piece in step[0]))
 
 
-def _replica(job: Job, plan: Plan, name: str, dp_rank: int) -> tuple[list[Span], list[MemoryCurve]]:
+def _together(job: Job, plan: Plan, name: str) -> list[Step]:
+    """Every replica of a step of MicroPacks, of which they may share some."""
+    run = len(plan.of_rank(0))
+    times, tokens, back = planned_times(job, plan.micro_batches, run, plan.backward)
+    delays, backward_delays = transfer_seconds(job, tokens), transfer_seconds(job, back)
+    replicas = replicas_of(job, plan, times, delays, backward_delays)
+    steps = []
+    for replica, ends in zip(replicas, ends_together(replicas), strict=True):
+        picture = _Picture(job, name)
+        picture.add(replica, ends)
+        steps.append(picture.step())
+    return steps
+
+
+def _in_runs(job: Job, plan: Plan, name: str, dp_rank: int) -> Step:
+    """One replica, run after run."""
     micro_batches = plan.of_rank(dp_rank)
-    if plan.order is None:
-        run = job.run or len(micro_batches)
-        graph = PipelineGraph(job.shape, run)
-    else:
-        run = len(micro_batches)
-        graph = replica_graph(job, plan, dp_rank)
-    backward = None if plan.backward is None else plan.backward_of_rank(dp_rank)
-    token = TokenBytes.of(job.model, job.degrees, job.memory, job.exchange)
-    # What a stage keeps of a token.
-    kept_bytes = [token.kept * layers for layers in job.layers]
-    if backward is not None:
-        kept_bytes = [token.hidden * states for states in kept_states(job.layers)]
-    spans: list[Span] = []
-    curves: dict[int, tuple[list[float], list[float]]] = {
-        rank: ([0.0], [0.0]) for rank in range(job.degrees.pipeline)
-    }
-    begin = 0.0
+    run = job.run or len(micro_batches)
+    graph = PipelineGraph(job.shape, run)
+    picture = _Picture(job, name)
     for first in range(0, len(micro_batches), run):
         here = micro_batches[first : first + run]
-        passing = MicroBatches.of(here, job).in_runs(run)
-        of_backward = backward or here
-        back = passing if backward is None else MicroBatches.of(of_backward, job).in_runs(run)
-        times = both_times(job, passing, None if backward is None else back)
-        delays = (transfer_seconds(job, each.tokens) for each in (passing, back))
-        ends = graph.ends(times, *delays)[:, 0]
+        times, tokens, _ = planned_times(job, here, run)
+        delays = transfer_seconds(job, tokens)
+        replica = Replica(graph, times, delays, delays, here)
+        (ends,) = ends_together([replica])
+        picture.add(replica, ends)
+    return picture.step()
+
+
+class _Picture:
+    """Spans and curves of a replica, run after run."""
+
+    def __init__(self, job: Job, name: str) -> None:
+        self._job, self._name = job, name
+        self._spans: list[Span] = []
+        self._seconds: list[list[float]] = [[0.0] for _ in range(job.degrees.pipeline)]
+        self._bytes: list[list[float]] = [[0.0] for _ in range(job.degrees.pipeline)]
+        self._begin = 0.0
+        self._first = 0
+
+    def step(self) -> Step:
+        curves = zip(map(np.array, self._seconds), map(np.array, self._bytes), strict=True)
+        return self._spans, [MemoryCurve(rank, *curve) for rank, curve in enumerate(curves)]
+
+    def add(self, replica: Replica, ends: Floats) -> None:
+        """A run, behind those before it.
+
+        Args:
+            replica: its passes.
+            ends: float64 (actions,), when they end.
+        """
+        job, here, back = self._job, replica.micro_batches, replica.of_backward
+        states: Sequence[int] = job.layers
+        kept = freed = [job.merged[m.sharers].token_bytes.kept * m.shared_length for m in here]
+        if replica.backward is not None:
+            states = kept_states(job.layers)
+            kept, freed = ([job.token_bytes.hidden * m.length for m in each] for each in (here, back))
         for rank in range(job.degrees.pipeline):
-            own = [i for i, action in enumerate(graph.actions) if job.shape.rank_of(action.stage) == rank]
-            actions = [graph.actions[i] for i in own]
-            forward_tokens, backward_tokens = ([m.length for m in each] for each in (here, of_backward))
-            held = weighted_tokens(actions, forward_tokens, kept_bytes, backward_tokens)
-            cached = [0.0] * len(own) if plan.order is None else cache_bytes(job, actions, plan, dp_rank)
-            curves[rank][0].extend(begin + ends[i] for i in own)
-            curves[rank][1].extend(kept + more for kept, more in zip(held, cached, strict=True))
-            for i in own:
-                action = graph.actions[i]
-                micro_batch = (here if action.kind == "F" else of_backward)[action.place]
-                seconds = float(times.of(action)[0])
-                spans.append(
+            numbers = [i for i, a in enumerate(replica.graph.actions) if job.shape.rank_of(a.stage) == rank]
+            actions = [replica.graph.actions[i] for i in numbers]
+            held = weighted_tokens(actions, kept, states, freed)
+            cached = cache_bytes(job, actions, here, replica.backward)
+            self._seconds[rank].extend(self._begin + ends[i] for i in numbers)
+            self._bytes[rank].extend(own + more for own, more in zip(held, cached, strict=True))
+            for action, end in zip(actions, ends[numbers].tolist(), strict=True):
+                seconds = float(replica.times.of(action)[0])
+                micro_batch = (here if action.kind == "F" else back)[action.place]
+                self._spans.append(
                     Span(
-                        process=name,
+                        process=self._name,
                         track=f"pp {rank}",
-                        name=f"{action.kind}{first + action.place}",
-                        start=begin + float(ends[i]) - seconds,
+                        name=f"{action.kind}{self._first + action.place}",
+                        start=self._begin + end - seconds,
                         duration=seconds,
                         args={
                             "pass": NAMES[action.kind],
                             "stage": action.stage,
-                            "tokens": micro_batch.length,
-                            "documents": len(micro_batch.documents),
-                            "sharding": micro_batch.sharding or "none",
-                            **_slices_of(micro_batch),
+                            **_facts(micro_batch),
                         },
                     )
                 )
-        begin += float(ends.max())
-    return spans, [MemoryCurve(rank, *map(np.array, curve)) for rank, curve in curves.items()]
+        self._begin += float(ends.max())
+        self._first += len(here)
+
+
+def _facts(micro_batch: MicroBatch) -> dict[str, Any]:
+    """What a timeline says of a micro-batch."""
+    facts: dict[str, Any] = {
+        "tokens": micro_batch.length,
+        "documents": len(micro_batch.documents),
+        "sharding": micro_batch.sharding or "none",
+        **_slices_of(micro_batch),
+    }
+    if merged := micro_batch.merged:
+        facts["merged"] = f"dp {merged[0]}-{merged[-1]}"
+    return facts
 
 
 def _slices_of(micro_batch: MicroBatch) -> dict[str, Any]:

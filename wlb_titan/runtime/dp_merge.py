@@ -1,0 +1,46 @@
+"""The ranks that gather the keys of micro-batches which data-parallel ranks share (`packing/dp_merge.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.distributed import ParallelDims
+
+from wlb_titan.job import Job
+from wlb_titan.runtime.attention import DocumentAttention
+
+
+def prepare_merging(parts: Sequence[nn.Module], job: Job, parallel_dims: ParallelDims) -> None:
+    """Prepares a model's attention for micro-batches that data-parallel ranks share, if there may be any.
+
+    Call it on every rank of the job.
+
+    Args:
+        parts: of the model.
+        job: says how many ranks may share, and by which strategy.
+        parallel_dims: of the job.
+    """
+    attentions = [m for part in parts for m in part.modules() if isinstance(m, DocumentAttention)]
+    for sharers, merged in job.merged.items():
+        if sharers > 1 and (mesh := merged_mesh(parallel_dims, sharers)) is not None:
+            for attention in attentions:
+                attention.share(sharers, merged.sharding, mesh)
+
+
+def merged_mesh(parallel_dims: ParallelDims, sharers: int) -> DeviceMesh | None:
+    """The ranks that share with this one: of `sharers` consecutive data-parallel ranks, the first of which is
+    a multiple of so many, all context-parallel ranks; None where that would be more ranks than there are."""
+    batch, cp = parallel_dims.get_mesh("batch"), parallel_dims.cp
+    first = batch.get_local_rank() // sharers * sharers
+    if first + sharers > batch.size():
+        return None
+    # The mesh of all ranks is (pp, batch, cp, tp).
+    layout = torch.arange(parallel_dims.world_size).view(parallel_dims.pp, -1, cp, parallel_dims.tp)
+    stage, _, _, place = (layout == dist.get_rank()).nonzero()[0].tolist()
+    ranks = layout[stage, first : first + sharers, :, place].flatten().tolist()
+    group = dist.new_group(ranks, use_local_synchronization=True)
+    return DeviceMesh.from_group(group, batch.device_type)
