@@ -23,14 +23,15 @@ def one_document(tokens: int, shape: PipelineShape) -> tuple[list[int], Flow, li
     Returns:
         Lengths, order of passes and slices, as `pipeline_memory` takes them.
     """
-    cuts = [tokens * part // SLICES for part in range(SLICES + 1)]
+    parts = min(SLICES, tokens)
+    cuts = [tokens * part // parts for part in range(parts + 1)]
     slices: list[tuple[CachedSlice, ...]] = [
         (CachedSlice(start, stop - start, tokens),) for start, stop in itertools.pairwise(cuts)
     ]
     flow = []
     for rank in range(shape.ranks):
         stages = shape.stages_of(rank)
-        forward = [Action("F", stage, place) for stage in stages for place in range(SLICES)]
+        forward = [Action("F", stage, place) for stage in stages for place in range(parts)]
         flow.append((*forward, *(Action("B", stage, place) for _, stage, place in reversed(forward))))
     return [one.length for (one,) in slices], tuple(flow), slices
 
