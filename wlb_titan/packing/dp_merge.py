@@ -126,7 +126,7 @@ def best_shares(works: Floats, ranks: int) -> Shares | None:
     Returns:
         None where no document has more work than a rank's capacity.
     """
-    capacity = works.sum() / ranks
+    capacity = float(works.sum()) / ranks
     if ranks == 1 or works.max() <= capacity:
         return None
     most = min(int((works > capacity / 2).sum()), MOST_MERGED)
