@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from typing import Any, cast
 
@@ -89,7 +90,8 @@ class Trainer(TorchtitanTrainer):
         if self.parallel_dims.tp_enabled and config.parallelism.enable_sequence_parallel:
             mesh = self.parallel_dims.get_mesh("tp")
             self.planned.tensor_rank = mesh.get_local_rank(), mesh.size()
-        prepare_merging(self.model_parts, self.job, self.parallel_dims)
+        seconds = max(config.comm.init_timeout_seconds, config.comm.train_timeout_seconds)
+        prepare_merging(self.model_parts, self.job, self.parallel_dims, timedelta(seconds=seconds))
         if self.parallel_dims.pp_enabled:
             self.pp_schedule.check_lengths = config.wlb.pipeline.check_lengths
             self.planned.lower = self.pp_schedule.lower
