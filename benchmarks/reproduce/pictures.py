@@ -119,7 +119,7 @@ def _figure_12(settings: list[dict[str, Any]]) -> None:
     axes.set_xticks(range(len(names)), names)
     axes.set_ylabel("speedup over Plain-4D")
     axes.set_title("Mean and range of the settings", loc="left")
-    axes.legend(ncols=4, loc="upper right")
+    axes.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.1))
     _save(figure, "figure_12.svg")
 
 
