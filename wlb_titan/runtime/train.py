@@ -178,7 +178,11 @@ def _note(resolved: Resolved, step: int, choice: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SystemExit as end:
+        if end.code:
+            raise
     # Threads of torch's communication may still run. Taking the interpreter down under them at times ends in
     # SIGABRT, and a job that is done would count as failed.
     sys.stdout.flush()
