@@ -7,7 +7,6 @@ way to a planner. So `plan`, `simulate`, `dryrun` and training make the same pla
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,7 +15,7 @@ from typing import NamedTuple
 
 from wlb_titan.context import STRATEGIES, ContextStrategy, Exchange, Move
 from wlb_titan.cost.analytic import BYTES, Device, TokenSeconds
-from wlb_titan.cost.attention_hopper import KERNELS, hopper
+from wlb_titan.cost.attention_choice import cluster_latency
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.attention_profile import AttentionShape, Profile
 from wlb_titan.cost.cluster import Cluster, Link, load_cluster
@@ -231,13 +230,17 @@ class Job:
         """
         if self.attention is not None:
             return self.attention
-        shape = AttentionShape.of(self.model, self.degrees.tensor, self.dtype)
         if self.sharding.profile:
             try:
-                return Profile.load(Path(self.sharding.profile)).latency(shape)
+                return Profile.load(Path(self.sharding.profile)).latency(self.attention_shape)
             except PlanError as error:
                 raise PlanError(str(error), setting="sharding.profile") from error
-        return cluster_latency(self.cluster, shape)
+        return cluster_latency(self.cluster, self.attention_shape)
+
+    @property
+    def attention_shape(self) -> AttentionShape:
+        """The attention of one layer on one tensor-parallel rank."""
+        return AttentionShape.of(self.model, self.degrees.tensor, self.dtype)
 
     @cached_property
     def strategy(self) -> ContextStrategy | None:
@@ -486,53 +489,3 @@ class Job:
     def on(self, cluster: Cluster) -> Job:
         """The same job on another cluster."""
         return replace(self, cluster=cluster)
-
-
-def named_attention(text: str, job: Job) -> AttentionLatency:
-    """The attention of a job's layer by a published kernel's times or a profile's.
-
-    Args:
-        text: a kernel of `cost.attention_hopper`, or the path of a profile.
-        job: whose attention it is.
-
-    Raises:
-        PlanError: there is no such profile, or it lacks this attention.
-    """
-    shape = AttentionShape.of(job.model, job.degrees.tensor, job.dtype)
-    if text in KERNELS:
-        return replace(hopper(_mean_dim(shape), shape.heads, kernel=text), windows=shape.windows)
-    return Profile.load(Path(text)).latency(shape)
-
-
-def cluster_latency(cluster: Cluster, shape: AttentionShape) -> AttentionLatency:
-    """The attention of one layer on a GPU of a cluster.
-
-    It is the cluster's profile, if it has one with such an attention; otherwise the figures for H100, scaled
-    to the cluster's rates of attention.
-    """
-    if cluster.attention_profile:
-        try:
-            return Profile.load(Path(cluster.attention_profile)).latency(shape)
-        except PlanError as error:
-            warnings.warn(
-                f"{error} Until then its times are those of H100, scaled to the attention rates of "
-                f"{cluster.name}.",
-                stacklevel=2,
-            )
-    derived = replace(hopper(_mean_dim(shape), shape.heads), windows=shape.windows)
-    base = load_cluster("h100_roce")
-    forward = base.attention_flops / cluster.attention_flops
-    backward = base.attention_backward_flops / cluster.attention_backward_flops
-    if forward == backward == 1:
-        return derived
-    return replace(
-        derived,
-        forward=derived.forward.slower(forward),
-        backward=derived.backward.slower(backward),
-        source=f"{derived.source}, scaled to {cluster.name}",
-    )
-
-
-def _mean_dim(shape: AttentionShape) -> float:
-    """The mean head dim of queries and keys, and of values."""
-    return (shape.head_dim + (shape.v_head_dim or shape.head_dim)) / 2

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from wlb_titan.context import STRATEGIES
 from wlb_titan.cost.analytic import Analytic, Device
+from wlb_titan.cost.attention_choice import cluster_latency
 from wlb_titan.cost.attention_fit import Point
 from wlb_titan.cost.attention_hopper import hopper
 from wlb_titan.cost.attention_latency import KernelCost, Tiling
@@ -19,7 +20,7 @@ from wlb_titan.cost.linear_profile import LinearProfile, line
 from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.cost.workload import cost_model
 from wlb_titan.errors import PlanError
-from wlb_titan.job import Job, cluster_latency
+from wlb_titan.job import Job
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu" / "attention_profile.json"
 

@@ -17,13 +17,14 @@ import tomli
 
 from wlb_titan.config.ranges import check_ranges
 from wlb_titan.config.values import Mismatch, convert, describe
+from wlb_titan.cost.attention_choice import named_attention
 from wlb_titan.cost.cluster import load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS
 from wlb_titan.documents import Documents
 from wlb_titan.documents.lengths import NAMED, named_or_read
 from wlb_titan.errors import ConfigError, PlanError, UserError
-from wlb_titan.job import Job, named_attention
+from wlb_titan.job import Job
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.packing import POLICIES
 from wlb_titan.pipeline.schedule import SCHEDULES
@@ -248,7 +249,7 @@ def _changed(job: Job, given: Mapping[str, Any]) -> Job:
         packing = replace(packing, cost_model=given["cost_model"])
     job = replace(job, packing=packing, **changes)
     if "attention" in given:
-        job = replace(job, attention=named_attention(given["attention"], job))
+        job = replace(job, attention=named_attention(given["attention"], job.attention_shape))
     if job.schedule not in SCHEDULES and job.degrees.pipeline > 1 and "schedule" in given:
         raise PlanError(f"No schedule is called {job.schedule!r}; there are {', '.join(SCHEDULES)}.")
     return with_settings(job, given)

@@ -1,0 +1,62 @@
+"""Whose times of attention a job is predicted by: a published kernel's, a profile's or the cluster's."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+from wlb_titan.cost.attention_hopper import KERNELS, hopper
+from wlb_titan.cost.attention_latency import AttentionLatency
+from wlb_titan.cost.attention_profile import AttentionShape, Profile
+from wlb_titan.cost.cluster import Cluster, load_cluster
+from wlb_titan.errors import PlanError
+
+
+def named_attention(text: str, shape: AttentionShape) -> AttentionLatency:
+    """The attention of one layer by a published kernel's times or a profile's.
+
+    Args:
+        text: a kernel of `attention_hopper`, or the path of a profile.
+        shape: of the attention.
+
+    Raises:
+        PlanError: there is no such profile, or it lacks this attention.
+    """
+    if text in KERNELS:
+        return replace(hopper(_mean_dim(shape), shape.heads, kernel=text), windows=shape.windows)
+    return Profile.load(Path(text)).latency(shape)
+
+
+def cluster_latency(cluster: Cluster, shape: AttentionShape) -> AttentionLatency:
+    """The attention of one layer on a GPU of a cluster.
+
+    It is the cluster's profile, if it has one with such an attention; otherwise the figures for H100, scaled
+    to the cluster's rates of attention.
+    """
+    if cluster.attention_profile:
+        try:
+            return Profile.load(Path(cluster.attention_profile)).latency(shape)
+        except PlanError as error:
+            warnings.warn(
+                f"{error} Until then its times are those of H100, scaled to the attention rates of "
+                f"{cluster.name}.",
+                stacklevel=2,
+            )
+    derived = replace(hopper(_mean_dim(shape), shape.heads), windows=shape.windows)
+    base = load_cluster("h100_roce")
+    forward = base.attention_flops / cluster.attention_flops
+    backward = base.attention_backward_flops / cluster.attention_backward_flops
+    if forward == backward == 1:
+        return derived
+    return replace(
+        derived,
+        forward=derived.forward.slower(forward),
+        backward=derived.backward.slower(backward),
+        source=f"{derived.source}, scaled to {cluster.name}",
+    )
+
+
+def _mean_dim(shape: AttentionShape) -> float:
+    """The mean head dim of queries and keys, and of values."""
+    return (shape.head_dim + (shape.v_head_dim or shape.head_dim)) / 2
