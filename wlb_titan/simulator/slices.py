@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,8 @@ from wlb_titan.simulator.meeting import Replica, ends_together
 from wlb_titan.simulator.passes import MicroBatches, both_times, pass_times
 
 Floats = NDArray[np.float64]
+Chain = list[tuple[Literal["F", "B"], int]]
+"""Kinds and places of passes, of which each runs before the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +87,7 @@ def replica_graph(job: Job, plan: Plan, dp_rank: int) -> PipelineGraph:
     if plan.backward is None:
         check_slices(flow, micro_batches)
         return PipelineGraph(job.shape, len(micro_batches), flow)
-    backward = plan.backward_of_rank(dp_rank)
-    check_passes(flow, micro_batches, backward)
-    needed = last_needed(parts(micro_batches), parts(backward))
+    needed = check_passes(flow, micro_batches, plan.backward_of_rank(dp_rank))
     return PipelineGraph(job.shape, len(micro_batches), flow, needed)
 
 
@@ -203,38 +204,47 @@ def check_slices(flow: Flow, micro_batches: Sequence[MicroBatch]) -> None:
     for place, m in enumerate(micro_batches):
         if m.slices is not None and (document := sliced_document(m.documents, m.slices)) >= 0:
             packs.setdefault(document, []).append(place)
-    for rank, actions in enumerate(flow):
-        at = {action: number for number, action in enumerate(actions)}
-        for stage in {action.stage for action in actions}:
-            for places in packs.values():
-                chain = [Action("F", stage, place) for place in places]
-                chain += [Action("B", stage, place) for place in reversed(places)]
-                for first, second in itertools.pairwise(chain):
-                    if at[first] > at[second]:
-                        raise PlanError(
-                            f"Pipeline rank {rank} runs {second} before {first}, but these are slices of one "
-                            "document: forward passes go from its begin to its end, backward passes from its "
-                            "end to its begin."
-                        )
+    chains: list[Chain] = [
+        [("F", place) for place in places] + [("B", place) for place in reversed(places)]
+        for places in packs.values()
+    ]
+    _check_chains(
+        flow,
+        chains,
+        "but these are slices of one document: forward passes go from its begin to its end, backward passes "
+        "from its end to its begin.",
+    )
 
 
-def check_passes(flow: Flow, forward: Sequence[MicroBatch], backward: Sequence[MicroBatch]) -> None:
+def check_passes(flow: Flow, forward: Sequence[MicroBatch], backward: Sequence[MicroBatch]) -> list[int]:
     """The same where backward passes have micro-batches of their own, which run in the order of these.
+
+    Returns:
+        As of `last_needed`.
 
     Raises:
         PlanError: as of `check_slices`; or a backward pass runs before the forward pass of one of its tokens.
     """
     needed = last_needed(parts(forward), parts(backward))
+    chains: list[Chain] = [[("F", place) for place in range(len(forward))]]
+    chains.append([("B", place) for place in range(len(backward))])
+    chains += [[("F", first), ("B", place)] for place, first in enumerate(needed)]
+    _check_chains(
+        flow,
+        chains,
+        "which it needs: forward passes go from a document's begin to its end, and then backward passes from "
+        "its end to its begin.",
+    )
+    return needed
+
+
+def _check_chains(flow: Flow, chains: Sequence[Chain], why: str) -> None:
+    """Checks that the passes of each chain stand in its order, on every stage."""
     for rank, actions in enumerate(flow):
         at = {action: number for number, action in enumerate(actions)}
         for stage in {action.stage for action in actions}:
-            chains = [[Action("F", stage, place) for place in range(len(forward))]]
-            chains.append([Action("B", stage, place) for place in range(len(backward))])
-            chains += [[Action("F", stage, f), Action("B", stage, b)] for b, f in enumerate(needed)]
-            for first, second in itertools.chain.from_iterable(map(itertools.pairwise, chains)):
-                if at[first] > at[second]:
-                    raise PlanError(
-                        f"Pipeline rank {rank} runs {second} before {first}, which it needs: forward passes "
-                        "go from a document's begin to its end, and then backward passes from its end to its "
-                        "begin."
-                    )
+            for chain in chains:
+                passes = [Action(kind, stage, place) for kind, place in chain]
+                for first, second in itertools.pairwise(passes):
+                    if at[first] > at[second]:
+                        raise PlanError(f"Pipeline rank {rank} runs {second} before {first}, {why}")
