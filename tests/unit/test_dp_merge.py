@@ -254,25 +254,13 @@ def test_a_shared_document_by_hand():
     """Two ranks and a document of 8 tokens, of which each has two chunks of 2."""
     slim = Slim.Config(micropacks=1, dp_merge=True)
     node = Link(1e6, 1e-3)
-    made, (plan,) = predicted(
-        slim,
-        data_parallel=2,
-        lengths=[8] + [2] * 4,
-        micro_batches=2,
-        window=8,
-        degrees=Degrees(shard=2),
-        cluster=replace(job().cluster, node=node),
-    )
+    two_ranks = {
+        **{"data_parallel": 2, "lengths": [8] + [2] * 4, "micro_batches": 2, "window": 8},
+        **{"degrees": Degrees(shard=2), "cluster": replace(job().cluster, node=node)},
+    }
+    made, (plan,) = predicted(slim, **two_ranks)
     assert not any(m.merged for m in plan.micro_batches)  # the other document would have no pack
-    made, (plan,) = predicted(
-        replace(slim, micropacks=2),
-        data_parallel=2,
-        lengths=[8] + [2] * 4,
-        micro_batches=2,
-        window=8,
-        degrees=Degrees(shard=2),
-        cluster=replace(job().cluster, node=node),
-    )
+    made, (plan,) = predicted(replace(slim, micropacks=2), **two_ranks)
     first, last = plan.of_rank(0)
     assert first.merged == range(0, 2) and not last.merged and first.length == 4
     assert plan.of_rank(1)[0].length == 4 and plan.tokens == 16
