@@ -27,8 +27,16 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb_titan.errors import PlanError
-from wlb_titan.packing.slices import MicroPack, Parts, Slice, WorkOf, piece_numbers
+from wlb_titan.packing.slices import (
+    MicroPack,
+    Parts,
+    Slice,
+    WorkOf,
+    check_count,
+    none_empty,
+    piece_numbers,
+    work_table,
+)
 from wlb_titan.plan import LENGTH, PREFIX, TOTAL
 
 Ints = NDArray[np.int64]
@@ -47,9 +55,7 @@ class Line:
 
     def __init__(self, work_of: WorkOf, longest: int, grain: int) -> None:
         self._work_of, self._grain = work_of, grain
-        grid = np.arange(1, -(-longest // grain) + 1, dtype=np.int64) * grain
-        table = np.concatenate([[0.0], work_of(grid)])
-        self._table = np.maximum.accumulate(table)  # a fitted model may dip between two tiles
+        self._table = work_table(work_of, longest, grain)
 
     def cut(self, lengths: Ints, count: int) -> list[MicroPack]:
         """Cuts the line into pieces of equal work, as near as the grain allows and none of them empty.
@@ -65,13 +71,7 @@ class Line:
             PlanError: there are fewer grains than pieces.
         """
         units = -(-lengths // self._grain)
-        if int(units.sum()) < count:
-            raise PlanError(
-                f"{len(lengths)} documents of {int(lengths.sum())} tokens cannot be cut into {count} "
-                f"MicroPacks: a slice has at least {self._grain} tokens. Use fewer of them or a larger "
-                "global batch.",
-                setting="packing.micropacks",
-            )
+        check_count(lengths, units, self._grain, count)
         works = self._work_of(lengths)
         ends = np.cumsum(works)
         wanted = ends[-1] * np.arange(1, count) / count
@@ -81,11 +81,8 @@ class Line:
         beyond = np.where(above == units[document], works[document], self._table[above])
         places = above - (within - self._table[above - 1] < beyond - within)
         places += (np.cumsum(units) - units)[document]
-        # None empty: cut i is at least i + 1 grains in and leaves as many for those behind it.
-        room = np.arange(count - 1)
-        places = np.maximum.accumulate(np.maximum(places, room + 1) - room) + room
-        places = np.minimum(places, int(units.sum()) - (count - 1) + room)
-        return self._pieces(lengths, units, [0, *places.tolist(), int(units.sum())])
+        end = int(units.sum())
+        return self._pieces(lengths, units, [0, *none_empty(places, end).tolist(), end])
 
     def _pieces(self, lengths: Ints, units: Ints, places: Sequence[int]) -> list[MicroPack]:
         """The slices between places, which count grains from the begin of the line."""

@@ -26,8 +26,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb_titan.errors import PlanError
-from wlb_titan.packing.slices import MicroPack, PrefixWork, Slice
+from wlb_titan.packing.slices import MicroPack, PrefixWork, Slice, check_count
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -88,12 +87,7 @@ def micropacks(
     """
     order = np.argsort(-works, kind="stable")
     most = prefix_work.most_slices(lengths)[order]
-    if int(most.sum()) < count:
-        raise PlanError(
-            f"{len(lengths)} documents of {int(lengths.sum())} tokens cannot be cut into {count} MicroPacks: "
-            f"a slice has at least {prefix_work.grain} tokens. Use fewer of them or a larger global batch.",
-            setting="packing.micropacks",
-        )
+    check_count(lengths, most, prefix_work.grain, count)
     sorted_works = works[order]
     best: list[MicroPack] = []
     lowest = np.inf

@@ -14,12 +14,14 @@ keys are complete only when every later slice has added its part.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.cost.workload import CostModel, workload
+from wlb_titan.errors import PlanError
 from wlb_titan.plan import ID, LENGTH, PREFIX, START, TOTAL, CachedSlice
 
 Ints = NDArray[np.int64]
@@ -118,6 +120,53 @@ def piece_numbers(packs: Sequence[Parts]) -> list[Ints]:
     return np.split(numbers.reshape(-1), np.cumsum([len(documents) for documents, _ in packs])[:-1])
 
 
+def work_table(work_of: WorkOf, longest: int, grain: int) -> Floats:
+    """float64 (grains + 1,), work of a document's first 0, 1, 2, ... grains, which never falls.
+
+    Args:
+        work_of: of whole documents by their lengths.
+        longest: tokens of the longest document.
+        grain: tokens, at least 1.
+    """
+    grid = np.arange(1, -(-longest // grain) + 1, dtype=np.int64) * grain
+    # A fitted model may dip between two tiles.
+    return np.maximum.accumulate(np.concatenate([[0.0], work_of(grid)]))
+
+
+def none_empty(places: Ints, end: int) -> Ints:
+    """Places to cut at, moved so that no piece from 0 to `end` is empty: place i is at least i + 1 and leaves
+    as many for those behind it.
+
+    Args:
+        places: int64 (k,), never falling.
+        end: at least k + 1.
+    """
+    room = np.arange(len(places))
+    places = np.maximum.accumulate(np.maximum(places, room + 1) - room) + room
+    moved: Ints = np.minimum(places, end - len(places) + room)
+    return moved
+
+
+def check_count(lengths: Ints, most: Ints, grain: int, count: int) -> None:
+    """Checks that documents can be cut into so many MicroPacks.
+
+    Args:
+        lengths: int64 (n,), tokens of the documents.
+        most: int64 (n,), slices that each can be cut into.
+        grain: tokens that a slice has at least.
+        count: MicroPacks that are wanted.
+
+    Raises:
+        PlanError: they cannot.
+    """
+    if int(most.sum()) < count:
+        raise PlanError(
+            f"{len(lengths)} documents of {int(lengths.sum())} tokens cannot be cut into {count} MicroPacks: "
+            f"a slice has at least {grain} tokens. Use fewer of them or a larger global batch.",
+            setting="packing.micropacks",
+        )
+
+
 class PrefixWork:
     """The work of a document's first tokens, and its inverse: how many tokens do so much work.
 
@@ -131,9 +180,7 @@ class PrefixWork:
 
     def __init__(self, cost_model: CostModel, longest: int, grain: int) -> None:
         self.grain = grain
-        grid = np.arange(1, -(-longest // grain) + 1, dtype=np.int64) * grain
-        table = np.concatenate([[0.0], workload(cost_model, grid)])
-        self._table = np.maximum.accumulate(table)  # a fitted model may dip between two tiles
+        self._table = work_table(partial(workload, cost_model), longest, grain)
 
     def most_slices(self, lengths: Ints) -> Ints:
         """int64 (n,), slices that documents can be cut into."""
@@ -151,17 +198,12 @@ class PrefixWork:
         Returns:
             k + 1 numbers from 0 to `length`.
         """
-        k = len(shares)
         most = -(-length // self.grain)
         wanted = np.cumsum(shares[:-1])
         above = np.searchsorted(self._table[: most + 1], wanted)  # first place with at least so much work
         above = np.clip(above, 1, most)
         nearer = wanted - self._table[above - 1] < self._table[above] - wanted
-        places = above - nearer
-        # None empty: place i is at least i + 1 and leaves as many for those behind it.
-        room = np.arange(k - 1)
-        places = np.maximum.accumulate(np.maximum(places, room + 1) - room) + room
-        places = np.minimum(places, most - (k - 1) + room)
+        places = none_empty(above - nearer, most)
         return [0, *(places * self.grain).tolist(), length]
 
 

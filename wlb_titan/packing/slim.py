@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -163,10 +164,6 @@ class Slim(PackingPolicy):
         for size, merging in job.merging.items():
             self._prefix_work[size] = PrefixWork(job.cost_model, stream.window, merging.divisor)
         self._held = {1: 1.0} | {size: merging.held for size, merging in job.merging.items()}
-        self._lines = (
-            Line(job.cost_model.forward, stream.window, job.divisor),
-            Line(job.cost_model.recomputed, stream.window, job.divisor),
-        )
         self._limit: float | None = job.in_flight()
         self._solve: SolvedPlacing | None = None
         self._gap: float | None = None
@@ -219,23 +216,28 @@ class Slim(PackingPolicy):
         if self._config.asymmetric:
             return self._pack_asymmetric(batch, works, found, count)
         merged = best_shares(works, self._job.data_parallel) if self._job.merging else None
-        if merged is not None and self._pays(batch, works, merged, found, count):
-            found = merged
+        if merged is not None:
+            found, packing = self._better(batch, works, merged, found, count)
+            if place is place_greedily:
+                return packing
         return self._packed(batch, works, found, count, place)
 
-    def _pays(self, batch: Pack, works: Floats, merged: Shares, whole: Shares, count: int) -> bool:
-        """Whether ranks can share documents, and are predicted to take less time so where that is asked."""
+    def _better(
+        self, batch: Pack, works: Floats, merged: Shares, whole: Shares, count: int
+    ) -> tuple[Shares, Packing]:
+        """Merged documents where ranks can share them, and are predicted to take less time so where that is
+        asked; and their packs, placed greedily."""
         try:
-            packing = self._packed(batch, works, merged, count, place_greedily)
+            sharing = self._packed(batch, works, merged, count, place_greedily)
         except PlanError:
-            return False
+            return whole, self._packed(batch, works, whole, count, place_greedily)
         if self._config.dp_merge is True:
-            return True
+            return merged, sharing
         alone = self._packed(batch, works, whole, count, place_greedily)
         merging, not_merging = (
-            self._seconds([(one, *self._pass_seconds(one))], 0, self._limit) for one in (packing, alone)
+            self._seconds([(one, *self._pass_seconds(one))], 0, self._limit) for one in (sharing, alone)
         )
-        return merging < not_merging
+        return (merged, sharing) if merging < not_merging else (whole, alone)
 
     def _packed(self, batch: Pack, works: Floats, found: Shares, count: int, place: Placing) -> Packing:
         """Phase 2: packs of merged documents, and behind them those of each rank's own."""
@@ -272,6 +274,12 @@ class Slim(PackingPolicy):
             cuts = table.cuts(length, np.full(number, works[merge.document] / number))
             for start, stop in itertools.pairwise(cuts):
                 yield merge, [Slice(merge.document, start, stop)]
+
+    @cached_property
+    def _lines(self) -> tuple[Line, Line]:
+        """How a line of documents is cut for forward and for backward passes."""
+        model, divisor = self._job.cost_model, self._job.divisor
+        return Line(model.forward, self._window, divisor), Line(model.recomputed, self._window, divisor)
 
     def _pack_asymmetric(self, batch: Pack, works: Floats, found: Shares, count: int) -> Packing:
         passes: list[list[tuple[Pack, Ints]]] = [[], []]
