@@ -62,7 +62,8 @@ def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def taken_for_granted(page: Path, folder: Path) -> None:
     """Makes the files that a page speaks of and does not make itself."""
     if page.name in ("configuration.md", "corpus.md", "launch.md", "packing.md", "simulator.md"):
-        made = shell("wlb-titan prepare outputs/corpus --max-tokens 300000", folder)
+        tokens = 4000000 if page.name == "launch.md" else 300000  # which it prepares again
+        made = shell(f"wlb-titan prepare outputs/corpus --max-tokens {tokens}", folder)
         assert made.returncode == 0, made.stdout
     tomls = toml_blocks(page)
     for text in tomls:
