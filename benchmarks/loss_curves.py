@@ -2,14 +2,16 @@
 
     OMP_NUM_THREADS=1 python benchmarks/loss_curves.py outputs/loss              # all of it
     OMP_NUM_THREADS=1 python benchmarks/loss_curves.py outputs/loss --minutes 60 # a part; again to go on
+    OMP_NUM_THREADS=1 python benchmarks/loss_curves.py outputs/loss --at-once 4  # on four cores
 
 trains the debug model (1.8 M weights) under each policy with each seed: `plain`; `fixed_greedy`, which
 repacks 8 global batches, as in Figure 16; `wlb`, `wlb_lazy`, and `slim` where it exists. The runs of one seed
 start from the same weights and share the order of documents. All are validated on the same documents,
 which none of them trains on, every `--every` steps.
 
-Runs take turns: each goes on from its last checkpoint for `--every` steps, the one that is furthest behind
-first, so that a run of hours can be stopped at any time and goes on where it was. When all have finished,
+Runs take turns: each goes on from its last checkpoint for five validations, those that are furthest behind
+first, `--at-once` of them side by side, so that a run of hours can be stopped at any time and loses no more
+than a turn. When all have finished,
 benchmarks/results/cpu/loss_curves.json and .svg are written.
 
 The corpus has a long tail at the window, as the paper's has: Python files of this machine, cut into documents
@@ -30,6 +32,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +61,7 @@ CHARACTERS = 30_000  # of the corpus, likewise
 SHORTEST = 32  # characters
 HELD_OUT = 50  # one file of so many
 VALIDATION_STEPS = 32  # sequences of a window
+TURN = 5  # validations from one checkpoint to the next
 LAST = 3  # validations that make a run's result
 
 
@@ -116,9 +120,10 @@ class Run:
             *("--lr_scheduler.total_steps", str(of), "--training.seq_len", str(self._window)),
             *("--parallelism.data_parallel_shard_degree", "1", "--parallelism.context_parallel_degree", "1"),
             *("--training.local_batch_size", "4", "--debug.enable_structured_logging", "false"),
+            *("--activation_checkpoint", "none"),  # a model so small needs none
             *("--wlb.corpus.path", str(self._corpus / "corpus"), "--wlb.corpus.seed", str(self.seed)),
             *("--debug.seed", str(self.seed), "--wlb.trace_every", "0"),
-            *("--checkpoint.enable", "true", "--checkpoint.interval", str(every)),
+            *("--checkpoint.enable", "true", "--checkpoint.interval", str(TURN * every)),
             *("--checkpoint.keep_latest_k", "2", "--checkpoint.last_save_model_only", "false"),
             *("--validator.enable", "true", "--validator.freq", str(every)),
             *("--validator.steps", str(VALIDATION_STEPS), "--validator.dataloader.dataset", "c4_test"),
@@ -173,10 +178,18 @@ def draw(curves: dict[str, list[dict[int, float]]], path: Path) -> None:
 @click.option("--steps", default=1500, show_default=True, help="Steps of each run.")
 @click.option("--every", default=100, show_default=True, help="Steps from one validation to the next.")
 @click.option("--window", default=2048, show_default=True, help="Context window in tokens.")
+@click.option("--at-once", default=1, show_default=True, help="Runs side by side, a core each.")
 @click.option("--minutes", type=float, help="Begin nothing new after so long.  [default: run to the end]")
 @click.option("--output", type=click.Path(path_type=Path), default=RESULTS, help="Folder of the results.")
 def main(
-    folder: Path, seeds: int, steps: int, every: int, window: int, minutes: float | None, output: Path
+    folder: Path,
+    seeds: int,
+    steps: int,
+    every: int,
+    window: int,
+    at_once: int,
+    minutes: float | None,
+    output: Path,
 ) -> None:
     """Train under every policy, in FOLDER, and compare the losses on held-out documents."""
     console = Console()
@@ -184,17 +197,22 @@ def main(
     make_corpus(folder, window)
     runs = [Run(folder, policy, seed, window) for seed in range(seeds) for policy in COMPARED]
     end = time.monotonic() + 60 * minutes if minutes is not None else float("inf")
-    while (behind := min(runs, key=lambda run: run.steps)).steps < steps:
-        if time.monotonic() > end:
-            done = sum(run.steps for run in runs)
-            console.print(f"{done:,} of {steps * len(runs):,} steps are done. Start again to go on.")
-            return
-        begin, before = time.monotonic(), behind.steps
-        behind.go_on(min(before + every, steps), every, steps)
-        took = time.monotonic() - begin
-        console.print(f"{behind.policy}, seed {behind.seed}: step {behind.steps}, {took:.0f} s")
-        if behind.steps == before:
-            raise click.ClickException(f"{behind.policy}, seed {behind.seed} made no progress.")
+
+    def go_on(run: Run) -> None:
+        begin, before = time.monotonic(), run.steps
+        run.go_on(min(before + TURN * every, steps), every, steps)
+        console.print(f"{run.policy}, seed {run.seed}: step {run.steps}, {time.monotonic() - begin:.0f} s")
+        if run.steps == before:
+            raise click.ClickException(f"{run.policy}, seed {run.seed} made no progress.")
+
+    with ThreadPoolExecutor(at_once) as pool:
+        while behind := [run for run in runs if run.steps < steps]:
+            if time.monotonic() > end:
+                done = sum(run.steps for run in runs)
+                console.print(f"{done:,} of {steps * len(runs):,} steps are done. Start again to go on.")
+                return
+            list(pool.map(go_on, sorted(behind, key=lambda run: run.steps)[:at_once]))
+
     settings = {"seeds": seeds, "steps": steps, "window": window, "every": every, "micro_batches": 4}
     result = summary(runs, seeds, settings)
     output.mkdir(parents=True, exist_ok=True)

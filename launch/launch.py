@@ -32,13 +32,17 @@ def watched(app: specs.AppDef) -> specs.AppDef:
 
 
 def end_cleanly() -> None:
-    """Has TorchX, in whose process components are made, end a local job on SIGHUP as it does on Ctrl-C, and
-    say so in a line."""
+    """Has TorchX, in whose process components are made, end a local job on SIGHUP as it does on Ctrl-C and
+    SIGTERM, and say so in a line."""
     if threading.current_thread() is not threading.main_thread():
         return
+    if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_IGN):
+        return  # not a local scheduler of TorchX, which handles signals by now: the job outlives this process
+    stopped = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise SignalException("hung up", sigval=signal.Signals(number))
+        stopped.set()
+        raise SignalException("the job is to end", sigval=signal.Signals(number))
 
     def shown(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not isinstance(error, SignalException):
@@ -48,8 +52,16 @@ def end_cleanly() -> None:
         print(f"\nStopped by {name}; the job has ended.", file=sys.stderr)
         raise SystemExit(128 + error.sigval)
 
-    signal.signal(signal.SIGHUP, stop)
+    def shown_in_thread(error: threading.ExceptHookArgs) -> None:
+        # TorchX deletes its folder of logs while its own thread may still be reading there.
+        if not stopped.is_set():
+            threading.__excepthook__(error)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, stop)
     sys.excepthook = shown
+    threading.excepthook = shown_in_thread
 
 
 @dataclass(frozen=True)

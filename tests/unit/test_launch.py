@@ -1,10 +1,14 @@
 """The TorchX components: what they submit, and how they refuse."""
 
+import signal
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 from forking import Rank
 from torchx.runner import get_runner
+from torchx.schedulers.local_scheduler import SignalException
 from torchx.specs.file_linter import validate
 from wlb_titan.launch import launch
 
@@ -16,8 +20,21 @@ SEVEN_B = str(ROOT / "train_configs" / "llama2_7b_128k.toml")
 IMAGE = "example.com/wlb-titan:0.1.0"
 
 
+@pytest.fixture(autouse=True)
+def unchanged_process():
+    """TorchX and its components set handlers of signals and errors, which end with the test."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = [signal.getsignal(number) for number in numbers]
+    hooks = sys.excepthook, threading.excepthook
+    yield
+    for number, handler in zip(numbers, handlers, strict=True):
+        signal.signal(number, handler)
+    sys.excepthook, threading.excepthook = hooks
+
+
 def dryrun(component: str, arguments: list[str], scheduler: str, **cfg):
     with get_runner() as runner:
+        runner.scheduler_run_opts(scheduler)  # as `torchx run` has it: the scheduler is there first
         return runner.dryrun_component(component, arguments, scheduler=scheduler, cfg=cfg)
 
 
@@ -33,6 +50,41 @@ def test_local_job_has_a_process_for_each_rank():
     command = role.args[-1]
     assert "--nproc_per_node 4" in command
     assert f"-m wlb_titan.runtime.train --config {CONFIG} --training.steps 5" in command
+
+
+@pytest.mark.parametrize("nohup", [False, True])
+def test_a_local_job_ends_with_a_line_and_outlives_a_hangup_under_nohup(nohup, capfd):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+    dryrun("wlb.train", ["--config", CONFIG, "--image", IMAGE], "local_cwd")
+    if nohup:
+        signal.raise_signal(signal.SIGHUP)
+    number = signal.SIGTERM if nohup else signal.SIGHUP
+
+    def reader_of_logs():
+        raise FileNotFoundError("logs")
+
+    def fails_in_a_thread():
+        thread = threading.Thread(target=reader_of_logs)
+        thread.start()
+        thread.join()
+        return capfd.readouterr().err
+
+    assert "FileNotFoundError: logs" in fails_in_a_thread()
+    with pytest.raises(SignalException) as stop:
+        signal.raise_signal(number)
+    assert fails_in_a_thread() == ""  # TorchX reads logs until it has deleted them
+    with pytest.raises(SystemExit) as end:
+        sys.excepthook(stop.type, stop.value, stop.tb)
+    assert end.value.code == 128 + number
+    assert f"Stopped by {number.name}; the job has ended." in capfd.readouterr().err
+
+
+def test_a_job_of_another_scheduler_does_not_end_with_the_process_that_submits_it():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    hooks = sys.excepthook, threading.excepthook
+    dryrun("wlb.train", ["--config", CONFIG, "--image", IMAGE], "slurm", partition="gpu")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert (sys.excepthook, threading.excepthook) == hooks
 
 
 def test_slurm_job_spreads_the_ranks_over_the_hosts():
