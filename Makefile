@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: train test quick test-docs test-triton36 check format clean
+.PHONY: train test quick counterexamples test-docs test-triton36 check format clean
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "wlb_titan needs Python 3.11 or newer; call make PYTHON=/path/to/python3.11")'
@@ -43,6 +43,10 @@ test: $(READY)
 quick: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/pytest -n 2 --quick tests/unit
+
+# The properties again, on other examples than `make test` takes, and on more: half an hour.
+counterexamples: $(READY)
+	$(BIN)/pytest -n 2 -m hypothesis --hypothesis-profile others --timeout 3600 tests/unit tests/kernels
 
 # Every command of README.md and docs/, on tiny data.
 test-docs: $(READY)

@@ -1,7 +1,14 @@
-"""What tests of several processes share."""
+"""What tests of several processes share, and how hypothesis looks for counterexamples."""
 
 import pytest
 from forking import ForkServer
+from hypothesis import settings
+
+# The same examples in every run, so that a change is judged by itself; others in `make counterexamples`. No
+# deadlines: on a busy machine any example may be slow.
+settings.register_profile("same", deadline=None, derandomize=True)
+settings.register_profile("others", deadline=None, max_examples=1000, print_blob=True)
+settings.load_profile("same")
 
 
 @pytest.fixture(scope="session")

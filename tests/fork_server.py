@@ -22,7 +22,12 @@ from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
 use_cpu_without_accelerator()
 
-import wlb_titan.runtime.registry  # noqa: E402  what a rank will need
+# What a rank will need.
+import bases  # noqa: E402, F401
+
+import wlb_titan.runtime.alarm  # noqa: E402
+import wlb_titan.runtime.checkpoints  # noqa: E402
+import wlb_titan.runtime.load  # noqa: E402
 import wlb_titan.runtime.train  # noqa: E402
 import wlb_titan.runtime.validation  # noqa: E402, F401
 

@@ -11,11 +11,16 @@ from torchtitan.models.qwen3 import config_registry as qwen3_registry
 
 from wlb_titan.runtime.registry import base_config
 
+VOCABULARY = 512
+
 
 def llama():
-    """The debug model with two of its four layers."""
+    """The debug model with two of its four layers, and few more tokens than the corpus has."""
     config = base_config("llama3_debug")
-    config.model_spec.model.layers = config.model_spec.model.layers[:2]
+    model = config.model_spec.model
+    model.layers = model.layers[:2]
+    model.vocab_size = model.tok_embeddings.num_embeddings = model.lm_head.out_features = VOCABULARY
+    config.loss.loss_fn.global_vocab_size = VOCABULARY
     return config
 
 

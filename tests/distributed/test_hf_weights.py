@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from lab import CONFIG, layout
 from safetensors.torch import save_file
 
-LAYERS, DIM, HEADS, KEY_HEADS, HIDDEN, VOCABULARY = 2, 128, 4, 2, 384, 4096
+LAYERS, DIM, HEADS, KEY_HEADS, HIDDEN, VOCABULARY = 2, 128, 4, 2, 384, 512
 HEAD = DIM // HEADS
 ROPE = {
     "rope_type": "llama3",

@@ -1,18 +1,13 @@
 """Document attention inside torchtitan's models: as their own attention there, and the same on two ranks."""
 
+import bases
 import pytest
+import torch
 from lab import layout
+from torchtitan.distributed.utils import get_spmd_backend, set_spmd_backend
 
-from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
-
-use_cpu_without_accelerator()
-
-import bases  # noqa: E402
-import torch  # noqa: E402
-from torchtitan.distributed.utils import get_spmd_backend, set_spmd_backend  # noqa: E402
-
-from wlb_titan.runtime.attention import DocumentMask  # noqa: E402
-from wlb_titan.runtime.registry import base_config  # noqa: E402
+from wlb_titan.runtime.attention import DocumentMask
+from wlb_titan.runtime.registry import base_config
 
 COMMON = (
     *("--training.steps", "2", "--training.seq_len", "256", "--training.global_batch_size", "4"),

@@ -97,7 +97,7 @@ def configs(draw):
 
 
 # No shrinking: one example takes a second or more.
-@settings(max_examples=25, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=25, phases=[Phase.explicit, Phase.generate])
 @given(
     segment_lists(documents=4, longest=40),
     st.sampled_from(VISIBILITIES),

@@ -44,7 +44,7 @@ def mask_of(segments, q_tokens, kv_tokens, visibility):
     return visible(torch.from_numpy(segments), q_tokens, kv_tokens, **options).numpy()
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(segment_lists(), visibilities)
 def test_row_bounds(case, visibility):
     segments, q_tokens, kv_tokens = case
@@ -54,7 +54,7 @@ def test_row_bounds(case, visibility):
     assert (got == mask_of(segments, q_tokens, kv_tokens, visibility)).all()
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(segment_lists(), visibilities, st.sampled_from([4, 16, 128]))
 def test_query_tiles_cover_every_pair_once(case, visibility, tokens):
     segments, q_tokens, kv_tokens = case
@@ -71,7 +71,7 @@ def test_query_tiles_cover_every_pair_once(case, visibility, tokens):
     assert (rows == 1).all()
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(segment_lists(), visibilities, st.sampled_from([4, 16, 64]), st.sampled_from([16, 128]), st.booleans())
 def test_key_tiles_cover_every_pair_once(case, visibility, tokens, block_n, turns):
     segments, q_tokens, kv_tokens = case
@@ -94,7 +94,7 @@ def test_key_tiles_cover_every_pair_once(case, visibility, tokens, block_n, turn
     assert (found == mask).all()
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(segment_lists(), visibilities, st.sampled_from([16, 64]), st.sampled_from([8, 32]))
 def test_turns_order_all_that_is_added_to_a_row(case, visibility, block_n, rows):
     """In the order of the list no tile waits; and what waits for nobody shares no row with another tile."""

@@ -67,7 +67,7 @@ def naive_cuts(works, grain, lengths, count):
 
 
 @given(lengths=documents, count=st.integers(1, 9), grain=st.integers(1, 5))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_line_is_cut_where_the_shares_are_as_near_as_the_grain_allows(lengths, count, grain):
     lengths = np.array(lengths)
     line = Line(COST.forward, WINDOW, grain)
@@ -108,7 +108,7 @@ def test_the_docstrings_example():
     slack=st.integers(0, 3),
     tokens_in_flight=st.none() | st.integers(1, 100),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_token_goes_forward_once_and_backward_once_and_no_order_waits_for_itself(
     lengths, data_parallel, context_parallel, chunks, slack, tokens_in_flight
 ):

@@ -384,7 +384,7 @@ def toml_file(layer: dict[str, Any], head: str) -> str:
     return "\n".join([head, *(f"{key} = {toml(value)}" for key, value in layer.items())])
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(parent=LAYER, child=LAYER, words=LAYER, replaced=st.booleans())
 def test_the_resolved_toml_loads_to_an_equal_configuration(tmp_path_factory, parent, child, words, replaced):
     folder = tmp_path_factory.getbasetemp()
@@ -412,7 +412,7 @@ PLAIN = {key: values for key, values in KEYS.items() if "." not in key or key.st
 PLAIN_LAYER = st.fixed_dictionaries({}, optional=PLAIN)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(parent=PLAIN_LAYER, child=PLAIN_LAYER, words=PLAIN_LAYER)
 def test_command_line_over_file_over_parent_over_base(tmp_path_factory, parent, child, words):
     folder = tmp_path_factory.getbasetemp()

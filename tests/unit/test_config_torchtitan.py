@@ -368,7 +368,7 @@ def toml(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     chosen=st.fixed_dictionaries({}, optional=SETTINGS), words=st.fixed_dictionaries({}, optional=SETTINGS)
 )

@@ -58,7 +58,7 @@ def corpus_folder(tmp_path: Path) -> Path:
 token_ids = st.integers(min_value=0, max_value=2**31 - 1)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     documents=st.lists(st.lists(token_ids, min_size=1, max_size=30), min_size=1, max_size=20),
     batch_tokens=st.integers(1, 100),
@@ -231,7 +231,7 @@ def test_corpora_without_checksums_are_still_read(corpus_folder, version):
     assert corpus.source(3) == "document 3"
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_every_flipped_bit_is_noticed(corpus_folder, data):
     """Of any file of the corpus: opening it, or reading every document and its source, says so."""

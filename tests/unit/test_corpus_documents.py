@@ -78,7 +78,7 @@ def test_cutting_at_lines_loses_nothing(text, size):
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     documents=st.lists(st.lists(any_text, max_size=4), max_size=12),
     piece=st.integers(1, 20),

@@ -150,7 +150,7 @@ def test_a_dataset_of_splits_names_them(tmp_path):
     assert content(Corpus.open(tmp_path / "d" / "test")) == DOCUMENTS
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.lists(st.integers(0, 5), max_size=8), min_size=1, max_size=5), st.data())
 def test_lengths_of_many_shards_are_those_of_one_array(lengths, data):
     class Shard:

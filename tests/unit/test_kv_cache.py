@@ -96,7 +96,7 @@ def run(packs, lengths, tensors, padding=0, order=None, again=False, **options):
     window=st.none() | st.integers(1, 32),
     sinks=st.booleans(),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_slices_equal_the_whole_document(cuts, rides, padding, again, window, sinks):
     lengths = [30, *rides]
     cuts = [0, *sorted(cuts), 30]
@@ -140,7 +140,7 @@ def run_asymmetric(forwards, backwards, lengths, tensors, padding=0):
 
 
 @given(forward_cuts=lines, backward_cuts=lines, padding=st.integers(0, 3))
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 def test_other_packs_backward_equal_the_whole_documents(forward_cuts, backward_cuts, padding):
     lengths = [20, 12, 3, 4]
     given_tensors = tensors(sum(lengths))

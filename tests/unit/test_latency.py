@@ -21,7 +21,7 @@ TILINGS = [(128, 128), (128, 64), (64, 128), (16, 128), (256, 1), (4, 4), (1, 1)
 
 @pytest.mark.parametrize(("query_tile", "key_block"), TILINGS)
 @given(q_len=st.integers(1, 1200), before=st.one_of(st.just(0), st.integers(0, 3000)))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_counts_are_those_of_tiles_drawn_one_by_one(query_tile, key_block, q_len, before):
     tiles = blocks = masked = 0
     for first in range(0, q_len, query_tile):
@@ -41,7 +41,7 @@ def test_counts_are_those_of_tiles_drawn_one_by_one(query_tile, key_block, q_len
     before=st.one_of(st.just(0), st.integers(0, 3000)),
     window=st.one_of(st.integers(1, 300), st.integers(1, 5000)),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_counts_in_a_window_are_those_of_tiles_drawn_one_by_one(
     query_tile, key_block, q_tiles, before, window
 ):

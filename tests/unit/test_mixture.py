@@ -76,7 +76,7 @@ corpora = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(corpora, st.integers(0, 5))
 def test_parts_take_turns_and_go_through_their_documents_in_epochs(parts, seed):
     lengths = np.concatenate([np.array(part) for part, _ in parts])

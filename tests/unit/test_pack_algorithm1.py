@@ -90,7 +90,7 @@ def jobs(draw):
     }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(jobs())
 def test_wlb_is_algorithm_1(job):
     stream = DocumentStream(job["lengths"], window=job["window"], seed=1)

@@ -52,7 +52,7 @@ packings = st.lists(st.lists(st.integers(2, 60), min_size=1, max_size=6), min_si
 costs = st.sampled_from([EQUAL, Quadratic(1.0, 0.0), Quadratic(0.5, 20.0)])
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(packings, costs, st.floats(1.0, 1.6), st.integers(0, 40))
 def test_tokens_stay_and_no_micro_batch_gets_heavier_than_the_heaviest_or_too_long(packs, cost, limit, room):
     before = packed(packs, cost)

@@ -75,7 +75,7 @@ def assert_conserved(job, plans):
 
 
 @every_policy
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(lengths=corpora, micro_batches=st.integers(1, 6))
 def test_tokens_are_conserved_and_micro_batches_are_sound(packing, lengths, micro_batches):
     job = planner(packing, lengths, micro_batches, context_parallel=2)
@@ -123,7 +123,7 @@ def test_carrying_policies_train_every_token_of_an_epoch_exactly_once(packing):
 
 
 @without_solver
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(lengths=corpora, before=st.integers(0, 6))
 def test_a_saved_state_gives_the_same_future(packing, lengths, before):
     job = planner(packing, lengths)

@@ -73,7 +73,7 @@ def test_cuts_come_nearest_to_the_shares_that_the_grain_allows(length, grain, da
 
 
 @given(lengths=documents, count=st.integers(1, 12), grain=st.integers(1, 4), milp=st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_micropacks_hold_every_token_once_and_slices_lead(lengths, count, grain, milp):
     lengths = np.array(lengths)
     table = PrefixWork(COST, WINDOW, grain)
@@ -116,7 +116,7 @@ def lowest_level(bins, works):
     alone=st.integers(0, 2),
     works=st.lists(st.integers(1, 12), min_size=1, max_size=5),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_placing_against_every_placing(cut, alone, works):
     if not cut and not alone:
         alone = 1
@@ -196,7 +196,7 @@ def test_ranks_get_nearly_the_same_work(works, ranks):
     data_parallel=st.sampled_from([1, 2]),
     context_parallel=st.sampled_from([1, 2]),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_plans_keep_every_token_and_every_slice_knows_its_prefix(lengths, data_parallel, context_parallel):
     divisor = 4 if context_parallel == 2 else 1
     job = planner(lengths, data_parallel=data_parallel, context_parallel=context_parallel)

@@ -43,7 +43,7 @@ def test_the_docstrings_example():
     limit=st.none() | st.integers(1, 6),
     data=st.data(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_no_order_waits_for_itself(chains, ranks, chunks, slack, limit, data):
     sliced = sliced_packs(chains)
     n = len(sliced)

@@ -173,7 +173,7 @@ def test_mistakes_are_told(folder, tokenizer, options, message):
     assert not (folder / "c").exists()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(lines=st.lists(st.text(alphabet="ab ", max_size=6), max_size=12), cuts=st.lists(st.integers(0, 90)))
 def test_spans_of_a_file_have_each_line_once(tmp_path_factory, lines, cuts):
     path = tmp_path_factory.mktemp("lines") / "a.jsonl"

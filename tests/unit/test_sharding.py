@@ -46,7 +46,7 @@ def pairs(rank: np.ndarray) -> int:
     return int((high * (high + 1) // 2 - low * (low + 1) // 2).sum())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(ragged, st.sampled_from([(2, 1), (4, 2), (6, 3), (8, 2), (8, 8)]), st.integers(0, 40))
 def test_ulysses_gather_divides_groups_per_document_and_their_ranks_in_a_row(lengths, degrees, extra):
     ranks, within = degrees
@@ -73,7 +73,7 @@ def test_ulysses_gather_divides_groups_per_document_and_their_ranks_in_a_row(len
 @pytest.mark.parametrize("remainder", ["spread", "round_robin"])
 @pytest.mark.parametrize("policy", SHARDINGS)
 @given(lengths=ragged, ranks=degrees, extra=slack)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_ranks_tile_every_document_and_hold_equal_tokens(policy, remainder, lengths, ranks, extra):
     if sum(lengths) < ranks:
         return
@@ -100,7 +100,7 @@ def test_ranks_tile_every_document_and_hold_equal_tokens(policy, remainder, leng
 
 @pytest.mark.parametrize("policy", SHARDINGS)
 @given(lengths=ragged, ranks=st.integers(1, 8))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_segments_see_exactly_the_earlier_keys_of_their_document(policy, lengths, ranks):
     if sum(lengths) < ranks:
         return
@@ -122,7 +122,7 @@ def test_segments_see_exactly_the_earlier_keys_of_their_document(policy, lengths
 
 
 @given(lengths=ragged, ranks=degrees)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_per_sequence_is_the_pairs_of_chunks(lengths, ranks):
     lengths, total = padded(lengths, ranks)
     positions = context.sequence_positions(context.per_sequence(lengths, total, ranks), lengths, total)
@@ -134,7 +134,7 @@ def test_per_sequence_is_the_pairs_of_chunks(lengths, ranks):
 
 
 @given(lengths=ragged, ranks=degrees, extra=slack)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_per_document_chunks_are_floor_or_ceil_and_tokens_differ_by_one(lengths, ranks, extra):
     lengths, total = padded(lengths, ranks, extra)
     result = context.per_document(lengths, total, ranks)
@@ -150,7 +150,7 @@ def test_per_document_chunks_are_floor_or_ceil_and_tokens_differ_by_one(lengths,
 
 
 @given(lengths=st.lists(st.integers(64, 4000), min_size=1, max_size=20), ranks=degrees, data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_per_document_balances_the_work_of_documents_of_64_tokens_a_rank(lengths, ranks, data):
     """Workload (paper equation 2, a 7B layer: W_l is some 24 hidden sizes of pairs a token) within 1 %."""
     lengths, total = padded([length * ranks for length in lengths], ranks)
@@ -200,7 +200,7 @@ def test_the_examples_of_the_docstrings():
 
 @pytest.mark.parametrize("latency", [LATENCY, UNMERGED], ids=["merged", "unmerged"])
 @given(lengths=ragged, ranks=degrees, extra=slack)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_hybrid_is_never_predicted_slower_than_adaptive_nor_adaptive_than_either(
     latency, lengths, ranks, extra
 ):
@@ -236,7 +236,7 @@ def test_hybrid_beats_adaptive_on_one_long_and_many_short_documents(latency, ran
 
 
 @given(lengths=ragged, ranks=degrees, cut=st.integers(0, 40), extra=slack)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_hybrid_fills_every_rank_whichever_documents_are_cut(lengths, ranks, cut, extra):
     """Whatever k is tried: the search's own choice would rarely reach the corners."""
     from wlb_titan.context.hybrid import _shard
@@ -322,7 +322,7 @@ def test_the_planner_names_a_micro_batch_that_is_too_small():
 
 @pytest.mark.parametrize("policy", [*SHARDINGS, "ulysses"])
 @given(lengths=ragged, ranks=st.integers(2, 8), data=st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_queries_of_slices_see_their_prefixes(policy, lengths, ranks, data):
     lengths, total = padded(lengths, ranks, 1)
     prefix = np.array(data.draw(st.lists(st.integers(0, 500), min_size=len(lengths), max_size=len(lengths))))
@@ -352,7 +352,7 @@ def test_queries_of_slices_see_their_prefixes(policy, lengths, ranks, data):
 
 
 @given(lengths=ragged, ranks=st.integers(2, 8), prefix=st.integers(1, 100_000))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_fastest_sharding_of_a_slice_is_that_with_its_prefix(lengths, ranks, prefix):
     lengths, total = padded(lengths, ranks, 1)
     if lengths.sum() < ranks:
