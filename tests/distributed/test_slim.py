@@ -115,6 +115,7 @@ def test_a_run_goes_on_where_its_checkpoint_was_and_its_trace_has_every_pass(lab
     slim = (
         *("--wlb.packing.policy", "slim", "--wlb.packing.micropacks", "9", *layout(pp=2)),
         *("--parallelism.pipeline_parallel_schedule", "1F1B", "--checkpoint.interval", "2"),
+        *("--training.local_batch_size", "1", "--training.global_batch_size", "1"),  # a window on two stages
         *("--training.steps", "4", "--wlb.trace_every", "4"),
     )
     whole = lab.experiment("slim_whole", *slim)

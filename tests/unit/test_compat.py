@@ -48,7 +48,9 @@ PARAMETERS = {
     "modules_of_stages": "num_stages num_layers input_weight output_weight",
     "owner_of": "config",
     "pipeline_metadata": "parallel_dims parallelism model_config",
+    "ranks_of_group": "name",
     "split_into_stages": "whole_model pp_mesh pp_schedule device module_names_per_stage get_mesh",
+    "unset_fake_temporarily": "",
 }
 OVERRIDDEN = {
     "forward_one_chunk": "self fwd_chunk_id args kwargs save_forward_output",

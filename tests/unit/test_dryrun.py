@@ -123,6 +123,51 @@ def test_zero_bubble_keeps_what_is_predicted(dryrun, rank, checkpointing, tmp_pa
     assert traced["predicted_gib"] == pytest.approx(traced["traced_gib"], rel=0.05)
 
 
+SLICES = """
+base = "llama3_debug"
+[wlb.corpus]
+path = "not_here"
+[wlb.packing]
+policy = "slim"
+micropacks = 6
+slack = 0
+[training]
+seq_len = 65536
+mixed_precision_param = "bfloat16"
+local_batch_size = 2
+[parallelism]
+context_parallel_degree = 2
+"""
+SLICED = {
+    # What backward passes leave to earlier slices grows while activations go.
+    "alone": ("--training.global_batch_size", 2),
+    "shared": (
+        *("--parallelism.data_parallel_shard_degree", 2, "--training.global_batch_size", 4),
+        *("--wlb.packing.dp_merge", "true", "--wlb.packing.cost_model", "quadratic:1,200"),
+    ),
+    "asymmetric": (
+        *("--parallelism.pipeline_parallel_degree", 2, "--training.global_batch_size", 2),
+        *("--activation_checkpoint.class", "FullAC", "--wlb.packing.asymmetric", "true"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SLICED)
+def test_slices_hold_what_is_predicted(dryrun, case, tmp_path):
+    """On four layers, where the layer at hand counts for much: 8 % in place of 5."""
+    file, output = tmp_path / "slices.toml", tmp_path / "ranks.json"
+    file.write_text(SLICES)
+    words = ("--rank", "first", "--step", 4, "--device-gib", 80, *SLICED[case])
+    result = dryrun(file, *words, "--output", output)
+    assert result.exit_code == 0, result.output
+    (rank,) = json.loads(output.read_text())
+    assert rank["predicted_gib"] == pytest.approx(rank["traced_gib"], rel=0.08)
+    assert len(rank["lengths"]) == 6
+    assert case == "shared" or rank["traced"]["cache"] > 0
+    shared = {entry["kind"] for entry in rank["collectives"] if entry["over"] == "dp_shard_cp, 4 ranks"}
+    assert shared == ({"all-gather", "reduce-scatter"} if case == "shared" else set())
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     path = tmp_path_factory.mktemp("dryrun") / "small.toml"

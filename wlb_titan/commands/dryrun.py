@@ -93,11 +93,6 @@ def dryrun(
     words = [*overrides, *_policy_words(policy)]
     resolved = load_config(file, words, world_size)
     config = resolved.config
-    if config.wlb.packing.owner.slices:  # type: ignore[attr-defined]
-        raise UserError(
-            "wlb.packing.policy: a dry run has no numbers by which slices find each other, so it cannot show "
-            f"what {config.wlb.packing.name} keeps for them; `wlb-titan simulate` predicts that."
-        )
     # torchtitan takes seconds to import, so that is left until the file has been found good.
     from wlb_titan.runtime.corpus import open_corpus
     from wlb_titan.runtime.job import cluster_at_hand, degrees_product, documents_of, job_of, parallel_dims

@@ -40,7 +40,7 @@ the length of micro-batches (L_max) where none is set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -344,13 +344,14 @@ class _Rank:
             again = backward if kind != "F" else None
             token, own = self._tokens[sharers[place]], again.lengths[place] if again else lengths[place]
             length = own * sharers[place]
+            held = length * kept[sharers[place], stage]
             cached = again.slices[place] if again else () if slices is None else slices[place]
             at_hand = loss = 0.0
-            beside = cache.begin(action, cached, length)
+            beside, made = cache.begin(action, cached, length)
             if kind == "I":
                 live += length * token.waiting * self._layers[stage]
             if kind == "F":
-                live += length * kept[sharers[place], stage]
+                live += held
                 tokens += own
                 at_hand = length * token.forward
                 if backward is not None:
@@ -364,15 +365,17 @@ class _Rank:
             key = len(went_back), loss > 0
             if key not in gathered:
                 gathered[key] = self._gathered(went_back, in_loss=key[1])
-            moment = live, at_hand + beside, loss, gathered[key], cache.bytes_
-            now = sum(moment) + (self._shard if reduced else 0.0)
-            if now > most:
-                most, fullest = now, (*moment, reduced, tokens)
+            # A backward pass frees activations and makes gradients of prefixes layer by layer.
+            for freed, grown in self._layer_by_layer(stage, held, made):
+                moment = live - freed, at_hand + beside, loss, gathered[key], cache.bytes_ + grown
+                now = sum(moment) + (self._shard if reduced else 0.0)
+                if now > most:
+                    most, fullest = now, (*moment, reduced, tokens)
             cache.end(action, cached)
             if kind == "W":
                 live -= length * token.waiting * self._layers[stage]
             if kind in ("B", "W"):  # I frees nothing that counts
-                live -= length * kept[sharers[place], stage]
+                live -= held
                 tokens -= own
                 went_back.add(stage)
                 if self._degrees.pipeline == 1:
@@ -380,6 +383,14 @@ class _Rank:
                 elif stage == self._last and backward is None:
                     live += 2 * length * token.hidden
         return self._at(*fullest)
+
+    def _layer_by_layer(self, stage: int, held: float, made: float) -> Iterator[tuple[float, float]]:
+        """Bytes of activations that a backward pass has freed, of those that it has `held`, and of gradients
+        that it has made, of those that it leaves in the cache, in its first and in its last layer."""
+        layers = max(self._layers[stage], 1)
+        yield 0.0, made / layers
+        if made:
+            yield held * (layers - 1) / layers, made
 
     def _at(
         self,

@@ -30,15 +30,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
 # Has torch.compile take a dimension as a symbol from the start, whatever its size. Without it,
 # `maybe_mark_dynamic`: one more graph for each length with a single document.
 from torch._dynamo.decorators import mark_unbacked
 
-# Tensors with shapes and without memory, the mode that makes them, and what is raised where their values are
-# asked for: what a dry run runs on. Without them: no dry run; torch.compile stands on them, so that they will
-# have a successor.
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+# Tensors with shapes and without memory, the mode that makes them, what is raised where values are asked
+# for, and what leaves the mode for a while: what a dry run runs on. Without them: no dry run; torch.compile
+# stands on them, so that they will have a successor.
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 
 # What a functional collective returns until it is waited for; the tensor inside is the one that is allocated.
 # Without it: the trace of a dry run counts such results when they are waited for.
@@ -47,6 +53,10 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 # Calls a function of ours in place of a layer, without changing the names of its weights. Without it: a
 # module of our own, and its prefix in the names of checkpoints.
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+# The process group of a name that a functional collective has. Without it: a dry run names groups that are
+# none of the mesh's axes by a number.
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 # Raises where a step was interrupted with receives under way. Without it: drop the check.
 from torch.distributed.pipelining._recv_buffers import _ensure_recv_infos_drained as ensure_receives_drained
@@ -99,6 +109,11 @@ def owner_of(config: Configurable.Config) -> type:
     return config._owner
 
 
+def ranks_of_group(name: str) -> list[int]:
+    """Global ranks of a process group."""
+    return dist.get_process_group_ranks(_resolve_process_group(name))
+
+
 __all__ = [
     "AsyncCollectiveTensor",
     "ComputationType",
@@ -120,7 +135,9 @@ __all__ = [
     "modules_of_stages",
     "owner_of",
     "pipeline_metadata",
+    "ranks_of_group",
     "split_into_stages",
+    "unset_fake_temporarily",
 ]
 
 

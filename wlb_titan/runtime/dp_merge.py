@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
-import torch
+import numpy as np
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -43,8 +43,8 @@ def merged_mesh(parallel_dims: ParallelDims, sharers: int, timeout: timedelta) -
     if first + sharers > batch.size():
         return None
     # The mesh of all ranks is (pp, batch, cp, tp).
-    layout = torch.arange(parallel_dims.world_size).view(parallel_dims.pp, -1, cp, parallel_dims.tp)
-    stage, _, _, place = (layout == dist.get_rank()).nonzero()[0].tolist()
-    ranks = layout[stage, first : first + sharers, :, place].flatten().tolist()
+    layout = np.arange(parallel_dims.world_size).reshape(parallel_dims.pp, -1, cp, parallel_dims.tp)
+    stage, _, _, place = np.argwhere(layout == dist.get_rank())[0]
+    ranks = layout[stage, first : first + sharers, :, place].ravel().tolist()
     group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
     return DeviceMesh.from_group(group, batch.device_type)

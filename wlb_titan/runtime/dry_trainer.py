@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common import RMSNorm
@@ -19,10 +21,17 @@ from torchtitan.protocols.module import Module
 
 from wlb_titan.errors import UserError
 from wlb_titan.memory.peak import GIB, TERMS
-from wlb_titan.runtime.compat import DataDependentOutputException, FakeTensorMode
+from wlb_titan.plan import Action, Plan
+from wlb_titan.runtime.compat import (
+    DataDependentOutputException,
+    FakeTensorMode,
+    ranks_of_group,
+    unset_fake_temporarily,
+)
 from wlb_titan.runtime.dataloader import Step
 from wlb_titan.runtime.inputs import Item
-from wlb_titan.runtime.memory import predicted_memory
+from wlb_titan.runtime.kv_cache import KeyValueCache, attend, gradients
+from wlb_titan.runtime.memory import planned_memory
 from wlb_titan.runtime.memory_trace import MemoryTrace, local_tensor
 from wlb_titan.runtime.trainer import Trainer
 
@@ -69,7 +78,9 @@ class DryTrainer(Trainer):
         """
         begin = time.perf_counter()
         planned = self._planned_step(step)
-        lengths = [labels.shape[1] * self.parallel_dims.cp for _, labels in planned.items]
+        mesh = self.parallel_dims.get_optional_mesh("batch")
+        replica = 0 if mesh is None else mesh.get_local_rank()
+        lengths = [m.length for m in planned.plan.of_rank(replica)]
         parameters = [p for part in self.model_parts for p in part.parameters()]
         buffers = [b for part in self.model_parts for b in part.buffers()]
         trace = self._trace = MemoryTrace(self._fake, _weight_shapes(parameters))
@@ -108,13 +119,13 @@ class DryTrainer(Trainer):
             "largest": [
                 {"gib": size / GIB, "tensors": number, "what": what} for size, number, what in passes.largest
             ],
-            **self._predicted(lengths),
+            **self._predicted(planned.plan, replica),
             "collectives": self._collectives(trace),
             "seconds": time.perf_counter() - begin,
         }
 
-    def _predicted(self, lengths: list[int]) -> dict[str, Any]:
-        ranks = predicted_memory(self.job, lengths)
+    def _predicted(self, plan: Plan, replica: int) -> dict[str, Any]:
+        ranks = planned_memory(self.job, plan, replica)
         if ranks is None:
             return {"predicted_gib": None, "predicted": {}}
         mine = ranks[self._coordinates().get("pp", 0)]
@@ -132,7 +143,10 @@ class DryTrainer(Trainer):
         names = self._group_names()
         found: dict[tuple[str, str], tuple[int, int]] = {}
         for (kind, group), (number, size) in trace.collectives.items():
-            key = kind, names.get(group, group)  # an axis has a group in each of several meshes
+            key = (
+                kind,
+                names.get(group) or self._named_by_ranks(group),
+            )  # an axis has a group in several meshes
             before = found.get(key, (0, 0))
             found[key] = (before[0] + number, before[1] + size)
         return [
@@ -152,6 +166,20 @@ class DryTrainer(Trainer):
                 named[group.group_name] = axis
         return named
 
+    def _named_by_ranks(self, group: str) -> str:
+        """The axes along which a group's ranks lie, and how many they are."""
+        ranks = ranks_of_group(group)
+        dims = self.parallel_dims
+        axes = {"pp": dims.pp, "dp_replicate": dims.dp_replicate, "dp_shard": dims.dp_shard}
+        axes |= {"cp": dims.cp, "tp": dims.tp}
+        places = np.unravel_index(ranks, tuple(axes.values()))
+        along = [axis for axis, place in zip(axes, places, strict=True) if len(set(place.tolist())) > 1]
+        return f"{'_'.join(along)}, {len(ranks)} ranks"
+
+    def _prepare_merging(self) -> None:
+        with unset_fake_temporarily():  # meshes are made of ranks' numbers
+            super()._prepare_merging()
+
     def _log(self, *arguments: Any) -> None:
         """What is logged has no values here."""
 
@@ -164,14 +192,50 @@ class DryTrainer(Trainer):
     def _forward_backward(self, group: list[Item], labels: torch.Tensor) -> torch.Tensor:
         """The passes, in the fake mode, which the optimizer has to do without: in an active one DTensor would
         work out shapes on tensors of the rank's own mode, and the trace would count them."""
-        with self._fake:
+        with self._fake, AttentionOfSlices(self._cache, self._trace):
             loss = super()._forward_backward(group, labels)
+        self._passed()
+        return loss
+
+    def _run_alone(self, items: list[Item], actions: Sequence[Action], labels: torch.Tensor) -> torch.Tensor:
+        with self._fake, AttentionOfSlices(self._cache, self._trace):
+            loss = super()._run_alone(items, actions, labels)
+        self._passed()
+        return loss
+
+    def _passed(self) -> None:
+        """All passes have run: their peak is kept, and the optimizer's begins."""
         if self._trace.highest > self._passes_peak:
             self._passes, self._passes_peak = self._trace.peak, self._trace.highest
         gradients = (p.grad for part in self.model_parts for p in part.parameters() if p.grad is not None)
         self._trace.reassign(gradients, "gradients")
         self._trace.begin()
-        return loss
+
+
+class AttentionOfSlices(TorchDispatchMode):
+    """Attention of slices does in a dry run what its ops do, in place of what fake tensors know of them: the
+    cache of keys and values is filled and emptied, with tensors that have no values.
+
+    Args:
+        cache: of the step; None where documents are not sliced.
+        trace: gets the cache's tensors as a term of their own.
+    """
+
+    def __init__(self, cache: KeyValueCache | None, trace: MemoryTrace) -> None:
+        super().__init__()
+        self._cache, self._trace = cache, trace
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        ops = torch.ops.wlb_titan
+        of_slices = {ops.sliced_attention.default: attend, ops.sliced_attention_backward.default: gradients}
+        if self._cache is None or func not in of_slices:
+            return func(*args, **(kwargs or {}))
+        with unset_fake_temporarily():  # within it the tensors that number the documents have no values
+            result = of_slices[func](*args)
+        self._trace.reassign(self._cache.tensors(), "cache")
+        return result
 
 
 def dry_config(config: Trainer.Config, parallelised: Callable[[], Any]) -> Trainer.Config:

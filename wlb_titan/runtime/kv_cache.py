@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,9 +51,10 @@ class KeyValueCache:
         self._documents: dict[tuple[Layer, int], _Document] = {}  # by layer and document
         _caches[number] = self
 
-    def bytes_(self) -> int:
-        """Bytes that it holds."""
-        return sum(document.bytes_() for document in self._documents.values())
+    def tensors(self) -> Iterator[Tensor]:
+        """What it holds: keys and values, and their gradients."""
+        for document in self._documents.values():
+            yield from document.tensors()
 
     def check_empty(self) -> None:
         """Raises RuntimeError if a document is left, whose backward passes did not all run."""
@@ -138,8 +140,8 @@ class _Document:
         self._kv = tuple(x.new_empty((total, *x.shape[1:])) for x in like)
         self._gradients: tuple[Tensor, ...] | None = None
 
-    def bytes_(self) -> int:
-        return sum(x.nbytes for x in (*self._kv, *(self._gradients or ())))
+    def tensors(self) -> tuple[Tensor, ...]:
+        return *self._kv, *(self._gradients or ())
 
     def through(self, prefix: int, own: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values up to the end of a slice, whose own are these."""
@@ -198,8 +200,7 @@ def sliced_attention(
     return out, lse
 
 
-@torch.library.custom_op("wlb_titan::sliced_attention", mutates_args=())
-def _forward(
+def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -211,9 +212,13 @@ def _forward(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
+    """What the op does; `call` to `window` as of `sliced_attention`."""
     keys, values = _caches[int(cache)].keys((int(layer), call), rows.tolist(), k, v)
     out, lse = varlen_attention(q, keys, values, segments, scale=scale, window=window, return_lse=True)
     return out, lse
+
+
+_forward = torch.library.custom_op("wlb_titan::sliced_attention", attend, mutates_args=())
 
 
 @_forward.register_fake
@@ -222,17 +227,20 @@ def _forward_fake(q, k, v, *_):  # type: ignore[no-untyped-def]
     return q.new_empty((q.shape[0], q.shape[1], v.shape[2])), lse
 
 
-@torch.library.custom_op("wlb_titan::sliced_attention_backward", mutates_args=())
-def _backward(
+def gradients(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     segments: Tensor, rows: Tensor, cache: Tensor, layer: Tensor, call: int, scale: float, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """What the op of the backward pass does; of q, k and v."""
     kept, runs, of_layer = _caches[int(cache)], rows.tolist(), (int(layer), call)
     keys, values = kept.keys(of_layer, runs, k, v)
     options = (scale, True, window, True, "auto")
     backward = torch.ops.wlb_titan.varlen_attention_backward.default
     dq, dkeys, dvalues = backward(dout, dlse, q, keys, values, out, lse, segments, *options)
     return dq, *kept.own_gradients(of_layer, runs, dkeys, dvalues)
+
+
+_backward = torch.library.custom_op("wlb_titan::sliced_attention_backward", gradients, mutates_args=())
 
 
 @_backward.register_fake

@@ -12,6 +12,8 @@ from torchtitan.distributed import ParallelDims
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.memory.peak import GIB, RankMemory
+from wlb_titan.plan import Plan
+from wlb_titan.simulator.slices import replica_memory
 
 
 def predicted_memory(job: Job, lengths: Sequence[int]) -> tuple[RankMemory, ...] | None:
@@ -21,6 +23,13 @@ def predicted_memory(job: Job, lengths: Sequence[int]) -> tuple[RankMemory, ...]
     does not know.
     """
     return _known(job, lambda: job.peak_memory(lengths))
+
+
+def planned_memory(job: Job, plan: Plan, replica: int) -> tuple[RankMemory, ...] | None:
+    """The same with the micro-batches that a plan gives one data-parallel rank."""
+    if plan.order is not None:
+        return _known(job, lambda: replica_memory(job, plan, replica))
+    return predicted_memory(job, [m.length for m in plan.of_rank(replica)])
 
 
 def predicted_window(job: Job) -> tuple[tuple[RankMemory, ...] | None, str]:

@@ -75,9 +75,6 @@ def pipeline(
     """
     check_schedule(parallelism, compile_config)
     names = stage_names(parallelism, model_config)
-    check_micro_batches(
-        parallelism.pipeline_parallel_schedule, parallel_dims.pp, len(names), training.local_batch_size
-    )
     drafts, parts = split_into_stages(
         model,
         parallel_dims.get_mesh("pp"),

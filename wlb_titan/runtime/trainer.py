@@ -90,8 +90,7 @@ class Trainer(TorchtitanTrainer):
         if self.parallel_dims.tp_enabled and config.parallelism.enable_sequence_parallel:
             mesh = self.parallel_dims.get_mesh("tp")
             self.planned.tensor_rank = mesh.get_local_rank(), mesh.size()
-        seconds = max(config.comm.init_timeout_seconds, config.comm.train_timeout_seconds)
-        prepare_merging(self.model_parts, self.job, self.parallel_dims, timedelta(seconds=seconds))
+        self._prepare_merging()
         if self.parallel_dims.pp_enabled:
             self.pp_schedule.check_lengths = config.wlb.pipeline.check_lengths
             self.planned.lower = self.pp_schedule.lower
@@ -101,6 +100,12 @@ class Trainer(TorchtitanTrainer):
                 for module in part.modules():
                     if isinstance(module, FSDPModule):
                         module.set_force_sum_reduction_for_comms(True)
+
+    def _prepare_merging(self) -> None:
+        """Groups of data-parallel ranks that may share micro-batches."""
+        comm = self.config.comm
+        timeout = timedelta(seconds=max(comm.init_timeout_seconds, comm.train_timeout_seconds))
+        prepare_merging(self.model_parts, self.job, self.parallel_dims, timeout)
 
     def init_distributed(self) -> ParallelDims:
         """Starts the process groups, and then chooses the policies, before anything is built from them."""

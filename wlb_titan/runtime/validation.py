@@ -301,12 +301,14 @@ def _check_pipeline(config: Trainer.Config, dims: ParallelDims) -> None:
         raise UserError(f"parallelism.module_fqns_per_model_part: {error}.") from error
     try:
         check_schedule(config.parallelism, config.compile)
-        check_micro_batches(
-            config.parallelism.pipeline_parallel_schedule,
-            dims.pp,
-            len(stage_names(config.parallelism, config.model_spec.model)),
-            config.training.local_batch_size,
-        )
+        # Slices have a schedule of their own, for MicroPacks; validation runs windows in the job's.
+        if not config.wlb.packing.owner.slices or config.validator.enable:
+            check_micro_batches(
+                config.parallelism.pipeline_parallel_schedule,
+                dims.pp,
+                len(stage_names(config.parallelism, config.model_spec.model)),
+                config.training.local_batch_size,
+            )
     except ValueError as error:
         raise UserError(f"parallelism.pipeline_parallel_schedule: {error}") from error
 
