@@ -24,7 +24,8 @@ A rank runs its passes in a fixed order, so its memory can be followed from pass
                        Where backward passes have packs of their own (asymmetric partition) forward passes
                        keep the inputs of layers, of the first stage's first not, and of the head
 - cache                K and V of documents in slices, from the first slice's forward pass to its backward
-                       pass, and their gradients, in float32, from the backward pass of the last slice on
+                       pass, and their gradients, in float32, from the backward pass of the last slice on,
+                       which makes them layer by layer while it frees its activations
 - backward             of the layer at hand: what a backward pass recomputes, its gradients, K and V; or what
                        a forward pass makes and does not keep
 - loss                 logits of one chunk and what the softmax needs; the gradient of the whole hidden state
