@@ -65,6 +65,16 @@ def test_the_set_number_of_tokens_in_flight_holds(load):
     assert load(PIPELINE + "tokens_in_flight = 40000").most_in_flight == 40000
 
 
+def test_a_window_is_enough_for_four_stages(load):
+    from wlb_titan.errors import UserError
+
+    one = PIPELINE.replace("local_batch_size = 8", "local_batch_size = 1")
+    assert load(one).replica_micro_batches == 1
+    for refused in (one.replace("slim", "plain"), one + "[validator]\nenable = true"):  # these run windows
+        with pytest.raises(UserError, match="as many micro-batches as stages, and there are 1 for 4"):
+            load(refused)
+
+
 def test_a_document_that_fits_in_no_order_is_refused(load):
     from wlb_titan.documents import Documents
     from wlb_titan.errors import PlanError, UserError
@@ -111,15 +121,3 @@ def test_packs_of_their_own_for_backward_passes_take_the_place_of_full_checkpoin
     full = '\n[activation_checkpoint]\nclass = "FullAC"'
     assert load(PIPELINE + "asymmetric = true" + full).asymmetric
     assert not load(PIPELINE + full).asymmetric
-
-
-def test_a_dry_run_says_that_it_cannot(tmp_path):
-    from click.testing import CliRunner
-
-    from wlb_titan.commands.main import main
-
-    path = tmp_path / "train.toml"
-    path.write_text(PIPELINE)
-    result = CliRunner().invoke(main, ["dryrun", str(path)])
-    assert result.exit_code != 0
-    assert "wlb-titan simulate" in result.output + str(result.exception)
