@@ -354,19 +354,17 @@ tokens on.
 
 
 def _loss(curves: dict[str, Any] | None) -> str:
-    if curves is None or "validation" not in curves:
-        return (
-            "The loss is measured by training: `benchmarks/loss_curves.py`. Its run of 1,500 steps and three seeds "
-            "has no result yet; what an earlier run of 40 steps showed is in [packing.md](packing.md)."
-        )
+    if curves is None:
+        return "The loss is measured by training: `benchmarks/loss_curves.py`, which has no result here."
     rows = [
         [policy, f"{row['mean']:.4f}", f"{row['minus_plain']:+.4f}", f"{row['standard_error']:.4f}"]
         for policy, row in curves["validation"].items()
     ]
     settings = curves["settings"]
     return (
-        f"Loss, measured by training (`benchmarks/loss_curves.py`): a model of 1.8 million weights, "
-        f"{settings['steps']:,} steps, {settings['seeds']} seeds, loss on the same held-out documents.\n\n"
+        f"Loss, measured by training (`benchmarks/loss_curves.py`): a model of 1.8 million weights, windows of "
+        f"{settings['window']:,} tokens, {settings['steps']:,} steps of {settings['micro_batches']} micro-batches, "
+        f"{settings['seeds']} seeds, loss on the same held-out documents.\n\n"
         + _table(["policy", "validation loss", "minus plain", "standard error of the difference"], rows)
         + "\n\n[packing.md](packing.md) says what this shows and what not."
     )
