@@ -159,16 +159,20 @@ def summary(runs: list[Run], seeds: int, settings: dict[str, Any]) -> dict[str, 
 
 
 def draw(curves: dict[str, list[dict[int, float]]], path: Path) -> None:
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for policy, runs in curves.items():
-        losses = np.array([list(run.values()) for run in runs])
-        steps = list(runs[0])
-        (line,) = axes.plot(steps, losses.mean(axis=0), label=policy, linewidth=1.8)
-        ends = losses.min(axis=0), losses.max(axis=0)
-        axes.fill_between(steps, *ends, color=line.get_color(), alpha=0.12, linewidth=0)
-    axes.set(xlabel="step", ylabel="validation loss: mean, range of seeds", title="Loss by packing policy")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    """Loss by step, and beside it minus that of `plain` with the same seed, from the second validation on."""
+    figure, (whole, beside) = plt.subplots(ncols=2, figsize=(11, 4.5), layout="constrained")
+    by_policy = {policy: np.array([list(run.values()) for run in runs]) for policy, runs in curves.items()}
+    steps = list(curves["plain"][0])
+    for axes, first, minus in ((whole, 0, 0.0), (beside, 1, by_policy["plain"])):
+        for policy, all_losses in by_policy.items():
+            losses = (all_losses - minus)[:, first:]
+            (line,) = axes.plot(steps[first:], losses.mean(axis=0), label=policy, linewidth=1.8)
+            ends = losses.min(axis=0), losses.max(axis=0)
+            axes.fill_between(steps[first:], *ends, color=line.get_color(), alpha=0.12, linewidth=0)
+        axes.spines[["top", "right"]].set_visible(False)
+    whole.set(xlabel="step", ylabel="validation loss: mean, range of seeds", title="Loss by packing policy")
+    beside.set(xlabel="step", title="minus that of plain with the same seed")
+    whole.legend(frameon=False)
     figure.savefig(path)
 
 
