@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -181,21 +181,22 @@ class DryTrainer(Trainer):
         return next(steps)
 
     def _forward_backward(self, group: list[Item], labels: torch.Tensor) -> torch.Tensor:
-        """The passes, in the fake mode, which the optimizer has to do without: in an active one DTensor would
-        work out shapes on tensors of the rank's own mode, and the trace would count them."""
-        with self._fake, AttentionOfSlices(self._cache, self._trace):
-            loss = super()._forward_backward(group, labels)
-        self._passed()
-        return loss
+        with self._traced_passes():
+            return super()._forward_backward(group, labels)
 
     def _run_alone(self, items: list[Item], actions: Sequence[Action], labels: torch.Tensor) -> torch.Tensor:
-        with self._fake, AttentionOfSlices(self._cache, self._trace):
-            loss = super()._run_alone(items, actions, labels)
-        self._passed()
-        return loss
+        with self._traced_passes():
+            return super()._run_alone(items, actions, labels)
 
-    def _passed(self) -> None:
-        """All passes have run: their peak is kept, and the optimizer's begins."""
+    @contextmanager
+    def _traced_passes(self) -> Iterator[None]:
+        """The passes, in the fake mode, which the optimizer has to do without: in an active one DTensor would
+        work out shapes on tensors of the rank's own mode, and the trace would count them.
+
+        Their peak is kept, and another one begins behind them.
+        """
+        with self._fake, AttentionOfSlices(self._cache, self._trace):
+            yield
         if self._trace.highest > self._passes_peak:
             self._passes, self._passes_peak = self._trace.peak, self._trace.highest
         gradients = (p.grad for part in self.model_parts for p in part.parameters() if p.grad is not None)
