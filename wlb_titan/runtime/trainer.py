@@ -28,12 +28,14 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer as TorchtitanTrainer
 
 from wlb_titan.config.settings import WlbSettings
+from wlb_titan.kernels.implementations import device_of
 from wlb_titan.plan import Action, Flow
 from wlb_titan.runtime.attention import DocumentAttention
 from wlb_titan.runtime.corpus import open_corpus
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
 from wlb_titan.runtime.dp_merge import prepare_merging
 from wlb_titan.runtime.imbalance import rank_imbalance
+from wlb_titan.runtime.implementation import check_implementation
 from wlb_titan.runtime.inputs import Item, to_device
 from wlb_titan.runtime.job import documents_of, job_of, parallel_dims
 from wlb_titan.runtime.kv_cache import KeyValueCache
@@ -123,6 +125,7 @@ class Trainer(TorchtitanTrainer):
         assert config.model_spec is not None
         for _, attention, _, _ in config.model_spec.traverse(DocumentAttention.Config):
             attention.context = self.job.sharding
+            attention.implementation = config.wlb.attention.implementation
         config.comm.train_timeout_seconds, self._timeout_reason = train_timeout(config, self.job)
         config.dataloader.job = self.job
 
@@ -294,6 +297,7 @@ class Trainer(TorchtitanTrainer):
                 logger.info(", ".join(f"{heading} {cell}" for heading, cell in row.items()))
             for line in self._choice.remarks():
                 logger.info(line)
+        logger.info(f"Attention: {check_implementation(self.config, device_of(self.device))}")
         for line in describe_memory(self.job):
             logger.info(line)
         comm = self.config.comm
