@@ -60,9 +60,9 @@ def test_copies_to_the_device_do_not_wait():
 
 
 CALLS = {"selective": 6_300, "none": 1_650}
-"""Calls of Python functions for a layer and a micro-batch, all its passes, by activation checkpointing: what the
-host spends its time on. Measured 6,145 and 1,527; with `torch.library.custom_op` and gradients that are reduced
-at every micro-batch 6,328 and 1,732."""
+"""Calls of Python functions for a layer and a micro-batch, all its passes, by activation checkpointing: what
+the host spends its time on. Measured 6,145 and 1,527; with `torch.library.custom_op` and gradients that are
+reduced at every micro-batch 6,328 and 1,732."""
 
 
 @pytest.fixture(scope="module")
