@@ -12,7 +12,7 @@ from crosscompile import SHARED_MEMORY, Launch, Report, compile_all, recording, 
 from triton import __version__ as TRITON
 from triton.backends.compiler import GPUTarget
 from wlb_titan.kernels import gluon_launch, triton_launch
-from wlb_titan.kernels.dispatch import GLUON_HEAD_DIMS
+from wlb_titan.kernels.implementations import GLUON_HEAD_DIMS
 from wlb_titan.kernels.options import Options, Saved
 from wlb_titan.kernels.schedule import schedule_of
 
