@@ -294,7 +294,8 @@ class Trainer(TorchtitanTrainer):
                 logger.info(", ".join(f"{heading} {cell}" for heading, cell in row.items()))
             for line in self._choice.remarks():
                 logger.info(line)
-        for line in describe_memory(self.job):
+        documents = documents_of(self.config.wlb.corpus, self.planned.corpus)
+        for line in describe_memory(self.job, documents):
             logger.info(line)
         comm = self.config.comm
         logger.info(
