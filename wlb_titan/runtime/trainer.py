@@ -305,7 +305,8 @@ class Trainer(TorchtitanTrainer):
             for line in self._choice.remarks():
                 logger.info(line)
         logger.info(f"Attention: {check_implementation(self.config, device_of(self.device))}")
-        for line in describe_memory(self.job):
+        documents = documents_of(self.config.wlb.corpus, self.planned.corpus)
+        for line in describe_memory(self.job, documents):
             logger.info(line)
         comm = self.config.comm
         logger.info(
