@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,10 +43,17 @@ class Experiment:
 class Lab:
     """Runs experiments on one corpus, from one seed checkpoint, in forked processes."""
 
-    def __init__(self, folder: Path, server: ForkServer, base: str = "bases:llama"):
+    def __init__(
+        self,
+        folder: Path,
+        server: ForkServer,
+        base: str = "bases:llama",
+        environment: Mapping[str, str] | None = None,
+    ):
         self.folder = folder
         self.base = base
         self.corpus = folder / "corpus"
+        self.environment = environment or {}
         self._server = server
         make_corpus(folder / "documents.jsonl", self.corpus)
         seed = self.experiment("seed", "--checkpoint.create_seed_checkpoint", "true")
@@ -60,10 +68,28 @@ class Lab:
             words += ["--checkpoint.initial_load_path", str(self.seed_checkpoint)]
         return Experiment(self.folder / name, [*words, *overrides])
 
-    def start(self, processes: int, experiment: Experiment) -> Job:
-        """Starts an experiment in so many processes."""
+    def start(self, processes: int, experiment: Experiment, fresh: bool = False) -> Job:
+        """Starts an experiment in so many processes; `fresh` as of `ForkServer.start`."""
         words = ["--config", str(CONFIG), *experiment.words()]
-        return self._server.start([Rank(words, experiment.log)] * processes)
+        ranks = [Rank(words, experiment.log)] * processes
+        return self._server.start(ranks, environment=self.environment, fresh=fresh)
+
+    def start_and_kill(self, processes: int, experiment: Experiment, step: int) -> int:
+        """Starts an experiment, and kills all ranks as soon as a step is reported.
+
+        Returns:
+            How many steps were.
+        """
+        metrics = experiment.folder / "metrics.jsonl"
+        job = self.start(processes, experiment)
+        deadline = time.monotonic() + 180
+        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= step):
+            assert not job.codes, f"the job ended before it could be killed: {first_failure(experiment.log)}"
+            assert time.monotonic() < deadline, "the job did not get so far"
+            time.sleep(0.02)
+        job.kill()
+        assert any(job.wait(60)), "the job ended before it could be killed"
+        return len(experiment.metrics())
 
     def run(self, processes: int, experiments: Sequence[Experiment]) -> None:
         """Runs the experiments, each in so many processes.
