@@ -17,6 +17,8 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 TRAIN = "wlb_titan.runtime.train"
+VISIBLE_GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")
+"""As it was before tests/conftest.py hid the GPUs."""
 
 
 @dataclass(frozen=True)

@@ -48,31 +48,50 @@ class Lab:
         folder: Path,
         server: ForkServer,
         base: str = "bases:llama",
+        common: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        lengths: Sequence[int] | None = None,
     ):
+        """Makes corpus and seed checkpoint.
+
+        Args:
+            folder: for all that the experiments write.
+            server: starts them.
+            base: of experiments that name none.
+            common: overrides of all experiments, before their own.
+            environment: as of `ForkServer.start`.
+            lengths: as of `make_corpus`.
+        """
         self.folder = folder
         self.base = base
+        self.common = common
         self.corpus = folder / "corpus"
         self.environment = environment or {}
         self._server = server
-        make_corpus(folder / "documents.jsonl", self.corpus)
+        make_corpus(folder / "documents.jsonl", self.corpus, lengths)
         seed = self.experiment("seed", "--checkpoint.create_seed_checkpoint", "true")
         self.run(1, [seed])
         self.seed_checkpoint = seed.folder / "checkpoint" / "step-0"
 
     def experiment(self, name: str, *overrides: str) -> Experiment:
-        words = ["--wlb.corpus.path", str(self.corpus)]
+        words = ["--wlb.corpus.path", str(self.corpus), *self.common]
         if "--base" not in overrides:
             words += ["--base", self.base]
         if name != "seed":
             words += ["--checkpoint.initial_load_path", str(self.seed_checkpoint)]
         return Experiment(self.folder / name, [*words, *overrides])
 
-    def start(self, processes: int, experiment: Experiment, fresh: bool = False) -> Job:
-        """Starts an experiment in so many processes; `fresh` as of `ForkServer.start`."""
+    def start(
+        self,
+        processes: int,
+        experiment: Experiment,
+        environment: Mapping[str, str] | None = None,
+        fresh: bool = False,
+    ) -> Job:
+        """Starts an experiment in so many processes; the rest as of `ForkServer.start`."""
         words = ["--config", str(CONFIG), *experiment.words()]
         ranks = [Rank(words, experiment.log)] * processes
-        return self._server.start(ranks, environment=self.environment, fresh=fresh)
+        return self._server.start(ranks, environment={**self.environment, **(environment or {})}, fresh=fresh)
 
     def start_and_kill(self, processes: int, experiment: Experiment, step: int) -> int:
         """Starts an experiment, and kills all ranks as soon as a step is reported.

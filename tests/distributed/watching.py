@@ -1,5 +1,4 @@
-"""The bases whose trainer writes which operations of a step would wait for the device, and how many kernels it
-compiled."""
+"""The base `watching:config`, whose trainer writes what of a step would wait for the device or compiles."""
 
 import dataclasses
 import json

@@ -1,23 +1,25 @@
 """The tests that need a GPU, and how they are rehearsed without one.
 
     pytest tests/gpu --device cuda    # make test-gpu: skipped where torch finds no GPU
-    pytest tests/gpu --device cpu     # the same tests in small, with gloo: does their code run at all
+    pytest tests/gpu --device cpu     # the same tests in small, with gloo: whether their code runs at all
 
-Device, sizes, dtypes and tolerances are all that differs; they come from the fixture `target`.
+Sizes, dtypes and tolerances are all that differs; they come from the fixture `target`.
 """
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from conftest import VISIBLE_GPUS
+from forking import VISIBLE_GPUS
 from lab import Lab
 
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
 ONE_GPU = {
-    # Ranks that share a GPU, as if each were on a host of its own; experimental in NCCL 2.30.
+    # Ranks share a GPU as if each were on a host of its own, which NCCL 2.30 calls experimental.
     "LOCAL_RANK": "0",
     "LOCAL_WORLD_SIZE": "1",
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
@@ -27,33 +29,26 @@ ONE_GPU = {
 
 @dataclass(frozen=True)
 class Target:
-    """Where the tests run."""
+    """The device under test, `cuda` or `cpu`."""
 
     device: str
 
-    @property
-    def on_gpu(self) -> bool:
-        return self.device == "cuda"
+    def pick(self, *, cuda: Any, cpu: Any) -> Any:
+        return {"cuda": cuda, "cpu": cpu}[self.device]
 
-    def pick(self, *, cuda, cpu):
-        return cuda if self.on_gpu else cpu
-
-    @property
-    def dtype(self) -> list[str]:
-        """Overrides for the dtype of training, in which one process is compared with several."""
-        return ["--training.mixed_precision_param", self.pick(cuda="bfloat16", cpu="float32")]
+    def base(self, name: str) -> str:
+        """Models as wide as real ones for a GPU, and the other tests' for a CPU."""
+        return f"{self.pick(cuda='gpu_bases', cpu='bases')}:{name}"
 
 
 def pytest_addoption(parser):
-    parser.addoption("--device", choices=("cpu", "cuda"), help="where tests/gpu runs; without it, nowhere")
+    parser.addoption("--device", choices=("cuda", "cpu"), help="where tests/gpu runs; without it, nowhere")
 
 
 def pytest_configure(config):
     if config.getoption("--device", None) == "cuda":
-        if VISIBLE_GPUS is None:
-            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-        else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = VISIBLE_GPUS
+        os.environ.pop("CUDA_VISIBLE_DEVICES")
+        os.environ |= {} if VISIBLE_GPUS is None else {"CUDA_VISIBLE_DEVICES": VISIBLE_GPUS}
     use_cpu_without_accelerator()  # before a test module imports torchtitan
 
 
@@ -69,6 +64,14 @@ def target(pytestconfig) -> Target:
 
 @pytest.fixture(scope="session")
 def lab(target, tmp_path_factory, fork_server):
+    """Experiments on documents of which some, on a GPU, are long enough for the kernels' other tables."""
+    short = np.clip(np.random.default_rng(0).lognormal(4.0, 1.2, size=400), 4, 1500).astype(int)
+    lengths = np.insert(short, range(0, 400, 40), target.pick(cuda=8192, cpu=1024))
     return Lab(
-        tmp_path_factory.mktemp("lab"), fork_server, environment=target.pick(cuda=ONE_GPU, cpu={})
+        tmp_path_factory.mktemp("lab"),
+        fork_server,
+        base=target.base("llama"),
+        common=target.pick(cuda=["--training.mixed_precision_param", "bfloat16"], cpu=[]),
+        environment=target.pick(cuda=ONE_GPU, cpu={}),
+        lengths=lengths,
     )
