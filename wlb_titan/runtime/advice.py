@@ -8,7 +8,7 @@ import numpy as np
 
 from wlb_titan.context import whole
 from wlb_titan.job import Job
-from wlb_titan.memory.peak import GIB, USABLE
+from wlb_titan.memory.peak import GIB
 from wlb_titan.runtime.memory import predicted_memory
 from wlb_titan.simulator.passes import MicroBatches, pass_times
 
@@ -41,7 +41,7 @@ def _without_checkpointing(job: Job) -> list[str]:
     if ranks is None:
         return []
     most = max(rank.total for rank in ranks)
-    if most > USABLE * job.cluster.memory:
+    if most > bare.usable:
         return []
     return [
         f'activation_checkpoint = "none" is predicted to fit: {most / GIB:.2f} of '
@@ -57,8 +57,8 @@ def _compiled(job: Job) -> list[str]:
         return []
     return [
         f"The host is predicted to be the limit: a window takes the device {1e3 * device:.1f} ms a layer, "
-        f"and the host about {1e3 * host:.0f} ms (uncompiled, as measured beside an H100). compile.enable = true "
-        "halves the latter."
+        f"and the host about {1e3 * host:.0f} ms (uncompiled, as measured beside an H100). compile.enable = "
+        "true halves the latter."
     ]
 
 

@@ -326,7 +326,8 @@ class Trainer(TorchtitanTrainer):
                 logger.info(", ".join(f"{heading} {cell}" for heading, cell in row.items()))
             for line in self._choice.remarks():
                 logger.info(line)
-        for line in describe_memory(self.job):
+        documents = documents_of(self.config.wlb.corpus, self.planned.corpus)
+        for line in describe_memory(self.job, documents):
             logger.info(line)
         compiled = self.config.compile.enable and "model" in self.config.compile.components
         for line in advice(self.job, compiled=compiled, on_gpu=self.device.type == "cuda"):
