@@ -309,8 +309,8 @@ def mutated(source: str, mutants: tuple[tuple[str, str], ...]) -> str:
             pattern = f"(?m)^{lines}".replace("(?P=at)", "(?P<at> *)", 1)
         if not (found := re.search(pattern, source)):
             raise LookupError(f"the source has no {old!r}")
-        at = found.groupdict().get("at", "")
-        source = re.sub(pattern, lambda _, text=indent(new, at): text, source)
+        new = indent(new, found.groupdict().get("at", ""))
+        source = re.sub(pattern, new.replace("\\", r"\\"), source)
     return source
 
 
