@@ -47,6 +47,9 @@ class Chosen(NamedTuple):
     long: str
     short: str
 
+    def backward(self, long: bool) -> str:
+        return self.long if long else self.short
+
     def __str__(self) -> str:
         if len(set(self)) == 1:
             return self.forward
@@ -89,15 +92,15 @@ def chosen(implementation: str, dims: tuple[int, int], dtype: torch.dtype, devic
     for name, dim in zip("qv", dims, strict=True):
         if dim > MAX_HEAD_DIM or dim % 8 != 0 or dim == 0:
             raise ValueError(f"head dims are multiples of 8 up to {MAX_HEAD_DIM}, but {name} has {dim}")
-        if implementation == "gluon" and dim not in GLUON_HEAD_DIMS:
-            raise ValueError(f"the Gluon kernels have head dims {GLUON_HEAD_DIMS}, but {name} has {dim}")
     known = on_gpu and device.capability is not None
-    if implementation == "gluon" and not (device.tma if known else on_gpu):
-        raise ValueError("implementation 'gluon' needs a GPU of compute capability 9 (Hopper)")
     if known and device.capability < (8, 0):
-        raise ValueError(
-            f"the kernels need compute capability 8.0 or later, this GPU has {device.capability}"
-        )
+        raise ValueError(f"the kernels need compute capability 8.0 or later, got {device.capability}")
+    if implementation == "gluon":
+        if not (device.tma if known else on_gpu):
+            raise ValueError("implementation 'gluon' needs a GPU of compute capability 9 (Hopper)")
+        for name, dim in zip("qv", dims, strict=True):
+            if dim not in GLUON_HEAD_DIMS:
+                raise ValueError(f"the Gluon kernels have head dims {GLUON_HEAD_DIMS}, but {name} has {dim}")
     if implementation == "auto":
         gluon = device.tma and dims == MEASURED_FASTEST
         return Chosen("gluon", "gluon", "triton") if gluon else _everywhere("triton")
