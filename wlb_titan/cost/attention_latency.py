@@ -201,7 +201,7 @@ class KeyTiling(Tiling):
     def _cut(self, queries: Floats, keys: Floats, window: int | None) -> tuple[Floats, Floats]:
         """Tiles that some query sees, and queries by the tiles they see, of segments with tiles of their own.
 
-        Tile j is seen by the queries from key j x key_block on, and by those up to a window behind its last key.
+        Tile j is seen by the queries from key j x key_block on, up to a window behind its last key.
         """
         size = self.key_block
         seen = keys - queries  # before the first query's own key
