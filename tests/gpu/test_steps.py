@@ -20,7 +20,7 @@ def test_steps_that_are_not_logged_neither_wait_nor_compile(lab, target, base):
     experiment = lab.experiment(
         base,
         *("--base", target.pick(cuda=f"gpu_bases:{base}", cpu="watching:config"), *LAZY, *FRESH),
-        *("--training.seq_len", target.pick(cuda="8192", cpu="256"), "--training.steps", "8"),
+        *("--training.seq_len", target.pick(cuda="4096", cpu="256"), "--training.steps", "8"),
         *("--metrics.log_freq", "100"),
     )
     lab.run(1, [experiment])
