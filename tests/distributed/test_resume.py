@@ -5,8 +5,6 @@ It trains one epoch of conversations with label masks, of which some are held ou
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from lab import TESTS, Experiment, layout
 from torch.distributed.checkpoint import FileSystemReader
@@ -36,16 +34,7 @@ def uninterrupted(lab, corpus) -> Experiment:
 def test_killed_and_started_again(lab, corpus, uninterrupted):
     """SIGKILL to all ranks as soon as step 3 is reported."""
     experiment = lab.experiment("killed", *OVERRIDES, *corpus)
-    metrics = experiment.folder / "metrics.jsonl"
-    job = lab.start(2, experiment)
-    deadline = time.monotonic() + 180
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
-        assert not job.codes, "the job ended before it could be killed"
-        assert time.monotonic() < deadline, "the job did not get so far"
-        time.sleep(0.02)
-    job.kill()
-    assert any(job.wait(60)), "the job ended before it could be killed"
-    reported = len(experiment.metrics())
+    reported = lab.start_and_kill(2, experiment, 3)
     lab.run(2, [experiment])
     assert reported < len(uninterrupted.metrics())
     assert [record["step"] for record in experiment.metrics()] == [r["step"] for r in uninterrupted.metrics()]

@@ -1,5 +1,5 @@
-"""Our own part of the configuration: the TOML sections [wlb], [wlb.corpus], [wlb.packing], [wlb.sharding],
-[wlb.pipeline]."""
+"""Our own part of the configuration: the TOML sections [wlb], [wlb.corpus], [wlb.attention], [wlb.packing],
+[wlb.sharding], [wlb.pipeline]."""
 
 from __future__ import annotations
 
@@ -91,6 +91,16 @@ class ValidationSettings:
 
 
 @dataclass(kw_only=True, slots=True)
+class AttentionSettings:
+    """[wlb.attention]: what computes the attention of every layer."""
+
+    implementation: Literal["auto", "reference", "triton", "gluon"] = "auto"
+    """`auto`: what was measured fastest on the device at hand, forward and backward by themselves; the run
+    says which. `reference`: plain PyTorch, on any device. `triton`: GPUs of compute capability 8.0 or later.
+    `gluon`: Hopper, head dims 64 and 128."""
+
+
+@dataclass(kw_only=True, slots=True)
 class WlbSettings:
     """[wlb]: everything that wlb_titan adds to torchtitan's configuration."""
 
@@ -115,6 +125,7 @@ class WlbSettings:
 
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
     validation: ValidationSettings = field(default_factory=ValidationSettings)
+    attention: AttentionSettings = field(default_factory=AttentionSettings)
     packing: PackingPolicy.Config = field(default_factory=lambda: POLICIES.configure("plain"))
     sharding: ContextStrategy.Config = field(default_factory=lambda: STRATEGIES.configure("per_sequence"))
     pipeline: MicroBatchOrder.Config = field(default_factory=lambda: ORDERS.configure("as_packed"))

@@ -19,10 +19,12 @@ from wlb_titan.config.values import shown
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.vocabulary import check_sample
 from wlb_titan.errors import PlanError, UserError
+from wlb_titan.kernels.implementations import Device
 from wlb_titan.runtime.adoption import WHAT_TO_DO, unsupported
 from wlb_titan.runtime.checkpoints import beginning
 from wlb_titan.runtime.corpus import mixture_sources, open_corpus, open_source
 from wlb_titan.runtime.dump_folder import check_place
+from wlb_titan.runtime.implementation import check_implementation
 from wlb_titan.runtime.job import degrees_product, documents_of, job_of, parallel_dims
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import check_memory
@@ -54,6 +56,7 @@ def validate(config: Trainer.Config, world_size: int | None) -> None:
     _check_settings(config)
     _check_checkpoint(config)
     _check_model(config)
+    check_implementation(config)
     _check_pipeline(config, dims)
     check_optimizer(config)
     _check_job(config, dims)
@@ -118,6 +121,28 @@ def validate_corpus(config: Trainer.Config) -> Corpus:
             raise
         raise UserError(f"{key}: {error}") from error
     return corpus
+
+
+def validate_devices(config: Trainer.Config, processes: int, gpus: int) -> None:
+    """Refuses what the GPUs of a machine cannot run.
+
+    Args:
+        config: the configuration.
+        processes: of the job, on that machine.
+        gpus: that the machine has; without any, or where the configuration asks for it, the CPU is used, on
+            which everything runs.
+
+    Raises:
+        UserError: there are more processes than GPUs; or as of `check_implementation`, on a GPU.
+    """
+    if gpus == 0 or config.wlb.device == "cpu":
+        return
+    if processes > gpus:
+        raise UserError(
+            f"parallelism: {processes} processes and {gpus} GPU{'s' * (gpus > 1)}: NCCL wants one each; "
+            'lower the degrees, or set wlb.device = "cpu".'
+        )
+    check_implementation(config, Device("cuda"))
 
 
 def validate_memory(config: Trainer.Config, world_size: int | None, device_gib: float) -> None:
