@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template.*", "vocab.*", "merges.txt")
-KINDS = {"llama3": ("llama", "LlamaForCausalLM"), "qwen3": ("qwen3", "Qwen3ForCausalLM")}
+LLAMA = ("llama", "LlamaForCausalLM")
+KINDS = {"llama": LLAMA, "llama3": LLAMA, "qwen3": ("qwen3", "Qwen3ForCausalLM")}
 """Dense models whose config.json is written here: torchtitan's name, and transformers' two."""
 ROPE = ("rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
