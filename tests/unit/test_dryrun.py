@@ -176,7 +176,8 @@ def test_one_rank_s_weights_stay_whole_and_it_reduces_gradients_once(dryrun, tmp
 
 @pytest.mark.parametrize("case", SLICED)
 def test_slices_hold_what_is_predicted(dryrun, case, tmp_path):
-    """On four layers, where the layer at hand counts for much: 8 % in place of 5."""
+    """On four layers, where the layer at hand counts for much: 8 % in place of 5. What bounds the plan is the
+    GPU that is asked for, and not the CPU at hand, which these steps would not fit."""
     file, output = tmp_path / "slices.toml", tmp_path / "ranks.json"
     file.write_text(SLICES)
     words = ("--rank", "first", "--step", 4, "--device-gib", 80, *SLICED[case])
