@@ -30,9 +30,9 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer as TorchtitanTrainer
 
 from wlb_titan.config.settings import WlbSettings
-from wlb_titan.kernels.implementations import device_of
 from wlb_titan.packing.policy import here
 from wlb_titan.plan import Action, Flow
+from wlb_titan.runtime.advice import advice
 from wlb_titan.runtime.attention import DocumentAttention
 from wlb_titan.runtime.corpus import open_corpus
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
@@ -40,7 +40,7 @@ from wlb_titan.runtime.dp_merge import prepare_merging
 from wlb_titan.runtime.epochs import steps_of_epochs
 from wlb_titan.runtime.export import complete_export
 from wlb_titan.runtime.imbalance import rank_imbalance
-from wlb_titan.runtime.implementation import check_implementation
+from wlb_titan.runtime.implementation import compile_attention
 from wlb_titan.runtime.inputs import Item, to_device
 from wlb_titan.runtime.job import documents_of, job_of, parallel_dims
 from wlb_titan.runtime.kv_cache import KeyValueCache
@@ -348,10 +348,13 @@ class Trainer(TorchtitanTrainer):
                 logger.info(", ".join(f"{heading} {cell}" for heading, cell in row.items()))
             for line in self._choice.remarks():
                 logger.info(line)
-        logger.info(f"Attention: {check_implementation(self.config, device_of(self.device))}")
         documents = documents_of(self.config.wlb.corpus, self.planned.corpus)
         for line in describe_memory(self.job, documents):
             logger.info(line)
+        compiled = self.config.compile.enable and "model" in self.config.compile.components
+        for line in advice(self.job, compiled=compiled, on_gpu=self.device.type == "cuda"):
+            logger.info(line)
+        compile_attention(self.config, self.job, self.device, self.planned.context_rank)
         comm = self.config.comm
         logger.info(
             f"A rank that does not answer is given up after {comm.init_timeout_seconds} s in the first step, "
