@@ -48,15 +48,17 @@ class Forward:
     block: of 128 keys; masked: what a masked one takes more; tile: start and end of a tile.
     heads_at_a_time: key heads that run through the list together; 0 for as many as the L2 cache holds.
     dynamic: each tile goes to the multiprocessor that is free first, instead of to and fro like a plough.
-    pack: most query heads that share a tile.
+    pack: query heads that share a tile at most.
+    heaviest_first: tiles are dealt by their work and not as listed.
     """
 
     block: float = 1.73
     masked: float = 0.3
     tile: float = 3.45
     heads_at_a_time: int = SECTION
-    dynamic: bool = False
+    dynamic: bool = True
     pack: int = PACK
+    heaviest_first: bool = False
 
     def milliseconds(self, segments: np.ndarray, heads: int, kv_heads: int, units: int = UNITS) -> float:
         """Of the kernel on segments (S, 4) with so many heads."""
@@ -69,6 +71,10 @@ class Forward:
         group = heads // kv_heads
         pack = min(self.pack, group & -group)
         tiles = query_tiles(segments, q_tokens, tokens=SHAPES[DIM][0] * ROWS // pack)
+        if self.heaviest_first:
+            shared = tiles[:, 4] - tiles[:, 3]
+            work = shared + MASK_COST * (tiles[:, 5] - tiles[:, 2] - shared)
+            tiles = tiles[np.lexsort((tiles[:, 0], -work))]
         blocks = np.maximum(-(-(tiles[:, 5] - tiles[:, 2]) // KEYS), 1)
         masked = blocks - np.maximum(tiles[:, 4] - tiles[:, 3], 0) // KEYS
         heads //= pack
@@ -234,10 +240,10 @@ def in_order(lists: KeyTiles, *, items_up: bool, heaviest_first: bool) -> KeyTil
 # Columns of the tables: the kernels with which the rows under results/nvidia_h100 were measured, those of
 # this tree, and what they would be in other ways.
 FORWARD = {
-    "then": Forward(heads_at_a_time=0, pack=1),
+    "then": Forward(heads_at_a_time=0, dynamic=False, pack=1, heaviest_first=True),
     "tree": Forward(),
-    "unpacked": Forward(pack=1),
-    "dynamic": Forward(dynamic=True),
+    "to and fro": Forward(dynamic=False, heaviest_first=True),
+    "one head": Forward(pack=1),
 }
 BACKWARD = {
     "then": Backward(

@@ -116,7 +116,7 @@ class WlbSettings:
     """Every so many steps the passes of all ranks are timed: a trace for ui.perfetto.dev is written to
     <dump_folder>/traces, and the metrics get measured imbalance and bubble. 0: never."""
 
-    epochs: Annotated[int, Ge(0)] = 0
+    epochs: Annotated[int, Interval(ge=0, le=1000)] = 0
     """So many times every document is trained on; `training.steps`, which then does nothing, becomes what
     that takes. The last step is filled up from the next epoch. 0: `training.steps` says when to stop."""
 
