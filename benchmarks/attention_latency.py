@@ -1,11 +1,11 @@
 """The coefficients of the latency model of our kernels on Hopper, from measured times; no GPU is needed.
 
-    python benchmarks/attention_latency.py                                   # what lies in results/nvidia_h100
-    python benchmarks/attention_latency.py --rows FOLDER --kernels tree      # measured with the tree's kernels
+    python benchmarks/attention_latency.py                               # what lies in results/nvidia_h100
+    python benchmarks/attention_latency.py --rows FOLDER --kernels tree  # measured with the tree's kernels
 
-Prints what `OWN` of wlb_titan/cost/attention_hopper.py is made of, how well it describes the grid, and how well
-the 20 packs that are not in the grid are predicted: as a replay of the kernels that were measured, and as the
-planner does it, in closed form, of the tree's.
+Prints what `OWN` of wlb_titan/cost/attention_hopper.py is made of, how well it describes the grid, and how
+well the 20 packs that are not in the grid are predicted: as a replay of the kernels that were measured, and
+as the planner does it, in closed form, of the tree's.
 
 Features are tiles, blocks, programs and steps of the very lists that the kernels get, dealt to the
 multiprocessors as those kernels did (attention_replay.py). So times of earlier kernels tell those of the
@@ -86,8 +86,8 @@ def backward_ms(kernel: Backward, around: float, segments: np.ndarray) -> float:
 
 def within(errors: np.ndarray) -> str:
     return (
-        f"{(np.abs(errors) < GOAL).sum()} of {len(errors)} within {GOAL:.0%}, mean {np.abs(errors).mean():.1%}, "
-        f"from {errors.min():+.1%} to {errors.max():+.1%}"
+        f"{(np.abs(errors) < GOAL).sum()} of {len(errors)} within {GOAL:.0%}, "
+        f"mean {np.abs(errors).mean():.1%}, from {errors.min():+.1%} to {errors.max():+.1%}"
     )
 
 
@@ -116,7 +116,8 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     backward, ratios = backward_fit([x for x, _ in kept], np.array([ms for _, ms in kept]), then[1], around)
     print(
-        f"backward: step {backward.step:.3f}, program {backward.launch:g} us, around it {around * 1e3 * UNITS:.4f} us"
+        f"backward: step {backward.step:.3f}, program {backward.launch:g} us, "
+        f"query around it {around * 1e3 * UNITS:.4f} us"
     )
     print(f"  {len(kept)} of the grid met within {np.median(np.abs(ratios - 1)):.1%} in the median")
 

@@ -35,8 +35,8 @@ from wlb_titan.kernels.triton_launch import section as l2_section
 UNITS = 132  # multiprocessors of an H100
 DIM = 128
 RESULTS = Path(__file__).parent / "results" / "nvidia_h100"
-# ms of the element-wise kernels around the backward, of a query token and head: statistics 0.377, zeros 0.324,
-# scale 0.714 and cast 0.527 for 64K tokens and 32 heads; scale and cast are one by now, as long as a cast.
+# Element-wise kernels around the backward, ms of a query token and head: statistics 0.377, zeros 0.324, scale
+# 0.714 and cast 0.527 for 64K tokens and 32 heads; scale and cast are one by now, as long as a cast.
 AROUND = {"then": 1.943 / 65536 / 32, "tree": 1.23 / 65536 / 32}
 CUTS = ((129, 129, 2032), (257, 257, 1020), (1024, 1024, 256), (8192, 8192, 16))  # of the grid
 
@@ -66,7 +66,7 @@ class Forward:
         return (earliest(work, units) if self.dynamic else to_and_fro(work, units).max()) / 1e3
 
     def pieces(self, segments: np.ndarray, heads: int, kv_heads: int) -> np.ndarray:
-        """int64 (n, 3), for each tile and head in the order in which they are dealt: 1, blocks, masked ones."""
+        """int64 (n, 3), of tiles and heads in the order in which they are dealt: 1, blocks, masked ones."""
         q_tokens, kv_tokens = extent(segments)
         group = heads // kv_heads
         pack = min(self.pack, group & -group)

@@ -38,7 +38,7 @@ def test_every_policy_is_predicted_on_every_micro_batch(times):
     assert adaptive.slowest <= min(by_policy["per_sequence"].slowest, by_policy["per_document"].slowest)
     assert hybrid.slowest < adaptive.slowest
     # One document alone is balanced by both; with many short ones per_sequence is not.
-    assert by_policy["per_sequence"].imbalances[0] == pytest.approx(1.0, abs=0.01)
+    assert by_policy["per_sequence"].imbalances[0] == pytest.approx(1.0, abs=0.02)
     assert by_policy["per_sequence"].imbalances[3] > 1.2
     assert by_policy["per_document"].imbalances.max() < 1.15
 

@@ -178,7 +178,7 @@ class Trainer(TorchtitanTrainer):
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Starts the copies of a micro-batch to the device; see `to_device`."""
-        self.ntokens_seen += input_dict["input"].numel()
+        self.ntokens_seen += labels.shape[1]  # 0 where only the backward pass has labels
         cache = self._cache.number if self._cache is not None else None
         return to_device(input_dict, labels, self.device, cache)
 
