@@ -237,10 +237,12 @@ class Trainer(TorchtitanTrainer):
 
         Where FSDP shards nothing they are as large before as after it, so that a step reduces once. Weights
         then stay gathered from one backward pass to the next forward pass. A pipeline's stages do the like
-        by themselves.
+        by themselves. A compiled model reduces every time: Dynamo refuses to compile for a second length
+        while weights in bfloat16 have gradients in float32.
         """
         dims = self.parallel_dims
-        whole = dims.dp_shard * dims.cp == 1 and not (dims.ep_enabled or dims.pp_enabled)
+        compiled = self.config.compile.enable and "model" in self.config.compile.components
+        whole = dims.dp_shard * dims.cp == 1 and not (dims.ep_enabled or dims.pp_enabled or compiled)
         if not whole or now is self._reduces:
             return
         self._reduces = now
