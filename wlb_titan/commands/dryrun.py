@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from wlb_titan.commands.console import print_choice
 from wlb_titan.commands.dryrun_report import print_rank
+from wlb_titan.commands.lone_ranks import (
+    DEFAULT_STEP,
+    RankCommand,
+    corpus_words,
+    policy_words,
+    rank_numbers,
+)
 from wlb_titan.errors import UserError
 from wlb_titan.memory.peak import GIB, USABLE
-
-if TYPE_CHECKING:
-    from wlb_titan.config import Resolved
-
-DEFAULT_STEP = 9
-"""By then the queues of balancing policies have filled."""
-
-SYNTHETIC_TOKENS = 1 << 26
-"""At most so many, of a corpus that stands for one that is not here: 256 MiB on the disk, for a moment."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -90,7 +87,7 @@ def dryrun(
     """
     from wlb_titan.runtime.load import load_config
 
-    words = [*overrides, *_policy_words(policy)]
+    words = [*overrides, *policy_words(policy)]
     resolved = load_config(file, words, world_size)
     config = resolved.config
     # torchtitan takes seconds to import, so that is left until the file has been found good.
@@ -99,20 +96,20 @@ def dryrun(
     from wlb_titan.simulator.choice import choose
 
     world_size = world_size or degrees_product(config)
-    numbers = _numbers(ranks, world_size)
+    numbers = rank_numbers(ranks, world_size)
     job = job_of(config, parallel_dims(config, world_size))
     if device_gib is not None:
         job = job.on(replace(job.cluster, memory=device_gib * GIB))
     if not config.wlb.cluster:  # the ranks' processes do not see the device
         words += ["--wlb.cluster", cluster_at_hand(config.wlb.device)]
     with tempfile.TemporaryDirectory(prefix="wlb-dryrun-") as folder:
-        words += ["--dump_folder", folder, *_corpus_words(resolved, job.micro_batches, step, Path(folder))]
+        words += ["--dump_folder", folder, *corpus_words(resolved, job.micro_batches, step, Path(folder))]
         if job.undecided:
             settings = load_config(file, words, world_size).config.wlb.corpus
             choice = choose(job, documents_of(settings, open_corpus(settings)))
             print_choice(choice)
             job = choice.job
-            words += _policy_words(str(job.policy))
+            words += policy_words(str(job.policy))
         if hasattr(job.packing, "max_length"):
             words += ["--wlb.packing.max_length", str(job.longest_micro_batch)]
         click.echo(f"Step {step} of {file}, micro-batches of at most {job.longest_micro_batch:,} tokens.")
@@ -127,84 +124,15 @@ def dryrun(
         sys.exit(1)
 
 
-def _policy_words(policy: str | None) -> list[str]:
-    """Overrides of the configuration; an unknown policy is refused with the configuration."""
-    if policy is None:
-        return []
-    keys = ("--wlb.packing.policy", "--wlb.sharding.policy", "--wlb.pipeline.order")
-    parts = [part.strip() for part in policy.split(":")]
-    if len(parts) > len(keys):
-        raise UserError(f"--policy: {policy!r} has too many parts; a policy is packing[:sharding[:order]].")
-    return [word for key, part in zip(keys, parts, strict=False) for word in (key, part)]
-
-
-def _numbers(ranks: str, world_size: int) -> list[int]:
-    """The global ranks that `--rank` names, in its order."""
-    numbers = []
-    for word in ranks.split(","):
-        text = {"first": "0", "last": str(world_size - 1)}.get(word.strip(), word.strip())
-        if not (text.isascii() and text.isdigit() and int(text) < world_size):
-            raise UserError(
-                f"--rank: {word.strip()!r} is none of the job's {world_size} ranks; name numbers from 0 to "
-                f"{world_size - 1}, first or last, with commas between them."
-            )
-        numbers.append(int(text))
-    return list(dict.fromkeys(numbers))
-
-
-def _corpus_words(resolved: Resolved, micro_batches: int, step: int, folder: Path) -> list[str]:
-    """Overrides that name a corpus: the configured one, or synthetic lengths if it is not on this machine.
-
-    Args:
-        resolved: the configuration.
-        micro_batches: of the whole job in a step.
-        step: of the plan, that is reached.
-        folder: for a synthetic corpus.
-    """
-    from wlb_titan.corpus.synthetic import SHAPE, long_tailed_lengths, write_synthetic_corpus
-    from wlb_titan.runtime.validation import validate_corpus
-
-    corpus = resolved.config.wlb.corpus
-    paths = [source.path for source in corpus.sources] or [corpus.path]
-    # Megatron's files are named without their endings.
-    missing = [path for path in paths if not (Path(path).exists() or Path(f"{path}.bin").exists())]
-    if not missing:
-        resolved.check(validate_corpus)
-        return []
-    click.echo(
-        f"There is no corpus at {', '.join(missing)}: planning on synthetic lengths instead, {SHAPE}. The "
-        "job's own plan needs its corpus here (`wlb-titan prepare`).",
-        err=True,
-    )
-    window = resolved.config.training.seq_len
-    tokens = min((step + 1) * micro_batches * window, SYNTHETIC_TOKENS)
-    write_synthetic_corpus(folder / "corpus", long_tailed_lengths(tokens, window))
-    alone = ["--wlb.corpus.sources", "[]"] if corpus.sources else []
-    return ["--wlb.corpus.path", str(folder / "corpus"), "--wlb.corpus.tokenizer", "", *alone]
-
-
 def _run(
     file: Path, words: list[str], ranks: list[int], world_size: int, step: int, folder: Path
 ) -> list[dict[str, Any]]:
     """A process for each rank, as many at a time as there are cores."""
-
-    def run(rank: int) -> dict[str, Any]:
-        result = folder / f"rank{rank}.json"
-        command = [sys.executable, "-m", "wlb_titan.runtime.dryrun", "--rank", str(rank)]
-        command += ["--world-size", str(world_size), "--step", str(step), "--result", str(result)]
-        # An accelerator that is there is not used: tensors have no memory, and the trace is of the CPU.
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        process = subprocess.run(
-            [*command, str(file), *words], env=environment, capture_output=True, text=True, check=False
-        )
-        if result.exists():
-            found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-            return found
-        tail = process.stderr.strip()[-2000:]
-        return {"rank": rank, "error": f"the process ended with exit code {process.returncode}: {tail}"}
-
+    # An accelerator that is there is not used: tensors have no memory, and the trace is of the CPU.
+    options = {"--world-size": world_size, "--step": step}
+    command = RankCommand("wlb_titan.runtime.dryrun", options, file, words, {"CUDA_VISIBLE_DEVICES": ""})
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(run, ranks))
+        return list(pool.map(lambda rank: command.run(rank, folder), ranks))
 
 
 def _write(output: Path, results: list[dict[str, Any]]) -> None:

@@ -32,6 +32,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+# The handle of a collective that is done when it is issued, of torch's own fake process group. Without it:
+# `_create_work_from_future` of a future that has its result.
+from torch._C._distributed_c10d import FakeWork as DoneWork
+
 # Has torch.compile take a dimension as a symbol from the start, whatever its size. Without it,
 # `maybe_mark_dynamic`: one more graph for each length with a single document.
 from torch._dynamo.decorators import mark_unbacked
@@ -118,6 +122,7 @@ __all__ = [
     "AsyncCollectiveTensor",
     "ComputationType",
     "DataDependentOutputException",
+    "DoneWork",
     "FakeTensor",
     "FakeTensorMode",
     "PipelineSchedule",

@@ -10,28 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-
-class Pass(NamedTuple):
-    """One pass of one micro-batch through one stage.
-
-    Attributes:
-        kind: F forward, R a backward pass put together, L loss, B backward, I and W the backward passes of
-            inputs and of weights alone, FB a whole micro-batch without pipeline parallelism.
-        stage: from 0.
-        micro_batch: from 0 in the order in which this data-parallel rank runs the step's.
-        start: seconds since the timer was switched on.
-        seconds: duration.
-    """
-
-    kind: str
-    stage: int
-    micro_batch: int
-    start: float
-    seconds: float
+from wlb_titan.simulator.measured import Pass
 
 
 class PassTimer:
@@ -50,6 +33,7 @@ class PassTimer:
         self.first = 0
         self._device = device
         self._start: Any = None
+        self._stream: torch.Stream | None = None
         self._passes: list[tuple[str, int, int, Any, Any]] = []
 
     def start(self) -> None:
@@ -57,6 +41,8 @@ class PassTimer:
         self.on = True
         self.first = 0
         self._passes = []
+        if self._device.type != "cpu":
+            self._stream = torch.accelerator.current_stream()
         self._start = self._mark()
 
     @contextmanager
@@ -68,6 +54,10 @@ class PassTimer:
         begin = self._mark()
         yield
         self._passes.append((kind, stage, self.first + micro_batch, begin, self._mark()))
+
+    def here(self) -> bool:
+        """Whether it is on and what starts now would run where the passes do: on their stream."""
+        return self.on and (self._stream is None or torch.accelerator.current_stream() == self._stream)
 
     def timed(self, function: Callable[..., Any], place: Callable[[], tuple[str, int, int]]) -> Any:
         """`function`, each call of which is measured; `place` says kind, stage and micro-batch of a call."""

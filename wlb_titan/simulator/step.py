@@ -23,6 +23,7 @@ from wlb_titan.memory.peak import RankMemory, rank_parameters, weighted_tokens
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.pipeline.schedule import rank_actions
 from wlb_titan.plan import Plan
+from wlb_titan.simulator.measured import Measured
 from wlb_titan.simulator.passes import MicroBatches, pass_times, planned_times, transfer_seconds
 from wlb_titan.simulator.slices import flow_memory, run_flows
 
@@ -100,12 +101,13 @@ class Prediction:
         )
 
 
-def simulate(job: Job, plans: Sequence[Plan]) -> Prediction:
+def simulate(job: Job, plans: Sequence[Plan], measured: Measured | None = None) -> Prediction:
     """Predicts steps from their plans.
 
     Args:
         job: the job.
         plans: of the job's data-parallel and context-parallel degrees; of one number of micro-batches.
+        measured: passes and optimizer of these steps, in place of predicted ones.
 
     Raises:
         PlanError: the plans are of other degrees, or the schedule cannot run them.
@@ -116,6 +118,8 @@ def simulate(job: Job, plans: Sequence[Plan]) -> Prediction:
     runs = len(plans[0].micro_batches) // (replicas * run)
     backward = [m for plan in plans for m in plan.backward or ()]
     times, tokens, back = planned_times(job, micro_batches, run, backward or None)  # steps x replicas x runs
+    if measured is not None:
+        times = measured.in_runs(run)
     if job.degrees.pipeline == 1 and job.degrees.shard > 1:
         times = _slowest_of_shards(times, job, runs)
     delays = transfer_seconds(job, tokens)
@@ -130,7 +134,7 @@ def simulate(job: Job, plans: Sequence[Plan]) -> Prediction:
     pipeline = by_replica.max(axis=1)
     busy = busy.reshape(len(plans), -1).sum(axis=1) / replicas
     communication = _communication(job, times).reshape(len(plans), replicas, runs).sum(axis=2).min(axis=1)
-    optimizer = np.full(len(plans), _optimizer(job))
+    optimizer = np.full(len(plans), _optimizer(job)) if measured is None else measured.optimizer
     lengths = [plan.document_lengths for plan in plans]
     return Prediction(
         seconds=pipeline + communication + optimizer,
