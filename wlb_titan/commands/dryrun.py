@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,8 @@ from wlb_titan.memory.peak import GIB, USABLE
     default="first,last",
     show_default=True,
     metavar="N,...",
-    help="Global ranks to run, each in a process of its own; first and last are those of the job, which are "
-    "of the first and of the last pipeline rank.",
+    help="Global ranks to run, each in a process of its own: numbers, first and last of the job, all-stages "
+    "(one of each pipeline rank), all.",
 )
 @click.option(
     "--policy",
@@ -96,8 +95,8 @@ def dryrun(
     from wlb_titan.simulator.choice import choose
 
     world_size = world_size or degrees_product(config)
-    numbers = rank_numbers(ranks, world_size)
     job = job_of(config, parallel_dims(config, world_size))
+    numbers = rank_numbers(ranks, world_size, job.degrees.pipeline)
     if device_gib is not None:
         job = job.on(replace(job.cluster, memory=device_gib * GIB))
     if not config.wlb.cluster:  # the ranks' processes do not see the device
@@ -131,8 +130,7 @@ def _run(
     # An accelerator that is there is not used: tensors have no memory, and the trace is of the CPU.
     options = {"--world-size": world_size, "--step": step}
     command = RankCommand("wlb_titan.runtime.dryrun", options, file, words, {"CUDA_VISIBLE_DEVICES": ""})
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(lambda rank: command.run(rank, folder), ranks))
+    return command.run(ranks, folder, os.cpu_count() or 1)
 
 
 def _write(output: Path, results: list[dict[str, Any]]) -> None:

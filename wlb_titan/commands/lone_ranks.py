@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,14 +46,20 @@ class RankCommand:
     environment: Mapping[str, str]
     limit: float | None = None
 
-    def run(self, rank: int, folder: Path) -> dict[str, Any]:
-        """Runs it and returns the rank's result; `error` says what went wrong.
+    def run(self, ranks: Sequence[int], folder: Path, at_once: int) -> list[dict[str, Any]]:
+        """Runs it for each rank and returns their results; `error` of one says what went wrong.
 
         Args:
-            rank: global rank.
-            folder: for the result.
+            ranks: global ranks.
+            folder: for the results.
+            at_once: processes at a time.
         """
+        with ThreadPoolExecutor(at_once) as pool:
+            return list(pool.map(lambda rank: self._run(rank, folder), ranks))
+
+    def _run(self, rank: int, folder: Path) -> dict[str, Any]:
         result = folder / f"rank{rank}.json"
+        result.unlink(missing_ok=True)
         command = [sys.executable, "-m", self.module, "--rank", str(rank), "--result", str(result)]
         command += [str(word) for option in self.options.items() for word in option]
         try:
@@ -88,17 +95,32 @@ def policy_words(policy: str | None) -> list[str]:
     return [word for key, part in zip(keys, parts, strict=False) for word in (key, part)]
 
 
-def rank_numbers(ranks: str, world_size: int) -> list[int]:
-    """The global ranks that `--rank` names, in its order."""
+def rank_numbers(ranks: str, world_size: int, stages: int) -> list[int]:
+    """The global ranks that `--rank` names, in its order.
+
+    Args:
+        ranks: numbers and these words, with commas between them: first, last, all-stages (the first rank of
+            each pipeline rank), all.
+        world_size: ranks of the job.
+        stages: pipeline ranks.
+    """
+    named = {
+        "first": [0],
+        "last": [world_size - 1],
+        "all-stages": list(range(0, world_size, world_size // stages)),
+        "all": list(range(world_size)),
+    }
     numbers = []
-    for word in ranks.split(","):
-        text = {"first": "0", "last": str(world_size - 1)}.get(word.strip(), word.strip())
-        if not (text.isascii() and text.isdigit() and int(text) < world_size):
+    for word in map(str.strip, ranks.split(",")):
+        if word.isascii() and word.isdigit() and int(word) < world_size:
+            numbers.append(int(word))
+        elif word in named:
+            numbers += named[word]
+        else:
             raise UserError(
-                f"--rank: {word.strip()!r} is none of the job's {world_size} ranks; name numbers from 0 to "
-                f"{world_size - 1}, first or last, with commas between them."
+                f"--rank: {word!r} is none of the job's {world_size} ranks; name numbers from 0 to "
+                f"{world_size - 1}, {', '.join(named)}, with commas between them."
             )
-        numbers.append(int(text))
     return list(dict.fromkeys(numbers))
 
 

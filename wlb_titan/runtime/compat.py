@@ -32,10 +32,6 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-# The handle of a collective that is done when it is issued, of torch's own fake process group. Without it:
-# `_create_work_from_future` of a future that has its result.
-from torch._C._distributed_c10d import FakeWork as DoneWork
-
 # Has torch.compile take a dimension as a symbol from the start, whatever its size. Without it,
 # `maybe_mark_dynamic`: one more graph for each length with a single document.
 from torch._dynamo.decorators import mark_unbacked
@@ -103,6 +99,15 @@ def in_backward_pass() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def done_work() -> dist.Work:
+    """The handle of a collective that is done when it is issued, of torch's own fake process group.
+
+    Without it: `_create_work_from_future` of a future that has its result.
+    """
+    work: dist.Work = torch._C._distributed_c10d.FakeWork()
+    return work
+
+
 def owner_of(config: Configurable.Config) -> type:
     """The class that a configuration builds.
 
@@ -122,7 +127,6 @@ __all__ = [
     "AsyncCollectiveTensor",
     "ComputationType",
     "DataDependentOutputException",
-    "DoneWork",
     "FakeTensor",
     "FakeTensorMode",
     "PipelineSchedule",
@@ -133,6 +137,7 @@ __all__ = [
     "TensorMeta",
     "build_pipeline_schedule",
     "checkpoint_wrapper",
+    "done_work",
     "ensure_receives_drained",
     "in_backward_pass",
     "mark_unbacked",

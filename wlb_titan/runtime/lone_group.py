@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from wlb_titan.runtime.compat import DoneWork
+from wlb_titan.runtime.compat import done_work
 from wlb_titan.runtime.pass_timer import PassTimer
 
 BACKEND = "lone"
@@ -107,59 +107,59 @@ class LoneGroup(dist.ProcessGroup):
 
     # Every rank has what this one has.
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> DoneWork:
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
         with self._asked("all-reduce", tensors, tensors):
-            return DoneWork()
+            return done_work()
 
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> DoneWork:
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
         return self.allreduce(tensors)
 
-    def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> DoneWork:
+    def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
         return self.allreduce(tensors)
 
-    def barrier(self, opts: Any = None) -> DoneWork:
-        return DoneWork()
+    def barrier(self, opts: Any = None) -> dist.Work:
+        return done_work()
 
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> DoneWork:
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         with self._asked("all-gather", [input], [output]):
             output.view(self._size, -1).copy_(input.reshape(1, -1))
-        return DoneWork()
+        return done_work()
 
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
-    ) -> DoneWork:
+    ) -> dist.Work:
         for output, input in zip(outputs, inputs, strict=True):
             self.all_gather_single(output, input)
-        return DoneWork()
+        return done_work()
 
     def allgather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
-    ) -> DoneWork:
+    ) -> dist.Work:
         for each, input in zip(outputs, inputs, strict=True):
             with self._asked("all-gather", [input], each):
                 for output in each:
                     repeat(input, output)
-        return DoneWork()
+        return done_work()
 
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> DoneWork:
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         with self._asked("reduce-scatter", [input], [output]):
             output.view(-1).copy_(input.view(self._size, -1)[self._rank])
-        return DoneWork()
+        return done_work()
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
-    ) -> DoneWork:
+    ) -> dist.Work:
         for output, input in zip(outputs, inputs, strict=True):
             self.reduce_scatter_single(output, input)
-        return DoneWork()
+        return done_work()
 
     def reduce_scatter(
         self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
-    ) -> DoneWork:
+    ) -> dist.Work:
         for output, each in zip(outputs, inputs, strict=True):
             with self._asked("reduce-scatter", each, [output]):
                 output.copy_(each[self._rank])
-        return DoneWork()
+        return done_work()
 
     def all_to_all_single(
         self,
@@ -168,48 +168,50 @@ class LoneGroup(dist.ProcessGroup):
         output_sizes: list[int],
         input_sizes: list[int],
         opts: Any = None,
-    ) -> DoneWork:
+    ) -> dist.Work:
         with self._asked("all-to-all", [input], [output]):
             repeat(input, output)
-        return DoneWork()
+        return done_work()
 
-    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> DoneWork:
+    def alltoall(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
         with self._asked("all-to-all", inputs, outputs):
             for output, input in zip(outputs, inputs, strict=True):
                 repeat(input, output)
-        return DoneWork()
+        return done_work()
 
     def gather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
-    ) -> DoneWork:
+    ) -> dist.Work:
         if outputs:
             return self.allgather(outputs, inputs)
         with self._asked("gather", inputs, []):
-            return DoneWork()
+            return done_work()
 
     # What only another rank has.
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> DoneWork:
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
         with self._asked("broadcast", tensors, tensors):
             if opts is not None and opts.rootRank != self._rank:
                 make_up(tensors)
-        return DoneWork()
+        return done_work()
 
     def scatter(
         self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
-    ) -> DoneWork:
+    ) -> dist.Work:
         with self._asked("scatter", [], outputs):
             make_up(outputs)
-        return DoneWork()
+        return done_work()
 
-    def send(self, tensors: list[torch.Tensor], destination: int, tag: int) -> DoneWork:
+    def send(self, tensors: list[torch.Tensor], destination: int, tag: int) -> dist.Work:
         with self._asked("send", tensors, []):
-            return DoneWork()
+            return done_work()
 
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> DoneWork:
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> dist.Work:
         with self._asked("receive", [], tensors):
             make_up(tensors)
-        return DoneWork()
+        return done_work()
 
 
 def start_lone_group(rank: int, world_size: int) -> Traffic:

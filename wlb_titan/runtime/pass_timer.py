@@ -26,10 +26,12 @@ class PassTimer:
     Attributes:
         on: whether passes are measured.
         first: number of the first micro-batch of the run at hand; a step may have several runs.
+        clock: of passes on the CPU, in seconds.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.on = False
+        self.clock: Callable[[], float] = time.perf_counter
         self.first = 0
         self._device = device
         self._start: Any = None
@@ -83,7 +85,7 @@ class PassTimer:
     def _mark(self) -> Any:
         """A point in time: seconds, or an event in the stream."""
         if self._device.type == "cpu":
-            return time.perf_counter()
+            return self.clock()
         event = torch.Event(self._device, enable_timing=True)
         event.record()
         return event

@@ -43,6 +43,8 @@ class RehearsalTrainer(LoneTrainer):
         changed = dataclasses.replace(changed, metrics=dataclasses.replace(changed.metrics, log_freq=1))
         super().__init__(changed, rank=rank, world_size=world_size)
         self._traffic.timer = self.timer
+        # On the CPU all runs in this thread: its own time has nothing in it of what others do there.
+        self.timer.clock = time.thread_time
         self._values: list[torch.Tensor] = []
 
     def start_group(self) -> None:

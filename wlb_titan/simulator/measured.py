@@ -24,8 +24,9 @@ from wlb_titan.plan import MicroBatch, Plan
 from wlb_titan.simulator.passes import MicroBatches, attention_seconds, both_times, pass_times
 
 Floats = NDArray[np.float64]
-BACKWARD = {"B": 0, "R": 0, "I": 0, "W": 1}
-"""Kinds of backward passes, and which half they are of what `PassTimes` has in two."""
+HALVES = {"F": [0], "L": [0], "FB": [0, 1, 2], "B": [1, 2], "R": [1, 2], "I": [1], "W": [2]}
+"""What a kind of pass is of forward passes, inputs and weights; several it is in the shares predicted."""
+TINY = 1e-30  # seconds; in the place of none in a denominator
 
 
 class Pass(NamedTuple):
@@ -106,12 +107,13 @@ def measured(job: Job, plans: Sequence[Plan], steps: Sequence[Sequence[MeasuredS
     found = _Found(packs, len(job.layers))
     for number, ranks in enumerate(steps):
         for rank in ranks:
-            found.add(number, rank, slowest, _predicted(quiet, packs, rank.cp))
-    seconds = np.stack([_filled(*one, job.layers) for one in zip(found.passes, slowest, strict=True)])
+            found.add(number, rank, _predicted(quiet, packs, rank.cp))
+    passes = found.scaled(np.stack(slowest))
+    seconds = np.stack([_filled(*one, job.layers) for one in zip(passes, slowest, strict=True)])
     forward, inputs, weights = seconds + np.stack(waiting) - np.stack(slowest)
     return Measured(
         times=PassTimes(forward[..., None], inputs[..., None], weights[..., None]),
-        known=np.isfinite(found.passes).all(axis=0),
+        known=np.isfinite(passes).all(axis=0),
         optimizer=np.array([max(rank.optimizer for rank in ranks) for ranks in steps]),
     )
 
@@ -142,38 +144,49 @@ class _Packs(NamedTuple):
 
 
 class _Found:
-    """Measured passes, float64 (3, stages, micro-batches): forward, inputs, weights; nan where none ran."""
+    """What ranks measured of forward passes, inputs and weights, the longest of each pass.
+
+    Attributes:
+        passes: float64 (3, stages, micro-batches), nan where none ran.
+        predicted: of the same shape, what is predicted of the ranks that ran it, the most of them.
+    """
 
     def __init__(self, packs: _Packs, stages: int) -> None:
         self.passes = np.full((3, stages, len(packs.forward)), np.nan)
+        self.predicted = np.zeros_like(self.passes)
         self._places = packs.places()
         self._apart = packs.backward is not None
 
-    def add(self, step: int, rank: MeasuredStep, slowest: Sequence[Floats], own: Sequence[Floats]) -> None:
-        """One step of one rank; where another rank ran the same pass, the longer counts.
+    def add(self, step: int, rank: MeasuredStep, own: Sequence[Floats]) -> None:
+        """One step of one rank.
 
         Args:
             step: from 0.
             rank: what it measured.
-            slowest, own: what is predicted of the slowest context-parallel rank and of this one.
+            own: what is predicted of its passes.
         """
         sums: dict[tuple[int, int, int], float] = defaultdict(float)
         for kind, stage, micro_batch, _, seconds in rank.passes:
             place = self._places[step, rank.dp, micro_batch]
-            if kind == "FB":  # in the shares that are predicted
-                shares = np.array([one[stage, place] for one in own])
-                for half, share in enumerate((shares / shares.sum()).tolist()):
-                    sums[half, stage, place] += share * seconds
-            elif kind in BACKWARD:
-                sums[1 + BACKWARD[kind], stage, place] += seconds
-                sums[2, stage, place] += 0.0
-            else:  # a loss is of forward passes, unless backward passes have micro-batches of their own
-                sums[int(kind == "L" and self._apart), stage, place] += seconds
+            # A loss is of forward passes, unless backward passes have micro-batches of their own.
+            halves = HALVES["R" if kind == "L" and self._apart else kind]
+            shares = np.array([own[half][stage, place] for half in halves])
+            for half, share in zip(halves, (shares / shares.sum()).tolist(), strict=True):
+                sums[half, stage, place] += share * seconds
         for where, seconds in sums.items():
+            self.passes[where] = np.fmax(self.passes[where], seconds)
             half, stage, place = where
-            whole = half == 1 and not sums.get((2, stage, place))
-            longer, mine = (one[half][stage, place] + whole * one[2][stage, place] for one in (slowest, own))
-            self.passes[where] = np.fmax(self.passes[where], seconds * max(longer / mine, 1.0))
+            self.predicted[where] = max(self.predicted[where], own[half][stage, place])
+
+    def scaled(self, slowest: Floats) -> Floats:
+        """The passes, of the slowest context-parallel rank where only others ran: float64 (3, stages,
+        micro-batches).
+
+        Args:
+            slowest: what is predicted of it, of the same shape.
+        """
+        mine = np.where(self.predicted > 0, self.predicted, slowest)
+        return self.passes * np.maximum(slowest / np.maximum(mine, TINY), 1.0)
 
 
 def _filled(found: Floats, predicted: Floats, layers: Sequence[int]) -> Floats:
@@ -185,8 +198,8 @@ def _filled(found: Floats, predicted: Floats, layers: Sequence[int]) -> Floats:
     for stage in range(len(layers)):
         source = min(sources, key=lambda other: _unlike(stage, other, layers))
         some = ran[source]
-        total = found[source, some].sum() / max(predicted[source, some].sum(), 1e-30)
-        ratio = np.where(some, found[source] / np.maximum(predicted[source], 1e-30), total)
+        total = found[source, some].sum() / max(predicted[source, some].sum(), TINY)
+        ratio = np.where(some, found[source] / np.maximum(predicted[source], TINY), total)
         missing = ~ran[stage]
         filled[stage, missing] = (predicted[stage] * ratio)[missing]
     return filled

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,14 +67,22 @@ class Prediction:
     @property
     def relative_error(self) -> float:
         """Standard error of `tokens_per_second` over its value, as far as these steps tell; at least two."""
-        deviations = self.tokens / self.tokens_per_second - self.seconds
-        return float(deviations.std(ddof=1) / self.seconds.mean() / len(self.seconds) ** 0.5)
+        return rate_error(self.tokens, self.seconds)
+
+    @property
+    def flops_per_second(self) -> float:
+        """Of the model, all GPUs together."""
+        return float(self.flops.sum() / self.seconds.sum())
+
+    @property
+    def flops_error(self) -> float:
+        """Standard error of `flops_per_second` over its value."""
+        return rate_error(self.flops, self.seconds)
 
     @property
     def mfu(self) -> float:
         """Share of the peak FLOP/s of all GPUs that the model's operations take."""
-        peak = self.job.cluster.peak_flops * self.job.degrees.ranks
-        return float(self.flops.sum() / self.seconds.sum() / peak)
+        return self.flops_per_second / (self.job.cluster.peak_flops * self.job.degrees.ranks)
 
     @property
     def bubble(self) -> float:
@@ -99,6 +108,12 @@ class Prediction:
             f"Attention was measured up to {measured:,} keys ({self.job.latency.source}) and documents have "
             f"up to {self.longest:,} tokens: these times are extrapolated."
         )
+
+
+def rate_error(amounts: NDArray[Any], seconds: Floats) -> float:
+    """Standard error of sum(amounts) / sum(seconds), over its value, as far as two or more steps tell."""
+    deviations = amounts * (seconds.sum() / amounts.sum()) - seconds
+    return float(deviations.std(ddof=1) / seconds.mean() / len(seconds) ** 0.5)
 
 
 def simulate(job: Job, plans: Sequence[Plan], measured: Measured | None = None) -> Prediction:
