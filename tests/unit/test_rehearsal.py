@@ -1,5 +1,5 @@
-"""`wlb-titan rehearse`: what a lone rank's collectives bring and count, what of its steps is measured, and its
-limits. Times are never asserted."""
+"""`wlb-titan rehearse`: what a lone rank's collectives bring and count, what is measured of its steps, and
+its limits. Times are never asserted."""
 
 import json
 import math
@@ -55,7 +55,7 @@ def job(tmp_path_factory):
 
 @pytest.mark.parametrize("case", JOBS)
 def test_a_rank_moves_what_a_dry_run_says_and_measures_every_pass(forked_ranks, job, case, tmp_path):
-    """Collectives of a step by kind and axis, number and bytes: the dry run's trace knows them from elsewhere."""
+    """Collectives of a step by kind and axis, number and bytes, beside those that a dry run traces."""
     words = (job, "--rank", "last", "--step", 3, *JOBS[case])
     result = command("rehearse", *words, "--steps", 1, "--output", tmp_path / "rehearsed.json")
     assert result.exit_code == 0, result.output
@@ -135,6 +135,7 @@ def group():
 
 COLLECTIVES = {
     "all-gather": lambda g, out, own: g.all_gather_single(out, own),
+    "all-gather in place": lambda g, out, own: g.all_gather_single(out, out[3:6].copy_(own)),
     "all-gather of a list": lambda g, out, own: g.allgather([list(out.split(3))], [own[:2]]),
     "reduce-scatter": lambda g, out, own: g.reduce_scatter_single(out[:2], torch.arange(8.0)),
     "all-to-all, more": lambda g, out, own: g.all_to_all_single(out, own, [6, 6], [1, 2]),
@@ -152,7 +153,7 @@ def test_nothing_uninitialised_comes_back(group, name):
     COLLECTIVES[name](group, out, own).wait()
     written = 2 if name in ("reduce-scatter", "all-to-all, fewer") else 12
     assert out[:written].isfinite().all()
-    if name == "all-gather":
+    if name in ("all-gather", "all-gather in place"):
         assert out.tolist() == [1, 2, 3] * 4
     if name == "reduce-scatter":
         assert out[:2].tolist() == [2, 3]

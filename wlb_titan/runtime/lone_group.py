@@ -122,7 +122,8 @@ class LoneGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         with self._asked("all-gather", [input], [output]):
-            output.view(self._size, -1).copy_(input.reshape(1, -1))
+            own = input.clone() if _overlap(input, output) else input  # FSDP gathers in place
+            output.view(self._size, -1).copy_(own.reshape(1, -1))
         return done_work()
 
     def all_gather_single_coalesced(
@@ -143,7 +144,8 @@ class LoneGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         with self._asked("reduce-scatter", [input], [output]):
-            output.view(-1).copy_(input.view(self._size, -1)[self._rank])
+            own = input.view(self._size, -1)[self._rank]
+            output.view(-1).copy_(own.clone() if _overlap(input, output) else own)
         return done_work()
 
     def reduce_scatter_single_coalesced(
@@ -252,6 +254,11 @@ def make_up(tensors: Sequence[torch.Tensor]) -> None:
             tensor.normal_()
         else:
             tensor.zero_()
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors lie in one storage."""
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:
