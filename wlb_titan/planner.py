@@ -108,6 +108,7 @@ class Planner:
         self._packing = packing
         self._cost_model = cost_model
         self._fingerprint = documents.fingerprint
+        self._learned = documents.learned
         self._iteration = 0
 
     def rows_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -134,11 +135,30 @@ class Planner:
             for source, value in zip(mixture.sources, values, strict=True)
         }
 
-    def labels(self, plan: Plan) -> int:
-        """Tokens of a step that have a label: the next token of their document, so all but its very last."""
+    def labels(self, plan: Plan, *, by_document: bool = False) -> float:
+        """What the losses of a step's tokens are divided by.
+
+        A token's label is the next token of its document, if that is learned.
+
+        Args:
+            plan: of this planner.
+            by_document: each label weighs one over the labels of its document, so that documents weigh the
+                same however many they have; otherwise it weighs one.
+
+        Returns:
+            The sum of these weights over all labels, a whole number where they weigh one.
+        """
         pieces = np.concatenate([micro_batch.documents for micro_batch in plan.packs])
-        last = pieces[:, START] + pieces[:, LENGTH] == self._stream.lengths_of(pieces[:, ID])
-        return plan.tokens - int(np.count_nonzero(last))
+        rows, lengths = self._stream.mixture.read(pieces[:, ID])
+        stops = np.minimum(pieces[:, START] + pieces[:, LENGTH] + 1, lengths)
+        labels = self._learned(rows, pieces[:, START] + 1, stops)
+        if not by_document:
+            return int(labels.sum())
+        return float((labels / np.maximum(self.labels_of(rows, lengths), 1)).sum())
+
+    def labels_of(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """int64 (n,), labels of whole documents, by corpus rows and their tokens."""
+        return self._learned(rows, np.ones_like(lengths), lengths)
 
     def next(self, sharded: int | None = None) -> Plan:
         """The plan of the next step.

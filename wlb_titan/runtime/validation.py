@@ -21,8 +21,9 @@ from wlb_titan.corpus.vocabulary import check_sample
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.runtime.adoption import WHAT_TO_DO, unsupported
 from wlb_titan.runtime.checkpoints import beginning
-from wlb_titan.runtime.corpus import mixture_sources, open_corpus
+from wlb_titan.runtime.corpus import mixture_sources, open_corpus, open_source
 from wlb_titan.runtime.dump_folder import check_place
+from wlb_titan.runtime.implementation import check_implementation
 from wlb_titan.runtime.job import degrees_product, documents_of, job_of, parallel_dims
 from wlb_titan.runtime.memory import check_memory
 from wlb_titan.runtime.metrics import MetricsProcessor
@@ -53,6 +54,7 @@ def validate(config: Trainer.Config, world_size: int | None) -> None:
     _check_settings(config)
     _check_checkpoint(config)
     _check_model(config)
+    check_implementation(config)
     _check_pipeline(config, dims)
     check_optimizer(config)
     _check_job(config, dims)
@@ -93,7 +95,7 @@ def validate_corpus(config: Trainer.Config) -> Corpus:
     try:
         for number, source in enumerate(settings.sources):
             key = f"wlb.corpus.sources.{number}.path"
-            Corpus.open(source.path, column=source.column, tokenizer=settings.tokenizer)
+            open_source(source, settings.tokenizer)
         key = "wlb.corpus.sources" if settings.sources else "wlb.corpus.path"
         corpus = open_corpus(settings)
         mixture_sources(settings, corpus)
