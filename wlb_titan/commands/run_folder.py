@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from wlb_titan.config.sources import leaves, read_sources
 from wlb_titan.errors import UserError
+from wlb_titan.summary import rate_error
 
 Floats = NDArray[np.float64]
 
@@ -74,6 +75,13 @@ class Run:
             return None
         seconds = self.seconds[self.settled]
         return float((rates[self.settled] * seconds).sum() / seconds.sum())
+
+    def error(self, key: str) -> float | None:
+        """Standard error of `per_second`, over its value; None of fewer than three settled records."""
+        if (mean := self.per_second(key)) is None or len(self.seconds[self.settled]) < 3 or not mean:
+            return None
+        seconds = self.seconds[self.settled]
+        return rate_error(self.series(key)[1][self.settled] * seconds, seconds)
 
     def loss_at(self, tokens: float) -> float:
         """Mean loss of the last tenth of the first so many tokens; the nearest record's where it has none."""

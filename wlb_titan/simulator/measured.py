@@ -113,7 +113,7 @@ def measured(job: Job, plans: Sequence[Plan], steps: Sequence[Sequence[MeasuredS
     forward, inputs, weights = seconds + np.stack(waiting) - np.stack(slowest)
     return Measured(
         times=PassTimes(forward[..., None], inputs[..., None], weights[..., None]),
-        known=np.isfinite(passes).all(axis=0),
+        known=np.asarray(np.isfinite(passes).all(axis=0)),
         optimizer=np.array([max(rank.optimizer for rank in ranks) for ranks in steps]),
     )
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +26,7 @@ from wlb_titan.plan import Plan
 from wlb_titan.simulator.measured import Measured
 from wlb_titan.simulator.passes import MicroBatches, pass_times, planned_times, transfer_seconds
 from wlb_titan.simulator.slices import flow_memory, run_flows
+from wlb_titan.summary import rate_error
 
 Floats = NDArray[np.float64]
 OPTIMIZER_READS_AND_WRITES = 7  # weight, gradient and two moments in, weight and two moments out
@@ -108,12 +108,6 @@ class Prediction:
             f"Attention was measured up to {measured:,} keys ({self.job.latency.source}) and documents have "
             f"up to {self.longest:,} tokens: these times are extrapolated."
         )
-
-
-def rate_error(amounts: NDArray[Any], seconds: Floats) -> float:
-    """Standard error of sum(amounts) / sum(seconds), over its value, as far as two or more steps tell."""
-    deviations = amounts * (seconds.sum() / amounts.sum()) - seconds
-    return float(deviations.std(ddof=1) / seconds.mean() / len(seconds) ** 0.5)
 
 
 def simulate(job: Job, plans: Sequence[Plan], measured: Measured | None = None) -> Prediction:
