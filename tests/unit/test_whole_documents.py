@@ -31,7 +31,8 @@ def test_pieces_of_a_window_each_do_not_count():
 def test_keys_are_those_that_the_micro_batches_show(lengths, policy):
     """Token by token: its place in its slice, and what lies before the slice."""
     packing = POLICIES.configure(policy, **({"micropacks": 6} if policy == "slim" else {}))
-    plan = make_planner(lengths, window=128, micro_batches=2, packing=packing).next()
+    memory = {"memory_unknown": "a test"}
+    plan = make_planner(lengths, window=128, micro_batches=2, packing=packing, **memory).next()
     keys = []
     for m in plan.micro_batches:
         before = np.zeros(len(m.documents), int) if m.prefix is None else m.prefix

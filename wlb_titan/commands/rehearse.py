@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,40 +20,15 @@ from wlb_titan.commands.lone_ranks import (
     policy_words,
     rank_numbers,
 )
+from wlb_titan.commands.rehearse_rows import Rehearsal, figures, print_rank, table_rows
 from wlb_titan.errors import UserError
 
 if TYPE_CHECKING:
-    from wlb_titan.documents import Documents
     from wlb_titan.job import Job
-    from wlb_titan.plan import Plan
-    from wlb_titan.simulator.measured import Measured
-    from wlb_titan.simulator.step import Prediction
 
 TABLE_WIDTH = 128
 GRACE = 60.0
 """Seconds over --seconds after which a rank that is within a step is stopped."""
-
-
-@dataclass(frozen=True)
-class Rehearsal:
-    """What came of one policy.
-
-    Attributes:
-        policy: as it was asked for.
-        job, documents, plans: what ran.
-        ranks: results of the processes, also of those that failed.
-        measured: passes put together from them.
-        rehearsed, predicted: the steps with and without these; None where no rank came through.
-    """
-
-    policy: str
-    job: Job
-    documents: Documents
-    plans: list[Plan]
-    ranks: list[dict[str, Any]]
-    measured: Measured | None = None
-    rehearsed: Prediction | None = None
-    predicted: Prediction | None = None
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -144,7 +119,6 @@ def rehearse(
     Nothing is trained, loaded or saved. If the corpus is not on this machine, documents of synthetic lengths
     take its place. docs/rehearsal.md explains the figures.
     """
-    from wlb_titan.commands.rehearse_rows import print_rank, table_rows
     from wlb_titan.runtime.load import load_config
 
     if warm_up >= first:
@@ -248,8 +222,6 @@ def _put_together(one: Rehearsal, ranks: list[dict[str, Any]]) -> Rehearsal:
 
 
 def _write(output: Path, file: Path, results: list[Rehearsal]) -> None:
-    from wlb_titan.commands.rehearse_rows import figures
-
     record = {
         "file": str(file),
         "policies": [

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from wlb_titan.commands.job import describe_job
-from wlb_titan.commands.rehearse import Rehearsal
-from wlb_titan.commands.rehearse_rows import rank_lines, table_rows
+from wlb_titan.commands.rehearse_rows import Rehearsal, rank_lines, table_rows
 from wlb_titan.commands.report_page import needs_matplotlib, section, table, write_page
 from wlb_titan.simulator.timeline import step_timeline
 from wlb_titan.timeline import Span

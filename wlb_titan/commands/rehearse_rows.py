@@ -4,19 +4,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from wlb_titan.commands.console import make_console
-from wlb_titan.simulator.step import Prediction
 
 if TYPE_CHECKING:
-    from wlb_titan.commands.rehearse import Rehearsal
+    from wlb_titan.documents import Documents
+    from wlb_titan.job import Job
+    from wlb_titan.plan import Plan
+    from wlb_titan.simulator.measured import Measured
+    from wlb_titan.simulator.step import Prediction
 
 WIDTH = 128
 KINDS = {"F": "forward", "FB": "forward and backward", "L": "loss", "R": "recomputed", "B": "backward"}
 KINDS |= {"I": "backward of inputs", "W": "backward of weights"}
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What came of one policy.
+
+    Attributes:
+        policy: as it was asked for.
+        job, documents, plans: what ran.
+        ranks: results of the processes, also of those that failed.
+        measured: passes put together from them.
+        rehearsed, predicted: the steps with and without these; None where no rank came through.
+    """
+
+    policy: str
+    job: Job
+    documents: Documents
+    plans: list[Plan]
+    ranks: list[dict[str, Any]]
+    measured: Measured | None = None
+    rehearsed: Prediction | None = None
+    predicted: Prediction | None = None
 
 
 def table_rows(results: Sequence[Rehearsal]) -> list[dict[str, str]]:
@@ -99,12 +124,12 @@ def rank_lines(rank: dict[str, Any]) -> list[str]:
         runs = f"step {first}" if first == last else f"steps {first} to {last}"
         passes = [one for step in steps for one in step["passes"]]
         seconds = {
-            kind: float(np.sum([one[4] for one in passes if one[0] == kind])) / len(steps)
+            kind: sum(one[4] for one in passes if one[0] == kind) / len(steps)
             for kind in KINDS
             if any(one[0] == kind for one in passes)
         }
         took = ", ".join(f"{KINDS[kind]} {value:.3f}" for kind, value in seconds.items())
-        optimizer = np.mean([step["optimizer"] for step in steps])
+        optimizer = mean(step["optimizer"] for step in steps)
         predicted = rank["predicted_gib"]
         lines.append(
             f" ({place or 'alone'}) on {rank['device']}: {runs}, all {len(passes)} passes of all "
