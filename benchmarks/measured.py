@@ -6,9 +6,9 @@
 
 For each file and each of three policies, first `wlb-titan rehearse` of the first and the last rank, where
 there is a device for it; then the step that is put together from them, and the same steps as `wlb-titan
-simulate` predicts them. Without a device only the latter. All files train on one corpus. What was rehearsed is
-kept in outputs/measured, a file for each file and policy, and not run again, so that the page can be made in
-several sittings; delete the folder to begin anew.
+simulate` predicts them. Without a device only the latter. All files train on one corpus. What was rehearsed
+is kept in outputs/measured, a file for each file and policy, and not run again, so that the page can be made
+in several sittings; delete the folder to begin anew.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ HEAD = """# What big jobs reach
 Made by `python benchmarks/measured.py` on {device}. A row is *rehearsed* ([rehearsal.md](rehearsal.md)) where
 its first and last rank ran for real, and *predicted* ([simulator.md](simulator.md)) where they did not; the
 predicted MFU of the same steps stands beside both. MFU counts the FLOPs that document masks leave, over the
-peak of {cluster}; communication is that cluster's in all rows. FLOPs x and tokens x are over the first row of a
-file. *Cut* is the share of tokens in pieces that begin in mid-document, *keys* what a token attends to: policies
-that keep documents whole train more FLOPs in a token. Documents: {documents}.
+peak of {cluster}; communication is that cluster's in all rows.
+FLOPs x and tokens x are over the first row of a file. *Cut* is the share of tokens in pieces that begin in
+mid-document, *keys* what a token attends to: policies that keep documents whole train more FLOPs in a token.
+Documents: this machine's Python files, as `make train` prepares them.
 
 | file | GPUs | policy | | MFU | predicted | TFLOP/s a GPU | FLOPs x | tokens x | bubble | cut | keys |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
@@ -83,7 +84,6 @@ def row(file: str, policy: str, steps: int, ran: dict[str, Any] | None) -> dict[
         "file": Path(file).stem,
         "gpus": job.degrees.ranks,
         "cluster": job.cluster.name,
-        "documents": documents.name,
         "policy": policy,
         "predicted": ran["predicted"] if ran else predicted,
         "rehearsed": ran and ran["rehearsed"],
@@ -103,7 +103,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         base = first.setdefault(one["file"], one)
         base = (base["rehearsed"] if one["rehearsed"] else base["predicted"]) or own
         cells = [one["file"], str(one["gpus"]), f"`{one['policy']}`", kind, f"{own['mfu']:.1%}"]
-        cells += [f"{one['predicted']['mfu']:.1%}", f"{own['flops_per_second'] / one['gpus'] / 1e12:,.4g}"]
+        cells += [f"{one['predicted']['mfu']:.1%}" if one["rehearsed"] else "–"]
+        cells += [f"{own['flops_per_second'] / one['gpus'] / 1e12:,.4g}"]
         cells += [f"{own[key] / base[key]:.3f}" for key in ("flops_per_second", "tokens_per_second")]
         cells += [f"{own['bubble']:.1%}", f"{one['cut']:.1%}", f"{one['keys']:,.0f}"]
         lines.append(f"| {' | '.join(cells)} |\n")
@@ -131,7 +132,13 @@ def main(
 ) -> None:
     use_cpu_without_accelerator()
     runs = device == "cpu" or (device == "auto" and torch.cuda.is_available())
-    name = "no GPU" if not runs else "a CPU" if device == "cpu" else f"one {torch.cuda.get_device_name(0)}"
+    name = (
+        "a machine without a GPU"
+        if not runs
+        else "a CPU"
+        if device == "cpu"
+        else f"one {torch.cuda.get_device_name(0)}"
+    )
     rows = []
     for file in files.split(","):
         for policy in policies.split(","):
@@ -139,9 +146,8 @@ def main(
             rows.append(row(file, policy, steps, ran))
             print(table(rows[-1:]), end="", flush=True)
     page.parent.mkdir(parents=True, exist_ok=True)
-    facts = {key: rows[0][key] for key in ("cluster", "documents")}
-    facts["documents"] = Path(facts["documents"]).name
-    page.write_text(HEAD.format(device=name, **facts) + table(rows), encoding="utf-8")
+    text = HEAD.format(device=name, cluster=rows[0]["cluster"])
+    page.write_text(text + table(rows), encoding="utf-8")
     if output is not None:
         output.write_text(json.dumps({"device": name, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 

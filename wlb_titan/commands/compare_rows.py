@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from wlb_titan.commands.run_folder import Run, differences
 from wlb_titan.config.values import shown
+from wlb_titan.summary import rate_error
 
 NOT_KNOWN = "–"
 
@@ -84,6 +85,10 @@ def remarks(runs: Sequence[Run]) -> list[str]:
                 f"{run.name} trains on {' and '.join(filter(None, parts))} a second of {first.name}"
                 f"{_seen(run, first)}."
             )
+        if (worth := _worth(run, first)) is not None:
+            said.append(
+                f"With a device for each process, its measured passes are worth {worth} the FLOPs a second."
+            )
     corpora = {run.settings.get("wlb.corpus.path") for run in runs}
     if len(corpora) > 1:
         said.append("The corpora are not the same: losses say nothing about each other.")
@@ -113,3 +118,14 @@ def _seen(run: Run, first: Run) -> str:
     if mine is None or not base or (error := _error(run, first, key)) is None:
         return ""
     return "" if abs(mine / base - 1) > 2 * error else ": no difference can be seen in so few steps"
+
+
+def _worth(run: Run, first: Run) -> str | None:
+    """FLOPs a second over the first run's, as the traced steps' passes put together have them, with standard
+    error; None where a run has too few."""
+    (mine, seconds), (base, others) = run.replayed, first.replayed
+    if len(mine) < 2 or len(base) < 2:
+        return None
+    ratio = (mine.sum() / seconds.sum()) / (base.sum() / others.sum())
+    error = ratio * math.hypot(rate_error(mine, seconds), rate_error(base, others))
+    return f"{ratio:.2f}x ±{error:.2f}"

@@ -76,19 +76,22 @@ class PassTimer:
         if self._device.type != "cpu":
             torch.accelerator.synchronize()
         passes = [
-            Pass(kind, stage, micro_batch, self._seconds(self._start, begin), self._seconds(begin, end))
+            Pass(
+                *(kind, stage, micro_batch, self._seconds(self._start, begin), self._seconds(begin, end)),
+                end[1] - begin[1] if self._device.type == "cpu" else None,
+            )
             for kind, stage, micro_batch, begin, end in self._passes
         ]
         self._passes = []
         return passes
 
     def _mark(self) -> Any:
-        """A point in time: seconds, or an event in the stream."""
+        """A point in time: seconds and this thread's, or an event in the stream."""
         if self._device.type == "cpu":
-            return self.clock()
+            return self.clock(), time.thread_time()
         event = torch.Event(self._device, enable_timing=True)
         event.record()
         return event
 
     def _seconds(self, begin: Any, end: Any) -> float:
-        return end - begin if self._device.type == "cpu" else begin.elapsed_time(end) / 1e3
+        return end[0] - begin[0] if self._device.type == "cpu" else begin.elapsed_time(end) / 1e3

@@ -39,6 +39,7 @@ class Pass(NamedTuple):
         micro_batch: from 0 in the order in which this data-parallel rank runs the step's.
         start: seconds since the timer was switched on.
         seconds: duration.
+        computed: of it, processor time of the thread that ran it; None on an accelerator.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class Pass(NamedTuple):
     micro_batch: int
     start: float
     seconds: float
+    computed: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +168,7 @@ class _Found:
             own: what is predicted of its passes.
         """
         sums: dict[tuple[int, int, int], float] = defaultdict(float)
-        for kind, stage, micro_batch, _, seconds in rank.passes:
+        for kind, stage, micro_batch, _, seconds, _ in rank.passes:
             place = self._places[step, rank.dp, micro_batch]
             # A loss is of forward passes, unless backward passes have micro-batches of their own.
             halves = HALVES["R" if kind == "L" and self._apart else kind]
