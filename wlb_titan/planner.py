@@ -18,12 +18,13 @@ from wlb_titan.cost.workload import CostModel
 from wlb_titan.documents import Documents
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
+from wlb_titan.memory.peak import RankMemory
 from wlb_titan.packing import PackingJob, PackingPolicy, assignment
 from wlb_titan.packing.dp_merge import Merging
 from wlb_titan.packing.policy import OnOneRank, Pack, Packing, PassSeconds, here
 from wlb_titan.pipeline.runs import PipelineRuns
 from wlb_titan.pipeline.schedule import PipelineShape
-from wlb_titan.plan import ID, LENGTH, PREFIX, START, MicroBatch, Plan
+from wlb_titan.plan import ID, LENGTH, PREFIX, START, MicroBatch, Passes, Plan
 
 STATE_VERSION = 2  # 1: epochs in an order that was stored
 
@@ -41,7 +42,7 @@ class Planner:
         packing: the packing policy's settings.
         cost_model: predicts the work of a document.
         strategy: divides each micro-batch over context-parallel ranks; None without context parallelism.
-        shape, in_flight, pass_seconds, merging: as of `PackingJob`, there `pipeline` and these.
+        shape, in_flight, peak, usable, pass_seconds, merging: as of `PackingJob`, there `pipeline` and these.
         pipeline: how a data-parallel rank's micro-batches go through its pipeline; None without one.
         on_one_rank: as of `PackingJob`.
 
@@ -63,6 +64,8 @@ class Planner:
         strategy: ContextStrategy | None,
         shape: PipelineShape,
         in_flight: Callable[[], int | None],
+        peak: Callable[[Passes], RankMemory] | None,
+        usable: float,
         pass_seconds: PassSeconds,
         pipeline: PipelineRuns | None,
         merging: Mapping[int, Merging],
@@ -85,6 +88,8 @@ class Planner:
             data_parallel=data_parallel,
             pipeline=shape,
             in_flight=in_flight,
+            peak=peak,
+            usable=usable,
             pass_seconds=pass_seconds,
             merging=merging,
             on_one_rank=on_one_rank,

@@ -114,11 +114,11 @@ class Addition:
         self.read, self.added = source.history.read(asynchronous=True), Access()
         self.box: Tensor | None = None
         self.is_added, self.machine = False, here.machine
-        for row in source.data.any(-1).nonzero().flatten().tolist():  # adding zeros disturbs nobody
-            before = descriptor.additions.get((*self.place, row))
-            if self.machine.ordered and before and not before.ordered():
-                self.machine.races.add("nothing orders two additions to one place")
-            descriptor.additions[*self.place, row] = self.added
+        places = source.data != 0  # adding zeros disturbs nobody
+        earlier = descriptor.additions.setdefault(self.place, [])
+        if self.machine.ordered and any((at & places).any() for x, at in earlier if not x.ordered()):
+            self.machine.races.add("nothing orders two additions to one place")
+        earlier.append((self.added, places))
         self.machine.copy(self.take)
 
     def take(self) -> None:
@@ -309,8 +309,8 @@ def mutated(source: str, mutants: tuple[tuple[str, str], ...]) -> str:
             pattern = f"(?m)^{lines}".replace("(?P=at)", "(?P<at> *)", 1)
         if not (found := re.search(pattern, source)):
             raise LookupError(f"the source has no {old!r}")
-        at = found.groupdict().get("at", "")
-        source = re.sub(pattern, lambda _, text=indent(new, at): text, source)
+        new = indent(new, found.groupdict().get("at", ""))
+        source = re.sub(pattern, new.replace("\\", r"\\"), source)
     return source
 
 

@@ -35,6 +35,13 @@ def statistics(dout, dlse, out, lse, pack):
     return lse_log2, delta
 
 
+def gradient(sums, q, scale):
+    """dq_sums.gradient, likewise."""
+    tokens, heads, dim = q.shape
+    blocks = sums.view(-1, heads, 2, dim // 16, 4, 8, 4, 2, 2).permute(0, 4, 7, 5, 1, 2, 3, 6, 8)
+    return (blocks.reshape(-1, heads, dim)[:tokens] * scale).to(q.dtype)
+
+
 def run(
     monkeypatch,
     segments,
@@ -53,7 +60,8 @@ def run(
     lists=(),
 ):
     """Everything against the oracle; the gradients, the races found, and for how many products and additions
-    of others a program of the backward has waited at most. `forward`, `backward`, `lists`: changes to the source.
+    of others a program of the backward has waited at most. `forward`, `backward`, `lists`: changes to the
+    source.
     """
     options = {"order": order, "seed": seed}
     forward_kernel = Emulated(load_kernel("gluon_forward", "gluon_forward_kernel", forward), **options)
@@ -63,6 +71,7 @@ def run(
     monkeypatch.setattr(gluon_launch, "gluon_forward_kernel", forward_kernel)
     monkeypatch.setattr(gluon_launch, "gluon_backward_kernel", backward_kernel)
     monkeypatch.setattr(gluon_launch, "row_statistics", statistics)
+    monkeypatch.setattr(gluon_launch, "gradient", gradient)
     monkeypatch.setattr(gluon_launch, "multiprocessors", lambda device: units)
     if lists:
         monkeypatch.setattr(schedules, "tiles", changed_tiles(lists))
@@ -126,18 +135,18 @@ def test_gluon_repeats_bit_for_bit(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-# Heads before blocks in all three walks; and in a tile, items in the order of their queries.
+def heads_first(line: str) -> tuple[str, str]:
+    """The walk of a partition, over blocks and then heads, turned inside out."""
+    blocks, heads = "for i in range(steps):\n", "for head in range(first_head, first_head + heads):\n"
+    return f"{blocks}    {line}\n    {heads}", f"{heads}    {blocks}        {line}\n"
+
+
 HEADS_FIRST = (
-    *(
-        (
-            f"for i in range(steps):\n    {name} = {at}\n    for head in {heads}:\n",
-            f"for head in {heads}:\n    for i in range(steps):\n        {name} = {at}\n",
-        )
-        for heads in ["range(first_head, first_head + heads)"]
-        for name, at in [("token", "(block + steps - 1 - i) * QUERIES"), ("at", "block + steps - 1 - i")]
-    ),
+    heads_first("token = (block + steps - 1 - i) * QUERIES"),
+    heads_first("at = block + steps - 1 - i"),
     ("place // heads", "place % steps"),
 )
+# In a tile, items in the order of their queries.
 QUERIES_FIRST = (("(-begin, haste, tile)", "(begin, tile)"),)
 
 
@@ -191,7 +200,7 @@ BACKWARD_MUTANTS = {
         "fence_async_shared()\nmbarrier.arrive(bars.index(DQ_READY), count=1)\n",
         "mbarrier.arrive(bars.index(DQ_READY), count=1)\n",
     ),
-    "dS written while it is read": ("mbarrier.wait(bars.index(DS_FREE), (step & 1) ^ 1)\n", ""),
+    "dS written while it is read": ("twin = step & 1", "twin = 0"),
     "dS read before the other's is there": ("mbarrier.wait(bars.index(DS_READY), step & 1)\n", ""),
     "dQ written while it is added": ("mbarrier.wait(bars.index(DQ_FREE), (step & 1) ^ 1)\n", ""),
     "dQ given back before it is read": (
@@ -200,8 +209,10 @@ BACKWARD_MUTANTS = {
     ),
     "dQ added before it is there": ("mbarrier.wait(bars.index(DQ_READY), step & 1)\n", ""),
     "Q released before dK is done": (
-        "dk_acc = warpgroup_mma_wait(0, deps=[dk_acc])\nmbarrier.arrive(bars.index(FREE + stage), count=1)\n",
-        "mbarrier.arrive(bars.index(FREE + stage), count=1)\ndk_acc = warpgroup_mma_wait(0, deps=[dk_acc])\n",
+        "dk_acc, ds_left = warpgroup_mma_wait(0, deps=[dk_acc, ds_left])\n"
+        "mbarrier.arrive(bars.index(FREE + stage), count=1)\n",
+        "mbarrier.arrive(bars.index(FREE + stage), count=1)\n"
+        "dk_acc, ds_left = warpgroup_mma_wait(0, deps=[dk_acc, ds_left])\n",
     ),
     "statistics' bytes not expected": (
         "+ 3 * lse_log2.block_type.nbytes",

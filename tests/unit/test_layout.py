@@ -19,16 +19,17 @@ ROOMS = (
 
 MAY_USE = {
     "kernels": {"torch", "triton", "numpy"},
-    "corpus": {"numpy", "pyarrow", "datasets", "tokenizers"},
+    "corpus": {"numpy", "pyarrow", "datasets", "tokenizers", "transformers"},
     "packing": {"numpy", "highspy"},
     "config": {"tomli"},
     "runtime": {"torch", "torchtitan", "numpy", "click", "wlb_titan.kernels"},
-    "commands": {"torch", "numpy", "tomli", "click", "rich", "matplotlib", "wlb_titan.kernels"},
+    "commands": {"torch", "numpy", "tomli", "click", "rich", "matplotlib", "tokenizers", "wlb_titan.kernels"},
 }
 """Third-party packages by room; any other has numpy."""
 
 THIRD_PARTY = {
     *("torch", "triton", "numpy", "scipy", "torchtitan", "torchx", "datasets", "tokenizers", "pyarrow"),
+    "transformers",
     *("click", "rich", "tomli", "matplotlib", "highspy", "pandas", "wlb_titan"),
 }
 

@@ -120,7 +120,7 @@ def test_stages_that_did_not_run_take_what_a_like_stage_took(name, documents):
         simulate(job, plans, found).seconds, simulate(job, plans, measured(job, plans, everywhere)).seconds
     )
     assert found.known[[0, last]].all() and found.known[1:last].sum() == 0
-    spans, _ = step_timeline(job, plans[1], measured=found.of_step(1))
+    spans, _ = step_timeline(job, plans[1], measured=found.of([1]))
     for span in spans:
         assert (span.args["time"] == MEASURED) == (span.args["stage"] in (0, last))
 
@@ -160,5 +160,21 @@ def test_orders_of_passes_are_the_plans(documents):
     job = job_of("slices")
     (plan,) = job.plans(documents, 1)
     found = measured(job, [plan], [ran(job, plan, 0, [plan])])
-    spans, _ = step_timeline(job, plan, measured=found.of_step(0))
+    spans, _ = step_timeline(job, plan, measured=found.of([0]))
     assert len(spans) == len(replica_graph(job, plan, 0).actions)
+
+
+def test_steps_of_other_numbers_of_micro_batches_are_put_together_each_by_its_own(documents):
+    job = job_of("slices")
+    more = replace(job, packing=POLICIES.configure("slim", micropacks=6))
+    fewer = replace(job, packing=POLICIES.configure("slim", micropacks=4))
+    plans = [more.plans(documents, 1)[0], fewer.plans(documents, 1)[0], more.plans(documents, 2)[1]]
+    assert len({len(plan.micro_batches) for plan in plans}) == 2
+    steps = []
+    for plan in plans:
+        steps.append(ran(job, plan, 0, [plan])[:1])
+    together = simulate(job, plans, measured(job, plans, steps))
+    apart = [
+        simulate(job, [p], measured(job, [p], [s])).seconds[0] for p, s in zip(plans, steps, strict=True)
+    ]
+    np.testing.assert_allclose(together.seconds, apart)

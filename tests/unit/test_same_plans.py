@@ -212,9 +212,11 @@ def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one
 
     dry = []
 
-    def run(file, words, ranks, world_size, step, folder):
+    def run(words, ranks, world_size, step, folder):
+        option, device, file, *words = words
         config = configuration(file, words)
         job = job_of(config, parallel_dims(config, world_size))
+        assert (option, float(device)) == ("--device-bytes", job.cluster.memory)
         assert not job.undecided
         planner = job.planner(documents_of(config.wlb.corpus, open_corpus(config.wlb.corpus)))
         dry.extend(comparable(planner.next().to_json()) for _ in range(STEPS))

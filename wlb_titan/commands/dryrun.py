@@ -22,7 +22,8 @@ from wlb_titan.commands.lone_ranks import (
     rank_numbers,
 )
 from wlb_titan.errors import UserError
-from wlb_titan.memory.peak import GIB, USABLE
+from wlb_titan.memory.fits import usable_share
+from wlb_titan.memory.peak import GIB
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -109,28 +110,26 @@ def dryrun(
             print_choice(choice)
             job = choice.job
             words += policy_words(str(job.policy))
-        if hasattr(job.packing, "max_length"):
-            words += ["--wlb.packing.max_length", str(job.longest_micro_batch)]
-        click.echo(f"Step {step} of {file}, micro-batches of at most {job.longest_micro_batch:,} tokens.")
-        results = _run(file, words, numbers, world_size, step, Path(folder))
+        slices = job.packing.owner.slices
+        bound = "" if slices else f", micro-batches of at most {job.longest_micro_batch:,} tokens"
+        click.echo(f"Step {step} of {file}{bound}.")
+        # An accelerator that is there is not used: tensors have no memory, and the trace is of the CPU.
+        command = RankCommand(
+            "wlb_titan.runtime.dryrun",
+            {"--world-size": world_size, "--step": step, "--device-bytes": job.cluster.memory},
+            file,
+            words,
+            {"CUDA_VISIBLE_DEVICES": ""},
+        )
+        results = command.run(numbers, Path(folder), os.cpu_count() or 1)
     if output is not None:
         _write(output, results)
     for result in results:
         print_rank(result, world_size)
     if device_gib is not None:
-        _say_whether_it_fits(results, device_gib)
+        _say_whether_it_fits(results, device_gib, usable_share(slices))
     if any("error" in result for result in results):
         sys.exit(1)
-
-
-def _run(
-    file: Path, words: list[str], ranks: list[int], world_size: int, step: int, folder: Path
-) -> list[dict[str, Any]]:
-    """A process for each rank, as many at a time as there are cores."""
-    # An accelerator that is there is not used: tensors have no memory, and the trace is of the CPU.
-    options = {"--world-size": world_size, "--step": step}
-    command = RankCommand("wlb_titan.runtime.dryrun", options, file, words, {"CUDA_VISIBLE_DEVICES": ""})
-    return command.run(ranks, folder, os.cpu_count() or 1)
 
 
 def _write(output: Path, results: list[dict[str, Any]]) -> None:
@@ -140,12 +139,12 @@ def _write(output: Path, results: list[dict[str, Any]]) -> None:
         raise UserError(f"--output: {output} cannot be written: {error.strerror}.") from error
 
 
-def _say_whether_it_fits(results: list[dict[str, Any]], device_gib: float) -> None:
+def _say_whether_it_fits(results: list[dict[str, Any]], device_gib: float, usable: float) -> None:
     traced = [result["traced_gib"] for result in results if "error" not in result]
     if traced:
         share = max(traced) / device_gib
-        verdict = "fits" if share <= USABLE else "leaves too little room" if share <= 1 else "does not fit"
+        verdict = "fits" if share <= usable else "leaves too little room" if share <= 1 else "does not fit"
         click.echo(
             f"\nThe fullest of these ranks needs {max(traced):.2f} of {device_gib:g} GiB, {share:.0%}: it "
-            f"{verdict} (up to {USABLE:.0%} leaves room for fragmentation, CUDA and NCCL)."
+            f"{verdict} (up to {usable:.0%} leaves room for fragmentation, CUDA and NCCL)."
         )

@@ -65,6 +65,6 @@ def typical_step(one: Rehearsal, *, measured: bool) -> list[Span]:
     assert one.rehearsed is not None and one.measured is not None
     seconds = one.rehearsed.seconds
     number = int(abs(seconds - seconds.mean()).argmin())
-    passes = one.measured.of_step(number) if measured else None
+    passes = one.measured.of([number]) if measured else None
     spans, _ = step_timeline(one.job, one.plans[number], one.policy, measured=passes)
     return spans

@@ -49,6 +49,12 @@ class Manifest:
     learned_tokens: int = 0
     """Of a corpus with a label mask: tokens that are learned."""
 
+    cut_documents: int = 0
+    """Conversations that were too long and cut."""
+
+    skipped_documents: int = 0
+    """Conversations that were too long and left out."""
+
     empty_documents: int
     """Documents that were left out because they hold white space only."""
 

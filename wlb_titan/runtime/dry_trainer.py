@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,9 +37,13 @@ class DryTrainer(LoneTrainer):
         config: of the job. Compilation, checkpoints and files are switched off in a copy.
         rank: global rank.
         world_size: processes of the job.
+        device_bytes: memory of a GPU, which bounds plans; None is that of the configured cluster.
     """
 
-    def __init__(self, config: Trainer.Config, *, rank: int, world_size: int) -> None:
+    def __init__(
+        self, config: Trainer.Config, *, rank: int, world_size: int, device_bytes: float | None = None
+    ) -> None:
+        self._device_bytes = device_bytes
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._trace = MemoryTrace(self._fake)
         self._passes, self._passes_peak = self._trace.peak, 0
@@ -49,6 +54,8 @@ class DryTrainer(LoneTrainer):
     def start_group(self) -> None:
         """One that answers at once."""
         dist_utils.init_fake_mode(self._world_size, rank=self._rank)
+        if self._device_bytes is not None:
+            self.job = self.job.on(replace(self.job.cluster, memory=self._device_bytes))
 
     def run(self, step: int) -> dict[str, Any]:
         """Runs one step of the plan.

@@ -28,14 +28,14 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer as TorchtitanTrainer
 
 from wlb_titan.config.settings import WlbSettings
-from wlb_titan.kernels.implementations import device_of
 from wlb_titan.plan import Action, Flow
+from wlb_titan.runtime.advice import advice
 from wlb_titan.runtime.attention import DocumentAttention
 from wlb_titan.runtime.corpus import open_corpus
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
 from wlb_titan.runtime.dp_merge import prepare_merging
 from wlb_titan.runtime.imbalance import rank_imbalance
-from wlb_titan.runtime.implementation import check_implementation
+from wlb_titan.runtime.implementation import compile_attention
 from wlb_titan.runtime.inputs import Item, to_device
 from wlb_titan.runtime.job import documents_of, job_of, parallel_dims
 from wlb_titan.runtime.kv_cache import KeyValueCache
@@ -81,6 +81,7 @@ class Trainer(TorchtitanTrainer):
             config.model_spec = dataclasses.replace(config.model_spec, pipelining_fn=stages)
         super().__init__(config)
         self._cache: KeyValueCache | None = None  # of the step under way
+        self._reduces = True
         self.timer = self.pp_schedule.timer if self.parallel_dims.pp_enabled else PassTimer(self.device)
         self.step_trace = StepTrace(
             self.timer,
@@ -183,7 +184,11 @@ class Trainer(TorchtitanTrainer):
         kind = torch.int64 if isinstance(step.labels, int) else torch.float32
         labels = torch.full((), step.labels or 1, dtype=kind, device=self.device)
         if step.flow is None:
-            losses = [self._forward_backward(group, labels) for group in self._groups(step.items)]
+            groups = list(self._groups(step.items))
+            losses = []
+            for group in groups:
+                self._reduce_gradients(group is groups[-1])
+                losses.append(self._forward_backward(group, labels))
         else:
             losses = [self._run_flow(step, step.flow, labels)]
         grad_norm = dist_utils.clip_grad_norm_(
@@ -206,6 +211,22 @@ class Trainer(TorchtitanTrainer):
         size = self.config.training.local_batch_size if self.parallel_dims.pp_enabled else 1
         for first in range(0, len(items), size):
             yield items[first : first + size]
+
+    def _reduce_gradients(self, now: bool) -> None:
+        """Whether the next backward pass reduces gradients, or leaves them as they are for a later one.
+
+        Where FSDP shards nothing they are as large before as after it, so that a step reduces once. Weights
+        then stay gathered from one backward pass to the next forward pass. A pipeline's stages do the like
+        by themselves.
+        """
+        dims = self.parallel_dims
+        whole = dims.dp_shard * dims.cp == 1 and not (dims.ep_enabled or dims.pp_enabled)
+        if not whole or now is self._reduces:
+            return
+        self._reduces = now
+        for part in self.model_parts:
+            part.set_requires_gradient_sync(now)
+            part.set_reshard_after_backward(now)
 
     def _forward_backward(self, group: list[Item], labels: torch.Tensor) -> torch.Tensor:
         """The group's part of the loss: its sum on this rank over the labels of the whole job."""
@@ -237,7 +258,8 @@ class Trainer(TorchtitanTrainer):
         """The same without a pipeline: forward and backward passes one by one."""
         losses: dict[int, torch.Tensor] = {}
         total = torch.zeros((), device=self.device)
-        for kind, _, place in actions:
+        for number, (kind, _, place) in enumerate(actions, start=1):
+            self._reduce_gradients(number == len(actions))
             with self.timer.time(kind, 0, place), self.train_context():
                 if kind == "F":
                     inputs, targets, extra = self.post_dataloading_process(*items[place])
@@ -306,9 +328,13 @@ class Trainer(TorchtitanTrainer):
                 logger.info(", ".join(f"{heading} {cell}" for heading, cell in row.items()))
             for line in self._choice.remarks():
                 logger.info(line)
-        logger.info(f"Attention: {check_implementation(self.config, device_of(self.device))}")
-        for line in describe_memory(self.job):
+        documents = documents_of(self.config.wlb.corpus, self.planned.corpus)
+        for line in describe_memory(self.job, documents):
             logger.info(line)
+        compiled = self.config.compile.enable and "model" in self.config.compile.components
+        for line in advice(self.job, compiled=compiled, on_gpu=self.device.type == "cuda"):
+            logger.info(line)
+        compile_attention(self.config, self.job, self.device, self.planned.context_rank)
         comm = self.config.comm
         logger.info(
             f"A rank that does not answer is given up after {comm.init_timeout_seconds} s in the first step, "

@@ -19,6 +19,7 @@ from wlb_titan.config.values import shown
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.vocabulary import check_sample
 from wlb_titan.errors import PlanError, UserError
+from wlb_titan.kernels.implementations import Device
 from wlb_titan.runtime.adoption import WHAT_TO_DO, unsupported
 from wlb_titan.runtime.checkpoints import beginning
 from wlb_titan.runtime.corpus import mixture_sources, open_corpus, open_source
@@ -126,7 +127,7 @@ def validate_devices(config: Trainer.Config, processes: int, gpus: int) -> None:
             which everything runs.
 
     Raises:
-        UserError: there are more processes than GPUs, or the dtype is one that the attention kernels lack.
+        UserError: there are more processes than GPUs; or as of `check_implementation`, on a GPU.
     """
     if gpus == 0 or config.wlb.device == "cpu":
         return
@@ -135,11 +136,7 @@ def validate_devices(config: Trainer.Config, processes: int, gpus: int) -> None:
             f"parallelism: {processes} processes and {gpus} GPU{'s' * (gpus > 1)}: NCCL wants one each; "
             'lower the degrees, or set wlb.device = "cpu".'
         )
-    if config.training.mixed_precision_param == "float32":
-        raise UserError(
-            "training.mixed_precision_param: the attention kernels take bfloat16 and float16; set it to "
-            '"bfloat16", or set wlb.device = "cpu".'
-        )
+    check_implementation(config, Device("cuda"))
 
 
 def validate_memory(config: Trainer.Config, world_size: int | None, device_gib: float) -> None:

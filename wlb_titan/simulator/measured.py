@@ -73,11 +73,13 @@ class Measured:
     Attributes:
         times: of all passes, float64 (stages, micro-batches of all steps, 1), in the plans' order.
         known: bool (stages, micro-batches of all steps), whether a rank with this pass ran.
+        step: int64 (micro-batches of all steps,), the step of each, from 0.
         optimizer: float64 (steps,), of the slowest rank that ran.
     """
 
     times: PassTimes
     known: NDArray[np.bool_]
+    step: NDArray[np.int64]
     optimizer: Floats
 
     def in_runs(self, n: int) -> PassTimes:
@@ -85,14 +87,13 @@ class Measured:
         arrays = (self.times.forward, self.times.inputs, self.times.weights)
         return PassTimes(*(a.reshape(len(a), -1, n).swapaxes(1, 2) for a in arrays))
 
-    def of_step(self, step: int) -> Measured:
-        """One of the steps, from 0."""
-        each = self.known.shape[1] // len(self.optimizer)
-        own = slice(step * each, (step + 1) * each)
+    def of(self, steps: Sequence[int]) -> Measured:
+        """Some of the steps, by rising number."""
+        own = np.isin(self.step, steps)
         arrays = (self.times.forward, self.times.inputs, self.times.weights)
-        return Measured(
-            PassTimes(*(a[:, own] for a in arrays)), self.known[:, own], self.optimizer[step : step + 1]
-        )
+        numbers = np.searchsorted(steps, self.step[own])
+        times = PassTimes(*(a[:, own] for a in arrays))
+        return Measured(times, self.known[:, own], numbers, self.optimizer[list(steps)])
 
 
 def measured(job: Job, plans: Sequence[Plan], steps: Sequence[Sequence[MeasuredStep]]) -> Measured:
@@ -116,6 +117,7 @@ def measured(job: Job, plans: Sequence[Plan], steps: Sequence[Sequence[MeasuredS
     return Measured(
         times=PassTimes(forward[..., None], inputs[..., None], weights[..., None]),
         known=np.asarray(np.isfinite(passes).all(axis=0)),
+        step=np.array(packs.step),
         optimizer=np.array([max(rank.optimizer for rank in ranks) for ranks in steps]),
     )
 
@@ -127,22 +129,24 @@ def without_waiting(cluster: Cluster) -> Cluster:
 
 
 class _Packs(NamedTuple):
-    """The micro-batches of all steps, in the plans' order; `backward` are those of backward passes."""
+    """The micro-batches of all steps, in the plans' order, and their steps; `backward` are those of backward
+    passes."""
 
     forward: list[MicroBatch]
     backward: list[MicroBatch] | None
-    steps: int
+    step: list[int]
 
     @classmethod
     def of(cls, plans: Sequence[Plan]) -> _Packs:
         forward = [m for plan in plans for m in plan.micro_batches]
         backward = [m for plan in plans for m in plan.backward or ()]
-        return cls(forward, backward or None, len(plans))
+        step = [number for number, plan in enumerate(plans) for _ in plan.micro_batches]
+        return cls(forward, backward or None, step)
 
     def places(self) -> dict[tuple[int, int, int], int]:
         """Of step, data-parallel rank and place in the rank's order, where a micro-batch stands."""
-        each = len(self.forward) // self.steps
-        return {(i // each, m.dp_rank, m.index): i for i, m in enumerate(self.forward)}
+        numbered = enumerate(zip(self.step, self.forward, strict=True))
+        return {(step, m.dp_rank, m.index): place for place, (step, m) in numbered}
 
 
 class _Found:
