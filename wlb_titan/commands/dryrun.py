@@ -20,6 +20,8 @@ from wlb_titan.commands.lone_ranks import (
     corpus_words,
     policy_words,
     rank_numbers,
+    rank_option,
+    world_size_option,
 )
 from wlb_titan.errors import UserError
 from wlb_titan.memory.fits import usable_share
@@ -29,26 +31,13 @@ from wlb_titan.memory.peak import GIB
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("file", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
-@click.option(
-    "--rank",
-    "ranks",
-    default="first,last",
-    show_default=True,
-    metavar="N,...",
-    help="Global ranks to run, each in a process of its own: numbers, first and last of the job, all-stages "
-    "(one of each pipeline rank), all.",
-)
+@rank_option
 @click.option(
     "--policy",
     metavar="PACKING[:SHARDING[:ORDER]]",
     help="Policies instead of the file's, such as wlb_lazy:hybrid:best.",
 )
-@click.option(
-    "--world-size",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="GPUs of the job; by default as many as the configured degrees need.",
-)
+@world_size_option
 @click.option(
     "--step",
     type=click.IntRange(min=1),

@@ -26,6 +26,23 @@ SYNTHETIC_TOKENS = 1 << 26
 """At most so many, of a corpus that stands for one that is not here: 256 MiB on the disk, for a moment."""
 
 
+rank_option = click.option(
+    "--rank",
+    "ranks",
+    default="first,last",
+    show_default=True,
+    metavar="N,...",
+    help="Global ranks to run, each in a process of its own: numbers, first and last of the job, all-stages "
+    "(one of each pipeline rank), all.",
+)
+world_size_option = click.option(
+    "--world-size",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="GPUs of the job; by default as many as the configured degrees need.",
+)
+
+
 @dataclass(frozen=True)
 class RankCommand:
     """What a process runs that is one rank.

@@ -19,6 +19,8 @@ from wlb_titan.commands.lone_ranks import (
     corpus_words,
     policy_words,
     rank_numbers,
+    rank_option,
+    world_size_option,
 )
 from wlb_titan.commands.rehearse_rows import Rehearsal, figures, print_rank, table_rows
 from wlb_titan.errors import UserError
@@ -34,15 +36,7 @@ GRACE = 60.0
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("file", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
-@click.option(
-    "--rank",
-    "ranks",
-    default="first,last",
-    show_default=True,
-    metavar="N,...",
-    help="Global ranks to run: numbers, first and last of the job, all-stages (one of each pipeline rank), "
-    "all.",
-)
+@rank_option
 @click.option(
     "--policies",
     metavar="PACKING[:SHARDING[:ORDER]],...",
@@ -64,12 +58,7 @@ GRACE = 60.0
     show_default=True,
     help="First step of the plan that counts.",
 )
-@click.option(
-    "--world-size",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Devices of the job; by default as many as the configured degrees need.",
-)
+@world_size_option
 @click.option(
     "--seconds",
     type=click.FloatRange(min=1),
