@@ -75,9 +75,10 @@ def rehearse(words: Sequence[str], folder: Path, first: int, steps: int, at_once
     return dict(found)
 
 
-def compare(name: str, cluster: Path, folder: Path, first: int, steps: int) -> dict[str, Any]:
+def compare(name: str, cluster: Path, folder: Path, first: int, steps: int, window: int) -> dict[str, Any]:
     """What both say of the steps from `first` on."""
     words = [*CASES[name], "--wlb.cluster", str(cluster), "--wlb.device", "cpu"]
+    words += ["--training.seq_len", str(window)]
     taken, traces = train(words, folder / "job", first + steps - 1)
     processes = len({(span.process, span.track) for span in traces[first]})
     cores = len(os.sched_getaffinity(0))
@@ -183,9 +184,10 @@ def show(results: dict[str, Any]) -> None:
 @click.command()
 @click.option("--steps", default=10, show_default=True, help="That are compared.")
 @click.option("--first", default=3, show_default=True, help="Of them.")
+@click.option("--window", default=8192, show_default=True, help="Context window in tokens.")
 @click.option("--only", multiple=True, type=click.Choice(list(CASES)), help="These cases.")
 @click.option("--output", type=click.Path(path_type=Path), help="JSON file for the results.")
-def main(steps: int, first: int, only: tuple[str, ...], output: Path | None) -> None:
+def main(steps: int, first: int, window: int, only: tuple[str, ...], output: Path | None) -> None:
     results = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -194,7 +196,7 @@ def main(steps: int, first: int, only: tuple[str, ...], output: Path | None) -> 
         for case in only or CASES:
             own = folder / str(len(results))
             own.mkdir()
-            results[case] = compare(case, cluster, own, first, steps)
+            results[case] = compare(case, cluster, own, first, steps, window)
             print(f"{case}: done, load {os.getloadavg()[0]:.1f}", flush=True)
     show(results)
     if output is not None:

@@ -56,13 +56,13 @@ def table_rows(results: Sequence[Rehearsal]) -> list[dict[str, str]]:
             {
                 "policy": one.policy,
                 "step, s": f"{mine.seconds.mean():.3f}",
-                "predicted": f"{predicted.seconds.mean():.3f}",
-                "TFLOP/s a rank": f"{mine.flops_per_second / per_rank:.4g}",
-                "predicted ": f"{predicted.flops_per_second / per_rank:.4g}",
+                "predicted s": f"{predicted.seconds.mean():.3f}",
+                "TFLOP/s a GPU": f"{mine.flops_per_second / per_rank:.4g}",
+                "predicted TFLOP/s": f"{predicted.flops_per_second / per_rank:.4g}",
                 "tokens/s": f"{mine.tokens_per_second:,.0f}{plus_minus(mine)}",
                 "MFU": f"{mine.mfu:.1%}",
                 "bubble": f"{mine.bubble:.1%}",
-                "predicted  ": f"{predicted.bubble:.1%}",
+                "predicted bubble": f"{predicted.bubble:.1%}",
                 "FLOPs x": ratio(mine, ran[0].rehearsed),
                 "tokens x": f"{mine.tokens_per_second / ran[0].rehearsed.tokens_per_second:.3f}",  # type: ignore[union-attr]
             }

@@ -70,7 +70,7 @@ class DryTrainer(LoneTrainer):
             UserError: the step needs more than shapes.
         """
         begin = time.perf_counter()
-        planned = self._planned_step(step)
+        planned = next(self._steps(step))
         lengths = [m.length for m in planned.plan.of_rank(self._replica)]
         parameters = [p for part in self.model_parts for p in part.parameters()]
         buffers = [b for part in self.model_parts for b in part.buffers()]

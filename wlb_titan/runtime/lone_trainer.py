@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -53,12 +53,12 @@ class LoneTrainer(Trainer):
         mesh = self.parallel_dims.get_optional_mesh("batch")
         return 0 if mesh is None else mesh.get_local_rank()
 
-    def _planned_step(self, step: int) -> Step:
-        """The step of that number, from 1; those before it are left out."""
+    def _steps(self, first: int) -> Iterator[Step]:
+        """The planned steps from a number on, from 1; those before it are left out."""
         steps = iter(self.planned)
-        for _ in range(step - 1):
+        for _ in range(first - 1):
             next(steps)
-        return next(steps)
+        return steps
 
     def _facts(self) -> dict[str, Any]:
         """What the results of a rank begin with."""

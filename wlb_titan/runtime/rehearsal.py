@@ -92,13 +92,6 @@ class RehearsalTrainer(LoneTrainer):
                 "seconds": time.perf_counter() - begin,
             }
 
-    def _steps(self, first: int) -> Iterator[Step]:
-        """The planned steps from a number on."""
-        steps = iter(self.planned)
-        for _ in range(first - 1):
-            next(steps)
-        return steps
-
     def _step(self, planned: Step) -> dict[str, Any]:
         """Runs and measures one step."""
         self.step += 1

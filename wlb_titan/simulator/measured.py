@@ -108,9 +108,10 @@ def measured(job: Job, plans: Sequence[Plan], steps: Sequence[Sequence[MeasuredS
     packs = _Packs.of(plans)
     slowest, waiting = _predicted(quiet, packs), _predicted(job, packs)
     found = _Found(packs, len(job.layers))
+    own = {cp: _predicted(quiet, packs, cp) for cp in {rank.cp for ranks in steps for rank in ranks}}
     for number, ranks in enumerate(steps):
         for rank in ranks:
-            found.add(number, rank, _predicted(quiet, packs, rank.cp))
+            found.add(number, rank, own[rank.cp])
     passes = found.scaled(np.stack(slowest))
     seconds = np.stack([_filled(*one, job.layers) for one in zip(passes, slowest, strict=True)])
     forward, inputs, weights = seconds + np.stack(waiting) - np.stack(slowest)
