@@ -137,6 +137,28 @@ SLICED = {
 }
 
 
+ALONE = """
+base = "llama2_550m"
+wlb.cluster = "h100_roce"
+wlb.corpus.path = "/nowhere"
+activation_checkpoint.class = "FullAC"
+[training]
+seq_len = 256
+local_batch_size = 3
+"""
+
+
+def test_one_rank_s_weights_stay_whole_and_it_reduces_gradients_once(dryrun, tmp_path):
+    file, output = tmp_path / "alone.toml", tmp_path / "ranks.json"
+    file.write_text(ALONE)
+    result = dryrun(file, "--rank", "first", "--step", 1, "--output", output)
+    assert result.exit_code == 0, result.output
+    (rank,) = json.loads(output.read_text())
+    assert rank["predicted_gib"] == pytest.approx(rank["traced_gib"], rel=0.02)
+    in_layers = rank["parameters"] - 2 * 32000 * 1536
+    assert rank["traced"]["gathered"] > 2 * in_layers / 2**30  # bfloat16
+
+
 @pytest.mark.parametrize("case", SLICED)
 def test_slices_hold_what_is_predicted(dryrun, case, tmp_path):
     """On four layers, where the layer at hand counts for much: 8 % in place of 5. What bounds the plan is the

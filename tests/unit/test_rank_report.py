@@ -13,7 +13,7 @@ from wlb_titan.cost.degrees import Degrees
 from wlb_titan.job import Job
 from wlb_titan.plan import LENGTH, MicroBatch
 
-LATENCY = hopper(128, 32, merge_keys=0)
+LATENCY = hopper(128, 32, kernel="flash_attention_3")
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_every_policy_is_predicted_on_every_micro_batch(times):
     assert adaptive.slowest <= min(by_policy["per_sequence"].slowest, by_policy["per_document"].slowest)
     assert hybrid.slowest < adaptive.slowest
     # One document alone is balanced by both; with many short ones per_sequence is not.
-    assert by_policy["per_sequence"].imbalances[0] == pytest.approx(1.0, abs=0.01)
+    assert by_policy["per_sequence"].imbalances[0] == pytest.approx(1.0, abs=0.02)
     assert by_policy["per_sequence"].imbalances[3] > 1.2
     assert by_policy["per_document"].imbalances.max() < 1.15
 

@@ -95,7 +95,9 @@ def dryrun(
         words += ["--dump_folder", folder, *corpus_words(resolved, job.micro_batches, step, Path(folder))]
         if job.undecided:
             settings = load_config(file, words, world_size).config.wlb.corpus
-            choice = choose(job, documents_of(settings, open_corpus(settings)))
+            choice = choose(
+                job, documents_of(settings, open_corpus(settings), config.wlb.validation.hold_out)
+            )
             print_choice(choice)
             job = choice.job
             words += policy_words(str(job.policy))

@@ -132,7 +132,11 @@ def lone_config(config: Trainer.Config) -> Trainer.Config:
         checkpoint=dataclasses.replace(config.checkpoint, enable=False),
         metrics=dataclasses.replace(config.metrics, enable_tensorboard=False, enable_wandb=False),
         wlb=dataclasses.replace(
-            config.wlb, trace_every=0, pipeline=dataclasses.replace(config.wlb.pipeline, check_lengths=False)
+            config.wlb,
+            trace_every=0,
+            epochs=0,
+            pipeline=dataclasses.replace(config.wlb.pipeline, check_lengths=False),
+            validation=dataclasses.replace(config.wlb.validation, every=0),
         ),
         validator=dataclasses.replace(config.validator, enable=False),
     )
