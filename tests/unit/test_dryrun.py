@@ -1,13 +1,9 @@
 """`wlb-titan dryrun`: what it traces beside what is predicted, its report, its files and its errors."""
 
 import json
-import subprocess
-import sys
-from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
-from forking import Rank
 
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
@@ -36,18 +32,7 @@ def dryrun_in_new_processes(*words):
 
 
 @pytest.fixture
-def dryrun(fork_server, tmp_path, monkeypatch):
-    """The command, with ranks that are forked: each would import torchtitan for seconds."""
-    from wlb_titan.commands import dryrun
-
-    def run(command, **_):
-        python, option, program, *words = command
-        assert (python, option) == (sys.executable, "-m")
-        log = tmp_path / f"rank{words[words.index('--rank') + 1]}.log"
-        (code,) = fork_server.start([Rank(words, log)], program).wait(300)
-        return subprocess.CompletedProcess(command, code, "", log.read_text())
-
-    monkeypatch.setattr(dryrun, "subprocess", SimpleNamespace(run=run))
+def dryrun(forked_ranks):
     return dryrun_in_new_processes
 
 

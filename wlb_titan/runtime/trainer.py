@@ -322,6 +322,8 @@ class Trainer(TorchtitanTrainer):
             "padding": plan.padding,
             "imbalance": plan.imbalance,
             **rank_imbalance(plan, self.job.strategy),
+            "cut_share": plan.cut_share(self.job.window),
+            "keys_per_token": plan.keys_per_token,
             "delay_mean": plan.delay,
             "delay_max": plan.max_delay,
             "waiting_documents": plan.waiting_documents,
