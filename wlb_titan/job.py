@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from wlb_titan.context import STRATEGIES, ContextStrategy, Exchange, Move
+from wlb_titan.context import STRATEGIES, ContextStrategy, Exchange, Move, MoveSeconds
 from wlb_titan.cost.analytic import BYTES, Device, TokenSeconds
 from wlb_titan.cost.attention_choice import cluster_latency
 from wlb_titan.cost.attention_latency import AttentionLatency
@@ -175,7 +175,6 @@ class Job:
                 setting="packing.asymmetric",
             )
         if self.strategy is not None:
-            self.strategy.check(self.model, self.degrees.tensor)
             if self._dp_merge is True and not self.strategy.merges:
                 raise PlanError(
                     "Data-parallel ranks cannot share a document under the sharding policy "
@@ -247,7 +246,14 @@ class Job:
         """The context-parallel strategy; None at a degree of 1."""
         if self.degrees.context == 1:
             return None
-        strategy: ContextStrategy = self.sharding.make(self.degrees.context, self.latency)
+        alone: ContextStrategy = self.sharding.make(self.degrees.context, self.latency)
+        alone.check(self.model, self.degrees.tensor)
+        seconds = []
+        for move in alone.exchange(self.model, self.degrees.tensor).moves:
+            passes = 2 if move.kept or self.memory.checkpointing == "none" else 3
+            each = self.link(move).latency * move.collectives
+            seconds.append(MoveSeconds(passes * self._seconds_of([move]), passes * each))
+        strategy: ContextStrategy = self.sharding.make(self.degrees.context, self.latency, seconds)
         return strategy
 
     @property

@@ -61,7 +61,7 @@ def rank_times(micro_batches: Sequence[MicroBatch], job: Job) -> list[RankTimes]
             strategy = replace(job, sharding=job.sharding.named(policy)).strategy
             assert strategy is not None
             shardings = [
-                strategy.shard(m.documents[:, LENGTH], m.length, prefix=m.prefix) for m in micro_batches
+                strategy.shard(m.documents[:, LENGTH], m.length, slices=m.elsewhere) for m in micro_batches
             ]
         except PlanError:
             continue

@@ -16,13 +16,15 @@ from wlb_titan.context.layout import (
     whole,
 )
 from wlb_titan.context.sequence import per_sequence
-from wlb_titan.context.strategy import STRATEGIES, ContextStrategy, Exchange, Move, gathered
+from wlb_titan.context.strategy import STRATEGIES, ContextMask, ContextStrategy, Exchange, Move, MoveSeconds, gathered
 
 __all__ = [
     "STRATEGIES",
+    "ContextMask",
     "ContextStrategy",
     "Exchange",
     "Move",
+    "MoveSeconds",
     "Sharding",
     "after",
     "gathered",

@@ -45,22 +45,25 @@ class MicroBatches:
     Attributes:
         tokens: float64, with padding.
         forward, backward: float64, seconds of one layer's attention on the slowest context-parallel rank.
+        travelling: float64, tokens for which these ranks exchange keys, or what their strategy does.
     """
 
     tokens: Floats
     forward: Floats
     backward: Floats
+    travelling: Floats
 
     @classmethod
     def of(cls, micro_batches: Sequence[MicroBatch], job: Job) -> MicroBatches:
         """Of planned micro-batches, as arrays (n,)."""
         attention = np.array([attention_seconds(m, job).max(axis=0) for m in micro_batches])
         tokens = np.array([m.shared_length for m in micro_batches], dtype=np.float64)
-        return cls(tokens, attention[:, 0], attention[:, 1])
+        travelling = np.array([travelling_tokens(m, job) for m in micro_batches], dtype=np.float64)
+        return cls(tokens, attention[:, 0], attention[:, 1], travelling)
 
     def in_runs(self, n: int) -> MicroBatches:
         """As arrays (n, k): the micro-batches one after the other, n to a run."""
-        arrays = (self.tokens, self.forward, self.backward)
+        arrays = (self.tokens, self.forward, self.backward, self.travelling)
         return MicroBatches(*(array.reshape(-1, n).T for array in arrays))
 
 
@@ -70,6 +73,13 @@ def attention_seconds(micro_batch: MicroBatch, job: Job) -> Floats:
         documents = (whole(micro_batch.documents[:, LENGTH]),)
         return job.latency.seconds(after(documents, micro_batch.prefix))
     return job.strategy.seconds(after(micro_batch.ranks, micro_batch.prefix))
+
+
+def travelling_tokens(micro_batch: MicroBatch, job: Job) -> int:
+    """Of a micro-batch those tokens for which context-parallel ranks exchange something."""
+    if job.strategy is None or micro_batch.ranks is None:
+        return 0
+    return job.strategy.travelling(micro_batch.ranks, micro_batch.shared_length, micro_batch.elsewhere)
 
 
 def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
@@ -83,11 +93,12 @@ def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
         Seconds, float64 (stages, n, k).
     """
     token, tokens = job.token, micro_batches.tokens
-    links = _latencies(job)
+    travelling = micro_batches.travelling
+    links = _latencies(job) + (travelling > 0) * sum(m.collectives * job.link(m).latency for m in job.moves)
     matrices = token.matrices + token.experts * (job.routing_imbalance - 1)
     every = tokens * (matrices + token.elements + _tensor(job) + _experts(job)) + links
-    forward = every + _with_exchange(job, tokens, micro_batches.forward)
-    inputs = every + tokens * token.elements + _with_exchange(job, tokens, micro_batches.backward)
+    forward = every + _with_exchange(job, travelling, micro_batches.forward)
+    inputs = every + tokens * token.elements + _with_exchange(job, travelling, micro_batches.backward)
     inputs = inputs + _repeated(job, micro_batches, forward)
     if job.memory.offload:
         moved = _offloaded(job, tokens)
@@ -169,11 +180,11 @@ def transfer_seconds(job: Job, tokens: Floats) -> Floats:
     return tokens * (job.model.hidden * BYTES / inner / bandwidth) + link.latency
 
 
-def _with_exchange(job: Job, tokens: Floats, attention: Floats) -> Floats:
+def _with_exchange(job: Job, travelling: Floats, attention: Floats) -> Floats:
     """Seconds of one layer's attention and of context parallelism's collectives around it."""
     if job.strategy is None:
         return attention
-    return attention + job.strategy.waited(tokens * job.token.context, attention)
+    return attention + job.strategy.waited(travelling * job.token.context, attention)
 
 
 def _tensor(job: Job) -> float:
@@ -196,14 +207,15 @@ def _offloaded(job: Job, tokens: Floats) -> Floats:
 
 
 def _latencies(job: Job) -> float:
-    """Seconds of one layer's collectives in one pass that do not depend on tokens."""
+    """Seconds of one layer's collectives in one pass that do not depend on tokens, but for context
+    parallelism's."""
     tensor, expert = job.degrees.tensor, job.degrees.expert
     seconds = 0.0
     if tensor > 1:
         seconds += (1 - job.tensor_overlap) * TENSOR_COLLECTIVES * job.cluster.link(tensor).latency
     if expert > 1 and job.model.visits:
         seconds += EXPERT_COLLECTIVES * job.cluster.link(expert).latency
-    return seconds + sum(move.collectives * job.link(move).latency for move in job.moves)
+    return seconds
 
 
 def _repeated(job: Job, micro_batches: MicroBatches, forward: Floats) -> Floats:
@@ -216,8 +228,9 @@ def _repeated(job: Job, micro_batches: MicroBatches, forward: Floats) -> Floats:
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     # Keys, the attention's output and the MLP's second product, of all seven.
     repeated = (keys + queries + model.feed_forward) / (2 * (keys + queries) + 3 * model.feed_forward)
-    each = token.matrices * repeated + token.elements + _tensor(job) / 2 + job.repeated_exchange_seconds
-    seconds: Floats = micro_batches.tokens * each
+    each = token.matrices * repeated + token.elements + _tensor(job) / 2
+    again = micro_batches.travelling * job.repeated_exchange_seconds
+    seconds: Floats = micro_batches.tokens * each + again
     return seconds
 
 
@@ -232,9 +245,10 @@ class JobCost(CostModel):
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        one = MicroBatches(np.ones((1, 1)), np.zeros((1, 1)), np.zeros((1, 1)))
-        linear = pass_times(job, one)
-        still = pass_times(job, MicroBatches(*np.zeros((3, 1, 1))))
+        linear, still = (
+            pass_times(job, MicroBatches(tokens, *np.zeros((2, 1, 1)), tokens))
+            for tokens in (np.full((1, 1), 2.0), np.ones((1, 1)))
+        )
         self._linear_forward = (linear.forward - still.forward).sum()
         self._linear_backward = (linear.inputs - still.inputs + linear.weights - still.weights).sum()
 

@@ -207,7 +207,8 @@ def _average_window(scenario: Scenario) -> MicroBatches:
     pieces = np.concatenate([np.full(int(whole.sum()), job.window), rest[rest > 0]])
     one_head = replace(job.latency, heads=1)
     forward, backward = one_head.work(pieces, pieces).sum(axis=1) * (job.window / pieces.sum())
-    return MicroBatches(*(np.array([[value]]) for value in (float(job.window), forward, backward)))
+    window = float(job.window)
+    return MicroBatches(*(np.array([[value]]) for value in (window, forward, backward, window)))
 
 
 def _if_balanced(job: Job, window: MicroBatches) -> float:
@@ -222,6 +223,7 @@ def _if_balanced(job: Job, window: MicroBatches) -> float:
         np.repeat(window.tokens, n, axis=0),
         np.repeat(window.forward * share, n, axis=0),
         np.repeat(window.backward * share, n, axis=0),
+        np.repeat(window.travelling, n, axis=0),
     )
     return tokens_per_second(job, equal)
 
