@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: train test quick counterexamples test-docs test-triton36 check format clean
+.PHONY: train train-gpu test test-gpu quick counterexamples test-docs test-triton36 check format clean
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "wlb_titan needs Python 3.11 or newer; call make PYTHON=/path/to/python3.11")'
@@ -26,6 +26,15 @@ train: $(READY)
 	@echo "Where the 4 processes share cores, one runs while another waits: balance shows in imbalance and bubble,"
 	@echo "and little in tokens a second. What it is worth with a device a process: wlb-titan simulate."
 
+# The same on this machine's GPUs, in bfloat16 and with a larger model: on 1, 2, 4 or 8 of them.
+train-gpu: export PATH := $(CURDIR)/$(BIN):$(PATH)
+train-gpu: $(READY)
+	@python -m wlb_titan.launch.spread > $(VENV)/.degrees
+	wlb-titan prepare outputs/corpus --max-tokens 4000000
+	torchx run wlb.train --config train_configs/gpu_debug.toml -- $$(cat $(VENV)/.degrees) $(OPTIONS)
+	torchx run wlb.train --config train_configs/gpu_balanced.toml -- $$(cat $(VENV)/.degrees) $(OPTIONS)
+	wlb-titan compare outputs/gpu_debug outputs/gpu_balanced --report outputs/compare_gpu
+
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -38,6 +47,10 @@ format: $(READY)
 # Two files at a time, those with jobs of several processes first: where such a job waits, the other file goes on.
 test: $(READY)
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/distributed tests/drills tests/kernels tests/unit
+
+# What only a GPU can show, in ten minutes on one; docs/gpu_tests.md. `make test` runs on the CPU everywhere.
+test-gpu: $(READY)
+	$(BIN)/pytest --device cuda tests/gpu
 
 # For the developer's loop, in a minute: tests/unit/conftest.py says what it leaves out.
 quick: $(READY)

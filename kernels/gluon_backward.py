@@ -1,8 +1,10 @@
 """Backward in Gluon, all three gradients in one pass: five products (FlashAttention-3, Shah et al. 2024).
 
-A program has one tile of 128 keys of one key head and walks over all queries that see it. Two consumers have
-64 of the keys each; one warp loads; one adds dQ to global memory. Scores are computed as keys x queries,
-so that P' stays in registers as the left operand of the next product. Per step of 64 queries:
+A program has one tile of 128 keys of one key head and walks over all queries that see it, block by block of
+64, and in each block over the query heads of the key head: no tile then waits for a turn that heavier ones
+pass on only at the end of a head. Two consumers have 64 of the keys each; one warp loads; one adds dQ to
+global memory. Scores are computed as keys x queries, so that P' stays in registers as the left operand of the
+next product. Per step of 64 queries and one head:
 
     issue S' = K Q';  issue dP' = V dO';  wait for S';  P' = exp2(...);  issue dV += P' dO
     wait for dP';  dS' = P' * (dP' - delta), to shared memory;  wait for dV
@@ -69,11 +71,11 @@ def load(
     step = 0
     for item in range(item_begin, item_end):
         block, steps = item_steps(items, item)
-        for head in range(first_head, first_head + heads):
-            for i in range(steps):
+        for i in range(steps):
+            token = (block + steps - 1 - i) * QUERIES
+            for head in range(first_head, first_head + heads):
                 stage = step % STAGES
                 phase = (step // STAGES) & 1
-                token = (block + steps - 1 - i) * QUERIES
                 mbarrier.wait(bars.index(FREE + stage), phase ^ 1)
                 mbarrier.expect(
                     bars.index(Q_READY + stage), q.block_type.nbytes + 3 * lse_log2.block_type.nbytes
@@ -92,21 +94,24 @@ def load(
 
 @gluon.jit
 def add_dq(work, dq_tile, bars, dq, turns, counters, D: gl.constexpr, DETERMINISTIC: gl.constexpr):
-    """The adding warp: every step's dQ, in two halves of the head dim, when it is this tile's turn."""
+    """The adding warp: every step's dQ, in two halves of the head dim, when it is this tile's turn.
+
+    It looks for the turn before the sum is there: the round trip to memory hides behind the products.
+    """
     items, item_begin, item_end, first_head, heads = work
     step = 0
     for item in range(item_begin, item_end):
         block, steps = item_steps(items, item)
         counter = turns + gl.load(items + item * 6 + 4)
         turn = gl.load(items + item * 6 + 5)
-        for head in range(first_head, first_head + heads):
-            for i in range(steps):
-                at = block + steps - 1 - i
-                mbarrier.wait(bars.index(DQ_READY), step & 1)
+        for i in range(steps):
+            at = block + steps - 1 - i
+            for head in range(first_head, first_head + heads):
                 if DETERMINISTIC:  # noqa: SIM102 - decided when compiling
                     if turn >= 0:
                         while gl.atomic_add(counter + head * counters + at, 0, sem="acquire") != turn:
                             pass
+                mbarrier.wait(bars.index(DQ_READY), step & 1)
                 for half in gl.static_range(2):
                     tma_add(dq, [at * QUERIES, head * D + half * (D // 2)], dq_tile.index(half))
                 wait_until_read()
@@ -148,66 +153,63 @@ def accumulate(
         block, steps = item_steps(items, item)
         q_full = gl.load(items + item * 6 + 1)
         q_tail = gl.load(items + item * 6 + 2)
-        for _ in range(heads):
-            for i in range(steps):
-                stage = step % STAGES
-                phase = (step // STAGES) & 1
-                token = (block + steps - 1 - i) * QUERIES
-                queries = q_ring.index(stage)
-                do = do_ring.index(stage)
-                zero = zero_here()
-                keys = k_tile.index(PART + zero)
-                values = v_tile.index(PART + zero)
-                mbarrier.wait(bars.index(Q_READY + stage), phase)
-                s = warpgroup_mma(keys, queries.permute((1, 0)), nothing, use_acc=False, is_async=True)
-                if EARLY:
-                    mbarrier.wait(bars.index(DO_READY + stage), phase)
-                    dp = warpgroup_mma(values, do.permute((1, 0)), nothing, use_acc=False, is_async=True)
-                s = warpgroup_mma_wait(1 if EARLY else 0, deps=[s])
-                lse = statistics.index(stage).reshape([QUERIES]).load(columns)
-                p = gl.exp2(s * scale_log2 - lse[None, :])
-                if (token < q_full) | (token + QUERIES > q_tail):
-                    q_begin = gl.load(items + item * 6)
-                    q_end = gl.load(items + item * 6 + 3)
-                    row = token + gl.arange(0, QUERIES, layout=columns)
-                    first = bound_ring.index(stage).reshape([QUERIES]).load(columns)
-                    last = bound_ring.index(STAGES + stage).reshape([QUERIES]).load(columns)
-                    last = gl.where(
-                        (row >= q_begin) & (row < q_end), last, 0
-                    )  # others belong to another item
-                    p = gl.where((key[:, None] >= first[None, :]) & (key[:, None] < last[None, :]), p, 0.0)
-                if not EARLY:
-                    mbarrier.wait(bars.index(DO_READY + stage), phase)
-                    dp = warpgroup_mma(values, do.permute((1, 0)), nothing, use_acc=False, is_async=True)
-                p_left = gl.convert_layout(p.to(dtype), p_operand)
-                dv_acc = warpgroup_mma(p_left, do, dv_acc, is_async=True)
-                dp = warpgroup_mma_wait(1, deps=[dp])
-                row_delta = statistics.index(STAGES + stage).reshape([QUERIES]).load(columns)
-                ds = (p * (dp - row_delta[None, :])).to(dtype)
-                mbarrier.wait(bars.index(DS_FREE), (step & 1) ^ 1)
-                ds_tile.index(PART).store(ds)
-                fence_async_shared()
-                mbarrier.arrive(bars.index(DS_READY), count=1)
-                dv_acc, p_left = warpgroup_mma_wait(0, deps=[dv_acc, p_left])
-                mbarrier.wait(bars.index(DS_READY), step & 1)
-                part = warpgroup_mma(
-                    ds_tile.index(zero).permute((1, 0)), k_tile.index(zero).slice(FIRST_D, HALF_D, 1),
-                    no_dq, use_acc=False, is_async=True,
-                )  # fmt: skip
-                part = warpgroup_mma(
-                    ds_tile.index(1 + zero).permute((1, 0)), k_tile.index(1 + zero).slice(FIRST_D, HALF_D, 1),
-                    part, is_async=True,
-                )  # fmt: skip
-                dk_acc = warpgroup_mma(ds_tile.index(PART + zero), queries, dk_acc, is_async=True)
-                mbarrier.wait(bars.index(DQ_FREE), (step & 1) ^ 1)
-                part = warpgroup_mma_wait(1, deps=[part])
-                dq_tile.index(PART).store(part)
-                fence_async_shared()
-                mbarrier.arrive(bars.index(DQ_READY), count=1)
-                dk_acc = warpgroup_mma_wait(0, deps=[dk_acc])
-                mbarrier.arrive(bars.index(FREE + stage), count=1)
-                mbarrier.arrive(bars.index(DS_FREE), count=1)
-                step += 1
+        for place in range(steps * heads):  # one loop: nested, it would spill
+            stage = step % STAGES
+            phase = (step // STAGES) & 1
+            token = (block + steps - 1 - place // heads) * QUERIES
+            queries = q_ring.index(stage)
+            do = do_ring.index(stage)
+            zero = zero_here()
+            keys = k_tile.index(PART + zero)
+            values = v_tile.index(PART + zero)
+            mbarrier.wait(bars.index(Q_READY + stage), phase)
+            s = warpgroup_mma(keys, queries.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            if EARLY:
+                mbarrier.wait(bars.index(DO_READY + stage), phase)
+                dp = warpgroup_mma(values, do.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(1 if EARLY else 0, deps=[s])
+            lse = statistics.index(stage).reshape([QUERIES]).load(columns)
+            p = gl.exp2(s * scale_log2 - lse[None, :])
+            if (token < q_full) | (token + QUERIES > q_tail):
+                q_begin = gl.load(items + item * 6)
+                q_end = gl.load(items + item * 6 + 3)
+                row = token + gl.arange(0, QUERIES, layout=columns)
+                first = bound_ring.index(stage).reshape([QUERIES]).load(columns)
+                last = bound_ring.index(STAGES + stage).reshape([QUERIES]).load(columns)
+                last = gl.where((row >= q_begin) & (row < q_end), last, 0)  # or they belong to another item
+                p = gl.where((key[:, None] >= first[None, :]) & (key[:, None] < last[None, :]), p, 0.0)
+            if not EARLY:
+                mbarrier.wait(bars.index(DO_READY + stage), phase)
+                dp = warpgroup_mma(values, do.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            p_left = gl.convert_layout(p.to(dtype), p_operand)
+            dv_acc = warpgroup_mma(p_left, do, dv_acc, is_async=True)
+            dp = warpgroup_mma_wait(1, deps=[dp])
+            row_delta = statistics.index(STAGES + stage).reshape([QUERIES]).load(columns)
+            ds = (p * (dp - row_delta[None, :])).to(dtype)
+            mbarrier.wait(bars.index(DS_FREE), (step & 1) ^ 1)
+            ds_tile.index(PART).store(ds)
+            fence_async_shared()
+            mbarrier.arrive(bars.index(DS_READY), count=1)
+            dv_acc, p_left = warpgroup_mma_wait(0, deps=[dv_acc, p_left])
+            mbarrier.wait(bars.index(DS_READY), step & 1)
+            part = warpgroup_mma(
+                ds_tile.index(zero).permute((1, 0)), k_tile.index(zero).slice(FIRST_D, HALF_D, 1),
+                no_dq, use_acc=False, is_async=True,
+            )  # fmt: skip
+            part = warpgroup_mma(
+                ds_tile.index(1 + zero).permute((1, 0)), k_tile.index(1 + zero).slice(FIRST_D, HALF_D, 1),
+                part, is_async=True,
+            )  # fmt: skip
+            dk_acc = warpgroup_mma(ds_tile.index(PART + zero), queries, dk_acc, is_async=True)
+            mbarrier.wait(bars.index(DQ_FREE), (step & 1) ^ 1)
+            part = warpgroup_mma_wait(1, deps=[part])
+            dq_tile.index(PART).store(part)
+            fence_async_shared()
+            mbarrier.arrive(bars.index(DQ_READY), count=1)
+            dk_acc = warpgroup_mma_wait(0, deps=[dk_acc])
+            mbarrier.arrive(bars.index(FREE + stage), count=1)
+            mbarrier.arrive(bars.index(DS_FREE), count=1)
+            step += 1
 
     begin = kv_begin + PART * KEYS
     store_gradient(

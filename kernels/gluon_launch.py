@@ -11,10 +11,11 @@ from .gluon_backward import gluon_backward_kernel
 from .gluon_forward import gluon_forward_kernel
 from .options import Options, Saved
 from .schedule import Schedule
-from .triton_launch import LOG2_E, aligned, result, row_statistics, section
+from .triton_launch import LOG2_E, aligned, result, row_statistics
 
 ROWS = 64  # of one consumer, and of a step of the backward
 KEYS = 128  # of a block of the forward, and of a tile of the backward
+SECTION = 8  # key heads side by side: 132 multiprocessors leave each 16 programs, which read the same keys
 # By the larger of D and Dv: consumers, registers a thread of each, and stages of keys and values.
 FORWARD = {64: (3, 160, 3), 128: (2, 240, 2)}
 
@@ -38,7 +39,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, options: Option
         tile_list=tiles,
         bounds=schedule.bounds,
         tiles=len(tiles),
-        section=section(k, v, q_heads // kv_heads),
+        section=min(kv_heads, SECTION) * (q_heads // kv_heads),
         q_tokens=q_tokens,
         q_heads=q_heads,
         scale_log2=options.scale * LOG2_E,
@@ -66,8 +67,9 @@ def backward(
     q, k, v, out, dout = (aligned(x) for x in (q, k, v, out, dout))
     group = q_heads // kv_heads
     lse_log2, delta = row_statistics(dout, dlse, out, lse, pack=1)
-    tiles, items, first_turns = schedule.key_tiles(ROWS, KEYS, turn_rows=ROWS)
-    split = parts(len(tiles) * kv_heads, group, multiprocessors(q.device))
+    lists = schedule.key_tiles(ROWS, KEYS, turn_rows=ROWS)
+    tiles, items, first_turns = lists.tiles, lists.items, lists.first_turns
+    split = parts(lists.heaviest, lists.steps * kv_heads / multiprocessors(q.device), group)
     dtype = torch.float32 if split > 1 else q.dtype
     dk = k.new_empty((split, *k.shape), dtype=dtype)
     dv = v.new_empty((split, *v.shape), dtype=dtype)
@@ -88,7 +90,7 @@ def backward(
         turns=turns,
         bounds=row_descriptor(schedule.padded_bounds, q_tokens),
         tiles=len(tiles),
-        section=section(q, dout, 1, group) * split,
+        section=min(kv_heads, SECTION) * split,
         counters=turns.shape[-1],
         kv_tokens=kv_tokens,
         kv_heads=kv_heads,
@@ -101,19 +103,22 @@ def backward(
         num_warps=4,
         enable_fp_fusion=True,
     )
-    dq = dq.mul_(options.scale).to(q.dtype)
+    dq = torch.mul(dq, options.scale, out=torch.empty_like(q))
     if split == 1:
         return dq, dk[0], dv[0]
     return dq, dk.sum(0).to(k.dtype), dv.sum(0).to(v.dtype)
 
 
-def parts(programs: int, group: int, units: int) -> int:
-    """Into how many parts to split the query heads of a key head, so that all multiprocessors have work.
+def parts(heaviest: int, mean: float, group: int) -> int:
+    """Into how many parts to split the query heads of a key head, so that no program takes longer than all
+    multiprocessors together, and all have work.
 
-    A power of two that divides the group. Each part beyond the first writes dK and dV once more, in float32.
+    heaviest: steps of the heaviest tile and one head. mean: such steps of all tiles and key heads, over the
+    multiprocessors. A power of two that divides the group. Each part beyond the first writes dK and dV once
+    more, in float32.
     """
     split = 1
-    while programs * split < units and group % (2 * split) == 0:
+    while heaviest > mean * split and group % (2 * split) == 0:
         split *= 2
     return split
 

@@ -28,11 +28,13 @@ class Key(NamedTuple):
 
 
 class KeyTiles(NamedTuple):
-    """As tiles.KeyTiles, on the device."""
+    """As tiles.KeyTiles, on the device; and the steps of the heaviest tile and of all (tiles.steps)."""
 
     tiles: Tensor
     items: Tensor
     first_turns: Tensor
+    heaviest: int
+    steps: int
 
 
 class Schedule:
@@ -83,7 +85,9 @@ class Schedule:
                 block_n=block_n,
                 turn_rows=turn_rows,
             )
-            self._key_tiles[shape] = KeyTiles(*(tiles.send(x, self.key.device) for x in found))
+            steps = tiles.steps(found, tokens)
+            on_device = (tiles.send(x, self.key.device) for x in found)
+            self._key_tiles[shape] = KeyTiles(*on_device, int(steps.max(initial=0)), int(steps.sum()))
         return self._key_tiles[shape]
 
 

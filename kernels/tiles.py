@@ -1,4 +1,4 @@
-"""Tile lists: exactly the work that exists, heaviest first, found once per micro-batch on the CPU.
+"""Tile lists: exactly the work that exists, found once per micro-batch on the CPU, heaviest first.
 
 A kernel launched over (longest document / tile, heads, documents) mostly starts programs with nothing to do,
 and one that searches for its document in a list costs more than the attention of short documents. Here numpy
@@ -135,8 +135,9 @@ def query_tiles(
 class KeyTiles(NamedTuple):
     """What `key_tiles` returns.
 
-    tiles: (n, 4) kv_begin, kv_end, item_begin, item_end, heaviest first, but those of one document in the
-    order of their keys. items: (m, 6) q_begin, q_full, q_tail, q_end, turns, turn. first_turns: (c,).
+    tiles: (n, 4) kv_begin, kv_end, item_begin, item_end, in chains: tiles that share a segment follow one
+    another in the order of their keys, the chain with the heaviest tile first. items: (m, 6) q_begin, q_full,
+    q_tail, q_end, turns, turn. first_turns: (c,).
     """
 
     tiles: np.ndarray
@@ -161,9 +162,10 @@ def key_tiles(
 
     Turns, if turn_rows > 0, fix the order in which tiles add to the same rows of dQ: an item adds to block b
     of `turn_rows` rows when counter `turns` + b has come to `turn`, and then raises it by one. Counters start
-    at first_turns. Turns follow the list, so a tile waits for earlier ones only. An item whose rows no other
-    tile sees has turn -1 and waits for nobody. Counters belong to a segment: of the rows of two segments in
-    one block, each is given something else than zero by its own segment's tiles only.
+    at first_turns. Turns follow the list, so a tile waits for earlier ones only; and it first adds what later
+    ones wait for, or neighbours that share tiles would wait in one chain through the whole batch. An item
+    whose rows no other tile sees has turn -1 and waits for nobody. Counters belong to a segment: of the rows
+    of two segments in one block, each is given something else than zero by its own segment's tiles only.
     """
     if tokens % ROW_ALIGNMENT != 0:
         raise ValueError(f"tiles of {tokens} query tokens are not a multiple of {ROW_ALIGNMENT}")
@@ -195,7 +197,8 @@ def key_tiles(
     segment, tile = segment[order], tile[order]
     begin = np.maximum(q0[segment], t0[tile] - shift[segment])
     end = np.minimum(q1[segment], t1[tile] - 1 + visibility.reach - shift[segment])
-    whole = (k0[segment] <= t0[tile]) & (t1[tile] <= k1[segment])
+    # A kernel's block has block_n keys: of a shorter tile the last ones must be masked.
+    whole = (k0[segment] <= t0[tile]) & (t1[tile] <= k1[segment]) & (t1[tile] - t0[tile] == block_n)
     full = np.where(whole, np.clip(t1[tile] - 1 - shift[segment], begin, end), end)
     tail = np.clip(t0[tile] + visibility.reach - shift[segment], full, end)
     some = begin < end  # a window may leave none
@@ -225,14 +228,22 @@ def key_tiles(
         turns[waits] = counters[segment[waits]]
         turn[waits] = (tile - first_tile[segment])[waits]
     items = np.stack([begin, full, full + full_rows, end, turns, turn], axis=1)
+    haste = np.where(turn < 0, 1, 2 * turn)  # what later tiles wait for, what nobody does, what itself waits
+    items = items[np.lexsort((-begin, haste, tile))]
 
     item_end = np.searchsorted(tile, np.arange(len(t0)), side="right")
     item_begin = np.append(0, item_end[:-1])
     work = np.bincount(tile, weights=full_rows + MASK_COST * (end - begin - full_rows), minlength=len(t0))
-    work = _not_rising(work, first_tile, count)
     tiles = np.stack([t0, t1, item_begin, item_end], axis=1)
-    tiles = tiles[np.argsort(-work, kind="stable")]
+    tiles = tiles[_by_chain(work, first_tile, count)]
     return KeyTiles(tiles.astype(np.int32), items.astype(np.int32), first_turns)
+
+
+def steps(lists: KeyTiles, rows: int) -> np.ndarray:
+    """(n,) int64: blocks of `rows` queries, each beginning at a multiple of it, that a tile walks over."""
+    blocks = -(-lists.items[:, 3] // rows) - lists.items[:, 0] // rows
+    before = np.append(0, np.cumsum(blocks, dtype=np.int64))
+    return before[lists.tiles[:, 3]] - before[lists.tiles[:, 2]]
 
 
 def _counters(q0, q1, t1, shift, first_tile, count, reach: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -252,17 +263,20 @@ def _counters(q0, q1, t1, shift, first_tile, count, reach: int, rows: int) -> tu
     return start - block, np.maximum(gone, 0).astype(np.int32)
 
 
-def _not_rising(work: np.ndarray, first_tile: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """Work of tiles, raised to that of the heaviest later tile which a chain of segments links them to."""
-    if len(work) == 0:
-        return work
+def _by_chain(work: np.ndarray, first_tile: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """Order of the tiles: by the heaviest tile of the chain of segments that links them, and then by keys.
+
+    Tiles of a chain read the same queries and add to the same rows of dQ: side by side in time they find them
+    in the L2 cache. Heaviest first across chains, each tile would read its own from memory.
+    """
     spans = np.zeros(len(work) + 1, np.int64)
     np.add.at(spans, first_tile, 1)
     np.add.at(spans, np.maximum(first_tile + count - 1, first_tile), -1)
-    linked = np.cumsum(spans)[: len(work)] > 0  # tile i and tile i + 1 share a segment
-    chain = np.cumsum(np.append(0, ~linked[:-1]))
-    base = (chain[-1] - chain) * (work.max() + 1)  # later chains, passed first, lie below earlier ones
-    return np.maximum.accumulate((work + base)[::-1])[::-1] - base
+    linked = np.cumsum(spans)[: len(work) - 1] > 0  # tile i and tile i + 1 share a segment
+    chain = np.cumsum(np.append(0, ~linked))
+    heaviest = np.zeros(len(work))
+    np.maximum.at(heaviest, chain, work)
+    return np.lexsort((chain, -heaviest[chain]))
 
 
 def _cover(segments: np.ndarray, q_tokens: int, visibility: Visibility) -> Cover:

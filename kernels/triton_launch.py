@@ -129,7 +129,8 @@ def key_tiles_pass(dout, q, k, v, dk, dv, statistics, schedule, options, tma, co
     tokens = config.block_m // pack
     lse_log2, delta = statistics
     row_length = lse_log2.shape[1]
-    tiles, items, _ = schedule.key_tiles(tokens, config.block_n)
+    lists = schedule.key_tiles(tokens, config.block_n)
+    tiles, items = lists.tiles, lists.items
     if len(tiles) == 0:
         return
     if tma:

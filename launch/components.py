@@ -39,7 +39,7 @@ def train(
         memMB: memory a host in MiB
         max_retries: how often the scheduler starts a failed job again
     """
-    job = launch.resolve(config, list(overrides), nodes, nproc, corpus_is_here=image == ".")
+    processes = launch.processes_a_host(config, list(overrides), nodes, nproc, corpus_is_here=image == ".")
     launch.end_cleanly()
     app = dist.ddp(
         "--config",
@@ -52,8 +52,7 @@ def train(
         cpu=cpu,
         gpu=gpu,
         memMB=memMB,
-        j=f"{nodes}x{job.processes_per_node}",
-        env=job.environment,
+        j=f"{nodes}x{processes}",
         max_retries=max_retries,
     )
     return launch.watched(app)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
 import torchx.specs as specs
@@ -36,8 +36,8 @@ def end_cleanly() -> None:
     SIGTERM, and say so in a line."""
     if threading.current_thread() is not threading.main_thread():
         return
-    if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_IGN):
-        return  # not a local scheduler of TorchX, which handles signals by now: the job outlives this process
+    if not _runs_here():
+        return  # the job outlives this process
     stopped = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -64,15 +64,28 @@ def end_cleanly() -> None:
     threading.excepthook = shown_in_thread
 
 
-@dataclass(frozen=True)
-class Job:
-    processes_per_node: int
-    environment: dict[str, str] = field(default_factory=dict)
+def _runs_here() -> bool:
+    """Whether a local scheduler of TorchX is to run the job: it handles signals by now, others do not."""
+    return signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, signal.SIG_IGN)
 
 
-def resolve(
-    config: str, overrides: list[str], nodes: int, processes_per_node: int, corpus_is_here: bool
-) -> Job:
+def gpus_here() -> int | None:
+    """How many GPUs the job finds, if it runs on this machine; None if it does not."""
+    if not _runs_here():
+        return None
+    import torch
+
+    return torch.accelerator.device_count()
+
+
+def processes_a_host(
+    config: str,
+    overrides: list[str],
+    nodes: int,
+    processes_per_node: int,
+    corpus_is_here: bool,
+    gpus: Callable[[], int | None] = gpus_here,
+) -> int:
     """Checks the experiment here, before the scheduler sees it, and sizes its job.
 
     A mistake of the user ends the process with its message and exit code 2, as in the `wlb-titan` command:
@@ -84,17 +97,23 @@ def resolve(
         nodes: number of hosts.
         processes_per_node: 0 for as many as the parallel degrees need.
         corpus_is_here: whether the job will see this machine's files, so that the corpus can be checked.
+        gpus: says how many the job will find; None where it runs elsewhere.
     """
     try:
-        return _resolve(config, overrides, nodes, processes_per_node, corpus_is_here)
+        return _resolve(config, overrides, nodes, processes_per_node, corpus_is_here, gpus)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
 def _resolve(
-    config: str, overrides: list[str], nodes: int, processes_per_node: int, corpus_is_here: bool
-) -> Job:
+    config: str,
+    overrides: list[str],
+    nodes: int,
+    processes_per_node: int,
+    corpus_is_here: bool,
+    gpus: Callable[[], int | None] = gpus_here,
+) -> int:
     from wlb_titan.config import refuse_unknown_keys
 
     refuse_unknown_keys(config, overrides)  # before torch is imported for the next line
@@ -103,7 +122,7 @@ def _resolve(
     use_cpu_without_accelerator()
     from wlb_titan.runtime.job import degrees_product
     from wlb_titan.runtime.load import load_config
-    from wlb_titan.runtime.validation import validate, validate_files
+    from wlb_titan.runtime.validation import validate, validate_devices, validate_files
 
     if nodes < 1 or processes_per_node < 0:
         raise UserError(
@@ -112,6 +131,9 @@ def _resolve(
         )
     world_size = nodes * processes_per_node
     resolved = load_config(config, overrides, world_size=world_size or None)
+    if (here := gpus()) is not None:
+        processes = world_size or degrees_product(resolved.config)
+        resolved.check(lambda config: validate_devices(config, processes, here))
     if corpus_is_here:
         resolved.check(lambda config: validate_files(config, world_size or None))
     if not world_size:
@@ -119,5 +141,4 @@ def _resolve(
         if world_size % nodes != 0:
             raise UserError(f"--nodes: {world_size} processes do not spread evenly over {nodes} hosts.")
         resolved.check(lambda config: validate(config, world_size))
-    environment = {"CUDA_VISIBLE_DEVICES": ""} if resolved.config.wlb.device == "cpu" else {}
-    return Job(world_size // nodes, environment)
+    return world_size // nodes

@@ -1,8 +1,16 @@
-"""What tests of several processes share, and how hypothesis looks for counterexamples."""
+"""What tests of several processes share, and how hypothesis looks for counterexamples.
+
+All tests run on the CPU, also on machines with GPUs, but for those of tests/gpu with `--device cuda`.
+"""
+
+import os
 
 import pytest
 from forking import ForkServer
 from hypothesis import settings
+
+VISIBLE_GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # this file comes first, before anything asks for a device
 
 # The same examples in every run, so that a change is judged by itself; others in `make counterexamples`. No
 # deadlines: on a busy machine any example may be slow.

@@ -145,35 +145,35 @@ FORWARD_MUTANTS = {
 }
 BACKWARD_MUTANTS = {
     "no fence after dS": (
-        "                fence_async_shared()\n                mbarrier.arrive(bars.index(DS_READY)",
-        "                mbarrier.arrive(bars.index(DS_READY)",
+        "            fence_async_shared()\n            mbarrier.arrive(bars.index(DS_READY)",
+        "            mbarrier.arrive(bars.index(DS_READY)",
     ),
     "no fence after dQ": (
-        "                fence_async_shared()\n                mbarrier.arrive(bars.index(DQ_READY)",
-        "                mbarrier.arrive(bars.index(DQ_READY)",
+        "            fence_async_shared()\n            mbarrier.arrive(bars.index(DQ_READY)",
+        "            mbarrier.arrive(bars.index(DQ_READY)",
     ),
     "dS written while it is read": (
-        "                mbarrier.wait(bars.index(DS_FREE), (step & 1) ^ 1)\n",
+        "            mbarrier.wait(bars.index(DS_FREE), (step & 1) ^ 1)\n",
         "",
     ),
     "dS read before the other's is there": (
-        "                mbarrier.wait(bars.index(DS_READY), step & 1)\n",
+        "            mbarrier.wait(bars.index(DS_READY), step & 1)\n",
         "",
     ),
     "dQ written while it is added": (
-        "                mbarrier.wait(bars.index(DQ_FREE), (step & 1) ^ 1)\n",
+        "            mbarrier.wait(bars.index(DQ_FREE), (step & 1) ^ 1)\n",
         "",
     ),
     "dQ given back before it is read": (
-        "                wait_until_read()\n                mbarrier.arrive(bars.index(DQ_FREE), count=1)",
+        "                wait_until_read()\n            mbarrier.arrive(bars.index(DQ_FREE), count=1)",
         "                mbarrier.arrive(bars.index(DQ_FREE), count=1)\n                wait_until_read()",
     ),
     "dQ added before it is there": ("                mbarrier.wait(bars.index(DQ_READY), step & 1)\n", ""),
     "Q released before dK is done": (
-        "                dk_acc = warpgroup_mma_wait(0, deps=[dk_acc])\n"
-        "                mbarrier.arrive(bars.index(FREE + stage), count=1)",
-        "                mbarrier.arrive(bars.index(FREE + stage), count=1)\n"
-        "                dk_acc = warpgroup_mma_wait(0, deps=[dk_acc])",
+        "            dk_acc = warpgroup_mma_wait(0, deps=[dk_acc])\n"
+        "            mbarrier.arrive(bars.index(FREE + stage), count=1)",
+        "            mbarrier.arrive(bars.index(FREE + stage), count=1)\n"
+        "            dk_acc = warpgroup_mma_wait(0, deps=[dk_acc])",
     ),
     "statistics' bytes not expected": (
         "+ 3 * lse_log2.block_type.nbytes",

@@ -89,6 +89,7 @@ def test_key_tiles_cover_every_pair_once(case, visibility, tokens, block_n, turn
             found[q_begin:q_end, kv_begin:kv_end] += mask[q_begin:q_end, kv_begin:kv_end]
             if q_full < q_tail:
                 assert q_full % tiles.ROW_ALIGNMENT == 0 and (q_tail - q_full) % tokens == 0
+                assert kv_end - kv_begin == block_n  # an unmasked block reads so many keys
                 assert mask[q_full:q_tail, kv_begin:kv_end].all()
     assert (keys == 1).all()
     assert (found == mask).all()
@@ -119,6 +120,45 @@ def test_turns_order_all_that_is_added_to_a_row(case, visibility, block_n, rows)
                 assert np.isin(ordered[own], [-1, turns + block]).all()
                 ordered[own] = turns + block
     assert (adds <= 1).all() and not ((adds == 1) & (ordered >= 0)).any()
+
+
+def waits(lists: tiles.KeyTiles, rows: int) -> int:
+    """Steps that pass while tiles wait for their turns, if all of them run at once; the most of any tile."""
+    ready = np.zeros(len(lists.first_turns), int)
+    longest = 0
+    for (_, _, item_begin, item_end), steps in zip(lists.tiles, tiles.steps(lists, rows), strict=True):
+        now = 0
+        for q_begin, _, _, q_end, turns, turn in lists.items[item_begin:item_end]:
+            for block in reversed(range(q_begin // rows, -(-q_end // rows))):
+                now += 1
+                if turn >= 0:
+                    now = ready[turns + block] = max(now, ready[turns + block] + 1)
+        longest = max(longest, now - steps)
+    return longest
+
+
+@pytest.mark.parametrize("length", [65, 129, 192, 257, 1000])
+def test_documents_that_share_tiles_do_not_wait_in_one_chain(length):
+    """Each waits for those of its own document at most; in the order of the queries, for the whole batch."""
+    documents = 200
+    lists = tiles.key_tiles(
+        packed([length] * documents).numpy(), length * documents, CAUSAL, tokens=64, block_n=128, turn_rows=64
+    )
+    assert waits(lists, 64) <= -(-length // 128) + 1
+    if length == 129:
+        reverse = np.concatenate([np.arange(a, b)[::-1] for a, b in np.sort(lists.tiles[:, 2:], axis=0)])
+        assert waits(lists._replace(items=lists.items[reverse]), 64) > documents / 2
+
+
+def test_tiles_of_a_document_follow_one_another():
+    """Those that read the same queries run side by side, the document with the heaviest tile first."""
+    segments = packed([3000, 2000, 300, 4000, 40]).numpy()
+    lists = tiles.key_tiles(segments, 9340, CAUSAL, tokens=64, block_n=128, turn_rows=64)
+    begins = lists.tiles[:, 0]
+    documents = np.searchsorted(np.cumsum([3000, 2000, 300, 4000]), begins, side="right")
+    order = [document for i, document in enumerate(documents) if i == 0 or documents[i - 1] != document]
+    assert order == [3, 0, 1, 2, 4]
+    assert all((np.diff(begins[documents == document]) > 0).all() for document in range(5))
 
 
 def test_a_window_makes_the_work_linear():

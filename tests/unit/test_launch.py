@@ -1,5 +1,6 @@
 """The TorchX components: what they submit, and how they refuse."""
 
+import os
 import signal
 import sys
 import threading
@@ -11,8 +12,10 @@ from torchx.runner import get_runner
 from torchx.schedulers.local_scheduler import SignalException
 from torchx.specs.file_linter import validate
 from wlb_titan.launch import launch
+from wlb_titan.launch.spread import spread
 
-from wlb_titan.errors import UserError
+from wlb_titan.errors import ConfigError, UserError
+from wlb_titan.runtime.train import train
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "train_configs" / "cpu_debug.toml")
@@ -123,9 +126,67 @@ def test_processes_that_do_not_fit_the_degrees_are_refused():
         launch._resolve(CONFIG, [], nodes=1, processes_per_node=3, corpus_is_here=False)
 
 
-def test_accelerators_are_hidden_when_the_cpu_is_asked_for():
-    job = launch._resolve(CONFIG, ["--wlb.device", "cpu"], 1, 0, corpus_is_here=False)
-    assert job.environment == {"CUDA_VISIBLE_DEVICES": ""}
+@pytest.mark.parametrize("gpus", [0, 1, 2, 4, 8])
+def test_the_demonstrations_start_with_any_number_of_gpus(gpus):
+    """With these, the machine's: `make train` on four processes of the CPU, `make train-gpu` on the GPUs."""
+    here = {"nodes": 1, "processes_per_node": 0, "corpus_is_here": False, "gpus": lambda: gpus}
+    for name in ("debug", "balanced"):
+        assert launch._resolve(str(ROOT / "train_configs" / f"cpu_{name}.toml"), [], **here) == 4
+        if gpus:
+            file = str(ROOT / "train_configs" / f"gpu_{name}.toml")
+            assert launch._resolve(file, spread(gpus), **here) == gpus
+    if not gpus:
+        with pytest.raises(UserError, match="torch finds no GPU on this machine"):
+            spread(gpus)
+
+
+def test_three_of_four_gpus_are_too_many():
+    assert spread(3) == spread(2) == ["--parallelism.context_parallel_degree", "2"]
+
+
+BAD_ON_GPUS = {
+    "processes": (1, [], '4 processes and 1 GPU: NCCL wants one each; .* or set wlb.device = "cpu"'),
+    "dtype": (4, [], 'mixed_precision_param = "float32" .*: the attention kernels .* "bfloat16", or set'),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ON_GPUS)
+def test_what_gpus_cannot_run_is_refused_before_anything_starts(name, monkeypatch):
+    """By the launcher, where the job runs on this machine, and by each rank."""
+    gpus, words, message = BAD_ON_GPUS[name]
+    words = ["--wlb.device", "auto", *words]
+    with pytest.raises(ConfigError, match=message):
+        launch._resolve(CONFIG, words, 1, 0, corpus_is_here=False, gpus=lambda: gpus)
+    elsewhere = {"corpus_is_here": False, "gpus": lambda: None}
+    assert launch._resolve(CONFIG, words, 1, 0, **elsewhere) == 4
+    monkeypatch.setattr("wlb_titan.runtime.cpu_device.use_cpu_without_accelerator", lambda: False)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: gpus)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match=message):
+        train(CONFIG, words, rank=0, world_size=4, alarm=None)
+
+
+def test_gpus_are_counted_only_where_the_job_runs_here():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert launch.gpus_here() is None
+    signal.signal(signal.SIGINT, lambda *_: None)  # as TorchX's local scheduler has it
+    assert launch.gpus_here() == 0
+
+
+def test_a_rank_that_shall_use_the_cpu_hides_the_gpus_from_itself(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    seen = []
+
+    def ask():
+        seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("wlb_titan.runtime.cpu_device.use_cpu_without_accelerator", ask)
+    for words in ([], ["--wlb.device", "auto"]):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+        with pytest.raises(KeyboardInterrupt):
+            train(CONFIG, words, rank=0, world_size=4, alarm=None)
+    assert seen == ["", "0,1"]
 
 
 def test_a_missing_corpus_is_one_paragraph_and_exit_code_2(tmp_path, fork_server):

@@ -80,6 +80,16 @@ def leaves(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
             yield from leaves(child, (*path, key))
 
 
+def written(sources: Sources, key: str) -> object:
+    """The value that the strongest layer gives a dotted key, whatever its type; None if none does."""
+    found = None
+    for layer in sources.layers:
+        for path, leaf in leaves(layer):
+            if ".".join(path) == key:
+                found = leaf.value
+    return found
+
+
 def _file_chain(path: Path) -> Iterator[Table]:
     """The file, the file it extends, and so on."""
     seen: list[Path] = []

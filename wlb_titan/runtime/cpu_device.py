@@ -1,4 +1,4 @@
-"""Lets torchtitan train on a machine without an accelerator.
+"""Lets torchtitan train on a machine without an accelerator, or as if it were one.
 
 torchtitan decides on its device when `torchtitan.tools.utils` is imported and falls back to "cuda". This is
 the one place in the project that replaces another package's names, and it does so only where torch finds no
@@ -67,6 +67,11 @@ class GlooCollectives:
         )
         for output, part in zip(outputs, received.split([len(o) for o in outputs]), strict=True):
             output.copy_(part)
+
+
+def hide_accelerators() -> None:
+    """Has this process, and those that it starts, find no GPU. Call it before anything asks CUDA for one."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def use_cpu_without_accelerator() -> bool:

@@ -124,23 +124,30 @@ class MemoryTrace(TorchDispatchMode):
         if func.namespace == "fsdp":  # writes into tensors that it is given
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, torch.Tensor):
-                    self.add(tensor, GATHERED, str(func))
-                    self._resizable.add(local_tensor(tensor).untyped_storage()._cdata)
+                    self._add_resizable(tensor, str(func))
         term = BACKWARD if in_backward_pass() else FORWARD
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and self._is_of_the_rank(tensor):
-                self.add(tensor, self._term(tensor, term), str(func))
+            if not isinstance(tensor, torch.Tensor) or not self._is_of_the_rank(tensor):
+                continue
+            if self._is_of_weights(tensor):
+                self._add_resizable(tensor, str(func))
+            else:
+                self.add(tensor, term, str(func))
         return result
+
+    def _add_resizable(self, tensor: torch.Tensor, what: str) -> None:
+        self.add(tensor, GATHERED, what)
+        self._resizable.add(local_tensor(tensor).untyped_storage()._cdata)
 
     def _is_of_the_rank(self, tensor: torch.Tensor) -> bool:
         return not isinstance(tensor, FakeTensor) or tensor.fake_mode is self._fake
 
-    def _term(self, tensor: torch.Tensor, otherwise: str) -> str:
-        """FSDP's flat buffers have one dimension, and whole weights and their gradients a weight's shape."""
+    def _is_of_weights(self, tensor: torch.Tensor) -> bool:
+        """Whether it is one of FSDP's flat buffers, which have one dimension, or has a whole weight's shape,
+        as its gradient does too."""
         shape = tuple(tensor.shape)
-        is_weight = shape in self._weight_shapes or shape[::-1] in self._weight_shapes
         is_buffer = len(shape) == 1 and tensor.is_floating_point() and tensor.numel() > 1 << 16
-        return GATHERED if is_weight or is_buffer else otherwise
+        return is_buffer or shape in self._weight_shapes or shape[::-1] in self._weight_shapes
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = func._schema.name.partition("::")[2].strip("_").replace("_", "")

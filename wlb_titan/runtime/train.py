@@ -55,27 +55,33 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
         UserError: the experiment cannot run as it is; nothing was started, and nothing in the dump folder is
             changed.
     """
-    from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+    from wlb_titan.config.sources import read_sources, written
+    from wlb_titan.runtime.cpu_device import hide_accelerators, use_cpu_without_accelerator
 
+    if written(read_sources(path, overrides), "wlb.device") == "cpu":
+        hide_accelerators()
     on_cpu = use_cpu_without_accelerator()
 
+    import torch
     from torchtitan.tools.utils import device_module
 
     from wlb_titan.runtime.console import start_log
     from wlb_titan.runtime.job import job_of, parallel_dims
     from wlb_titan.runtime.load import load_config
     from wlb_titan.runtime.memory import check_memory
-    from wlb_titan.runtime.validation import validate_inputs
+    from wlb_titan.runtime.validation import validate_devices, validate_inputs
 
     resolved = load_config(path, overrides, world_size=world_size)
     config = resolved.config
+    if not on_cpu:
+        processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
+        resolved.check(lambda config: validate_devices(config, processes, gpus))
+        if config.wlb.device == "cpu":
+            raise UserError(
+                "wlb.device: the base asks for the CPU when this process has found a GPU; ask for it in the "
+                "TOML file, which is read before."
+            )
     resolved.check(validate_inputs)
-    if config.wlb.device == "cpu" and not on_cpu:
-        raise UserError(
-            "wlb.device: this process sees an accelerator though the configuration asks for the CPU; start "
-            "it with `torchx run wlb.train`, which hides accelerators then, or set CUDA_VISIBLE_DEVICES= "
-            "yourself."
-        )
     dims = parallel_dims(config, world_size)
     if not on_cpu:
         device_bytes = device_module.get_device_properties(0).total_memory

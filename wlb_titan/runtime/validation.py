@@ -114,6 +114,32 @@ def validate_corpus(config: Trainer.Config) -> Corpus:
     return corpus
 
 
+def validate_devices(config: Trainer.Config, processes: int, gpus: int) -> None:
+    """Refuses what the GPUs of a machine cannot run.
+
+    Args:
+        config: the configuration.
+        processes: of the job, on that machine.
+        gpus: that the machine has; without any, or where the configuration asks for it, the CPU is used, on
+            which everything runs.
+
+    Raises:
+        UserError: there are more processes than GPUs, or the dtype is one that the attention kernels lack.
+    """
+    if gpus == 0 or config.wlb.device == "cpu":
+        return
+    if processes > gpus:
+        raise UserError(
+            f"parallelism: {processes} processes and {gpus} GPU{'s' * (gpus > 1)}: NCCL wants one each; "
+            'lower the degrees, or set wlb.device = "cpu".'
+        )
+    if config.training.mixed_precision_param == "float32":
+        raise UserError(
+            "training.mixed_precision_param: the attention kernels take bfloat16 and float16; set it to "
+            '"bfloat16", or set wlb.device = "cpu".'
+        )
+
+
 def validate_memory(config: Trainer.Config, world_size: int | None, device_gib: float) -> None:
     """`check_memory` for devices of so many GiB, as a run does it with what its devices have."""
     check_memory(job_of(config, parallel_dims(config, world_size)), int(device_gib * 2**30))

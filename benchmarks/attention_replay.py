@@ -1,0 +1,318 @@
+"""How long a launch of the Gluon kernels should take, replayed from the tile lists that they get, GPU or not.
+
+    python benchmarks/attention_replay.py                        # measured on an H100, and replayed
+    python benchmarks/attention_replay.py --backward step=2.25   # and one column more
+
+Backward: programs start in launch order, each on the multiprocessor that is free first. A step of 64 queries
+takes `step`. Its dQ is then added by a warp of its own, which waits for the tile's turn, sees it `poll`
+later and `free` after that gives the buffer back, so that the next step can hand over its own; the addition
+is `visible` to the next tile later still. Tiles wait for earlier ones of the list only, so one pass over the
+list is enough. Forward: blocks, masked blocks and tiles take what the benchmark's grid says, and are dealt to
+the multiprocessors as the kernel does. No memory is modelled: where a measurement lies far above its replay,
+the L2 cache is missed.
+
+`Forward()` and `Backward()` describe the kernels of this tree; their fields say what else can be asked. A
+change of the lists, the walk or the launch is judged by it before there is a GPU to measure it on.
+"""
+
+import argparse
+import heapq
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from attention_cases import cases
+from wlb_titan.kernels.gluon_launch import FORWARD as SHAPES
+from wlb_titan.kernels.gluon_launch import KEYS, ROWS, parts
+from wlb_titan.kernels.grid import GridCase
+from wlb_titan.kernels.segments import CAUSAL
+from wlb_titan.kernels.tiles import MASK_COST, KeyTiles, key_tiles, query_tiles
+from wlb_titan.kernels.triton_launch import section as l2_section
+
+UNITS = 132  # multiprocessors of an H100
+DIM = 128
+RESULTS = Path(__file__).parent / "results" / "nvidia_h100"
+AROUND = 1.943 / 65536 / 32  # ms of the element-wise kernels around the backward, of a query token and head
+CUTS = ((129, 129, 2032), (257, 257, 1020), (1024, 1024, 256), (8192, 8192, 16))  # of the grid
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The forward kernel, times in microseconds.
+
+    block: of 128 keys; masked: what a masked one takes more; tile: start and end of a tile.
+    heads_at_a_time: key heads that run through the list together; 0 for as many as the L2 cache holds.
+    dynamic: each tile goes to the multiprocessor that is free first, instead of to and fro like a plough.
+    pack: query heads that share a tile.
+    """
+
+    block: float = 1.73
+    masked: float = 0.3
+    tile: float = 3.45
+    heads_at_a_time: int = 0
+    dynamic: bool = False
+    pack: int = 1
+
+    def milliseconds(self, segments: np.ndarray, heads: int, kv_heads: int, units: int = UNITS) -> float:
+        """Of the kernel on segments (S, 4) with so many heads."""
+        q_tokens, kv_tokens = extent(segments)
+        tiles = query_tiles(segments, q_tokens, tokens=SHAPES[DIM][0] * ROWS // self.pack)
+        blocks = np.maximum(-(-(tiles[:, 5] - tiles[:, 2]) // KEYS), 1)
+        masked = blocks - np.maximum(tiles[:, 4] - tiles[:, 3], 0) // KEYS
+        work = self.tile + self.block * blocks + self.masked * masked
+        pieces = heads // self.pack
+        wide = pieces // kv_heads * side_by_side(self.heads_at_a_time, kv_tokens, kv_heads, 1)
+        work = work[tile_and_head(len(tiles), pieces, wide)[0]]
+        return (earliest(work, units) if self.dynamic else to_and_fro(work, units)) / 1e3
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The backward kernel, times in microseconds.
+
+    step: of 64 queries and 128 keys. launch: a program's start and end. poll, free, visible: see above; the
+    warp that adds is never the slower one without turns, so free <= visible, and free + poll <= step.
+    turns: dQ is added in turns, not in any order.
+    blocks_first: a program walks over blocks of queries and at each over its heads, instead of over heads.
+    ask_early: the turn is asked for before the dQ is there.
+    heads_at_a_time: as in `Forward`.
+    items: order of a tile's items: "listed", or by query "up" or "down".
+    tiles: order of tiles: "listed", "heaviest" (but not before what they wait for), or "chains" (tiles that
+    wait for each other in the order of their keys, the chain with the heaviest tile first).
+    """
+
+    step: float = 2.5
+    launch: float = 6.0
+    poll: float = 0.6
+    free: float = 0.4
+    visible: float = 1.2
+    turns: bool = True
+    blocks_first: bool = False
+    ask_early: bool = False
+    heads_at_a_time: int = 0
+    items: str = "listed"
+    tiles: str = "listed"
+
+    def milliseconds(self, segments: np.ndarray, heads: int, kv_heads: int, units: int = UNITS) -> float:
+        """Of the kernel on segments (S, 4) with so many heads."""
+        q_tokens, kv_tokens = extent(segments)
+        lists = key_tiles(segments, kv_tokens, CAUSAL, tokens=ROWS, block_n=KEYS, turn_rows=ROWS)
+        lists = in_order(lists, self.items, self.tiles)
+        group = heads // kv_heads
+        split = parts(len(lists.tiles) * kv_heads, group, units)
+        wide = side_by_side(self.heads_at_a_time, q_tokens, kv_heads, group) * split
+        return self.replay(lists, heads, kv_heads * split, wide, units) / 1e3
+
+    def replay(self, lists: KeyTiles, heads: int, programs: int, wide: int, units: int) -> float:
+        """Microseconds of a launch of so many programs a tile, which share the query heads."""
+        each = heads // programs
+        ready = np.zeros((heads, max(len(lists.first_turns), 1)))  # when a counter came to its last value
+        begin = lists.items[:, 0] // ROWS
+        steps = -(-lists.items[:, 3] // ROWS) - begin
+        counter = np.where(lists.items[:, 5] >= 0, lists.items[:, 4] + begin, -1)
+        items = list(zip(steps.tolist(), counter.tolist(), strict=True))
+        of_tile = [items[begin:end] for begin, end in lists.tiles[:, 2:].tolist()]
+        free = [0.0] * units
+        for tile, program in zip(
+            *map(np.ndarray.tolist, tile_and_head(len(of_tile), programs, wide)), strict=True
+        ):
+            rows = ready[program * each : (program + 1) * each]
+            heapq.heapreplace(free, self.program(of_tile[tile], rows, free[0] + self.launch))
+        return max(free)
+
+    def program(self, items: list[tuple[int, int]], ready: np.ndarray, start: float) -> float:
+        """When a program ends that starts then; `ready` (its heads, counters) is brought up to date.
+
+        In step i the consumers are done at r and the adding warp adds at a:
+
+            r_i = max(r_i-1 + step, a_i-1 + free)
+            a_i = max(r_i, a_i-1 + visible, turn of i) + poll
+
+        Both are maxima over paths of sums, so a_i is the latest of: r_0 and steps from there; and, for each
+        turn j that came earlier, additions one after the other from there, or steps from its freed buffer.
+        """
+        computed, added, buffer = start, start, start
+        for steps, counter in items:
+            n = steps * len(ready)
+            first = max(computed + self.step, buffer)
+            if self.turns and counter >= 0:
+                window = ready[:, counter : counter + steps][:, ::-1]
+                window = window.T if self.blocks_first else window
+                turn, poll, between = window.ravel() + self.poll, self.poll, self.visible + self.poll
+                asked = 0.0 if self.ask_early else self.poll
+            else:
+                turn, poll, between, asked = np.full(n, -np.inf), 0.0, self.free, 0.0
+            turn[0] = max(turn[0], added + poll, first + asked)
+            place = np.arange(n)
+            walked = self.step * place
+            adds = np.maximum(
+                np.maximum.accumulate(turn - between * place) + between * place, first + asked + walked
+            )
+            handed = np.maximum.accumulate(adds - walked)[:-1] + walked[1:] + self.free - self.step
+            np.maximum(adds[1:], handed + asked, out=adds[1:])
+            computed = max(first + walked[-1], handed[-1]) if n > 1 else first
+            buffer = added = float(adds[-1]) + self.free
+            if self.turns and counter >= 0:
+                added = float(adds[-1]) + self.visible
+                window[:] = (adds + self.visible).reshape(window.shape)
+        return max(added, computed)
+
+
+def extent(segments: np.ndarray) -> tuple[int, int]:
+    """Query and key tokens that the segments reach."""
+    return int((segments[:, 0] + segments[:, 1]).max()), int((segments[:, 2] + segments[:, 3]).max())
+
+
+def side_by_side(heads_at_a_time: int, tokens: int, kv_heads: int, group: int) -> int:
+    """Key heads of a section; `tokens` of `group` heads are what one of them reads again and again."""
+    if heads_at_a_time:
+        return min(heads_at_a_time, kv_heads)
+    read = torch.empty(tokens, kv_heads * group, DIM, dtype=torch.bfloat16, device="meta")
+    return l2_section(read, read, 1, group)
+
+
+def tile_and_head(tiles: int, heads: int, section: int) -> tuple[np.ndarray, np.ndarray]:
+    """The tile and head of every program in launch order: kernels.gluon_common.tile_and_head."""
+    number = np.arange(tiles * heads)
+    before = number // (tiles * section) if tiles else number
+    width = np.minimum(section, heads - before * section)
+    rest = number - before * tiles * section
+    return rest // width, before * section + rest % width
+
+
+def to_and_fro(work: np.ndarray, units: int) -> float:
+    """The largest sum of the units' shares: unit u has pieces u, 2 units - 1 - u, 2 units + u, ..."""
+    units = min(units, len(work))
+    rounds = -(-len(work) // units)
+    shares = np.pad(work, (0, rounds * units - len(work))).reshape(rounds, units)
+    shares[1::2] = shares[1::2, ::-1]
+    return float(shares.sum(axis=0).max())
+
+
+def earliest(work: np.ndarray, units: int) -> float:
+    """The end of pieces that each go to the unit which is free first."""
+    free = [0.0] * units
+    for piece in work.tolist():
+        heapq.heapreplace(free, free[0] + piece)
+    return max(free)
+
+
+def in_order(lists: KeyTiles, items: str, tiles: str) -> KeyTiles:
+    """The lists with items and tiles in another order: see `Backward`."""
+    by_key = lists.tiles[np.argsort(lists.tiles[:, 0], kind="stable")]
+    tile = np.repeat(np.arange(len(by_key)), by_key[:, 3] - by_key[:, 2])  # of each item: they lie by key
+    begin, full, tail, end, _, turn = lists.items.T.astype(np.int64)
+    listed = lists.items
+    if items != "listed":
+        listed = listed[np.lexsort((begin if items == "up" else -begin, tile))]
+    if tiles == "listed":
+        return KeyTiles(lists.tiles, listed, lists.first_turns)
+
+    unmasked = tail - full
+    work = np.bincount(tile, unmasked + MASK_COST * (end - begin - unmasked), minlength=len(by_key))
+    linked = np.bincount(tile, turn > 0, minlength=len(by_key)) > 0  # with the tile before, by a segment
+    chain = np.cumsum(~linked)
+    heaviest = work.copy()
+    if tiles == "chains":
+        np.maximum.at(most := np.zeros(len(by_key) + 1), chain, work)
+        heaviest = most[chain]
+    else:
+        chain = np.zeros_like(chain)
+        for i in np.flatnonzero(linked)[::-1]:
+            heaviest[i - 1] = max(heaviest[i - 1], heaviest[i])
+    return KeyTiles(by_key[np.lexsort((chain, -heaviest))], listed, lists.first_turns)
+
+
+# Columns of the tables: the kernels with which the rows under results/nvidia_h100 were measured, those of
+# this tree, and what they would be in other ways.
+FORWARD = {
+    "then": Forward(),
+    "tree": Forward(),
+    "no sections": Forward(heads_at_a_time=1024),
+    "dynamic": Forward(heads_at_a_time=1024, dynamic=True),
+    "packed": Forward(heads_at_a_time=1024, dynamic=True, pack=8),
+}
+BACKWARD = {
+    "then": Backward(items="up", tiles="heaviest"),
+    "tree": Backward(),
+    "any order": Backward(turns=False),
+    "stage 1": Backward(blocks_first=True, ask_early=True, heads_at_a_time=8, items="down", tiles="chains"),
+}
+
+
+def measured(folder: Path, heads: str) -> Iterator[tuple[str, np.ndarray, float, float]]:
+    """Name, segments, and kernel ms forward and backward of each case that was timed with gluon.
+
+    Where the backward's kernel was not timed by itself, what surrounds it is taken off: AROUND, by the rows
+    of queries.
+    """
+    shape = [*map(int, heads.split(":")), DIM, DIM]
+    segments = {case.name: case.segments.numpy() for case in cases() if case.group != "e"}
+    for cut in map(GridCase._make, CUTS):
+        segments[f"{cut.segments:,} documents of {cut.q_len:,}"] = cut.rows().numpy()
+    times = {}
+    for row in read(folder / "attention_h100.jsonl"):
+        if row.get("implementation") == "gluon" and row["shape"] == shape and "forward_ms" in row:
+            cut = row.get("cut")
+            name = f"{cut[2]:,} documents of {cut[0]:,}" if cut and cut[0] == cut[1] else row["case"]
+            times[name] = row["forward_ms"], row["backward_ms"]
+    kernels = {
+        row["case"]: row["kernels"]["gluon_backward_kernel"][0]
+        for row in read(folder / "backward_kernels_h100.jsonl")
+        if row.get("impl") == "gluon" and row["shape"] == shape
+    }
+    for name, rows in segments.items():
+        if name in times:
+            forward, backward = times[name]
+            around = AROUND * extent(rows)[0] * shape[0]
+            yield name, rows, forward, kernels.get(name, backward - around)
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def changed(kernel: Forward | Backward, changes: list[str]) -> Forward | Backward:
+    """The kernel with fields changed as "name=value"."""
+    values = {}
+    for change in changes:
+        name, _, text = change.partition("=")
+        before = getattr(kernel, name)
+        values[name] = text in ("true", "1") if isinstance(before, bool) else type(before)(text)
+    return replace(kernel, **values)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rows", type=Path, default=RESULTS, help="folder of what was measured")
+    parser.add_argument("--heads", default=["32:4", "32:32"], nargs="+", help="query and key heads")
+    parser.add_argument(
+        "--forward", nargs="+", default=[], metavar="NAME=VALUE", help="one more column: fields changed"
+    )
+    parser.add_argument("--backward", nargs="+", default=[], metavar="NAME=VALUE")
+    options = parser.parse_args(arguments)
+    forward = FORWARD | ({"asked": changed(Forward(), options.forward)} if options.forward else {})
+    backward = BACKWARD | ({"asked": changed(Backward(), options.backward)} if options.backward else {})
+    found = {heads: list(measured(options.rows, heads)) for heads in options.heads}
+    for direction, (title, kernels) in enumerate((("forward", forward), ("backward", backward))):
+        print(f"\n{title + ', kernel ms':40}" + "".join(f"{name:>12}" for name in ("measured", *kernels)))
+        for heads, rows in found.items():
+            q_heads, kv_heads = map(int, heads.split(":"))
+            for name, segments, *times in rows:
+                replayed = (
+                    kernel.milliseconds(segments, q_heads, kv_heads)
+                    for kernel in kernels.values()
+                    if direction or q_heads // kv_heads % kernel.pack == 0
+                )
+                print(
+                    f"{name + ', ' + heads:40}"
+                    + "".join(f"{x:12.3f}" for x in (times[direction], *replayed)),
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""The replay of a launch: against a simulation event by event, against cases worked out by hand, and that its
+orders of the list are those that it names.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from wlb_titan.kernels.segments import CAUSAL
+from wlb_titan.kernels.tiles import KeyTiles, key_tiles
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def replay():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        import attention_replay
+
+        yield attention_replay
+
+
+def lists_of(lengths: list[int]) -> KeyTiles:
+    begin = np.cumsum(lengths) - lengths
+    segments = np.stack([begin, lengths, begin, lengths], axis=1).astype(np.int32)
+    return key_tiles(segments, sum(lengths), CAUSAL, tokens=64, block_n=128, turn_rows=64)
+
+
+def event_by_event(kernel, lists: KeyTiles, heads: int, order: list[tuple[int, int]], each: int, units: int):
+    """Microseconds of a launch, of which every program asks the counters themselves for its turn."""
+    values = np.tile(lists.first_turns, (heads, 1))
+    visible = np.zeros(values.shape)
+    free, running, ends = [0.0] * units, {}, []
+
+    def steps_of(tile: int, program: int):
+        for row in lists.items[lists.tiles[tile, 2] : lists.tiles[tile, 3]].tolist():
+            blocks = range((row[3] + 63) // 64 - 1, row[0] // 64 - 1, -1)
+            mine = range(program * each, (program + 1) * each)
+            walk = (
+                [(b, h) for b in blocks for h in mine]
+                if kernel.blocks_first
+                else [(b, h) for h in mine for b in blocks]
+            )
+            for block, head in walk:
+                yield (head, row[4] + block, row[5]) if kernel.turns and row[5] >= 0 else None
+
+    def next_add(state):
+        """When this program's next dQ is added; never, if it is not its turn yet."""
+        wanted = state["steps"][0]
+        done = max(state["done"] + kernel.step, state["buffer"])
+        if wanted is None:
+            return done, max(done, state["adder"])
+        head, counter, turn = wanted
+        if values[head, counter] != turn:
+            return done, np.inf
+        asked = state["adder"] if kernel.ask_early else max(done, state["adder"])
+        return done, max(done, max(asked, visible[head, counter]) + kernel.poll)
+
+    todo = list(order)
+    while todo or running:
+        if todo and free:
+            start = min(free)
+            if all(
+                min(next_add(s)[1] if s["steps"] else s["end"], s["end"]) >= start for s in running.values()
+            ):
+                free.remove(start)
+                tile, program = todo.pop(0)
+                at = start + kernel.launch
+                running[tile, program] = {
+                    "steps": list(steps_of(tile, program)),
+                    "done": at,
+                    "adder": at,
+                    "buffer": at,
+                    "end": at,
+                }
+                if running[tile, program]["steps"]:
+                    running[tile, program]["end"] = np.inf
+                continue
+        key, state = min(
+            running.items(), key=lambda entry: next_add(entry[1])[1] if entry[1]["steps"] else entry[1]["end"]
+        )
+        if not state["steps"]:
+            free.append(state["end"])
+            ends.append(state["end"])
+            del running[key]
+            continue
+        done, added = next_add(state)
+        assert np.isfinite(added), "every program waits for another"
+        wanted = state["steps"].pop(0)
+        state |= {"done": done, "buffer": added + kernel.free, "adder": added + kernel.free}
+        if wanted is not None:
+            head, counter, _ = wanted
+            state["adder"] = added + kernel.visible
+            values[head, counter] += 1
+            visible[head, counter] = state["adder"]
+        if not state["steps"]:
+            state["end"] = max(state["done"], state["adder"])
+    return max(ends)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 700), min_size=1, max_size=6),
+    turns=st.booleans(),
+    blocks_first=st.booleans(),
+    ask_early=st.booleans(),
+    items=st.sampled_from(["listed", "up", "down"]),
+    tiles=st.sampled_from(["listed", "heaviest", "chains"]),
+    units=st.integers(1, 5),
+)
+@settings(max_examples=40, deadline=None)
+def test_backward_is_what_happens_event_by_event(replay, lengths, units, **knobs):
+    order = {name: knobs.pop(name) for name in ("items", "tiles")}
+    kernel = replay.Backward(**knobs)
+    lists = replay.in_order(lists_of(lengths), **order)
+    launched = [x.tolist() for x in replay.tile_and_head(len(lists.tiles), 2, 1)]
+    happened = event_by_event(kernel, lists, 4, list(zip(*launched, strict=True)), 2, units)
+    assert kernel.replay(lists, 4, 2, 1, units) == pytest.approx(happened)
+
+
+def test_backward_by_hand(replay):
+    """A document of 256: four blocks of queries see its first tile of keys, two the second."""
+    kernel = replay.Backward(step=2.0, launch=10.0, poll=0.5, free=0.5, visible=1.0)
+    lists = lists_of([256])
+    # One unit: ten, and a step each time; the last addition is seen half a microsecond after its step, and
+    # done one later. Then the second tile likewise, whose turns have all come.
+    assert kernel.replay(lists, 1, 1, 1, 1) == (10 + 4 * 2 + 1.5) + (10 + 2 * 2 + 1.5)
+    assert replace(kernel, turns=False).replay(lists, 1, 1, 1, 1) == (10 + 4 * 2 + 0.5) + (10 + 2 * 2 + 0.5)
+    # Two units: the second tile is done with block 3 at 12 and may add when the first's addition is there, at
+    # 13.5; block 2 at 15.5 + 0.5. So it ends half a microsecond and an addition later.
+    assert replace(kernel, launch=0.0).replay(lists, 1, 1, 1, 2) == 4 * 2 + 1.5
+
+
+def test_forward_by_hand(replay):
+    """One head of a document of 256: tiles of one and two blocks, one of which is masked in each."""
+    kernel = replay.Forward(block=2.0, masked=1.0, tile=4.0, heads_at_a_time=1)
+    segments = np.array([[0, 256, 0, 256]], dtype=np.int32)
+    assert kernel.milliseconds(segments, 1, 1, units=2) == pytest.approx(9e-3)
+    assert kernel.milliseconds(segments, 1, 1, units=1) == pytest.approx(16e-3)
+    work = np.array([9.0, 8, 7, 6, 5, 4, 3])
+    assert replay.to_and_fro(work, 3) == max(9 + 4 + 3, 8 + 5, 7 + 6)
+    assert replay.earliest(work, 3) == max(9 + 4, 8 + 5, 7 + 6 + 3)
+
+
+def test_orders_of_the_list(replay):
+    lists = lists_of([129] * 5 + [2000, 300])
+    down = replay.in_order(lists, "down", "chains")
+    for begin, end in down.tiles[:, 2:]:
+        assert (np.diff(down.items[begin:end, 0]) < 0).all()
+    up = replay.in_order(down, "up", "heaviest")
+    assert sorted(up.tiles.tolist()) == sorted(lists.tiles.tolist())
+    assert sorted(up.items.tolist()) == sorted(lists.items.tolist())
+    work = [sum(row[3] - row[0] for row in up.items[begin:end]) for begin, end in up.tiles[:, 2:]]
+    assert work[0] == max(work), "no chain forbids it"
+    starts = [row[0] for row in down.tiles.tolist()]
+    assert starts == sorted(starts, key=lambda start: (start < 645, start)), "a chain each, the longest first"
