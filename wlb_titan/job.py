@@ -73,6 +73,20 @@ class Policy(NamedTuple):
         return ":".join(self if self.order != "as_packed" else self[:2])
 
 
+class ExchangeSeconds(NamedTuple):
+    """What context parallelism's collectives in a layer take for a micro-batch, in seconds.
+
+    Attributes:
+        moving: of one pass, by bandwidth.
+        repeated: of those that selective activation checkpointing repeats in the backward pass.
+        latency: of one pass, besides.
+    """
+
+    moving: float
+    repeated: float
+    latency: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """Model, parallelism, policies and hardware of a training run.
@@ -174,15 +188,14 @@ class Job:
                 'activation_checkpoint.class to "FullAC", or leave it out.',
                 setting="packing.asymmetric",
             )
-        if self.strategy is not None:
-            if self._dp_merge is True and not self.strategy.merges:
-                raise PlanError(
-                    "Data-parallel ranks cannot share a document under the sharding policy "
-                    f"{self.sharding.name}, which exchanges tokens for heads among context-parallel ranks "
-                    "and would need a head for each of the ranks that share. Set wlb.sharding.policy to one "
-                    'that gathers keys, such as per_document, or dp_merge to "auto" or false.',
-                    setting="packing.dp_merge",
-                )
+        if self.strategy is not None and self._dp_merge is True and not self.strategy.merges:
+            raise PlanError(
+                "Data-parallel ranks cannot share a document under the sharding policy "
+                f"{self.sharding.name}, which exchanges tokens for heads among context-parallel ranks "
+                "and would need a head for each of the ranks that share. Set wlb.sharding.policy to one "
+                'that gathers keys, such as per_document, or dp_merge to "auto" or false.',
+                setting="packing.dp_merge",
+            )
 
     @property
     def replica_micro_batches(self) -> int:
@@ -252,7 +265,7 @@ class Job:
         for move in alone.exchange(self.model, self.degrees.tensor).moves:
             passes = 2 if move.kept or self.memory.checkpointing == "none" else 3
             each = self.link(move).latency * move.collectives
-            seconds.append(MoveSeconds(passes * self._seconds_of([move]), passes * each))
+            seconds.append(MoveSeconds(passes * self._seconds_of(move), passes * each))
         strategy: ContextStrategy = self.sharding.make(self.degrees.context, self.latency, seconds)
         return strategy
 
@@ -311,16 +324,22 @@ class Job:
 
     @property
     def exchange_seconds(self) -> float:
-        """Of context parallelism's collectives in a layer's pass, for each token of a micro-batch."""
-        return self._seconds_of(self.moves)
+        """Of context parallelism's collectives in a layer's pass, for each token of a micro-batch, as far as
+        they move all of them."""
+        return sum(self._seconds_of(move) for move in self.moves if move.always)
 
-    @property
-    def repeated_exchange_seconds(self) -> float:
-        """Of those that selective activation checkpointing repeats in the backward pass."""
-        return self._seconds_of([move for move in self.moves if not move.kept])
+    def exchange_of(self, travelling: Sequence[float]) -> ExchangeSeconds:
+        """What a layer's collectives take for a micro-batch, of which so many tokens travel by each move."""
+        moving = repeated = latency = 0.0
+        for tokens, move in zip(travelling, self.moves, strict=True):
+            seconds = tokens * self._seconds_of(move)
+            moving += seconds
+            repeated += 0.0 if move.kept else seconds
+            latency += move.collectives * self.link(move).latency if tokens else 0.0
+        return ExchangeSeconds(moving, repeated, latency)
 
-    def _seconds_of(self, moves: Sequence[Move]) -> float:
-        return sum(BYTES * move.received / self.link(move).bandwidth for move in moves)
+    def _seconds_of(self, move: Move) -> float:
+        return BYTES * move.received / self.link(move).bandwidth
 
     @property
     def moves(self) -> tuple[Move, ...]:

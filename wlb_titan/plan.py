@@ -82,7 +82,9 @@ class Slices(NamedTuple):
     cached: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, slices: NDArray[np.int64] | None, lengths: NDArray[np.int64], one_pass: bool) -> Slices | None:
+    def of(
+        cls, slices: NDArray[np.int64] | None, lengths: NDArray[np.int64], one_pass: bool
+    ) -> Slices | None:
         """Of a micro-batch's `slices` and tokens; None where its documents are not sliced.
 
         Args:

@@ -13,10 +13,20 @@ from wlb_titan.context.layout import (
     segments,
     segments_after,
     sequence_positions,
+    spans,
     whole,
+    widest_first,
 )
 from wlb_titan.context.sequence import per_sequence
-from wlb_titan.context.strategy import STRATEGIES, ContextMask, ContextStrategy, Exchange, Move, MoveSeconds, gathered
+from wlb_titan.context.strategy import (
+    STRATEGIES,
+    ContextMask,
+    ContextStrategy,
+    Exchange,
+    Move,
+    MoveSeconds,
+    gathered,
+)
 
 __all__ = [
     "STRATEGIES",
@@ -35,5 +45,7 @@ __all__ = [
     "segments",
     "segments_after",
     "sequence_positions",
+    "spans",
     "whole",
+    "widest_first",
 ]

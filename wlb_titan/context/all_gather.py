@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from annotated_types import Ge
@@ -58,6 +58,8 @@ class AllGather(ContextStrategy):
 
     attention = "wlb_titan.runtime.all_gather:AllGatherAttention"
     merges = True
+    spares: ClassVar[bool] = False
+    """Whether it keeps most documents from travelling."""
 
     @staticmethod
     def group_sizes(ranks: int) -> tuple[int, ...]:
@@ -114,7 +116,8 @@ class AllGather(ContextStrategy):
         return gathered_mask(sharding, lengths, total, rank, self.levels, slices)
 
     def exchange(self, model: ModelShape, tensor: int) -> Exchange:
-        return gathered(model, tensor, self.ranks, self._groups, self.levels)
+        always = not self.spares
+        return gathered(model, tensor, self.ranks, self._groups, self.levels, always=always)
 
     def waited(self, communication: Floats, attention: Floats) -> Floats:
         """Only the first group's gather is waited for as a whole; each later one overlaps with attention."""
@@ -163,7 +166,7 @@ class Adaptive(AllGather):
                 return attention
             sent = sent_tokens(sharding, spans(sharding, self.levels, slices), len(self.levels))
             moving = exchange_seconds(sent, self.levels, self.moves)
-            return attention + float(self.waited(np.float64(moving), np.float64(attention)))
+            return attention + float(self.waited(np.array(moving), np.array(attention)))
 
         return min(shardings.items(), key=lambda named: seconds(named[1]))
 
@@ -186,6 +189,7 @@ class Hybrid(Adaptive):
     """Long documents over some ranks or all, short ones whole on one, where that is predicted fastest."""
 
     group_sizes = staticmethod(levels_of)
+    spares = True
 
     def candidates(
         self, lengths: Ints, total: int, cached: NDArray[np.bool_] | None = None
@@ -204,11 +208,11 @@ def gathered_mask(
 ) -> ContextMask:
     """Of one rank of a sharding in which runs of the widest `spans` come first.
 
-    `exchange` is, for each of the `levels`, int64 (rows x size,), where each key that the rank's group gathers
-    lies among those gathered rank by rank, in document order and padding last; and (sent, 0), of which the
-    length says how many of this rank's tokens are among them; for a level without any both are empty. At the
-    end (own, 0), tokens of keys that stay with the rank. A number in the place of an empty array would have
-    compiled code made anew for every value.
+    `exchange` is, for each of the `levels`, int64 (rows x size,), where each key that the rank's group
+    gathers lies among those gathered rank by rank, in document order and padding last; and (sent, 0), of
+    which the length says how many of this rank's tokens are among them. For a level without any both are
+    empty. At the end (own, 0), tokens of keys that stay with the rank. Numbers in the place of empty arrays
+    would have code compiled anew for every value.
 
     Args:
         sharding, lengths, total, slices: as of `ContextStrategy.mask`.
@@ -241,7 +245,8 @@ def gathered_mask(
         offset += sent[place]
     mine = sharding[rank]
     own = mine[span[mine[:, DOCUMENT]] < 0, DOCUMENT]
-    exchange.append(np.empty((share - int(offset[rank]) if len(own) else 0, 0), dtype=np.int64))
+    alone = not any(map(len, exchange))
+    exchange.append(np.empty((share - int(offset[rank]) if len(own) or alone else 0, 0), dtype=np.int64))
     number = np.concatenate([*numbers, own])
     size_of = np.concatenate([*tokens, lengths[own]])
     begins = np.zeros(len(lengths) + 1, dtype=np.int64)

@@ -1,13 +1,13 @@
-"""Hybrid sharding: long documents over as many ranks as they need, short ones whole, balanced by predicted time.
+"""Hybrid sharding: long documents over as many ranks as they need, short ones whole, by predicted time.
 
 The paper names this as future work. Cutting a long document keeps the ranks equal, but its keys travel among
-all ranks that have a part of it; cutting a short one besides wastes most of each tile. So a document goes over
-1, 2, 8, ... neighbouring ranks (`levels_of`), as few as keep its share of work and tokens on each below a bound,
-and what it is exchanged among are neighbours first, whose links are the fastest.
+all ranks that have a part of it; cutting a short one wastes most of each tile besides. So a document goes
+over 1, 2, 8, ... neighbouring ranks (`levels_of`), as few as keep its share of work and tokens on each below
+a bound. Neighbours have the fastest links.
 
-- Bound: the lower it is, the better the balance and the more travels. Of some bounds the `TRIES` with the least
-  expected time are tried: mean attention and collectives, and a part of the largest share, by which balance is
-  missed.
+- Bound: the lower it is, the better the balance and the more travels. Of some bounds the `TRIES` with the
+  least expected time are tried: mean attention and collectives, and a part of the largest share, by which
+  balance is missed.
 - Widest first, documents go to the group with the least work that has room for their tokens; heaviest first
   within a width (LPT). Where no group has room a document goes over more ranks.
 - Equal tokens: a rank has room for total / ranks. Documents that fit nowhere whole are cut over the rooms
@@ -32,15 +32,15 @@ from wlb_titan.context.layout import Ints, Sharding, from_runs, sent_tokens, spa
 from wlb_titan.context.strategy import MoveSeconds
 from wlb_titan.cost.attention_latency import AttentionLatency, Floats, slowest
 
-BOUNDS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.12, 0.06, 0.0)
+BOUNDS = (4.0, 2.0, 1.4, 1.0, 0.7, 0.5, 0.35, 0.25, 0.12, 0.06, 0.0)
 """Of the mean rank's work: what a document's share may be. With 0 all long documents go over all ranks."""
 
 TRIES = 2
 TOLERANCE = 0.01  # no more is tried to win less than this share
 GAP = 0.1  # by how much of its largest share LPT misses the mean, about
-ROOM = 0.9  # of a rank's tokens a document's share may have, as others must fit beside it
+ROOM = 0.8  # of a rank's tokens a document's share may have, as others must fit beside it
 NEGLIGIBLE = 0.02  # documents below this share of a rank's mean work need not be cut for balance
-ITEMS_PER_RANK = 24  # neighbours are dealt together up to this share of a rank's tokens
+ITEMS_PER_RANK = 48  # neighbours are dealt together up to this share of a rank's tokens
 
 
 def levels_of(ranks: int) -> tuple[int, ...]:
@@ -146,7 +146,7 @@ def _widths(
     whole = np.ones(len(lengths), dtype=np.int64)
     found: dict[bytes, tuple[Ints, float]] = {}
     for bound in BOUNDS:
-        fits = (shares <= bound * mean) & (tokens <= ROOM * max(bound, 0.3) * share)
+        fits = (shares <= bound * mean) & (tokens <= ROOM * min(max(bound, 0.3), 1.0) * share)
         chosen = np.where(fits.any(axis=0), fits.argmax(axis=0), len(sizes))
         if cached is not None:
             chosen[cached[rows]] = len(sizes)
@@ -177,7 +177,7 @@ def _shard(
         for owner, begin, end in [document_runs(begins[members], lengths[members], size)]
     ]
     empty = np.zeros(0, dtype=np.int64)
-    owner, begin, end = (np.concatenate([empty, *parts]) for parts in (zip(*runs) if runs else ([], [], [])))
+    owner, begin, end = map(np.concatenate, zip((empty, empty, empty), *runs, strict=True))
     room = share - np.bincount(owner, end - begin, ranks).astype(np.int64)
     item_begin, item_end, item_work = _items(lengths, begins, widths > 1, work, share // ITEMS_PER_RANK)
     item_owner, room, unfit = _deal(item_end - item_begin, item_work, room, loads)
@@ -239,9 +239,7 @@ def _items(
     return begins[head], begins[tail] + lengths[tail], np.add.reduceat(work[short], np.flatnonzero(opens))
 
 
-def _deal(
-    tokens: Ints, work: Floats, room: Ints, loads: Sequence[float]
-) -> tuple[Ints, Ints, list[int]]:
+def _deal(tokens: Ints, work: Floats, room: Ints, loads: Sequence[float]) -> tuple[Ints, Ints, list[int]]:
     """Gives items, most work first, to the least loaded rank with room for them.
 
     Returns:

@@ -86,6 +86,7 @@ class Move(NamedTuple):
         stride: how many context-parallel ranks its members lie apart.
         kept: elements of its result that selective activation checkpointing keeps for the backward pass,
             instead of moving them again. torchtitan's keeps what all-to-alls bring.
+        always: whether it moves all tokens of every micro-batch, about; packing counts on that.
     """
 
     received: float
@@ -93,6 +94,7 @@ class Move(NamedTuple):
     ranks: int
     stride: int = 1
     kept: float = 0.0
+    always: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +121,13 @@ class Exchange:
 
 
 def gathered(
-    model: ModelShape, tensor: int, ranks: int, collectives: int = 1, levels: Sequence[int] = ()
+    model: ModelShape,
+    tensor: int,
+    ranks: int,
+    collectives: int = 1,
+    levels: Sequence[int] = (),
+    *,
+    always: bool = True,
 ) -> Exchange:
     """What moves where every rank holds the keys and values of all `ranks`, or of some in its groups.
 
@@ -128,9 +136,12 @@ def gathered(
         ranks: of context parallelism.
         collectives: in which keys are gathered.
         levels: sizes of groups within which they may be gathered; empty: all ranks.
+        always: as of `Move`.
     """
     keys = model.key_elements(tensor)
-    moves = tuple(Move(keys * (size - 1) / size, collectives, size) for size in levels or (ranks,))
+    moves = tuple(
+        Move(keys * (size - 1) / size, collectives, size, always=always) for size in levels or (ranks,)
+    )
     return Exchange(moves=moves, sent=keys / ranks, keys=keys)
 
 

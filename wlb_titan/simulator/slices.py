@@ -63,20 +63,21 @@ def _passing(
     return MicroBatches(*np.array([_pack(job, packing, number, one_pass) for number in numbers]).T[:, None])
 
 
-def _pack(job: Job, packing: Packing, number: int, one_pass: bool) -> tuple[float, float, float, float]:
-    """Of a pack what `MicroBatches` has."""
+def _pack(job: Job, packing: Packing, number: int, one_pass: bool) -> tuple[float, ...]:
+    """Of a pack the fields of `MicroBatches`."""
     lengths = packing.packs[number][:, LENGTH]
     slices = None if packing.slices is None else Slices.of(packing.slices[number], lengths, one_pass)
     prefix = None if slices is None else slices.prefix
     total = -(-int(lengths.sum()) // job.divisor) * job.divisor
+    travelling: tuple[int, ...] = ()
     if job.strategy is None:
-        seconds, travelling = job.latency.seconds(after((whole(lengths),), prefix)), 0
+        seconds = job.latency.seconds(after((whole(lengths),), prefix))
     else:
         _, sharding = job.strategy.shard(lengths, total, slices=slices)
         seconds = job.strategy.seconds(after(sharding, prefix))
         travelling = job.strategy.travelling(sharding, total, slices)
     forward, backward = seconds.max(axis=0).tolist()
-    return total, forward, backward, travelling
+    return total, forward, backward, *job.exchange_of(travelling)
 
 
 def replica_graph(job: Job, plan: Plan, dp_rank: int) -> PipelineGraph:
