@@ -194,7 +194,7 @@ class Hybrid(Adaptive):
     def candidates(
         self, lengths: Ints, total: int, cached: NDArray[np.bool_] | None = None
     ) -> dict[str, Sharding]:
-        best = hybrid(lengths, total, self.ranks, self.latency, self.moves, cached)
+        best = hybrid(lengths, total, self.ranks, self.latency, self.levels, self.moves, cached)
         return {**super().candidates(lengths, total), "hybrid": best}
 
 

@@ -74,6 +74,7 @@ def hybrid(
     total: int,
     ranks: int,
     latency: AttentionLatency,
+    levels: Sequence[int] = (),
     moves: Sequence[MoveSeconds] = (),
     cached: NDArray[np.bool_] | None = None,
 ) -> Sharding:
@@ -84,14 +85,15 @@ def hybrid(
         total: tokens of the sequence with its padding; a multiple of 2 x ranks.
         ranks: context-parallel degree.
         latency: predicts the time of segments.
-        moves: what collectives take on each of `levels_of(ranks)`; empty where that does not count.
+        levels: over how many ranks a document may go besides one; empty: `levels_of(ranks)`.
+        moves: what collectives take on each of the levels; empty where that does not count.
         cached: bool (n,), documents that have to go over all ranks; None for none.
 
     Returns:
         Per rank an int64 (m, 3), columns DOCUMENT, OFFSET, COUNT.
     """
     assert total % (2 * ranks) == 0, f"{total} tokens do not divide into {2 * ranks} chunks"
-    sizes = levels_of(ranks)
+    sizes = tuple(levels) or levels_of(ranks)
     work = latency.work(lengths, lengths).sum(axis=0)
     fixed = latency.fixed(int(lengths.sum())).sum()
     widths, expected = _widths(lengths, work, total // ranks, sizes, latency, moves, cached)
