@@ -26,10 +26,10 @@ import numpy as np
 import torch
 from attention_cases import cases
 from wlb_titan.kernels.gluon_launch import FORWARD as SHAPES
-from wlb_titan.kernels.gluon_launch import KEYS, ROWS, parts
+from wlb_titan.kernels.gluon_launch import KEYS, ROWS, SECTION, parts
 from wlb_titan.kernels.grid import GridCase
 from wlb_titan.kernels.segments import CAUSAL
-from wlb_titan.kernels.tiles import MASK_COST, KeyTiles, key_tiles, query_tiles
+from wlb_titan.kernels.tiles import MASK_COST, KeyTiles, key_tiles, query_tiles, steps
 from wlb_titan.kernels.triton_launch import section as l2_section
 
 UNITS = 132  # multiprocessors of an H100
@@ -52,7 +52,7 @@ class Forward:
     block: float = 1.73
     masked: float = 0.3
     tile: float = 3.45
-    heads_at_a_time: int = 0
+    heads_at_a_time: int = SECTION
     dynamic: bool = False
     pack: int = 1
 
@@ -79,9 +79,10 @@ class Backward:
     blocks_first: a program walks over blocks of queries and at each over its heads, instead of over heads.
     ask_early: the turn is asked for before the dQ is there.
     heads_at_a_time: as in `Forward`.
-    items: order of a tile's items: "listed", or by query "up" or "down".
-    tiles: order of tiles: "listed", "heaviest" (but not before what they wait for), or "chains" (tiles that
-    wait for each other in the order of their keys, the chain with the heaviest tile first).
+    split_by_work: a key head's queries are split where the heaviest tile would take longer than all units do
+        together, and not where programs are fewer than units.
+    items_up: a tile's items are walked in the order of their queries, and not as listed.
+    heaviest_first: tiles are launched by their work, but not before those that they wait for; not as listed.
     """
 
     step: float = 2.5
@@ -90,19 +91,23 @@ class Backward:
     free: float = 0.4
     visible: float = 1.2
     turns: bool = True
-    blocks_first: bool = False
-    ask_early: bool = False
-    heads_at_a_time: int = 0
-    items: str = "listed"
-    tiles: str = "listed"
+    blocks_first: bool = True
+    ask_early: bool = True
+    heads_at_a_time: int = SECTION
+    split_by_work: bool = True
+    items_up: bool = False
+    heaviest_first: bool = False
 
     def milliseconds(self, segments: np.ndarray, heads: int, kv_heads: int, units: int = UNITS) -> float:
         """Of the kernel on segments (S, 4) with so many heads."""
         q_tokens, kv_tokens = extent(segments)
         lists = key_tiles(segments, kv_tokens, CAUSAL, tokens=ROWS, block_n=KEYS, turn_rows=ROWS)
-        lists = in_order(lists, self.items, self.tiles)
+        lists = in_order(lists, items_up=self.items_up, heaviest_first=self.heaviest_first)
         group = heads // kv_heads
-        split = parts(len(lists.tiles) * kv_heads, group, units)
+        work = steps(lists, ROWS)
+        split = parts(int(work.max()), float(work.sum()) * kv_heads / units, group)
+        if not self.split_by_work:
+            split = parts(units, len(work) * kv_heads, group)
         wide = side_by_side(self.heads_at_a_time, q_tokens, kv_heads, group) * split
         return self.replay(lists, heads, kv_heads * split, wide, units) / 1e3
 
@@ -111,9 +116,9 @@ class Backward:
         each = heads // programs
         ready = np.zeros((heads, max(len(lists.first_turns), 1)))  # when a counter came to its last value
         begin = lists.items[:, 0] // ROWS
-        steps = -(-lists.items[:, 3] // ROWS) - begin
+        blocks = -(-lists.items[:, 3] // ROWS) - begin
         counter = np.where(lists.items[:, 5] >= 0, lists.items[:, 4] + begin, -1)
-        items = list(zip(steps.tolist(), counter.tolist(), strict=True))
+        items = list(zip(blocks.tolist(), counter.tolist(), strict=True))
         of_tile = [items[begin:end] for begin, end in lists.tiles[:, 2:].tolist()]
         free = [0.0] * units
         for tile, program in zip(
@@ -135,11 +140,11 @@ class Backward:
         turn j that came earlier, additions one after the other from there, or steps from its freed buffer.
         """
         computed, added, buffer = start, start, start
-        for steps, counter in items:
-            n = steps * len(ready)
+        for blocks, counter in items:
+            n = blocks * len(ready)
             first = max(computed + self.step, buffer)
             if self.turns and counter >= 0:
-                window = ready[:, counter : counter + steps][:, ::-1]
+                window = ready[:, counter : counter + blocks][:, ::-1]
                 window = window.T if self.blocks_first else window
                 turn, poll, between = window.ravel() + self.poll, self.poll, self.visible + self.poll
                 asked = 0.0 if self.ask_early else self.poll
@@ -200,46 +205,42 @@ def earliest(work: np.ndarray, units: int) -> float:
     return max(free)
 
 
-def in_order(lists: KeyTiles, items: str, tiles: str) -> KeyTiles:
+def in_order(lists: KeyTiles, *, items_up: bool, heaviest_first: bool) -> KeyTiles:
     """The lists with items and tiles in another order: see `Backward`."""
-    by_key = lists.tiles[np.argsort(lists.tiles[:, 0], kind="stable")]
-    tile = np.repeat(np.arange(len(by_key)), by_key[:, 3] - by_key[:, 2])  # of each item: they lie by key
-    begin, full, tail, end, _, turn = lists.items.T.astype(np.int64)
-    listed = lists.items
-    if items != "listed":
-        listed = listed[np.lexsort((begin if items == "up" else -begin, tile))]
-    if tiles == "listed":
+    rows, listed = lists.tiles[np.argsort(lists.tiles[:, 0], kind="stable")], lists.items
+    tile = np.repeat(np.arange(len(rows)), rows[:, 3] - rows[:, 2])  # of each item: they lie by key
+    begin, full, tail, end, _, turn = listed.T.astype(np.int64)
+    if items_up:
+        listed = listed[np.lexsort((begin, tile))]
+    if not heaviest_first:
         return KeyTiles(lists.tiles, listed, lists.first_turns)
-
     unmasked = tail - full
-    work = np.bincount(tile, unmasked + MASK_COST * (end - begin - unmasked), minlength=len(by_key))
-    linked = np.bincount(tile, turn > 0, minlength=len(by_key)) > 0  # with the tile before, by a segment
-    chain = np.cumsum(~linked)
-    heaviest = work.copy()
-    if tiles == "chains":
-        np.maximum.at(most := np.zeros(len(by_key) + 1), chain, work)
-        heaviest = most[chain]
-    else:
-        chain = np.zeros_like(chain)
-        for i in np.flatnonzero(linked)[::-1]:
-            heaviest[i - 1] = max(heaviest[i - 1], heaviest[i])
-    return KeyTiles(by_key[np.lexsort((chain, -heaviest))], listed, lists.first_turns)
+    work = np.bincount(tile, unmasked + MASK_COST * (end - begin - unmasked), minlength=len(rows))
+    follows = np.bincount(tile, turn > 0, minlength=len(rows)) > 0  # a segment links it to the tile before
+    for i in np.flatnonzero(follows)[::-1]:
+        work[i - 1] = max(work[i - 1], work[i])
+    return KeyTiles(rows[np.argsort(-work, kind="stable")], listed, lists.first_turns)
 
 
 # Columns of the tables: the kernels with which the rows under results/nvidia_h100 were measured, those of
 # this tree, and what they would be in other ways.
 FORWARD = {
-    "then": Forward(),
+    "then": Forward(heads_at_a_time=0),
     "tree": Forward(),
-    "no sections": Forward(heads_at_a_time=1024),
-    "dynamic": Forward(heads_at_a_time=1024, dynamic=True),
-    "packed": Forward(heads_at_a_time=1024, dynamic=True, pack=8),
+    "dynamic": Forward(dynamic=True),
+    "packed": Forward(dynamic=True, pack=8),
 }
 BACKWARD = {
-    "then": Backward(items="up", tiles="heaviest"),
+    "then": Backward(
+        blocks_first=False,
+        ask_early=False,
+        heads_at_a_time=0,
+        split_by_work=False,
+        items_up=True,
+        heaviest_first=True,
+    ),
     "tree": Backward(),
     "any order": Backward(turns=False),
-    "stage 1": Backward(blocks_first=True, ask_early=True, heads_at_a_time=8, items="down", tiles="chains"),
 }
 
 

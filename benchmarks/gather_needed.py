@@ -3,7 +3,8 @@
     python benchmarks/gather_needed.py --output benchmarks/results/cpu/gather_needed.json
 
 Seconds of a step of 8 windows (16 with CP 2) on 32 GPUs of the paper's cluster (h100_roce), `wlb_lazy`
-packing, documents of web pages or code. With TP 1 context parallelism of up to 8 ranks stays within a node (NVLink), that of 16 and
+packing, documents of web pages or code. With TP 1 context parallelism of up to 8 ranks stays within a node
+(NVLink), that of 16 and
 32 ranks crosses nodes; with TP 8 all of it does.
 
 - everything: `hybrid` as it was, which gathers all keys and does not weigh them

@@ -9,9 +9,10 @@ next product. Per step of 64 queries and one head:
     issue S' = K Q';  issue dP' = V dO';  wait for S';  P' = exp2(...);  issue dV += P' dO
     wait for dP';  dS' = P' * (dP' - delta), to shared memory;  wait for dV
     when both consumers' dS' is there:  issue dQ = dS K, each half of the head dim;  issue dK += dS' Q
-    wait for dQ alone, and give it to the adding warp;  wait for dK: Q, dO and dS' are free
+    wait for dQ alone, and give it to the adding warp;  wait for dK: Q and dO are free
 
-With head dim 128, dP' is issued only after the exponentials: 240 registers do not hold it any earlier.
+dQ takes dS' from shared memory, where both consumers' halves are; dK takes a consumer's own from registers,
+as dV takes P': shared memory, not the tensor cores, is what a step is short of.
 
 The order of the sums of dK and dV is that of the tile list. dQ is summed in float32 by TMA reductions, and if
 DETERMINISTIC in the order of the list as well: every 64-row block of a segment and head has a counter, the
@@ -39,14 +40,13 @@ QUERIES = gl.constexpr(64)  # of one step, which begins at a multiple of it
 # Barriers, all in one allocation: every buffer that a partition is given costs its threads a register.
 KV_READY = gl.constexpr(0)
 DS_READY = gl.constexpr(1)
-DS_FREE = gl.constexpr(2)
-DQ_READY = gl.constexpr(3)
-DQ_FREE = gl.constexpr(4)
-Q_READY = gl.constexpr(5)  # these three once a stage
-DO_READY = gl.constexpr(7)
-FREE = gl.constexpr(9)  # Q and dO
+DQ_READY = gl.constexpr(2)
+DQ_FREE = gl.constexpr(3)
+Q_READY = gl.constexpr(4)  # these three once a stage
+DO_READY = gl.constexpr(6)
+FREE = gl.constexpr(8)  # Q and dO
 STAGES = gl.constexpr(2)
-BARRIERS = gl.constexpr(11)
+BARRIERS = gl.constexpr(10)
 
 
 @gluon.jit
@@ -138,9 +138,9 @@ def accumulate(
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_D, 16])
     p_operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv_layout, k_width=2)
+    ds_operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk_layout, k_width=2)
     columns: gl.constexpr = gl.SliceLayout(0, s_layout)
     dtype: gl.constexpr = q_ring.dtype
-    EARLY: gl.constexpr = D + DV <= 128  # with larger heads dP' would be one block of registers too many
 
     dk_acc = gl.full([KEYS, D], 0.0, gl.float32, layout=dk_layout)
     dv_acc = gl.full([KEYS, DV], 0.0, gl.float32, layout=dv_layout)
@@ -151,8 +151,10 @@ def accumulate(
     step = 0
     for item in range(item_begin, item_end):
         block, steps = item_steps(items, item)
+        q_begin = gl.load(items + item * 6)
         q_full = gl.load(items + item * 6 + 1)
         q_tail = gl.load(items + item * 6 + 2)
+        q_end = gl.load(items + item * 6 + 3)
         for place in range(steps * heads):  # one loop: nested, it would spill
             stage = step % STAGES
             phase = (step // STAGES) & 1
@@ -164,51 +166,45 @@ def accumulate(
             values = v_tile.index(PART + zero)
             mbarrier.wait(bars.index(Q_READY + stage), phase)
             s = warpgroup_mma(keys, queries.permute((1, 0)), nothing, use_acc=False, is_async=True)
-            if EARLY:
-                mbarrier.wait(bars.index(DO_READY + stage), phase)
-                dp = warpgroup_mma(values, do.permute((1, 0)), nothing, use_acc=False, is_async=True)
-            s = warpgroup_mma_wait(1 if EARLY else 0, deps=[s])
+            mbarrier.wait(bars.index(DO_READY + stage), phase)
+            dp = warpgroup_mma(values, do.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(1, deps=[s])
             lse = statistics.index(stage).reshape([QUERIES]).load(columns)
             p = gl.exp2(s * scale_log2 - lse[None, :])
             if (token < q_full) | (token + QUERIES > q_tail):
-                q_begin = gl.load(items + item * 6)
-                q_end = gl.load(items + item * 6 + 3)
                 row = token + gl.arange(0, QUERIES, layout=columns)
                 first = bound_ring.index(stage).reshape([QUERIES]).load(columns)
                 last = bound_ring.index(STAGES + stage).reshape([QUERIES]).load(columns)
                 last = gl.where((row >= q_begin) & (row < q_end), last, 0)  # or they belong to another item
                 p = gl.where((key[:, None] >= first[None, :]) & (key[:, None] < last[None, :]), p, 0.0)
-            if not EARLY:
-                mbarrier.wait(bars.index(DO_READY + stage), phase)
-                dp = warpgroup_mma(values, do.permute((1, 0)), nothing, use_acc=False, is_async=True)
             p_left = gl.convert_layout(p.to(dtype), p_operand)
             dv_acc = warpgroup_mma(p_left, do, dv_acc, is_async=True)
             dp = warpgroup_mma_wait(1, deps=[dp])
             row_delta = statistics.index(STAGES + stage).reshape([QUERIES]).load(columns)
             ds = (p * (dp - row_delta[None, :])).to(dtype)
-            mbarrier.wait(bars.index(DS_FREE), (step & 1) ^ 1)
-            ds_tile.index(PART).store(ds)
+            twin = step & 1  # of two buffers for dS: who hands over this step's has read the last but one's
+            ds_tile.index(2 * twin + PART).store(ds)
+            ds_left = gl.convert_layout(ds, ds_operand)
             fence_async_shared()
             mbarrier.arrive(bars.index(DS_READY), count=1)
             dv_acc, p_left = warpgroup_mma_wait(0, deps=[dv_acc, p_left])
             mbarrier.wait(bars.index(DS_READY), step & 1)
             part = warpgroup_mma(
-                ds_tile.index(zero).permute((1, 0)), k_tile.index(zero).slice(FIRST_D, HALF_D, 1),
+                ds_tile.index(2 * twin).permute((1, 0)), k_tile.index(zero).slice(FIRST_D, HALF_D, 1),
                 no_dq, use_acc=False, is_async=True,
             )  # fmt: skip
             part = warpgroup_mma(
-                ds_tile.index(1 + zero).permute((1, 0)), k_tile.index(1 + zero).slice(FIRST_D, HALF_D, 1),
+                ds_tile.index(2 * twin + 1).permute((1, 0)), k_tile.index(1 + zero).slice(FIRST_D, HALF_D, 1),
                 part, is_async=True,
             )  # fmt: skip
-            dk_acc = warpgroup_mma(ds_tile.index(PART + zero), queries, dk_acc, is_async=True)
+            dk_acc = warpgroup_mma(ds_left, queries, dk_acc, is_async=True)
             mbarrier.wait(bars.index(DQ_FREE), (step & 1) ^ 1)
             part = warpgroup_mma_wait(1, deps=[part])
             dq_tile.index(PART).store(part)
             fence_async_shared()
             mbarrier.arrive(bars.index(DQ_READY), count=1)
-            dk_acc = warpgroup_mma_wait(0, deps=[dk_acc])
+            dk_acc, ds_left = warpgroup_mma_wait(0, deps=[dk_acc, ds_left])
             mbarrier.arrive(bars.index(FREE + stage), count=1)
-            mbarrier.arrive(bars.index(DS_FREE), count=1)
             step += 1
 
     begin = kv_begin + PART * KEYS
@@ -255,12 +251,11 @@ def gluon_backward_kernel(
     do_ring = gl.allocate_shared_memory(dout.dtype, [STAGES, QUERIES, DV], dout.layout)
     statistics = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, QUERIES], lse_log2.layout)
     bound_ring = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 1, QUERIES], bounds.layout)
-    ds_tile = gl.allocate_shared_memory(q.dtype, [2, KEYS, QUERIES], gl.NVMMASharedLayout(128, 16, 2))
+    ds_tile = gl.allocate_shared_memory(q.dtype, [4, KEYS, QUERIES], gl.NVMMASharedLayout(128, 16, 2))
     dq_tile = gl.allocate_shared_memory(gl.float32, [2, QUERIES, D // 2], dq.layout)
     bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
     mbarrier.init(bars.index(KV_READY), count=1)
     mbarrier.init(bars.index(DS_READY), count=2)
-    mbarrier.init(bars.index(DS_FREE), count=2)
     mbarrier.init(bars.index(DQ_READY), count=2)
     mbarrier.init(bars.index(DQ_FREE), count=1)
     for stage in gl.static_range(STAGES):

@@ -1,18 +1,20 @@
 """The op: `varlen_attention`, with its checks, its fake kernel, its gradient, and the choice of what runs it.
 
-It is a `torch.library` custom op, so torch.compile, selective activation checkpointing (by the overload
+It is an op of torch's dispatcher, so torch.compile, selective activation checkpointing (by the overload
 `torch.ops.wlb_titan.varlen_attention.default`) and DTensor's local_map see one op, and none of them looks at
 what the segments hold: document lengths that change every step recompile nothing.
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import dispatch
-from .options import Options, Saved
-from .segments import Visibility, check_sinks, check_tensors
+from .options import SCHEMA, Saved, options_of
+from .segments import check_sinks, check_tensors
 
 
 def varlen_attention(
@@ -43,7 +45,7 @@ def varlen_attention(
     differentiable.
     return_lse: give the log-sum-exp of the scores (natural logarithm, sinks included) too; differentiable.
     deterministic: whether gradients repeat bit for bit. Only "gluon" is any faster without.
-    implementation: what computes it, one of dispatch.IMPLEMENTATIONS; "auto" chooses.
+    implementation: what computes it, one of implementations.IMPLEMENTATIONS; "auto" chooses.
 
     Returns (Tq, Nq, Dv) in the dtype of q, and if return_lse (Nq, Tq) float32, +inf for padding. Softmax and
     sums are computed in float32 (float64 for float64 inputs).
@@ -70,52 +72,27 @@ def varlen_attention(
     return (out, lse) if return_lse else out
 
 
-@torch.library.custom_op("wlb_titan::varlen_attention", mutates_args=())
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    segments: Tensor,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    deterministic: bool,
-    implementation: str,
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, scale: float, *arguments: Any
 ) -> tuple[Tensor, Tensor]:
     check_tensors(q, k, v, segments, scale)
-    options = Options(scale, Visibility(causal, window), deterministic)
-    return dispatch.forward(q, k, v, segments, options, implementation)
+    return dispatch.forward(q, k, v, segments, options_of(scale, *arguments))
 
 
-@_forward.register_fake
-def _forward_fake(q, k, v, segments, scale, causal, window, deterministic, implementation):
+def _forward_fake(q, k, v, segments, scale, *arguments):
     check_tensors(q, k, v, segments, scale)
-    Visibility(causal, window)
+    options_of(scale, *arguments)
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
     return q.new_empty((q.shape[0], q.shape[1], v.shape[2])), lse
 
 
-@torch.library.custom_op("wlb_titan::varlen_attention_backward", mutates_args=())
 def _backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    segments: Tensor,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    deterministic: bool,
-    implementation: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    options = Options(scale, Visibility(causal, window), deterministic)
-    return dispatch.backward(dout, dlse, Saved(q, k, v, out, lse), segments, options, implementation)
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    segments: Tensor, *arguments: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return dispatch.backward(dout, dlse, Saved(q, k, v, out, lse), segments, options_of(*arguments))
 
 
-@_backward.register_fake
 def _backward_fake(dout, dlse, q, k, v, *_):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
@@ -135,4 +112,38 @@ def _differentiate(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     return *gradients, None, *[None] * len(ctx.options)
 
 
-torch.library.register_autograd("wlb_titan::varlen_attention", _differentiate, setup_context=_save)
+_library = torch.library.Library("wlb_titan", "FRAGMENT")
+
+
+def define(name: str, arguments: str, returns: str, compute: Callable, fake: Callable) -> None:
+    """Makes a function the op wlb_titan::name, by what it computes and by what shapes that has.
+
+    By the dispatcher itself and not by `torch.library.custom_op`, whose checks of every call cost as much
+    host time as all else between a model and its kernels.
+    """
+    _library.define(f"{name}({arguments}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"wlb_titan::{name}", fake, lib=_library)
+
+
+def differentiate(name: str, backward: Callable, save: Callable) -> None:
+    """Makes `backward` the gradient of the op wlb_titan::name, from what `save` keeps."""
+    torch.library.register_autograd(f"wlb_titan::{name}", backward, setup_context=save, lib=_library)
+
+
+define(
+    "varlen_attention",
+    f"Tensor q, Tensor k, Tensor v, Tensor segments, {SCHEMA}",
+    "(Tensor, Tensor)",
+    _forward,
+    _forward_fake,
+)
+define(
+    "varlen_attention_backward",
+    "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor segments, "
+    + SCHEMA,
+    "(Tensor, Tensor, Tensor)",
+    _backward,
+    _backward_fake,
+)
+differentiate("varlen_attention", _differentiate, _save)

@@ -1,5 +1,6 @@
 """What a call of the op is asked to compute, and what its forward pass leaves for the backward pass."""
 
+from functools import cache
 from typing import NamedTuple
 
 from torch import Tensor
@@ -8,15 +9,28 @@ from .segments import CAUSAL, Visibility
 
 
 class Options(NamedTuple):
-    """The arguments of `varlen_attention` that say what is computed.
+    """The arguments of `varlen_attention` that say what is computed, and by what.
 
     scale: positive factor on the scores. visibility: which keys of its segment a query sees. deterministic:
-    whether gradients repeat bit for bit.
+    whether gradients repeat bit for bit. implementation: one of implementations.IMPLEMENTATIONS.
     """
 
     scale: float
     visibility: Visibility = CAUSAL
     deterministic: bool = True
+    implementation: str = "auto"
+
+
+SCHEMA = "float scale, bool causal, int? window, bool deterministic, str implementation"
+"""`Options` among the arguments of an op."""
+
+
+@cache
+def options_of(
+    scale: float, causal: bool, window: int | None, deterministic: bool, implementation: str
+) -> Options:
+    """The same as an op has them."""
+    return Options(scale, Visibility(causal, window), deterministic, implementation)
 
 
 class Saved(NamedTuple):

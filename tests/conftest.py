@@ -9,7 +9,6 @@ import pytest
 from forking import ForkServer
 from hypothesis import settings
 
-VISIBLE_GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # this file comes first, before anything asks for a device
 
 # The same examples in every run, so that a change is judged by itself; others in `make counterexamples`. No

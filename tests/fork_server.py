@@ -1,7 +1,8 @@
 """A process that has torch and torchtitan imported, and forks the ranks of jobs.
 
 Importing takes far longer than a tiny experiment, and ranks that outlive their job carry its process groups
-and DTensor's caches into the next. Forked ranks start at once and clean.
+and DTensor's caches into the next. Forked ranks start at once and clean. Where something has asked CUDA for
+its devices before, which a fork does not survive, ranks are new processes after all.
 
 Each line of standard input is a job, as `forking.ForkServer.start` writes it; jobs run beside each other.
 Each line of standard output is news of one: {"job", "processes"} with the process numbers of its ranks, and
@@ -17,6 +18,8 @@ import os
 import resource
 import signal
 import sys
+
+import torch
 
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
@@ -68,7 +71,10 @@ def fork(job, number):
         "LOCAL_WORLD_SIZE": str(len(job["ranks"])),
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(job["port"]),
+        **job["environment"],
     }
+    if job["fresh"] or torch.cuda._is_in_bad_fork():
+        os.execv(sys.executable, [sys.executable, "-m", job["program"], *rank["words"]])
     sys.argv = [job["program"], *rank["words"]]
     code = 1
     try:

@@ -11,12 +11,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 TESTS = Path(__file__).parent
 TRAIN = "wlb_titan.runtime.train"
+VISIBLE_GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")
+"""As it was before tests/conftest.py hid the GPUs."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,14 @@ class ForkServer:
         self._starting = threading.Lock()
         self._news = threading.Condition()
 
-    def start(self, ranks: Sequence[Rank], program: str = TRAIN, together: bool = True) -> Job:
+    def start(
+        self,
+        ranks: Sequence[Rank],
+        program: str = TRAIN,
+        together: bool = True,
+        environment: Mapping[str, str] | None = None,
+        fresh: bool = False,
+    ) -> Job:
         """Starts a job.
 
         Args:
@@ -90,6 +99,8 @@ class ForkServer:
             program: a module whose `main()` reads sys.argv and the environment as under torchrun.
             together: a rank that fails takes the others down, as under torchrun; or else nothing ends a rank
                 but itself, or who drills it.
+            environment: of the ranks, over what torchrun would give them.
+            fresh: ranks import everything themselves, as those of a real job do.
         """
         job = Job(self)
         with self._starting:
@@ -101,6 +112,8 @@ class ForkServer:
                 "program": program,
                 "together": together,
                 "port": free_port(),
+                "environment": dict(environment or {}),
+                "fresh": fresh,
                 "ranks": [dataclasses.asdict(rank) | {"log": str(rank.log)} for rank in ranks],
             }
             print(json.dumps(description), file=self._process.stdin, flush=True)
@@ -130,7 +143,7 @@ class ForkServer:
             text=True,
             cwd=TESTS.parent,
             start_new_session=True,
-            env={**environment(), "CUDA_VISIBLE_DEVICES": ""},  # ranks share no device
+            env=environment(),
         )
         threading.Thread(target=self._listen, args=(process,), daemon=True).start()
         return process
@@ -150,9 +163,15 @@ class ForkServer:
 
 def environment() -> dict[str, str]:
     """The environment of a job: with it the tests' bases and plug-ins can be imported."""
-    own = (TESTS / "distributed", TESTS / "unit", TESTS.parent / "examples" / "own_policies")
+    own = [TESTS / name for name in ("distributed", "unit", "gpu")]
+    own.append(TESTS.parent / "examples" / "own_policies")
     path = filter(None, [*map(str, own), os.environ.get("PYTHONPATH", "")])
-    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    return {
+        "OMP_NUM_THREADS": "1",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # to ask for GPUs without CUDA, which would not survive a fork
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path),
+    }
 
 
 def free_port() -> int:

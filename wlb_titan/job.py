@@ -24,23 +24,24 @@ from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.cost.workload import CostModel, cost_model
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.in_flight import most_in_flight, one_document
-from wlb_titan.memory.layer import TokenBytes
-from wlb_titan.memory.peak import (
-    BackwardPacks,
-    RankMemory,
-    layers_of_stages,
+from wlb_titan.memory.fits import (
+    LONGEST,
+    fullest,
     longest_that_fits,
-    pipeline_memory,
+    most_in_flight,
+    one_document,
+    usable_share,
 )
+from wlb_titan.memory.layer import TokenBytes
+from wlb_titan.memory.peak import MemoryJob, RankMemory, peak_memory
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.packing import POLICIES, PackingPolicy
 from wlb_titan.packing.dp_merge import Merging, group_sizes
 from wlb_titan.packing.policy import OnOneRank, PassSeconds, here
 from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder
 from wlb_titan.pipeline.runs import PipelineRuns
-from wlb_titan.pipeline.schedule import PipelineShape
-from wlb_titan.plan import CachedSlice, Flow, Plan
+from wlb_titan.pipeline.schedule import PipelineShape, layers_of_stages
+from wlb_titan.plan import Passes, Plan
 from wlb_titan.planner import Planner
 from wlb_titan.plugins import load
 
@@ -381,48 +382,35 @@ class Job:
         predict: PassSeconds = load(PASS_SECONDS)(self)
         return predict
 
-    def peak_memory(
-        self,
-        lengths: Sequence[int],
-        flow: Flow | None = None,
-        slices: Sequence[Sequence[CachedSlice]] | None = None,
-        backward: BackwardPacks | None = None,
-        sharers: Sequence[int] | None = None,
-    ) -> tuple[RankMemory, ...]:
-        """The peak of each pipeline rank.
+    @cached_property
+    def memory_job(self) -> MemoryJob:
+        """What of it decides about memory."""
+        return MemoryJob(
+            model=self.model,
+            degrees=self.degrees,
+            settings=self.memory,
+            shape=self.shape,
+            layers=self.layers,
+            tokens={ranks: job.token_bytes for ranks, job in self.merged.items()},
+            run=self.run,
+        )
 
-        Args:
-            lengths: tokens of a replica's micro-batches, in the order of running.
-            flow: the order of their passes, in one run; None is the schedule's own.
-            slices: of each micro-batch those whose keys and values are cached, where documents are sliced.
-            backward: the micro-batches of backward passes, where these are others.
-            sharers: of each micro-batch the data-parallel ranks that share it; None: each is of one.
+    def peak_memory(self, passes: Passes) -> tuple[RankMemory, ...]:
+        """The peak of each pipeline rank over a replica's step.
 
         Raises:
             PlanError: it cannot be predicted for this schedule.
         """
-        return pipeline_memory(
-            self.model,
-            self.degrees,
-            lengths,
-            schedule=self.schedule,
-            chunks=self.chunks,
-            run=None if flow is not None else self.run,
-            settings=self.memory,
-            layers=self.layers,
-            flow=flow,
-            slices=slices,
-            backward=backward,
-            sharers=sharers,
-            tokens={ranks: job.token_bytes for ranks, job in self.merged.items()},
-        )
+        return peak_memory(self.memory_job, passes)
 
     def sliced_memory(self, tokens: int) -> tuple[RankMemory, ...]:
         """The peak of each pipeline rank with one document of so many tokens, all of its slices in flight."""
-        lengths, flow, slices = one_document(tokens, self.shape)
-        return self.peak_memory(
-            lengths, flow, slices, BackwardPacks(lengths, slices) if self.asymmetric else None
-        )
+        return self.peak_memory(one_document(tokens, self.shape, regrouped=self.asymmetric))
+
+    @property
+    def usable(self) -> float:
+        """Bytes of a device that predictions may fill."""
+        return self.cluster.memory * usable_share(self.packing.owner.slices)
 
     @cached_property
     def most_in_flight(self) -> int | None:
@@ -438,21 +426,18 @@ class Job:
         if self.memory_unknown:
             return None
         step = self.window * self.replica_micro_batches
-        return most_in_flight(self.sliced_memory, self.window, step, self.cluster.memory)
+        return most_in_flight(self.memory_job, self.window, step, self.usable, regrouped=self.asymmetric)
 
     @cached_property
     def longest_that_fits(self) -> int | None:
         """Tokens of the longest micro-batches of which a whole step fits; None if not even windows do."""
-
-        def memory(length: int) -> tuple[RankMemory, ...]:
-            if self.memory_unknown:
-                return ()
-            try:
-                return self.peak_memory([length] * self.replica_micro_batches)
-            except PlanError:
-                return ()
-
-        return longest_that_fits(memory, self.window, self.divisor, self.cluster.memory)
+        number = self.replica_micro_batches
+        try:
+            if not self.memory_unknown:
+                return longest_that_fits(self.memory_job, number, self.window, self.divisor, self.usable)
+        except PlanError:
+            pass  # of this schedule memory is not predicted
+        return LONGEST * self.window // self.divisor * self.divisor
 
     @property
     def longest_micro_batch(self) -> int:
@@ -485,6 +470,8 @@ class Job:
             strategy=self.strategy,
             shape=self.shape,
             in_flight=lambda: self.most_in_flight,
+            peak=None if self.memory_unknown else lambda passes: fullest(self.peak_memory(passes)),
+            usable=self.usable,
             pass_seconds=self.pass_seconds,
             pipeline=pipeline,
             merging=self.merging,

@@ -96,6 +96,49 @@ class Slices(NamedTuple):
         return cls(slices[:, PREFIX], (slices[:, TOTAL] > lengths) | one_pass)
 
 
+class PackSizes(NamedTuple):
+    """A replica's packs, as memory sees them.
+
+    Attributes:
+        lengths: tokens of each, padding included; of one that ranks share a rank's share.
+        slices: of each those whose keys and values are cached; none where documents are not sliced.
+        sharers: of each the data-parallel ranks that share it.
+    """
+
+    lengths: Sequence[int]
+    slices: Sequence[Sequence[CachedSlice]]
+    sharers: Sequence[int]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], slices: Sequence[Sequence[CachedSlice]] = ()) -> PackSizes:
+        """Packs of one rank each."""
+        return cls(lengths, slices or [()] * len(lengths), [1] * len(lengths))
+
+    def part(self, which: slice) -> PackSizes:
+        """Some of them."""
+        return PackSizes(self.lengths[which], self.slices[which], self.sharers[which])
+
+
+class Passes(NamedTuple):
+    """What a replica runs in a step, as memory sees it.
+
+    Attributes:
+        forward, backward: the packs of its forward and of its backward passes; the same object where they are
+            the same packs.
+        flow: what its pipeline ranks run, in one run; None is the schedule's own order.
+    """
+
+    forward: PackSizes
+    backward: PackSizes
+    flow: Flow | None = None
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> Passes:
+        """Of micro-batches of so many tokens, without slices."""
+        packs = PackSizes.of(lengths)
+        return cls(packs, packs)
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """The documents of one forward and backward pass, in the order in which they lie in the sequence.

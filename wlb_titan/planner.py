@@ -18,12 +18,13 @@ from wlb_titan.cost.workload import CostModel
 from wlb_titan.documents import Documents
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
+from wlb_titan.memory.peak import RankMemory
 from wlb_titan.packing import PackingJob, PackingPolicy, assignment
 from wlb_titan.packing.dp_merge import Merging
 from wlb_titan.packing.policy import OnOneRank, Pack, Packing, PassSeconds, here
 from wlb_titan.pipeline.runs import PipelineRuns
 from wlb_titan.pipeline.schedule import PipelineShape
-from wlb_titan.plan import ID, LENGTH, START, MicroBatch, Plan, Slices
+from wlb_titan.plan import ID, LENGTH, START, MicroBatch, Passes, Plan, Slices
 
 STATE_VERSION = 2  # 1: epochs in an order that was stored
 
@@ -41,7 +42,7 @@ class Planner:
         packing: the packing policy's settings.
         cost_model: predicts the work of a document.
         strategy: divides each micro-batch over context-parallel ranks; None without context parallelism.
-        shape, in_flight, pass_seconds, merging: as of `PackingJob`, there `pipeline` and these.
+        shape, in_flight, peak, usable, pass_seconds, merging: as of `PackingJob`, there `pipeline` and these.
         pipeline: how a data-parallel rank's micro-batches go through its pipeline; None without one.
         on_one_rank: as of `PackingJob`.
 
@@ -63,6 +64,8 @@ class Planner:
         strategy: ContextStrategy | None,
         shape: PipelineShape,
         in_flight: Callable[[], int | None],
+        peak: Callable[[Passes], RankMemory] | None,
+        usable: float,
         pass_seconds: PassSeconds,
         pipeline: PipelineRuns | None,
         merging: Mapping[int, Merging],
@@ -85,6 +88,8 @@ class Planner:
             data_parallel=data_parallel,
             pipeline=shape,
             in_flight=in_flight,
+            peak=peak,
+            usable=usable,
             pass_seconds=pass_seconds,
             merging=merging,
             on_one_rank=on_one_rank,
@@ -108,6 +113,7 @@ class Planner:
         self._packing = packing
         self._cost_model = cost_model
         self._fingerprint = documents.fingerprint
+        self._learned = documents.learned
         self._iteration = 0
 
     def rows_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -134,11 +140,30 @@ class Planner:
             for source, value in zip(mixture.sources, values, strict=True)
         }
 
-    def labels(self, plan: Plan) -> int:
-        """Tokens of a step that have a label: the next token of their document, so all but its very last."""
+    def labels(self, plan: Plan, *, by_document: bool = False) -> float:
+        """What the losses of a step's tokens are divided by.
+
+        A token's label is the next token of its document, if that is learned.
+
+        Args:
+            plan: of this planner.
+            by_document: each label weighs one over the labels of its document, so that documents weigh the
+                same however many they have; otherwise it weighs one.
+
+        Returns:
+            The sum of these weights over all labels, a whole number where they weigh one.
+        """
         pieces = np.concatenate([micro_batch.documents for micro_batch in plan.packs])
-        last = pieces[:, START] + pieces[:, LENGTH] == self._stream.lengths_of(pieces[:, ID])
-        return plan.tokens - int(np.count_nonzero(last))
+        rows, lengths = self._stream.mixture.read(pieces[:, ID])
+        stops = np.minimum(pieces[:, START] + pieces[:, LENGTH] + 1, lengths)
+        labels = self._learned(rows, pieces[:, START] + 1, stops)
+        if not by_document:
+            return int(labels.sum())
+        return float((labels / np.maximum(self.labels_of(rows, lengths), 1)).sum())
+
+    def labels_of(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """int64 (n,), labels of whole documents, by corpus rows and their tokens."""
+        return self._learned(rows, np.ones_like(lengths), lengths)
 
     def next(self, sharded: int | None = None) -> Plan:
         """The plan of the next step.

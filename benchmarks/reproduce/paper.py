@@ -34,7 +34,7 @@ from wlb_titan.documents import Documents
 from wlb_titan.job import Job, Policy
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.packing import POLICIES, PackingPolicy
-from wlb_titan.plan import LENGTH
+from wlb_titan.plan import LENGTH, Passes
 from wlb_titan.simulator.scenario import Scenario
 
 CLUSTER = "h100_roce"
@@ -118,7 +118,7 @@ def scenario(
     )
     for checkpointing in ("none", "selective", "full"):
         job = replace(job, memory=MemorySettings(checkpointing=checkpointing))
-        memory = job.peak_memory([window] * job.replica_micro_batches)
+        memory = job.peak_memory(Passes.of([window] * job.replica_micro_batches))
         if max(rank.total for rank in memory) <= job.cluster.memory:
             break
     packing = replace(packing or POLICIES.configure("wlb"), cost_model="simulated")

@@ -40,12 +40,12 @@ def qwen3():
 
 def qwen3_moe():
     """Two layers of four experts, of which a token visits two."""
-    return _few_experts(_cut(qwen3_registry.qwen3_moe_debug()))
+    return few_experts(_cut(qwen3_registry.qwen3_moe_debug()))
 
 
 def gpt_oss():
     """Sinks; a layer with a window of 24 tokens, and one without; experts, which take bfloat16 only."""
-    config = _few_experts(_cut(gpt_oss_registry.gpt_oss_debugmodel_flex()))
+    config = few_experts(_cut(gpt_oss_registry.gpt_oss_debugmodel_flex()))
     attention = config.model_spec.model.layers[0].attention
     assert attention.sliding_window_size is not None
     attention.sliding_window_size = 24
@@ -67,12 +67,12 @@ def muse_glimmer():
 
 def deepseek_v3():
     """Multi-head latent attention in a layer without experts and in one with them."""
-    config = _few_experts(_cut(deepseek_registry.deepseek_v3_debugmodel()))
+    config = few_experts(_cut(deepseek_registry.deepseek_v3_debugmodel()))
     assert [layer.moe is None for layer in config.model_spec.model.layers] == [True, False]
     return config
 
 
-def _few_experts(config):
+def few_experts(config):
     """Four experts, of which a token visits two."""
     for layer in config.model_spec.model.layers:
         if layer.moe is None:
@@ -89,8 +89,12 @@ def _few_experts(config):
 
 
 def _cut(config):
+    config.training.mixed_precision_param = "float32"
+    return two_layers(config)
+
+
+def two_layers(config):
     model = config.model_spec.model
     model.layers = model.layers[:2]
-    config.training.mixed_precision_param = "float32"
     config.validator.enable = False
     return config

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,28 +43,72 @@ class Experiment:
 class Lab:
     """Runs experiments on one corpus, from one seed checkpoint, in forked processes."""
 
-    def __init__(self, folder: Path, server: ForkServer, base: str = "bases:llama"):
+    def __init__(
+        self,
+        folder: Path,
+        server: ForkServer,
+        base: str = "bases:llama",
+        common: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        lengths: Sequence[int] | None = None,
+    ):
+        """Makes corpus and seed checkpoint.
+
+        Args:
+            folder: for all that the experiments write.
+            server: starts them.
+            base: of experiments that name none.
+            common: overrides of all experiments, before their own.
+            environment: as of `ForkServer.start`.
+            lengths: as of `make_corpus`.
+        """
         self.folder = folder
         self.base = base
+        self.common = common
         self.corpus = folder / "corpus"
+        self.environment = environment or {}
         self._server = server
-        make_corpus(folder / "documents.jsonl", self.corpus)
+        make_corpus(folder / "documents.jsonl", self.corpus, lengths)
         seed = self.experiment("seed", "--checkpoint.create_seed_checkpoint", "true")
         self.run(1, [seed])
         self.seed_checkpoint = seed.folder / "checkpoint" / "step-0"
 
     def experiment(self, name: str, *overrides: str) -> Experiment:
-        words = ["--wlb.corpus.path", str(self.corpus)]
+        words = ["--wlb.corpus.path", str(self.corpus), *self.common]
         if "--base" not in overrides:
             words += ["--base", self.base]
         if name != "seed":
             words += ["--checkpoint.initial_load_path", str(self.seed_checkpoint)]
         return Experiment(self.folder / name, [*words, *overrides])
 
-    def start(self, processes: int, experiment: Experiment) -> Job:
-        """Starts an experiment in so many processes."""
+    def start(
+        self,
+        processes: int,
+        experiment: Experiment,
+        environment: Mapping[str, str] | None = None,
+        fresh: bool = False,
+    ) -> Job:
+        """Starts an experiment in so many processes; the rest as of `ForkServer.start`."""
         words = ["--config", str(CONFIG), *experiment.words()]
-        return self._server.start([Rank(words, experiment.log)] * processes)
+        ranks = [Rank(words, experiment.log)] * processes
+        return self._server.start(ranks, environment={**self.environment, **(environment or {})}, fresh=fresh)
+
+    def start_and_kill(self, processes: int, experiment: Experiment, step: int) -> int:
+        """Starts an experiment, and kills all ranks as soon as a step is reported.
+
+        Returns:
+            How many steps were.
+        """
+        metrics = experiment.folder / "metrics.jsonl"
+        job = self.start(processes, experiment)
+        deadline = time.monotonic() + 180
+        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= step):
+            assert not job.codes, f"the job ended before it could be killed: {first_failure(experiment.log)}"
+            assert time.monotonic() < deadline, "the job did not get so far"
+            time.sleep(0.02)
+        job.kill()
+        assert any(job.wait(60)), "the job ended before it could be killed"
+        return len(experiment.metrics())
 
     def run(self, processes: int, experiments: Sequence[Experiment]) -> None:
         """Runs the experiments, each in so many processes.

@@ -8,6 +8,8 @@ import json
 import math
 import shutil
 
+import datasets
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -184,3 +186,107 @@ def test_what_is_saved_in_that_format_loads_under_expert_parallelism(lab):
     (published / "config.json").write_text(json.dumps({"num_experts": 4}))
     lab.run(2, [loaded])
     assert loaded.losses() == pytest.approx(saved.losses(), rel=1e-5)
+
+
+LEARNED = {"dense": 0.5, "sparse": 0.15}
+"""Conversations with a learned stretch: in most steps every rank has some, or hardly any has."""
+
+MASKED = {
+    "pp2_cp2_plain": (4, "dense", "token", layout(pp=2, cp=2)),  # cuts documents
+    "dp2_cp2_wlb": (4, "sparse", "token", [*layout(dp=2, cp=2), "--wlb.packing.policy", "wlb_lazy"]),
+    "tp2_conversation": (2, "dense", "conversation", layout(tp=2)),
+    "pp2_slim": (2, "dense", "conversation", [*layout(pp=2), "--wlb.packing.policy", "slim"]),
+}
+
+
+@pytest.fixture(scope="module")
+def conversations(lab):
+    """Datasets as other tools write them: token ids, and labels that are -100 where nothing is learned."""
+    random = np.random.default_rng(0)
+    lengths = np.clip(random.lognormal(3.8, 1.1, size=300), 4, 700).astype(int)
+    tokens = [random.integers(1, 400, size=length).tolist() for length in lengths]
+    for name, share in LEARNED.items():
+        labels = [[-100] * len(row) for row in tokens]
+        for row, own in zip(tokens, labels, strict=True):
+            if random.random() < share:
+                start, stop = sorted(random.integers(0, len(row) + 1, size=2))
+                own[start:stop] = row[start:stop]
+        folder = lab.folder / f"conversations_{name}"
+        datasets.Dataset.from_dict({"input_ids": tokens, "labels": labels}).save_to_disk(folder)
+    return lab.folder
+
+
+def first_step(words, weight):
+    """Of each conversation of the first step: its tokens and labels, and how many labels all of it has."""
+    from wlb_titan.runtime.dataloader import PlannedDataLoader
+    from wlb_titan.runtime.job import job_of, parallel_dims
+    from wlb_titan.runtime.load import load_config
+
+    config = load_config(CONFIG, words).config
+    job = job_of(config, parallel_dims(config))
+    loading = PlannedDataLoader.Config(corpus=config.wlb.corpus, job=job, loss_weight=weight)
+    degree = loading.job.degrees.data
+    loader = loading.build(dp_world_size=degree, dp_rank=0)
+    step, rows_of = next(iter(loader)), loader._planner.rows_of
+    loader.close()
+    rows = datasets.load_from_disk(config.wlb.corpus.path)
+    pieces = {}
+    for micro_batch in step.plan.packs:
+        ids = micro_batch.documents[:, 0]
+        for row, piece, id_ in zip(rows_of(ids).tolist(), micro_batch.documents, ids.tolist(), strict=True):
+            start, stop = int(piece[1]), int(piece[1] + piece[2])
+            if micro_batch.slices is None:
+                pieces[id_, start] = row, start, stop
+            else:  # slices of one document, which attend to what is before them
+                pieces[id_] = row, 0, max(stop, pieces.get(id_, (0, 0, 0))[2])
+    found = []
+    for row, start, stop in pieces.values():
+        tokens, labels = rows[row]["input_ids"], rows[row]["labels"]
+        targets = [*labels, -100][start + 1 : stop + 1]
+        found.append((tokens[start:stop], targets, sum(label != -100 for label in labels[1:])))
+    return found, step
+
+
+def hugging_face(folder, step, weight):
+    """Loss and norm of the gradients of Hugging Face's Llama, conversation by conversation."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    divisor = sum(
+        sum(target != -100 for target in targets) / (total if weight == "conversation" else 1)
+        for _, targets, total in step
+        if total
+    )
+    loss = torch.zeros(())
+    for tokens, targets, total in step:
+        scores = model(torch.tensor([tokens])).logits[0]
+        own = F.cross_entropy(scores, torch.tensor(targets), reduction="sum")
+        loss = loss + own / (max(total, 1) if weight == "conversation" else 1) / divisor
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    return loss.item(), norm.item()
+
+
+@pytest.mark.timeout(300)
+def test_masked_losses_and_gradients_are_hugging_face_s(lab, published, conversations):
+    folder, _ = published
+    experiments = {}
+    for name, (_, learned, weight, degrees) in MASKED.items():
+        words = [
+            *("--base", "bases:scaled_llama", "--training.steps", "1", "--wlb.loss_weight", weight),
+            *("--checkpoint.initial_load_in_hf", "true", "--checkpoint.initial_load_path", str(folder)),
+            *("--wlb.corpus.path", str(conversations / f"conversations_{learned}"), *degrees),
+            *("--wlb.corpus.tokenizer", str(lab.corpus / "tokenizer"), "--checkpoint.enable", "true"),
+        ]
+        experiments[name] = lab.experiment(f"masked_{name}", *words)
+    for processes in (4, 2):
+        lab.run(processes, [own for name, own in experiments.items() if MASKED[name][0] == processes])
+    for name, (_, learned, weight, _) in MASKED.items():
+        step, served = first_step(experiments[name].words(), weight)
+        loss, norm = hugging_face(folder, step, weight)
+        record = experiments[name].metrics()[0]
+        assert record["loss"] == pytest.approx(loss, rel=1e-5), name
+        assert record["grad_norm"] == pytest.approx(norm, rel=1e-5), name
+        assert record["labels"] == pytest.approx(served.labels) and served.labels > 0
+        if learned == "sparse":
+            assert any((own == -100).all() for _, own in served.items), "every micro-batch learns something"

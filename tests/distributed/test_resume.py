@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from lab import TESTS, Experiment
 from torch.distributed.checkpoint import FileSystemReader
@@ -28,16 +26,7 @@ def uninterrupted(lab) -> Experiment:
 def test_killed_and_started_again(lab, uninterrupted):
     """SIGKILL to all ranks as soon as step 3 is reported."""
     experiment = lab.experiment("killed", *OVERRIDES)
-    metrics = experiment.folder / "metrics.jsonl"
-    job = lab.start(2, experiment)
-    deadline = time.monotonic() + 180
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
-        assert not job.codes, "the job ended before it could be killed"
-        assert time.monotonic() < deadline, "the job did not get so far"
-        time.sleep(0.02)
-    job.kill()
-    assert any(job.wait(60)), "the job ended before it could be killed"
-    reported = len(experiment.metrics())
+    reported = lab.start_and_kill(2, experiment, 3)
     lab.run(2, [experiment])
     assert reported < STEPS
     assert [record["step"] for record in experiment.metrics()] == list(range(1, STEPS + 1))

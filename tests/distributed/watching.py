@@ -1,13 +1,17 @@
-"""The base `watching:config`, whose trainer writes which operations of a step would wait for the device."""
+"""The base `watching:config`, whose trainer writes what of a step would wait for the device or compiles."""
 
 import dataclasses
 import json
+import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from bases import llama
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton import knobs
 
 from wlb_titan.runtime.trainer import Trainer
 
@@ -36,21 +40,46 @@ class Watch(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
+@contextmanager
+def noticed_by_cuda():
+    """A list that gets what CUDA itself says of the host waiting; nothing where there is none."""
+    found = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("warn")
+        yield found
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("default")
+    found += [str(one.message) for one in caught if "synchronizing CUDA operation" in str(one.message)]
+
+
 class WatchingTrainer(Trainer):
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
         pass
 
     def train_step(self, data_iterator):
-        with Watch() as watch:
+        compiled = []
+        knobs.runtime.jit_post_compile_hook = lambda **what: compiled.append(what["repr"])
+        with noticed_by_cuda() as by_cuda, Watch() as watch:
             super().train_step(data_iterator)
         path = Path(self.config.dump_folder) / FILE.format(rank=dist.get_rank())
-        record = {"waits": watch.waits, "operations": watch.operations}
+        record = {
+            "waits": watch.waits + by_cuda,
+            "operations": watch.operations,
+            "longest": self.planned.plan.longest,
+            "compiled": compiled,
+        }
         lines = path.read_text().splitlines() if path.exists() else []
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join([*lines, json.dumps(record)]) + "\n")
 
 
 def config() -> WatchingTrainer.Config:
-    base = llama()
+    return watched(llama())
+
+
+def watched(base) -> WatchingTrainer.Config:
+    """A base with this trainer."""
     return WatchingTrainer.Config(**{f.name: getattr(base, f.name) for f in dataclasses.fields(base)})

@@ -13,7 +13,7 @@ import pytest
 from crosscompile import compile_all
 from test_compile import HEAD_DIMS, gluon_launches, launches
 from wlb_titan.kernels.configs import choose
-from wlb_titan.kernels.dispatch import GLUON_HEAD_DIMS
+from wlb_titan.kernels.implementations import GLUON_HEAD_DIMS
 
 
 def figures() -> dict[str, list[int]]:

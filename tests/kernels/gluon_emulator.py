@@ -1,7 +1,9 @@
 """Runs the Gluon kernels' own source on the CPU, and looks for races in it.
 
 The source is executed with stand-ins for Triton's modules: tensors are torch tensors, a partition is a Python
-thread, some programs run at once. What a GPU does on its own time happens late here, by a random delay:
+thread, some programs run at once. One thread runs at a time; who is next is decided by an order and a seed
+(gluon_machine.ORDERS), never by the clock, so that a run repeats. What a GPU does on its own time is a copy,
+which takes its turn like a thread:
 
 - a TMA load fills its buffer with NaN at once and with data later, and only then completes its barrier;
 - a TMA addition reads shared memory later and adds to global memory later still;
@@ -11,13 +13,18 @@ Whether two accesses to a buffer of shared memory are ordered is decided by vect
 on through mbarriers and atomics: so an access that nothing orders is found even if it came at the right time.
 So are additions to one place of global memory, if they must be ordered. A store by threads that the copy
 engine or a matrix product reads needs a fence by the thread that stored.
+
+The same clocks count matrix products and additions, of the longest chain that comes before a thread's state:
+less its program's own, that is for how many it has waited, however quick the other threads were. Turns that
+come one after the other show there.
 """
 
+import itertools
+import re
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import indent
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
@@ -30,6 +37,7 @@ from gluon_machine import (
     Machine,
     Pointer,
     Shared,
+    Task,
     enter,
     here,
     merge,
@@ -39,6 +47,8 @@ from torch import Tensor
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 RESIDENT = 3  # programs that run at once
+WORK = "work"  # of a clock: products and additions that came before, one after the other
+copies = itertools.count()
 
 
 class Product:
@@ -51,19 +61,26 @@ class Product:
     def finish(self) -> None:
         a, b = (x.data.clone() if isinstance(x, Shared) else x for x in self.operands)
         for access in self.reads:
-            access.ends = here.clock[here.name]
+            access.ends = here.clock[here.task.name]
         acc = self.acc.value if isinstance(self.acc, Product) else self.acc
         product = a.float() @ b.float()
         self.value = product + acc if self.use_acc else product
         tick()
 
 
+def count_work() -> None:
+    here.clock[WORK] = here.clock.get(WORK, 0) + 1
+    here.task.own_work += 1
+
+
 def warpgroup_mma(a, b, acc, *, use_acc=True, is_async=False):
     assert is_async and b.dtype in (torch.bfloat16, torch.float16) and a.dtype == b.dtype
     acc = acc.value if isinstance(acc, Product) and acc.value is not None else acc
-    here.products.append(Product(a, b, acc, use_acc))
-    time.sleep(here.machine.delay())
-    return here.products[-1]
+    product = Product(a, b, acc, use_acc)
+    here.products.append(product)
+    count_work()
+    here.machine.pause()
+    return product
 
 
 def warpgroup_mma_wait(pendings: int, deps):
@@ -76,43 +93,57 @@ def warpgroup_mma_wait(pendings: int, deps):
 
 def tma_load(descriptor: Descriptor, corner, bar: Barrier, target: Shared) -> None:
     assert list(target.shape) == descriptor.block, f"box {descriptor.block} into buffer {target.shape}"
-    data, machine, name = descriptor.load([int(c) for c in corner]), here.machine, f"copy {time.time_ns()}"
+    data, name = descriptor.load([int(c) for c in corner]), f"load {next(copies)}"
     target.history.overwrite(Access(ends=1, name=name))
     target.data.fill_(float("nan") if target.dtype.is_floating_point else -1)
+    clock = {**here.clock, name: 1}
 
     def land() -> None:
-        time.sleep(machine.delay())
         target.data.copy_(data)
-        bar.step(0, descriptor.block_type.nbytes, {**here.clock, name: 1})
+        bar.step(0, descriptor.block_type.nbytes, clock)
 
-    machine.start(land)
+    here.machine.copy(land)
+    here.machine.pause()
+
+
+class Addition:
+    """One TMA addition: reads its buffer at some time, and adds at a later one."""
+
+    def __init__(self, descriptor: Descriptor, corner, source: Shared):
+        self.descriptor, self.place, self.source = descriptor, tuple(map(int, corner)), source
+        self.read, self.added = source.history.read(asynchronous=True), Access()
+        self.box: Tensor | None = None
+        self.is_added, self.machine = False, here.machine
+        for row in source.data.any(-1).nonzero().flatten().tolist():  # adding zeros disturbs nobody
+            before = descriptor.additions.get((*self.place, row))
+            if self.machine.ordered and before and not before.ordered():
+                self.machine.races.add("nothing orders two additions to one place")
+            descriptor.additions[*self.place, row] = self.added
+        self.machine.copy(self.take)
+
+    def take(self) -> None:
+        self.box = self.source.data.clone()
+        self.machine.copy(self.add)
+
+    def add(self) -> None:
+        self.descriptor.add(self.place, self.box)
+        self.is_added = True
 
 
 def tma_add(descriptor: Descriptor, corner, source: Shared) -> None:
-    read, machine, place = source.history.read(asynchronous=True), here.machine, tuple(map(int, corner))
-    has_read, added = threading.Event(), Access()
-    with machine.lock:
-        for row in source.data.any(1).nonzero().flatten().tolist():  # adding zeros disturbs nobody
-            before = descriptor.additions.get((*place, row))
-            if machine.ordered and before and not before.ordered():
-                machine.races.add("nothing orders two additions to one place")
-            descriptor.additions[*place, row] = added
-
-    def go() -> None:
-        time.sleep(machine.delay())
-        box = source.data.clone()
-        has_read.set()
-        time.sleep(3 * machine.delay())
-        descriptor.add(place, box)
-
-    here.additions.append((machine.start(go), has_read, read, added))
+    count_work()
+    here.additions.append(Addition(descriptor, corner, source))
+    here.machine.pause()
 
 
 def wait_for_additions(to_be_added: bool) -> None:
-    for thread, has_read, read, added in here.additions:
-        thread.join() if to_be_added else has_read.wait()
-        read.ends = read.ends or here.clock[here.name]
-        added.ends = here.clock[here.name] if to_be_added else None
+    mine = here.additions
+    here.machine.pause(
+        lambda: all(x.is_added if to_be_added else x.box is not None for x in mine), "its additions"
+    )
+    for addition in mine:
+        addition.read.ends = addition.read.ends or here.clock[here.task.name]
+        addition.added.ends = here.clock[here.task.name] if to_be_added else None
     tick()
     if to_be_added:
         here.additions = []
@@ -143,22 +174,19 @@ class MBarrier:
 
     @staticmethod
     def wait(bar: Barrier, phase) -> None:
-        time.sleep(here.machine.delay())
-        with bar.condition:
-            here.machine.wait_for(lambda: bar.phase != int(phase) & 1, bar.condition, "a barrier's phase")
-            merge(here.clock, bar.completed_clock)
+        here.machine.pause(lambda: bar.phase != int(phase) & 1, "a phase of a barrier")
+        merge(here.clock, bar.completed_clock)
 
     @staticmethod
     def arrive(bar: Barrier, count: int) -> None:
-        time.sleep(here.machine.delay())
+        here.machine.pause()
         bar.step(count, 0, here.clock)
         tick()
 
     @staticmethod
     def expect(bar: Barrier, nbytes) -> None:
-        with bar.condition:
-            bar.missing_bytes += int(nbytes)
-            bar.step(1, 0, here.clock)
+        bar.missing_bytes += int(nbytes)
+        bar.step(1, 0, here.clock)
         tick()
 
 
@@ -197,25 +225,18 @@ class Language:
     @staticmethod
     def store(pointer: Pointer, values: Tensor, mask: Tensor) -> None:
         at, mask = (x.expand(values.shape) for x in (pointer.at, mask))
-        with here.machine.lock:
-            pointer.flat[at[mask]] = values[mask]
+        pointer.flat[at[mask]] = values[mask]
 
     @staticmethod
     def atomic_add(pointer: Pointer, value, sem) -> Tensor:
         machine, at = here.machine, int(pointer.at)
-        poll = isinstance(value, int) and value == 0
-        if poll:
-            here.polls_end = getattr(here, "polls_end", None) or time.monotonic() + machine.deadlock_s
-            if machine.errors or time.monotonic() > here.polls_end:
-                raise TimeoutError("a turn never comes")
-            time.sleep(1e-4)
-        else:
-            here.polls_end = None
-        with machine.lock:
-            released = machine.atomic_clocks.setdefault(at, {})
-            merge(*((here.clock, released) if sem == "acquire" else (released, here.clock)))
-            before = pointer.flat[at].clone()
-            pointer.flat[at] += value
+        known = here.polled if isinstance(value, int) and value == 0 else None  # what was read here last
+        machine.pause(lambda: (at, int(pointer.flat[at])) != known, "its turn")
+        released = machine.atomic_clocks.setdefault(at, {})
+        merge(*((here.clock, released) if sem == "acquire" else (released, here.clock)))
+        before = pointer.flat[at].clone()
+        pointer.flat[at] += value
+        here.polled = at, int(before)
         tick()
         return before
 
@@ -229,12 +250,17 @@ class Language:
     @staticmethod
     def warp_specialize(partitions, warps, registers) -> None:
         assert len(warps) == len(registers) == len(partitions) - 1 and all(r % 8 == 0 for r in registers)
-        threads = [
-            here.machine.start(work, *arguments, name=f"{here.program[0]} partition {i}")
+        machine, me = here.machine, here.task
+        tasks = [
+            machine.start(
+                work, *arguments, name=f"{me.name}, part {i}", clock=dict(me.clock), program=me.program
+            )
             for i, (work, arguments) in enumerate(partitions)
         ]
-        for thread in threads:
-            thread.join()
+        machine.pause(lambda: not any(task in machine.tasks for task in tasks), "its partitions")
+        for task in tasks:
+            merge(here.clock, task.clock)
+        here.task.own_work = max(task.own_work for task in tasks)
 
 
 def _modules() -> dict[str, ModuleType]:
@@ -271,12 +297,26 @@ def _modules() -> dict[str, ModuleType]:
     }
 
 
-def load_kernel(file: str, name: str, mutate: tuple[tuple[str, str], ...] = ()) -> Callable:
+def mutated(source: str, mutants: tuple[tuple[str, str], ...]) -> str:
+    """The source with texts replaced: whole lines, at any indentation, if a text ends in one; or else parts.
+
+    Raises LookupError for a text that is not there.
+    """
+    for old, new in mutants:
+        pattern = re.escape(old)
+        if old.endswith("\n"):
+            lines = "".join(f"(?P=at){re.escape(line)}\n" for line in old.splitlines())
+            pattern = f"(?m)^{lines}".replace("(?P=at)", "(?P<at> *)", 1)
+        if not (found := re.search(pattern, source)):
+            raise LookupError(f"the source has no {old!r}")
+        new = indent(new, found.groupdict().get("at", ""))
+        source = re.sub(pattern, new.replace("\\", r"\\"), source)
+    return source
+
+
+def load_kernel(file: str, name: str, mutants: tuple[tuple[str, str], ...] = ()) -> Callable:
     """The function `name` of kernels/<file>.py on the stand-ins, after replacing some of its text."""
-    source = (KERNELS / f"{file}.py").read_text()
-    for old, new in mutate:
-        assert old in source, f"{file}.py has no {old!r}"
-        source = source.replace(old, new)
+    source = mutated((KERNELS / f"{file}.py").read_text(), mutants)
     members = {"__name__": f"emulated.{file}", "__package__": "emulated"}
     with mock.patch.dict(sys.modules, _modules()):
         package = ModuleType("emulated")
@@ -292,11 +332,12 @@ def load_kernel(file: str, name: str, mutate: tuple[tuple[str, str], ...] = ()) 
 
 
 class Emulated:
-    """Stands for a kernel: `Emulated(function)[grid](...)` runs it, and collects races in `.races`."""
+    """Stands for a kernel: `Emulated(function)[grid](...)` runs it, and leaves `.races` and `.waited`."""
 
-    def __init__(self, function: Callable, *, deadlock_s: float = 20.0, ordered: bool = False, seed: int = 0):
-        self.function, self.deadlock_s, self.ordered, self.seed = function, deadlock_s, ordered, seed
+    def __init__(self, function: Callable, *, ordered: bool = False, order: str = "any", seed: int = 0):
+        self.function, self.ordered, self.order, self.seed = function, ordered, order, seed
         self.races: set[str] = set()
+        self.waited = 0  # products and additions of others that a program has waited for, at most
 
     def __getitem__(self, grid: tuple[int]) -> Callable:
         return lambda **arguments: self.launch(grid[0], arguments)
@@ -304,24 +345,25 @@ class Emulated:
     def launch(self, programs: int, arguments: dict) -> None:
         to_the_compiler = ("num_warps", "enable_fp_fusion")
         arguments = {name: self.argument(x) for name, x in arguments.items() if name not in to_the_compiler}
-        machine = Machine(self.deadlock_s, self.ordered, self.seed)
-        resident = threading.Semaphore(RESIDENT)
+        machine = Machine(self.ordered, self.order, self.seed)
 
         def program() -> None:
-            try:
-                self.function(**arguments)
-            finally:
-                resident.release()
+            self.function(**arguments)
+            self.waited = max(self.waited, here.clock.get(WORK, 0) - here.task.own_work)
 
-        for i in range(programs):  # programs start in the order of their ids, as on a GPU
-            resident.acquire()
-            enter(machine, f"launch {i}", {}, (i, programs))
-            machine.start(program, name=f"{i}")
-        for thread in machine.threads:  # grows meanwhile
-            thread.join()
+        launch = Task("launch", (programs, programs), {})
+        enter(machine, launch)
+        running: list[Task] = []
+
+        def resident() -> int:
+            return sum(task in machine.tasks for task in running)
+
+        with machine.until_all_have_ended():
+            for i in range(programs):  # programs start in the order of their ids, as on a GPU
+                machine.pause(lambda: resident() < RESIDENT, "a program to end")
+                running.append(machine.start(program, name=f"program {i}", clock={}, program=(i, programs)))
+            machine.pause(lambda: machine.tasks == [launch], "all programs and their copies")
         self.races |= machine.races
-        if machine.errors:
-            raise machine.errors[0]
 
     @staticmethod
     def argument(x):

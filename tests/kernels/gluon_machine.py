@@ -1,68 +1,129 @@
-"""What the Gluon emulator runs on: threads that know what they have seen of each other, buffers that know who
-reads and writes them, barriers, descriptors and pointers. See gluon_emulator.py.
+"""What the Gluon emulator runs on: a scheduler, clocks that say what threads have seen of each other, buffers
+that know who reads and writes them, barriers, descriptors and pointers. See gluon_emulator.py.
 """
 
 import random
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-here = threading.local()  # this thread's: machine, name, clock, products, additions, unfenced, program
+here = threading.local()  # this thread's: machine, task, clock, products, additions, unfenced, program
+
+# Who goes on next, of those that can: the one with the largest key. A task is a partition of a program, or a
+# copy, which is what the copy engine does on its own time. Each of these is adverse to other mistakes.
+ORDERS: dict[str, Callable] = {
+    "any": lambda task, random: random,
+    "copies late": lambda task, random: (not task.copy, random),
+    "last program first": lambda task, random: (task.program[0], not task.copy, random),
+    "one as long as it can": lambda task, random: (task.last, random),
+}
+
+
+class Task:
+    """Something that goes on when `ready()`: a thread of its own, or a copy, which is `work` alone."""
+
+    def __init__(self, name: str, program: tuple[int, int], clock: dict, work: Callable | None = None):
+        self.name, self.program, self.clock = name, program, clock
+        self.copy, self.work = work is not None, work
+        self.ready: Callable[[], bool] = lambda: True
+        self.waits_for, self.go, self.last, self.own_work = "", threading.Semaphore(0), 0, 0
 
 
 class Machine:
-    """One launch: what it found, and whether it has failed, so that all its threads stop."""
+    """One launch: its threads, of which one runs at a time, and what it found.
 
-    def __init__(self, deadlock_s: float, ordered: bool, seed: int):
-        self.deadlock_s, self.ordered = deadlock_s, ordered
+    Who runs is decided by `order` and `seed` alone, whenever a thread does something that others see: so a
+    launch goes the same way each time, on a busy machine too. When nobody can go on, that is known at once.
+    """
+
+    def __init__(self, ordered: bool, order: str, seed: int):
+        self.ordered, self.order, self.random = ordered, ORDERS[order], random.Random(seed)
         self.races: set[str] = set()
-        self.errors: list[BaseException] = []
-        self.threads: list[threading.Thread] = []
-        self.lock, self.random = threading.RLock(), random.Random(seed)
+        self.error: BaseException | None = None
+        self.tasks: list[Task] = []
         self.atomic_clocks: dict[int, dict] = {}  # of what was released by an address
+        self.switches = 0
 
-    def wait_for(self, done: Callable[[], bool], condition: threading.Condition, what: str) -> None:
-        """Wait with `condition` held; TimeoutError in a deadlock or when another thread has failed."""
-        end = time.monotonic() + self.deadlock_s
-        while not done():
-            if self.errors or time.monotonic() > end:
-                raise TimeoutError(f"{what} never comes")
-            condition.wait(0.02)
-
-    def delay(self) -> float:
-        return self.random.random() * 5e-4 if self.random.random() < 0.3 else 0.0
-
-    def start(self, work: Callable, *arguments, name: str = "") -> threading.Thread:
-        """Run on a new thread, which knows what this one has seen."""
-        clock, program = dict(here.clock), here.program
+    def start(self, work: Callable, *arguments, name: str, clock: dict, program: tuple[int, int]) -> Task:
+        """A task for `work` on a thread of its own, which has seen `clock`."""
+        task = Task(name, program, clock)
 
         def run() -> None:
-            enter(self, name or threading.current_thread().name, clock, program)
+            task.go.acquire()
+            enter(self, task)
             try:
-                work(*arguments)
+                if not self.error:
+                    work(*arguments)
             except BaseException as error:  # of a thread: handed to whoever launched
-                self.errors.append(error)
+                self.error = self.error or error
+            self.tasks.remove(task)
+            self.next().go.release()
 
-        thread = threading.Thread(target=run, daemon=True)
-        with self.lock:
-            self.threads.append(thread)
-        thread.start()
-        return thread
+        self.tasks.append(task)
+        threading.Thread(target=run, daemon=True).start()
+        return task
+
+    def copy(self, work: Callable[[], None]) -> None:
+        """Do this at some time."""
+        self.tasks.append(Task("copy", here.program, {}, work))
+
+    def pause(self, ready: Callable[[], bool] = lambda: True, waits_for: str = "") -> None:
+        """Let others go on; return when `ready()`. TimeoutError if it never will be."""
+        task = here.task
+        task.ready, task.waits_for = ready, waits_for
+        self.switches += 1
+        task.last = self.switches
+        chosen = self.next()
+        if chosen is not task:
+            chosen.go.release()
+            task.go.acquire()
+        if self.error:
+            raise TimeoutError("another thread has failed") from self.error
+
+    @contextmanager
+    def until_all_have_ended(self) -> Iterator[None]:
+        """Within, this thread is the one that launches; the first error of any ends all, and is raised."""
+        me = here.task
+        self.tasks.append(me)
+        try:
+            yield
+        except BaseException as error:
+            self.error = self.error or error
+        while others := [task for task in self.tasks if task is not me and not task.copy]:
+            others[0].go.release()
+            me.go.acquire()
+        if self.error:
+            raise self.error
+
+    def next(self) -> Task:
+        """The thread that goes on; copies that come before it are done."""
+        while True:
+            able = self.tasks if self.error else [task for task in self.tasks if task.ready()]
+            if not able:
+                waits = sorted({f"{task.name} waits for {task.waits_for}" for task in self.tasks})
+                self.error = TimeoutError(f"nobody can go on: {'; '.join(waits)}")
+                continue
+            chosen = max(able, key=lambda task: self.order(task, self.random.random()))
+            if not chosen.copy:
+                return chosen
+            self.tasks.remove(chosen)
+            if not self.error:
+                chosen.work()
 
 
-def enter(machine: Machine, name: str, clock: dict, program: tuple[int, int]) -> None:
-    here.machine, here.name, here.clock, here.program = machine, name, clock, program
-    here.products, here.additions, here.unfenced = [], [], []
+def enter(machine: Machine, task: Task) -> None:
+    here.machine, here.task, here.clock, here.program = machine, task, task.clock, task.program
+    here.products, here.additions, here.unfenced, here.polled = [], [], [], None
     tick()
 
 
 def tick() -> int:
-    here.clock[here.name] = here.clock.get(here.name, 0) + 1
-    return here.clock[here.name]
+    here.clock[here.task.name] = here.clock.get(here.task.name, 0) + 1
+    return here.clock[here.task.name]
 
 
 def merge(clock: dict, other: dict) -> None:
@@ -74,7 +135,7 @@ class Access:
     """A read or write of a buffer; `ends` is its thread's time at its end, None before that."""
 
     def __init__(self, ends: int | None = None, name: str | None = None, generic: bool = False):
-        self.name, self.ends, self.fenced = name or here.name, ends, not generic
+        self.name, self.ends, self.fenced = name or here.task.name, ends, not generic
 
     def ordered(self) -> bool:
         """Whether it has ended before what this thread does now."""
@@ -89,22 +150,20 @@ class History:
         self.reads: list[Access] = []
 
     def read(self, asynchronous: bool) -> Access:
-        with here.machine.lock:
-            if self.write and not self.write.ordered():
-                here.machine.races.add("a buffer is read without waiting for what is written to it")
-            if self.write and asynchronous and not self.write.fenced:
-                here.machine.races.add("what threads stored is read asynchronously without a fence")
-            access = Access()
-            self.reads.append(access)
-            return access
+        if self.write and not self.write.ordered():
+            here.machine.races.add("a buffer is read without waiting for what is written to it")
+        if self.write and asynchronous and not self.write.fenced:
+            here.machine.races.add("what threads stored is read asynchronously without a fence")
+        access = Access()
+        self.reads.append(access)
+        return access
 
     def overwrite(self, access: Access) -> None:
-        with here.machine.lock:
-            if not all(x.ordered() for x in self.reads):
-                here.machine.races.add("a buffer is written while it is read")
-            if self.write and not self.write.ordered():
-                here.machine.races.add("a buffer is written twice at once")
-            self.write, self.reads = access, []
+        if not all(x.ordered() for x in self.reads):
+            here.machine.races.add("a buffer is written while it is read")
+        if self.write and not self.write.ordered():
+            here.machine.races.add("a buffer is written twice at once")
+        self.write, self.reads = access, []
 
 
 class Shared:
@@ -118,8 +177,7 @@ class Shared:
 
     @property
     def history(self) -> History:
-        with here.machine.lock:
-            return self.histories.setdefault(self.key, History())
+        return self.histories.setdefault(self.key, History())
 
     def index(self, i) -> "Shared":
         return Shared(self.data[int(i)], self.histories, int(i))
@@ -150,21 +208,19 @@ class Barrier:
     """An mbarrier: a phase completes when all arrivals and all bytes expected have come."""
 
     def __init__(self) -> None:
-        self.condition, self.phase, self.missing_bytes = threading.Condition(), 0, 0
+        self.phase, self.missing_bytes = 0, 0
         self.count = self.missing = -1
         self.clock, self.completed_clock = {}, {}
 
     def step(self, arrivals: int, nbytes: int, clock: dict) -> None:
-        with self.condition:
-            merge(self.clock, clock)
-            self.missing -= arrivals
-            self.missing_bytes -= nbytes
-            if self.missing < 0:
-                raise RuntimeError("more arrivals than the barrier counts")
-            if self.missing == 0 and self.missing_bytes == 0:
-                self.phase ^= 1
-                self.missing, self.completed_clock = self.count, dict(self.clock)
-                self.condition.notify_all()
+        merge(self.clock, clock)
+        self.missing -= arrivals
+        self.missing_bytes -= nbytes
+        if self.missing < 0:
+            raise RuntimeError("more arrivals than the barrier counts")
+        if self.missing == 0 and self.missing_bytes == 0:
+            self.phase ^= 1
+            self.missing, self.completed_clock = self.count, dict(self.clock)
 
 
 class Barriers:
@@ -198,9 +254,8 @@ class Descriptor:
         return box
 
     def add(self, corner, box: Tensor) -> None:
-        with here.machine.lock:
-            found = self.view[self.inside(corner)]
-            found += box[: found.shape[0], : found.shape[1]]
+        found = self.view[self.inside(corner)]
+        found += box[: found.shape[0], : found.shape[1]]
 
 
 class Pointer:

@@ -1,6 +1,7 @@
 """The Gluon kernels' arithmetic and synchronization, on the CPU: see gluon_emulator.py."""
 
 import math
+from types import ModuleType
 
 import pytest
 import torch
@@ -8,10 +9,12 @@ from oracle import attention_and_lse, compare, packed, poisoned, random_inputs, 
 
 pytest.importorskip("triton")
 
-from gluon_emulator import Emulated, load_kernel
+from gluon_emulator import KERNELS, Emulated, load_kernel, mutated
+from gluon_machine import ORDERS
 from wlb_titan.kernels import gluon_launch
+from wlb_titan.kernels import schedule as schedules
 from wlb_titan.kernels.options import Options, Saved
-from wlb_titan.kernels.schedule import schedule_of
+from wlb_titan.kernels.schedule import Key, Schedule
 from wlb_titan.kernels.segments import CAUSAL, Visibility
 
 SHARD = torch.tensor(
@@ -42,14 +45,18 @@ def run(
     visibility=CAUSAL,
     deterministic=True,
     seed=0,
+    order="any",
     units=5,
     dtype=torch.bfloat16,
     forward=(),
     backward=(),
-    deadlock_s=20.0,
+    lists=(),
 ):
-    """Everything against the oracle; the races found. `forward`, `backward`: changes to the source."""
-    options = {"deadlock_s": deadlock_s, "seed": seed}
+    """Everything against the oracle; the gradients, the races found, and for how many products and additions
+    of others a program of the backward has waited at most. `forward`, `backward`, `lists`: changes to the
+    source.
+    """
+    options = {"order": order, "seed": seed}
     forward_kernel = Emulated(load_kernel("gluon_forward", "gluon_forward_kernel", forward), **options)
     backward_kernel = Emulated(
         load_kernel("gluon_backward", "gluon_backward_kernel", backward), ordered=deterministic, **options
@@ -58,10 +65,12 @@ def run(
     monkeypatch.setattr(gluon_launch, "gluon_backward_kernel", backward_kernel)
     monkeypatch.setattr(gluon_launch, "row_statistics", statistics)
     monkeypatch.setattr(gluon_launch, "multiprocessors", lambda device: units)
+    if lists:
+        monkeypatch.setattr(schedules, "tiles", changed_tiles(lists))
     q, k, v, dout = random_inputs(*tokens, *heads, *dims, dtype, seed=seed)
     k, v = side_by_side(k, v)
     dlse = torch.randn(heads[0], tokens[0], generator=torch.Generator().manual_seed(seed))
-    schedule = schedule_of(segments, *tokens, q.device, visibility)
+    schedule = Schedule(segments.numpy(), Key(*tokens, visibility, q.device, 0))
     with poisoned():
         wanted = Options(SCALE, visibility, deterministic)
         out, lse = gluon_launch.forward(q, k, v, schedule, wanted)
@@ -78,7 +87,14 @@ def run(
     del want["dsinks"]
     compare(got, want, 1e-2)
     assert (out[padding] == 0).all() and (gradients[0][padding] == 0).all()
-    return gradients, forward_kernel.races | backward_kernel.races
+    return gradients, forward_kernel.races | backward_kernel.races, backward_kernel.waited
+
+
+def changed_tiles(mutants) -> ModuleType:
+    """kernels/tiles.py after replacing some of its text."""
+    made = ModuleType("wlb_titan.kernels.changed_tiles")
+    exec(mutated((KERNELS / "tiles.py").read_text(), mutants), made.__dict__)
+    return made
 
 
 CASES = {
@@ -97,83 +113,98 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_gluon(monkeypatch, case):
     *arguments, options = CASES[case]
-    _, races = run(monkeypatch, *arguments, **options)
-    assert not races
+    for order in ("any", "last program first"):
+        _, races, _ = run(monkeypatch, *arguments, order=order, **options)
+        assert not races
 
 
 def test_gluon_repeats_bit_for_bit(monkeypatch):
     """Though copies, additions and partitions come in another order each time."""
     first, second = (
-        run(monkeypatch, packed([400, 30]), (430, 430), (2, 1), (64, 64), seed=0)[0] for _ in range(2)
+        run(monkeypatch, packed([400, 30]), (430, 430), (2, 1), (64, 64), order=order)[0]
+        for order in ("copies late", "last program first")
     )
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-RELEASE_Q = "mbarrier.arrive(bars.index(Q_FREE + q_stage), count=1)\n"
+def heads_first(line: str) -> tuple[str, str]:
+    """The walk of a partition, over blocks and then heads, turned inside out."""
+    blocks, heads = "for i in range(steps):\n", "for head in range(first_head, first_head + heads):\n"
+    return f"{blocks}    {line}\n    {heads}", f"{heads}    {blocks}        {line}\n"
+
+
+HEADS_FIRST = (
+    heads_first("token = (block + steps - 1 - i) * QUERIES"),
+    heads_first("at = block + steps - 1 - i"),
+    ("place // heads", "place % steps"),
+)
+# In a tile, items in the order of their queries.
+QUERIES_FIRST = (("(-begin, haste, tile)", "(begin, tile)"),)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "slow"),
+    [([129] * 9, 1, {"lists": QUERIES_FIRST}), ([384], 4, {"backward": HEADS_FIRST})],
+    ids=["documents that share tiles", "heads that share keys"],
+)
+def test_turns_are_not_waited_for_in_a_row(monkeypatch, lengths, heads, slow):
+    """A program waits for a step of others, of eight products and additions; in the other order for many."""
+    case = packed(lengths), (sum(lengths), sum(lengths)), (heads, 1), (64, 64)
+    assert run(monkeypatch, *case, units=1)[2] <= 8
+    assert run(monkeypatch, *case, units=1, **slow)[2] > 30
+
+
 FORWARD_MUTANTS = {
     "K released before it is read": (
-        "        s = warpgroup_mma_wait(0, deps=[s])\n"
-        "        mbarrier.arrive(bars.index(K_FREE + stage), count=1)",
-        "        mbarrier.arrive(bars.index(K_FREE + stage), count=1)\n"
-        "        s = warpgroup_mma_wait(0, deps=[s])",
+        "s = warpgroup_mma_wait(0, deps=[s])\nmbarrier.arrive(bars.index(K_FREE + stage), count=1)\n",
+        "mbarrier.arrive(bars.index(K_FREE + stage), count=1)\ns = warpgroup_mma_wait(0, deps=[s])\n",
     ),
     "V released before it is read": (
-        "            o, p = warpgroup_mma_wait(0, deps=[o, p])\n"
-        "            mbarrier.arrive(bars.index(V_FREE + before), count=1)",
-        "            mbarrier.arrive(bars.index(V_FREE + before), count=1)\n"
-        "            o, p = warpgroup_mma_wait(0, deps=[o, p])",
+        "o, p = warpgroup_mma_wait(0, deps=[o, p])\nmbarrier.arrive(bars.index(V_FREE + before), count=1)\n",
+        "mbarrier.arrive(bars.index(V_FREE + before), count=1)\no, p = warpgroup_mma_wait(0, deps=[o, p])\n",
     ),
-    "Q not released": ("        " + RELEASE_Q, ""),
+    "Q not released": ("mbarrier.arrive(bars.index(Q_FREE + q_stage), count=1)\n", ""),
     "Q loaded over the last but one": (
-        "        mbarrier.wait(bars.index(Q_FREE + q_stage), ((round // Q_STAGES) & 1) ^ 1)\n",
+        "mbarrier.wait(bars.index(Q_FREE + q_stage), ((round // Q_STAGES) & 1) ^ 1)\n",
         "",
     ),
-    "V not waited for": ("            mbarrier.wait(bars.index(V_READY + before), before_phase)\n", ""),
+    "V not waited for": ("mbarrier.wait(bars.index(V_READY + before), before_phase)\n", ""),
     "V of the wrong phase": ("V_READY + before), before_phase)", "V_READY + before), before_phase ^ 1)"),
     "V released by one consumer": (
         "V_FREE + stage), count=CONSUMERS)",
         "V_FREE + stage), count=1 if CONSUMERS == 2 else 4)",
     ),
     "V never released": (
-        "        mbarrier.arrive(bars.index(V_FREE + stage), count=1)\n        step += 1",
-        "        step += 1",
+        "mbarrier.arrive(bars.index(V_FREE + stage), count=1)\nstep += 1\n",
+        "step += 1\n",
     ),
     "no mask": ("if (start < shared_begin) | (start + BLOCK_N > shared_end):", "if False:"),
     "mask only at the end": ("if (start < shared_begin) | (start + BLOCK_N", "if (start + BLOCK_N"),
-    "output used before its wait": ("            o, p = warpgroup_mma_wait(0, deps=[o, p])\n", ""),
+    "output used before its wait": ("o, p = warpgroup_mma_wait(0, deps=[o, p])\n", ""),
     "last round forgotten": ("whole + gl.where(place < work - whole * programs, 1, 0)", "whole"),
 }
 BACKWARD_MUTANTS = {
     "no fence after dS": (
-        "            fence_async_shared()\n            mbarrier.arrive(bars.index(DS_READY)",
-        "            mbarrier.arrive(bars.index(DS_READY)",
+        "fence_async_shared()\nmbarrier.arrive(bars.index(DS_READY), count=1)\n",
+        "mbarrier.arrive(bars.index(DS_READY), count=1)\n",
     ),
     "no fence after dQ": (
-        "            fence_async_shared()\n            mbarrier.arrive(bars.index(DQ_READY)",
-        "            mbarrier.arrive(bars.index(DQ_READY)",
+        "fence_async_shared()\nmbarrier.arrive(bars.index(DQ_READY), count=1)\n",
+        "mbarrier.arrive(bars.index(DQ_READY), count=1)\n",
     ),
-    "dS written while it is read": (
-        "            mbarrier.wait(bars.index(DS_FREE), (step & 1) ^ 1)\n",
-        "",
-    ),
-    "dS read before the other's is there": (
-        "            mbarrier.wait(bars.index(DS_READY), step & 1)\n",
-        "",
-    ),
-    "dQ written while it is added": (
-        "            mbarrier.wait(bars.index(DQ_FREE), (step & 1) ^ 1)\n",
-        "",
-    ),
+    "dS written while it is read": ("twin = step & 1", "twin = 0"),
+    "dS read before the other's is there": ("mbarrier.wait(bars.index(DS_READY), step & 1)\n", ""),
+    "dQ written while it is added": ("mbarrier.wait(bars.index(DQ_FREE), (step & 1) ^ 1)\n", ""),
     "dQ given back before it is read": (
-        "                wait_until_read()\n            mbarrier.arrive(bars.index(DQ_FREE), count=1)",
-        "                mbarrier.arrive(bars.index(DQ_FREE), count=1)\n                wait_until_read()",
+        "wait_until_read()\nmbarrier.arrive(bars.index(DQ_FREE), count=1)\n",
+        "mbarrier.arrive(bars.index(DQ_FREE), count=1)\nwait_until_read()\n",
     ),
-    "dQ added before it is there": ("                mbarrier.wait(bars.index(DQ_READY), step & 1)\n", ""),
+    "dQ added before it is there": ("mbarrier.wait(bars.index(DQ_READY), step & 1)\n", ""),
     "Q released before dK is done": (
-        "            dk_acc = warpgroup_mma_wait(0, deps=[dk_acc])\n"
-        "            mbarrier.arrive(bars.index(FREE + stage), count=1)",
-        "            mbarrier.arrive(bars.index(FREE + stage), count=1)\n"
-        "            dk_acc = warpgroup_mma_wait(0, deps=[dk_acc])",
+        "dk_acc, ds_left = warpgroup_mma_wait(0, deps=[dk_acc, ds_left])\n"
+        "mbarrier.arrive(bars.index(FREE + stage), count=1)\n",
+        "mbarrier.arrive(bars.index(FREE + stage), count=1)\n"
+        "dk_acc, ds_left = warpgroup_mma_wait(0, deps=[dk_acc, ds_left])\n",
     ),
     "statistics' bytes not expected": (
         "+ 3 * lse_log2.block_type.nbytes",
@@ -183,25 +214,40 @@ BACKWARD_MUTANTS = {
     "turn not waited for": ('0, sem="acquire") != turn', '0, sem="acquire") == -1'),
     "turn passed on before the addition": (", wait_until_added(), sem", ", 1, sem"),
     "turn not passed on": (", wait_until_added(), sem", ", 0 * wait_until_added(), sem"),
+    "turns of another head": ("counter + head * counters + at, 0", "counter + first_head * counters + at, 0"),
+}
+LIST_MUTANTS = {
+    "keys after a partial tile not masked": (" & (t1[tile] - t0[tile] == block_n)", ""),
+    "later tiles first": ("np.lexsort((chain,", "np.lexsort((-np.arange(len(chain)), chain,"),
+    "a turn that never comes": (
+        "(tile - first_tile[segment])[waits]",
+        "(tile - first_tile[segment])[waits] + 1",
+    ),
+    "short documents wait for nobody": ("waits = count[segment] > 1", "waits = count[segment] > 2"),
+    "segments share their counters": ("start = np.cumsum(blocks) - blocks", "start = 0 * blocks"),
 }
 
 
-def caught(monkeypatch, **mutant) -> bool:
-    """Whether a result is wrong, a race is found, or nothing moves any more.
+# Tiles of several blocks, two documents that share one, and a window; many tiles of one block on a single
+# program; and a document that ends within a tile and is followed by other keys, not causal.
+PARTIAL = torch.tensor([[0, 70, 0, 1100], [70, 10, 1100, 40]], dtype=torch.int32)
+MUTANT_CASES = (
+    (packed([420, 165]), (585, 585), (2, 1), (64, 64), {"units": 3, "visibility": Visibility(window=230)}),
+    (packed([128] * 4), (512, 512), (2, 1), (128, 128), {"units": 1}),
+    (PARTIAL, (80, 1140), (1, 1), (64, 64), {"visibility": Visibility(causal=False)}),
+)
 
-    Tried with tiles of several blocks, and with many of one block on a single program.
-    """
-    for lengths, dims, units in (([420, 45], (64, 64), 4), ([128] * 5, (128, 128), 1)):
-        tokens = sum(lengths)
-        try:
-            _, races = run(
-                monkeypatch, packed(lengths), (tokens, tokens), (2, 1), dims, units=units, deadlock_s=1.0,
-                visibility=Visibility(window=350), **mutant,
-            )  # fmt: skip
-        except (AssertionError, TimeoutError, RuntimeError, TypeError):
-            return True
-        if races:
-            return True
+
+def caught(monkeypatch, **mutant) -> bool:
+    """Whether a result is wrong, a race is found, or nothing moves any more, in any order."""
+    for order in ORDERS:
+        for *arguments, options in MUTANT_CASES:
+            try:
+                _, races, _ = run(monkeypatch, *arguments, order=order, **options, **mutant)
+            except (AssertionError, TimeoutError, RuntimeError, TypeError):
+                return True
+            if races:
+                return True
     return False
 
 
@@ -217,3 +263,8 @@ def test_mutants_of_the_forward_are_caught(monkeypatch, name):
 @pytest.mark.parametrize("name", BACKWARD_MUTANTS)
 def test_mutants_of_the_backward_are_caught(monkeypatch, name):
     assert caught(monkeypatch, backward=(BACKWARD_MUTANTS[name],))
+
+
+@pytest.mark.parametrize("name", LIST_MUTANTS)
+def test_mutants_of_the_lists_are_caught(monkeypatch, name):
+    assert caught(monkeypatch, lists=(LIST_MUTANTS[name],))

@@ -152,6 +152,24 @@ WRONG = {
         {"t": 'base = "llama3_debug"\ndebug.spmd_typechecking = true'},
         ["t.toml:2: debug.spmd_typechecking = true: torchtitan cannot follow"],
     ),
+    "attention kernels on the CPU": (
+        {"t": 'base = "llama3_debug"\n[wlb]\ndevice = "cpu"\nattention.implementation = "triton"'},
+        ['t.toml:4: wlb.attention.implementation = "triton": ', "needs a CUDA device, and runs on cpu"],
+    ),
+    "attention kernels without the head dim": (
+        {
+            "t": 'base = "llama3_debug"\ntraining.mixed_precision_param = "bfloat16"\n'
+            'wlb.attention.implementation = "gluon"'
+        },
+        ['t.toml:3: wlb.attention.implementation = "gluon": ', "head dims (64, 128), but q has 32"],
+    ),
+    "attention kernels without the dtype": (
+        {
+            "t": 'base = "llama3_debug"\ntraining.mixed_precision_param = "float32"\n'
+            'wlb.attention.implementation = "triton"'
+        },
+        ['t.toml:2: training.mixed_precision_param = "float32": ', 'set it to "bfloat16"'],
+    ),
     "one process for all ranks": (
         {"t": 'base = "llama3_debug"\ncomm.mode = "local_tensor"'},
         ['t.toml:2: comm.mode = "local_tensor": "local_tensor" lets one process'],

@@ -27,14 +27,20 @@ def files_of(folder: Path) -> dict:
     return facts_of_files(folder, [path for path in folder.rglob("*") if path.is_file()])
 
 
-def make_corpus(folder: Path, documents: list[list[int]], batch_tokens: int = 16) -> Path:
+def make_corpus(
+    folder: Path, documents: list[list[int]], batch_tokens: int = 16, spans: list[list[int]] | None = None
+) -> Path:
     """A corpus of given token ids. Its tokenizer is never loaded, so any bytes do."""
     (folder / "tokenizer").mkdir(parents=True)
     (folder / "tokenizer" / "tokenizer.json").write_text("{}")
-    with DocumentWriter(folder / "documents.arrow", batch_tokens=batch_tokens) as writer:
+    file, masked = folder / "documents.arrow", spans is not None
+    with DocumentWriter(file, masked=masked, batch_tokens=batch_tokens) as writer:
         for number, tokens in enumerate(documents):
-            writer.add(f"document {number}", np.array(tokens, dtype=np.int32))
+            learned = np.array(spans[number], dtype=np.int32) if masked else None
+            writer.add(f"document {number}", np.array(tokens, dtype=np.int32), learned)
     Manifest(
+        format_version=4 if masked else 3,
+        learned_tokens=writer.learned,
         fingerprint=writer.digest().hex()[:16],
         documents=writer.documents,
         tokens=writer.tokens,
@@ -53,6 +59,44 @@ def make_corpus(folder: Path, documents: list[list[int]], batch_tokens: int = 16
 @pytest.fixture
 def corpus_folder(tmp_path: Path) -> Path:
     return make_corpus(tmp_path / "corpus", [[5, 6, 7, 0], [8, 0], [0], [9] * 40 + [0], [1, 2, 0]])
+
+
+@pytest.fixture
+def masked_folder(tmp_path: Path) -> Path:
+    spans = [[1, 3], [], [0, 1], [3, 20, 30, 41], [0, 3]]
+    return make_corpus(
+        tmp_path / "corpus", [[5, 6, 7, 0], [8, 0], [0], [9] * 40 + [0], [1, 2, 0]], spans=spans
+    )
+
+
+LEARNED = [2, 0, 1, 28, 3]
+"""Of the documents of `masked_folder`."""
+
+
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    masks=st.lists(st.lists(st.booleans(), min_size=1, max_size=30), min_size=1, max_size=9), data=st.data()
+)
+def test_spans_are_the_mask(tmp_path_factory, masks, data):
+    """Of any piece, read and counted; the oracle is the mask itself."""
+    spans = [np.flatnonzero(np.diff([0, *mask, 0])).tolist() for mask in masks]
+    folder = make_corpus(tmp_path_factory.mktemp("spans") / "c", masks, spans=spans)
+    corpus = Corpus.open(folder)
+    assert corpus.manifest.learned_tokens == sum(map(sum, masks))
+    rows = data.draw(st.lists(st.integers(0, len(masks) - 1), max_size=9))
+    pieces = [sorted(data.draw(st.tuples(*[st.integers(0, len(masks[row]))] * 2))) for row in rows]
+    expected = [masks[row][start:stop] for row, (start, stop) in zip(rows, pieces, strict=True)]
+    counted = corpus.count_learned(
+        np.array(rows, dtype=np.int64),
+        np.array([start for start, _ in pieces], dtype=np.int64),
+        np.array([stop for _, stop in pieces], dtype=np.int64),
+    )
+    assert counted.tolist() == [sum(mask) for mask in expected]
+    for row, (start, stop), mask in zip(rows, pieces, expected, strict=True):
+        assert corpus.learned(row, start, stop - start).tolist() == mask
+    assert all(Corpus.open(folder, mask="none").learned(0, 0, len(masks[0])))
+    with pytest.raises(CorpusError, match="knows itself what is learned"):
+        Corpus.open(folder, mask="labels")
 
 
 token_ids = st.integers(min_value=0, max_value=2**31 - 1)
@@ -174,10 +218,9 @@ def test_damaged_manifest(corpus_folder, content):
 
 
 def test_other_format_version(corpus_folder):
-    change_manifest(corpus_folder, format_version=4, a_field_of_the_future=1)
-    assert "has corpus format version 4, but this wlb_titan reads the versions 1, 2, 3" in error_of_opening(
-        corpus_folder
-    )
+    change_manifest(corpus_folder, format_version=5, a_field_of_the_future=1)
+    message = error_of_opening(corpus_folder)
+    assert "has corpus format version 5, but this wlb_titan reads the versions 1, 2, 3, 4" in message
 
 
 @pytest.mark.parametrize("field", ["documents", "tokens"])
@@ -233,8 +276,9 @@ def test_corpora_without_checksums_are_still_read(corpus_folder, version):
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_every_flipped_bit_is_noticed(corpus_folder, data):
-    """Of any file of the corpus: opening it, or reading every document and its source, says so."""
+def test_every_flipped_bit_is_noticed(masked_folder, data):
+    """Of any file of the corpus: opening it, or reading every document, mask and source, says so."""
+    corpus_folder = masked_folder
     whole = Corpus.open(corpus_folder)
     tokens = [whole.tokens(row).tolist() for row in range(len(whole))]
     name = data.draw(st.sampled_from([*whole.manifest.files, "manifest.json"]))
@@ -248,6 +292,7 @@ def test_every_flipped_bit_is_noticed(corpus_folder, data):
             corpus = Corpus.open(corpus_folder)
             assert [corpus.tokens(row).tolist() for row in range(len(corpus))] == tokens
             assert all(corpus.source(row) == f"document {row}" for row in range(len(corpus)))
+            assert [corpus.learned(row, 0, len(tokens[row])).sum() for row in range(5)] == LEARNED
             verify(corpus_folder, lambda *report: None)
         assert str(corpus_folder) in str(caught.value)
     finally:

@@ -131,7 +131,7 @@ def test_hugging_face_datasets(tmp_path, kind, large):
     assert corpus.tokens(3).dtype == kind
     with pytest.raises(CorpusError, match="has no column 'input_ids'; it has id, ids"):
         Corpus.open(tmp_path / "d")
-    with pytest.raises(CorpusError, match=r"'id' of .* holds string, but a document must be a list"):
+    with pytest.raises(CorpusError, match=r"'id' of .* holds string, but must hold a list of integers"):
         Corpus.open(tmp_path / "d", column="id")
 
 
@@ -271,3 +271,92 @@ def test_an_unknown_folder_says_what_is_known(tmp_path):
     (tmp_path / "notes.txt").write_text("nothing")
     with pytest.raises(CorpusError, match=r"Megatron \(\.idx and \.bin\), datatrove \(\.ds\)"):
         Corpus.open(tmp_path)
+
+
+MASKS = [[0, 1, 1], [1], [], [1, 0] * 20, [1, 1], [0] * 7, []]
+
+
+def learned(corpus):
+    """Of each document its mask, read whole and in two pieces, and counted."""
+    result = []
+    for row, length in enumerate(np.asarray(corpus.lengths).tolist()):
+        whole, half = corpus.learned(row, 0, length), length // 2
+        pieces = [corpus.learned(row, 0, half), corpus.learned(row, half, length - half)]
+        assert np.concatenate(pieces).tolist() == whole.tolist()
+        edges = np.array([0, half]), np.array([half, length])
+        counted = corpus.count_learned(np.array([row, row]), *edges)
+        assert counted.tolist() == [piece.sum() for piece in pieces]
+        result.append(whole.astype(int).tolist())
+    return result
+
+
+def save_dataset(path: Path, **columns) -> Path:
+    datasets.Dataset.from_dict({"input_ids": DOCUMENTS, **columns}).save_to_disk(path)
+    return path
+
+
+def next_name(columns):
+    return next(iter(columns))
+
+
+LABELS = [
+    [token if on else -100 for token, on in zip(tokens, mask, strict=True)]
+    for tokens, mask in zip(DOCUMENTS, MASKS, strict=True)
+]
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [{"labels": LABELS}, {"loss_mask": MASKS}, {"assistant_masks": MASKS}],
+    ids=next_name,
+)
+def test_a_dataset_s_column_says_what_is_learned(tmp_path, columns):
+    path = save_dataset(tmp_path / "chat", **columns)
+    assert learned(Corpus.open(path)) == MASKS
+    unmasked = Corpus.open(path, mask="none")
+    assert learned(unmasked) == [[1] * len(tokens) for tokens in DOCUMENTS]
+    assert unmasked.fingerprint != Corpus.open(path).fingerprint
+
+
+def test_two_columns_that_say_what_is_learned_are_refused_by_name(tmp_path):
+    path = save_dataset(tmp_path / "chat", labels=LABELS, loss_mask=MASKS)
+    with pytest.raises(CorpusError, match="labels, loss_mask, which all say") as refused:
+        Corpus.open(path)
+    assert refused.value.setting == "corpus.mask"
+    assert learned(Corpus.open(path, mask="loss_mask")) == MASKS
+    with pytest.raises(CorpusError, match="no column 'mask'; it has input_ids, labels, loss_mask"):
+        Corpus.open(path, mask="mask")
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"labels": [tokens[1:] + [-100] * bool(tokens) for tokens in DOCUMENTS]}, "shifted by one"),
+        (
+            {"loss_mask": [[2] * len(tokens) for tokens in DOCUMENTS]},
+            "the value 2 in the mask 'loss_mask'",
+        ),
+        ({"loss_mask": [[1], *MASKS[1:]]}, "has 1 values for document 0 .* which has 3 tokens"),
+    ],
+    ids=["shifted", "no mask", "wrong length"],
+)
+def test_masks_that_are_none_are_refused(tmp_path, columns, said):
+    path = save_dataset(tmp_path / "chat", **columns)
+    with pytest.raises(CorpusError, match=said):
+        check_sample(Corpus.open(path), 1000)
+
+
+def test_megatron_s_and_datatrove_s_masks_are_second_files(builder, tmp_path):
+    tokens = write_megatron(builder, tmp_path / "tokens", DOCUMENTS)
+    mask = write_megatron(builder, tmp_path / "mask", MASKS, dtype=np.uint8)
+    assert learned(Corpus.open(tokens, mask=str(mask))) == MASKS
+    assert not Corpus.open(tokens).masked
+    with pytest.raises(CorpusError, match="0 pairs"):
+        Corpus.open(tokens, mask="nowhere")
+    (tmp_path / "ds").mkdir()
+    write_datatrove(tmp_path / "ds", ["a.ds"], {"a.ds": DOCUMENTS})
+    (tmp_path / "ds" / "a.ds.loss").write_bytes(bytes(value for mask in MASKS for value in mask))
+    assert learned(Corpus.open(tmp_path / "ds")) == MASKS
+    (tmp_path / "ds" / "a.ds.loss").write_bytes(b"\1")
+    with pytest.raises(CorpusError, match=r"a\.ds\.loss has 1 bytes"):
+        Corpus.open(tmp_path / "ds")

@@ -146,7 +146,7 @@ def test_three_of_four_gpus_are_too_many():
 
 BAD_ON_GPUS = {
     "processes": (1, [], '4 processes and 1 GPU: NCCL wants one each; .* or set wlb.device = "cpu"'),
-    "dtype": (4, [], 'mixed_precision_param = "float32" .*: the attention kernels .* "bfloat16", or set'),
+    "dtype": (4, [], 'mixed_precision_param = "float32" .*: the attention kernels .* set it to "bfloat16"'),
 }
 
 

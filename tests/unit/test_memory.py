@@ -5,20 +5,20 @@ import pytest
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.errors import PlanError
+from wlb_titan.memory.fits import USABLE, longest_that_fits
 from wlb_titan.memory.layer import TokenBytes
-from wlb_titan.memory.peak import (
-    GIB,
-    USABLE,
-    MemorySettings,
-    layers_of_stages,
-    longest_that_fits,
-    pipeline_memory,
-    weighted_tokens,
-)
-from wlb_titan.pipeline.schedule import PipelineShape, rank_actions
+from wlb_titan.memory.peak import GIB, MemoryJob, peak_memory, weighted_tokens
+from wlb_titan.memory.settings import MemorySettings
+from wlb_titan.pipeline.schedule import PipelineShape, layers_of_stages, rank_actions
+from wlb_titan.plan import Passes
 
 MODEL = ModelShape(layers=4, hidden=8, heads=2, kv_heads=1, head_dim=4, feed_forward=16, vocabulary=32)
 LAYER = 8 * 4 * (2 * 2 + 2) + 3 * 8 * 16 + 2 * 8  # weights of one: attention, MLP, norms
+
+
+def pipeline_memory(model, degrees, lengths, **job):
+    """The peaks of a replica's micro-batches of these lengths."""
+    return peak_memory(MemoryJob.of(model, degrees, **job), Passes.of(lengths))
 
 
 def peak_tokens(schedule, lengths, ranks=4, chunks=1):
@@ -74,12 +74,13 @@ def test_terms_by_hand():
     # The fullest moment is the gradient of silu, with w1's output, attention's output and q made again.
     moments = (4 * g, 3 * g + 5 * f, 4 * g + 4 * f, 2 * g + 6 * f, 4 * g + 2 * f, g + 2 * q + keys)
     assert max(moments) == 2 * g + 6 * f == 4 * g + 4 * f
-    at_hand = 2 * g / 2 + q + rotary + 2 * q + log_sum_exp + keys + max(moments)
+    at_hand = 2 * g / 2 + q + rotary + q + log_sum_exp + keys + max(moments)
     assert k == q / 2 and first.backward == 64 * at_hand
     assert first.loss == 0
-    # The last stage's output is gathered, and the inputs of a micro-batch that is done, and their gradients,
-    # are kept. Its head's gradient is reduced at each micro-batch.
-    assert last.activations == first.activations + 64 * (8 * 2 / 2 - 8 * 2 / 4) + 2 * 64 * 8 * 2 / 4
+    # The last stage's output is gathered, the last norm's input, the inputs of a micro-batch that is done, and
+    # their gradients are kept. Its head's gradient is reduced at each micro-batch.
+    hidden = 64 * 8 * 2 / 4
+    assert last.activations == first.activations + 64 * 8 * 2 / 2 - hidden + hidden + 2 * hidden
     assert last.gathered == first.gathered + 8 / 2 * (2 + 4) + 8 * 32 / 2 * 4 * (2 / 4)
     assert first.total == sum(
         (first.weights, first.optimizer, first.rotary, first.gathered, first.activations, first.backward)
@@ -108,23 +109,24 @@ def test_gradients_are_there_once_they_were_reduced():
     ("checkpointing", "tp", "elements"),
     [
         # s, g, q, k and f of memory/layer.py: hidden 8, query and key widths 8 and 4, feed-forward 16.
-        ("none", 1, 4 * 8 + 2 * 8 + 4 * 16 + 4 + (8 + 2 * 4)),
-        ("none", 2, 2 * 8 / 2 + 2 * 8 + 2 * 8 / 2 + 4 * 16 / 2 + 4 / 2 + (8 + 2 * 4) / 2),
+        ("none", 1, 4 * 8 + 2 * 8 + 4 * 16 + 2 * 4),
+        ("none", 2, 2 * 8 / 2 + 2 * 8 + 2 * 8 / 2 + 4 * 16 / 2 + 2 * 4 / 2),
         ("selective", 1, 8 + (8 + 2 * 4) + 8 + 16),
         ("full", 1, 8),
     ],
 )
 def test_what_a_layer_keeps_of_a_token(checkpointing, tp, elements):
     log_sum_exp = 4 * 2 / tp if checkpointing != "full" else 0
+    rotary = 4 * 4 if checkpointing == "none" else 0  # complex numbers of float32, of half the head dim
     token = TokenBytes.of(MODEL, Degrees(tensor=tp), MemorySettings(checkpointing=checkpointing))
-    assert token.kept == elements * 2 + log_sum_exp
+    assert token.kept == elements * 2 + log_sum_exp + rotary
 
 
 def test_keys_and_values_are_those_of_all_context_parallel_ranks():
     settings = MemorySettings(checkpointing="none")
     alone, shared = (TokenBytes.of(MODEL, Degrees(context=cp), settings) for cp in (1, 4))
-    # Alone: rotated keys, and QKV's output for the sake of the values. Shared: K and V of all tokens.
-    assert shared.kept - 2 * 4 * 2 == pytest.approx((alone.kept - 2 * (4 + 8 + 2 * 4)) / 4)
+    # Alone: rotated keys and values. Shared: K and V of all tokens.
+    assert shared.kept - 2 * 4 * 2 == pytest.approx((alone.kept - 2 * 4 * 2) / 4)
 
 
 def test_activations_wait_for_the_gradients_of_weights():
@@ -144,20 +146,17 @@ def test_activations_wait_for_the_gradients_of_weights():
 
 
 def test_the_longest_micro_batch_that_fits():
+    job = MemoryJob.of(MODEL, Degrees())
+
     def memory(length):
-        return pipeline_memory(MODEL, Degrees(), [length])
+        return peak_memory(job, Passes.of([length]))[0].total
 
-    def fits(length, device):
-        return memory(length)[0].total <= USABLE * device
-
-    enough = memory(2 * 1024)[0].total / USABLE
-    assert longest_that_fits(memory, 1024, 32, enough) == 2 * 1024  # never more
-    assert longest_that_fits(memory, 1024, 32, memory(1024)[0].total) is None  # no room is left
+    assert longest_that_fits(job, 1, 1024, 32, memory(2 * 1024)) == 2 * 1024  # never more
+    assert longest_that_fits(job, 1, 1024, 32, USABLE * memory(1024)) is None  # no room is left
     for windows in (1.0, 1.3, 1.77):
-        device = memory(int(windows * 1024))[0].total / USABLE
-        longest = longest_that_fits(memory, 1024, 32, device)
-        assert longest % 32 == 0 and fits(longest, device) and not fits(longest + 32, device)
-    assert longest_that_fits(lambda length: (), 1024, 32, 1) == 2 * 1024  # nothing is predicted
+        usable = memory(int(windows * 1024))
+        longest = longest_that_fits(job, 1, 1024, 32, usable)
+        assert longest % 32 == 0 and memory(longest) <= usable < memory(longest + 32)
 
 
 def test_the_papers_largest_job_fits_its_gpus():

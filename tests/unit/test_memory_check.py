@@ -2,13 +2,16 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from wlb_titan.documents import Documents
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
 use_cpu_without_accelerator()
 
 GIB = 2**30
+DOCUMENTS = Documents(lengths=np.full(64, 256))
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +66,14 @@ def test_the_longest_micro_batch_counts_in_the_log(loaded):
 
     job = loaded(PIPELINE)
     assert job.longest_micro_batch == 2 * 32768
-    lines = describe_memory(job)
+    lines = describe_memory(job, DOCUMENTS)
     assert len(lines) == 4 and all("micro-batches of 65536 tokens" in line for line in lines)
     assert loaded(PIPELINE.replace('"wlb"', '"plain"')).longest_micro_batch == 32768
 
 
 def test_the_default_of_max_length_is_what_is_predicted_to_fit(loaded):
-    from wlb_titan.memory.peak import USABLE
+    from wlb_titan.memory.fits import USABLE
+    from wlb_titan.plan import Passes
 
     def bounded(device_bytes, text=PIPELINE):
         job = loaded(text)
@@ -77,11 +81,11 @@ def test_the_default_of_max_length_is_what_is_predicted_to_fit(loaded):
 
     job = loaded(PIPELINE)
     window = job.window
-    enough = max(rank.total for rank in job.peak_memory([2 * window] * 8)) / USABLE + GIB
+    enough = max(rank.total for rank in job.peak_memory(Passes.of([2 * window] * 8))) / USABLE + GIB
     assert bounded(enough) == bounded(4 * enough) == 2 * window
     between = bounded(0.8 * enough)
     assert window < between < 2 * window
-    assert max(rank.total for rank in job.peak_memory([between] * 8)) <= USABLE * 0.8 * enough
+    assert max(rank.total for rank in job.peak_memory(Passes.of([between] * 8))) <= USABLE * 0.8 * enough
     user = PIPELINE + f"max_length = {window + 4096}\n"
     assert bounded(0.8 * enough, user) == window + 4096
     assert bounded(0.8 * enough, PIPELINE.replace('"wlb"', '"plain"')) == window
@@ -95,7 +99,7 @@ def test_a_schedule_that_the_planner_does_not_know_is_not_predicted(loaded):
     schedule = '[parallelism]\npipeline_parallel_schedule = "LoopedBFS"'
     job = loaded(PIPELINE.replace("[parallelism]", schedule))
     check_memory(job, 1)
-    (line,) = describe_memory(job)
+    (line,) = describe_memory(job, DOCUMENTS)
     assert line.startswith("Memory of LoopedBFS is not predicted; `wlb-titan dryrun`")
 
 
@@ -107,7 +111,7 @@ def test_a_schedule_that_the_planner_does_not_know_is_not_predicted(loaded):
 def test_the_weights_are_those_of_the_model(base):
     import torch
 
-    from wlb_titan.memory.peak import rank_parameters
+    from wlb_titan.cost.models import rank_parameters
     from wlb_titan.runtime.registry import base_config
     from wlb_titan.runtime.shape import model_shape
 
@@ -124,5 +128,5 @@ def test_memory_of_experts_is_not_predicted(loaded):
 
     job = loaded('base = "torchtitan.models.qwen3.config_registry:qwen3_moe_debug"')
     check_memory(job, 1)
-    (line,) = describe_memory(job)
+    (line,) = describe_memory(job, DOCUMENTS)
     assert line.startswith("Memory of a model with experts is not predicted; `wlb-titan dryrun`")

@@ -11,8 +11,9 @@ from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job, Policy
-from wlb_titan.memory.peak import USABLE
+from wlb_titan.memory.fits import USABLE
 from wlb_titan.memory.settings import MemorySettings
+from wlb_titan.plan import Passes
 from wlb_titan.simulator import search as searching
 from wlb_titan.simulator.scenario import Scenario, network_sensitivity
 from wlb_titan.simulator.search import at_degrees, candidates, degrees_of, search
@@ -113,7 +114,8 @@ def test_micro_batches_are_as_long_as_memory_allows(scenario):
     assert longest(scenario.job.cluster.memory / 100) is None
     # It is what a policy packs by, if the user has set no bound.
     each = scenario.job.replica_micro_batches
-    memory = max(rank.total for rank in scenario.job.peak_memory([int(1.5 * 16384)] * each)) / USABLE
+    passes = Passes.of([int(1.5 * 16384)] * each)
+    memory = max(rank.total for rank in scenario.job.peak_memory(passes)) / USABLE
     small = scenario.on(scenario.job.on(replace(scenario.job.cluster, memory=memory)))
     bound = small.job.longest_that_fits
     assert bound == longest(memory) == int(1.5 * 16384)

@@ -2,15 +2,33 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from wlb_titan.commands.job import load_job
 from wlb_titan.commands.main import main
+from wlb_titan.commands.simulate_toml import write_winner
 from wlb_titan.corpus.prepare import prepare_corpus
 from wlb_titan.corpus.settings import PrepareSettings
+from wlb_titan.job import Policy
+from wlb_titan.memory.peak import layers_of_stages
+from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+from wlb_titan.runtime.load import load_config
+from wlb_titan.simulator.scenario import Scenario
+from wlb_titan.simulator.search import Found, Search, candidates
+
+use_cpu_without_accelerator()
+
+from torchtitan.config import ParallelismConfig  # noqa: E402
+
+from wlb_titan.runtime.job import job_of, parallel_dims  # noqa: E402
+from wlb_titan.runtime.pipeline_schedules import keys_of_stages, stage_names  # noqa: E402
+from wlb_titan.runtime.validation import validate_inputs  # noqa: E402
 
 
 @pytest.fixture
@@ -101,6 +119,59 @@ def test_search_says_what_the_best_gains():
     assert re.search(r"is \d\.\d\dx as fast as the configured job at its best \(TP 2 x CP 2", result.output)
 
 
+def test_the_winner_of_a_search_is_a_file_that_trains(config, tmp_path):
+    best = tmp_path / "found" / "best.toml"
+    best.parent.mkdir()
+    words = [
+        "--search",
+        "--gpus",
+        8,
+        "--micro-batches",
+        8,
+        "--policies",
+        "plain,wlb_lazy:hybrid:best",
+        "--steps",
+        2,
+    ]
+    result = run(config, *words, "--write", best)
+    assert result.exit_code == 0, result.output
+    degrees, policy = re.search(r"^\s+(TP .*?DP \d+)\s.*?(\w+:\w+(:best)?)", result.output, re.M).group(1, 2)
+    resolved = load_config(best, world_size=8)
+    resolved.check(validate_inputs)  # the corpus is that of the file which it extends
+    job = job_of(resolved.config, parallel_dims(resolved.config, 8))
+    assert (str(job.degrees), str(job.policy), job.micro_batches) == (degrees, policy, 8)
+    assert f"Predicted on {job.cluster.name}" in best.read_text()
+    again = run(config, *words, "--write", best)
+    assert again.exit_code == 2 and "best.toml exists" in again.output
+
+
+def test_every_pipeline_that_is_searched_can_be_written(config, tmp_path):
+    job, documents = load_job(config, {"micro_batches": 8, "search": True}, lambda row: row)
+    scenario = Scenario(replace(job, model=replace(job.model, layers=4)), documents)
+    piped = [each for each in candidates(scenario.job, 2) if each.degrees.pipeline == 2]
+    prediction = scenario.on(piped[0]).predict(Policy("plain"), 2)
+    assert {each.schedule for each in piped} >= {"1F1B", "Interleaved1F1B"}
+    for number, each in enumerate(piped):
+        path = tmp_path / f"{number}.toml"
+        write_winner(path, config, Search([Found(each, each.policy, prediction)], None, 0, 0, 0))
+        text = path.read_text()
+        assert f'pipeline_parallel_schedule = "{each.schedule}"' in text
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(32, 4), (32, 8), (86, 16), (28, 8), (30, 16)])
+def test_stages_are_written_as_they_are_searched(layers, stages):
+    """28 layers on 8 stages, 3.75 on each with embedding and head, come from no number of layers a stage."""
+    keys = keys_of_stages(layers, stages)
+    model = SimpleNamespace(layers=[None] * layers)
+    settings = ParallelismConfig(
+        pipeline_parallel_degree=stages // 2, pipeline_parallel_schedule="Interleaved1F1B", **keys
+    )
+    names = stage_names(settings, model)
+    assert [sum(name.startswith("layers.") for name in stage) for stage in names] == list(
+        layers_of_stages(layers, stages)
+    )
+
+
 def test_what_the_simulator_is_told_besides():
     def step(*options):
         result = run("--lengths", "code", *SMALL, "--policies", "plain", *options)
@@ -138,6 +209,9 @@ def test_predictions_beyond_the_measured_range_say_so(tmp_path):
         (["--lengths", "L", "--tensor-parallel", "5"], "32 heads cannot be divided"),
         (["--lengths", "L", "--schedule", "Mine", *map(str, SMALL)], "'Mine'"),
         (["--lengths", "L", "--model", "8B-64K"], "no model '8B-64K'"),
+        (["--lengths", "L", "--write", "x.toml"], "add --search"),
+        (["--lengths", "L", "--search", "--write", "x.toml"], "name the TOML file that the new"),
+        (["x.toml", "--search", "--max-length", "4096", "--write", "y.toml"], "what --max-length changed"),
         (["--lengths", "nowhere.txt"], "neither a distribution of lengths called 'nowhere.txt'"),
         (["--lengths", "L", "--model", "70B-64K", "--search", "--gpus", "8"], "Nothing fits 8 GPUs"),
     ],

@@ -45,7 +45,8 @@ def on(job, memory):
 
 
 def test_memory_bounds_the_tokens_in_flight(load):
-    from wlb_titan.memory.peak import USABLE
+    from wlb_titan.documents import Documents
+    from wlb_titan.memory.fits import USABLE_IN_SLICES as USABLE
     from wlb_titan.runtime.memory import describe_memory
 
     job = load(PIPELINE)
@@ -57,8 +58,8 @@ def test_memory_bounds_the_tokens_in_flight(load):
         return max(rank.total for rank in job.sliced_memory(tokens)) <= USABLE * device
 
     assert fits(job.most_in_flight) and not fits(job.most_in_flight + 64)
-    (line, *_) = describe_memory(job)
-    assert f"{job.most_in_flight} tokens of one document in flight" in line and "cache" in line
+    (line, *_) = describe_memory(job, Documents(lengths=np.full(100, 32768)))
+    assert "the most of the first 12 steps" in line and "cache" in line
 
 
 def test_the_set_number_of_tokens_in_flight_holds(load):

@@ -17,7 +17,8 @@ import click
 from wlb_titan.commands.console import print_choice
 from wlb_titan.commands.dryrun_report import print_rank
 from wlb_titan.errors import UserError
-from wlb_titan.memory.peak import GIB, USABLE
+from wlb_titan.memory.fits import usable_share
+from wlb_titan.memory.peak import GIB
 
 if TYPE_CHECKING:
     from wlb_titan.config import Resolved
@@ -113,16 +114,17 @@ def dryrun(
             print_choice(choice)
             job = choice.job
             words += _policy_words(str(job.policy))
-        if hasattr(job.packing, "max_length"):
-            words += ["--wlb.packing.max_length", str(job.longest_micro_batch)]
-        click.echo(f"Step {step} of {file}, micro-batches of at most {job.longest_micro_batch:,} tokens.")
-        results = _run(file, words, numbers, world_size, step, Path(folder))
+        slices = job.packing.owner.slices
+        bound = "" if slices else f", micro-batches of at most {job.longest_micro_batch:,} tokens"
+        click.echo(f"Step {step} of {file}{bound}.")
+        words = ["--device-bytes", str(job.cluster.memory), str(file), *words]
+        results = _run(words, numbers, world_size, step, Path(folder))
     if output is not None:
         _write(output, results)
     for result in results:
         print_rank(result, world_size)
     if device_gib is not None:
-        _say_whether_it_fits(results, device_gib)
+        _say_whether_it_fits(results, device_gib, usable_share(slices))
     if any("error" in result for result in results):
         sys.exit(1)
 
@@ -184,9 +186,17 @@ def _corpus_words(resolved: Resolved, micro_batches: int, step: int, folder: Pat
 
 
 def _run(
-    file: Path, words: list[str], ranks: list[int], world_size: int, step: int, folder: Path
+    words: list[str], ranks: list[int], world_size: int, step: int, folder: Path
 ) -> list[dict[str, Any]]:
-    """A process for each rank, as many at a time as there are cores."""
+    """A process for each rank, as many at a time as there are cores.
+
+    Args:
+        words: options of all ranks, the file and its overrides.
+        ranks: global ranks.
+        world_size: of the job.
+        step: of the plan.
+        folder: for what they find.
+    """
 
     def run(rank: int) -> dict[str, Any]:
         result = folder / f"rank{rank}.json"
@@ -195,7 +205,7 @@ def _run(
         # An accelerator that is there is not used: tensors have no memory, and the trace is of the CPU.
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         process = subprocess.run(
-            [*command, str(file), *words], env=environment, capture_output=True, text=True, check=False
+            [*command, *words], env=environment, capture_output=True, text=True, check=False
         )
         if result.exists():
             found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
@@ -214,12 +224,12 @@ def _write(output: Path, results: list[dict[str, Any]]) -> None:
         raise UserError(f"--output: {output} cannot be written: {error.strerror}.") from error
 
 
-def _say_whether_it_fits(results: list[dict[str, Any]], device_gib: float) -> None:
+def _say_whether_it_fits(results: list[dict[str, Any]], device_gib: float, usable: float) -> None:
     traced = [result["traced_gib"] for result in results if "error" not in result]
     if traced:
         share = max(traced) / device_gib
-        verdict = "fits" if share <= USABLE else "leaves too little room" if share <= 1 else "does not fit"
+        verdict = "fits" if share <= usable else "leaves too little room" if share <= 1 else "does not fit"
         click.echo(
             f"\nThe fullest of these ranks needs {max(traced):.2f} of {device_gib:g} GiB, {share:.0%}: it "
-            f"{verdict} (up to {USABLE:.0%} leaves room for fragmentation, CUDA and NCCL)."
+            f"{verdict} (up to {usable:.0%} leaves room for fragmentation, CUDA and NCCL)."
         )

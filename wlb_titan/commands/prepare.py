@@ -1,5 +1,6 @@
 """`wlb-titan prepare`: turn text into a corpus on disk, with progress and a summary at the end."""
 
+import json
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +13,7 @@ import rich.progress
 from rich.bar import Bar
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.existing import complete_corpus
@@ -23,11 +25,13 @@ from wlb_titan.corpus.settings import (
     EXECUTORS,
     GRANULARITIES,
     SOURCES,
+    TOO_LONG,
     PrepareSettings,
 )
 
 BAR_WIDTH = 24
 UNREADABLE_SHOWN = 5
+SAMPLE_TOKENS = 400
 SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -63,6 +67,28 @@ SECONDS_BETWEEN_LINES = 10.0
     help="Stop with the document that reaches so many tokens.  [default: take all documents]",
 )
 @click.option(
+    "--chat",
+    is_flag=True,
+    help="The source's records are conversations (field `messages`): the tokenizer's chat template writes "
+    "them, and what the assistant says is learned.",
+)
+@click.option("--chat-template", metavar="FILE", help="With --chat: another template, in Jinja.")
+@click.option(
+    "--template-option",
+    "template_options",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="With --chat: a value that the template reads, such as enable_thinking=false.",
+)
+@click.option("--max-length", type=int, help="With --chat: longest conversation in tokens.  [default: any]")
+@click.option(
+    "--too-long",
+    type=click.Choice(TOO_LONG),
+    default="error",
+    show_default=True,
+    help="With --chat: what is done with longer ones. What was cut or skipped is counted.",
+)
+@click.option(
     "--executor",
     type=click.Choice(EXECUTORS),
     help="Cut the work in parts and have an executor of datatrove's run them: processes here, Slurm jobs, or "
@@ -87,6 +113,7 @@ def prepare(
     executor: str | None,
     workers: int,
     options_of_executor: tuple[str, ...],
+    template_options: tuple[str, ...],
     **options: Any,
 ) -> None:
     """Turn text into the corpus OUTPUT: a folder of shuffled, tokenized documents.
@@ -97,7 +124,8 @@ def prepare(
     if verify:
         _verify(output)
         return
-    settings = PrepareSettings(**options)
+    read = tuple((name, _value(text)) for name, text in _pairs("--template-option", template_options).items())
+    settings = PrepareSettings(template_options=read, **options)
     output = output_folder(output)
     if not overwrite and (corpus := complete_corpus(settings, output)):
         counts = f"{len(corpus):,} documents, {corpus.lengths.sum():,} tokens"
@@ -113,12 +141,17 @@ def prepare(
         else:
             from wlb_titan.corpus.parallel import Workers, prepare_in_parts
 
-            pool = Workers(executor=executor, workers=workers, options=_pairs(options_of_executor))
+            pool = Workers(
+                executor=executor, workers=workers, options=_pairs("--executor-option", options_of_executor)
+            )
             corpus = prepare_in_parts(settings, output, pool, overwrite=overwrite, report=display.report)
     if corpus is None:
         click.echo(f"The tasks are submitted; {output} will be there when all have run.")
         return
-    print_summary(corpus, Console(highlight=False, soft_wrap=True))
+    console = Console(highlight=False, soft_wrap=True)
+    print_summary(corpus, console)
+    if settings.chat:
+        print_sample(corpus, console)
 
 
 def _verify(output: Path) -> None:
@@ -131,13 +164,21 @@ def _verify(output: Path) -> None:
     click.echo(f"{corpus.path} is whole: {counts}, read in {time.monotonic() - begin:.1f} s.")
 
 
-def _pairs(texts: tuple[str, ...]) -> dict[str, str]:
+def _value(text: str) -> Any:
+    """A value as JSON has it, or else the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _pairs(option: str, texts: tuple[str, ...]) -> dict[str, str]:
     """`NAME=VALUE` as a dictionary."""
     pairs = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
-            raise CorpusError(f"--executor-option {text}: write it as NAME=VALUE.")
+            raise CorpusError(f"{option} {text}: write it as NAME=VALUE.")
         pairs[name.replace("-", "_")] = value
     return pairs
 
@@ -213,6 +254,11 @@ def print_summary(corpus: Corpus, console: Console) -> None:
         "vocabulary": f"{manifest.vocab_size:,} entries; {manifest.end_of_text} ends each document",
         "left out": f"{manifest.empty_documents:,} empty documents, {manifest.unreadable:,} unreadable ones",
     }
+    if manifest.masked:
+        share = manifest.learned_tokens / manifest.tokens
+        lines["learned"] = f"{manifest.learned_tokens:,} tokens, {share:.1%} of all"
+        lines["too long"] = f"{manifest.cut_documents:,} cut, {manifest.skipped_documents:,} left out"
+        lines["vocabulary"] = f"{manifest.vocab_size:,} entries"
     for name, value in lines.items():
         console.print(f"{name:>12}  {value}", markup=False)
     if manifest.unreadable:
@@ -222,6 +268,24 @@ def print_summary(corpus: Corpus, console: Console) -> None:
                 console.print(f"{'':>14}{line.rstrip()}", markup=False)
         if manifest.unreadable > UNREADABLE_SHOWN:
             console.print(f"{'':>14}... all in {unreadable}", markup=False)
+
+
+def print_sample(corpus: Corpus, console: Console) -> None:
+    """Print the beginning of a conversation, with what is learned in green, or between brackets in a file."""
+    from tokenizers import Tokenizer
+
+    from wlb_titan.corpus.chat import spans_of
+
+    row, tokenizer = 0, Tokenizer.from_file(str(corpus.tokenizer_path / "tokenizer.json"))
+    length = min(int(corpus.lengths[row]), SAMPLE_TOKENS)
+    tokens, learned = corpus.tokens(row, 0, length), corpus.learned(row, 0, length)
+    console.print(f"\nThe beginning of {corpus.source(row)}; what is learned is green:\n", markup=False)
+    text = Text()
+    for begin, end, on in spans_of(learned):
+        piece = tokenizer.decode(tokens[begin:end].tolist(), skip_special_tokens=False)
+        marked = piece if console.is_terminal or not on else f"[{piece}]"
+        text.append(marked, style="bold green" if on else "dim")
+    console.print(text)
 
 
 def _short(power_of_two: int) -> str:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from wlb_titan.plan import Plan
     from wlb_titan.simulator.choice import Choice
     from wlb_titan.simulator.scenario import Scenario
+    from wlb_titan.simulator.search import Search
     from wlb_titan.simulator.step import Prediction
 
 DEFAULT_POLICIES = "plain:per_sequence,fixed_greedy:per_sequence,wlb:adaptive,wlb_lazy:hybrid:best"
@@ -95,6 +96,12 @@ SECONDS_BETWEEN_LINES = 5.0  # of its progress
     show_default=True,
     help="With --search: rank what was found by then.",
 )
+@click.option(
+    "--write",
+    type=click.Path(path_type=Path),
+    metavar="FILE.toml",
+    help="With --search: write its winner as a file that extends the given one.",
+)
 @click.option("--report", type=click.Path(path_type=Path), metavar="DIR", help="Draw DIR/report.html.")
 @click.option(
     "--trace", type=click.Path(path_type=Path), metavar="FILE", help="Timeline for ui.perfetto.dev."
@@ -105,6 +112,7 @@ def simulate(
     steps: int,
     search: bool,
     search_seconds: float,
+    write: Path | None,
     report: Path | None,
     trace: Path | None,
     **options: Any,
@@ -130,13 +138,19 @@ def simulate(
     fixed = [f"--{name.replace('_', '-')}" for name in given if name.endswith("_parallel")]
     if search and fixed:
         raise PlanError(f"--search tries all degrees of --gpus GPUs; leave out {', '.join(fixed)}.")
+    if write is not None:
+        from wlb_titan.commands.simulate_toml import check_writable
+
+        if not search:
+            raise PlanError("--write writes what --search found; add --search.")
+        check_writable(write, config, [name for name, value in given.items() if value is not False])
     with warnings_once(), placed(config, given):
         scenario = Scenario(*load_job(config, {**given, "search": search}, lambda row: row))
         choices = [] if search else [choice for policy in asked if (choice := scenario.choice(policy))]
         for choice in choices:
             print_choice(choice)
         if search:
-            _print_search(scenario, asked, steps, given.get("gpus"), search_seconds)
+            result = _print_search(scenario, asked, steps, given.get("gpus"), search_seconds)
         else:
             decided = dict.fromkeys(scenario.under(policy).policy for policy in asked)
             plans = {policy: scenario.plans(policy, steps) for policy in decided}
@@ -144,6 +158,11 @@ def simulate(
             _print(scenario, plans, predictions)
     if not search:
         _export(scenario, plans, predictions, choices, report, trace)
+    elif write is not None and config is not None:
+        from wlb_titan.commands.simulate_toml import write_winner
+
+        write_winner(write, config, result)
+        click.echo(f"Written: {write}; `wlb-titan config check {write}`")
 
 
 def _print(
@@ -160,7 +179,7 @@ def _print(
 
 def _print_search(
     scenario: Scenario, policies: list[Policy], steps: int, gpus: int | None, seconds: float
-) -> None:
+) -> Search:
     from wlb_titan.commands.simulate_rows import gain, remarks, search_rows
     from wlb_titan.simulator.search import search
 
@@ -191,6 +210,7 @@ def _print_search(
     console.print(gain(result), markup=False, soft_wrap=True)
     for line in remarks({found.policy: found.prediction for found in result.found[:1]}):
         console.print(line, markup=False, soft_wrap=True)
+    return result
 
 
 def _export(

@@ -58,6 +58,11 @@ def remarks(predictions: dict[Policy, Prediction]) -> list[str]:
             lines.append(
                 f"{policy} does not fit a GPU's {memory:.1f} GiB: {prediction.peak_memory.explain()}"
             )
+    if all(prediction.job.degrees.ranks == 1 for prediction in predictions.values()):
+        lines.append(
+            "One GPU waits for no other, so balance saves it no time: what a balanced policy gains is whole "
+            "documents, in which a token attends to more. Compare MFU, not tokens/s."
+        )
     lines += [p.extrapolated for p in predictions.values() if p.extrapolated][:1]
     return lines
 

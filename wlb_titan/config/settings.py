@@ -1,5 +1,5 @@
-"""Our own part of the configuration: the TOML sections [wlb], [wlb.corpus], [wlb.packing], [wlb.sharding],
-[wlb.pipeline]."""
+"""Our own part of the configuration: the TOML sections [wlb], [wlb.corpus], [wlb.attention], [wlb.packing],
+[wlb.sharding], [wlb.pipeline]."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ class SourceSettings:
     column: Annotated[str, MinLen(1)] = "input_ids"
     """Of a dataset of Hugging Face's: the column with the token ids."""
 
+    mask: Annotated[str, MinLen(1)] = "auto"
+    """What says which tokens are learned, as wlb.corpus.mask does."""
+
     long_length: Annotated[int, Ge(1)] | None = None
     """Documents of at least so many tokens are long; "none" makes no difference between documents."""
 
@@ -51,11 +54,27 @@ class CorpusSettings:
     column: Annotated[str, MinLen(1)] = "input_ids"
     """Of a dataset of Hugging Face's: the column with the token ids."""
 
+    mask: Annotated[str, MinLen(1)] = "auto"
+    """What says which tokens are learned. `auto`: what the corpus brings (one prepared of chat data, a
+    dataset's column `labels`, `loss_mask` or `assistant_masks`, datatrove's .ds.loss), or all tokens if it
+    brings nothing. A name: that column of a dataset; of Megatron's, the prefix of a second pair of files, or
+    a folder of them, with 0 or 1 for each token. `none`: all tokens are learned, whatever there is."""
+
     seed: Annotated[int, Ge(0)] = 0
     """Seed of the order in which an epoch visits the documents; each epoch has an order of its own."""
 
     sources: list[SourceSettings] = field(default_factory=list)
-    """Several corpora, mixed; `path` and `column` are then not used."""
+    """Several corpora, mixed; `path`, `column` and `mask` are then not used."""
+
+
+@dataclass(kw_only=True, slots=True)
+class AttentionSettings:
+    """[wlb.attention]: what computes the attention of every layer."""
+
+    implementation: Literal["auto", "reference", "triton", "gluon"] = "auto"
+    """`auto`: what was measured fastest on the device at hand, forward and backward by themselves; the run
+    says which. `reference`: plain PyTorch, on any device. `triton`: GPUs of compute capability 8.0 or later.
+    `gluon`: Hopper, head dims 64 and 128."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -73,7 +92,12 @@ class WlbSettings:
     """Every so many steps the passes of all ranks are timed: a trace for ui.perfetto.dev is written to
     <dump_folder>/traces, and the metrics get measured imbalance and bubble. 0: never."""
 
+    loss_weight: Literal["token", "conversation"] = "token"
+    """`token`: the loss is the mean over the learned tokens of a step. `conversation`: documents weigh the
+    same, however many learned tokens each has; the mean over documents of the mean over their tokens."""
+
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
+    attention: AttentionSettings = field(default_factory=AttentionSettings)
     packing: PackingPolicy.Config = field(default_factory=lambda: POLICIES.configure("plain"))
     sharding: ContextStrategy.Config = field(default_factory=lambda: STRATEGIES.configure("per_sequence"))
     pipeline: MicroBatchOrder.Config = field(default_factory=lambda: ORDERS.configure("as_packed"))

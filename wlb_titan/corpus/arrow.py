@@ -23,6 +23,9 @@ BATCH_COLUMNS = ("documents", "tokens", "offsets_at", "values_at", "begin", "end
 """Of a batch: how many documents and tokens, the first byte of its offsets and of its values, the first byte
 of its message and the first after it."""
 
+TOKENS, SPANS = "input_ids", "learned"
+"""Columns of a prepared corpus: token ids; of chat data which of them are learned, as `SpanMask` reads it."""
+
 SUMS = ".sums"
 """Ending of the file with the checksums: uint32, one a block."""
 
@@ -42,12 +45,12 @@ class ArrowShard:
         CorpusError: the file cannot be read, is damaged, or has no such column of integers.
     """
 
-    def __init__(self, path: Path, column: str = "input_ids", *, checked: bool = False) -> None:
+    def __init__(self, path: Path, column: str = TOKENS, *, checked: bool = False) -> None:
         self.path = path
         self._column = column
         if checked:
             self._file = CheckedPages(path, map_file(path.with_suffix(SUMS), "<u4"))
-            batches = map_file(path.with_suffix(BATCHES), "<i8").reshape(-1, len(BATCH_COLUMNS))
+            batches = map_file(batches_file(path, column), "<i8").reshape(-1, len(BATCH_COLUMNS))
             self._head = int(batches[0, 4]) if len(batches) else len(self._file.pages)
             self._file.check(0, self._head, "its head")
         else:
@@ -90,6 +93,17 @@ class ArrowShard:
         self._file.check(begin * size, (begin + length) * size, what)
         return self._values[begin : begin + length]
 
+    def read_several(self, rows: Ints) -> tuple[Tokens, Ints]:
+        """The lists of several rows, one after the other, and int64 (n,), the length of each."""
+        counts = self.lengths(rows)
+        batches = np.searchsorted(self._firsts, rows, side="right") - 1
+        places = self._offsets_at[batches] + (rows - self._firsts[batches])
+        begins = self._values_at[batches] + self._offsets[places]
+        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        values = np.repeat(begins, counts) + within
+        self._file.check_places(values * self._dtype.itemsize, f"{self._column} of documents")
+        return self._values[values], counts
+
     def source(self, row: int) -> str:
         if "source" not in self._schema.names:
             return f"{self.path.name}[{row}]"
@@ -104,9 +118,28 @@ class ArrowShard:
         return self._file.damaged_blocks()
 
 
+def columns_of(path: Path) -> list[str]:
+    """The names of a file's columns.
+
+    Raises:
+        CorpusError: the file cannot be read.
+    """
+    try:
+        with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
+            return list(stream.schema.names)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise CorpusError(f"{path} cannot be read ({error}).") from error
+
+
+def batches_file(path: Path, column: str) -> Path:
+    """Where the batches of a column of a prepared file of documents stand."""
+    return path.with_suffix(BATCHES if column == TOKENS else f".{column}{BATCHES}")
+
+
 def write_checks(path: Path) -> None:
     """Writes beside a file of documents what `ArrowShard(checked=True)` reads: batches and checksums."""
-    find_batches(path, "input_ids")[0].astype("<i8").tofile(path.with_suffix(BATCHES))
+    for column in {TOKENS, SPANS} & set(columns_of(path)):
+        find_batches(path, column)[0].astype("<i8").tofile(batches_file(path, column))
     block_sums(path).astype("<u4").tofile(path.with_suffix(SUMS))
 
 
@@ -161,7 +194,7 @@ def _list_type(schema: pa.Schema, column: str, path: Path) -> tuple[bool, np.dty
         kind.value_type
     ):
         raise CorpusError(
-            f"The column {column!r} of {path} holds {kind}, but a document must be a list of integers of its "
-            "own length."
+            f"The column {column!r} of {path} holds {kind}, but must hold a list of integers for each "
+            "document, of its own length."
         )
     return pa.types.is_large_list(kind), np.dtype(str(kind.value_type))

@@ -3,8 +3,9 @@
 A corpus that `wlb-titan prepare` made is a folder:
 
     documents.arrow    one row a document: input_ids (list of int32), length (int32), source (where the text
-                       came from); also readable with `datasets.Dataset.from_file`. Several workers write
-                       documents-00000.arrow, documents-00001.arrow, ...
+                       came from); of chat data also learned (list of int32, spans as of `SpanMask`). Readable
+                       with `datasets.Dataset.from_file`. Several workers write documents-00000.arrow,
+                       documents-00001.arrow, ...
     tokenizer/         tokenizer.json and tokenizer_config.json
     unreadable.txt     files and records that could not be read, if there were any
     *.batches          of each file of documents: where its record batches lie
@@ -22,11 +23,12 @@ from pathlib import Path
 
 import numpy as np
 
-from wlb_titan.corpus.arrow import ArrowShard
+from wlb_titan.corpus.arrow import SPANS, ArrowShard
 from wlb_titan.corpus.folder import partial_folder
-from wlb_titan.corpus.foreign import files_of, fingerprint_of_files, open_foreign
+from wlb_titan.corpus.foreign import fingerprint_of_files, open_foreign
 from wlb_titan.corpus.manifest import MANIFEST_FILE, TOKENIZER_FOLDER, Manifest
-from wlb_titan.corpus.shards import Lengths, Shard, Tokens
+from wlb_titan.corpus.masks import Bools, Mask, SpanMask
+from wlb_titan.corpus.shards import Ints, Lengths, Shard, Tokens
 from wlb_titan.errors import CorpusError
 
 
@@ -57,6 +59,7 @@ class Corpus:
         fingerprint: 16 hexadecimal digits that identify token ids and order of the documents.
         tokenizer: None where it is not known, which is enough to plan and not to train.
         shards: its files.
+        masks: of each file its label mask; None learns every token.
         manifest: counts, settings and tokenizer facts of a corpus that `wlb-titan prepare` made, else None.
         parts: the corpora that it is made of, whose documents follow each other; none if it is one.
     """
@@ -69,6 +72,7 @@ class Corpus:
         tokenizer: TokenizerFacts | None = None,
         manifest: Manifest | None = None,
         parts: "Sequence[Corpus]" = (),
+        masks: Sequence[Mask | None] = (),
     ) -> None:
         self.path = path
         self.parts = tuple(parts)
@@ -77,6 +81,7 @@ class Corpus:
         self.tokenizer = tokenizer
         self.manifest = manifest
         self.shards = list(shards)
+        self.masks = list(masks) or [None] * len(self.shards)
 
     def __str__(self) -> str:
         if self.parts:
@@ -84,27 +89,32 @@ class Corpus:
         return str(self.path)
 
     @classmethod
-    def open(cls, path: str | Path, *, column: str = "input_ids", tokenizer: str = "") -> "Corpus":
+    def open(
+        cls, path: str | Path, *, column: str = "input_ids", tokenizer: str = "", mask: str = "auto"
+    ) -> "Corpus":
         """Open the corpus at `path`, without reading tokens.
 
         Args:
             path: a folder or file, as described above.
             column: of Hugging Face's datasets, the one with the token ids.
             tokenizer: folder of the tokenizer that made the token ids; a prepared corpus has its own.
+            mask: what says which tokens are learned, as of `open_foreign`; a prepared corpus knows "auto" and
+                "none" only.
 
         Raises:
             CorpusError: there is no corpus, it is half-written, or its files do not match each other.
         """
         path = Path(path).absolute()
         if (path / MANIFEST_FILE).is_file():
-            return _open_prepared(path, tokenizer)
-        shards = open_foreign(path, column)
-        if shards is None:
+            return _open_prepared(path, tokenizer, mask)
+        found = open_foreign(path, column, mask)
+        if found is None:
             raise CorpusError(_no_corpus(path))
-        if not sum(shard.tokens for shard in shards):
+        if not sum(shard.tokens for shard in found.shards):
             raise CorpusError(f"{path} holds no tokens; write it again.")
-        fingerprint = fingerprint_of_files(file for shard in shards for file in files_of(shard))
-        return cls(path, shards, fingerprint, tokenizer_facts(Path(tokenizer)) if tokenizer else None)
+        fingerprint = fingerprint_of_files(found.files, found.mask)
+        facts = tokenizer_facts(Path(tokenizer)) if tokenizer else None
+        return cls(path, found.shards, fingerprint, facts, masks=found.masks)
 
     @classmethod
     def joined(cls, parts: "Sequence[Corpus]") -> "Corpus":
@@ -122,7 +132,8 @@ class Corpus:
                 )
         fingerprint = hashlib.sha256("".join(part.fingerprint for part in parts).encode()).hexdigest()[:16]
         shards = [shard for part in parts for shard in part.shards]
-        return cls(parts[0].path, shards, fingerprint, known[0][1] if known else None, None, parts)
+        masks = [mask for part in parts for mask in part.masks]
+        return cls(parts[0].path, shards, fingerprint, known[0][1] if known else None, None, parts, masks)
 
     def __len__(self) -> int:
         """The number of documents."""
@@ -137,7 +148,8 @@ class Corpus:
         Raises:
             IndexError: no such document, or the slice reaches outside it.
         """
-        shard, place = self._place(row)
+        number, place = self._place(row)
+        shard = self.shards[number]
         total = int(shard.lengths(np.array([place]))[0])
         if length is None:
             length = total - start
@@ -145,10 +157,36 @@ class Corpus:
             raise IndexError(f"tokens {start}:{start + length} of document {row}, which has {total} tokens")
         return shard.read(place, start, length)
 
+    @property
+    def masked(self) -> bool:
+        """Whether something says of some documents which tokens are learned."""
+        return any(mask is not None for mask in self.masks)
+
+    def learned(self, row: int, start: int, length: int) -> Bools:
+        """bool (length,), whether each of these tokens of document `row` is to be learned.
+
+        Raises:
+            CorpusError: the mask is damaged or has values that no mask has.
+        """
+        number, place = self._place(row)
+        mask = self.masks[number]
+        return np.ones(length, dtype=np.bool_) if mask is None else mask.read(place, start, length)
+
+    def count_learned(self, rows: Ints, starts: Ints, stops: Ints) -> Ints:
+        """int64 (n,), learned tokens among the tokens start .. stop - 1 of each of these documents."""
+        counts = stops - starts
+        shards = np.searchsorted(self.lengths.firsts, rows, side="right") - 1
+        for number in np.unique(shards).tolist():
+            mask, mine = self.masks[number], shards == number
+            if mask is not None:
+                places = rows[mine] - self.lengths.firsts[number]
+                counts[mine] = mask.count(places, starts[mine], stops[mine])
+        return counts
+
     def source(self, row: int) -> str:
         """Where document `row` came from, such as `stdlib/json/decoder.py`."""
-        shard, place = self._place(row)
-        return shard.source(place)
+        number, place = self._place(row)
+        return self.shards[number].source(place)
 
     @property
     def known_tokenizer(self) -> TokenizerFacts:
@@ -170,11 +208,12 @@ class Corpus:
         """Folder of `known_tokenizer`, in Hugging Face's layout."""
         return self.known_tokenizer.path
 
-    def _place(self, row: int) -> tuple[Shard, int]:
+    def _place(self, row: int) -> tuple[int, int]:
+        """The number of the shard that has document `row`, and its place there."""
         if not 0 <= row < len(self):
             raise IndexError(f"document {row} of a corpus of {len(self)} documents")
         number = int(np.searchsorted(self.lengths.firsts, row, side="right")) - 1
-        return self.shards[number], row - int(self.lengths.firsts[number])
+        return number, row - int(self.lengths.firsts[number])
 
 
 def tokenizer_facts(folder: Path) -> TokenizerFacts:
@@ -199,9 +238,15 @@ def tokenizer_facts(folder: Path) -> TokenizerFacts:
     return TokenizerFacts(file.parent, hashlib.sha256(content).hexdigest(), max(vocabulary.values()) + 1)
 
 
-def _open_prepared(path: Path, tokenizer: str) -> Corpus:
+def _open_prepared(path: Path, tokenizer: str, mask: str) -> Corpus:
     manifest = Manifest.load(path)
     _check_files(path, manifest)
+    if mask not in ("auto", "none"):
+        raise CorpusError(
+            f"The corpus {path} was prepared and knows itself what is learned; `mask` is {mask!r}, and can "
+            'be "auto", or "none" to learn every token.',
+            setting="corpus.mask",
+        )
     if tokenizer and tokenizer_facts(Path(tokenizer)).sha256 != manifest.tokenizer_sha256:
         raise CorpusError(
             f"The corpus {path} was not made with the tokenizer in {tokenizer}; it brings its own, so leave "
@@ -209,7 +254,9 @@ def _open_prepared(path: Path, tokenizer: str) -> Corpus:
             setting="corpus.tokenizer",
         )
     try:
-        shards = [ArrowShard(path / name, checked=manifest.checked) for name in manifest.document_files]
+        files = [path / name for name in manifest.document_files]
+        shards = [ArrowShard(file, checked=manifest.checked) for file in files]
+        masks = [SpanMask(ArrowShard(file, SPANS, checked=True)) for file in files if manifest.masked]
     except CorpusError as error:
         raise _mismatch(path, str(error)) from error
     counts = (sum(shard.documents for shard in shards), sum(shard.tokens for shard in shards))
@@ -221,7 +268,7 @@ def _open_prepared(path: Path, tokenizer: str) -> Corpus:
             f"{expected[0]:,} and {expected[1]:,}",
         )
     facts = TokenizerFacts(path / TOKENIZER_FOLDER, manifest.tokenizer_sha256, manifest.vocab_size)
-    return Corpus(path, shards, manifest.fingerprint, facts, manifest)
+    return Corpus(path, shards, manifest.fingerprint, facts, manifest, masks=masks if mask == "auto" else ())
 
 
 def _no_corpus(path: Path) -> str:

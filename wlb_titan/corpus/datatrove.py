@@ -61,3 +61,22 @@ class DatatroveShard:
 
     def _begins(self, rows: Ints) -> Ints:
         return np.where(rows > 0, self._ends[rows - 1], 0)
+
+
+class DatatroveMask(DatatroveShard):
+    """NAME.ds.loss, written with `save_loss_metadata`: a byte for each token of NAME.ds, 1 where learned. A
+    `Shard` of these values.
+
+    Raises:
+        CorpusError: it has another number of bytes than there are tokens.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.path = path.with_name(path.name + ".loss")
+        self._values = map_file(self.path)
+        if len(self._values) != self.tokens:
+            raise CorpusError(
+                f"{self.path} has {len(self._values):,} bytes, and {path.name} {self.tokens:,} tokens; copy "
+                "both again."
+            )

@@ -20,8 +20,9 @@ BATCH_CHARACTERS = 2_000_000
 class Documents:
     """The documents of a source as token ids, in a given order.
 
-    Iterating gives (position in the order, name, int32 token ids). Text flows through in batches that know
-    nothing of documents, so neither many short documents nor one of a hundred megabytes leave a core idle.
+    Iterating gives (position in the order, name, int32 token ids, None for a label mask). Text flows through
+    in batches that know nothing of documents, so neither many short documents nor one of a hundred megabytes
+    leave a core idle.
 
     Args:
         source: where the documents are read.
@@ -55,14 +56,15 @@ class Documents:
         self.empty = 0
         self.unreadable: list[Unreadable] = []
 
-    def __iter__(self) -> Iterator[tuple[int, str, np.ndarray]]:
+    def __iter__(self) -> Iterator[tuple[int, str, np.ndarray, None]]:
         end = np.array([self._tokenizer.end_of_text_id], dtype=np.int32)
         for position, pieces in groupby(self._tokenized_pieces(), key=itemgetter(0)):
             _, blank, tokens = zip(*pieces, strict=True)
             if all(blank):
                 self.empty += 1
             else:
-                yield position, self._source.name(self._order[position]), np.concatenate([*tokens, end])
+                name = self._source.name(self._order[position])
+                yield position, name, np.concatenate([*tokens, end]), None
 
     def _tokenized_pieces(self) -> Iterator[tuple[int, bool, np.ndarray]]:
         """(position of its document, whether it is blank, token ids) of each piece of text."""

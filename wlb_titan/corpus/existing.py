@@ -21,9 +21,9 @@ def complete_corpus(settings: PrepareSettings, output: Path) -> Corpus | None:
     assert corpus.manifest is not None
     wanted, found = settings.resolved(), corpus.manifest.settings
     differences = [
-        f"{name} is {found.get(name)!r} there, and {value!r} was asked for"
-        for name, value in wanted.items()
-        if found.get(name) != value
+        f"{name} is {found.get(name)!r} there, and {wanted.get(name)!r} was asked for"
+        for name in {**wanted, **found}
+        if found.get(name) != wanted.get(name)
     ]
     if differences:
         raise CorpusError(

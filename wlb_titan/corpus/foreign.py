@@ -14,10 +14,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from wlb_titan.corpus.arrow import ArrowShard
-from wlb_titan.corpus.datatrove import DatatroveShard
+from wlb_titan.corpus.arrow import ArrowShard, columns_of
+from wlb_titan.corpus.datatrove import DatatroveMask, DatatroveShard
+from wlb_titan.corpus.masks import Mask, TokenMask, chosen_column, column_mask
 from wlb_titan.corpus.megatron import MegatronShard
 from wlb_titan.corpus.shards import Shard
 from wlb_titan.errors import CorpusError
@@ -26,15 +28,35 @@ SAMPLES = 16  # places of a file that its fingerprint reads
 SAMPLE_BYTES = 4096
 
 
-def open_foreign(path: Path, column: str) -> Sequence[Shard] | None:
-    """The shards of the corpus at `path`; None where nothing there is known.
+@dataclass(frozen=True)
+class Foreign:
+    """What lies at a path.
+
+    Attributes:
+        shards: files of documents.
+        masks: of each shard its label mask; None learns every token.
+        files: all that is read.
+        mask: what says what is learned, as it goes into the fingerprint; empty without a mask.
+    """
+
+    shards: Sequence[Shard]
+    masks: Sequence[Mask | None]
+    files: Sequence[Path]
+    mask: str = ""
+
+
+def open_foreign(path: Path, column: str, mask: str) -> Foreign | None:
+    """The corpus at `path`; None where nothing there is known.
 
     Args:
         path: absolute.
         column: of Hugging Face's datasets, the one with the token ids.
+        mask: what says which tokens are learned: of Hugging Face's datasets a column, of Megatron's the
+            prefix of a second pair of files (or a folder of such pairs) with 0 or 1 for each token; "auto",
+            whatever there is; "none", nothing.
 
     Raises:
-        CorpusError: the files are damaged, or do not hold documents of token ids.
+        CorpusError: the files are damaged, or do not hold documents of token ids, or masks that do not fit.
     """
     if (path / "dataset_dict.json").is_file():
         splits = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8")).get("splits", [])
@@ -43,19 +65,72 @@ def open_foreign(path: Path, column: str) -> Sequence[Shard] | None:
             f"{path} holds a dataset of several splits; name the folder of one of them: {named}."
         )
     if (path / "state.json").is_file():
-        return [ArrowShard(file, column) for file in _data_files(path)]
+        return _dataset(path, column, mask)
     if path.suffix == ".ds" and path.is_file():
-        return [DatatroveShard(path)]
+        return _tokenized([path], mask)
+    if prefixes := _prefixes(path):
+        return _indexed(prefixes, mask)
+    if path.is_dir() and (tokenized := sorted(path.glob("*.ds"))):
+        return _tokenized(tokenized, mask)
+    return None
+
+
+def _dataset(folder: Path, column: str, mask: str) -> Foreign:
+    files = _data_files(folder)
+    shards = [ArrowShard(file, column) for file in files]
+    named = chosen_column(folder, columns_of(files[0]), mask)
+    if named is None:
+        return Foreign(shards, [None] * len(shards), files)
+    masks = [column_mask(file, shard, named) for file, shard in zip(files, shards, strict=True)]
+    return Foreign(shards, masks, files, named)
+
+
+def _tokenized(files: Sequence[Path], mask: str) -> Foreign:
+    if mask not in ("auto", "none"):
+        raise CorpusError(
+            f"A mask of datatrove's is the file NAME.ds.loss beside NAME.ds and is used where it lies; leave "
+            f"out `mask`, which is {mask!r}.",
+            setting="corpus.mask",
+        )
+    shards = [DatatroveShard(file) for file in files]
+    masks: list[Mask | None] = []
+    read: list[Path] = []
+    for file, shard in zip(files, shards, strict=True):
+        beside = file.with_name(file.name + ".loss")
+        used = mask == "auto" and beside.is_file()
+        masks.append(TokenMask(DatatroveMask(file), shard, labels=False, name=str(beside)) if used else None)
+        read += [file, file.with_name(file.name + ".index"), *([beside] if used else [])]
+    return Foreign(shards, masks, read, "loss" if any(masks) else "")
+
+
+def _indexed(prefixes: Sequence[Path], mask: str) -> Foreign:
+    shards = [MegatronShard(prefix) for prefix in prefixes]
+    files = [Path(f"{prefix}{ending}") for prefix in prefixes for ending in (".bin", ".idx")]
+    if mask in ("auto", "none"):
+        return Foreign(shards, [None] * len(shards), files)
+    theirs = _prefixes(Path(mask).absolute())
+    if len(theirs) != len(prefixes):
+        raise CorpusError(
+            f"The mask {mask} has {len(theirs)} pairs of .bin and .idx, and the corpus has {len(prefixes)}; "
+            "name a second prefix (or folder) with 0 or 1 for each token of the same documents.",
+            setting="corpus.mask",
+        )
+    masks = [
+        TokenMask(MegatronShard(prefix), shard, labels=False, name=f"{prefix}.bin")
+        for prefix, shard in zip(theirs, shards, strict=True)
+    ]
+    files += [Path(f"{prefix}{ending}") for prefix in theirs for ending in (".bin", ".idx")]
+    return Foreign(shards, masks, files, "mask")
+
+
+def _prefixes(path: Path) -> list[Path]:
+    """Of Megatron's pairs of files at a path, a prefix or a folder, the paths without endings."""
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     if Path(f"{prefix}.idx").is_file():
-        return [MegatronShard(prefix)]
-    if not path.is_dir():
-        return None
-    if tokenized := sorted(path.glob("*.ds")):
-        return [DatatroveShard(file) for file in tokenized]
-    if indexed := sorted(path.glob("*.idx")):
-        return [MegatronShard(file.with_suffix("")) for file in indexed]
-    return None
+        return [prefix]
+    if not path.is_dir() or any(path.glob("*.ds")):
+        return []
+    return [file.with_suffix("") for file in sorted(path.glob("*.idx"))]
 
 
 def _data_files(folder: Path) -> list[Path]:
@@ -68,12 +143,16 @@ def _data_files(folder: Path) -> list[Path]:
         ) from error
 
 
-def fingerprint_of_files(files: Iterable[Path]) -> str:
+def fingerprint_of_files(files: Iterable[Path], mask: str = "") -> str:
     """16 hexadecimal digits of names, sizes, and pages spread over each file, as hashing all takes hours.
 
     They do not change when the files are copied elsewhere.
+
+    Args:
+        files: what is read.
+        mask: what says which tokens are learned.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(mask.encode())
     for file in files:
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}\0".encode())
@@ -82,10 +161,3 @@ def fingerprint_of_files(files: Iterable[Path]) -> str:
                 stream.seek(max(size - SAMPLE_BYTES, 0) * place // (SAMPLES - 1))
                 digest.update(stream.read(SAMPLE_BYTES))
     return digest.hexdigest()[:16]
-
-
-def files_of(shard: Shard) -> list[Path]:
-    """The files that a shard reads: its tokens, and the index beside them."""
-    path = shard.path
-    beside = (path.with_name(path.name + ".index"), path.with_suffix(".idx"))
-    return [path, *(file for file in beside if file.is_file())]

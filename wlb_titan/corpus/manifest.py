@@ -17,7 +17,10 @@ from wlb_titan.errors import CorpusError
 FORMAT_VERSION = 3
 """1 was a corpus with all documents in `documents.arrow`, 2 one in parts; neither had checksums."""
 
-KNOWN_VERSIONS = (1, 2, FORMAT_VERSION)
+MASKED_VERSION = 4
+"""As FORMAT_VERSION, with a label mask: who knows version 3 only would learn every token."""
+
+KNOWN_VERSIONS = (1, 2, FORMAT_VERSION, MASKED_VERSION)
 FIRST_WITH_CHECKSUMS = 3
 
 DOCUMENTS_FILE = "documents.arrow"
@@ -42,6 +45,15 @@ class Manifest:
 
     tokens: int
     """Number of tokens in all documents, end-of-text tokens included."""
+
+    learned_tokens: int = 0
+    """Of a corpus with a label mask: tokens that are learned."""
+
+    cut_documents: int = 0
+    """Conversations that were too long and cut."""
+
+    skipped_documents: int = 0
+    """Conversations that were too long and left out."""
 
     empty_documents: int
     """Documents that were left out because they hold white space only."""
@@ -74,6 +86,11 @@ class Manifest:
     def checked(self) -> bool:
         """Whether the documents have checksums."""
         return self.format_version >= FIRST_WITH_CHECKSUMS
+
+    @property
+    def masked(self) -> bool:
+        """Whether the documents have a label mask."""
+        return self.format_version == MASKED_VERSION
 
     @property
     def document_files(self) -> list[str]:

@@ -32,9 +32,17 @@ from wlb_titan.corpus.corpus import Corpus
 from wlb_titan.corpus.existing import complete_corpus
 from wlb_titan.corpus.folder import finish, partial_folder, unfinished
 from wlb_titan.corpus.manifest import MANIFEST_FILE, PART_FILE, TOKENIZER_FOLDER, Manifest
-from wlb_titan.corpus.prepare import CACHE_FOLDER, Part, Report, complete, make_tokenizer, write_part
+from wlb_titan.corpus.prepare import (
+    CACHE_FOLDER,
+    Part,
+    Report,
+    complete,
+    documents_of,
+    make_tokenizer,
+    write_part,
+)
 from wlb_titan.corpus.replace import check_replaceable, output_folder
-from wlb_titan.corpus.settings import PrepareSettings, SourceSpec
+from wlb_titan.corpus.settings import PrepareSettings
 from wlb_titan.corpus.sources import Source, open_source
 from wlb_titan.corpus.tokenizer import TRAINING_CHARACTERS, CorpusTokenizer, training_texts
 from wlb_titan.errors import CorpusError
@@ -102,7 +110,7 @@ def prepare_in_parts(
         tasks = _write_parts(settings, folder, logs, report)
         report(f"Tokenizing {tasks:,} parts", 0, 0)
         write = executor(
-            pipeline=[WritePart(folder, settings.seed)],
+            pipeline=[WritePart(folder, settings)],
             tasks=tasks,
             logging_dir=str(logs / "parts"),
             **options,
@@ -132,19 +140,20 @@ def logs_folder(output: Path) -> Path:
 class WritePart:
     """A step of datatrove's: task `rank` writes part `rank`."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, settings: PrepareSettings) -> None:
         self._folder = folder
-        self._seed = seed
+        self._settings = settings
 
     def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
         # The tasks take the cores; threads of the tokenizer in each of them would only be in the way.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         source: Source = pickle.loads((self._folder / PARTS_FOLDER / f"{rank:05d}").read_bytes())
-        order = np.random.default_rng((self._seed, rank)).permutation(len(source)).tolist()
+        order = np.random.default_rng((self._settings.seed, rank)).permutation(len(source)).tolist()
         path = self._folder / PART_FILE.format(rank)
         # A task that was taken for dead may still write the same; each has a file of its own until the end.
         writing = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-        part = write_part(source, order, CorpusTokenizer(self._folder / TOKENIZER_FOLDER), writing)
+        tokenizer = CorpusTokenizer(self._folder / TOKENIZER_FOLDER)
+        part = write_part(documents_of(self._settings, source, order, tokenizer), writing)
         facts = path.with_suffix(".json")
         facts.write_text(json.dumps(dataclasses.asdict(part)), encoding="utf-8")
         writing.rename(path)
@@ -187,7 +196,7 @@ def _write_parts(settings: PrepareSettings, folder: Path, logs: Path, report: Re
     place = folder / PARTS_FOLDER
     if not place.exists():
         report("Finding documents", 0, 0)
-        absolute = SourceSpec.parse(settings.source).absolute()  # tasks may run in another folder
+        absolute = settings.spec.absolute()  # tasks may run in another folder
         source = open_source(dataclasses.replace(settings, source=absolute), folder / CACHE_FOLDER)
         parts = source.parts()
         if not parts:

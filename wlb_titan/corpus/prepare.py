@@ -13,12 +13,15 @@ from pathlib import Path
 import numpy as np
 
 from wlb_titan.corpus.arrow import SUMS, write_checks
+from wlb_titan.corpus.chat import Conversations
 from wlb_titan.corpus.corpus import Corpus
 from wlb_titan.corpus.documents import Documents
 from wlb_titan.corpus.existing import complete_corpus
 from wlb_titan.corpus.folder import written_whole
 from wlb_titan.corpus.manifest import (
     DOCUMENTS_FILE,
+    FORMAT_VERSION,
+    MASKED_VERSION,
     TOKENIZER_FOLDER,
     UNREADABLE_FILE,
     Manifest,
@@ -93,9 +96,7 @@ def _write_corpus(settings: PrepareSettings, folder: Path, report: Report) -> No
         report("Tokenizing documents", position, len(order))
 
     part = write_part(
-        source,
-        order,
-        tokenizer,
+        documents_of(settings, source, order, tokenizer),
         folder / DOCUMENTS_FILE,
         enough,
         progress if settings.max_tokens is None else lambda position: None,
@@ -112,21 +113,32 @@ class Part:
     empty: int
     unreadable: list[str]
     digest: str
-    """SHA-256 of lengths and token ids."""
+    """SHA-256 of lengths, token ids and label masks."""
+    learned: int = 0
+    cut: int = 0
+    skipped: int = 0
 
 
 def make_tokenizer(settings: PrepareSettings, texts: Iterable[str], folder: Path) -> None:
     """Copy the user's tokenizer into `folder`, or train one on `texts`."""
     if settings.tokenizer is not None:
-        copy_tokenizer(Path(settings.tokenizer), folder)
+        template = Path(settings.chat_template) if settings.chat_template else None
+        copy_tokenizer(Path(settings.tokenizer), folder, template)
     else:
         train_tokenizer(texts, settings.vocab_size or DEFAULT_VOCAB_SIZE, folder)
 
 
+def documents_of(
+    settings: PrepareSettings, source: Source, order: list[int], tokenizer: CorpusTokenizer
+) -> Documents | Conversations:
+    """The documents of a source as token ids, in a given order."""
+    if settings.chat:
+        return Conversations(source, order, tokenizer.folder, settings)
+    return Documents(source, order, tokenizer)
+
+
 def write_part(
-    source: Source,
-    order: list[int],
-    tokenizer: CorpusTokenizer,
+    documents: Documents | Conversations,
     path: Path,
     enough: Callable[[int, int], bool] = lambda position, tokens: False,
     progress: Callable[[int], None] = lambda position: None,
@@ -134,18 +146,16 @@ def write_part(
     """Tokenize documents into one file.
 
     Args:
-        source: where the documents are read.
-        order: their numbers.
-        tokenizer: makes the token ids.
+        documents: as of `documents_of`.
         path: the file.
-        enough: asked after each document, with its place in `order` and the tokens so far, whether to stop.
-        progress: called within a long document, with its place in `order`.
+        enough: asked after each document, with its place in the order and the tokens so far, whether to stop.
+        progress: called within a long document, with its place in the order.
     """
-    documents = Documents(source, order, tokenizer)
     documents.progress = progress
-    with DocumentWriter(path) as writer:
-        for position, name, tokens in documents:
-            writer.add(name, tokens)
+    masked = isinstance(documents, Conversations)
+    with DocumentWriter(path, masked=masked) as writer:
+        for position, name, tokens, spans in documents:
+            writer.add(name, tokens, spans)
             if enough(position, writer.tokens):
                 break
     return Part(
@@ -154,6 +164,9 @@ def write_part(
         empty=documents.empty,
         unreadable=[str(entry) for entry in documents.unreadable],
         digest=writer.digest().hex(),
+        learned=writer.learned,
+        cut=documents.cut if isinstance(documents, Conversations) else 0,
+        skipped=documents.skipped if isinstance(documents, Conversations) else 0,
     )
 
 
@@ -170,8 +183,8 @@ def complete(
     if not any(part.documents for part in parts):
         first = f" (the first: {unreadable[0]})" if unreadable else ""
         raise CorpusError(
-            f"The source {settings.source} has no text: {empty:,} documents are empty and "
-            f"{len(unreadable):,} cannot be read{first}."
+            f"The source {settings.source} has no text: {empty:,} documents are empty, "
+            f"{sum(part.skipped for part in parts):,} too long and {len(unreadable):,} cannot be read{first}."
         )
     if unreadable:
         lines = sorted(f"{entry}\n" for entry in unreadable)
@@ -189,6 +202,10 @@ def complete(
     files += [folder / UNREADABLE_FILE] if unreadable else []
     digests = b"".join(bytes.fromhex(part.digest) for part in parts)
     Manifest(
+        format_version=MASKED_VERSION if settings.chat else FORMAT_VERSION,
+        learned_tokens=sum(part.learned for part in parts),
+        cut_documents=sum(part.cut for part in parts),
+        skipped_documents=sum(part.skipped for part in parts),
         fingerprint=hashlib.sha256(tokenizer.digest + digests).hexdigest()[:16],
         documents=sum(part.documents for part in parts),
         tokens=sum(part.tokens for part in parts),

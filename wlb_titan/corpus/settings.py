@@ -13,6 +13,7 @@ SOURCES = (
     "hf:NAME[,CONFIG][@SPLIT][#field]"
 )
 GRANULARITIES = ("file", "package")
+TOO_LONG = ("cut", "skip", "error")
 EXECUTORS = ("local", "slurm", "ray")
 DEFAULT_VOCAB_SIZE = 4096
 MOST_VOCAB_SIZE = 1 << 22
@@ -35,8 +36,8 @@ class SourceSpec:
     """Hugging Face only: which split, such as `train` or `train[:1%]`."""
 
     @classmethod
-    def parse(cls, text: str) -> "SourceSpec":
-        """Take a source's description apart; nothing is looked up.
+    def parse(cls, text: str, field: str = "text") -> "SourceSpec":
+        """Take a source's description apart; nothing is looked up. `field` is that of one that names none.
 
         Raises:
             CorpusError: it is of none of the known forms.
@@ -46,7 +47,7 @@ class SourceSpec:
         kind, _, rest = text.partition(":")
         if kind == "text" and rest:
             return cls(kind, rest)
-        location, field = rest.rsplit("#", 1) if "#" in rest else (rest, "text")
+        location, field = rest.rsplit("#", 1) if "#" in rest else (rest, field)
         if kind in ("jsonl", "parquet") and location and field:
             return cls(kind, location, field)
         name = re.fullmatch(r"([^,@]+)(?:,([^,@]+))?(?:@([^@]+))?", location)
@@ -92,8 +93,24 @@ class PrepareSettings:
     max_tokens: int | None = None
     """Stop with the document that reaches this many tokens; without a value, take all documents."""
 
+    chat: bool = False
+    """The source's records are conversations; they are written by the tokenizer's chat template."""
+
+    chat_template: str | None = None
+    """Chat only: a file with the template, in place of the tokenizer's own."""
+
+    template_options: tuple[tuple[str, Any], ...] = ()
+    """Chat only: names and values that the template reads besides."""
+
+    max_length: int | None = None
+    """Chat only: longest conversation in tokens; without a value, any."""
+
+    too_long: str = "error"
+    """Chat only: what is done with longer ones, one of `TOO_LONG`."""
+
     def __post_init__(self) -> None:
-        kind = SourceSpec.parse(self.source).kind
+        kind = self.spec.kind
+        self._check_chat(kind)
         if self.granularity not in GRANULARITIES:
             raise CorpusError(f"granularity is {self.granularity!r}, but must be one of {GRANULARITIES}.")
         if self.granularity != "file" and kind != "python-source":
@@ -119,10 +136,41 @@ class PrepareSettings:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise CorpusError(f"max_tokens is {self.max_tokens}, but must be at least 1.")
 
+    @property
+    def spec(self) -> SourceSpec:
+        """`source`, taken apart."""
+        return SourceSpec.parse(self.source, "messages" if self.chat else "text")
+
+    def _check_chat(self, kind: str) -> None:
+        given = (self.chat_template, *self.template_options, self.max_length)
+        if not self.chat and any(value is not None for value in given):
+            raise CorpusError("A chat template, its options and a maximal length are for --chat only.")
+        if self.chat and kind not in ("jsonl", "parquet", "hf"):
+            raise CorpusError(
+                "Conversations are records of a file or dataset: jsonl:FILE#messages, "
+                f"parquet:FILE#messages or hf:NAME#messages, not {self.source!r}."
+            )
+        if self.chat and self.tokenizer is None:
+            raise CorpusError(
+                "Conversations are written by the chat template of the model's own tokenizer; name its "
+                "folder with --tokenizer DIR."
+            )
+        if self.too_long not in TOO_LONG:
+            raise CorpusError(f"too_long is {self.too_long!r}, but must be one of {', '.join(TOO_LONG)}.")
+        if self.max_length is not None and self.max_length < 2:
+            raise CorpusError(f"max_length is {self.max_length}, but must be at least 2.")
+
     def resolved(self) -> dict[str, Any]:
         """All settings as they take effect, with absolute paths; equal if they make the same corpus."""
         values = dataclasses.asdict(self)
-        values["source"] = SourceSpec.parse(self.source).absolute()
+        values["source"] = self.spec.absolute()
+        if not self.chat:
+            for name in ("chat", "chat_template", "template_options", "max_length", "too_long"):
+                del values[name]
+        else:
+            values["template_options"] = dict(self.template_options)
+            if self.chat_template is not None:
+                values["chat_template"] = str(Path(self.chat_template).absolute())
         if self.tokenizer is None:
             values["vocab_size"] = self.vocab_size or DEFAULT_VOCAB_SIZE
         else:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, filterfalse
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import datasets
 import pyarrow as pa
@@ -79,7 +79,7 @@ def open_source(settings: PrepareSettings, cache: Path) -> Source:
     Raises:
         CorpusError: there is nothing at the place that the source names.
     """
-    spec = SourceSpec.parse(settings.source)
+    spec = settings.spec
     if spec.kind == "python-source":
         return Files(python_documents(by_package=settings.granularity == "package"))
     if spec.kind == "text":
@@ -90,10 +90,10 @@ def open_source(settings: PrepareSettings, cache: Path) -> Source:
             raise CorpusError(
                 f"The source jsonl:{spec.location} has no files *.jsonl, so there is nothing to read."
             )
-        return Joined([JsonLines(path, spec.field) for path in files])
+        return Joined([JsonLines(path, spec.field, chat=settings.chat) for path in files])
     if spec.kind == "jsonl":
-        return JsonLines(Path(spec.location), spec.field)
-    return Rows(spec, cache)
+        return JsonLines(Path(spec.location), spec.field, chat=settings.chat)
+    return Rows(spec, cache, chat=settings.chat)
 
 
 def _ranges(count: int, least: int) -> list[tuple[int, int]]:
@@ -205,14 +205,18 @@ class JsonLines:
         path: the file.
         field: the one that holds the text.
         span: only the lines that begin from this byte on and before that one.
+        chat: whether it holds a conversation, which is read as of `conversation`.
     """
 
-    def __init__(self, path: Path, field: str, span: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, path: Path, field: str, span: tuple[int, int] | None = None, *, chat: bool = False
+    ) -> None:
         if not path.is_file():
             raise CorpusError(f"The source jsonl:{path} needs a file, and there is none.")
         self._path = path
         self._field = field
         self._span = span
+        self._chat = chat
 
     @cached_property
     def _lines(self) -> tuple[array[int], array[int]]:
@@ -245,14 +249,14 @@ class JsonLines:
 
     def parts(self) -> list[Source]:
         ranges = _ranges(self._path.stat().st_size, BYTES_A_PART)
-        return [JsonLines(self._path, self._field, span) for span in ranges]
+        return [JsonLines(self._path, self._field, span, chat=self._chat) for span in ranges]
 
     def read(self, document: int) -> Iterator[str | Unreadable]:
         with self._path.open("rb") as file:
             file.seek(self._lines[1][document])
             line = file.readline().rstrip()
         try:
-            yield _text_of(json.loads(line), self._field)
+            yield (conversation if self._chat else _text_of)(json.loads(line), self._field)
         except RecursionError:
             yield Unreadable(self.name(document), "too deeply nested")
         except ValueError as error:
@@ -289,14 +293,31 @@ class Joined:
         return self._sources[number], document - self._firsts[number]
 
 
-def _text_of(record: object, field: str) -> str:
+def conversation(record: object, field: str) -> str:
+    """The messages of a record and the tools that they may call, as JSON: {"messages": [...], "tools":
+    [...]}.
+
+    Raises:
+        ValueError: the record has no such field.
+    """
+    value, tools = _field_of(record, field), record.get("tools") if isinstance(record, dict) else None
+    return json.dumps({"messages": value, "tools": json.loads(tools) if isinstance(tools, str) else tools})
+
+
+def _field_of(record: object, field: str) -> Any:
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
     if field not in record:
         raise ValueError(f"no field {field!r}; it has {', '.join(record)}")
-    text = "" if record[field] is None else record[field]
+    return record[field]
+
+
+def _text_of(record: object, field: str) -> str:
+    value = _field_of(record, field)
+    text = "" if value is None else value
     if not isinstance(text, str):
-        raise ValueError(f"the field {field!r} holds {type(text).__name__}, not text")
+        chat = "; if these are conversations, add --chat" if isinstance(text, list) else ""
+        raise ValueError(f"the field {field!r} holds {type(text).__name__}, not text{chat}")
     text.encode("utf-8")  # JSON can spell half a surrogate pair, which is no character
     return text
 
@@ -304,7 +325,8 @@ def _text_of(record: object, field: str) -> str:
 class Rows:
     """One document a row of a Parquet file, or of a dataset in Hugging Face's form."""
 
-    def __init__(self, spec: SourceSpec, cache: Path) -> None:
+    def __init__(self, spec: SourceSpec, cache: Path, *, chat: bool = False) -> None:
+        self._chat = chat
         self._label = spec.location if spec.kind == "hf" else Path(spec.location).name
         self._field = spec.field
         self._rows = _load(spec, cache)
@@ -315,9 +337,12 @@ class Rows:
                 f"that holds the text after a #, as in --source {spec.kind}:{spec.location}#FIELD."
             )
         kind = getattr(columns[spec.field], "dtype", type(columns[spec.field]).__name__)
-        if kind not in ("string", "large_string", "null"):
-            raise CorpusError(f"The field {spec.field!r} of {spec.location} holds {kind}, not text.")
-        self._rows = self._rows.select_columns([spec.field])
+        if not chat and kind not in ("string", "large_string", "null"):
+            advice = " If these are conversations, add --chat." if kind in ("List", "LargeList") else ""
+            raise CorpusError(f"The field {spec.field!r} of {spec.location} holds {kind}, not text.{advice}")
+        self._rows = self._rows.select_columns(
+            [spec.field, *(["tools"] if chat and "tools" in columns else [])]
+        )
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -327,7 +352,8 @@ class Rows:
 
     def read(self, document: int) -> Iterator[str | Unreadable]:
         try:
-            yield self._rows[document][self._field] or ""
+            row = self._rows[document]
+            yield conversation(row, self._field) if self._chat else row[self._field] or ""
         except (ValueError, pa.ArrowException) as error:  # UnicodeDecodeError among the first
             yield Unreadable(self.name(document), str(error))
 

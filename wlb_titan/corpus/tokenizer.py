@@ -15,6 +15,10 @@ from wlb_titan.errors import CorpusError
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+BESIDE = (TEMPLATE_FILE, "special_tokens_map.json", "generation_config.json")
+"""Files that a tokenizer may have besides."""
+
 TRAINED_END_OF_TEXT = "<|endoftext|>"
 
 TRAINING_CHARACTERS = 8_000_000
@@ -31,6 +35,7 @@ class CorpusTokenizer:
         folder: has `tokenizer.json`, and `tokenizer_config.json` with an `eos_token`.
 
     Attributes:
+        folder: as given.
         digest: SHA-256 of `tokenizer.json`.
         end_of_text: the token that ends a document, as text.
         end_of_text_id: its id.
@@ -47,6 +52,7 @@ class CorpusTokenizer:
                     f"The tokenizer folder {folder} has no {name}; it needs {TOKENIZER_FILE} and "
                     f"{CONFIG_FILE}, as they come with a model on the Hugging Face hub."
                 )
+        self.folder = folder
         self.digest = hashlib.sha256((folder / TOKENIZER_FILE).read_bytes()).digest()
         try:
             self._tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
@@ -87,12 +93,17 @@ def _end_of_text(config: Path) -> str:
     return token
 
 
-def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy the two files of the user's tokenizer into the corpus."""
+def copy_tokenizer(source: Path, folder: Path, template: Path | None = None) -> None:
+    """Copy the files of the user's tokenizer into the corpus, with another chat template if one is given."""
     CorpusTokenizer(source)  # complains about a tokenizer that cannot be used before anything is copied
     folder.mkdir()
-    for name in (TOKENIZER_FILE, CONFIG_FILE):
+    for name in (TOKENIZER_FILE, CONFIG_FILE, *(name for name in BESIDE if (source / name).is_file())):
         shutil.copyfile(source / name, folder / name)
+    if template is not None:
+        try:
+            shutil.copyfile(template, folder / TEMPLATE_FILE)
+        except OSError as error:
+            raise CorpusError(f"The chat template {template} cannot be read: {error.strerror}.") from error
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from wlb_titan.corpus.arrow import ArrowShard
 from wlb_titan.corpus.blocks import BLOCK
 from wlb_titan.corpus.corpus import Corpus
+from wlb_titan.corpus.masks import SpanMask
 from wlb_titan.corpus.vocabulary import check_ids
 from wlb_titan.errors import CorpusError
 
@@ -43,13 +44,15 @@ def verify(folder: str | Path, report: Callable[[str, int, int], None]) -> Corpu
             f"make it again with `wlb-titan prepare {corpus.path} --overwrite`."
         )
     digests, done = b"", 0
-    for shard, first in zip(shards, corpus.lengths.firsts, strict=False):
+    for shard, mask, first in zip(shards, corpus.masks, corpus.lengths.firsts, strict=False):
         digest = hashlib.sha256()
         for row, length in enumerate(shard.run_of_lengths(0, shard.documents).tolist()):
             tokens = shard.read(row, 0, length)
             check_ids(tokens, manifest.vocab_size, corpus, int(first) + row)
             digest.update(length.to_bytes(8, "little"))
             digest.update(np.ascontiguousarray(tokens, dtype=np.int32).tobytes())
+            if isinstance(mask, SpanMask):
+                digest.update(mask.spans(row).astype(np.int32).tobytes())
             done += length
             report("Reading tokens", done, manifest.tokens)
         digests += digest.digest()

@@ -9,13 +9,13 @@ import numpy as np
 import pyarrow as pa
 from datasets.arrow_writer import ArrowWriter
 
-FEATURES = datasets.Features(
-    {
-        "input_ids": datasets.List(datasets.Value("int32")),
-        "length": datasets.Value("int32"),
-        "source": datasets.Value("string"),
-    }
-)
+from wlb_titan.corpus.arrow import SPANS, TOKENS
+
+FEATURES = {
+    TOKENS: datasets.List(datasets.Value("int32")),
+    "length": datasets.Value("int32"),
+    "source": datasets.Value("string"),
+}
 
 RECORD_BATCH_TOKENS = 1 << 20
 """Tokens written at a time, or one document if it has more; bounds the memory, not the documents."""
@@ -24,13 +24,21 @@ RECORD_BATCH_TOKENS = 1 << 20
 class DocumentWriter:
     """A context manager that writes one row a document.
 
+    Args:
+        path: the file.
+        masked: whether every document comes with the spans of its learned tokens, as of `SpanMask`.
+        batch_tokens: written at a time.
+
     Attributes:
         documents: number of documents added so far.
         tokens: number of tokens added so far.
+        learned: of these, those that are learned.
     """
 
-    def __init__(self, path: Path, *, batch_tokens: int = RECORD_BATCH_TOKENS) -> None:
-        self._writer = ArrowWriter(stream=path.open("wb"), features=FEATURES)
+    def __init__(self, path: Path, *, masked: bool = False, batch_tokens: int = RECORD_BATCH_TOKENS) -> None:
+        features = FEATURES | ({SPANS: datasets.List(datasets.Value("int32"))} if masked else {})
+        self._writer = ArrowWriter(stream=path.open("wb"), features=datasets.Features(features))
+        self._spans: list[np.ndarray] | None = [] if masked else None
         self._batch_tokens = batch_tokens
         self._names: list[str] = []
         self._tokens: list[np.ndarray] = []
@@ -38,34 +46,39 @@ class DocumentWriter:
         self._hash = hashlib.sha256()
         self.documents = 0
         self.tokens = 0
+        self.learned = 0
 
-    def add(self, name: str, tokens: np.ndarray) -> None:
-        """Append a document: where it comes from, and its int32 token ids."""
+    def add(self, name: str, tokens: np.ndarray, spans: np.ndarray | None = None) -> None:
+        """Append a document: where it comes from, its int32 token ids, of masked ones the int32 spans."""
+        assert (spans is None) == (self._spans is None)
         self._names.append(name)
         self._tokens.append(tokens)
         self._waiting += len(tokens)
         self._hash.update(len(tokens).to_bytes(8, "little"))
         self._hash.update(tokens.tobytes())
+        if spans is not None and self._spans is not None:
+            self._spans.append(spans)
+            self._hash.update(spans.tobytes())
+            self.learned += int(spans[1::2].sum() - spans[::2].sum())
         self.documents += 1
         self.tokens += len(tokens)
         if self._waiting >= self._batch_tokens:
             self._flush()
 
     def digest(self) -> bytes:
-        """SHA-256 of the lengths and token ids added so far."""
+        """SHA-256 of the lengths, token ids and spans added so far."""
         return self._hash.digest()
 
     def _flush(self) -> None:
-        lengths = np.array([len(tokens) for tokens in self._tokens], dtype=np.int32)
-        ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        table = pa.table(
-            {
-                "input_ids": pa.ListArray.from_arrays(pa.array(ends), pa.array(np.concatenate(self._tokens))),
-                "length": pa.array(lengths),
-                "source": pa.array(self._names, pa.string()),
-            }
-        )
-        self._writer.write_table(table, writer_batch_size=len(self._names))
+        columns = {
+            TOKENS: _lists(self._tokens),
+            "length": pa.array(np.array([len(tokens) for tokens in self._tokens], dtype=np.int32)),
+            "source": pa.array(self._names, pa.string()),
+        }
+        if self._spans is not None:
+            columns[SPANS] = _lists(self._spans)
+            self._spans = []
+        self._writer.write_table(pa.table(columns), writer_batch_size=len(self._names))
         self._names, self._tokens, self._waiting = [], [], 0
 
     def __enter__(self) -> "DocumentWriter":
@@ -77,3 +90,9 @@ class DocumentWriter:
         if kind is None and self._names:
             self._flush()
         self._writer.finalize()
+
+
+def _lists(arrays: list[np.ndarray]) -> pa.ListArray:
+    """A list for each array of int32."""
+    ends = np.concatenate([[0], np.cumsum([len(array) for array in arrays])]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(ends), pa.array(np.concatenate(arrays)))

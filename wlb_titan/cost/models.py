@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +96,19 @@ class ModelShape:
         linear = 2.0 * self.linear_weights * d.sum()
         attention = self.heads * self.head_dims * self.squares(d).sum()
         return float(3.0 * (linear + attention))
+
+
+def layer_parameters(model: ModelShape) -> int:
+    """Weights of one layer."""
+    mlp = 3 * model.hidden * model.feed_forward
+    return model.attention_weights + mlp + 2 * model.hidden + model.unvisited_weights
+
+
+def rank_parameters(model: ModelShape, layers: Sequence[int], stages: Sequence[int]) -> int:
+    """Weights of some stages, embedding and head included where they have them."""
+    table = model.hidden * model.vocabulary
+    ends = (0 in stages) * table + (len(layers) - 1 in stages) * (table + model.hidden)
+    return sum(layers[stage] for stage in stages) * layer_parameters(model) + ends
 
 
 PAPER_MODELS = {

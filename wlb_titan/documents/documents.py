@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.documents.mixture import Lengths, Mixture, Source, count_longer
+
+Ints = NDArray[np.int64]
+
+
+def all_learned(rows: Ints, starts: Ints, stops: Ints) -> Ints:
+    """`Documents.learned` where there is no label mask."""
+    return stops - starts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +27,8 @@ class Documents:
         name: where they come from, for reports.
         sources: what the rows belong to, and their shares; none is one source of all.
         seed: of the epochs' orders; None reads the corpus in its own order.
+        learned: how many tokens of pieces are to be learned, int64 (n,), of their corpus rows, first tokens
+            and the tokens after their last ones, int64 (n,) each.
         fingerprint: names the content; a planner's state goes on only with the one it was saved with.
     """
 
@@ -26,13 +36,14 @@ class Documents:
     name: str = ""
     sources: tuple[Source, ...] = ()
     seed: int | None = 0
+    learned: Callable[[Ints, Ints, Ints], Ints] = all_learned
     fingerprint: str = ""
 
     def mixture(self) -> Mixture:
         """The order in which they are read."""
         return Mixture(self.lengths, self.sources, seed=self.seed)
 
-    def sample(self) -> NDArray[np.int64]:
+    def sample(self) -> Ints:
         """int64 (n,), lengths as they come in the stream; of all if they are few."""
         return self.mixture().sample()
 

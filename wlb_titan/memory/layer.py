@@ -11,7 +11,8 @@ rank that holds one token in CP x TP counts a CP x TP-th of its bytes. In elemen
     K   keys and values of the whole micro-batch                         2 x key heads x head_dim / TP
 
 Kept by a layer from its forward pass to its backward pass (compare Korthikanti et al., Reducing Activation
-Recomputation, section 4), with attention's log-sum-exp in float32 in the first two:
+Recomputation, section 4), with attention's log-sum-exp in float32 in the first two, and in the first the
+rotary factors of the rank's tokens:
 
     none        2 s + 2 g + 2 q + 4 f + K   residuals, the inputs of QKV and of the MLP as gathered, rotated
                                             queries, attention's output; both inner activations, gate, product
@@ -31,8 +32,9 @@ A backward pass recomputes what is missing, layer by layer, and makes gradients.
     the gradient of attention   g + 2 q + K: the gradients of output and q, and those of K and V
 
 and besides, in all of them, two hidden states (the residual and the gradient that comes in), q, the keys and
-values that attention needs again, and the rotary factors of the rank's tokens. With `full` a layer also makes
-attention's output, w1's and w2's outputs again; with `none` what is kept is not counted again.
+values that attention needs again, and the rotary factors of the rank's tokens. Only while q and k are rotated
+QKV's output is still there: attention gets a copy of the values. With `full` a layer also makes attention's
+output, w1's and w2's outputs again; with `none` what is kept is not counted again.
 """
 
 from __future__ import annotations
@@ -56,10 +58,12 @@ class TokenBytes:
         kept: of one layer from its forward pass to its backward pass.
         offloaded: of what it would keep otherwise, what lies in the host's memory meanwhile.
         forward: of the layer whose forward pass runs, besides what it keeps.
-        backward: of the layer whose backward pass runs, besides what it kept.
+        backward: of the layer whose backward pass runs, besides what it kept, at its fullest moment.
+        attention: the same at the moment of attention's gradients, which go into the cache of slices.
         waiting: of one layer between the two halves of a split backward pass, besides what it kept: the
             gradients of its linear layers' and norms' outputs.
-        loss: of the loss, besides the hidden states of which it is.
+        loss: of the loss, besides the hidden states of which it is, at the fullest moment of its softmax.
+        head: the same at the moment of the head's gradient.
         inputs: token ids, positions and labels, int64, and the order of the keys.
         cached: K and V of one layer, which a slice leaves to those behind it.
         cached_gradients: their gradients, added up in float32.
@@ -71,8 +75,10 @@ class TokenBytes:
     offloaded: float
     forward: float
     backward: float
+    attention: float
     waiting: float
     loss: float
+    head: float
     inputs: float
     cached: float
     cached_gradients: float
@@ -90,15 +96,17 @@ class TokenBytes:
         """Of a model at some degrees; without an `exchange` keys and values of all ranks are gathered."""
         cp, tp = degrees.context, degrees.tensor
         layer = _Layer.of(model, degrees, settings, exchange)
-        forward, backward = layer.passes(settings.checkpointing)
+        forward, backward, attention = layer.passes(settings.checkpointing)
         kept = layer.kept(settings.checkpointing)
         offloaded = kept * settings.offload
         moving = 2 * offloaded  # the layer at hand, and the one that travels meanwhile
         # The logits and, in float32, log-softmax and gradients; the loss-parallel softmax has one copy more.
         softmax = settings.compute_bytes + (4 if tp > 1 else 3) * FLOAT32
-        loss = model.vocabulary / (cp * tp * settings.loss_chunks) * softmax
+        logits = model.vocabulary / (cp * tp * settings.loss_chunks)
+        loss, head = logits * softmax, logits * settings.compute_bytes
         if settings.loss_chunks > 1:
-            loss = FLOAT32 * model.hidden / cp + max(loss, layer.g)
+            states = FLOAT32 * model.hidden / cp
+            loss, head = states + max(loss, layer.g), states + head
         return cls(
             hidden=layer.s,
             gathered=layer.g,
@@ -106,8 +114,10 @@ class TokenBytes:
             offloaded=offloaded,
             forward=forward + moving,
             backward=backward + moving,
+            attention=attention + moving,
             waiting=2 * layer.s + 2 * layer.g + layer.q + 2 * layer.k + 2 * layer.f,
             loss=loss,
+            head=head,
             inputs=3 * 8 / cp + (8 if cp > 1 else 0),
             cached=layer.key_gradients,
             cached_gradients=layer.key_gradients * FLOAT32 / settings.compute_bytes,
@@ -120,14 +130,14 @@ class _Layer:
 
     Attributes:
         s, g, q, k, f: as above.
-        keys: K; without context parallelism the rotated keys, as the values are a view of QKV's output.
+        keys: K; without context parallelism the rotated keys and a copy of the values.
         key_gradients: of K and V, as attention gives them.
         sent: what a rank sends to the others before attention.
         outputs: queries, and as many outputs, of the tokens that attention works on, where they are others
             than the rank's own.
         exchanged: what `selective` keeps of the ranks' exchange.
         log_sum_exp: of attention, in float32.
-        rotary: factors of the rank's tokens: a complex number of float32 for two elements of the head dim.
+        rotary: factors of the rank's tokens.
         shared_keys: whether context-parallel ranks exchange K and V.
         gathers: whether tensor-parallel ranks gather hidden states.
     """
@@ -162,40 +172,43 @@ class _Layer:
             q=model.heads * model.head_dim * size / (cp * tp),
             k=k,
             f=model.feed_forward * size / (cp * tp),
-            keys=k if cp == 1 else exchange.keys * size,
+            keys=2 * k if cp == 1 else exchange.keys * size,
             key_gradients=exchange.keys * size,
             sent=0.0 if cp == 1 else exchange.sent * size,
             outputs=exchange.outputs * size,
             exchanged=exchange.kept * size,
             log_sum_exp=FLOAT32 * model.heads / (cp * tp),
-            rotary=FLOAT32 * model.head_dim / cp,
+            rotary=settings.rotary_bytes * model.head_dim / cp,
             shared_keys=cp > 1,
             gathers=gathers,
         )
 
     def kept(self, checkpointing: str) -> float:
-        s, g, q, k, f = self.s, self.g, self.q, self.k, self.f
-        qkv = q + 2 * k
+        s, g, q, f = self.s, self.g, self.q, self.f
         if checkpointing == "none":
-            # Values that are a view of QKV's output keep the whole of it.
-            values = 0.0 if self.shared_keys else qkv
-            return 2 * s + 2 * g + 2 * q + 2 * self.outputs + 4 * f + self.keys + values + self.log_sum_exp
+            attention = 2 * q + 2 * self.outputs + self.keys + self.log_sum_exp + self.rotary
+            return 2 * s + 2 * g + attention + 4 * f
         if checkpointing == "selective":
-            return s + qkv + q + self.outputs + self.exchanged + f + self.log_sum_exp
+            return s + self.qkv + q + self.outputs + self.exchanged + f + self.log_sum_exp
         return s
 
-    def passes(self, checkpointing: str) -> tuple[float, float]:
-        """What is at hand at the fullest moment of a forward and of a backward pass, besides what is kept."""
+    @property
+    def qkv(self) -> float:
+        """The output of QKV."""
+        return self.q + 2 * self.k
+
+    def passes(self, checkpointing: str) -> tuple[float, float, float]:
+        """What is at hand at the fullest moment of a forward and of a backward pass, and in the backward pass
+        at that of attention's gradients, besides what is kept."""
         s, g, q, k, f = self.s, self.g, self.q, self.k, self.f
+        gradients = g + 2 * q + 2 * self.outputs + self.key_gradients
         if checkpointing == "none":
-            return g, 2 * s + max(3 * f, 2 * g + f, 2 * q + 2 * self.key_gradients)
+            attention = 2 * s + 2 * q + 2 * self.key_gradients - 4 * f  # the MLP's activations are free
+            return g, 2 * s + max(3 * f, 2 * g + f), attention
         full = checkpointing == "full"
         w1 = f if full else 0.0
-        attention = 0.0  # made again with `full`: its output, and QKV's if the values are a view of it
-        if full:
-            attention = 2 * q + self.log_sum_exp + (0.0 if self.shared_keys else 2 * k)
+        output = q + self.log_sum_exp if full else 0.0  # attention's, made again
         forward = s + max(2 * g + 3 * f + w1, g + q + 2 * self.keys, g + 5 * q + 4 * k)
-        rotating = 2 * g + 4 * (q + k)
         moments = [
             2 * g + (self.keys + self.sent if self.shared_keys else 0.0),
             4 * g if self.gathers else 0.0,
@@ -203,7 +216,10 @@ class _Layer:
             w1 + 4 * g + 3 * f if full else 0.0,  # w2's output, which early stop spares `selective`
             w1 + 2 * g + 5 * f,
             w1 + 4 * g + f,
-            g + 2 * q + 2 * self.outputs + self.key_gradients,
         ]
-        at_hand = 2 * s + q + self.rotary + attention
-        return forward, at_hand + max(rotating, self.keys + max(moments))
+        at_hand = 2 * s + q + self.rotary
+        rotating = at_hand + 2 * g + 4 * (q + k) + (self.qkv if full else 0.0)
+        # QKV's output is no longer needed, and at attention's gradients w1's neither.
+        attended = at_hand + output + self.keys - (0.0 if full else self.qkv)
+        attention = attended + gradients - (0.0 if full else f)
+        return forward, max(rotating, attended + max(moments), attention), attention

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -14,11 +15,12 @@ from numpy.typing import NDArray
 from wlb_titan.cost.workload import CostModel
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.peak import LONGEST
+from wlb_titan.memory.fits import LONGEST
+from wlb_titan.memory.peak import RankMemory
 from wlb_titan.packing.dp_merge import Merging
 from wlb_titan.packing.slices import Parts, WorkOf, slice_work
 from wlb_titan.pipeline.schedule import PipelineShape
-from wlb_titan.plan import Flow
+from wlb_titan.plan import Flow, Passes
 from wlb_titan.plugins import Family, Plugin, PluginConfig
 
 Pack = NDArray[np.int64]
@@ -133,6 +135,8 @@ class PackingJob:
         in_flight: finds how many tokens of documents in slices a pipeline rank may have in flight, as set or
             as memory allows; None where that is not predicted. Raises PlanError where not even a document of
             the window fits.
+        peak: predicts the peak of a replica's fullest pipeline rank; None where memory is not predicted.
+        usable: bytes of a device that predictions may fill.
         pass_seconds: predicts the passes of packs; None where only their work is known.
         merging: by how many data-parallel ranks may share a pack, what that means; empty where none may.
         on_one_rank: asks what may differ from rank to rank.
@@ -145,9 +149,16 @@ class PackingJob:
     data_parallel: int = 1
     pipeline: PipelineShape = NO_PIPELINE
     in_flight: Callable[[], int | None] = _unknown
+    peak: Callable[[Passes], RankMemory] | None = None
+    usable: float = math.inf
     pass_seconds: PassSeconds | None = None
     merging: Mapping[int, Merging] = field(default_factory=dict)
     on_one_rank: OnOneRank = here
+
+    def padded(self, tokens: int, sharers: int = 1) -> int:
+        """Tokens of a micro-batch that so many data-parallel ranks share, with its padding."""
+        divisor = self.divisor if sharers == 1 else self.merging[sharers].divisor
+        return -(-tokens // divisor) * divisor
 
 
 class PackingPolicy(Plugin, ABC):

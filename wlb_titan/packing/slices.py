@@ -22,7 +22,19 @@ from numpy.typing import NDArray
 
 from wlb_titan.cost.workload import CostModel, workload
 from wlb_titan.errors import PlanError
-from wlb_titan.plan import ID, LENGTH, PREFIX, START, TOTAL, CachedSlice
+from wlb_titan.plan import (
+    ID,
+    LENGTH,
+    PREFIX,
+    START,
+    TOTAL,
+    CachedSlice,
+    Flow,
+    MicroBatch,
+    PackSizes,
+    Passes,
+    Plan,
+)
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -103,6 +115,48 @@ def cache_rows(packs: Sequence[Parts]) -> list[Ints]:
 def cached_slices(packs: Sequence[Parts]) -> list[tuple[CachedSlice, ...]]:
     """The same as memory sees it: of each pack the slices whose keys and values are cached."""
     return [tuple(CachedSlice(*row) for key, *row in rows.tolist() if key >= 0) for rows in cache_rows(packs)]
+
+
+class ReplicaPacks(NamedTuple):
+    """The packs of a data-parallel rank's passes of one kind.
+
+    Attributes:
+        lengths, sharers: as of `PackSizes`.
+        parts: documents and slices of each; none where documents are not sliced.
+    """
+
+    lengths: Sequence[int]
+    sharers: Sequence[int]
+    parts: Sequence[Parts]
+
+    @classmethod
+    def of(cls, micro_batches: Sequence[MicroBatch]) -> ReplicaPacks:
+        """Of planned micro-batches."""
+        lengths, sharers = zip(*((m.length, m.sharers) for m in micro_batches), strict=True)
+        return cls(lengths, sharers, parts(micro_batches))
+
+
+def replica_passes(plan: Plan, dp_rank: int) -> Passes:
+    """What one data-parallel rank runs in a step, as memory sees it."""
+    forward = ReplicaPacks.of(plan.of_rank(dp_rank))
+    backward = forward if plan.backward is None else ReplicaPacks.of(plan.backward_of_rank(dp_rank))
+    return passes_of(forward, backward, None if plan.order is None else plan.order[dp_rank])
+
+
+def parts(micro_batches: Sequence[MicroBatch]) -> list[Parts]:
+    """Documents and slices of MicroPacks; none of other micro-batches."""
+    return [(m.documents, m.slices) for m in micro_batches if m.slices is not None]
+
+
+def passes_of(forward: ReplicaPacks, backward: ReplicaPacks, flow: Flow | None) -> Passes:
+    """The passes of these packs; the same object says that the packs of both kinds are the same."""
+    same = backward is forward
+    packs = forward.parts if same else [*forward.parts, *backward.parts]
+    cached = cached_slices(packs) if packs else [()] * len(forward.lengths)
+    first = len(forward.lengths)
+    ahead = PackSizes(forward.lengths, cached[:first], forward.sharers)
+    back = ahead if same else PackSizes(backward.lengths, cached[first:], backward.sharers)
+    return Passes(ahead, back, flow)
 
 
 def piece_numbers(packs: Sequence[Parts]) -> list[Ints]:

@@ -3,9 +3,12 @@
 Documents arrive a global batch at a time, whole and in pieces of at most a context window. Phase 1 gives each
 data-parallel rank documents of nearly the same work, of which ranks may share the heaviest (`dp_merge.py`),
 phase 2 makes them into M MicroPacks (`micropacks.py`), and PackFlow orders their passes (`packflow.py`). M is
-the same on all ranks and in all steps. `auto` tries numbers on a logarithmic scale, on steps that it packs
-and runs ahead of time, and takes the fewest that come within 1 % of the shortest step: short packs lose time
-that the model of work does not know.
+the same on all ranks, and in all steps that fit. `auto` tries numbers on a logarithmic scale, on steps that
+it packs and runs ahead of time, and takes the fewest that fit and come within 1 % of the shortest step: short
+packs lose time that the model of work does not know.
+
+A document stays whole in memory until its last slice went back, and beside it what its packs hold besides. So
+a step is predicted before it is given out, and one that does not fit is packed again with more packs.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -23,6 +26,7 @@ from numpy.typing import NDArray
 from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
+from wlb_titan.memory.peak import GIB, RankMemory
 from wlb_titan.packing.arrivals import Arrivals, delayed
 from wlb_titan.packing.asymmetric import Line, asymmetric
 from wlb_titan.packing.dp_merge import Merge, Shares, best_shares, numbers_of_packs, shares
@@ -31,6 +35,7 @@ from wlb_titan.packing.micropacks_milp import SolvedPlacing
 from wlb_titan.packing.policy import Pack, Packing, PackingJob, PackingPolicy
 from wlb_titan.packing.slices import MicroPack, PrefixWork, Slice
 from wlb_titan.packing.slim_flow import dependencies, in_own_order, job_flow
+from wlb_titan.packing.slim_memory import step_peak
 from wlb_titan.pipeline.packflow import SCHEDULES, Schedule
 from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import LENGTH, START, Flow
@@ -40,6 +45,9 @@ Floats = NDArray[np.float64]
 
 NUMBERS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16)
 """MicroPacks that `auto` tries, relative to the context windows of a data-parallel rank in a step."""
+
+MORE = (1, 1.5, 2, 3, 4, 6, 8)
+"""Times M MicroPacks of a step that does not fit with fewer."""
 
 SLACKS = (0, 2, 4)
 """Slack that `auto` tries with each."""
@@ -167,6 +175,7 @@ class Slim(PackingPolicy):
         self._limit: float | None = job.in_flight()
         self._solve: SolvedPlacing | None = None
         self._gap: float | None = None
+        self._order: Flow = ()  # of the step that `next` gave last
         if config.solver == "milp":
             self._solve = SolvedPlacing(config.time_limit / (job.data_parallel * MOST_TRIED), config.gap)
         self._try(Arrivals(stream.anew(), micro_batches=job.micro_batches))
@@ -175,17 +184,46 @@ class Slim(PackingPolicy):
         iteration = self._arrivals.iteration
         batch = delayed(self._arrivals.next(labelled=0, left=0), iteration)
         if self._solve is None:
-            return self._pack(batch, self.micropacks, place_greedily)
+            return self._fitting(batch, place_greedily)
         self._gap = 0.0
-        packing = self._pack(batch, self.micropacks, self._solved)
+        packing = self._fitting(batch, self._solved)
         return replace(packing, gap=self._gap)
+
+    def _fitting(self, batch: Pack, place: Placing) -> Packing:
+        """The packs of a step that fits memory, M of a rank or as many more as it takes; and the order of
+        their passes.
+
+        Raises:
+            PlanError: it fits with no number of packs; with the arithmetic of the one that needs least.
+        """
+        least: RankMemory | None = None
+        for count in dict.fromkeys(round(self.micropacks * times) for times in MORE):
+            try:
+                packing = self._pack(batch, count, place)
+            except PlanError:
+                if least is None:
+                    raise
+                break  # the documents have too few tokens for so many
+            works = packing.pass_work(self._job.cost_model)
+            self._order = self._flow(packing, *works, self.slack, self._limit).flow
+            peak = step_peak(packing, self._order, self._job)
+            if peak is None or peak.total <= self._job.usable:
+                return packing
+            if least is None or peak.total < least.total:
+                least = peak
+        assert least is not None
+        raise PlanError(
+            f"Step {self._arrivals.iteration} does not fit the {self._job.usable / GIB:.1f} GiB of a device "
+            f"that may be filled, with {self.micropacks} MicroPacks of a rank or with more. It needs at "
+            f"least:\n{least.explain()}\nRaise a degree of parallelism, save more with activation "
+            "checkpointing, or shorten the context window.",
+            setting="packing.micropacks",
+        )
 
     def order(
         self, packing: Packing, forward: Floats, backward: Floats, dp_rank: int | None
     ) -> tuple[Flow, ...]:
-        assert packing.assigned is not None
-        flow = self._flow(packing, forward, backward, self.slack, self._limit).flow
-        orders, _ = dependencies(packing)
+        flow, (orders, _) = self._order, dependencies(packing)
         return tuple(
             in_own_order(flow, order) if dp_rank in (None, rank) else () for rank, order in enumerate(orders)
         )
@@ -303,9 +341,9 @@ class Slim(PackingPolicy):
     def _try(self, arrivals: Arrivals) -> None:
         """Settles what the settings leave open, by packing some steps and running them ahead of time.
 
-        MicroPacks and slack are the fewest and least with which they take at most `WORSE` times as long as
-        with the best; tokens in flight, where `least` is asked for, the fewest with which they take at most
-        so much longer again.
+        MicroPacks and slack are the fewest and least with which they fit and take at most `WORSE` times as
+        long as with the best that fit; tokens in flight, where `least` is asked for, the fewest with which
+        they take at most so much longer again.
         """
         number, slack = self._config.micropacks, self._config.slack
         slacks: tuple[int, ...] = SLACKS if slack == "auto" else (slack,)
@@ -330,11 +368,28 @@ class Slim(PackingPolicy):
             tried[count] = [(packing, *self._pass_seconds(packing)) for packing in packings]
             for slack in slacks:
                 found[count, slack] = self._seconds(tried[count], slack, self._limit)
-        longest = WORSE * min(found.values())
-        chosen = next(choice for choice, seconds in found.items() if seconds <= longest)
+        chosen = self._best_that_fits(found, tried)
         self.micropacks, self.slack = chosen
         if least:
             self._limit = self._leanest(tried[self.micropacks], WORSE * found[chosen])
+
+    def _best_that_fits(
+        self, found: Mapping[tuple[int, int], float], tried: Mapping[int, Sequence[Timed]]
+    ) -> tuple[int, int]:
+        """The first numbers of packs and slack with which steps fit and take hardly longer than with the
+        best; if they fit with none, most packs and least slack."""
+
+        @cache
+        def fits(choice: tuple[int, int]) -> bool:
+            count, slack = choice
+            flows = ((step[0], self._flow(*step, slack, self._limit).flow) for step in tried[count])
+            peaks = (step_peak(packing, flow, self._job) for packing, flow in flows)
+            return all(peak is None or peak.total <= self._job.usable for peak in peaks)
+
+        best = next((choice for choice in sorted(found, key=found.__getitem__) if fits(choice)), None)
+        if best is None:
+            return max(found, key=lambda choice: (choice[0], -choice[1]))
+        return next(choice for choice in found if found[choice] <= WORSE * found[best] and fits(choice))
 
     def _leanest(self, steps: Sequence[Timed], seconds: float) -> float | None:
         """The fewest tokens in flight with which steps take no longer than so long."""

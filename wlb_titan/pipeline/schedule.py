@@ -53,6 +53,26 @@ class PipelineShape:
         return tuple(stage for stage in range(self.stages) if self.rank_of(stage) == rank)
 
 
+def layers_of_stages(layers: int, stages: int, *, first_less: int = 1, last_less: int = 1) -> tuple[int, ...]:
+    """How torchtitan divides a model's layers over the stages of a pipeline.
+
+    Embedding and head count as `first_less` and `last_less` layers; what does not divide goes to the first
+    stages. Example: 32 layers on 4 stages are 8, 9, 8 and 7.
+
+    Raises:
+        PlanError: there are more stages than layers.
+    """
+    if stages == 1:
+        return (layers,)
+    each, more = divmod(layers + first_less + last_less, stages)
+    result = [each + (stage < more) for stage in range(stages)]
+    result[0] -= first_less
+    result[-1] -= last_less
+    if min(result) < 0 or each < 1:
+        raise PlanError(f"{layers} layers cannot be divided into {stages} pipeline stages; use fewer stages.")
+    return tuple(result)
+
+
 def rank_actions(shape: PipelineShape, micro_batches: int, rank: int) -> Iterator[Action]:
     """What a rank runs, in order.
 

@@ -101,10 +101,13 @@ class DocumentAttention(Module):
         window: int | None = None
         """Keys that a query sees at most, the last ones of its document, its own included; None for all."""
 
+        implementation: str = "auto"
+        """What computes it; the trainer fills in [wlb.attention]."""
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         self._config = config.context
-        self._window = config.window
+        self._options = {"window": config.window, "implementation": config.implementation}
         self._context: dict[int, ContextAttention] = {}  # by how many data-parallel ranks share a micro-batch
         # By which a slice finds what earlier ones left here.
         self._layer = torch.tensor(next(_layers), device="cpu")
@@ -164,7 +167,7 @@ class DocumentAttention(Module):
         return out_BLNH if out_transform is None else out_transform(out_BLNH, lse_NL.T.unsqueeze(0))
 
     def _attend(self, mask: DocumentMask, scale: float | None) -> Attend:
-        options = {"scale": scale, "window": self._window}
+        options = {"scale": scale, **self._options}
         if mask.rows is None:
             return partial(varlen_attention, segments=mask.segments, return_lse=True, **options)
         rows, cache = mask.rows, mask.cache

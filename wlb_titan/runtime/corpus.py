@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from wlb_titan.config.settings import CorpusSettings
+from wlb_titan.config.settings import CorpusSettings, SourceSettings
 from wlb_titan.corpus import Corpus
 from wlb_titan.documents.mixture import Source
 from wlb_titan.errors import PlanError
@@ -17,13 +17,13 @@ def open_corpus(settings: CorpusSettings) -> Corpus:
         CorpusError: as `Corpus.open` and `Corpus.joined`.
     """
     if not settings.sources:
-        return Corpus.open(settings.path, column=settings.column, tokenizer=settings.tokenizer)
-    return Corpus.joined(
-        [
-            Corpus.open(source.path, column=source.column, tokenizer=settings.tokenizer)
-            for source in settings.sources
-        ]
-    )
+        return open_source(settings, settings.tokenizer)
+    return Corpus.joined([open_source(source, settings.tokenizer) for source in settings.sources])
+
+
+def open_source(source: CorpusSettings | SourceSettings, tokenizer: str) -> Corpus:
+    """Open one corpus, by itself or of a mixture."""
+    return Corpus.open(source.path, column=source.column, tokenizer=tokenizer, mask=source.mask)
 
 
 def mixture_sources(settings: CorpusSettings, corpus: Corpus) -> list[Source]:

@@ -27,6 +27,7 @@ from wlb_titan.plan import ID, LENGTH, START, Flow, MicroBatch, Plan
 from wlb_titan.runtime.corpus import open_corpus
 from wlb_titan.runtime.inputs import Item, rank_item
 from wlb_titan.runtime.job import documents_of
+from wlb_titan.runtime.loss import total_weight, with_weights
 from wlb_titan.runtime.regroup import Regrouping, regroupings
 from wlb_titan.runtime.shared_answer import SharedAnswer
 
@@ -40,8 +41,8 @@ class Step:
         source_figures: of the plan, by source of a mixture.
         items: the micro-batches of this data-parallel rank, this context-parallel rank's share of each; where
             backward passes have others, those of forward passes without labels and then these.
-        labels: tokens with a label in the whole job.
-        own_labels: those in `items`.
+        labels: what the sum of losses is divided by: tokens with a label in the whole job, or their weights.
+        own_labels: the same of those in `items`.
         flops: of the model on the documents of the whole job.
         state_after: of the planner, as JSON.
         flow: the order of this data-parallel rank's passes; None leaves it to the schedule.
@@ -52,8 +53,8 @@ class Step:
     plan: Plan
     source_figures: dict[str, float]
     items: list[Item]
-    labels: int
-    own_labels: int
+    labels: float
+    own_labels: float
     flops: float
     state_after: str
     flow: Flow | None = None
@@ -64,7 +65,8 @@ class PlannedDataLoader(BaseDataLoader):
     """Iterates over the steps of a corpus packed by the planner.
 
     Positions start anew with every document. A label is the next token of the same document, also across a
-    cut; a document's last token and padding have none. Padding lies at a sequence's end.
+    cut, if the corpus' mask has it learned; a document's last token and padding have none. Padding lies at a
+    sequence's end.
 
     Attributes:
         context_rank: whose share of each micro-batch is served; to be set before iterating.
@@ -80,6 +82,7 @@ class PlannedDataLoader(BaseDataLoader):
 
         corpus: CorpusSettings = field(default_factory=CorpusSettings)
         job: Job
+        loss_weight: str = "token"
 
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **kwargs: Any):
         assert dp_world_size == config.job.degrees.data
@@ -89,6 +92,7 @@ class PlannedDataLoader(BaseDataLoader):
         self.tensor_rank = (0, 1)
         self.lower: Callable[[Flow], None] = lambda flow: None
         self._job = config.job
+        self._by_document = config.loss_weight == "conversation"
         self._dp_rank = dp_rank
         # A solver that is stopped by its time limit finds other packings on other ranks.
         shared = SharedAnswer() if config.job.packing.planning_seconds else here
@@ -138,13 +142,12 @@ class PlannedDataLoader(BaseDataLoader):
             rank, ranks = self.tensor_rank
             regrouped = regroupings(forward, backward, ranks, self.context_rank * ranks + rank)
             items[: len(forward)] = [(item, labels[:, :0]) for item, labels in items[: len(forward)]]
-        own_labels = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in items)
         return Step(
             plan=plan,
             source_figures=self._planner.source_figures(plan),
             items=items,
-            labels=self._planner.labels(plan),
-            own_labels=own_labels,
+            labels=self._planner.labels(plan, by_document=self._by_document),
+            own_labels=sum(total_weight(labels) for _, labels in items),
             flops=self._job.model.flops(plan.document_lengths),
             state_after=self._save(),
             flow=flow,
@@ -155,23 +158,29 @@ class PlannedDataLoader(BaseDataLoader):
         tokens = np.zeros(micro_batch.shared_length, dtype=np.int64)
         positions = np.zeros(micro_batch.shared_length, dtype=np.int64)
         labels = np.full(micro_batch.shared_length, IGNORE_INDEX, dtype=np.int64)
+        weights = np.zeros(micro_batch.shared_length)
         offset = 0
         rows = self._planner.rows_of(micro_batch.documents[:, ID])
+        totals = self.corpus.lengths[rows]
+        labels_of = self._planner.labels_of(rows, totals) if self._by_document else np.ones_like(rows)
         pieces = micro_batch.documents[:, [START, LENGTH]].tolist()
         prefix = np.zeros(len(rows), dtype=np.int64) if micro_batch.prefix is None else micro_batch.prefix
-        for row, total, (start, length), before in zip(
-            rows, self.corpus.lengths[rows], pieces, prefix.tolist(), strict=True
+        for row, total, (start, length), before, of_document in zip(
+            rows, totals, pieces, prefix.tolist(), labels_of, strict=True
         ):
             read = self.corpus.tokens(row, start, min(length + 1, total - start))
             check_ids(read, self._job.model.vocabulary, self.corpus, int(row))
             tokens[offset : offset + length] = read[:length]
             positions[offset : offset + length] = np.arange(before, before + length)
-            labels[offset : offset + len(read) - 1] = read[1:]
+            end = offset + len(read) - 1
+            learned = self.corpus.learned(row, start, len(read))[1:]
+            labels[offset:end] = np.where(learned, read[1:], IGNORE_INDEX)
+            weights[offset:end] = learned / max(of_document, 1)
             offset += length
         lengths = micro_batch.documents[:, LENGTH]
         return rank_item(
             tokens,
-            labels,
+            with_weights(labels, weights) if self._by_document else labels,
             positions,
             lengths,
             self._job.merged[micro_batch.sharers].strategy,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,10 +41,13 @@ class DryTrainer(Trainer):
         config: of the job. Compilation, checkpoints and files are switched off in a copy.
         rank: global rank.
         world_size: processes of the job.
+        device_bytes: memory of a GPU, which bounds plans; None is that of the configured cluster.
     """
 
-    def __init__(self, config: Trainer.Config, *, rank: int, world_size: int) -> None:
-        self._rank, self._world_size = rank, world_size
+    def __init__(
+        self, config: Trainer.Config, *, rank: int, world_size: int, device_bytes: float | None = None
+    ) -> None:
+        self._rank, self._world_size, self._device_bytes = rank, world_size, device_bytes
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._trace = MemoryTrace(self._fake)
         self._passes, self._passes_peak = self._trace.peak, 0
@@ -55,6 +59,8 @@ class DryTrainer(Trainer):
         dist_utils.init_fake_mode(self._world_size, rank=self._rank)
         dims = ParallelDims.from_config(self.config.parallelism, self._world_size)
         dims.build_mesh()
+        if self._device_bytes is not None:
+            self.job = self.job.on(replace(self.job.cluster, memory=self._device_bytes))
         self._set_up_job(self.config)
         return dims
 

@@ -33,13 +33,24 @@ from wlb_titan.errors import UserError
 @click.option("--rank", required=True, type=int, help="Global rank to run.")
 @click.option("--world-size", required=True, type=int, help="Processes of the job.")
 @click.option("--step", required=True, type=int, help="Which step of the plan to run, from 1.")
+@click.option("--device-bytes", required=True, type=float, help="Memory of a GPU, which bounds plans.")
 @click.option("--result", required=True, type=click.Path(path_type=Path), help="JSON file to write.")
 @click.argument("file")
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
-def main(rank: int, world_size: int, step: int, result: Path, file: str, overrides: tuple[str, ...]) -> None:
+def main(
+    rank: int,
+    world_size: int,
+    step: int,
+    device_bytes: float,
+    result: Path,
+    file: str,
+    overrides: tuple[str, ...],
+) -> None:
     """Runs one rank of FILE's job on fake tensors and writes what it found to a JSON file."""
     try:
-        found = dry_rank(file, overrides, rank=rank, world_size=world_size, step=step)
+        found = dry_rank(
+            file, overrides, rank=rank, world_size=world_size, step=step, device_bytes=device_bytes
+        )
     except UserError as error:
         found = {"rank": rank, "error": str(error)}
     except Exception as error:
@@ -53,7 +64,7 @@ def main(rank: int, world_size: int, step: int, result: Path, file: str, overrid
 
 
 def dry_rank(
-    file: str, overrides: tuple[str, ...], *, rank: int, world_size: int, step: int
+    file: str, overrides: tuple[str, ...], *, rank: int, world_size: int, step: int, device_bytes: float
 ) -> dict[str, Any]:
     """Builds one rank of a job and runs one planned step of it.
 
@@ -62,6 +73,7 @@ def dry_rank(
         overrides: command-line words that win over it.
         rank: global rank, of `world_size`.
         step: of the plan, from 1.
+        device_bytes: memory of a GPU, which bounds plans.
 
     Returns:
         What `wlb-titan dryrun --output` writes of a rank; see docs/dryrun.md.
@@ -82,7 +94,7 @@ def dry_rank(
 
     logging.getLogger().setLevel(logging.ERROR)
     resolved = load_config(file, overrides, world_size=world_size)
-    trainer = DryTrainer(resolved.config, rank=rank, world_size=world_size)
+    trainer = DryTrainer(resolved.config, rank=rank, world_size=world_size, device_bytes=device_bytes)
     try:
         return trainer.run(step)
     finally:

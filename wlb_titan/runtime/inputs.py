@@ -41,7 +41,8 @@ def rank_item(
     """Cuts a context-parallel rank's share out of a micro-batch and makes what its attention mask needs.
 
     Args:
-        tokens, labels, positions: int64 (L,).
+        tokens, positions: int64 (L,).
+        labels: int64 (L,), or (L, 2) as of `with_weights`.
         lengths: int64 (n,), tokens of the documents, in their order; what is left of L is padding.
         strategy: of context parallelism; None without it.
         shards: what each context-parallel rank holds, as the strategy divided it.
@@ -52,7 +53,8 @@ def rank_item(
 
     Returns:
         ({"input", "positions", "segments", "exchange.0", ...}, labels): tokens, positions and labels int64
-        (1, L / ranks), segments int32 (S, 4), what the strategy's mask has besides, and "rows" and "sharers".
+        (1, L / ranks, ...), segments int32 (S, 4), what the strategy's mask has besides, and "rows" and
+        "sharers".
     """
     mask = ContextMask.of_sequence(lengths)
     if strategy is not None and shards is not None:

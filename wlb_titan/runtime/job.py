@@ -103,6 +103,7 @@ def documents_of(settings: CorpusSettings, corpus: Corpus) -> Documents:
         name=str(corpus),
         sources=tuple(mixture_sources(settings, corpus)),
         seed=settings.seed,
+        learned=corpus.count_learned,
         fingerprint=corpus.fingerprint,
     )
 

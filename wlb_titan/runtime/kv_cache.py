@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wlb_titan.kernels import varlen_attention
+from wlb_titan.kernels.op import define, differentiate
+from wlb_titan.kernels.options import SCHEMA
 
 DOCUMENT, PREFIX, TOKENS, TOTAL = range(4)
 """Columns of `rows`, int64 (n, 4) on the CPU, of the documents of a micro-batch in their order: number of the
@@ -175,7 +176,7 @@ class _Document:
 
 def sliced_attention(
     q_LNH: Tensor, k_LNH: Tensor, v_LNH: Tensor, segments: Tensor, rows: Tensor, cache: Tensor, layer: Tensor,
-    *, call: int = 0, scale: float | None = None, window: int | None = None,
+    *, call: int = 0, scale: float | None = None, window: int | None = None, implementation: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of a micro-batch with slices of documents; differentiable in q, k and v.
 
@@ -187,64 +188,47 @@ def sliced_attention(
         cache: `KeyValueCache.number` of the step.
         layer: int64 () on the CPU, different in every layer of the process.
         call: which call of the layer in this pass.
-        scale: factor on the scores, 1 / sqrt(H) if None.
-        window: keys that a query sees at most; None for all.
+        scale, window, implementation: as of `varlen_attention`.
 
     Returns:
         Output and log-sum-exp, as `varlen_attention`.
     """
     scale = q_LNH.shape[-1] ** -0.5 if scale is None else scale
+    options = (scale, True, window, True, implementation)
     out, lse = torch.ops.wlb_titan.sliced_attention.default(
-        q_LNH, k_LNH, v_LNH, segments, rows, cache, layer, call, scale, window
+        q_LNH, k_LNH, v_LNH, segments, rows, cache, layer, call, *options
     )
     return out, lse
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    segments: Tensor,
-    rows: Tensor,
-    cache: Tensor,
-    layer: Tensor,
-    call: int,
-    scale: float,
-    window: int | None,
-) -> tuple[Tensor, Tensor]:
-    """What the op does; `call` to `window` as of `sliced_attention`."""
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, rows: Tensor, cache: Tensor, layer: Tensor, call: int,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What the op does; `options` are those of the op `varlen_attention`."""
     keys, values = _caches[int(cache)].keys((int(layer), call), rows.tolist(), k, v)
-    out, lse = varlen_attention(q, keys, values, segments, scale=scale, window=window, return_lse=True)
+    out, lse = torch.ops.wlb_titan.varlen_attention.default(q, keys, values, segments, *options)
     return out, lse
 
 
-_forward = torch.library.custom_op("wlb_titan::sliced_attention", attend, mutates_args=())
-
-
-@_forward.register_fake
-def _forward_fake(q, k, v, *_):  # type: ignore[no-untyped-def]
+def _attend_fake(q, k, v, *_):  # type: ignore[no-untyped-def]
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
     return q.new_empty((q.shape[0], q.shape[1], v.shape[2])), lse
 
 
 def gradients(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    segments: Tensor, rows: Tensor, cache: Tensor, layer: Tensor, call: int, scale: float, window: int | None,
+    segments: Tensor, rows: Tensor, cache: Tensor, layer: Tensor, call: int, *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """What the op of the backward pass does; of q, k and v."""
     kept, runs, of_layer = _caches[int(cache)], rows.tolist(), (int(layer), call)
     keys, values = kept.keys(of_layer, runs, k, v)
-    options = (scale, True, window, True, "auto")
     backward = torch.ops.wlb_titan.varlen_attention_backward.default
     dq, dkeys, dvalues = backward(dout, dlse, q, keys, values, out, lse, segments, *options)
     return dq, *kept.own_gradients(of_layer, runs, dkeys, dvalues)
 
 
-_backward = torch.library.custom_op("wlb_titan::sliced_attention_backward", gradients, mutates_args=())
-
-
-@_backward.register_fake
-def _backward_fake(dout, dlse, q, k, v, *_):  # type: ignore[no-untyped-def]
+def _gradients_fake(dout, dlse, q, k, v, *_):  # type: ignore[no-untyped-def]
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
@@ -259,7 +243,23 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     if dout is None:
         dout = torch.zeros_like(out)
     backward = torch.ops.wlb_titan.sliced_attention_backward.default
-    return *backward(dout, dlse, q, k, v, out, *rest, *ctx.options), *[None] * 7
+    gradients = backward(dout, dlse, q, k, v, out, *rest, *ctx.options)
+    return *gradients, *[None] * (4 + len(ctx.options))
 
 
-torch.library.register_autograd("wlb_titan::sliced_attention", _differentiate, setup_context=_save)
+_OF_SLICES = f"Tensor segments, Tensor rows, Tensor cache, Tensor layer, int call, {SCHEMA}"
+define(
+    "sliced_attention",
+    f"Tensor q, Tensor k, Tensor v, {_OF_SLICES}",
+    "(Tensor, Tensor)",
+    attend,
+    _attend_fake,
+)
+define(
+    "sliced_attention_backward",
+    f"Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_OF_SLICES}",
+    "(Tensor, Tensor, Tensor)",
+    gradients,
+    _gradients_fake,
+)
+differentiate("sliced_attention", _differentiate, _save)

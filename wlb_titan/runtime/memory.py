@@ -9,11 +9,19 @@ import torch
 import torch.distributed as dist
 from torchtitan.distributed import ParallelDims
 
+from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.memory.peak import GIB, RankMemory
-from wlb_titan.plan import Plan
-from wlb_titan.simulator.slices import replica_memory
+from wlb_titan.packing.slices import replica_passes
+from wlb_titan.plan import Passes, Plan
+from wlb_titan.simulator.slices import flow_memory
+
+FIRST_STEPS = 12
+"""That are planned to tell how much memory steps of slices take."""
+
+MOST_REPLICAS = 64
+"""Of these steps, data-parallel ranks that are looked at: one takes some milliseconds."""
 
 
 def predicted_memory(job: Job, lengths: Sequence[int]) -> tuple[RankMemory, ...] | None:
@@ -22,14 +30,12 @@ def predicted_memory(job: Job, lengths: Sequence[int]) -> tuple[RankMemory, ...]
     Not known are models with experts or latent attention, and schedules whose order of passes the planner
     does not know.
     """
-    return _known(job, lambda: job.peak_memory(lengths))
+    return _known(job, lambda: job.peak_memory(Passes.of(lengths)))
 
 
 def planned_memory(job: Job, plan: Plan, replica: int) -> tuple[RankMemory, ...] | None:
     """The same with the micro-batches that a plan gives one data-parallel rank."""
-    if plan.order is not None:
-        return _known(job, lambda: replica_memory(job, plan, replica))
-    return predicted_memory(job, [m.length for m in plan.of_rank(replica)])
+    return _known(job, lambda: job.peak_memory(replica_passes(plan, replica)))
 
 
 def predicted_window(job: Job) -> tuple[tuple[RankMemory, ...] | None, str]:
@@ -73,16 +79,20 @@ def check_memory(job: Job, device_bytes: int) -> None:
         )
 
 
-def describe_memory(job: Job) -> list[str]:
+def describe_memory(job: Job, documents: Documents) -> list[str]:
     """A line on each pipeline rank's predicted peak, with micro-batches as long as they may become.
 
-    Where documents are sliced, with as many tokens of one in flight as there may be.
+    Where documents are sliced, that of the largest of the first steps.
+
+    Raises:
+        PlanError: one of these cannot be planned so that it fits.
     """
     ranks: tuple[RankMemory, ...] | None
     if job.packing.owner.slices:  # type: ignore[attr-defined]
-        tokens = job.most_in_flight or job.window
-        ranks = _known(job, lambda: job.sliced_memory(tokens))
-        most = f"{tokens} tokens of one document in flight"
+        solved = job.packing.planning_seconds > 0
+        steps = 1 if solved else max(1, min(FIRST_STEPS, MOST_REPLICAS // job.degrees.data))
+        ranks = None if job.memory_unknown else flow_memory(job, job.plans(documents, steps))
+        most = f"the most of the first {steps} steps"
     else:
         length = job.longest_micro_batch
         ranks = predicted_memory(job, [length] * job.replica_micro_batches)

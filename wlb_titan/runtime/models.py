@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch.nn as nn
-from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
+from torchtitan.models.common import Embedding, Linear, RMSNorm
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.param_init import depth_scaled_std
 from torchtitan.models.llama3 import Llama3Model, parallelize_llama
@@ -21,6 +21,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 from wlb_titan.runtime.attention import DocumentAttention
 from wlb_titan.runtime.pipeline import pipeline
+from wlb_titan.runtime.rotary import PairwiseRoPE
 
 #                 layers, width, heads, key heads, feed-forward width, vocabulary
 SHAPES: dict[str, tuple[int, int, int, int, int, int]] = {
@@ -36,7 +37,7 @@ MAX_CONTEXT = 2**20  # of the rotary table, which is cut to training.seq_len whe
 def llama_spec(size: str) -> ModelSpec:
     """The torchtitan model of one of SHAPES, with document attention inside."""
     n_layers, dim, n_heads, n_kv_heads, hidden_dim, vocab_size = SHAPES[size]
-    rope = ComplexRoPE.Config(dim=dim // n_heads, max_seq_len=MAX_CONTEXT, theta=10000.0)
+    rope = PairwiseRoPE.Config(dim=dim // n_heads, max_seq_len=MAX_CONTEXT, theta=10000.0)
     model = Llama3Model.Config(
         dim=dim,
         vocab_size=vocab_size,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torchtitan.config import CompileConfig, ParallelismConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
@@ -79,6 +81,21 @@ def stage_names(parallelism: ParallelismConfig, model: Decoder.Config) -> list[l
     alone = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=degree, ep=1, world_size=degree)
     stages, layers, first, last = pipeline_metadata(alone, parallelism, model)
     return modules_of_stages(stages, layers, first, last)
+
+
+def keys_of_stages(layers: int, stages: int) -> dict[str, object]:
+    """The keys of [parallelism] under which torchtitan divides a model's layers over so many stages.
+
+    Embedding and head count as a layer each. Where no number of layers a stage comes to so many stages, their
+    modules are named.
+    """
+    sizes = [size for size in range(1, layers + 1) if math.ceil((layers + 2) / size) == stages]
+    return {
+        "pipeline_parallel_first_stage_less_layers": 1,
+        "pipeline_parallel_last_stage_less_layers": 1,
+        "pipeline_parallel_layers_per_stage": sizes[0] if sizes else None,
+        "module_fqns_per_model_part": None if sizes else modules_of_stages(stages, layers, 1, 1),
+    }
 
 
 def check_stages(parallelism: ParallelismConfig, model: Decoder.Config) -> None:

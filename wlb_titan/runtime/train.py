@@ -65,7 +65,9 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
     import torch
     from torchtitan.tools.utils import device_module
 
+    from wlb_titan.kernels.implementations import device_of
     from wlb_titan.runtime.console import start_log
+    from wlb_titan.runtime.implementation import check_implementation
     from wlb_titan.runtime.job import job_of, parallel_dims
     from wlb_titan.runtime.load import load_config
     from wlb_titan.runtime.memory import check_memory
@@ -83,6 +85,8 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
             )
     resolved.check(validate_inputs)
     dims = parallel_dims(config, world_size)
+    device = device_of(torch.device("cpu" if on_cpu else torch.accelerator.current_accelerator()))
+    resolved.check(lambda config: check_implementation(config, device))
     if not on_cpu:
         device_bytes = device_module.get_device_properties(0).total_memory
         resolved.check(lambda config: check_memory(job_of(config, dims), device_bytes))

@@ -28,15 +28,18 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer as TorchtitanTrainer
 
 from wlb_titan.config.settings import WlbSettings
+from wlb_titan.kernels.implementations import device_of
 from wlb_titan.plan import Action, Flow
 from wlb_titan.runtime.attention import DocumentAttention
 from wlb_titan.runtime.corpus import open_corpus
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
 from wlb_titan.runtime.dp_merge import prepare_merging
 from wlb_titan.runtime.imbalance import rank_imbalance
+from wlb_titan.runtime.implementation import check_implementation
 from wlb_titan.runtime.inputs import Item, to_device
 from wlb_titan.runtime.job import documents_of, job_of, parallel_dims
 from wlb_titan.runtime.kv_cache import KeyValueCache
+from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import describe_memory, measured_memory
 from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank
 from wlb_titan.runtime.pass_timer import PassTimer
@@ -67,7 +70,10 @@ class Trainer(TorchtitanTrainer):
             config,
             comm=dataclasses.replace(config.comm),
             hf_assets_path=str(corpus.tokenizer_path),
-            dataloader=PlannedDataLoader.Config(corpus=config.wlb.corpus, job=self.job),
+            dataloader=PlannedDataLoader.Config(
+                corpus=config.wlb.corpus, job=self.job, loss_weight=config.wlb.loss_weight
+            ),
+            loss=weighted(config.loss) if config.wlb.loss_weight == "conversation" else config.loss,
         )
         if self.job.asymmetric:
             assert config.model_spec is not None
@@ -75,6 +81,7 @@ class Trainer(TorchtitanTrainer):
             config.model_spec = dataclasses.replace(config.model_spec, pipelining_fn=stages)
         super().__init__(config)
         self._cache: KeyValueCache | None = None  # of the step under way
+        self._reduces = True
         self.timer = self.pp_schedule.timer if self.parallel_dims.pp_enabled else PassTimer(self.device)
         self.step_trace = StepTrace(
             self.timer,
@@ -123,6 +130,7 @@ class Trainer(TorchtitanTrainer):
         assert config.model_spec is not None
         for _, attention, _, _ in config.model_spec.traverse(DocumentAttention.Config):
             attention.context = self.job.sharding
+            attention.implementation = config.wlb.attention.implementation
         config.comm.train_timeout_seconds, self._timeout_reason = train_timeout(config, self.job)
         config.dataloader.job = self.job
 
@@ -150,7 +158,7 @@ class Trainer(TorchtitanTrainer):
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Starts the copies of a micro-batch to the device; see `to_device`."""
-        self.ntokens_seen += labels.numel()
+        self.ntokens_seen += input_dict["input"].numel()
         cache = self._cache.number if self._cache is not None else None
         return to_device(input_dict, labels, self.device, cache)
 
@@ -172,9 +180,15 @@ class Trainer(TorchtitanTrainer):
         self.step_trace.begin(self.step)
         self.optimizers.zero_grad()
         learning_rates = self.lr_schedulers.get_metrics()
-        labels = torch.full((), step.labels, dtype=torch.int64, device=self.device)
+        # A step without a learned token has a loss and gradients of 0, not 0 / 0.
+        kind = torch.int64 if isinstance(step.labels, int) else torch.float32
+        labels = torch.full((), step.labels or 1, dtype=kind, device=self.device)
         if step.flow is None:
-            losses = [self._forward_backward(group, labels) for group in self._groups(step.items)]
+            groups = list(self._groups(step.items))
+            losses = []
+            for group in groups:
+                self._reduce_gradients(group is groups[-1])
+                losses.append(self._forward_backward(group, labels))
         else:
             losses = [self._run_flow(step, step.flow, labels)]
         grad_norm = dist_utils.clip_grad_norm_(
@@ -197,6 +211,22 @@ class Trainer(TorchtitanTrainer):
         size = self.config.training.local_batch_size if self.parallel_dims.pp_enabled else 1
         for first in range(0, len(items), size):
             yield items[first : first + size]
+
+    def _reduce_gradients(self, now: bool) -> None:
+        """Whether the next backward pass reduces gradients, or leaves them as they are for a later one.
+
+        Where FSDP shards nothing they are as large before as after it, so that a step reduces once. Weights
+        then stay gathered from one backward pass to the next forward pass. A pipeline's stages do the like
+        by themselves.
+        """
+        dims = self.parallel_dims
+        whole = dims.dp_shard * dims.cp == 1 and not (dims.ep_enabled or dims.pp_enabled)
+        if not whole or now is self._reduces:
+            return
+        self._reduces = now
+        for part in self.model_parts:
+            part.set_requires_gradient_sync(now)
+            part.set_reshard_after_backward(now)
 
     def _forward_backward(self, group: list[Item], labels: torch.Tensor) -> torch.Tensor:
         """The group's part of the loss: its sum on this rank over the labels of the whole job."""
@@ -228,7 +258,8 @@ class Trainer(TorchtitanTrainer):
         """The same without a pipeline: forward and backward passes one by one."""
         losses: dict[int, torch.Tensor] = {}
         total = torch.zeros((), device=self.device)
-        for kind, _, place in actions:
+        for number, (kind, _, place) in enumerate(actions, start=1):
+            self._reduce_gradients(number == len(actions))
             with self.timer.time(kind, 0, place), self.train_context():
                 if kind == "F":
                     inputs, targets, extra = self.post_dataloading_process(*items[place])
@@ -250,7 +281,7 @@ class Trainer(TorchtitanTrainer):
             RuntimeError: the loss is not finite.
         """
         mesh = self.parallel_dims.get_optional_mesh("loss")
-        own_mean = loss * (step.labels / max(step.own_labels, 1))
+        own_mean = loss * (step.labels / step.own_labels if step.own_labels else 0.0)
         mean, largest = dist_utils.dist_sum(loss, mesh), dist_utils.dist_max(own_mean, mesh)
         if not math.isfinite(mean):
             raise RuntimeError(f"The loss of step {self.step} is {mean}; training stops.")
@@ -265,6 +296,7 @@ class Trainer(TorchtitanTrainer):
         plan = step.plan
         return {
             "tokens": plan.tokens,
+            "labels": step.labels,
             "padding": plan.padding,
             "imbalance": plan.imbalance,
             **rank_imbalance(plan, self.job.strategy),
@@ -294,7 +326,9 @@ class Trainer(TorchtitanTrainer):
                 logger.info(", ".join(f"{heading} {cell}" for heading, cell in row.items()))
             for line in self._choice.remarks():
                 logger.info(line)
-        for line in describe_memory(self.job):
+        logger.info(f"Attention: {check_implementation(self.config, device_of(self.device))}")
+        documents = documents_of(self.config.wlb.corpus, self.planned.corpus)
+        for line in describe_memory(self.job, documents):
             logger.info(line)
         comm = self.config.comm
         logger.info(

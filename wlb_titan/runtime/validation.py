@@ -19,10 +19,12 @@ from wlb_titan.config.values import shown
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.vocabulary import check_sample
 from wlb_titan.errors import PlanError, UserError
+from wlb_titan.kernels.implementations import Device
 from wlb_titan.runtime.adoption import WHAT_TO_DO, unsupported
 from wlb_titan.runtime.checkpoints import beginning
-from wlb_titan.runtime.corpus import mixture_sources, open_corpus
+from wlb_titan.runtime.corpus import mixture_sources, open_corpus, open_source
 from wlb_titan.runtime.dump_folder import check_place
+from wlb_titan.runtime.implementation import check_implementation
 from wlb_titan.runtime.job import degrees_product, documents_of, job_of, parallel_dims
 from wlb_titan.runtime.memory import check_memory
 from wlb_titan.runtime.metrics import MetricsProcessor
@@ -53,6 +55,7 @@ def validate(config: Trainer.Config, world_size: int | None) -> None:
     _check_settings(config)
     _check_checkpoint(config)
     _check_model(config)
+    check_implementation(config)
     _check_pipeline(config, dims)
     check_optimizer(config)
     _check_job(config, dims)
@@ -93,7 +96,7 @@ def validate_corpus(config: Trainer.Config) -> Corpus:
     try:
         for number, source in enumerate(settings.sources):
             key = f"wlb.corpus.sources.{number}.path"
-            Corpus.open(source.path, column=source.column, tokenizer=settings.tokenizer)
+            open_source(source, settings.tokenizer)
         key = "wlb.corpus.sources" if settings.sources else "wlb.corpus.path"
         corpus = open_corpus(settings)
         mixture_sources(settings, corpus)
@@ -124,7 +127,7 @@ def validate_devices(config: Trainer.Config, processes: int, gpus: int) -> None:
             which everything runs.
 
     Raises:
-        UserError: there are more processes than GPUs, or the dtype is one that the attention kernels lack.
+        UserError: there are more processes than GPUs; or as of `check_implementation`, on a GPU.
     """
     if gpus == 0 or config.wlb.device == "cpu":
         return
@@ -133,11 +136,7 @@ def validate_devices(config: Trainer.Config, processes: int, gpus: int) -> None:
             f"parallelism: {processes} processes and {gpus} GPU{'s' * (gpus > 1)}: NCCL wants one each; "
             'lower the degrees, or set wlb.device = "cpu".'
         )
-    if config.training.mixed_precision_param == "float32":
-        raise UserError(
-            "training.mixed_precision_param: the attention kernels take bfloat16 and float16; set it to "
-            '"bfloat16", or set wlb.device = "cpu".'
-        )
+    check_implementation(config, Device("cuda"))
 
 
 def validate_memory(config: Trainer.Config, world_size: int | None, device_gib: float) -> None:

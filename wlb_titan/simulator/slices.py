@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 from wlb_titan.context import after, whole
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
-from wlb_titan.memory.peak import BackwardPacks, RankMemory
+from wlb_titan.memory.fits import fullest
+from wlb_titan.memory.peak import RankMemory
 from wlb_titan.memory.slices import SliceCache
 from wlb_titan.packing.asymmetric import last_needed
 from wlb_titan.packing.policy import Packing
-from wlb_titan.packing.slices import Parts, cached_slices, sliced_document
+from wlb_titan.packing.slices import parts, replica_passes, sliced_document
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
-from wlb_titan.plan import LENGTH, Action, CachedSlice, Flow, MicroBatch, Plan, Slices
+from wlb_titan.plan import LENGTH, Action, Flow, MicroBatch, Passes, Plan, Slices
 from wlb_titan.simulator.meeting import Replica, ends_together
 from wlb_titan.simulator.passes import MicroBatches, both_times, pass_times
 
@@ -136,67 +137,29 @@ def replicas_of(
 
 def flow_memory(job: Job, plans: Sequence[Plan]) -> tuple[RankMemory, ...]:
     """The largest peak of each pipeline rank over all replicas and plans."""
-    peaks = [replica_memory(job, plan, rank) for plan in plans for rank in range(job.degrees.data)]
-    return tuple(max(ranks, key=lambda rank: rank.total) for ranks in zip(*peaks, strict=True))
+    peaks = [
+        job.peak_memory(replica_passes(plan, rank)) for plan in plans for rank in range(job.degrees.data)
+    ]
+    return tuple(fullest(ranks) for ranks in zip(*peaks, strict=True))
 
 
-def replica_memory(job: Job, plan: Plan, dp_rank: int) -> tuple[RankMemory, ...]:
-    """The peak of each pipeline rank of one replica."""
-    assert plan.order is not None
-    forward = plan.of_rank(dp_rank)
-    backward = None if plan.backward is None else plan.backward_of_rank(dp_rank)
-    slices, back = cached(forward, backward)
-    return job.peak_memory(
-        [m.length for m in forward],
-        flow=plan.order[dp_rank],
-        slices=slices,
-        backward=None if backward is None else BackwardPacks([m.length for m in backward], back),
-        sharers=[m.sharers for m in forward],
-    )
-
-
-def cache_bytes(
-    job: Job,
-    actions: Sequence[Action],
-    forward: Sequence[MicroBatch],
-    backward: Sequence[MicroBatch] | None = None,
-) -> list[float]:
+def cache_bytes(job: Job, actions: Sequence[Action], passes: Passes) -> list[float]:
     """Keys and values of sliced documents, and their gradients, on a rank after each of its actions.
 
     Args:
         job: the job.
         actions: of the rank.
-        forward, backward: as of `cached`.
+        passes: of its replica.
     """
     cache = SliceCache(job.token_bytes, job.layers)
-    slices, back = cached(forward, backward)
     result = []
     for action in actions:
-        of_pass, packs = (slices, forward) if action.kind == "F" else (back, backward or forward)
-        cache.begin(action, of_pass[action.place], packs[action.place].shared_length)
-        cache.end(action, of_pass[action.place])
+        packs = passes.forward if action.kind == "F" else passes.backward
+        slices = packs.slices[action.place]
+        cache.begin(action, slices, packs.lengths[action.place] * packs.sharers[action.place])
+        cache.end(action, slices)
         result.append(cache.bytes_)
     return result
-
-
-Cached = list[tuple[CachedSlice, ...]]
-
-
-def cached(forward: Sequence[MicroBatch], backward: Sequence[MicroBatch] | None) -> tuple[Cached, Cached]:
-    """Of the micro-batches of a replica's forward and backward passes the slices that are cached.
-
-    Args:
-        forward: micro-batches of forward passes.
-        backward: of backward passes; None: the same.
-    """
-    packs = [*forward, *(backward or ())]
-    found: Cached = [()] * len(packs) if packs[0].slices is None else cached_slices(parts(packs))
-    return found[: len(forward)], found if backward is None else found[len(forward) :]
-
-
-def parts(micro_batches: Sequence[MicroBatch]) -> list[Parts]:
-    """Documents and slices of MicroPacks."""
-    return [(m.documents, m.slices) for m in micro_batches if m.slices is not None]
 
 
 def check_slices(flow: Flow, micro_batches: Sequence[MicroBatch]) -> None:

@@ -12,17 +12,20 @@ At the end the optimizer runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.cost.models import rank_parameters
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
-from wlb_titan.memory.peak import RankMemory, rank_parameters, weighted_tokens
+from wlb_titan.memory.fits import fullest
+from wlb_titan.memory.peak import RankMemory, weighted_tokens
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.pipeline.schedule import rank_actions
-from wlb_titan.plan import Plan
+from wlb_titan.plan import Passes, Plan
 from wlb_titan.simulator.passes import MicroBatches, pass_times, planned_times, transfer_seconds
 from wlb_titan.simulator.slices import flow_memory, run_flows
 
@@ -105,12 +108,16 @@ def simulate(job: Job, plans: Sequence[Plan]) -> Prediction:
 
     Args:
         job: the job.
-        plans: of the job's data-parallel and context-parallel degrees; of one number of micro-batches.
+        plans: of the job's data-parallel and context-parallel degrees.
 
     Raises:
         PlanError: the plans are of other degrees, or the schedule cannot run them.
     """
     _check(job, plans)
+    numbers = np.array([len(plan.micro_batches) for plan in plans])
+    if (numbers != numbers[0]).any():
+        alike = [np.flatnonzero(numbers == number) for number in np.unique(numbers)]
+        return _joined(alike, [simulate(job, [plans[step] for step in steps.tolist()]) for steps in alike])
     micro_batches = [m for plan in plans for m in plan.micro_batches]
     replicas, run = job.degrees.data, _run(job, plans)
     runs = len(plans[0].micro_batches) // (replicas * run)
@@ -146,6 +153,17 @@ def simulate(job: Job, plans: Sequence[Plan]) -> Prediction:
     )
 
 
+def _joined(steps: Sequence[NDArray[np.int64]], parts: Sequence[Prediction]) -> Prediction:
+    """One prediction of several, each of some of the steps."""
+    order = np.argsort(np.concatenate(steps))
+    arrays: dict[str, Any] = {
+        name: np.concatenate([getattr(part, name) for part in parts])[order]
+        for name in ("seconds", "pipeline", "communication", "optimizer", "busy", "tokens", "flops")
+    }
+    memory = tuple(fullest(ranks) for ranks in zip(*(part.memory for part in parts), strict=True))
+    return replace(parts[0], memory=memory, longest=max(part.longest for part in parts), **arrays)
+
+
 def tokens_per_second(job: Job, passing: MicroBatches) -> float:
     """Of a step in which every replica's micro-batches take the same.
 
@@ -175,10 +193,10 @@ def peak_memory(job: Job, tokens: NDArray[np.int64], runs: int) -> tuple[RankMem
     for rank in range(job.degrees.pipeline):
         actions = list(rank_actions(job.shape, n, rank))
         in_flight = np.max(weighted_tokens(actions, tokens, job.layers), axis=0).reshape(-1, runs)
-        fullest = {in_flight[:, 0].argmax()}
+        candidates = {in_flight[:, 0].argmax()}
         if runs > 1:
-            fullest.add(in_flight[:, 1:].max(axis=1).argmax())
-        peaks = [job.peak_memory(steps[step].tolist())[rank] for step in fullest]
+            candidates.add(in_flight[:, 1:].max(axis=1).argmax())
+        peaks = [job.peak_memory(Passes.of(steps[step].tolist()))[rank] for step in candidates]
         result.append(max(peaks, key=lambda peak: peak.total))
     return tuple(result)
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from wlb_titan.job import Job
 from wlb_titan.memory.peak import kept_states, weighted_tokens
-from wlb_titan.packing.slices import kind
+from wlb_titan.packing.slices import ReplicaPacks, kind, passes_of
 from wlb_titan.pipeline.graph import PipelineGraph
 from wlb_titan.plan import LENGTH, MicroBatch, Plan
 from wlb_titan.simulator.meeting import Replica, ends_together
@@ -115,6 +115,8 @@ class _Picture:
             ends: float64 (actions,), when they end.
         """
         job, here, back = self._job, replica.micro_batches, replica.of_backward
+        packs = ReplicaPacks.of(here)
+        passes = passes_of(packs, packs if replica.backward is None else ReplicaPacks.of(back), None)
         states: Sequence[int] = job.layers
         kept = freed = [job.merged[m.sharers].token_bytes.kept * m.shared_length for m in here]
         if replica.backward is not None:
@@ -124,7 +126,7 @@ class _Picture:
             numbers = [i for i, a in enumerate(replica.graph.actions) if job.shape.rank_of(a.stage) == rank]
             actions = [replica.graph.actions[i] for i in numbers]
             held = weighted_tokens(actions, kept, states, freed)
-            cached = cache_bytes(job, actions, here, replica.backward)
+            cached = cache_bytes(job, actions, passes)
             self._seconds[rank].extend(self._begin + ends[i] for i in numbers)
             self._bytes[rank].extend(own + more for own, more in zip(held, cached, strict=True))
             for action, end in zip(actions, ends[numbers].tolist(), strict=True):

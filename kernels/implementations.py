@@ -1,0 +1,116 @@
+"""Which implementation computes a call: a rule on head dims, dtype and device, which needs no tensors.
+
+| implementation | forward                         | backward                     | needs              |
+|----------------|---------------------------------|------------------------------|--------------------|
+| reference      | plain PyTorch                   | plain PyTorch                | nothing            |
+| triton         | Triton                          | Triton: dK and dV, then dQ   | sm_80 or later     |
+| gluon          | Gluon, FlashAttention-3's order | Gluon: all three in one pass | sm_90, D 64 or 128 |
+
+"auto" takes what was measured fastest, forward and backward by themselves: on Hopper with head dim 128 Gluon
+forward (1.16 to 1.76 times Triton's speed in all 32 cases timed on an H100), and backward Gluon for long
+segments, Triton for short ones; other head dims were not timed, so Triton. On the CPU the reference; under
+Triton's interpreter (TRITON_INTERPRET=1) Triton for float16 and float32, as that computes bfloat16 wrongly.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+IMPLEMENTATIONS = ("auto", "reference", "triton", "gluon")
+MAX_HEAD_DIM = 256
+GLUON_HEAD_DIMS = (64, 128)
+MEASURED_FASTEST = (128, 128)  # D and Dv for which Gluon was
+
+
+class Device(NamedTuple):
+    """What the rule has to know of a device.
+
+    type: as of torch.device. capability: of a GPU, None where it is not known yet, which excludes nothing.
+    interpreted: whether Triton is there and runs its kernels on the CPU, for tests.
+    """
+
+    type: str
+    capability: tuple[int, int] | None = None
+    interpreted: bool = False
+
+    @property
+    def tma(self) -> bool:
+        """Whether to load by TMA: on Hopper, and in the interpreter, which emulates it."""
+        return self.type != "cuda" or (self.capability is not None and self.capability[0] == 9)
+
+
+class Chosen(NamedTuple):
+    """What computes forward passes, and backward passes of long and of short segments (`Schedule.long`)."""
+
+    forward: str
+    long: str
+    short: str
+
+    def __str__(self) -> str:
+        if len(set(self)) == 1:
+            return self.forward
+        short = "" if self.short == self.long else f", {self.short} where documents are short"
+        return f"forward {self.forward}, backward {self.long}{short}"
+
+
+@cache
+def device_of(device: torch.device) -> Device:
+    """The facts of a device that is there; asked for once."""
+    if device.type == "cuda":
+        return Device("cuda", torch.cuda.get_device_capability(device))
+    return Device(device.type, interpreted=_interpreting())
+
+
+@cache
+def chosen(implementation: str, dims: tuple[int, int], dtype: torch.dtype, device: Device) -> Chosen:
+    """What runs where a caller asks for `implementation`.
+
+    dims: D of queries and keys, and Dv of values.
+
+    Raises ValueError, with the reason, if it cannot run such tensors.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation {implementation!r} is none of {', '.join(IMPLEMENTATIONS)}")
+    on_gpu = device.type == "cuda"
+    if implementation == "auto" and not on_gpu:
+        interpretable = device.interpreted and dtype in (torch.float16, torch.float32)
+        implementation = "triton" if interpretable else "reference"
+    if implementation == "reference":
+        return _everywhere(implementation)
+
+    if not on_gpu and not device.interpreted:
+        raise ValueError(f"implementation {implementation!r} needs a CUDA device, and runs on {device.type}")
+    dtypes = (torch.float16, torch.bfloat16) if on_gpu else (torch.float16, torch.float32)
+    if dtype not in dtypes:
+        raise ValueError(
+            f"implementation {implementation!r} takes {dtypes[0]} and {dtypes[1]} here, got {dtype}"
+        )
+    for name, dim in zip("qv", dims, strict=True):
+        if dim > MAX_HEAD_DIM or dim % 8 != 0 or dim == 0:
+            raise ValueError(f"head dims are multiples of 8 up to {MAX_HEAD_DIM}, but {name} has {dim}")
+    known = on_gpu and device.capability is not None
+    if known and device.capability < (8, 0):
+        raise ValueError(f"the kernels need compute capability 8.0 or later, got {device.capability}")
+    if implementation == "gluon":
+        if not (device.tma if known else on_gpu):
+            raise ValueError("implementation 'gluon' needs a GPU of compute capability 9 (Hopper)")
+        for name, dim in zip("qv", dims, strict=True):
+            if dim not in GLUON_HEAD_DIMS:
+                raise ValueError(f"the Gluon kernels have head dims {GLUON_HEAD_DIMS}, but {name} has {dim}")
+    if implementation == "auto":
+        gluon = device.tma and dims == MEASURED_FASTEST
+        return Chosen("gluon", "gluon", "triton") if gluon else _everywhere("triton")
+    return _everywhere(implementation)
+
+
+def _everywhere(implementation: str) -> Chosen:
+    return Chosen(implementation, implementation, implementation)
+
+
+def _interpreting() -> bool:
+    try:
+        from triton import knobs
+    except ImportError:
+        return False
+    return knobs.runtime.interpret

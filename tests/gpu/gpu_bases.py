@@ -1,0 +1,52 @@
+"""Bases of the GPU tests: two layers of real models, with the head dims that the kernels are made for."""
+
+import bases
+from bases import muse_glimmer, qwen3_moe  # noqa: F401
+from torchtitan.models.deepseek_v3 import config_registry as deepseek_registry
+from torchtitan.models.gpt_oss import config_registry as gpt_oss_registry
+from torchtitan.models.qwen3 import config_registry as qwen3_registry
+from watching import watched
+
+from wlb_titan.runtime.registry import base_config
+
+
+def llama():
+    """12 heads of 128, each with keys of its own."""
+    return _small(base_config("llama2_550m"))
+
+
+def qwen3():
+    """16 heads of 128, two of them on a key head."""
+    return _small(qwen3_registry.qwen3_0_6b())
+
+
+def gpt_oss():
+    """64 heads of 64, eight of them on a key head, with sinks; a layer with a window of 128 tokens, and one
+    without; experts."""
+    return _small(bases.few_experts(gpt_oss_registry.gpt_oss_20b()))
+
+
+def deepseek_v3():
+    """16 heads with keys of 192 and values of 128; a layer without experts, and one with them."""
+    return _small(bases.few_experts(deepseek_registry.deepseek_v3_16b()))
+
+
+def watched_llama():
+    return watched(llama())
+
+
+def watched_gpt_oss():
+    return watched(base_config("gpu_bases:gpt_oss"))
+
+
+def watched_deepseek_v3():
+    return watched(base_config("gpu_bases:deepseek_v3"))
+
+
+def _small(config):
+    """Two layers, and no more tokens than the corpus has."""
+    config = bases.two_layers(config)
+    model = config.model_spec.model
+    model.vocab_size = model.tok_embeddings.num_embeddings = model.lm_head.out_features = bases.VOCABULARY
+    config.loss.loss_fn.global_vocab_size = bases.VOCABULARY
+    return config

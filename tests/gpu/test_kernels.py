@@ -1,0 +1,87 @@
+"""The kernels, forward and every gradient, against the dense oracle and against the reference.
+
+TRITON_INTERPRET=1 pytest tests/gpu/test_kernels.py --device cpu    # Triton's, interpreted
+"""
+
+import pytest
+import torch
+from oracle import attention_and_lse, compare, packed, random_inputs, with_gradients
+from wlb_titan.kernels import varlen_attention
+from wlb_titan.kernels.implementations import chosen, device_of
+
+IMPLEMENTATIONS = ("triton", "gluon")
+TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 4e-3}
+CASES = {
+    "ragged": (packed([60, 1, 200, 7, 333, 128]), 732, 729),
+    "long": (packed([2300]), 2300, 2300),
+    "two_chunks": (torch.tensor([[0, 130, 0, 130], [130, 130, 0, 520]], dtype=torch.int32), 263, 520),
+    "only_padding": (packed([]), 5, 3),
+    "no_queries": (packed([]), 0, 5),
+}
+DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
+MASKS = [{}, {"window": 1}, {"window": 100}, {"causal": False}]
+
+
+def skip_unless_it_runs(implementation, dims, dtype, device):
+    try:
+        chosen(implementation, dims, dtype, device_of(device))
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+def check(target, implementation, case, heads, dims, dtype, mask):
+    """Sinks and the log-sum-exp's gradient always take part."""
+    device = torch.device(target.device)
+    skip_unless_it_runs(implementation, dims, dtype, device)
+    segments, q_tokens, kv_tokens = CASES[case]
+    tensors = random_inputs(q_tokens, kv_tokens, *heads, *dims, dtype)
+    rng = torch.Generator().manual_seed(1)
+    sinks, dlse = torch.randn(heads[0], generator=rng), torch.randn(heads[0], q_tokens, generator=rng)
+    options = {"scale": dims[0] ** -0.5, **mask}
+
+    def ours(q, k, v, sinks):
+        return varlen_attention(
+            q, k, v, segments, sinks=sinks, return_lse=True, implementation=implementation, **options
+        )
+
+    given = [*tensors[:3], sinks, tensors[3], dlse]
+    got = with_gradients(ours, *(x.to(device) for x in given))
+    want = with_gradients(
+        lambda q, k, v, s: attention_and_lse(q, k, v, segments, sinks=s, **options),
+        *(x.double() for x in given),
+    )
+    compare({name: x.cpu() for name, x in got.items()}, want, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_shapes(target, implementation, case, dims):
+    dtype = target.pick(cuda=torch.bfloat16, cpu=torch.float16)  # which the interpreter can
+    check(target, implementation, case, (4, 2), dims, dtype, {})
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("heads", [(1, 1), (8, 1), (6, 2)], ids=str)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_masks_and_groups(target, implementation, heads, mask):
+    check(target, implementation, "ragged", heads, (64, 64), torch.float16, mask)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_packed_window_as_the_reference_computes_it_and_again_bit_for_bit(target, implementation, dims):
+    """Documents of all lengths, enough for every multiprocessor; the reference in float64 on that device."""
+    device = torch.device(target.device)
+    dtype = target.pick(cuda=torch.bfloat16, cpu=torch.float16)
+    skip_unless_it_runs(implementation, dims, dtype, device)
+    lengths = target.pick(cuda=[9000, 1, 5, 130, 4000, 777, *[64] * 30], cpu=[90, 1, 5, 60])
+    segments, tokens = packed(lengths), sum(lengths) + 3
+    tensors = [x.to(device) for x in random_inputs(tokens, tokens, 8, 2, *dims, dtype)]
+    attend = {
+        name: lambda q, k, v, name=name: varlen_attention(q, k, v, segments, implementation=name)
+        for name in (implementation, "reference")
+    }
+    got, again = (with_gradients(attend[implementation], *tensors) for _ in range(2))
+    compare(got, with_gradients(attend["reference"], *(x.double() for x in tensors)), TOLERANCE[dtype])
+    assert all(torch.equal(got[name], again[name]) for name in got)

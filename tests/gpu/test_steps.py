@@ -1,0 +1,70 @@
+"""A job on the device: steps neither wait nor compile, it resumes exactly, memory is what was predicted."""
+
+import json
+
+import pytest
+from lab import CONFIG
+from watching import FILE
+
+from wlb_titan.runtime.corpus import open_corpus
+from wlb_titan.runtime.job import documents_of, job_of, parallel_dims
+from wlb_titan.runtime.load import load_config
+from wlb_titan.runtime.memory import planned_memory
+
+LAZY = ("--wlb.packing.policy", "wlb_lazy", "--wlb.packing.cost_model", "quadratic:1,1000")
+FRESH = ("--checkpoint.enable", "false", "--checkpoint.initial_load_path", "none")
+
+
+@pytest.mark.parametrize("base", ["watched_llama", "watched_gpt_oss", "watched_deepseek_v3"])
+def test_steps_that_are_not_logged_neither_wait_nor_compile(lab, target, base):
+    experiment = lab.experiment(
+        base,
+        *("--base", target.pick(cuda=f"gpu_bases:{base}", cpu="watching:config"), *LAZY, *FRESH),
+        *("--training.seq_len", target.pick(cuda="8192", cpu="256"), "--training.steps", "8"),
+        *("--metrics.log_freq", "100"),
+    )
+    lab.run(1, [experiment])
+    lines = (experiment.folder / FILE.format(rank=0)).read_text().splitlines()
+    first, *others = [json.loads(line) for line in lines]
+    assert first["waits"], "the first step is logged, so something must have been noticed"
+    assert len(others) == 7
+    assert [step["waits"] for step in others] == [[]] * 7
+    assert [step["compiled"] for step in others] == [[]] * 7
+
+
+def test_killed_and_started_again(lab):
+    words = (*LAZY, "--training.steps", "7", "--checkpoint.interval", "2", "--metrics.log_freq", "1")
+    whole, killed = (lab.experiment(name, *words) for name in ("whole", "killed"))
+    lab.run(1, [whole])
+    assert lab.start_and_kill(1, killed, 3) < 7
+    lab.run(1, [killed])
+    assert killed.losses() == whole.losses()
+
+
+MEMORY = {
+    "plain": ("--wlb.packing.policy", "plain"),
+    "none": ("--wlb.packing.policy", "plain", "--activation_checkpoint", "none"),
+    "full": ("--wlb.packing.policy", "plain", "--activation_checkpoint.class", "FullAC"),
+    "wlb_lazy": LAZY,
+    "slim": ("--wlb.packing.policy", "slim"),
+}
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_memory_is_as_predicted(lab, target, name):
+    """Within 5 %, from the second step on, when AdamW has its state. A CPU's figure is the whole process'."""
+    words = (
+        *("--base", target.pick(cuda="llama2_550m", cpu="bases:llama"), *FRESH, *MEMORY[name]),
+        *("--training.seq_len", target.pick(cuda="16384", cpu="256"), "--training.steps", "4"),
+        *("--training.global_batch_size", "4", "--metrics.log_freq", "1"),
+    )
+    experiment = lab.experiment(f"memory_{name}", *words)
+    lab.run(1, [experiment])
+    config = load_config(CONFIG, experiment.words(), world_size=1).config
+    job = job_of(config, parallel_dims(config, 1))
+    documents = documents_of(config.wlb.corpus, open_corpus(config.wlb.corpus))
+    measured = [record["peak_memory_gib/pp0"] for record in experiment.metrics()]
+    predicted = [planned_memory(job, plan, 0)[0].total / 2**30 for plan in job.plans(documents, 4)]
+    print(f"{name}: predicted {predicted}, measured {measured} GiB")
+    tolerance = target.pick(cuda=0.05, cpu=float("inf"))
+    assert measured[1:] == pytest.approx(predicted[1:], rel=tolerance)

@@ -1,0 +1,182 @@
+"""Conversations as documents: what of them is learned, and what is said about those that cannot be used."""
+
+import json
+
+import datasets
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from wlb_titan.commands.main import main
+from wlb_titan.corpus import Corpus, CorpusError
+from wlb_titan.corpus.prepare import prepare_corpus
+from wlb_titan.corpus.settings import PrepareSettings
+from wlb_titan.corpus.tokenizer import train_tokenizer
+from wlb_titan.corpus.verify import verify
+
+PLAIN = (
+    "{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|turn|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ m['content'] }}<|end|>{% endgeneration %}{% else %}{{ m['content'] }}<|end|>{% endif %}\n{% endfor %}"
+)
+REWRITING = (  # as Qwen3's, which has no thoughts in any turn but the last
+    "{% for m in messages %}<|turn|>{{ m['role'] }}\n{% if loop.last %}<think></think>{% endif %}"
+    "{{ m['content'] }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+DROPPING = "{% for m in messages[-2:] %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+
+
+def said(role, content):
+    return {"role": role, "content": content}
+
+
+CHATS = [
+    [
+        said("user", "How many?"),
+        said("assistant", "Zwölf 🍰 or more."),
+        said("user", "Why?"),
+        said("assistant", "So."),
+    ],
+    [said("system", "Be brief."), said("user", "One"), said("assistant", "Two"), said("user", "Three")],
+]
+ANSWERS = [["Zwölf 🍰 or more.<|end|>", "So.<|end|>"], ["Two<|end|>"]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """A folder with a tokenizer that knows the marks of the templates; `template(...)` gives it one."""
+    folder = tmp_path_factory.mktemp("tokenizer") / "tokenizer"
+    train_tokenizer(["How many are two or three? " * 20], 300, folder)
+    own = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    own.add_special_tokens([AddedToken(mark, special=True) for mark in ("<|turn|>", "<|end|>")])
+    own.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def with_template(folder, template):
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    return str(folder)
+
+
+def write_lines(path, chats, **more):
+    path.write_text("".join(json.dumps({"messages": chat, **more}) + "\n" for chat in chats))
+    return f"jsonl:{path}"
+
+
+def prepare(tmp_path, tokenizer, template, chats=CHATS, source=None, **options):
+    settings = PrepareSettings(
+        source=source or write_lines(tmp_path / "chat.jsonl", chats),
+        tokenizer=with_template(tokenizer, template),
+        chat=True,
+        **options,
+    )
+    return prepare_corpus(settings, tmp_path / "corpus", overwrite=True)
+
+
+def learned_texts(corpus):
+    """Of each document in the order of the source: the stretches that are learned, as text."""
+    own = Tokenizer.from_file(str(corpus.tokenizer_path / "tokenizer.json"))
+    found = {}
+    for row, length in enumerate(np.asarray(corpus.lengths).tolist()):
+        tokens, learned = corpus.tokens(row), corpus.learned(row, 0, length)
+        edges = np.flatnonzero(np.diff([0, *learned, 0])).reshape(-1, 2)
+        found[corpus.source(row)] = [
+            own.decode(tokens[begin:end].tolist(), skip_special_tokens=False).strip("\n")
+            for begin, end in edges
+        ]
+    return [found[name] for name in sorted(found)]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["by prefixes", "by marks"])
+def test_the_assistant_s_turns_are_learned(tmp_path, tokenizer, template):
+    corpus = prepare(tmp_path, tokenizer, template)
+    assert learned_texts(corpus) == ANSWERS
+    whole = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).decode(
+        corpus.tokens(0).tolist(), skip_special_tokens=False
+    )
+    assert whole.count("<|turn|>") == whole.count("<|end|>") == 4
+    verify(tmp_path / "corpus", lambda *report: None)
+    assert corpus.manifest.learned_tokens == sum(
+        corpus.learned(row, 0, n).sum() for row, n in enumerate(corpus.lengths)
+    )
+
+
+def test_the_masks_are_those_of_transformers(tmp_path, tokenizer):
+    from transformers import PreTrainedTokenizerFast
+
+    corpus = prepare(tmp_path, tokenizer, MARKED)
+    theirs = PreTrainedTokenizerFast.from_pretrained(tokenizer)
+    rows = {corpus.source(row): row for row in range(len(corpus))}
+    for number, chat in enumerate(CHATS, start=1):
+        encoded = theirs.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+        row = rows[f"chat.jsonl:{number}"]
+        assert corpus.tokens(row).tolist() == encoded["input_ids"]
+        assert corpus.learned(row, 0, int(corpus.lengths[row])).tolist() == encoded["assistant_masks"]
+
+
+def test_datasets_and_parquet_and_many_workers(tmp_path, tokenizer):
+    rows = datasets.Dataset.from_dict({"messages": CHATS})
+    rows.to_parquet(tmp_path / "chat.parquet")
+    assert (
+        learned_texts(prepare(tmp_path, tokenizer, PLAIN, source=f"parquet:{tmp_path}/chat.parquet"))
+        == ANSWERS
+    )
+    from wlb_titan.corpus.parallel import Workers, prepare_in_parts
+
+    source = write_lines(tmp_path / "chat.jsonl", CHATS)
+    settings = PrepareSettings(source=source, tokenizer=with_template(tokenizer, PLAIN), chat=True)
+    assert learned_texts(prepare_in_parts(settings, tmp_path / "parts", Workers(workers=1))) == ANSWERS
+
+
+def test_long_conversations_are_cut_skipped_or_an_error(tmp_path, tokenizer):
+    lengths = sorted(np.asarray(prepare(tmp_path, tokenizer, PLAIN).lengths).tolist())
+    assert lengths[0] < 60 < lengths[1]
+    cut = prepare(tmp_path, tokenizer, PLAIN, max_length=60, too_long="cut")
+    assert sorted(np.asarray(cut.lengths).tolist()) == [lengths[0], 60] and cut.manifest.cut_documents == 1
+    skipped = prepare(tmp_path, tokenizer, PLAIN, max_length=60, too_long="skip")
+    assert np.asarray(skipped.lengths).tolist() == lengths[:1] and skipped.manifest.skipped_documents == 1
+    with pytest.raises(CorpusError, match=rf"chat.jsonl:1: the conversation has {lengths[1]} tokens"):
+        prepare(tmp_path, tokenizer, PLAIN, max_length=60)
+
+
+BAD = {
+    "no roles": ([{"from": "human", "value": "Hi"}], PLAIN, r'message 1 has no "role"; it has from, value'),
+    "empty turn": ([said("user", "Hi"), said("assistant", " ")], PLAIN, r"message 2 \(assistant\) is empty"),
+    "no assistant": ([said("user", "Hi")], PLAIN, "nothing would be learned"),
+    "no messages": ([], PLAIN, "no list of messages"),
+    "special token": ([said("user", "<|end|>"), said("assistant", "a")], PLAIN, r"special token '<\|end\|>'"),
+    "rewriting": (CHATS[0], REWRITING, r"writes message 2 \(assistant\) otherwise once more turns follow"),
+    "dropping": (CHATS[0], DROPPING, r"drops message 1 \(user\)"),
+    "refusing": (CHATS[0], "{{ raise_exception('only one turn') }}", "refuses it: only one turn"),
+    "no template": (CHATS[0], "", "has no chat template"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_conversations_end_the_preparation_with_file_and_line(name, tmp_path, tokenizer):
+    chat, template, expected = BAD[name]
+    with pytest.raises(CorpusError, match=expected) as refused:
+        prepare(tmp_path, tokenizer, template, [CHATS[1], chat] if template == PLAIN else [chat])
+    line = 2 if template == PLAIN else 1
+    assert name == "no template" or str(refused.value).startswith(f"chat.jsonl:{line}: ")
+    assert not (tmp_path / "corpus").exists()
+
+
+def test_the_command_shows_what_is_learned(tmp_path, tokenizer, capsys):
+    source = write_lines(tmp_path / "chat.jsonl", CHATS[1:])
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ greeting }}" + MARKED)
+    words = ["prepare", str(tmp_path / "c"), "--source", source, "--tokenizer", with_template(tokenizer, "")]
+    with pytest.raises(SystemExit) as end:
+        main([*words, "--chat", "--chat-template", str(template), "--template-option", "greeting=Hello"])
+    assert not end.value.code
+    out = capsys.readouterr().out
+    assert "[Two<|end|>]" in out and "Hello" in out and "learned  " in out
+    assert (Corpus.open(tmp_path / "c").tokenizer_path / "chat_template.jinja").is_file()
+    with pytest.raises(SystemExit):
+        main([*words, "--chat"])
+    assert "made with other settings: chat_template is" in capsys.readouterr().err

@@ -1,0 +1,109 @@
+"""What computes attention: the rule, and that [wlb.attention] implementation reaches every call."""
+
+import typing
+
+import numpy as np
+import pytest
+import torch
+from wlb_titan.kernels import dispatch, gluon_launch, reference, triton_launch
+from wlb_titan.kernels.implementations import IMPLEMENTATIONS, Chosen, Device, chosen
+
+from wlb_titan.config.settings import AttentionSettings
+from wlb_titan.context import segments, segments_after, whole
+
+HOPPER, AMPERE, UNKNOWN, CPU = Device("cuda", (9, 0)), Device("cuda", (8, 0)), Device("cuda"), Device("cpu")
+BF16 = torch.bfloat16
+SHORT, LONG = 256, 2560  # tokens of a document, whose attention counts as short or long
+
+
+def test_the_key_takes_what_the_kernels_have():
+    assert typing.get_args(typing.get_type_hints(AttentionSettings)["implementation"]) == IMPLEMENTATIONS
+
+
+@pytest.mark.parametrize(
+    ("wish", "dim", "device", "expected"),
+    [
+        ("auto", 128, HOPPER, Chosen("gluon", "gluon", "triton")),
+        ("auto", 64, HOPPER, Chosen("triton", "triton", "triton")),
+        ("auto", 128, AMPERE, Chosen("triton", "triton", "triton")),
+        ("auto", 128, UNKNOWN, Chosen("triton", "triton", "triton")),
+        ("auto", 7, CPU, Chosen("reference", "reference", "reference")),
+        ("triton", 128, HOPPER, Chosen("triton", "triton", "triton")),
+        ("gluon", 64, HOPPER, Chosen("gluon", "gluon", "gluon")),
+        ("gluon", 128, UNKNOWN, Chosen("gluon", "gluon", "gluon")),
+        ("reference", 7, HOPPER, Chosen("reference", "reference", "reference")),
+    ],
+)
+def test_what_is_chosen(wish, dim, device, expected):
+    assert chosen(wish, (dim, dim), BF16, device) == expected
+
+
+@pytest.mark.parametrize(
+    ("wish", "dim", "dtype", "device", "reason"),
+    [
+        ("gluon", 128, BF16, AMPERE, "needs a GPU of compute capability 9"),
+        ("gluon", 96, BF16, UNKNOWN, r"head dims \(64, 128\), but q has 96"),
+        ("auto", 128, torch.float32, HOPPER, "got torch.float32"),
+        ("auto", 128, BF16, Device("cuda", (7, 5)), "needs? compute capability 8.0"),
+        ("triton", 264, BF16, UNKNOWN, "up to 256, but q has 264"),
+        ("triton", 128, BF16, CPU, "needs a CUDA device"),
+        ("fast", 128, BF16, HOPPER, "'fast' is none of auto, reference, triton, gluon"),
+    ],
+)
+def test_what_is_refused(wish, dim, dtype, device, reason):
+    with pytest.raises(ValueError, match=reason):
+        chosen(wish, (dim, dim), dtype, device)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """The CPU taken for a Hopper GPU, whose launches compute by the reference; and which of them ran."""
+    ran = []
+
+    def launch(name, compute):
+        def call(*tensors, **_):
+            *inputs, schedule, options = tensors
+            ran.append(name)
+            return compute(*inputs, torch.from_numpy(schedule.segments.copy()), options)
+
+        return call
+
+    for module, name in ((gluon_launch, "gluon"), (triton_launch, "triton")):
+        monkeypatch.setattr(module, "forward", launch(name, reference.forward))
+        monkeypatch.setattr(module, "backward", launch(name, reference.backward))
+    monkeypatch.setattr(dispatch, "device_of", lambda device: HOPPER)
+    return ran
+
+
+def passes(ran, implementation, length, sliced, compiled):
+    """What the forward and the backward pass of a layer ran, for one document or the last half of it."""
+    from wlb_titan.runtime.attention import DocumentAttention, DocumentMask
+    from wlb_titan.runtime.kv_cache import KeyValueCache
+
+    cache = KeyValueCache()
+    layer = DocumentAttention.Config(implementation=implementation).build()
+    attend = torch.compile(layer, backend="aot_eager") if compiled else layer
+    del ran[:]
+    for tokens in [length // 2] * 2 if sliced else [length]:
+        before = length - tokens if ran else 0
+        own = segments_after(
+            segments(whole(np.array([tokens])), np.array([tokens])), np.array([tokens]), np.array([before])
+        )
+        extra = {}
+        if sliced:
+            extra = {"rows": torch.tensor([[0, before, tokens, length]]), "cache": cache.number}
+        mask = DocumentMask(torch.from_numpy(own), **extra)
+        q, k, v = (torch.randn(1, tokens, 1, 128, dtype=BF16, requires_grad=True) for _ in range(3))
+        out = attend(q, k, v, attention_masks=mask)
+    out.sum().backward()
+    return ran[-2], ran[-1]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("sliced", [False, True], ids=["whole", "sliced"])
+def test_it_reaches_every_call(on_hopper, sliced, compiled):
+    for implementation in ("triton", "gluon"):
+        assert passes(on_hopper, implementation, SHORT, sliced, compiled) == (implementation, implementation)
+    if not compiled:
+        assert passes(on_hopper, "auto", SHORT, sliced, compiled) == ("gluon", "triton")
+        assert passes(on_hopper, "auto", 2 * LONG, sliced, compiled) == ("gluon", "gluon")

@@ -1,0 +1,273 @@
+"""The planner for any trainer: sequences of given lengths to ranks and micro-batches, so that nobody waits.
+
+    import wlb_titan
+
+    plan = wlb_titan.balance(lengths, ranks=8, tokens_per_rank=32_768)
+    for micro_batch in plan.micro_batches[rank]:  # the same number on every rank
+        train_on(sequences[i] for i in micro_batch)
+
+Sequences, or groups of them that stay together, are dealt out by falling work, each to the micro-batch of
+least work that has room; then the heaviest and the lightest micro-batch swap what evens them out
+(`_even_out`). Each rank runs its micro-batches heaviest first, so that those that run at the same time are
+alike: under FSDP ranks meet at every layer of every micro-batch. n sequences take O(n log n); the same input
+gives the same plan on every rank, so nothing is communicated. Only numpy is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb_titan.cost.workload import CostModel, workload
+from wlb_titan.errors import PlanError
+from wlb_titan.packing import assignment
+from wlb_titan.packing.bins import REMAINS, Bins
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Cost = Callable[[Ints], Floats]
+"""Work of sequences of so many tokens, float64 (n,), in any unit; it grows with the tokens."""
+
+SWAPS = 1000
+"""Most swaps between a heaviest and a lightest micro-batch."""
+
+ENOUGH = 1e-3
+"""Largest over mean work, minus one, from which on nothing is swapped."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Who trains on what.
+
+    Attributes:
+        micro_batches: of each rank, of each of its micro-batches, the numbers of its sequences. Every rank
+            has as many micro-batches, none of them empty.
+        work: float64 (ranks, micro-batches), by the cost model.
+        tokens: int64 (ranks, micro-batches).
+    """
+
+    micro_batches: list[list[list[int]]]
+    work: Floats
+    tokens: Ints
+
+    @property
+    def imbalance(self) -> float:
+        """Time of the step over what it would be if nobody waited, where ranks meet at every micro-batch."""
+        return float(self.work.max(axis=0).sum() / self.work.mean(axis=0).sum())
+
+
+def causal(hidden: int = 4096) -> Cost:
+    """Work of a causal transformer, in tokens: d + d^2 / (12 hidden) for a sequence of d tokens.
+
+    A layer's matrices take 24 hidden^2 operations for a token of the forward pass, its attention 2 hidden d^2
+    for a sequence: 8 hidden^2 and 16 hidden^2 for attention and feed-forward matrices, and half of
+    4 hidden d^2, as it is causal.
+
+    Args:
+        hidden: of the model.
+    """
+    return lambda tokens: tokens + np.square(tokens, dtype=np.float64) / (12 * hidden)
+
+
+def measured(tokens: Sequence[float], seconds: Sequence[float]) -> Cost:
+    """Work by what was measured: straight lines between the points, and as the square beyond the last.
+
+    Args:
+        tokens: of sequences, ascending.
+        seconds: that each took.
+
+    Raises:
+        PlanError: these are no such points.
+    """
+    x, y = np.asarray(tokens, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    if x.shape != y.shape or x.ndim != 1 or not len(x) or not (np.diff(x, prepend=0) > 0).all():
+        raise PlanError("A measured cost needs as many times as tokens, and tokens that ascend.")
+    if not (np.diff(y, prepend=0) >= 0).all() or not np.isfinite(y).all() or y[-1] <= 0:
+        raise PlanError("A measured cost needs times that do not fall as the tokens rise.")
+    known_x, known_y = np.concatenate([[0.0], x]), np.concatenate([[0.0], y])
+
+    def cost(lengths: Ints) -> Floats:
+        beyond = np.maximum(lengths / x[-1], 1.0)
+        seconds: Floats = np.interp(lengths, known_x, known_y) * beyond**2
+        return seconds
+
+    return cost
+
+
+def balance(
+    lengths: Sequence[int] | NDArray[Any],
+    *,
+    ranks: int,
+    micro_batches: int | Literal["auto"] = "auto",
+    tokens_per_rank: int | None = None,
+    cost: Cost | CostModel | None = None,
+    groups: Sequence[Hashable] | None = None,
+    prompts: Sequence[int] | NDArray[Any] | None = None,
+) -> Assignment:
+    """Assigns sequences to the micro-batches of data-parallel ranks.
+
+    Args:
+        lengths: tokens of each sequence; with `prompts`, of the answers alone.
+        ranks: data-parallel degree.
+        micro_batches: of each rank. "auto": as few as hold everything, one if `tokens_per_rank` is None.
+        tokens_per_rank: that a micro-batch may have on its rank; None sets no limit.
+        cost: work of a sequence by its tokens; None is `causal()`.
+        groups: a label of each sequence; those with the same one stay in one micro-batch, as preference
+            pairs must.
+        prompts: tokens before each answer, to which it attends. The answers of a group share their prompt: it
+            is computed, and counted, once.
+
+    Raises:
+        PlanError: a value is out of range, or so many tokens do not fit; the message names which.
+    """
+    units = _units(lengths, cost or causal(), groups, prompts)
+    if ranks < 1:
+        raise PlanError(f"ranks is {ranks}; at least one is needed.")
+    if len(units.tokens) < ranks:
+        kind = "sequences" if groups is None else "groups"
+        raise PlanError(f"{len(units.tokens)} {kind} cannot be shared by {ranks} ranks: each needs one.")
+    most = len(units.tokens) // ranks
+    limit = int(units.tokens.sum()) if tokens_per_rank is None else tokens_per_rank
+    if (longest := int(units.tokens.max())) > limit:
+        raise PlanError(
+            f"A {'sequence' if groups is None else 'group'} of {longest:,} tokens does not fit into "
+            f"tokens_per_rank, which is {limit:,}."
+        )
+    if micro_batches == "auto":
+        counts = range(max(-(-int(units.tokens.sum()) // (limit * ranks)), 1), most + 1)
+    elif 1 <= micro_batches <= most:
+        counts = range(micro_batches, micro_batches + 1)
+    else:
+        raise PlanError(
+            f"micro_batches is {micro_batches!r}; for {len(units.tokens)} sequences or groups on {ranks} "
+            f'ranks it can be from 1 to {most}, or "auto".'
+        )
+    for count in counts:
+        if (bins := _dealt(units, ranks * count, limit)) is not None:
+            return _assignment(units, bins, ranks, count)
+    raise PlanError(
+        f"{int(units.tokens.sum()):,} tokens do not fit into {counts[-1] if counts else most} micro-batches "
+        f"of {limit:,} tokens on {ranks} ranks. Allow more of one of the three."
+    )
+
+
+@dataclass(frozen=True)
+class _Units:
+    """What stays together: tokens and work of each, int64 and float64 (n,), and its sequences."""
+
+    tokens: Ints
+    work: Floats
+    members: list[list[int]]
+
+
+def _units(
+    lengths: Sequence[int] | NDArray[Any],
+    cost: Cost | CostModel,
+    groups: Sequence[Hashable] | None,
+    prompts: Sequence[int] | NDArray[Any] | None,
+) -> _Units:
+    own = _whole_numbers("lengths", lengths, least=1)
+    before = np.zeros_like(own) if prompts is None else _whole_numbers("prompts", prompts, least=0)
+    labels = range(len(own)) if groups is None else groups
+    for name, values in (("prompts", before), ("groups", labels)):
+        if len(values) != len(own):
+            raise PlanError(
+                f"{name} has {len(values)} values for {len(own)} sequences; it needs one for each."
+            )
+
+    def work_of(tokens: Ints) -> Floats:
+        work = workload(cost, tokens) if isinstance(cost, CostModel) else cost(tokens)
+        return np.asarray(work, dtype=np.float64)
+
+    numbers: dict[Hashable, int] = {}
+    unit = np.array([numbers.setdefault(label, len(numbers)) for label in labels], dtype=np.int64)
+    members: list[list[int]] = [[] for _ in numbers]
+    for sequence, number in enumerate(unit.tolist()):
+        members[number].append(sequence)
+    first = np.array([sequences[0] for sequences in members], dtype=np.int64)
+    if (before != before[first][unit]).any():
+        raise PlanError("The answers of a group share their prompt, and some have prompts of other lengths.")
+    prompt = np.where(before > 0, work_of(np.maximum(before, 1)), 0.0)
+    answers = np.bincount(unit, work_of(before + own) - prompt, len(members))
+    work: Floats = (answers + prompt[first]).astype(np.float64)
+    if not (np.isfinite(work).all() and (work > 0).all()):
+        raise PlanError(
+            "The cost must give every sequence a finite, positive work that grows with its tokens."
+        )
+    tokens = np.bincount(unit, own, len(members)).astype(np.int64) + before[first]
+    return _Units(tokens, work, members)
+
+
+def _whole_numbers(name: str, values: Sequence[int] | NDArray[Any], *, least: int) -> Ints:
+    numbers = np.asarray(values)
+    if numbers.ndim != 1 or not len(numbers) or not np.issubdtype(numbers.dtype, np.integer):
+        raise PlanError(f"{name} must be a list of whole numbers, one for each sequence.")
+    if (smallest := int(numbers.min())) < least:
+        raise PlanError(f"{name} has {smallest}; a sequence has at least {least} tokens there.")
+    return numbers.astype(np.int64)
+
+
+def _dealt(units: _Units, count: int, limit: int) -> list[list[int]] | None:
+    """The units in so many bins of at most `limit` tokens, one at least in each; None if they do not fit."""
+    for order in (np.argsort(-units.work, kind="stable"), np.argsort(-units.tokens, kind="stable")):
+        bins = Bins(count, limit)
+        placed = bins.place(units.tokens[order], units.work[order])
+        if (placed != REMAINS).all() and len(np.unique(placed)) == count:
+            dealt: list[list[int]] = [[] for _ in range(count)]
+            for unit, number in zip(order.tolist(), placed.tolist(), strict=True):
+                dealt[number].append(unit)
+            _even_out(units, dealt, limit)
+            return dealt
+    return None
+
+
+def _even_out(units: _Units, bins: list[list[int]], limit: int) -> None:
+    """Swaps units of the heaviest and the lightest bin, or moves one, while that brings both nearer."""
+    loads = np.array([units.work[members].sum() for members in bins])
+    filled = np.array([units.tokens[members].sum() for members in bins])
+    mean = loads.mean()
+    for _ in range(SWAPS):
+        high, low = int(loads.argmax()), int(loads.argmin())
+        if loads[high] <= mean * (1 + ENOUGH):
+            return
+        gap = loads[high] - loads[low]
+        given, taken = np.array(bins[high]), np.array([*bins[low], -1])  # -1: nothing, a move
+        taken_work = np.append(units.work[bins[low]], 0.0)
+        taken_tokens = np.append(units.tokens[bins[low]], 0)
+        moved = units.work[given][:, None] - taken_work
+        tokens = units.tokens[given][:, None] - taken_tokens
+        fits = (filled[low] + tokens <= limit) & (filled[high] - tokens <= limit)
+        if len(given) == 1:
+            fits[:, -1] = False
+        better = fits & (moved > 0) & (moved < gap)
+        if not better.any():
+            return
+        place = int(np.where(better, np.abs(moved - gap / 2), np.inf).argmin())
+        row, column = divmod(place, len(taken))
+        unit, back = int(given[row]), int(taken[column])
+        bins[high].remove(unit)
+        bins[low].append(unit)
+        if back >= 0:
+            bins[low].remove(back)
+            bins[high].append(back)
+        loads[high] -= moved[row, column]
+        loads[low] += moved[row, column]
+        filled[high] -= tokens[row, column]
+        filled[low] += tokens[row, column]
+
+
+def _assignment(units: _Units, bins: list[list[int]], ranks: int, count: int) -> Assignment:
+    work = np.array([units.work[members].sum() for members in bins])
+    tokens = np.array([units.tokens[members].sum() for members in bins])
+    order = assignment.balanced(work, ranks)
+    sequences = [sorted(sequence for unit in members for sequence in units.members[unit]) for members in bins]
+    places = np.array(order)
+    return Assignment(
+        micro_batches=[[sequences[number] for number in own] for own in order],
+        work=work[places].reshape(ranks, count),
+        tokens=tokens[places].reshape(ranks, count),
+    )

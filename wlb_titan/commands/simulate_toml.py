@@ -1,0 +1,112 @@
+"""`wlb-titan simulate --search --write`: the winner of a search as a TOML file that trains."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from wlb_titan.commands.simulate_rows import gain
+from wlb_titan.config.build import Entry
+from wlb_titan.config.values import to_text
+from wlb_titan.config.writing import document
+from wlb_titan.errors import ConfigError, PlanError
+from wlb_titan.job import Job
+from wlb_titan.simulator.search import Search
+
+SOURCE = "searched"
+WRITTEN = ("search", "write", "lengths", "seed", "gpus", "micro_batches", "model")
+"""Options with which a winner can be written: what the others change would have to be in the file, too."""
+
+
+def check_writable(path: Path, config: Path | None, given: list[str]) -> None:
+    """Raises PlanError, before anything is searched, if a winner could not be written.
+
+    Args:
+        path: of the file to write.
+        config: the TOML file that it is to extend.
+        given: names of the options on the command line.
+    """
+    if config is None:
+        raise PlanError("--write: name the TOML file that the new one shall extend.")
+    if path.exists():
+        raise PlanError(f"--write: {path} exists; name another file, or remove it.")
+    if strangers := [f"--{name.replace('_', '-')}" for name in given if name not in WRITTEN]:
+        raise PlanError(
+            f"--write: the new file would not have what {', '.join(strangers)} changed; set that in a TOML "
+            "file which extends yours, and search from there."
+        )
+
+
+def write_winner(path: Path, config: Path, result: Search) -> None:
+    """Writes a file that extends `config` and trains as the fastest job found, and loads it to see that.
+
+    Raises:
+        PlanError: the file cannot be written.
+        ConfigError: what `config` sets besides does not go together with the winner, such as a key of another
+            packing policy; nothing is written then.
+    """
+    best = result.found[0]
+    prediction = best.prediction
+    parent = Path(os.path.relpath(config.resolve(), path.resolve().parent)).as_posix()
+    values: dict[str, Any] = {"extends": parent, "dump_folder": f"outputs/{path.stem}"}
+    values |= winner_values(best.job)
+    head = (
+        f"The fastest of {len(result.found)} candidates of `wlb-titan simulate {config} --search --gpus "
+        f"{best.job.degrees.ranks}`.",
+        f"Predicted on {best.job.cluster.name}: {prediction.seconds.mean():.3f} s a step, "
+        f"{prediction.tokens_per_second:,.0f} tokens/s, {prediction.mfu:.1%} MFU,",
+        f"{prediction.peak_memory.total / 2**30:.1f} GiB on the fullest GPU.",
+        gain(result),
+    )
+    entries = [Entry(tuple(key.split(".")), value, SOURCE, to_text(value)) for key, value in values.items()]
+    text = "".join(f"# {line}\n" for line in head) + document(entries)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"--write: {path} cannot be written: {error.strerror}.") from error
+    try:
+        _check(path, best.job)
+    except ConfigError as error:
+        path.unlink()
+        raise ConfigError(
+            f"--write: the fastest job cannot be written as a file that extends {config}: {error}"
+        ) from error
+
+
+def winner_values(job: Job) -> dict[str, Any]:
+    """By dotted key what makes a configuration of the same model and window this job."""
+    degrees, policy = job.degrees, job.policy
+    values: dict[str, Any] = {
+        "wlb.packing.policy": policy.packing,
+        "wlb.sharding.policy": policy.sharding,
+        "wlb.pipeline.order": policy.order,
+        "training.local_batch_size": job.replica_micro_batches,
+        "training.global_batch_size": job.micro_batches,
+        "parallelism.tensor_parallel_degree": degrees.tensor,
+        "parallelism.context_parallel_degree": degrees.context,
+        "parallelism.pipeline_parallel_degree": degrees.pipeline,
+        "parallelism.data_parallel_shard_degree": degrees.shard,
+        "parallelism.data_parallel_replicate_degree": degrees.replicate,
+        "parallelism.expert_parallel_degree": degrees.expert,
+    }
+    if degrees.pipeline > 1:
+        from wlb_titan.runtime.pipeline_schedules import keys_of_stages
+
+        values["parallelism.pipeline_parallel_schedule"] = job.schedule
+        stages = keys_of_stages(job.model.layers, job.shape.stages)
+        values |= {f"parallelism.{key}": value for key, value in stages.items()}
+    return values
+
+
+def _check(path: Path, job: Job) -> None:
+    from wlb_titan.runtime.job import job_of, parallel_dims
+    from wlb_titan.runtime.load import load_config
+
+    config = load_config(path, world_size=job.degrees.ranks).config
+    loaded = job_of(config, parallel_dims(config, job.degrees.ranks))
+    for name in ("degrees", "micro_batches", "window", "policy", "layers"):
+        assert getattr(loaded, name) == getattr(job, name), f"{path}: not the {name} that were searched"
+    assert job.degrees.pipeline == 1 or loaded.shape == job.shape, (
+        f"{path}: not the pipeline that was searched"
+    )

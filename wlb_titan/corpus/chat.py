@@ -1,0 +1,264 @@
+"""Conversations as documents, by the tokenizer's own chat template; what the assistant says is learned.
+
+A template that marks the assistant's words (`{% generation %}`) says itself what is learned. Of others, the
+text is rendered up to each turn of the assistant and including it: what lies between is learned, the end of
+the turn too. That needs a template whose text grows only at its end; one that rewrites earlier turns is refused.
+
+Nothing is left out in silence: a conversation that cannot be used ends the preparation with its file and
+line, and those above `max_length` are cut, skipped and counted, or an error, as the settings say.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from wlb_titan.corpus.settings import PrepareSettings
+from wlb_titan.corpus.sources import Source, Unreadable
+from wlb_titan.corpus.tokenizer import CONFIG_FILE, TEMPLATE_FILE, TOKENIZER_FILE
+from wlb_titan.errors import CorpusError
+
+AT_ONCE = 256
+"""Conversations tokenized together."""
+
+ASSISTANT = "assistant"
+Message = dict[str, Any]
+Spans = list[tuple[int, int]]
+"""Begin and end of what is learned, in characters."""
+
+
+class ChatTemplate:
+    """A tokenizer's chat template.
+
+    Args:
+        tokenizer: folder in Hugging Face's layout.
+        options: values that the template reads besides, such as `enable_thinking`.
+
+    Raises:
+        CorpusError: there is no template, or `transformers`, which renders it, is not installed.
+    """
+
+    def __init__(self, tokenizer: Path, options: dict[str, Any]) -> None:
+        try:
+            from transformers.utils.chat_template_utils import render_jinja_template
+        except ImportError as error:
+            raise CorpusError(
+                "Chat templates are rendered by the package transformers; install it with `pip install "
+                '"wlb-titan[chat]"`.'
+            ) from error
+        self._render = render_jinja_template
+        self._template, special = _read_template(tokenizer)
+        self._options = special | options
+        self.marked = bool(re.search(r"\{%-?\s*generation\s*-?%\}", self._template))
+
+    def render(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, Spans]:
+        """The text of a conversation, and what of it is learned.
+
+        Raises:
+            ValueError: the template refuses it, drops a turn, or rewrites earlier turns.
+        """
+        text, spans = self._rendered(messages, tools, mask=self.marked)
+        place = 0
+        for number, message in enumerate(messages, start=1):
+            for part in _texts(message):
+                found = text.find(part.strip(), place)
+                if found < 0:
+                    raise ValueError(
+                        f"the chat template drops message {number} ({message['role']}), or a part of "
+                        "it; use a template that writes every turn (--chat-template FILE)"
+                    )
+                place = found + len(part.strip())
+        if self.marked:
+            return text, spans
+        return text, [
+            self._turn(messages, number, tools, text)
+            for number, message in enumerate(messages)
+            if message["role"] == ASSISTANT
+        ]
+
+    def _turn(self, messages: list[Message], number: int, tools: Any, text: str) -> tuple[int, int]:
+        """Where a turn of the assistant lies in the text of the whole conversation."""
+        before, _ = self._rendered(messages[:number], tools, prompt=True)
+        after, _ = self._rendered(messages[: number + 1], tools)
+        if not (after.startswith(before) and text.startswith(after)):
+            raise ValueError(
+                f"the chat template writes message {number + 1} ({ASSISTANT}) otherwise once more turns "
+                "follow, so where it lies cannot be told. Put {% generation %} and {% endgeneration %} "
+                "around what the assistant says in the template, and name it with --chat-template FILE"
+            )
+        return len(before), len(after)
+
+    def _rendered(
+        self, messages: list[Message], tools: Any, *, prompt: bool = False, mask: bool = False
+    ) -> tuple[str, Spans]:
+        try:
+            texts, spans = self._render(
+                conversations=[messages],
+                tools=tools,
+                chat_template=self._template,
+                add_generation_prompt=prompt,
+                return_assistant_tokens_mask=mask,
+                **self._options,
+            )
+        except Exception as error:  # templates raise what they like
+            raise ValueError(f"the chat template refuses it: {error}") from error
+        return texts[0], [(begin, end) for begin, end in spans[0]] if mask else []
+
+
+class Conversations:
+    """The conversations of a source as token ids, in a given order. See `Documents`, which this is for chat
+    data.
+
+    Iterating gives (position in the order, name, int32 token ids, int32 spans of learned tokens).
+
+    Args:
+        source: where they are read, one a document, as JSON.
+        order: their numbers.
+        tokenizer: folder with the tokenizer and its template.
+        settings: what to do with long ones.
+
+    Attributes:
+        cut: conversations of which the end was left out.
+        skipped: conversations that were left out.
+    """
+
+    empty = 0
+
+    def __init__(self, source: Source, order: list[int], tokenizer: Path, settings: PrepareSettings) -> None:
+        self._source = source
+        self._order = order
+        self._settings = settings
+        self._template = ChatTemplate(tokenizer, dict(settings.template_options))
+        self._tokenizer = Tokenizer.from_file(str(tokenizer / TOKENIZER_FILE))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self._special = [token.content for token in added if token.special]
+        self.progress: Callable[[int], None] = lambda position: None
+        self.unreadable: list[Unreadable] = []
+        self.cut = self.skipped = 0
+
+    def __iter__(self) -> Iterator[tuple[int, str, np.ndarray, np.ndarray]]:
+        places = iter(enumerate(self._order))
+        while batch := [(position, document) for position, document in islice(places, AT_ONCE)]:
+            rendered = [self._text(document) for _, document in batch]
+            texts = [text for text, _ in rendered]
+            encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+            for (position, document), (_, spans), encoding in zip(batch, rendered, encodings, strict=True):
+                tokens = np.array(encoding.ids, dtype=np.int32)
+                learned = _learned(encoding.offsets, spans)
+                name = self._source.name(document)
+                if self._kept(name, len(tokens)):
+                    longest = self._settings.max_length
+                    edges = np.flatnonzero(np.diff(learned[:longest], prepend=False, append=False))
+                    yield position, name, tokens[:longest], edges.astype(np.int32)
+            self.progress(batch[-1][0])
+
+    def _kept(self, name: str, tokens: int) -> bool:
+        longest, action = self._settings.max_length, self._settings.too_long
+        if longest is None or tokens <= longest:
+            return True
+        if action == "error":
+            raise CorpusError(
+                f"{name}: the conversation has {tokens:,} tokens, above --max-length {longest:,}. Cut "
+                "such with --too-long cut, leave them out with --too-long skip, or raise --max-length."
+            )
+        self.cut += action == "cut"
+        self.skipped += action == "skip"
+        return action == "cut"
+
+    def _text(self, document: int) -> tuple[str, Spans]:
+        (read,) = self._source.read(document)
+        name = self._source.name(document)
+        if isinstance(read, Unreadable):
+            raise CorpusError(f"{name}: {read.reason}.")
+        try:
+            record = json.loads(read)
+            messages = checked(record["messages"], self._special)
+            return self._template.render(messages, record["tools"] or None)
+        except ValueError as error:
+            raise CorpusError(f"{name}: {error}.") from error
+
+
+def checked(messages: Any, special: list[str]) -> list[Message]:
+    """The messages of a conversation, without keys that have no value.
+
+    Raises:
+        ValueError: it is no conversation from which something can be learned; the message says where.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(
+            'the conversation is no list of messages, {"role": ..., "content": ...}, or an empty one'
+        )
+    result = []
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            there = f"; it has {', '.join(message)}" if isinstance(message, dict) else ""
+            raise ValueError(
+                f'message {number} has no "role"{there}. Messages are written '
+                f'{{"role": "user", "content": "..."}}'
+            )
+        message = {key: value for key, value in message.items() if value is not None}
+        texts = _texts(message)
+        if not any(text.strip() for text in texts) and not message.get("tool_calls"):
+            raise ValueError(f"message {number} ({message['role']}) is empty")
+        if spelt := [token for token in special if any(token in text for text in texts)]:
+            raise ValueError(
+                f"message {number} ({message['role']}) spells the special token {spelt[0]!r}, which the "
+                "template alone may write; take it out of the text"
+            )
+        result.append(message)
+    if all(message["role"] != ASSISTANT for message in result):
+        raise ValueError(f'no message is of the role "{ASSISTANT}", so nothing would be learned')
+    return result
+
+
+def _texts(message: Message) -> list[str]:
+    content = message.get("content", "")
+    if isinstance(content, str):
+        return [content]
+    return [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
+
+
+def _learned(offsets: list[tuple[int, int]], spans: Spans) -> np.ndarray:
+    """bool (tokens,), whether some of a token's characters lie in a span."""
+    begins, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    learned = np.zeros(len(begins), dtype=np.bool_)
+    for begin, end in spans:
+        learned |= (begins < end) & (np.maximum(ends, begins + 1) > begin)
+    return learned
+
+
+def _read_template(tokenizer: Path) -> tuple[str, dict[str, str]]:
+    """The template, and the special tokens that it may name."""
+    config = json.loads((tokenizer / CONFIG_FILE).read_text(encoding="utf-8"))
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
+    if (tokenizer / TEMPLATE_FILE).is_file():
+        template = (tokenizer / TEMPLATE_FILE).read_text(encoding="utf-8")
+    if not template:
+        raise CorpusError(
+            f"The tokenizer {tokenizer} has no chat template, so nothing says how a conversation is "
+            "written. Take the tokenizer of the model's chat version, or name a template in Jinja with "
+            "--chat-template FILE."
+        )
+    special = {
+        name: value.get("content") if isinstance(value, dict) else value for name, value in config.items()
+    }
+    return template, {
+        name: value for name, value in special.items() if name.endswith("_token") and isinstance(value, str)
+    }
+
+
+def spans_of(learned: np.ndarray) -> list[tuple[int, int, bool]]:
+    """Runs of a mask, bool (n,): begin, end, and whether the run is learned."""
+    edges = [0, *(np.flatnonzero(np.diff(learned)) + 1).tolist(), len(learned)]
+    return [(begin, end, bool(learned[begin])) for begin, end in pairwise(edges) if end > begin]

@@ -1,0 +1,123 @@
+"""What fits a device: the longest micro-batches of a step, and the most tokens of slices in flight."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from wlb_titan.errors import PlanError
+from wlb_titan.memory.peak import GIB, MemoryJob, RankMemory, peak_memory
+from wlb_titan.pipeline.schedule import PipelineShape
+from wlb_titan.plan import Action, CachedSlice, PackSizes, Passes
+
+USABLE = 0.9
+"""Share of a device's memory that predictions may fill: the rest is for what they do not count."""
+
+USABLE_IN_SLICES = 0.85
+"""The same where documents are sliced: packs of ever other lengths leave more fragments. Reserved and
+allocated memory were 12 % apart on an H100, against 3 % without slices."""
+
+LONGEST = 2
+"""Context windows that a micro-batch may have at most, where the user sets no bound: as in WLB-LLM."""
+
+SLICES = 16  # of the document of which a step is imagined
+
+
+def usable_share(slices: bool) -> float:
+    """Share of a device's memory that predictions may fill.
+
+    Args:
+        slices: whether documents are sliced.
+    """
+    return USABLE_IN_SLICES if slices else USABLE
+
+
+def fullest(ranks: Sequence[RankMemory]) -> RankMemory:
+    """The pipeline rank that needs most."""
+    return max(ranks, key=lambda rank: rank.total)
+
+
+def longest_that_fits(job: MemoryJob, number: int, window: int, divisor: int, usable: float) -> int | None:
+    """The default of L_max: the longest micro-batches that are predicted to fit, at most two windows.
+
+    Args:
+        job: whose micro-batches they are.
+        number: of a replica's micro-batches in a step.
+        window: context window in tokens.
+        divisor: tokens that a micro-batch is a multiple of.
+        usable: bytes of a device that predictions may fill.
+
+    Returns:
+        Tokens, a multiple of `divisor` and at least the window; None if not even a window fits.
+
+    Raises:
+        PlanError: memory cannot be predicted for this schedule.
+    """
+
+    def fits(parts: int) -> bool:
+        return fullest(peak_memory(job, Passes.of([parts * divisor] * number))).total <= usable
+
+    shortest = -(-window // divisor)
+    return _most(fits, shortest, LONGEST * window // divisor) * divisor if fits(shortest) else None
+
+
+def most_in_flight(job: MemoryJob, window: int, step: int, usable: float, *, regrouped: bool) -> int:
+    """The most tokens in flight that are predicted to fit, if all of them were one document's.
+
+    Args:
+        job: whose documents are sliced.
+        window: context window in tokens; a document of so many has all of its slices in flight at once.
+        step: tokens of a data-parallel rank in a step.
+        usable: bytes of a device that predictions may fill.
+        regrouped: whether backward passes have packs of their own.
+
+    Raises:
+        PlanError: not even one document of the window fits, whatever the order; with the arithmetic.
+    """
+
+    def needed(tokens: int) -> RankMemory:
+        return fullest(peak_memory(job, one_document(tokens, job.shape, regrouped=regrouped)))
+
+    most = needed(window)
+    if most.total > usable:
+        raise PlanError(
+            f"A document of {window:,} tokens has all of its slices in flight when its backward pass begins, "
+            f"which does not fit the {usable / GIB:.1f} GiB of a device that may be filled in any order of "
+            f"passes:\n{most.explain()}\nRaise a degree of parallelism, save more with activation "
+            "checkpointing, or shorten the context window.",
+            setting="training.seq_len",
+        )
+    return _most(lambda tokens: needed(tokens).total <= usable, window, max(step, window))
+
+
+def one_document(tokens: int, shape: PipelineShape, *, regrouped: bool = False) -> Passes:
+    """The step that holds most tokens for what it trains: one document, of which every slice is in flight.
+
+    Args:
+        tokens: of the document.
+        shape: the pipeline.
+        regrouped: whether backward passes have packs of their own; here they are equal ones.
+    """
+    parts = min(SLICES, tokens)
+    cuts = [tokens * part // parts for part in range(parts + 1)]
+    slices = [(CachedSlice(start, stop - start, tokens),) for start, stop in itertools.pairwise(cuts)]
+    packs = PackSizes.of([one.length for (one,) in slices], slices)
+    flow = []
+    for rank in range(shape.ranks):
+        stages = shape.stages_of(rank)
+        forward = [Action("F", stage, place) for stage in stages for place in range(parts)]
+        flow.append((*forward, *(Action("B", stage, place) for _, stage, place in reversed(forward))))
+    return Passes(packs, PackSizes(*packs) if regrouped else packs, tuple(flow))
+
+
+def _most(fits: Callable[[int], bool], least: int, most: int) -> int:
+    """The largest number up to `most` of which `fits` holds, as it does of `least`."""
+    if fits(most):
+        return most
+    while least < most:
+        middle = (least + most + 1) // 2
+        if fits(middle):
+            least = middle
+        else:
+            most = middle - 1
+    return least
