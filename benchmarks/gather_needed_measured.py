@@ -35,14 +35,14 @@ LINK = 2e9  # bytes/s that the sharding weighs travelling keys with
 
 
 def documents() -> dict[str, np.ndarray]:
-    """Lengths of 16,384 tokens."""
+    """Lengths of 8,192 tokens."""
     rng = np.random.default_rng(0)
-    result = {"64 alike": np.full(64, 256)}
-    for long in (4096, 8192):
-        ends = np.cumsum(rng.integers(30, 500, 16384))
-        ends = np.append(ends[ends < 16384 - long], 16384 - long)
+    result = {"64 alike": np.full(64, 128)}
+    for long in (2048, 4096):
+        ends = np.cumsum(rng.integers(30, 400, 8192))
+        ends = np.append(ends[ends < 8192 - long], 8192 - long)
         result[f"short, and one of {long}"] = np.append(np.diff(ends, prepend=0), long)
-    result["one"] = np.array([16384])
+    result["one"] = np.array([8192])
     return result
 
 

@@ -264,7 +264,7 @@ class Job:
         alone.check(self.model, self.degrees.tensor)
         seconds = []
         for move in alone.exchange(self.model, self.degrees.tensor).moves:
-            passes = 2 if move.kept or self.memory.checkpointing == "none" else 3
+            passes = self._passes_of(move)
             each = self.link(move).latency * move.collectives
             seconds.append(MoveSeconds(passes * self._seconds_of(move), passes * each))
         strategy: ContextStrategy = self.sharding.make(self.degrees.context, self.latency, seconds)
@@ -338,6 +338,21 @@ class Job:
             repeated += 0.0 if move.kept else seconds
             latency += move.collectives * self.link(move).latency if tokens else 0.0
         return ExchangeSeconds(moving, repeated, latency)
+
+    def all_exchange_of(self, travelling: Sequence[float]) -> tuple[float, float]:
+        """Seconds of a layer's collectives for such a micro-batch in all passes, the repeated ones too, and
+        bytes that a rank receives in them."""
+        seconds = received = 0.0
+        for tokens, move in zip(travelling, self.moves, strict=True):
+            passes = self._passes_of(move) if tokens else 0
+            latency = move.collectives * self.link(move).latency
+            seconds += passes * (tokens * self._seconds_of(move) + latency)
+            received += passes * tokens * BYTES * move.received
+        return seconds, received
+
+    def _passes_of(self, move: Move) -> int:
+        """How often it runs for a micro-batch: forward, backward, and once more where it is not kept."""
+        return 2 if move.kept or self.memory.checkpointing == "none" else 3
 
     def _seconds_of(self, move: Move) -> float:
         return BYTES * move.received / self.link(move).bandwidth

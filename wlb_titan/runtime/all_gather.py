@@ -104,8 +104,8 @@ class Gather:
             tensor in which the heads of both lie side by side. Gradients of what was gathered are summed over
             the ranks.
         """
-        parts = zip(self._parts, self._sent, strict=False)
-        keys = [_InDocumentOrder.apply(part, *sent) for part, sent in parts]
+        # Each level's gathered rows are free once they are in order.
+        keys = [_InDocumentOrder.apply(part, *self._sent.pop(0)) for part in self._parts[: len(self._sent)]]
         if self._keeps:
             keys.append(self._parts[-1])
         together = keys[0] if len(keys) == 1 else torch.cat(keys)

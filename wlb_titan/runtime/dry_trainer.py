@@ -29,6 +29,7 @@ from wlb_titan.runtime.inputs import Item
 from wlb_titan.runtime.memory import planned_memory
 from wlb_titan.runtime.memory_trace import MemoryTrace, local_tensor
 from wlb_titan.runtime.trainer import Trainer
+from wlb_titan.simulator.passes import travelling
 
 
 class DryTrainer(Trainer):
@@ -80,7 +81,8 @@ class DryTrainer(Trainer):
         planned = self._planned_step(step)
         mesh = self.parallel_dims.get_optional_mesh("batch")
         replica = 0 if mesh is None else mesh.get_local_rank()
-        lengths = [m.length for m in planned.plan.of_rank(replica)]
+        mine = planned.plan.of_rank(replica)
+        lengths = [m.length for m in mine]
         parameters = [p for part in self.model_parts for p in part.parameters()]
         buffers = [b for part in self.model_parts for b in part.buffers()]
         trace = self._trace = MemoryTrace(self._fake, _weight_shapes(parameters))
@@ -112,6 +114,7 @@ class DryTrainer(Trainer):
             "rank": self._rank,
             "coordinates": self._coordinates(),
             "lengths": lengths,
+            "travelling": [list(travelling(m, self.job.merged[m.sharers])) for m in mine],
             "parameters": sum(p.numel() for p in parameters),
             "local_parameters": sum(local_tensor(p).numel() for p in parameters),
             "traced_gib": max(self._passes_peak + optimizer, trace.highest) / GIB,
