@@ -29,7 +29,10 @@ def sharding(policy: str) -> tuple[str, str]:
 
 
 RUNS = {
-    "cp4_compiled": ("wlb", (*layout(cp=4), *sharding("hybrid"), "--compile.enable", "true", "--compile.backend", "aot_eager")),
+    "cp4_compiled": (
+        "wlb",
+        (*layout(cp=4), *sharding("hybrid"), "--compile.enable", "true", "--compile.backend", "aot_eager"),
+    ),
     "cp4_groups": ("wlb_lazy", (*layout(cp=4), *sharding("hybrid"), "--wlb.sharding.gather_groups", "2")),
 }
 

@@ -81,7 +81,7 @@ class Gather:
             if not len(order):
                 continue
             count, rows = len(sent), len(order) // mesh.size()
-            first = min(begin, tokens - rows)
+            first = torch.sym_min(begin, tokens - rows)
             with torch.no_grad():
                 rows_RW = DTensor.from_local(
                     mine_LW[first : first + rows], mesh, (Shard(0),), run_check=False
@@ -90,10 +90,7 @@ class Gather:
             self._sent.append(_Sent(gathered, order, mesh, begin - first))
             sizes.append(count)
             begin += count
-        if begin == tokens:
-            self._parts = mine_LW.split(sizes) if len(sizes) > 1 else (mine_LW,)
-        else:
-            self._parts = mine_LW.split([*sizes, tokens - begin])
+        self._parts = mine_LW.split([*sizes, tokens - begin])
         self._keeps = len(own) > 0
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
