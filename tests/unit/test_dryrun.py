@@ -155,7 +155,8 @@ SLICED = {
 
 @pytest.mark.parametrize("case", SLICED)
 def test_slices_hold_what_is_predicted(dryrun, case, tmp_path):
-    """On four layers, where the layer at hand counts for much: 8 % in place of 5."""
+    """On four layers, where the layer at hand counts for much: 8 % in place of 5. What bounds the plan is the
+    GPU that is asked for, and not the CPU at hand, which these steps would not fit."""
     file, output = tmp_path / "slices.toml", tmp_path / "ranks.json"
     file.write_text(SLICES)
     words = ("--rank", "first", "--step", 4, "--device-gib", 80, *SLICED[case])

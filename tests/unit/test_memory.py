@@ -77,8 +77,8 @@ def test_terms_by_hand():
     at_hand = 2 * g / 2 + q + rotary + q + log_sum_exp + keys + max(moments)
     assert k == q / 2 and first.backward == 64 * at_hand
     assert first.loss == 0
-    # The last stage's output is gathered, the last norm's input, the inputs of a micro-batch that is done, and
-    # their gradients are kept. Its head's gradient is reduced at each micro-batch.
+    # The last stage's output is gathered; the last norm's input, the input of a micro-batch that is done and
+    # its gradient are kept. Its head's gradient is reduced at each micro-batch.
     hidden = 64 * 8 * 2 / 4
     assert last.activations == first.activations + 64 * 8 * 2 / 2 - hidden + hidden + 2 * hidden
     assert last.gathered == first.gathered + 8 / 2 * (2 + 4) + 8 * 32 / 2 * 4 * (2 / 4)

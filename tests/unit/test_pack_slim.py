@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,11 +13,16 @@ from test_simulator import CLUSTER, MODEL, PAIRS
 
 from wlb_titan.cost.quadratic import Quadratic
 from wlb_titan.cost.workload import cost_model, workload
+from wlb_titan.documents import Documents
+from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
+from wlb_titan.job import Job
+from wlb_titan.memory.fits import USABLE_IN_SLICES
 from wlb_titan.packing.dp_merge import shares
 from wlb_titan.packing.micropacks import Bins, micropacks, place_greedily
 from wlb_titan.packing.micropacks_milp import SolvedPlacing
-from wlb_titan.packing.slices import PrefixWork, kind
+from wlb_titan.packing.policy import PackingJob
+from wlb_titan.packing.slices import PrefixWork, kind, replica_passes
 from wlb_titan.packing.slim import Slim
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.pipeline.schedule import PipelineShape
@@ -326,3 +332,31 @@ def test_what_cannot_be_is_named(changes, message):
 def test_more_packs_than_tokens_are_refused_by_name():
     with pytest.raises(PlanError, match="cannot be cut into 300 MicroPacks"):
         planner([64, 10, 10, 10], micro_batches=2, slim=Slim.Config(micropacks=300)).next()
+
+
+def test_a_step_that_does_not_fit_is_packed_again_with_more_packs():
+    packing = Slim.Config(micropacks=4, slack=0, cost_model="quadratic:1,40")
+    made = Job(window=WINDOW, micro_batches=4, packing=packing, model=MODEL, cluster=CLUSTER, attention=PAIRS)
+    documents = Documents(lengths=np.random.default_rng(3).choice([8, 16, 64], 400))
+
+    def planned(usable):
+        memory = usable / USABLE_IN_SLICES
+        plans = made.on(replace(CLUSTER, memory=memory)).plans(documents, 8)
+        peaks = [made.peak_memory(replica_passes(plan, 0))[0].total for plan in plans]
+        return peaks, [len(plan.micro_batches) for plan in plans]
+
+    peaks, packs = planned(1e12)
+    assert packs == [4] * 8
+    *_, bound, _ = sorted(peaks)
+    bounded, more = planned(bound)
+    assert max(bounded) <= bound < max(peaks)
+    assert [b > 4 for b in more] == [peak > bound for peak in peaks]
+    job = PackingJob(
+        micro_batches=4,
+        cost_model=COST,
+        longest=WINDOW,
+        peak=lambda passes: made.peak_memory(passes)[0],
+        usable=1.0,
+    )
+    with pytest.raises(PlanError, match=r"Step 1 does not fit .* needs at least:\npipeline rank 0"):
+        Slim(packing, DocumentStream(documents.lengths, window=WINDOW, seed=0), job).next()

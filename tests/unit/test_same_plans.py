@@ -109,7 +109,9 @@ def folder(tmp_path_factory):
         cost = KernelCost(Tiling(32, 32, 0, 1), 1e-5, 1e-10, 0.0, 1e-6 * (number + 1), 2e-6, 3e-7)
         points = (Point(128, 256, 8, 32, 1.5e-3),)
         entries.append(
-            Entry(model.head_dim, model.heads // model.kv_heads, "float32", direction, cost, points)
+            Entry(
+                model.head_dim, model.heads // model.kv_heads, "float32", direction, cost, points, "reference"
+            )
         )
     Profile("Some device", 1, "torch 2", tuple(entries)).save(folder / "profile.json")
     return folder
@@ -212,9 +214,11 @@ def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one
 
     dry = []
 
-    def run(file, words, ranks, world_size, step, folder):
+    def run(words, ranks, world_size, step, folder):
+        option, device, file, *words = words
         config = configuration(file, words)
         job = job_of(config, parallel_dims(config, world_size))
+        assert (option, float(device)) == ("--device-bytes", job.cluster.memory)
         assert not job.undecided
         planner = job.planner(documents_of(config.wlb.corpus, open_corpus(config.wlb.corpus)))
         dry.extend(comparable(planner.next().to_json()) for _ in range(STEPS))

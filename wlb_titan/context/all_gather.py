@@ -109,6 +109,9 @@ class AllGather(ContextStrategy):
         sent = sent_tokens(sharding, spans(sharding, self.levels, slices), len(self.levels))
         return tuple(int(most) * size for most, size in zip(sent.max(axis=1), self.levels, strict=True))
 
+    def heads(self, heads: int, kv_heads: int, rank: int) -> tuple[int, int]:
+        return heads // self._groups, kv_heads // self._groups
+
     def mask(
         self, sharding: Sharding, lengths: Ints, total: int, rank: int, slices: Slices | None = None
     ) -> ContextMask:
