@@ -42,7 +42,7 @@ def test_every_policy_is_predicted_on_every_micro_batch(times):
     assert by_policy["per_document"].received[3] == pytest.approx((4096 + 96 * 128) * size)
     assert hybrid.received[3] <= 4096 * size
     # One document alone is balanced by both; with many short ones per_sequence is not.
-    assert by_policy["per_sequence"].imbalances[0] == pytest.approx(1.0, abs=0.01)
+    assert by_policy["per_sequence"].imbalances[0] == pytest.approx(1.0, abs=0.02)
     assert by_policy["per_sequence"].imbalances[3] > 1.2
     assert by_policy["per_document"].imbalances.max() < 1.15
 

@@ -17,8 +17,8 @@ from wlb_titan.runtime.compat import mark_unbacked
 def allow_graphs(job: Job) -> None:
     """Lets compiled code have a graph for each set of collectives that a micro-batch may use.
 
-    Of those that gather keys a micro-batch uses the ones for which it has documents, and no others. torch gives
-    up at its limit.
+    A micro-batch uses those that gather keys for which it has documents, and no others. torch gives up at its
+    limit.
     """
     graphs = sum(2 ** (1 + len(shared.moves)) for shared in job.merged.values())
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 + graphs)
