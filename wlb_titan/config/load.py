@@ -28,8 +28,8 @@ LOCKED = {
 """What the user cannot set, with the reason."""
 
 IMPLIED = {("checkpoint", "last_save_in_hf"): ("checkpoint", "last_save_model_only")}
-"""What a key that is set to true sets to true besides, unless the user sets it too: Hugging Face's format has
-no place for an optimizer."""
+"""What a key that is set to true sets to true besides, unless the same file or a stronger one sets it too:
+Hugging Face's format has no place for an optimizer."""
 
 INHERITED = ("base ", "default of ")
 """How the source of a value begins that the user did not write."""
