@@ -74,7 +74,7 @@ def test_a_window_is_enough_for_four_stages(load):
     for refused in (
         one.replace("slim", "plain"),
         one + "[wlb.validation]\nhold_out = 0.1",
-    ):  # both run the schedule
+    ):  # run it
         with pytest.raises(UserError, match="as many micro-batches as stages, and there are 1 for 4"):
             load(refused)
 
