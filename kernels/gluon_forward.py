@@ -15,9 +15,9 @@ and head r % PACK: keys and values are loaded once for all of them, and tiles ho
 of what is computed is masked away.
 
 Persistent: one program a multiprocessor. Its first tile is that of its own number, and then its loader takes
-the next of the list that nobody has, heaviest first, by a counter in global memory, while the consumers are
-still at the last; they find the number beside the queries. With two buffers of both, the next tile's loads
-run under this one's end. Who computes a tile does not change its sums: results repeat bit for bit.
+the next of the list that nobody has, by a counter in global memory, while the consumers are still at the
+last; they find the number beside the queries. With two buffers of both, the next tile's loads run under this
+one's end. Who computes a tile does not change its sums: results repeat bit for bit.
 """
 
 import triton.experimental.gluon.language as gl

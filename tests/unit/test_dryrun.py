@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -174,6 +175,43 @@ def test_slices_hold_what_is_predicted(dryrun, case, tmp_path):
     assert case == "shared" or rank["traced"]["cache"] > 0
     shared = {entry["kind"] for entry in rank["collectives"] if entry["over"] == "dp_shard_cp, 4 ranks"}
     assert shared == ({"all-gather", "reduce-scatter"} if case == "shared" else set())
+
+
+GATHERED = """
+base = "llama3_debug"
+[wlb.corpus]
+path = "not_here"
+[wlb.packing]
+policy = "wlb_lazy"
+[wlb.sharding]
+policy = "hybrid"
+[training]
+seq_len = 8192
+mixed_precision_param = "bfloat16"
+local_batch_size = 2
+global_batch_size = 4
+[parallelism]
+context_parallel_degree = 4
+data_parallel_shard_degree = 2
+"""
+
+
+def test_keys_travel_as_predicted(dryrun, tmp_path):
+    """Among pairs and among all four ranks: gathered in forward passes, and again in backward passes."""
+    file, output = tmp_path / "gathered.toml", tmp_path / "ranks.json"
+    file.write_text(GATHERED)
+    result = dryrun(file, "--rank", "first", "--output", output)
+    assert result.exit_code == 0, result.output
+    (rank,) = json.loads(output.read_text())
+    pairs, four = np.array(rank["travelling"]).sum(axis=0)
+    assert 0 < pairs + four < sum(rank["lengths"])
+    gib = {(e["kind"], e["over"]): e["gib"] for e in rank["collectives"]}
+    layers, heads, dim = 4, 2, 32
+    size = 2 * heads * dim * 2 * layers / 2**30
+    assert gib["all-gather", "cp"] == pytest.approx(2 * size * four)
+    assert gib["reduce-scatter", "cp"] == pytest.approx(size * four)
+    # Of all pairs the one that exchanges most is predicted.
+    assert gib.get(("all-gather", "cp, 2 ranks"), 0) <= 2 * size * pairs
 
 
 @pytest.fixture(scope="module")

@@ -127,7 +127,7 @@ def plan(
         from wlb_titan.commands.rank_report import planned_rank_times, rank_table
 
         times = planned_rank_times(jobs[-1], documents, steps)
-        make_console(TABLE_WIDTH).print(rank_table(times, jobs[-1].latency))
+        make_console(TABLE_WIDTH).print(rank_table(times, jobs[-1]))
     if report is not None:
         from wlb_titan.commands.plan_report import write_report
 

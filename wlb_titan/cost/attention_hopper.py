@@ -9,8 +9,9 @@ the kernels before tiles were ordered by chains and heads packed; a replay of th
 the backward was waiting for turns, which is left out here, as it is gone. Forward: a tile of 128 rows, a
 block of 128 keys, and what its mask adds. Backward: a step of 128 keys with 64 queries (block), a program
 with 128 keys of one key head, and the element-wise kernels around it by query token and head, two of which
-have become one since. `tail` is what a replay of the tree's kernels takes beyond work spread evenly. Measured
-anew, `python benchmarks/attention_latency.py --rows FOLDER --kernels tree` prints all of it again.
+have become one since. These two were timed by themselves and not fitted. `tail` is what a replay of the
+tree's kernels takes beyond work spread evenly. Measured anew, `python benchmarks/attention_latency.py --rows
+FOLDER --kernels tree` fits and prints them again.
 
 FlashAttention-2 and -3 do not merge short segments, and in their varlen mode a segment costs something
 besides: their coefficients are fitted to MagiAttention's benchmark of 64 heads (8 key heads, head dim 128,

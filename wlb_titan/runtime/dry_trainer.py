@@ -25,6 +25,7 @@ from wlb_titan.runtime.inputs import Item
 from wlb_titan.runtime.lone_trainer import LoneTrainer
 from wlb_titan.runtime.memory_trace import MemoryTrace
 from wlb_titan.runtime.trainer import Trainer
+from wlb_titan.simulator.passes import travelling
 
 
 class DryTrainer(LoneTrainer):
@@ -71,7 +72,8 @@ class DryTrainer(LoneTrainer):
         """
         begin = time.perf_counter()
         planned = next(self._steps(step))
-        lengths = [m.length for m in planned.plan.of_rank(self._replica)]
+        mine = planned.plan.of_rank(self._replica)
+        lengths = [m.length for m in mine]
         parameters = [p for part in self.model_parts for p in part.parameters()]
         buffers = [b for part in self.model_parts for b in part.buffers()]
         trace = self._trace = MemoryTrace(self._fake, _weight_shapes(parameters))
@@ -102,6 +104,7 @@ class DryTrainer(LoneTrainer):
         return {
             **self._facts(),
             "lengths": lengths,
+            "travelling": [list(travelling(m, self.job.merged[m.sharers])) for m in mine],
             "traced_gib": max(self._passes_peak + optimizer, trace.highest) / GIB,
             "traced": {term: size / GIB for term, size in passes.terms.items()},
             "largest": [
