@@ -39,7 +39,7 @@ TRIES = 2
 GAP = 0.1  # by how much of its largest share LPT misses the mean, about
 ROOM = 0.8  # of a rank's tokens a document's share may have, as others must fit beside it
 NEGLIGIBLE = 0.02  # documents below this share of a rank's mean work need not be cut for balance
-ITEMS_PER_RANK = 48  # neighbours are dealt together up to this share of a rank's tokens
+ITEMS_PER_RANK = 32  # neighbours are dealt together up to this share of a rank's tokens
 
 
 def levels_of(ranks: int) -> tuple[int, ...]:
@@ -241,10 +241,14 @@ def _deal(tokens: Ints, work: Floats, room: Ints, loads: Sequence[float]) -> tup
     queue = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(queue)
     left = []
-    for item in np.argsort(-work, kind="stable").tolist():
+    order = np.argsort(-work, kind="stable")
+    smallest = np.minimum.accumulate(tokens[order][::-1])[::-1].tolist()  # of each item and those after it
+    for place, item in enumerate(order.tolist()):
         full = []
         while queue and rooms[queue[0][1]] < sizes[item]:
-            full.append(heapq.heappop(queue))
+            entry = heapq.heappop(queue)
+            if rooms[entry[1]] >= smallest[place]:
+                full.append(entry)
         if queue:
             load, rank = queue[0]
             heapq.heapreplace(queue, (load + works[item], rank))
