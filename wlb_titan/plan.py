@@ -290,6 +290,25 @@ class Plan:
         """int64 (n,), tokens of the pieces of documents that the step trains, slices put together."""
         return np.concatenate([micro_batch.document_lengths for micro_batch in self.packs])
 
+    def cut_share(self, window: int) -> float:
+        """Share of the tokens that lie in pieces which begin in mid-document, so that they do not see what is
+        before them; documents longer than the window, which have to be cut, begin anew at its multiples.
+
+        Args:
+            window: context window in tokens.
+        """
+        pieces = np.concatenate([m.documents[:, [START, LENGTH]] for m in self.packs])
+        before = [np.zeros(len(m.documents), int) if m.prefix is None else m.prefix for m in self.packs]
+        cut = (pieces[:, 0] - np.concatenate(before)) % window > 0
+        return float(pieces[cut, 1].sum() / self.tokens)
+
+    @property
+    def keys_per_token(self) -> float:
+        """Keys that a token attends to, itself among them, averaged over the step's tokens; in a model with
+        windows of attention only in its layers without."""
+        d = self.document_lengths.astype(np.float64)
+        return float((d * (d + 1)).sum() / (2 * d.sum()))
+
     @property
     def padding(self) -> int:
         """Tokens of padding in all micro-batches."""

@@ -1,14 +1,10 @@
 """`wlb-titan dryrun`: what it traces beside what is predicted, its report, its files and its errors."""
 
 import json
-import subprocess
-import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from forking import Rank
 
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
@@ -37,18 +33,7 @@ def dryrun_in_new_processes(*words):
 
 
 @pytest.fixture
-def dryrun(fork_server, tmp_path, monkeypatch):
-    """The command, with ranks that are forked: each would import torchtitan for seconds."""
-    from wlb_titan.commands import dryrun
-
-    def run(command, **_):
-        python, option, program, *words = command
-        assert (python, option) == (sys.executable, "-m")
-        log = tmp_path / f"rank{words[words.index('--rank') + 1]}.log"
-        (code,) = fork_server.start([Rank(words, log)], program).wait(300)
-        return subprocess.CompletedProcess(command, code, "", log.read_text())
-
-    monkeypatch.setattr(dryrun, "subprocess", SimpleNamespace(run=run))
+def dryrun(forked_ranks):
     return dryrun_in_new_processes
 
 
@@ -151,6 +136,28 @@ SLICED = {
         *("--activation_checkpoint.class", "FullAC", "--wlb.packing.asymmetric", "true"),
     ),
 }
+
+
+ALONE = """
+base = "llama2_550m"
+wlb.cluster = "h100_roce"
+wlb.corpus.path = "/nowhere"
+activation_checkpoint.class = "FullAC"
+[training]
+seq_len = 256
+local_batch_size = 3
+"""
+
+
+def test_one_rank_s_weights_stay_whole_and_it_reduces_gradients_once(dryrun, tmp_path):
+    file, output = tmp_path / "alone.toml", tmp_path / "ranks.json"
+    file.write_text(ALONE)
+    result = dryrun(file, "--rank", "first", "--step", 1, "--output", output)
+    assert result.exit_code == 0, result.output
+    (rank,) = json.loads(output.read_text())
+    assert rank["predicted_gib"] == pytest.approx(rank["traced_gib"], rel=0.02)
+    in_layers = rank["parameters"] - 2 * 32000 * 1536
+    assert rank["traced"]["gathered"] > 2 * in_layers / 2**30  # bfloat16
 
 
 @pytest.mark.parametrize("case", SLICED)

@@ -161,10 +161,10 @@ def _run(job: Job, documents: Documents, steps: int, output: Path | None) -> Sum
         numbers = range(steps)
     planner = job.planner(documents)
     if output is None:
-        return Summary.of(planner.next(sharded=NO_RANK) for _ in numbers)
+        return Summary.of((planner.next(sharded=NO_RANK) for _ in numbers), job.window)
     try:
         with output.open("w", encoding="utf-8") as file:
-            return Summary.of(_written(planner, numbers, file))
+            return Summary.of(_written(planner, numbers, file), job.window)
     except OSError as error:
         raise PlanError(f"The plans cannot be written to {output}: {error.strerror}.") from error
 
