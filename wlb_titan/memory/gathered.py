@@ -6,7 +6,8 @@ the compute type, and gradients add up in the reduction's type from a stage's fi
 Without it a layer at a time is whole, and with several sharding ranks the one that is fetched meanwhile. In a
 backward pass there is one weight's gradient at the fullest moment, the MLP's; the layer's gradients are all
 there when they are copied to be reduced; and this copy, in the reduction's type, stays while the next layer's
-backward pass runs. The first backward layer of all has none of it.
+backward pass runs. The first backward layer of all has none of it. Where nothing is sharded only the last
+backward pass of a step reduces; in the others gathered weights stay until the next forward pass.
 
 The chunked loss makes the head's gradient in each chunk, in both types, and adds it up.
 """
@@ -97,7 +98,10 @@ class Gathered:
         Args:
             layer: from 0.
         """
-        return self._weights(layer) + self._weight * self._compute + self._behind(layer)
+        whole = self._weights(layer) + self._behind(layer)
+        if not self._sharded:  # or, where it does not reduce, the weights of the layers before it stay
+            whole = max(whole, (sum(self._layers) - layer) * self._layer * self._whole)
+        return whole + self._weight * self._compute
 
     def reducing(self, layer: int) -> float:
         """Behind a layer's backward pass, where its gradients are copied to be reduced."""
