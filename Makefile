@@ -50,7 +50,7 @@ test: $(READY)
 
 # What only a GPU can show, in ten minutes on one; docs/gpu_tests.md. `make test` runs on the CPU everywhere.
 test-gpu: $(READY)
-	$(BIN)/pytest --device cuda tests/gpu
+	$(BIN)/pytest -n 2 --dist loadfile --device cuda tests/gpu
 
 # For the developer's loop, in a minute: tests/unit/conftest.py says what it leaves out.
 quick: $(READY)

@@ -1,13 +1,15 @@
 """Is the attention right on this GPU, and how fast is it beside PyTorch's own?
 
     python benchmarks/attention.py                                   # at most 9 minutes; again to go on
-    python benchmarks/attention.py --stages check                    # one of: warm check time grid
+    python benchmarks/attention.py --stages warm check               # of: warm check turns time grid
     python benchmarks/attention.py --table                           # only print what has been found
     TRITON_INTERPRET=1 python benchmarks/attention.py --device cpu   # a rehearsal, tiny, interpreted
 
 First the device's ceilings; then all kernels are compiled, many processes at once; then every implementation
-is checked (attention_check.py); then what was right is timed, the most telling shapes first; last the grid
-that the latency model is fitted to, and the packs that check the fit (attention_grid.py). Each job is one
+is checked (attention_check.py), after launches that could hang have been seen to end; then what was right is
+timed, the most telling shapes first, ours in turns with FlashAttention-4's if it is installed, twice, which
+shows the noise; last the grid that the latency model is fitted to, and the packs that check the fit
+(attention_grid.py). Each job is one
 implementation and shape (heads and head dims) in a process of its own (attention_job.py), killed after
 `--limit` seconds: a kernel that hangs or breaks the GPU costs its own job. Every row is appended to
 <output>/attention.jsonl as soon as it is there, and a second call does only what is missing; `--retry` does
@@ -28,7 +30,8 @@ from itertools import groupby
 from pathlib import Path
 
 from attention_grid import SEEDS, report
-from attention_job import PEERS
+from attention_job import FA4, PEERS
+from attention_peers import has_fa4
 from wlb_titan.kernels.grid import ROUNDS
 
 JOB = Path(__file__).with_name("attention_job.py")
@@ -40,7 +43,7 @@ CHECK_SHAPES = [
 TIME_SHAPES = [[32, 4, 128, 128], [32, 32, 128, 128], [32, 4, 64, 64], [16, 16, 192, 128]]
 GRID_SHAPES = [[32, 4, 128, 128], [32, 32, 128, 128]]
 GROUPS = "abcde"  # of attention_cases.py
-KEYS = ("kind", "implementation", "shape", "part")  # of a job; only the rounds of the grid have parts
+KEYS = ("kind", "implementation", "shape", "part")  # of a job; parts: rounds of the grid, groups in turns
 TINY = {"shapes": [[2, 1, 64, 64]], "groups": "ac", "scale": 256}  # of a rehearsal
 
 
@@ -56,11 +59,17 @@ def jobs(stages: list[str], device: str) -> Iterator[dict]:
     common = {"device": device, "scale": TINY["scale"] if tiny else 1}
     yield {"kind": "ceiling", "implementation": "", "shape": [0, 0, 0, 0]} | common
     every = check_shapes + [shape for shape in time_shapes if shape not in check_shapes]
-    for kind, shapes in (("warm", every), ("check", check_shapes)):
-        for shape in shapes if kind in stages else ():
+    for kind, shapes in (("warm", every), ("ends", check_shapes[:3]), ("check", check_shapes)):
+        for shape in shapes if (kind if kind == "warm" else "check") in stages else ():
             for name in OURS:
                 if supports(name, shape):
                     yield {"kind": kind, "implementation": name, "shape": shape} | common
+    for shape in time_shapes if "turns" in stages else ():
+        ours = ("gluon", "gluon, any order") if supports("gluon", shape) and not tiny else ("triton",)
+        names = [*ours, *(FA4 if has_fa4() and not tiny else ())]
+        for group in TINY["groups"] if tiny else "abcd":
+            job = {"implementation": ours[0], "part": group, "names": names, "groups": group}
+            yield {"kind": "turns", "shape": shape} | job | common
     for shape in time_shapes if "time" in stages else ():
         for name in (*OURS, "gluon, any order", *(() if tiny else PEERS)):
             if supports(name, shape):
@@ -111,7 +120,7 @@ class Results:
         rows = [
             row
             for row in self.rows
-            if row["kind"] == "check" and row["implementation"] == name and row["shape"][2:] == dims
+            if row["kind"] in ("ends", "check") and row["implementation"] == name and row["shape"][2:] == dims
         ]
         bad = [
             row for row in rows if row.get("wrong") or "OutOfMemory" not in row.get("error", "OutOfMemory")
@@ -157,7 +166,7 @@ def run_all(todo: list[dict], results: Results, minutes: float, limit: float, wo
     def attempt(job: dict) -> None:
         if any("seconds" in row for row in results.of(job)):
             return
-        timed = job["kind"] in ("time", "grid", "packs") and job["implementation"] not in PEERS
+        timed = job["kind"] in ("time", "turns", "grid", "packs") and job["implementation"] not in PEERS
         if timed and not results.right(job["implementation"], job["shape"][2:]):
             print(f"{describe(job)} left out: not shown to be right")
             return
@@ -182,7 +191,7 @@ def table(rows: list[dict]) -> str:
                 f"{row['device']}, {row['versions']}: bf16 product {row['matmul_tflops']:.0f} TFLOP/s, "
                 f"copy {row['copy_tb_s']:.2f} TB/s"
             )
-    checks = [row for row in rows if row["kind"] == "check"]
+    checks = [row for row in rows if row["kind"] in ("ends", "check")]
     bad = [row for row in checks if row.get("wrong") or "error" in row]
     lines.append(f"checks: {sum('wrong' in row for row in checks)} cases, {len(bad)} bad")
     for row in bad:
@@ -199,7 +208,36 @@ def table(rows: list[dict]) -> str:
             )
             both = f"  both {row['both_tflops']:6.4g} TFLOP/s" if "both_tflops" in row else ""
             lines.append(f"  {row['implementation']:21} {text}{both}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *in_turns(rows)])
+
+
+def in_turns(rows: list[dict]) -> list[str]:
+    """What was timed in turns: the means of the rounds, how far these lie apart, and the noise in all."""
+    lines, noise = [], []
+    for row in rows:
+        heads = row["shape"]
+        for name, times in row.get("times", {}).items():
+            if name == next(iter(row["times"])):
+                lines.append(
+                    f"\n{row['case']}, in turns; heads {heads[0]}:{heads[1]}, D {heads[2]}, Dv {heads[3]}"
+                )
+            errors = [x for x in times if isinstance(x, str)]
+            if errors:
+                lines.append(f"  {name:28} {errors[0]}")
+                continue
+            text = ""
+            for which, rounds in zip(("forward", "backward"), zip(*times, strict=True), strict=True):
+                mean = sum(rounds) / len(rounds)
+                noise.append((max(rounds) - min(rounds)) / mean)
+                text += f"  {which} {mean:9.3f} ms, {noise[-1]:5.1%} apart"
+            lines.append(f"  {name:28}{text}")
+    if noise:
+        noise.sort()
+        lines.append(
+            f"\nNoise: equal work timed twice lies {noise[len(noise) // 2]:.1%} apart in the median, "
+            f"{noise[-1]:.1%} at most. A smaller difference says nothing."
+        )
+    return lines
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -208,7 +246,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=9, help="start no new job after this long")
     parser.add_argument("--limit", type=float, default=90, help="seconds after which a job is killed")
     parser.add_argument("--workers", type=int, default=14, help="processes that compile at a time")
-    parser.add_argument("--stages", nargs="+", default=["warm", "check", "time", "grid"])
+    parser.add_argument("--stages", nargs="+", default=["warm", "check", "turns", "time", "grid"])
     parser.add_argument("--output", type=Path, default=Path("outputs/attention"))
     parser.add_argument("--retry", action="store_true", help="run again what ended badly")
     parser.add_argument("--table", action="store_true", help="run nothing")

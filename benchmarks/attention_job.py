@@ -3,12 +3,15 @@
     python benchmarks/attention_job.py '{"kind": "check", "implementation": "gluon", "shape": [8, 1, 64, 64]}'
     compute-sanitizer --tool memcheck python benchmarks/attention_job.py '{"kind": "check", ..., "scale": 8}'
 
-kind: "ceiling" (matrix product and copy), "warm" (compile, by running something small), "check", "time",
-"grid" (one round over the grid of the latency model) or "packs" (what its fit is checked by).
+kind: "ceiling" (matrix product and copy), "warm" (compile, by running something small), "ends" (whether
+launches of many tiles that wait for each other end at all), "check", "turns" (ours and FlashAttention-4 in
+turns, twice), "time", "grid" (one round over the grid of the latency model) or "packs" (what its fit
+is checked by).
 device, scale (lengths are divided by it), skip (cases that are done): as attention.py sets them.
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +29,11 @@ from wlb_titan.kernels.measure import Shape, flops, make_inputs, time_attention,
 
 TINY_GROUPS = "e"  # cases so short that Python would be timed: CUDA graphs
 MILLION = "a million tokens"
+FA4 = ("FA4", "FA4, deterministic", "FA4, re-pack", "FA4, deterministic, re-pack")
 PEERS = ("cuDNN dense", "varlen_attn", "varlen_attn, re-pack", "FlexAttention")
+ROUNDS = 2  # of "turns": what differs between them is noise
+HANGS_S = 5.0
+STRADDLING = ((129, 2032), (257, 1020))  # length and number of documents that share their key tiles
 
 
 def run(job: dict) -> Iterator[dict]:
@@ -42,6 +49,19 @@ def run(job: dict) -> Iterator[dict]:
             yield {"case": name} | guarded(
                 partial(warm, implementation, shape, whole(lengths), dtype, device)
             )
+    elif job["kind"] == "ends":
+        warm(implementation, shape, whole([512 // scale] * 4), dtype, device)
+        for length, documents in STRADDLING:
+            name = f"{documents:,} documents of {length}"
+            if name not in skip:
+                segments = whole([max(1, length // scale)] * max(1, documents // scale))
+                yield {"case": name} | guarded(partial(ends, implementation, segments, shape, dtype, device))
+    elif job["kind"] == "turns":
+        for case in by_worth(cases(scale)):
+            if case.group in job["groups"] and case.group not in TINY_GROUPS and case.name not in skip:
+                yield {"case": case.name} | guarded(
+                    partial(in_turns, job["names"], case, shape, dtype, device)
+                )
     elif job["kind"] == "check":
         seed = time.time_ns() % 2**31
         for name, (segments, options) in check_cases(scale).items():
@@ -93,13 +113,40 @@ def warm(implementation: str, shape: Shape, segments, dtype: torch.dtype, device
     return {}
 
 
+def ends(implementation: str, segments, shape: Shape, dtype: torch.dtype, device: str) -> dict:
+    """Forward and backward once. RuntimeError if they have not ended after `HANGS_S`: a turn never comes."""
+    q, k, v, dout = make_inputs(segments, shape, dtype, device)
+    out = varlen_attention(*(x.requires_grad_() for x in (q, k, v)), segments, implementation=implementation)
+    out.backward(dout)
+    if device == "cuda":
+        ended, limit = torch.cuda.Event(), time.monotonic() + HANGS_S
+        ended.record()
+        while not ended.query():
+            if time.monotonic() > limit:
+                raise RuntimeError(f"not ended after {HANGS_S:.0f} s")
+            time.sleep(0.01)
+    return {}
+
+
+def in_turns(names: list[str], case: Case, shape: Shape, dtype: torch.dtype, device: str) -> dict:
+    """Forward and backward ms of each implementation that can run the case, by round: none has the machine in
+    another state than the others, and a round differs from the next by noise alone.
+    """
+    found: dict[str, list] = {name: [] for name in names if can_run(name, case)}
+    for _ in range(ROUNDS):
+        for name, times in found.items():
+            row = guarded(partial(measure, name, case, shape, dtype, device))
+            times.append(row.get("error") or [row["forward_ms"], row["backward_ms"]])
+    return {"times": found}
+
+
 def can_run(implementation: str, case: Case) -> bool:
     if implementation == "cuDNN dense":
         return case.dense
-    if implementation == "varlen_attn":  # cannot overlap keys: timed as if they were packed already
-        return True
-    if implementation == "varlen_attn, re-pack":
+    if "re-pack" in implementation:
         return "rank" in case.name
+    if implementation.startswith(("varlen_attn", "FA4")):  # keys cannot overlap: timed as if packed already
+        return True
     return implementation != "FlexAttention" or case.group in "cd" or "of 8" in case.name
 
 
@@ -110,6 +157,15 @@ def make_call(implementation: str, case: Case, q, k, v) -> peers.Call:
         return peers.flex(case, q, k, v)
     if implementation.startswith("varlen_attn"):
         return peers.varlen(case, q, k, v, repack="re-pack" in implementation)
+    if implementation.startswith("FA4"):
+        return peers.fa4(
+            case,
+            q,
+            k,
+            v,
+            deterministic="deterministic" in implementation,
+            repack="re-pack" in implementation,
+        )
     name, _, unordered = implementation.partition(", ")
 
     def call():
@@ -171,3 +227,5 @@ def ceilings(device: str) -> dict:
 if __name__ == "__main__":
     for row in run(json.loads(sys.argv[1])):
         print(json.dumps(row), flush=True)
+        if "not ended" in row.get("error", ""):
+            os._exit(1)  # the GPU is still at it: leaving in any other way would wait for it

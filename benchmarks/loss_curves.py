@@ -60,21 +60,21 @@ MEDIAN, SIGMA = 0.22, 1.4  # characters of a document, for each token of the win
 CHARACTERS = 30_000  # of the corpus, likewise
 SHORTEST = 32  # characters
 HELD_OUT = 50  # one file of so many
-VALIDATION_STEPS = 32  # sequences of a window
+VALIDATED = 32  # windows of tokens
 TURN = 5  # validations from one checkpoint to the next
 LAST = 3  # validations that make a run's result
 
 
 def make_corpus(folder: Path, window: int) -> None:
-    """Writes the corpus and, beside it, the held-out documents as JSON lines."""
+    """Writes the corpus and, beside it, that of the held-out documents."""
     if (folder / "corpus" / "manifest.json").is_file():
         return
     rng = np.random.default_rng(0)
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
     files += sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py"))
-    (folder / "held_out").mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     left = CHARACTERS * window
-    with (folder / "train.jsonl").open("w") as train, (folder / "held_out/texts.json").open("w") as held:
+    with (folder / "train.jsonl").open("w") as train, (folder / "held_out.jsonl").open("w") as held:
         for number, index in enumerate(rng.permutation(len(files)).tolist()):
             text = files[index].read_text(encoding="utf-8", errors="ignore")
             begin = 0
@@ -86,7 +86,11 @@ def make_corpus(folder: Path, window: int) -> None:
             left -= len(text)
             if left < 0:
                 break
-    prepare_corpus(PrepareSettings(source=f"jsonl:{folder / 'train.jsonl'}#text"), folder / "corpus")
+    corpus = prepare_corpus(PrepareSettings(source=f"jsonl:{folder / 'train.jsonl'}#text"), folder / "corpus")
+    held_out = f"jsonl:{folder / 'held_out.jsonl'}#text"
+    tokenizer = str(corpus.tokenizer_path)
+    settings = PrepareSettings(source=held_out, tokenizer=tokenizer, max_tokens=VALIDATED * window)
+    prepare_corpus(settings, folder / "held_out")
 
 
 class Run:
@@ -125,9 +129,7 @@ class Run:
             *("--debug.seed", str(self.seed), "--wlb.trace_every", "0"),
             *("--checkpoint.enable", "true", "--checkpoint.interval", str(TURN * every)),
             *("--checkpoint.keep_latest_k", "2", "--checkpoint.last_save_model_only", "false"),
-            *("--validator.enable", "true", "--validator.freq", str(every)),
-            *("--validator.steps", str(VALIDATION_STEPS), "--validator.dataloader.dataset", "c4_test"),
-            *("--validator.dataloader.dataset_path", str(self._corpus / "held_out")),
+            *("--wlb.validation.path", str(self._corpus / "held_out"), "--wlb.validation.every", str(every)),
             *("--wlb.packing.policy", self.policy, *SETTINGS[self.policy]),
         ]
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]

@@ -39,14 +39,14 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v for those of the output and, unless None, of the log-sum-exp."""
     q, k, v, _, _ = saved
-    _, long, short = _chosen(q, v, options)
-    if long == "reference":
+    which = _chosen(q, v, options)
+    if which.forward == "reference":
         return reference.backward(dout, dlse, saved, segments, options)
     from .schedule import schedule_of
 
     with current(q.device):
         schedule = schedule_of(segments, q.shape[0], k.shape[0], q.device, options.visibility)
-        if (long if schedule.long else short) == "gluon":
+        if which.backward(schedule.long) == "gluon":
             from . import gluon_launch
 
             return gluon_launch.backward(dout, dlse, saved, schedule, options)

@@ -93,7 +93,10 @@ def load(
 
 
 @gluon.jit
-def add_dq(work, dq_tile, bars, dq, turns, counters, D: gl.constexpr, DETERMINISTIC: gl.constexpr):
+def add_dq(
+    work, dq_tile, bars, dq, turns, counters, q_heads,
+    D: gl.constexpr, DETERMINISTIC: gl.constexpr,
+):  # fmt: skip
     """The adding warp: every step's dQ, in two halves of the head dim, when it is this tile's turn.
 
     It looks for the turn before the sum is there: the round trip to memory hides behind the products.
@@ -112,8 +115,9 @@ def add_dq(work, dq_tile, bars, dq, turns, counters, D: gl.constexpr, DETERMINIS
                         while gl.atomic_add(counter + head * counters + at, 0, sem="acquire") != turn:
                             pass
                 mbarrier.wait(bars.index(DQ_READY), step & 1)
+                row = (at * q_heads + head) * (D // 2)
                 for half in gl.static_range(2):
-                    tma_add(dq, [at * QUERIES, head * D + half * (D // 2)], dq_tile.index(half))
+                    tma_add(dq, [row + half * (D // 4), 0], dq_tile.index(half))
                 wait_until_read()
                 mbarrier.arrive(bars.index(DQ_FREE), count=1)
                 if DETERMINISTIC:  # noqa: SIM102 - decided when compiling
@@ -200,7 +204,9 @@ def accumulate(
             dk_acc = warpgroup_mma(ds_left, queries, dk_acc, is_async=True)
             mbarrier.wait(bars.index(DQ_FREE), (step & 1) ^ 1)
             part = warpgroup_mma_wait(1, deps=[part])
-            dq_tile.index(PART).store(part)
+            # Each thread's values side by side: see dq_sums.py.
+            part = part.reshape([4, 2, 8, HALF_D // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+            dq_tile.index(PART).store(part.reshape([HALF_D // 2, 128]))
             fence_async_shared()
             mbarrier.arrive(bars.index(DQ_READY), count=1)
             dk_acc, ds_left = warpgroup_mma_wait(0, deps=[dk_acc, ds_left])
@@ -233,8 +239,8 @@ def gluon_backward_kernel(
 ):  # fmt: skip
     """One tile of 128 keys, one key head, and one of SPLIT parts of the query heads that share it.
 
-    Writes dk (SPLIT, Tk, Nkv, D) and dv (SPLIT, Tk, Nkv, DV), to be summed over the parts, and adds to dq
-    (Tq, Nq, D) float32, to be scaled. turns: (Nq, counters) int32, `first_turns` for every head. Launched
+    Writes dk (SPLIT, Tk, Nkv, D) and dv (SPLIT, Tk, Nkv, DV), to be summed over the parts, and adds to dq,
+    as dq_sums.py says. turns: (Nq, counters) int32, `first_turns` for every head. Launched
     with four warps, those of the first consumer.
     """
     tile, group = tile_and_head(gl.program_id(0), kv_heads * SPLIT, tiles, section)
@@ -252,7 +258,7 @@ def gluon_backward_kernel(
     statistics = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, QUERIES], lse_log2.layout)
     bound_ring = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 1, QUERIES], bounds.layout)
     ds_tile = gl.allocate_shared_memory(q.dtype, [4, KEYS, QUERIES], gl.NVMMASharedLayout(128, 16, 2))
-    dq_tile = gl.allocate_shared_memory(gl.float32, [2, QUERIES, D // 2], dq.layout)
+    dq_tile = gl.allocate_shared_memory(gl.float32, [2, D // 4, 128], dq.layout)
     bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
     mbarrier.init(bars.index(KV_READY), count=1)
     mbarrier.init(bars.index(DS_READY), count=2)
@@ -274,7 +280,7 @@ def gluon_backward_kernel(
             (accumulate, (work, buffers, results, 0, D, DV)),
             (accumulate, (work, buffers, results, 1, D, DV)),
             (load, (work, kv_begin, kv_head, loaded, q, k, v, dout, lse_log2, delta, bounds, D, DV)),
-            (add_dq, (work, dq_tile, bars, dq, turns, counters, D, DETERMINISTIC)),
+            (add_dq, (work, dq_tile, bars, dq, turns, counters, kv_heads * GROUP, D, DETERMINISTIC)),
         ],
         [4, 1, 1],
         [240, 24, 24],

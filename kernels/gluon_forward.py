@@ -10,6 +10,10 @@ between them overlaps with a product:
         issue S_i = Q K_i';  issue O += P_{i-1} V_{i-1}
         wait for S_i alone;  P_i = softmax(S_i);  wait for O;  rescale O
 
+Rows of a tile are tokens and the PACK query heads of each that share a key head, row r being token r // PACK
+and head r % PACK: keys and values are loaded once for all of them, and tiles hold few tokens, so that little
+of what is computed is masked away.
+
 Persistent: one program a multiprocessor takes tiles from the list, heaviest first, to and fro like a plough:
 of n programs, program p takes tiles p, 2n - 1 - p, 2n + p, ... With two buffers of queries, the next tile's
 loads run under this one's end. The sums of a tile depend on nobody else, so results repeat bit for bit.
@@ -49,38 +53,39 @@ def rounds_of(program, programs, work):
 
 
 @gluon.jit
-def work_of(round, program, programs, tile_list, tiles, heads, section, BLOCK_N: gl.constexpr):
-    """Row of the tile list and head of a round, and the first key and number of blocks."""
+def work_of(round, program, programs, tile_list, tiles, groups, section, BLOCK_N: gl.constexpr):
+    """Row of the tile list and group of PACK heads of a round, and the first key and number of blocks."""
     place = gl.where(round % 2 == 0, program, programs - 1 - program)
-    tile, head = tile_and_head(round * programs + place, heads, tiles, section)
+    tile, group = tile_and_head(round * programs + place, groups, tiles, section)
     row = tile_list + tile * 6
     kv_begin = gl.load(row + 2)
     # A tile of padding runs one block that none of its rows sees, and so writes its zeros.
     blocks = gl.maximum((gl.load(row + 5) - kv_begin + BLOCK_N - 1) // BLOCK_N, 1)
-    return row, head, kv_begin, blocks
+    return row, group, kv_begin, blocks
 
 
 @gluon.jit
 def load(
     work, rings, q, k, v,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    CONSUMERS: gl.constexpr,
+    PACK: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     """The loader: every tile's Q, and every block's K and V, as buffers fall free."""
-    program, programs, rounds, tile_list, tiles, heads, section = work
+    program, programs, rounds, tile_list, tiles, groups, section = work
     q_ring, k_ring, v_ring, bars = rings
     step = 0
     for round in range(rounds):
-        row, head, kv_begin, blocks = work_of(
-            round, program, programs, tile_list, tiles, heads, section, BLOCK_N
+        row, group, kv_begin, blocks = work_of(
+            round, program, programs, tile_list, tiles, groups, section, BLOCK_N
         )
         q_begin = gl.load(row)
+        kv_head = group * PACK // GROUP
         q_stage = round % Q_STAGES
         mbarrier.wait(bars.index(Q_FREE + q_stage), ((round // Q_STAGES) & 1) ^ 1)
         mbarrier.expect(bars.index(Q_READY + q_stage), q.block_type.nbytes * CONSUMERS)
         for part in gl.static_range(CONSUMERS):
             tma_load(
-                q, [q_begin + part * ROWS, head * D], bars.index(Q_READY + q_stage),
+                q, [q_begin + part * (ROWS // PACK), group * PACK, 0], bars.index(Q_READY + q_stage),
                 q_ring.index(q_stage * CONSUMERS + part),
             )  # fmt: skip
         for i in range(blocks):
@@ -89,10 +94,10 @@ def load(
             start = kv_begin + i * BLOCK_N
             mbarrier.wait(bars.index(K_FREE + stage), phase ^ 1)
             mbarrier.expect(bars.index(K_READY + stage), k.block_type.nbytes)
-            tma_load(k, [start, head // GROUP * D], bars.index(K_READY + stage), k_ring.index(stage))
+            tma_load(k, [start, kv_head * D], bars.index(K_READY + stage), k_ring.index(stage))
             mbarrier.wait(bars.index(V_FREE + stage), phase ^ 1)
             mbarrier.expect(bars.index(V_READY + stage), v.block_type.nbytes)
-            tma_load(v, [start, head // GROUP * DV], bars.index(V_READY + stage), v_ring.index(stage))
+            tma_load(v, [start, kv_head * DV], bars.index(V_READY + stage), v_ring.index(stage))
             step += 1
 
 
@@ -117,10 +122,10 @@ def online_softmax(
 def attend(
     work, rings, results,
     PART: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr,
+    PACK: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     """A consumer: rows PART * 64 ... PART * 64 + 63 of every tile."""
-    program, programs, rounds, tile_list, tiles, heads, section = work
+    program, programs, rounds, tile_list, tiles, groups, section = work
     q_ring, k_ring, v_ring, bars = rings
     out, lse, bounds, q_tokens, scale_log2, out_stride_t, out_stride_h = results
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -132,14 +137,14 @@ def attend(
 
     step = 0
     for round in range(rounds):
-        row, head, kv_begin, blocks = work_of(
-            round, program, programs, tile_list, tiles, heads, section, BLOCK_N
+        row, group, kv_begin, blocks = work_of(
+            round, program, programs, tile_list, tiles, groups, section, BLOCK_N
         )
-        q_begin = gl.load(row) + PART * ROWS
+        q_begin = gl.load(row) + PART * (ROWS // PACK)
         q_end = gl.load(row + 1)
         shared_begin = gl.load(row + 3)
         shared_end = gl.load(row + 4)
-        token = q_begin + gl.arange(0, ROWS, layout=rows)
+        token = q_begin + gl.arange(0, ROWS, layout=rows) // PACK
         first = gl.load(bounds + token, mask=token < q_end, other=0)
         last = gl.load(bounds + q_tokens + token, mask=token < q_end, other=0)
         m = gl.full([ROWS], float("-inf"), gl.float32, layout=rows)
@@ -147,7 +152,7 @@ def attend(
         o = gl.full([ROWS, DV], 0.0, gl.float32, layout=o_layout)
 
         q_stage = round % Q_STAGES
-        queries = q_ring.index(q_stage * CONSUMERS + PART)
+        queries = q_ring.index(q_stage * CONSUMERS + PART).reshape([ROWS, D])
         stage = step % STAGES
         mbarrier.wait(bars.index(Q_READY + q_stage), (round // Q_STAGES) & 1)
         mbarrier.wait(bars.index(K_READY + stage), (step // STAGES) & 1)
@@ -192,12 +197,15 @@ def attend(
         empty = l_sum == 0.0
         l_sum = gl.where(empty, 1.0, l_sum)
         natural = gl.where(empty, float("inf"), (m + gl.log2(l_sum)) * LN_2)
+        head = group * PACK + gl.arange(0, ROWS, layout=rows) % PACK
         gl.store(lse + head.to(gl.int64) * q_tokens + token, natural, mask=token < q_end)
         o = o / gl.convert_layout(l_sum, gl.SliceLayout(1, o_layout))[:, None]
-        o_row = q_begin + gl.arange(0, ROWS, layout=gl.SliceLayout(1, o_layout))
+        o_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, o_layout))
+        o_token = q_begin + o_row // PACK
+        o_head = group * PACK + o_row % PACK
         col = gl.arange(0, DV, layout=gl.SliceLayout(0, o_layout))
-        at = o_row.to(gl.int64)[:, None] * out_stride_t + head * out_stride_h + col[None, :]
-        gl.store(out + at, o.to(out.dtype.element_ty), mask=(o_row < q_end)[:, None])
+        at = (o_token.to(gl.int64) * out_stride_t + o_head * out_stride_h)[:, None] + col[None, :]
+        gl.store(out + at, o.to(out.dtype.element_ty), mask=(o_token < q_end)[:, None])
 
 
 @gluon.jit(do_not_specialize=["tiles", "section", "q_tokens"])
@@ -205,15 +213,16 @@ def gluon_forward_kernel(
     q, k, v, out, lse, tile_list, bounds, tiles, section, q_tokens, q_heads, scale_log2, out_stride_t,
     out_stride_h,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
+    PACK: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """out (Tq, Nq, DV) and lse (Nq, Tq), by any number of programs; tiles of CONSUMERS * 64 query tokens and
-    one head. Launched with four warps, those of the first consumer.
+    """out (Tq, Nq, DV) and lse (Nq, Tq), by any number of programs; tiles of CONSUMERS * 64 rows, PACK of
+    them a token. Launched with four warps, those of the first consumer.
     """
     program = gl.program_id(0)
     programs = gl.num_programs(0)
-    rounds = rounds_of(program, programs, tiles * q_heads)
-    q_ring = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS, ROWS, D], q.layout)
+    groups = q_heads // PACK
+    rounds = rounds_of(program, programs, tiles * groups)
+    q_ring = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS, ROWS // PACK, PACK, D], q.layout)
     k_ring = gl.allocate_shared_memory(k.dtype, [STAGES, BLOCK_N, D], k.layout)
     v_ring = gl.allocate_shared_memory(v.dtype, [STAGES, BLOCK_N, DV], v.layout)
     bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
@@ -227,15 +236,15 @@ def gluon_forward_kernel(
         mbarrier.init(bars.index(V_FREE + stage), count=CONSUMERS)
     fence_async_shared()
 
-    work = (program, programs, rounds, tile_list, tiles, q_heads, section)
+    work = (program, programs, rounds, tile_list, tiles, groups, section)
     rings = (q_ring, k_ring, v_ring, bars)
     results = (out, lse, bounds, q_tokens, scale_log2, out_stride_t, out_stride_h)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (attend, (work, rings, results, 0, D, DV, BLOCK_N, STAGES, CONSUMERS)),
-                (attend, (work, rings, results, 1, D, DV, BLOCK_N, STAGES, CONSUMERS)),
-                (load, (work, rings, q, k, v, D, DV, BLOCK_N, STAGES, GROUP, CONSUMERS)),
+                (attend, (work, rings, results, 0, D, DV, BLOCK_N, STAGES, PACK, CONSUMERS)),
+                (attend, (work, rings, results, 1, D, DV, BLOCK_N, STAGES, PACK, CONSUMERS)),
+                (load, (work, rings, q, k, v, D, DV, BLOCK_N, STAGES, GROUP, PACK, CONSUMERS)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -243,10 +252,10 @@ def gluon_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (attend, (work, rings, results, 0, D, DV, BLOCK_N, STAGES, CONSUMERS)),
-                (attend, (work, rings, results, 1, D, DV, BLOCK_N, STAGES, CONSUMERS)),
-                (attend, (work, rings, results, 2, D, DV, BLOCK_N, STAGES, CONSUMERS)),
-                (load, (work, rings, q, k, v, D, DV, BLOCK_N, STAGES, GROUP, CONSUMERS)),
+                (attend, (work, rings, results, 0, D, DV, BLOCK_N, STAGES, PACK, CONSUMERS)),
+                (attend, (work, rings, results, 1, D, DV, BLOCK_N, STAGES, PACK, CONSUMERS)),
+                (attend, (work, rings, results, 2, D, DV, BLOCK_N, STAGES, PACK, CONSUMERS)),
+                (load, (work, rings, q, k, v, D, DV, BLOCK_N, STAGES, GROUP, PACK, CONSUMERS)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],

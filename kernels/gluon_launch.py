@@ -7,6 +7,7 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .dq_sums import gradient, no_sums
 from .gluon_backward import gluon_backward_kernel
 from .gluon_forward import gluon_forward_kernel
 from .options import Options, Saved
@@ -15,6 +16,7 @@ from .triton_launch import LOG2_E, aligned, result, row_statistics
 
 ROWS = 64  # of one consumer, and of a step of the backward
 KEYS = 128  # of a block of the forward, and of a tile of the backward
+PACK = 8  # most query heads in a tile of the forward
 SECTION = 8  # key heads side by side: 132 multiprocessors leave each 16 programs, which read the same keys
 # By the larger of D and Dv: consumers, registers a thread of each, and stages of keys and values.
 FORWARD = {64: (3, 160, 3), 128: (2, 240, 2)}
@@ -29,9 +31,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, options: Option
     q, k, v = (aligned(x) for x in (q, k, v))
     out = q.new_empty(q_tokens, q_heads, v_dim)
     lse = q.new_empty(q_heads, q_tokens, dtype=torch.float32)
-    tiles = schedule.query_tiles(consumers * ROWS)
-    gluon_forward_kernel[(min(multiprocessors(q.device), len(tiles) * q_heads),)](
-        q=descriptor(q, ROWS),
+    group = q_heads // kv_heads
+    pack = min(PACK, group & -group)
+    tiles = schedule.query_tiles(consumers * ROWS // pack)
+    gluon_forward_kernel[(min(multiprocessors(q.device), len(tiles) * q_heads // pack),)](
+        q=packed_descriptor(q, pack),
         k=descriptor(k, KEYS),
         v=descriptor(v, KEYS),
         **result("out", out),
@@ -39,7 +43,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, options: Option
         tile_list=tiles,
         bounds=schedule.bounds,
         tiles=len(tiles),
-        section=min(kv_heads, SECTION) * (q_heads // kv_heads),
+        section=min(kv_heads, SECTION) * (group // pack),
         q_tokens=q_tokens,
         q_heads=q_heads,
         scale_log2=options.scale * LOG2_E,
@@ -47,7 +51,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, options: Option
         DV=v_dim,
         BLOCK_N=KEYS,
         STAGES=stages,
-        GROUP=q_heads // kv_heads,
+        GROUP=group,
+        PACK=pack,
         CONSUMERS=consumers,
         REGISTERS=registers,
         num_warps=4,
@@ -73,7 +78,7 @@ def backward(
     dtype = torch.float32 if split > 1 else q.dtype
     dk = k.new_empty((split, *k.shape), dtype=dtype)
     dv = v.new_empty((split, *v.shape), dtype=dtype)
-    dq = q.new_zeros(q.shape, dtype=torch.float32)
+    sums = no_sums(q)
     turns = first_turns.expand(q_heads, -1).clone() if options.deterministic else first_turns
     gluon_backward_kernel[(len(tiles) * kv_heads * split,)](
         q=descriptor(q, ROWS),
@@ -82,7 +87,7 @@ def backward(
         dout=descriptor(dout, ROWS),
         dk=dk,
         dv=dv,
-        dq=descriptor(dq, ROWS, dim // 2),
+        dq=sums_descriptor(sums, dim),
         lse_log2=row_descriptor(lse_log2, q_tokens),
         delta=row_descriptor(delta, q_tokens),
         tile_list=tiles,
@@ -103,7 +108,7 @@ def backward(
         num_warps=4,
         enable_fp_fusion=True,
     )
-    dq = torch.mul(dq, options.scale, out=torch.empty_like(q))
+    dq = gradient(sums, q, options.scale)
     if split == 1:
         return dq, dk[0], dv[0]
     return dq, dk.sum(0).to(k.dtype), dv.sum(0).to(v.dtype)
@@ -134,13 +139,22 @@ def row_descriptor(x: Tensor, q_tokens: int) -> TensorDescriptor:
     return TensorDescriptor(x, [x.shape[0], q_tokens], [x.stride(0), 1], [1, ROWS], layout)
 
 
-def descriptor(x: Tensor, tokens: int, width: int | None = None) -> TensorDescriptor:
-    """Of (tokens, heads * dim), in blocks of `tokens` of one head or `width` of it.
+def sums_descriptor(x: Tensor, dim: int) -> TensorDescriptor:
+    """Of the sums of dQ, in blocks of 64 rows of half a head: one run of memory each."""
+    layout = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [dim // 4, x.shape[1]], layout)
 
-    Swizzled over 128 bytes, as wgmma wants its operands.
+
+def descriptor(x: Tensor, tokens: int) -> TensorDescriptor:
+    """Of (tokens, heads * dim), in blocks of `tokens` of one head, swizzled over 128 bytes as wgmma wants its
+    operands.
     """
     dim = x.shape[2]
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=2)
-    return TensorDescriptor(
-        x, [x.shape[0], x.shape[1] * dim], [x.stride(0), 1], [tokens, width or dim], layout
-    )
+    return TensorDescriptor(x, [x.shape[0], x.shape[1] * dim], [x.stride(0), 1], [tokens, dim], layout)
+
+
+def packed_descriptor(x: Tensor, pack: int) -> TensorDescriptor:
+    """Of (tokens, heads, dim), in blocks of one consumer's rows: `pack` heads of each token."""
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=3)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [ROWS // pack, pack, x.shape[2]], layout)

@@ -47,6 +47,9 @@ class Chosen(NamedTuple):
     long: str
     short: str
 
+    def backward(self, long: bool) -> str:
+        return self.long if long else self.short
+
     def __str__(self) -> str:
         if len(set(self)) == 1:
             return self.forward

@@ -116,6 +116,11 @@ class Planner:
         self._learned = documents.learned
         self._iteration = 0
 
+    @property
+    def policy(self) -> PackingPolicy:
+        """What makes the packs."""
+        return self._policy
+
     def rows_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """int64 (n,), the corpus rows of planned documents, also of earlier epochs."""
         return self._stream.rows_of(ids)

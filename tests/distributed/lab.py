@@ -36,6 +36,9 @@ class Experiment:
     def metrics(self) -> list[dict]:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
+    def validation(self) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / "validation.jsonl").read_text().splitlines()]
+
     def losses(self) -> list[float]:
         return [record["loss"] for record in self.metrics()]
 

@@ -9,12 +9,18 @@ import math
 import shutil
 
 import datasets
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from lab import CONFIG, layout
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+
+use_cpu_without_accelerator()
+
+from wlb_titan.runtime.sample import Sampler  # noqa: E402
 
 LAYERS, DIM, HEADS, KEY_HEADS, HIDDEN, VOCABULARY = 2, 128, 4, 2, 384, 512
 HEAD = DIM // HEADS
@@ -152,7 +158,7 @@ def test_the_first_loss_is_that_of_the_published_weights(lab, published):
         *("--base", "bases:scaled_llama", "--training.steps", "2"),
         *("--checkpoint.initial_load_in_hf", "true", "--checkpoint.initial_load_path", str(folder)),
     ]
-    alone = lab.experiment("hf_one_process", *words, *layout())
+    alone = lab.experiment("hf_one_process", *words, *layout(), "--checkpoint.last_save_in_hf", "true")
     parallel = lab.experiment("hf_tp2", *words, *layout(tp=2))
     lab.run(1, [alone])
     lab.run(2, [parallel])
@@ -160,6 +166,17 @@ def test_the_first_loss_is_that_of_the_published_weights(lab, published):
     assert alone.losses()[0] == pytest.approx(expected, rel=1e-5)
     assert alone.losses()[1] < alone.losses()[0]
     assert parallel.losses() == pytest.approx(alone.losses(), rel=1e-5)
+    saved = alone.folder / "checkpoint" / "step-2"
+    theirs = AutoTokenizer.from_pretrained(saved)
+    assert theirs.decode(theirs("w001 w002")["input_ids"]) == "w001 w002"
+    model, info = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and model.dtype == torch.float32
+    ids = theirs("w001 w002", return_tensors="pt")["input_ids"]
+    followed = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+    sampled = "".join(Sampler(alone.folder).sample("w001 w002", 8, 0.0, 0))
+    assert sampled and theirs.decode(followed, clean_up_tokenization_spaces=False).startswith(sampled)
+    moved = model.model.norm.weight - weights["model.norm.weight"]
+    assert 0 < moved.abs().max() < 0.1, "the weights are not those that were trained"
     # What that is worth: without the scaling of the rotary positions the loss is another.
     assert first_loss(weights, alone.words(), scaled=False) != pytest.approx(expected, rel=1e-3)
 
@@ -172,7 +189,7 @@ def test_what_is_saved_in_that_format_loads_under_expert_parallelism(lab):
         *base,
         *layout(),
         *("--training.steps", "1", "--optimizer.param_groups.0.optimizer_kwargs.lr", "0.0"),
-        *("--checkpoint.last_save_model_only", "true", "--checkpoint.last_save_in_hf", "true"),
+        *("--checkpoint.last_save_in_hf", "true"),
     )
     saved.folder = lab.folder / "saved_in_hf"
     lab.run(1, [saved])
@@ -188,32 +205,12 @@ def test_what_is_saved_in_that_format_loads_under_expert_parallelism(lab):
     assert loaded.losses() == pytest.approx(saved.losses(), rel=1e-5)
 
 
-LEARNED = {"dense": 0.5, "sparse": 0.15}
-"""Conversations with a learned stretch: in most steps every rank has some, or hardly any has."""
-
 MASKED = {
     "pp2_cp2_plain": (4, "dense", "token", layout(pp=2, cp=2)),  # cuts documents
     "dp2_cp2_wlb": (4, "sparse", "token", [*layout(dp=2, cp=2), "--wlb.packing.policy", "wlb_lazy"]),
     "tp2_conversation": (2, "dense", "conversation", layout(tp=2)),
     "pp2_slim": (2, "dense", "conversation", [*layout(pp=2), "--wlb.packing.policy", "slim"]),
 }
-
-
-@pytest.fixture(scope="module")
-def conversations(lab):
-    """Datasets as other tools write them: token ids, and labels that are -100 where nothing is learned."""
-    random = np.random.default_rng(0)
-    lengths = np.clip(random.lognormal(3.8, 1.1, size=300), 4, 700).astype(int)
-    tokens = [random.integers(1, 400, size=length).tolist() for length in lengths]
-    for name, share in LEARNED.items():
-        labels = [[-100] * len(row) for row in tokens]
-        for row, own in zip(tokens, labels, strict=True):
-            if random.random() < share:
-                start, stop = sorted(random.integers(0, len(row) + 1, size=2))
-                own[start:stop] = row[start:stop]
-        folder = lab.folder / f"conversations_{name}"
-        datasets.Dataset.from_dict({"input_ids": tokens, "labels": labels}).save_to_disk(folder)
-    return lab.folder
 
 
 def first_step(words, weight):
@@ -249,8 +246,6 @@ def first_step(words, weight):
 
 def hugging_face(folder, step, weight):
     """Loss and norm of the gradients of Hugging Face's Llama, conversation by conversation."""
-    from transformers import LlamaForCausalLM
-
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     divisor = sum(
         sum(target != -100 for target in targets) / (total if weight == "conversation" else 1)
@@ -275,7 +270,7 @@ def test_masked_losses_and_gradients_are_hugging_face_s(lab, published, conversa
         words = [
             *("--base", "bases:scaled_llama", "--training.steps", "1", "--wlb.loss_weight", weight),
             *("--checkpoint.initial_load_in_hf", "true", "--checkpoint.initial_load_path", str(folder)),
-            *("--wlb.corpus.path", str(conversations / f"conversations_{learned}"), *degrees),
+            *("--wlb.corpus.path", str(conversations[learned]), *degrees),
             *("--wlb.corpus.tokenizer", str(lab.corpus / "tokenizer"), "--checkpoint.enable", "true"),
         ]
         experiments[name] = lab.experiment(f"masked_{name}", *words)

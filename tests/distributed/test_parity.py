@@ -1,7 +1,5 @@
 """The same data and weights give the same losses under every combination of parallelism."""
 
-import json
-
 import pytest
 from lab import layout
 
@@ -12,33 +10,17 @@ LAYOUTS = {
 }
 
 
-VALIDATED = {"pp2_cp2": 2, "cp2_tp2": 8, "one_process": 8}
-"""Steps of 4 sequences or of one; data-parallel ranks would each pack other documents."""
-
-
-def validation(folder, name):
-    """Overrides for torchtitan's validation pass, after steps 1 and 5, over the same 8 sequences."""
-    if name not in VALIDATED:
-        return ()
-    return (
-        *("--validator.enable", "true", "--validator.freq", "5", "--validator.steps", str(VALIDATED[name])),
-        *("--validator.dataloader.dataset", "c4_test", "--validator.dataloader.dataset_path", str(folder)),
-    )
+VALIDATION = ("--wlb.validation.hold_out", "0.1", "--wlb.validation.every", "5")
+"""After steps 1 and 5, the last."""
 
 
 @pytest.fixture(scope="module")
 def runs(lab):
-    folder = lab.folder / "validation"
-    folder.mkdir()
-    words = (f"w{i % 200:03d}" for i in range(7000))
-    texts = (" ".join(next(words) for _ in range(20 + 7 * i)) for i in range(40))
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     experiments = {
-        name: lab.experiment(name, *layout(**degrees), *validation(folder, name))
-        for name, degrees in LAYOUTS.items()
+        name: lab.experiment(name, *layout(**degrees), *VALIDATION) for name, degrees in LAYOUTS.items()
     }
     lab.run(4, list(experiments.values()))
-    experiments["one_process"] = lab.experiment("one_process", *validation(folder, "one_process"))
+    experiments["one_process"] = lab.experiment("one_process", *VALIDATION)
     lab.run(1, [experiments["one_process"]])
     return experiments
 
@@ -55,15 +37,11 @@ def test_gradient_norms_equal_one_process(runs, name):
 
 
 def test_validation_losses_equal_one_process(runs):
-    losses = {}
-    for name in VALIDATED:
-        lines = (runs[name].folder / "validation.jsonl").read_text().splitlines()
-        records = [json.loads(line) for line in lines]
-        assert [record["step"] for record in records] == [1, 5]
-        losses[name] = [record["loss"] for record in records]
+    losses = {name: [record["loss"] for record in run.validation()] for name, run in runs.items()}
+    assert [record["step"] for record in runs["one_process"].validation()] == [1, 5]
     assert losses["one_process"][1] < losses["one_process"][0]
-    assert losses["pp2_cp2"] == pytest.approx(losses["one_process"], rel=1e-4)
-    assert losses["cp2_tp2"] == pytest.approx(losses["one_process"], rel=1e-4)
+    for name in LAYOUTS:
+        assert losses[name] == pytest.approx(losses["one_process"], rel=1e-4)
 
 
 def test_something_is_learned(runs):

@@ -1,54 +1,64 @@
-"""A job that is killed and started again sees the token stream, and the losses, of one that was not."""
+"""A job that is killed and started again sees the token stream, and the losses, of one that was not.
+
+It trains one epoch of conversations with label masks, of which some are held out.
+"""
 
 from __future__ import annotations
 
 import pytest
-from lab import TESTS, Experiment
+from lab import TESTS, Experiment, layout
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-STEPS = 7
 ENTRIES = TESTS / "checkpoint_entries.txt"
 OVERRIDES = (
-    *("--training.steps", str(STEPS)),
+    *("--wlb.epochs", "1", "--wlb.validation.hold_out", "0.1"),
     *("--checkpoint.interval", "2"),
     *("--parallelism.pipeline_parallel_degree", "2"),
 )
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(lab) -> Experiment:
-    experiment = lab.experiment("uninterrupted", *OVERRIDES)
+def corpus(lab, conversations):
+    tokenizer = str(lab.corpus / "tokenizer")
+    return ("--wlb.corpus.path", str(conversations["few"]), "--wlb.corpus.tokenizer", tokenizer)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(lab, corpus) -> Experiment:
+    experiment = lab.experiment("uninterrupted", *OVERRIDES, *corpus)
     lab.run(2, [experiment])
     return experiment
 
 
-def test_killed_and_started_again(lab, uninterrupted):
+def test_killed_and_started_again(lab, corpus, uninterrupted):
     """SIGKILL to all ranks as soon as step 3 is reported."""
-    experiment = lab.experiment("killed", *OVERRIDES)
+    experiment = lab.experiment("killed", *OVERRIDES, *corpus)
     reported = lab.start_and_kill(2, experiment, 3)
     lab.run(2, [experiment])
-    assert reported < STEPS
-    assert [record["step"] for record in experiment.metrics()] == list(range(1, STEPS + 1))
+    assert reported < len(uninterrupted.metrics())
+    assert [record["step"] for record in experiment.metrics()] == [r["step"] for r in uninterrupted.metrics()]
     assert experiment.losses() == uninterrupted.losses()
 
 
-def test_started_again_on_another_degree(lab, uninterrupted):
-    """From the checkpoint of step 4 with PP 2 to one process: the plan's state belongs to no rank."""
+def test_started_again_on_another_degree(lab, corpus, uninterrupted):
+    """From the checkpoint of step 4 with PP 2 to DP 2: the plan's state belongs to no rank."""
     experiment = lab.experiment(
         "other_degree",
-        *("--training.steps", str(STEPS)),
+        *(*corpus, *OVERRIDES[:4], *layout(dp=2)),
         *("--checkpoint.initial_load_path", str(uninterrupted.folder / "checkpoint" / "step-4")),
         *("--checkpoint.initial_load_model_only", "false"),
     )
-    lab.run(1, [experiment])
+    lab.run(2, [experiment])
     assert experiment.losses() == pytest.approx(uninterrupted.losses()[4:], rel=1e-4)
+    validated = [run.validation() for run in (experiment, uninterrupted)]
+    assert validated[0][-1]["loss"] == pytest.approx(validated[1][-1]["loss"], rel=1e-4)
 
 
-def test_another_seed_cannot_continue(lab, uninterrupted):
+def test_another_seed_cannot_continue(lab, corpus, uninterrupted):
     experiment = lab.experiment(
         "other_seed",
-        *("--wlb.corpus.seed", "1"),
+        *(*corpus, *OVERRIDES[:4], "--wlb.corpus.seed", "1"),
         *("--checkpoint.initial_load_path", str(uninterrupted.folder / "checkpoint" / "step-4")),
         *("--checkpoint.initial_load_model_only", "false"),
     )

@@ -198,3 +198,61 @@ def test_odd_tokenizers(whole, tmp_path, record_property):
         else:
             poorly.append(f"{name}: accepted")
     judge(record_property, len(cases), poorly)
+
+
+TURNS = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two."}]
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}assistant: {% endif %}"
+CHATS = {
+    "text": "hello",
+    "empty": [],
+    "null": None,
+    "number": 5,
+    "list of texts": ["One?", "Two."],
+    "no role": [{"content": "One?"}, TURNS[1]],
+    "role of a number": [{"role": 1, "content": "One?"}, TURNS[1]],
+    "another schema": [{"from": "human", "value": "One?"}, {"from": "gpt", "value": "Two."}],
+    "no content": [{"role": "user"}, TURNS[1]],
+    "null content": [{"role": "user", "content": None}, TURNS[1]],
+    "content of a number": [{"role": "user", "content": 5}, TURNS[1]],
+    "white space": [TURNS[0], {"role": "assistant", "content": " \n"}],
+    "no assistant": TURNS[:1],
+    "special token": [{"role": "user", "content": "<|endoftext|>"}, TURNS[1]],
+    "half a surrogate": [{"role": "user", "content": "\ud800"}, TURNS[1]],
+}
+TEMPLATES = {
+    "drops the first turn": TEMPLATE.replace("in messages", "in messages[1:]"),
+    "rewrites earlier turns": TEMPLATE.replace("{{ m['role'] }}", "{{ m['role'] }} {{ messages | length }}"),
+    "raises": "{{ raise_exception('no') }}",
+    "syntax": "{% for m in messages %}",
+    "unknown function": "{{ f(messages) }}",
+    "nothing": "{{ '' }}",
+}
+
+
+def test_bad_conversations(whole, tmp_path, record_property):
+    """Each ends the preparation in a paragraph with its line, and nothing is written."""
+    tokenizer = tmp_path / "tokenizer"
+    shutil.copytree(whole.tokenizer_path, tokenizer)
+    cases = {name: (messages, TEMPLATE) for name, messages in CHATS.items()}
+    cases |= {name: (TURNS, template) for name, template in TEMPLATES.items()}
+    cases |= {"good": (TURNS, TEMPLATE)}
+    poorly = []
+    for name, (messages, template) in cases.items():
+        (tokenizer / "chat_template.jinja").write_text(template)
+        file = tmp_path / "chat.jsonl"
+        lines = [TURNS, messages] if template == TEMPLATE else [messages]
+        file.write_text("".join(json.dumps({"messages": line}) + "\n" for line in lines))
+        settings = PrepareSettings(source=f"jsonl:{file}", tokenizer=str(tokenizer), chat=True)
+        said = ""
+        try:
+            prepare_corpus(settings, tmp_path / name)
+        except CorpusError as error:
+            said = str(error)
+        except Exception as error:
+            poorly.append(f"{name}: {type(error).__name__}: {error}")
+        if (name == "good") != (not said) or (said and f"chat.jsonl:{len(lines)}: " not in said):
+            poorly.append(f"{name}: {said or 'was prepared'}")
+        if said and (tmp_path / name).exists():
+            poorly.append(f"{name}: something was written")
+    judge(record_property, len(cases), poorly)

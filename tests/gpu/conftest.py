@@ -66,7 +66,7 @@ def target(pytestconfig) -> Target:
 def lab(target, tmp_path_factory, fork_server):
     """Experiments on documents of which some, on a GPU, are long enough for the kernels' other tables."""
     short = np.clip(np.random.default_rng(0).lognormal(4.0, 1.2, size=400), 4, 1500).astype(int)
-    lengths = np.insert(short, range(0, 400, 40), target.pick(cuda=8192, cpu=1024))
+    lengths = np.insert(short, range(0, 400, 40), target.pick(cuda=4096, cpu=1024))
     return Lab(
         tmp_path_factory.mktemp("lab"),
         fork_server,

@@ -2,6 +2,7 @@
 
 import bases
 from bases import muse_glimmer, qwen3_moe  # noqa: F401
+from torchtitan.config import ParallelismConfig
 from torchtitan.models.deepseek_v3 import config_registry as deepseek_registry
 from torchtitan.models.gpt_oss import config_registry as gpt_oss_registry
 from torchtitan.models.qwen3 import config_registry as qwen3_registry
@@ -44,8 +45,9 @@ def watched_deepseek_v3():
 
 
 def _small(config):
-    """Two layers, and no more tokens than the corpus has."""
+    """Two layers, no more tokens than the corpus has, one process."""
     config = bases.two_layers(config)
+    config.parallelism = ParallelismConfig()  # theirs spreads experts
     model = config.model_spec.model
     model.vocab_size = model.tok_embeddings.num_embeddings = model.lm_head.out_features = bases.VOCABULARY
     config.loss.loss_fn.global_vocab_size = bases.VOCABULARY

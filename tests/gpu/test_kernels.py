@@ -11,13 +11,7 @@ from wlb_titan.kernels.implementations import chosen, device_of
 
 IMPLEMENTATIONS = ("triton", "gluon")
 TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 4e-3}
-CASES = {
-    "ragged": (packed([60, 1, 200, 7, 333, 128]), 732, 729),
-    "long": (packed([2300]), 2300, 2300),
-    "two_chunks": (torch.tensor([[0, 130, 0, 130], [130, 130, 0, 520]], dtype=torch.int32), 263, 520),
-    "only_padding": (packed([]), 5, 3),
-    "no_queries": (packed([]), 0, 5),
-}
+CASES = {"ragged": [60, 1, 200, 7, 333, 128], "long": [2300], "only_padding": [], "two_chunks": None}
 DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
 MASKS = [{}, {"window": 1}, {"window": 100}, {"causal": False}]
 
@@ -29,11 +23,19 @@ def skip_unless_it_runs(implementation, dims, dtype, device):
         pytest.skip(str(error))
 
 
+def case_of(target, name):
+    """Segments, and the numbers of queries, three of them padding, and of keys."""
+    if name == "two_chunks":
+        return torch.tensor([[0, 130, 0, 130], [130, 130, 0, 520]], dtype=torch.int32), 263, 520
+    lengths = [length // target.pick(cuda=1, cpu=8) + 1 for length in CASES[name]]
+    return packed(lengths), sum(lengths) + 3, sum(lengths) + 1
+
+
 def check(target, implementation, case, heads, dims, dtype, mask):
     """Sinks and the log-sum-exp's gradient always take part."""
     device = torch.device(target.device)
     skip_unless_it_runs(implementation, dims, dtype, device)
-    segments, q_tokens, kv_tokens = CASES[case]
+    segments, q_tokens, kv_tokens = case_of(target, case)
     tensors = random_inputs(q_tokens, kv_tokens, *heads, *dims, dtype)
     rng = torch.Generator().manual_seed(1)
     sinks, dlse = torch.randn(heads[0], generator=rng), torch.randn(heads[0], q_tokens, generator=rng)

@@ -20,7 +20,7 @@ def test_steps_that_are_not_logged_neither_wait_nor_compile(lab, target, base):
     experiment = lab.experiment(
         base,
         *("--base", target.pick(cuda=f"gpu_bases:{base}", cpu="watching:config"), *LAZY, *FRESH),
-        *("--training.seq_len", target.pick(cuda="8192", cpu="256"), "--training.steps", "8"),
+        *("--training.seq_len", target.pick(cuda="4096", cpu="256"), "--training.steps", "8"),
         *("--metrics.log_freq", "100"),
     )
     lab.run(1, [experiment])
@@ -28,8 +28,9 @@ def test_steps_that_are_not_logged_neither_wait_nor_compile(lab, target, base):
     first, *others = [json.loads(line) for line in lines]
     assert first["waits"], "the first step is logged, so something must have been noticed"
     assert len(others) == 7
-    assert [step["waits"] for step in others] == [[]] * 7
     assert [step["compiled"] for step in others] == [[]] * 7
+    if base != "watched_gpt_oss":  # whose experts, torchtitan's, wait to know how many tokens each has
+        assert [step["waits"] for step in others] == [[]] * 7
 
 
 def test_killed_and_started_again(lab):

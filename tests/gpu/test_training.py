@@ -24,9 +24,9 @@ def trained(lab, target):
         experiment = lab.experiment(
             name,
             *("--base", target.base(base), "--training.steps", "3", "--debug.seed", "0"),
-            *("--training.seq_len", target.pick(cuda="8192", cpu="256"), "--training.global_batch_size", "4"),
+            *("--training.seq_len", target.pick(cuda="4096", cpu="256"), "--training.global_batch_size", "4"),
             *("--checkpoint.enable", "false", "--checkpoint.initial_load_path", "none"),
-            *("--metrics.log_freq", "1", *words),
+            *("--metrics.log_freq", "1", "--optimizer.param_groups.0.optimizer_kwargs.lr", "1e-4", *words),
         )
         lab.run(1, [experiment])
         return experiment.metrics()

@@ -114,11 +114,11 @@ class Addition:
         self.read, self.added = source.history.read(asynchronous=True), Access()
         self.box: Tensor | None = None
         self.is_added, self.machine = False, here.machine
-        for row in source.data.any(-1).nonzero().flatten().tolist():  # adding zeros disturbs nobody
-            before = descriptor.additions.get((*self.place, row))
-            if self.machine.ordered and before and not before.ordered():
-                self.machine.races.add("nothing orders two additions to one place")
-            descriptor.additions[*self.place, row] = self.added
+        places = source.data != 0  # adding zeros disturbs nobody
+        earlier = descriptor.additions.setdefault(self.place, [])
+        if self.machine.ordered and any((at & places).any() for x, at in earlier if not x.ordered()):
+            self.machine.races.add("nothing orders two additions to one place")
+        earlier.append((self.added, places))
         self.machine.copy(self.take)
 
     def take(self) -> None:

@@ -2,6 +2,7 @@
 that know who reads and writes them, barriers, descriptors and pointers. See gluon_emulator.py.
 """
 
+import math
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -234,13 +235,13 @@ class Barriers:
 
 
 class Descriptor:
-    """A host descriptor: boxes of a two-dimensional view, zeros outside it."""
+    """A host descriptor: boxes of a view, zeros outside it."""
 
     def __init__(self, host):
         self.view = torch.as_strided(host.base, list(host.shape), list(host.strides))
         self.block, self.dtype, self.layout = list(host.block_shape), host.base.dtype, None
-        self.block_type = SimpleNamespace(nbytes=self.block[0] * self.block[1] * host.base.element_size())
-        self.additions: dict[tuple, Access] = {}  # the last to each row of a box
+        self.block_type = SimpleNamespace(nbytes=math.prod(self.block) * host.base.element_size())
+        self.additions: dict[tuple, list[tuple[Access, Tensor]]] = {}  # to each box, and where they are not 0
 
     def inside(self, corner) -> tuple[slice, ...]:
         return tuple(
@@ -250,12 +251,12 @@ class Descriptor:
     def load(self, corner) -> Tensor:
         box = torch.zeros(self.block, dtype=self.dtype)
         found = self.view[self.inside(corner)]
-        box[: found.shape[0], : found.shape[1]] = found
+        box[tuple(map(slice, found.shape))] = found
         return box
 
     def add(self, corner, box: Tensor) -> None:
         found = self.view[self.inside(corner)]
-        found += box[: found.shape[0], : found.shape[1]]
+        found += box[tuple(map(slice, found.shape))]
 
 
 class Pointer:

@@ -13,7 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from oracle import attention_and_lse, compare, packed, poisoned, random_inputs, side_by_side, with_gradients
 from test_tiles import VISIBILITIES, segment_lists
-from wlb_titan.kernels import triton_launch, varlen_attention
+from wlb_titan.kernels import dq_sums, triton_launch, varlen_attention
 from wlb_titan.kernels.configs import Config, choose
 from wlb_titan.kernels.options import Options, Saved
 from wlb_titan.kernels.schedule import schedule_of
@@ -164,6 +164,16 @@ def test_shapes_as_shipped(dims, tma):
         if configs not in done:
             check(segments, 130, 230, (2, 1), dims, torch.float16, tma=tma, **configs)
         done.append(configs)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_sums_of_dq(dim):
+    """Of the Gluon backward: put back in order, scaled and rounded, without the rows past the end."""
+    q = torch.zeros(150, 3, dim, dtype=torch.float16)
+    want = torch.randn(150, 3, dim)
+    rows = torch.nn.functional.pad(want, (0, 0, 0, 0, 0, 42)).view(-1, 4, 2, 8, 3, 2, dim // 16, 4, 2)
+    sums = rows.permute(0, 4, 5, 6, 1, 3, 7, 2, 8).reshape(dq_sums.no_sums(q).shape)
+    torch.testing.assert_close(dq_sums.gradient(sums, q, 0.5), (0.5 * want).half())
 
 
 def test_op_runs_the_kernels_and_repeats_bit_for_bit():

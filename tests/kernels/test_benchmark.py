@@ -14,8 +14,8 @@ from wlb_titan.kernels.grid import GPU_GRID
 from wlb_titan.kernels.measure import Shape, flops, pairs, time_attention
 from wlb_titan.kernels.segments import check_segments
 
-from wlb_titan.cost.attention_fit import Point, predict
-from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, Tiling
+from wlb_titan.cost.attention_fit import TILINGS, Point, predict
+from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost
 from wlb_titan.cost.attention_profile import Profile
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -80,18 +80,20 @@ def rehearse(benchmark, tmp_path, monkeypatch, capsys):
 def test_a_run_loses_nothing_and_resumes(rehearse, benchmark, tmp_path):
     """Killed, tried again, and complete; then a further call has nothing to do."""
     rows, text = rehearse("--stages", "check", "--limit", "0.3")
-    assert len(rows) == 2 and all(row["error"].startswith("killed after") for row in rows)
+    assert len(rows) == 3 and all(row["error"].startswith("killed after") for row in rows)
     assert "WRONG triton [2, 1, 16, 16] : killed after" in text
-    rows, text = rehearse("--stages", "check", "time", "--retry")
+    rows, text = rehearse("--stages", "check", "turns", "time", "--retry")
     assert not [row for row in rows if "error" in row]
-    assert [row["kind"] for row in rows if "seconds" in row] == ["ceiling", "check", "time"]
+    assert [row["kind"] for row in rows if "seconds" in row] == ["ceiling", "ends", "check", "turns", "time"]
     checks = [row for row in rows if row["kind"] == "check" and "case" in row]
     assert len(checks) == 7 and not any(row["wrong"] for row in checks)
     assert set(checks[0]["errors"]) == {"out", "lse", "dq", "dk", "dv", "dsinks"}
     (timed,) = [row for row in rows if row["kind"] == "time" and "case" in row]
     assert timed["forward_tflops"] > 0 and timed["backward_ms"] > 0
+    (turns,) = [row["times"]["triton"] for row in rows if "times" in row]
+    assert len(turns) == 2 and min(turns[0] + turns[1]) > 0 and "Noise: equal work timed twice" in text
     assert "checks: 7 cases, 0 bad" in text and "128 documents of 512; heads 2:1" in text
-    again, _ = rehearse("--stages", "check", "time")
+    again, _ = rehearse("--stages", "check", "turns", "time")
     assert again == rows
     with (tmp_path / "attention.jsonl").open("a") as file:
         file.write('{"kind": "time", "implem')  # stopped while it wrote
@@ -126,9 +128,9 @@ def test_the_check_sees_four_wrong_rows(benchmark):
 
 
 def test_jobs(benchmark):
-    jobs = list(benchmark.jobs(["warm", "check", "time", "grid"], "cuda"))
+    jobs = list(benchmark.jobs(["warm", "check", "turns", "time", "grid"], "cuda"))
     kinds = [kind for kind, _ in groupby(job["kind"] for job in jobs)]
-    assert kinds == ["ceiling", "warm", "check", "time", *["grid", "packs"] * 4]
+    assert kinds == ["ceiling", "warm", "ends", "check", "turns", "time", *["grid", "packs"] * 4]
     names = [json.dumps(job) for job in jobs]
     assert len(set(names)) == len(names)
 
@@ -159,7 +161,7 @@ def test_a_fit_to_the_grid_predicts_the_packs(benchmark, tmp_path):
 
     shape, units = [4, 1, 128, 128], 16
     cost = KernelCost(
-        Tiling(128, 64, 1024), launch=2e-5, key=1e-10, segment=0.0, tile=2e-6, block=1e-6, masked=2e-7
+        TILINGS["triton"][1], launch=2e-5, key=1e-10, segment=0.0, tile=2e-6, block=1e-6, masked=2e-7
     )
     cases = list(GPU_GRID._replace(q_lens=(1, 64, 65, 257, 2048), keys=(1, 2**16)).cases(4))
     seconds = predict(cost, [Point(*case, 4, 0.0) for case in cases], units)

@@ -90,8 +90,8 @@ def test_documents_decode_to_their_texts(tokenizer_folder, tokenizer, documents,
     stream = Documents(Texts(documents), order, tokenizer, piece_characters=piece, batch_characters=batch)
     found = list(stream)
     expected = [(at, "".join(documents[number]), number) for at, number in enumerate(order)]
-    assert [position for position, _, _ in found] == [at for at, text, _ in expected if text.strip()]
-    for position, name, tokens in found:
+    assert [position for position, *_ in found] == [at for at, text, _ in expected if text.strip()]
+    for position, name, tokens, _ in found:
         _, text, number = expected[position]
         assert name == f"text {number}"
         assert tokens[-1] == tokenizer.end_of_text_id
@@ -104,7 +104,7 @@ def test_documents_decode_to_their_texts(tokenizer_folder, tokenizer, documents,
 def test_what_cannot_be_read_is_left_out_and_named(tokenizer_folder, tokenizer):
     bad = Unreadable("b.py", "not UTF-8")
     stream = Documents(Texts([["one ", bad, "two"], [bad], ["three"]]), [0, 1, 2], tokenizer)
-    found = [(position, decode(tokenizer_folder, tokens[:-1])) for position, _, tokens in stream]
+    found = [(position, decode(tokenizer_folder, tokens[:-1])) for position, _, tokens, _ in stream]
     assert found == [(0, "one two"), (2, "three")]
     assert stream.unreadable == [bad, bad]
     assert stream.empty == 0
@@ -112,7 +112,7 @@ def test_what_cannot_be_read_is_left_out_and_named(tokenizer_folder, tokenizer):
 
 def test_text_that_spells_the_end_of_text_token_does_not_end_the_document(tokenizer_folder, tokenizer):
     text = "EOT = '<|endoftext|>'\n"
-    [(_, _, tokens)] = Documents(Texts([[text]]), [0], tokenizer)
+    [(_, _, tokens, _)] = Documents(Texts([[text]]), [0], tokenizer)
     assert (tokens == tokenizer.end_of_text_id).sum() == 1
     assert decode(tokenizer_folder, tokens[:-1]) == text
 

@@ -13,7 +13,7 @@ from wlb_titan.context import segments, segments_after, whole
 
 HOPPER, AMPERE, UNKNOWN, CPU = Device("cuda", (9, 0)), Device("cuda", (8, 0)), Device("cuda"), Device("cpu")
 BF16 = torch.bfloat16
-SHORT, LONG = 256, 2560  # tokens of a document, whose attention counts as short or long
+SHORT, LONG = 256, 2048  # tokens of a document, whose attention counts as short or long
 
 
 def test_the_key_takes_what_the_kernels_have():
@@ -106,4 +106,36 @@ def test_it_reaches_every_call(on_hopper, sliced, compiled):
         assert passes(on_hopper, implementation, SHORT, sliced, compiled) == (implementation, implementation)
     if not compiled:
         assert passes(on_hopper, "auto", SHORT, sliced, compiled) == ("gluon", "triton")
-        assert passes(on_hopper, "auto", 2 * LONG, sliced, compiled) == ("gluon", "gluon")
+        assert passes(on_hopper, "auto", LONG, sliced, compiled) == ("gluon", "gluon")
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings", "expected"),
+    [
+        ("per_document", {}, [(12, 4)] * 4),
+        ("per_document", {"gather_groups": 2}, [(6, 2)] * 4),
+        ("ulysses", {}, [(3, 1)] * 4),
+        ("ulysses_gather", {"within": 2}, [(6, 2)] * 4),
+    ],
+)
+def test_kernels_are_compiled_for_the_heads_that_a_rank_has(policy, settings, expected):
+    from wlb_titan.context import STRATEGIES
+    from wlb_titan.cost.degrees import Degrees
+    from wlb_titan.cost.models import ModelShape
+    from wlb_titan.job import Job
+    from wlb_titan.runtime.implementation import attention_shape, windows
+
+    model = ModelShape(
+        layers=4, hidden=64, heads=24, kv_heads=8, head_dim=64, feed_forward=64, vocabulary=64,
+        windows=((512, 2), (128, 1)),
+    )  # fmt: skip
+    job = Job(
+        window=1024,
+        micro_batches=1,
+        model=model,
+        degrees=Degrees(tensor=2, context=4),
+        sharding=STRATEGIES.configure(policy, **settings),
+    )
+    shapes = [attention_shape(job, rank) for rank in range(4)]
+    assert [(shape.q_heads, shape.kv_heads) for shape in shapes] == expected
+    assert windows(job) == [None, 512, 128]

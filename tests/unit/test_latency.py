@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb_titan import context
-from wlb_titan.cost.attention_fit import Point, fit, predict, usual_tilings
-from wlb_titan.cost.attention_hopper import MASKING, hopper
-from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, Tiling, slowest
+from wlb_titan.cost.attention_fit import Point, fit, predict
+from wlb_titan.cost.attention_hopper import hopper
+from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, KeyTiling, Tiling, slowest
 
 TILINGS = [(128, 128), (128, 64), (64, 128), (16, 128), (256, 1), (4, 4), (1, 1)]
 
@@ -101,6 +101,47 @@ def test_merged_segments_are_counted_as_the_kernels_merge_them(longest, error, w
     assert unmerged[0] > 1.2 * counted[0] or longest == 900
 
 
+def steps_of(segments: np.ndarray, keys: int, window: int | None = None) -> tuple[int, int]:
+    """Tiles of keys that some query sees, by segment, and their steps of 64 queries, as the kernels list them."""
+    tiles = pytest.importorskip("wlb_titan.kernels.tiles")
+    lists = tiles.key_tiles(
+        segments, keys, tiles.Visibility(window=window), tokens=64, block_n=128, turn_rows=64
+    )
+    return len(lists.items), int(tiles.steps(lists, 64).sum())
+
+
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize("policy", ["per_sequence", "per_document"])
+def test_tiles_of_keys_are_walked_as_the_kernels_do(policy, window):
+    """On average over where segments begin; long ones have tiles of their own."""
+    lengths = np.random.default_rng(0).integers(3000, 30000, 12)
+    total = -(-lengths.sum() // 8) * 8
+    counted, listed = np.zeros(2), np.zeros(2)
+    for shard in planning.shard(policy, lengths, total, 4, hopper(128, 1))[1]:
+        segments = context.segments(shard, lengths)
+        counted += KeyTiling(64, 128, 1024).count(segments[:, 1], segments[:, 3], window)[:2].sum(axis=1)
+        listed += steps_of(segments, int(lengths.sum()), window)
+    assert counted == pytest.approx(listed, rel=0.02)
+
+
+@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("longest", [40, 300, 900])
+def test_merged_tiles_of_keys_are_walked_as_the_kernels_do(longest, window):
+    rng = np.random.default_rng(longest)
+    lengths = rng.integers(1, longest, 60000 // longest)
+    segments = context.segments(context.whole(lengths), lengths)
+    counted = KeyTiling(64, 128, 1024).count(lengths, lengths, window)[1].sum()
+    assert counted == pytest.approx(steps_of(segments, int(lengths.sum()), window)[1], rel=0.08)
+
+
+def test_a_program_has_as_many_heads_as_leave_it_shorter_than_the_launch():
+    tiling = KeyTiling(64, 128, heads_per_tile=8)
+    assert tiling.program(np.array([8.0, 8.0, 8.0]), np.array([9.0, 3.0, 0.1])).tolist() == [8, 2, 1]
+    assert Tiling(64, 128, heads_per_tile=8).program(np.array([8.0]), np.array([3.0])) == [8]
+    cost = KernelCost(tiling, 0, 0, 0, tile=0, block=1, masked=0, tail=0.5)
+    assert cost.ends(np.array([9.0, 0.1]), np.array([8.0, 8.0])).tolist() == [13, 1]
+
+
 def schedule(costs: np.ndarray, units: int) -> float:
     """When the last of these programs ends if each free unit takes the longest one left."""
     ends = [0.0] * units
@@ -114,7 +155,7 @@ def test_predicted_time_is_that_of_a_schedule_of_the_tiles(policy):
     rng = np.random.default_rng(3)
     lengths = np.append(np.exp(rng.normal(6.5, 1.4, 60)).astype(np.int64) + 1, 30000)
     total = -(-lengths.sum() // 8) * 8
-    latency = hopper(128, 16, merge_keys=0)
+    latency = hopper(128, 16, kernel="flash_attention_3")
     shards = planning.shard(policy, lengths, total, 4, latency)[1]
     for shard, (predicted, _) in zip(shards, latency.seconds(shards), strict=True):
         cost = latency.forward
@@ -134,7 +175,9 @@ def test_one_long_tile_bounds_a_launch_that_has_few():
     latency = hopper(128, 1)
     shard = np.array([[0, 65408, 128]])
     cost = latency.forward
+
     expected = cost.launch + cost.tile + 512 * cost.block + 2 * cost.masked
+
     assert latency.seconds([shard])[0, 0] == pytest.approx(expected)
     assert latency.seconds([shard, np.zeros((0, 3), np.int64)])[1, 0] == cost.launch
 
@@ -160,12 +203,12 @@ def test_forward_and_backward_wait_for_their_own_slowest_rank():
 
 def test_one_token_costs_what_a_full_tile_does():
     """The step of the paper's Figure 10: flat up to 128 queries, then up."""
-    work = hopper(128, 32, merge_keys=0).work(np.array([1, 64, 127, 129]), np.full(4, 8192))[0]
+    work = hopper(128, 32, kernel="flash_attention_3").work(np.array([1, 64, 127, 129]), np.full(4, 8192))[0]
     assert work[0] == pytest.approx(work[2], rel=0.01)
     assert work[3] > 1.9 * work[2]
 
 
-@pytest.mark.parametrize("tiling", [Tiling(128, 128, 1024), Tiling(64, 128), Tiling(16, 64, 0, 8)])
+@pytest.mark.parametrize("tiling", [Tiling(128, 128, 1024), Tiling(64, 128), KeyTiling(64, 128, 1024)])
 def test_fit_finds_the_coefficients_that_made_the_points(tiling):
     cost = KernelCost(tiling, launch=2e-5, key=1e-10, segment=1e-7, tile=1.5e-6, block=1.2e-6, masked=4e-7)
     cases = [
@@ -177,53 +220,19 @@ def test_fit_finds_the_coefficients_that_made_the_points(tiling):
     ]
     blank = [Point(*case, seconds=1.0) for case in cases]
     points = [p._replace(seconds=s) for p, s in zip(blank, predict(cost, blank, 132).tolist(), strict=True)]
-    found = fit(points, 132, usual_tilings(8))
+    found = fit(points, 132, tiling)
     assert np.abs(found.errors).max() < 1e-3
-    assert found.cost.tiling.query_tile == tiling.query_tile
     assert found.cost.block / tiling.key_block == pytest.approx(cost.block / tiling.key_block, rel=0.02)
     noise = np.random.default_rng(0).uniform(0.95, 1.05, len(points))
     noisy = [p._replace(seconds=p.seconds * n) for p, n in zip(points, noise.tolist(), strict=True)]
-    assert np.median(np.abs(fit(noisy, 132, usual_tilings(8)).errors)) < 0.05
+    assert np.median(np.abs(fit(noisy, 132, tiling).errors)) < 0.05
 
 
 def test_fit_never_gives_a_negative_coefficient():
     rng = np.random.default_rng(1)
     points = [Point(int(q), 2 * int(q), 3, 4, float(rng.random())) for q in rng.integers(1, 999, 40)]
-    cost = fit(points, 4, [Tiling(128, 128)]).cost
+    cost = fit(points, 4, Tiling(128, 128)).cost
     assert min(cost.launch, cost.key, cost.segment, cost.tile, cost.block, cost.masked) >= 0
-
-
-# TFLOP/s of 64 heads in one sequence and of 48 heads in four, from 1K tokens up: see attention_hopper.
-FIGURES = {
-    "forward": {(64, 1): (283, 584, 661, 655, 670, 678), (48, 4): (364, 560, 667, 685)},
-    "backward": {(64, 1): (208, 353, 462, 517, 559, 584), (48, 4): (182, 316, 444, 539)},
-}
-
-
-@pytest.mark.parametrize(("direction", "flops"), [("forward", 1.0), ("backward", 2.5)])
-def test_hopper_is_the_least_squares_of_the_published_figures(direction, flops):
-    cost = getattr(hopper(128, 1, merge_keys=0), direction)
-    rows, seconds = [], []
-    for (heads, sequences), rates in FIGURES[direction].items():
-        for doubling, rate in enumerate(rates):
-            tokens = 1024 * 2**doubling
-            tiles, blocks, masked = cost.tiling.count(np.array([tokens]), np.array([tokens]))[:, 0]
-            assert masked == tiles
-            share = heads * sequences / 132
-            rows.append([1, share * tiles, share * blocks])
-            seconds.append(2 * flops * tokens**2 * 128 * heads * sequences / (rate * 1e12))
-    scaled = np.array(rows) / np.array(seconds)[:, None]
-    columns = (
-        [0, 1, 2] if direction == "forward" else [1, 2]
-    )  # a launch below zero comes out there: none then
-    best = np.zeros(3)
-    best[columns] = np.linalg.lstsq(scaled[:, columns], np.ones(len(rows)), rcond=None)[0]
-    ours = [cost.launch, cost.tile + cost.masked, cost.block]
-    np.testing.assert_allclose(ours, best, rtol=0.01)
-    assert cost.masked == pytest.approx(MASKING * cost.block)
-    errors = scaled @ ours - 1
-    assert np.abs(errors).max() < 0.19
-    assert np.sqrt((errors**2).mean()) < 0.08
 
 
 # Of FlashAttention-2 and -3 on one sequence of 64 heads and on packs of it: see attention_hopper.

@@ -22,7 +22,7 @@ MAY_USE = {
     "corpus": {"numpy", "pyarrow", "datasets", "tokenizers", "transformers"},
     "packing": {"numpy", "highspy"},
     "config": {"tomli"},
-    "runtime": {"torch", "torchtitan", "numpy", "click", "wlb_titan.kernels"},
+    "runtime": {"torch", "torchtitan", "numpy", "click", "tokenizers", "wlb_titan.kernels"},
     "commands": {"torch", "numpy", "tomli", "click", "rich", "matplotlib", "tokenizers", "wlb_titan.kernels"},
 }
 """Third-party packages by room; any other has numpy."""

@@ -130,3 +130,25 @@ def test_memory_of_experts_is_not_predicted(loaded):
     check_memory(job, 1)
     (line,) = describe_memory(job, DOCUMENTS)
     assert line.startswith("Memory of a model with experts is not predicted; `wlb-titan dryrun`")
+
+
+SMALL = """
+base = "llama2_550m"
+wlb.cluster = "h100_roce"
+[training]
+seq_len = 8192
+local_batch_size = 4
+"""
+
+
+def test_a_run_is_told_what_would_make_it_faster(loaded):
+    from wlb_titan.runtime.advice import advice, device_seconds
+
+    small, large = loaded(SMALL), loaded(SMALL.replace("550m", "7b").replace("8192", "131072"))
+    fits, slow_host = advice(small, compiled=False, on_gpu=True)
+    assert fits.startswith('activation_checkpoint = "none" is predicted to fit: ')
+    assert f"{1e3 * device_seconds(small):.1f} ms a layer" in slow_host and "compile.enable" in slow_host
+    assert advice(small, compiled=True, on_gpu=True) == advice(small, compiled=False, on_gpu=False) == [fits]
+    assert advice(large, compiled=False, on_gpu=True) == []
+    tight = small.on(replace(small.cluster, memory=small.cluster.memory / 8))
+    assert advice(tight, compiled=True, on_gpu=True) == []

@@ -40,5 +40,5 @@ def test_lengths_are_drawn_the_same_each_time():
 
 
 def test_a_name_that_is_neither_is_refused():
-    with pytest.raises(PlanError, match=r"called 'wbe', which would be one of web, code, paper, nor a file"):
+    with pytest.raises(PlanError, match=r"called 'wbe', .* one of web, code, chat, paper, nor a file"):
         named_or_read("wbe")

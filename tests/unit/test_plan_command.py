@@ -196,7 +196,7 @@ def test_named_lengths(name):
 def test_a_missing_file_and_a_missing_option(lengths, tmp_path):
     assert_refused(
         run("--lengths", tmp_path / "none.txt", *ARGUMENTS),
-        "neither a distribution of lengths called .*none.txt.* web, code, paper",
+        "neither a distribution of lengths called .*none.txt.* web, code, chat, paper",
     )
     assert_refused(
         run("--lengths", lengths, "--micro-batches", 4), "--context-window and --micro-batches must be given"

@@ -125,7 +125,7 @@ def test_a_source_without_text(tmp_path):
     (tmp_path / "texts" / "b").write_bytes(b"\xff")
     with pytest.raises(
         CorpusError,
-        match=r"has no text: 1 documents are empty and 1 cannot be read \(the first: b: not UTF-8",
+        match=r"1 documents are empty, 0 too long and 1 cannot be read \(the first: b: not UTF-8",
     ):
         prepare_corpus(PrepareSettings(source=f"text:{tmp_path}/texts"), tmp_path / "corpus")
     assert os.listdir(tmp_path) == ["texts"], "something was left behind"

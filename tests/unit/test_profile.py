@@ -13,7 +13,7 @@ from wlb_titan.cost.analytic import Analytic, Device
 from wlb_titan.cost.attention_choice import cluster_latency
 from wlb_titan.cost.attention_fit import Point
 from wlb_titan.cost.attention_hopper import hopper
-from wlb_titan.cost.attention_latency import KernelCost, Tiling
+from wlb_titan.cost.attention_latency import KernelCost, KeyTiling, Tiling
 from wlb_titan.cost.attention_profile import AttentionShape, Entry, Profile
 from wlb_titan.cost.cluster import load_cluster
 from wlb_titan.cost.linear_profile import LinearProfile, line
@@ -30,9 +30,10 @@ def profile() -> Profile:
     entries = []
     for head_dim in (64, 128):
         for index, direction in enumerate(("forward", "backward")):
-            cost = KernelCost(Tiling(128, 64, 1024, 2), 1e-5, 1e-10, 0.0, 1e-6 * (index + 1), 2e-6, 3e-7)
+            tiling = (Tiling if direction == "forward" else KeyTiling)(128, 64, 1024, 2)
+            cost = KernelCost(tiling, 1e-5, 1e-10, 0.0, 1e-6 * (index + 1), 2e-6, 3e-7)
             points = (Point(128, 256, 8, 32, 1.5e-3), Point(1, 256, 8, 32, 0.5e-3))
-            entries.append(Entry(head_dim, 8, "bfloat16", direction, cost, points))
+            entries.append(Entry(head_dim, 8, "bfloat16", direction, cost, points, "triton"))
     return Profile("Some GPU", 100, "torch 2", tuple(entries))
 
 
@@ -41,8 +42,9 @@ def test_a_profile_is_read_as_it_was_written(profile, tmp_path):
     profile.save(path)
     assert Profile.load(path) == profile
     record = json.loads(path.read_text())
-    assert record["schema"] == 1
+    assert record["schema"] == 2
     assert record["entries"][1]["pass"] == "backward"
+    assert record["entries"][1]["implementation"] == "triton"
 
 
 def test_the_latency_model_takes_its_passes_units_and_heads_from_profile_and_shape(profile, tmp_path):
@@ -103,7 +105,7 @@ def test_values_of_another_head_dim_and_windows(profile, tmp_path):
     with pytest.raises(PlanError, match=r"head dim 192/128, only of 64, 128\..*profile --head-dim 192/128"):
         profile.latency(shape)
     assert cluster_latency(load_cluster("h100_roce"), shape) == replace(
-        hopper(160, 16), windows=((128, 0.5),)
+        hopper(160, 16, group=8), windows=((128, 0.5),)
     )
 
 

@@ -13,7 +13,7 @@ from wlb_titan.cost.degrees import Degrees
 from wlb_titan.job import Job
 from wlb_titan.plan import LENGTH, MicroBatch
 
-LATENCY = hopper(128, 32, merge_keys=0)
+LATENCY = hopper(128, 32, kernel="flash_attention_3")
 
 
 @pytest.fixture

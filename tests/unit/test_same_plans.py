@@ -109,7 +109,9 @@ def folder(tmp_path_factory):
         cost = KernelCost(Tiling(32, 32, 0, 1), 1e-5, 1e-10, 0.0, 1e-6 * (number + 1), 2e-6, 3e-7)
         points = (Point(128, 256, 8, 32, 1.5e-3),)
         entries.append(
-            Entry(model.head_dim, model.heads // model.kv_heads, "float32", direction, cost, points)
+            Entry(
+                model.head_dim, model.heads // model.kv_heads, "float32", direction, cost, points, "reference"
+            )
         )
     Profile("Some device", 1, "torch 2", tuple(entries)).save(folder / "profile.json")
     return folder

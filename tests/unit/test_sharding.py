@@ -19,7 +19,7 @@ from wlb_titan.plan import COUNT, DOCUMENT, OFFSET
 
 SHARDINGS = ("per_sequence", "per_document", "adaptive", "hybrid")
 LATENCY = hopper(128, 32)
-UNMERGED = hopper(128, 32, merge_keys=0)
+UNMERGED = hopper(128, 32, kernel="flash_attention_3")
 
 ragged = st.lists(
     st.one_of(st.integers(1, 9), st.integers(1, 300), st.sampled_from([1, 2, 7, 137, 2041, 20000])),

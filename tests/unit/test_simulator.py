@@ -341,7 +341,7 @@ def test_a_prediction_beyond_the_measured_range_says_so():
     assert simulate(job(attention=replace(PAIRS, measured_to=4)), [plan([[[4]]])]).extrapolated is None
     hopper = cluster_latency(load_cluster("h100_roce"), AttentionShape.of(PAPER_MODELS["7B"], 8))
     assert hopper.heads == 4
-    assert hopper.measured_to == 32768
+    assert hopper.measured_to == 131072
 
 
 def test_shares_and_imbalances_out_of_range_are_refused():

@@ -156,3 +156,46 @@ def test_a_folder_that_is_not_there(corpora, tmp_path):
     assert (
         'command line: checkpoint.initial_load_path = "/no/such/folder": there is no folder' in result.stderr
     )
+
+
+@pytest.mark.parametrize("base", ["llama3_debug", "torchtitan.models.qwen3.config_registry:qwen3_debugmodel"])
+def test_an_exported_model_has_the_same_logits_in_transformers(base, corpora, tmp_path):
+    """Trained from nothing, so that config.json is written here; in float32."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from wlb_titan.corpus import Corpus
+    from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+
+    use_cpu_without_accelerator()
+    import torch
+
+    from wlb_titan.runtime.attention import DocumentMask
+    from wlb_titan.runtime.export import complete_export
+    from wlb_titan.runtime.registry import base_config
+
+    config, corpus = base_config(base), Corpus.open(corpora / "corpus")
+    torch.manual_seed(0)
+    model = config.model_spec.model.build()
+    with torch.no_grad():
+        model.init_weights()
+        for parameter in model.parameters():  # norms of one would hide which is which
+            parameter.mul_(1 + 0.3 * torch.rand_like(parameter))
+    adapter = config.model_spec.state_dict_adapter(config.model_spec.model, None)
+    save_file(
+        {name: t.clone().contiguous() for name, t in adapter.to_hf(model.state_dict()).items()},
+        tmp_path / "model.safetensors",
+    )
+    config.checkpoint.export_dtype = "float32"
+    complete_export(tmp_path, config, corpus)
+    theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and theirs.dtype == torch.float32
+    ids = torch.tensor([corpus.tokens(0, 0, 24).tolist()])
+    mask = DocumentMask(torch.tensor([[0, 24, 0, 24]], dtype=torch.int32))
+    with torch.no_grad():
+        expected = model(ids, torch.arange(24)[None], mask)
+        found = theirs(ids).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.decode(ids[0], clean_up_tokenization_spaces=False).startswith("to be or not")
+    assert theirs.generation_config.eos_token_id == corpus.manifest.end_of_text_id

@@ -106,7 +106,9 @@ def test_quadratic_without_work(text):
 @pytest.fixture
 def profile(tmp_path):
     cost = KernelCost(Tiling(128, 128), launch=1e-5, key=0.0, segment=0.0, tile=2e-6, block=1e-6, masked=0.0)
-    entries = tuple(Entry(128, 1, "bfloat16", direction, cost, ()) for direction in ("forward", "backward"))
+    entries = tuple(
+        Entry(128, 1, "bfloat16", direction, cost, (), "triton") for direction in ("forward", "backward")
+    )
     path = tmp_path / "profile.json"
     Profile("some GPU", 100, "test", entries).save(path)
     return path

@@ -110,7 +110,9 @@ def dryrun(
         words += ["--dump_folder", folder, *_corpus_words(resolved, job.micro_batches, step, Path(folder))]
         if job.undecided:
             settings = load_config(file, words, world_size).config.wlb.corpus
-            choice = choose(job, documents_of(settings, open_corpus(settings)))
+            choice = choose(
+                job, documents_of(settings, open_corpus(settings), config.wlb.validation.hold_out)
+            )
             print_choice(choice)
             job = choice.job
             words += _policy_words(str(job.policy))

@@ -190,7 +190,8 @@ def _from_toml(path: Path, documents: Documents | None) -> tuple[Job, Documents]
     from wlb_titan.runtime.job import documents_of, job_of, parallel_dims
 
     if documents is None:
-        documents = documents_of(config.wlb.corpus, open_corpus(config.wlb.corpus))
+        settings = config.wlb.corpus
+        documents = documents_of(settings, open_corpus(settings), config.wlb.validation.hold_out)
     # A data-parallel degree of -1, as many as the job turns out to have, is 1 here.
     return job_of(config, parallel_dims(config)), documents
 

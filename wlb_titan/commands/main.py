@@ -33,6 +33,9 @@ SUBCOMMANDS = {
     "compare": Subcommand(
         "wlb_titan.commands.compare", "compare", "Put the metrics of training runs side by side."
     ),
+    "sample": Subcommand(
+        "wlb_titan.commands.sample", "sample", "Let a trained model go on with a text, to look at."
+    ),
     "profile": Subcommand(
         "wlb_titan.commands.profile", "profile", "Measure this device's attention, for planning."
     ),

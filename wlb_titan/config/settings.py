@@ -68,6 +68,29 @@ class CorpusSettings:
 
 
 @dataclass(kw_only=True, slots=True)
+class ValidationSettings:
+    """[wlb.validation]: documents that the model is validated on; without both first keys, none."""
+
+    hold_out: Annotated[float, Interval(ge=0, lt=1)] = 0.0
+    """Share of the job's own documents that is held out of training and validated on; which ones follows from
+    their places in the corpus."""
+
+    path: str = ""
+    """A corpus of its own to validate on, in any of the forms of wlb.corpus.path; nothing is held out
+    then."""
+
+    mask: Annotated[str, MinLen(1)] = "auto"
+    """What says which tokens of that corpus are learned, as wlb.corpus.mask does."""
+
+    every: Annotated[int, Ge(0)] = 100
+    """After the first step, every so many and after the last. 0: never, though held-out documents stay so."""
+
+    @property
+    def enabled(self) -> bool:
+        return self.every > 0 and bool(self.hold_out or self.path)
+
+
+@dataclass(kw_only=True, slots=True)
 class AttentionSettings:
     """[wlb.attention]: what computes the attention of every layer."""
 
@@ -92,11 +115,16 @@ class WlbSettings:
     """Every so many steps the passes of all ranks are timed: a trace for ui.perfetto.dev is written to
     <dump_folder>/traces, and the metrics get measured imbalance and bubble. 0: never."""
 
+    epochs: Annotated[int, Ge(0)] = 0
+    """So many times every document is trained on; `training.steps`, which then does nothing, becomes what
+    that takes. The last step is filled up from the next epoch. 0: `training.steps` says when to stop."""
+
     loss_weight: Literal["token", "conversation"] = "token"
     """`token`: the loss is the mean over the learned tokens of a step. `conversation`: documents weigh the
     same, however many learned tokens each has; the mean over documents of the mean over their tokens."""
 
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
+    validation: ValidationSettings = field(default_factory=ValidationSettings)
     attention: AttentionSettings = field(default_factory=AttentionSettings)
     packing: PackingPolicy.Config = field(default_factory=lambda: POLICIES.configure("plain"))
     sharding: ContextStrategy.Config = field(default_factory=lambda: STRATEGIES.configure("per_sequence"))

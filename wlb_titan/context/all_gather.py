@@ -61,6 +61,9 @@ class AllGather(ContextStrategy):
     def seconds(self, sharding: Sharding) -> Floats:
         return self.latency.seconds(sharding)
 
+    def heads(self, heads: int, kv_heads: int, rank: int) -> tuple[int, int]:
+        return heads // self._groups, kv_heads // self._groups
+
     def mask(
         self, sharding: Sharding, lengths: Ints, total: int, rank: int
     ) -> tuple[NDArray[np.int32], tuple[Ints, ...]]:

@@ -209,6 +209,10 @@ class ContextStrategy(Plugin, ABC):
     def exchange(self, model: ModelShape, tensor: int) -> Exchange:
         """What it moves and holds, where tensor parallelism of this degree divides the heads."""
 
+    def heads(self, heads: int, kv_heads: int, rank: int) -> tuple[int, int]:
+        """Query and key heads of a rank's calls of the kernel, of those that tensor parallelism leaves it."""
+        return heads, kv_heads
+
     def waited(self, communication: Floats, attention: Floats) -> Floats:
         """Of the seconds of a layer's collectives those in which nothing is computed, shaped alike."""
         return communication

@@ -109,6 +109,10 @@ class Ulysses(ContextStrategy):
         """Segments of whole documents; nothing else, as tokens arrive in the order of the sequence."""
         return segments(whole(lengths), lengths), ()
 
+    def heads(self, heads: int, kv_heads: int, rank: int) -> tuple[int, int]:
+        share = head_shares(heads, kv_heads, self.ranks)[rank]
+        return share.query_heads, share.key_heads
+
     def exchange(self, model: ModelShape, tensor: int) -> Exchange:
         heads, kv_heads = model.heads // tensor, model.kv_heads // tensor
         shares = head_shares(heads, kv_heads, self.ranks)

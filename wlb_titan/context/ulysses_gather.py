@@ -86,6 +86,10 @@ class UlyssesGather(ContextStrategy):
         order = key_order(sequence_positions(groups, lengths, total))
         return segments(groups[rank // self._within], lengths), (order,)
 
+    def heads(self, heads: int, kv_heads: int, rank: int) -> tuple[int, int]:
+        share = head_shares(heads, kv_heads, self._within)[rank % self._within]
+        return share.query_heads, share.key_heads
+
     def exchange(self, model: ModelShape, tensor: int) -> Exchange:
         shares = head_shares(model.heads // tensor, model.kv_heads // tensor, self._within)
         queries = max(share.query_heads for share in shares)

@@ -2,7 +2,8 @@
 
 A template that marks the assistant's words (`{% generation %}`) says itself what is learned. Of others, the
 text is rendered up to each turn of the assistant and including it: what lies between is learned, the end of
-the turn too. That needs a template whose text grows only at its end; one that rewrites earlier turns is refused.
+the turn too. That needs a template whose text grows only at its end; one that rewrites earlier turns is
+refused.
 
 Nothing is left out in silence: a conversation that cannot be used ends the preparation with its file and
 line, and those above `max_length` are cut, skipped and counted, or an error, as the settings say.
@@ -82,6 +83,14 @@ class ChatTemplate:
             for number, message in enumerate(messages)
             if message["role"] == ASSISTANT
         ]
+
+    def prompt(self, messages: list[Message]) -> str:
+        """The text of a conversation up to where the assistant goes on.
+
+        Raises:
+            ValueError: the template refuses it.
+        """
+        return self._rendered(messages, None, prompt=True)[0]
 
     def _turn(self, messages: list[Message], number: int, tools: Any, text: str) -> tuple[int, int]:
         """Where a turn of the assistant lies in the text of the whole conversation."""

@@ -6,7 +6,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
-from wlb_titan.cost.attention_hopper import KERNELS, hopper
+from wlb_titan.cost.attention_hopper import KERNELS, OWN, hopper
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.attention_profile import AttentionShape, Profile
 from wlb_titan.cost.cluster import Cluster, load_cluster
@@ -24,7 +24,7 @@ def named_attention(text: str, shape: AttentionShape) -> AttentionLatency:
         PlanError: there is no such profile, or it lacks this attention.
     """
     if text in KERNELS:
-        return replace(hopper(_mean_dim(shape), shape.heads, kernel=text), windows=shape.windows)
+        return _hopper(shape, text)
     return Profile.load(Path(text)).latency(shape)
 
 
@@ -43,7 +43,7 @@ def cluster_latency(cluster: Cluster, shape: AttentionShape) -> AttentionLatency
                 f"{cluster.name}.",
                 stacklevel=2,
             )
-    derived = replace(hopper(_mean_dim(shape), shape.heads), windows=shape.windows)
+    derived = _hopper(shape, OWN)
     base = load_cluster("h100_roce")
     forward = base.attention_flops / cluster.attention_flops
     backward = base.attention_backward_flops / cluster.attention_backward_flops
@@ -57,6 +57,7 @@ def cluster_latency(cluster: Cluster, shape: AttentionShape) -> AttentionLatency
     )
 
 
-def _mean_dim(shape: AttentionShape) -> float:
-    """The mean head dim of queries and keys, and of values."""
-    return (shape.head_dim + (shape.v_head_dim or shape.head_dim)) / 2
+def _hopper(shape: AttentionShape, kernel: str) -> AttentionLatency:
+    """By the mean head dim of queries and keys, and of values."""
+    dim = (shape.head_dim + (shape.v_head_dim or shape.head_dim)) / 2
+    return replace(hopper(dim, shape.heads, group=shape.group, kernel=kernel), windows=shape.windows)

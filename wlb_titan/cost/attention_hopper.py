@@ -1,27 +1,21 @@
-"""Attention on H100 and H200 without a profile: coefficients derived from published measurements.
+"""Attention on H100 and H200 without a profile of the device at hand: our kernels as one H100 measured them, and
+FlashAttention-2 and -3 as they were published.
 
 The two devices have the same multiprocessors and differ in memory, which attention hardly waits for.
 
-Points: FlashAttention-3, causal, bfloat16, head dim 128, in TFLOP/s of the causal half (forward 2 S^2 D a
-head, backward 2.5 times that), 132 multiprocessors.
+`OWN`, wlb_titan's Gluon kernels (head dim 128, bfloat16, 32 query and 4 key heads): fitted to the grid of
+benchmarks/results/nvidia_h100 by benchmarks/attention_latency.py, which says how well it predicts. The kernels
+measured were those before tiles were ordered by chains; a replay of their tile lists says what of the backward
+was waiting, and that is left out here, as it is gone. Forward: a tile of 128 queries, a block of 128 keys, and
+what its mask adds. Backward: a step of 128 keys with 64 queries (block), a program with 128 keys of one key
+head, and the element-wise kernels around it, by query token and head, of which two have become one since.
+Measured anew, `python benchmarks/attention_latency.py --rows FOLDER --kernels tree` prints them again.
 
-    sequences x heads             S = 1K   2K   4K   8K  16K  32K    source
-    1 x 64 (8 key heads) forward     283  584  661  655  670  678    MagiAttention's kernel benchmark on H100,
-                         backward    208  353  462  517  559  584    read off its charts to about 2 %
-    4 x 48               forward     364  560  667  685              facebookexperimental/triton, pull request
-                         backward    182  316  444  539              3582, beside TLX
-
-Least squares of relative errors in launch, tile and block, with tiles of 128 queries and blocks of 128 keys,
-gives forward 24.8, 1.70 and 1.52 microseconds and backward 0, 33.9 and 4.16; the points are met within 18 %,
-8 % root mean square. In causal attention each tile has exactly one masked block, so that these times cannot
-tell tile from masked block: masking is taken as 20 % of a block. The backward's tile time is large also
-because the passes before and after the main kernel read and write each query token; it is charged by the tile
-all the same.
-
-That is `OWN`, by which wlb_titan's kernels are predicted until they are measured; they merge short segments
-into shared tiles. FlashAttention-2 and -3 do not, and in their varlen mode a segment costs something besides:
-their coefficients are fitted to MagiAttention's benchmark of 1 x 64 (8 key heads), dense and varlen, whose
-packs of S tokens have documents of at most S / 4 (71 % up to 1,024 tokens, 0.44 % above 32K):
+FlashAttention-2 and -3 do not merge short segments, and in their varlen mode a segment costs something besides:
+their coefficients are fitted to MagiAttention's benchmark of 1 x 64 heads (8 key heads, head dim 128, bfloat16,
+causal, TFLOP/s of the causal half, backward 2.5 times the forward's work), dense and varlen, whose packs of S
+tokens have documents of at most S / 4 (71 % up to 1,024 tokens, 0.44 % above 32K). Read off its charts to
+about 2 %:
 
     TFLOP/s           S =   1K   2K   4K   8K  16K  32K          S = 1K   2K   4K   8K  16K  32K
     FA2 dense  forward     187  274  329  352  364  367  backward   140  209  268  303  323  331
@@ -30,57 +24,68 @@ packs of S tokens have documents of at most S / 4 (71 % up to 1,024 tokens, 0.44
         varlen              60  219  357  483  544  584              53  114  206  319  375  425
 
 The packs themselves are not published; drawn from a distribution with these quantiles, the fits meet the
-forward points within 18 % (8 % root mean square) and the backward points within 9 % (3 %).
+forward points within 18 % (8 % root mean square) and the backward points within 9 % (3 %). Each causal tile has
+one masked block, so that these times cannot tell tile from masked block: masking is taken as 20 % of a block.
 
 Head dim: FlashAttention-3 (Shah et al. 2024, H100, 16K tokens, not causal) reaches 497 forward and 474
 backward at head dim 64, and 648 and 561 at 128; FlashAttention-2 there 324 and 291, and 370 and 322. So a
-block at 64 takes 0.652 and 0.592 (0.571 and 0.553) of its time at 128; between and beyond, time is linear in
-the head dim.
-
-These are no measurements of wlb_titan's own kernels. `wlb-titan profile` makes those.
+block at 64 takes 0.652 and 0.592 (0.571 and 0.553) of its time at 128, and of ours too until it is measured;
+between and beyond, time is linear in the head dim.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, Tiling
+from wlb_titan.cost.attention_fit import TILINGS
+from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, KeyTiling, Tiling
 
 MULTIPROCESSORS = 132
-LONGEST = 32768  # keys of the longest published point
-MERGE_KEYS = 1024  # as wlb_titan.kernels merges segments; the planner does not import it
 MASKING = 0.2
 MICROSECOND = 1e-6
+PROGRAM_KEYS = 128
 
 
 class Coefficients(NamedTuple):
-    """Of one pass, in microseconds but for `at_64`: a block's time at head dim 64 over that at 128."""
+    """Of one pass, in microseconds but for `at_64`: a block's time at head dim 64 over that at 128.
+
+    masked: what a block's mask adds; None for MASKING of a block, which is taken off the tile. program: of
+    each PROGRAM_KEYS keys of a key head. query: of each query token and head.
+    """
 
     launch: float
     segment: float
     tile: float
     block: float
     at_64: float
+    masked: float | None = None
+    program: float = 0.0
+    query: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A published kernel: its passes, what it is for reports, and the keys up to which it merges segments."""
+    """What was measured or published: both passes and how they cut their work, what it is for reports, and
+    the keys of the longest segment; tail as in `KernelCost`."""
 
     forward: Coefficients
     backward: Coefficients
     source: str
-    merge_keys: int = 0
+    longest: int = 32768
+    tilings: tuple[Tiling, Tiling] = (Tiling(128, 128), Tiling(128, 128))
+    tail: float = 0.0
 
 
 OWN = "wlb_titan"
 KERNELS = {
     OWN: Kernel(
-        Coefficients(24.8, 0.0, 1.70, 1.52, 0.652),
-        Coefficients(0.0, 0.0, 33.9, 4.16, 0.592),
-        "published figures for H100",
-        merge_keys=MERGE_KEYS,
+        Coefficients(0.0, 0.0, 3.66, 1.68, 0.652, masked=0.28),
+        Coefficients(0.0, 0.0, 0.0, 2.485, 0.592, masked=0.0, program=6.0, query=0.0774),
+        "our kernels on an H100",
+        longest=131072,
+        tilings=TILINGS["gluon"],
+        tail=0.12,
     ),
     "flash_attention_2": Kernel(
         Coefficients(45.6, 4.93, 0.0, 2.905, 0.571),
@@ -95,41 +100,42 @@ KERNELS = {
 }
 
 
-def hopper(
-    head_dim: float, heads: int, *, kernel: str = OWN, merge_keys: int | None = None
-) -> AttentionLatency:
+def hopper(head_dim: float, heads: int, *, group: int = 1, kernel: str = OWN) -> AttentionLatency:
     """The latency model of an H100 or H200 in bfloat16 or float16.
 
     Args:
         head_dim: of queries, keys and values; the mean of the two, if values have another.
         heads: query heads on the device.
+        group: query heads that share a key head.
         kernel: one of KERNELS.
-        merge_keys: see `Tiling`; 0 is a kernel in which every segment has its own tiles, as in the paper.
-            None: the kernel's own.
     """
-    published = KERNELS[kernel]
-    merge = published.merge_keys if merge_keys is None else merge_keys
-    tiling = Tiling(query_tile=128, key_block=128, merge_keys=merge)
+    known = KERNELS[kernel]
+    forward, backward = (
+        _cost(tiling, fitted, head_dim, group, known.tail)
+        for tiling, fitted in zip(known.tilings, (known.forward, known.backward), strict=True)
+    )
     return AttentionLatency(
-        forward=_cost(tiling, published.forward, head_dim),
-        backward=_cost(tiling, published.backward, head_dim),
-        units=MULTIPROCESSORS,
-        heads=heads,
-        source=published.source,
-        measured_to=LONGEST,
+        forward, backward, MULTIPROCESSORS, heads, known.source, measured_to=known.longest
     )
 
 
-def _cost(tiling: Tiling, fitted: Coefficients, head_dim: float) -> KernelCost:
-    """Tiles and blocks take their time by the head dim; a block is masked once in every causal tile."""
-    masked = min(MASKING * fitted.block, fitted.tile)
+def _cost(tiling: Tiling, fitted: Coefficients, head_dim: float, group: int, tail: float) -> KernelCost:
+    """Tiles and blocks take their time by the head dim; a tile of keys is walked for all heads of a group."""
+    if isinstance(tiling, KeyTiling):
+        tiling = replace(tiling, heads_per_tile=group)
+    masked, tile = fitted.masked, fitted.tile
+    if masked is None:
+        masked = min(MASKING * fitted.block, tile)
+        tile -= masked
     unit = MICROSECOND * (1 + (1 - fitted.at_64) * (head_dim - 128) / 64)
     return KernelCost(
         tiling,
         launch=fitted.launch * MICROSECOND,
-        key=0.0,
+        key=fitted.program / PROGRAM_KEYS / group * MICROSECOND,
+        query=fitted.query * head_dim / 128 * MICROSECOND,
         segment=fitted.segment * MICROSECOND,
-        tile=(fitted.tile - masked) * unit,
+        tile=tile * unit,
         block=fitted.block * unit,
         masked=masked * unit,
+        tail=tail,
     )

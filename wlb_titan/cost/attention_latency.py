@@ -1,18 +1,19 @@
 """How long the attention kernel takes for what one context-parallel rank holds (paper sections 5.2 and 5.3).
 
 A kernel cuts queries into tiles and walks over blocks of keys, so time follows tiles and blocks, not tokens:
-a tile with one query costs what a full one does, and a block on the diagonal costs its masking besides. The
-time of a segment is a sum over its tiles,
+a tile with one query costs what a full one does, and a block on the diagonal costs its masking besides. A
+backward pass may cut keys into tiles instead and walk over blocks of queries (`KeyTiling`). The time of a
+segment is a sum over its tiles,
 
-    segment + tiles x tile + blocks x block + masked blocks x masked
+    segment + queries x query + tiles x tile + blocks x block + masked blocks x masked
 
 in seconds of one query head on one of the device's `units` (multiprocessors) that work side by side. A launch
 then lasts at least as long as all work spread evenly over the units, and as the longest tile:
 
     launch + keys x key x heads / units + max(sum of the work of all heads / units, longest tile)
 
-That is a lower bound of any schedule, and a tight one where tiles are many and start heaviest first. `keys`
-are those of the whole sequence, which are copied or written whoever sees them; they are the same for all
+That is a lower bound of any schedule, and a tight one where tiles are many and start heaviest first. A kernel
+that deals them out less well ends later by a share of its longest program (`tail`). `keys` are those of the whole sequence, which are copied or written whoever sees them; they are the same for all
 ranks.
 
 Example: tiles of 4 queries, blocks of 4 keys, and the last 6 tokens of a document of 10. The first tile sees
@@ -84,7 +85,7 @@ class Tiling:
         counts[:, ~merged] = own(queries[~merged], keys[~merged])
         return counts
 
-    def largest(self, kv_len: NDArray[Any], window: int | None = None) -> Floats:
+    def largest(self, q_len: NDArray[Any], kv_len: NDArray[Any], window: int | None = None) -> Floats:
         """float64 (3, n), at most the `count` of one full tile whose last query is the last of `kv_len`."""
         ones = np.ones(len(kv_len))
         masked = 1 + self.query_tile // self.key_block
@@ -92,6 +93,15 @@ class Tiling:
             kv_len, masked = np.minimum(kv_len, self.query_tile + window - 1), 2 * masked
         blocks = np.ceil(kv_len / self.key_block)
         return np.array([ones, blocks, ones * masked if window is None else np.minimum(blocks, masked)])
+
+    def program(self, tile: Floats, work: Floats) -> Floats:
+        """float64 (n,), seconds of a program with a tile that takes so long for all its heads.
+
+        Args:
+            tile: seconds of the longest tile of each launch.
+            work: seconds of all work of the launch, spread over the units.
+        """
+        return tile
 
     def _own_in_window(self, queries: Floats, keys: Floats, window: int) -> Floats:
         """`count` of segments with their own tiles: first those that see all keys up to theirs, as `_own`
@@ -142,6 +152,90 @@ def _sum_of_ceilings(n: Floats, ratio: int) -> Floats:
     return (full + 1) * (n - ratio / 2 * full)
 
 
+class KeyTiling(Tiling):
+    """How a kernel divides its work that has tiles of keys, as our backward pass on Hopper.
+
+    `query_tile` queries are a block here, which a tile of `key_block` keys walks over; blocks begin at
+    multiples of it in the whole batch, whatever the segments. Tiles begin with a document, but neighbours of
+    at most `merge_keys` keys are cut together. `count` gives averages over where segments begin. A program's
+    `heads_per_tile` are halved, and programs doubled, until no program takes longer than the launch.
+
+    Example: 64 queries, the last of 256 keys, and two tiles of 128. Both are seen by all queries, which lie
+    in two blocks unless they begin at a multiple of 64:
+
+        >>> KeyTiling(query_tile=64, key_block=128).count(np.array([64]), np.array([256])).tolist()
+        [[2.0], [3.96875], [0.0]]
+    """
+
+    __slots__ = ()
+
+    def count(self, q_len: NDArray[Any], kv_len: NDArray[Any], window: int | None = None) -> Floats:
+        """Pairs of the segment and a tile, blocks that they walk over, and 0: masks hide behind products.
+
+        Args and Returns: as of `Tiling.count`.
+        """
+        queries, keys = np.asarray(q_len, dtype=np.float64), np.asarray(kv_len, dtype=np.float64)
+        reach = np.inf if window is None else window
+        merged = keys <= self.merge_keys
+        parts, rows = np.where(
+            merged, self._cut_anywhere(queries, keys, reach), self._cut(queries, keys, reach)
+        )
+        begun = np.where(merged, self._joined(keys, parts), parts)
+        blocks = (rows + (self.query_tile - 1) * begun) / self.query_tile
+        return np.array([parts, blocks, np.zeros_like(parts)])
+
+    def largest(self, q_len: NDArray[Any], kv_len: NDArray[Any], window: int | None = None) -> Floats:
+        """float64 (3, n), the `count` of a tile that all queries see, or as many as a window lets."""
+        rows = q_len if window is None else np.minimum(q_len, window + self.key_block - 1)
+        ones = np.ones(len(q_len))
+        return np.array([ones, np.ceil(rows / self.query_tile), 0 * ones])
+
+    def program(self, tile: Floats, work: Floats) -> Floats:
+        heads = self.heads_per_tile
+        most = np.log2(heads & -heads)
+        halvings = np.ceil(np.log2(np.maximum(tile, 1e-12) / np.maximum(work, 1e-12)))
+        result: Floats = tile / 2 ** np.clip(halvings, 0, most)
+        return result
+
+    def _cut(self, queries: Floats, keys: Floats, reach: float) -> tuple[Floats, Floats]:
+        """Tiles that some query sees, and queries by the tiles they see, of segments with tiles of their own.
+
+        Tile j is seen by the queries from key j x key_block on, and up to `reach` behind its last key.
+        """
+        size = self.key_block
+        behind = size - 1 + reach
+        first = np.maximum(np.floor((keys - queries - behind) / size) + 1, 0)
+        after = np.ceil(keys / size)
+        until = _sum_of_lesser(keys, size, behind, first, after)
+        since = -_sum_of_lesser(queries - keys, -size, 0.0, first, after)
+        return after - first, until - since
+
+    def _cut_anywhere(self, queries: Floats, keys: Floats, reach: float) -> tuple[Floats, Floats]:
+        """As `_cut`, of segments whose tiles begin anywhere: one more for every `key_block` keys, which those
+        queries see that see the keys before and after the cut."""
+        unseen = np.maximum(keys - queries - reach + 1, 0)  # keys behind the window of the first query
+        growing = np.clip(reach - (keys - queries), 0, queries)  # queries that see all keys before theirs
+        pairs = growing * (keys - queries + (growing - 1) / 2)
+        pairs += (queries - growing) * (min(reach, 1e18) - 1)
+        return 1 + (keys - unseen - 1) / self.key_block, queries + pairs / self.key_block
+
+    def _joined(self, keys: Floats, parts: Floats) -> Floats:
+        """How many of `parts` begin blocks of their own: a tile walks over all its whole segments at once."""
+        cut = np.minimum((keys - 1) / self.key_block, 1)
+        whole = np.maximum(self.key_block / keys - 1, 1)  # of them in a tile
+        return parts - (1 - cut) * (1 - 1 / whole)
+
+
+def _sum_of_lesser(limit: Floats, each: float, plus: float, begin: Floats, end: Floats) -> Floats:
+    """Sum over j = begin .. end - 1 of min(limit, j x each + plus); `each` is not zero, begin <= end."""
+    if plus == np.inf:
+        return limit * (end - begin)
+    turn = np.clip(np.ceil((limit - plus) / each), begin, end)  # from here on the other of the two is less
+    low, high = (begin, turn) if each > 0 else (turn, end)
+    line = each * (low + high - 1) * (high - low) / 2 + plus * (high - low)
+    return line + limit * (end - begin - (high - low))
+
+
 @dataclass(frozen=True, slots=True)
 class KernelCost:
     """What the pieces of one pass cost, in seconds; all but `launch` per query head, on one unit.
@@ -150,10 +244,12 @@ class KernelCost:
         tiling: how the kernel divides its work.
         launch: fixed time of the whole pass.
         key: of each key of the sequence.
+        query: of each query of a segment.
         segment: of each segment, for kernels that treat them one by one.
-        tile: of each tile of queries.
-        block: of each block of keys of a tile.
+        tile: of each tile.
+        block: of each block of a tile.
         masked: what a block costs more if it must be masked.
+        tail: by what share of its longest program a launch ends after its work is spread evenly.
     """
 
     tiling: Tiling
@@ -163,19 +259,33 @@ class KernelCost:
     tile: float
     block: float
     masked: float
+    query: float = 0.0
+    tail: float = 0.0
 
     def slower(self, factor: float) -> KernelCost:
         """A kernel whose work takes `factor` times as long, and its launch what it took."""
-        costs = ("key", "segment", "tile", "block", "masked")
+        costs = ("key", "segment", "tile", "block", "masked", "query")
         return replace(self, **{name: getattr(self, name) * factor for name in costs})
 
-    def work(self, counts: Floats) -> Floats:
-        """float64 (n,), seconds of segments with these `Tiling.count`s, which are (3, n)."""
-        return np.array([self.tile, self.block, self.masked]) @ counts + self.segment
+    def work(self, q_len: NDArray[Any], kv_len: NDArray[Any], window: int | None = None) -> Floats:
+        """float64 (n,), seconds of segments; see `Tiling.count`."""
+        counts = self.tiling.count(q_len, kv_len, window)
+        seconds: Floats = self._of_tiles(counts) + self.segment + self.query * q_len
+        return seconds
 
-    def longest_tile(self, kv_len: NDArray[Any], window: int | None = None) -> Floats:
-        """float64 (n,), seconds of one full tile whose last query is the last of `kv_len`."""
-        return self.work(self.tiling.largest(kv_len, window)) * self.tiling.heads_per_tile
+    def _of_tiles(self, counts: Floats) -> Floats:
+        """float64 (n,), seconds of tiles that are counted so, (3, n)."""
+        return np.array([self.tile, self.block, self.masked]) @ counts
+
+    def longest_tile(self, q_len: NDArray[Any], kv_len: NDArray[Any], window: int | None = None) -> Floats:
+        """float64 (n,), seconds of the largest tile that a segment can have, for all heads of a program."""
+        one = self._of_tiles(self.tiling.largest(q_len, kv_len, window)) + self.segment
+        return one * self.tiling.heads_per_tile
+
+    def ends(self, work: Floats, tile: Floats) -> Floats:
+        """float64 (n,), when launches end that have so much work, spread over the units, and such a tile."""
+        program = self.tiling.program(tile, work)
+        return np.maximum(work + self.tail * program, program)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,11 +324,8 @@ class AttentionLatency:
 
     def _work(self, q_len: NDArray[Any], kv_len: NDArray[Any], window: int | None) -> Floats:
         """`work` in a layer with this window."""
-        counts = self.forward.tiling.count(q_len, kv_len, window)
-        forward = self.forward.work(counts)
-        if self.backward.tiling != self.forward.tiling:
-            counts = self.backward.tiling.count(q_len, kv_len, window)
-        return np.stack([forward, self.backward.work(counts)]) * (self.heads / self.units)
+        passes = [kernel.work(q_len, kv_len, window) for kernel in (self.forward, self.backward)]
+        return np.stack(passes) * (self.heads / self.units)
 
     def fixed(self, tokens: int) -> Floats:
         """float64 (2,), seconds of forward and backward that a sequence of `tokens` takes on any rank."""
@@ -235,15 +342,15 @@ class AttentionLatency:
         pieces = np.concatenate(sharding)
         q_len, kv_len = pieces[:, COUNT], pieces[:, OFFSET] + pieces[:, COUNT]
         owner = np.repeat(np.arange(ranks), [len(shard) for shard in sharding])
-        most_keys = np.zeros(ranks, dtype=np.int64)
-        np.maximum.at(most_keys, owner, kv_len)
         fixed = self.fixed(int(q_len.sum()))
         result = np.tile(fixed, (ranks, 1))
         for window, share in self._kinds():
             work = self._work(q_len, kv_len, window)
             for column, kernel in enumerate((self.forward, self.backward)):
-                longest = np.where(most_keys > 0, kernel.longest_tile(most_keys, window), 0.0)
-                result[:, column] += share * np.maximum(np.bincount(owner, work[column], ranks), longest)
+                longest = np.zeros(ranks)
+                np.maximum.at(longest, owner, kernel.longest_tile(q_len, kv_len, window))
+                spread: Floats = np.bincount(owner, work[column], ranks).astype(np.float64)
+                result[:, column] += share * kernel.ends(spread, longest)
         return result
 
 

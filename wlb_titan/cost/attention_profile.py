@@ -1,11 +1,11 @@
 """The profile of a device: measured times, coefficients of the attention, and the JSON file that keeps them.
 
-    {"schema": 1, "device": "NVIDIA H200", "units": 132, "software": "torch 2.11.0, wlb_titan 0.1.0",
+    {"schema": 2, "device": "NVIDIA H200", "units": 132, "software": "torch 2.11.0, wlb_titan 0.1.0",
      "entries": [
-       {"head_dim": 128, "group": 8, "dtype": "bfloat16", "pass": "forward",
-        "query_tile": 128, "key_block": 128, "merge_keys": 1024, "heads_per_tile": 1,
-        "launch": 2.1e-05, "key": 0.0, "segment": 0.0, "tile": 1.4e-06, "block": 1.5e-06, "masked": 3.0e-07,
-        "points": [[128, 128, 264, 32, 0.00012], ...]}],
+       {"head_dim": 128, "group": 8, "dtype": "bfloat16", "pass": "forward", "implementation": "gluon",
+        "tiles_of": "queries", "query_tile": 128, "key_block": 128, "merge_keys": 1024, "heads_per_tile": 1,
+        "launch": 2.1e-05, "key": 0.0, "query": 0.0, "segment": 0.0, "tile": 1.4e-06, "block": 1.5e-06,
+        "masked": 3.0e-07, "points": [[128, 128, 264, 32, 0.00012], ...]}],
      "linear": {"dtype": "bfloat16", "ranks": 8, "matrices": [[FLOPs, seconds], ...], "elements": ..., ...}}
 
 `wlb-titan profile` writes it; "v_head_dim" is there besides where values have another head dim, and "linear"
@@ -21,16 +21,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wlb_titan.cost.attention_fit import Point, fit, predict, usual_tilings
-from wlb_titan.cost.attention_latency import AttentionLatency, Floats, KernelCost, Tiling
+from wlb_titan.cost.attention_fit import COEFFICIENTS, TILINGS, Point, fit, predict
+from wlb_titan.cost.attention_latency import AttentionLatency, Floats, KernelCost, KeyTiling, Tiling
 from wlb_titan.cost.linear_profile import LinearProfile
 from wlb_titan.errors import PlanError
 
 if TYPE_CHECKING:
     from wlb_titan.cost.models import ModelShape
 
-SCHEMA = 1
+SCHEMA = 2
 PASSES = ("forward", "backward")
+TILES_OF = {"queries": Tiling, "keys": KeyTiling}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class Entry:
         direction: "forward" or "backward"; "pass" in the file.
         cost: the coefficients fitted to the points.
         points: the measurements.
+        implementation: of the attention that was measured: "gluon", "triton" or "reference".
     """
 
     head_dim: int
@@ -88,6 +90,7 @@ class Entry:
     direction: str
     cost: KernelCost
     points: tuple[Point, ...]
+    implementation: str
     v_head_dim: int | None = None
 
     @property
@@ -100,22 +103,24 @@ class Entry:
         return predict(self.cost, self.points, units) / [point.seconds for point in self.points] - 1
 
     def to_json(self) -> dict[str, Any]:
-        costs = asdict(self.cost)
+        costs = {name: getattr(self.cost, name) for name in COEFFICIENTS}
         return {
             "head_dim": self.head_dim,
             **({} if self.v_head_dim is None else {"v_head_dim": self.v_head_dim}),
             "group": self.group,
             "dtype": self.dtype,
             "pass": self.direction,
-            **costs.pop("tiling"),
+            "implementation": self.implementation,
+            "tiles_of": next(name for name, kind in TILES_OF.items() if type(self.cost.tiling) is kind),
+            **asdict(self.cost.tiling),
             **costs,
             "points": [list(point) for point in self.points],
         }
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Entry:
-        tiling = Tiling(**{name: int(record[name]) for name in Tiling.__slots__})
-        costs = {name: float(record[name]) for name in KernelCost.__slots__ if name != "tiling"}
+        tiling = TILES_OF[record["tiles_of"]](**{name: int(record[name]) for name in Tiling.__slots__})
+        costs = {name: float(record[name]) for name in COEFFICIENTS}
         if record["pass"] not in PASSES:
             raise ValueError(f"pass {record['pass']!r} is neither forward nor backward")
         return cls(
@@ -128,6 +133,7 @@ class Entry:
                 Point(int(q_len), int(kv_len), int(segments), int(heads), float(seconds))
                 for q_len, kv_len, segments, heads, seconds in record["points"]
             ),
+            implementation=str(record["implementation"]),
             v_head_dim=int(record["v_head_dim"]) if "v_head_dim" in record else None,
         )
 
@@ -226,7 +232,11 @@ class Profile:
 
 
 def fitted(
-    shape: AttentionShape, cases: Sequence[tuple[int, int, int]], seconds: Floats, units: int
+    shape: AttentionShape,
+    cases: Sequence[tuple[int, int, int]],
+    seconds: Floats,
+    units: int,
+    implementations: tuple[str, str],
 ) -> list[Entry]:
     """The entries of both passes that describe measured times best.
 
@@ -235,13 +245,15 @@ def fitted(
         cases: (q_len, kv_len, segments) of each case.
         seconds: float64 (cases, 2), of the forward and of the backward.
         units: programs that the device runs side by side.
+        implementations: of the forward and of the backward, of `attention_fit.TILINGS`.
     """
     entries = []
-    for direction, column in zip(PASSES, seconds.T.tolist(), strict=True):
-        points = [Point(*case, shape.heads, time) for case, time in zip(cases, column, strict=True)]
-        cost = fit(points, units, usual_tilings(shape.group)).cost
+    for number, (direction, name) in enumerate(zip(PASSES, implementations, strict=True)):
+        times = seconds[:, number].tolist()
+        points = tuple(Point(*case, shape.heads, time) for case, time in zip(cases, times, strict=True))
+        cost = fit(points, units, TILINGS[name][number]).cost
         entries.append(
-            Entry(shape.head_dim, shape.group, shape.dtype, direction, cost, tuple(points), shape.v_head_dim)
+            Entry(shape.head_dim, shape.group, shape.dtype, direction, cost, points, name, shape.v_head_dim)
         )
     return entries
 

@@ -98,7 +98,7 @@ def adopt(base: TorchtitanTrainer.Config, name: str) -> Trainer.Config:
     values["training"] = dataclasses.replace(base.training, disable_cuda_graphs=True)
     values["parallelism"] = dataclasses.replace(base.parallelism, spmd_backend="spmd_types")
     values["metrics"] = MetricsProcessor.Config(**_fields(base.metrics))
-    values["validator"] = Validator.Config(**_fields(base.validator))
+    values["validator"] = Validator.Config()
     if type(base.activation_checkpoint) is SelectiveAC.Config:
         values["activation_checkpoint"] = SelectiveDocumentAC.Config(**_fields(base.activation_checkpoint))
     return Trainer.Config(**values)

@@ -20,8 +20,9 @@ from torchtitan.components.loss import IGNORE_INDEX
 
 from wlb_titan.config.settings import CorpusSettings
 from wlb_titan.corpus.vocabulary import check_ids
+from wlb_titan.documents import Documents
 from wlb_titan.job import Job
-from wlb_titan.packing.policy import here
+from wlb_titan.packing.policy import PackingPolicy, here
 from wlb_titan.packing.slices import cache_rows
 from wlb_titan.plan import ID, LENGTH, START, Flow, MicroBatch, Plan
 from wlb_titan.runtime.corpus import open_corpus
@@ -83,6 +84,9 @@ class PlannedDataLoader(BaseDataLoader):
         corpus: CorpusSettings = field(default_factory=CorpusSettings)
         job: Job
         loss_weight: str = "token"
+        hold_out: float = 0.0
+        documents: Documents | None = None
+        """Other ones of the corpus than those that are trained on."""
 
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **kwargs: Any):
         assert dp_world_size == config.job.degrees.data
@@ -96,7 +100,8 @@ class PlannedDataLoader(BaseDataLoader):
         self._dp_rank = dp_rank
         # A solver that is stopped by its time limit finds other packings on other ranks.
         shared = SharedAnswer() if config.job.packing.planning_seconds else here
-        self._planner = config.job.planner(documents_of(config.corpus, self.corpus), on_one_rank=shared)
+        documents = config.documents or documents_of(config.corpus, self.corpus, config.hold_out)
+        self._planner = config.job.planner(documents, on_one_rank=shared)
         self._state = self._save()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="planner")
 
@@ -107,6 +112,11 @@ class PlannedDataLoader(BaseDataLoader):
             ahead: Future[Step] = self._thread.submit(self._prepare)
             self.plan, self._state = step.plan, step.state_after
             yield step
+
+    @property
+    def policy(self) -> PackingPolicy:
+        """What packs the documents."""
+        return self._planner.policy
 
     def close(self) -> None:
         """Waits for the plan in the making."""

@@ -52,9 +52,12 @@ def dry_config(config: Trainer.Config, parallelised: Callable[[], Any]) -> Train
         checkpoint=dataclasses.replace(config.checkpoint, enable=False),
         metrics=dataclasses.replace(config.metrics, enable_tensorboard=False, enable_wandb=False),
         wlb=dataclasses.replace(
-            config.wlb, trace_every=0, pipeline=dataclasses.replace(config.wlb.pipeline, check_lengths=False)
+            config.wlb,
+            trace_every=0,
+            epochs=0,
+            pipeline=dataclasses.replace(config.wlb.pipeline, check_lengths=False),
+            validation=dataclasses.replace(config.wlb.validation, every=0),
         ),
-        validator=dataclasses.replace(config.validator, enable=False),
     )
 
 

@@ -1,14 +1,24 @@
-"""Which implementation computes the job's attention, known and refused before anything is built."""
+"""Which implementation computes the job's attention: refused before anything is built, compiled before the
+first step."""
 
 from __future__ import annotations
 
+import os
+import time
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.tools.logging import logger
 
 from wlb_titan.errors import UserError
-from wlb_titan.kernels.implementations import Chosen, Device, chosen
+from wlb_titan.job import Job
+from wlb_titan.kernels.implementations import Chosen, Device, chosen, device_of
+from wlb_titan.kernels.measure import Shape
+from wlb_titan.kernels.options import Options
+from wlb_titan.kernels.segments import Visibility
+from wlb_titan.kernels.warm_up import warm_up
 from wlb_titan.runtime.shape import model_shape
 
 if TYPE_CHECKING:
@@ -44,3 +54,48 @@ def check_implementation(config: Trainer.Config, device: Device | None = None) -
                 'to "bfloat16", or wlb.attention.implementation to "reference", which is slow.'
             ) from error
         raise UserError(f"wlb.attention.implementation: {error}.") from error
+
+
+def compile_attention(config: Trainer.Config, job: Job, device: torch.device, context_rank: int) -> None:
+    """Compiles the kernels that the job's attention can meet, where it has some; every rank takes part.
+
+    The first rank of each machine compiles, and the others find its kernels in Triton's cache.
+
+    Args:
+        config: of the job.
+        job: the same.
+        device: of this rank.
+        context_rank: its context-parallel rank.
+    """
+    which = check_implementation(config, device_of(device))
+    logger.info(f"Attention: {which}")
+    if which.forward == "reference":
+        return
+    first = int(os.environ["LOCAL_RANK"]) == 0
+    for turn in (True, False):
+        if turn is first:
+            begin = time.perf_counter()
+            for window in windows(job):
+                visibility = Visibility(window=window)
+                options = Options(1.0, visibility, implementation=config.wlb.attention.implementation)
+                dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
+                for done, of in warm_up(attention_shape(job, context_rank), options, dtype, device):
+                    kind = "" if window is None else f" with a window of {window}"
+                    seconds = time.perf_counter() - begin
+                    logger.info(f"Attention kernels{kind}: {done} of {of} compiled, {seconds:.1f} s")
+        dist.barrier()
+
+
+def attention_shape(job: Job, context_rank: int) -> Shape:
+    """Heads and head dims with which a rank calls the kernels."""
+    model, tensor = job.model, job.degrees.tensor
+    heads = model.heads // tensor, model.kv_heads // tensor
+    if job.strategy is not None:
+        heads = job.strategy.heads(*heads, context_rank)
+    return Shape(*heads, model.head_dim, model.v_head_dim or model.head_dim)
+
+
+def windows(job: Job) -> list[int | None]:
+    """The different windows of the model's layers; None is a layer without one."""
+    found = dict(job.model.windows)
+    return [*([None] if sum(found.values()) < job.model.layers else []), *found]

@@ -17,6 +17,7 @@ from wlb_titan.corpus import Corpus
 from wlb_titan.cost.cluster import Cluster, load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.documents import Documents
+from wlb_titan.documents.held_out import Divided
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.settings import MemorySettings
@@ -92,19 +93,24 @@ def parallel_dims(config: Trainer.Config, world_size: int | None = None) -> Para
     return ParallelDims.from_config(config.parallelism, world_size or degrees_product(config))
 
 
-def documents_of(settings: CorpusSettings, corpus: Corpus) -> Documents:
+def documents_of(settings: CorpusSettings, corpus: Corpus, hold_out: float = 0.0) -> Documents:
     """What a planner needs of an opened corpus.
+
+    Args:
+        settings: [wlb.corpus].
+        corpus: what `open_corpus` made of them.
+        hold_out: share of the documents that is left out, for validation.
 
     Raises:
         PlanError: as of `mixture_sources`.
     """
     return Documents(
-        lengths=corpus.lengths,
+        lengths=Divided(corpus.lengths, hold_out, held_out=False) if hold_out else corpus.lengths,
         name=str(corpus),
         sources=tuple(mixture_sources(settings, corpus)),
         seed=settings.seed,
         learned=corpus.count_learned,
-        fingerprint=corpus.fingerprint,
+        fingerprint=f"{corpus.fingerprint} without {hold_out}" if hold_out else corpus.fingerprint,
     )
 
 

@@ -112,7 +112,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         """Reports a validation pass: torchtitan's way, and as a line of validation.jsonl."""
         super().log_validation(loss, step, extra_metrics)
         if self._reports:
-            self._validation_lines.write({"step": step, "loss": loss})
+            self._validation_lines.write({"step": step, "loss": loss, **(extra_metrics or {})})
 
     def close(self) -> None:
         super().close()

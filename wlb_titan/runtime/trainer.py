@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.metrics import MetricsProcessor as TitanMetricsProcessor
 from torchtitan.components.validate import Validator as TitanValidator
@@ -28,14 +30,17 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer as TorchtitanTrainer
 
 from wlb_titan.config.settings import WlbSettings
-from wlb_titan.kernels.implementations import device_of
+from wlb_titan.packing.policy import here
 from wlb_titan.plan import Action, Flow
+from wlb_titan.runtime.advice import advice
 from wlb_titan.runtime.attention import DocumentAttention
 from wlb_titan.runtime.corpus import open_corpus
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
 from wlb_titan.runtime.dp_merge import prepare_merging
+from wlb_titan.runtime.epochs import steps_of_epochs
+from wlb_titan.runtime.export import complete_export
 from wlb_titan.runtime.imbalance import rank_imbalance
-from wlb_titan.runtime.implementation import check_implementation
+from wlb_titan.runtime.implementation import compile_attention
 from wlb_titan.runtime.inputs import Item, to_device
 from wlb_titan.runtime.job import documents_of, job_of, parallel_dims
 from wlb_titan.runtime.kv_cache import KeyValueCache
@@ -69,9 +74,16 @@ class Trainer(TorchtitanTrainer):
         config = dataclasses.replace(
             config,
             comm=dataclasses.replace(config.comm),
+            training=dataclasses.replace(config.training),
             hf_assets_path=str(corpus.tokenizer_path),
             dataloader=PlannedDataLoader.Config(
-                corpus=config.wlb.corpus, job=self.job, loss_weight=config.wlb.loss_weight
+                corpus=config.wlb.corpus,
+                job=self.job,
+                loss_weight=config.wlb.loss_weight,
+                hold_out=config.wlb.validation.hold_out,
+            ),
+            validator=Validator.Config(
+                enable=config.wlb.validation.enabled, freq=max(config.wlb.validation.every, 1)
             ),
             loss=weighted(config.loss) if config.wlb.loss_weight == "conversation" else config.loss,
         )
@@ -90,8 +102,6 @@ class Trainer(TorchtitanTrainer):
             writer=metrics_rank(self.parallel_dims, config.parallelism.pipeline_parallel_schedule),
             folder=config.dump_folder,
         )
-        if config.validator.enable:
-            self.validator.strategy = self.job.strategy
         if self.parallel_dims.cp_enabled:
             self.planned.context_rank = self.parallel_dims.get_mesh("cp").get_local_rank()
         if self.parallel_dims.tp_enabled and config.parallelism.enable_sequence_parallel:
@@ -108,6 +118,9 @@ class Trainer(TorchtitanTrainer):
                     if isinstance(module, FSDPModule):
                         module.set_force_sum_reduction_for_comms(True)
 
+        if config.validator.enable:
+            self.validator.prepare(self)
+
     def _prepare_merging(self) -> None:
         """Groups of data-parallel ranks that may share micro-batches."""
         comm = self.config.comm
@@ -117,11 +130,18 @@ class Trainer(TorchtitanTrainer):
     def init_distributed(self) -> ParallelDims:
         """Starts the process groups, and then chooses the policies, before anything is built from them."""
         dims = super().init_distributed()
+        settings, epochs = self.config.wlb.corpus, self.config.wlb.epochs
+        if self.job.undecided or epochs:
+            hold_out = self.config.wlb.validation.hold_out
+            documents = documents_of(settings, open_corpus(settings), hold_out)
         if self.job.undecided:
-            settings = self.config.wlb.corpus
-            documents = documents_of(settings, open_corpus(settings))
             self._choice = choose(self.job, documents, on_one_rank=SharedAnswer())
             self.job = self._choice.job
+        if epochs:
+            # A solver that is stopped by its time limit finds other packings on other ranks.
+            shared = SharedAnswer() if self.job.packing.planning_seconds else here
+            self.config.training.steps = steps_of_epochs(self.job, documents, epochs, shared)
+            logger.info(f"wlb.epochs = {epochs} takes {self.config.training.steps:,} steps")
         self._set_up_job(self.config)
         return dims
 
@@ -314,6 +334,8 @@ class Trainer(TorchtitanTrainer):
 
     def close(self) -> None:
         self.planned.close()
+        if self.config.validator.enable:
+            self.validator.close()
         super().close()
 
     def train(self) -> None:
@@ -326,16 +348,24 @@ class Trainer(TorchtitanTrainer):
                 logger.info(", ".join(f"{heading} {cell}" for heading, cell in row.items()))
             for line in self._choice.remarks():
                 logger.info(line)
-        logger.info(f"Attention: {check_implementation(self.config, device_of(self.device))}")
         documents = documents_of(self.config.wlb.corpus, self.planned.corpus)
         for line in describe_memory(self.job, documents):
             logger.info(line)
+        compiled = self.config.compile.enable and "model" in self.config.compile.components
+        for line in advice(self.job, compiled=compiled, on_gpu=self.device.type == "cuda"):
+            logger.info(line)
+        compile_attention(self.config, self.job, self.device, self.planned.context_rank)
         comm = self.config.comm
         logger.info(
             f"A rank that does not answer is given up after {comm.init_timeout_seconds} s in the first step, "
             f"{comm.train_timeout_seconds} s from then on ({self._timeout_reason})"
         )
         super().train()
+        if self.config.checkpoint.last_save_in_hf and dist.get_rank() == 0:
+            checkpoint = self.config.checkpoint
+            folder = Path(self.config.dump_folder) / checkpoint.folder / f"step-{self.step}"
+            if checkpoint.enable and not checkpoint.load_only and folder.is_dir():
+                complete_export(folder, self.config, self.planned.corpus)
         if self.planned.plan is None and self.step >= self.config.training.steps:
             logger.warning(
                 f"Nothing was left to do: the checkpoint in {self.config.dump_folder} is of step "

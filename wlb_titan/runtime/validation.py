@@ -26,6 +26,7 @@ from wlb_titan.runtime.corpus import mixture_sources, open_corpus, open_source
 from wlb_titan.runtime.dump_folder import check_place
 from wlb_titan.runtime.implementation import check_implementation
 from wlb_titan.runtime.job import degrees_product, documents_of, job_of, parallel_dims
+from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import check_memory
 from wlb_titan.runtime.metrics import MetricsProcessor
 from wlb_titan.runtime.optimizer_check import check_optimizer
@@ -37,7 +38,7 @@ from wlb_titan.runtime.pipeline_schedules import (
     stage_names,
 )
 from wlb_titan.runtime.trainer import Trainer
-from wlb_titan.runtime.validator import Validator
+from wlb_titan.runtime.validator import Validator, rounds_of
 from wlb_titan.runtime.weights import check_weights
 from wlb_titan.simulator.choice import choose
 
@@ -74,6 +75,11 @@ def validate_inputs(config: Trainer.Config) -> Corpus:
     if config.checkpoint.initial_load_in_hf:
         assert config.model_spec is not None
         check_weights(config.model_spec.model, Path(config.checkpoint.initial_load_path), corpus)
+    if config.wlb.validation.enabled:
+        try:
+            rounds_of(config.wlb)
+        except CorpusError as error:
+            raise UserError(f"wlb.validation.path: {error}") from error
     check_place(Path(config.dump_folder))
     return corpus
 
@@ -155,7 +161,7 @@ def validate_plan(config: Trainer.Config, corpus: Corpus, world_size: int | None
     """
     job = job_of(config, parallel_dims(config, world_size))
     try:
-        documents = documents_of(config.wlb.corpus, corpus)
+        documents = documents_of(config.wlb.corpus, corpus, config.wlb.validation.hold_out)
         if job.undecided:
             job = choose(job, documents).job
         planner = job.planner(documents)
@@ -248,6 +254,24 @@ def _check_settings(config: Trainer.Config) -> None:
             'comm.mode: "local_tensor" lets one process stand for all ranks, but each rank here has '
             'micro-batches of its own; set it to "default".'
         )
+    if config.validator.enable:
+        raise UserError(
+            "validator.enable: torchtitan's validation reads a dataset of the Hugging Face hub; hold "
+            "out some of your own documents with wlb.validation.hold_out = 0.01, or name others with "
+            "wlb.validation.path."
+        )
+    if config.wlb.validation.path and config.wlb.validation.hold_out:
+        raise UserError(
+            "wlb.validation.hold_out: documents are held out only where no others are named by "
+            "wlb.validation.path; leave one of the two out."
+        )
+    if config.wlb.loss_weight == "conversation":
+        weighted(config.loss)  # complains about a loss that it cannot weigh
+    if config.wlb.epochs and config.wlb.corpus.sources:
+        raise UserError(
+            "wlb.epochs: sources of a mixture come round at different times, so it has no epochs; set "
+            "training.steps instead."
+        )
     for section, needed in (("metrics", MetricsProcessor), ("validator", Validator)):
         if not isinstance(getattr(config, section), needed.Config):
             raise UserError(
@@ -326,8 +350,8 @@ def _check_pipeline(config: Trainer.Config, dims: ParallelDims) -> None:
         raise UserError(f"parallelism.module_fqns_per_model_part: {error}.") from error
     try:
         check_schedule(config.parallelism, config.compile)
-        # Slices have a schedule of their own, for MicroPacks; validation runs windows in the job's.
-        if not config.wlb.packing.owner.slices or config.validator.enable:
+        # Slices have a schedule of their own, for MicroPacks; validation runs whole documents in the job's.
+        if not config.wlb.packing.owner.slices or config.wlb.validation.enabled:
             check_micro_batches(
                 config.parallelism.pipeline_parallel_schedule,
                 dims.pp,

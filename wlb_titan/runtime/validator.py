@@ -1,68 +1,177 @@
-"""torchtitan's validation pass with document attention: its dataset, its loop, our masks and sharding.
+"""Validation on documents of one's own: those held out of training, or another corpus, once and whole.
 
-Sequences are of `training.seq_len` tokens and are packed by torchtitan's data loader, whatever the packing
-policy of training. Under pipeline parallelism `training.local_batch_size` of them go through the pipeline
-together, forward only; without it one after the other.
+They are packed by `runtime.once`: balanced like those of training, with the same sharding and label masks,
+and nothing waits. The loss is that of a step over all of them, so it does not depend on packing or
+parallelism but for documents above the context window, which are cut there. Of a mixture each source has a
+round of its own.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from torchtitan.components import validate as titan
-from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
 
-from wlb_titan.context import ContextStrategy
-from wlb_titan.runtime.inputs import rank_item, to_device
+from wlb_titan.config.settings import CorpusSettings, WlbSettings
+from wlb_titan.corpus import Corpus
+from wlb_titan.documents import Documents
+from wlb_titan.documents.held_out import Divided
+from wlb_titan.errors import PlanError, UserError
+from wlb_titan.pipeline.order import ORDERS
+from wlb_titan.runtime.corpus import mixture_sources, open_corpus
+from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
+from wlb_titan.runtime.inputs import Item, to_device
+from wlb_titan.runtime.once import Once
+
+if TYPE_CHECKING:
+    from wlb_titan.runtime.trainer import Trainer
 
 
-class Validator(titan.Validator):
-    """Validates on `validator.dataloader`, `validator.steps` steps every `validator.freq` training steps."""
+@dataclass(frozen=True)
+class Round:
+    """The documents of one source.
+
+    Attributes:
+        name: of the source; empty where there is one only.
+        documents: their lengths; 0 for those that are not validated on.
+    """
+
+    name: str
+    documents: Documents
+
+
+def rounds_of(settings: WlbSettings) -> tuple[CorpusSettings, list[Round]]:
+    """What [wlb.validation] asks for: the corpus, and its rounds.
+
+    Raises:
+        UserError: the corpus cannot be opened, or nothing is held out of a source.
+    """
+    validation = settings.validation
+    if validation.path:
+        corpus_settings = dataclasses.replace(
+            settings.corpus, path=validation.path, mask=validation.mask, sources=[]
+        )
+        corpus = open_corpus(corpus_settings)
+        return corpus_settings, [Round("", _documents(corpus, corpus.lengths))]
+    corpus = open_corpus(settings.corpus)
+    sources = mixture_sources(settings.corpus, corpus)
+    rounds, first = [], 0
+    for name, count in [(source.name, source.documents) for source in sources] or [("", len(corpus))]:
+        rows = range(first, first + count)
+        held = Divided(corpus.lengths, validation.hold_out, held_out=True, rows=rows)
+        rounds.append(Round(name, _documents(corpus, held)))
+        first += count
+        try:
+            rounds[-1].documents.mixture()
+        except PlanError as error:
+            raise UserError(
+                f"wlb.validation.hold_out: of the {count:,} documents of {name or corpus} none with a token "
+                "to predict is held out; raise it, or name other documents with wlb.validation.path."
+            ) from error
+    return settings.corpus, rounds
+
+
+def _documents(corpus: Corpus, lengths: Any) -> Documents:
+    return Documents(lengths=lengths, name=str(corpus), seed=None, learned=corpus.count_learned)
+
+
+class Validator(titan.BaseValidator):
+    """Validates after the first step, every `validation.every` steps and after the last. The trainer builds
+    it, and calls `prepare` when it knows its ranks."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.Validator.Config):
-        pass
+        """Filled in by the trainer from [wlb.validation]."""
 
-    def __init__(
-        self, config: Config, *, parallel_dims: ParallelDims, local_batch_size: int, **arguments: Any
-    ) -> None:
-        super().__init__(
-            config,
-            parallel_dims=parallel_dims,
-            # Our attention takes one packed sequence at a time.
-            local_batch_size=local_batch_size if parallel_dims.pp_enabled else 1,
-            **arguments,
+    def __init__(self, config: Config, **parts: Any) -> None:
+        super().__init__(config)
+        self._parts = parts
+        self._last = 0
+        self._rounds: list[tuple[str, PlannedDataLoader, Iterator[Step], int]] = []
+
+    def prepare(self, trainer: Trainer) -> None:
+        """Packs the documents.
+
+        Raises:
+            UserError: as of `rounds_of`.
+        """
+        config, job = trainer.config, trainer.job
+        self._last = config.training.steps
+        self._device = trainer.device
+        once = dataclasses.replace(
+            job,
+            packing=Once.Config(length_multiple=job.packing.length_multiple),
+            order=ORDERS.configure("as_packed"),
+            micro_batches=job.degrees.data * (job.run or 1),
         )
-        self.strategy: ContextStrategy | None = None  # the trainer sets it
+        corpus, rounds = rounds_of(config.wlb)
+        for one in rounds:
+            loader = PlannedDataLoader.Config(
+                corpus=corpus, job=once, loss_weight=config.wlb.loss_weight, documents=one.documents
+            ).build(dp_world_size=job.degrees.data, dp_rank=self._parts["dp_rank"])
+            loader.context_rank = trainer.planned.context_rank
+            loader.tensor_rank = trainer.planned.tensor_rank
+            self._rounds.append((one.name, loader, iter(loader), loader.policy.steps))
 
-    def post_dataloading_process(
-        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, model_parts: list[nn.Module]
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """This rank's share of a sequence, sharded as in training, and its mask; see `rank_item`."""
-        device = labels.device
-        tokens, positions, targets = (
-            x[0].cpu().numpy() for x in (input_dict["input"], input_dict["positions"], labels)
-        )
-        lengths = document_lengths(positions)
-        shards, rank = None, 0
-        if self.strategy is not None:
-            shards = self.strategy.shard(lengths, len(tokens))[1]
-            rank = self.parallel_dims.get_mesh("cp").get_local_rank()
-        item, mine = rank_item(tokens, targets, positions, lengths, self.strategy, shards, rank)
-        return to_device(item, mine, device)
+    def should_validate(self, step: int) -> bool:
+        return super().should_validate(step) or step == self._last
 
+    def close(self) -> None:
+        """Ends the loaders' threads."""
+        for _, loader, _, _ in self._rounds:
+            loader.close()
 
-def document_lengths(positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Tokens of the documents of one sequence, read off its positions.
+    @torch.no_grad()
+    def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        """One round through all documents, in evaluation mode; the metrics get the losses."""
+        for part in model_parts:
+            part.eval()
+        mesh = self._parts["parallel_dims"].get_optional_mesh("loss")
+        losses: dict[str, float] = {}
+        total = labels = 0.0
+        for name, _, served, steps in self._rounds:
+            own = torch.zeros((), device=self._device)
+            weight = 0.0
+            for _ in range(steps):
+                serving = next(served)
+                weight += serving.labels
+                for group in self._groups(serving.items):
+                    own += self._loss(group, model_parts)
+            loss = dist_utils.dist_sum(own, mesh) if mesh is not None else float(own)
+            losses[f"validation_loss/{name}"] = loss / max(weight, 1e-9)
+            total, labels = total + loss, labels + weight
+        for part in model_parts:
+            part.train()
+        extra = losses if len(losses) > 1 else None
+        self._parts["metrics_processor"].log_validation(total / max(labels, 1e-9), step, extra)
 
-    Args:
-        positions: int64 (L,), each token's place in its document; a document begins where it is 0, and what
-            the sequence begins with is a document too.
-    """
-    begins = np.flatnonzero(positions == 0)
-    return np.diff(np.unique([0, *begins, len(positions)]))
+    def _groups(self, items: list[Item]) -> Iterator[list[Item]]:
+        """What goes through the model together."""
+        size = self._parts["local_batch_size"] if self._parts["pp_schedule"] is not None else 1
+        for first in range(0, len(items), size):
+            yield items[first : first + size]
+
+    def _loss(self, group: Sequence[Item], model_parts: list[nn.Module]) -> torch.Tensor:
+        """The sum of the losses of this rank's part of a group; 0 where it has no last stage."""
+        moved = [to_device(item, labels, self._device) for item, labels in group]
+        schedule = self._parts["pp_schedule"]
+        with self._parts["validation_context"]():
+            if schedule is None:
+                ((inputs, targets, extra),) = moved
+                loss, _ = self._parts["loss_fn"](model_parts[0](inputs, **extra), targets)
+                return loss.detach()
+            last = self._parts["pp_has_last_stage"]
+            losses: list[torch.Tensor] | None = [] if last else None
+            schedule.eval(
+                arg_mbs=[(inputs,) for inputs, _, _ in moved] if self._parts["pp_has_first_stage"] else None,
+                kwarg_mbs=[extra for _, _, extra in moved],
+                target_mbs=[targets for _, targets, _ in moved] if last else None,
+                losses=losses,
+            )
+        return torch.stack(losses).sum().to(self._device) if losses else torch.zeros((), device=self._device)

@@ -1,0 +1,144 @@
+"""The coefficients of the latency model of our kernels on Hopper, from measured times; no GPU is needed.
+
+    python benchmarks/attention_latency.py                                   # what lies in results/nvidia_h100
+    python benchmarks/attention_latency.py --rows FOLDER --kernels tree      # measured with the tree's kernels
+
+Prints what `OWN` of wlb_titan/cost/attention_hopper.py is made of, how well it describes the grid, and how well
+the 20 packs that are not in the grid are predicted: as a replay of the kernels that were measured, and as the
+planner does it, in closed form, of the tree's.
+
+Features are tiles, blocks, programs and steps of the very lists that the kernels get, dealt to the
+multiprocessors as those kernels did (attention_replay.py). So times of earlier kernels tell those of the
+tree's: what the backward waited for its turns is the replay's and is taken off. What surrounds the backward,
+and what a program costs to start and end, are not found in the grid; they are those of the replay.
+
+Left out are times that are the host's, those of fewer than four tiles a multiprocessor, and backward times of
+earlier kernels with several segments: the heaviest tiles of all documents came first, and each waited for
+memory.
+"""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from attention_grid import GOAL, packs
+from attention_replay import (
+    AROUND,
+    BACKWARD,
+    FORWARD,
+    KEYS,
+    RESULTS,
+    ROWS,
+    UNITS,
+    Backward,
+    Forward,
+    extent,
+    read,
+    to_and_fro,
+)
+from wlb_titan.kernels.grid import GridCase
+from wlb_titan.kernels.segments import CAUSAL
+from wlb_titan.kernels.tiles import key_tiles, steps
+
+from wlb_titan.cost.attention_fit import non_negative
+from wlb_titan.cost.attention_hopper import hopper
+
+HOST = (0.5, 2.0)  # ms: forward and backward times below are the host's
+TILES = 4  # a multiprocessor
+ROUNDS = 4
+HEADS = (32, 4)
+
+
+def forward_fit(cases: list[np.ndarray], ms: np.ndarray, kernel: Forward) -> tuple[Forward, np.ndarray]:
+    """The kernel with the costs that describe the times best, and predicted over measured time."""
+    shares = [to_and_fro(kernel.pieces(segments, *HEADS), UNITS) for segments in cases]
+    costs = np.array([kernel.tile, kernel.block, kernel.masked])
+    for _ in range(ROUNDS):
+        features = np.array([share[(share @ costs).argmax()] for share in shares]) / ms[:, None] / 1e3
+        costs = non_negative(features, np.ones(len(ms)))
+    tile, block, masked = costs.tolist()
+    return replace(kernel, tile=tile, block=block, masked=masked), features @ costs
+
+
+def backward_fit(
+    cases: list[np.ndarray], ms: np.ndarray, kernel: Backward, around: float
+) -> tuple[Backward, np.ndarray]:
+    """The kernel with the step that describes the times best, and predicted over measured time."""
+    each = np.array([backward_steps(segments) for segments in cases]) / 1e3
+    for _ in range(ROUNDS):
+        rest = np.array([backward_ms(kernel, around, segments) for segments in cases]) - each * kernel.step
+        step = non_negative((each / ms)[:, None], 1 - rest / ms)
+        kernel = replace(kernel, step=float(step[0]))
+    return kernel, (rest + each * kernel.step) / ms
+
+
+def backward_steps(segments: np.ndarray) -> float:
+    """Steps of all heads, a multiprocessor."""
+    lists = key_tiles(segments, extent(segments)[1], CAUSAL, tokens=ROWS, block_n=KEYS, turn_rows=ROWS)
+    return float(steps(lists, ROWS).sum()) * HEADS[0] / UNITS
+
+
+def backward_ms(kernel: Backward, around: float, segments: np.ndarray) -> float:
+    """With the kernels around it."""
+    return kernel.milliseconds(segments, *HEADS) + around * extent(segments)[0] * HEADS[0]
+
+
+def within(errors: np.ndarray) -> str:
+    return (
+        f"{(np.abs(errors) < GOAL).sum()} of {len(errors)} within {GOAL:.0%}, mean {np.abs(errors).mean():.1%}, "
+        f"from {errors.min():+.1%} to {errors.max():+.1%}"
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rows", type=Path, default=RESULTS, help="folder of attention_h100.jsonl")
+    parser.add_argument("--kernels", choices=("then", "tree"), default="then", help="which were measured")
+    options = parser.parse_args(arguments)
+    rows = [
+        row for row in read(options.rows / "attention_h100.jsonl") if row.get("implementation") == "gluon"
+    ]
+    rows = [row for row in rows if row["shape"] == [*HEADS, 128, 128] and "forward_ms" in row]
+    grid = [(GridCase(*row["cut"]), row) for row in rows if row["kind"] == "grid"]
+    around = AROUND[options.kernels]
+    then = (FORWARD[options.kernels], BACKWARD[options.kernels])
+
+    kept = [(cut.rows().numpy(), row["forward_ms"]) for cut, row in grid if row["forward_ms"] >= HOST[0]]
+    kept = [(x, ms) for x, ms in kept if len(then[0].pieces(x, *HEADS)) >= TILES * UNITS]
+    forward, ratios = forward_fit([x for x, _ in kept], np.array([ms for _, ms in kept]), then[0])
+    print(f"forward: tile {forward.tile:.3f}, block {forward.block:.3f}, masked {forward.masked:.3f} us")
+    print(f"  {len(kept)} of the grid met within {np.median(np.abs(ratios - 1)):.1%} in the median")
+    kept = [
+        (cut.rows().numpy(), row["backward_ms"])
+        for cut, row in grid
+        if row["backward_ms"] >= HOST[1] and (cut.segments == 1 or options.kernels == "tree")
+    ]
+    backward, ratios = backward_fit([x for x, _ in kept], np.array([ms for _, ms in kept]), then[1], around)
+    print(
+        f"backward: step {backward.step:.3f}, program {backward.launch:g} us, around it {around * 1e3 * UNITS:.4f} us"
+    )
+    print(f"  {len(kept)} of the grid met within {np.median(np.abs(ratios - 1)):.1%} in the median")
+
+    measured = {row["case"]: row["forward_ms"] + row["backward_ms"] for row in rows if row["kind"] == "packs"}
+    latency = hopper(128, HEADS[0], group=HEADS[0] // HEADS[1])
+    tree = (
+        replace(FORWARD["tree"], tile=forward.tile, block=forward.block, masked=forward.masked),
+        replace(BACKWARD["tree"], step=backward.step),
+    )
+    replayed, planned = [], []
+    for pack in packs():
+        if pack.name in measured:
+            rows_ = pack.segments.numpy()
+            then_ms = forward.milliseconds(rows_, *HEADS) + backward_ms(backward, around, rows_)
+            tree_ms = tree[0].milliseconds(rows_, *HEADS) + backward_ms(tree[1], AROUND["tree"], rows_)
+            closed = latency.seconds(pack.shards)[pack.rank].sum() * 1e3
+            replayed.append(then_ms / measured[pack.name] - 1)
+            planned.append(closed / (measured[pack.name] if options.kernels == "tree" else tree_ms) - 1)
+    print(f"packs, replay of the kernels that were measured: {within(np.array(replayed))}")
+    beside = "measured" if options.kernels == "tree" else "beside a replay of the tree's kernels"
+    print(f"packs, closed form {beside}: {within(np.array(planned))}")
+
+
+if __name__ == "__main__":
+    main()

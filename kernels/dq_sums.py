@@ -1,0 +1,43 @@
+"""The sums of dQ of the Gluon backward: float32, in an order of their own, and the kernel that ends them.
+
+Each thread of a consumer finds its values side by side only in this order, and so hands a step's dQ to the
+copy engine by stores of 16 bytes that meet in no bank of shared memory. Of 64 rows and one head the sums are
+(half of D, 8 columns, warp, row of 8, lane of 4, row // 8 of the warp's 16, 2 columns).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS = 64  # of a block
+WIDTH = 128  # of a row of the sums
+
+
+def no_sums(q: Tensor) -> Tensor:
+    """Zeros for the blocks of 64 rows and each head of q (Tq, Nq, D), in this order: (n, WIDTH) float32."""
+    tokens, heads, dim = q.shape
+    return q.new_zeros(triton.cdiv(tokens, ROWS) * heads * ROWS * dim // WIDTH, WIDTH, dtype=torch.float32)
+
+
+def gradient(sums: Tensor, q: Tensor, scale: float) -> Tensor:
+    """dQ (Tq, Nq, D) of its sums, scaled, in the dtype of q."""
+    tokens, heads, dim = q.shape
+    dq = q.new_empty(q.shape)
+    dq_kernel[(triton.cdiv(tokens, ROWS), heads)](
+        sums=sums, dq=dq, tokens=tokens, heads=heads, scale=scale, D=dim, num_warps=8
+    )
+    return dq
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def dq_kernel(sums, dq, tokens, heads, scale, D: tl.constexpr):
+    """One block of 64 rows and head."""
+    block = tl.program_id(0)
+    head = tl.program_id(1)
+    values = tl.load(sums + (block.to(tl.int64) * heads + head) * (64 * D) + tl.arange(0, 64 * D))
+    values = tl.reshape(values, (2, D // 16, 4, 8, 4, 2, 2))
+    values = tl.reshape(tl.permute(values, (2, 5, 3, 0, 1, 4, 6)), (64, D)) * scale
+    row = block * 64 + tl.arange(0, 64)
+    at = (row.to(tl.int64) * heads + head)[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(dq + at, values.to(dq.dtype.element_ty), mask=(row < tokens)[:, None])

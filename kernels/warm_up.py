@@ -1,0 +1,108 @@
+"""Compiles all kernels that an attention layer can meet, before it meets them.
+
+A kernel is compiled for a configuration (configs.py; in Gluon's backward, the parts that a group is split
+into) and never for lengths. Which one a micro-batch takes depends on its segments: so short and long
+documents are attended to, one of them, two, four ... until all multiprocessors have work without splitting.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from . import dispatch
+from .configs import LONG, choose
+from .implementations import chosen, device_of
+from .measure import Shape
+from .options import Options, Saved
+
+SHORT = 128  # tokens of a document whose keys are one tile
+THREADS = 8  # that compile side by side
+
+
+def warm_up(
+    shape: Shape, options: Options, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[int, int]]:
+    """Launches every configuration of both passes; yields how many have been, of how many.
+
+    shape: heads and head dims as a call of the op has them. options: of its calls; the scale does not matter.
+    """
+    calls = configurations(shape, options, dtype, device)
+    with ThreadPoolExecutor(THREADS) as pool:
+        running = [pool.submit(call) for call in calls.values()]
+        for number, done in enumerate(as_completed(running), start=1):
+            done.result()
+            yield number, len(calls)
+
+
+def configurations(
+    shape: Shape, options: Options, dtype: torch.dtype, device: torch.device
+) -> dict[tuple, Callable[[], None]]:
+    """All configurations, each with a call that launches it; none where the reference computes everything."""
+    dims, facts = (shape.dim, shape.v_dim), device_of(device)
+    which = chosen(options.implementation, dims, dtype, facts)
+    found: dict[tuple, Callable[[], None]] = {}
+    if which.forward == "reference":
+        return found
+    from .gluon_launch import KEYS, ROWS, multiprocessors, parts
+    from .schedule import schedule_of
+
+    units = multiprocessors(device)
+    for length in (SHORT, LONG) if options.visibility.reach >= LONG else (SHORT,):
+        split, number = 2, 1
+        while split > 1:
+            segments = documents(number, length)
+            schedule = schedule_of(segments, number * length, number * length, device, options.visibility)
+            split, number = 1, 2 * number
+            forward, backward = (which.forward,), (which.backward(schedule.long),)
+            if forward == ("triton",):
+                forward += (choose("forward", dims, schedule.long, facts.tma),)
+            if backward == ("triton",):
+                backward += tuple(
+                    choose(one, dims, schedule.long, facts.tma) for one in ("key_tiles", "query_tiles")
+                )
+            else:
+                lists = schedule.key_tiles(ROWS, KEYS, turn_rows=ROWS)
+                mean = lists.steps * shape.kv_heads / units
+                split = parts(lists.heaviest, mean, shape.q_heads // shape.kv_heads)
+                backward += (split,)
+            arguments = segments, shape, options, dtype, device
+            found.setdefault(("forward", *forward), partial(_forward, *arguments))
+            found.setdefault(("backward", *backward), partial(_backward, *arguments))
+    return found
+
+
+def documents(number: int, length: int) -> Tensor:
+    """Segments of so many whole documents."""
+    begins = torch.arange(number, dtype=torch.int32) * length
+    lengths = torch.full_like(begins, length)
+    return torch.stack([begins, lengths, begins, lengths], dim=1)
+
+
+def _forward(
+    segments: Tensor, shape: Shape, options: Options, dtype: torch.dtype, device: torch.device
+) -> None:
+    q, k, v, _ = _tensors(segments, shape, dtype, device)
+    dispatch.forward(q, k, v, segments, options)
+
+
+def _backward(
+    segments: Tensor, shape: Shape, options: Options, dtype: torch.dtype, device: torch.device
+) -> None:
+    """With a gradient of the log-sum-exp, as models with sinks have one, and without."""
+    q, k, v, out = _tensors(segments, shape, dtype, device)
+    lse = q.new_zeros(q.shape[1], q.shape[0], dtype=torch.float32)
+    for dlse in (None, lse):
+        dispatch.backward(out, dlse, Saved(q, k, v, out, lse), segments, options)
+
+
+def _tensors(segments: Tensor, shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """Zeros for q, k, v and the output."""
+    tokens = int(segments[:, 1].sum())
+    heads = (shape.q_heads, shape.dim), (shape.kv_heads, shape.dim), (shape.kv_heads, shape.v_dim)
+    return tuple(
+        torch.zeros(tokens, *one, dtype=dtype, device=device)
+        for one in (*heads, (shape.q_heads, shape.v_dim))
+    )

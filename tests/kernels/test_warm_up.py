@@ -1,0 +1,108 @@
+"""Whatever segments choose was compiled before: launches are recorded, on the CPU taken for a Hopper GPU."""
+
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from crosscompile import recording, version
+from wlb_titan.kernels import dispatch, gluon_launch, triton_launch, warm_up
+from wlb_titan.kernels.implementations import GLUON_HEAD_DIMS, Device
+from wlb_titan.kernels.measure import Shape
+from wlb_titan.kernels.options import Options, Saved
+from wlb_titan.kernels.segments import Visibility
+
+CPU = torch.device("cpu")
+CASES = {
+    "8 heads a group": (Shape(16, 2, 128, 128), None),
+    "one key head": (Shape(4, 1, 128, 128), None),
+    "as many key heads": (Shape(4, 4, 64, 64), None),
+    "latent attention": (Shape(2, 2, 192, 128), None),
+    "short window": (Shape(8, 1, 128, 128), 512),
+    "long window": (Shape(8, 1, 128, 128), 4096),
+}
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    for module in (dispatch, warm_up):
+        monkeypatch.setattr(module, "device_of", lambda device: Device("cuda", (9, 0)))
+    monkeypatch.setattr(gluon_launch, "multiprocessors", lambda device: 132)
+
+
+def versions(run):
+    """Of all kernels that a function launches, what Triton tells their versions by."""
+    kernels = ("forward_kernel", "statistics_kernel", "key_tile_kernel", "query_tile_kernel")
+    with ExitStack() as stack:
+        recorded = [
+            stack.enter_context(recording(triton_launch, *kernels)),
+            stack.enter_context(recording(gluon_launch, "gluon_forward_kernel", "gluon_backward_kernel")),
+        ]
+        run()
+    return {repr(version(launch)) for launches in recorded for launch in launches}
+
+
+@st.composite
+def segments_of_a_rank(draw):
+    """(segments, queries, keys): documents whole, or two chunks of each, as context-parallel ranks have."""
+    lengths = draw(st.lists(st.one_of(st.integers(1, 300), st.integers(1, 6000)), min_size=1, max_size=12))
+    ranks = draw(st.sampled_from([1, 1, 2, 8]))
+    rows, q, kv = [], 0, 0
+    for n in lengths:
+        chunk = n // (2 * ranks)
+        for begin, end in [(0, n)] if ranks == 1 else [(0, chunk), (n - chunk, n)]:
+            rows.append([q, end - begin, kv, end])
+            q += end - begin
+        kv += n
+    return torch.from_numpy(np.array(rows, dtype=np.int32)), q, kv
+
+
+@pytest.mark.parametrize("implementation", ["auto", "triton", "gluon"])
+@pytest.mark.parametrize("name", CASES)
+def test_no_segments_choose_what_was_not_warmed_up(name, implementation):
+    shape, window = CASES[name]
+    if implementation == "gluon" and shape.dim not in GLUON_HEAD_DIMS:
+        return
+    options = Options(0.1, Visibility(window=window), implementation=implementation)
+    warm = versions(lambda: list(warm_up.warm_up(shape, options, torch.bfloat16, CPU)))
+
+    @settings(max_examples=25, deadline=None)
+    @given(segments_of_a_rank(), st.booleans())
+    def check(case, wants_lse):
+        segments, q_tokens, kv_tokens = case
+        if q_tokens == 0:
+            return
+        q, dout = (
+            torch.empty(q_tokens, shape.q_heads, d, dtype=torch.bfloat16) for d in (shape.dim, shape.v_dim)
+        )
+        # Keys and values side by side, as context parallelism gathers them.
+        kv = torch.empty(kv_tokens, shape.kv_heads * (shape.dim + shape.v_dim), dtype=torch.bfloat16)
+        k = kv[:, : shape.kv_heads * shape.dim].unflatten(1, (shape.kv_heads, shape.dim))
+        v = kv[:, shape.kv_heads * shape.dim :].unflatten(1, (shape.kv_heads, shape.v_dim))
+        lse = torch.empty(shape.q_heads, q_tokens)
+
+        def attend():
+            dispatch.forward(q, k, v, segments, options)
+            saved = Saved(q, k, v, dout, lse)
+            dispatch.backward(dout, lse if wants_lse else None, saved, segments, options)
+
+        assert versions(attend) <= warm
+
+    check()
+
+
+def test_what_is_warmed_up():
+    """For Qwen3 0.6B: Gluon forward; backward Triton for short, Gluon with groups in two parts or one."""
+    options = Options(0.1)
+    found = warm_up.configurations(Shape(16, 8, 128, 128), options, torch.bfloat16, CPU)
+    assert sorted(key[:2] + (key[2:] if key[1] == "gluon" else ()) for key in found) == [
+        ("backward", "gluon", 1),
+        ("backward", "gluon", 2),
+        ("backward", "triton"),
+        ("forward", "gluon"),
+    ]

@@ -1,0 +1,59 @@
+"""Documents that are held out of training, to validate on them.
+
+Which ones follows from a document's row alone (SplitMix64 of it, as a number from 0 to 1, is below the
+share), so every rank and every run knows them without a list, whatever seed, policy or degrees it has. In the
+lengths that a stream reads, a document that is not for it has no tokens; such are passed over.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb_titan.documents.mixture import Lengths
+
+
+def is_held_out(rows: NDArray[np.int64], share: float) -> NDArray[np.bool_]:
+    """bool (n,), whether documents are held out, by their rows.
+
+    Args:
+        rows: int64 (n,).
+        share: of the documents, from 0 to 1.
+    """
+    with np.errstate(over="ignore"):
+        bits = rows.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        bits ^= bits >> np.uint64(31)
+    chosen: NDArray[np.bool_] = bits / 2.0**64 < share
+    return chosen
+
+
+class Divided:
+    """The lengths of documents that are, or are not, held out; 0 for the others. See `Lengths`.
+
+    Args:
+        lengths: of all.
+        share: that is held out.
+        held_out: whether those are kept, or the others.
+        rows: only documents of these rows are kept; all if None.
+    """
+
+    def __init__(self, lengths: Lengths, share: float, *, held_out: bool, rows: range | None = None) -> None:
+        self._lengths = lengths
+        self._share = share
+        self._held_out = held_out
+        self._rows = rows or range(len(lengths))
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __getitem__(self, rows: Any, /) -> Any:
+        if isinstance(rows, slice):
+            rows = np.arange(*rows.indices(len(self)))
+        rows = np.asarray(rows, dtype=np.int64)
+        kept = is_held_out(rows, self._share) == self._held_out
+        kept &= (rows >= self._rows.start) & (rows < self._rows.stop)
+        return np.where(kept, np.asarray(self._lengths[rows], dtype=np.int64), 0)

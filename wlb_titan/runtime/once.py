@@ -1,0 +1,84 @@
+"""Documents packed once, whole and balanced, with nothing that waits: what validation reads.
+
+A document above the context window is cut at its multiples; all others stay whole. The steps after the last
+one begin anew. To make their number a multiple of the micro-batches, so that every one has something, pieces
+of one token are added: the last of a document, which has no label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from wlb_titan.balancing import balance
+from wlb_titan.cost.workload import workload
+from wlb_titan.documents.stream import DocumentStream, Pieces
+from wlb_titan.packing.policy import Pack, Packing, PackingJob, PackingPolicy
+from wlb_titan.plan import LENGTH, START
+
+BLOCK = 1 << 20  # documents whose lengths are looked at together
+
+
+class Once(PackingPolicy):
+    """All documents of the corpus once, in micro-batches of at most the context window.
+
+    Attributes:
+        steps: of one round.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(PackingPolicy.Config):
+        pass
+
+    variable_length = True
+    balances = True
+
+    def __init__(self, config: Config, stream: DocumentStream, job: PackingJob) -> None:
+        self._job = job
+        longest = stream.window // job.divisor * job.divisor
+        pieces = _pieces(stream, longest)
+        lacking = -len(pieces) % job.micro_batches
+        if lacking:
+            last = pieces[:1].copy()
+            last[:, START] += last[:, LENGTH] - 1
+            last[:, LENGTH] = 1
+            pieces = np.concatenate([pieces, np.repeat(last, lacking, axis=0)])
+        plan = balance(
+            pieces[:, LENGTH],
+            ranks=job.micro_batches,
+            tokens_per_rank=longest,
+            cost=lambda lengths: workload(job.cost_model, lengths),
+        )
+        packs = [[np.pad(pieces[pack], ((0, 0), (0, 1))) for pack in own] for own in plan.micro_batches]
+        self._steps: list[list[Pack]] = [list(step) for step in zip(*packs, strict=True)]
+        self.steps = len(self._steps)
+        self._next = 0
+
+    def next(self) -> Packing:
+        packs = self._steps[self._next % self.steps]
+        self._next += 1
+        return Packing(packs)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self._next}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._next = state["next"]
+
+
+def _pieces(stream: DocumentStream, longest: int) -> Pieces:
+    """Of all documents, in pieces of at most `longest` tokens; the first piece is the end of a document."""
+    parts = []
+    for first in range(0, stream.documents, BLOCK):
+        ids = np.arange(first, min(first + BLOCK, stream.documents))
+        lengths = stream.lengths_of(ids)
+        counts = -(-lengths // longest)
+        documents = np.repeat(np.arange(len(ids)), counts)
+        starts = (np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)) * longest
+        sizes = np.minimum(lengths[documents] - starts, longest)
+        parts.append(np.stack([ids[documents], starts, sizes], axis=1))
+    pieces = np.concatenate(parts)
+    return pieces[np.argsort(-pieces[:, START] - pieces[:, LENGTH], kind="stable")]
