@@ -14,17 +14,17 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-# A small Llama on the Python files of this machine, pipeline x context parallelism on 4 processes: first plain
-# packing, then the balanced system on the same documents, and both side by side. OPTIONS are keys of the
-# configuration for both, such as OPTIONS='--training.steps 100'.
+# A small Llama on the Python files of this machine, on two pipeline stages: plain packing, then equal work, then
+# documents in slices, all on the same documents, and the three side by side. 2 processes, or 4 with two replicas
+# where there are four cores. OPTIONS are keys of the configuration for all, such as OPTIONS='--training.steps 100'.
+REPLICAS := $(shell test "$$(getconf _NPROCESSORS_ONLN)" -ge 4 && echo --parallelism.data_parallel_shard_degree 2)
 train: export PATH := $(CURDIR)/$(BIN):$(PATH)
 train: $(READY)
 	wlb-titan prepare outputs/corpus --max-tokens 4000000
-	torchx run wlb.train --config train_configs/cpu_debug.toml -- $(OPTIONS)
-	torchx run wlb.train --config train_configs/cpu_balanced.toml -- $(OPTIONS)
-	wlb-titan compare outputs/cpu_debug outputs/cpu_balanced --report outputs/compare
-	@echo "Where the 4 processes share cores, one runs while another waits: balance shows in imbalance and bubble,"
-	@echo "and little in tokens a second. What it is worth with a device a process: wlb-titan simulate."
+	torchx run wlb.train --config train_configs/cpu_pipeline.toml -- $(REPLICAS) $(OPTIONS)
+	torchx run wlb.train --config train_configs/cpu_pipeline_balanced.toml -- $(REPLICAS) $(OPTIONS)
+	torchx run wlb.train --config train_configs/cpu_pipeline_slices.toml -- $(REPLICAS) $(OPTIONS)
+	wlb-titan compare outputs/cpu_pipeline outputs/cpu_pipeline_balanced outputs/cpu_pipeline_slices --report outputs/compare
 
 # The same on this machine's GPUs, in bfloat16 and with a larger model: on 1, 2, 4 or 8 of them.
 train-gpu: export PATH := $(CURDIR)/$(BIN):$(PATH)

@@ -74,7 +74,11 @@ def profiles(rows: list[dict]) -> dict[str, Profile]:
             for cut, rounds in groupby(same, key=lambda row: row["cut"])
         }
         entries = fitted(
-            attention(shape, ceiling["dtype"]), list(times), np.array(list(times.values())), ceiling["units"]
+            attention(shape, ceiling["dtype"]),
+            list(times),
+            np.array(list(times.values())),
+            ceiling["units"],
+            (implementation, implementation),
         )
         before = found[implementation].entries if implementation in found else ()
         software = f"{implementation}, {ceiling['versions']}"

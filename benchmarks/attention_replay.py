@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from attention_cases import cases
 from wlb_titan.kernels.gluon_launch import FORWARD as SHAPES
-from wlb_titan.kernels.gluon_launch import KEYS, ROWS, SECTION, parts
+from wlb_titan.kernels.gluon_launch import KEYS, PACK, ROWS, SECTION, parts
 from wlb_titan.kernels.grid import GridCase
 from wlb_titan.kernels.segments import CAUSAL
 from wlb_titan.kernels.tiles import MASK_COST, KeyTiles, key_tiles, query_tiles, steps
@@ -35,8 +35,8 @@ from wlb_titan.kernels.triton_launch import section as l2_section
 UNITS = 132  # multiprocessors of an H100
 DIM = 128
 RESULTS = Path(__file__).parent / "results" / "nvidia_h100"
-# ms of the element-wise kernels around the backward, of a query token and head: statistics 0.377, zeros 0.324,
-# scale 0.714 and cast 0.527 for 64K tokens and 32 heads; scale and cast are one by now, as long as a cast.
+# Element-wise kernels around the backward, ms of a query token and head: statistics 0.377, zeros 0.324, scale
+# 0.714 and cast 0.527 for 64K tokens and 32 heads; scale and cast are one by now, as long as a cast.
 AROUND = {"then": 1.943 / 65536 / 32, "tree": 1.23 / 65536 / 32}
 CUTS = ((129, 129, 2032), (257, 257, 1020), (1024, 1024, 256), (8192, 8192, 16))  # of the grid
 
@@ -48,15 +48,17 @@ class Forward:
     block: of 128 keys; masked: what a masked one takes more; tile: start and end of a tile.
     heads_at_a_time: key heads that run through the list together; 0 for as many as the L2 cache holds.
     dynamic: each tile goes to the multiprocessor that is free first, instead of to and fro like a plough.
-    pack: query heads that share a tile.
+    pack: query heads that share a tile at most.
+    heaviest_first: tiles are dealt by their work and not as listed.
     """
 
     block: float = 1.73
     masked: float = 0.3
     tile: float = 3.45
     heads_at_a_time: int = SECTION
-    dynamic: bool = False
-    pack: int = 1
+    dynamic: bool = True
+    pack: int = PACK
+    heaviest_first: bool = False
 
     def milliseconds(self, segments: np.ndarray, heads: int, kv_heads: int, units: int = UNITS) -> float:
         """Of the kernel on segments (S, 4) with so many heads."""
@@ -64,12 +66,18 @@ class Forward:
         return (earliest(work, units) if self.dynamic else to_and_fro(work, units).max()) / 1e3
 
     def pieces(self, segments: np.ndarray, heads: int, kv_heads: int) -> np.ndarray:
-        """int64 (n, 3), for each tile and head in the order in which they are dealt: 1, blocks, masked ones."""
+        """int64 (n, 3), of tiles and heads in the order in which they are dealt: 1, blocks, masked ones."""
         q_tokens, kv_tokens = extent(segments)
-        tiles = query_tiles(segments, q_tokens, tokens=SHAPES[DIM][0] * ROWS // self.pack)
+        group = heads // kv_heads
+        pack = min(self.pack, group & -group)
+        tiles = query_tiles(segments, q_tokens, tokens=SHAPES[DIM][0] * ROWS // pack)
+        if self.heaviest_first:
+            shared = tiles[:, 4] - tiles[:, 3]
+            work = shared + MASK_COST * (tiles[:, 5] - tiles[:, 2] - shared)
+            tiles = tiles[np.lexsort((tiles[:, 0], -work))]
         blocks = np.maximum(-(-(tiles[:, 5] - tiles[:, 2]) // KEYS), 1)
         masked = blocks - np.maximum(tiles[:, 4] - tiles[:, 3], 0) // KEYS
-        heads //= self.pack
+        heads //= pack
         wide = heads // kv_heads * side_by_side(self.heads_at_a_time, kv_tokens, kv_heads, 1)
         counts = np.stack([np.ones_like(blocks), blocks, masked], axis=1)
         return counts[tile_and_head(len(tiles), heads, wide)[0]]
@@ -232,10 +240,10 @@ def in_order(lists: KeyTiles, *, items_up: bool, heaviest_first: bool) -> KeyTil
 # Columns of the tables: the kernels with which the rows under results/nvidia_h100 were measured, those of
 # this tree, and what they would be in other ways.
 FORWARD = {
-    "then": Forward(heads_at_a_time=0),
+    "then": Forward(heads_at_a_time=0, dynamic=False, pack=1, heaviest_first=True),
     "tree": Forward(),
-    "dynamic": Forward(dynamic=True),
-    "packed": Forward(dynamic=True, pack=8),
+    "to and fro": Forward(dynamic=False, heaviest_first=True),
+    "one head": Forward(pack=1),
 }
 BACKWARD = {
     "then": Backward(
@@ -310,11 +318,7 @@ def main(arguments: list[str] | None = None) -> None:
         for heads, rows in found.items():
             q_heads, kv_heads = map(int, heads.split(":"))
             for name, segments, *times in rows:
-                replayed = (
-                    kernel.milliseconds(segments, q_heads, kv_heads)
-                    for kernel in kernels.values()
-                    if direction or q_heads // kv_heads % kernel.pack == 0
-                )
+                replayed = (kernel.milliseconds(segments, q_heads, kv_heads) for kernel in kernels.values())
                 print(
                     f"{name + ', ' + heads:40}"
                     + "".join(f"{x:12.3f}" for x in (times[direction], *replayed)),

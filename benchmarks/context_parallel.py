@@ -4,9 +4,10 @@
     python benchmarks/context_parallel.py --output benchmarks/results/cpu/context_parallel.json
 
 Predictions come from the planner's latency model in closed form. What they are judged by is computed another
-way: every rank's query tiles are listed one by one (by wlb_titan.kernels' own tile list where the kernel
-merges short segments) and scheduled, longest first, on 132 multiprocessors. Both use the coefficients derived
-from published H100 figures, so this checks the decisions and the sharding, not the coefficients.
+way. Of FlashAttention-3, in which each segment has its own tiles as in the paper's kernel, every rank's query
+tiles are listed one by one and scheduled, longest first, on 132 multiprocessors. Of wlb_titan's kernels,
+which merge short segments, the tile lists are replayed (attention_replay.py). Prediction and judge use the
+same coefficients, so this checks the decisions and the sharding, not the coefficients.
 
 - Documents: lengths log-normal with 71 % of documents up to 1K tokens and 0.44 % above 32K, as in the length
   distribution that MagiAttention's benchmark publishes; longer than the window are cut to it; windows are
@@ -28,21 +29,24 @@ import time
 from pathlib import Path
 
 import numpy as np
+from attention_replay import Backward, Forward
 from rich.console import Console
 from rich.table import Table
-from wlb_titan.kernels.tiles import query_tiles
 
 from wlb_titan import context
 from wlb_titan.context import STRATEGIES
-from wlb_titan.cost.attention_hopper import hopper
-from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, slowest
+from wlb_titan.cost.attention_hopper import KERNELS, OWN, hopper
+from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, KeyTiling, slowest
 
 RANKS = 4
 HEADS = {65536: 8, 131072: 4}  # of 32, by window: tensor parallel 4 and 8
 LAYER_PARAMETERS = 4 * 4096**2 + 3 * 4096 * 11008
 MATRIX_FLOPS = 600e12
 THEIRS = {65536: {"per_document": 1.01}, 131072: {"per_document": 1.07}}
-KERNELS = {"own tiles per segment (as the paper's)": 0, "short segments merged (wlb_titan's)": 1024}
+TITLES = {
+    "flash_attention_3": "own tiles per segment (FlashAttention-3)",
+    OWN: "short segments merged (wlb_titan's)",
+}
 
 
 def lengths_of_packs(window: int, packs: int, seed: int) -> list[np.ndarray]:
@@ -55,12 +59,8 @@ def lengths_of_packs(window: int, packs: int, seed: int) -> list[np.ndarray]:
     return np.split(pieces, np.searchsorted(np.cumsum(pieces), np.arange(1, packs) * window, side="left") + 1)
 
 
-def tile_counts(segments: np.ndarray, merge: bool) -> np.ndarray:
+def tile_counts(segments: np.ndarray) -> np.ndarray:
     """int64 (2, tiles): blocks of 128 keys that each tile of 128 queries reads, and how many it masks."""
-    if merge:
-        _, _, begin, _, shared, end = query_tiles(segments, int(segments[:, 1].sum()), tokens=128).T
-        blocks = -(-(end - begin) // 128)
-        return np.stack([blocks, blocks - (shared - begin) // 128])
     tiles = -(-segments[:, 1] // 128)
     first = (np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * 128
     q_len, kv_len = np.repeat(segments[:, 1], tiles), np.repeat(segments[:, 3], tiles)
@@ -69,21 +69,35 @@ def tile_counts(segments: np.ndarray, merge: bool) -> np.ndarray:
     return np.stack([blocks, blocks - (before + 1) // 128])
 
 
-def scheduled(counts: np.ndarray, cost: KernelCost, latency: AttentionLatency) -> float:
+def scheduled(segments: np.ndarray, cost: KernelCost, latency: AttentionLatency) -> float:
     """Seconds of a launch in which each free multiprocessor takes the longest tile left."""
-    tiles = np.sort(cost.tile + cost.block * counts[0] + cost.masked * counts[1])[::-1]
+    blocks, masked = tile_counts(segments)
+    tiles = np.sort(cost.tile + cost.block * blocks + cost.masked * masked)[::-1]
     ends = [0.0] * latency.units
     for seconds in np.repeat(tiles, latency.heads).tolist():
         heapq.heapreplace(ends, ends[0] + seconds)
-    return cost.launch + max(ends)
+    return cost.launch + cost.segment * len(segments) * latency.heads / latency.units + max(ends)
+
+
+def replayed(segments: np.ndarray, latency: AttentionLatency) -> tuple[float, float]:
+    """Seconds of both passes of wlb_titan's kernels, each query head with keys of its own."""
+    forward, backward = KERNELS[OWN].forward, KERNELS[OWN].backward
+    around = backward.query * 1e-6 * segments[:, 1].sum() * latency.heads / latency.units
+    passes = (
+        Forward(tile=forward.tile, block=forward.block, masked=forward.masked),
+        Backward(step=backward.block, launch=backward.program),
+    )
+    seconds = [one.milliseconds(segments, latency.heads, latency.heads) / 1e3 for one in passes]
+    return seconds[0], seconds[1] + around
 
 
 def simulate(shards: context.Sharding, lengths: np.ndarray, latency: AttentionLatency) -> float:
-    """Seconds of attention that a layer waits for, from the schedule of all tiles."""
-    merge = latency.forward.tiling.merge_keys > 0
-    counts = [tile_counts(context.segments(shard, lengths).astype(np.int64), merge) for shard in shards]
+    """Seconds of attention that a layer waits for, from all tiles."""
+    ranks = [context.segments(shard, lengths) for shard in shards]
+    if isinstance(latency.backward.tiling, KeyTiling):
+        return float(np.max([replayed(rank, latency) for rank in ranks], axis=0).sum())
     passes = (latency.forward, latency.backward)
-    return sum(max(scheduled(rank, cost, latency) for rank in counts) for cost in passes)
+    return sum(max(scheduled(rank.astype(np.int64), cost, latency) for rank in ranks) for cost in passes)
 
 
 def compare(packs: list[np.ndarray], latency: AttentionLatency, window: int) -> dict[str, dict[str, float]]:
@@ -189,8 +203,8 @@ def main() -> None:
     arguments = parser.parse_args()
     console = Console(width=120)
     results: dict[str, object] = {"packs": arguments.packs, "theirs": THEIRS}
-    for kernel, merge_keys in KERNELS.items():
-        latencies = {window: hopper(128, heads, merge_keys=merge_keys) for window, heads in HEADS.items()}
+    for name, kernel in TITLES.items():
+        latencies = {window: hopper(128, heads, kernel=name) for window, heads in HEADS.items()}
         figure15 = {
             f"{window // 1024}K": compare(lengths_of_packs(window, arguments.packs, seed=0), latency, window)
             for window, latency in latencies.items()

@@ -41,7 +41,8 @@ def gather_apart(
 def gather_together(
     k: torch.Tensor, v: torch.Tensor, key_order: torch.Tensor, mesh: DeviceMesh
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return Gather(k, v, mesh).finish(key_order)
+    sent = torch.empty((len(k), 0), dtype=torch.int64, device=k.device)
+    return Gather(k, v, (key_order, sent, sent[:0]), [mesh]).finish()
 
 
 def seconds(gather: Way, tokens: int, heads: int, device: torch.device, mesh: DeviceMesh) -> float:

@@ -46,7 +46,7 @@ def measure(lengths: Any, policy: str, window: int, micro_batches: int, steps: i
     planner = planner_of(Documents(lengths=lengths), packing, micro_batches=micro_batches, window=window)
     for _ in range(8):
         planner.next()
-    return Summary.of(planner.next() for _ in range(steps)).figures()
+    return Summary.of((planner.next() for _ in range(steps)), window).figures()
 
 
 @click.command()

@@ -2,7 +2,7 @@
 
     python benchmarks/tutorial_pictures.py
 
-takes outputs/tutorial/{plan,simulated,compare}/report.html and writes docs/tutorial/*.svg.
+takes outputs/tutorial/{plan,simulated}/report.html and writes docs/tutorial/*.svg.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ PICTURES = {
     "plan": ("plan", "Work of every micro-batch"),
     "delay": ("plan", "Delay"),
     "timeline": ("simulated", "Timeline of a typical step"),
-    "balance": ("compare", "Balance"),
-    "step": ("compare", "A step"),
-    "loss": ("compare", "Loss"),
 }
 """Picture: the report that it is in, and the title of its section."""
 

@@ -25,7 +25,14 @@ def gradient(sums: Tensor, q: Tensor, scale: float) -> Tensor:
     tokens, heads, dim = q.shape
     dq = q.new_empty(q.shape)
     dq_kernel[(triton.cdiv(tokens, ROWS), heads)](
-        sums=sums, dq=dq, tokens=tokens, heads=heads, scale=scale, D=dim, num_warps=8
+        sums=sums,
+        dq=dq,
+        tokens=tokens,
+        heads=heads,
+        scale=scale,
+        D=dim,
+        num_warps=8,
+        enable_fp_fusion=True,
     )
     return dq
 

@@ -14,9 +14,10 @@ Rows of a tile are tokens and the PACK query heads of each that share a key head
 and head r % PACK: keys and values are loaded once for all of them, and tiles hold few tokens, so that little
 of what is computed is masked away.
 
-Persistent: one program a multiprocessor takes tiles from the list, heaviest first, to and fro like a plough:
-of n programs, program p takes tiles p, 2n - 1 - p, 2n + p, ... With two buffers of queries, the next tile's
-loads run under this one's end. The sums of a tile depend on nobody else, so results repeat bit for bit.
+Persistent: one program a multiprocessor. Its first tile is that of its own number, and then its loader takes
+the next of the list that nobody has, by a counter in global memory, while the consumers are still at the
+last; they find the number beside the queries. With two buffers of both, the next tile's loads run under this
+one's end. Who computes a tile does not change its sums: results repeat bit for bit.
 """
 
 import triton.experimental.gluon.language as gl
@@ -45,18 +46,9 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def rounds_of(program, programs, work):
-    """How many pieces of work a program takes."""
-    whole = work // programs
-    place = gl.where(whole % 2 == 0, program, programs - 1 - program)
-    return whole + gl.where(place < work - whole * programs, 1, 0)
-
-
-@gluon.jit
-def work_of(round, program, programs, tile_list, tiles, groups, section, BLOCK_N: gl.constexpr):
-    """Row of the tile list and group of PACK heads of a round, and the first key and number of blocks."""
-    place = gl.where(round % 2 == 0, program, programs - 1 - program)
-    tile, group = tile_and_head(round * programs + place, groups, tiles, section)
+def work_of(number, tile_list, tiles, groups, section, BLOCK_N: gl.constexpr):
+    """Row of the tile list and group of PACK heads, and the first key and number of blocks."""
+    tile, group = tile_and_head(number, groups, tiles, section)
     row = tile_list + tile * 6
     kv_begin = gl.load(row + 2)
     # A tile of padding runs one block that none of its rows sees, and so writes its zeros.
@@ -66,28 +58,33 @@ def work_of(round, program, programs, tile_list, tiles, groups, section, BLOCK_N
 
 @gluon.jit
 def load(
-    work, rings, q, k, v,
+    work, rings, taken, q, k, v,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     PACK: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """The loader: every tile's Q, and every block's K and V, as buffers fall free."""
-    program, programs, rounds, tile_list, tiles, groups, section = work
-    q_ring, k_ring, v_ring, bars = rings
+    """The loader: every tile's number and Q, and every block's K and V, as buffers fall free."""
+    tile_list, tiles, groups, section = work
+    numbers, q_ring, k_ring, v_ring, bars = rings
+    programs = gl.num_programs(0)
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    number = gl.program_id(0)
+    round = 0
     step = 0
-    for round in range(rounds):
-        row, group, kv_begin, blocks = work_of(
-            round, program, programs, tile_list, tiles, groups, section, BLOCK_N
-        )
+    while number < tiles * groups:
+        row, group, kv_begin, blocks = work_of(number, tile_list, tiles, groups, section, BLOCK_N)
         q_begin = gl.load(row)
         kv_head = group * PACK // GROUP
         q_stage = round % Q_STAGES
         mbarrier.wait(bars.index(Q_FREE + q_stage), ((round // Q_STAGES) & 1) ^ 1)
+        numbers.index(q_stage).store(gl.full([1], number, gl.int32, layout=one))
+        mbarrier.arrive(bars.index(Q_READY + q_stage), count=1)
         mbarrier.expect(bars.index(Q_READY + q_stage), q.block_type.nbytes * CONSUMERS)
         for part in gl.static_range(CONSUMERS):
             tma_load(
                 q, [q_begin + part * (ROWS // PACK), group * PACK, 0], bars.index(Q_READY + q_stage),
                 q_ring.index(q_stage * CONSUMERS + part),
             )  # fmt: skip
+        number = programs + gl.atomic_add(taken, 1, sem="relaxed")  # needed after this tile's loads
         for i in range(blocks):
             stage = step % STAGES
             phase = (step // STAGES) & 1
@@ -99,6 +96,20 @@ def load(
             mbarrier.expect(bars.index(V_READY + stage), v.block_type.nbytes)
             tma_load(v, [start, kv_head * DV], bars.index(V_READY + stage), v_ring.index(stage))
             step += 1
+        round += 1
+    last = round % Q_STAGES
+    mbarrier.wait(bars.index(Q_FREE + last), ((round // Q_STAGES) & 1) ^ 1)
+    numbers.index(last).store(gl.full([1], -1, gl.int32, layout=one))
+    mbarrier.arrive(bars.index(Q_READY + last), count=1)
+    mbarrier.expect(bars.index(Q_READY + last), 0)
+
+
+@gluon.jit
+def next_number(numbers, bars, round):
+    """Waits for a round's Q and returns the number of its tile; -1 if there is none left."""
+    q_stage = round % Q_STAGES
+    mbarrier.wait(bars.index(Q_READY + q_stage), (round // Q_STAGES) & 1)
+    return gl.max(numbers.index(q_stage).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
@@ -125,8 +136,8 @@ def attend(
     PACK: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     """A consumer: rows PART * 64 ... PART * 64 + 63 of every tile."""
-    program, programs, rounds, tile_list, tiles, groups, section = work
-    q_ring, k_ring, v_ring, bars = rings
+    tile_list, tiles, groups, section = work
+    numbers, q_ring, k_ring, v_ring, bars = rings
     out, lse, bounds, q_tokens, scale_log2, out_stride_t, out_stride_h = results
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
@@ -135,11 +146,11 @@ def attend(
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     no_scores = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=s_layout)
 
+    round = 0
     step = 0
-    for round in range(rounds):
-        row, group, kv_begin, blocks = work_of(
-            round, program, programs, tile_list, tiles, groups, section, BLOCK_N
-        )
+    number = next_number(numbers, bars, round)
+    while number >= 0:
+        row, group, kv_begin, blocks = work_of(number, tile_list, tiles, groups, section, BLOCK_N)
         q_begin = gl.load(row) + PART * (ROWS // PACK)
         q_end = gl.load(row + 1)
         shared_begin = gl.load(row + 3)
@@ -154,7 +165,6 @@ def attend(
         q_stage = round % Q_STAGES
         queries = q_ring.index(q_stage * CONSUMERS + PART).reshape([ROWS, D])
         stage = step % STAGES
-        mbarrier.wait(bars.index(Q_READY + q_stage), (round // Q_STAGES) & 1)
         mbarrier.wait(bars.index(K_READY + stage), (step // STAGES) & 1)
         s = warpgroup_mma(
             queries, k_ring.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True
@@ -206,28 +216,27 @@ def attend(
         col = gl.arange(0, DV, layout=gl.SliceLayout(0, o_layout))
         at = (o_token.to(gl.int64) * out_stride_t + o_head * out_stride_h)[:, None] + col[None, :]
         gl.store(out + at, o.to(out.dtype.element_ty), mask=(o_token < q_end)[:, None])
+        round += 1
+        number = next_number(numbers, bars, round)
 
 
 @gluon.jit(do_not_specialize=["tiles", "section", "q_tokens"])
 def gluon_forward_kernel(
-    q, k, v, out, lse, tile_list, bounds, tiles, section, q_tokens, q_heads, scale_log2, out_stride_t,
+    q, k, v, out, lse, tile_list, taken, bounds, tiles, section, q_tokens, q_heads, scale_log2, out_stride_t,
     out_stride_h,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     PACK: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out (Tq, Nq, DV) and lse (Nq, Tq), by any number of programs; tiles of CONSUMERS * 64 rows, PACK of
-    them a token. Launched with four warps, those of the first consumer.
+    them a token. taken: (1,) int32, zero. Launched with four warps, those of the first consumer.
     """
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    groups = q_heads // PACK
-    rounds = rounds_of(program, programs, tiles * groups)
+    numbers = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_ring = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS, ROWS // PACK, PACK, D], q.layout)
     k_ring = gl.allocate_shared_memory(k.dtype, [STAGES, BLOCK_N, D], k.layout)
     v_ring = gl.allocate_shared_memory(v.dtype, [STAGES, BLOCK_N, DV], v.layout)
     bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(Q_STAGES):
-        mbarrier.init(bars.index(Q_READY + stage), count=1)
+        mbarrier.init(bars.index(Q_READY + stage), count=2)
         mbarrier.init(bars.index(Q_FREE + stage), count=CONSUMERS)
     for stage in gl.static_range(STAGES):
         mbarrier.init(bars.index(K_READY + stage), count=1)
@@ -236,15 +245,15 @@ def gluon_forward_kernel(
         mbarrier.init(bars.index(V_FREE + stage), count=CONSUMERS)
     fence_async_shared()
 
-    work = (program, programs, rounds, tile_list, tiles, groups, section)
-    rings = (q_ring, k_ring, v_ring, bars)
+    work = (tile_list, tiles, q_heads // PACK, section)
+    rings = (numbers, q_ring, k_ring, v_ring, bars)
     results = (out, lse, bounds, q_tokens, scale_log2, out_stride_t, out_stride_h)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (attend, (work, rings, results, 0, D, DV, BLOCK_N, STAGES, PACK, CONSUMERS)),
                 (attend, (work, rings, results, 1, D, DV, BLOCK_N, STAGES, PACK, CONSUMERS)),
-                (load, (work, rings, q, k, v, D, DV, BLOCK_N, STAGES, GROUP, PACK, CONSUMERS)),
+                (load, (work, rings, taken, q, k, v, D, DV, BLOCK_N, STAGES, GROUP, PACK, CONSUMERS)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -255,7 +264,7 @@ def gluon_forward_kernel(
                 (attend, (work, rings, results, 0, D, DV, BLOCK_N, STAGES, PACK, CONSUMERS)),
                 (attend, (work, rings, results, 1, D, DV, BLOCK_N, STAGES, PACK, CONSUMERS)),
                 (attend, (work, rings, results, 2, D, DV, BLOCK_N, STAGES, PACK, CONSUMERS)),
-                (load, (work, rings, q, k, v, D, DV, BLOCK_N, STAGES, GROUP, PACK, CONSUMERS)),
+                (load, (work, rings, taken, q, k, v, D, DV, BLOCK_N, STAGES, GROUP, PACK, CONSUMERS)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],

@@ -41,6 +41,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, options: Option
         **result("out", out),
         lse=lse,
         tile_list=tiles,
+        taken=torch.zeros(1, dtype=torch.int32, device=q.device),
         bounds=schedule.bounds,
         tiles=len(tiles),
         section=min(kv_heads, SECTION) * (group // pack),

@@ -1,6 +1,7 @@
 """The measurements that a latency model of the attention is fitted to: equal segments of many shapes.
 
-`wlb-titan profile` and benchmarks/attention.py time the same cases in the same way.
+`wlb-titan profile` and benchmarks/attention.py time the same cases in the same way. Most lengths are
+multiples of no tile's size: the model counts tiles on average over where segments begin.
 """
 
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from torch import Tensor
 from .measure import Shape, time_attention
 
 ROUNDS = 3  # over all cases, some time apart: what disturbs the machine for a while does not reach the median
+SECONDS = 100.0  # after which no further round is begun
 MILLISECONDS = 40.0  # for which a case is run again and again in each round; its time is the median
 
 
@@ -77,8 +79,8 @@ class Grid(NamedTuple):
 
 
 GPU_GRID = Grid(
-    q_lens=(1, 16, 32, 48, 64, 65, 96, 128, 129, 192, 256, 257, 384, 512, *(2**i for i in range(10, 15))),
-    kv_lens=tuple(2**i for i in range(7, 18)),
+    q_lens=(1, 50, 65, 129, 300, 700, 1500, 4000, 16000),
+    kv_lens=(300, 1500, 6000, 24000, 96000),
     keys=(1, 2**18),  # one segment, for which there are more units than tiles, and many
     pairs=2**35,
     heads=32,

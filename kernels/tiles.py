@@ -1,4 +1,4 @@
-"""Tile lists: exactly the work that exists, found once per micro-batch on the CPU, heaviest first.
+"""Tile lists: exactly the work that exists, found once per micro-batch on the CPU, document by document.
 
 A kernel launched over (longest document / tile, heads, documents) mostly starts programs with nothing to do,
 and one that searches for its document in a list costs more than the attention of short documents. Here numpy
@@ -25,6 +25,10 @@ be masked.
     >>> query_tiles(two, 230, tokens=128)  # q_begin, q_end, kv_begin, shared_begin, shared_end, kv_end
     array([[128, 230,   0,   0,   0, 230],
            [  0, 128,   0,   0,   1, 128]], dtype=int32)
+
+Lists are in chains: tiles that share keys (or, of key tiles, queries) follow one another, the chain with the
+heaviest tile first. Side by side in time they find what they share in the L2 cache; heaviest first across
+documents, each would read its own from memory.
 
 All lists are int32. Positions are tokens; the kernels multiply by the heads that share a tile.
 """
@@ -93,7 +97,7 @@ def send(array: np.ndarray, device: torch.device | str) -> Tensor:
 def query_tiles(
     segments: np.ndarray, q_tokens: int, visibility: Visibility = CAUSAL, *, tokens: int
 ) -> np.ndarray:
-    """(n, 6) tiles over all query rows, padding included, heaviest first.
+    """(n, 6) tiles over all query rows, padding included, in chains and the heaviest of a chain first.
 
     Columns: q_begin, q_end, kv_begin, shared_begin, shared_end, kv_end. All rows of a tile see the keys
     shared_begin ... shared_end (end excluded); before and after, from kv_begin and to kv_end, each row has
@@ -129,7 +133,9 @@ def query_tiles(
     shared = shared_end - shared_begin
     work = shared + MASK_COST * (kv_end - kv_begin - shared)
     tiles = np.stack([t0, t1, kv_begin, shared_begin, shared_end, kv_end], axis=1)
-    return tiles[np.argsort(-work, kind="stable")].astype(np.int32)
+    linked = np.maximum(kv_begin[1:], kv_begin[:-1]) < np.minimum(kv_end[1:], kv_end[:-1])
+    chain, heaviest = _chains(work, linked)
+    return tiles[np.lexsort((-work, chain, -heaviest))].astype(np.int32)
 
 
 class KeyTiles(NamedTuple):
@@ -235,7 +241,11 @@ def key_tiles(
     item_begin = np.append(0, item_end[:-1])
     work = np.bincount(tile, weights=full_rows + MASK_COST * (end - begin - full_rows), minlength=len(t0))
     tiles = np.stack([t0, t1, item_begin, item_end], axis=1)
-    tiles = tiles[_by_chain(work, first_tile, count)]
+    spans = np.zeros(len(t0) + 1, np.int64)
+    np.add.at(spans, first_tile, 1)
+    np.add.at(spans, np.maximum(first_tile + count - 1, first_tile), -1)
+    chain, heaviest = _chains(work, linked=np.cumsum(spans)[: len(t0) - 1] > 0)
+    tiles = tiles[np.lexsort((chain, -heaviest))]
     return KeyTiles(tiles.astype(np.int32), items.astype(np.int32), first_turns)
 
 
@@ -263,20 +273,12 @@ def _counters(q0, q1, t1, shift, first_tile, count, reach: int, rows: int) -> tu
     return start - block, np.maximum(gone, 0).astype(np.int32)
 
 
-def _by_chain(work: np.ndarray, first_tile: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """Order of the tiles: by the heaviest tile of the chain of segments that links them, and then by keys.
-
-    Tiles of a chain read the same queries and add to the same rows of dQ: side by side in time they find them
-    in the L2 cache. Heaviest first across chains, each tile would read its own from memory.
-    """
-    spans = np.zeros(len(work) + 1, np.int64)
-    np.add.at(spans, first_tile, 1)
-    np.add.at(spans, np.maximum(first_tile + count - 1, first_tile), -1)
-    linked = np.cumsum(spans)[: len(work) - 1] > 0  # tile i and tile i + 1 share a segment
+def _chains(work: np.ndarray, linked: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each tile's chain, and the work of that chain's heaviest tile. linked[i]: i and i + 1 are of one."""
     chain = np.cumsum(np.append(0, ~linked))
     heaviest = np.zeros(len(work))
     np.maximum.at(heaviest, chain, work)
-    return np.lexsort((chain, -heaviest[chain]))
+    return chain, heaviest[chain]
 
 
 def _cover(segments: np.ndarray, q_tokens: int, visibility: Visibility) -> Cover:

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from wlb_titan.context import STRATEGIES, ContextStrategy, Exchange, Move
+from wlb_titan.context import STRATEGIES, ContextStrategy, Exchange, Move, MoveSeconds
 from wlb_titan.cost.analytic import BYTES, Device, TokenSeconds
 from wlb_titan.cost.attention_choice import cluster_latency
 from wlb_titan.cost.attention_latency import AttentionLatency
@@ -72,6 +72,20 @@ class Policy(NamedTuple):
 
     def __str__(self) -> str:
         return ":".join(self if self.order != "as_packed" else self[:2])
+
+
+class ExchangeSeconds(NamedTuple):
+    """What context parallelism's collectives in a layer take for a micro-batch, in seconds.
+
+    Attributes:
+        moving: of one pass, by bandwidth.
+        repeated: of those that selective activation checkpointing repeats in the backward pass.
+        latency: of one pass, besides.
+    """
+
+    moving: float
+    repeated: float
+    latency: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,9 +180,8 @@ class Job:
             _ = self.layers
         except PlanError as error:
             raise PlanError(str(error), setting="parallelism.pipeline_parallel_degree") from error
-        if self.strategy is not None:
-            self.strategy.check(self.model, self.degrees.tensor)
         self.packing.check(self)
+        _ = self.strategy  # which checks itself
 
     @property
     def replica_micro_batches(self) -> int:
@@ -227,7 +240,14 @@ class Job:
         """The context-parallel strategy; None at a degree of 1."""
         if self.degrees.context == 1:
             return None
-        strategy: ContextStrategy = self.sharding.make(self.degrees.context, self.latency)
+        alone: ContextStrategy = self.sharding.make(self.degrees.context, self.latency)
+        alone.check(self.model, self.degrees.tensor)
+        seconds = []
+        for move in alone.exchange(self.model, self.degrees.tensor).moves:
+            passes = self._passes_of(move)
+            each = self.link(move).latency * move.collectives
+            seconds.append(MoveSeconds(passes * self._seconds_of(move), passes * each))
+        strategy: ContextStrategy = self.sharding.make(self.degrees.context, self.latency, seconds)
         return strategy
 
     @cached_property
@@ -278,16 +298,37 @@ class Job:
 
     @property
     def exchange_seconds(self) -> float:
-        """Of context parallelism's collectives in a layer's pass, for each token of a micro-batch."""
-        return self._seconds_of(self.moves)
+        """Of context parallelism's collectives in a layer's pass, for each token of a micro-batch, as far as
+        they move all of them."""
+        return sum(self._seconds_of(move) for move in self.moves if move.always)
 
-    @property
-    def repeated_exchange_seconds(self) -> float:
-        """Of those that selective activation checkpointing repeats in the backward pass."""
-        return self._seconds_of([move for move in self.moves if not move.kept])
+    def exchange_of(self, travelling: Sequence[float]) -> ExchangeSeconds:
+        """What a layer's collectives take for a micro-batch, of which so many tokens travel by each move."""
+        moving = repeated = latency = 0.0
+        for tokens, move in zip(travelling, self.moves, strict=True):
+            seconds = tokens * self._seconds_of(move)
+            moving += seconds
+            repeated += 0.0 if move.kept else seconds
+            latency += move.collectives * self.link(move).latency if tokens else 0.0
+        return ExchangeSeconds(moving, repeated, latency)
 
-    def _seconds_of(self, moves: Sequence[Move]) -> float:
-        return sum(BYTES * move.received / self.link(move).bandwidth for move in moves)
+    def all_exchange_of(self, travelling: Sequence[float]) -> tuple[float, float]:
+        """Seconds of a layer's collectives for such a micro-batch in all passes, the repeated ones too, and
+        bytes that a rank receives in them."""
+        seconds = received = 0.0
+        for tokens, move in zip(travelling, self.moves, strict=True):
+            passes = self._passes_of(move) if tokens else 0
+            latency = move.collectives * self.link(move).latency
+            seconds += passes * (tokens * self._seconds_of(move) + latency)
+            received += passes * tokens * BYTES * move.received
+        return seconds, received
+
+    def _passes_of(self, move: Move) -> int:
+        """How often it runs for a micro-batch: forward, backward, and once more where it is not kept."""
+        return 2 if move.kept or self.memory.checkpointing == "none" else 3
+
+    def _seconds_of(self, move: Move) -> float:
+        return BYTES * move.received / self.link(move).bandwidth
 
     @property
     def moves(self) -> tuple[Move, ...]:

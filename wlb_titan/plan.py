@@ -69,6 +69,33 @@ class CachedSlice(NamedTuple):
     total: int
 
 
+class Slices(NamedTuple):
+    """What other micro-batches have of the documents of one.
+
+    Attributes:
+        prefix: int64 (n,), tokens before each document's own, which its queries see too.
+        cached: bool (n,), documents whose keys every context-parallel rank keeps, as any of them may have
+            queries of another slice.
+    """
+
+    prefix: NDArray[np.int64]
+    cached: NDArray[np.bool_]
+
+    @classmethod
+    def of(
+        cls, slices: NDArray[np.int64] | None, lengths: NDArray[np.int64], one_pass: bool
+    ) -> Slices | None:
+        """Of a micro-batch's `slices` and tokens; None where its documents are not sliced.
+
+        Args:
+            slices, one_pass: as of `MicroBatch`.
+            lengths: int64 (n,), tokens that are here.
+        """
+        if slices is None:
+            return None
+        return cls(slices[:, PREFIX], (slices[:, TOTAL] > lengths) | one_pass)
+
+
 class PackSizes(NamedTuple):
     """A replica's packs, as memory sees them.
 
@@ -135,6 +162,7 @@ class MicroBatch:
         slices: int64 (n, 2), of each row of `documents` PREFIX (tokens of the piece before it, which other
             micro-batches have) and TOTAL (tokens of the whole piece); None where documents are not sliced.
         merged: the data-parallel ranks that share it, `dp_rank` among them; empty where it is that rank's.
+        one_pass: whether the other direction has other micro-batches, in which any document may be cut.
     """
 
     dp_rank: int
@@ -147,6 +175,7 @@ class MicroBatch:
     ranks: tuple[NDArray[np.int64], ...] | None = None
     slices: NDArray[np.int64] | None = None
     merged: range = range(0)
+    one_pass: bool = False
 
     @property
     def sharers(self) -> int:
@@ -162,6 +191,11 @@ class MicroBatch:
     def prefix(self) -> NDArray[np.int64] | None:
         """int64 (n,), tokens before each row of `documents` that its queries see too; None for none."""
         return None if self.slices is None else self.slices[:, PREFIX]
+
+    @property
+    def elsewhere(self) -> Slices | None:
+        """What other micro-batches have of its documents; None where they are not sliced."""
+        return Slices.of(self.slices, self.documents[:, LENGTH], self.one_pass)
 
     @property
     def document_lengths(self) -> NDArray[np.int64]:
@@ -255,6 +289,25 @@ class Plan:
     def document_lengths(self) -> NDArray[np.int64]:
         """int64 (n,), tokens of the pieces of documents that the step trains, slices put together."""
         return np.concatenate([micro_batch.document_lengths for micro_batch in self.packs])
+
+    def cut_share(self, window: int) -> float:
+        """Share of the tokens that lie in pieces which begin in mid-document, so that they do not see what is
+        before them; documents longer than the window, which have to be cut, begin anew at its multiples.
+
+        Args:
+            window: context window in tokens.
+        """
+        pieces = np.concatenate([m.documents[:, [START, LENGTH]] for m in self.packs])
+        before = [np.zeros(len(m.documents), int) if m.prefix is None else m.prefix for m in self.packs]
+        cut = (pieces[:, 0] - np.concatenate(before)) % window > 0
+        return float(pieces[cut, 1].sum() / self.tokens)
+
+    @property
+    def keys_per_token(self) -> float:
+        """Keys that a token attends to, itself among them, averaged over the step's tokens; in a model with
+        windows of attention only in its layers without."""
+        d = self.document_lengths.astype(np.float64)
+        return float((d * (d + 1)).sum() / (2 * d.sum()))
 
     @property
     def padding(self) -> int:

@@ -20,7 +20,7 @@ from wlb_titan.errors import PlanError
 from wlb_titan.packing import PackingJob, PackingPolicy, assignment
 from wlb_titan.packing.policy import Pack, Packing
 from wlb_titan.pipeline.runs import PipelineRuns
-from wlb_titan.plan import ID, LENGTH, PREFIX, START, MicroBatch, Plan
+from wlb_titan.plan import ID, LENGTH, START, MicroBatch, Plan, Slices
 
 STATE_VERSION = 2  # 1: epochs in an order that was stored
 
@@ -147,10 +147,11 @@ class Planner:
             assigned = assignment.in_order(self._job.micro_batches, self._job.data_parallel)
         if self._pipeline is not None and packing.assigned is None:
             assigned = self._pipeline.arranged(assigned, forward, backward)
-        micro_batches = self._micro_batches_of(packing, assigned, workloads, sharded)
+        one_pass = packing.backward is not None
+        micro_batches = self._micro_batches_of(packing, assigned, workloads, sharded, one_pass)
         backward_packs: tuple[MicroBatch, ...] | None = None
         if packing.backward is not None:
-            backward_packs = self._micro_batches_of(packing.backward, assigned, backward, sharded)
+            backward_packs = self._micro_batches_of(packing.backward, assigned, backward, sharded, one_pass)
         waiting = self._policy.waiting
         order = self._policy.order(packing, forward, backward, sharded)
         plan = Plan(
@@ -222,6 +223,7 @@ class Planner:
         assigned: list[list[int]],
         workloads: NDArray[np.float64],
         sharded: Collection[int],
+        one_pass: bool,
     ) -> tuple[MicroBatch, ...]:
         """The packs as micro-batches of the data-parallel ranks that they are assigned to."""
         merged = sharing_ranks(assigned, len(packing.packs))
@@ -234,6 +236,7 @@ class Planner:
                 float(workloads[pack]),
                 shard=dp_rank in sharded,
                 merged=merged[pack],
+                one_pass=one_pass,
             )
             for dp_rank, packs in enumerate(assigned)
             for index, pack in enumerate(packs)
@@ -249,6 +252,7 @@ class Planner:
         *,
         shard: bool,
         merged: range,
+        one_pass: bool,
     ) -> MicroBatch:
         sharers = len(merged) or 1
         strategy = self._job.merging[sharers].strategy if merged else self._strategy
@@ -258,12 +262,14 @@ class Planner:
         ranks: Sharding | None = None
         if strategy is not None and shard:
             name = f"Micro-batch {index} of data-parallel rank {dp_rank}"
-            prefix = None if slices is None else slices[:, PREFIX]
-            sharding, ranks = strategy.shard(documents[:, LENGTH], length, prefix=prefix, micro_batch=name)
+            lengths = documents[:, LENGTH]
+            elsewhere = Slices.of(slices, lengths, one_pass)
+            sharding, ranks = strategy.shard(lengths, length, slices=elsewhere, micro_batch=name)
         place = dp_rank - merged.start if merged else 0
         padding = (length - tokens + place) // sharers  # equal but for one token, and together all of it
+        own = length // sharers
         return MicroBatch(
-            dp_rank, index, length // sharers, padding, work, documents, sharding, ranks, slices, merged
+            dp_rank, index, own, padding, work, documents, sharding, ranks, slices, merged, one_pass
         )
 
 

@@ -1,4 +1,4 @@
-"""What a run of plans comes to: the figures of the paper's Table 2, and delay."""
+"""What a run of steps comes to: the figures of the paper's Table 2, delay, whole documents, scatter."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ class Summary:
         tokens: of all documents.
         padding: tokens of padding.
         lost: tokens left out for good.
+        cut: share of the tokens in pieces that begin in mid-document, as of `Plan.cut_share`.
+        keys: that a token attends to, averaged over all tokens.
         delays: int64 (longest delay + 1,), tokens by the iterations that they waited.
         gap: largest gap of a solver's packing; None without a solver.
     """
@@ -39,14 +41,22 @@ class Summary:
     tokens: int
     padding: int
     lost: int
+    cut: float
+    keys: float
     delays: NDArray[np.int64]
     gap: float | None
 
     @classmethod
-    def of(cls, plans: Iterable[Plan]) -> Summary:
-        """Reads the plans one by one; at least one."""
+    def of(cls, plans: Iterable[Plan], window: int) -> Summary:
+        """Reads the plans one by one; at least one.
+
+        Args:
+            plans: of consecutive steps.
+            window: context window in tokens.
+        """
         imbalance, plan_ms, waiting, workloads = [], [], [], []
         longest = tokens = padding = lost = 0
+        cut = keys = 0.0
         delays = np.zeros(1, dtype=np.int64)
         gap: float | None = None
         for plan in plans:
@@ -58,6 +68,8 @@ class Summary:
             tokens += plan.tokens
             padding += plan.padding
             lost += plan.lost_tokens
+            cut += plan.tokens * plan.cut_share(window)
+            keys += plan.tokens * plan.keys_per_token
             if plan.gap is not None:
                 gap = max(plan.gap, gap or 0.0)
             documents = np.concatenate([m.documents for m in plan.packs])
@@ -73,6 +85,8 @@ class Summary:
             tokens,
             padding,
             lost,
+            cut / tokens,
+            keys / tokens,
             delays,
             gap,
         )
@@ -98,5 +112,13 @@ class Summary:
             "plan_ms": float(np.median(self.plan_ms)),
             "longest": self.longest,
             "lost_tokens": self.lost,
+            "cut_share": self.cut,
+            "keys_per_token": self.keys,
             "gap": self.gap,
         }
+
+
+def rate_error(amounts: NDArray[Any], seconds: Floats) -> float:
+    """Standard error of sum(amounts) / sum(seconds), over its value, as far as two or more steps tell."""
+    deviations = amounts * (seconds.sum() / amounts.sum()) - seconds
+    return float(deviations.std(ddof=1) / seconds.mean() / len(seconds) ** 0.5)

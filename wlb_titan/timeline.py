@@ -13,6 +13,9 @@ from typing import Any
 
 from wlb_titan.errors import UserError
 
+COMPUTED = "processor_seconds"
+"""Of a span's arguments, what its thread computed in it, on a CPU: waiting and others' work are not in it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:

@@ -85,7 +85,7 @@ def measure(
             packed.append(sum(len(m.documents) for m in plan.micro_batches))
             yield plan
 
-    summary = Summary.of(plans())
+    summary = Summary.of(plans(), WINDOW)
     return {
         **summary.figures(),
         "plan_ms_mean": float(summary.plan_ms.mean()),

@@ -146,3 +146,14 @@ def test_traced_steps_have_what_was_measured(runs):
     assert passes == {f"{kind}{i}": 2 if kind == "L" else 4 for kind in "FLB" for i in range(4)}
     records = experiments["cp2_tp2_full_checkpointing"].metrics()
     assert all(record["measured_imbalance"] >= 1 and "bubble" not in record for record in records)
+
+
+def test_bfloat16_compiles_for_a_second_length(lab):
+    """While gradients of the first micro-batch, in float32, wait for those of the others."""
+    words = (*COMMON, *PACKING["wlb_lazy"], "--training.mixed_precision_param", "bfloat16")
+    eager = lab.experiment("bfloat16", *words)
+    compiled = lab.experiment(
+        "bfloat16_compiled", *words, "--compile.enable", "true", "--compile.backend", "aot_eager"
+    )
+    lab.run(1, [eager, compiled])
+    assert compiled.losses() == pytest.approx(eager.losses(), rel=2e-3)

@@ -200,10 +200,10 @@ class Language:
     float32, int32, int64 = torch.float32, torch.int32, torch.int64
     constexpr = staticmethod(lambda x=None: x)
     NVMMADistributedLayout = SliceLayout = DotOperandLayout = staticmethod(lambda *_, **__: None)
-    NVMMASharedLayout = staticmethod(lambda *_, **__: None)
+    NVMMASharedLayout = SwizzledSharedLayout = BlockedLayout = staticmethod(lambda *_, **__: None)
     static_range = range
     arange = staticmethod(lambda begin, end, layout: torch.arange(begin, end))
-    full = staticmethod(lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype))
+    full = staticmethod(lambda shape, value, dtype, layout: torch.full(shape, float(value), dtype=dtype))
     where = staticmethod(lambda c, a, b: torch.where(tensor(c), tensor(a), tensor(b)))
     maximum = staticmethod(lambda a, b: torch.maximum(tensor(a), tensor(b)))
     minimum = staticmethod(lambda a, b: torch.minimum(tensor(a), tensor(b)))
@@ -233,7 +233,8 @@ class Language:
         known = here.polled if isinstance(value, int) and value == 0 else None  # what was read here last
         machine.pause(lambda: (at, int(pointer.flat[at])) != known, "its turn")
         released = machine.atomic_clocks.setdefault(at, {})
-        merge(*((here.clock, released) if sem == "acquire" else (released, here.clock)))
+        if sem != "relaxed":
+            merge(*((here.clock, released) if sem == "acquire" else (released, here.clock)))
         before = pointer.flat[at].clone()
         pointer.flat[at] += value
         here.polled = at, int(before)

@@ -14,7 +14,7 @@ from wlb_titan.kernels.grid import GPU_GRID
 from wlb_titan.kernels.measure import Shape, flops, pairs, time_attention
 from wlb_titan.kernels.segments import check_segments
 
-from wlb_titan.cost.attention_fit import TILINGS, Point, predict
+from wlb_titan.cost.attention_fit import Point, predict, tilings
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost
 from wlb_titan.cost.attention_profile import Profile
 
@@ -161,7 +161,7 @@ def test_a_fit_to_the_grid_predicts_the_packs(benchmark, tmp_path):
 
     shape, units = [4, 1, 128, 128], 16
     cost = KernelCost(
-        TILINGS["triton"][1], launch=2e-5, key=1e-10, segment=0.0, tile=2e-6, block=1e-6, masked=2e-7
+        tilings("triton", 4)[1], launch=2e-5, key=1e-10, segment=0.0, tile=2e-6, block=1e-6, masked=2e-7
     )
     cases = list(GPU_GRID._replace(q_lens=(1, 64, 65, 257, 2048), keys=(1, 2**16)).cases(4))
     seconds = predict(cost, [Point(*case, 4, 0.0) for case in cases], units)

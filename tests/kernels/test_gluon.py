@@ -189,7 +189,11 @@ FORWARD_MUTANTS = {
     "no mask": ("if (start < shared_begin) | (start + BLOCK_N > shared_end):", "if False:"),
     "mask only at the end": ("if (start < shared_begin) | (start + BLOCK_N", "if (start + BLOCK_N"),
     "output used before its wait": ("o, p = warpgroup_mma_wait(0, deps=[o, p])\n", ""),
-    "last round forgotten": ("whole + gl.where(place < work - whole * programs, 1, 0)", "whole"),
+    "a tile that nobody takes": ("programs + gl.atomic_add(", "programs + 1 + gl.atomic_add("),
+    "Q and number not waited for": (
+        "mbarrier.wait(bars.index(Q_READY + q_stage), (round // Q_STAGES) & 1)\n",
+        "",
+    ),
 }
 BACKWARD_MUTANTS = {
     "no fence after dS": (

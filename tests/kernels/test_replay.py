@@ -135,7 +135,7 @@ def test_backward_by_hand(replay):
 
 def test_forward_by_hand(replay):
     """One head of a document of 256: tiles of one and two blocks, one of which is masked in each."""
-    kernel = replay.Forward(block=2.0, masked=1.0, tile=4.0, heads_at_a_time=1)
+    kernel = replay.Forward(block=2.0, masked=1.0, tile=4.0, heads_at_a_time=1, dynamic=False)
     segments = np.array([[0, 256, 0, 256]], dtype=np.int32)
     assert kernel.milliseconds(segments, 1, 1, units=2) == pytest.approx(9e-3)
     assert kernel.milliseconds(segments, 1, 1, units=1) == pytest.approx(16e-3)

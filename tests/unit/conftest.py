@@ -1,6 +1,13 @@
 """`--quick` (`make quick`) leaves out the files that take long: they import torchtitan, start processes, or
 prepare corpora."""
 
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from forking import Rank
+
 SLOW = {
     "test_activation_checkpoint.py",
     "test_adoption.py",
@@ -18,6 +25,7 @@ SLOW = {
     "test_prepare.py",
     "test_prepare_parallel.py",
     "test_profile.py",
+    "test_rehearsal.py",
     "test_rotary.py",
     "test_same_plans.py",
     "test_simulate_command.py",
@@ -32,3 +40,19 @@ def pytest_addoption(parser):
 
 def pytest_ignore_collect(collection_path, config):
     return True if config.getoption("--quick") and collection_path.name in SLOW else None
+
+
+@pytest.fixture
+def forked_ranks(fork_server, tmp_path, monkeypatch):
+    """`dryrun` and `rehearse` with ranks that are forked: each would import torchtitan for seconds."""
+    from wlb_titan.commands import lone_ranks
+
+    def run(command, **_):
+        python, option, program, *words = command
+        assert (python, option) == (sys.executable, "-m")
+        log = tmp_path / f"rank{words[words.index('--rank') + 1]}.log"
+        (code,) = fork_server.start([Rank(words, log)], program).wait(300)
+        return subprocess.CompletedProcess(command, code, "", log.read_text())
+
+    stand_in = SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(lone_ranks, "subprocess", stand_in)

@@ -203,7 +203,7 @@ def plans(of, steps=2):
 def test_work_is_that_of_full_checkpointing_whatever_the_packs():
     whole = simulated_job(degrees=Degrees(pipeline=2))
     tokens, attention = np.array([[5.0], [3.0]]), np.array([[2e-5], [1e-5]])
-    one = MicroBatches(tokens, attention, 2.5 * attention)
+    one = MicroBatches.imagined(whole, tokens, attention, 2.5 * attention)
     symmetric, mine = pass_times(whole, one), both_times(whole, one, one)
 
     def added(times):

@@ -1,11 +1,15 @@
 """Clusters: what ships, what a group of ranks communicates over, and files with mistakes."""
 
 import re
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from wlb_titan.cost.analytic import Analytic, Device, TokenSeconds
-from wlb_titan.cost.cluster import SHIPPED, Link, load_cluster
+from wlb_titan.cost.attention_choice import cluster_latency
+from wlb_titan.cost.attention_profile import AttentionShape
+from wlb_titan.cost.cluster import Link, cluster_of_device, load_cluster, shipped
 from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.errors import PlanError
 
@@ -38,11 +42,30 @@ def write(tmp_path):
     return written
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", shipped())
 def test_shipped(name):
     cluster = load_cluster(name)
     assert cluster.linear_flops <= cluster.peak_flops
     assert load_cluster(name) is cluster
+
+
+def test_shipped_clusters_are_found_by_their_gpus_name():
+    assert {"h100_roce", "h100_measured", "h200", "cpu"} == set(shipped())
+    assert cluster_of_device("NVIDIA H100 80GB HBM3") == "h100_roce"
+    assert cluster_of_device("NVIDIA H200") == "h200"
+    assert cluster_of_device("NVIDIA RTX A6000") is None
+
+
+def test_a_gpu_of_half_the_multiprocessors_and_rate_takes_twice_as_long(write):
+    shape = AttentionShape(heads=8)
+    h100 = load_cluster("h100_roce")
+    rates = {name: getattr(h100, name) / 2 for name in ("attention_flops", "attention_backward_flops")}
+    half = replace(h100, units=66, **rates)
+    lengths = np.array([1000, 30000])
+    work = cluster_latency(half, shape).work(lengths, lengths)
+    assert work == pytest.approx(2 * cluster_latency(h100, shape).work(lengths, lengths))
+    assert load_cluster(write(GOOD)).units == 132
+    assert load_cluster(write(GOOD.replace("[gpu]", "[gpu]\nunits = 66"))).units == 66
 
 
 def test_links(write):

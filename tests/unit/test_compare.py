@@ -81,6 +81,34 @@ def test_rates_leave_the_first_record_out_and_weigh_by_time():
     assert run.per_second("model_tflops") is None, "an older run has no such figure"
 
 
+def rates(*tflops):
+    return [record(i, seconds=1, model_tflops=rate) for i, rate in enumerate((1, *tflops), start=1)]
+
+
+def test_the_error_of_a_rate_is_that_of_its_steps_ratio():
+    """Steps of equal length: the standard error of the mean of their rates, without the first record."""
+    values = np.array([8.0, 12.0, 10.0, 14.0, 6.0])
+    run = make_run(rates(*values))
+    assert run.error("model_tflops") == pytest.approx(values.std(ddof=1) / 5**0.5 / values.mean())
+    assert make_run(rates(8, 12)).error("model_tflops") is None, "two steps tell nothing of scatter"
+
+
+def test_a_difference_within_twice_its_error_is_called_none(folder):
+    base, like, faster = (
+        folder(name, rates(*values))
+        for name, values in (
+            ("base", [9, 11, 10, 9, 11]),
+            ("like", [10, 11, 9, 12, 9]),
+            ("faster", [14, 15, 16, 15, 15]),
+        )
+    )
+    text = output(base, like, faster)
+    same, other = (line for line in text.splitlines() if " a second of base" in line)
+    assert same.startswith("like trains on 1.02x ±0.07 the FLOPs") and "no difference can be seen" in same
+    assert other.startswith("faster trains on 1.50x ±0.07 the FLOPs") and "no difference" not in other
+    assert text.index("model TFLOP/s") < text.index("tokens a second")
+
+
 def test_loss_is_compared_after_equally_many_tokens(folder):
     """The shorter run has 2,000 tokens: of the longer one, records at 1,900 and 2,000 are its last tenth."""
     short = [record(step, loss=8 - step / 10) for step in range(1, 11)]

@@ -41,6 +41,7 @@ PARAMETERS = {
     "TensorMeta": "shape stride dtype requires_grad",
     "build_pipeline_schedule": "parallelism local_batch_size stages loss_fn backward_requires_autograd",
     "checkpoint_wrapper": "module checkpoint_impl checkpoint_fn checkpoint_fn_kwargs",
+    "done_work": "",
     "ensure_receives_drained": "recv_info_by_microbatch",
     "in_backward_pass": "",
     "mark_unbacked": "t index hint_override strict specialize_on shape_id min max",

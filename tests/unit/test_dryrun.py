@@ -1,13 +1,10 @@
 """`wlb-titan dryrun`: what it traces beside what is predicted, its report, its files and its errors."""
 
 import json
-import subprocess
-import sys
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
-from forking import Rank
 
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
@@ -36,18 +33,7 @@ def dryrun_in_new_processes(*words):
 
 
 @pytest.fixture
-def dryrun(fork_server, tmp_path, monkeypatch):
-    """The command, with ranks that are forked: each would import torchtitan for seconds."""
-    from wlb_titan.commands import dryrun
-
-    def run(command, **_):
-        python, option, program, *words = command
-        assert (python, option) == (sys.executable, "-m")
-        log = tmp_path / f"rank{words[words.index('--rank') + 1]}.log"
-        (code,) = fork_server.start([Rank(words, log)], program).wait(300)
-        return subprocess.CompletedProcess(command, code, "", log.read_text())
-
-    monkeypatch.setattr(dryrun, "subprocess", SimpleNamespace(run=run))
+def dryrun(forked_ranks):
     return dryrun_in_new_processes
 
 
@@ -152,6 +138,28 @@ SLICED = {
 }
 
 
+ALONE = """
+base = "llama2_550m"
+wlb.cluster = "h100_roce"
+wlb.corpus.path = "/nowhere"
+activation_checkpoint.class = "FullAC"
+[training]
+seq_len = 256
+local_batch_size = 3
+"""
+
+
+def test_one_rank_s_weights_stay_whole_and_it_reduces_gradients_once(dryrun, tmp_path):
+    file, output = tmp_path / "alone.toml", tmp_path / "ranks.json"
+    file.write_text(ALONE)
+    result = dryrun(file, "--rank", "first", "--step", 1, "--output", output)
+    assert result.exit_code == 0, result.output
+    (rank,) = json.loads(output.read_text())
+    assert rank["predicted_gib"] == pytest.approx(rank["traced_gib"], rel=0.02)
+    in_layers = rank["parameters"] - 2 * 32000 * 1536
+    assert rank["traced"]["gathered"] > 2 * in_layers / 2**30  # bfloat16
+
+
 @pytest.mark.parametrize("case", SLICED)
 def test_slices_hold_what_is_predicted(dryrun, case, tmp_path):
     """On four layers, where the layer at hand counts for much: 8 % in place of 5. What bounds the plan is the
@@ -167,6 +175,43 @@ def test_slices_hold_what_is_predicted(dryrun, case, tmp_path):
     assert case == "shared" or rank["traced"]["cache"] > 0
     shared = {entry["kind"] for entry in rank["collectives"] if entry["over"] == "dp_shard_cp, 4 ranks"}
     assert shared == ({"all-gather", "reduce-scatter"} if case == "shared" else set())
+
+
+GATHERED = """
+base = "llama3_debug"
+[wlb.corpus]
+path = "not_here"
+[wlb.packing]
+policy = "wlb_lazy"
+[wlb.sharding]
+policy = "hybrid"
+[training]
+seq_len = 8192
+mixed_precision_param = "bfloat16"
+local_batch_size = 2
+global_batch_size = 4
+[parallelism]
+context_parallel_degree = 4
+data_parallel_shard_degree = 2
+"""
+
+
+def test_keys_travel_as_predicted(dryrun, tmp_path):
+    """Among pairs and among all four ranks: gathered in forward passes, and again in backward passes."""
+    file, output = tmp_path / "gathered.toml", tmp_path / "ranks.json"
+    file.write_text(GATHERED)
+    result = dryrun(file, "--rank", "first", "--output", output)
+    assert result.exit_code == 0, result.output
+    (rank,) = json.loads(output.read_text())
+    pairs, four = np.array(rank["travelling"]).sum(axis=0)
+    assert 0 < pairs + four < sum(rank["lengths"])
+    gib = {(e["kind"], e["over"]): e["gib"] for e in rank["collectives"]}
+    layers, heads, dim = 4, 2, 32
+    size = 2 * heads * dim * 2 * layers / 2**30
+    assert gib["all-gather", "cp"] == pytest.approx(2 * size * four)
+    assert gib["reduce-scatter", "cp"] == pytest.approx(size * four)
+    # Of all pairs the one that exchanges most is predicted.
+    assert gib.get(("all-gather", "cp, 2 ranks"), 0) <= 2 * size * pairs
 
 
 @pytest.fixture(scope="module")

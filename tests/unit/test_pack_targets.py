@@ -29,7 +29,7 @@ def run(lengths, micro_batches, steps, policy, **settings):
     planner = make_planner(lengths, window=WINDOW, micro_batches=micro_batches, packing=packing, cost=WORK)
     for _ in range(8):
         planner.next()
-    return Summary.of(planner.next() for _ in range(steps)).figures()
+    return Summary.of((planner.next() for _ in range(steps)), WINDOW).figures()
 
 
 def test_plain_is_as_unbalanced_as_in_the_paper(lengths):

@@ -158,7 +158,7 @@ def test_files_that_are_no_profile_are_named(tmp_path, profile):
         Profile.load(path)
     for text in ('{"schema": 7}', "[]"):
         path.write_text(text)
-        with pytest.raises(PlanError, match="reads schema 1"):
+        with pytest.raises(PlanError, match="reads schema 2"):
             Profile.load(path)
     profile.save(path)
     record = json.loads(path.read_text())

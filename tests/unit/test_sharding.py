@@ -1,6 +1,7 @@
 """Sharding policies: what every one of them must hold, and what each promises besides."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import planning
@@ -9,13 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb_titan import context
-from wlb_titan.context import STRATEGIES, per_document, sequence_positions
+from wlb_titan.context import STRATEGIES, MoveSeconds, per_document, sequence_positions
+from wlb_titan.context.hybrid import levels_of
 from wlb_titan.context.ulysses import head_shares
 from wlb_titan.cost.attention_hopper import hopper
 from wlb_titan.cost.attention_latency import slowest
+from wlb_titan.cost.degrees import Degrees
 from wlb_titan.errors import PlanError
+from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
-from wlb_titan.plan import COUNT, DOCUMENT, OFFSET
+from wlb_titan.plan import COUNT, DOCUMENT, OFFSET, Slices
 
 SHARDINGS = ("per_sequence", "per_document", "adaptive", "hybrid")
 LATENCY = hopper(128, 32)
@@ -46,6 +50,46 @@ def pairs(rank: np.ndarray) -> int:
     return int((high * (high + 1) // 2 - low * (low + 1) // 2).sum())
 
 
+def check_keys(mask, shards, positions, lengths, rank, levels):
+    """That a rank's segments see just their documents' keys up to their queries: by moving the tokens'
+    positions in the sequence as `runtime.all_gather` moves keys."""
+    *exchange, own = mask.exchange
+    share, begin, keys = positions.shape[1], 0, []
+    begins = [0] * len(shards)
+    for order, sent, size in reversed(list(zip(exchange[::2], exchange[1::2], levels, strict=True))):
+        rows, first = len(order) // size, rank // size * size
+        span = context.spans(shards, levels)
+        place = levels.index(size)
+        counts = [int(s[span[s[:, DOCUMENT]] == place, COUNT].sum()) for s in shards]
+        gathered = [
+            positions[member, at : at + rows]
+            for member in range(first, first + size)
+            for at in [min(begins[member], share - rows)]
+        ]
+        assert rows == max(counts[first : first + size]) and len(sent) == counts[rank]
+        assert sorted(order) == list(range(rows * size))
+        keys.append(np.concatenate(gathered)[order])
+        begins = [b + c for b, c in zip(begins, counts, strict=True)]
+    begin = begins[rank]
+    if len(own):
+        assert len(own) == share - begin
+        keys.append(positions[rank, begin:])
+    keys = np.concatenate(keys)
+    starts = np.cumsum(lengths) - lengths
+    at = 0
+    for number, tokens in mask.keys.tolist():
+        if number >= 0:
+            assert (keys[at : at + tokens] == starts[number] + np.arange(lengths[number])).all()
+        at += tokens
+    end = 0
+    for (document, offset, count), (q, q_len, k, k_len) in zip(
+        shards[rank].tolist(), mask.segments.tolist(), strict=True
+    ):
+        assert (q, q_len, k_len) == (end, count, offset + count)
+        assert (keys[k : k + k_len] == starts[document] + np.arange(k_len)).all()
+        end += count
+
+
 @settings(max_examples=60)
 @given(ragged, st.sampled_from([(2, 1), (4, 2), (6, 3), (8, 2), (8, 8)]), st.integers(0, 40))
 def test_ulysses_gather_divides_groups_per_document_and_their_ranks_in_a_row(lengths, degrees, extra):
@@ -57,15 +101,16 @@ def test_ulysses_gather_divides_groups_per_document_and_their_ranks_in_a_row(len
         return
     _, shards = strategy.shard(lengths, total)
     groups = per_document(lengths, total, ranks // within)
+    groups = context.widest_first(groups, context.spans(groups, (len(groups),)))
     positions = sequence_positions(shards, lengths, total).reshape(ranks // within, -1)
     expected = sequence_positions(groups, lengths, total)
     held = positions < lengths.sum()
     assert (held == (expected < lengths.sum())).all() and (positions[held] == expected[held]).all()
     for rank in range(ranks):
-        seen, (order,) = strategy.mask(shards, lengths, total, rank)
-        assert (seen == context.segments(groups[rank // within], lengths)).all()
-        assert sorted(order) == list(range(total))
-    assert (expected.ravel()[order] == np.arange(total)).all()
+        mask = strategy.mask(shards, lengths, total, rank)
+        levels = (len(groups),)
+        check_keys(mask, groups, expected, lengths, rank // within, levels)
+    assert strategy.travelling(shards, total) == (total, len(mask.exchange[0]))
     seconds = strategy.seconds(shards)
     assert seconds.shape == (ranks, 2)
 
@@ -119,6 +164,23 @@ def test_segments_see_exactly_the_earlier_keys_of_their_document(policy, lengths
             assert kv_start == begins[document_of[tokens[0]]]
             np.testing.assert_array_equal(tokens, kv_start + kv_len - q_len + np.arange(q_len))
         assert (row[end:] >= lengths.sum()).all()  # what is left is padding
+
+
+@pytest.mark.parametrize("policy", SHARDINGS)
+@given(lengths=ragged, ranks=st.integers(2, 16), extra=slack, slow=st.sampled_from([0.0, 1e-9, 1e-6]))
+@settings(max_examples=40)
+def test_ranks_get_the_keys_that_their_queries_see(policy, lengths, ranks, extra, slow):
+    if sum(lengths) < ranks:
+        return
+    lengths, total = padded(lengths, ranks, extra)
+    moves = [MoveSeconds(slow, 100 * slow)] * len(levels_of(ranks))
+    strategy = STRATEGIES.configure(policy).make(ranks, LATENCY, moves)
+    _, shards = strategy.shard(lengths, total)
+    positions = sequence_positions(shards, lengths, total)
+    for rank in range(ranks):
+        mask = strategy.mask(shards, lengths, total, rank)
+        check_keys(mask, shards, positions, lengths, rank, strategy.levels)
+    assert strategy.travelling(shards, total)[-1] == len(mask.exchange[-3])  # among all ranks
 
 
 @given(lengths=ragged, ranks=degrees)
@@ -235,16 +297,18 @@ def test_hybrid_beats_adaptive_on_one_long_and_many_short_documents(latency, ran
         assert (runs[lengths < long] == 1).sum() >= len(short) - ranks  # at most `ranks` fill the rooms
 
 
-@given(lengths=ragged, ranks=degrees, cut=st.integers(0, 40), extra=slack)
+@given(lengths=ragged, ranks=degrees, extra=slack, data=st.data())
 @settings(max_examples=100)
-def test_hybrid_fills_every_rank_whichever_documents_are_cut(lengths, ranks, cut, extra):
-    """Whatever k is tried: the search's own choice would rarely reach the corners."""
+def test_hybrid_fills_every_rank_whichever_documents_are_cut(lengths, ranks, extra, data):
+    """Whatever is tried: the search's own choice would rarely reach the corners."""
     from wlb_titan.context.hybrid import _shard
 
     lengths, total = padded(lengths, ranks, extra)
-    is_long = np.zeros(len(lengths), dtype=bool)
-    is_long[np.argsort(-lengths)[:cut]] = True
-    result = _shard(lengths, is_long, LATENCY.work(lengths, lengths).sum(axis=0), total, ranks)
+    sizes = levels_of(ranks)
+    assert all(large % small == 0 for small, large in pairwise(sizes)) and sizes[-1] == ranks
+    width = st.sampled_from([1, *sizes])
+    widths = np.array(data.draw(st.lists(width, min_size=len(lengths), max_size=len(lengths))))
+    result = _shard(lengths, widths, LATENCY.work(lengths, lengths).sum(axis=0), total, ranks, sizes)
     assert sum(int(rank[:, COUNT].sum()) for rank in result) == lengths.sum()
     assert max(int(rank[:, COUNT].sum()) for rank in result) <= total // ranks
 
@@ -294,9 +358,10 @@ def test_one_rank_s_micro_batches_are_divided_as_all_would_be():
 @pytest.mark.parametrize("policy", SHARDINGS)
 def test_the_planner_shards_by_the_settings(policy):
     plan = sharding_planner(policy).next()
+    job = Job(window=4096, micro_batches=4, degrees=Degrees(context=4, shard=2), attention=UNMERGED)
+    strategy = replace(job, sharding=STRATEGIES.configure(policy)).strategy
     for micro_batch in plan.micro_batches:
-        held = micro_batch.documents[:, 2]
-        expected = shard(policy, held, micro_batch.length, 4, UNMERGED)
+        _, expected = strategy.shard(micro_batch.documents[:, 2], micro_batch.length)
         assert all((a == b).all() for a, b in zip(micro_batch.ranks, expected, strict=True))
     names = {micro_batch.sharding for micro_batch in plan.micro_batches}
     assert names <= {"per_sequence", "per_document", "hybrid"}
@@ -329,14 +394,19 @@ def test_queries_of_slices_see_their_prefixes(policy, lengths, ranks, data):
     strategy = STRATEGIES.configure(policy).make(ranks, LATENCY)
     if lengths.sum() < ranks:
         return
-    _, shards = strategy.shard(lengths, total, prefix=prefix)
-    begins = np.cumsum(prefix + lengths) - lengths - prefix
-    seen = [
-        context.segments_after(strategy.mask(shards, lengths, total, rank)[0], lengths, prefix)
-        for rank in range(ranks)
-    ]
-    for segments in seen:
-        document = np.searchsorted(begins, segments[:, 2], side="right") - 1
+    slices = Slices(prefix, prefix > 0)
+    _, shards = strategy.shard(lengths, total, slices=slices)
+    seen = []
+    for rank in range(ranks):
+        mask = strategy.mask(shards, lengths, total, rank, slices)
+        number, tokens = mask.keys.T
+        before = np.where(number >= 0, prefix[number], 0)
+        seen.append(context.segments_after(mask.segments, tokens, before))
+        assert set(np.flatnonzero(prefix)) <= set(number)  # others may have their later slices
+        begins = np.full(len(lengths) + 1, -1)
+        begins[number] = np.cumsum(before + tokens) - before - tokens
+        segments = seen[-1]
+        document = shards[rank][:, DOCUMENT] if policy != "ulysses" else np.arange(len(lengths))
         assert (segments[:, 2] == begins[document]).all()
         assert (segments[:, 3] - segments[:, 1] >= prefix[document]).all()
         assert (segments[:, 3] <= (prefix + lengths)[document]).all()
@@ -362,7 +432,7 @@ def test_the_fastest_sharding_of_a_slice_is_that_with_its_prefix(lengths, ranks,
     slow = {}
     for policy in SHARDINGS:
         strategy = STRATEGIES.configure(policy).make(ranks, LATENCY)
-        _, shards = strategy.shard(lengths, total, prefix=prefixes)
+        _, shards = strategy.shard(lengths, total, slices=Slices(prefixes, prefixes > 0))
         slow[policy] = slowest(strategy.seconds(context.after(shards, prefixes)))
     assert slow["adaptive"] == min(slow["per_sequence"], slow["per_document"])
     assert slow["hybrid"] <= slow["adaptive"]

@@ -109,14 +109,18 @@ def test_the_slowest_context_parallel_rank_counts_in_each_pass():
     assert prediction.pipeline[0] == pytest.approx(3 * (matrices + 4 * batch.forward[0]))
 
 
+def imagined_times(of, batch):
+    return pass_times(of, MicroBatches.imagined(of, *batch))
+
+
 def test_tensor_and_context_collectives():
     """7B, TP 4 in a node and CP 2 across: bytes over bandwidth, and a latency a collective."""
     cluster = replace(CLUSTER, gpus_per_node=4, node=Link(1e9, 1e-3), network=Link(1e8, 1e-2))
     degrees = Degrees(tensor=4, context=2)
-    batch = MicroBatches(np.full((1, 1), 1024.0), np.zeros((1, 1)), np.zeros((1, 1)))
+    batch = np.full((1, 1), 1024.0), np.zeros((1, 1)), np.zeros((1, 1))
     model = PAPER_MODELS["7B"]
-    slow = pass_times(job(model=model, degrees=degrees, cluster=cluster), batch)
-    fast = pass_times(job(model=model, degrees=degrees), batch)
+    slow = imagined_times(job(model=model, degrees=degrees, cluster=cluster), batch)
+    fast = imagined_times(job(model=model, degrees=degrees), batch)
     tensor = 4 * (1024 / 2 * 4096 * 2 * (3 / 4) / 1e9 + 1e-3)
     context = 1024 * 2 * 4096 / 4 * 2 * (1 / 2) / 1e8 + 1e-2
     difference = (slow.forward - fast.forward)[0, 0, 0]
@@ -129,10 +133,10 @@ def test_tensor_and_context_collectives():
 def test_tensor_collectives_hide_behind_matrix_products(overlap, matrices):
     """Two ranks, four collectives of half of 1024 hidden states of 8 in bfloat16, at 1 MB/s and 1 ms each."""
     cluster = replace(CLUSTER, node=Link(1e6, 1e-3), linear_flops=matrices)
-    batch = MicroBatches(np.full((1, 1), 1024.0), np.zeros((1, 1)), np.zeros((1, 1)))
+    batch = np.full((1, 1), 1024.0), np.zeros((1, 1)), np.zeros((1, 1))
     hidden = job(degrees=Degrees(tensor=2), cluster=cluster, tensor_overlap=overlap)
     bare = replace(hidden, cluster=replace(cluster, node=Link(float("inf"), 0.0)))
-    waited = [pass_times(one, batch) for one in (hidden, bare)]
+    waited = [imagined_times(one, batch) for one in (hidden, bare)]
     bytes_seconds = 4 * 1024 * 8 * 2 / 2 / 1e6
     products = 1024 * 2 * LAYER / 2 / matrices
     expected = bytes_seconds - min(overlap * bytes_seconds, products) + (1 - overlap) * 4 * 1e-3
@@ -148,10 +152,10 @@ def test_experts_exchange_tokens_and_wait_for_the_busiest_rank():
     """EP 4 in nodes of 2: of two copies of 1024 / 2 tokens, a quarter goes to the neighbour and half away."""
     cluster = replace(CLUSTER, gpus_per_node=2, node=Link(1e6, 1e-3), network=Link(1e5, 1e-2))
     degrees = Degrees(context=2, shard=2, expert=4)
-    batch = MicroBatches(np.full((1, 1), 1024.0), np.zeros((1, 1)), np.zeros((1, 1)))
+    batch = np.full((1, 1), 1024.0), np.zeros((1, 1)), np.zeros((1, 1))
     spread = job(model=EXPERTS, degrees=degrees, cluster=cluster, routing_imbalance=1.5)
     alone = replace(spread, degrees=replace(degrees, expert=1), routing_imbalance=1.0)
-    times, without = pass_times(spread, batch), pass_times(alone, batch)
+    times, without = imagined_times(spread, batch), imagined_times(alone, batch)
     copies = 2 * 1024 / 2 * 8 * 2  # bytes of one rank
     exchange = 2 * (1.5 * max(copies / 4 / 1e6, copies / 2 / 1e5) + 1e-2)
     products = 1024 / 2 * 2 * 3 * 8 * 12 / 1e9
@@ -197,10 +201,10 @@ def test_offloaded_activations_travel_while_layers_compute():
 def test_a_gather_in_groups_hides_behind_the_attention_of_the_group_before(attention):
     """Two groups step by step: the second gather and the first group's attention begin together."""
     cluster = replace(CLUSTER, gpus_per_node=1, network=Link(1e6, 0.0))
-    batch = MicroBatches(np.full((1, 1), 1000.0), np.full((1, 1), attention), np.full((1, 1), attention))
+    batch = np.full((1, 1), 1000.0), np.full((1, 1), attention), np.full((1, 1), attention)
     whole = job(degrees=Degrees(context=2), cluster=cluster)
     times = [
-        pass_times(one, batch)
+        imagined_times(one, batch)
         for one in (whole, replace(whole, sharding=STRATEGIES.configure("per_sequence", gather_groups=2)))
     ]
     gather = 1000 * 2 * 2 * 4 * 2 / 2 / 1e6  # keys and values of 2 heads of 4 in bfloat16, half of them sent

@@ -54,7 +54,8 @@ def test_a_document_in_two_slices_by_hand():
     # Attention: 6 x 7 / 2 pairs and 6 x 4 + 4 x 5 / 2; all work once, as of the document of 10.
     attention = np.array([21.0, 34.0]) * 2 * 1e-6
     tokens = np.array([6.0, 4.0])
-    times = pass_times(simulated, MicroBatches(*(x[:, None] for x in (tokens, attention, 2 * attention))))
+    packs = (x[:, None] for x in (tokens, attention, 2 * attention))
+    times = pass_times(simulated, MicroBatches.imagined(simulated, *packs))
     f, b = times.forward[:, :, 0], (times.inputs + times.weights)[:, :, 0]
     first_done = f[0, 0]
     last = max(first_done + f[1, 0], first_done + f[0, 1]) + f[1, 1]

@@ -87,13 +87,16 @@ def traced_steps(runs: Sequence[Run]) -> dict[str, list[Span]]:
 
 
 def _card(run: Run, color: str) -> str:
-    rate, imbalance = run.per_second("tokens_per_second"), run.mean("imbalance")
-    bubble = run.mean("bubble")
+    flops, imbalance = run.per_second("model_tflops"), run.mean("imbalance")
+    bubble, error = run.mean("bubble"), run.error("model_tflops")
+    rate = f"{flops:,.3g}" if flops is not None else f"{run.per_second('tokens_per_second'):,.0f}"
+    what = "model TFLOP/s" if flops is not None else "tokens a second"
+    what += f" ±{error:.1%}" if error is not None else ""
     facts = [f"imbalance {imbalance:.3f}"] if imbalance is not None else []
     facts += [f"bubble {bubble:.1%}"] if bubble is not None else []
     return (
         f'<div class="card" style="border-top-color: {color}"><b>{html.escape(run.name)}</b>'
-        f"<strong>{rate:,.0f}</strong><span>tokens a second</span><span>{', '.join(facts)}</span></div>"
+        f"<strong>{rate}</strong><span>{what}</span><span>{', '.join(facts)}</span></div>"
     )
 
 

@@ -95,10 +95,12 @@ def summary(config: Any, world_size: int | None) -> str:
         shard = world_size // (others * degrees.data_parallel_replicate_degree) if world_size else "auto"
     replicate = degrees.data_parallel_replicate_degree
     data_parallel = shard if replicate == 1 else f"{replicate} x {shard}"
+    epochs = config.wlb.epochs
+    length = f"{epochs} epochs" if epochs else f"{config.training.steps} steps"
     return (
         f"model {config.model_spec.name} {config.model_spec.flavor}, "
         f"PP {degrees.pipeline_parallel_degree} x DP {data_parallel} x CP {degrees.context_parallel_degree} "
         f"x TP {degrees.tensor_parallel_degree}, seq_len {config.training.seq_len}, "
-        f"{config.training.steps} steps, packing {config.wlb.packing.name}, "
+        f"{length}, packing {config.wlb.packing.name}, "
         f"sharding {config.wlb.sharding.name}"
     )

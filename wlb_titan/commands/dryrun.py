@@ -4,55 +4,40 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from wlb_titan.commands.console import print_choice
 from wlb_titan.commands.dryrun_report import print_rank
+from wlb_titan.commands.lone_ranks import (
+    DEFAULT_STEP,
+    RankCommand,
+    corpus_words,
+    policy_words,
+    rank_numbers,
+    rank_option,
+    world_size_option,
+)
 from wlb_titan.errors import UserError
 from wlb_titan.memory.fits import usable_share
 from wlb_titan.memory.peak import GIB
-
-if TYPE_CHECKING:
-    from wlb_titan.config import Resolved
-
-DEFAULT_STEP = 9
-"""By then the queues of balancing policies have filled."""
-
-SYNTHETIC_TOKENS = 1 << 26
-"""At most so many, of a corpus that stands for one that is not here: 256 MiB on the disk, for a moment."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("file", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
-@click.option(
-    "--rank",
-    "ranks",
-    default="first,last",
-    show_default=True,
-    metavar="N,...",
-    help="Global ranks to run, each in a process of its own; first and last are those of the job, which are "
-    "of the first and of the last pipeline rank.",
-)
+@rank_option
 @click.option(
     "--policy",
     metavar="PACKING[:SHARDING[:ORDER]]",
     help="Policies instead of the file's, such as wlb_lazy:hybrid:best.",
 )
-@click.option(
-    "--world-size",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="GPUs of the job; by default as many as the configured degrees need.",
-)
+@world_size_option
 @click.option(
     "--step",
     type=click.IntRange(min=1),
@@ -91,7 +76,7 @@ def dryrun(
     """
     from wlb_titan.runtime.load import load_config
 
-    words = [*overrides, *_policy_words(policy)]
+    words = [*overrides, *policy_words(policy)]
     resolved = load_config(file, words, world_size)
     config = resolved.config
     # torchtitan takes seconds to import, so that is left until the file has been found good.
@@ -100,14 +85,14 @@ def dryrun(
     from wlb_titan.simulator.choice import choose
 
     world_size = world_size or degrees_product(config)
-    numbers = _numbers(ranks, world_size)
     job = job_of(config, parallel_dims(config, world_size))
+    numbers = rank_numbers(ranks, world_size, job.degrees.pipeline)
     if device_gib is not None:
         job = job.on(replace(job.cluster, memory=device_gib * GIB))
     if not config.wlb.cluster:  # the ranks' processes do not see the device
         words += ["--wlb.cluster", cluster_at_hand(config.wlb.device)]
     with tempfile.TemporaryDirectory(prefix="wlb-dryrun-") as folder:
-        words += ["--dump_folder", folder, *_corpus_words(resolved, job.micro_batches, step, Path(folder))]
+        words += ["--dump_folder", folder, *corpus_words(resolved, job.micro_batches, step, Path(folder))]
         if job.undecided:
             settings = load_config(file, words, world_size).config.wlb.corpus
             choice = choose(
@@ -115,12 +100,19 @@ def dryrun(
             )
             print_choice(choice)
             job = choice.job
-            words += _policy_words(str(job.policy))
+            words += policy_words(str(job.policy))
         slices = job.packing.owner.slices
         bound = "" if slices else f", micro-batches of at most {job.longest_micro_batch:,} tokens"
         click.echo(f"Step {step} of {file}{bound}.")
-        words = ["--device-bytes", str(job.cluster.memory), str(file), *words]
-        results = _run(words, numbers, world_size, step, Path(folder))
+        # An accelerator that is there is not used: tensors have no memory, and the trace is of the CPU.
+        command = RankCommand(
+            "wlb_titan.runtime.dryrun",
+            {"--world-size": world_size, "--step": step, "--device-bytes": job.cluster.memory},
+            file,
+            words,
+            {"CUDA_VISIBLE_DEVICES": ""},
+        )
+        results = command.run(numbers, Path(folder), os.cpu_count() or 1)
     if output is not None:
         _write(output, results)
     for result in results:
@@ -129,94 +121,6 @@ def dryrun(
         _say_whether_it_fits(results, device_gib, usable_share(slices))
     if any("error" in result for result in results):
         sys.exit(1)
-
-
-def _policy_words(policy: str | None) -> list[str]:
-    """Overrides of the configuration; an unknown policy is refused with the configuration."""
-    if policy is None:
-        return []
-    keys = ("--wlb.packing.policy", "--wlb.sharding.policy", "--wlb.pipeline.order")
-    parts = [part.strip() for part in policy.split(":")]
-    if len(parts) > len(keys):
-        raise UserError(f"--policy: {policy!r} has too many parts; a policy is packing[:sharding[:order]].")
-    return [word for key, part in zip(keys, parts, strict=False) for word in (key, part)]
-
-
-def _numbers(ranks: str, world_size: int) -> list[int]:
-    """The global ranks that `--rank` names, in its order."""
-    numbers = []
-    for word in ranks.split(","):
-        text = {"first": "0", "last": str(world_size - 1)}.get(word.strip(), word.strip())
-        if not (text.isascii() and text.isdigit() and int(text) < world_size):
-            raise UserError(
-                f"--rank: {word.strip()!r} is none of the job's {world_size} ranks; name numbers from 0 to "
-                f"{world_size - 1}, first or last, with commas between them."
-            )
-        numbers.append(int(text))
-    return list(dict.fromkeys(numbers))
-
-
-def _corpus_words(resolved: Resolved, micro_batches: int, step: int, folder: Path) -> list[str]:
-    """Overrides that name a corpus: the configured one, or synthetic lengths if it is not on this machine.
-
-    Args:
-        resolved: the configuration.
-        micro_batches: of the whole job in a step.
-        step: of the plan, that is reached.
-        folder: for a synthetic corpus.
-    """
-    from wlb_titan.corpus.synthetic import SHAPE, long_tailed_lengths, write_synthetic_corpus
-    from wlb_titan.runtime.validation import validate_corpus
-
-    corpus = resolved.config.wlb.corpus
-    paths = [source.path for source in corpus.sources] or [corpus.path]
-    # Megatron's files are named without their endings.
-    missing = [path for path in paths if not (Path(path).exists() or Path(f"{path}.bin").exists())]
-    if not missing:
-        resolved.check(validate_corpus)
-        return []
-    click.echo(
-        f"There is no corpus at {', '.join(missing)}: planning on synthetic lengths instead, {SHAPE}. The "
-        "job's own plan needs its corpus here (`wlb-titan prepare`).",
-        err=True,
-    )
-    window = resolved.config.training.seq_len
-    tokens = min((step + 1) * micro_batches * window, SYNTHETIC_TOKENS)
-    write_synthetic_corpus(folder / "corpus", long_tailed_lengths(tokens, window))
-    alone = ["--wlb.corpus.sources", "[]"] if corpus.sources else []
-    return ["--wlb.corpus.path", str(folder / "corpus"), "--wlb.corpus.tokenizer", "", *alone]
-
-
-def _run(
-    words: list[str], ranks: list[int], world_size: int, step: int, folder: Path
-) -> list[dict[str, Any]]:
-    """A process for each rank, as many at a time as there are cores.
-
-    Args:
-        words: options of all ranks, the file and its overrides.
-        ranks: global ranks.
-        world_size: of the job.
-        step: of the plan.
-        folder: for what they find.
-    """
-
-    def run(rank: int) -> dict[str, Any]:
-        result = folder / f"rank{rank}.json"
-        command = [sys.executable, "-m", "wlb_titan.runtime.dryrun", "--rank", str(rank)]
-        command += ["--world-size", str(world_size), "--step", str(step), "--result", str(result)]
-        # An accelerator that is there is not used: tensors have no memory, and the trace is of the CPU.
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        process = subprocess.run(
-            [*command, *words], env=environment, capture_output=True, text=True, check=False
-        )
-        if result.exists():
-            found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-            return found
-        tail = process.stderr.strip()[-2000:]
-        return {"rank": rank, "error": f"the process ended with exit code {process.returncode}: {tail}"}
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(run, ranks))
 
 
 def _write(output: Path, results: list[dict[str, Any]]) -> None:

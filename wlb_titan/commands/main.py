@@ -30,6 +30,9 @@ SUBCOMMANDS = {
     "dryrun": Subcommand(
         "wlb_titan.commands.dryrun", "dryrun", "Run a step of a big job on this machine, without its GPUs."
     ),
+    "rehearse": Subcommand(
+        "wlb_titan.commands.rehearse", "rehearse", "Measure a job of many devices on this one."
+    ),
     "compare": Subcommand(
         "wlb_titan.commands.compare", "compare", "Put the metrics of training runs side by side."
     ),

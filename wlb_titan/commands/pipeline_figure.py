@@ -18,6 +18,7 @@ from wlb_titan.packing.slices import slice_work
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.plan import Flow, MicroBatch
 from wlb_titan.simulator.slices import parts
+from wlb_titan.simulator.timeline import MEASURED
 from wlb_titan.timeline import Span
 
 STEP_SHOWN = 10  # queues have filled
@@ -90,7 +91,8 @@ def pipeline_spans(
 def pipeline_timeline(timelines: Mapping[str, Sequence[Span]]) -> str:
     """The text of an SVG: a picture for each policy, a row for each rank, a box for each pass.
 
-    Policies train on other documents in a step: times are relative to the work of a rank in it.
+    Policies train on other documents in a step: times are relative to the work of a rank in it. Passes that
+    did not run themselves, where others did, are pale.
     """
     rows = {name: sorted({s.track for s in spans}) for name, spans in timelines.items()}
     with plt.rc_context(STYLE):
@@ -110,6 +112,7 @@ def pipeline_timeline(timelines: Mapping[str, Sequence[Span]]) -> str:
                 one.barh(
                     *(row, width, 0.86, left),
                     color=PASS_COLORS[s.name[0]],
+                    alpha=1.0 if s.args.get("time", MEASURED) == MEASURED else 0.45,
                     edgecolor="white",
                     linewidth=0.5,
                 )

@@ -126,7 +126,7 @@ def plan(
         from wlb_titan.commands.rank_report import planned_rank_times, rank_table
 
         times = planned_rank_times(jobs[-1], documents, steps)
-        make_console(TABLE_WIDTH).print(rank_table(times, jobs[-1].latency))
+        make_console(TABLE_WIDTH).print(rank_table(times, jobs[-1]))
     if report is not None:
         from wlb_titan.commands.plan_report import write_report
 
@@ -160,10 +160,10 @@ def _run(job: Job, documents: Documents, steps: int, output: Path | None) -> Sum
         numbers = range(steps)
     planner = job.planner(documents)
     if output is None:
-        return Summary.of(planner.next(sharded=()) for _ in numbers)
+        return Summary.of((planner.next(sharded=()) for _ in numbers), job.window)
     try:
         with output.open("w", encoding="utf-8") as file:
-            return Summary.of(_written(planner, numbers, file))
+            return Summary.of(_written(planner, numbers, file), job.window)
     except OSError as error:
         raise PlanError(f"The plans cannot be written to {output}: {error.strerror}.") from error
 

@@ -27,6 +27,8 @@ def table_row(summary: Summary) -> dict[str, str]:
         "delay": f"{figures['delay_mean']:.2f}",
         "max delay": f"{figures['delay_max']}",
         "padding": f"{figures['padding']:.2%}",
+        "cut": f"{figures['cut_share']:.1%}",
+        "keys/token": f"{figures['keys_per_token']:,.0f}",
         "plan ms": f"{figures['plan_ms']:.1f}",
         "longest": f"{figures['longest']:,}",
     }

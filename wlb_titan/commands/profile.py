@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from rich.console import Console
 from rich.table import Table
 
 from wlb_titan import __version__
-from wlb_titan.cost.attention_profile import PASSES, AttentionShape, Entry, Profile, fitted
+from wlb_titan.cost.attention_profile import AttentionShape, Entry, Profile, fitted
 from wlb_titan.cost.linear_profile import LinearProfile
 from wlb_titan.errors import UserError
 from wlb_titan.kernels import grid, linear
 from wlb_titan.kernels.grid import programs_at_a_time
+from wlb_titan.kernels.implementations import chosen, device_of
 from wlb_titan.kernels.measure import Shape
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -78,9 +80,9 @@ def profile(
     """Measure the attention kernels of this device and everything else that a layer does, for planning.
 
     Times forward and backward of wlb_titan's attention for segments of many shapes, fits the latency model to
-    them and writes both as JSON. Takes some minutes on a GPU and about one on the CPU, for each head dim and
-    group. Then matrix products, element-wise operators and, between the GPUs of a machine, all-gathers.
-    Nothing else should use the device meanwhile.
+    them and writes both as JSON, with the implementation that was measured. Takes about two minutes on a GPU
+    and one on the CPU, for each head dim and group. Then matrix products, element-wise operators and, between
+    the GPUs of a machine, all-gathers. Nothing else should use the device meanwhile.
     """
     if not os.access(output if output.exists() else output.absolute().parent, os.W_OK):
         raise UserError(f"--output {output} cannot be written.")  # before minutes are spent on it
@@ -114,15 +116,19 @@ def _measure(dim: int, v_dim: int, group: int, dtype: str, device: str, units: i
     shape = Shape(heads, heads // group, dim, v_dim)
     measured = AttentionShape(dim, heads, group, dtype, v_head_dim=None if v_dim == dim else v_dim)
     cases = list(cases_of.cases(heads))
-    times = []
-    label = f"head dim {measured.dims}, group {group}, {dtype}"
-    with click.progressbar(cases * grid.ROUNDS, label=label) as bar:
-        for case in bar:
-            times.append(
-                case.seconds(shape, dtype=DTYPES[dtype], device=device, milliseconds=grid.MILLISECONDS)
+    kind = chosen("auto", (dim, v_dim), DTYPES[dtype], device_of(torch.device(device)))
+    label = f"head dim {measured.dims}, group {group}, {dtype}, {kind}"
+    rounds: list[list[tuple[float, float]]] = []
+    begin = time.monotonic()
+    while len(rounds) < grid.ROUNDS and (not rounds or time.monotonic() - begin < grid.SECONDS):
+        with click.progressbar(cases, label=f"{label}, round {len(rounds) + 1}") as bar:
+            rounds.append(
+                [
+                    case.seconds(shape, dtype=DTYPES[dtype], device=device, milliseconds=grid.MILLISECONDS)
+                    for case in bar
+                ]
             )
-    seconds = np.median(np.reshape(times, (grid.ROUNDS, len(cases), len(PASSES))), axis=0)
-    return fitted(measured, cases, seconds, units)
+    return fitted(measured, cases, np.median(rounds, axis=0), units, (kind.forward, kind.long))
 
 
 def _measure_linear(dtype: str, device: str) -> LinearProfile:
@@ -157,7 +163,7 @@ def print_table(result: Profile, console: Console) -> None:
     """Print the main coefficients, in microseconds, and how well all of them describe the measurements."""
     title = f"{result.device}: microseconds of a query head on one unit"
     table = Table(title=title, box=rich.box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    for heading in ("D", "group", "dtype", "pass", "tiles", "launch", "tile", "block", "error", "95 %"):
+    for heading in ("D", "group", "dtype", "pass", "by", "tiles", "launch", "tile", "block", "error", "95 %"):
         table.add_column(heading, justify="right", no_wrap=True)
     for entry in result.entries:
         cost, errors = entry.cost, np.abs(entry.errors(result.units))
@@ -166,6 +172,7 @@ def print_table(result: Profile, console: Console) -> None:
             str(entry.group),
             entry.dtype,
             entry.direction,
+            entry.implementation,
             f"{cost.tiling.query_tile}x{cost.tiling.key_block}",
             *(f"{seconds * 1e6:.3g}" for seconds in (cost.launch, cost.tile, cost.block)),
             f"{np.median(errors):.1%}",

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from wlb_titan.context import STRATEGIES, after
-from wlb_titan.cost.attention_latency import AttentionLatency, slowest
+from wlb_titan.cost.attention_latency import slowest
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
@@ -31,16 +31,25 @@ class RankTimes(NamedTuple):
         policy: as in [wlb.sharding].
         chosen: per micro-batch how it is sharded in the end.
         seconds: float64 (micro-batches, ranks, 2), predicted forward and backward attention time of a layer.
+        exchange: float64 (micro-batches,), seconds of a layer's collectives in both passes and repeated ones.
+        received: float64 (micro-batches,), bytes that a rank receives in these.
     """
 
     policy: str
     chosen: list[str]
     seconds: NDArray[np.float64]
+    exchange: NDArray[np.float64]
+    received: NDArray[np.float64]
 
     @property
     def slowest(self) -> float:
         """Mean over micro-batches of the time that a layer waits for its slowest rank, in seconds."""
         return float(np.mean([slowest(seconds) for seconds in self.seconds]))
+
+    @property
+    def layer(self) -> float:
+        """The same with the collectives, of which nothing is hidden."""
+        return self.slowest + float(self.exchange.mean())
 
     @property
     def imbalances(self) -> NDArray[np.float64]:
@@ -58,10 +67,11 @@ def rank_times(micro_batches: Sequence[MicroBatch], job: Job) -> list[RankTimes]
     result = []
     for policy in STRATEGIES.candidates:
         try:
-            strategy = replace(job, sharding=job.sharding.named(policy)).strategy
+            under = replace(job, sharding=job.sharding.named(policy))
+            strategy = under.strategy
             assert strategy is not None
             shardings = [
-                strategy.shard(m.documents[:, LENGTH], m.length, prefix=m.prefix) for m in micro_batches
+                strategy.shard(m.documents[:, LENGTH], m.length, slices=m.elsewhere) for m in micro_batches
             ]
         except PlanError:
             continue
@@ -71,7 +81,12 @@ def rank_times(micro_batches: Sequence[MicroBatch], job: Job) -> list[RankTimes]
                 for (_, sharding), m in zip(shardings, micro_batches, strict=True)
             ]
         )
-        result.append(RankTimes(policy, [name for name, _ in shardings], seconds))
+        travelling = [
+            strategy.travelling(sharding, m.length, m.elsewhere)
+            for (_, sharding), m in zip(shardings, micro_batches, strict=True)
+        ]
+        exchange = np.array([under.all_exchange_of(tokens) for tokens in travelling])
+        result.append(RankTimes(policy, [name for name, _ in shardings], seconds, *exchange.T))
     return result
 
 
@@ -89,23 +104,27 @@ def planned_rank_times(job: Job, documents: Documents, steps: int) -> list[RankT
     return rank_times(micro_batches[:SHOWN], job)
 
 
-def rank_table(times: Sequence[RankTimes], latency: AttentionLatency) -> Table:
-    """One row a policy: the slowest rank's attention, the ranks' imbalance, and what was chosen how often."""
+def rank_table(times: Sequence[RankTimes], job: Job) -> Table:
+    """One row a policy: the slowest rank's attention and the collectives of a layer, what a rank receives in
+    a step, the ranks' imbalance, and what was chosen how often."""
     table = Table(
-        title=f"Context parallelism: attention of a layer by {latency.source}", box=rich.box.SIMPLE_HEAD
+        title=f"Context parallelism: attention of a layer by {job.latency.source}", box=rich.box.SIMPLE_HEAD
     )
+    each = max(job.layers) * job.chunks * job.replica_micro_batches  # passes of layers on a rank in a step
     table.add_column("sharding", no_wrap=True)
-    for heading in ("slowest rank", "speedup", "imbalance", "p95", "max"):
+    for heading in ("slowest rank", "exchange", "received", "speedup", "imbalance", "p95", "max"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("chosen")
-    base = times[0].slowest
+    base = times[0].layer
     for one in times:
         imbalances = one.imbalances
         shares = {name: one.chosen.count(name) / len(one.chosen) for name in dict.fromkeys(one.chosen)}
         table.add_row(
             one.policy,
             f"{one.slowest * 1e3:.3f} ms",
-            f"{base / one.slowest:.3f}x",
+            f"{one.exchange.mean() * 1e3:.3f} ms",
+            f"{one.received.mean() * each / 1e9:.2f} GB",
+            f"{base / one.layer:.3f}x",
             f"{imbalances.mean():.3f}",
             f"{np.quantile(imbalances, 0.95):.3f}",
             f"{imbalances.max():.3f}",

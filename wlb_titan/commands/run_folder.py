@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 
 from wlb_titan.config.sources import leaves, read_sources
 from wlb_titan.errors import UserError
+from wlb_titan.simulator.replay import replayed_seconds
+from wlb_titan.summary import rate_error
+from wlb_titan.timeline import read_trace
 
 Floats = NDArray[np.float64]
 
@@ -74,6 +77,28 @@ class Run:
             return None
         seconds = self.seconds[self.settled]
         return float((rates[self.settled] * seconds).sum() / seconds.sum())
+
+    def error(self, key: str) -> float | None:
+        """Standard error of `per_second`, over its value; None of fewer than three settled records."""
+        if (mean := self.per_second(key)) is None or len(self.seconds[self.settled]) < 3 or not mean:
+            return None
+        seconds = self.seconds[self.settled]
+        return rate_error(self.series(key)[1][self.settled] * seconds, seconds)
+
+    @cached_property
+    def replayed(self) -> tuple[Floats, Floats]:
+        """Of traced steps that were logged by themselves, float64 each: the model's TFLOPs, and the seconds
+        that their measured passes are worth with a device for each process; empty where that is not known."""
+        alone = {r["step"]: r for r, new in zip(self.records, self._new_steps, strict=True) if new == 1}
+        found = []
+        for step, path in self.traces().items():
+            record = alone.get(step)
+            if record is None or "model_tflops" not in record:
+                continue
+            if (seconds := replayed_seconds(read_trace(path))) is not None:
+                found.append((record["model_tflops"] * record["seconds"], seconds))
+        flops, taken = zip(*found, strict=True) if found else ((), ())
+        return np.array(flops, dtype=float), np.array(taken, dtype=float)
 
     def loss_at(self, tokens: float) -> float:
         """Mean loss of the last tenth of the first so many tokens; the nearest record's where it has none."""

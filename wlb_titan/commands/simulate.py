@@ -42,8 +42,8 @@ SECONDS_BETWEEN_LINES = 5.0  # of its progress
 @click.option(
     "--cluster",
     metavar="NAME|FILE.toml",
-    help="h100_roce, h200, cpu or a file like theirs (docs/simulator.md).  [default: the TOML file's, or "
-    "h100_roce]",
+    help="h100_roce, h100_measured, h200, cpu or a file like theirs (docs/simulator.md).  [default: the TOML "
+    "file's, or h100_roce]",
 )
 @click.option(
     "--policies",

@@ -108,14 +108,15 @@ class WlbSettings:
     """`auto`: the accelerator that torch finds, or else the CPU. `cpu`: the CPU even where there is one."""
 
     cluster: str = ""
-    """The hardware that work, time and memory are predicted for: `h100_roce`, `h200`, `cpu` or a TOML file
-    like theirs. Empty: the device at hand. Name it where plans and predictions shall be those of another."""
+    """The hardware that work, time and memory are predicted for: `h100_roce`, `h100_measured`, `h200`, `cpu`
+    or a TOML file like theirs. Empty: the device at hand. Name it where plans and predictions shall be those
+    of another."""
 
     trace_every: Annotated[int, Ge(0)] = 0
     """Every so many steps the passes of all ranks are timed: a trace for ui.perfetto.dev is written to
     <dump_folder>/traces, and the metrics get measured imbalance and bubble. 0: never."""
 
-    epochs: Annotated[int, Ge(0)] = 0
+    epochs: Annotated[int, Interval(ge=0, le=1000)] = 0
     """So many times every document is trained on; `training.steps`, which then does nothing, becomes what
     that takes. The last step is filled up from the next epoch. 0: `training.steps` says when to stop."""
 

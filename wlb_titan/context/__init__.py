@@ -13,16 +13,28 @@ from wlb_titan.context.layout import (
     segments,
     segments_after,
     sequence_positions,
+    spans,
     whole,
+    widest_first,
 )
 from wlb_titan.context.sequence import per_sequence
-from wlb_titan.context.strategy import STRATEGIES, ContextStrategy, Exchange, Move, gathered
+from wlb_titan.context.strategy import (
+    STRATEGIES,
+    ContextMask,
+    ContextStrategy,
+    Exchange,
+    Move,
+    MoveSeconds,
+    gathered,
+)
 
 __all__ = [
     "STRATEGIES",
+    "ContextMask",
     "ContextStrategy",
     "Exchange",
     "Move",
+    "MoveSeconds",
     "Sharding",
     "after",
     "gathered",
@@ -33,5 +45,7 @@ __all__ = [
     "segments",
     "segments_after",
     "sequence_positions",
+    "spans",
     "whole",
+    "widest_first",
 ]

@@ -1,26 +1,45 @@
 """All-gather context parallelism (paper section 5): a rank attends with its own queries to everybody's keys.
 
-Keys and values are gathered over the ranks in every layer, as in Llama 3. What a rank's queries cost depends
-on which tokens it holds, and that is what the four shardings differ in.
+Keys and values of documents that lie on several ranks are gathered in every layer, as Llama 3 does with all
+of them; a document that lies whole on one rank stays there. What a rank's queries cost depends on which
+tokens it holds, and that is what the four shardings differ in.
+
+Each rank holds the tokens whose keys travel first, and sends so many rows as the rank with most of them has:
+one regular collective, in which the rows of other ranks that nobody needs are padding. The keys that it then
+has are those gathered, document by document, the padding, and those of its own documents:
+
+    rank 0 holds  a0 a1 | b b b      gathered  a0 a1 a2 -     keys of rank 0  a0 a1 a2 - b b b
+    rank 1 holds  a2 | c c c c                 (3 of 2 x 2)   keys of rank 1  a0 a1 a2 - c c c c
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from annotated_types import Ge
 from numpy.typing import NDArray
 
 from wlb_titan.context.document import per_document, per_document_round_robin
-from wlb_titan.context.hybrid import hybrid
-from wlb_titan.context.layout import Ints, Sharding, after, segments, sequence_positions
+from wlb_titan.context.hybrid import exchange_seconds, hybrid, levels_of
+from wlb_titan.context.layout import (
+    Ints,
+    Sharding,
+    after,
+    segments_among,
+    sent_tokens,
+    sequence_positions,
+    spans,
+    widest_first,
+)
 from wlb_titan.context.sequence import per_sequence
-from wlb_titan.context.strategy import ContextStrategy, Exchange, Floats, gathered
+from wlb_titan.context.strategy import ContextMask, ContextStrategy, Exchange, Floats, MoveSeconds, gathered
 from wlb_titan.cost.attention_latency import AttentionLatency, slowest
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
+from wlb_titan.plan import DOCUMENT, Slices
 
 
 class AllGather(ContextStrategy):
@@ -39,9 +58,18 @@ class AllGather(ContextStrategy):
 
     attention = "wlb_titan.runtime.all_gather:AllGatherAttention"
     merges = True
+    spares: ClassVar[bool] = False
+    """Whether it keeps most documents from travelling."""
 
-    def __init__(self, config: Any, ranks: int, latency: AttentionLatency) -> None:
-        super().__init__(config, ranks, latency)
+    @staticmethod
+    def group_sizes(ranks: int) -> tuple[int, ...]:
+        """`levels` of so many ranks."""
+        return (ranks,)
+
+    def __init__(
+        self, config: Any, ranks: int, latency: AttentionLatency, moves: Sequence[MoveSeconds] = ()
+    ) -> None:
+        super().__init__(config, ranks, latency, moves)
         self._groups: int = config.gather_groups
         self._per_document = per_document if config.remainder == "spread" else per_document_round_robin
 
@@ -61,18 +89,38 @@ class AllGather(ContextStrategy):
     def seconds(self, sharding: Sharding) -> Floats:
         return self.latency.seconds(sharding)
 
+    def shard(
+        self,
+        lengths: Ints,
+        total: int,
+        *,
+        slices: Slices | None = None,
+        micro_batch: str = "The micro-batch",
+    ) -> tuple[str, Sharding]:
+        name, sharding = super().shard(lengths, total, slices=slices, micro_batch=micro_batch)
+        return name, widest_first(sharding, spans(sharding, self.levels, slices))
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Sizes of the groups of neighbours within which documents may be exchanged; see `layout.spans`."""
+        return self.group_sizes(self.ranks)
+
+    def travelling(self, sharding: Sharding, total: int, slices: Slices | None = None) -> tuple[int, ...]:
+        sent = sent_tokens(sharding, spans(sharding, self.levels, slices), len(self.levels))
+        return tuple(int(most) * size for most, size in zip(sent.max(axis=1), self.levels, strict=True))
+
     def heads(self, heads: int, kv_heads: int, rank: int) -> tuple[int, int]:
         return heads // self._groups, kv_heads // self._groups
 
     def mask(
-        self, sharding: Sharding, lengths: Ints, total: int, rank: int
-    ) -> tuple[NDArray[np.int32], tuple[Ints, ...]]:
-        """Segments of the rank's own queries; the order of the gathered keys."""
-        order = key_order(sequence_positions(sharding, lengths, total))
-        return segments(sharding[rank], lengths), (order,)
+        self, sharding: Sharding, lengths: Ints, total: int, rank: int, slices: Slices | None = None
+    ) -> ContextMask:
+        """Segments of the rank's own queries; `exchange` as of `gathered_mask`."""
+        return gathered_mask(sharding, lengths, total, rank, self.levels, slices)
 
     def exchange(self, model: ModelShape, tensor: int) -> Exchange:
-        return gathered(model, tensor, self.ranks, self._groups)
+        always = not self.spares
+        return gathered(model, tensor, self.ranks, self._groups, self.levels, always=always)
 
     def waited(self, communication: Floats, attention: Floats) -> Floats:
         """Only the first group's gather is waited for as a whole; each later one overlaps with attention."""
@@ -105,16 +153,35 @@ class Adaptive(AllGather):
     """For each micro-batch the one of these two whose slowest rank is predicted faster (section 5.3)."""
 
     def divide(self, lengths: Ints, total: int) -> tuple[str, Sharding]:
-        return self._fastest(self.candidates(lengths, total), None)
+        return self._fastest(self.candidates(lengths, total), total)
 
-    def divide_slices(self, lengths: Ints, total: int, prefix: Ints) -> tuple[str, Sharding]:
-        return self._fastest(self.candidates(lengths, total), prefix)
+    def divide_slices(self, lengths: Ints, total: int, slices: Slices) -> tuple[str, Sharding]:
+        return self._fastest(self.candidates(lengths, total, slices.cached), total, slices)
 
-    def _fastest(self, shardings: dict[str, Sharding], prefix: Ints | None) -> tuple[str, Sharding]:
-        return min(shardings.items(), key=lambda named: slowest(self.seconds(after(named[1], prefix))))
+    def _fastest(
+        self, shardings: dict[str, Sharding], total: int, slices: Slices | None = None
+    ) -> tuple[str, Sharding]:
+        prefix = None if slices is None else slices.prefix
 
-    def candidates(self, lengths: Ints, total: int) -> dict[str, Sharding]:
-        """Shardings by name; of equally fast ones the first is taken."""
+        def seconds(sharding: Sharding) -> float:
+            attention = slowest(self.seconds(after(sharding, prefix)))
+            if not self.moves:
+                return attention
+            sent = sent_tokens(sharding, spans(sharding, self.levels, slices), len(self.levels))
+            moving = exchange_seconds(sent, self.levels, self.moves)
+            return attention + float(self.waited(np.array(moving), np.array(attention)))
+
+        return min(shardings.items(), key=lambda named: seconds(named[1]))
+
+    def candidates(
+        self, lengths: Ints, total: int, cached: NDArray[np.bool_] | None = None
+    ) -> dict[str, Sharding]:
+        """Shardings by name, of which the fastest is taken, the first of equally fast ones.
+
+        Args:
+            lengths, total: as of `shard`.
+            cached: as of `Slices`; None for none.
+        """
         return {
             "per_sequence": per_sequence(lengths, total, self.ranks),
             "per_document": self._per_document(lengths, total, self.ranks),
@@ -122,11 +189,73 @@ class Adaptive(AllGather):
 
 
 class Hybrid(Adaptive):
-    """Long documents per document, short ones whole on one rank, where that is predicted fastest."""
+    """Long documents over some ranks or all, short ones whole on one, where that is predicted fastest."""
 
-    def candidates(self, lengths: Ints, total: int) -> dict[str, Sharding]:
-        best = hybrid(lengths, total, self.ranks, self.latency)
+    group_sizes = staticmethod(levels_of)
+    spares = True
+
+    def candidates(
+        self, lengths: Ints, total: int, cached: NDArray[np.bool_] | None = None
+    ) -> dict[str, Sharding]:
+        best = hybrid(lengths, total, self.ranks, self.latency, self.levels, self.moves, cached)
         return {**super().candidates(lengths, total), "hybrid": best}
+
+
+def gathered_mask(
+    sharding: Sharding,
+    lengths: Ints,
+    total: int,
+    rank: int,
+    levels: Sequence[int],
+    slices: Slices | None = None,
+) -> ContextMask:
+    """Of one rank of a sharding in which runs of the widest `spans` come first.
+
+    `exchange` is, for each of the `levels`, int64 (rows x size,), where each key that the rank's group
+    gathers lies among those gathered rank by rank, in document order and padding last; and (sent, 0), of
+    which the length says how many of this rank's tokens are among them. For a level without any both are
+    empty. At the end (own, 0), tokens of keys that stay with the rank. Numbers in the place of empty arrays
+    would have code compiled anew for every value.
+
+    Args:
+        sharding, lengths, total, slices: as of `ContextStrategy.mask`.
+        rank: which one.
+        levels: as of `spans`.
+    """
+    share = total // len(sharding)
+    span = spans(sharding, levels, slices)
+    sent = sent_tokens(sharding, span, len(levels))
+    offset = np.zeros(len(sharding), dtype=np.int64)  # of what a rank sends on the level, among its tokens
+    exchange: list[Ints] = []
+    numbers: list[Ints] = []
+    tokens: list[Ints] = []
+    for place, size in reversed(list(enumerate(levels))):
+        first = rank // size * size
+        members = range(first, first + size)
+        rows = int(sent[place, first : first + size].max())
+        parts = [sharding[member][span[sharding[member][:, DOCUMENT]] == place] for member in members]
+        documents, renumbered = np.unique(np.concatenate(parts)[:, DOCUMENT], return_inverse=True)
+        cuts = np.cumsum([len(part) for part in parts])[:-1]
+        for part, own in zip(parts, np.split(renumbered, cuts), strict=True):
+            part[:, DOCUMENT] = own
+        positions = sequence_positions(tuple(parts), lengths[documents], rows * size)
+        for row, late in zip(positions, offset[first : first + size] - (share - rows), strict=True):
+            row[:] = np.roll(row, max(int(late), 0))  # so far before those tokens the rank's rows begin
+        order = key_order(positions)
+        exchange = [order, np.empty((int(sent[place, rank]), 0), dtype=np.int64), *exchange]
+        numbers += [documents, np.array([-1])]
+        tokens += [lengths[documents], np.array([rows * size - int(lengths[documents].sum())])]
+        offset += sent[place]
+    mine = sharding[rank]
+    own = mine[span[mine[:, DOCUMENT]] < 0, DOCUMENT]
+    alone = not any(map(len, exchange))
+    exchange.append(np.empty((share - int(offset[rank]) if len(own) or alone else 0, 0), dtype=np.int64))
+    number = np.concatenate([*numbers, own])
+    size_of = np.concatenate([*tokens, lengths[own]])
+    begins = np.zeros(len(lengths) + 1, dtype=np.int64)
+    begins[number] = np.cumsum(size_of) - size_of
+    keys = np.stack([number, size_of], axis=1)[size_of > 0]
+    return ContextMask(segments_among(mine, begins[:-1]), tuple(exchange), keys)
 
 
 def key_order(positions: Ints) -> Ints:

@@ -1,15 +1,17 @@
-"""Hybrid sharding: long documents per document, short ones whole, balanced by predicted time.
+"""Hybrid sharding: long documents over as many ranks as they need, short ones whole, by predicted time.
 
-The paper names this as future work. Cutting a long document keeps the ranks equal and costs next to nothing;
-cutting a short one wastes most of each tile. So the k longest documents are sharded per document, and the
-others stay whole on one rank each, longest first to the rank with the least work that has room for its tokens
-(LPT).
+The paper names this as future work. Cutting a long document keeps the ranks equal, but its keys travel among
+all ranks that have a part of it; cutting a short one wastes most of each tile besides. So a document goes
+over 1, 2, 8, ... neighbouring ranks (`levels_of`), as few as keep its share of work and tokens on each below
+a bound. Neighbours have the fastest links.
 
+- Bound: the lower it is, the better the balance and the more travels. Of some bounds the `TRIES` with the
+  least expected time are tried: mean attention and collectives, and a part of the largest share, by which
+  balance is missed.
+- Widest first, documents go to the group with the least work that has room for their tokens; heaviest first
+  within a width (LPT). Where no group has room a document goes over more ranks.
 - Equal tokens: a rank has room for total / ranks. Documents that fit nowhere whole are cut over the rooms
   that are left, and padding fills the smallest of these, so that at most `ranks` documents are cut this way.
-- k: for each k there is a bound below which no such sharding can be: the mean over the ranks, or a rank's
-  share of the long documents plus the longest short one. The `TRIES` most promising k are tried, except where
-  the bound says that a try cannot win.
 - Neighbours in the sequence that are short even together are dealt as one item. A kernel that merges
   neighbours into one tile can then still do so, and items are few however many documents there are.
 
@@ -20,83 +22,171 @@ chunks, and each rank keeps one short one whole.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.context.document import document_runs
-from wlb_titan.context.layout import Ints, Sharding, from_runs
+from wlb_titan.context.layout import Ints, Sharding, from_runs, sent_tokens, spans
+from wlb_titan.context.strategy import MoveSeconds
 from wlb_titan.cost.attention_latency import AttentionLatency, Floats, slowest
+
+BOUNDS = (4.0, 2.0, 1.4, 1.0, 0.7, 0.5, 0.35, 0.25, 0.12, 0.06, 0.0)
+"""Of the mean rank's work: what a document's share may be. With 0 all long documents go over all ranks."""
 
 TRIES = 2
 TOLERANCE = 0.01  # no more is tried to win less than this share
-GAP = 0.1  # by how much of its longest item LPT misses the bound, about
+GAP = 0.1  # by how much of its largest share LPT misses the mean, about
+ROOM = 0.8  # of a rank's tokens a document's share may have, as others must fit beside it
 NEGLIGIBLE = 0.02  # documents below this share of a rank's mean work need not be cut for balance
-ITEMS_PER_RANK = 24  # neighbours are dealt together up to this share of a rank's tokens
+ITEMS_PER_RANK = 48  # neighbours are dealt together up to this share of a rank's tokens
 
 
-def hybrid(lengths: Ints, total: int, ranks: int, latency: AttentionLatency) -> Sharding:
-    """Shards long documents per document and keeps short ones whole.
+def levels_of(ranks: int) -> tuple[int, ...]:
+    """Sizes of the groups of neighbours among which a document may be exchanged: 2, 8, 32, ... as far as they
+    divide the next, and all ranks."""
+    sizes = []
+    size = 2
+    while size < ranks and ranks % size == 0:
+        sizes.append(size)
+        size *= 4
+    return (*sizes, ranks)
+
+
+def exchange_seconds(sent: Ints, levels: Sequence[int], moves: Sequence[MoveSeconds]) -> float:
+    """Seconds of a layer's collectives, one for each level, of the group that sends most.
+
+    Args:
+        sent: int64 (levels, ranks), of `sent_tokens`.
+        levels: sizes of their groups.
+        moves: what each takes; empty where that does not count.
+    """
+    return sum(
+        move.token * size * int(tokens.max()) + move.each
+        for tokens, size, move in zip(sent, levels, moves, strict=False)
+        if tokens.any()
+    )
+
+
+def hybrid(
+    lengths: Ints,
+    total: int,
+    ranks: int,
+    latency: AttentionLatency,
+    levels: Sequence[int] = (),
+    moves: Sequence[MoveSeconds] = (),
+    cached: NDArray[np.bool_] | None = None,
+) -> Sharding:
+    """Shards long documents over groups of ranks and keeps short ones whole.
 
     Args:
         lengths: int64 (n,), tokens of the documents in sequence order, each at least 1.
         total: tokens of the sequence with its padding; a multiple of 2 x ranks.
         ranks: context-parallel degree.
         latency: predicts the time of segments.
+        levels: over how many ranks a document may go besides one; empty: `levels_of(ranks)`.
+        moves: what collectives take on each of the levels; empty where that does not count.
+        cached: bool (n,), documents that have to go over all ranks; None for none.
 
     Returns:
         Per rank an int64 (m, 3), columns DOCUMENT, OFFSET, COUNT.
     """
     assert total % (2 * ranks) == 0, f"{total} tokens do not divide into {2 * ranks} chunks"
+    sizes = tuple(levels) or levels_of(ranks)
     work = latency.work(lengths, lengths).sum(axis=0)
-    by_length = np.argsort(-lengths, kind="stable")
-    bounds, expected = _bounds(lengths[by_length], work[by_length], total // ranks, ranks, latency)
     fixed = latency.fixed(int(lengths.sum())).sum()
+    widths, expected = _widths(lengths, work, total // ranks, sizes, latency, moves, cached)
     best: Sharding | None = None
     least = np.inf
-    for cut in np.argsort(expected, kind="stable")[:TRIES].tolist():
-        if bounds[cut] + fixed >= least * (1 - TOLERANCE):
+    for place in np.argsort(expected, kind="stable")[:TRIES].tolist():
+        if expected[place] + fixed >= least * (1 - TOLERANCE):
             continue
-        is_long = np.zeros(len(lengths), dtype=np.bool_)
-        is_long[by_length[:cut]] = True
-        candidate = _shard(lengths, is_long, work, total, ranks)
+        candidate = _shard(lengths, widths[place], work, total, ranks, sizes)
         predicted = slowest(latency.seconds(candidate))
+        if moves:
+            sent = sent_tokens(candidate, spans(candidate, sizes), len(sizes))
+            predicted += exchange_seconds(sent, sizes, moves)
         if predicted < least:
             best, least = candidate, predicted
-    assert best is not None  # cutting all long documents is always possible, so the first bound is finite
+    assert best is not None
     return best
 
 
-def _bounds(
-    lengths: Ints, work: Floats, share: int, ranks: int, latency: AttentionLatency
-) -> tuple[Floats, Floats]:
-    """Two float64 (m + 1,), for k = 0 .. m the least and the expected time of the slowest rank if k are cut.
+def _widths(
+    lengths: Ints,
+    work: Floats,
+    share: int,
+    sizes: Sequence[int],
+    latency: AttentionLatency,
+    moves: Sequence[MoveSeconds],
+    cached: NDArray[np.bool_] | None,
+) -> tuple[Ints, Floats]:
+    """Over how many ranks documents go under each bound, int64 (bounds, n), and the time that is expected of
+    it, float64 (bounds,). Equal ones are there once."""
+    ranks = sizes[-1]
+    mean = work.sum() / ranks
+    long = (work > NEGLIGIBLE * mean) | (lengths > share // ITEMS_PER_RANK)
+    if cached is not None:
+        long |= cached
+    (rows,) = np.nonzero(long)
+    choices = np.array([1, *sizes])
+    # Of each long document its share of work and tokens under each choice.
+    shares = work[rows] / choices[:, None]
+    tokens = lengths[rows] / choices[:, None]
+    begin = np.zeros(len(rows), dtype=np.int64)
+    cut_work = [work[rows]]
+    for size in sizes:
+        _, low, high = document_runs(begin, lengths[rows], size)
+        pieces = latency.work(np.maximum(high - low, 1), np.maximum(high, 1)).sum(axis=0)
+        cut_work.append(pieces.reshape(size, len(rows), 2).sum(axis=(0, 2)))
+    per_token = np.zeros(len(choices))
+    per_token[1 : 1 + len(moves)] = [move.token for move in moves]
+    each = np.zeros(len(choices))
+    each[1 : 1 + len(moves)] = [move.each for move in moves]
+    rest = work.sum() - work[rows].sum()
+    whole = np.ones(len(lengths), dtype=np.int64)
+    found: dict[bytes, tuple[Ints, float]] = {}
+    for bound in BOUNDS:
+        fits = (shares <= bound * mean) & (tokens <= ROOM * min(max(bound, 0.3), 1.0) * share)
+        chosen = np.where(fits.any(axis=0), fits.argmax(axis=0), len(sizes))
+        if cached is not None:
+            chosen[cached[rows]] = len(sizes)
+        if chosen.tobytes() in found:
+            continue
+        width = whole.copy()
+        width[rows] = choices[chosen]
+        at = np.arange(len(rows))
+        largest = float(shares[chosen, at].max(initial=0.0))
+        computed = (rest + sum(part[chosen == i].sum() for i, part in enumerate(cut_work))) / ranks
+        travelling = np.bincount(chosen, lengths[rows], len(choices)) * choices / ranks
+        moved = float(travelling @ per_token + each[travelling > 0].sum())
+        expected = max(float(computed), largest) + GAP * largest + moved
+        found[chosen.tobytes()] = width, expected
+    return np.array([width for width, _ in found.values()]), np.array([each for _, each in found.values()])
 
-    `lengths` are sorted, longest first, and `work` are their seconds if they stay whole.
-    """
-    rank_mean = work.sum() / ranks
-    long = int(np.count_nonzero((work > NEGLIGIBLE * rank_mean) | (lengths > share // ITEMS_PER_RANK)))
-    _, begin, end = document_runs(np.zeros(long, dtype=np.int64), lengths[:long], ranks)
-    pieces = latency.work(np.maximum(end - begin, 1), np.maximum(end, 1)).sum(axis=0)
-    long_share = np.append(0.0, np.cumsum(pieces.reshape(ranks, long, 2).sum(axis=(0, 2)))) / ranks
-    short_share = rank_mean - np.append(0.0, np.cumsum(work[:long])) / ranks
-    longest_short = np.append(work, 0.0)[: long + 1]
-    room = share - np.append(0, np.cumsum(lengths[:long])) / ranks
-    fits = np.append(lengths, 0)[: long + 1] <= room
-    fits[long] = True  # what is left then is negligible, and may be cut anywhere
-    least = np.where(fits, long_share + np.maximum(short_share, longest_short), np.inf)
-    return least, least + GAP * longest_short
 
-
-def _shard(lengths: Ints, is_long: NDArray[np.bool_], work: Floats, total: int, ranks: int) -> Sharding:
-    """The sharding that cuts exactly the documents `is_long`."""
+def _shard(
+    lengths: Ints, widths: Ints, work: Floats, total: int, ranks: int, sizes: Sequence[int]
+) -> Sharding:
+    """The sharding in which documents go over so many ranks each, or more where there is no room."""
     begins = np.cumsum(lengths) - lengths
-    owner, begin, end = document_runs(begins[is_long], lengths[is_long], ranks)
-    room = total // ranks - np.bincount(owner, end - begin, ranks).astype(np.int64)
-    item_begin, item_end, item_work = _items(lengths, begins, is_long, work, total // ranks // ITEMS_PER_RANK)
-    item_owner, room, left = _deal(item_end - item_begin, item_work, room)
+    share = total // ranks
+    groups, loads, left = _place(lengths, widths, work, share, sizes)
+    runs = [
+        (owner + place * size, begin, end)
+        for (size, place), members in groups.items()
+        for owner, begin, end in [document_runs(begins[members], lengths[members], size)]
+    ]
+    empty = np.zeros(0, dtype=np.int64)
+    owner, begin, end = map(np.concatenate, zip((empty, empty, empty), *runs, strict=True))
+    room = share - np.bincount(owner, end - begin, ranks).astype(np.int64)
+    item_begin, item_end, item_work = _items(lengths, begins, widths > 1, work, share // ITEMS_PER_RANK)
+    item_owner, room, unfit = _deal(item_end - item_begin, item_work, room, loads)
     dealt = item_owner >= 0
-    cut = _fill(item_begin[left], item_end[left], room, total - int(lengths.sum()))
+    cut_begin = np.concatenate([begins[left], item_begin[unfit]])
+    cut_end = np.concatenate([begins[left] + lengths[left], item_end[unfit]])
+    cut = _fill(cut_begin, cut_end, room, total - int(lengths.sum()))
     return from_runs(
         np.concatenate([owner, item_owner[dealt], cut[0]]),
         np.concatenate([begin, item_begin[dealt], cut[1]]),
@@ -104,6 +194,37 @@ def _shard(lengths: Ints, is_long: NDArray[np.bool_], work: Floats, total: int, 
         lengths,
         ranks,
     )
+
+
+def _place(
+    lengths: Ints, widths: Ints, work: Floats, share: int, sizes: Sequence[int]
+) -> tuple[dict[tuple[int, int], Ints], list[float], list[int]]:
+    """Gives documents that are cut to groups of ranks.
+
+    Returns:
+        Rows of the documents of each group, which is named by its size and its place among those of this
+        size; work of each rank; and documents for which there is no room.
+    """
+    ranks = sizes[-1]
+    loads = [0.0] * ranks
+    rooms = [float(share - len(sizes))] * ranks  # on each level a rank may be one token ahead of others
+    groups: dict[tuple[int, int], list[int]] = {}
+    left = []
+    (rows,) = np.nonzero(widths > 1)
+    for row in rows[np.lexsort((-work[rows], -widths[rows]))].tolist():
+        for size in sizes[sizes.index(int(widths[row])) :]:
+            need, added = lengths[row] / size, float(work[row]) / size
+            firsts = [at for at in range(0, ranks, size) if min(rooms[at : at + size]) >= need]
+            if firsts:
+                first = min(firsts, key=lambda at: max(loads[at : at + size]))
+                for rank in range(first, first + size):
+                    loads[rank] += added
+                    rooms[rank] -= need
+                groups.setdefault((size, first // size), []).append(row)
+                break
+        else:
+            left.append(row)
+    return {key: np.sort(np.array(members)) for key, members in groups.items()}, loads, left
 
 
 def _items(
@@ -120,7 +241,7 @@ def _items(
     return begins[head], begins[tail] + lengths[tail], np.add.reduceat(work[short], np.flatnonzero(opens))
 
 
-def _deal(tokens: Ints, work: Floats, room: Ints) -> tuple[Ints, Ints, list[int]]:
+def _deal(tokens: Ints, work: Floats, room: Ints, loads: Sequence[float]) -> tuple[Ints, Ints, list[int]]:
     """Gives items, most work first, to the least loaded rank with room for them.
 
     Returns:
@@ -128,8 +249,9 @@ def _deal(tokens: Ints, work: Floats, room: Ints) -> tuple[Ints, Ints, list[int]
         the items that fit nowhere.
     """
     owner = np.full(len(tokens), -1, dtype=np.int64)
-    rooms, sizes, loads = room.tolist(), tokens.tolist(), work.tolist()
-    queue = [(0.0, rank) for rank in range(len(rooms))]
+    rooms, sizes, works = room.tolist(), tokens.tolist(), work.tolist()
+    queue = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(queue)
     left = []
     for item in np.argsort(-work, kind="stable").tolist():
         full = []
@@ -137,7 +259,7 @@ def _deal(tokens: Ints, work: Floats, room: Ints) -> tuple[Ints, Ints, list[int]
             full.append(heapq.heappop(queue))
         if queue:
             load, rank = queue[0]
-            heapq.heapreplace(queue, (load + loads[item], rank))
+            heapq.heapreplace(queue, (load + works[item], rank))
             rooms[rank] -= sizes[item]
             owner[item] = rank
         else:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb_titan.plan import COUNT, DOCUMENT, OFFSET
+from wlb_titan.plan import COUNT, DOCUMENT, OFFSET, Slices
 
 Ints = NDArray[np.int64]
 Sharding = tuple[Ints, ...]
@@ -55,8 +57,12 @@ def segments(shard: Ints, lengths: Ints) -> NDArray[np.int32]:
     Returns:
         int32 (m, 4), columns q_start (within the rank), q_len, kv_start (within the sequence), kv_len.
     """
+    return segments_among(shard, np.cumsum(lengths) - lengths)
+
+
+def segments_among(shard: Ints, begins: Ints) -> NDArray[np.int32]:
+    """`segments` where the keys of document i begin at begins[i]."""
     counts = shard[:, COUNT]
-    begins = np.cumsum(lengths) - lengths
     columns = (
         np.cumsum(counts) - counts,
         counts,
@@ -64,6 +70,48 @@ def segments(shard: Ints, lengths: Ints) -> NDArray[np.int32]:
         shard[:, OFFSET] + counts,
     )
     return np.stack(columns, axis=1).astype(np.int32)
+
+
+def spans(sharding: Sharding, levels: Sequence[int], slices: Slices | None = None) -> Ints:
+    """Among how many neighbours each document's keys travel.
+
+    Ranks are in groups of each of the `levels`, a group of n beginning at a multiple of n. A document is
+    exchanged within the smallest one that has all of its tokens, or among all ranks where they keep it.
+
+    Args:
+        sharding: its runs.
+        levels: sizes of groups, rising, each a divisor of the next; the last one is all ranks.
+        slices: says what is kept.
+
+    Returns:
+        int64 (documents,), places in `levels`; -1 where a rank has all of the document.
+    """
+    ranks = len(sharding)
+    owner = np.repeat(np.arange(ranks), [len(shard) for shard in sharding])
+    holders = np.sort(np.concatenate(sharding)[:, DOCUMENT] * ranks + owner)
+    document, owner = np.divmod(holders, ranks)
+    head = np.flatnonzero(np.diff(document, prepend=-1))
+    first, last = owner[head], owner[np.append(head[1:], len(owner)) - 1]
+    result = np.full(len(head), len(levels) - 1, dtype=np.int64)
+    for place in range(len(levels) - 2, -1, -1):
+        result[first // levels[place] == last // levels[place]] = place
+    result[first == last] = -1
+    if slices is not None:
+        result[slices.cached] = len(levels) - 1
+    return result
+
+
+def widest_first(sharding: Sharding, span: Ints) -> Sharding:
+    """The same runs, on each rank those of documents with the widest `spans` first."""
+    return tuple(shard[np.argsort(-span[shard[:, DOCUMENT]], kind="stable")] for shard in sharding)
+
+
+def sent_tokens(sharding: Sharding, span: Ints, levels: int) -> Ints:
+    """int64 (levels, ranks), tokens of each rank whose keys travel within its group of each level."""
+    tokens = np.zeros((levels + 1, len(sharding)), dtype=np.int64)
+    for rank, shard in enumerate(sharding):
+        np.add.at(tokens[:, rank], span[shard[:, DOCUMENT]], shard[:, COUNT])  # -1 is the last row
+    return tokens[:levels]
 
 
 def after(sharding: Sharding, prefix: Ints | None) -> Sharding:

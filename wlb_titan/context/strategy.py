@@ -9,16 +9,18 @@ planning needs no torch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb_titan.context.layout import Ints, Sharding
+from wlb_titan.context.layout import Ints, Sharding, segments, whole
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
+from wlb_titan.plan import Slices
 from wlb_titan.plugins import Family, Plugin, PluginConfig
 
 Floats = NDArray[np.float64]
@@ -40,16 +42,51 @@ STRATEGIES = Family(
 )
 
 
+class MoveSeconds(NamedTuple):
+    """What a collective of context parallelism takes in a layer, all passes together.
+
+    Attributes:
+        token: seconds for each token of the group that travels.
+        each: seconds besides.
+    """
+
+    token: float
+    each: float
+
+
+class ContextMask(NamedTuple):
+    """What the attention of one rank needs to know of a micro-batch.
+
+    Attributes:
+        segments: int32 (S, 4), as `wlb_titan.kernels.varlen_attention` takes them; each segment's keys from
+            its document's first.
+        exchange: int64 arrays that the strategy's `attention` gets besides, on its device.
+        keys: int64 (k, 2), the documents whose keys the rank has, in the order in which they lie there:
+            number (-1 for padding between documents) and tokens. Behind the last there is padding.
+    """
+
+    segments: NDArray[np.int32]
+    exchange: tuple[Ints, ...]
+    keys: Ints
+
+    @classmethod
+    def of_sequence(cls, lengths: Ints) -> ContextMask:
+        """Of a rank with all documents, queries and keys in the order of the sequence."""
+        keys = np.stack([np.arange(len(lengths)), lengths], axis=1)
+        return cls(segments(whole(lengths), lengths), (), keys)
+
+
 class Move(NamedTuple):
     """Collectives of a layer, in the forward pass and again for gradients in the backward pass.
 
     Attributes:
-        received: elements from other ranks, for each token of the micro-batch.
+        received: elements from other ranks, for each token that travels.
         collectives: how many they come in.
         ranks: of the group.
         stride: how many context-parallel ranks its members lie apart.
         kept: elements of its result that selective activation checkpointing keeps for the backward pass,
             instead of moving them again. torchtitan's keeps what all-to-alls bring.
+        always: whether it moves all tokens of every micro-batch, about; packing counts on that.
     """
 
     received: float
@@ -57,6 +94,7 @@ class Move(NamedTuple):
     ranks: int
     stride: int = 1
     kept: float = 0.0
+    always: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,11 +120,29 @@ class Exchange:
         return sum(move.kept for move in self.moves)
 
 
-def gathered(model: ModelShape, tensor: int, ranks: int, collectives: int = 1) -> Exchange:
-    """What moves where every rank holds the keys and values of all `ranks`."""
+def gathered(
+    model: ModelShape,
+    tensor: int,
+    ranks: int,
+    collectives: int = 1,
+    levels: Sequence[int] = (),
+    *,
+    always: bool = True,
+) -> Exchange:
+    """What moves where every rank holds the keys and values of all `ranks`, or of some in its groups.
+
+    Args:
+        model, tensor: as of `ContextStrategy.exchange`.
+        ranks: of context parallelism.
+        collectives: in which keys are gathered.
+        levels: sizes of groups within which they may be gathered; empty: all ranks.
+        always: as of `Move`.
+    """
     keys = model.key_elements(tensor)
-    move = Move(keys * (ranks - 1) / ranks, collectives, ranks)
-    return Exchange(moves=(move,), sent=keys / ranks, keys=keys)
+    moves = tuple(
+        Move(keys * (size - 1) / size, collectives, size, always=always) for size in levels or (ranks,)
+    )
+    return Exchange(moves=moves, sent=keys / ranks, keys=keys)
 
 
 class ContextStrategy(Plugin, ABC):
@@ -96,6 +152,7 @@ class ContextStrategy(Plugin, ABC):
         config: its settings.
         ranks: context-parallel degree, at least 2.
         latency: predicts attention time; of all query heads that a tensor-parallel rank has.
+        moves: what each of the moves of its `exchange` takes; empty where that does not count.
 
     Attributes:
         attention: "module:Class" of the half that moves tensors; see `runtime/attention.py`.
@@ -116,9 +173,12 @@ class ContextStrategy(Plugin, ABC):
     attention: ClassVar[str]
     merges: ClassVar[bool] = False
 
-    def __init__(self, config: Any, ranks: int, latency: AttentionLatency) -> None:
+    def __init__(
+        self, config: Any, ranks: int, latency: AttentionLatency, moves: Sequence[MoveSeconds] = ()
+    ) -> None:
         self.ranks = ranks
         self.latency = latency
+        self.moves = tuple(moves)
 
     @property
     def divisor(self) -> int:
@@ -141,7 +201,7 @@ class ContextStrategy(Plugin, ABC):
         lengths: Ints,
         total: int,
         *,
-        prefix: Ints | None = None,
+        slices: Slices | None = None,
         micro_batch: str = "The micro-batch",
     ) -> tuple[str, Sharding]:
         """Who holds which tokens.
@@ -149,7 +209,7 @@ class ContextStrategy(Plugin, ABC):
         Args:
             lengths: int64 (n,), tokens of the documents in sequence order, each at least 1.
             total: tokens of the sequence with its padding, which comes last.
-            prefix: int64 (n,), tokens before each document's own that its queries see too; None for none.
+            slices: what lies elsewhere of these documents; None where all of them are whole.
             micro_batch: names it in errors.
 
         Returns:
@@ -173,16 +233,14 @@ class ContextStrategy(Plugin, ABC):
             )
         if total < tokens:
             raise PlanError(f"{micro_batch} has documents of {tokens} tokens but room for only {total}.")
-        if prefix is not None and prefix.any():
-            return self.divide_slices(lengths, total, prefix)
-        return self.divide(lengths, total)
+        return self.divide(lengths, total) if slices is None else self.divide_slices(lengths, total, slices)
 
     @abstractmethod
     def divide(self, lengths: Ints, total: int) -> tuple[str, Sharding]:
         """`shard` of what has been found possible."""
 
-    def divide_slices(self, lengths: Ints, total: int, prefix: Ints) -> tuple[str, Sharding]:
-        """`divide` where keys lie before the documents' own; the same unless a strategy weighs times."""
+    def divide_slices(self, lengths: Ints, total: int, slices: Slices) -> tuple[str, Sharding]:
+        """`divide` where documents have slices elsewhere; the same unless a strategy weighs times."""
         return self.divide(lengths, total)
 
     @abstractmethod
@@ -193,17 +251,23 @@ class ContextStrategy(Plugin, ABC):
         first (`layout.after`).
         """
 
+    def travelling(self, sharding: Sharding, total: int, slices: Slices | None = None) -> tuple[int, ...]:
+        """Of each of the moves of `exchange`, for how many tokens a group of ranks exchanges what it says.
+
+        Of groups side by side the one with most of them counts.
+
+        Args:
+            sharding: of `shard`.
+            total: tokens of the micro-batch, padding included.
+            slices: as of `shard`.
+        """
+        return (total,)
+
     @abstractmethod
     def mask(
-        self, sharding: Sharding, lengths: Ints, total: int, rank: int
-    ) -> tuple[NDArray[np.int32], tuple[Ints, ...]]:
-        """What the attention of a rank needs to know of a micro-batch.
-
-        Returns:
-            int32 (S, 4), segments as `wlb_titan.kernels.varlen_attention` takes them, keys in the order of
-            the sequence and each segment's from its document's first; and int64 arrays that the strategy's
-            `attention` gets besides, on its device.
-        """
+        self, sharding: Sharding, lengths: Ints, total: int, rank: int, slices: Slices | None = None
+    ) -> ContextMask:
+        """What the attention of a rank needs to know of a micro-batch."""
 
     @abstractmethod
     def exchange(self, model: ModelShape, tensor: int) -> Exchange:

@@ -23,13 +23,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from wlb_titan.context.layout import Ints, Sharding, from_runs, segments, whole
-from wlb_titan.context.strategy import ContextStrategy, Exchange, Floats, Move
+from wlb_titan.context.layout import Ints, Sharding, from_runs
+from wlb_titan.context.strategy import ContextMask, ContextStrategy, Exchange, Floats, Move
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
-from wlb_titan.plan import COUNT, DOCUMENT, OFFSET
+from wlb_titan.plan import COUNT, DOCUMENT, OFFSET, Slices
 
 
 class Share(NamedTuple):
@@ -104,10 +103,10 @@ class Ulysses(ContextStrategy):
         return np.array([seconds[n] for n in heads])
 
     def mask(
-        self, sharding: Sharding, lengths: Ints, total: int, rank: int
-    ) -> tuple[NDArray[np.int32], tuple[Ints, ...]]:
+        self, sharding: Sharding, lengths: Ints, total: int, rank: int, slices: Slices | None = None
+    ) -> ContextMask:
         """Segments of whole documents; nothing else, as tokens arrive in the order of the sequence."""
-        return segments(whole(lengths), lengths), ()
+        return ContextMask.of_sequence(lengths)
 
     def heads(self, heads: int, kv_heads: int, rank: int) -> tuple[int, int]:
         share = head_shares(heads, kv_heads, self.ranks)[rank]

@@ -15,22 +15,22 @@ Example: 4 ranks in groups of 2, one document of 16 tokens: group 0 has tokens 0
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
 import numpy as np
 from annotated_types import Ge
-from numpy.typing import NDArray
 
-from wlb_titan.context.all_gather import key_order
+from wlb_titan.context.all_gather import gathered_mask
 from wlb_titan.context.document import per_document
-from wlb_titan.context.layout import Ints, Sharding, segments, sequence_positions
-from wlb_titan.context.strategy import ContextStrategy, Exchange, Floats, Move
+from wlb_titan.context.layout import Ints, Sharding, sent_tokens, spans, widest_first
+from wlb_titan.context.strategy import ContextMask, ContextStrategy, Exchange, Floats, Move, MoveSeconds
 from wlb_titan.context.ulysses import head_shares
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
-from wlb_titan.plan import COUNT, DOCUMENT, OFFSET
+from wlb_titan.plan import COUNT, DOCUMENT, OFFSET, Slices
 
 
 class UlyssesGather(ContextStrategy):
@@ -44,8 +44,10 @@ class UlyssesGather(ContextStrategy):
 
     attention = "wlb_titan.runtime.ulysses_gather:UlyssesGatherAttention"
 
-    def __init__(self, config: Config, ranks: int, latency: AttentionLatency) -> None:
-        super().__init__(config, ranks, latency)
+    def __init__(
+        self, config: Config, ranks: int, latency: AttentionLatency, moves: Sequence[MoveSeconds] = ()
+    ) -> None:
+        super().__init__(config, ranks, latency, moves)
         self._within = config.within
 
     @property
@@ -66,7 +68,14 @@ class UlyssesGather(ContextStrategy):
         head_shares(model.heads // tensor, model.kv_heads // tensor, self._within)
 
     def divide(self, lengths: Ints, total: int) -> tuple[str, Sharding]:
+        return self._divided(lengths, total, None)
+
+    def divide_slices(self, lengths: Ints, total: int, slices: Slices) -> tuple[str, Sharding]:
+        return self._divided(lengths, total, slices)
+
+    def _divided(self, lengths: Ints, total: int, slices: Slices | None) -> tuple[str, Sharding]:
         groups = per_document(lengths, total, self._groups)
+        groups = widest_first(groups, spans(groups, (self._groups,), slices))
         share = total // self.ranks
         return "ulysses_gather", tuple(part for group in groups for part in _cut(group, share, self._within))
 
@@ -79,12 +88,17 @@ class UlyssesGather(ContextStrategy):
         return np.array([seconds[n][group] for group in range(self._groups) for n in heads])
 
     def mask(
-        self, sharding: Sharding, lengths: Ints, total: int, rank: int
-    ) -> tuple[NDArray[np.int32], tuple[Ints, ...]]:
-        """Segments of the group's queries; the order of the keys gathered group by group."""
+        self, sharding: Sharding, lengths: Ints, total: int, rank: int, slices: Slices | None = None
+    ) -> ContextMask:
+        """Segments of the group's queries; keys are gathered group by group."""
         groups = self._of_groups(sharding)
-        order = key_order(sequence_positions(groups, lengths, total))
-        return segments(groups[rank // self._within], lengths), (order,)
+        return gathered_mask(groups, lengths, total, rank // self._within, (self._groups,), slices)
+
+    def travelling(self, sharding: Sharding, total: int, slices: Slices | None = None) -> tuple[int, ...]:
+        """All tokens within groups, and between them those of documents that lie in several."""
+        groups = self._of_groups(sharding)
+        sent = sent_tokens(groups, spans(groups, (self._groups,), slices), 1)
+        return total, int(sent.max()) * self._groups
 
     def heads(self, heads: int, kv_heads: int, rank: int) -> tuple[int, int]:
         share = head_shares(heads, kv_heads, self._within)[rank % self._within]

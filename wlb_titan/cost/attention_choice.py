@@ -45,8 +45,10 @@ def cluster_latency(cluster: Cluster, shape: AttentionShape) -> AttentionLatency
             )
     derived = _hopper(shape, OWN)
     base = load_cluster("h100_roce")
-    forward = base.attention_flops / cluster.attention_flops
-    backward = base.attention_backward_flops / cluster.attention_backward_flops
+    units = cluster.units / base.units
+    forward = units * base.attention_flops / cluster.attention_flops
+    backward = units * base.attention_backward_flops / cluster.attention_backward_flops
+    derived = replace(derived, units=cluster.units)
     if forward == backward == 1:
         return derived
     return replace(

@@ -1,6 +1,6 @@
 """From measured times to the coefficients of `KernelCost`.
 
-How a kernel cuts its work is known (`TILINGS`), and the predicted time is linear in the coefficients, apart
+How a kernel cuts its work is known (`tilings`), and the predicted time is linear in the coefficients, apart
 from the choice between the two bounds of a launch, work spread over the units and the longest tile. So that
 choice and the coefficients are found in turns: non-negative least squares of relative errors, with the bound
 that is larger for each point under the last ones.
@@ -19,14 +19,6 @@ from wlb_titan.cost.attention_latency import Floats, KernelCost, KeyTiling, Tili
 ROUNDS = 10
 COEFFICIENTS = ("launch", "key", "query", "segment", "tile", "block", "masked")
 MERGE_KEYS = 1024  # as wlb_titan.kernels merges segments; the planner does not import it
-
-# How an implementation cuts forward and backward. Triton's tiles are those for long segments, and the second
-# of its backward's two kernels is counted with the first; the reference takes time by the query.
-TILINGS = {
-    "gluon": (Tiling(128, 128, MERGE_KEYS), KeyTiling(64, 128, MERGE_KEYS)),
-    "triton": (Tiling(128, 128, MERGE_KEYS), Tiling(128, 64, MERGE_KEYS)),
-    "reference": (Tiling(1, 64, MERGE_KEYS), Tiling(1, 64, MERGE_KEYS)),
-}
 
 
 class Point(NamedTuple):
@@ -52,6 +44,24 @@ class Fit(NamedTuple):
 
     cost: KernelCost
     errors: Floats
+
+
+def tilings(implementation: str, group: int) -> tuple[Tiling, Tiling]:
+    """How an implementation cuts its forward and its backward.
+
+    Triton's tiles are those for long segments, and the second of its backward's two kernels is counted with
+    the first. The reference takes time by the query.
+
+    Args:
+        implementation: "gluon", "triton" or "reference".
+        group: query heads that share a key head, of which Gluon packs up to 8 into a tile of the forward.
+    """
+    if implementation == "gluon":
+        pack = min(8, group & -group)
+        return Tiling(128 // pack, 128, MERGE_KEYS, pack), KeyTiling(64, 128, MERGE_KEYS)
+    if implementation == "triton":
+        return Tiling(128, 128, MERGE_KEYS), Tiling(128, 64, MERGE_KEYS)
+    return Tiling(1, 64, MERGE_KEYS), Tiling(1, 64, MERGE_KEYS)
 
 
 def fit(points: Sequence[Point], units: int, tiling: Tiling) -> Fit:

@@ -1,21 +1,23 @@
-"""Attention on H100 and H200 without a profile of the device at hand: our kernels as one H100 measured them, and
-FlashAttention-2 and -3 as they were published.
+"""Attention on H100 and H200 without a profile of the device at hand: our kernels as measured on one H100,
+and FlashAttention-2 and -3 as they were published.
 
 The two devices have the same multiprocessors and differ in memory, which attention hardly waits for.
 
-`OWN`, wlb_titan's Gluon kernels (head dim 128, bfloat16, 32 query and 4 key heads): fitted to the grid of
-benchmarks/results/nvidia_h100 by benchmarks/attention_latency.py, which says how well it predicts. The kernels
-measured were those before tiles were ordered by chains; a replay of their tile lists says what of the backward
-was waiting, and that is left out here, as it is gone. Forward: a tile of 128 queries, a block of 128 keys, and
-what its mask adds. Backward: a step of 128 keys with 64 queries (block), a program with 128 keys of one key
-head, and the element-wise kernels around it, by query token and head, of which two have become one since.
-Measured anew, `python benchmarks/attention_latency.py --rows FOLDER --kernels tree` prints them again.
+`OWN`, wlb_titan's Gluon kernels (head dim 128, bfloat16): fitted by benchmarks/attention_latency.py to the
+grid in benchmarks/results/nvidia_h100, of 32 query and 4 key heads; it says how well it predicts. Those were
+the kernels before tiles were ordered by chains and heads packed; a replay of their tile lists says what of
+the backward was waiting for turns, which is left out here, as it is gone. Forward: a tile of 128 rows, a
+block of 128 keys, and what its mask adds. Backward: a step of 128 keys with 64 queries (block), a program
+with 128 keys of one key head, and the element-wise kernels around it by query token and head, two of which
+have become one since. These two were timed by themselves and not fitted. `tail` is what a replay of the
+tree's kernels takes beyond work spread evenly. Measured anew, `python benchmarks/attention_latency.py --rows
+FOLDER --kernels tree` fits and prints them again.
 
-FlashAttention-2 and -3 do not merge short segments, and in their varlen mode a segment costs something besides:
-their coefficients are fitted to MagiAttention's benchmark of 1 x 64 heads (8 key heads, head dim 128, bfloat16,
-causal, TFLOP/s of the causal half, backward 2.5 times the forward's work), dense and varlen, whose packs of S
-tokens have documents of at most S / 4 (71 % up to 1,024 tokens, 0.44 % above 32K). Read off its charts to
-about 2 %:
+FlashAttention-2 and -3 do not merge short segments, and in their varlen mode a segment costs something
+besides: their coefficients are fitted to MagiAttention's benchmark of 64 heads (8 key heads, head dim 128,
+bfloat16, causal, TFLOP/s of the causal half, backward 2.5 times the forward's work), dense and varlen, whose
+packs of S tokens have documents of at most S / 4 (71 % up to 1,024 tokens, 0.44 % above 32K). Read off its
+charts to about 2 %:
 
     TFLOP/s           S =   1K   2K   4K   8K  16K  32K          S = 1K   2K   4K   8K  16K  32K
     FA2 dense  forward     187  274  329  352  364  367  backward   140  209  268  303  323  331
@@ -24,8 +26,9 @@ about 2 %:
         varlen              60  219  357  483  544  584              53  114  206  319  375  425
 
 The packs themselves are not published; drawn from a distribution with these quantiles, the fits meet the
-forward points within 18 % (8 % root mean square) and the backward points within 9 % (3 %). Each causal tile has
-one masked block, so that these times cannot tell tile from masked block: masking is taken as 20 % of a block.
+forward points within 18 % (8 % root mean square) and the backward points within 9 % (3 %). Each causal tile
+has one masked block, so that these times cannot tell tile from masked block: masking is taken as 20 % of a
+block.
 
 Head dim: FlashAttention-3 (Shah et al. 2024, H100, 16K tokens, not causal) reaches 497 forward and 474
 backward at head dim 64, and 648 and 561 at 128; FlashAttention-2 there 324 and 291, and 370 and 322. So a
@@ -38,7 +41,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from wlb_titan.cost.attention_fit import TILINGS
+from wlb_titan.cost.attention_fit import tilings
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, KeyTiling, Tiling
 
 MULTIPROCESSORS = 132
@@ -66,14 +69,13 @@ class Coefficients(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What was measured or published: both passes and how they cut their work, what it is for reports, and
+    """What was measured or published: both passes, what it is for reports, and
     the keys of the longest segment; tail as in `KernelCost`."""
 
     forward: Coefficients
     backward: Coefficients
     source: str
     longest: int = 32768
-    tilings: tuple[Tiling, Tiling] = (Tiling(128, 128), Tiling(128, 128))
     tail: float = 0.0
 
 
@@ -84,7 +86,6 @@ KERNELS = {
         Coefficients(0.0, 0.0, 0.0, 2.485, 0.592, masked=0.0, program=6.0, query=0.0774),
         "our kernels on an H100",
         longest=131072,
-        tilings=TILINGS["gluon"],
         tail=0.12,
     ),
     "flash_attention_2": Kernel(
@@ -110,9 +111,10 @@ def hopper(head_dim: float, heads: int, *, group: int = 1, kernel: str = OWN) ->
         kernel: one of KERNELS.
     """
     known = KERNELS[kernel]
+    cut = tilings("gluon", group) if kernel == OWN else (Tiling(128, 128), Tiling(128, 128))
     forward, backward = (
         _cost(tiling, fitted, head_dim, group, known.tail)
-        for tiling, fitted in zip(known.tilings, (known.forward, known.backward), strict=True)
+        for tiling, fitted in zip(cut, (known.forward, known.backward), strict=True)
     )
     return AttentionLatency(
         forward, backward, MULTIPROCESSORS, heads, known.source, measured_to=known.longest
@@ -120,14 +122,17 @@ def hopper(head_dim: float, heads: int, *, group: int = 1, kernel: str = OWN) ->
 
 
 def _cost(tiling: Tiling, fitted: Coefficients, head_dim: float, group: int, tail: float) -> KernelCost:
-    """Tiles and blocks take their time by the head dim; a tile of keys is walked for all heads of a group."""
+    """Tiles and blocks take their time by the head dim. A tile of keys is walked over for each head of its
+    group; heads that are packed into one tile of queries share its time.
+    """
+    packed = tiling.heads_per_tile
     if isinstance(tiling, KeyTiling):
         tiling = replace(tiling, heads_per_tile=group)
     masked, tile = fitted.masked, fitted.tile
     if masked is None:
         masked = min(MASKING * fitted.block, tile)
         tile -= masked
-    unit = MICROSECOND * (1 + (1 - fitted.at_64) * (head_dim - 128) / 64)
+    unit = MICROSECOND / packed * (1 + (1 - fitted.at_64) * (head_dim - 128) / 64)
     return KernelCost(
         tiling,
         launch=fitted.launch * MICROSECOND,

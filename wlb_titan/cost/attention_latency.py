@@ -13,8 +13,8 @@ then lasts at least as long as all work spread evenly over the units, and as the
     launch + keys x key x heads / units + max(sum of the work of all heads / units, longest tile)
 
 That is a lower bound of any schedule, and a tight one where tiles are many and start heaviest first. A kernel
-that deals them out less well ends later by a share of its longest program (`tail`). `keys` are those of the whole sequence, which are copied or written whoever sees them; they are the same for all
-ranks.
+that deals them out less well ends later by a share of its longest program (`tail`). `keys` are those of the
+whole sequence, which are copied or written whoever sees them; they are the same for all ranks.
 
 Example: tiles of 4 queries, blocks of 4 keys, and the last 6 tokens of a document of 10. The first tile sees
 8 keys in two blocks, the second 10 keys in three, and in both all rows see all but the last block whole:
@@ -175,12 +175,13 @@ class KeyTiling(Tiling):
         Args and Returns: as of `Tiling.count`.
         """
         queries, keys = np.asarray(q_len, dtype=np.float64), np.asarray(kv_len, dtype=np.float64)
-        reach = np.inf if window is None else window
-        merged = keys <= self.merge_keys
-        parts, rows = np.where(
-            merged, self._cut_anywhere(queries, keys, reach), self._cut(queries, keys, reach)
-        )
-        begun = np.where(merged, self._joined(keys, parts), parts)
+        merged = np.flatnonzero(keys <= self.merge_keys)
+        parts, rows = self._cut(queries, keys, window)
+        begun = parts.copy()
+        if len(merged):
+            short = keys[merged]
+            parts[merged], rows[merged] = self._cut_anywhere(queries[merged], short, window)
+            begun[merged] = self._joined(short, parts[merged])
         blocks = (rows + (self.query_tile - 1) * begun) / self.query_tile
         return np.array([parts, blocks, np.zeros_like(parts)])
 
@@ -197,26 +198,34 @@ class KeyTiling(Tiling):
         result: Floats = tile / 2 ** np.clip(halvings, 0, most)
         return result
 
-    def _cut(self, queries: Floats, keys: Floats, reach: float) -> tuple[Floats, Floats]:
+    def _cut(self, queries: Floats, keys: Floats, window: int | None) -> tuple[Floats, Floats]:
         """Tiles that some query sees, and queries by the tiles they see, of segments with tiles of their own.
 
-        Tile j is seen by the queries from key j x key_block on, and up to `reach` behind its last key.
+        Tile j is seen by the queries from key j x key_block on, up to a window behind its last key.
         """
         size = self.key_block
-        behind = size - 1 + reach
-        first = np.maximum(np.floor((keys - queries - behind) / size) + 1, 0)
+        seen = keys - queries  # before the first query's own key
         after = np.ceil(keys / size)
+        if window is None:
+            by_all = np.ceil(seen / size)
+            since = seen * by_all + size / 2 * (by_all + after - 1) * (after - by_all)
+            return after, keys * after - since
+        behind = float(size - 1 + window)
+        first = np.maximum(np.floor((seen - behind) / size) + 1, 0)
         until = _sum_of_lesser(keys, size, behind, first, after)
-        since = -_sum_of_lesser(queries - keys, -size, 0.0, first, after)
+        since = -_sum_of_lesser(-seen, -size, 0.0, first, after)
         return after - first, until - since
 
-    def _cut_anywhere(self, queries: Floats, keys: Floats, reach: float) -> tuple[Floats, Floats]:
+    def _cut_anywhere(self, queries: Floats, keys: Floats, window: int | None) -> tuple[Floats, Floats]:
         """As `_cut`, of segments whose tiles begin anywhere: one more for every `key_block` keys, which those
         queries see that see the keys before and after the cut."""
-        unseen = np.maximum(keys - queries - reach + 1, 0)  # keys behind the window of the first query
-        growing = np.clip(reach - (keys - queries), 0, queries)  # queries that see all keys before theirs
-        pairs = growing * (keys - queries + (growing - 1) / 2)
-        pairs += (queries - growing) * (min(reach, 1e18) - 1)
+        seen = keys - queries
+        if window is None:
+            pairs = queries * (seen + (queries - 1) / 2)
+            return 1 + (keys - 1) / self.key_block, queries + pairs / self.key_block
+        unseen = np.maximum(seen - window + 1, 0)  # keys behind the window of the first query
+        growing = np.clip(window - seen, 0, queries)  # queries that see all keys before theirs
+        pairs = growing * (seen + (growing - 1) / 2) + (queries - growing) * (window - 1)
         return 1 + (keys - unseen - 1) / self.key_block, queries + pairs / self.key_block
 
     def _joined(self, keys: Floats, parts: Floats) -> Floats:
@@ -228,8 +237,6 @@ class KeyTiling(Tiling):
 
 def _sum_of_lesser(limit: Floats, each: float, plus: float, begin: Floats, end: Floats) -> Floats:
     """Sum over j = begin .. end - 1 of min(limit, j x each + plus); `each` is not zero, begin <= end."""
-    if plus == np.inf:
-        return limit * (end - begin)
     turn = np.clip(np.ceil((limit - plus) / each), begin, end)  # from here on the other of the two is less
     low, high = (begin, turn) if each > 0 else (turn, end)
     line = each * (low + high - 1) * (high - low) / 2 + plus * (high - low)
@@ -342,13 +349,15 @@ class AttentionLatency:
         pieces = np.concatenate(sharding)
         q_len, kv_len = pieces[:, COUNT], pieces[:, OFFSET] + pieces[:, COUNT]
         owner = np.repeat(np.arange(ranks), [len(shard) for shard in sharding])
+        queries, keys = np.zeros((2, ranks), dtype=np.int64)  # most of them in a segment of each rank
+        np.maximum.at(queries, owner, q_len)
+        np.maximum.at(keys, owner, kv_len)
         fixed = self.fixed(int(q_len.sum()))
         result = np.tile(fixed, (ranks, 1))
         for window, share in self._kinds():
             work = self._work(q_len, kv_len, window)
             for column, kernel in enumerate((self.forward, self.backward)):
-                longest = np.zeros(ranks)
-                np.maximum.at(longest, owner, kernel.longest_tile(q_len, kv_len, window))
+                longest: Floats = kernel.longest_tile(queries, keys, window) * (keys > 0)
                 spread: Floats = np.bincount(owner, work[column], ranks).astype(np.float64)
                 result[:, column] += share * kernel.ends(spread, longest)
         return result

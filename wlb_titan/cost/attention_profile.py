@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wlb_titan.cost.attention_fit import COEFFICIENTS, TILINGS, Point, fit, predict
+from wlb_titan.cost.attention_fit import COEFFICIENTS, Point, fit, predict, tilings
 from wlb_titan.cost.attention_latency import AttentionLatency, Floats, KernelCost, KeyTiling, Tiling
 from wlb_titan.cost.linear_profile import LinearProfile
 from wlb_titan.errors import PlanError
@@ -245,13 +245,13 @@ def fitted(
         cases: (q_len, kv_len, segments) of each case.
         seconds: float64 (cases, 2), of the forward and of the backward.
         units: programs that the device runs side by side.
-        implementations: of the forward and of the backward, of `attention_fit.TILINGS`.
+        implementations: of the forward and of the backward, as `attention_fit.tilings` names them.
     """
     entries = []
     for number, (direction, name) in enumerate(zip(PASSES, implementations, strict=True)):
         times = seconds[:, number].tolist()
         points = tuple(Point(*case, shape.heads, time) for case, time in zip(cases, times, strict=True))
-        cost = fit(points, units, TILINGS[name][number]).cost
+        cost = fit(points, units, tilings(name, shape.group)[number]).cost
         entries.append(
             Entry(shape.head_dim, shape.group, shape.dtype, direction, cost, points, name, shape.v_head_dim)
         )

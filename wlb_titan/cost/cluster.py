@@ -2,7 +2,8 @@
 
     name = "H100 SXM 80 GB, 8 a node, RoCE"
     [gpu]       memory, peak_flops, linear_flops, attention_flops, attention_backward_flops,
-                memory_bandwidth, attention_profile (optional: a file of `wlb-titan profile`)
+                memory_bandwidth; optional: attention_profile (a file of `wlb-titan profile`), device (a part
+                of the name by which the driver knows the GPU), units (its multiprocessors)
     [node]      gpus, bandwidth, latency          links within a node (NVLink)
                 host_bandwidth (optional)         of a GPU and its host's memory, for activation offload
     [network]   bandwidth, latency                links between nodes
@@ -25,8 +26,6 @@ from typing import Any
 
 from wlb_titan.errors import PlanError
 
-SHIPPED = ("h100_roce", "h200", "cpu")
-
 # Sections and keys of the file: the smallest and largest figure that can be meant, and the unit.
 FIGURES = {
     ("gpu", "memory"): (1e8, 1e14, "bytes"),
@@ -41,8 +40,11 @@ FIGURES = {
     ("network", "bandwidth"): (1e6, 1e15, "bytes/s"),
     ("network", "latency"): (0, 1, "seconds"),
 }
-OPTIONAL = {("node", "host_bandwidth"): (1e6, 1e15, "bytes/s")}
-TEXTS = (("", "name"), ("gpu", "attention_profile"))
+OPTIONAL = {
+    ("gpu", "units"): (1, 100000, "multiprocessors"),
+    ("node", "host_bandwidth"): (1e6, 1e15, "bytes/s"),
+}
+TEXTS = (("", "name"), ("gpu", "attention_profile"), ("gpu", "device"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,9 @@ class Link:
 class Cluster:
     """GPUs in nodes in a network; the attributes are the keys of the file.
 
-    `attention_profile` is the path of a profile of the GPU's attention, empty for the figures derived for
-    H100 and H200; `host_bandwidth` is None where the file has none.
+    `attention_profile` is the path of a profile of the GPU's attention, empty for the figures of H100 and
+    H200; `units` are its multiprocessors, of which an H100 has 132; `host_bandwidth` is None where the file
+    has none.
     """
 
     name: str
@@ -78,6 +81,8 @@ class Cluster:
     node: Link
     network: Link
     attention_profile: str = ""
+    device: str = ""
+    units: int = 132
     host_bandwidth: float | None = None
 
     def link(self, ranks: int, stride: int = 1) -> Link:
@@ -111,17 +116,30 @@ class Cluster:
         return replace(self, name=f"{self.name}, network {factor:g}x slower", network=network)
 
 
+@cache
+def shipped() -> tuple[str, ...]:
+    """The names of the files in the folder clusters."""
+    files = (resources.files("wlb_titan.cost") / "clusters").iterdir()
+    return tuple(sorted(file.name[: -len(".toml")] for file in files if file.name.endswith(".toml")))
+
+
+def cluster_of_device(name: str) -> str | None:
+    """The shipped cluster whose [gpu] device is a part of a GPU's name; None if there is none."""
+    known = ((cluster, load_cluster(cluster).device) for cluster in shipped())
+    return next((cluster for cluster, device in known if device and device in name), None)
+
+
 def load_cluster(name: str) -> Cluster:
     """A shipped cluster by its name, or one from a file.
 
     Args:
-        name: one of SHIPPED, or the path of a TOML file.
+        name: one of `shipped`, or the path of a TOML file.
 
     Raises:
         PlanError: there is no such file, it is not TOML, or a figure is missing, unknown or absurd; the
             message names file, section and key.
     """
-    if name in SHIPPED:
+    if name in shipped():
         return _shipped(name)
     path = Path(name)
     try:
@@ -129,7 +147,7 @@ def load_cluster(name: str) -> Cluster:
     except OSError as error:
         raise PlanError(
             f"The cluster file {name} cannot be read: {error.strerror}. Name a TOML file, or one of the "
-            f"shipped clusters {', '.join(SHIPPED)}."
+            f"shipped clusters {', '.join(shipped())}."
         ) from error
     return _parse(text, name, path.parent)
 
@@ -148,7 +166,9 @@ def _parse(text: str, name: str, folder: Path) -> Cluster:
         raise PlanError(f"The cluster file {name} is not TOML: {error}.") from error
     _refuse_unknown(record, name)
     figures = {key: _figure(record, name, *key) for key in FIGURES}
-    host = "host_bandwidth" in record["node"]
+    optional = {
+        key: _figure(record, name, section, key) for section, key in OPTIONAL if key in record[section]
+    }
     gpu = {key: value for (section, key), value in figures.items() if section == "gpu"}
     for key in ("linear_flops", "attention_flops", "attention_backward_flops"):
         if gpu[key] > gpu["peak_flops"]:
@@ -164,7 +184,9 @@ def _parse(text: str, name: str, folder: Path) -> Cluster:
         node=Link(figures["node", "bandwidth"], figures["node", "latency"]),
         network=Link(figures["network", "bandwidth"], figures["network", "latency"]),
         attention_profile=str(folder / profile) if profile else "",
-        host_bandwidth=_figure(record, name, "node", "host_bandwidth") if host else None,
+        device=str(record["gpu"].get("device", "")),
+        units=int(optional.get("units", 132)),
+        host_bandwidth=optional.get("host_bandwidth"),
     )
 
 
@@ -197,6 +219,6 @@ def _refuse_unknown(record: dict[str, Any], name: str) -> None:
 
 def _keys() -> str:
     sections: dict[str, list[str]] = {}
-    for section, key in [*FIGURES, *OPTIONAL, TEXTS[1]]:
+    for section, key in [*FIGURES, *OPTIONAL, *TEXTS[1:]]:
         sections.setdefault(section, []).append(key)
     return "name, " + ", ".join(f"[{section}] {' '.join(keys)}" for section, keys in sections.items())

@@ -6,15 +6,17 @@ the compute type, and gradients add up in the reduction's type from a stage's fi
 Without it a layer at a time is whole, and with several sharding ranks the one that is fetched meanwhile. In a
 backward pass there is one weight's gradient at the fullest moment, the MLP's; the layer's gradients are all
 there when they are copied to be reduced; and this copy, in the reduction's type, stays while the next layer's
-backward pass runs. The first backward layer of all has none of it. Where nothing is sharded only the last
-backward pass of a step reduces; in the others gathered weights stay until the next forward pass.
+backward pass runs. The first backward layer of all has none of it. Where the sharding degree is 1 only a
+step's last backward pass reduces: in those before it gradients add up in the reduction's type, and layers
+stay whole until their next forward pass.
 
 The chunked loss makes the head's gradient in each chunk, in both types, and adds it up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape, layer_parameters, rank_parameters
@@ -92,19 +94,46 @@ class Gathered:
         copied = max(self._compute, self._sharded * 2 * self._reduced / self._degrees.sharding_ranks)
         yield token.head, whole + head * (2 * self._reduced + copied)
 
-    def in_layer(self, layer: int) -> float:
-        """In a layer's backward pass, without a pipeline: at its fullest moment.
+    def in_backward(
+        self, *, reduced: bool, last: bool
+    ) -> tuple[Callable[[int], float], Callable[[int], float]]:
+        """In a backward pass without a pipeline, as functions of a layer, from 0: at its fullest moment, and
+        behind it.
 
         Args:
-            layer: from 0.
+            reduced: whether there are gradients from before it.
+            last: whether it is the step's last.
         """
-        whole = self._weights(layer) + self._behind(layer)
-        if not self._sharded:  # or, where it does not reduce, the weights of the layers before it stay
-            whole = max(whole, (sum(self._layers) - layer) * self._layer * self._whole)
-        return whole + self._weight * self._compute
+        if self._sharded or last:
+            return self._in_layer, self._reducing
+        return partial(self._adding, first=not reduced), partial(self._added, first=not reduced)
 
-    def reducing(self, layer: int) -> float:
-        """Behind a layer's backward pass, where its gradients are copied to be reduced."""
+    def _adding(self, layer: int, first: bool) -> float:
+        """In a layer's backward pass that leaves its gradients for a later one to reduce."""
+        return self._kept_on(layer) + self._weight * self._compute + self._new(layer + 1, first)
+
+    def _added(self, layer: int, first: bool) -> float:
+        """Behind it, where its gradients have been added."""
+        return self._kept_on(layer) + self._layer * self._compute + self._new(layer, first)
+
+    def _kept_on(self, layer: int) -> float:
+        """Weights of this and all later layers."""
+        return self._behind_and(layer) * self._whole if self._reshards else self._weights(layer)
+
+    def _new(self, layer: int, first: bool) -> float:
+        """Gradients of this and all later layers, if they are the first."""
+        return self._behind_and(layer) * self._reduced if first else 0.0
+
+    def _behind_and(self, layer: int) -> float:
+        """Weights in number, of this and all later layers."""
+        return (sum(self._layers) - layer) * self._layer
+
+    def _in_layer(self, layer: int) -> float:
+        """In a layer's backward pass whose gradients are reduced."""
+        return self._weights(layer) + self._weight * self._compute + self._behind(layer)
+
+    def _reducing(self, layer: int) -> float:
+        """Behind it, where its gradients are copied to be reduced."""
         return self._weights(layer) + self._layer * (self._compute + self._reduced)
 
     def _weights(self, layer: int) -> float:

@@ -40,7 +40,7 @@ the length of micro-batches (L_max) where none is set.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -258,7 +258,8 @@ class _Rank:
         went_back: set[int] = set()  # stages that have gradients
         most, fullest = -1.0, (_Moment(0, 0, 0, 0, 0), False, 0)
         own_order = rank_actions(self._job.shape, len(passes.forward.lengths), self._number)
-        for action in own_order if passes.flow is None else passes.flow[self._number]:
+        actions = list(own_order if passes.flow is None else passes.flow[self._number])
+        for number, action in enumerate(actions, start=1):
             kind, stage, place = action
             if stage == 0 and kind in ("I", "W"):  # nobody waits for the gradient of token ids
                 if kind == "I":
@@ -278,7 +279,8 @@ class _Rank:
             elif kind == "W":
                 moments = iter([_Moment(0, 0, 0, self._gathered.in_pipeline(went_back), 0)])
             else:
-                moments = self._backward(token, stage, length, beside, made, went_back)
+                whole = self._gathered.in_backward(reduced=reduced, last=number == len(actions))
+                moments = self._backward(token, stage, length, beside, made, went_back, whole)
             if kind == "I":
                 live += length * token.waiting * layers[stage]
             for moment in moments:
@@ -314,11 +316,19 @@ class _Rank:
                 yield _Moment(0, 0, length * bytes_, gathered, 0)
 
     def _backward(
-        self, token: TokenBytes, stage: int, length: int, beside: float, made: float, went_back: set[int]
+        self,
+        token: TokenBytes,
+        stage: int,
+        length: int,
+        beside: float,
+        made: float,
+        went_back: set[int],
+        whole: tuple[Callable[[int], float], Callable[[int], float]],
     ) -> Iterator[_Moment]:
         """A backward pass in its first layers and in its last: it frees activations and makes gradients of
         prefixes layer by layer, and without a pipeline FSDP gathers weights and reduces gradients so."""
         layers = max(self._job.layers[stage], 1)
+        in_layer, behind_layer = whole
         ends = length * self._output(token, stage) if self._alone else 0.0  # free before the first layer
         gathered = 0.0 if self._alone else self._gathered.in_pipeline(went_back)
         for layer in sorted({layers - 1, max(layers - 2, 0), 0}, reverse=True):
@@ -326,13 +336,13 @@ class _Rank:
             live = -ends - length * token.kept * done
             before, after = made * done / layers, made * (done + 1) / layers
             if self._alone:
-                gathered = self._gathered.in_layer(layer)
+                gathered = in_layer(layer)
             yield _Moment(live, length * token.backward, 0, gathered, before)
             if made or beside:
                 yield _Moment(live, length * token.attention + beside, 0, gathered, after)
             if self._alone:
                 live -= length * token.kept
-                yield _Moment(live, length * token.hidden, 0, self._gathered.reducing(layer), after)
+                yield _Moment(live, length * token.hidden, 0, behind_layer(layer), after)
 
     def _put_together(
         self, token: TokenBytes, stage: int, length: int, made: float, went_back: set[int]

@@ -99,6 +99,15 @@ def in_backward_pass() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def done_work() -> dist.Work:
+    """The handle of a collective that is done when it is issued, of torch's own fake process group.
+
+    Without it: `_create_work_from_future` of a future that has its result.
+    """
+    work: dist.Work = torch._C._distributed_c10d.FakeWork()
+    return work
+
+
 def owner_of(config: Configurable.Config) -> type:
     """The class that a configuration builds.
 
@@ -128,6 +137,7 @@ __all__ = [
     "TensorMeta",
     "build_pipeline_schedule",
     "checkpoint_wrapper",
+    "done_work",
     "ensure_receives_drained",
     "in_backward_pass",
     "mark_unbacked",

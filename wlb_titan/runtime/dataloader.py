@@ -197,6 +197,7 @@ class PlannedDataLoader(BaseDataLoader):
             micro_batch.ranks,
             self._rank_within(micro_batch),
             cached,
+            micro_batch.elsewhere,
             micro_batch.sharers,
         )
 

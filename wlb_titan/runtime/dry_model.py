@@ -15,6 +15,7 @@ from torchtitan.protocols.module import Module
 
 from wlb_titan.runtime.compat import unset_fake_temporarily
 from wlb_titan.runtime.kv_cache import KeyValueCache, attend, gradients
+from wlb_titan.runtime.lone_trainer import lone_config
 from wlb_titan.runtime.memory_trace import MemoryTrace
 from wlb_titan.runtime.trainer import Trainer
 
@@ -46,18 +47,9 @@ def dry_config(config: Trainer.Config, parallelised: Callable[[], Any]) -> Train
     pipelined = config.parallelism.pipeline_parallel_degree > 1
     changed = "pipelining_fn" if pipelined else "parallelize_fn"
     return dataclasses.replace(
-        config,
+        lone_config(config),
         model_spec=dataclasses.replace(spec, model=model, **{changed: then(getattr(spec, changed))}),
         compile=dataclasses.replace(config.compile, enable=False),
-        checkpoint=dataclasses.replace(config.checkpoint, enable=False),
-        metrics=dataclasses.replace(config.metrics, enable_tensorboard=False, enable_wandb=False),
-        wlb=dataclasses.replace(
-            config.wlb,
-            trace_every=0,
-            epochs=0,
-            pipeline=dataclasses.replace(config.wlb.pipeline, check_lengths=False),
-            validation=dataclasses.replace(config.wlb.validation, every=0),
-        ),
     )
 
 

@@ -16,17 +16,13 @@ What differs from the job, and how:
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
 import click
 
-from wlb_titan.errors import UserError
+from wlb_titan.runtime.lone_process import answer, become_rank
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -47,20 +43,13 @@ def main(
     overrides: tuple[str, ...],
 ) -> None:
     """Runs one rank of FILE's job on fake tensors and writes what it found to a JSON file."""
-    try:
-        found = dry_rank(
-            file, overrides, rank=rank, world_size=world_size, step=step, device_bytes=device_bytes
-        )
-    except UserError as error:
-        found = {"rank": rank, "error": str(error)}
-    except Exception as error:
-        found = {
-            "rank": rank,
-            "error": f"{type(error).__name__}: {error}",
-            "traceback": traceback.format_exc(),
-        }
-    result.write_text(json.dumps(found), encoding="utf-8")
-    sys.exit("error" in found)
+    answer(
+        rank,
+        result,
+        lambda: [
+            dry_rank(file, overrides, rank=rank, world_size=world_size, step=step, device_bytes=device_bytes)
+        ],
+    )
 
 
 def dry_rank(
@@ -81,11 +70,7 @@ def dry_rank(
     Raises:
         UserError: the configuration cannot run.
     """
-    # What torch and torchtitan ask the environment for; a launcher would have set it.
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
-    from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
-
-    use_cpu_without_accelerator()
+    become_rank(rank, world_size)
     import torch
 
     torch.set_num_threads(1)

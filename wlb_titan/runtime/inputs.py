@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wlb_titan.context import ContextStrategy, Sharding, segments, segments_after, sequence_positions, whole
+from wlb_titan.context import ContextMask, ContextStrategy, Sharding, segments_after, sequence_positions
+from wlb_titan.plan import Slices
 from wlb_titan.runtime.attention import DocumentMask
 from wlb_titan.runtime.compile import documents_vary
-from wlb_titan.runtime.kv_cache import PREFIX
+from wlb_titan.runtime.kv_cache import DOCUMENT, PREFIX, TOKENS
 
 Item = tuple[dict[str, torch.Tensor], torch.Tensor]
 """A micro-batch of one rank on the host: "input", "positions", "segments", what context parallelism needs
@@ -34,6 +35,7 @@ def rank_item(
     shards: Sharding | None,
     rank: int,
     rows: NDArray[np.int64] | None = None,
+    slices: Slices | None = None,
     sharers: int = 1,
 ) -> Item:
     """Cuts a context-parallel rank's share out of a micro-batch and makes what its attention mask needs.
@@ -46,6 +48,7 @@ def rank_item(
         shards: what each context-parallel rank holds, as the strategy divided it.
         rank: context-parallel rank, among those of all data-parallel ranks that share the micro-batch.
         rows: int64 (n, 4), prefixes of documents in slices, as of `kv_cache`; None where they are whole.
+        slices: what other micro-batches have of these documents; None where they are whole.
         sharers: data-parallel ranks that share the micro-batch.
 
     Returns:
@@ -53,18 +56,18 @@ def rank_item(
         (1, L / ranks, ...), segments int32 (S, 4), what the strategy's mask has besides, and "rows" and
         "sharers".
     """
-    extra = {}
-    if strategy is None or shards is None:
-        seen = segments(whole(lengths), lengths)
-    else:
+    mask = ContextMask.of_sequence(lengths)
+    if strategy is not None and shards is not None:
         own = sequence_positions(shards, lengths, len(tokens))[rank]
-        seen, orders = strategy.mask(shards, lengths, len(tokens), rank)
+        mask = strategy.mask(shards, lengths, len(tokens), rank, slices)
         tokens, labels, positions = tokens[own], labels[own], positions[own]
-        extra = {f"{EXCHANGE}{number}": on_host(order) for number, order in enumerate(orders)}
+    extra = {f"{EXCHANGE}{number}": on_host(array) for number, array in enumerate(mask.exchange)}
+    seen = mask.segments
     if sharers > 1:
         extra["sharers"] = torch.tensor(sharers, device="cpu")
     if rows is not None:
-        seen = segments_after(seen, lengths, rows[:, PREFIX])
+        rows = rows_of_keys(rows, mask.keys)
+        seen = segments_after(seen, mask.keys[:, 1], rows[:, PREFIX])
         extra["rows"] = torch.from_numpy(rows)
     return {
         "input": on_host(tokens).unsqueeze(0),
@@ -72,6 +75,16 @@ def rank_item(
         "segments": torch.from_numpy(seen),
         **extra,
     }, on_host(labels).unsqueeze(0)
+
+
+def rows_of_keys(rows: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The rows of the documents whose keys a rank has, in their order; `keys` as of `ContextMask`."""
+    number, tokens = keys.T
+    result = rows[number]
+    result[number < 0] = 0
+    result[number < 0, DOCUMENT] = -1
+    result[:, TOKENS] = tokens
+    return result
 
 
 def to_device(

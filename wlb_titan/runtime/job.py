@@ -14,7 +14,7 @@ from torchtitan.models.common import CosSinRoPE
 from torchtitan.models.common.decoder import Decoder
 
 from wlb_titan.corpus import Corpus
-from wlb_titan.cost.cluster import Cluster, load_cluster
+from wlb_titan.cost.cluster import Cluster, cluster_of_device, load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.documents.held_out import Divided
@@ -122,7 +122,7 @@ def cluster_at_hand(device: str = "auto") -> str:
     """
     if device == "cpu" or not torch.cuda.is_available():
         return "cpu"
-    return "h200" if "H200" in torch.cuda.get_device_name(0) else "h100_roce"
+    return cluster_of_device(torch.cuda.get_device_name(0)) or "h100_roce"
 
 
 def memory_settings(config: Trainer.Config) -> MemorySettings:

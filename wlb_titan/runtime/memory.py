@@ -79,6 +79,34 @@ def check_memory(job: Job, device_bytes: int) -> None:
         )
 
 
+def check_planned_memory(job: Job, plan: Plan, replica: int, rank: int, device_bytes: int) -> str | None:
+    """Refuses a step that is predicted not to fit.
+
+    Args:
+        job: the job.
+        plan: of the step.
+        replica: data-parallel rank.
+        rank: pipeline rank.
+        device_bytes: of a device.
+
+    Returns:
+        the arithmetic; None where it is not known.
+
+    Raises:
+        UserError: with the arithmetic.
+    """
+    ranks = planned_memory(job, plan, replica)
+    if ranks is None:
+        return None
+    arithmetic = _one_line(ranks[rank])
+    if ranks[rank].total > device_bytes:
+        raise UserError(
+            f"Step {plan.iteration + 1} cannot fit {device_bytes / GIB:.2f} GiB; the prediction is "
+            f"{arithmetic}."
+        )
+    return arithmetic
+
+
 def describe_memory(job: Job, documents: Documents) -> list[str]:
     """A line on each pipeline rank's predicted peak, with micro-batches as long as they may become.
 

@@ -154,7 +154,8 @@ class MemoryTrace(TorchDispatchMode):
         kind = next((kind for prefix, kind in COLLECTIVES.items() if name.startswith(prefix)), None)
         if kind is None:  # waiting, and what autograd needs
             return
-        size = max(_bytes(tree_leaves(side)) for side in ((args, kwargs), result))
+        # Each by itself: some collectives are given what they write into beside what they read.
+        size = max(_bytes(tree_leaves(one)) for one in (*args, *kwargs.values(), result))
         key = kind, _group(args)
         number, total = self.collectives.get(key, (0, 0))
         self.collectives[key] = (number + 1, total + size)

@@ -10,28 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-
-class Pass(NamedTuple):
-    """One pass of one micro-batch through one stage.
-
-    Attributes:
-        kind: F forward, R a backward pass put together, L loss, B backward, I and W the backward passes of
-            inputs and of weights alone, FB a whole micro-batch without pipeline parallelism.
-        stage: from 0.
-        micro_batch: from 0 in the order in which this data-parallel rank runs the step's.
-        start: seconds since the timer was switched on.
-        seconds: duration.
-    """
-
-    kind: str
-    stage: int
-    micro_batch: int
-    start: float
-    seconds: float
+from wlb_titan.simulator.measured import Pass
 
 
 class PassTimer:
@@ -43,13 +26,16 @@ class PassTimer:
     Attributes:
         on: whether passes are measured.
         first: number of the first micro-batch of the run at hand; a step may have several runs.
+        clock: of passes on the CPU, in seconds.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.on = False
+        self.clock: Callable[[], float] = time.perf_counter
         self.first = 0
         self._device = device
         self._start: Any = None
+        self._stream: torch.Stream | None = None
         self._passes: list[tuple[str, int, int, Any, Any]] = []
 
     def start(self) -> None:
@@ -57,6 +43,8 @@ class PassTimer:
         self.on = True
         self.first = 0
         self._passes = []
+        if self._device.type != "cpu":
+            self._stream = torch.accelerator.current_stream()
         self._start = self._mark()
 
     @contextmanager
@@ -68,6 +56,10 @@ class PassTimer:
         begin = self._mark()
         yield
         self._passes.append((kind, stage, self.first + micro_batch, begin, self._mark()))
+
+    def here(self) -> bool:
+        """Whether it is on and what starts now would run where the passes do: on their stream."""
+        return self.on and (self._stream is None or torch.accelerator.current_stream() == self._stream)
 
     def timed(self, function: Callable[..., Any], place: Callable[[], tuple[str, int, int]]) -> Any:
         """`function`, each call of which is measured; `place` says kind, stage and micro-batch of a call."""
@@ -84,19 +76,22 @@ class PassTimer:
         if self._device.type != "cpu":
             torch.accelerator.synchronize()
         passes = [
-            Pass(kind, stage, micro_batch, self._seconds(self._start, begin), self._seconds(begin, end))
+            Pass(
+                *(kind, stage, micro_batch, self._seconds(self._start, begin), self._seconds(begin, end)),
+                end[1] - begin[1] if self._device.type == "cpu" else None,
+            )
             for kind, stage, micro_batch, begin, end in self._passes
         ]
         self._passes = []
         return passes
 
     def _mark(self) -> Any:
-        """A point in time: seconds, or an event in the stream."""
+        """A point in time: seconds and this thread's, or an event in the stream."""
         if self._device.type == "cpu":
-            return time.perf_counter()
+            return self.clock(), time.thread_time()
         event = torch.Event(self._device, enable_timing=True)
         event.record()
         return event
 
     def _seconds(self, begin: Any, end: Any) -> float:
-        return end - begin if self._device.type == "cpu" else begin.elapsed_time(end) / 1e3
+        return end[0] - begin[0] if self._device.type == "cpu" else begin.elapsed_time(end) / 1e3

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from wlb_titan.plan import Plan, imbalance_degree
 from wlb_titan.runtime.json_lines import warn_once
 from wlb_titan.runtime.pass_timer import Pass, PassTimer
-from wlb_titan.timeline import Span, write_trace
+from wlb_titan.timeline import COMPUTED, Span, write_trace
 
 if TYPE_CHECKING:
     from torchtitan.distributed import ParallelDims
@@ -147,6 +147,8 @@ def spans(ranks: Sequence[RankPasses], plan: Plan) -> Iterator[Span]:
                 "documents": len(micro_batch.documents),
                 "predicted_work": micro_batch.workload,
             }
+            if one.computed is not None:
+                facts[COMPUTED] = one.computed
             if merged := micro_batch.merged:
                 facts["merged"] = f"dp {merged[0]}-{merged[-1]}"
             name = f"{one.kind}{one.micro_batch}"

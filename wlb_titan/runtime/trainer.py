@@ -34,6 +34,7 @@ from wlb_titan.packing.policy import here
 from wlb_titan.plan import Action, Flow
 from wlb_titan.runtime.advice import advice
 from wlb_titan.runtime.attention import DocumentAttention
+from wlb_titan.runtime.compile import allow_graphs
 from wlb_titan.runtime.corpus import open_corpus
 from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
 from wlb_titan.runtime.dp_merge import prepare_merging
@@ -107,6 +108,8 @@ class Trainer(TorchtitanTrainer):
         if self.parallel_dims.tp_enabled and config.parallelism.enable_sequence_parallel:
             mesh = self.parallel_dims.get_mesh("tp")
             self.planned.tensor_rank = mesh.get_local_rank(), mesh.size()
+        if config.compile.enable:
+            allow_graphs(self.job)
         self._prepare_merging()
         if self.parallel_dims.pp_enabled:
             self.pp_schedule.check_lengths = config.wlb.pipeline.check_lengths
@@ -178,7 +181,7 @@ class Trainer(TorchtitanTrainer):
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Starts the copies of a micro-batch to the device; see `to_device`."""
-        self.ntokens_seen += input_dict["input"].numel()
+        self.ntokens_seen += labels.shape[1]  # 0 where only the backward pass has labels
         cache = self._cache.number if self._cache is not None else None
         return to_device(input_dict, labels, self.device, cache)
 
@@ -237,10 +240,12 @@ class Trainer(TorchtitanTrainer):
 
         Where FSDP shards nothing they are as large before as after it, so that a step reduces once. Weights
         then stay gathered from one backward pass to the next forward pass. A pipeline's stages do the like
-        by themselves.
+        by themselves. A compiled model reduces every time: Dynamo refuses to compile for a second length
+        while weights in bfloat16 have gradients in float32.
         """
         dims = self.parallel_dims
-        whole = dims.dp_shard * dims.cp == 1 and not (dims.ep_enabled or dims.pp_enabled)
+        compiled = self.config.compile.enable and "model" in self.config.compile.components
+        whole = dims.dp_shard * dims.cp == 1 and not (dims.ep_enabled or dims.pp_enabled or compiled)
         if not whole or now is self._reduces:
             return
         self._reduces = now
@@ -320,6 +325,8 @@ class Trainer(TorchtitanTrainer):
             "padding": plan.padding,
             "imbalance": plan.imbalance,
             **rank_imbalance(plan, self.job.strategy),
+            "cut_share": plan.cut_share(self.job.window),
+            "keys_per_token": plan.keys_per_token,
             "delay_mean": plan.delay,
             "delay_max": plan.max_delay,
             "waiting_documents": plan.waiting_documents,

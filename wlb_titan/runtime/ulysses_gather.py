@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from wlb_titan.context.all_gather import AllGather
+from wlb_titan.context.all_gather import PerDocument
 from wlb_titan.context.ulysses import Ulysses
 from wlb_titan.context.ulysses_gather import UlyssesGather
-from wlb_titan.runtime.all_gather import AllGatherAttention
+from wlb_titan.runtime.all_gather import AllGatherAttention, neighbours
 from wlb_titan.runtime.attention import Attend, Attended
 from wlb_titan.runtime.ulysses import UlyssesAttention
 
@@ -24,7 +24,7 @@ class UlyssesGatherAttention:
 
     def __init__(self, config: UlyssesGather.Config, mesh: DeviceMesh) -> None:
         between, within = two_axes(mesh, config.within)
-        self._gather = AllGatherAttention(AllGather.Config(), between)
+        self._gather = AllGatherAttention(PerDocument.Config(), between)
         self._ulysses = UlyssesAttention(Ulysses.Config(), within)
 
     def __call__(
@@ -52,9 +52,6 @@ def two_axes(mesh: DeviceMesh, within: int) -> tuple[DeviceMesh, DeviceMesh]:
     Only this context-parallel group makes the process groups, as pipeline stages may differ in whether they
     have a layer that asks.
     """
-    ranks = torch.tensor(dist.get_process_group_ranks(mesh.get_group())).view(-1, within)
-    group, place = divmod(mesh.get_local_rank(), within)
-    members = (ranks[:, place], ranks[group])
-    groups = [dist.new_group(one.tolist(), use_local_synchronization=True) for one in members]
-    between, inside = (DeviceMesh.from_group(one, mesh.device_type) for one in groups)
-    return between, inside
+    ranks = dist.get_process_group_ranks(mesh.get_group())
+    group = dist.new_group(ranks[mesh.get_local_rank() % within :: within], use_local_synchronization=True)
+    return DeviceMesh.from_group(group, mesh.device_type), neighbours(mesh, within)

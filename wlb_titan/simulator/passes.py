@@ -18,7 +18,7 @@ job does (`tensor_overlap`). Experts take what their busiest rank takes, and exc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -45,22 +45,34 @@ class MicroBatches:
     Attributes:
         tokens: float64, with padding.
         forward, backward: float64, seconds of one layer's attention on the slowest context-parallel rank.
+        moving, repeated, latency: float64, seconds of context parallelism's collectives in one layer, as of
+            `ExchangeSeconds`.
     """
 
     tokens: Floats
     forward: Floats
     backward: Floats
+    moving: Floats
+    repeated: Floats
+    latency: Floats
 
     @classmethod
     def of(cls, micro_batches: Sequence[MicroBatch], job: Job) -> MicroBatches:
         """Of planned micro-batches, as arrays (n,)."""
         attention = np.array([attention_seconds(m, job).max(axis=0) for m in micro_batches])
         tokens = np.array([m.shared_length for m in micro_batches], dtype=np.float64)
-        return cls(tokens, attention[:, 0], attention[:, 1])
+        exchange = np.array([job.exchange_of(travelling(m, job)) for m in micro_batches])
+        return cls(tokens, attention[:, 0], attention[:, 1], *exchange.T)
+
+    @classmethod
+    def imagined(cls, job: Job, tokens: Floats, forward: Floats, backward: Floats) -> MicroBatches:
+        """Of micro-batches whose documents are not known: what moves always travels, and nothing else."""
+        one, none = job.exchange_of([float(m.always) for m in job.moves]), np.zeros_like(tokens)
+        return cls(tokens, forward, backward, tokens * one.moving, tokens * one.repeated, none + one.latency)
 
     def in_runs(self, n: int) -> MicroBatches:
         """As arrays (n, k): the micro-batches one after the other, n to a run."""
-        arrays = (self.tokens, self.forward, self.backward)
+        arrays = (getattr(self, field.name) for field in fields(self))
         return MicroBatches(*(array.reshape(-1, n).T for array in arrays))
 
 
@@ -70,6 +82,13 @@ def attention_seconds(micro_batch: MicroBatch, job: Job) -> Floats:
         documents = (whole(micro_batch.documents[:, LENGTH]),)
         return job.latency.seconds(after(documents, micro_batch.prefix))
     return job.strategy.seconds(after(micro_batch.ranks, micro_batch.prefix))
+
+
+def travelling(micro_batch: MicroBatch, job: Job) -> tuple[int, ...]:
+    """Tokens of a micro-batch that travel by each of the job's moves."""
+    if job.strategy is None or micro_batch.ranks is None:
+        return ()
+    return job.strategy.travelling(micro_batch.ranks, micro_batch.shared_length, micro_batch.elsewhere)
 
 
 def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
@@ -83,11 +102,13 @@ def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
         Seconds, float64 (stages, n, k).
     """
     token, tokens = job.token, micro_batches.tokens
-    links = _latencies(job)
+    links = _latencies(job) + micro_batches.latency
     matrices = token.matrices + token.experts * (job.routing_imbalance - 1)
     every = tokens * (matrices + token.elements + _tensor(job) + _experts(job)) + links
-    forward = every + _with_exchange(job, tokens, micro_batches.forward)
-    inputs = every + tokens * token.elements + _with_exchange(job, tokens, micro_batches.backward)
+    forward = every + _with_exchange(job, micro_batches.moving, micro_batches.forward)
+    inputs = (
+        every + tokens * token.elements + _with_exchange(job, micro_batches.moving, micro_batches.backward)
+    )
     inputs = inputs + _repeated(job, micro_batches, forward)
     if job.memory.offload:
         moved = _offloaded(job, tokens)
@@ -169,11 +190,11 @@ def transfer_seconds(job: Job, tokens: Floats) -> Floats:
     return tokens * (job.model.hidden * BYTES / inner / bandwidth) + link.latency
 
 
-def _with_exchange(job: Job, tokens: Floats, attention: Floats) -> Floats:
+def _with_exchange(job: Job, moving: Floats, attention: Floats) -> Floats:
     """Seconds of one layer's attention and of context parallelism's collectives around it."""
     if job.strategy is None:
         return attention
-    return attention + job.strategy.waited(tokens * job.token.context, attention)
+    return attention + job.strategy.waited(moving, attention)
 
 
 def _tensor(job: Job) -> float:
@@ -196,14 +217,15 @@ def _offloaded(job: Job, tokens: Floats) -> Floats:
 
 
 def _latencies(job: Job) -> float:
-    """Seconds of one layer's collectives in one pass that do not depend on tokens."""
+    """Seconds of one layer's collectives in one pass that do not depend on tokens, but for context
+    parallelism's."""
     tensor, expert = job.degrees.tensor, job.degrees.expert
     seconds = 0.0
     if tensor > 1:
         seconds += (1 - job.tensor_overlap) * TENSOR_COLLECTIVES * job.cluster.link(tensor).latency
     if expert > 1 and job.model.visits:
         seconds += EXPERT_COLLECTIVES * job.cluster.link(expert).latency
-    return seconds + sum(move.collectives * job.link(move).latency for move in job.moves)
+    return seconds
 
 
 def _repeated(job: Job, micro_batches: MicroBatches, forward: Floats) -> Floats:
@@ -216,8 +238,8 @@ def _repeated(job: Job, micro_batches: MicroBatches, forward: Floats) -> Floats:
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     # Keys, the attention's output and the MLP's second product, of all seven.
     repeated = (keys + queries + model.feed_forward) / (2 * (keys + queries) + 3 * model.feed_forward)
-    each = token.matrices * repeated + token.elements + _tensor(job) / 2 + job.repeated_exchange_seconds
-    seconds: Floats = micro_batches.tokens * each
+    each = token.matrices * repeated + token.elements + _tensor(job) / 2
+    seconds: Floats = micro_batches.tokens * each + micro_batches.repeated
     return seconds
 
 
@@ -232,9 +254,10 @@ class JobCost(CostModel):
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        one = MicroBatches(np.ones((1, 1)), np.zeros((1, 1)), np.zeros((1, 1)))
-        linear = pass_times(job, one)
-        still = pass_times(job, MicroBatches(*np.zeros((3, 1, 1))))
+        linear, still = (
+            pass_times(job, MicroBatches.imagined(job, np.full((1, 1), tokens), *np.zeros((2, 1, 1))))
+            for tokens in (2.0, 1.0)
+        )
         self._linear_forward = (linear.forward - still.forward).sum()
         self._linear_backward = (linear.inputs - still.inputs + linear.weights - still.weights).sum()
 

@@ -23,7 +23,7 @@ import numpy as np
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job, Policy
-from wlb_titan.simulator.passes import MicroBatches
+from wlb_titan.simulator.passes import Floats, MicroBatches
 from wlb_titan.simulator.scenario import Scenario
 from wlb_titan.simulator.step import Prediction, tokens_per_second
 
@@ -199,7 +199,7 @@ def _schedules(job: Job, degrees: Degrees) -> Iterator[tuple[str, int]]:
         yield from ((schedule, each) for each in chunks if each <= max(most, 1))
 
 
-def _average_window(scenario: Scenario) -> MicroBatches:
+def _average_window(scenario: Scenario) -> tuple[Floats, ...]:
     """Tokens and attention of the average window, on one head: what `_if_balanced` scales."""
     job = scenario.job
     lengths = scenario.documents.sample()[:SAMPLE]
@@ -207,10 +207,10 @@ def _average_window(scenario: Scenario) -> MicroBatches:
     pieces = np.concatenate([np.full(int(whole.sum()), job.window), rest[rest > 0]])
     one_head = replace(job.latency, heads=1)
     forward, backward = one_head.work(pieces, pieces).sum(axis=1) * (job.window / pieces.sum())
-    return MicroBatches(*(np.array([[value]]) for value in (float(job.window), forward, backward)))
+    return tuple(np.array([[value]]) for value in (float(job.window), forward, backward))
 
 
-def _if_balanced(job: Job, window: MicroBatches) -> float:
+def _if_balanced(job: Job, window: tuple[Floats, ...]) -> float:
     """Tokens per second of a step of equal micro-batches whose attention context parallelism shares equally.
 
     Raises:
@@ -218,11 +218,8 @@ def _if_balanced(job: Job, window: MicroBatches) -> float:
     """
     n = job.replica_micro_batches
     share = job.latency.heads / job.degrees.context
-    equal = MicroBatches(
-        np.repeat(window.tokens, n, axis=0),
-        np.repeat(window.forward * share, n, axis=0),
-        np.repeat(window.backward * share, n, axis=0),
-    )
+    tokens, forward, backward = (np.repeat(array, n, axis=0) for array in window)
+    equal = MicroBatches.imagined(job, tokens, forward * share, backward * share)
     return tokens_per_second(job, equal)
 
 

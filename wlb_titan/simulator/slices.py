@@ -25,7 +25,7 @@ from wlb_titan.packing.asymmetric import last_needed
 from wlb_titan.packing.policy import Packing
 from wlb_titan.packing.slices import parts, replica_passes, sliced_document
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
-from wlb_titan.plan import LENGTH, PREFIX, Action, Flow, MicroBatch, Passes, Plan
+from wlb_titan.plan import LENGTH, Action, Flow, MicroBatch, Passes, Plan, Slices
 from wlb_titan.simulator.meeting import Replica, ends_together
 from wlb_titan.simulator.passes import MicroBatches, both_times, pass_times
 
@@ -43,37 +43,42 @@ class PackSeconds:
     def __call__(self, packing: Packing) -> tuple[Floats, Floats]:
         """float64 (packs,) each, forward and backward through all stages."""
         if packing.backward is not None:
-            passing, back = (_passing(self.job, one) for one in (packing, packing.backward))
+            passing, back = (_passing(self.job, one, one_pass=True) for one in (packing, packing.backward))
             times = both_times(self.job, passing, back)
             return times.forward.sum(axis=0)[0], (times.inputs + times.weights).sum(axis=0)[0]
         forward, backward = np.empty((2, len(packing.packs)))
         for ranks in np.unique(packing.sharers).tolist():
             (own,) = np.nonzero(packing.sharers == ranks)
             job = self.job.merged[ranks]
-            times = pass_times(job, _passing(job, packing, own.tolist()))
+            times = pass_times(job, _passing(job, packing, own.tolist(), one_pass=False))
             forward[own] = times.forward.sum(axis=0)[0]
             backward[own] = (times.inputs + times.weights).sum(axis=0)[0]
         return forward, backward
 
 
-def _passing(job: Job, packing: Packing, numbers: Sequence[int] | None = None) -> MicroBatches:
+def _passing(
+    job: Job, packing: Packing, numbers: Sequence[int] | None = None, *, one_pass: bool
+) -> MicroBatches:
     """Some of a packing's packs, or all, as arrays (1, packs)."""
     numbers = range(len(packing.packs)) if numbers is None else numbers
-    return MicroBatches(*np.array([_pack(job, packing, number) for number in numbers]).T[:, None])
+    return MicroBatches(*np.array([_pack(job, packing, number, one_pass) for number in numbers]).T[:, None])
 
 
-def _pack(job: Job, packing: Packing, number: int) -> tuple[float, float, float]:
-    """Tokens of a pack, and seconds of one layer's attention on its slowest rank, both passes."""
+def _pack(job: Job, packing: Packing, number: int, one_pass: bool) -> tuple[float, ...]:
+    """Of a pack the fields of `MicroBatches`."""
     lengths = packing.packs[number][:, LENGTH]
-    prefix = None if packing.slices is None else packing.slices[number][:, PREFIX]
+    slices = None if packing.slices is None else Slices.of(packing.slices[number], lengths, one_pass)
+    prefix = None if slices is None else slices.prefix
     total = -(-int(lengths.sum()) // job.divisor) * job.divisor
+    travelling: tuple[int, ...] = ()
     if job.strategy is None:
         seconds = job.latency.seconds(after((whole(lengths),), prefix))
     else:
-        _, sharding = job.strategy.shard(lengths, total, prefix=prefix)
+        _, sharding = job.strategy.shard(lengths, total, slices=slices)
         seconds = job.strategy.seconds(after(sharding, prefix))
+        travelling = job.strategy.travelling(sharding, total, slices)
     forward, backward = seconds.max(axis=0).tolist()
-    return total, forward, backward
+    return total, forward, backward, *job.exchange_of(travelling)
 
 
 def replica_graph(job: Job, plan: Plan, dp_rank: int) -> PipelineGraph:

@@ -26,8 +26,10 @@ from wlb_titan.memory.peak import RankMemory, weighted_tokens
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.pipeline.schedule import rank_actions
 from wlb_titan.plan import Passes, Plan
+from wlb_titan.simulator.measured import Measured
 from wlb_titan.simulator.passes import MicroBatches, pass_times, planned_times, transfer_seconds
 from wlb_titan.simulator.slices import flow_memory, run_flows
+from wlb_titan.summary import rate_error
 
 Floats = NDArray[np.float64]
 OPTIMIZER_READS_AND_WRITES = 7  # weight, gradient and two moments in, weight and two moments out
@@ -68,14 +70,22 @@ class Prediction:
     @property
     def relative_error(self) -> float:
         """Standard error of `tokens_per_second` over its value, as far as these steps tell; at least two."""
-        deviations = self.tokens / self.tokens_per_second - self.seconds
-        return float(deviations.std(ddof=1) / self.seconds.mean() / len(self.seconds) ** 0.5)
+        return rate_error(self.tokens, self.seconds)
+
+    @property
+    def flops_per_second(self) -> float:
+        """Of the model, all GPUs together."""
+        return float(self.flops.sum() / self.seconds.sum())
+
+    @property
+    def flops_error(self) -> float:
+        """Standard error of `flops_per_second` over its value."""
+        return rate_error(self.flops, self.seconds)
 
     @property
     def mfu(self) -> float:
         """Share of the peak FLOP/s of all GPUs that the model's operations take."""
-        peak = self.job.cluster.peak_flops * self.job.degrees.ranks
-        return float(self.flops.sum() / self.seconds.sum() / peak)
+        return self.flops_per_second / (self.job.cluster.peak_flops * self.job.degrees.ranks)
 
     @property
     def bubble(self) -> float:
@@ -103,12 +113,13 @@ class Prediction:
         )
 
 
-def simulate(job: Job, plans: Sequence[Plan]) -> Prediction:
+def simulate(job: Job, plans: Sequence[Plan], measured: Measured | None = None) -> Prediction:
     """Predicts steps from their plans.
 
     Args:
         job: the job.
         plans: of the job's data-parallel and context-parallel degrees.
+        measured: passes and optimizer of these steps, in place of predicted ones.
 
     Raises:
         PlanError: the plans are of other degrees, or the schedule cannot run them.
@@ -117,12 +128,18 @@ def simulate(job: Job, plans: Sequence[Plan]) -> Prediction:
     numbers = np.array([len(plan.micro_batches) for plan in plans])
     if (numbers != numbers[0]).any():
         alike = [np.flatnonzero(numbers == number) for number in np.unique(numbers)]
-        return _joined(alike, [simulate(job, [plans[step] for step in steps.tolist()]) for steps in alike])
+        parts = []
+        for steps in alike:
+            known = None if measured is None else measured.of(steps.tolist())
+            parts.append(simulate(job, [plans[step] for step in steps.tolist()], known))
+        return _joined(alike, parts)
     micro_batches = [m for plan in plans for m in plan.micro_batches]
     replicas, run = job.degrees.data, _run(job, plans)
     runs = len(plans[0].micro_batches) // (replicas * run)
     backward = [m for plan in plans for m in plan.backward or ()]
     times, tokens, back = planned_times(job, micro_batches, run, backward or None)  # steps x replicas x runs
+    if measured is not None:
+        times = measured.in_runs(run)
     if job.degrees.pipeline == 1 and job.degrees.shard > 1:
         times = _slowest_of_shards(times, job, runs)
     delays = transfer_seconds(job, tokens)
@@ -137,7 +154,7 @@ def simulate(job: Job, plans: Sequence[Plan]) -> Prediction:
     pipeline = by_replica.max(axis=1)
     busy = busy.reshape(len(plans), -1).sum(axis=1) / replicas
     communication = _communication(job, times).reshape(len(plans), replicas, runs).sum(axis=2).min(axis=1)
-    optimizer = np.full(len(plans), _optimizer(job))
+    optimizer = np.full(len(plans), _optimizer(job)) if measured is None else measured.optimizer
     lengths = [plan.document_lengths for plan in plans]
     return Prediction(
         seconds=pipeline + communication + optimizer,

@@ -12,14 +12,16 @@ from numpy.typing import NDArray
 from wlb_titan.job import Job
 from wlb_titan.memory.peak import kept_states, weighted_tokens
 from wlb_titan.packing.slices import ReplicaPacks, kind, passes_of
-from wlb_titan.pipeline.graph import PipelineGraph
-from wlb_titan.plan import LENGTH, MicroBatch, Plan
+from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
+from wlb_titan.plan import LENGTH, Action, MicroBatch, Plan
+from wlb_titan.simulator.measured import Measured
 from wlb_titan.simulator.meeting import Replica, ends_together
 from wlb_titan.simulator.passes import planned_times, transfer_seconds
 from wlb_titan.simulator.slices import cache_bytes, replicas_of
 from wlb_titan.timeline import Span
 
 Floats = NDArray[np.float64]
+MEASURED = "measured"
 NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 
 
@@ -41,7 +43,13 @@ class MemoryCurve:
 Step = tuple[list[Span], list[MemoryCurve]]
 
 
-def step_timeline(job: Job, plan: Plan, name: str = "step", dp_rank: int | None = None) -> Step:
+def step_timeline(
+    job: Job,
+    plan: Plan,
+    name: str = "step",
+    dp_rank: int | None = None,
+    measured: Measured | None = None,
+) -> Step:
     """The step of one data-parallel replica.
 
     Args:
@@ -49,34 +57,37 @@ def step_timeline(job: Job, plan: Plan, name: str = "step", dp_rank: int | None 
         plan: of the step.
         name: the process of the spans.
         dp_rank: the replica; None takes the one that takes longest.
+        measured: the step's passes, in place of predicted ones; those of ranks that ran say so.
 
     Returns:
         A slice for each pass, on the track of its pipeline rank, and each rank's memory.
     """
     if plan.order is not None:
-        steps = _together(job, plan, name)
+        steps = _together(job, plan, name, measured)
         steps = steps if dp_rank is None else [steps[dp_rank]]
     else:
         ranks = range(job.degrees.data) if dp_rank is None else [dp_rank]
-        steps = [_in_runs(job, plan, name, rank) for rank in ranks]
+        steps = [_in_runs(job, plan, name, rank, measured) for rank in ranks]
     return max(steps, key=lambda step: max(piece.start + piece.duration for piece in step[0]))
 
 
-def _together(job: Job, plan: Plan, name: str) -> list[Step]:
+def _together(job: Job, plan: Plan, name: str, measured: Measured | None) -> list[Step]:
     """Every replica of a step of MicroPacks, of which they may share some."""
     run = len(plan.of_rank(0))
     times, tokens, back = planned_times(job, plan.micro_batches, run, plan.backward)
+    if measured is not None:
+        times = measured.in_runs(run)
     delays, backward_delays = transfer_seconds(job, tokens), transfer_seconds(job, back)
     replicas = replicas_of(job, plan, times, delays, backward_delays)
     steps = []
-    for replica, ends in zip(replicas, ends_together(replicas), strict=True):
+    for rank, (replica, ends) in enumerate(zip(replicas, ends_together(replicas), strict=True)):
         picture = _Picture(job, name)
-        picture.add(replica, ends)
+        picture.add(replica, ends, _known(measured, rank * run, run))
         steps.append(picture.step())
     return steps
 
 
-def _in_runs(job: Job, plan: Plan, name: str, dp_rank: int) -> Step:
+def _in_runs(job: Job, plan: Plan, name: str, dp_rank: int, measured: Measured | None) -> Step:
     """One replica, run after run."""
     micro_batches = plan.of_rank(dp_rank)
     run = job.run or len(micro_batches)
@@ -85,11 +96,21 @@ def _in_runs(job: Job, plan: Plan, name: str, dp_rank: int) -> Step:
     for first in range(0, len(micro_batches), run):
         here = micro_batches[first : first + run]
         times, tokens, _ = planned_times(job, here, run)
+        before = dp_rank * len(micro_batches) + first
+        if measured is not None:
+            k = slice(before // run, before // run + 1)
+            every = measured.in_runs(run)
+            times = PassTimes(*(a[:, :, k] for a in (every.forward, every.inputs, every.weights)))
         delays = transfer_seconds(job, tokens)
         replica = Replica(graph, times, delays, delays, here)
         (ends,) = ends_together([replica])
-        picture.add(replica, ends)
+        picture.add(replica, ends, _known(measured, before, run))
     return picture.step()
+
+
+def _known(measured: Measured | None, first: int, n: int) -> NDArray[np.bool_] | None:
+    """bool (stages, n), which passes of these micro-batches ran."""
+    return None if measured is None else measured.known[:, first : first + n]
 
 
 class _Picture:
@@ -107,12 +128,13 @@ class _Picture:
         curves = zip(map(np.array, self._seconds), map(np.array, self._bytes), strict=True)
         return self._spans, [MemoryCurve(rank, *curve) for rank, curve in enumerate(curves)]
 
-    def add(self, replica: Replica, ends: Floats) -> None:
+    def add(self, replica: Replica, ends: Floats, known: NDArray[np.bool_] | None) -> None:
         """A run, behind those before it.
 
         Args:
             replica: its passes.
             ends: float64 (actions,), when they end.
+            known: as of `_known`.
         """
         job, here, back = self._job, replica.micro_batches, replica.of_backward
         packs = ReplicaPacks.of(here)
@@ -142,12 +164,20 @@ class _Picture:
                         args={
                             "pass": NAMES[action.kind],
                             "stage": action.stage,
+                            **_origin(action, known),
                             **_facts(micro_batch),
                         },
                     )
                 )
         self._begin += float(ends.max())
         self._first += len(here)
+
+
+def _origin(action: Action, known: NDArray[np.bool_] | None) -> dict[str, str]:
+    """Where the time of a pass is from, where some were measured."""
+    if known is None:
+        return {}
+    return {"time": MEASURED if known[action.stage, action.place] else "of a like pass"}
 
 
 def _facts(micro_batch: MicroBatch) -> dict[str, Any]:

@@ -23,8 +23,8 @@ class TwoLevel(PerDocument):
 
     attention = "own_policies.two_level_attention:TwoLevelAttention"
 
-    def __init__(self, config, ranks, latency):
-        super().__init__(config, ranks, latency)
+    def __init__(self, config, ranks, latency, moves=()):
+        super().__init__(config, ranks, latency, moves)
         self._within = config.within
 
     def check(self, model, tensor):
@@ -43,3 +43,7 @@ class TwoLevel(PerDocument):
             Move(keys * (1 - 1 / between), 1, between, stride=self._within),
         )
         return replace(once, moves=moves)
+
+    def travelling(self, sharding, total, slices=None):
+        (tokens,) = super().travelling(sharding, total, slices)
+        return tokens, tokens

@@ -1,0 +1,154 @@
+"""What it gains that context-parallel ranks exchange only the keys that somebody needs, in simulation.
+
+    python benchmarks/gather_needed.py --output benchmarks/results/cpu/gather_needed.json
+
+Seconds of a step of 8 windows (16 with CP 2) on 32 GPUs of the paper's cluster (h100_roce), `wlb_lazy`
+packing, documents of web pages or code. With TP 1 context parallelism of up to 8 ranks stays within a node
+(NVLink), that of 16 and
+32 ranks crosses nodes; with TP 8 all of it does.
+
+- everything: `hybrid` as it was, which gathers all keys and does not weigh them
+- all ranks: keys of documents that lie on several ranks, among all ranks
+- hybrid: among 2, 8, ... neighbours or all, as few as will do
+- ulysses, ulysses_gather: for comparison; a dash where the heads do not suffice
+
+GB are what a rank receives in a layer for a micro-batch, forward; GiB the fullest GPU's peak, `!` where it is
+over its 74.5 GiB.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from wlb_titan.context.all_gather import Hybrid
+from wlb_titan.cost.analytic import BYTES
+from wlb_titan.cost.degrees import Degrees
+from wlb_titan.cost.models import PAPER_MODELS
+from wlb_titan.documents import Documents
+from wlb_titan.documents.lengths import NAMED
+from wlb_titan.errors import PlanError
+from wlb_titan.job import Job, Policy
+from wlb_titan.memory.peak import GIB
+from wlb_titan.simulator.passes import travelling
+from wlb_titan.simulator.scenario import Scenario
+
+GPUS = 32
+WINDOWS = 8
+MODELS = {
+    "7B": PAPER_MODELS["7B"],
+    "8B": replace(PAPER_MODELS["7B"], kv_heads=8, feed_forward=14336, vocabulary=128256),
+}
+
+
+class AllRanks(Hybrid):
+    """Documents lie on one rank or on all."""
+
+    @staticmethod
+    def group_sizes(ranks):
+        return (ranks,)
+
+
+class Everything(AllRanks):
+    """All keys travel, whoever needs them, and are not weighed against attention."""
+
+    spares = False
+
+    def __init__(self, config, ranks, latency, moves=()):
+        super().__init__(config, ranks, latency)
+
+    def travelling(self, sharding, total, slices=None):
+        return (total,)
+
+
+SHARDINGS = {
+    "everything": "gather_needed:Everything",
+    "all ranks": "gather_needed:AllRanks",
+    "hybrid": "hybrid",
+    "ulysses": "ulysses",
+    "ulysses_gather": "ulysses_gather",
+}
+
+
+def cases() -> Iterator[tuple[str, int, str, Degrees]]:
+    """Model, window, lengths and degrees."""
+    degrees = [(1, cp) for cp in (2, 4, 8, 16, 32)] + [(8, cp) for cp in (2, 4)]
+    for model, window, lengths in product(MODELS, (65536, 131072, 262144, 524288), ("web", "code")):
+        for tensor, context in degrees:
+            yield (
+                model,
+                window,
+                lengths,
+                Degrees(tensor=tensor, context=context, shard=GPUS // tensor // context),
+            )
+
+
+def predict(
+    model: str, window: int, lengths: str, degrees: Degrees, sharding: str, steps: int
+) -> dict | None:
+    """Figures of some steps; None where the strategy cannot run."""
+    job = Job(
+        model=MODELS[model],
+        degrees=degrees,
+        window=window,
+        micro_batches=max(WINDOWS, degrees.data),
+        multiple=degrees.tensor,
+    )
+    documents = Documents(lengths=NAMED[lengths].draw(seed=0), seed=None)
+    policy = Policy("wlb_lazy", SHARDINGS[sharding])
+    scenario = Scenario(job, documents)
+    try:
+        plans = scenario.plans(policy, steps, warm_up=1)
+        found = scenario.simulate(policy, plans)
+    except PlanError:
+        return None
+    job = scenario.under(policy)
+    packs = [m for plan in plans for m in plan.micro_batches]
+    received = np.array([move.received for move in job.moves]) * BYTES
+    return {
+        "seconds": float(found.seconds.mean()),
+        "received_gb": float(np.mean([received @ travelling(m, job) for m in packs])) / 1e9,
+        "peak_gib": found.peak_memory.total / GIB,
+        "fits": found.peak_memory.total <= job.cluster.memory,
+    }
+
+
+@click.command()
+@click.option("--steps", default=2, show_default=True, help="Simulated steps of each.")
+@click.option("--output", type=click.Path(path_type=Path), help="JSON file for the figures.")
+def main(steps: int, output: Path | None) -> None:
+    """Prints a row for each case: step, GB received and peak under each sharding."""
+    console = Console(width=170)
+    table = Table("case", *(f"{name}: s, GB, GiB" for name in SHARDINGS), "gain", "of it by groups")
+    records = []
+    for model, window, lengths, degrees in track(list(cases()), console=console):
+        found = {s: predict(model, window, lengths, degrees, s, steps) for s in SHARDINGS}
+        case = f"{model} {window >> 10}K {lengths}, TP {degrees.tensor} CP {degrees.context}"
+        cells = [
+            "-"
+            if f is None
+            else f"{f['seconds']:.3f} {f['received_gb']:.2f} {f['peak_gib']:.0f}" + ("" if f["fits"] else "!")
+            for f in found.values()
+        ]
+        seconds = {s: f["seconds"] for s, f in found.items() if f is not None}
+        gain = seconds["everything"] / seconds["hybrid"], seconds["all ranks"] / seconds["hybrid"]
+        print(case, *cells, *gain, flush=True)
+        table.add_row(case, *cells, *(f"{one:.3f}" for one in gain))
+        records.append({"case": case, **found})
+    console.print(table)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(records, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

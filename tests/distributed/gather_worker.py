@@ -1,0 +1,80 @@
+"""One rank of context parallelism: `test_gathered_keys` starts it under a launcher's environment.
+
+Attention over ragged documents against one process, in float64, under several shardings; rank 0 writes the
+largest difference of outputs and gradients of each, and which levels of groups had something to exchange.
+"""
+
+import json
+import os
+import sys
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from wlb_titan.kernels import varlen_attention
+
+from wlb_titan.context import STRATEGIES, MoveSeconds, segments, sequence_positions, whole
+from wlb_titan.cost.attention_hopper import hopper
+from wlb_titan.runtime.all_gather import AllGatherAttention
+
+
+def difference(policy, lengths, token_seconds, gather_groups, mesh):
+    """Of this rank's outputs and gradients from those of one process; and whether each level was used."""
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+    tokens = int(lengths.sum())
+    total = -(-tokens // (2 * ranks)) * 2 * ranks
+    config = STRATEGIES.configure(policy, gather_groups=gather_groups)
+    moves = [MoveSeconds(token_seconds, 0.0)] * len(config.owner.group_sizes(ranks))
+    strategy = config.make(ranks, hopper(16, 4), moves)
+    _, sharding = strategy.shard(lengths, total)
+    generator = torch.Generator().manual_seed(total)
+    shapes = ((4, 16), (2, 16), (2, 8), (4, 8))  # of q, k, v and the output's gradient
+    *everything, gradient = (
+        torch.randn(total, *shape, generator=generator, dtype=torch.float64) for shape in shapes
+    )
+    gradient[tokens:] = 0
+    alone = [x.requires_grad_() for x in everything]
+    expected, _ = varlen_attention(
+        *alone, torch.from_numpy(segments(whole(lengths), lengths)), return_lse=True
+    )
+    expected_gradients = torch.autograd.grad(expected, alone, gradient)
+    own = torch.from_numpy(sequence_positions(sharding, lengths, total)[rank])
+    mask = strategy.mask(sharding, lengths, total, rank)
+    mine = [x.detach()[own].requires_grad_() for x in everything]
+    attend = partial(varlen_attention, segments=torch.from_numpy(mask.segments), return_lse=True)
+    exchange = tuple(torch.from_numpy(array) for array in mask.exchange)
+    out, _ = AllGatherAttention(config, mesh)(*mine, exchange, attend, wants_lse=False)
+    gradients = torch.autograd.grad(out, mine, gradient[own])
+    pairs = zip((out, *gradients), (expected, *expected_gradients), strict=True)
+    # A rank may have nothing but padding.
+    worst = max(float(((a - b[own]) * (own < tokens)[:, None, None]).detach().abs().max()) for a, b in pairs)
+    return worst, [len(order) > 0 for order in mask.exchange[:-1:2]]
+
+
+def main():
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    random = np.random.default_rng(0)
+    cases = [
+        np.array(lengths) for lengths in ([700], [5, 3], [40] * 16, [600, *[20] * 9], [333, 1, 300, 7, 64])
+    ]
+    for number in (2, 5, 9, 13):
+        cases.append(random.choice([1, 2, 3, 7, 30, 64, 200, 333], number) + 1)
+    results = []
+    for number, lengths in enumerate(cases):
+        for policy in ("hybrid", "per_sequence"):
+            for slow in (1e-9, 1e-5):
+                worst, used = difference(policy, lengths, slow, 1 + number % 2, mesh)
+                results.append({"policy": policy, "lengths": lengths.tolist(), "worst": worst, "used": used})
+    everyone = [None] * mesh.size()
+    dist.all_gather_object(everyone, results)
+    if mesh.get_local_rank() == 0:
+        with open(sys.argv[1], "w") as file:
+            json.dump([result for rank in everyone for result in rank], file)
+    sys.stdout.flush()
+    os._exit(
+        0
+    )  # groups of all cases are alive, whose threads would go on while the interpreter is taken down

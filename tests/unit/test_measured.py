@@ -1,0 +1,180 @@
+"""Steps put together from measured passes: what was measured as predicted comes out as predicted."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from wlb_titan.cost.cluster import load_cluster
+from wlb_titan.cost.degrees import Degrees
+from wlb_titan.cost.models import ModelShape
+from wlb_titan.documents import Documents
+from wlb_titan.job import Job, Policy
+from wlb_titan.memory.settings import MemorySettings
+from wlb_titan.packing import POLICIES
+from wlb_titan.plan import Action
+from wlb_titan.simulator.measured import MeasuredStep, Pass, measured, without_waiting
+from wlb_titan.simulator.passes import MicroBatches, attention_seconds, pass_times, planned_times
+from wlb_titan.simulator.slices import replica_graph
+from wlb_titan.simulator.step import simulate
+from wlb_titan.simulator.timeline import MEASURED, step_timeline
+
+MODEL = ModelShape(layers=8, hidden=64, heads=4, kv_heads=2, head_dim=16, feed_forward=128, vocabulary=512)
+WINDOW = 4096
+JOBS = {
+    "pipeline": (Degrees(pipeline=4), Policy("plain"), {}),
+    "interleaved": (Degrees(pipeline=2), Policy("wlb_lazy"), {"schedule": "Interleaved1F1B", "chunks": 2}),
+    "zero bubble": (
+        Degrees(pipeline=2),
+        Policy("plain"),
+        {"schedule": "ZBVZeroBubble", "chunks": 2, "memory": MemorySettings(checkpointing="none")},
+    ),
+    "context": (Degrees(context=2), Policy("wlb_lazy", "hybrid"), {}),
+    "data": (Degrees(shard=2), Policy("wlb_lazy"), {}),
+    "runs": (Degrees(pipeline=2, shard=2), Policy("plain"), {"run": 2}),
+    "tensor": (Degrees(tensor=2, pipeline=2, context=2), Policy("plain", "per_document"), {}),
+    "slices": (Degrees(pipeline=2, context=2), Policy("slim", "hybrid"), {}),
+    "shared": (Degrees(shard=2), Policy("slim"), {"dp_merge": True}),
+    "asymmetric": (
+        Degrees(pipeline=2),
+        Policy("slim"),
+        {"asymmetric": True, "memory": MemorySettings(checkpointing="full")},
+    ),
+}
+
+
+def job_of(name):
+    degrees, policy, changes = JOBS[name]
+    packing = {key: changes[key] for key in ("dp_merge", "asymmetric") if key in changes}
+    others = {key: value for key, value in changes.items() if key not in packing}
+    job = Job(
+        model=MODEL,
+        degrees=degrees,
+        window=WINDOW,
+        micro_batches=4 * degrees.data,
+        cluster=replace(load_cluster("h100_roce"), gpus_per_node=2),
+        **others,
+    ).under(policy)
+    return replace(job, packing=POLICIES.configure(policy.packing, **packing)) if packing else job
+
+
+@pytest.fixture(scope="module")
+def documents():
+    lengths = np.random.default_rng(0).lognormal(6.5, 1.4, 600).astype(int).clip(2, 2 * WINDOW)
+    return Documents(lengths=lengths, name="test", seed=0)
+
+
+def ran(job, plan, number, of_all, factor=1.0, stages=None):
+    """What every context-parallel rank would measure of one step, if its passes took `factor` times what they
+    are predicted to without communication."""
+    each = len(plan.micro_batches) // job.degrees.data
+    times = replace_attention(job, of_all, plan)
+    found = []
+    for dp in range(job.degrees.data):
+        for cp in range(job.degrees.context):
+            passes = []
+            for stage in range(len(job.layers)) if stages is None else stages:
+                for index in range(each):
+                    place = number * len(plan.micro_batches) + dp * each + index
+                    for kind in "FB" if job.schedule != "ZBVZeroBubble" else "FIW":
+                        seconds = float(times.of(Action(kind, stage, place))[0])
+                        passes.append(Pass(kind, stage, index, 0.0, factor * seconds))
+            found.append(MeasuredStep(dp, cp, passes, 0.5))
+    return found
+
+
+def replace_attention(job, plans, plan):
+    """Predicted passes of all steps without communication, (stages, micro-batches, 1)."""
+    quiet = job.on(without_waiting(job.cluster))
+    micro_batches = [m for one in plans for m in one.micro_batches]
+    backward = [m for one in plans for m in one.backward or ()] or None
+    times, _, _ = planned_times(quiet, micro_batches, len(micro_batches), backward)
+    return times
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_what_was_measured_as_predicted_comes_out_as_predicted(name, documents):
+    job = job_of(name)
+    plans = job.plans(documents, 2)
+    alone = simulate(job, plans)
+    found = measured(job, plans, [ran(job, plan, k, plans) for k, plan in enumerate(plans)])
+    assert found.known.all()
+    together = simulate(job, plans, found)
+    # Every context-parallel rank is as slow as the slowest here, whose backward passes have other shares.
+    near = {"rtol": 1e-7 if job.degrees.context == 1 else 2e-3}
+    np.testing.assert_allclose(together.seconds - 0.5, alone.seconds - alone.optimizer, **near)
+    np.testing.assert_allclose(together.busy - 0.5, alone.busy - alone.optimizer, **near)
+    assert (together.optimizer == 0.5).all()
+
+
+@pytest.mark.parametrize("name", ["pipeline", "slices", "asymmetric"])
+def test_stages_that_did_not_run_take_what_a_like_stage_took(name, documents):
+    """One stage measured three times as slow: so are all, and only its own passes are called measured."""
+    job = job_of(name)
+    plans = job.plans(documents, 2)
+    last = len(job.layers) - 1
+    steps = [ran(job, plan, k, plans, 3.0, [0, last]) for k, plan in enumerate(plans)]
+    everywhere = [ran(job, plan, k, plans, 3.0) for k, plan in enumerate(plans)]
+    found = measured(job, plans, steps)
+    np.testing.assert_allclose(
+        simulate(job, plans, found).seconds, simulate(job, plans, measured(job, plans, everywhere)).seconds
+    )
+    assert found.known[[0, last]].all() and found.known[1:last].sum() == 0
+    spans, _ = step_timeline(job, plans[1], measured=found.of([1]))
+    for span in spans:
+        assert (span.args["time"] == MEASURED) == (span.args["stage"] in (0, last))
+
+
+def test_a_replica_that_did_not_run_takes_what_is_predicted_times_how_slow_the_other_was(documents):
+    job = job_of("data")
+    plans = job.plans(documents, 1)
+    steps = [[rank for rank in ran(job, plans[0], 0, plans, 2.0) if rank.dp == 0]]
+    everywhere = [ran(job, plans[0], 0, plans, 2.0)]
+    found = measured(job, plans, steps)
+    assert found.known.tolist() == [[True] * 4 + [False] * 4]
+    expected = measured(job, plans, everywhere)
+    np.testing.assert_allclose(found.times.forward, expected.times.forward)
+    np.testing.assert_allclose(found.times.inputs, expected.times.inputs)
+
+
+def test_a_micro_batch_in_one_piece_is_divided_and_one_context_parallel_rank_scaled_to_the_slowest(documents):
+    """Rank 0 alone takes what is predicted of it: so does the slowest rank then."""
+    job = job_of("context").under(Policy("plain", "per_sequence"))
+    plans = job.plans(documents, 1)
+    quiet = job.on(without_waiting(job.cluster))
+    attention = [attention_seconds(m, quiet) for m in plans[0].micro_batches]
+    assert any(own[0].sum() < 0.95 * own.max(axis=0).sum() for own in attention)
+    tokens = [m.length for m in plans[0].micro_batches]
+    own = pass_times(
+        quiet, MicroBatches(*np.array([tokens, *np.array([a[0] for a in attention]).T])[..., None])
+    )
+    whole = (own.forward + own.inputs + own.weights)[0, :, 0].tolist()
+    rank = MeasuredStep(0, 0, [Pass("FB", 0, i, 0.0, s) for i, s in enumerate(whole)], 0.0)
+    found, predicted = measured(job, plans, [[rank]]), planned_times(job, plans[0].micro_batches, 4)[0]
+    np.testing.assert_allclose(found.times.forward, predicted.forward)
+    np.testing.assert_allclose(found.times.inputs + found.times.weights, predicted.inputs + predicted.weights)
+
+
+def test_orders_of_passes_are_the_plans(documents):
+    """The graph of a step put together is the one that the job runs: of slices the plan's own."""
+    job = job_of("slices")
+    (plan,) = job.plans(documents, 1)
+    found = measured(job, [plan], [ran(job, plan, 0, [plan])])
+    spans, _ = step_timeline(job, plan, measured=found.of([0]))
+    assert len(spans) == len(replica_graph(job, plan, 0).actions)
+
+
+def test_steps_of_other_numbers_of_micro_batches_are_put_together_each_by_its_own(documents):
+    job = job_of("slices")
+    more = replace(job, packing=POLICIES.configure("slim", micropacks=6))
+    fewer = replace(job, packing=POLICIES.configure("slim", micropacks=4))
+    plans = [more.plans(documents, 1)[0], fewer.plans(documents, 1)[0], more.plans(documents, 2)[1]]
+    assert len({len(plan.micro_batches) for plan in plans}) == 2
+    steps = []
+    for plan in plans:
+        steps.append(ran(job, plan, 0, [plan])[:1])
+    together = simulate(job, plans, measured(job, plans, steps))
+    apart = [
+        simulate(job, [p], measured(job, [p], [s])).seconds[0] for p, s in zip(plans, steps, strict=True)
+    ]
+    np.testing.assert_allclose(together.seconds, apart)

@@ -1,0 +1,197 @@
+"""`wlb-titan rehearse`: what a lone rank's collectives bring and count, what is measured of its steps, and
+its limits. Times are never asserted."""
+
+import json
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+
+use_cpu_without_accelerator()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from wlb_titan.corpus.synthetic import write_synthetic_corpus  # noqa: E402
+from wlb_titan.runtime.lone_group import ANSWER, LoneGroup, Traffic  # noqa: E402
+from wlb_titan.runtime.rehearsal import STEP, without_answers  # noqa: E402
+from wlb_titan.simulator.measured import Pass  # noqa: E402
+
+JOB = """
+base = "llama3_debug"
+[wlb.corpus]
+path = "{corpus}"
+[training]
+seq_len = 256
+local_batch_size = 2
+"""
+PP, CP, TP = (f"--parallelism.{axis}_parallel_degree" for axis in ("pipeline", "context", "tensor"))
+DP = "--parallelism.data_parallel_shard_degree"
+SLIM = ("--wlb.packing.policy", "slim", "--wlb.packing.micropacks", "4")
+JOBS = {
+    "pipeline, context and tensor": (PP, 2, CP, 2, TP, 2),
+    "data": (DP, 2),
+    "ulysses": (CP, 2, "--wlb.sharding.policy", "ulysses"),
+    "slices": (PP, 2, CP, 2, *SLIM),
+    "slices, shared": (DP, 2, "--wlb.packing.dp_merge", "true", *SLIM),
+}
+
+
+def command(*words):
+    from wlb_titan.commands.main import main
+
+    return CliRunner().invoke(main, list(map(str, words)))
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rehearsal") / "job.toml"
+    lengths = np.random.default_rng(0).lognormal(4.5, 1.2, 500).astype(int).clip(2, 500)
+    write_synthetic_corpus(path.parent / "corpus", lengths)
+    path.write_text(JOB.format(corpus=path.parent / "corpus"))
+    return path
+
+
+@pytest.mark.parametrize("case", JOBS)
+def test_a_rank_moves_what_a_dry_run_says_and_measures_every_pass(forked_ranks, job, case, tmp_path):
+    """Collectives of a step by kind and axis, number and bytes, beside those that a dry run traces."""
+    words = (job, "--rank", "last", "--step", 3, *JOBS[case])
+    # Both of a first step: from the second on FSDP gathers the model's ends once more.
+    result = command(
+        "rehearse", *words, "--steps", 1, "--warm-up", 0, "--output", tmp_path / "rehearsed.json"
+    )
+    assert result.exit_code == 0, result.output
+    result = command("dryrun", *words, "--output", tmp_path / "traced.json")
+    assert result.exit_code == 0, result.output
+    ((rank,),) = [one["ranks"] for one in json.loads((tmp_path / "rehearsed.json").read_text())["policies"]]
+    (dry,) = json.loads((tmp_path / "traced.json").read_text())
+    moved, traced = (
+        # A pipeline's first run sends a few words besides.
+        {(c["kind"], c["over"]): pytest.approx(c["gib"], abs=2**-20) for c in one["collectives"]}
+        for one in (rank, dry)
+    )
+    assert moved == traced and moved
+    assert rank["coordinates"] == dry["coordinates"]
+    (step,) = rank["steps"]
+    assert step["lengths"] == dry["lengths"]
+    n = len(step["lengths"])
+    kinds = {"F", "B", "L"} if PP in JOBS[case] else {"F", "B"} if SLIM[1] in JOBS[case] else {"FB"}
+    assert sorted((one[0], one[2]) for one in step["passes"]) == sorted(
+        (kind, place) for kind in kinds for place in range(n)
+    )
+    seconds = [one[4] for one in step["passes"]]
+    assert all(math.isfinite(one) and one > 0 for one in seconds)
+    assert sum(seconds) + step["optimizer"] <= step["seconds"] * 1.001
+
+
+def test_the_report_the_table_and_the_policies(forked_ranks, job, tmp_path):
+    output = tmp_path / "out.json"
+    result = command(
+        *("rehearse", job, "--rank", "all-stages", "--steps", 2, "--step", 3, PP, 2, "--report", tmp_path),
+        *("--policies", "plain,wlb_lazy:per_sequence:best", "--output", output),
+    )
+    assert result.exit_code == 0, result.output
+    plain, lazy = json.loads(output.read_text())["policies"]
+    assert (plain["policy"], lazy["policy"]) == ("plain:per_sequence", "wlb_lazy:per_sequence:best")
+    for one in (plain, lazy):
+        assert [rank["rank"] for rank in one["ranks"]] == [0, 1]
+        assert len(one["rehearsed"]["seconds"]) == len(one["predicted"]["seconds"]) == 2
+        assert one["rehearsed"]["flops"] == one["predicted"]["flops"]
+        # A step is at least as long as what its busiest rank measured of it.
+        for number, seconds in enumerate(one["rehearsed"]["pipeline_seconds"]):
+            own = [sum(p[4] for p in rank["steps"][number]["passes"]) for rank in one["ranks"]]
+            assert seconds >= max(own) * (1 - 1e-9)
+    assert "all 8 passes" in result.stdout and "±" in result.stdout
+    page = (tmp_path / "report.html").read_text()
+    assert "rehearsed" in page and "<svg" in page
+
+
+def test_what_does_not_fit_is_said_in_the_predictions_words(forked_ranks, job):
+    result = command("rehearse", job, "--rank", "first", "--memory-gib", 0.001)
+    assert result.exit_code == 1
+    assert "cannot fit" in result.stdout and "tokens in flight" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rank", "7"], "'7' is none of the job's 1 ranks"),
+        (["--warm-up", "9"], "9 steps do not fit before step 9"),
+        (["--policies", "plain,wlbb"], "wlbb"),
+    ],
+)
+def test_mistakes_are_refused(forked_ranks, job, words, message):
+    result = command("rehearse", job, *words)
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+
+
+def nothing(*shape, dtype=torch.float32):
+    return torch.full(shape, float("nan")) if dtype.is_floating_point else torch.full(shape, -1, dtype=dtype)
+
+
+@pytest.fixture
+def group():
+    made = LoneGroup(1, 4, Traffic())
+    made._set_group_name("test")
+    return made
+
+
+COLLECTIVES = {
+    "all-gather": lambda g, out, own: g.all_gather_single(out, own),
+    "all-gather in place": lambda g, out, own: g.all_gather_single(out, out[3:6].copy_(own)),
+    "all-gather of a list": lambda g, out, own: g.allgather([list(out.split(3))], [own[:2]]),
+    "reduce-scatter": lambda g, out, own: g.reduce_scatter_single(out[:2], torch.arange(8.0)),
+    "all-to-all, more": lambda g, out, own: g.all_to_all_single(out, own, [6, 6], [1, 2]),
+    "all-to-all, fewer": lambda g, out, own: g.all_to_all_single(out[:2], own, [1, 1], [1, 2]),
+    "all-to-all of nothing": lambda g, out, own: g.all_to_all_single(out, own[:0], [6, 6], [0, 0]),
+    "receive": lambda g, out, own: g.recv([out], 0, 0),
+    "broadcast": lambda g, out, own: g.broadcast([out], dist.BroadcastOptions()),
+    "scatter": lambda g, out, own: g.scatter([out], [], None),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_nothing_uninitialised_comes_back(group, name):
+    out, own = nothing(12), torch.tensor([1.0, 2.0, 3.0])
+    COLLECTIVES[name](group, out, own).wait()
+    written = 2 if name in ("reduce-scatter", "all-to-all, fewer") else 12
+    assert out[:written].isfinite().all()
+    if name in ("all-gather", "all-gather in place"):
+        assert out.tolist() == [1, 2, 3] * 4
+    if name == "reduce-scatter":
+        assert out[:2].tolist() == [2, 3]
+
+
+def test_bytes_are_those_of_the_larger_side(group):
+    group.all_gather_single(nothing(12), torch.zeros(3))
+    group.reduce_scatter_single(nothing(2), torch.zeros(8))
+    group.send([torch.zeros(5, dtype=torch.bfloat16)], 0, 0)
+    group.recv([nothing(5, dtype=torch.int64)], 0, 0)
+    assert group._traffic.collectives == {
+        ("all-gather", "test"): (1, 48),
+        ("reduce-scatter", "test"): (1, 32),
+        ("send", "test"): (1, 10),
+        ("receive", "test"): (1, 40),
+    }
+
+
+def test_answers_are_taken_out_of_what_they_lie_in():
+    measured = [
+        Pass(ANSWER, 0, 0, 0.5, 0.25),  # before the first pass: a receive
+        Pass("F", 0, 0, 1.0, 2.0),
+        Pass(ANSWER, 0, 0, 1.5, 0.5),
+        Pass(ANSWER, 0, 0, 2.5, 0.25),
+        Pass("B", 0, 0, 3.0, 1.0),
+        Pass(ANSWER, 0, 0, 4.5, 0.5),  # of clipping
+        Pass(STEP, 0, 0, 0.0, 6.0),
+    ]
+    passes, seconds, optimizer = without_answers(measured)
+    assert [(one.kind, one.seconds) for one in passes] == [("F", 1.25), ("B", 1.0)]
+    assert (seconds, optimizer) == (4.5, 1.5)
+    assert all(one.start <= other.start for one, other in pairwise(passes))
+    assert np.isclose(sum(one.seconds for one in passes) + optimizer, 3.75)

@@ -1,0 +1,172 @@
+"""Ranks of a big job, each alone in a process of its own: what `dryrun` and `rehearse` share."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from wlb_titan.errors import UserError
+
+if TYPE_CHECKING:
+    from wlb_titan.config import Resolved
+
+DEFAULT_STEP = 9
+"""By then the queues of balancing policies have filled."""
+
+SYNTHETIC_TOKENS = 1 << 26
+"""At most so many, of a corpus that stands for one that is not here: 256 MiB on the disk, for a moment."""
+
+
+rank_option = click.option(
+    "--rank",
+    "ranks",
+    default="first,last",
+    show_default=True,
+    metavar="N,...",
+    help="Global ranks to run, each in a process of its own: numbers, first and last of the job, all-stages "
+    "(one of each pipeline rank), all.",
+)
+world_size_option = click.option(
+    "--world-size",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="GPUs of the job; by default as many as the configured degrees need.",
+)
+
+
+@dataclass(frozen=True)
+class RankCommand:
+    """What a process runs that is one rank.
+
+    Attributes:
+        module: of wlb_titan.runtime; it takes --rank and --result besides.
+        options: of it.
+        file: TOML file.
+        words: overrides of the configuration.
+        environment: variables over those of this process.
+        limit: seconds after which the process is stopped; None: never.
+    """
+
+    module: str
+    options: Mapping[str, Any]
+    file: Path
+    words: list[str]
+    environment: Mapping[str, str]
+    limit: float | None = None
+
+    def run(self, ranks: Sequence[int], folder: Path, at_once: int) -> list[dict[str, Any]]:
+        """Runs it for each rank and returns their results; `error` of one says what went wrong.
+
+        Args:
+            ranks: global ranks.
+            folder: for the results.
+            at_once: processes at a time.
+        """
+        with ThreadPoolExecutor(at_once) as pool:
+            return list(pool.map(lambda rank: self._run(rank, folder), ranks))
+
+    def _run(self, rank: int, folder: Path) -> dict[str, Any]:
+        result = folder / f"rank{rank}.json"
+        result.unlink(missing_ok=True)
+        command = [sys.executable, "-m", self.module, "--rank", str(rank), "--result", str(result)]
+        command += [str(word) for option in self.options.items() for word in option]
+        try:
+            process = subprocess.run(
+                [*command, str(self.file), *self.words],
+                env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(self.environment),
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=self.limit,
+            )
+        except subprocess.TimeoutExpired:
+            error = f"the process was stopped after {self.limit:.0f} s"
+        else:
+            tail = process.stderr.strip()[-2000:]
+            error = f"the process ended with exit code {process.returncode}: {tail}" * (
+                process.returncode != 0
+            )
+        found: dict[str, Any] = {"rank": rank}
+        if result.exists():
+            found = json.loads(result.read_text(encoding="utf-8"))
+        return found if "error" in found or not error else {**found, "error": error}
+
+
+def policy_words(policy: str | None) -> list[str]:
+    """Overrides of the configuration; an unknown policy is refused with the configuration."""
+    if policy is None:
+        return []
+    keys = ("--wlb.packing.policy", "--wlb.sharding.policy", "--wlb.pipeline.order")
+    parts = [part.strip() for part in policy.split(":")]
+    if len(parts) > len(keys):
+        raise UserError(f"--policy: {policy!r} has too many parts; a policy is packing[:sharding[:order]].")
+    return [word for key, part in zip(keys, parts, strict=False) for word in (key, part)]
+
+
+def rank_numbers(ranks: str, world_size: int, stages: int) -> list[int]:
+    """The global ranks that `--rank` names, in its order.
+
+    Args:
+        ranks: numbers and these words, with commas between them: first, last, all-stages (the first rank of
+            each pipeline rank), all.
+        world_size: ranks of the job.
+        stages: pipeline ranks.
+    """
+    named = {
+        "first": [0],
+        "last": [world_size - 1],
+        "all-stages": list(range(0, world_size, world_size // stages)),
+        "all": list(range(world_size)),
+    }
+    numbers = []
+    for word in map(str.strip, ranks.split(",")):
+        if word.isascii() and word.isdigit() and int(word) < world_size:
+            numbers.append(int(word))
+        elif word in named:
+            numbers += named[word]
+        else:
+            raise UserError(
+                f"--rank: {word!r} is none of the job's {world_size} ranks; name numbers from 0 to "
+                f"{world_size - 1}, {', '.join(named)}, with commas between them."
+            )
+    return list(dict.fromkeys(numbers))
+
+
+def corpus_words(resolved: Resolved, micro_batches: int, step: int, folder: Path) -> list[str]:
+    """Overrides that name a corpus: the configured one, or synthetic lengths if it is not on this machine.
+
+    Args:
+        resolved: the configuration.
+        micro_batches: of the whole job in a step.
+        step: of the plan, that is reached.
+        folder: for a synthetic corpus.
+    """
+    from wlb_titan.corpus.synthetic import SHAPE, long_tailed_lengths, write_synthetic_corpus
+    from wlb_titan.runtime.validation import validate_corpus
+
+    corpus = resolved.config.wlb.corpus
+    paths = [source.path for source in corpus.sources] or [corpus.path]
+    # Megatron's files are named without their endings.
+    missing = [path for path in paths if not (Path(path).exists() or Path(f"{path}.bin").exists())]
+    if not missing:
+        resolved.check(validate_corpus)
+        return []
+    click.echo(
+        f"There is no corpus at {', '.join(missing)}: planning on synthetic lengths instead, {SHAPE}. The "
+        "job's own plan needs its corpus here (`wlb-titan prepare`).",
+        err=True,
+    )
+    window = resolved.config.training.seq_len
+    tokens = min((step + 1) * micro_batches * window, SYNTHETIC_TOKENS)
+    write_synthetic_corpus(folder / "corpus", long_tailed_lengths(tokens, window))
+    alone = ["--wlb.corpus.sources", "[]"] if corpus.sources else []
+    return ["--wlb.corpus.path", str(folder / "corpus"), "--wlb.corpus.tokenizer", "", *alone]

@@ -1,0 +1,232 @@
+"""`wlb-titan rehearse`: ranks of a big job for real on this device, and its step put together from them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from wlb_titan.commands.console import make_console, print_choice, show_table, warnings_once
+from wlb_titan.commands.job import describe_job
+from wlb_titan.commands.lone_ranks import (
+    DEFAULT_STEP,
+    RankCommand,
+    corpus_words,
+    policy_words,
+    rank_numbers,
+    rank_option,
+    world_size_option,
+)
+from wlb_titan.commands.rehearse_rows import Rehearsal, figures, print_rank, table_rows
+from wlb_titan.errors import UserError
+
+if TYPE_CHECKING:
+    from wlb_titan.job import Job
+
+TABLE_WIDTH = 128
+GRACE = 60.0
+"""Seconds over --seconds after which a rank that is within a step is stopped."""
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
+@rank_option
+@click.option(
+    "--policies",
+    metavar="PACKING[:SHARDING[:ORDER]],...",
+    help="Side by side; the first is the baseline.  [default: the file's]",
+)
+@click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, help="That count.")
+@click.option(
+    "--warm-up",
+    type=click.IntRange(min=0),
+    default=1,
+    show_default=True,
+    help="Steps before them, in which kernels are compiled.",
+)
+@click.option(
+    "--step",
+    "first",
+    type=click.IntRange(min=1),
+    default=DEFAULT_STEP,
+    show_default=True,
+    help="First step of the plan that counts.",
+)
+@world_size_option
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=1),
+    default=600.0,
+    show_default=True,
+    help="A rank begins no step after so many; one that is within a step a minute later is stopped.",
+)
+@click.option(
+    "--memory-gib",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="GIB",
+    help="That a rank may take.  [default: what the device has]",
+)
+@click.option(
+    "--at-once",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Ranks that run at a time; they share the device.",
+)
+@click.option(
+    "--output", type=click.Path(path_type=Path), metavar="FILE.json", help="Write the results as JSON."
+)
+@click.option("--report", type=click.Path(path_type=Path), metavar="DIR", help="Draw DIR/report.html.")
+def rehearse(
+    file: Path,
+    overrides: tuple[str, ...],
+    ranks: str,
+    policies: str | None,
+    steps: int,
+    warm_up: int,
+    first: int,
+    world_size: int | None,
+    seconds: float,
+    memory_gib: float | None,
+    at_once: int,
+    output: Path | None,
+    report: Path | None,
+) -> None:
+    """Measure FILE's job on this device, whatever number of devices it is for.
+
+    Each rank that is asked for runs whole planned steps by itself: its own stages, its own share of heads and
+    tokens, its own micro-batches, real kernels, real memory; what other ranks would send is made up. The time
+    of every pass is measured, and the job's step put together from them, with communication as the cluster's
+    file has it ([wlb] cluster). It stands beside what `wlb-titan simulate` predicts of the same steps.
+
+    Nothing is trained, loaded or saved. If the corpus is not on this machine, documents of synthetic lengths
+    take its place. docs/rehearsal.md explains the figures.
+    """
+    from wlb_titan.runtime.load import load_config
+
+    if warm_up >= first:
+        raise UserError(
+            f"--warm-up: {warm_up} steps do not fit before step {first}; --step names a later one."
+        )
+    options = {"--first": first, "--warm-up": warm_up, "--steps": steps, "--seconds": seconds}
+    if memory_gib is not None:
+        options["--memory-gib"] = memory_gib
+    resolved = load_config(file, overrides, world_size)
+    results = []
+    with tempfile.TemporaryDirectory(prefix="wlb-rehearsal-") as name, warnings_once():
+        folder = Path(name)
+        words = [*overrides, "--dump_folder", name]
+        micro_batches = _job(file, list(overrides), world_size)[0].micro_batches
+        words += corpus_words(resolved, micro_batches, first + steps, folder)
+        for policy in policies.split(",") if policies else [None]:
+            one = _planned(file, [*words, *policy_words(policy)], world_size, first, steps)
+            numbers = rank_numbers(ranks, one.job.degrees.ranks, one.job.degrees.pipeline)
+            if not results:
+                make_console(TABLE_WIDTH).print(
+                    describe_job(one.job, one.documents), markup=False, soft_wrap=True
+                )
+            click.echo(f"{one.policy}: rank {', '.join(map(str, numbers))} ...", err=True)
+            command = RankCommand(
+                "wlb_titan.runtime.rehearse",
+                {"--world-size": one.job.degrees.ranks, **options},
+                file,
+                [*words, *policy_words(one.policy)],
+                {"CUDA_VISIBLE_DEVICES": ""} if resolved.config.wlb.device == "cpu" else {},
+                seconds + GRACE,
+            )
+            results.append(_put_together(one, command.run(numbers, folder, at_once)))
+            for rank in results[-1].ranks:
+                print_rank(results[-1], rank)
+    if any(one.rehearsed for one in results):
+        console = make_console(TABLE_WIDTH)
+        show_table(console, table_rows(results))
+    if output is not None:
+        _write(output, file, results)
+    if report is not None:
+        from wlb_titan.commands.rehearse_report import write_report
+
+        click.echo(f"Report: {write_report(report, results)}")
+    if any("error" in rank for one in results for rank in one.ranks):
+        sys.exit(1)
+
+
+def _job(file: Path, words: list[str], world_size: int | None) -> tuple[Job, Any]:
+    from wlb_titan.runtime.job import degrees_product, job_of, parallel_dims
+    from wlb_titan.runtime.load import load_config
+
+    config = load_config(file, words, world_size).config
+    return job_of(config, parallel_dims(config, world_size or degrees_product(config))), config
+
+
+def _planned(file: Path, words: list[str], world_size: int | None, first: int, steps: int) -> Rehearsal:
+    """A policy's job and the plans of its steps, which the ranks' processes make too."""
+    from wlb_titan.runtime.corpus import open_corpus
+    from wlb_titan.runtime.job import documents_of
+    from wlb_titan.simulator.choice import choose
+
+    job, config = _job(file, words, world_size)
+    documents = documents_of(config.wlb.corpus, open_corpus(config.wlb.corpus))
+    if job.undecided:
+        choice = choose(job, documents)
+        print_choice(choice)
+        job = choice.job
+    plans = job.plans(documents, steps, after=first - 1)
+    return Rehearsal(str(job.policy), job, documents, plans, [])
+
+
+def _put_together(one: Rehearsal, ranks: list[dict[str, Any]]) -> Rehearsal:
+    """The steps that all ranks ran which came through."""
+    from wlb_titan.simulator.measured import MeasuredStep, Pass, measured
+    from wlb_titan.simulator.step import simulate
+
+    ran = [rank for rank in ranks if rank.get("steps")]
+    if not ran:
+        return replace(one, ranks=ranks)
+    shards = one.job.degrees.shard
+    steps = []
+    for number in range(min(len(rank["steps"]) for rank in ran)):
+        of_ranks = []
+        for rank in ran:
+            at, step = rank["coordinates"], rank["steps"][number]
+            dp = at.get("dp_replicate", 0) * shards + at.get("dp_shard", 0)
+            passes = [Pass(*fields) for fields in step["passes"]]
+            of_ranks.append(MeasuredStep(dp, at.get("cp", 0), passes, step["optimizer"]))
+        steps.append(of_ranks)
+    plans = one.plans[: len(steps)]
+    found = measured(one.job, plans, steps)
+    return replace(
+        one,
+        plans=plans,
+        ranks=ranks,
+        measured=found,
+        rehearsed=simulate(one.job, plans, found),
+        predicted=simulate(one.job, plans),
+    )
+
+
+def _write(output: Path, file: Path, results: list[Rehearsal]) -> None:
+    record = {
+        "file": str(file),
+        "policies": [
+            {
+                "policy": one.policy,
+                "degrees": str(one.job.degrees),
+                "cluster": one.job.cluster.name,
+                "documents": one.documents.name,
+                "rehearsed": one.rehearsed and figures(one.rehearsed),
+                "predicted": one.predicted and figures(one.predicted),
+                "ranks": one.ranks,
+            }
+            for one in results
+        ],
+    }
+    try:
+        output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--output: {output} cannot be written: {error.strerror}.") from error
