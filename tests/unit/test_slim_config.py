@@ -71,7 +71,10 @@ def test_a_window_is_enough_for_four_stages(load):
 
     one = PIPELINE.replace("local_batch_size = 8", "local_batch_size = 1")
     assert load(one).replica_micro_batches == 1
-    for refused in (one.replace("slim", "plain"), one + "[validator]\nenable = true"):  # these run windows
+    for refused in (
+        one.replace("slim", "plain"),
+        one + "[wlb.validation]\nhold_out = 0.1",
+    ):  # run it
         with pytest.raises(UserError, match="as many micro-batches as stages, and there are 1 for 4"):
             load(refused)
 
@@ -120,5 +123,5 @@ def test_what_cannot_run_is_refused_by_its_key(load, change, message):
 
 def test_packs_of_their_own_for_backward_passes_take_the_place_of_full_checkpointing(load):
     full = '\n[activation_checkpoint]\nclass = "FullAC"'
-    assert load(PIPELINE + "asymmetric = true" + full).asymmetric
-    assert not load(PIPELINE + full).asymmetric
+    assert load(PIPELINE + "asymmetric = true" + full).packing.regroups
+    assert not load(PIPELINE + full).packing.regroups
