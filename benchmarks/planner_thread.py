@@ -39,7 +39,7 @@ REPLICA = 4  # micro-batches of a data-parallel rank
 
 def prepare(job: Job, planner: Planner) -> None:
     """What the loader's thread does for a step, but for reading tokens."""
-    for m in planner.next(sharded=0).of_rank(0):
+    for m in planner.next(sharded=[0]).of_rank(0):
         tokens = np.zeros(m.length, dtype=np.int64)
         rank_item(tokens, tokens, tokens, m.documents[:, LENGTH], job.strategy, m.ranks, 0)
 

@@ -37,7 +37,7 @@ from wlb_titan.memory.peak import MemoryJob, RankMemory, peak_memory
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.packing import POLICIES, PackingPolicy
 from wlb_titan.packing.dp_merge import Merging, group_sizes
-from wlb_titan.packing.policy import OnOneRank, PassSeconds, here
+from wlb_titan.packing.policy import OnOneRank, PackingJob, PassSeconds, here
 from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder
 from wlb_titan.pipeline.runs import PipelineRuns
 from wlb_titan.pipeline.schedule import PipelineShape, layers_of_stages
@@ -180,23 +180,8 @@ class Job:
             _ = self.layers
         except PlanError as error:
             raise PlanError(str(error), setting="parallelism.pipeline_parallel_degree") from error
-        self.packing.check(self.shape)
-        if self.asymmetric and self.memory.checkpointing != "full":
-            raise PlanError(
-                "Where backward passes have MicroPacks of their own they compute the forward pass again, "
-                f"which beside {self.memory.checkpointing} checkpointing costs more than it gains. "
-                "It is for jobs that need full checkpointing anyway, whose place it takes: set "
-                'activation_checkpoint.class to "FullAC", or leave it out.',
-                setting="packing.asymmetric",
-            )
-        if self.strategy is not None and self._dp_merge is True and not self.strategy.merges:
-            raise PlanError(
-                "Data-parallel ranks cannot share a document under the sharding policy "
-                f"{self.sharding.name}, which exchanges tokens for heads among context-parallel ranks "
-                "and would need a head for each of the ranks that share. Set wlb.sharding.policy to one "
-                'that gathers keys, such as per_document, or dp_merge to "auto" or false.',
-                setting="packing.dp_merge",
-            )
+        self.packing.check(self)
+        _ = self.strategy  # which checks itself
 
     @property
     def replica_micro_batches(self) -> int:
@@ -212,11 +197,6 @@ class Job:
     def undecided(self) -> bool:
         """Whether a policy is `auto`; `Scenario.choice` decides on one."""
         return any(config.owner.automatic for config in (self.packing, self.sharding))
-
-    @property
-    def asymmetric(self) -> bool:
-        """Whether backward passes have micro-batches of their own."""
-        return getattr(self.packing, "asymmetric", False)
 
     @property
     def shape(self) -> PipelineShape:
@@ -270,13 +250,6 @@ class Job:
         strategy: ContextStrategy = self.sharding.make(self.degrees.context, self.latency, seconds)
         return strategy
 
-    @property
-    def _dp_merge(self) -> bool | str:
-        """The packing policy's setting of this name; what has none never merges, nor do backward passes with
-        micro-batches of their own."""
-        wanted: bool | str = getattr(self.packing, "dp_merge", False)
-        return False if self.asymmetric else wanted
-
     @cached_property
     def merged(self) -> dict[int, Job]:
         """This job as a micro-batch sees it that 1, 2, 4, ... data-parallel ranks share (DP-Merge).
@@ -286,7 +259,7 @@ class Job:
         where micro-batches are not shared.
         """
         jobs = {1: self}
-        if not self._dp_merge or (self.strategy is not None and not self.strategy.merges):
+        if not self.packing.merges or (self.strategy is not None and not self.strategy.merges):
             return jobs
         sharding = self.sharding
         if self.strategy is None:
@@ -296,7 +269,7 @@ class Job:
             try:
                 jobs[ranks] = replace(self, degrees=degrees, sharding=sharding)
             except PlanError:  # a strategy that cannot have so many ranks
-                if self._dp_merge is True:
+                if self.packing.merges is True:
                     raise
                 break
         return jobs
@@ -420,7 +393,7 @@ class Job:
 
     def sliced_memory(self, tokens: int) -> tuple[RankMemory, ...]:
         """The peak of each pipeline rank with one document of so many tokens, all of its slices in flight."""
-        return self.peak_memory(one_document(tokens, self.shape, regrouped=self.asymmetric))
+        return self.peak_memory(one_document(tokens, self.shape, regrouped=self.packing.regroups))
 
     @property
     def usable(self) -> float:
@@ -435,13 +408,12 @@ class Job:
         Raises:
             PlanError: not even a document of the window fits.
         """
-        wanted: int | str | None = getattr(self.packing, "tokens_in_flight", None)
-        if isinstance(wanted, int):
-            return wanted
-        if self.memory_unknown:
-            return None
+        if self.packing.most_in_flight is not None or self.memory_unknown:
+            return self.packing.most_in_flight
         step = self.window * self.replica_micro_batches
-        return most_in_flight(self.memory_job, self.window, step, self.usable, regrouped=self.asymmetric)
+        return most_in_flight(
+            self.memory_job, self.window, step, self.usable, regrouped=self.packing.regroups
+        )
 
     @cached_property
     def longest_that_fits(self) -> int | None:
@@ -473,25 +445,22 @@ class Job:
         pipeline = None
         if self.degrees.pipeline > 1:
             pipeline = PipelineRuns(self.shape, self.run or self.replica_micro_batches, self.order)
-        return Planner(
-            documents,
+        job = PackingJob(
             window=self.window,
             micro_batches=self.micro_batches,
-            data_parallel=self.degrees.data,
-            divisor=self.divisor,
-            longest=self.longest_micro_batch,
-            packing=self.packing,
             cost_model=self.cost_model,
-            strategy=self.strategy,
-            shape=self.shape,
+            longest=self.longest_micro_batch,
+            divisor=self.divisor,
+            data_parallel=self.degrees.data,
+            pipeline=self.shape,
             in_flight=lambda: self.most_in_flight,
             peak=None if self.memory_unknown else lambda passes: fullest(self.peak_memory(passes)),
             usable=self.usable,
             pass_seconds=self.pass_seconds,
-            pipeline=pipeline,
             merging=self.merging,
             on_one_rank=on_one_rank,
         )
+        return Planner(documents, job, self.packing, strategy=self.strategy, pipeline=pipeline)
 
     def plans(self, documents: Documents, steps: int, *, after: int = 0) -> list[Plan]:
         """The plans of so many steps, after some others that are left out.

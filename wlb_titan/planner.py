@@ -7,24 +7,20 @@ and the pieces that wait, the same on every rank: a job can go on with another d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.context import ContextStrategy, Sharding
-from wlb_titan.cost.workload import CostModel
 from wlb_titan.documents import Documents
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.peak import RankMemory
 from wlb_titan.packing import PackingJob, PackingPolicy, assignment
-from wlb_titan.packing.dp_merge import Merging
-from wlb_titan.packing.policy import OnOneRank, Pack, Packing, PassSeconds, here
+from wlb_titan.packing.policy import Pack, Packing
 from wlb_titan.pipeline.runs import PipelineRuns
-from wlb_titan.pipeline.schedule import PipelineShape
-from wlb_titan.plan import ID, LENGTH, START, MicroBatch, Passes, Plan, Slices
+from wlb_titan.plan import ID, LENGTH, START, MicroBatch, Plan, Slices
 
 STATE_VERSION = 2  # 1: epochs in an order that was stored
 
@@ -34,17 +30,10 @@ class Planner:
 
     Args:
         documents: what is trained on.
-        window: context window in tokens.
-        micro_batches: N, those of the whole job in one step.
-        data_parallel: degree; divides `micro_batches`.
-        divisor: micro-batches are padded up to a multiple of it.
-        longest: tokens that a micro-batch may have.
+        job: what is packed for.
         packing: the packing policy's settings.
-        cost_model: predicts the work of a document.
         strategy: divides each micro-batch over context-parallel ranks; None without context parallelism.
-        shape, in_flight, peak, usable, pass_seconds, merging: as of `PackingJob`, there `pipeline` and these.
         pipeline: how a data-parallel rank's micro-batches go through its pipeline; None without one.
-        on_one_rank: as of `PackingJob`.
 
     Raises:
         PlanError: the settings do not fit each other or the documents.
@@ -53,65 +42,32 @@ class Planner:
     def __init__(
         self,
         documents: Documents,
-        *,
-        window: int,
-        micro_batches: int,
-        data_parallel: int,
-        divisor: int,
-        longest: int,
+        job: PackingJob,
         packing: PackingPolicy.Config,
-        cost_model: CostModel,
+        *,
         strategy: ContextStrategy | None,
-        shape: PipelineShape,
-        in_flight: Callable[[], int | None],
-        peak: Callable[[Passes], RankMemory] | None,
-        usable: float,
-        pass_seconds: PassSeconds,
         pipeline: PipelineRuns | None,
-        merging: Mapping[int, Merging],
-        on_one_rank: OnOneRank = here,
     ) -> None:
         self._stream = DocumentStream(
-            documents.lengths, window=window, seed=documents.seed, sources=documents.sources
+            documents.lengths, window=job.window, seed=documents.seed, sources=documents.sources
         )
-        if self._stream.documents < micro_batches:
+        if self._stream.documents < job.micro_batches:
             raise PlanError(
-                f"The corpus has {self._stream.documents} documents, fewer than the {micro_batches} "
+                f"The corpus has {self._stream.documents} documents, fewer than the {job.micro_batches} "
                 "micro-batches of one step. Use a larger corpus or fewer micro-batches.",
                 setting="corpus.path",
             )
-        job = PackingJob(
-            micro_batches=micro_batches,
-            cost_model=cost_model,
-            longest=longest,
-            divisor=divisor,
-            data_parallel=data_parallel,
-            pipeline=shape,
-            in_flight=in_flight,
-            peak=peak,
-            usable=usable,
-            pass_seconds=pass_seconds,
-            merging=merging,
-            on_one_rank=on_one_rank,
-        )
         self._policy: PackingPolicy = packing.make(self._stream, job)
         self.fixed_length = not self._policy.variable_length
-        if self.fixed_length and window % divisor:
+        if self.fixed_length and job.window % job.divisor:
             raise PlanError(
-                f"Policy {packing.name!r} makes micro-batches of exactly the context window, {window} "
-                f"tokens, but they must be a multiple of {divisor} to be shared by context- and "
+                f"Policy {packing.name!r} makes micro-batches of exactly the context window, {job.window} "
+                f"tokens, but they must be a multiple of {job.divisor} to be shared by context- and "
                 "tensor-parallel ranks.",
                 setting="training.seq_len",
             )
-        self._micro_batches = micro_batches
-        self._data_parallel = data_parallel
-        self._strategy = strategy
-        self._merging = merging
-        self._pipeline = pipeline
-        self._divisor = divisor
-        self._longest = longest // divisor * divisor
-        self._packing = packing
-        self._cost_model = cost_model
+        self._job, self._packing = job, packing
+        self._strategy, self._pipeline = strategy, pipeline
         self._fingerprint = documents.fingerprint
         self._learned = documents.learned
         self._iteration = 0
@@ -170,23 +126,25 @@ class Planner:
         """int64 (n,), labels of whole documents, by corpus rows and their tokens."""
         return self._learned(rows, np.ones_like(lengths), lengths)
 
-    def next(self, sharded: int | None = None) -> Plan:
+    def next(self, sharded: Collection[int] | None = None) -> Plan:
         """The plan of the next step.
 
         Args:
-            sharded: the data-parallel rank whose micro-batches are divided over context-parallel ranks; the
-                others' `ranks` stay None, which spares a large job most of the time. None divides all.
+            sharded: the data-parallel ranks whose micro-batches are divided over context-parallel ranks, and
+                whose order of passes is given; the others' `ranks` stay None, which spares a large job most
+                of the time. None is all of them.
         """
         begin = time.perf_counter()
+        sharded = range(self._job.data_parallel) if sharded is None else sharded
         packing = self._policy.next()
-        forward, backward = packing.pass_work(self._cost_model)
+        forward, backward = packing.pass_work(self._job.cost_model)
         workloads = forward + backward if packing.backward is None else forward
         if packing.assigned is not None:
             assigned = packing.assigned
         elif self._policy.balances:
-            assigned = assignment.balanced(workloads, self._data_parallel)
+            assigned = assignment.balanced(workloads, self._job.data_parallel)
         else:
-            assigned = assignment.in_order(self._micro_batches, self._data_parallel)
+            assigned = assignment.in_order(self._job.micro_batches, self._job.data_parallel)
         if self._pipeline is not None and packing.assigned is None:
             assigned = self._pipeline.arranged(assigned, forward, backward)
         one_pass = packing.backward is not None
@@ -245,25 +203,26 @@ class Planner:
 
     def _facts(self) -> dict[str, Any]:
         """What a state cannot be continued without."""
-        return {
+        facts = {
             "corpus_fingerprint": self._fingerprint,
             "documents": self._stream.documents,
             "mixture": self._stream.mixture.facts(),
             "seed": self._stream.seed,
-            "context_window": self._stream.window,
-            "micro_batches": self._micro_batches,
+            "context_window": self._job.window,
+            "micro_batches": self._job.micro_batches,
             "packing_policy": self._packing.name,
             **self._policy.facts(self._packing),
-            # As it came out, where the settings leave it open.
-            **({} if self.fixed_length or self._policy.slices else {"max_length": self._longest}),
         }
+        if not (self.fixed_length or self._policy.slices):  # as it came out, where the settings leave it open
+            facts["max_length"] = self._job.longest // self._job.divisor * self._job.divisor
+        return facts
 
     def _micro_batches_of(
         self,
         packing: Packing,
         assigned: list[list[int]],
         workloads: NDArray[np.float64],
-        sharded: int | None,
+        sharded: Collection[int],
         one_pass: bool,
     ) -> tuple[MicroBatch, ...]:
         """The packs as micro-batches of the data-parallel ranks that they are assigned to."""
@@ -275,7 +234,7 @@ class Planner:
                 packing.packs[pack],
                 None if packing.slices is None else packing.slices[pack],
                 float(workloads[pack]),
-                shard=sharded is None or sharded == dp_rank,
+                shard=dp_rank in sharded,
                 merged=merged[pack],
                 one_pass=one_pass,
             )
@@ -295,12 +254,10 @@ class Planner:
         merged: range,
         one_pass: bool,
     ) -> MicroBatch:
-        strategy, divisor, sharers = self._strategy, self._divisor, len(merged) or 1
-        if merged:
-            strategy, divisor = self._merging[sharers].strategy, self._merging[sharers].divisor
+        sharers = len(merged) or 1
+        strategy = self._job.merging[sharers].strategy if merged else self._strategy
         tokens = int(documents[:, LENGTH].sum())
-        length = self._stream.window if self.fixed_length else tokens
-        length = -(-length // divisor) * divisor
+        length = self._job.padded(self._job.window if self.fixed_length else tokens, sharers)
         sharding: str | None = None
         ranks: Sharding | None = None
         if strategy is not None and shard:

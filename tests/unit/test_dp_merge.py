@@ -224,7 +224,7 @@ def test_what_is_counted_is_the_same_as_without():
 
 
 def test_a_rank_of_the_group_has_the_share_that_it_asks_for():
-    plan = planner(one_long(), data_parallel=4, seed=None, slim=ALWAYS).next(sharded=1)
+    plan = planner(one_long(), data_parallel=4, seed=None, slim=ALWAYS).next(sharded=[1])
     shared = [m for m in plan.micro_batches if m.merged]
     assert [m.ranks is not None for m in shared] == [m.dp_rank == 1 for m in shared]
     assert all(m.ranks is None for m in plan.of_rank(1) if not m.merged)  # no context parallelism

@@ -99,7 +99,7 @@ def test_wlb_is_algorithm_1(job):
     policy = Wlb(
         Wlb.Config(thresholds=job["thresholds"]),
         stream,
-        PackingJob(micro_batches=n, cost_model=COST, longest=job["max_length"]),
+        PackingJob(window=job["window"], micro_batches=n, cost_model=COST, longest=job["max_length"]),
     )
     literal = Algorithm1(n, job["max_length"] + 1, job["thresholds"])
     surplus = 0

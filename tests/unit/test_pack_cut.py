@@ -130,7 +130,7 @@ def test_wlb_lazy_balances_at_least_as_well_as_plain(kind, window):
 
 def test_the_imbalance_of_plain_leaves_the_stream_where_it_is():
     stream = DocumentStream(lengths_of("heavy"), window=512, seed=3)
-    job = PackingJob(micro_batches=4, cost_model=Quadratic(1.0, 100.0), longest=1024)
+    job = PackingJob(window=1024, micro_batches=4, cost_model=Quadratic(1.0, 100.0), longest=1024)
     stream.fill(1000)
     state = stream.state_dict()
     found = imbalance_of_plain(stream, job)

@@ -276,7 +276,7 @@ def test_resumes_where_it_was_saved():
 
 def test_ranks_order_their_own_passes_only():
     lengths = [64, 10, 10, 10, 20, 20]
-    assert [bool(flow) for flow in planner(lengths, data_parallel=2).next(sharded=1).order] == [False, True]
+    assert [bool(flow) for flow in planner(lengths, data_parallel=2).next(sharded=[1]).order] == [False, True]
     assert [bool(flow) for flow in planner(lengths, data_parallel=2).next().order] == [True, True]
 
 
@@ -352,6 +352,7 @@ def test_a_step_that_does_not_fit_is_packed_again_with_more_packs():
     assert max(bounded) <= bound < max(peaks)
     assert [b > 4 for b in more] == [peak > bound for peak in peaks]
     job = PackingJob(
+        window=WINDOW,
         micro_batches=4,
         cost_model=COST,
         longest=WINDOW,

@@ -344,7 +344,7 @@ def sharding_planner(policy):
 
 def test_one_rank_s_micro_batches_are_divided_as_all_would_be():
     everything = sharding_planner("hybrid").next()
-    plan = sharding_planner("hybrid").next(sharded=1)
+    plan = sharding_planner("hybrid").next(sharded=[1])
     for one, other in zip(plan.micro_batches, everything.micro_batches, strict=True):
         assert (one.length, one.workload) == (other.length, other.workload)
         assert np.array_equal(one.documents, other.documents)

@@ -123,5 +123,5 @@ def test_what_cannot_run_is_refused_by_its_key(load, change, message):
 
 def test_packs_of_their_own_for_backward_passes_take_the_place_of_full_checkpointing(load):
     full = '\n[activation_checkpoint]\nclass = "FullAC"'
-    assert load(PIPELINE + "asymmetric = true" + full).asymmetric
-    assert not load(PIPELINE + full).asymmetric
+    assert load(PIPELINE + "asymmetric = true" + full).packing.regroups
+    assert not load(PIPELINE + full).packing.regroups

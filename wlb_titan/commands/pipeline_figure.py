@@ -69,13 +69,13 @@ def pipeline_spans(
         backward_run: the micro-batches of backward passes; None: the same.
     """
     back, model = backward_run or run, job.cost_model
-    of_backward = model.recomputed if job.asymmetric else model.backward
+    of_backward = model.recomputed if job.packing.regroups else model.backward
     forward, backward = (
         np.array([slice_work(work, m.documents, m.slices).sum() / m.sharers for m in packs])
         for work, packs in ((model.forward, run), (of_backward, back))
     )
     times = PassTimes.equal_stages(forward[:, None], backward[:, None], job.shape)
-    needed = last_needed(parts(run), parts(back)) if job.asymmetric else None
+    needed = last_needed(parts(run), parts(back)) if job.packing.regroups else None
     graph = PipelineGraph(job.shape, len(run), flow, needed)
     spans = []
     for action, end in zip(graph.actions, graph.ends(times)[:, 0].tolist(), strict=True):

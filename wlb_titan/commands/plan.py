@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from wlb_titan.summary import Summary
 
 TABLE_WIDTH = 96  # also where no terminal tells its own
-NO_RANK = -1  # whose micro-batches are divided over context-parallel ranks: not needed for a summary
 
 TOKENS = click.IntRange(2, MOST_TOKENS)
 COUNT = click.IntRange(1, 1 << 20)
@@ -161,7 +160,7 @@ def _run(job: Job, documents: Documents, steps: int, output: Path | None) -> Sum
         numbers = range(steps)
     planner = job.planner(documents)
     if output is None:
-        return Summary.of((planner.next(sharded=NO_RANK) for _ in numbers), job.window)
+        return Summary.of((planner.next(sharded=()) for _ in numbers), job.window)
     try:
         with output.open("w", encoding="utf-8") as file:
             return Summary.of(_written(planner, numbers, file), job.window)

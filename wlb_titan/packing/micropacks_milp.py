@@ -10,13 +10,13 @@ document leaves something of a pack for its last slice:
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb_titan.errors import PlanError
 from wlb_titan.packing.micropacks import Bins, place_greedily
+from wlb_titan.packing.milp import Milp, Row
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -35,16 +35,7 @@ class SolvedPlacing:
     """
 
     def __init__(self, time_limit: float, gap: float) -> None:
-        try:
-            import highspy
-        except ImportError as error:
-            raise PlanError(
-                "The solver of slim needs HiGHS. Install it with: pip install 'wlb-titan[solver]'",
-                setting="packing.solver",
-            ) from error
-        self._highspy: Any = highspy
-        self._time_limit = time_limit
-        self._gap = gap
+        self._milp = Milp(time_limit, gap, user="The solver of slim", setting="packing.solver")
 
     def __call__(self, bins: Bins, works: Floats) -> tuple[Ints | None, float]:
         """As `Placing`, and how far the placing may be from the best, relatively; 0 is a proven optimum."""
@@ -52,53 +43,27 @@ class SolvedPlacing:
         if not len(works):
             return greedy, 0.0
         unit = (bins.work.sum() + works.sum()) / bins.size.sum()
-        documents, count = len(works), len(bins.size)
-        columns = (1 + np.arange(documents * count)).reshape(documents, count).astype(np.int32)
-        highs, infinity = self._highs(), self._highspy.kHighsInf
-        highs.addVars(1, np.zeros(1), np.full(1, infinity))
-        highs.addVars(documents * count, np.zeros(documents * count), np.ones(documents * count))
-        highs.changeColCost(0, 1.0)
-        whole = np.full(documents * count, self._highspy.HighsVarType.kInteger)
-        highs.changeColsIntegrality(documents * count, columns.ravel(), whole)
-        for row in columns:
-            highs.addRow(1.0, 1.0, count, row, np.ones(count))
-        share = works / unit
-        for bin_, (work, size) in enumerate(zip(bins.work / unit, bins.size, strict=True)):
-            index = np.append(columns[:, bin_], 0).astype(np.int32)
-            highs.addRow(-infinity, -work, documents + 1, index, np.append(share, -float(size)))
-            if size > 1:
-                highs.addRow(-infinity, work / (size - 1) - SLIVER, documents, columns[:, bin_], share)
+        count, share, own = len(bins.size), works / unit, bins.work / unit
 
         def level(placed: Ints) -> float:
             levels = (bins.work + np.bincount(placed, works, count)) / bins.size
             return float(levels.max() / unit)
 
-        if greedy is not None:
-            start = self._highspy.HighsSolution()
-            values = np.zeros(1 + documents * count)
-            values[0] = level(greedy)
-            values[columns[np.arange(documents), greedy]] = 1.0
-            start.col_value = values.tolist()
-            highs.setSolution(start)
-        highs.run()
-        placed, found = greedy, np.array(highs.getSolution().col_value)
-        if len(found) == 1 + documents * count and found.any():
-            solved = found[columns].argmax(axis=1).astype(np.int64)
-            if _fits(bins, works, solved) and (placed is None or level(solved) < level(placed)):
-                placed = solved
-        if placed is None:
-            return None, 0.0
-        bound = max(float(highs.getInfo().mip_dual_bound), 1.0)  # the mean level is a bound too
-        return placed, max(1 - bound / level(placed), 0.0)
+        def rows() -> Iterator[Row]:
+            for bin_, (work, size) in enumerate(zip(own.tolist(), bins.size.tolist(), strict=True)):
+                yield Row(bin_, -work, share, -float(size))
+                if size > 1:
+                    yield Row(bin_, work / (size - 1) - SLIVER, share)
 
-    def _highs(self) -> Any:
-        highs = self._highspy.Highs()
-        highs.setOptionValue("output_flag", False)
-        highs.setOptionValue("time_limit", self._time_limit)
-        highs.setOptionValue("mip_rel_gap", self._gap)
-        highs.setOptionValue("threads", 1)
-        highs.setOptionValue("random_seed", 0)
-        return highs
+        start = None if greedy is None else (greedy, level(greedy))
+        solved, bound = self._milp(len(works), count, rows(), start=start)
+        if solved is None or not _fits(bins, works, solved):
+            solved = greedy
+        if solved is None:
+            return None, 0.0
+        if greedy is not None and level(greedy) <= level(solved):
+            solved = greedy
+        return solved, max(1 - max(bound, 1.0) / level(solved), 0.0)  # the mean level is a bound too
 
 
 def _fits(bins: Bins, works: Floats, placed: Ints) -> bool:

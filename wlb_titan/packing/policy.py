@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 from annotated_types import Interval, MinLen
 from numpy.typing import NDArray
 
+from wlb_titan.context import ContextStrategy
 from wlb_titan.cost.workload import CostModel
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.fits import LONGEST
 from wlb_titan.memory.peak import RankMemory
+from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.packing.dp_merge import Merging
 from wlb_titan.packing.slices import Parts, WorkOf, slice_work
 from wlb_titan.pipeline.schedule import PipelineShape
@@ -126,6 +128,7 @@ class PackingJob:
     """What a policy packs for.
 
     Attributes:
+        window: context window in tokens.
         micro_batches: N, those of the whole job in one step.
         cost_model: W_a + W_l.
         divisor: micro-batches are padded up to a multiple of it.
@@ -142,6 +145,7 @@ class PackingJob:
         on_one_rank: asks what may differ from rank to rank.
     """
 
+    window: int
     micro_batches: int
     cost_model: CostModel
     longest: int
@@ -159,6 +163,19 @@ class PackingJob:
         """Tokens of a micro-batch that so many data-parallel ranks share, with its padding."""
         divisor = self.divisor if sharers == 1 else self.merging[sharers].divisor
         return -(-tokens // divisor) * divisor
+
+
+class CheckedJob(Protocol):
+    """What of a job a policy's settings are checked against."""
+
+    @property
+    def shape(self) -> PipelineShape: ...
+    @property
+    def memory(self) -> MemorySettings: ...
+    @property
+    def sharding(self) -> ContextStrategy.Config: ...
+    @property
+    def strategy(self) -> ContextStrategy | None: ...
 
 
 class PackingPolicy(Plugin, ABC):
@@ -199,14 +216,26 @@ class PackingPolicy(Plugin, ABC):
             """How much longer than other policies one step of planning may take."""
             return 0.0
 
-        def check(self, pipeline: PipelineShape) -> None:
+        @property
+        def merges(self) -> bool | Literal["auto"]:
+            """Whether data-parallel ranks may share a micro-batch; `auto` where the job can."""
+            return False
+
+        @property
+        def regroups(self) -> bool:
+            """Whether backward passes have packs of their own."""
+            return False
+
+        @property
+        def most_in_flight(self) -> int | None:
+            """Tokens of documents in slices that a pipeline rank may have in flight; None for what fits."""
+            return None
+
+        def check(self, job: CheckedJob) -> None:
             """Checks what can be checked without documents.
 
-            Args:
-                pipeline: as of `PackingJob`.
-
             Raises:
-                PlanError: it cannot pack for this pipeline.
+                PlanError: it cannot pack for this job.
             """
 
         def longest(self, window: int, fits: Callable[[], int | None]) -> int:
@@ -230,14 +259,14 @@ class PackingPolicy(Plugin, ABC):
         """The packs of the next step."""
 
     def order(
-        self, packing: Packing, forward: Floats, backward: Floats, dp_rank: int | None
+        self, packing: Packing, forward: Floats, backward: Floats, ranks: Collection[int]
     ) -> tuple[Flow, ...] | None:
         """What the pipeline ranks run, as of `Plan.order`; None leaves it to the schedule.
 
         Args:
             packing: what `next` returned last.
             forward, backward: float64 (packs,), work of its packs, and of those of backward passes.
-            dp_rank: the data-parallel rank that asks; None for all of them.
+            ranks: the data-parallel ranks that it is asked of; the others' are empty.
         """
         return None
 

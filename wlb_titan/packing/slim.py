@@ -14,7 +14,7 @@ a step is predicted before it is given out, and one that does not fit is packed 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Annotated, Any, Literal
@@ -32,12 +32,11 @@ from wlb_titan.packing.asymmetric import Line, asymmetric
 from wlb_titan.packing.dp_merge import Merge, Shares, best_shares, numbers_of_packs, shares
 from wlb_titan.packing.micropacks import MOST_TRIED, Bins, Placing, micropacks, place_greedily
 from wlb_titan.packing.micropacks_milp import SolvedPlacing
-from wlb_titan.packing.policy import Pack, Packing, PackingJob, PackingPolicy
+from wlb_titan.packing.policy import CheckedJob, Pack, Packing, PackingJob, PackingPolicy
 from wlb_titan.packing.slices import MicroPack, PrefixWork, Slice
 from wlb_titan.packing.slim_flow import dependencies, in_own_order, job_flow
 from wlb_titan.packing.slim_memory import step_peak
 from wlb_titan.pipeline.packflow import SCHEDULES, Schedule
-from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import LENGTH, START, Flow
 
 Ints = NDArray[np.int64]
@@ -122,7 +121,20 @@ class Slim(PackingPolicy):
         def planning_seconds(self) -> float:
             return self.time_limit if self.solver == "milp" else 0.0
 
-        def check(self, pipeline: PipelineShape) -> None:
+        @property
+        def merges(self) -> bool | Literal["auto"]:
+            return False if self.asymmetric else self.dp_merge
+
+        @property
+        def regroups(self) -> bool:
+            return self.asymmetric
+
+        @property
+        def most_in_flight(self) -> int | None:
+            return self.tokens_in_flight if isinstance(self.tokens_in_flight, int) else None
+
+        def check(self, job: CheckedJob) -> None:
+            pipeline = job.shape
             if pipeline.ranks > 1 and pipeline.schedule not in SCHEDULES:
                 raise PlanError(
                     f"Slices go through a pipeline under {' and '.join(SCHEDULES)}, and the schedule is "
@@ -154,6 +166,22 @@ class Slim(PackingPolicy):
                     "Documents that data-parallel ranks share have packs of their own, and under the "
                     'asymmetric partition all documents lie in one line. Set dp_merge to "auto" or false, or '
                     "leave asymmetric out.",
+                    setting="packing.dp_merge",
+                )
+            if self.asymmetric and job.memory.checkpointing != "full":
+                raise PlanError(
+                    "Where backward passes have MicroPacks of their own they compute the forward pass again, "
+                    f"which beside {job.memory.checkpointing} checkpointing costs more than it gains. "
+                    "It is for jobs that need full checkpointing anyway, whose place it takes: set "
+                    'activation_checkpoint.class to "FullAC", or leave it out.',
+                    setting="packing.asymmetric",
+                )
+            if self.merges is True and job.strategy is not None and not job.strategy.merges:
+                raise PlanError(
+                    "Data-parallel ranks cannot share a document under the sharding policy "
+                    f"{job.sharding.name}, which exchanges tokens for heads among context-parallel ranks "
+                    "and would need a head for each of the ranks that share. Set wlb.sharding.policy to one "
+                    'that gathers keys, such as per_document, or dp_merge to "auto" or false.',
                     setting="packing.dp_merge",
                 )
 
@@ -221,12 +249,10 @@ class Slim(PackingPolicy):
         )
 
     def order(
-        self, packing: Packing, forward: Floats, backward: Floats, dp_rank: int | None
+        self, packing: Packing, forward: Floats, backward: Floats, ranks: Collection[int]
     ) -> tuple[Flow, ...]:
         flow, (orders, _) = self._order, dependencies(packing)
-        return tuple(
-            in_own_order(flow, order) if dp_rank in (None, rank) else () for rank, order in enumerate(orders)
-        )
+        return tuple(in_own_order(flow, order) if rank in ranks else () for rank, order in enumerate(orders))
 
     def state_dict(self) -> dict[str, Any]:
         return self._arrivals.state_dict()

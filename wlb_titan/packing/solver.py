@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from annotated_types import Interval
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.fixed import FixedGreedy
+from wlb_titan.packing.milp import Milp, Row
 from wlb_titan.packing.policy import PackingJob
 
 Ints = NDArray[np.int64]
@@ -70,17 +70,7 @@ class Solver:
                 "positive and the second not negative.",
                 setting="packing.time_limit",
             )
-        try:
-            import highspy
-        except ImportError as error:
-            raise PlanError(
-                "The policy fixed_solver needs the HiGHS solver. Install it with: pip install "
-                "'wlb-titan[solver]'",
-                setting="packing.policy",
-            ) from error
-        self._highspy: Any = highspy
-        self._time_limit = time_limit
-        self._gap = gap
+        self._milp = Milp(time_limit, gap, user="The policy fixed_solver", setting="packing.policy")
 
     def __call__(self, lengths: Ints, start: Ints, packs: int, window: int) -> tuple[Ints, float]:
         """Minimises the largest sum of squared lengths of a pack.
@@ -103,60 +93,31 @@ class Solver:
             between it and what the solver could prove, 0 for a proven optimum. More than 2^18 pairs of a
             document and a pack are not given to the solver.
         """
-        begin = time.perf_counter()
-        highs = self._highs()
         documents = len(lengths)
-        if documents * packs > MOST_VARIABLES:  # to write it down alone would take longer than most limits
-            work = (lengths / window) ** 2
-            best = max(float(work.max()), float(work.sum()) / packs)
-            return start, max(0.0, 1 - best / float(np.bincount(start, work, packs).max()))
         share = lengths / window
         work = share**2
-        columns = 1 + np.arange(documents * packs).reshape(documents, packs)
-        upper = np.ones(documents * packs)
-        longest = int(lengths.argmax())
-        upper[columns[longest] - 1] = np.arange(packs) == start[longest]
-        highs.addVars(1, np.array([float(work.max())]), np.array([float(packs)]))
-        highs.addVars(documents * packs, np.zeros(documents * packs), upper)
-        highs.changeColCost(0, 1.0)
-        kind = np.full(documents * packs, self._highspy.HighsVarType.kInteger)
-        highs.changeColsIntegrality(documents * packs, columns.ravel().astype(np.int32), kind)
-        for document in range(documents):
-            highs.addRow(1.0, 1.0, packs, columns[document].astype(np.int32), np.ones(packs))
-        infinity = self._highspy.kHighsInf
-        for pack in range(packs):
-            members = columns[:, pack].astype(np.int32)
-            highs.addRow(-infinity, 1.0, documents, members, share)
-            highs.addRow(
-                -infinity, 0.0, documents + 1, np.append(members, 0).astype(np.int32), np.append(work, -1.0)
-            )
+        least = max(float(work.max()), float(work.sum()) / packs)
 
         def largest(assigned: Ints) -> float:
             return float(np.bincount(assigned, work, packs).max())
 
-        solution = self._highspy.HighsSolution()
-        values = np.zeros(1 + documents * packs)
-        values[0] = largest(start)
-        values[columns[np.arange(documents), start]] = 1.0
-        solution.col_value = values.tolist()
-        highs.setSolution(solution)
-        highs.setOptionValue("time_limit", max(begin + self._time_limit - time.perf_counter(), 0.0))
-        highs.run()
-
-        found = np.array(highs.getSolution().col_value)
+        if documents * packs > MOST_VARIABLES:  # to write it down alone would take longer than most limits
+            return start, max(0.0, 1 - least / largest(start))
+        upper = np.ones((documents, packs))
+        longest = int(lengths.argmax())
+        upper[longest] = np.arange(packs) == start[longest]
+        rows = (row for pack in range(packs) for row in (Row(pack, 1.0, share), Row(pack, 0.0, work, -1.0)))
+        found, bound = self._milp(
+            documents,
+            packs,
+            rows,
+            start=(start, largest(start)),
+            z=(float(work.max()), float(packs)),
+            upper=upper,
+        )
         assigned = start
-        if len(found) == len(values):
-            candidate = found[columns].argmax(axis=1).astype(np.int64)
-            fits = int(np.bincount(candidate, lengths, packs).max()) <= window
-            if fits and largest(candidate) < largest(start):
-                assigned = candidate
-        bound = max(float(highs.getInfo().mip_dual_bound), float(work.max()), float(work.sum()) / packs)
-        return assigned, max(0.0, 1 - bound / largest(assigned))
-
-    def _highs(self) -> Any:
-        highs = self._highspy.Highs()
-        highs.setOptionValue("output_flag", False)
-        highs.setOptionValue("mip_rel_gap", self._gap)
-        highs.setOptionValue("threads", 1)
-        highs.setOptionValue("random_seed", 0)
-        return highs
+        if found is not None:
+            fits = int(np.bincount(found, lengths, packs).max()) <= window
+            if fits and largest(found) < largest(start):
+                assigned = found
+        return assigned, max(0.0, 1 - max(bound, least) / largest(assigned))

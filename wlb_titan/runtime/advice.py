@@ -33,7 +33,7 @@ def advice(job: Job, *, compiled: bool, on_gpu: bool) -> list[str]:
 
 
 def _without_checkpointing(job: Job) -> list[str]:
-    if job.memory.checkpointing == "none" or job.asymmetric or job.packing.owner.slices:  # type: ignore[attr-defined]
+    if job.memory.checkpointing == "none" or job.packing.owner.slices:
         return []
     length = job.longest_micro_batch
     bare = replace(job, memory=replace(job.memory, checkpointing="none"))

@@ -10,8 +10,6 @@ from wlb_titan.job import Job
 from wlb_titan.packing.policy import OnOneRank, here
 from wlb_titan.plan import ID, LENGTH
 
-NOBODY = -1  # data-parallel rank whose micro-batches are divided over context-parallel ranks
-
 
 def steps_of_epochs(job: Job, documents: Documents, epochs: int, on_one_rank: OnOneRank = here) -> int:
     """The first step after which every document was trained on `epochs` times.
@@ -38,7 +36,7 @@ def steps_of_epochs(job: Job, documents: Documents, epochs: int, on_one_rank: On
     missing = epochs * documents.mixture().tokens
     end, steps = epochs * len(documents.lengths), 0
     while missing > 0:
-        plan = planner.next(sharded=NOBODY)
+        plan = planner.next(sharded=())
         pieces = np.concatenate([micro_batch.documents for micro_batch in plan.packs])
         missing -= int(pieces[pieces[:, ID] < end, LENGTH].sum()) + plan.lost_tokens
         steps += 1

@@ -88,7 +88,7 @@ class Trainer(TorchtitanTrainer):
             ),
             loss=weighted(config.loss) if config.wlb.loss_weight == "conversation" else config.loss,
         )
-        if self.job.asymmetric:
+        if self.job.packing.regroups:
             assert config.model_spec is not None
             stages = partial(pipeline, recomputes=True)
             config.model_spec = dataclasses.replace(config.model_spec, pipelining_fn=stages)

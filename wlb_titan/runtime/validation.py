@@ -167,7 +167,7 @@ def validate_plan(config: Trainer.Config, corpus: Corpus, world_size: int | None
         planner = job.planner(documents)
         _ = job.latency
         if not job.packing.planning_seconds:
-            planner.next(sharded=0)
+            planner.next(sharded=[0])
     except PlanError as error:
         raise PlanError(str(error), setting=error.setting or "wlb") from error
 
