@@ -32,6 +32,8 @@ ROPE = {
     "original_max_position_embeddings": 64,
 }
 DESCRIPTION = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
     "hidden_size": DIM,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": HEADS,
