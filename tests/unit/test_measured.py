@@ -144,10 +144,9 @@ def test_a_micro_batch_in_one_piece_is_divided_and_one_context_parallel_rank_sca
     quiet = job.on(without_waiting(job.cluster))
     attention = [attention_seconds(m, quiet) for m in plans[0].micro_batches]
     assert any(own[0].sum() < 0.95 * own.max(axis=0).sum() for own in attention)
-    tokens = [m.length for m in plans[0].micro_batches]
-    own = pass_times(
-        quiet, MicroBatches(*np.array([tokens, *np.array([a[0] for a in attention]).T])[..., None])
-    )
+    forward, backward = np.array([own[0] for own in attention]).T[..., None]
+    passing = MicroBatches.of(plans[0].micro_batches, quiet).in_runs(4)
+    own = pass_times(quiet, replace(passing, forward=forward, backward=backward))
     whole = (own.forward + own.inputs + own.weights)[0, :, 0].tolist()
     rank = MeasuredStep(0, 0, [Pass("FB", 0, i, 0.0, s) for i, s in enumerate(whole)], 0.0)
     found, predicted = measured(job, plans, [[rank]]), planned_times(job, plans[0].micro_batches, 4)[0]

@@ -10,7 +10,7 @@ decide. Of context-parallel ranks the slowest counts; if it did not run, the one
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -236,15 +236,15 @@ def _predicted(job: Job, packs: _Packs, context_rank: int | None = None) -> tupl
     return forward, inputs, weights
 
 
-def _passing(job: Job, micro_batches: Iterable[MicroBatch], context_rank: int | None) -> MicroBatches:
+def _passing(job: Job, micro_batches: Sequence[MicroBatch], context_rank: int | None) -> MicroBatches:
     """As arrays (n, 1)."""
-    rows = []
+    passing = MicroBatches.of(micro_batches, job).in_runs(len(micro_batches))
+    if context_rank is None:
+        return passing
+    own = []
     for m in micro_batches:
         attention = attention_seconds(m, job)
-        if context_rank is None or len(attention) == 1:
-            forward, backward = attention.max(axis=0).tolist()
-        else:
-            before = (m.dp_rank - m.merged.start) * (len(attention) // m.sharers) if m.merged else 0
-            forward, backward = attention[before + context_rank].tolist()
-        rows.append((float(m.shared_length), forward, backward))
-    return MicroBatches(*np.array(rows).T[..., None])
+        before = (m.dp_rank - m.merged.start) * (len(attention) // m.sharers) if m.merged else 0
+        own.append(attention[before + context_rank if len(attention) > 1 else 0])
+    forward, backward = np.array(own).T[..., None]
+    return replace(passing, forward=forward, backward=backward)
