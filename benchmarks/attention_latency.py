@@ -35,7 +35,6 @@ from attention_replay import (
     Forward,
     extent,
     read,
-    to_and_fro,
 )
 from wlb_titan.kernels.grid import GridCase
 from wlb_titan.kernels.segments import CAUSAL
@@ -53,13 +52,14 @@ HEADS = (32, 4)
 
 def forward_fit(cases: list[np.ndarray], ms: np.ndarray, kernel: Forward) -> tuple[Forward, np.ndarray]:
     """The kernel with the costs that describe the times best, and predicted over measured time."""
-    shares = [to_and_fro(kernel.pieces(segments, *HEADS), UNITS) for segments in cases]
-    costs = np.array([kernel.tile, kernel.block, kernel.masked])
+    pieces = [kernel.pieces(segments, *HEADS) for segments in cases]
     for _ in range(ROUNDS):
+        costs = [kernel.tile, kernel.block, kernel.masked]
+        shares = [kernel.shares(piece, UNITS) for piece in pieces]
         features = np.array([share[(share @ costs).argmax()] for share in shares]) / ms[:, None] / 1e3
-        costs = non_negative(features, np.ones(len(ms)))
-    tile, block, masked = costs.tolist()
-    return replace(kernel, tile=tile, block=block, masked=masked), features @ costs
+        tile, block, masked = non_negative(features, np.ones(len(ms))).tolist()
+        kernel = replace(kernel, tile=tile, block=block, masked=masked)
+    return kernel, features @ [tile, block, masked]
 
 
 def backward_fit(

@@ -62,8 +62,16 @@ class Forward:
 
     def milliseconds(self, segments: np.ndarray, heads: int, kv_heads: int, units: int = UNITS) -> float:
         """Of the kernel on segments (S, 4) with so many heads."""
-        work = self.pieces(segments, heads, kv_heads) @ [self.tile, self.block, self.masked]
-        return (earliest(work, units) if self.dynamic else to_and_fro(work, units).max()) / 1e3
+        shares = self.shares(self.pieces(segments, heads, kv_heads), units)
+        return float((shares @ [self.tile, self.block, self.masked]).max()) / 1e3
+
+    def shares(self, pieces: np.ndarray, units: int) -> np.ndarray:
+        """(units, 3), the sums of the pieces that each multiprocessor takes."""
+        if not self.dynamic:
+            return to_and_fro(pieces, units)
+        shares = np.zeros((units, 3))
+        np.add.at(shares, free_first(pieces @ [self.tile, self.block, self.masked], units), pieces)
+        return shares
 
     def pieces(self, segments: np.ndarray, heads: int, kv_heads: int) -> np.ndarray:
         """int64 (n, 3), of tiles and heads in the order in which they are dealt: 1, blocks, masked ones."""
@@ -212,12 +220,15 @@ def to_and_fro(work: np.ndarray, units: int) -> np.ndarray:
     return shares.sum(axis=0)
 
 
-def earliest(work: np.ndarray, units: int) -> float:
-    """The end of pieces that each go to the unit which is free first."""
-    free = [0.0] * units
+def free_first(work: np.ndarray, units: int) -> np.ndarray:
+    """The unit of each piece, where each goes to the one that is free first."""
+    free = [(0.0, unit) for unit in range(units)]
+    taken = []
     for piece in work.tolist():
-        heapq.heapreplace(free, free[0] + piece)
-    return max(free)
+        end, unit = free[0]
+        heapq.heapreplace(free, (end + piece, unit))
+        taken.append(unit)
+    return np.array(taken)
 
 
 def in_order(lists: KeyTiles, *, items_up: bool, heaviest_first: bool) -> KeyTiles:

@@ -141,7 +141,7 @@ def test_forward_by_hand(replay):
     assert kernel.milliseconds(segments, 1, 1, units=1) == pytest.approx(16e-3)
     work = np.array([9.0, 8, 7, 6, 5, 4, 3])
     assert replay.to_and_fro(work, 3).tolist() == [9 + 4 + 3, 8 + 5, 7 + 6]
-    assert replay.earliest(work, 3) == max(9 + 4, 8 + 5, 7 + 6 + 3)
+    assert replay.free_first(work, 3).tolist() == [0, 1, 2, 2, 1, 0, 0]
 
 
 def test_orders_of_the_list(replay):

@@ -71,7 +71,10 @@ def test_a_window_is_enough_for_four_stages(load):
 
     one = PIPELINE.replace("local_batch_size = 8", "local_batch_size = 1")
     assert load(one).replica_micro_batches == 1
-    for refused in (one.replace("slim", "plain"), one + "[wlb.validation]\nhold_out = 0.01"):
+    for refused in (
+        one.replace("slim", "plain"),
+        one + "[wlb.validation]\nhold_out = 0.1",
+    ):  # run it
         with pytest.raises(UserError, match="as many micro-batches as stages, and there are 1 for 4"):
             load(refused)
 

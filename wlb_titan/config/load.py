@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from wlb_titan.config.blame import blame
 from wlb_titan.config.build import Builder, Entry, Rejection, dotted
-from wlb_titan.config.sources import Table, leaves, read_sources
+from wlb_titan.config.sources import Leaf, Table, leaves, read_sources
 from wlb_titan.config.values import shown, to_text
 from wlb_titan.config.writing import document
 from wlb_titan.errors import ConfigError, UserError
@@ -28,8 +28,8 @@ LOCKED = {
 """What the user cannot set, with the reason."""
 
 IMPLIED = {("checkpoint", "last_save_in_hf"): ("checkpoint", "last_save_model_only")}
-"""What a key that is set to true sets to true besides, unless the user sets it too: Hugging Face's format has
-no place for an optimizer."""
+"""What a key that is set to true sets to true besides, unless the same file or a stronger one sets it too:
+Hugging Face's format has no place for an optimizer."""
 
 INHERITED = ("base ", "default of ")
 """How the source of a value begins that the user did not write."""
@@ -131,7 +131,7 @@ def resolve(path: str | Path, overrides: Sequence[str], base_config: Callable[[s
     except UserError as error:
         raise ConfigError(f"{sources.base.source}: base = {shown(name)}: {error}") from error
     builder = Builder(base, name, LOCKED)
-    layers = (*_implied(sources.layers), *sources.layers)
+    layers = tuple(_implied(sources.layers))
     try:
         config = builder.build(layers)
     except Rejection as rejection:
@@ -140,13 +140,13 @@ def resolve(path: str | Path, overrides: Sequence[str], base_config: Callable[[s
     return Resolved(config, named, tuple(builder.entries))
 
 
-def _implied(layers: Sequence[Table]) -> list[Table]:
-    """Layers below all others with what `IMPLIED` has for what they set."""
-    written = {path: leaf for layer in layers for path, leaf in leaves(layer)}
-    return [
-        Table(
-            {section: Table({key: replace(leaf, source=f"{leaf.source} by {dotted(path)}")}, leaf.source)}, ""
-        )
-        for path, (section, key) in IMPLIED.items()
-        if (leaf := written.get(path)) is not None and leaf.value in (True, "true")
-    ]
+def _implied(layers: Sequence[Table]) -> Iterator[Table]:
+    """The layers, and below each one with what `IMPLIED` has for what it sets."""
+    for layer in layers:
+        written = dict(leaves(layer))
+        for path, (section, key) in IMPLIED.items():
+            leaf = written.get(path)
+            if leaf is not None and leaf.value in (True, "true"):
+                implied = Leaf(True, f"{leaf.source} by {dotted(path)}")
+                yield Table({section: Table({key: implied}, leaf.source)}, leaf.source)
+        yield layer

@@ -23,7 +23,7 @@ from annotated_types import Ge
 from numpy.typing import NDArray
 
 from wlb_titan.context.document import per_document, per_document_round_robin
-from wlb_titan.context.hybrid import exchange_seconds, hybrid, levels_of
+from wlb_titan.context.hybrid import exchange_seconds, levels_of, tries
 from wlb_titan.context.layout import (
     Ints,
     Sharding,
@@ -159,7 +159,7 @@ class Adaptive(AllGather):
         return self._fastest(self.candidates(lengths, total, slices.cached), total, slices)
 
     def _fastest(
-        self, shardings: dict[str, Sharding], total: int, slices: Slices | None = None
+        self, shardings: Sequence[tuple[str, Sharding]], total: int, slices: Slices | None = None
     ) -> tuple[str, Sharding]:
         prefix = None if slices is None else slices.prefix
 
@@ -171,21 +171,21 @@ class Adaptive(AllGather):
             moving = exchange_seconds(sent, self.levels, self.moves)
             return attention + float(self.waited(np.array(moving), np.array(attention)))
 
-        return min(shardings.items(), key=lambda named: seconds(named[1]))
+        return min(shardings, key=lambda named: seconds(named[1]))
 
     def candidates(
         self, lengths: Ints, total: int, cached: NDArray[np.bool_] | None = None
-    ) -> dict[str, Sharding]:
-        """Shardings by name, of which the fastest is taken, the first of equally fast ones.
+    ) -> list[tuple[str, Sharding]]:
+        """Shardings with their names, of which the fastest is taken, the first of equally fast ones.
 
         Args:
             lengths, total: as of `shard`.
             cached: as of `Slices`; None for none.
         """
-        return {
-            "per_sequence": per_sequence(lengths, total, self.ranks),
-            "per_document": self._per_document(lengths, total, self.ranks),
-        }
+        return [
+            ("per_sequence", per_sequence(lengths, total, self.ranks)),
+            ("per_document", self._per_document(lengths, total, self.ranks)),
+        ]
 
 
 class Hybrid(Adaptive):
@@ -196,9 +196,9 @@ class Hybrid(Adaptive):
 
     def candidates(
         self, lengths: Ints, total: int, cached: NDArray[np.bool_] | None = None
-    ) -> dict[str, Sharding]:
-        best = hybrid(lengths, total, self.ranks, self.latency, self.levels, self.moves, cached)
-        return {**super().candidates(lengths, total), "hybrid": best}
+    ) -> list[tuple[str, Sharding]]:
+        tried = tries(lengths, total, self.ranks, self.latency, self.levels, self.moves, cached)
+        return [*super().candidates(lengths, total), *(("hybrid", sharding) for sharding in tried)]
 
 
 def gathered_mask(

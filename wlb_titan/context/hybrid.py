@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.context.document import document_runs
-from wlb_titan.context.layout import Ints, Sharding, from_runs, sent_tokens, spans
+from wlb_titan.context.layout import Ints, Sharding, from_runs
 from wlb_titan.context.strategy import MoveSeconds
 from wlb_titan.cost.attention_latency import AttentionLatency, Floats, slowest
 
@@ -36,11 +36,10 @@ BOUNDS = (4.0, 2.0, 1.4, 1.0, 0.7, 0.5, 0.35, 0.25, 0.12, 0.06, 0.0)
 """Of the mean rank's work: what a document's share may be. With 0 all long documents go over all ranks."""
 
 TRIES = 2
-TOLERANCE = 0.01  # no more is tried to win less than this share
 GAP = 0.1  # by how much of its largest share LPT misses the mean, about
 ROOM = 0.8  # of a rank's tokens a document's share may have, as others must fit beside it
 NEGLIGIBLE = 0.02  # documents below this share of a rank's mean work need not be cut for balance
-ITEMS_PER_RANK = 48  # neighbours are dealt together up to this share of a rank's tokens
+ITEMS_PER_RANK = 32  # neighbours are dealt together up to this share of a rank's tokens
 
 
 def levels_of(ranks: int) -> tuple[int, ...]:
@@ -69,48 +68,40 @@ def exchange_seconds(sent: Ints, levels: Sequence[int], moves: Sequence[MoveSeco
     )
 
 
-def hybrid(
+def hybrid(lengths: Ints, total: int, ranks: int, latency: AttentionLatency) -> Sharding:
+    """The one of `tries` with the fastest attention; arguments and result as there."""
+    tried = tries(lengths, total, ranks, latency, levels_of(ranks))
+    return min(tried, key=lambda sharding: slowest(latency.seconds(sharding)))
+
+
+def tries(
     lengths: Ints,
     total: int,
     ranks: int,
     latency: AttentionLatency,
-    levels: Sequence[int] = (),
+    levels: Sequence[int],
     moves: Sequence[MoveSeconds] = (),
     cached: NDArray[np.bool_] | None = None,
-) -> Sharding:
-    """Shards long documents over groups of ranks and keeps short ones whole.
+) -> list[Sharding]:
+    """Shardings of long documents over groups of ranks and short ones whole, the most promising first.
 
     Args:
         lengths: int64 (n,), tokens of the documents in sequence order, each at least 1.
         total: tokens of the sequence with its padding; a multiple of 2 x ranks.
         ranks: context-parallel degree.
         latency: predicts the time of segments.
-        levels: over how many ranks a document may go besides one; empty: `levels_of(ranks)`.
+        levels: over how many ranks a document may go besides one.
         moves: what collectives take on each of the levels; empty where that does not count.
         cached: bool (n,), documents that have to go over all ranks; None for none.
 
     Returns:
-        Per rank an int64 (m, 3), columns DOCUMENT, OFFSET, COUNT.
+        At most `TRIES`, each per rank an int64 (m, 3), columns DOCUMENT, OFFSET, COUNT.
     """
     assert total % (2 * ranks) == 0, f"{total} tokens do not divide into {2 * ranks} chunks"
-    sizes = tuple(levels) or levels_of(ranks)
     work = latency.work(lengths, lengths).sum(axis=0)
-    fixed = latency.fixed(int(lengths.sum())).sum()
-    widths, expected = _widths(lengths, work, total // ranks, sizes, latency, moves, cached)
-    best: Sharding | None = None
-    least = np.inf
-    for place in np.argsort(expected, kind="stable")[:TRIES].tolist():
-        if expected[place] + fixed >= least * (1 - TOLERANCE):
-            continue
-        candidate = _shard(lengths, widths[place], work, total, ranks, sizes)
-        predicted = slowest(latency.seconds(candidate))
-        if moves:
-            sent = sent_tokens(candidate, spans(candidate, sizes), len(sizes))
-            predicted += exchange_seconds(sent, sizes, moves)
-        if predicted < least:
-            best, least = candidate, predicted
-    assert best is not None
-    return best
+    widths, expected = _widths(lengths, work, total // ranks, levels, latency, moves, cached)
+    best = np.argsort(expected, kind="stable")[:TRIES].tolist()
+    return [_shard(lengths, widths[place], work, total, ranks, levels) for place in best]
 
 
 def _widths(
@@ -134,12 +125,9 @@ def _widths(
     # Of each long document its share of work and tokens under each choice.
     shares = work[rows] / choices[:, None]
     tokens = lengths[rows] / choices[:, None]
-    begin = np.zeros(len(rows), dtype=np.int64)
-    cut_work = [work[rows]]
-    for size in sizes:
-        _, low, high = document_runs(begin, lengths[rows], size)
-        pieces = latency.work(np.maximum(high - low, 1), np.maximum(high, 1)).sum(axis=0)
-        cut_work.append(pieces.reshape(size, len(rows), 2).sum(axis=(0, 2)))
+    _, low, high = document_runs(np.zeros(len(rows), dtype=np.int64), lengths[rows], ranks)
+    pieces = latency.work(np.maximum(high - low, 1), np.maximum(high, 1)).sum(axis=0)
+    cut_work = pieces.reshape(ranks, len(rows), 2).sum(axis=(0, 2))  # among few ranks: as if they were whole
     per_token = np.zeros(len(choices))
     per_token[1 : 1 + len(moves)] = [move.token for move in moves]
     each = np.zeros(len(choices))
@@ -158,7 +146,7 @@ def _widths(
         width[rows] = choices[chosen]
         at = np.arange(len(rows))
         largest = float(shares[chosen, at].max(initial=0.0))
-        computed = (rest + sum(part[chosen == i].sum() for i, part in enumerate(cut_work))) / ranks
+        computed = (rest + np.where(chosen == len(sizes), cut_work, work[rows]).sum()) / ranks
         travelling = np.bincount(chosen, lengths[rows], len(choices)) * choices / ranks
         moved = float(travelling @ per_token + each[travelling > 0].sum())
         expected = max(float(computed), largest) + GAP * largest + moved
@@ -253,10 +241,14 @@ def _deal(tokens: Ints, work: Floats, room: Ints, loads: Sequence[float]) -> tup
     queue = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(queue)
     left = []
-    for item in np.argsort(-work, kind="stable").tolist():
+    order = np.argsort(-work, kind="stable")
+    smallest = np.minimum.accumulate(tokens[order][::-1])[::-1].tolist()  # of each item and those after it
+    for place, item in enumerate(order.tolist()):
         full = []
         while queue and rooms[queue[0][1]] < sizes[item]:
-            full.append(heapq.heappop(queue))
+            entry = heapq.heappop(queue)
+            if rooms[entry[1]] >= smallest[place]:
+                full.append(entry)
         if queue:
             load, rank = queue[0]
             heapq.heapreplace(queue, (load + works[item], rank))

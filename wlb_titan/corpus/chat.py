@@ -191,7 +191,9 @@ class Conversations:
         try:
             record = json.loads(read)
             messages = checked(record["messages"], self._special)
-            return self._template.render(messages, record["tools"] or None)
+            text, spans = self._template.render(messages, record["tools"] or None)
+            text.encode("utf-8")  # JSON can spell half a surrogate pair, which is no character
+            return text, spans
         except ValueError as error:
             raise CorpusError(f"{name}: {error}.") from error
 
@@ -215,6 +217,9 @@ def checked(messages: Any, special: list[str]) -> list[Message]:
                 f'{{"role": "user", "content": "..."}}'
             )
         message = {key: value for key, value in message.items() if value is not None}
+        if not isinstance(message.get("content", ""), str | list):
+            kind = type(message["content"]).__name__
+            raise ValueError(f"the content of message {number} ({message['role']}) is {kind}, not text")
         texts = _texts(message)
         if not any(text.strip() for text in texts) and not message.get("tool_calls"):
             raise ValueError(f"message {number} ({message['role']}) is empty")

@@ -10,8 +10,9 @@ the backward was waiting for turns, which is left out here, as it is gone. Forwa
 block of 128 keys, and what its mask adds. Backward: a step of 128 keys with 64 queries (block), a program
 with 128 keys of one key head, and the element-wise kernels around it by query token and head, two of which
 have become one since. These two were timed by themselves and not fitted. `tail` is what a replay of the
-tree's kernels takes beyond work spread evenly. Measured anew, `python benchmarks/attention_latency.py --rows
-FOLDER --kernels tree` fits and prints them again.
+tree's kernels takes beyond work spread evenly: 0.08 of the longest program on those packs, 0.12 over packs,
+ranks and head counts drawn at random. Measured anew, `python benchmarks/attention_latency.py --rows FOLDER
+--kernels tree` fits and prints tile, block, masked, step and tail again.
 
 FlashAttention-2 and -3 do not merge short segments, and in their varlen mode a segment costs something
 besides: their coefficients are fitted to MagiAttention's benchmark of 64 heads (8 key heads, head dim 128,

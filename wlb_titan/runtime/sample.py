@@ -48,7 +48,8 @@ class Sampler:
         self._longest = config.training.seq_len
         for _, rope, _, _ in spec.model.traverse(type(spec.model.first_attention.rope)):
             rope.max_seq_len = min(max(self._longest, 2), MAX_CONTEXT)
-        self.device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        self.device = there or torch.device("cpu")
         self._model = spec.model.build()
         with torch.no_grad():
             self._model.init_weights()
