@@ -21,16 +21,25 @@ base = "llama3_debug"
 device = "cpu"
 cluster = "h100_roce"
 trace_every = 5
+loss_weight = "conversation"
+[wlb.validation]
+hold_out = 0.05
+mask = "none"
+every = 7
+[wlb.attention]
+implementation = "reference"
 [wlb.corpus]
 path = "not used"
 tokenizer = "{folder}/a/tokenizer"
 column = "not used"
+mask = "not used"
 seed = 3
 [[wlb.corpus.sources]]
 path = "{folder}/a"
 name = "first"
 weight = 2.5
 column = "not used"
+mask = "none"
 long_length = 300
 long_share = 0.4
 [[wlb.corpus.sources]]
@@ -87,6 +96,8 @@ COST_MODELS = {
     "wlb_lazy": "profile:{folder}/profile.json",
 }
 
+EXCLUDED = {"wlb.epochs", "wlb.validation.path"}  # by the mixture, and by what is held out
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -125,7 +136,7 @@ def file(folder, tmp_path, request):
     cost_model = COST_MODELS[request.param].format(folder=folder)
     text = FILE.format(folder=folder, packing=packing, sharding=sharding, order=order, cost_model=cost_model)
     (tmp_path / "job.toml").write_text(text)
-    unset = list(defaults(configuration(tmp_path / "job.toml").wlb, "wlb"))
+    unset = set(defaults(configuration(tmp_path / "job.toml").wlb, "wlb")) - EXCLUDED
     assert not unset, f"keys of which this test says nothing: {unset}"
     return tmp_path / "job.toml"
 
@@ -146,6 +157,14 @@ def configuration(file, words=()):
     from wlb_titan.runtime.load import load_config
 
     return load_config(file, words, WORLD_SIZE).config
+
+
+def documents(config):
+    from wlb_titan.runtime.corpus import open_corpus
+    from wlb_titan.runtime.job import documents_of
+
+    corpus = config.wlb.corpus
+    return documents_of(corpus, open_corpus(corpus), config.wlb.validation.hold_out)
 
 
 def command(*words):
@@ -187,10 +206,9 @@ def short_trials(monkeypatch):
 @pytest.mark.usefixtures("short_trials")
 @pytest.mark.parametrize("file", CASES, indirect=True)
 def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one_process):
-    from wlb_titan.commands import dryrun
-    from wlb_titan.runtime.corpus import open_corpus
+    from wlb_titan.commands.lone_ranks import RankCommand
     from wlb_titan.runtime.dataloader import PlannedDataLoader
-    from wlb_titan.runtime.job import documents_of, job_of, parallel_dims
+    from wlb_titan.runtime.job import job_of, parallel_dims
     from wlb_titan.runtime.shared_answer import SharedAnswer
     from wlb_titan.simulator.choice import choose
     from wlb_titan.simulator.scenario import Scenario
@@ -214,27 +232,26 @@ def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one
 
     dry = []
 
-    def run(words, ranks, world_size, step, folder):
-        option, device, file, *words = words
-        config = configuration(file, words)
-        job = job_of(config, parallel_dims(config, world_size))
-        assert (option, float(device)) == ("--device-bytes", job.cluster.memory)
+    def run(self, ranks, folder, at_once):
+        config = configuration(self.file, self.words)
+        job = job_of(config, parallel_dims(config, self.options["--world-size"]))
+        assert self.options["--device-bytes"] == job.cluster.memory
         assert not job.undecided
-        planner = job.planner(documents_of(config.wlb.corpus, open_corpus(config.wlb.corpus)))
+        planner = job.planner(documents(config))
         dry.extend(comparable(planner.next().to_json()) for _ in range(STEPS))
         return []
 
-    monkeypatch.setattr(dryrun, "_run", run)
+    monkeypatch.setattr(RankCommand, "run", run)
     command("dryrun", file, "--world-size", WORLD_SIZE)
     assert dry == planned[:STEPS]
 
     job = job_of(config, parallel_dims(config, WORLD_SIZE))
     if job.undecided:
-        documents = documents_of(config.wlb.corpus, open_corpus(config.wlb.corpus))
-        job = choose(job, documents, on_one_rank=SharedAnswer()).job
-    loader = PlannedDataLoader(
-        PlannedDataLoader.Config(corpus=config.wlb.corpus, job=job), dp_world_size=2, dp_rank=1
+        job = choose(job, documents(config), on_one_rank=SharedAnswer()).job
+    settings = PlannedDataLoader.Config(
+        corpus=config.wlb.corpus, job=job, hold_out=config.wlb.validation.hold_out
     )
+    loader = PlannedDataLoader(settings, dp_world_size=2, dp_rank=1)
     steps = iter(loader)
     trained = [comparable(next(steps).plan.to_json()) for _ in range(STEPS)]
     loader.close()

@@ -193,9 +193,9 @@ def test_lengths_take_the_place_of_a_configurations_corpus(config):
 
 def test_predictions_beyond_the_measured_range_say_so(tmp_path):
     path = tmp_path / "long.txt"
-    path.write_text("131072\n" * 64)
-    result = run("--lengths", path, "--steps", 1, "--policies", "plain")
-    assert "extrapolated" in result.output
+    path.write_text("262144\n" * 64)
+    result = run("--lengths", path, "--steps", 1, "--policies", "plain", "--context-window", "262144")
+    assert "up to 131,072 keys" in result.output and "these times are extrapolated" in result.output
 
 
 @pytest.mark.parametrize(
