@@ -355,7 +355,9 @@ class Trainer(TorchtitanTrainer):
                 logger.info(", ".join(f"{heading} {cell}" for heading, cell in row.items()))
             for line in self._choice.remarks():
                 logger.info(line)
-        documents = documents_of(self.config.wlb.corpus, self.planned.corpus)
+        documents = documents_of(
+            self.config.wlb.corpus, self.planned.corpus, self.config.wlb.validation.hold_out
+        )
         for line in describe_memory(self.job, documents):
             logger.info(line)
         compiled = self.config.compile.enable and "model" in self.config.compile.components
