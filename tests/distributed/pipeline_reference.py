@@ -16,33 +16,31 @@ VOCABULARY = 256
 
 @dataclass(frozen=True)
 class Sequence:
-    """A packed sequence, int64 (L,) each, its documents' lengths, and what context-parallel ranks hold."""
+    """A packed sequence, int64 (L,) each, its documents' lengths, and DROP."""
 
     tokens: np.ndarray
     labels: np.ndarray
     positions: np.ndarray
     lengths: np.ndarray
-    ranks: context.Sharding | None
 
 
-def make_micro_batch(seed, length, context_parallel):
+def make_micro_batch(seed, length):
     """A packed sequence of `length` tokens: three documents, random tokens, padding of up to 7."""
     random = np.random.default_rng(seed)
     padding = int(random.integers(8))
     cuts = np.sort(random.choice(np.arange(1, length - padding), size=2, replace=False))
     lengths = np.diff([0, *cuts, length - padding])
-    ranks = context.per_sequence(lengths, length, context_parallel) if context_parallel > 1 else None
     positions = np.concatenate([*(np.arange(n) for n in lengths), np.zeros(padding, dtype=np.int64)])
     labels = random.integers(VOCABULARY, size=length)
     labels[length - padding :] = IGNORE_INDEX
-    return Sequence(random.integers(VOCABULARY, size=length), labels, positions, lengths, ranks)
+    return Sequence(random.integers(VOCABULARY, size=length), labels, positions, lengths)
 
 
-def step_data(step, lengths, data_parallel, context_parallel):
+def step_data(step, lengths, data_parallel):
     """Per data-parallel rank the micro-batches of a step; rank r has the lengths in an order shifted by r."""
     return [
         [
-            make_micro_batch((step, rank, index), length, context_parallel)
+            make_micro_batch((step, rank, index), length)
             for index, length in enumerate(lengths[rank:] + lengths[:rank])
         ]
         for rank in range(data_parallel)

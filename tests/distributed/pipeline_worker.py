@@ -142,7 +142,8 @@ def processed(trainer, micro_batches):
     rank = trainer.planned.context_rank
     for s in micro_batches:
         strategy = trainer.job.strategy
-        item = rank_item(s.tokens, s.labels, s.positions, s.lengths, strategy, s.ranks, rank)
+        shards = strategy.shard(s.lengths, len(s.tokens))[1] if strategy is not None else None
+        item = rank_item(s.tokens, s.labels, s.positions, s.lengths, strategy, shards, rank)
         inputs, labels, extra = trainer.post_dataloading_process(*item)
         arguments.append((inputs,))
         kwargs.append(extra)
@@ -169,7 +170,7 @@ def run_case(corpus, *, name, steps, evaluate=(), cp=1, dp=1, replicate=1, **opt
     rank = trainer.parallel_dims.get_mesh("batch").get_local_rank() if data_parallel > 1 else 0
     records = []
     for step, lengths in enumerate(steps):
-        data = step_data(step, lengths, data_parallel, cp)
+        data = step_data(step, lengths, data_parallel)
         record = {"step": step}
         if step in evaluate:
             losses = [] if trainer.pp_has_last_stage else None
@@ -194,7 +195,7 @@ def run_mismatch(corpus, *, name, lengths, others, **options):
     trainer.pp_schedule.check_lengths = True
     mine = others if dist.get_rank() == 2 else lengths
     try:
-        train_step(trainer, step_data(0, mine, 1, 1), 0)
+        train_step(trainer, step_data(0, mine, 1), 0)
     except RuntimeError as error:
         return str(error)
     finally:
@@ -208,7 +209,7 @@ def run_drill(corpus, *, name, victim, signal_number, **options):
     The others print how long the step took, so that the test can tell when they noticed.
     """
     _, trainer = build(corpus, name, **options)
-    train_step(trainer, step_data(0, [64, 128, 32, 64], 1, 1), 0)
+    train_step(trainer, step_data(0, [64, 128, 32, 64], 1), 0)
     if dist.get_rank() == victim:
         passes = itertools.count()
 
@@ -219,7 +220,7 @@ def run_drill(corpus, *, name, victim, signal_number, **options):
         trainer.model_parts[0].register_forward_pre_hook(strike)
     begin = time.monotonic()
     try:
-        train_step(trainer, step_data(1, [32, 256, 64, 128], 1, 1), 0)
+        train_step(trainer, step_data(1, [32, 256, 64, 128], 1), 0)
     finally:
         print(f"step ended after {time.monotonic() - begin:.1f} seconds", flush=True)
 
@@ -238,7 +239,7 @@ def run_soak(corpus, *, name, steps, multiple, cp=1, **options):
         lengths = (multiple * lengths).tolist()
         seen.update(lengths)
         trainer.optimizers.zero_grad()
-        train_step(trainer, step_data(step, lengths, 1, cp), 0)
+        train_step(trainer, step_data(step, lengths, 1), 0)
         trainer.optimizers.step()
         if step % 10 == 9:
             gc.collect()

@@ -80,7 +80,7 @@ def whole_documents(trainer, plan):
             labels = np.full(length, IGNORE_INDEX, dtype=np.int64)
             labels[: len(read) - 1] = read[1:]
             lengths = np.array([length])
-            sequences.append(Sequence(read[:length], labels, np.arange(length), lengths, None))
+            sequences.append(Sequence(read[:length], labels, np.arange(length), lengths))
     return sequences
 
 

@@ -14,6 +14,7 @@ from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
 use_cpu_without_accelerator()
 
+import torch  # noqa: E402
 import torchtitan  # noqa: E402
 from torchtitan.config import Configurable  # noqa: E402
 from torchtitan.models.common.attention import (  # noqa: E402
@@ -28,6 +29,7 @@ from wlb_titan.runtime.adoption import unsupported  # noqa: E402
 from wlb_titan.runtime.attention import DocumentAttention  # noqa: E402
 from wlb_titan.runtime.compat import owner_of  # noqa: E402
 from wlb_titan.runtime.registry import base_config  # noqa: E402
+from wlb_titan.runtime.validation import validate  # noqa: E402
 
 DOCUMENTATION = Path(__file__).parents[2] / "docs" / "models.md"
 
@@ -324,6 +326,26 @@ def test_what_document_attention_does_not_do_is_refused(changed_base, change, wo
     with pytest.raises(UserError) as caught:
         base_config(changed_base(change))
     assert words in str(caught.value)
+
+
+def test_lora_trains_its_adapters_and_no_more(changed_base):
+    """And the format that would leave them out is refused."""
+
+    def adapt(config):
+        from torchtitan.components.lora import LoRAConverter
+        from torchtitan.models.llama3 import model_registry
+
+        config.model_spec = model_registry("debugmodel", converters=[LoRAConverter.Config(rank=4)])
+
+    config = base_config(changed_base(adapt))
+    with torch.device("meta"):
+        model = config.model_spec.model.build()
+    trained = {name.rpartition(".lora_")[0] for name, p in model.named_parameters() if p.requires_grad}
+    layer = ("attention.qkv_linear.wqkv", "attention.wo", "feed_forward.w1", "feed_forward.w2")
+    assert {f"layers.5.{name}" for name in layer} < trained and "" not in trained
+    config.checkpoint.last_save_in_hf = True
+    with pytest.raises(UserError, match="LoRA's adapters have no place"):
+        validate(config, 1)
 
 
 def test_a_window_that_only_the_inner_attention_has(changed_base):

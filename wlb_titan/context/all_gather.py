@@ -224,6 +224,7 @@ def gathered_mask(
     """
     share = total // len(sharding)
     span = spans(sharding, levels, slices)
+    assert (np.diff(span[sharding[rank][:, DOCUMENT]]) <= 0).all(), "widest first, as of `shard`"
     sent = sent_tokens(sharding, span, len(levels))
     offset = np.zeros(len(sharding), dtype=np.int64)  # of what a rank sends on the level, among its tokens
     exchange: list[Ints] = []

@@ -84,7 +84,7 @@ def adopt(base: TorchtitanTrainer.Config, name: str) -> Trainer.Config:
     if base.model_spec is None:
         raise UserError(f"the base {name!r} has no model.")
     model = base.model_spec.model
-    inner = (FlexAttention.Config, VarlenAttention.Config, DocumentAttention.Config)
+    inner = (FlexAttention, VarlenAttention, DocumentAttention)
     lost = [*_lost_components(base), *unsupported(model, inner)]
     if lost:
         raise UserError(
@@ -110,7 +110,7 @@ def document_attention(attention: BaseAttention.Config) -> DocumentAttention.Con
 
 
 def unsupported(
-    model: Configurable.Config, inner_attentions: tuple[type, ...] = (DocumentAttention.Config,)
+    model: Configurable.Config, inner_attentions: tuple[type, ...] = (DocumentAttention,)
 ) -> list[str]:
     """What of a model cannot be trained here, each with the first layer concerned and their number.
 
@@ -129,6 +129,14 @@ def unsupported(
     ]
 
 
+def has_adapters(model: Configurable.Config) -> bool:
+    """Whether layers have adapters of torchtitan's LoRA, beside weights that are not trained."""
+    return any(
+        owner_of(node).__module__ == "torchtitan.components.lora"
+        for _, node, _, _ in model.traverse(Configurable.Config, recurse=True)
+    )
+
+
 def sliding_window(attention: BaseAttention.Config) -> int | None:
     """Keys that a query sees at most, its own included; None where a layer has no sliding window."""
     inner = attention.inner_attention
@@ -141,13 +149,16 @@ def sliding_window(attention: BaseAttention.Config) -> int | None:
 def _attention_demands(
     attention: BaseAttention.Config, inner_attentions: tuple[type, ...]
 ) -> Iterator[tuple[str, str]]:
-    """What a layer asks of its inner attention that document attention does not do: where, and what."""
-    cls = full_name(type(attention))
+    """What a layer asks of its inner attention that document attention does not do: where, and what.
+
+    Classes are looked up by what a configuration builds: LoRA freezes a model by configurations of its own.
+    """
+    cls = full_name(owner_of(attention))
     if not isinstance(attention, GQAttention.Config) and cls not in ATTENTION_CLASSES:
         yield "", f"{cls}, which is neither grouped-query nor multi-head latent attention"
     inner = attention.inner_attention
-    if type(inner) not in inner_attentions:
-        yield ".inner_attention", f"{full_name(type(inner))}, which document attention cannot replace"
+    if owner_of(inner) not in inner_attentions:
+        yield ".inner_attention", f"{full_name(owner_of(inner))}, which document attention cannot replace"
     if isinstance(inner, VarlenAttention.Config) and inner.window_size[1] != 0:
         yield "", f"attention to later tokens (window_size = {inner.window_size})"
     window = sliding_window(attention)
@@ -165,13 +176,13 @@ def _demands(model: Decoder.Config, inner_attentions: tuple[type, ...]) -> Itera
             yield f"{place}{part}", words
     for place, node, _, _ in model.traverse(Configurable.Config, recurse=True):
         for module, words in REFUSED_MODULES.items():
-            if type(node).__module__.startswith(module):
+            if any(cls.__module__.startswith(module) for cls in type(node).__mro__):
                 yield place, words
-        if isinstance(node, LocalTokenDispatcher.Config) and type(node) not in (
-            LocalTokenDispatcher.Config,
-            AllToAllTokenDispatcher.Config,
+        if isinstance(node, LocalTokenDispatcher.Config) and owner_of(node) not in (
+            LocalTokenDispatcher,
+            AllToAllTokenDispatcher,
         ):
-            yield place, f"{short_name(type(node))}, whose buffers are sized for one length"
+            yield place, f"{short_name(owner_of(node))}, whose buffers are sized for one length"
     if getattr(model, "mtp_layers", None):
         yield "mtp_layers", "multi-token prediction, which shifts tokens across documents and ranks"
     if getattr(model, "vision_encoder", None) is not None:

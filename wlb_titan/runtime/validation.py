@@ -20,7 +20,7 @@ from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.vocabulary import check_sample
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.kernels.implementations import Device
-from wlb_titan.runtime.adoption import WHAT_TO_DO, unsupported
+from wlb_titan.runtime.adoption import WHAT_TO_DO, has_adapters, unsupported
 from wlb_titan.runtime.checkpoints import beginning
 from wlb_titan.runtime.corpus import mixture_sources, open_corpus, open_source
 from wlb_titan.runtime.dump_folder import check_place
@@ -319,6 +319,11 @@ def _check_model(config: Trainer.Config) -> None:
     if lacking:
         cause = "override.imports" if config.override.imports else "base"
         raise UserError(f"{cause}: the model has {'; '.join(lacking)}. {WHAT_TO_DO}")
+    if config.checkpoint.last_save_in_hf and has_adapters(config.model_spec.model):
+        raise UserError(
+            "checkpoint.last_save_in_hf: LoRA's adapters have no place in that format, and torchtitan would "
+            "save the weights without them; leave it out, and the last checkpoint has both."
+        )
 
 
 def _key_in(message: str, config: Trainer.Config) -> str:
