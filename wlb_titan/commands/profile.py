@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from wlb_titan import __version__
+from wlb_titan.commands.console import make_console
 from wlb_titan.cost.attention_profile import AttentionShape, Entry, Profile, fitted
 from wlb_titan.cost.linear_profile import LinearProfile
 from wlb_titan.errors import UserError
@@ -24,6 +25,7 @@ from wlb_titan.kernels.grid import programs_at_a_time
 from wlb_titan.kernels.implementations import chosen, device_of
 from wlb_titan.kernels.measure import Shape
 
+TABLE_WIDTH = 112  # also where no terminal tells its own
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -99,7 +101,7 @@ def profile(
     software = f"torch {torch.__version__}, wlb_titan {__version__}"
     result = Profile(_name(device), units, software, tuple(entries), _measure_linear(dtype, device))
     result.save(output)
-    print_table(result, Console(highlight=False))
+    print_table(result, make_console(TABLE_WIDTH))
     click.echo(_rates(result.linear))
     click.echo(f"Wrote {output}")
 

@@ -66,8 +66,7 @@ def device_seconds(job: Job) -> float:
     """Predicted seconds of a layer's passes for a micro-batch that is one document of the window."""
     forward, backward = job.latency.seconds((whole(np.array([job.window])),))[0] / job.degrees.context
     tokens = np.array([[float(job.window)]])
-    times = pass_times(
-        job, MicroBatches(tokens, np.full_like(tokens, forward), np.full_like(tokens, backward))
-    )
+    attention = np.full_like(tokens, forward), np.full_like(tokens, backward)
+    times = pass_times(job, MicroBatches.imagined(job, tokens, *attention))
     passes = times.forward + times.inputs + times.weights
     return float(passes.sum()) / sum(job.layers)
