@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from wlb_titan.planner import Planner
     from wlb_titan.summary import Summary
 
-TABLE_WIDTH = 96  # also where no terminal tells its own
+TABLE_WIDTH = 120  # also where no terminal tells its own
 
 TOKENS = click.IntRange(2, MOST_TOKENS)
 COUNT = click.IntRange(1, 1 << 20)
