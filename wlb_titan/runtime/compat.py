@@ -109,13 +109,12 @@ def done_work() -> dist.Work:
 
 
 def owner_of(config: Configurable.Config) -> type:
-    """The class that a configuration builds.
+    """The class that a configuration builds; its own class if it belongs to none.
 
     torchtitan sets `_owner` where a class defines its Config. Without it: look the class up by the
     configuration's qualified name, which is nested in it.
     """
-    assert config._owner is not None
-    return config._owner
+    return config._owner or type(config)
 
 
 def ranks_of_group(name: str) -> list[int]:
