@@ -53,6 +53,7 @@ from wlb_titan.runtime.pipeline import pipeline
 from wlb_titan.runtime.shared_answer import SharedAnswer
 from wlb_titan.runtime.step_trace import StepTrace
 from wlb_titan.runtime.timeouts import train_timeout
+from wlb_titan.runtime.tokenizer import Tokenizer
 from wlb_titan.runtime.validator import Validator
 from wlb_titan.simulator.choice import Choice, choose
 
@@ -77,6 +78,7 @@ class Trainer(TorchtitanTrainer):
             comm=dataclasses.replace(config.comm),
             training=dataclasses.replace(config.training),
             hf_assets_path=str(corpus.tokenizer_path),
+            tokenizer=Tokenizer.Config(),
             dataloader=PlannedDataLoader.Config(
                 corpus=config.wlb.corpus,
                 job=self.job,
