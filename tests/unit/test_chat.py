@@ -1,6 +1,7 @@
 """Conversations as documents: what of them is learned, and what is said about those that cannot be used."""
 
 import json
+import shutil
 
 import datasets
 import numpy as np
@@ -180,3 +181,16 @@ def test_the_command_shows_what_is_learned(tmp_path, tokenizer, capsys):
     with pytest.raises(SystemExit):
         main([*words, "--chat"])
     assert "made with other settings: chat_template is" in capsys.readouterr().err
+
+
+def test_training_opens_a_tokenizer_whose_template_has_marks(tmp_path, tokenizer):
+    """Which torchtitan's own cannot compile."""
+    from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+
+    use_cpu_without_accelerator()
+    from wlb_titan.runtime.tokenizer import Tokenizer as OfTraining
+
+    folder = shutil.copytree(tokenizer, tmp_path / "tokenizer")
+    (folder / "chat_template.jinja").write_text(MARKED)
+    opened = OfTraining.Config().build(tokenizer_path=str(folder))
+    assert opened.decode(opened.encode("two or three?")).strip() == "two or three?"
