@@ -40,11 +40,8 @@ def check_implementation(config: Trainer.Config, device: Device | None = None) -
     shape = model_shape(config.model_spec.model)
     dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
     if device is None:
-        on_cpu = config.wlb.device == "cpu" or wish in (
-            "auto",
-            "reference",
-        )  # which run there if nowhere else
-        device = Device("cpu" if on_cpu else "cuda")
+        anywhere = wish in ("auto", "reference")
+        device = Device("cpu" if anywhere or config.wlb.device == "cpu" else "cuda")
     try:
         return chosen(wish, (shape.head_dim, shape.v_head_dim or shape.head_dim), dtype, device)
     except ValueError as error:

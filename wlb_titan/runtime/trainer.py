@@ -237,6 +237,10 @@ class Trainer(TorchtitanTrainer):
         for first in range(0, len(items), size):
             yield items[first : first + size]
 
+    @property
+    def _compiled(self) -> bool:
+        return self.config.compile.enable and "model" in self.config.compile.components
+
     def _reduce_gradients(self, now: bool) -> None:
         """Whether the next backward pass reduces gradients, or leaves them as they are for a later one.
 
@@ -246,8 +250,7 @@ class Trainer(TorchtitanTrainer):
         while weights in bfloat16 have gradients in float32.
         """
         dims = self.parallel_dims
-        compiled = self.config.compile.enable and "model" in self.config.compile.components
-        whole = dims.dp_shard * dims.cp == 1 and not (dims.ep_enabled or dims.pp_enabled or compiled)
+        whole = dims.dp_shard * dims.cp == 1 and not (dims.ep_enabled or dims.pp_enabled or self._compiled)
         if not whole or now is self._reduces:
             return
         self._reduces = now
@@ -362,8 +365,7 @@ class Trainer(TorchtitanTrainer):
         )
         for line in describe_memory(self.job, documents):
             logger.info(line)
-        compiled = self.config.compile.enable and "model" in self.config.compile.components
-        for line in advice(self.job, compiled=compiled, on_gpu=self.device.type == "cuda"):
+        for line in advice(self.job, compiled=self._compiled, on_gpu=self.device.type == "cuda"):
             logger.info(line)
         compile_attention(self.config, self.job, self.device, self.planned.context_rank)
         comm = self.config.comm
