@@ -24,7 +24,6 @@ import torch
 
 from wlb_titan.commands.rehearse_rows import figures
 from wlb_titan.job import Policy
-from wlb_titan.runtime.corpus import open_corpus
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 from wlb_titan.runtime.load import load_config
 from wlb_titan.simulator.scenario import Scenario
@@ -70,10 +69,10 @@ def rehearsed(file: str, policy: str, steps: int, seconds: int) -> dict[str, Any
 
 def row(file: str, policy: str, steps: int, ran: dict[str, Any] | None) -> dict[str, Any]:
     """Figures of one policy."""
-    from wlb_titan.runtime.job import documents_of, job_of, parallel_dims
+    from wlb_titan.runtime.job import job_of, parallel_dims, training_documents
 
     config = load_config(ROOT / file, CORPUS).config
-    documents = documents_of(config.wlb.corpus, open_corpus(config.wlb.corpus))
+    documents = training_documents(config.wlb)
     job = job_of(config, parallel_dims(config))
     scenario = Scenario(job, documents)
     asked = Policy.parse(policy)

@@ -6,8 +6,7 @@ import pytest
 from lab import CONFIG
 from watching import FILE
 
-from wlb_titan.runtime.corpus import open_corpus
-from wlb_titan.runtime.job import documents_of, job_of, parallel_dims
+from wlb_titan.runtime.job import job_of, parallel_dims, training_documents
 from wlb_titan.runtime.load import load_config
 from wlb_titan.runtime.memory import planned_memory
 
@@ -63,7 +62,7 @@ def test_memory_is_as_predicted(lab, target, name):
     lab.run(1, [experiment])
     config = load_config(CONFIG, experiment.words(), world_size=1).config
     job = job_of(config, parallel_dims(config, 1))
-    documents = documents_of(config.wlb.corpus, open_corpus(config.wlb.corpus))
+    documents = training_documents(config.wlb)
     measured = [record["peak_memory_gib/pp0"] for record in experiment.metrics()]
     predicted = [planned_memory(job, plan, 0)[0].total / 2**30 for plan in job.plans(documents, 4)]
     print(f"{name}: predicted {predicted}, measured {measured} GiB")

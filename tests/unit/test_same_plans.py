@@ -160,11 +160,9 @@ def configuration(file, words=()):
 
 
 def documents(config):
-    from wlb_titan.runtime.corpus import open_corpus
-    from wlb_titan.runtime.job import documents_of
+    from wlb_titan.runtime.job import training_documents
 
-    corpus = config.wlb.corpus
-    return documents_of(corpus, open_corpus(corpus), config.wlb.validation.hold_out)
+    return training_documents(config.wlb)
 
 
 def command(*words):

@@ -80,8 +80,13 @@ def dryrun(
     resolved = load_config(file, words, world_size)
     config = resolved.config
     # torchtitan takes seconds to import, so that is left until the file has been found good.
-    from wlb_titan.runtime.corpus import open_corpus
-    from wlb_titan.runtime.job import cluster_at_hand, degrees_product, documents_of, job_of, parallel_dims
+    from wlb_titan.runtime.job import (
+        cluster_at_hand,
+        degrees_product,
+        job_of,
+        parallel_dims,
+        training_documents,
+    )
     from wlb_titan.simulator.choice import choose
 
     world_size = world_size or degrees_product(config)
@@ -94,10 +99,7 @@ def dryrun(
     with tempfile.TemporaryDirectory(prefix="wlb-dryrun-") as folder:
         words += ["--dump_folder", folder, *corpus_words(resolved, job.micro_batches, step, Path(folder))]
         if job.undecided:
-            settings = load_config(file, words, world_size).config.wlb.corpus
-            choice = choose(
-                job, documents_of(settings, open_corpus(settings), config.wlb.validation.hold_out)
-            )
+            choice = choose(job, training_documents(load_config(file, words, world_size).config.wlb))
             print_choice(choice)
             job = choice.job
             words += policy_words(str(job.policy))

@@ -186,12 +186,10 @@ def _from_toml(path: Path, documents: Documents | None) -> tuple[Job, Documents]
 
     config = load_config(path).config
     # torchtitan takes seconds to import, so that is left until the file has been found good.
-    from wlb_titan.runtime.corpus import open_corpus
-    from wlb_titan.runtime.job import documents_of, job_of, parallel_dims
+    from wlb_titan.runtime.job import job_of, parallel_dims, training_documents
 
     if documents is None:
-        settings = config.wlb.corpus
-        documents = documents_of(settings, open_corpus(settings), config.wlb.validation.hold_out)
+        documents = training_documents(config.wlb)
     # A data-parallel degree of -1, as many as the job turns out to have, is 1 here.
     return job_of(config, parallel_dims(config)), documents
 

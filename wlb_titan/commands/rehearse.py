@@ -166,12 +166,11 @@ def _job(file: Path, words: list[str], world_size: int | None) -> tuple[Job, Any
 
 def _planned(file: Path, words: list[str], world_size: int | None, first: int, steps: int) -> Rehearsal:
     """A policy's job and the plans of its steps, which the ranks' processes make too."""
-    from wlb_titan.runtime.corpus import open_corpus
-    from wlb_titan.runtime.job import documents_of
+    from wlb_titan.runtime.job import training_documents
     from wlb_titan.simulator.choice import choose
 
     job, config = _job(file, words, world_size)
-    documents = documents_of(config.wlb.corpus, open_corpus(config.wlb.corpus))
+    documents = training_documents(config.wlb)
     if job.undecided:
         choice = choose(job, documents)
         print_choice(choice)

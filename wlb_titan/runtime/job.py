@@ -21,7 +21,7 @@ from wlb_titan.documents.held_out import Divided
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.settings import MemorySettings
-from wlb_titan.runtime.corpus import mixture_sources
+from wlb_titan.runtime.corpus import mixture_sources, open_corpus
 from wlb_titan.runtime.pipeline_schedules import pipeline_shape, stage_names
 from wlb_titan.runtime.shape import has_experts, has_latent_attention, model_shape
 
@@ -112,6 +112,19 @@ def documents_of(settings: CorpusSettings, corpus: Corpus, hold_out: float = 0.0
         learned=corpus.count_learned,
         fingerprint=f"{corpus.fingerprint} without {hold_out}" if hold_out else corpus.fingerprint,
     )
+
+
+def training_documents(wlb: WlbSettings, corpus: Corpus | None = None) -> Documents:
+    """The documents that a job trains on: its corpus without what it holds out.
+
+    Args:
+        wlb: [wlb].
+        corpus: its corpus, where that is open already.
+
+    Raises:
+        CorpusError, PlanError: as `open_corpus` and `documents_of`.
+    """
+    return documents_of(wlb.corpus, corpus or open_corpus(wlb.corpus), wlb.validation.hold_out)
 
 
 def cluster_at_hand(device: str = "auto") -> str:

@@ -43,7 +43,7 @@ from wlb_titan.runtime.export import complete_export
 from wlb_titan.runtime.imbalance import rank_imbalance
 from wlb_titan.runtime.implementation import compile_attention
 from wlb_titan.runtime.inputs import Item, to_device
-from wlb_titan.runtime.job import documents_of, job_of, parallel_dims
+from wlb_titan.runtime.job import job_of, parallel_dims, training_documents
 from wlb_titan.runtime.kv_cache import KeyValueCache
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import describe_memory, measured_memory
@@ -135,10 +135,9 @@ class Trainer(TorchtitanTrainer):
     def init_distributed(self) -> ParallelDims:
         """Starts the process groups, and then chooses the policies, before anything is built from them."""
         dims = super().init_distributed()
-        settings, epochs = self.config.wlb.corpus, self.config.wlb.epochs
+        epochs = self.config.wlb.epochs
         if self.job.undecided or epochs:
-            hold_out = self.config.wlb.validation.hold_out
-            documents = documents_of(settings, open_corpus(settings), hold_out)
+            documents = training_documents(self.config.wlb)
         if self.job.undecided:
             self._choice = choose(self.job, documents, on_one_rank=SharedAnswer())
             self.job = self._choice.job
@@ -360,10 +359,7 @@ class Trainer(TorchtitanTrainer):
                 logger.info(", ".join(f"{heading} {cell}" for heading, cell in row.items()))
             for line in self._choice.remarks():
                 logger.info(line)
-        documents = documents_of(
-            self.config.wlb.corpus, self.planned.corpus, self.config.wlb.validation.hold_out
-        )
-        for line in describe_memory(self.job, documents):
+        for line in describe_memory(self.job, training_documents(self.config.wlb, self.planned.corpus)):
             logger.info(line)
         for line in advice(self.job, compiled=self._compiled, on_gpu=self.device.type == "cuda"):
             logger.info(line)

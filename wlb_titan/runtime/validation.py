@@ -25,7 +25,7 @@ from wlb_titan.runtime.checkpoints import beginning
 from wlb_titan.runtime.corpus import mixture_sources, open_corpus, open_source
 from wlb_titan.runtime.dump_folder import check_place
 from wlb_titan.runtime.implementation import check_implementation
-from wlb_titan.runtime.job import degrees_product, documents_of, job_of, parallel_dims
+from wlb_titan.runtime.job import degrees_product, job_of, parallel_dims, training_documents
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import check_memory
 from wlb_titan.runtime.metrics import MetricsProcessor
@@ -161,7 +161,7 @@ def validate_plan(config: Trainer.Config, corpus: Corpus, world_size: int | None
     """
     job = job_of(config, parallel_dims(config, world_size))
     try:
-        documents = documents_of(config.wlb.corpus, corpus, config.wlb.validation.hold_out)
+        documents = training_documents(config.wlb, corpus)
         if job.undecided:
             job = choose(job, documents).job
         planner = job.planner(documents)
