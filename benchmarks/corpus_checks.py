@@ -118,8 +118,6 @@ def warm_up() -> None:
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
     use_cpu_without_accelerator()
-    import wlb_titan.runtime.registry
-    import wlb_titan.runtime.validation  # noqa: F401
 
 
 def train(corpus: Path, folder: Path, steps: int) -> list[float]:

@@ -21,7 +21,7 @@ from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from wlb_titan.runtime.all_gather import Gather
+from wlb_titan.runtime.attention.all_gather import Gather
 
 Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, DeviceMesh], tuple[torch.Tensor, torch.Tensor]]
 

@@ -28,7 +28,7 @@ from wlb_titan.context import STRATEGIES, MoveSeconds
 from wlb_titan.context.all_gather import AllGather
 from wlb_titan.cost.attention_hopper import hopper
 from wlb_titan.plan import Slices
-from wlb_titan.runtime.all_gather import AllGatherAttention
+from wlb_titan.runtime.attention.all_gather import AllGatherAttention
 
 HEADS, DIM = 4, 64
 LINK = 2e9  # bytes/s that the sharding weighs travelling keys with

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from common.trainers import STAGES, BenchTrainer, in_two_processes, make_config, make_corpus, shared_folder
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 
-from wlb_titan.runtime.pass_timer import PassTimer
-from wlb_titan.runtime.pipeline import pipeline
+from wlb_titan.runtime.pipeline.build import pipeline
+from wlb_titan.runtime.pipeline.pass_timer import PassTimer
 
 MICRO_BATCHES = 8
 WARM_UP = 5

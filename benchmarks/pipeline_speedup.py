@@ -42,7 +42,7 @@ from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.pipeline.order import ORDERS
 from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import LENGTH, Plan
-from wlb_titan.runtime.pass_timer import Pass
+from wlb_titan.runtime.pipeline.pass_timer import Pass
 from wlb_titan.runtime.step_trace import RankPasses, bubble, measured_imbalance
 
 VARIANTS = [

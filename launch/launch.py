@@ -120,9 +120,9 @@ def _resolve(
     from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
     use_cpu_without_accelerator()
+    from wlb_titan.runtime.checks.config import validate, validate_devices, validate_files
     from wlb_titan.runtime.job import degrees_product
-    from wlb_titan.runtime.load import load_config
-    from wlb_titan.runtime.validation import validate, validate_devices, validate_files
+    from wlb_titan.runtime.models.load import load_config
 
     if nodes < 1 or processes_per_node < 0:
         raise UserError(

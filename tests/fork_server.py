@@ -28,12 +28,6 @@ use_cpu_without_accelerator()
 # What a rank will need.
 import bases  # noqa: E402, F401
 
-import wlb_titan.runtime.alarm  # noqa: E402
-import wlb_titan.runtime.checkpoints  # noqa: E402
-import wlb_titan.runtime.load  # noqa: E402
-import wlb_titan.runtime.train  # noqa: E402
-import wlb_titan.runtime.validation  # noqa: E402, F401
-
 
 def launch(job, news):
     """Starts the ranks of a job, and waits for them."""

@@ -36,8 +36,8 @@ from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.peak import MemoryJob, RankMemory, peak_memory
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.packing import POLICIES, PackingPolicy
-from wlb_titan.packing.dp_merge import Merging, group_sizes
 from wlb_titan.packing.policy import OnOneRank, PackingJob, PassSeconds, here
+from wlb_titan.packing.slim.dp_merge import Merging, group_sizes
 from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder
 from wlb_titan.pipeline.runs import PipelineRuns
 from wlb_titan.pipeline.schedule import PipelineShape, layers_of_stages

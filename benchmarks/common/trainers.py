@@ -36,7 +36,7 @@ from torchtitan.distributed import ParallelDims  # noqa: E402
 from wlb_titan.corpus import Corpus  # noqa: E402
 from wlb_titan.corpus.prepare import prepare_corpus  # noqa: E402
 from wlb_titan.corpus.settings import PrepareSettings  # noqa: E402
-from wlb_titan.runtime.registry import base_config  # noqa: E402
+from wlb_titan.runtime.models.registry import base_config  # noqa: E402
 from wlb_titan.runtime.trainer import Trainer  # noqa: E402
 
 STAGES = 2

@@ -17,7 +17,7 @@ from wlb_titan.kernels import varlen_attention
 
 from wlb_titan.context import STRATEGIES, MoveSeconds, segments, sequence_positions, whole
 from wlb_titan.cost.attention_hopper import hopper
-from wlb_titan.runtime.all_gather import AllGatherAttention
+from wlb_titan.runtime.attention.all_gather import AllGatherAttention
 
 
 def difference(policy, lengths, token_seconds, gather_groups, mesh):

@@ -9,7 +9,7 @@ import torch
 from torchtitan.components.loss import IGNORE_INDEX
 
 from wlb_titan import context
-from wlb_titan.runtime.attention import DocumentMask
+from wlb_titan.runtime.attention.module import DocumentMask
 
 VOCABULARY = 256
 

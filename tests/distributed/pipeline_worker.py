@@ -36,9 +36,9 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
 
-from wlb_titan.runtime.inputs import rank_item  # noqa: E402
-from wlb_titan.runtime.pipeline import pipeline  # noqa: E402
-from wlb_titan.runtime.registry import base_config  # noqa: E402
+from wlb_titan.runtime.data.inputs import rank_item  # noqa: E402
+from wlb_titan.runtime.models.registry import base_config  # noqa: E402
+from wlb_titan.runtime.pipeline.build import pipeline  # noqa: E402
 from wlb_titan.runtime.trainer import Trainer  # noqa: E402
 
 SEQUENCE = 256  # longest micro-batch

@@ -120,9 +120,9 @@ def logits(weights, tokens, scaled=True):
 
 def first_loss(weights, words, scaled=True):
     """The mean over the labels of the first step's documents, each for itself."""
-    from wlb_titan.runtime.dataloader import PlannedDataLoader
+    from wlb_titan.runtime.data.dataloader import PlannedDataLoader
     from wlb_titan.runtime.job import job_of, parallel_dims
-    from wlb_titan.runtime.load import load_config
+    from wlb_titan.runtime.models.load import load_config
 
     config = load_config(CONFIG, words).config
     loading = PlannedDataLoader.Config(corpus=config.wlb.corpus, job=job_of(config, parallel_dims(config, 1)))
@@ -217,9 +217,9 @@ MASKED = {
 
 def first_step(words, weight):
     """Of each conversation of the first step: its tokens and labels, and how many labels all of it has."""
-    from wlb_titan.runtime.dataloader import PlannedDataLoader
+    from wlb_titan.runtime.data.dataloader import PlannedDataLoader
     from wlb_titan.runtime.job import job_of, parallel_dims
-    from wlb_titan.runtime.load import load_config
+    from wlb_titan.runtime.models.load import load_config
 
     config = load_config(CONFIG, words).config
     job = job_of(config, parallel_dims(config))

@@ -6,8 +6,8 @@ import torch
 from lab import layout
 from torchtitan.distributed.utils import get_spmd_backend, set_spmd_backend
 
-from wlb_titan.runtime.attention import DocumentMask
-from wlb_titan.runtime.registry import base_config
+from wlb_titan.runtime.attention.module import DocumentMask
+from wlb_titan.runtime.models.registry import base_config
 
 COMMON = (
     *("--training.steps", "2", "--training.seq_len", "256", "--training.global_batch_size", "4"),

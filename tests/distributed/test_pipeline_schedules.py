@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torchtitan.config import CompileConfig, ParallelismConfig
 
-from wlb_titan.runtime.pipeline_schedules import (
+from wlb_titan.runtime.pipeline.schedules import (
     SCHEDULES,
     SPLITS_BACKWARD,
     canonical_name,

@@ -9,7 +9,7 @@ from lab import layout
 from torch._subclasses.fake_tensor import FakeTensorMode
 from watching import FILE, Watch
 
-from wlb_titan.runtime.inputs import to_device
+from wlb_titan.runtime.data.inputs import to_device
 
 LAYOUTS = {"cp2": {"cp": 2}, "pp2": {"pp": 2}, "tp2": {"tp": 2}}
 

@@ -20,7 +20,7 @@ from wlb_titan.context import STRATEGIES
 from wlb_titan.errors import ConfigError
 from wlb_titan.packing import POLICIES
 from wlb_titan.pipeline.order import ORDERS
-from wlb_titan.runtime.load import load_config
+from wlb_titan.runtime.models.load import load_config
 
 AREA = "configuration mistakes"
 BASE = 'base = "llama3_debug"\ntraining.seq_len = 128\n'
@@ -54,8 +54,8 @@ class Key:
 def schema(tmp_path_factory):
     """All settings, also those of every packing policy, strategy and order."""
     from wlb_titan.config.load import resolve
-    from wlb_titan.runtime import registry
-    from wlb_titan.runtime.ranges import RANGES
+    from wlb_titan.runtime.models.ranges import RANGES
+    from wlb_titan.runtime.models.variants import registry
 
     file = tmp_path_factory.mktemp("schema") / "a.toml"
     sections = {"packing": POLICIES, "sharding": STRATEGIES, "pipeline": ORDERS}
@@ -111,7 +111,7 @@ def bad_values(value: object, limits: tuple[BaseMetadata, ...]) -> Iterator[tupl
 
 def check(folder, corpus, written: str) -> None:
     """What `wlb-titan config check` does with BASE and a few lines more."""
-    from wlb_titan.runtime.validation import validate_files
+    from wlb_titan.runtime.checks.config import validate_files
 
     file = folder / "bad.toml"
     names = [line.split(" ")[0] for line in written.splitlines()]

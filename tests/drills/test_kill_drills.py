@@ -62,7 +62,7 @@ def test_a_rank_that_is_stopped_is_given_up(ground):
 
 def test_two_runs_do_not_share_a_dump_folder(ground, tmp_path):
     from wlb_titan.errors import UserError
-    from wlb_titan.runtime.dump_folder import held
+    from wlb_titan.runtime.life.dump_folder import held
 
     job = ground.start("shared", "--training.steps", "10000")
     job.await_(lambda: len(job.steps()) > 0)

@@ -7,8 +7,8 @@ from lab import CONFIG
 from watching import FILE
 
 from wlb_titan.runtime.job import job_of, parallel_dims, training_documents
-from wlb_titan.runtime.load import load_config
 from wlb_titan.runtime.memory import planned_memory
+from wlb_titan.runtime.models.load import load_config
 
 LAZY = ("--wlb.packing.policy", "wlb_lazy", "--wlb.packing.cost_model", "quadratic:1,1000")
 FRESH = ("--checkpoint.enable", "false", "--checkpoint.initial_load_path", "none")

@@ -25,11 +25,11 @@ from torchtitan.models.common.attention import (  # noqa: E402
 from torchtitan.models.common.linear import Linear  # noqa: E402
 
 from wlb_titan.errors import UserError  # noqa: E402
-from wlb_titan.runtime.adoption import unsupported  # noqa: E402
-from wlb_titan.runtime.attention import DocumentAttention  # noqa: E402
+from wlb_titan.runtime.attention.module import DocumentAttention  # noqa: E402
+from wlb_titan.runtime.checks.config import validate  # noqa: E402
 from wlb_titan.runtime.compat import owner_of  # noqa: E402
-from wlb_titan.runtime.registry import base_config  # noqa: E402
-from wlb_titan.runtime.validation import validate  # noqa: E402
+from wlb_titan.runtime.models.adoption import unsupported  # noqa: E402
+from wlb_titan.runtime.models.registry import base_config  # noqa: E402
 
 DOCUMENTATION = Path(__file__).parents[2] / "docs" / "models.md"
 

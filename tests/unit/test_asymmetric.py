@@ -17,9 +17,9 @@ from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.settings import MemorySettings
-from wlb_titan.packing.asymmetric import Line, asymmetric, last_needed
-from wlb_titan.packing.slices import kind, piece_numbers
-from wlb_titan.packing.slim import Slim
+from wlb_titan.packing.slim.asymmetric import Line, asymmetric, last_needed
+from wlb_titan.packing.slim.slices import kind, piece_numbers
+from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import LENGTH, PREFIX, TOTAL
 from wlb_titan.runtime.imbalance import rank_imbalance

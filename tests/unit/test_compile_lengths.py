@@ -9,8 +9,8 @@ from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 use_cpu_without_accelerator()
 
 from wlb_titan import context  # noqa: E402
-from wlb_titan.runtime.attention import DocumentAttention, DocumentMask  # noqa: E402
-from wlb_titan.runtime.compile import documents_vary  # noqa: E402
+from wlb_titan.runtime.attention.module import DocumentAttention, DocumentMask  # noqa: E402
+from wlb_titan.runtime.models.compile import documents_vary  # noqa: E402
 
 
 def random_documents(random, tokens):

@@ -8,7 +8,7 @@ import pytest
 
 import wlb_titan.config.known as known
 from wlb_titan.config import ConfigError, refuse_unknown_keys
-from wlb_titan.runtime.load import load_config
+from wlb_titan.runtime.models.load import load_config
 
 FILES = sorted((Path(__file__).parents[2] / "train_configs").glob("*.toml"))
 WRONG = {
@@ -45,17 +45,17 @@ def message(check, path):
 
 
 def test_the_stored_keys_are_those_of_the_bases():
-    from wlb_titan.runtime.known_keys import text
+    from wlb_titan.runtime.checks.known_keys import text
 
     stored = Path(known.__file__).with_name(known.FILE_NAME).read_text()
-    assert stored == text(), "write them anew: python -m wlb_titan.runtime.known_keys"
+    assert stored == text(), "write them anew: python -m wlb_titan.runtime.checks.known_keys"
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_the_words_are_those_of_the_whole_check(file, monkeypatch, case):
     path = file(WRONG[case])
     early = message(refuse_unknown_keys, path)
-    monkeypatch.setattr("wlb_titan.runtime.load.refuse_unknown_keys", lambda *_: None)
+    monkeypatch.setattr("wlb_titan.runtime.models.load.refuse_unknown_keys", lambda *_: None)
     assert message(load_config, path) == early
 
 
@@ -78,7 +78,7 @@ def test_right_files_pass(path):
 def test_torch_is_not_imported_for_it(file):
     code = (
         "import sys\nfrom wlb_titan.errors import ConfigError\n"
-        "from wlb_titan.runtime.load import load_config\n"
+        "from wlb_titan.runtime.models.load import load_config\n"
         f"try:\n    load_config({str(file(WRONG['misspelt']))!r})\nexcept ConfigError:\n"
         "    print('torch' in sys.modules or 'torchtitan' in sys.modules)"
     )

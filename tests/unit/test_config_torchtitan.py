@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from wlb_titan.commands.main import main
 from wlb_titan.config.build import dotted
-from wlb_titan.runtime.load import load_config
+from wlb_titan.runtime.models.load import load_config
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -236,7 +236,7 @@ OVERRIDING = """\
 from torchtitan.config import override
 from torchtitan.models.common.attention import VarlenAttention
 
-from wlb_titan.runtime.attention import DocumentAttention
+from wlb_titan.runtime.attention.module import DocumentAttention
 
 
 @override(target=DocumentAttention.Config)
@@ -436,7 +436,7 @@ def test_a_balanced_file_changes_the_balance_only(file):
     "file", [file for file in FILES if file.stem.startswith("llama2_")], ids=lambda path: path.stem
 )
 def test_stages_of_table_1_are_as_equal_as_layers_allow(file):
-    from wlb_titan.runtime.pipeline_schedules import stage_names
+    from wlb_titan.runtime.pipeline.schedules import stage_names
 
     config = load_config(file).config
     stages = stage_names(config.parallelism, config.model_spec.model)

@@ -15,7 +15,7 @@ from wlb_titan.cost.cluster import Link
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
-from wlb_titan.packing.dp_merge import (
+from wlb_titan.packing.slim.dp_merge import (
     LIGHT,
     MOST_MERGED,
     Merge,
@@ -24,8 +24,8 @@ from wlb_titan.packing.dp_merge import (
     numbers_of_packs,
     shares,
 )
-from wlb_titan.packing.slices import replica_passes, sliced_document
-from wlb_titan.packing.slim import Slim
+from wlb_titan.packing.slim.slices import replica_passes, sliced_document
+from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.plan import ID, LENGTH, PREFIX, START, TOTAL
 from wlb_titan.simulator.passes import planned_times, transfer_seconds
 from wlb_titan.simulator.slices import check_slices, replicas_of

@@ -16,10 +16,10 @@ from wlb_titan.corpus.settings import PrepareSettings  # noqa: E402
 from wlb_titan.job import Job  # noqa: E402
 from wlb_titan.packing import POLICIES  # noqa: E402
 from wlb_titan.plan import LENGTH  # noqa: E402
-from wlb_titan.runtime.attention import DocumentMask  # noqa: E402
-from wlb_titan.runtime.dataloader import PlannedDataLoader  # noqa: E402
-from wlb_titan.runtime.inputs import to_device  # noqa: E402
-from wlb_titan.runtime.models import llama_spec  # noqa: E402
+from wlb_titan.runtime.attention.module import DocumentMask  # noqa: E402
+from wlb_titan.runtime.data.dataloader import PlannedDataLoader  # noqa: E402
+from wlb_titan.runtime.data.inputs import to_device  # noqa: E402
+from wlb_titan.runtime.models.variants import llama_spec  # noqa: E402
 from wlb_titan.runtime.shape import model_shape  # noqa: E402
 
 WINDOW = 128

@@ -77,8 +77,8 @@ def on_hopper(monkeypatch):
 
 def passes(ran, implementation, length, sliced, compiled):
     """What the forward and the backward pass of a layer ran, for one document or the last half of it."""
-    from wlb_titan.runtime.attention import DocumentAttention, DocumentMask
-    from wlb_titan.runtime.kv_cache import KeyValueCache
+    from wlb_titan.runtime.attention.kv_cache import KeyValueCache
+    from wlb_titan.runtime.attention.module import DocumentAttention, DocumentMask
 
     cache = KeyValueCache()
     layer = DocumentAttention.Config(implementation=implementation).build()
@@ -123,7 +123,7 @@ def test_kernels_are_compiled_for_the_heads_that_a_rank_has(policy, settings, ex
     from wlb_titan.cost.degrees import Degrees
     from wlb_titan.cost.models import ModelShape
     from wlb_titan.job import Job
-    from wlb_titan.runtime.implementation import attention_shape, windows
+    from wlb_titan.runtime.attention.implementation import attention_shape, windows
 
     model = ModelShape(
         layers=4, hidden=64, heads=24, kv_heads=8, head_dim=64, feed_forward=64, vocabulary=64,

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from wlb_titan.kernels import varlen_attention
 
 from wlb_titan.context import segments, segments_after, whole
-from wlb_titan.runtime.kv_cache import KeyValueCache, sliced_attention
+from wlb_titan.runtime.attention.kv_cache import KeyValueCache, sliced_attention
 
 HEADS, KEY_HEADS, DIM = 4, 2, 8
 LAYER = torch.tensor(0)

@@ -20,7 +20,7 @@ def loaded(tmp_path_factory):
     from torchtitan.distributed import ParallelDims
 
     from wlb_titan.runtime.job import job_of
-    from wlb_titan.runtime.load import load_config
+    from wlb_titan.runtime.models.load import load_config
 
     def load(text):
         path = tmp_path_factory.mktemp("memory") / "train.toml"
@@ -112,7 +112,7 @@ def test_the_weights_are_those_of_the_model(base):
     import torch
 
     from wlb_titan.cost.models import rank_parameters
-    from wlb_titan.runtime.registry import base_config
+    from wlb_titan.runtime.models.registry import base_config
     from wlb_titan.runtime.shape import model_shape
 
     model = base_config(base).model_spec.model

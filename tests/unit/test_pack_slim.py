@@ -18,12 +18,12 @@ from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.fits import USABLE_IN_SLICES
-from wlb_titan.packing.dp_merge import shares
-from wlb_titan.packing.micropacks import Bins, micropacks, place_greedily
-from wlb_titan.packing.micropacks_milp import SolvedPlacing
 from wlb_titan.packing.policy import PackingJob
-from wlb_titan.packing.slices import PrefixWork, kind, replica_passes
-from wlb_titan.packing.slim import Slim
+from wlb_titan.packing.slim.dp_merge import shares
+from wlb_titan.packing.slim.micropacks import Bins, micropacks, place_greedily
+from wlb_titan.packing.slim.micropacks_milp import SolvedPlacing
+from wlb_titan.packing.slim.slices import PrefixWork, kind, replica_passes
+from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import DELAY, ID, LENGTH, PREFIX, START, TOTAL

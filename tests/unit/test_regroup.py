@@ -12,7 +12,7 @@ import torch  # noqa: E402
 
 from wlb_titan.context import sequence_positions  # noqa: E402
 from wlb_titan.plan import LENGTH  # noqa: E402
-from wlb_titan.runtime.regroup import gathered, regroupings  # noqa: E402
+from wlb_titan.runtime.pipeline.regroup import gathered, regroupings  # noqa: E402
 
 
 def share(micro_batch, tensor_ranks, rank):

@@ -17,8 +17,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from wlb_titan.corpus.synthetic import write_synthetic_corpus  # noqa: E402
-from wlb_titan.runtime.lone_group import ANSWER, LoneGroup, Traffic  # noqa: E402
-from wlb_titan.runtime.rehearsal import STEP, without_answers  # noqa: E402
+from wlb_titan.runtime.lone.group import ANSWER, LoneGroup, Traffic  # noqa: E402
+from wlb_titan.runtime.lone.rehearsal import STEP, without_answers  # noqa: E402
 from wlb_titan.simulator.measured import Pass  # noqa: E402
 
 JOB = """

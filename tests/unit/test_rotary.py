@@ -13,7 +13,7 @@ from torchtitan.models.common import ComplexRoPE  # noqa: E402
 from torchtitan.models.common.attention import FusedQKVLinear  # noqa: E402
 from torchtitan.models.common.linear import Linear  # noqa: E402
 
-from wlb_titan.runtime.rotary import PairwiseRoPE  # noqa: E402
+from wlb_titan.runtime.attention.rotary import PairwiseRoPE  # noqa: E402
 
 HEADS, KEY_HEADS, DIM, WIDTH, TOKENS = 6, 3, 16, 8, 48
 

@@ -106,7 +106,7 @@ def folder(tmp_path_factory):
     from wlb_titan.cost.attention_fit import Point
     from wlb_titan.cost.attention_latency import KernelCost, Tiling
     from wlb_titan.cost.attention_profile import Entry, Profile
-    from wlb_titan.runtime.registry import base_config
+    from wlb_titan.runtime.models.registry import base_config
     from wlb_titan.runtime.shape import model_shape
 
     folder = tmp_path_factory.mktemp("plans")
@@ -154,7 +154,7 @@ def defaults(section, path):
 
 
 def configuration(file, words=()):
-    from wlb_titan.runtime.load import load_config
+    from wlb_titan.runtime.models.load import load_config
 
     return load_config(file, words, WORLD_SIZE).config
 
@@ -205,9 +205,9 @@ def short_trials(monkeypatch):
 @pytest.mark.parametrize("file", CASES, indirect=True)
 def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one_process):
     from wlb_titan.commands.lone_ranks import RankCommand
-    from wlb_titan.runtime.dataloader import PlannedDataLoader
+    from wlb_titan.runtime.data.dataloader import PlannedDataLoader
+    from wlb_titan.runtime.data.shared_answer import SharedAnswer
     from wlb_titan.runtime.job import job_of, parallel_dims
-    from wlb_titan.runtime.shared_answer import SharedAnswer
     from wlb_titan.simulator.choice import choose
     from wlb_titan.simulator.scenario import Scenario
 

@@ -18,7 +18,7 @@ from wlb_titan.corpus.settings import PrepareSettings
 from wlb_titan.job import Policy
 from wlb_titan.memory.peak import layers_of_stages
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
-from wlb_titan.runtime.load import load_config
+from wlb_titan.runtime.models.load import load_config
 from wlb_titan.simulator.scenario import Scenario
 from wlb_titan.simulator.search import Found, Search, candidates
 
@@ -26,9 +26,9 @@ use_cpu_without_accelerator()
 
 from torchtitan.config import ParallelismConfig  # noqa: E402
 
+from wlb_titan.runtime.checks.config import validate_inputs  # noqa: E402
 from wlb_titan.runtime.job import job_of, parallel_dims  # noqa: E402
-from wlb_titan.runtime.pipeline_schedules import keys_of_stages, stage_names  # noqa: E402
-from wlb_titan.runtime.validation import validate_inputs  # noqa: E402
+from wlb_titan.runtime.pipeline.schedules import keys_of_stages, stage_names  # noqa: E402
 
 
 @pytest.fixture

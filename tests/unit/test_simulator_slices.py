@@ -11,8 +11,8 @@ from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.settings import MemorySettings
-from wlb_titan.packing.slices import parts, piece_numbers, replica_passes
-from wlb_titan.packing.slim import Slim
+from wlb_titan.packing.slim.slices import parts, piece_numbers, replica_passes
+from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.plan import LENGTH, TOTAL, Action, MicroBatch, Plan
 from wlb_titan.simulator.passes import MicroBatches, pass_times
 from wlb_titan.simulator.slices import check_slices

@@ -29,7 +29,7 @@ policy = "slim"
 def load(tmp_path_factory):
     """Loads a TOML file, and gives the job of its configuration."""
     from wlb_titan.runtime.job import job_of, parallel_dims
-    from wlb_titan.runtime.load import load_config
+    from wlb_titan.runtime.models.load import load_config
 
     def load(text):
         path = tmp_path_factory.mktemp("slim") / "train.toml"

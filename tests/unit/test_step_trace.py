@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from wlb_titan.plan import MicroBatch, Plan  # noqa: E402
-from wlb_titan.runtime.pass_timer import Pass, PassTimer  # noqa: E402
+from wlb_titan.runtime.pipeline.pass_timer import Pass, PassTimer  # noqa: E402
 from wlb_titan.runtime.step_trace import RankPasses, bubble, measured_imbalance, spans  # noqa: E402
 
 # Two ranks of a pipeline, micro-batches of 3 and 6 seconds a rank; rank 1 waits one second and rank 0 for it.

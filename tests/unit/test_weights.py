@@ -170,9 +170,9 @@ def test_an_exported_model_has_the_same_logits_in_transformers(base, corpora, tm
     use_cpu_without_accelerator()
     import torch
 
-    from wlb_titan.runtime.attention import DocumentMask
+    from wlb_titan.runtime.attention.module import DocumentMask
     from wlb_titan.runtime.export import complete_export
-    from wlb_titan.runtime.registry import base_config
+    from wlb_titan.runtime.models.registry import base_config
 
     config, corpus = base_config(base), Corpus.open(corpora / "corpus")
     torch.manual_seed(0)

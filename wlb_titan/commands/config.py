@@ -9,7 +9,7 @@ import click
 
 from wlb_titan.commands.console import warnings_once
 from wlb_titan.config import Resolved
-from wlb_titan.runtime.load import load_config
+from wlb_titan.runtime.models.load import load_config
 
 # Options that click does not know are overrides of the configuration, so they are passed through.
 _OVERRIDABLE = {"ignore_unknown_options": True}
@@ -49,7 +49,7 @@ def check(file: Path, overrides: tuple[str, ...], world_size: int | None, device
     """
     resolved = _load(file, overrides, world_size)
 
-    from wlb_titan.runtime.validation import validate_files, validate_memory
+    from wlb_titan.runtime.checks.config import validate_files, validate_memory
 
     with warnings_once():
         resolved.check(lambda config: validate_files(config, world_size))

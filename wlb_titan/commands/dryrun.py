@@ -74,7 +74,7 @@ def dryrun(
     Takes some seconds to a minute a rank, and about 1 GiB of memory. Nothing is trained, loaded or saved. If
     the corpus is not on this machine, documents of synthetic lengths take its place.
     """
-    from wlb_titan.runtime.load import load_config
+    from wlb_titan.runtime.models.load import load_config
 
     words = [*overrides, *policy_words(policy)]
     resolved = load_config(file, words, world_size)
@@ -108,7 +108,7 @@ def dryrun(
         click.echo(f"Step {step} of {file}{bound}.")
         # An accelerator that is there is not used: tensors have no memory, and the trace is of the CPU.
         command = RankCommand(
-            "wlb_titan.runtime.dryrun",
+            "wlb_titan.runtime.lone.dryrun",
             {"--world-size": world_size, "--step": step, "--device-bytes": job.cluster.memory},
             file,
             words,

@@ -14,7 +14,7 @@ def print_rank(result: dict[str, Any], world_size: int) -> None:
     """Parameters, memory by term, the largest tensors at the peak and collectives; or the rank's error.
 
     Args:
-        result: as `wlb_titan.runtime.dryrun.dry_rank` returns it, or `rank` and `error`.
+        result: as `wlb_titan.runtime.lone.dryrun.dry_rank` returns it, or `rank` and `error`.
         world_size: processes of the job.
     """
     console = make_console(WIDTH)

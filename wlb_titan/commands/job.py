@@ -146,7 +146,7 @@ def placed(config: Path | None, given: Mapping[str, Any]) -> Iterator[None]:
             raise PlanError(f"--{option.replace('_', '-')}: {error}") from error
         if config is None or not error.setting:
             raise
-        from wlb_titan.runtime.load import load_config
+        from wlb_titan.runtime.models.load import load_config
 
         raise ConfigError(load_config(config).placed(error)) from error
 
@@ -182,7 +182,7 @@ def load_job(
 
 
 def _from_toml(path: Path, documents: Documents | None) -> tuple[Job, Documents]:
-    from wlb_titan.runtime.load import load_config
+    from wlb_titan.runtime.models.load import load_config
 
     config = load_config(path).config
     # torchtitan takes seconds to import, so that is left until the file has been found good.

@@ -151,7 +151,7 @@ def corpus_words(resolved: Resolved, micro_batches: int, step: int, folder: Path
         folder: for a synthetic corpus.
     """
     from wlb_titan.corpus.synthetic import SHAPE, long_tailed_lengths, write_synthetic_corpus
-    from wlb_titan.runtime.validation import validate_corpus
+    from wlb_titan.runtime.checks.config import validate_corpus
 
     corpus = resolved.config.wlb.corpus
     paths = [source.path for source in corpus.sources] or [corpus.path]

@@ -108,7 +108,7 @@ def rehearse(
     Nothing is trained, loaded or saved. If the corpus is not on this machine, documents of synthetic lengths
     take its place. docs/rehearsal.md explains the figures.
     """
-    from wlb_titan.runtime.load import load_config
+    from wlb_titan.runtime.models.load import load_config
 
     if warm_up >= first:
         raise UserError(
@@ -133,7 +133,7 @@ def rehearse(
                 )
             click.echo(f"{one.policy}: rank {', '.join(map(str, numbers))} ...", err=True)
             command = RankCommand(
-                "wlb_titan.runtime.rehearse",
+                "wlb_titan.runtime.lone.rehearse",
                 {"--world-size": one.job.degrees.ranks, **options},
                 file,
                 [*words, *policy_words(one.policy)],
@@ -158,7 +158,7 @@ def rehearse(
 
 def _job(file: Path, words: list[str], world_size: int | None) -> tuple[Job, Any]:
     from wlb_titan.runtime.job import degrees_product, job_of, parallel_dims
-    from wlb_titan.runtime.load import load_config
+    from wlb_titan.runtime.models.load import load_config
 
     config = load_config(file, words, world_size).config
     return job_of(config, parallel_dims(config, world_size or degrees_product(config))), config

@@ -91,7 +91,7 @@ def winner_values(job: Job) -> dict[str, Any]:
         "parallelism.expert_parallel_degree": degrees.expert,
     }
     if degrees.pipeline > 1:
-        from wlb_titan.runtime.pipeline_schedules import keys_of_stages
+        from wlb_titan.runtime.pipeline.schedules import keys_of_stages
 
         values["parallelism.pipeline_parallel_schedule"] = job.schedule
         stages = keys_of_stages(job.model.layers, job.shape.stages)
@@ -101,7 +101,7 @@ def winner_values(job: Job) -> dict[str, Any]:
 
 def _check(path: Path, job: Job) -> None:
     from wlb_titan.runtime.job import job_of, parallel_dims
-    from wlb_titan.runtime.load import load_config
+    from wlb_titan.runtime.models.load import load_config
 
     config = load_config(path, world_size=job.degrees.ranks).config
     loaded = job_of(config, parallel_dims(config, job.degrees.ranks))

@@ -1,7 +1,7 @@
 """Misspelt keys, found before torchtitan is imported, which takes longer than to read the answer.
 
 For the bases that come with wlb_titan the keys of torchtitan's sections lie in known_keys.json, written by
-`python -m wlb_titan.runtime.known_keys` and held equal to the real ones by tests/unit/test_config_known.py;
+`python -m wlb_titan.runtime.checks.known_keys`; a test compares them with the real ones.
 [wlb.*] is read off our own dataclasses. What is found here, `load` would find too, in the same words; what is
 not looked at here (other bases, sections of a chosen class, lists, values of torchtitan's) it finds later.
 """

@@ -3,7 +3,7 @@
 Any dataclass may say it of its own fields, plug-ins' too, with the words of the `annotated_types` library:
 Ge, Gt, Le, Lt, Interval, MultipleOf, and MinLen for a string or list. They hold for the number itself or, in
 `list[Annotated[int, Ge(2)]]`, for each element. Of classes that are not ours, whose fields cannot be
-annotated, the caller brings a table (`runtime/ranges.py`).
+annotated, the caller brings a table (`runtime/models/ranges.py`).
 
 Two rules need no annotation: a float is a finite number unless its range says Le(inf), and an integer has 64
 bits.

@@ -56,7 +56,7 @@ class AllGather(ContextStrategy):
         the next one's keys still travel, which pays where context parallelism crosses nodes. It must divide
         the key heads of a tensor-parallel rank."""
 
-    attention = "wlb_titan.runtime.all_gather:AllGatherAttention"
+    attention = "wlb_titan.runtime.attention.all_gather:AllGatherAttention"
     merges = True
     spares: ClassVar[bool] = False
     """Whether it keeps most documents from travelling."""

@@ -155,7 +155,7 @@ class ContextStrategy(Plugin, ABC):
         moves: what each of the moves of its `exchange` takes; empty where that does not count.
 
     Attributes:
-        attention: "module:Class" of the half that moves tensors; see `runtime/attention.py`.
+        attention: "module:Class" of the half that moves tensors; see `runtime/attention/module.py`.
         merges: whether data-parallel ranks may join its ranks for some micro-batches (DP-Merge): if it works
             on any number of them, wherever they are.
     """

@@ -42,7 +42,7 @@ class UlyssesGather(ContextStrategy):
         """Ranks of a group, neighbours that exchange tokens for heads; it must divide the context-parallel
         degree."""
 
-    attention = "wlb_titan.runtime.ulysses_gather:UlyssesGatherAttention"
+    attention = "wlb_titan.runtime.attention.ulysses_gather:UlyssesGatherAttention"
 
     def __init__(
         self, config: Config, ranks: int, latency: AttentionLatency, moves: Sequence[MoveSeconds] = ()

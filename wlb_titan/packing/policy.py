@@ -19,8 +19,8 @@ from wlb_titan.errors import PlanError
 from wlb_titan.memory.fits import LONGEST
 from wlb_titan.memory.peak import RankMemory
 from wlb_titan.memory.settings import MemorySettings
-from wlb_titan.packing.dp_merge import Merging
-from wlb_titan.packing.slices import Parts, WorkOf, slice_work
+from wlb_titan.packing.slim.dp_merge import Merging
+from wlb_titan.packing.slim.slices import Parts, WorkOf, slice_work
 from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import Flow, Passes
 from wlb_titan.plugins import Family, Plugin, PluginConfig
@@ -47,7 +47,7 @@ POLICIES = Family(
         "fixed_solver": "wlb_titan.packing.solver:FixedSolver",
         "wlb": "wlb_titan.packing.wlb:Wlb",
         "wlb_lazy": "wlb_titan.packing.wlb_lazy:WlbLazy",
-        "slim": "wlb_titan.packing.slim:Slim",
+        "slim": "wlb_titan.packing.slim.slim:Slim",
         "auto": "wlb_titan.packing.auto:Auto",
     },
 )

@@ -12,7 +12,8 @@ Overridden or set on torch's own classes, without an import, and covered by the 
 - `PipelineStage._retrieve_recv_activations`, `_forward_chunk_states`, `get_fwd_send_ops`,
   `release_fwd_send_outputs` and `_PipelineSchedule._maybe_compute_loss`, `_maybe_get_loss`, `_compute_loss`,
   `_internal_losses`: where a stage takes its inputs from, and when the loss is computed, so that backward
-  passes can have micro-batches of their own (`runtime/recompute.py`). Without them: no asymmetric partition.
+  passes can have micro-batches of their own (`runtime/pipeline/recompute.py`). Without them: no asymmetric
+  partition.
 - `Decoder._skip_lm_head` (torchtitan): whether the last stage makes logits. Without it: forward passes under
   the asymmetric partition make logits that nobody needs.
 - `PipelineStage._user_meta`: what a stage's maker says of shapes; complete, so that nothing is inferred.

@@ -16,7 +16,7 @@ from torchtitan.tools.logging import logger
 
 from wlb_titan.corpus import Corpus
 from wlb_titan.corpus.tokenizer import CorpusTokenizer
-from wlb_titan.runtime.weights import described
+from wlb_titan.runtime.checks.weights import described
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec

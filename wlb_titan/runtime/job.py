@@ -21,8 +21,8 @@ from wlb_titan.documents.held_out import Divided
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.settings import MemorySettings
-from wlb_titan.runtime.corpus import mixture_sources, open_corpus
-from wlb_titan.runtime.pipeline_schedules import pipeline_shape, stage_names
+from wlb_titan.runtime.data.corpus import mixture_sources, open_corpus
+from wlb_titan.runtime.pipeline.schedules import pipeline_shape, stage_names
 from wlb_titan.runtime.shape import has_experts, has_latent_attention, model_shape
 
 if TYPE_CHECKING:

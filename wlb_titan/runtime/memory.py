@@ -13,7 +13,7 @@ from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.memory.peak import GIB, RankMemory
-from wlb_titan.packing.slices import replica_passes
+from wlb_titan.packing.slim.slices import replica_passes
 from wlb_titan.plan import Passes, Plan
 from wlb_titan.simulator.slices import flow_memory
 

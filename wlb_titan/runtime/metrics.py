@@ -15,8 +15,8 @@ from torchtitan.components import metrics as titan
 from torchtitan.tools.logging import logger
 
 from wlb_titan.runtime.compat import metrics_rank_of
-from wlb_titan.runtime.dump_folder import METRICS_FILE, VALIDATION_FILE
-from wlb_titan.runtime.json_lines import JsonLines, warn_once
+from wlb_titan.runtime.life.dump_folder import METRICS_FILE, VALIDATION_FILE
+from wlb_titan.runtime.life.json_lines import JsonLines, warn_once
 
 
 def metrics_rank(parallel_dims: Any, schedule: str) -> int:

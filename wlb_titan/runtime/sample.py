@@ -17,12 +17,12 @@ from tokenizers import Tokenizer
 from wlb_titan.corpus.chat import ChatTemplate
 from wlb_titan.corpus.tokenizer import CorpusTokenizer
 from wlb_titan.errors import UserError
-from wlb_titan.runtime.attention import DocumentMask
-from wlb_titan.runtime.checkpoints import newest_whole
-from wlb_titan.runtime.corpus import open_corpus
-from wlb_titan.runtime.dump_folder import CONFIG_FILE
-from wlb_titan.runtime.load import load_config
-from wlb_titan.runtime.models import MAX_CONTEXT
+from wlb_titan.runtime.attention.module import DocumentMask
+from wlb_titan.runtime.data.corpus import open_corpus
+from wlb_titan.runtime.life.checkpoints import newest_whole
+from wlb_titan.runtime.life.dump_folder import CONFIG_FILE
+from wlb_titan.runtime.models.load import load_config
+from wlb_titan.runtime.models.variants import MAX_CONTEXT
 
 
 class Sampler:

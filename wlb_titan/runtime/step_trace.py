@@ -16,8 +16,8 @@ import numpy as np
 import torch.distributed as dist
 
 from wlb_titan.plan import Plan, imbalance_degree
-from wlb_titan.runtime.json_lines import warn_once
-from wlb_titan.runtime.pass_timer import Pass, PassTimer
+from wlb_titan.runtime.life.json_lines import warn_once
+from wlb_titan.runtime.pipeline.pass_timer import Pass, PassTimer
 from wlb_titan.timeline import COMPUTED, Span, write_trace
 
 if TYPE_CHECKING:

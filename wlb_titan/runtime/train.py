@@ -18,7 +18,7 @@ from wlb_titan.errors import UserError
 
 if TYPE_CHECKING:
     from wlb_titan.config import Resolved
-    from wlb_titan.runtime.alarm import Alarm
+    from wlb_titan.runtime.life.alarm import Alarm
     from wlb_titan.runtime.trainer import Trainer
 
 
@@ -30,7 +30,7 @@ def main(path: str, overrides: tuple[str, ...]) -> None:
     allow_segments_to_grow()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        from wlb_titan.runtime.alarm import Alarm
+        from wlb_titan.runtime.life.alarm import Alarm
 
         with Alarm(rank, world_size) as alarm:
             train(path, overrides, rank, world_size, alarm)
@@ -66,12 +66,12 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
     from torchtitan.tools.utils import device_module
 
     from wlb_titan.kernels.implementations import device_of
-    from wlb_titan.runtime.console import start_log
-    from wlb_titan.runtime.implementation import check_implementation
+    from wlb_titan.runtime.attention.implementation import check_implementation
+    from wlb_titan.runtime.checks.config import validate_devices, validate_inputs
     from wlb_titan.runtime.job import job_of, parallel_dims
-    from wlb_titan.runtime.load import load_config
+    from wlb_titan.runtime.life.console import start_log
     from wlb_titan.runtime.memory import check_memory
-    from wlb_titan.runtime.validation import validate_devices, validate_inputs
+    from wlb_titan.runtime.models.load import load_config
 
     resolved = load_config(path, overrides, world_size=world_size)
     config = resolved.config
@@ -110,8 +110,8 @@ def _run(resolved: Resolved, rank: int, alarm: Alarm) -> None:
     from torch.distributed.elastic.multiprocessing.errors import record
     from torchtitan.observability import structured_logger
 
-    from wlb_titan.runtime.checkpoints import explained
-    from wlb_titan.runtime.dump_folder import held
+    from wlb_titan.runtime.life.checkpoints import explained
+    from wlb_titan.runtime.life.dump_folder import held
 
     config = resolved.config
     folder = Path(config.dump_folder)
@@ -160,7 +160,7 @@ def _choose(config: Trainer.Config) -> dict[str, Any]:
     """`beginning`, as JSON; newer checkpoints that are broken are told."""
     from torchtitan.tools.logging import logger
 
-    from wlb_titan.runtime.checkpoints import beginning
+    from wlb_titan.runtime.life.checkpoints import beginning
 
     choice = beginning(config)
     folder = Path(config.dump_folder) / config.checkpoint.folder
@@ -175,8 +175,8 @@ def _choose(config: Trainer.Config) -> dict[str, Any]:
 
 def _note(resolved: Resolved, step: int, choice: dict[str, Any]) -> None:
     """Writes into the dump folder that a run begins or goes on at `step`."""
-    from wlb_titan.runtime.checkpoints import move_broken_aside
-    from wlb_titan.runtime.dump_folder import begin
+    from wlb_titan.runtime.life.checkpoints import move_broken_aside
+    from wlb_titan.runtime.life.dump_folder import begin
 
     config = resolved.config
     folder = Path(config.dump_folder)

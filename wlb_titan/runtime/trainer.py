@@ -33,27 +33,27 @@ from wlb_titan.config.settings import WlbSettings
 from wlb_titan.packing.policy import here
 from wlb_titan.plan import Action, Flow
 from wlb_titan.runtime.advice import advice
-from wlb_titan.runtime.attention import DocumentAttention
-from wlb_titan.runtime.compile import allow_graphs
-from wlb_titan.runtime.corpus import open_corpus
-from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
-from wlb_titan.runtime.dp_merge import prepare_merging
-from wlb_titan.runtime.epochs import steps_of_epochs
+from wlb_titan.runtime.attention.implementation import compile_attention
+from wlb_titan.runtime.attention.kv_cache import KeyValueCache
+from wlb_titan.runtime.attention.merged import prepare_merging
+from wlb_titan.runtime.attention.module import DocumentAttention
+from wlb_titan.runtime.data.corpus import open_corpus
+from wlb_titan.runtime.data.dataloader import PlannedDataLoader, Step
+from wlb_titan.runtime.data.epochs import steps_of_epochs
+from wlb_titan.runtime.data.inputs import Item, to_device
+from wlb_titan.runtime.data.shared_answer import SharedAnswer
+from wlb_titan.runtime.data.tokenizer import Tokenizer
 from wlb_titan.runtime.export import complete_export
 from wlb_titan.runtime.imbalance import rank_imbalance
-from wlb_titan.runtime.implementation import compile_attention
-from wlb_titan.runtime.inputs import Item, to_device
 from wlb_titan.runtime.job import job_of, parallel_dims, training_documents
-from wlb_titan.runtime.kv_cache import KeyValueCache
+from wlb_titan.runtime.life.timeouts import train_timeout
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import describe_memory, measured_memory
 from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank
-from wlb_titan.runtime.pass_timer import PassTimer
-from wlb_titan.runtime.pipeline import pipeline
-from wlb_titan.runtime.shared_answer import SharedAnswer
+from wlb_titan.runtime.models.compile import allow_graphs
+from wlb_titan.runtime.pipeline.build import pipeline
+from wlb_titan.runtime.pipeline.pass_timer import PassTimer
 from wlb_titan.runtime.step_trace import StepTrace
-from wlb_titan.runtime.timeouts import train_timeout
-from wlb_titan.runtime.tokenizer import Tokenizer
 from wlb_titan.runtime.validator import Validator
 from wlb_titan.simulator.choice import Choice, choose
 

@@ -24,10 +24,10 @@ from wlb_titan.documents import Documents
 from wlb_titan.documents.held_out import Divided
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.pipeline.order import ORDERS
-from wlb_titan.runtime.corpus import mixture_sources, open_corpus
-from wlb_titan.runtime.dataloader import PlannedDataLoader, Step
-from wlb_titan.runtime.inputs import Item, to_device
-from wlb_titan.runtime.once import Once
+from wlb_titan.runtime.data.corpus import mixture_sources, open_corpus
+from wlb_titan.runtime.data.dataloader import PlannedDataLoader, Step
+from wlb_titan.runtime.data.inputs import Item, to_device
+from wlb_titan.runtime.life.once import Once
 
 if TYPE_CHECKING:
     from wlb_titan.runtime.trainer import Trainer

@@ -21,9 +21,9 @@ from wlb_titan.job import Job
 from wlb_titan.memory.fits import fullest
 from wlb_titan.memory.peak import RankMemory
 from wlb_titan.memory.slices import SliceCache
-from wlb_titan.packing.asymmetric import last_needed
 from wlb_titan.packing.policy import Packing
-from wlb_titan.packing.slices import parts, replica_passes, sliced_document
+from wlb_titan.packing.slim.asymmetric import last_needed
+from wlb_titan.packing.slim.slices import parts, replica_passes, sliced_document
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.plan import LENGTH, Action, Flow, MicroBatch, Passes, Plan, Slices
 from wlb_titan.simulator.meeting import Replica, ends_together

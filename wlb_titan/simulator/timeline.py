@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from wlb_titan.job import Job
 from wlb_titan.memory.peak import kept_states, weighted_tokens
-from wlb_titan.packing.slices import ReplicaPacks, kind, passes_of
+from wlb_titan.packing.slim.slices import ReplicaPacks, kind, passes_of
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.plan import LENGTH, Action, MicroBatch, Plan
 from wlb_titan.simulator.measured import Measured

@@ -1,0 +1,180 @@
+"""From the documents of one data-parallel rank to M MicroPacks of equal work (SlimPack, 4.1.1, phase 2).
+
+A document of more work than a pack's target T = total / M is cut into k = ceil(work / T) slices, each of
+which leads a pack of its own: slim packs, and a mix of the last slice and whole short documents. What is left
+of the M packs holds whole short documents. Since cuts can be anywhere, only the sums count: the k packs of a
+document can share its work and that of the short documents that ride with it equally, as long as these fit
+beside its last slice. So a cut document is a bin of size k, a pack without one a bin of size 1, and
+
+    level of a bin = work in it / size        minimise the largest level
+
+Short documents go, heaviest first, where the level comes out lowest (longest processing time first on
+machines of different speeds). The rest of a pack never holds the begin of another document: their orders of
+backward passes would be chained, and both would be in memory.
+
+Example: documents of work 9, 2, 2, 1 and M = 4: T = 3.5, the first is cut in 3, the others fill one pack and
+the mix: levels (9 + 2) / 3 and 3 / 1, packs of 3.67, 3.67, 1.67 + 2 and 2 + 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb_titan.packing.slim.slices import MicroPack, PrefixWork, Slice, check_count
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+WIDER = (1.0, 1.01, 1.02, 1.05, 1.1, 1.2, 1.35, 1.5, 2.0)
+"""Targets that are tried, relative to total / M: with a wider one documents are cut into fewer slices."""
+
+TRIED = 3
+"""Of these, as many as lead to M packs."""
+
+MOST_TRIED = TRIED + 1
+"""Placings of one rank at the most: of those, and of the target with which fewest documents are cut."""
+
+LEVEL = 1.005
+"""Largest over mean level at which nothing else is tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bins:
+    """What short documents are put into.
+
+    Attributes:
+        work: float64 (b,), of the cut document that each bin begins with, 0 where there is none.
+        size: int64 (b,), packs of the bin.
+    """
+
+    work: Floats
+    size: Ints
+
+
+class Placing(Protocol):
+    """Puts short documents into bins."""
+
+    def __call__(self, bins: Bins, works: Floats) -> Ints | None:
+        """int64 (n,), the bin of each document; None where they do not fit beside last slices.
+
+        Args:
+            bins: at least one.
+            works: float64 (n,), of the documents, falling.
+        """
+        ...
+
+
+def micropacks(
+    lengths: Ints, works: Floats, prefix_work: PrefixWork, count: int, place: Placing | None = None
+) -> list[MicroPack]:
+    """The MicroPacks of one rank, in the order of their forward passes: heaviest document first.
+
+    Args:
+        lengths: int64 (n,), tokens of the documents.
+        works: float64 (n,), their work.
+        prefix_work: where to cut.
+        count: M, packs; each holds at least one token.
+        place: puts short documents beside slices; None is `place_greedily`.
+
+    Raises:
+        PlanError: there are fewer tokens than M packs need at this grain.
+    """
+    order = np.argsort(-works, kind="stable")
+    most = prefix_work.most_slices(lengths)[order]
+    check_count(lengths, most, prefix_work.grain, count)
+    sorted_works = works[order]
+    best: list[MicroPack] = []
+    lowest = np.inf
+    for parts in _numbers_of_slices(sorted_works, most, count):
+        whole = parts == 1
+        bins = Bins(
+            np.append(sorted_works[~whole], np.zeros(count - int(parts[~whole].sum()))),
+            np.append(parts[~whole], np.ones(count - int(parts[~whole].sum()), dtype=np.int64)),
+        )
+        placed = _placed(bins, sorted_works[whole], place or place_greedily)
+        if placed is None:
+            continue
+        levels = (bins.work + np.bincount(placed, sorted_works[whole], len(bins.size))) / bins.size
+        if levels.max() < lowest:
+            lowest = levels.max()
+            best = _packs(order, lengths, works, parts, bins, placed, prefix_work)
+        if lowest <= LEVEL * works.sum() / count:
+            break
+    assert best, "with no document cut, everything fits"
+    return best
+
+
+def place_greedily(bins: Bins, works: Floats) -> Ints | None:
+    """Longest processing time first: each document where the level comes out lowest."""
+    placed = np.empty(len(works), dtype=np.int64)
+    load, beside = bins.work.copy(), np.zeros(len(bins.size))
+    shared = bins.size > 1
+    for number, work in enumerate(works.tolist()):
+        levels = (load + work) / bins.size
+        # Something of the cut document must be left for its last slice.
+        levels[shared & (beside + work >= levels)] = np.inf
+        bin_ = int(levels.argmin())
+        if levels[bin_] == np.inf:
+            return None
+        placed[number] = bin_
+        load[bin_] += work
+        beside[bin_] += work
+    return placed
+
+
+def _numbers_of_slices(works: Floats, most: Ints, count: int) -> Iterator[Ints]:
+    """Ways to cut documents: int64 (n,) each, slices of every document; the last one cuts the least.
+
+    There are never more cut documents' packs than `count`, and never fewer whole documents than other packs.
+    """
+    found = 0
+    for wider in (*WIDER, np.inf):
+        target = wider * works.sum() / count
+        parts = np.clip(np.ceil(works / target * (1 - 1e-9)).astype(np.int64), 1, most)
+        if int(parts[parts > 1].sum()) > count:
+            continue
+        while int(parts.sum()) < count:
+            parts[np.where(parts < most, works / parts, -np.inf).argmax()] += 1
+        found += 1
+        if found <= TRIED or wider == np.inf:
+            yield parts
+
+
+def _placed(bins: Bins, works: Floats, place: Placing) -> Ints | None:
+    """The bin of each whole document; None where they do not fit, or a pack would be empty."""
+    alone = np.flatnonzero(bins.size == 1)
+    if len(works) == len(alone):
+        return alone
+    if (placed := place(bins, works)) is None:
+        return None
+    filled = np.bincount(placed, minlength=len(bins.size))
+    return placed if filled[alone].all() else None
+
+
+def _packs(
+    order: Ints, lengths: Ints, works: Floats, parts: Ints, bins: Bins, placed: Ints, prefix_work: PrefixWork
+) -> list[MicroPack]:
+    """The packs of a placing: cut documents, heaviest first, then the packs of whole ones."""
+    riders: list[list[int]] = [[] for _ in bins.size]
+    for document, bin_ in zip(order[parts == 1].tolist(), placed.tolist(), strict=True):
+        riders[bin_].append(document)
+    beside = [float(works[documents].sum()) for documents in riders]
+    packs: list[MicroPack] = []
+    for number, document in enumerate(order[parts > 1].tolist()):
+        size = int(bins.size[number])
+        level = (float(works[document]) + beside[number]) / size
+        shares = np.full(size, level)
+        shares[-1] -= beside[number]
+        cuts = prefix_work.cuts(int(lengths[document]), shares)
+        packs.extend([Slice(document, start, stop)] for start, stop in itertools.pairwise(cuts))
+        packs[-1].extend(Slice(other, 0, int(lengths[other])) for other in riders[number])
+    cut = int((parts > 1).sum())
+    rest = sorted(range(cut, len(riders)), key=lambda bin_: -beside[bin_])
+    packs.extend([Slice(other, 0, int(lengths[other])) for other in riders[bin_]] for bin_ in rest)
+    return packs

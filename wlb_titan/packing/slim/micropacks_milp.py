@@ -1,0 +1,73 @@
+"""Which pack's rest a short document fills, as a mixed-integer program for HiGHS (SlimPack, section 4.1.1).
+
+The variables are z, the largest level, and x_ib, document i in bin b. Cuts are continuous and need no
+variables: whatever work a bin gets, its packs share it equally (`micropacks.py`), if what rides with a cut
+document leaves something of a pack for its last slice:
+
+    minimise z   subject to   sum_b x_ib = 1,   work_b + sum_i w_i x_ib <= size_b z,
+                              (size_b - 1) sum_i w_i x_ib < work_b   where size_b > 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb_titan.packing.milp import Milp, Row
+from wlb_titan.packing.slim.micropacks import Bins, place_greedily
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+SLIVER = 1e-5  # of a level, that is left for a last slice
+
+
+class SolvedPlacing:
+    """Puts short documents into bins by a solver; where it finds nothing in time, greedily.
+
+    Args:
+        time_limit: seconds for one placing.
+        gap: relative distance between solution and bound at which to stop.
+
+    Raises:
+        PlanError: highspy is not installed.
+    """
+
+    def __init__(self, time_limit: float, gap: float) -> None:
+        self._milp = Milp(time_limit, gap, user="The solver of slim", setting="packing.solver")
+
+    def __call__(self, bins: Bins, works: Floats) -> tuple[Ints | None, float]:
+        """As `Placing`, and how far the placing may be from the best, relatively; 0 is a proven optimum."""
+        greedy = place_greedily(bins, works)
+        if not len(works):
+            return greedy, 0.0
+        unit = (bins.work.sum() + works.sum()) / bins.size.sum()
+        count, share, own = len(bins.size), works / unit, bins.work / unit
+
+        def level(placed: Ints) -> float:
+            levels = (bins.work + np.bincount(placed, works, count)) / bins.size
+            return float(levels.max() / unit)
+
+        def rows() -> Iterator[Row]:
+            for bin_, (work, size) in enumerate(zip(own.tolist(), bins.size.tolist(), strict=True)):
+                yield Row(bin_, -work, share, -float(size))
+                if size > 1:
+                    yield Row(bin_, work / (size - 1) - SLIVER, share)
+
+        start = None if greedy is None else (greedy, level(greedy))
+        solved, bound = self._milp(len(works), count, rows(), start=start)
+        if solved is None or not _fits(bins, works, solved):
+            solved = greedy
+        if solved is None:
+            return None, 0.0
+        if greedy is not None and level(greedy) <= level(solved):
+            solved = greedy
+        return solved, max(1 - max(bound, 1.0) / level(solved), 0.0)  # the mean level is a bound too
+
+
+def _fits(bins: Bins, works: Floats, placed: Ints) -> bool:
+    """Whether what rides with each cut document leaves something for its last slice."""
+    beside = np.bincount(placed, works, len(bins.size))
+    levels = (bins.work + beside) / bins.size
+    return bool((beside < levels)[bins.size > 1].all())

@@ -1,0 +1,50 @@
+"""The ranks that gather keys of micro-batches that data-parallel ranks share (`packing/slim/dp_merge.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import numpy as np
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.distributed import ParallelDims
+
+from wlb_titan.job import Job
+from wlb_titan.runtime.attention.module import DocumentAttention
+
+
+def prepare_merging(
+    parts: Sequence[nn.Module], job: Job, parallel_dims: ParallelDims, timeout: timedelta
+) -> None:
+    """Prepares a model's attention for micro-batches that data-parallel ranks share, if there may be any.
+
+    Call it on every rank of the job.
+
+    Args:
+        parts: of the model.
+        job: says how many ranks may share, and by which strategy.
+        parallel_dims: of the job.
+        timeout: after which a rank that does not answer is given up.
+    """
+    attentions = [m for part in parts for m in part.modules() if isinstance(m, DocumentAttention)]
+    for sharers, merged in job.merged.items():
+        if sharers > 1 and (mesh := merged_mesh(parallel_dims, sharers, timeout)) is not None:
+            for attention in attentions:
+                attention.share(sharers, merged.sharding, mesh)
+
+
+def merged_mesh(parallel_dims: ParallelDims, sharers: int, timeout: timedelta) -> DeviceMesh | None:
+    """The ranks that share with this one: of `sharers` consecutive data-parallel ranks, the first of which is
+    a multiple of so many, all context-parallel ranks; None where that would be more ranks than there are."""
+    batch, cp = parallel_dims.get_mesh("batch"), parallel_dims.cp
+    first = batch.get_local_rank() // sharers * sharers
+    if first + sharers > batch.size():
+        return None
+    # The mesh of all ranks is (pp, batch, cp, tp).
+    layout = np.arange(parallel_dims.world_size).reshape(parallel_dims.pp, -1, cp, parallel_dims.tp)
+    stage, _, _, place = np.argwhere(layout == dist.get_rank())[0]
+    ranks = layout[stage, first : first + sharers, :, place].ravel().tolist()
+    group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    return DeviceMesh.from_group(group, batch.device_type)

@@ -1,0 +1,181 @@
+"""The attention module of wlb_titan: document-causal attention under every parallelism.
+
+It takes whatever heads a model has: grouped queries, values of another head dim than queries and keys
+(multi-head latent attention), a sliding window, and sinks, which a model applies itself to the output and its
+log-sum-exp.
+
+Activations are this rank's local tensors. Under context parallelism the strategy's own half (`all_gather`,
+`ulysses`, or anybody's) brings queries and keys together and lets the varlen kernel attend.
+
+Shape suffixes: B batch (1: a micro-batch is one packed sequence), L tokens, N heads, H head dim, S segments.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.distributed import ParallelDims
+from torchtitan.protocols.module import Module
+
+from wlb_titan.context import STRATEGIES, ContextStrategy
+from wlb_titan.kernels import varlen_attention
+from wlb_titan.plugins import load
+from wlb_titan.runtime.attention.kv_cache import sliced_attention
+
+Attended = tuple[torch.Tensor, torch.Tensor]
+"""Output (tokens, heads, H) and log-sum-exp, float32 (heads, tokens)."""
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Attended]
+"""Attends within the rank's segments: q, k, v as (tokens, heads, H), k and v of the whole micro-batch in the
+order of its sequence."""
+
+_layers = itertools.count()
+
+
+@dataclass(frozen=True)
+class DocumentMask:
+    """Which keys each query of this rank sees; passed to the model as its `attention_masks`.
+
+    Attributes:
+        segments: int32 (S, 4) on the CPU, as `wlb_titan.kernels.varlen_attention` takes them.
+        exchange: int64 tensors on the device that the context-parallel strategy's mask has besides.
+        rows: int64 (n, 4) on the CPU, prefixes of documents in slices, as of `kv_cache`; None where documents
+            are not sliced.
+        cache: int64 () on the CPU, number of the step's `KeyValueCache`; as `rows`.
+        sharers: data-parallel ranks that share the micro-batch; compiled code has a graph for each number.
+    """
+
+    segments: torch.Tensor
+    exchange: tuple[torch.Tensor, ...] = ()
+    rows: torch.Tensor | None = None
+    cache: torch.Tensor | None = None
+    sharers: int = 1
+
+
+class ContextAttention(Protocol):
+    """The half of a context-parallel strategy that moves tensors; made once for each attention layer.
+
+    Args:
+        config: the strategy's settings.
+        mesh: the cp mesh axis; or, of micro-batches that data-parallel ranks share, all of their
+            context-parallel ranks.
+    """
+
+    def __init__(self, config: ContextStrategy.Config, mesh: DeviceMesh) -> None: ...
+
+    def __call__(
+        self,
+        q_LNH: torch.Tensor,
+        k_LNH: torch.Tensor,
+        v_LNH: torch.Tensor,
+        exchange: tuple[torch.Tensor, ...],
+        attend: Attend,
+        *,
+        wants_lse: bool,
+    ) -> Attended:
+        """The output for this rank's own L tokens and all of its heads.
+
+        Args:
+            q_LNH, k_LNH, v_LNH: this rank's tokens; heads and head dims may differ.
+            exchange: as of `DocumentMask`.
+            attend: the kernel, on this rank's segments.
+            wants_lse: whether the log-sum-exp is looked at; if not, it may be that of other tokens.
+        """
+        ...
+
+
+class DocumentAttention(Module):
+    """Causal attention within documents, for q, k, v of one packed sequence."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        context: ContextStrategy.Config = field(default_factory=lambda: STRATEGIES.configure("per_sequence"))
+        """The context-parallel strategy; the trainer fills in [wlb.sharding]."""
+
+        window: int | None = None
+        """Keys that a query sees at most, the last ones of its document, its own included; None for all."""
+
+        implementation: str = "auto"
+        """What computes it; the trainer fills in [wlb.attention]."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self._config = config.context
+        self._options = {"window": config.window, "implementation": config.implementation}
+        self._context: dict[int, ContextAttention] = {}  # by how many data-parallel ranks share a micro-batch
+        # By which a slice finds what earlier ones left here.
+        self._layer = torch.tensor(next(_layers), device="cpu")
+
+    def parallelize(self, parallel_dims: ParallelDims) -> None:
+        """Leaves `forward` as it is: tensors of other ranks come in by the strategy."""
+        if parallel_dims.cp_enabled:
+            self.share(1, self._config, parallel_dims.get_mesh("cp"))
+
+    def share(self, sharers: int, config: ContextStrategy.Config, mesh: DeviceMesh) -> None:
+        """Prepares for micro-batches that so many data-parallel ranks share.
+
+        Args:
+            sharers: their number.
+            config: of the context-parallel strategy of such micro-batches.
+            mesh: the ranks that share them, one axis.
+        """
+        self._context[sharers] = load(config.owner.attention)(config, mesh)
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        attention_masks: DocumentMask,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Attends within documents.
+
+        Args:
+            q_BLNH: (1, tokens, query heads, H), those of this rank.
+            k_BLNH, v_BLNH: (1, tokens, key heads, H), alike but for the H of v, which is the output's too.
+            attention_masks: the segments of this rank's queries.
+            scale: factor on the scores; 1 / sqrt(H) by default.
+            enable_gqa: whether there are fewer key heads than query heads, which the shapes say already.
+            out_transform: what torchtitan's models with sinks make of the output and its log-sum-exp, float32
+                (1, tokens, query heads), +inf where a query is padding.
+
+        Returns:
+            (1, tokens, query heads, H), before `out_transform` zeros where a query is padding.
+        """
+        assert q_BLNH.shape[0] == 1, f"a micro-batch is one packed sequence, got a batch of {q_BLNH.shape[0]}"
+        q, k, v = q_BLNH.squeeze(0), k_BLNH.squeeze(0), v_BLNH.squeeze(0)
+        attend = self._attend(attention_masks, scale)
+        sharers = attention_masks.sharers
+        if sharers in self._context:
+            out_LNH, lse_NL = self._context[sharers](
+                q, k, v, attention_masks.exchange, attend, wants_lse=out_transform is not None
+            )
+        else:
+            assert sharers == 1, f"nothing is prepared for {sharers} data-parallel ranks that share"
+            out_LNH, lse_NL = attend(q, k, v)
+        out_BLNH = out_LNH.unsqueeze(0)
+        return out_BLNH if out_transform is None else out_transform(out_BLNH, lse_NL.T.unsqueeze(0))
+
+    def _attend(self, mask: DocumentMask, scale: float | None) -> Attend:
+        options = {"scale": scale, **self._options}
+        if mask.rows is None:
+            return partial(varlen_attention, segments=mask.segments, return_lse=True, **options)
+        rows, cache = mask.rows, mask.cache
+        assert cache is not None
+        calls = itertools.count()
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Attended:
+            call = next(calls)
+            return sliced_attention(q, k, v, mask.segments, rows, cache, self._layer, call=call, **options)
+
+        return attend

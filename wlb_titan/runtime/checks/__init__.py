@@ -1,0 +1,4 @@
+"""What is refused before anything starts.
+
+Read `config` first.
+"""

@@ -1,0 +1,386 @@
+"""Checks of a whole configuration before anything starts.
+
+Where torchtitan has a check of its own, that one is run, on copies, and its words are passed on; what is
+added are the conditions that torchtitan would only meet in the middle of a run.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import fields
+from pathlib import Path
+
+from torchtitan.config.override import apply_overrides
+from torchtitan.distributed import ParallelDims
+
+from wlb_titan.config.classes import full_name
+from wlb_titan.config.values import shown
+from wlb_titan.corpus import Corpus, CorpusError
+from wlb_titan.corpus.vocabulary import check_sample
+from wlb_titan.errors import PlanError, UserError
+from wlb_titan.kernels.implementations import Device
+from wlb_titan.runtime.attention.implementation import check_implementation
+from wlb_titan.runtime.checks.optimizer import check_optimizer
+from wlb_titan.runtime.checks.weights import check_weights
+from wlb_titan.runtime.data.corpus import mixture_sources, open_corpus, open_source
+from wlb_titan.runtime.job import degrees_product, job_of, parallel_dims, training_documents
+from wlb_titan.runtime.life.checkpoints import beginning
+from wlb_titan.runtime.life.dump_folder import check_place
+from wlb_titan.runtime.loss import weighted
+from wlb_titan.runtime.memory import check_memory
+from wlb_titan.runtime.metrics import MetricsProcessor
+from wlb_titan.runtime.models.adoption import WHAT_TO_DO, has_adapters, unsupported
+from wlb_titan.runtime.pipeline.build import pipeline
+from wlb_titan.runtime.pipeline.schedules import (
+    check_micro_batches,
+    check_schedule,
+    check_stages,
+    stage_names,
+)
+from wlb_titan.runtime.trainer import Trainer
+from wlb_titan.runtime.validator import Validator, rounds_of
+from wlb_titan.simulator.choice import choose
+
+
+def validate(config: Trainer.Config, world_size: int | None) -> None:
+    """Raises if the configuration cannot run on `world_size` processes (None: as many as its degrees need).
+
+    Raises:
+        UserError: the message starts with the key path concerned.
+    """
+    _check_degrees(config, world_size)
+    dims = parallel_dims(config, world_size)
+    _check_experts(config, dims, world_size)
+    _check_batch(config, dims)
+    _check_settings(config)
+    _check_checkpoint(config)
+    _check_model(config)
+    check_implementation(config)
+    _check_pipeline(config, dims)
+    check_optimizer(config)
+    _check_job(config, dims)
+
+
+def validate_inputs(config: Trainer.Config) -> Corpus:
+    """Checks what a run reads and writes: the corpus, weights of Hugging Face's format, the dump folder.
+
+    Returns:
+        the corpus.
+
+    Raises:
+        UserError: as of `validate_corpus`, `check_weights` and `check_place`.
+    """
+    corpus = validate_corpus(config)
+    if config.checkpoint.initial_load_in_hf:
+        assert config.model_spec is not None
+        check_weights(config.model_spec.model, Path(config.checkpoint.initial_load_path), corpus)
+    if config.wlb.validation.enabled:
+        try:
+            rounds_of(config.wlb)
+        except CorpusError as error:
+            raise UserError(f"wlb.validation.path: {error}") from error
+    check_place(Path(config.dump_folder))
+    return corpus
+
+
+def validate_files(config: Trainer.Config, world_size: int | None = None) -> None:
+    """`validate_inputs`, `validate_plan` on the corpus, and the checkpoint to begin from: what a run would
+    find out itself, before it."""
+    validate_plan(config, validate_inputs(config), world_size)
+    beginning(config)
+
+
+def validate_corpus(config: Trainer.Config) -> Corpus:
+    """The corpus; raises UserError if it is missing or its tokens do not fit the model's vocabulary.
+
+    A prepared corpus has no ids beyond its tokenizer's; of others the ids are looked at.
+    """
+    assert config.model_spec is not None
+    vocabulary = config.model_spec.model.vocab_size
+    settings, key = config.wlb.corpus, "wlb.corpus.path"
+    try:
+        for number, source in enumerate(settings.sources):
+            key = f"wlb.corpus.sources.{number}.path"
+            open_source(source, settings.tokenizer)
+        key = "wlb.corpus.sources" if settings.sources else "wlb.corpus.path"
+        corpus = open_corpus(settings)
+        mixture_sources(settings, corpus)
+        tokenizer = corpus.known_tokenizer
+        if tokenizer.vocab_size > vocabulary:
+            raise UserError(
+                f"{key}: the tokenizer of {corpus} has a vocabulary of {tokenizer.vocab_size} tokens, the "
+                f"model {config.model_spec.flavor} only {vocabulary}; prepare a corpus with `--vocab-size "
+                f"{vocabulary}` or fewer, or choose another base."
+            )
+        for part in corpus.parts or (corpus,):
+            if part.manifest is None or not part.manifest.checked:
+                check_sample(part, tokenizer.vocab_size)
+    except (CorpusError, PlanError) as error:
+        if error.setting:
+            raise
+        raise UserError(f"{key}: {error}") from error
+    return corpus
+
+
+def validate_devices(config: Trainer.Config, processes: int, gpus: int) -> None:
+    """Refuses what the GPUs of a machine cannot run.
+
+    Args:
+        config: the configuration.
+        processes: of the job, on that machine.
+        gpus: that the machine has; without any, or where the configuration asks for it, the CPU is used, on
+            which everything runs.
+
+    Raises:
+        UserError: there are more processes than GPUs; or as of `check_implementation`, on a GPU.
+    """
+    if gpus == 0 or config.wlb.device == "cpu":
+        return
+    if processes > gpus:
+        raise UserError(
+            f"parallelism: {processes} processes and {gpus} GPU{'s' * (gpus > 1)}: NCCL wants one each; "
+            'lower the degrees, or set wlb.device = "cpu".'
+        )
+    check_implementation(config, Device("cuda"))
+
+
+def validate_memory(config: Trainer.Config, world_size: int | None, device_gib: float) -> None:
+    """`check_memory` for devices of so many GiB, as a run does it with what its devices have."""
+    check_memory(job_of(config, parallel_dims(config, world_size)), int(device_gib * 2**30))
+
+
+def validate_plan(config: Trainer.Config, corpus: Corpus, world_size: int | None) -> None:
+    """Has the planner itself judge the job: it is made as a run makes it, and plans a step.
+
+    Policies that take their time for a step, as the solver of `fixed_solver` does, are spared the step. The
+    attention times are looked up in any case: without context parallelism only predictions read them.
+
+    Raises:
+        PlanError: the planner's own, with the setting that it blames.
+    """
+    job = job_of(config, parallel_dims(config, world_size))
+    try:
+        documents = training_documents(config.wlb, corpus)
+        if job.undecided:
+            job = choose(job, documents).job
+        planner = job.planner(documents)
+        _ = job.latency
+        if not job.packing.planning_seconds:
+            planner.next(sharded=[0])
+    except PlanError as error:
+        raise PlanError(str(error), setting=error.setting or "wlb") from error
+
+
+def _check_degrees(config: Trainer.Config, world_size: int | None) -> None:
+    p = config.parallelism
+    if p.data_parallel_shard_degree < 1 and p.data_parallel_shard_degree != -1:
+        raise UserError(
+            "parallelism.data_parallel_shard_degree: a degree is at least 1, or -1 for all processes that "
+            f"the other degrees leave, got {p.data_parallel_shard_degree}."
+        )
+    product = degrees_product(config)
+    fits = world_size is None or (
+        world_size % product == 0 if p.data_parallel_shard_degree == -1 else world_size == product
+    )
+    if not fits:
+        raise UserError(
+            f"parallelism: {world_size} processes do not fit the degrees: data parallel replicate "
+            f"{p.data_parallel_replicate_degree} x shard {p.data_parallel_shard_degree} x pipeline "
+            f"{p.pipeline_parallel_degree} x context {p.context_parallel_degree} x tensor "
+            f"{p.tensor_parallel_degree} need {product}"
+            + (" or a multiple of it." if p.data_parallel_shard_degree == -1 else ".")
+        )
+    if p.spmd_backend != "spmd_types":
+        raise UserError(
+            f"parallelism.spmd_backend: wlb_titan's attention takes local tensors and needs 'spmd_types', "
+            f"torchtitan's default; got {p.spmd_backend!r}."
+        )
+
+
+def _check_experts(config: Trainer.Config, dims: ParallelDims, world_size: int | None) -> None:
+    sharing = dims.dp_shard * dims.cp * dims.tp
+    open_degree = config.parallelism.data_parallel_shard_degree == -1 and world_size is None
+    if sharing % dims.ep and not open_degree:
+        raise UserError(
+            f"parallelism.expert_parallel_degree: {dims.ep} ranks share experts, which must divide the "
+            f"{sharing} ranks of data-parallel shards ({dims.dp_shard}) x context ({dims.cp}) x tensor "
+            f"parallelism ({dims.tp})."
+        )
+
+
+def _check_batch(config: Trainer.Config, dims: ParallelDims) -> None:
+    local, total = config.training.local_batch_size, config.training.global_batch_size
+    data_parallel = dims.dp_replicate * dims.dp_shard
+    if total > 0 and total % (local * data_parallel) != 0:
+        raise UserError(
+            f"training.global_batch_size: {total} micro-batches cannot be shared equally: it must be a "
+            f"multiple of local_batch_size ({local}) x the data-parallel degree ({data_parallel})."
+        )
+    if config.parallelism.pipeline_parallel_microbatch_size != 1:
+        raise UserError(
+            "parallelism.pipeline_parallel_microbatch_size: a micro-batch is one packed sequence, so this "
+            f"must be 1, got {config.parallelism.pipeline_parallel_microbatch_size}."
+        )
+
+
+def _check_settings(config: Trainer.Config) -> None:
+    """Refuses what torchtitan offers and packs of different lengths, or our attention, cannot do."""
+    if not config.training.disable_cuda_graphs:
+        raise UserError(
+            "training.disable_cuda_graphs: a CUDA graph replays one length, and micro-batches differ in "
+            "theirs; set it to true."
+        )
+    if strangers := set(config.compile.components) - {"model", "loss"}:
+        raise UserError(
+            f'compile.components: torchtitan compiles "model" and "loss" and would leave out '
+            f"{shown(sorted(strangers))} without a word."
+        )
+    profiler = config.profiler
+    if profiler.enable_profiling and profiler.profile_freq < (
+        steps := profiler.profiler_active + profiler.profiler_warmup
+    ):
+        raise UserError(
+            f"profiler.profile_freq: {steps} steps are profiled or warm up, so it must be at least {steps}, "
+            f"got {profiler.profile_freq}."
+        )
+    if config.debug.spmd_typechecking:
+        raise UserError(
+            "debug.spmd_typechecking: torchtitan cannot follow the layouts of tensors through document "
+            "attention; set it to false."
+        )
+    if config.comm.mode == "local_tensor":
+        raise UserError(
+            'comm.mode: "local_tensor" lets one process stand for all ranks, but each rank here has '
+            'micro-batches of its own; set it to "default".'
+        )
+    if config.validator.enable:
+        raise UserError(
+            "validator.enable: torchtitan's validation reads a dataset of the Hugging Face hub; hold "
+            "out some of your own documents with wlb.validation.hold_out = 0.01, or name others with "
+            "wlb.validation.path."
+        )
+    if config.wlb.validation.path and config.wlb.validation.hold_out:
+        raise UserError(
+            "wlb.validation.hold_out: documents are held out only where no others are named by "
+            "wlb.validation.path; leave one of the two out."
+        )
+    if config.wlb.loss_weight == "conversation":
+        weighted(config.loss)  # complains about a loss that it cannot weigh
+    if config.wlb.epochs and config.wlb.corpus.sources:
+        raise UserError(
+            "wlb.epochs: sources of a mixture come round at different times, so it has no epochs; set "
+            "training.steps instead."
+        )
+    for section, needed in (("metrics", MetricsProcessor), ("validator", Validator)):
+        if not isinstance(getattr(config, section), needed.Config):
+            raise UserError(
+                f"{section}.class: only {full_name(needed.Config)}, which the base has, and classes derived "
+                "from it know planned micro-batches; leave the class out."
+            )
+
+
+def _check_checkpoint(config: Trainer.Config) -> None:
+    """Refuses settings under which weights that the user names would not be loaded."""
+    checkpoint = config.checkpoint
+    named = [name for name in ("initial_load_path", "initial_load_in_hf") if getattr(checkpoint, name)]
+    if named and not checkpoint.enable:
+        raise UserError(
+            f"checkpoint.{named[0]}: nothing is loaded as long as checkpoint.enable is false; set it to true."
+        )
+    if not checkpoint.initial_load_in_hf:
+        return
+    assert config.model_spec is not None
+    if not checkpoint.initial_load_path:
+        raise UserError(
+            "checkpoint.initial_load_in_hf: from which folder is not said; set checkpoint.initial_load_path "
+            "to the one with the model's config.json and *.safetensors."
+        )
+    if config.model_spec.state_dict_adapter is None:
+        raise UserError(
+            f"checkpoint.initial_load_in_hf: {config.model_spec.name} cannot read weights of Hugging Face's "
+            "format, for its model_spec has no state_dict_adapter."
+        )
+
+
+def _check_model(config: Trainer.Config) -> None:
+    config = copy.deepcopy(config)
+    assert config.model_spec is not None
+    try:
+        config.model_spec.model.update_from_config(config=config)
+    except (ValueError, NotImplementedError, AssertionError) as error:
+        raise UserError(f"{_key_in(str(error), config)}: the model refuses this: {error}") from error
+    if config.override.imports:
+        try:
+            apply_overrides(config.override, config)
+        except Exception as error:  # importing and calling the user's own code
+            raise UserError(f"override.imports: {error}") from error
+    lacking = unsupported(config.model_spec.model)
+    if lacking:
+        cause = "override.imports" if config.override.imports else "base"
+        raise UserError(f"{cause}: the model has {'; '.join(lacking)}. {WHAT_TO_DO}")
+    if config.checkpoint.last_save_in_hf and has_adapters(config.model_spec.model):
+        raise UserError(
+            "checkpoint.last_save_in_hf: LoRA's adapters have no place in that format, and torchtitan would "
+            "save the weights without them; leave it out, and the last checkpoint has both."
+        )
+
+
+def _key_in(message: str, config: Trainer.Config) -> str:
+    """The setting of which torchtitan speaks, by its name or in words; the base, if it speaks of none."""
+    for section in ("training", "parallelism"):
+        for field in fields(getattr(config, section)):
+            if re.search(rf"\b{field.name}\b", message):
+                return f"{section}.{field.name}"
+    return "training.seq_len" if "sequence length" in message else "base"
+
+
+def _check_pipeline(config: Trainer.Config, dims: ParallelDims) -> None:
+    if not dims.pp_enabled:
+        return
+    assert config.model_spec is not None
+    if config.model_spec.pipelining_fn is None:
+        raise UserError(
+            f"parallelism.pipeline_parallel_degree: {config.model_spec.name} cannot be pipelined."
+        )
+    if config.model_spec.pipelining_fn is not pipeline:
+        raise UserError(
+            f"parallelism.pipeline_parallel_degree: {config.model_spec.name} is cut into stages by "
+            f"{config.model_spec.pipelining_fn.__name__}, which knows micro-batches of one length only; set "
+            "it to 1."
+        )
+    try:
+        check_stages(config.parallelism, config.model_spec.model)
+    except ValueError as error:
+        raise UserError(f"parallelism.module_fqns_per_model_part: {error}.") from error
+    try:
+        check_schedule(config.parallelism, config.compile)
+        # Slices have a schedule of their own, for MicroPacks; validation runs whole documents in the job's.
+        if not config.wlb.packing.owner.slices or config.wlb.validation.enabled:
+            check_micro_batches(
+                config.parallelism.pipeline_parallel_schedule,
+                dims.pp,
+                len(stage_names(config.parallelism, config.model_spec.model)),
+                config.training.local_batch_size,
+            )
+    except ValueError as error:
+        raise UserError(f"parallelism.pipeline_parallel_schedule: {error}") from error
+
+
+def _check_job(config: Trainer.Config, dims: ParallelDims) -> None:
+    try:
+        job = job_of(config, dims)
+    except PlanError as error:
+        if error.setting:
+            raise
+        raise UserError(f"wlb.sharding: {error}") from error
+    if config.training.seq_len % job.divisor:
+        raise UserError(
+            f"training.seq_len: {config.training.seq_len} tokens do not divide by {job.divisor}, which the "
+            f"context-parallel degree ({dims.cp}), the tensor-parallel degree ({dims.tp}), the loss's chunks "
+            f"and wlb.packing.length_multiple ({config.wlb.packing.length_multiple}) need."
+        )
+    try:
+        config.wlb.pipeline.make(job.shape)
+    except PlanError as error:
+        raise UserError(f"wlb.pipeline.order: {error}") from error

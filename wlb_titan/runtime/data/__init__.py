@@ -1,0 +1,4 @@
+"""From planned micro-batches to tensors.
+
+Read `corpus` first, then `dataloader` and `inputs`.
+"""

@@ -1,0 +1,207 @@
+"""Serves the micro-batches of one rank, step by step, as the planner lays them out.
+
+The plan of the next step is made, its tokens are read, and this rank's share is cut out of them, on a
+background thread while the current step trains. The state that goes into a checkpoint is the planner's state
+after the step that was handed out last; it is the same on every rank, so a job can resume on other degrees.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import IGNORE_INDEX
+
+from wlb_titan.config.settings import CorpusSettings
+from wlb_titan.corpus.vocabulary import check_ids
+from wlb_titan.documents import Documents
+from wlb_titan.job import Job
+from wlb_titan.packing.policy import PackingPolicy, here
+from wlb_titan.packing.slim.slices import cache_rows
+from wlb_titan.plan import ID, LENGTH, START, Flow, MicroBatch, Plan
+from wlb_titan.runtime.data.corpus import open_corpus
+from wlb_titan.runtime.data.inputs import Item, rank_item
+from wlb_titan.runtime.data.shared_answer import SharedAnswer
+from wlb_titan.runtime.job import documents_of
+from wlb_titan.runtime.loss import total_weight, with_weights
+from wlb_titan.runtime.pipeline.regroup import Regrouping, regroupings
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one rank trains on in one optimizer step.
+
+    Attributes:
+        plan: of the whole job.
+        source_figures: of the plan, by source of a mixture.
+        items: the micro-batches of this data-parallel rank, this context-parallel rank's share of each; where
+            backward passes have others, those of forward passes without labels and then these.
+        labels: what the sum of losses is divided by: tokens with a label in the whole job, or their weights.
+        own_labels: the same of those in `items`.
+        flops: of the model on the documents of the whole job.
+        state_after: of the planner, as JSON.
+        flow: the order of this data-parallel rank's passes; None leaves it to the schedule.
+        regroupings: of each micro-batch of backward passes where this rank's share of it lies; None where
+            they are those of forward passes.
+    """
+
+    plan: Plan
+    source_figures: dict[str, float]
+    items: list[Item]
+    labels: float
+    own_labels: float
+    flops: float
+    state_after: str
+    flow: Flow | None = None
+    regroupings: list[Regrouping] | None = None
+
+
+class PlannedDataLoader(BaseDataLoader):
+    """Iterates over the steps of a corpus packed by the planner.
+
+    Positions start anew with every document. A label is the next token of the same document, also across a
+    cut, if the corpus' mask has it learned; a document's last token and padding have none. Padding lies at a
+    sequence's end.
+
+    Attributes:
+        context_rank: whose share of each micro-batch is served; to be set before iterating.
+        tensor_rank: the tensor-parallel rank where hidden states are divided among them, and how many do so;
+            to be set as well.
+        lower: makes ready what runs an order of passes, ahead of its step; to be set with a pipeline.
+        plan: of the step being served.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        """Filled in by the trainer from the other sections."""
+
+        corpus: CorpusSettings = field(default_factory=CorpusSettings)
+        job: Job
+        loss_weight: str = "token"
+        hold_out: float = 0.0
+        documents: Documents | None = None
+        """Other ones of the corpus than those that are trained on."""
+
+    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **kwargs: Any):
+        assert dp_world_size == config.job.degrees.data
+        self.corpus = open_corpus(config.corpus)
+        self.plan: Plan | None = None
+        self.context_rank = 0
+        self.tensor_rank = (0, 1)
+        self.lower: Callable[[Flow], None] = lambda flow: None
+        self._job = config.job
+        self._by_document = config.loss_weight == "conversation"
+        self._dp_rank = dp_rank
+        # A solver that is stopped by its time limit finds other packings on other ranks.
+        shared = SharedAnswer() if config.job.packing.planning_seconds else here
+        documents = config.documents or documents_of(config.corpus, self.corpus, config.hold_out)
+        self._planner = config.job.planner(documents, on_one_rank=shared)
+        self._state = self._save()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="planner")
+
+    def __iter__(self) -> Iterator[Step]:
+        ahead = self._thread.submit(self._prepare)
+        while True:
+            step = ahead.result()
+            ahead: Future[Step] = self._thread.submit(self._prepare)
+            self.plan, self._state = step.plan, step.state_after
+            yield step
+
+    @property
+    def policy(self) -> PackingPolicy:
+        """What packs the documents."""
+        return self._planner.policy
+
+    def close(self) -> None:
+        """Waits for the plan in the making."""
+        self._thread.shutdown()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"planner": self._state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues after the step that the state was saved at. Call it before iterating.
+
+        Raises:
+            PlanError: the state belongs to another corpus, seed or context window.
+        """
+        self._planner.load_state_dict(json.loads(state_dict["planner"]))
+        self._state = self._save()
+
+    def _save(self) -> str:
+        return json.dumps(self._planner.state_dict())
+
+    def _prepare(self) -> Step:
+        plan = self._planner.next(sharded=[self._dp_rank])
+        flow = None if plan.order is None else plan.order[self._dp_rank]
+        if flow is not None:
+            self.lower(flow)
+        forward, backward = plan.of_rank(self._dp_rank), plan.backward_of_rank(self._dp_rank)
+        packs = forward if plan.backward is None else (*forward, *backward)
+        sliced = [(m.documents, m.slices) for m in packs if m.slices is not None]
+        rows = cache_rows(sliced) if sliced else [None] * len(packs)
+        items = [self._item(m, own) for m, own in zip(packs, rows, strict=True)]
+        regrouped = None
+        if plan.backward is not None:
+            rank, ranks = self.tensor_rank
+            regrouped = regroupings(forward, backward, ranks, self.context_rank * ranks + rank)
+            items[: len(forward)] = [(item, labels[:, :0]) for item, labels in items[: len(forward)]]
+        return Step(
+            plan=plan,
+            source_figures=self._planner.source_figures(plan),
+            items=items,
+            labels=self._planner.labels(plan, by_document=self._by_document),
+            own_labels=sum(total_weight(labels) for _, labels in items),
+            flops=self._job.model.flops(plan.document_lengths),
+            state_after=self._save(),
+            flow=flow,
+            regroupings=regrouped,
+        )
+
+    def _item(self, micro_batch: MicroBatch, cached: NDArray[np.int64] | None) -> Item:
+        tokens = np.zeros(micro_batch.shared_length, dtype=np.int64)
+        positions = np.zeros(micro_batch.shared_length, dtype=np.int64)
+        labels = np.full(micro_batch.shared_length, IGNORE_INDEX, dtype=np.int64)
+        weights = np.zeros(micro_batch.shared_length)
+        offset = 0
+        rows = self._planner.rows_of(micro_batch.documents[:, ID])
+        totals = self.corpus.lengths[rows]
+        labels_of = self._planner.labels_of(rows, totals) if self._by_document else np.ones_like(rows)
+        pieces = micro_batch.documents[:, [START, LENGTH]].tolist()
+        prefix = np.zeros(len(rows), dtype=np.int64) if micro_batch.prefix is None else micro_batch.prefix
+        for row, total, (start, length), before, of_document in zip(
+            rows, totals, pieces, prefix.tolist(), labels_of, strict=True
+        ):
+            read = self.corpus.tokens(row, start, min(length + 1, total - start))
+            check_ids(read, self._job.model.vocabulary, self.corpus, int(row))
+            tokens[offset : offset + length] = read[:length]
+            positions[offset : offset + length] = np.arange(before, before + length)
+            end = offset + len(read) - 1
+            learned = self.corpus.learned(row, start, len(read))[1:]
+            labels[offset:end] = np.where(learned, read[1:], IGNORE_INDEX)
+            weights[offset:end] = learned / max(of_document, 1)
+            offset += length
+        lengths = micro_batch.documents[:, LENGTH]
+        return rank_item(
+            tokens,
+            with_weights(labels, weights) if self._by_document else labels,
+            positions,
+            lengths,
+            self._job.merged[micro_batch.sharers].strategy,
+            micro_batch.ranks,
+            self._rank_within(micro_batch),
+            cached,
+            micro_batch.elsewhere,
+            micro_batch.sharers,
+        )
+
+    def _rank_within(self, micro_batch: MicroBatch) -> int:
+        """Whose share of a micro-batch this rank has, among the context-parallel ranks of all its sharers."""
+        before = self._dp_rank - micro_batch.merged.start if micro_batch.merged else 0
+        return before * self._job.degrees.context + self.context_rank

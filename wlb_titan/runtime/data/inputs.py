@@ -1,0 +1,120 @@
+"""From a packed sequence to what one rank trains on: its share of the tokens, and its attention mask.
+
+`rank_item` runs in the loader's thread and makes everything on the host, in pinned memory where there is an
+accelerator. `to_device` runs between two micro-batches and only starts copies: nothing there waits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from wlb_titan.context import ContextMask, ContextStrategy, Sharding, segments_after, sequence_positions
+from wlb_titan.plan import Slices
+from wlb_titan.runtime.attention.kv_cache import DOCUMENT, PREFIX, TOKENS
+from wlb_titan.runtime.attention.module import DocumentMask
+from wlb_titan.runtime.models.compile import documents_vary
+
+Item = tuple[dict[str, torch.Tensor], torch.Tensor]
+"""A micro-batch of one rank on the host: "input", "positions", "segments", what context parallelism needs
+besides; and its labels."""
+
+EXCHANGE = "exchange."
+ON_HOST = ("segments", "rows", "sharers")  # read there
+
+
+def rank_item(
+    tokens: NDArray[np.int64],
+    labels: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    strategy: ContextStrategy | None,
+    shards: Sharding | None,
+    rank: int,
+    rows: NDArray[np.int64] | None = None,
+    slices: Slices | None = None,
+    sharers: int = 1,
+) -> Item:
+    """Cuts a context-parallel rank's share out of a micro-batch and makes what its attention mask needs.
+
+    Args:
+        tokens, positions: int64 (L,).
+        labels: int64 (L,), or (L, 2) as of `with_weights`.
+        lengths: int64 (n,), tokens of the documents, in their order; what is left of L is padding.
+        strategy: of context parallelism; None without it.
+        shards: what each context-parallel rank holds, as the strategy divided it.
+        rank: context-parallel rank, among those of all data-parallel ranks that share the micro-batch.
+        rows: int64 (n, 4), prefixes of documents in slices, as of `kv_cache`; None where they are whole.
+        slices: what other micro-batches have of these documents; None where they are whole.
+        sharers: data-parallel ranks that share the micro-batch.
+
+    Returns:
+        ({"input", "positions", "segments", "exchange.0", ...}, labels): tokens, positions and labels int64
+        (1, L / ranks, ...), segments int32 (S, 4), what the strategy's mask has besides, and "rows" and
+        "sharers".
+    """
+    mask = ContextMask.of_sequence(lengths)
+    if strategy is not None and shards is not None:
+        own = sequence_positions(shards, lengths, len(tokens))[rank]
+        mask = strategy.mask(shards, lengths, len(tokens), rank, slices)
+        tokens, labels, positions = tokens[own], labels[own], positions[own]
+    extra = {f"{EXCHANGE}{number}": on_host(array) for number, array in enumerate(mask.exchange)}
+    seen = mask.segments
+    if sharers > 1:
+        extra["sharers"] = torch.tensor(sharers, device="cpu")
+    if rows is not None:
+        rows = rows_of_keys(rows, mask.keys)
+        seen = segments_after(seen, mask.keys[:, 1], rows[:, PREFIX])
+        extra["rows"] = torch.from_numpy(rows)
+    return {
+        "input": on_host(tokens).unsqueeze(0),
+        "positions": on_host(positions).unsqueeze(0),
+        "segments": torch.from_numpy(seen),
+        **extra,
+    }, on_host(labels).unsqueeze(0)
+
+
+def rows_of_keys(rows: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The rows of the documents whose keys a rank has, in their order; `keys` as of `ContextMask`."""
+    number, tokens = keys.T
+    result = rows[number]
+    result[number < 0] = 0
+    result[number < 0, DOCUMENT] = -1
+    result[:, TOKENS] = tokens
+    return result
+
+
+def to_device(
+    item: dict[str, torch.Tensor],
+    labels: torch.Tensor,
+    device: torch.device,
+    cache: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Starts the copies of an item to the device.
+
+    Args:
+        item, labels: of `rank_item`.
+        device: to which.
+        cache: number of the step's `KeyValueCache`, where documents are sliced.
+
+    Returns:
+        inputs and labels, and what else the model takes: positions, and attention_masks, a DocumentMask.
+    """
+    moved = {
+        name: tensor.to(device, non_blocking=True) for name, tensor in item.items() if name not in ON_HOST
+    }
+    exchange = tuple(tensor for name, tensor in moved.items() if name.startswith(EXCHANGE))
+    rows = documents_vary(item["rows"]) if "rows" in item else None
+    sharers = int(item["sharers"]) if "sharers" in item else 1
+    mask = DocumentMask(documents_vary(item["segments"]), exchange, rows, cache, sharers)
+    extra = {"positions": moved["positions"], "attention_masks": mask}
+    return moved["input"], labels.to(device, non_blocking=True), extra
+
+
+def on_host(values: NDArray[np.int64]) -> torch.Tensor:
+    """The values in memory from which copies to the device do not wait."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory() if torch.accelerator.is_available() else tensor

@@ -1,0 +1,142 @@
+"""One rank of a job in one process, built as the job builds it: what dry runs and rehearsals share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from torch.distributed.tensor import DTensor
+from torchtitan.distributed import ParallelDims
+
+from wlb_titan.memory.peak import GIB, TERMS
+from wlb_titan.plan import Plan
+from wlb_titan.runtime.compat import ranks_of_group
+from wlb_titan.runtime.data.dataloader import Step
+from wlb_titan.runtime.lone.memory_trace import local_tensor
+from wlb_titan.runtime.memory import planned_memory
+from wlb_titan.runtime.trainer import Trainer
+
+
+class LoneTrainer(Trainer):
+    """The rank's trainer, in a process group without other processes, which `start_group` starts.
+
+    Args:
+        config: of the job, as `lone_config` makes it.
+        rank: global rank.
+        world_size: processes of the job.
+    """
+
+    def __init__(self, config: Trainer.Config, *, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        super().__init__(config)
+
+    def start_group(self) -> None:
+        """Starts the default process group."""
+        raise NotImplementedError
+
+    def init_distributed(self) -> ParallelDims:
+        """The process group, and the meshes of the whole job."""
+        self.start_group()
+        dims = ParallelDims.from_config(self.config.parallelism, self._world_size)
+        dims.build_mesh()
+        self._set_up_job(self.config)
+        return dims
+
+    def _log(self, *arguments: Any) -> None:
+        """Nothing is logged."""
+
+    @property
+    def _replica(self) -> int:
+        """The data-parallel rank."""
+        mesh = self.parallel_dims.get_optional_mesh("batch")
+        return 0 if mesh is None else mesh.get_local_rank()
+
+    def _steps(self, first: int) -> Iterator[Step]:
+        """The planned steps from a number on, from 1; those before it are left out."""
+        steps = iter(self.planned)
+        for _ in range(first - 1):
+            next(steps)
+        return steps
+
+    def _facts(self) -> dict[str, Any]:
+        """What the results of a rank begin with."""
+        parameters = [p for part in self.model_parts for p in part.parameters()]
+        return {
+            "rank": self._rank,
+            "coordinates": self._coordinates(),
+            "parameters": sum(p.numel() for p in parameters),
+            "local_parameters": sum(local_tensor(p).numel() for p in parameters),
+        }
+
+    def _predicted(self, plan: Plan) -> dict[str, Any]:
+        """The predicted peak of memory, in GiB."""
+        ranks = planned_memory(self.job, plan, self._replica)
+        if ranks is None:
+            return {"predicted_gib": None, "predicted": {}}
+        mine = ranks[self._coordinates().get("pp", 0)]
+        terms = {term: getattr(mine, term) / GIB for term in TERMS if getattr(mine, term)}
+        return {"predicted_gib": mine.total / GIB, "predicted": terms}
+
+    def _coordinates(self) -> dict[str, int]:
+        """This rank's place on each mesh axis that has more than one rank."""
+        meshes = self.parallel_dims.get_all_one_dimensional_meshes()
+        axes = [axis for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep") if axis in meshes]
+        return {axis: meshes[axis].get_local_rank() for axis in axes if meshes[axis].size() > 1}
+
+    def _collectives(self, counted: Mapping[tuple[str, str], tuple[int, int]]) -> list[dict[str, Any]]:
+        """Number and GiB of collectives by kind and mesh axis, the largest first.
+
+        Args:
+            counted: number and bytes, by kind and name of process group.
+        """
+        names = self._group_names()
+        found: dict[tuple[str, str], tuple[int, int]] = {}
+        for (kind, group), (number, size) in counted.items():
+            key = kind, names.get(group) or self._named_by_ranks(group)
+            before = found.get(key, (0, 0))
+            found[key] = (before[0] + number, before[1] + size)
+        return [
+            {"kind": kind, "over": axis, "number": number, "gib": size / GIB}
+            for (kind, axis), (number, size) in sorted(found.items(), key=lambda entry: -entry[1][1])
+        ]
+
+    def _group_names(self) -> dict[str, str]:
+        """Mesh axes by the names of their process groups; an axis has a group in each of several meshes."""
+        meshes = list(self.parallel_dims.get_all_one_dimensional_meshes().items())
+        named = {mesh.get_group().group_name: axis for axis, mesh in meshes}
+        parameters = (p for part in self.model_parts for p in part.parameters())
+        of_weights = {p.device_mesh for p in parameters if isinstance(p, DTensor)}
+        of_activations = (self.parallel_dims.spmd_dense_mesh(), self.parallel_dims.spmd_sparse_mesh())
+        for mesh in (*of_weights, *(mesh for mesh in of_activations if mesh is not None)):
+            for axis, group in zip(mesh.mesh_dim_names or (), mesh.get_all_groups(), strict=True):
+                named[group.group_name] = axis
+        return named
+
+    def _named_by_ranks(self, group: str) -> str:
+        """The axes along which a group's ranks lie, and how many they are."""
+        ranks = ranks_of_group(group)
+        dims = self.parallel_dims
+        axes = {"pp": dims.pp, "dp_replicate": dims.dp_replicate, "dp_shard": dims.dp_shard}
+        axes |= {"cp": dims.cp, "tp": dims.tp}
+        places = np.unravel_index(ranks, tuple(axes.values()))
+        along = [axis for axis, place in zip(axes, places, strict=True) if len(set(place.tolist())) > 1]
+        return f"{'_'.join(along)}, {len(ranks)} ranks"
+
+
+def lone_config(config: Trainer.Config) -> Trainer.Config:
+    """A job's configuration without what writes files or asks other ranks."""
+    return dataclasses.replace(
+        config,
+        checkpoint=dataclasses.replace(config.checkpoint, enable=False),
+        metrics=dataclasses.replace(config.metrics, enable_tensorboard=False, enable_wandb=False),
+        wlb=dataclasses.replace(
+            config.wlb,
+            trace_every=0,
+            epochs=0,
+            pipeline=dataclasses.replace(config.wlb.pipeline, check_lengths=False),
+            validation=dataclasses.replace(config.wlb.validation, every=0),
+        ),
+        validator=dataclasses.replace(config.validator, enable=False),
+    )

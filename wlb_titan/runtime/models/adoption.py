@@ -1,0 +1,206 @@
+"""Takes over a torchtitan configuration with nothing lost, or says what would be lost.
+
+Document attention stands in for a model's own inner attention, and our trainer, dataloader, metrics and
+validator for torchtitan's. What a model or a component asks for beyond what ours do is refused here, by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.metrics import MetricsProcessor as TitanMetricsProcessor
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.components.validate import Validator as TitanValidator
+from torchtitan.config import Configurable
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.models.common.attention import (
+    BaseAttention,
+    FlexAttention,
+    GQAttention,
+    VarlenAttention,
+)
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
+from torchtitan.trainer import Trainer as TorchtitanTrainer
+
+from wlb_titan.config.classes import full_name, short_name
+from wlb_titan.errors import UserError
+from wlb_titan.runtime.attention.module import DocumentAttention
+from wlb_titan.runtime.compat import owner_of
+from wlb_titan.runtime.metrics import MetricsProcessor
+from wlb_titan.runtime.models.activation_checkpoint import SelectiveDocumentAC
+from wlb_titan.runtime.pipeline.build import pipeline
+from wlb_titan.runtime.trainer import Trainer
+from wlb_titan.runtime.validator import Validator
+
+ATTENTION_CLASSES = (
+    "torchtitan.models.gpt_oss.model:Attention",
+    "torchtitan.models.deepseek_v3.model:Attention",
+)
+"""Attention besides grouped-query attention inside which document attention is right: with sinks, and
+multi-head latent attention. By name, because importing torchtitan's models takes a while."""
+
+ONLY_WINDOWS = ("torchtitan.models.gpt_oss.model", "torchtitan.models.muse_glimmer.model")
+"""Modules whose models make masks of their own, in which there is nothing but causality, documents and the
+windows that the layers' configurations name."""
+
+REFUSED_MODULES = {
+    "torchtitan.models.common.dist_gemm": "projections of the dist_gemm backend, which needs symmetric "
+    "memory and is not supported yet",
+    "torchtitan.components.quantization": "quantised weights, whose kernels take only lengths that divide by "
+    "their blocks",
+}
+"""Parts of a model that do not run here, by the module of their class."""
+
+REPLACED = {
+    "metrics": (TitanMetricsProcessor.Config, MetricsProcessor.Config),
+    "validator": (TitanValidator.Config, Validator.Config),
+    "dataloader": (BaseDataLoader.Config, HuggingFaceTextDataLoader.Config),
+    "tokenizer": (HuggingFaceTokenizer.Config,),
+}
+"""Sections for which ours stand in, each with the classes of which nothing is lost by that."""
+
+WHAT_TO_DO = (
+    "Choose a base without that, or derive one in Python (docs/models.md lists torchtitan's bases, and why "
+    "some are refused)."
+)
+
+
+def adopt(base: TorchtitanTrainer.Config, name: str) -> Trainer.Config:
+    """A torchtitan configuration with our trainer, our metrics, and our attention inside its model.
+
+    Args:
+        base: fresh, for its model is changed in place.
+        name: what messages call it.
+
+    Raises:
+        UserError: something of it would be lost; the message names all of that.
+    """
+    if base.model_spec is None:
+        raise UserError(f"the base {name!r} has no model.")
+    model = base.model_spec.model
+    inner = (FlexAttention, VarlenAttention, DocumentAttention)
+    lost = [*_lost_components(base), *unsupported(model, inner)]
+    if lost:
+        raise UserError(
+            f"the base {name!r} cannot be trained as it is meant: {'; '.join(lost)}. {WHAT_TO_DO}"
+        )
+    for _, attention, _, _ in model.traverse(BaseAttention.Config):
+        attention.inner_attention = document_attention(attention)
+    values = _fields(base)
+    if base.model_spec.pipelining_fn is pipeline_llm:
+        values["model_spec"] = dataclasses.replace(base.model_spec, pipelining_fn=pipeline)
+    values["training"] = dataclasses.replace(base.training, disable_cuda_graphs=True)
+    values["parallelism"] = dataclasses.replace(base.parallelism, spmd_backend="spmd_types")
+    values["metrics"] = MetricsProcessor.Config(**_fields(base.metrics))
+    values["validator"] = Validator.Config()
+    if type(base.activation_checkpoint) is SelectiveAC.Config:
+        values["activation_checkpoint"] = SelectiveDocumentAC.Config(**_fields(base.activation_checkpoint))
+    return Trainer.Config(**values)
+
+
+def document_attention(attention: BaseAttention.Config) -> DocumentAttention.Config:
+    """What stands in for the inner attention of a layer that `unsupported` finds nothing in."""
+    return DocumentAttention.Config(window=sliding_window(attention))
+
+
+def unsupported(
+    model: Configurable.Config, inner_attentions: tuple[type, ...] = (DocumentAttention,)
+) -> list[str]:
+    """What of a model cannot be trained here, each with the first layer concerned and their number.
+
+    Args:
+        model: the model's configuration.
+        inner_attentions: classes of inner attention that are right, or may be replaced.
+    """
+    if not isinstance(model, Decoder.Config):
+        return [f"{short_name(type(model))} is not a decoder of torchtitan's"]
+    places: dict[str, list[str]] = {}
+    for place, demand in _demands(model, inner_attentions):
+        places.setdefault(demand, []).append(place)
+    return [
+        f"{found[0]}{f' and {len(found) - 1} more' if len(found) > 1 else ''}: {demand}"
+        for demand, found in places.items()
+    ]
+
+
+def has_adapters(model: Configurable.Config) -> bool:
+    """Whether layers have adapters of torchtitan's LoRA, beside weights that are not trained."""
+    return any(
+        owner_of(node).__module__ == "torchtitan.components.lora"
+        for _, node, _, _ in model.traverse(Configurable.Config, recurse=True)
+    )
+
+
+def sliding_window(attention: BaseAttention.Config) -> int | None:
+    """Keys that a query sees at most, its own included; None where a layer has no sliding window."""
+    inner = attention.inner_attention
+    if isinstance(inner, VarlenAttention.Config) and inner.window_size[0] >= 0:
+        return inner.window_size[0] + 1
+    own = inner.window if isinstance(inner, DocumentAttention.Config) else None
+    return getattr(attention, "sliding_window_size", own)
+
+
+def _attention_demands(
+    attention: BaseAttention.Config, inner_attentions: tuple[type, ...]
+) -> Iterator[tuple[str, str]]:
+    """What a layer asks of its inner attention that document attention does not do: where, and what.
+
+    Classes are looked up by what a configuration builds: LoRA freezes a model by configurations of its own.
+    """
+    cls = full_name(owner_of(attention))
+    if not isinstance(attention, GQAttention.Config) and cls not in ATTENTION_CLASSES:
+        yield "", f"{cls}, which is neither grouped-query nor multi-head latent attention"
+    inner = attention.inner_attention
+    if owner_of(inner) not in inner_attentions:
+        yield ".inner_attention", f"{full_name(owner_of(inner))}, which document attention cannot replace"
+    if isinstance(inner, VarlenAttention.Config) and inner.window_size[1] != 0:
+        yield "", f"attention to later tokens (window_size = {inner.window_size})"
+    window = sliding_window(attention)
+    if isinstance(inner, DocumentAttention.Config) and inner.window != window:
+        yield "", f"a sliding window of {window} tokens, and its inner attention one of {inner.window}"
+
+
+def _demands(model: Decoder.Config, inner_attentions: tuple[type, ...]) -> Iterator[tuple[str, str]]:
+    """Place and description of everything in a model that is not supported."""
+    for number, layer in enumerate(model.layers):
+        if getattr(layer, "attention", None) is None:
+            yield f"layers.{number}", "no attention but another way of mixing tokens"
+    for place, attention, _, _ in model.traverse(BaseAttention.Config):
+        for part, words in _attention_demands(attention, inner_attentions):
+            yield f"{place}{part}", words
+    for place, node, _, _ in model.traverse(Configurable.Config, recurse=True):
+        for module, words in REFUSED_MODULES.items():
+            if any(cls.__module__.startswith(module) for cls in type(node).__mro__):
+                yield place, words
+        if isinstance(node, LocalTokenDispatcher.Config) and owner_of(node) not in (
+            LocalTokenDispatcher,
+            AllToAllTokenDispatcher,
+        ):
+            yield place, f"{short_name(owner_of(node))}, whose buffers are sized for one length"
+    if getattr(model, "mtp_layers", None):
+        yield "mtp_layers", "multi-token prediction, which shifts tokens across documents and ranks"
+    if getattr(model, "vision_encoder", None) is not None:
+        yield "vision_encoder", "images, and a corpus has text only"
+    masks = owner_of(model).get_attention_masks
+    if masks is not Decoder.get_attention_masks and masks.__module__ not in ONLY_WINDOWS:
+        yield "model", f"attention masks of its own ({masks.__module__})"
+
+
+def _lost_components(base: TorchtitanTrainer.Config) -> Iterator[str]:
+    """Which parts of a base would be dropped for ours."""
+    if type(base) is not TorchtitanTrainer.Config:
+        yield f"its trainer is {full_name(type(base))}, for which ours would stand in"
+    for name, known in REPLACED.items():
+        section = getattr(base, name)
+        if type(section) not in known:
+            yield f"{name} is {full_name(type(section))}, for which ours would stand in"
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}

@@ -1,0 +1,303 @@
+"""Pipeline parallelism for micro-batches of different lengths: the `pipelining_fn` of our models.
+
+    pipeline(...) -> PlannedSchedule -> a torch schedule for the step's number of micro-batches
+                                     -> PlannedStage, told the lengths of the step's micro-batches
+
+Every rank of a pipeline plans the same step, so the lengths are known everywhere; each rank reads them from
+the positions that its stages are given anyway. Apart from a few words when a schedule first runs, nothing but
+hidden states and their gradients is communicated.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchtitan.components.loss import LossFunction
+from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.protocols.model_spec import ParallelizeFunction
+from torchtitan.tools.logging import logger
+
+from wlb_titan.plan import Flow
+from wlb_titan.runtime.compat import PipelineSchedule, build_pipeline_schedule, split_into_stages
+from wlb_titan.runtime.pipeline.packflow import PackFlowSchedule
+from wlb_titan.runtime.pipeline.pass_timer import PassTimer
+from wlb_titan.runtime.pipeline.recompute import BackwardPass, RecomputingSchedule, RecomputingStage
+from wlb_titan.runtime.pipeline.regroup import Regrouping
+from wlb_titan.runtime.pipeline.schedules import (
+    SPLITS_BACKWARD,
+    canonical_name,
+    check_micro_batches,
+    check_schedule,
+    splits_backward,
+    stage_names,
+)
+from wlb_titan.runtime.pipeline.stage import Layout, PlannedStage
+
+FLOWS = 16
+"""Orders of passes whose lowered schedules are kept."""
+
+
+def pipeline(
+    model: nn.Module,
+    *,
+    parallel_dims: ParallelDims,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    compile_config: CompileConfig,
+    ac_config: ActivationCheckpointingConfig,
+    dump_folder: str,
+    device: torch.device,
+    model_config: Decoder.Config,
+    parallelize_fn: ParallelizeFunction,
+    loss_fn: LossFunction,
+    recomputes: bool = False,
+) -> tuple[PlannedSchedule, list[nn.Module], bool, bool]:
+    """torchtitan's `pipeline_llm`, with stages that take their shapes from the plan.
+
+    With `recomputes` backward passes may have micro-batches of their own, for which layers are computed again
+    in place of full activation checkpointing.
+
+    Returns:
+        the schedule, this rank's parts of the model, and whether they hold the first and the last stage.
+
+    Raises:
+        ValueError: the schedule cannot run, with the reason; or the model does not fit its stages.
+    """
+    check_schedule(parallelism, compile_config)
+    names = stage_names(parallelism, model_config)
+    drafts, parts = split_into_stages(
+        model,
+        parallel_dims.get_mesh("pp"),
+        parallelism.pipeline_parallel_schedule,
+        device,
+        names,
+    )
+    parts = [
+        parallelize_fn(
+            part,
+            parallel_dims=parallel_dims,
+            training=training,
+            parallelism=parallelism,
+            compile_config=compile_config,
+            ac_config=None if recomputes else ac_config,
+            dump_folder=dump_folder,
+        )
+        for part in parts
+    ]
+    name, splits = canonical_name(parallelism.pipeline_parallel_schedule), splits_backward(ac_config)
+    if name in SPLITS_BACKWARD and not splits:
+        logger.info(f"{name} runs whole backward passes, because activation checkpointing recomputes in them")
+    timer = PassTimer(device)
+    tokens, hidden = stage_layouts(model_config, parallel_dims, training, parallelism)
+    stage_class = PlannedStage
+    if recomputes:
+        stage_class = partial(RecomputingStage, sharers=sharers(parallel_dims, parallelism))
+    planned = [
+        stage_class(
+            part,
+            draft.stage_index,
+            draft.num_stages,
+            device,
+            group=draft.group,
+            tokens=tokens,
+            hidden=hidden,
+            timer=timer,
+            splits_backward=splits,
+        )
+        for draft, part in zip(drafts, parts, strict=True)
+    ]
+
+    last = planned[-1] if planned[-1].is_last else planned[0]
+    timed_loss = timer.timed(loss_fn, lambda: ("L", last.stage_index, last.micro_batch))
+
+    def schedule_of(micro_batches: int) -> PipelineSchedule:
+        check_micro_batches(
+            parallelism.pipeline_parallel_schedule, parallel_dims.pp, len(names), micro_batches
+        )
+        return build_pipeline_schedule(
+            parallelism=parallelism, local_batch_size=micro_batches, stages=planned, loss_fn=timed_loss
+        )
+
+    def schedule_in(flow: Flow) -> PipelineSchedule:
+        schedule_class = RecomputingSchedule if recomputes else PackFlowSchedule
+        return schedule_class(planned, flow, timed_loss)
+
+    schedule = PlannedSchedule(planned, schedule_of, schedule_in, timer, parallel_dims.cp)
+    return schedule, parts, any(s.is_first for s in planned), any(s.is_last for s in planned)
+
+
+def stage_layouts(
+    model_config: Decoder.Config,
+    parallel_dims: ParallelDims,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+) -> tuple[Layout, Layout]:
+    """What a rank holds of tokens (1, L) and of hidden states (1, L, D) between two stages.
+
+    Context parallelism shards the tokens of both, sequence parallelism those of the hidden states, which are
+    of the data type in which FSDP computes.
+    """
+    cp, sequence_parallel = parallel_dims.cp, parallelism.enable_sequence_parallel
+    hidden_dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
+    return (
+        Layout(cp, (), torch.int64),
+        Layout(cp * parallel_dims.tp if sequence_parallel else cp, (model_config.dim,), hidden_dtype),
+    )
+
+
+def sharers(parallel_dims: ParallelDims, parallelism: ParallelismConfig) -> dist.ProcessGroup | None:
+    """The ranks that divide the hidden states of a micro-batch among them; None where this one has all."""
+    axes = [("cp", parallel_dims.cp > 1)]
+    axes.append(("tp", parallel_dims.tp > 1 and parallelism.enable_sequence_parallel))
+    names = [name for name, divides in axes if divides]
+    if not names:
+        return None
+    mesh = parallel_dims.get_mesh(names)
+    return mesh.get_group() if len(names) == 1 else mesh._flatten("hidden_states").get_group()
+
+
+class PlannedSchedule:
+    """What the trainer and the validator call: runs the micro-batches of a step, whatever their lengths.
+
+    torch's schedules are made for a fixed number of micro-batches; one is kept for each number seen. They are
+    never asked for outputs: those of different lengths could not be joined.
+
+    Args:
+        stages: of this rank.
+        schedule_of: makes the schedule for a number of micro-batches, or raises ValueError.
+        schedule_in: makes the schedule for an order of passes.
+        timer: that the stages measure their passes by.
+        context_parallel: ranks that share the tokens of a micro-batch.
+
+    Attributes:
+        timer: the same.
+        check_lengths: compare the lengths with those of the other ranks of the pipeline before each step, at
+            the price of one small all-gather.
+        flow: the order of passes of the next step's MicroPacks; None leaves it to the schedule.
+        regroupings: of its backward passes, where these have micro-batches of their own, behind those of
+            forward passes in what `step` is given; None where they are the same.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[PlannedStage],
+        schedule_of: Callable[[int], PipelineSchedule],
+        schedule_in: Callable[[Flow], PipelineSchedule],
+        timer: PassTimer,
+        context_parallel: int,
+    ) -> None:
+        self.timer = timer
+        self._context_parallel = context_parallel
+        self.check_lengths = False
+        self._stages = stages
+        self._schedule_of = schedule_of
+        self._schedules: dict[int, PipelineSchedule] = {}
+        self._schedule_in = lru_cache(maxsize=FLOWS)(schedule_in)
+        self.flow: Flow | None = None
+        self.regroupings: list[Regrouping] | None = None
+
+    def lower(self, flow: Flow) -> None:
+        """Makes the schedule of an order of passes, which `step` then has. Another thread may do so ahead of
+        the step: for 256 MicroPacks on 16 ranks it takes a second."""
+        self._schedule_in(flow)
+
+    def step(self, *, kwarg_mbs: list[dict[str, Any]], **arguments: Any) -> None:
+        """Runs forward and backward of all micro-batches; gradients are added to the parameters'.
+
+        Args:
+            kwarg_mbs: of each micro-batch the model's keyword arguments, among them "positions",
+                (1, tokens of this context-parallel rank).
+            arguments: of torch's schedules: arg_mbs, target_mbs, losses, loss_kwargs.
+
+        Raises:
+            ValueError: the schedule cannot run this number of micro-batches, or a length does not suit the
+                ranks.
+            RuntimeError: a stage or the communication failed, or `check_lengths` found a difference.
+        """
+        passes = None
+        if self.regroupings is not None:
+            n = len(self.regroupings)
+            inputs, targets = arguments["arg_mbs"], arguments["target_mbs"]
+            passes = list(
+                map(BackwardPass, self.regroupings, inputs[n:] if inputs else n * [()], kwarg_mbs[n:])
+            )
+            kwarg_mbs = kwarg_mbs[:n]
+            arguments["arg_mbs"] = inputs[:n] if inputs else None
+            arguments["target_mbs"] = targets[n:] if targets else None
+        with self._prepared(kwarg_mbs, self.flow, passes) as schedule:
+            schedule.step(kwarg_mbs=kwarg_mbs, **{**arguments, "return_outputs": False})
+        self.timer.first += len(kwarg_mbs)
+
+    def eval(self, *, kwarg_mbs: list[dict[str, Any]], **arguments: Any) -> None:
+        """Runs forward only; the losses go into `losses`, the outputs are not kept. Otherwise as `step`."""
+        with self._prepared(kwarg_mbs, None) as schedule:
+            schedule.eval(kwarg_mbs=kwarg_mbs, **{**arguments, "return_outputs": False})
+
+    @contextmanager
+    def _prepared(
+        self,
+        kwarg_mbs: list[dict[str, Any]],
+        flow: Flow | None,
+        passes: Sequence[BackwardPass] | None = None,
+    ) -> Iterator[PipelineSchedule]:
+        """The schedule for these micro-batches; an error gets a note that says how far this rank came."""
+        lengths = self._lengths(kwarg_mbs)
+        backward = lengths if passes is None else self._lengths(one.kwargs for one in passes)
+        if self.check_lengths:
+            check_equal_lengths(lengths if passes is None else lengths + backward, self._stages[0].group)
+        if flow is None and len(lengths) not in self._schedules:
+            self._schedules[len(lengths)] = self._schedule_of(len(lengths))
+        schedule = self._schedules[len(lengths)] if flow is None else self._schedule_in(flow)
+        for stage in self._stages:
+            stage.set_micro_batch_lengths(lengths, backward)
+            if isinstance(stage, RecomputingStage):
+                stage.passes = passes
+        try:
+            yield schedule
+        except Exception as error:
+            _, last_pass = max(stage.last_pass for stage in self._stages)
+            error.add_note(
+                f"Global rank {dist.get_rank()} stopped in a step of {len(lengths)} micro-batches; the last "
+                f"pass that it began was {last_pass}. If it waited for another rank, the cause is in that "
+                "rank's log."
+            )
+            raise
+
+    def _lengths(self, kwarg_mbs: Iterable[dict[str, Any]]) -> list[int]:
+        return [kwargs["positions"].shape[1] * self._context_parallel for kwargs in kwarg_mbs]
+
+
+def check_equal_lengths(lengths: list[int], group: dist.ProcessGroup) -> None:
+    """Compares the micro-batches' lengths with those of the group's other ranks.
+
+    Raises:
+        RuntimeError: on every rank, naming the two ranks of the first difference and what each has.
+    """
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, lengths, group=group)
+    for rank, (one, other) in enumerate(itertools.pairwise(gathered)):
+        if one == other:
+            continue
+        sides = [
+            f"pipeline rank {r} (global rank {dist.get_global_rank(group, r)})" for r in (rank, rank + 1)
+        ]
+        if len(one) != len(other):
+            raise RuntimeError(
+                f"{sides[0]} has {len(one)} micro-batches in this step and {sides[1]} has {len(other)}: they "
+                "do not follow the same plan"
+            )
+        i = next(i for i in range(len(one)) if one[i] != other[i])
+        raise RuntimeError(
+            f"micro-batch {i} is {one[i]} tokens long on {sides[0]} and {other[i]} on {sides[1]}: they do "
+            "not follow the same plan"
+        )

@@ -1,0 +1,238 @@
+"""A pipeline stage whose micro-batches may all differ in length.
+
+torch's PipelineStage learns what it receives from one forward and backward pass of the first micro-batch,
+passes that on from stage to stage, and keeps it for the whole run. Here nothing is inferred and nothing is
+asked for: between two stages goes one tensor, the hidden states, whose shape follows from the degrees of
+parallelism, and the plan tells every stage the length of every micro-batch before the step. What a stage then
+sends is compared with what the other side was told to expect, so a wrong declaration is an error with both
+descriptions in it and not a buffer filled with something else.
+
+Shapes: L tokens of a micro-batch, D model width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+
+from wlb_titan.runtime.compat import RecvInfo, StageMeta, TensorMeta, ensure_receives_drained
+from wlb_titan.runtime.pipeline.pass_timer import PassTimer
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a rank holds of the tensors of one kind: local shape (1, L / ranks, *rest).
+
+    Attributes:
+        ranks: how many share the tokens of a micro-batch.
+        rest: sizes of the dimensions after the sequence's.
+        dtype: of the elements.
+    """
+
+    ranks: int
+    rest: tuple[int, ...]
+    dtype: torch.dtype
+
+    def meta(self, length: int, *, requires_grad: bool = False) -> TensorMeta:
+        """Description of the tensor of a micro-batch of `length` tokens.
+
+        Raises:
+            ValueError: its tokens cannot be shared equally by the ranks.
+        """
+        if length < 1 or length % self.ranks:
+            raise ValueError(
+                f"a micro-batch of {length} tokens cannot be shared equally by {self.ranks} context- and "
+                "tensor-parallel ranks"
+            )
+        shape = torch.Size((1, length // self.ranks, *self.rest))
+        return TensorMeta(
+            shape=shape, stride=_contiguous(shape), dtype=self.dtype, requires_grad=requires_grad
+        )
+
+
+class PlannedStage(PipelineStage):
+    """A stage of a decoder that is told the lengths of a step's micro-batches before the step.
+
+    Args:
+        submodule: this stage's part of the model: tokens or hidden states in, hidden states or output out.
+        stage_index: from 0.
+        num_stages: of the whole pipeline.
+        device: of the stage.
+        group: the ranks of the pipeline.
+        tokens: layout of what the first stage gets, (1, L).
+        hidden: layout of what passes between stages, (1, L, D), and of its gradient.
+        timer: measures the passes.
+        splits_backward: whether a schedule may run the backward pass in two halves, of inputs and of weights;
+            if not, the first runs it whole and the second does nothing.
+
+    Attributes:
+        micro_batch: the one that the latest pass was of.
+        last_pass: when the latest pass began, in seconds of time.monotonic(), and what it was.
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        *,
+        group: dist.ProcessGroup,
+        tokens: Layout,
+        hidden: Layout,
+        timer: PassTimer,
+        splits_backward: bool,
+    ) -> None:
+        super().__init__(submodule, stage_index, num_stages, device, group=group)
+        self._tokens = tokens
+        self._hidden = hidden
+        self._timer = timer
+        self._splits_backward = splits_backward
+        self.micro_batch = 0
+        self.last_pass: tuple[float, str] = (time.monotonic(), "none")
+        self._metas: list[StageMeta] = []
+        self._backward_metas: list[StageMeta] = []
+        # Complete, so torch has nothing to infer: the lengths that count are those told before each step.
+        self._user_meta = self._meta(math.lcm(tokens.ranks, hidden.ranks))
+        self._sharded = [module for module in submodule.modules() if isinstance(module, FSDPModule)]
+        self._runtime_validate = True  # torch's own check, which it makes only when debugging
+        self.act_send_info = {0: [] if self.is_last else [stage_index + 1]}
+
+    def set_micro_batch_lengths(self, lengths: Sequence[int], backward: Sequence[int] | None = None) -> None:
+        """Prepares for a step with these micro-batches. Call it on every stage before every step.
+
+        Args:
+            lengths: tokens of each micro-batch, padding included, over all context-parallel ranks.
+            backward: of those of backward passes; None: the same.
+
+        Raises:
+            ValueError: a length cannot be shared equally by the ranks.
+            PipeliningMetadataError: an earlier step was interrupted with receives under way.
+        """
+        ensure_receives_drained(self.args_recv_info)
+        ensure_receives_drained(self.grad_recv_info)
+        backward = lengths if backward is None else backward
+        known = {length: self._meta(length) for length in {*lengths, *backward}}
+        self._metas = [known[length] for length in lengths]
+        self._backward_metas = [known[length] for length in backward]
+        self.chunks = len(self._metas)
+        self.args_recv_info = {i: self._receives_forward(meta) for i, meta in enumerate(self._metas)}
+        self.grad_recv_info = {i: self._receives_backward(m) for i, m in enumerate(self._backward_metas)}
+
+    def _meta(self, length: int) -> StageMeta:
+        hidden = self._hidden.meta(length)
+        received = dataclasses.replace(hidden, requires_grad=True)
+        return StageMeta(
+            inputs=(self._tokens.meta(length) if self.is_first else received,),
+            outputs=(hidden,),  # the last stage's are not sent, and torch does not look at them
+            input_grads=(None if self.is_first else hidden,),
+            output_grads=None if self.is_last else (hidden,),
+        )
+
+    def _receives_forward(self, meta: StageMeta) -> tuple[RecvInfo, ...]:
+        assert meta.inputs is not None
+        if self.is_first:
+            return (RecvInfo("tokens", None, meta.inputs[0], is_root_arg=True),)
+        return (RecvInfo(f"activations for stage {self.stage_index}", self.stage_index - 1, meta.inputs[0]),)
+
+    def _receives_backward(self, meta: StageMeta) -> tuple[RecvInfo, ...]:
+        if meta.output_grads is None:
+            return ()
+        return (
+            RecvInfo(f"gradients for stage {self.stage_index}", self.stage_index + 1, meta.output_grads[0]),
+        )
+
+    # What torch looks up in `_stage_meta` is true of one micro-batch: the one at hand.
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._begin("forward", fwd_chunk_id)
+        with self._timer.time("F", self.stage_index, fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any
+    ) -> None:
+        self._begin("backward", bwd_chunk_id)
+        full_backward = full_backward or not self._splits_backward
+        with self._timer.time("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
+            self._gather_parameters()
+            super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=full_backward, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        if not self._splits_backward:
+            return
+        with self._timer.time("W", self.stage_index, bwd_chunk_id):
+            self._gather_parameters()
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        self._stage_meta = self._backward_metas[bwd_chunk_id]
+        return super().get_bwd_send_ops(bwd_chunk_id)
+
+    def _begin(self, direction: str, micro_batch: int) -> None:
+        self._stage_meta = (self._metas if direction == "forward" else self._backward_metas)[micro_batch]
+        self.micro_batch = micro_batch
+        self.last_pass = (
+            time.monotonic(),
+            f"the {direction} pass of micro-batch {micro_batch} on stage {self.stage_index}",
+        )
+
+    def _gather_parameters(self) -> None:
+        """Undoes the resharding at the end of the chunked loss: of the last norm and the output layer.
+
+        A backward pass split in two knows parameters by their whole tensors: a resharded one would silently
+        get no gradient. Where the parameters are whole already, nothing happens.
+        """
+        if self.is_last and self.has_backward:
+            for module in self._sharded:
+                module.unshard()
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
+        grads, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if backward_type != "weight" and not self.is_first and grads[0] is not None:
+            # A dimension of size 1 may have any stride, and torch compares strides with the description.
+            grads = (grads[0].view(grads[0].shape), *grads[1:])
+        return grads, groups
+
+    # V-shaped schedules hand gradients from one stage of a rank to the other in evaluation too, where there
+    # are none.
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(
+        self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int
+    ) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    # A schedule calls these before its first step and between training and evaluation. Nothing is left to
+    # infer, and so nothing to clean up either: torch's clean-up would drop accumulated gradients.
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def _pre_metadata_inference_backup(self) -> None:
+        pass
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        pass
+
+
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
