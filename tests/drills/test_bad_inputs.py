@@ -55,7 +55,7 @@ def schema(tmp_path_factory):
     """All settings, also those of every packing policy, strategy and order."""
     from wlb_titan.config.load import resolve
     from wlb_titan.runtime.models.ranges import RANGES
-    from wlb_titan.runtime.models.variants import registry
+    from wlb_titan.runtime.models import registry
 
     file = tmp_path_factory.mktemp("schema") / "a.toml"
     sections = {"packing": POLICIES, "sharding": STRATEGIES, "pipeline": ORDERS}

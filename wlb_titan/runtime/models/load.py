@@ -26,7 +26,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int
 
     # torchtitan takes seconds to import, so that is left until the files have been read without a mistake.
     def base_config(name: str) -> Any:
-        from wlb_titan.runtime.models.variants import registry
+        from wlb_titan.runtime.models import registry
 
         return registry.base_config(name)
 
