@@ -21,7 +21,7 @@ chunks, and each rank keeps one short one whole.
 
 from __future__ import annotations
 
-import heapq
+import bisect
 from collections.abc import Sequence
 
 import numpy as np
@@ -238,26 +238,24 @@ def _deal(tokens: Ints, work: Floats, room: Ints, loads: Sequence[float]) -> tup
     """
     owner = np.full(len(tokens), -1, dtype=np.int64)
     rooms, sizes, works = room.tolist(), tokens.tolist(), work.tolist()
-    queue = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(queue)
+    queue = sorted((load, rank) for rank, load in enumerate(loads))
     left = []
     order = np.argsort(-work, kind="stable")
     smallest = np.minimum.accumulate(tokens[order][::-1])[::-1].tolist()  # of each item and those after it
     for place, item in enumerate(order.tolist()):
-        full = []
-        while queue and rooms[queue[0][1]] < sizes[item]:
-            entry = heapq.heappop(queue)
-            if rooms[entry[1]] >= smallest[place]:
-                full.append(entry)
-        if queue:
-            load, rank = queue[0]
-            heapq.heapreplace(queue, (load + works[item], rank))
-            rooms[rank] -= sizes[item]
-            owner[item] = rank
-        else:
+        size, at = sizes[item], 0
+        while at < len(queue) and (room_left := rooms[queue[at][1]]) < size:
+            if room_left < smallest[place]:
+                del queue[at]
+            else:
+                at += 1
+        if at == len(queue):
             left.append(item)
-        for entry in full:
-            heapq.heappush(queue, entry)
+            continue
+        load, rank = queue.pop(at)
+        bisect.insort(queue, (load + works[item], rank))
+        rooms[rank] -= size
+        owner[item] = rank
     return owner, np.array(rooms, dtype=np.int64), left
 
 
