@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,7 +41,7 @@ from wlb_titan.packing.slim.dp_merge import Merging, group_sizes
 from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder
 from wlb_titan.pipeline.runs import PipelineRuns
 from wlb_titan.pipeline.schedule import PipelineShape, layers_of_stages
-from wlb_titan.plan import Passes, Plan
+from wlb_titan.plan import ALL_KEYS, KeyShares, Passes, Plan
 from wlb_titan.planner import Planner
 from wlb_titan.plugins import load
 
@@ -288,8 +288,12 @@ class Job:
 
     @property
     def token_bytes(self) -> TokenBytes:
-        """What a rank holds of each token of a micro-batch."""
-        return TokenBytes.of(self.model, self.degrees, self.memory, self.exchange)
+        """What a rank holds of each token of a micro-batch of which it has all keys."""
+        return self.token_bytes_with(ALL_KEYS)
+
+    def token_bytes_with(self, keys: KeyShares) -> TokenBytes:
+        """What a rank holds of each token of a micro-batch of whose keys it has these."""
+        return TokenBytes.of(self.model, self.degrees, self.memory, self.exchange, keys)
 
     @cached_property
     def exchange(self) -> Exchange | None:
@@ -379,7 +383,7 @@ class Job:
             settings=self.memory,
             shape=self.shape,
             layers=self.layers,
-            tokens={ranks: job.token_bytes for ranks, job in self.merged.items()},
+            tokens=cache(lambda sharers, keys: self.merged[sharers].token_bytes_with(keys)),
             run=self.run,
         )
 

@@ -96,6 +96,23 @@ class Slices(NamedTuple):
         return cls(slices[:, PREFIX], (slices[:, TOTAL] > lengths) | one_pass)
 
 
+class KeyShares(NamedTuple):
+    """Keys and values of a pack that the context-parallel rank with most of them has, over those of all the
+    pack's tokens.
+
+    Attributes:
+        gathered: what collectives bring.
+        held: what attention reads.
+    """
+
+    gathered: float
+    held: float
+
+
+ALL_KEYS = KeyShares(1.0, 1.0)
+"""Of a pack of which every rank gathers all: the most that may be needed."""
+
+
 class PackSizes(NamedTuple):
     """A replica's packs, as memory sees them.
 
@@ -103,20 +120,23 @@ class PackSizes(NamedTuple):
         lengths: tokens of each, padding included; of one that ranks share a rank's share.
         slices: of each those whose keys and values are cached; none where documents are not sliced.
         sharers: of each the data-parallel ranks that share it.
+        keys: of each what of its keys a rank has.
     """
 
     lengths: Sequence[int]
     slices: Sequence[Sequence[CachedSlice]]
     sharers: Sequence[int]
+    keys: Sequence[KeyShares]
 
     @classmethod
     def of(cls, lengths: Sequence[int], slices: Sequence[Sequence[CachedSlice]] = ()) -> PackSizes:
-        """Packs of one rank each."""
-        return cls(lengths, slices or [()] * len(lengths), [1] * len(lengths))
+        """Packs of one rank each, of which every rank gathers all keys."""
+        number = len(lengths)
+        return cls(lengths, slices or [()] * number, [1] * number, [ALL_KEYS] * number)
 
     def part(self, which: slice) -> PackSizes:
         """Some of them."""
-        return PackSizes(self.lengths[which], self.slices[which], self.sharers[which])
+        return PackSizes(self.lengths[which], self.slices[which], self.sharers[which], self.keys[which])
 
 
 class Passes(NamedTuple):

@@ -39,7 +39,7 @@ from wlb_titan.context.strategy import ContextMask, ContextStrategy, Exchange, F
 from wlb_titan.cost.attention_latency import AttentionLatency, slowest
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
-from wlb_titan.plan import DOCUMENT, Slices
+from wlb_titan.plan import DOCUMENT, KeyShares, Slices
 
 
 class AllGather(ContextStrategy):
@@ -108,6 +108,9 @@ class AllGather(ContextStrategy):
     def travelling(self, sharding: Sharding, total: int, slices: Slices | None = None) -> tuple[int, ...]:
         sent = sent_tokens(sharding, spans(sharding, self.levels, slices), len(self.levels))
         return tuple(int(most) * size for most, size in zip(sent.max(axis=1), self.levels, strict=True))
+
+    def keys(self, sharding: Sharding, total: int, slices: Slices | None = None) -> KeyShares:
+        return key_shares(sharding, total, self.levels, slices)
 
     def heads(self, heads: int, kv_heads: int, rank: int) -> tuple[int, int]:
         return heads // self._groups, kv_heads // self._groups
@@ -257,6 +260,20 @@ def gathered_mask(
     begins[number] = np.cumsum(size_of) - size_of
     keys = np.stack([number, size_of], axis=1)[size_of > 0]
     return ContextMask(segments_among(mine, begins[:-1]), tuple(exchange), keys)
+
+
+def key_shares(
+    sharding: Sharding, total: int, levels: Sequence[int], slices: Slices | None = None
+) -> KeyShares:
+    """What ranks have of the keys whose order `gathered_mask` says, at the most; arguments as there."""
+    ranks, span = len(sharding), spans(sharding, levels, slices)
+    sent = sent_tokens(sharding, span, len(levels))
+    gathered = np.zeros(ranks, dtype=np.int64)
+    for size, tokens in zip(levels, sent, strict=True):
+        gathered += np.repeat(tokens.reshape(-1, size).max(axis=1) * size, size)
+    keeps = np.array([(span[shard[:, DOCUMENT]] < 0).any() for shard in sharding]) | (gathered == 0)
+    own = np.where(keeps, total // ranks - sent.sum(axis=0), 0)
+    return KeyShares(float(gathered.max()) / total, float((gathered + own).max()) / total)
 
 
 def key_order(positions: Ints) -> Ints:

@@ -20,7 +20,7 @@ from wlb_titan.context.layout import Ints, Sharding, segments, whole
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
-from wlb_titan.plan import Slices
+from wlb_titan.plan import ALL_KEYS, KeyShares, Slices
 from wlb_titan.plugins import Family, Plugin, PluginConfig
 
 Floats = NDArray[np.float64]
@@ -104,7 +104,7 @@ class Exchange:
     Attributes:
         moves: what travels.
         sent: held while they travel, beside what the model has anyway.
-        keys: of keys and values that attention reads.
+        keys: of keys and values; a rank may have those of some tokens only (`ContextStrategy.keys`).
         outputs: of queries and of attention's output each, where attention works on others than the rank's
             own tokens and so has copies of both; 0 where it works on the rank's own.
     """
@@ -262,6 +262,10 @@ class ContextStrategy(Plugin, ABC):
             slices: as of `shard`.
         """
         return (total,)
+
+    def keys(self, sharding: Sharding, total: int, slices: Slices | None = None) -> KeyShares:
+        """What of the keys of a micro-batch a rank has at the most; arguments as of `travelling`."""
+        return ALL_KEYS
 
     @abstractmethod
     def mask(

@@ -22,7 +22,7 @@ from typing import Annotated
 import numpy as np
 from annotated_types import Ge
 
-from wlb_titan.context.all_gather import gathered_mask
+from wlb_titan.context.all_gather import gathered_mask, key_shares
 from wlb_titan.context.document import per_document
 from wlb_titan.context.layout import Ints, Sharding, sent_tokens, spans, widest_first
 from wlb_titan.context.strategy import ContextMask, ContextStrategy, Exchange, Floats, Move, MoveSeconds
@@ -30,7 +30,7 @@ from wlb_titan.context.ulysses import head_shares
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
-from wlb_titan.plan import COUNT, DOCUMENT, OFFSET, Slices
+from wlb_titan.plan import COUNT, DOCUMENT, OFFSET, KeyShares, Slices
 
 
 class UlyssesGather(ContextStrategy):
@@ -99,6 +99,9 @@ class UlyssesGather(ContextStrategy):
         groups = self._of_groups(sharding)
         sent = sent_tokens(groups, spans(groups, (self._groups,), slices), 1)
         return total, int(sent.max()) * self._groups
+
+    def keys(self, sharding: Sharding, total: int, slices: Slices | None = None) -> KeyShares:
+        return key_shares(self._of_groups(sharding), total, (self._groups,), slices)
 
     def heads(self, heads: int, kv_heads: int, rank: int) -> tuple[int, int]:
         share = head_shares(heads, kv_heads, self._within)[rank % self._within]

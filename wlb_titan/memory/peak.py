@@ -40,8 +40,9 @@ the length of micro-batches (L_max) where none is set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, NamedTuple
 
 from wlb_titan.cost.degrees import Degrees
@@ -51,7 +52,7 @@ from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.memory.slices import SliceCache
 from wlb_titan.pipeline.schedule import PipelineShape, layers_of_stages, rank_actions
-from wlb_titan.plan import Action, Passes
+from wlb_titan.plan import ALL_KEYS, Action, KeyShares, Passes
 
 GIB = 2**30
 
@@ -111,7 +112,8 @@ class MemoryJob:
         settings: data types and checkpointing.
         shape: the pipeline; any of `pipeline.schedule.SCHEDULES`.
         layers: of each stage.
-        tokens: what a rank holds of each token of a micro-batch, by how many data-parallel ranks share it.
+        tokens: what a rank holds of each token of a micro-batch, by how many data-parallel ranks share it and
+            what of its keys a rank has.
         run: micro-batches that go through the pipeline together; None: all.
     """
 
@@ -120,7 +122,7 @@ class MemoryJob:
     settings: MemorySettings
     shape: PipelineShape
     layers: tuple[int, ...]
-    tokens: Mapping[int, TokenBytes]
+    tokens: Callable[[int, KeyShares], TokenBytes]
     run: int | None = None
 
     @classmethod
@@ -149,7 +151,7 @@ class MemoryJob:
             settings=settings,
             shape=shape,
             layers=tuple(layers or layers_of_stages(model.layers, shape.stages)),
-            tokens={1: TokenBytes.of(model, degrees, settings)},
+            tokens=cache(lambda _, keys: TokenBytes.of(model, degrees, settings, keys=keys)),
             run=run,
         )
 
@@ -246,13 +248,13 @@ class _Rank:
             reduced: whether gradients were reduced before it.
         """
         tokens, layers = self._job.tokens, self._job.layers
-        cache = SliceCache(tokens[1], layers)
+        cached_slices = SliceCache(tokens(1, ALL_KEYS), layers)
         own_backward = passes.backward is not passes.forward
         packs = [passes.forward, passes.backward] if own_backward else [passes.forward]
         live = sum(
-            tokens[sharers].inputs * sharers * length
+            tokens(sharers, keys).inputs * sharers * length
             for each in packs
-            for sharers, length in zip(each.sharers, each.lengths, strict=True)
+            for sharers, keys, length in zip(each.sharers, each.keys, each.lengths, strict=True)
         )
         in_flight, handed_back = 0, 0.0
         went_back: set[int] = set()  # stages that have gradients
@@ -266,10 +268,10 @@ class _Rank:
                     continue
                 kind = "B"
             of_pass = passes.forward if kind == "F" else passes.backward
-            token, own = tokens[of_pass.sharers[place]], of_pass.lengths[place]
+            token, own = tokens(of_pass.sharers[place], of_pass.keys[place]), of_pass.lengths[place]
             length, cached = own * of_pass.sharers[place], of_pass.slices[place]
             kept = self._states(token, stage) if own_backward else self._kept(token, stage)
-            beside, made = cache.begin(action, cached, length)
+            beside, made = cached_slices.begin(action, cached, length)
             if kind == "F":
                 live += length * kept
                 in_flight += own
@@ -285,12 +287,12 @@ class _Rank:
                 live += length * token.waiting * layers[stage]
             for moment in moments:
                 now = moment._replace(
-                    activations=live + moment.activations, cache=cache.bytes_ + moment.cache
+                    activations=live + moment.activations, cache=cached_slices.bytes_ + moment.cache
                 )
                 total = sum(now) + (self._shard if reduced else 0.0)
                 if total > most:
                     most, fullest = total, (now, reduced, in_flight)
-            cache.end(action, cached)
+            cached_slices.end(action, cached)
             if kind == "W":
                 live -= length * token.waiting * layers[stage]
             if kind in ("B", "W"):  # I frees nothing that counts

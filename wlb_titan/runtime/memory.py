@@ -13,9 +13,8 @@ from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.memory.peak import GIB, RankMemory
-from wlb_titan.packing.slim.slices import replica_passes
 from wlb_titan.plan import Passes, Plan
-from wlb_titan.simulator.slices import flow_memory
+from wlb_titan.simulator.slices import flow_memory, replica_memory
 
 FIRST_STEPS = 12
 """That are planned to tell how much memory steps of slices take."""
@@ -35,7 +34,7 @@ def predicted_memory(job: Job, lengths: Sequence[int]) -> tuple[RankMemory, ...]
 
 def planned_memory(job: Job, plan: Plan, replica: int) -> tuple[RankMemory, ...] | None:
     """The same with the micro-batches that a plan gives one data-parallel rank."""
-    return _known(job, lambda: job.peak_memory(replica_passes(plan, replica)))
+    return _known(job, lambda: replica_memory(job, plan, replica))
 
 
 def predicted_window(job: Job) -> tuple[tuple[RankMemory, ...] | None, str]:

@@ -30,7 +30,7 @@ from wlb_titan.cost.workload import CostModel
 from wlb_titan.job import Job
 from wlb_titan.memory.peak import kept_states
 from wlb_titan.pipeline.graph import PassTimes
-from wlb_titan.plan import LENGTH, MicroBatch
+from wlb_titan.plan import ALL_KEYS, LENGTH, KeyShares, MicroBatch
 
 Floats = NDArray[np.float64]
 TENSOR_COLLECTIVES = 4  # of a layer in each pass
@@ -89,6 +89,14 @@ def travelling(micro_batch: MicroBatch, job: Job) -> tuple[int, ...]:
     if job.strategy is None or micro_batch.ranks is None:
         return ()
     return job.strategy.travelling(micro_batch.ranks, micro_batch.shared_length, micro_batch.elsewhere)
+
+
+def keys_of(micro_batch: MicroBatch, job: Job) -> KeyShares:
+    """What of a micro-batch's keys a context-parallel rank has at the most."""
+    strategy = job.merged[micro_batch.sharers].strategy
+    if strategy is None or micro_batch.ranks is None:
+        return ALL_KEYS
+    return strategy.keys(micro_batch.ranks, micro_batch.shared_length, micro_batch.elsewhere)
 
 
 def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:

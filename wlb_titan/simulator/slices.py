@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -27,7 +28,7 @@ from wlb_titan.packing.slim.slices import parts, replica_passes, sliced_document
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.plan import LENGTH, Action, Flow, MicroBatch, Passes, Plan, Slices
 from wlb_titan.simulator.meeting import Replica, ends_together
-from wlb_titan.simulator.passes import MicroBatches, both_times, pass_times
+from wlb_titan.simulator.passes import MicroBatches, both_times, keys_of, pass_times
 
 Floats = NDArray[np.float64]
 Chain = list[tuple[Literal["F", "B"], int]]
@@ -135,11 +136,18 @@ def replicas_of(
     return replicas
 
 
+def replica_memory(job: Job, plan: Plan, dp_rank: int) -> tuple[RankMemory, ...]:
+    """The peak of each pipeline rank of one replica in a step.
+
+    Raises:
+        PlanError: it cannot be predicted for this schedule.
+    """
+    return job.peak_memory(replica_passes(plan, dp_rank, partial(keys_of, job=job)))
+
+
 def flow_memory(job: Job, plans: Sequence[Plan]) -> tuple[RankMemory, ...]:
     """The largest peak of each pipeline rank over all replicas and plans."""
-    peaks = [
-        job.peak_memory(replica_passes(plan, rank)) for plan in plans for rank in range(job.degrees.data)
-    ]
+    peaks = [replica_memory(job, plan, rank) for plan in plans for rank in range(job.degrees.data)]
     return tuple(fullest(ranks) for ranks in zip(*peaks, strict=True))
 
 

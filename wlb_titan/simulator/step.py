@@ -25,10 +25,10 @@ from wlb_titan.memory.fits import fullest
 from wlb_titan.memory.peak import RankMemory, weighted_tokens
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.pipeline.schedule import rank_actions
-from wlb_titan.plan import Passes, Plan
+from wlb_titan.plan import Plan
 from wlb_titan.simulator.measured import Measured
 from wlb_titan.simulator.passes import MicroBatches, pass_times, planned_times, transfer_seconds
-from wlb_titan.simulator.slices import flow_memory, run_flows
+from wlb_titan.simulator.slices import flow_memory, replica_memory, run_flows
 from wlb_titan.summary import rate_error
 
 Floats = NDArray[np.float64]
@@ -146,7 +146,7 @@ def simulate(job: Job, plans: Sequence[Plan], measured: Measured | None = None) 
     if plans[0].order is None:
         graph = PipelineGraph(job.shape, run)
         seconds, busy = graph.ends(times, delays).max(axis=0), graph.busy(times).mean(axis=0)
-        memory = peak_memory(job, tokens.astype(np.int64), runs)
+        memory = peak_memory(job, plans, tokens.astype(np.int64), runs)
     else:
         seconds, busy = run_flows(job, plans, times, delays, transfer_seconds(job, back))
         memory = flow_memory(job, plans)
@@ -197,23 +197,26 @@ def tokens_per_second(job: Job, passing: MicroBatches) -> float:
     return float(passing.tokens.sum() * job.degrees.data / seconds)
 
 
-def peak_memory(job: Job, tokens: NDArray[np.int64], runs: int) -> tuple[RankMemory, ...]:
+def peak_memory(
+    job: Job, plans: Sequence[Plan], tokens: NDArray[np.int64], runs: int
+) -> tuple[RankMemory, ...]:
     """The largest peak of each pipeline rank over the steps of replicas.
 
     Args:
         job: the job.
+        plans: of the steps.
         tokens: int64 (n, k * runs), of the micro-batches of each run, in the order of running.
         runs: of each step of a replica. From the second on, gradients are there that the first has reduced.
     """
-    n, steps = len(tokens), tokens.T.reshape(-1, runs * len(tokens))
     result = []
     for rank in range(job.degrees.pipeline):
-        actions = list(rank_actions(job.shape, n, rank))
+        actions = list(rank_actions(job.shape, len(tokens), rank))
         in_flight = np.max(weighted_tokens(actions, tokens, job.layers), axis=0).reshape(-1, runs)
-        candidates = {in_flight[:, 0].argmax()}
+        candidates = {int(in_flight[:, 0].argmax())}
         if runs > 1:
-            candidates.add(in_flight[:, 1:].max(axis=1).argmax())
-        peaks = [job.peak_memory(Passes.of(steps[step].tolist()))[rank] for step in candidates]
+            candidates.add(int(in_flight[:, 1:].max(axis=1).argmax()))
+        steps = [divmod(step, job.degrees.data) for step in candidates]
+        peaks = [replica_memory(job, plans[step], replica)[rank] for step, replica in steps]
         result.append(max(peaks, key=lambda peak: peak.total))
     return tuple(result)
 

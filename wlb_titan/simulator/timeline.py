@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.plan import LENGTH, Action, MicroBatch, Plan
 from wlb_titan.simulator.measured import Measured
 from wlb_titan.simulator.meeting import Replica, ends_together
-from wlb_titan.simulator.passes import planned_times, transfer_seconds
+from wlb_titan.simulator.passes import keys_of, planned_times, transfer_seconds
 from wlb_titan.simulator.slices import cache_bytes, replicas_of
 from wlb_titan.timeline import Span
 
@@ -137,10 +138,14 @@ class _Picture:
             known: as of `_known`.
         """
         job, here, back = self._job, replica.micro_batches, replica.of_backward
-        packs = ReplicaPacks.of(here)
-        passes = passes_of(packs, packs if replica.backward is None else ReplicaPacks.of(back), None)
+        keys_in = partial(keys_of, job=job)
+        packs = ReplicaPacks.of(here, keys_in)
+        passes = passes_of(packs, packs if replica.backward is None else ReplicaPacks.of(back, keys_in), None)
         states: Sequence[int] = job.layers
-        kept = freed = [job.merged[m.sharers].token_bytes.kept * m.shared_length for m in here]
+        kept = freed = [
+            job.merged[m.sharers].token_bytes_with(keys).kept * m.shared_length
+            for m, keys in zip(here, packs.keys, strict=True)
+        ]
         if replica.backward is not None:
             states = kept_states(job.layers)
             kept, freed = ([job.token_bytes.hidden * m.length for m in each] for each in (here, back))

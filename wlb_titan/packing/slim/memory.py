@@ -11,7 +11,7 @@ from wlb_titan.memory.peak import RankMemory
 from wlb_titan.packing.policy import Packing, PackingJob
 from wlb_titan.packing.slim.flow import dependencies, in_own_order
 from wlb_titan.packing.slim.slices import ReplicaPacks, passes_of
-from wlb_titan.plan import LENGTH, Flow, Passes
+from wlb_titan.plan import ALL_KEYS, LENGTH, Flow, Passes
 
 LOOKED_AT = 2
 """Data-parallel ranks of a step that are predicted: those with most tokens in flight, and one more."""
@@ -68,4 +68,4 @@ def _packs(packing: Packing, rank: int, job: PackingJob) -> ReplicaPacks:
         job.padded(int(packing.packs[number][:, LENGTH].sum()), ranks) // ranks
         for number, ranks in zip(numbers, sharers, strict=True)
     ]
-    return ReplicaPacks(lengths, sharers, packing.parts(numbers))
+    return ReplicaPacks(lengths, sharers, [ALL_KEYS] * len(lengths), packing.parts(numbers))

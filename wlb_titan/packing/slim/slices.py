@@ -30,6 +30,7 @@ from wlb_titan.plan import (
     TOTAL,
     CachedSlice,
     Flow,
+    KeyShares,
     MicroBatch,
     PackSizes,
     Passes,
@@ -121,25 +122,31 @@ class ReplicaPacks(NamedTuple):
     """The packs of a data-parallel rank's passes of one kind.
 
     Attributes:
-        lengths, sharers: as of `PackSizes`.
+        lengths, sharers, keys: as of `PackSizes`.
         parts: documents and slices of each; none where documents are not sliced.
     """
 
     lengths: Sequence[int]
     sharers: Sequence[int]
+    keys: Sequence[KeyShares]
     parts: Sequence[Parts]
 
     @classmethod
-    def of(cls, micro_batches: Sequence[MicroBatch]) -> ReplicaPacks:
-        """Of planned micro-batches."""
-        lengths, sharers = zip(*((m.length, m.sharers) for m in micro_batches), strict=True)
-        return cls(lengths, sharers, parts(micro_batches))
+    def of(
+        cls, micro_batches: Sequence[MicroBatch], keys_of: Callable[[MicroBatch], KeyShares]
+    ) -> ReplicaPacks:
+        """Of planned micro-batches, of whose keys a rank has what `keys_of` says."""
+        facts = ((m.length, m.sharers, keys_of(m)) for m in micro_batches)
+        lengths, sharers, keys = zip(*facts, strict=True)
+        return cls(lengths, sharers, keys, parts(micro_batches))
 
 
-def replica_passes(plan: Plan, dp_rank: int) -> Passes:
-    """What one data-parallel rank runs in a step, as memory sees it."""
-    forward = ReplicaPacks.of(plan.of_rank(dp_rank))
-    backward = forward if plan.backward is None else ReplicaPacks.of(plan.backward_of_rank(dp_rank))
+def replica_passes(plan: Plan, dp_rank: int, keys_of: Callable[[MicroBatch], KeyShares]) -> Passes:
+    """What one data-parallel rank runs in a step, as memory sees it; `keys_of` as of `ReplicaPacks.of`."""
+    forward = ReplicaPacks.of(plan.of_rank(dp_rank), keys_of)
+    backward = forward
+    if plan.backward is not None:
+        backward = ReplicaPacks.of(plan.backward_of_rank(dp_rank), keys_of)
     return passes_of(forward, backward, None if plan.order is None else plan.order[dp_rank])
 
 
@@ -154,8 +161,10 @@ def passes_of(forward: ReplicaPacks, backward: ReplicaPacks, flow: Flow | None) 
     packs = forward.parts if same else [*forward.parts, *backward.parts]
     cached = cached_slices(packs) if packs else [()] * len(forward.lengths)
     first = len(forward.lengths)
-    ahead = PackSizes(forward.lengths, cached[:first], forward.sharers)
-    back = ahead if same else PackSizes(backward.lengths, cached[first:], backward.sharers)
+    ahead = PackSizes(forward.lengths, cached[:first], forward.sharers, forward.keys)
+    if same:
+        return Passes(ahead, ahead, flow)
+    back = PackSizes(backward.lengths, cached[first:], backward.sharers, backward.keys)
     return Passes(ahead, back, flow)
 
 
