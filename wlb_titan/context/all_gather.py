@@ -39,7 +39,7 @@ from wlb_titan.context.strategy import ContextMask, ContextStrategy, Exchange, F
 from wlb_titan.cost.attention_latency import AttentionLatency, slowest
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
-from wlb_titan.plan import DOCUMENT, KeyShares, Slices
+from wlb_titan.plan import COUNT, DOCUMENT, KeyShares, Slices
 
 
 class AllGather(ContextStrategy):
@@ -87,7 +87,8 @@ class AllGather(ContextStrategy):
             )
 
     def seconds(self, sharding: Sharding) -> Floats:
-        return self.latency.seconds(sharding)
+        sent = sent_tokens(sharding, spans(sharding, self.levels), len(self.levels))
+        return self.latency.seconds(sharding, held_keys(sharding, sent, self.levels))
 
     def shard(
         self,
@@ -167,10 +168,11 @@ class Adaptive(AllGather):
         prefix = None if slices is None else slices.prefix
 
         def seconds(sharding: Sharding) -> float:
-            attention = slowest(self.seconds(after(sharding, prefix)))
+            sent = sent_tokens(sharding, spans(sharding, self.levels, slices), len(self.levels))
+            held = held_keys(sharding, sent, self.levels)
+            attention = slowest(self.latency.seconds(after(sharding, prefix), held))
             if not self.moves:
                 return attention
-            sent = sent_tokens(sharding, spans(sharding, self.levels, slices), len(self.levels))
             moving = exchange_seconds(sent, self.levels, self.moves)
             return attention + float(self.waited(np.array(moving), np.array(attention)))
 
@@ -266,14 +268,31 @@ def key_shares(
     sharding: Sharding, total: int, levels: Sequence[int], slices: Slices | None = None
 ) -> KeyShares:
     """What ranks have of the keys whose order `gathered_mask` says, at the most; arguments as there."""
-    ranks, span = len(sharding), spans(sharding, levels, slices)
-    sent = sent_tokens(sharding, span, len(levels))
-    gathered = np.zeros(ranks, dtype=np.int64)
-    for size, tokens in zip(levels, sent, strict=True):
-        gathered += np.repeat(tokens.reshape(-1, size).max(axis=1) * size, size)
-    keeps = np.array([(span[shard[:, DOCUMENT]] < 0).any() for shard in sharding]) | (gathered == 0)
-    own = np.where(keeps, total // ranks - sent.sum(axis=0), 0)
+    sent = sent_tokens(sharding, spans(sharding, levels, slices), len(levels))
+    gathered = gathered_keys(sent, levels)
+    tokens = np.array([shard[:, COUNT].sum() for shard in sharding])
+    keeps = (tokens > sent.sum(axis=0)) | (gathered == 0)
+    own = np.where(keeps, total // len(sharding) - sent.sum(axis=0), 0)  # padding lies among them
     return KeyShares(float(gathered.max()) / total, float((gathered + own).max()) / total)
+
+
+def gathered_keys(sent: Ints, levels: Sequence[int]) -> Ints:
+    """int64 (ranks,), tokens whose keys a rank gathers, with the padding between them and its own among them.
+
+    Args:
+        sent: of `sent_tokens`.
+        levels: as of `spans`.
+    """
+    each = [np.repeat(s.reshape(-1, n).max(axis=1) * n, n) for s, n in zip(sent, levels, strict=True)]
+    result: Ints = np.sum(each, axis=0)
+    return result
+
+
+def held_keys(sharding: Sharding, sent: Ints, levels: Sequence[int]) -> Ints:
+    """int64 (ranks,), tokens whose keys a rank has: those that it gathers, and its own that stay with it."""
+    tokens = np.array([shard[:, COUNT].sum() for shard in sharding])
+    held: Ints = gathered_keys(sent, levels) + tokens - sent.sum(axis=0)
+    return held
 
 
 def key_order(positions: Ints) -> Ints:
