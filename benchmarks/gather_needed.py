@@ -10,9 +10,9 @@ packing, documents of web pages or code. With TP 1 context parallelism of up to 
 - everything: `hybrid` as it was, which gathers all keys and does not weigh them
 - all ranks: keys of documents that lie on several ranks, among all ranks
 - hybrid: among 2, 8, ... neighbours or all, as few as will do
-- halves: the same, and a micro-batch may fall into two, each of half of its ranks, where that is faster: as if
-  data-parallel ranks of half the degree shared those that have long documents. Each rank has as many tokens,
-  so as much memory, and up to 5 % more
+- halves: the same, and a micro-batch may fall into two, each of half of its ranks, where that is faster: as
+  if data-parallel ranks of half the degree shared those that have long documents. Each rank has as many
+  tokens, and up to 5 % more
 - ulysses, ulysses_gather: for comparison; a dash where the heads do not suffice
 
 GB are what a rank receives in a layer for a micro-batch, forward; GiB the fullest GPU's peak, `!` where it is
@@ -42,7 +42,7 @@ from wlb_titan.documents.lengths import NAMED
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job, Policy
 from wlb_titan.memory.peak import GIB
-from wlb_titan.plan import LENGTH, MicroBatch, Plan
+from wlb_titan.plan import ALL_KEYS, LENGTH, MicroBatch, Plan
 from wlb_titan.simulator.passes import MicroBatches, pass_times, travelling
 from wlb_titan.simulator.scenario import Scenario
 
@@ -71,8 +71,14 @@ class Everything(AllRanks):
     def __init__(self, config, ranks, latency, moves=()):
         super().__init__(config, ranks, latency)
 
+    def seconds(self, sharding):
+        return self.latency.seconds(sharding)
+
     def travelling(self, sharding, total, slices=None):
         return (total,)
+
+    def keys(self, sharding, total, slices=None):
+        return ALL_KEYS
 
 
 SHARDINGS = {

@@ -39,7 +39,7 @@ from wlb_titan.context.strategy import ContextMask, ContextStrategy, Exchange, F
 from wlb_titan.cost.attention_latency import AttentionLatency, slowest
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
-from wlb_titan.plan import COUNT, DOCUMENT, KeyShares, Slices
+from wlb_titan.plan import DOCUMENT, KeyShares, Slices
 
 
 class AllGather(ContextStrategy):
@@ -88,7 +88,7 @@ class AllGather(ContextStrategy):
 
     def seconds(self, sharding: Sharding) -> Floats:
         sent = sent_tokens(sharding, spans(sharding, self.levels), len(self.levels))
-        return self.latency.seconds(sharding, held_keys(sharding, sent, self.levels))
+        return self.latency.seconds(sharding, held_keys(sent, self.levels))
 
     def shard(
         self,
@@ -108,7 +108,7 @@ class AllGather(ContextStrategy):
 
     def travelling(self, sharding: Sharding, total: int, slices: Slices | None = None) -> tuple[int, ...]:
         sent = sent_tokens(sharding, spans(sharding, self.levels, slices), len(self.levels))
-        return tuple(int(most) * size for most, size in zip(sent.max(axis=1), self.levels, strict=True))
+        return tuple(int(most) * size for most, size in zip(sent[:-1].max(axis=1), self.levels, strict=True))
 
     def keys(self, sharding: Sharding, total: int, slices: Slices | None = None) -> KeyShares:
         return key_shares(sharding, total, self.levels, slices)
@@ -169,7 +169,7 @@ class Adaptive(AllGather):
 
         def seconds(sharding: Sharding) -> float:
             sent = sent_tokens(sharding, spans(sharding, self.levels, slices), len(self.levels))
-            held = held_keys(sharding, sent, self.levels)
+            held = held_keys(sent, self.levels)
             attention = slowest(self.latency.seconds(after(sharding, prefix), held))
             if not self.moves:
                 return attention
@@ -269,29 +269,24 @@ def key_shares(
 ) -> KeyShares:
     """What ranks have of the keys whose order `gathered_mask` says, at the most; arguments as there."""
     sent = sent_tokens(sharding, spans(sharding, levels, slices), len(levels))
-    gathered = gathered_keys(sent, levels)
-    tokens = np.array([shard[:, COUNT].sum() for shard in sharding])
-    keeps = (tokens > sent.sum(axis=0)) | (gathered == 0)
-    own = np.where(keeps, total // len(sharding) - sent.sum(axis=0), 0)  # padding lies among them
-    return KeyShares(float(gathered.max()) / total, float((gathered + own).max()) / total)
+    held = held_keys(sent, levels)
+    gathered = held - sent[-1]
+    keeps = (sent[-1] > 0) | (gathered == 0)
+    padding = np.where(keeps, total // len(sharding) - sent.sum(axis=0), 0)
+    return KeyShares(float(gathered.max()) / total, float((held + padding).max()) / total)
 
 
-def gathered_keys(sent: Ints, levels: Sequence[int]) -> Ints:
-    """int64 (ranks,), tokens whose keys a rank gathers, with the padding between them and its own among them.
+def held_keys(sent: Ints, levels: Sequence[int]) -> Ints:
+    """int64 (ranks,), tokens whose keys a rank has: its own that stay with it, and those that it gathers,
+    with padding between them.
 
     Args:
         sent: of `sent_tokens`.
         levels: as of `spans`.
     """
-    each = [np.repeat(s.reshape(-1, n).max(axis=1) * n, n) for s, n in zip(sent, levels, strict=True)]
-    result: Ints = np.sum(each, axis=0)
-    return result
-
-
-def held_keys(sharding: Sharding, sent: Ints, levels: Sequence[int]) -> Ints:
-    """int64 (ranks,), tokens whose keys a rank has: those that it gathers, and its own that stay with it."""
-    tokens = np.array([shard[:, COUNT].sum() for shard in sharding])
-    held: Ints = gathered_keys(sent, levels) + tokens - sent.sum(axis=0)
+    held: Ints = sent[-1].copy()
+    for tokens, size in zip(sent, levels, strict=False):
+        held += np.repeat(tokens.reshape(-1, size).max(axis=1) * size, size)
     return held
 
 

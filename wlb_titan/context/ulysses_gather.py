@@ -98,7 +98,7 @@ class UlyssesGather(ContextStrategy):
         """All tokens within groups, and between them those of documents that lie in several."""
         groups = self._of_groups(sharding)
         sent = sent_tokens(groups, spans(groups, (self._groups,), slices), 1)
-        return total, int(sent.max()) * self._groups
+        return total, int(sent[0].max()) * self._groups
 
     def keys(self, sharding: Sharding, total: int, slices: Slices | None = None) -> KeyShares:
         return key_shares(self._of_groups(sharding), total, (self._groups,), slices)
