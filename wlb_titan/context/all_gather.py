@@ -87,8 +87,11 @@ class AllGather(ContextStrategy):
             )
 
     def seconds(self, sharding: Sharding) -> Floats:
-        sent = sent_tokens(sharding, spans(sharding, self.levels), len(self.levels))
-        return self.latency.seconds(sharding, held_keys(sent, self.levels))
+        return self.latency.seconds(sharding, held_keys(self._sent(sharding), self.levels))
+
+    def _sent(self, sharding: Sharding, slices: Slices | None = None) -> Ints:
+        """`sent_tokens` of its levels."""
+        return sent_tokens(sharding, spans(sharding, self.levels, slices), len(self.levels))
 
     def shard(
         self,
@@ -107,8 +110,8 @@ class AllGather(ContextStrategy):
         return self.group_sizes(self.ranks)
 
     def travelling(self, sharding: Sharding, total: int, slices: Slices | None = None) -> tuple[int, ...]:
-        sent = sent_tokens(sharding, spans(sharding, self.levels, slices), len(self.levels))
-        return tuple(int(most) * size for most, size in zip(sent[:-1].max(axis=1), self.levels, strict=True))
+        most = self._sent(sharding, slices)[:-1].max(axis=1)
+        return tuple(int(tokens) * size for tokens, size in zip(most, self.levels, strict=True))
 
     def keys(self, sharding: Sharding, total: int, slices: Slices | None = None) -> KeyShares:
         return key_shares(sharding, total, self.levels, slices)
@@ -168,11 +171,12 @@ class Adaptive(AllGather):
         prefix = None if slices is None else slices.prefix
 
         def seconds(sharding: Sharding) -> float:
-            sent = sent_tokens(sharding, spans(sharding, self.levels, slices), len(self.levels))
+            sent = self._sent(sharding)
             held = held_keys(sent, self.levels)
             attention = slowest(self.latency.seconds(after(sharding, prefix), held))
             if not self.moves:
                 return attention
+            sent = sent if slices is None else self._sent(sharding, slices)
             moving = exchange_seconds(sent, self.levels, self.moves)
             return attention + float(self.waited(np.array(moving), np.array(attention)))
 
