@@ -92,7 +92,7 @@ def test_what_cannot_be_is_said(arguments, said):
         wlb_titan.balance(**arguments)
 
 
-def test_the_page_s_examples_run_and_import_neither_torch_nor_datasets():
+def test_examples_of_the_page_run_and_import_neither_torch_nor_datasets():
     """In a Python of their own, which has imported nothing yet."""
     page = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
     examples = re.findall(r"\n\n```python\n(.*?)```", page, re.DOTALL)  # without those that are "not run"
