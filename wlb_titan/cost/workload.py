@@ -1,4 +1,4 @@
-"""The workload of a document of d tokens on a device: W_a(d) + W_l(d) (paper equation 2, Figure 7).
+"""How long a document of d tokens keeps a device busy: W_a(d) + W_l(d) (paper equation 2, Figure 7).
 
 W_a is attention, which grows with d^2; W_l is everything else (matrix products, element-wise operators and
 communication), which grows with d. Forward and backward are given apart: the backward pass of attention costs
@@ -50,7 +50,7 @@ class CostJob(Protocol):
     def cluster(self) -> Cluster: ...
     @property
     def dtype(self) -> str:
-        """Data type of queries and keys, as torch names it."""
+        """Of queries and keys, as torch names it."""
         ...
 
     @property
@@ -60,7 +60,7 @@ class CostJob(Protocol):
 
     @property
     def exchange_seconds(self) -> float:
-        """Seconds of context parallelism's collectives in a layer's pass, for each token of a micro-batch."""
+        """Of context parallelism's collectives in a layer's pass, for each token of a micro-batch."""
         ...
 
 
