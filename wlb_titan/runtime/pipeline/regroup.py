@@ -23,24 +23,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torchtitan.config import ParallelismConfig
 from torchtitan.distributed import ParallelDims
 
-from wlb_titan.context import sequence_positions
-from wlb_titan.packing.slim.slices import piece_numbers
-from wlb_titan.plan import LENGTH, PREFIX, TOTAL, ByPass, MicroBatch
+from wlb_titan.packing.slim.moves import TokenMoves, token_moves
+from wlb_titan.plan import ByPass, MicroBatch
 from wlb_titan.runtime.compat import checkpoint_wrapper
 from wlb_titan.runtime.data.inputs import REGROUPING, Item, on_host
 from wlb_titan.runtime.pipeline.build import PlannedSchedule, pipeline
 from wlb_titan.runtime.pipeline.packflow import PackFlowSchedule
 from wlb_titan.runtime.pipeline.stage import PlannedStage
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -48,69 +43,23 @@ class Regrouping:
     """How this rank's share of a backward micro-batch is put together.
 
     Attributes:
-        sources: forward micro-batches of which this rank sends tokens, rising.
-        sent: int64 (R,), rows of the sources' shares one after the other, by the rank that they go to.
-        sent_counts: of them, to each rank.
-        received_counts: rows from each rank.
-        places: int64 (R,), where what is received goes in the share; what is left of it is padding.
-        over: forward micro-batches of which nothing is needed afterwards.
+        moves: of the plan.
+        sent, places: int64 (R,), those of `moves`.
     """
 
-    sources: tuple[int, ...]
+    moves: TokenMoves
     sent: Tensor
-    sent_counts: list[int]
-    received_counts: list[int]
     places: Tensor
-    over: tuple[int, ...] = ()
 
-    def to(self, device: torch.device, *, non_blocking: bool) -> Regrouping:
+    @classmethod
+    def of(cls, moves: TokenMoves) -> Regrouping:
+        """On the host."""
+        return cls(moves, on_host(moves.sent), on_host(moves.places))
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Regrouping:
         """The same for tensors on a device; starts copies."""
         sent, places = (index.to(device, non_blocking=non_blocking) for index in (self.sent, self.places))
         return replace(self, sent=sent, places=places)
-
-
-def regroupings(
-    forward: Sequence[MicroBatch], backward: Sequence[MicroBatch], tensor_ranks: int, rank: int
-) -> list[Regrouping]:
-    """Of each backward micro-batch how this rank gets its share of hidden states.
-
-    Args:
-        forward, backward: of one data-parallel rank, of the same tokens.
-        tensor_ranks: ranks among which sequence parallelism divides a context-parallel rank's tokens; 1
-            without it.
-        rank: this one's number among those that share a micro-batch, tensor-parallel ranks innermost.
-    """
-    tokens = _token_numbers([*forward, *backward])
-    own, others = tokens[: len(forward)], tokens[len(forward) :]
-    shares = [_shares(m, tensor_ranks) for m in forward]
-    # Of every token the forward micro-batch that has it, the rank that keeps it, and its row there.
-    pack, holder, row = np.empty((3, sum(map(len, own))), dtype=np.int64)
-    for number, (here, share) in enumerate(zip(own, shares, strict=True)):
-        at = np.argsort(share, axis=None)[: len(here)]
-        pack[here] = number
-        holder[here], row[here] = np.divmod(at, share.shape[1])
-    result = []
-    last = np.full(len(forward), -1)
-    for number, (m, here) in enumerate(zip(backward, others, strict=True)):
-        wanted = [here[share[share < len(here)]] for share in _shares(m, tensor_ranks)]
-        sent = [each[holder[each] == rank] for each in wanted]
-        moved = np.concatenate(sent)
-        sources = np.unique(pack[moved])
-        last[sources] = number
-        lengths = np.array([shares[source].shape[1] for source in sources], dtype=np.int64)
-        begins = np.cumsum(lengths) - lengths
-        (places,) = np.nonzero(_shares(m, tensor_ranks)[rank] < len(here))
-        by_holder = np.argsort(holder[wanted[rank]], kind="stable")
-        result.append(
-            Regrouping(
-                sources=tuple(sources.tolist()),
-                sent=on_host(begins[np.searchsorted(sources, pack[moved])] + row[moved]),
-                sent_counts=[len(each) for each in sent],
-                received_counts=np.bincount(holder[wanted[rank]], minlength=len(wanted)).tolist(),
-                places=on_host(places[by_holder]),
-            )
-        )
-    return [replace(one, over=tuple(np.flatnonzero(last == j).tolist())) for j, one in enumerate(result)]
 
 
 def regrouped_items(
@@ -121,12 +70,12 @@ def regrouped_items(
     Args:
         items: of the micro-batches of forward and then of backward passes.
         packs: these micro-batches.
-        tensor_ranks, rank: as of `regroupings`.
+        tensor_ranks, rank: as of `token_moves`.
 
     Returns:
         The same, with a `Regrouping` of each backward pass; those of forward passes without labels.
     """
-    ways = regroupings(*packs, tensor_ranks, rank)
+    ways = map(Regrouping.of, token_moves(*packs, tensor_ranks, rank))
     forward, backward = items[: len(packs.forward)], items[len(packs.forward) :]
     return [
         *((item, labels[:, :0]) for item, labels in forward),
@@ -146,40 +95,16 @@ def gathered(
         group: the ranks that share a micro-batch; None for this one alone.
     """
     rows_RD = into.new_empty((0, into.shape[2]))
-    if how.sources:
-        rows_RD = torch.cat([kept[source].squeeze(0) for source in how.sources])
+    moves = how.moves
+    if moves.sources:
+        rows_RD = torch.cat([kept[source].squeeze(0) for source in moves.sources])
         rows_RD = rows_RD[how.sent]
     if group is not None:
         received_RD = into.new_empty((len(how.places), into.shape[2]))
-        dist.all_to_all_single(received_RD, rows_RD, how.received_counts, how.sent_counts, group=group)
+        dist.all_to_all_single(received_RD, rows_RD, moves.received_counts, moves.sent_counts, group=group)
         rows_RD = received_RD
     into[0, how.places] = rows_RD
     return into
-
-
-def _token_numbers(micro_batches: Sequence[MicroBatch]) -> list[Ints]:
-    """Of each micro-batch int64 (tokens,), numbers by which a token is found in those of both passes."""
-    packs = [(m.documents, m.slices) for m in micro_batches if m.slices is not None]
-    numbers = piece_numbers(packs)
-    totals = np.zeros(1 + max(int(own.max()) for own in numbers), dtype=np.int64)
-    for own, (_, slices) in zip(numbers, packs, strict=True):
-        totals[own] = slices[:, TOTAL]
-    begins = np.cumsum(totals) - totals
-    result = []
-    for own, (documents, slices) in zip(numbers, packs, strict=True):
-        lengths = documents[:, LENGTH]
-        first = begins[own] + slices[:, PREFIX] - (np.cumsum(lengths) - lengths)
-        result.append(np.repeat(first, lengths) + np.arange(int(lengths.sum())))
-    return result
-
-
-def _shares(micro_batch: MicroBatch, tensor_ranks: int) -> Ints:
-    """Int64 (ranks, L), where in the sequence the tokens lie that each rank holds; padding comes last."""
-    if micro_batch.ranks is None:
-        return np.arange(micro_batch.length).reshape(tensor_ranks, -1)
-    lengths = micro_batch.documents[:, LENGTH]
-    positions = sequence_positions(micro_batch.ranks, lengths, micro_batch.length)
-    return positions.reshape(len(micro_batch.ranks) * tensor_ranks, -1)
 
 
 class RegroupedLayers:
@@ -220,7 +145,7 @@ class RegroupedLayers:
         assert how is not None
         with torch.no_grad():
             hidden = gathered(how, kept, like.new_zeros(like.shape), self._sharers)
-        for source in how.over:
+        for source in how.moves.over:
             del kept[source]
         return hidden
 
