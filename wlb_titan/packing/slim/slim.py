@@ -116,9 +116,9 @@ class Slim(PackingPolicy):
         """Relative gap between solution and bound at which the solver stops."""
 
         asymmetric: bool = False
-        """Whether backward passes have MicroPacks of their own, of equal work in backward passes. They compute
-        layers again, in place of full activation checkpointing, which has to be set. Of use in a pipeline
-        that needs full checkpointing anyway; where selective fits, that is faster."""
+        """Whether backward passes have MicroPacks of their own, of equal work in backward passes. They
+        compute layers again, in place of full activation checkpointing, which has to be set. Of use in a
+        pipeline that needs full checkpointing anyway; where selective fits, that is faster."""
 
         @property
         def planning_seconds(self) -> float:
