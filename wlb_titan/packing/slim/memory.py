@@ -10,7 +10,7 @@ from wlb_titan.memory.fits import fullest
 from wlb_titan.memory.packs import Passes
 from wlb_titan.memory.peak import RankMemory
 from wlb_titan.packing.policy import Packing, PackingJob
-from wlb_titan.packing.slim.flow import dependencies, in_own_order
+from wlb_titan.packing.slim.dependencies import dependencies, in_own_order
 from wlb_titan.packing.slim.slices import ReplicaPacks, passes_of
 from wlb_titan.plan import LENGTH, Flow
 
@@ -23,7 +23,7 @@ def step_peak(packing: Packing, flow: Flow, job: PackingJob) -> RankMemory | Non
 
     Args:
         packing: of the step.
-        flow: of all data-parallel ranks, as `job_flow` makes it.
+        flow: of all data-parallel ranks, as of `Flows`.
         job: what is packed for.
     """
     if job.peak is None:
