@@ -36,7 +36,7 @@ def test_every_rank_gets_the_tokens_of_its_share(context, tensor):
     ranks = context * tensor
     for _ in range(2):
         plan = planned.next()
-        forward, backward = plan.of_rank(0), plan.backward_of_rank(0)
+        forward, backward = plan.replica(0)
         ways = [regroupings(forward, backward, tensor, rank) for rank in range(ranks)]
         held = [{i: share(m, tensor, rank) for i, m in enumerate(forward)} for rank in range(ranks)]
         for place, m in enumerate(backward):
@@ -61,7 +61,7 @@ def test_every_rank_gets_the_tokens_of_its_share(context, tensor):
 
 def test_rows_are_gathered():
     plan = planner(np.random.default_rng(0).integers(2, 90, size=40), packing=slim(length_multiple=4)).next()
-    forward, backward = plan.of_rank(0), plan.backward_of_rank(0)
+    forward, backward = plan.replica(0)
     numbers = {token: i for i, token in enumerate(t for m in forward for t in share(m, 1, 0) if t)}
     kept = {
         i: torch.tensor([[[float(numbers.get(token, -1))] * 3 for token in share(m, 1, 0)]])

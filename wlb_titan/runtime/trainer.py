@@ -54,6 +54,7 @@ from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank
 from wlb_titan.runtime.models.compile import allow_graphs
 from wlb_titan.runtime.pipeline.build import pipeline
 from wlb_titan.runtime.pipeline.pass_timer import PassTimer
+from wlb_titan.runtime.pipeline.regroup import regrouped_pipeline
 from wlb_titan.runtime.step_trace import StepTrace
 from wlb_titan.runtime.validator import Validator
 from wlb_titan.simulator.choice import Choice, choose
@@ -91,9 +92,10 @@ class Trainer(TorchtitanTrainer):
             ),
             loss=weighted(config.loss) if config.wlb.loss_weight == "conversation" else config.loss,
         )
-        if self.job.packing.regroups:
-            assert config.model_spec is not None
-            stages = partial(pipeline, recomputes=True)
+        assert config.model_spec is not None
+        if config.model_spec.pipelining_fn is pipeline:
+            stages = regrouped_pipeline if self.job.packing.regroups else pipeline
+            stages = partial(stages, check_lengths=config.wlb.pipeline.check_lengths)
             config.model_spec = dataclasses.replace(config.model_spec, pipelining_fn=stages)
         super().__init__(config)
         self._cache: KeyValueCache | None = None  # of the step under way
@@ -106,16 +108,10 @@ class Trainer(TorchtitanTrainer):
             writer=metrics_rank(self.parallel_dims, config.parallelism.pipeline_parallel_schedule),
             folder=config.dump_folder,
         )
-        if self.parallel_dims.cp_enabled:
-            self.planned.context_rank = self.parallel_dims.get_mesh("cp").get_local_rank()
-        if self.parallel_dims.tp_enabled and config.parallelism.enable_sequence_parallel:
-            mesh = self.parallel_dims.get_mesh("tp")
-            self.planned.tensor_rank = mesh.get_local_rank(), mesh.size()
         if config.compile.enable:
             allow_graphs(self.job)
         self._prepare_merging()
         if self.parallel_dims.pp_enabled:
-            self.pp_schedule.check_lengths = config.wlb.pipeline.check_lengths
             self.planned.lower = self.pp_schedule.lower
         if self.device.type == "cpu":
             # gloo has no premultiplied sum, which FSDP would use for its gradient scaling.
@@ -147,17 +143,23 @@ class Trainer(TorchtitanTrainer):
             shared = SharedAnswer() if self.job.packing.planning_seconds else here
             self.config.training.steps = steps_of_epochs(self.job, documents, epochs, shared)
             logger.info(f"wlb.epochs = {epochs} takes {self.config.training.steps:,} steps")
-        self._set_up_job(self.config)
+        self._set_up_job(self.config, dims)
         return dims
 
-    def _set_up_job(self, config: Config) -> None:
+    def _set_up_job(self, config: Config, dims: ParallelDims) -> None:
         """Tells the parts of the trainer's own configuration what the job is."""
         assert config.model_spec is not None
         for _, attention, _, _ in config.model_spec.traverse(DocumentAttention.Config):
             attention.context = self.job.sharding
             attention.implementation = config.wlb.attention.implementation
         config.comm.train_timeout_seconds, self._timeout_reason = train_timeout(config, self.job)
-        config.dataloader.job = self.job
+        loader = config.dataloader
+        loader.job = self.job
+        if dims.cp_enabled:
+            loader.context_rank = dims.get_mesh("cp").get_local_rank()
+        if dims.tp_enabled and config.parallelism.enable_sequence_parallel:
+            mesh = dims.get_mesh("tp")
+            loader.tensor_rank = mesh.get_local_rank(), mesh.size()
 
     @property
     def planned(self) -> PlannedDataLoader:
@@ -273,9 +275,6 @@ class Trainer(TorchtitanTrainer):
         try:
             if self.parallel_dims.pp_enabled:
                 self.pp_schedule.flow = flow
-                self.pp_schedule.regroupings = step.regroupings and [
-                    one.to(self.device) for one in step.regroupings
-                ]
                 loss = self._forward_backward(step.items, labels)
             else:
                 loss = self._run_alone(step.items, flow[0], labels)
@@ -364,7 +363,7 @@ class Trainer(TorchtitanTrainer):
             logger.info(line)
         for line in advice(self.job, compiled=self._compiled, on_gpu=self.device.type == "cuda"):
             logger.info(line)
-        compile_attention(self.config, self.job, self.device, self.planned.context_rank)
+        compile_attention(self.config, self.job, self.device, self.config.dataloader.context_rank)
         comm = self.config.comm
         logger.info(
             f"A rank that does not answer is given up after {comm.init_timeout_seconds} s in the first step, "

@@ -46,8 +46,7 @@ def job_flow(
     orders, needed = map(np.array, dependencies(packing))
     weights = np.array([held[sharers] for sharers in packing.sharers.tolist()])
     tokens, freed = (
-        (weights * [pack[:, LENGTH].sum() for pack in one.packs])[ranks]
-        for one in (packing, packing.backward or packing)
+        (weights * [pack[:, LENGTH].sum() for pack in one.packs])[ranks] for one in packing.by_pass
     )
 
     def ran(values: NDArray[Any]) -> NDArray[Any]:
@@ -69,8 +68,8 @@ def dependencies(packing: Packing) -> tuple[list[list[int]], list[list[int]]]:
     """Of each data-parallel rank the order of its backward passes, and the forward pass that each waits
     for."""
     assert packing.assigned is not None
-    if packing.backward is not None:
-        needed = [last_needed(packing.parts(own), packing.backward.parts(own)) for own in packing.assigned]
+    if packing.regrouped is not None:
+        needed = [last_needed(packing.parts(own), packing.regrouped.parts(own)) for own in packing.assigned]
         return [list(range(len(own))) for own in packing.assigned], needed
     sliced = [[sliced_document(*part) for part in packing.parts(own)] for own in packing.assigned]
     return [backward_order(own) for own in sliced], [forward_needed(own) for own in sliced]

@@ -23,10 +23,11 @@ import numpy as np
 from annotated_types import Ge, Interval
 from numpy.typing import NDArray
 
+from wlb_titan.cost.passes import MicroBatches, PassJob, pass_times
 from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.peak import GIB, RankMemory
+from wlb_titan.memory.peak import GIB, Rank, RankMemory
 from wlb_titan.packing.arrivals import Arrivals, delayed
 from wlb_titan.packing.policy import CheckedJob, Pack, Packing, PackingJob, PackingPolicy
 from wlb_titan.packing.slim.asymmetric import Line, asymmetric
@@ -35,9 +36,11 @@ from wlb_titan.packing.slim.flow import dependencies, in_own_order, job_flow
 from wlb_titan.packing.slim.memory import step_peak
 from wlb_titan.packing.slim.micropacks import MOST_TRIED, Bins, Placing, micropacks, place_greedily
 from wlb_titan.packing.slim.micropacks_milp import SolvedPlacing
+from wlb_titan.packing.slim.regrouped import RegroupedRank, regrouped_times
 from wlb_titan.packing.slim.slices import MicroPack, PrefixWork, Slice
+from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.pipeline.packflow import SCHEDULES, Schedule
-from wlb_titan.plan import LENGTH, START, Flow
+from wlb_titan.plan import LENGTH, START, ByPass, Flow
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -128,6 +131,13 @@ class Slim(PackingPolicy):
         @property
         def regroups(self) -> bool:
             return self.asymmetric
+
+        @property
+        def rank_memory(self) -> type[Rank]:
+            return RegroupedRank if self.asymmetric else Rank
+
+        def pass_times(self, job: PassJob, packs: ByPass[MicroBatches]) -> PassTimes:
+            return regrouped_times(job, packs) if self.asymmetric else pass_times(job, packs.forward)
 
         @property
         def most_in_flight(self) -> int | None:
@@ -354,10 +364,15 @@ class Slim(PackingPolicy):
                 all_.extend(_rows(documents, pack) for pack in packs)
         numbers = np.arange(len(passes[0])).reshape(self._job.data_parallel, count).tolist()
         forward, backward = (
-            Packing([rows for rows, _ in all_], slices=[own for _, own in all_], assigned=numbers)
+            Packing(
+                [rows for rows, _ in all_],
+                slices=[own for _, own in all_],
+                assigned=numbers,
+                one_pass=True,
+            )
             for all_ in passes
         )
-        return replace(forward, backward=backward)
+        return replace(forward, regrouped=backward)
 
     def _flow(
         self, packing: Packing, forward: Floats, backward: Floats, slack: int, limit: float | None

@@ -30,7 +30,7 @@ from wlb_titan.runtime.data.inputs import Item, rank_item
 from wlb_titan.runtime.data.shared_answer import SharedAnswer
 from wlb_titan.runtime.job import documents_of
 from wlb_titan.runtime.loss import total_weight, with_weights
-from wlb_titan.runtime.pipeline.regroup import Regrouping, regroupings
+from wlb_titan.runtime.pipeline.regroup import regrouped_items
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,6 @@ class Step:
         flops: of the model on the documents of the whole job.
         state_after: of the planner, as JSON.
         flow: the order of this data-parallel rank's passes; None leaves it to the schedule.
-        regroupings: of each micro-batch of backward passes where this rank's share of it lies; None where
-            they are those of forward passes.
     """
 
     plan: Plan
@@ -59,7 +57,6 @@ class Step:
     flops: float
     state_after: str
     flow: Flow | None = None
-    regroupings: list[Regrouping] | None = None
 
 
 class PlannedDataLoader(BaseDataLoader):
@@ -70,9 +67,6 @@ class PlannedDataLoader(BaseDataLoader):
     sequence's end.
 
     Attributes:
-        context_rank: whose share of each micro-batch is served; to be set before iterating.
-        tensor_rank: the tensor-parallel rank where hidden states are divided among them, and how many do so;
-            to be set as well.
         lower: makes ready what runs an order of passes, ahead of its step; to be set with a pipeline.
         plan: of the step being served.
     """
@@ -83,6 +77,12 @@ class PlannedDataLoader(BaseDataLoader):
 
         corpus: CorpusSettings = field(default_factory=CorpusSettings)
         job: Job
+        context_rank: int = 0
+        """Whose share of each micro-batch is served."""
+
+        tensor_rank: tuple[int, int] = (0, 1)
+        """The tensor-parallel rank where hidden states are divided among them, and how many do so."""
+
         loss_weight: str = "token"
         hold_out: float = 0.0
         documents: Documents | None = None
@@ -92,8 +92,7 @@ class PlannedDataLoader(BaseDataLoader):
         assert dp_world_size == config.job.degrees.data
         self.corpus = open_corpus(config.corpus)
         self.plan: Plan | None = None
-        self.context_rank = 0
-        self.tensor_rank = (0, 1)
+        self._context_rank, self._tensor_rank = config.context_rank, config.tensor_rank
         self.lower: Callable[[Flow], None] = lambda flow: None
         self._job = config.job
         self._by_document = config.loss_weight == "conversation"
@@ -142,16 +141,14 @@ class PlannedDataLoader(BaseDataLoader):
         flow = None if plan.order is None else plan.order[self._dp_rank]
         if flow is not None:
             self.lower(flow)
-        forward, backward = plan.of_rank(self._dp_rank), plan.backward_of_rank(self._dp_rank)
-        packs = forward if plan.backward is None else (*forward, *backward)
+        own = plan.replica(self._dp_rank)
+        packs = [micro_batch for of_pass in own.apart for micro_batch in of_pass]
         sliced = [(m.documents, m.slices) for m in packs if m.slices is not None]
         rows = cache_rows(sliced) if sliced else [None] * len(packs)
         items = [self._item(m, own) for m, own in zip(packs, rows, strict=True)]
-        regrouped = None
-        if plan.backward is not None:
-            rank, ranks = self.tensor_rank
-            regrouped = regroupings(forward, backward, ranks, self.context_rank * ranks + rank)
-            items[: len(forward)] = [(item, labels[:, :0]) for item, labels in items[: len(forward)]]
+        if not own.same:
+            rank, ranks = self._tensor_rank
+            items = regrouped_items(items, own, ranks, self._context_rank * ranks + rank)
         return Step(
             plan=plan,
             source_figures=self._planner.source_figures(plan),
@@ -161,7 +158,6 @@ class PlannedDataLoader(BaseDataLoader):
             flops=self._job.model.flops(plan.document_lengths),
             state_after=self._save(),
             flow=flow,
-            regroupings=regrouped,
         )
 
     def _item(self, micro_batch: MicroBatch, cached: NDArray[np.int64] | None) -> Item:
@@ -204,4 +200,4 @@ class PlannedDataLoader(BaseDataLoader):
     def _rank_within(self, micro_batch: MicroBatch) -> int:
         """Whose share of a micro-batch this rank has, among the context-parallel ranks of all its sharers."""
         before = self._dp_rank - micro_batch.merged.start if micro_batch.merged else 0
-        return before * self._job.degrees.context + self.context_rank
+        return before * self._job.degrees.context + self._context_rank
