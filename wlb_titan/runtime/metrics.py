@@ -129,6 +129,8 @@ def _console_line(record: dict[str, Any]) -> str:
     ]
     if "imbalance" in record:
         parts.append(f"imbalance {record['imbalance']:.3f}")
+    if "shadow/imbalance" in record:
+        parts.append(f"in the shadow {record['shadow/imbalance']:.3f}")
     if "measured_imbalance" in record:
         parts.append(f"measured {record['measured_imbalance']:.3f}")
     if "bubble" in record:

@@ -357,7 +357,8 @@ def _check_pipeline(config: Trainer.Config, dims: ParallelDims) -> None:
     try:
         check_schedule(config.parallelism, config.compile)
         # Slices have a schedule of their own, for MicroPacks; validation runs whole documents in the job's.
-        if not config.wlb.packing.owner.slices or config.wlb.validation.enabled:
+        packing = config.wlb.packing
+        if not packing.owner.slices or packing.shadow or config.wlb.validation.enabled:
             check_micro_batches(
                 config.parallelism.pipeline_parallel_schedule,
                 dims.pp,
