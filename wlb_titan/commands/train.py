@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import uuid
 from pathlib import Path
 
 import click
@@ -43,5 +44,6 @@ def train(file: Path, overrides: tuple[str, ...], nproc: int, restarts: int) -> 
     processes = processes_a_host(
         str(file), overrides, processes=nproc, gpus=lambda: torch.accelerator.device_count()
     )
-    words = ["--standalone", "--nproc_per_node", str(processes), *restart_words(1, 1, restarts)]
+    words = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--rdzv_id", str(uuid.uuid4())]
+    words += ["--nproc_per_node", str(processes), *restart_words(1, 1, restarts)]
     sys.exit(run([*words, "-m", PROGRAM, "--config", str(file), *overrides]))

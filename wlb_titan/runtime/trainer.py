@@ -50,7 +50,7 @@ from wlb_titan.runtime.life.checkpoints import save_stopped
 from wlb_titan.runtime.life.timeouts import train_timeout
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import describe_memory, measured_memory
-from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank
+from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank, spoken
 from wlb_titan.runtime.models.compile import allow_graphs
 from wlb_titan.runtime.pipeline.build import pipeline
 from wlb_titan.runtime.pipeline.pass_timer import PassTimer
@@ -180,7 +180,8 @@ class Trainer(TorchtitanTrainer):
 
     def batch_generator(self, data_iterable: PlannedDataLoader) -> Iterator[Step]:
         """The loader's steps; the metrics get the seconds that each was waited for."""
-        self._first_step = self.step + 1
+        self._first_step, self._began = self.step + 1, time.monotonic()
+        self.metrics_processor.last_step = self.config.training.steps
         self.begin(self.step)
         return self._timed_steps(data_iterable)
 
@@ -389,7 +390,12 @@ class Trainer(TorchtitanTrainer):
             folder = Path(self.config.dump_folder) / checkpoint.folder / f"step-{self.step}"
             if checkpoint.enable and not checkpoint.load_only and folder.is_dir():
                 complete_export(folder, self.config, self.planned.corpus)
-        if self.planned.plan is None and done:
+        if done and self.planned.plan is not None:
+            took = spoken(time.monotonic() - self._began)
+            logger.info(
+                f"Done: step {self.step} was the last, after {took}. All is in {self.config.dump_folder}"
+            )
+        elif done:
             logger.warning(
                 f"Nothing was left to do: the checkpoint in {self.config.dump_folder} is of step "
                 f"{self.step}, and training.steps is {self.config.training.steps}. Raise it to go on, or "
