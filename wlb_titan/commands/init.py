@@ -92,7 +92,7 @@ def experiment(file: str, corpus: str, gpus: int, cores: int) -> str:
         base="llama3_debug",
         base_note="1.8 M parameters, for CPUs",
         corpus=corpus,
-        window=4096,
+        window=2048,
         training="",
         processes=processes,
         devices="",

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import click
 
-from wlb_titan.errors import EXIT_AGAIN, UserError
+from wlb_titan.commands.console import warnings_once
+from wlb_titan.errors import EXIT_AGAIN
 
 SCRIPT = """\
 #!/bin/bash
@@ -38,7 +39,9 @@ PATIENCE = 120
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("file", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
-@click.option("--gpus", type=click.IntRange(1), default=8, show_default=True, help="GPUs of a node.")
+@click.option(
+    "--gpus", type=click.IntRange(1), default=8, show_default=True, help="Of a node; a process each."
+)
 @click.option("--nodes", type=click.IntRange(0), default=0, help="As many as the degrees need, if not given.")
 @click.option(
     "--min-nodes", type=click.IntRange(0), default=0, help="With which it goes on if others are lost."
@@ -77,11 +80,14 @@ def slurm(
     """
     from wlb_titan.launch.job import AGENT, PROGRAM, processes_a_host, restart_words
 
-    if not nodes:
-        nodes = -(-processes_a_host(str(file), overrides) // gpus)
-    processes = processes_a_host(str(file), overrides, nodes=nodes, min_nodes=min_nodes)
-    if processes > gpus:
-        raise UserError(f"--nodes: {processes} processes a node need as many GPUs, and --gpus says {gpus}.")
+    with warnings_once():
+        if nodes:
+            processes = gpus
+        else:
+            needed = processes_a_host(str(file), overrides)
+            nodes = -(-needed // gpus)
+            processes = needed // nodes
+        processes_a_host(str(file), overrides, nodes=nodes, min_nodes=min_nodes, processes=processes)
     survives = min_nodes not in (0, nodes)
     options = {
         "job-name": file.stem,

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from wlb_titan.commands.console import warnings_once
+
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("file", type=click.Path(path_type=Path))
@@ -36,14 +38,18 @@ def train(file: Path, overrides: tuple[str, ...], nproc: int, restarts: int) -> 
     Started again, it goes on where it was. The exit status is 0 when all steps are done, 75 after SIGUSR1 or
     `wlb.stop_after` (start it again), 130 or 143 after Ctrl-C or SIGTERM.
     """
+    from wlb_titan.launch.agent import before_torch
+
+    before_torch()
     import torch
 
-    from wlb_titan.launch.agent import run
+    from wlb_titan.launch.elastic import run
     from wlb_titan.launch.job import PROGRAM, processes_a_host, restart_words
 
-    processes = processes_a_host(
-        str(file), overrides, processes=nproc, gpus=lambda: torch.accelerator.device_count()
-    )
+    with warnings_once():
+        processes = processes_a_host(
+            str(file), overrides, processes=nproc, gpus=lambda: torch.accelerator.device_count()
+        )
     words = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--rdzv_id", str(uuid.uuid4())]
     words += ["--nproc_per_node", str(processes), *restart_words(1, 1, restarts)]
     sys.exit(run([*words, "-m", PROGRAM, "--config", str(file), *overrides]))

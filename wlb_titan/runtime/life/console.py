@@ -58,6 +58,7 @@ def start_log(rank: int, parallel_dims: Any, schedule: str) -> None:
     drop_misleading_warnings()
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S"))
+    handler.addFilter(_applies)  # for those who log on loggers of their own
     root = logging.getLogger()
     root.handlers = [handler]
     reports = rank == metrics_rank(parallel_dims, schedule)
