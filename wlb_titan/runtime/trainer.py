@@ -47,10 +47,11 @@ from wlb_titan.runtime.data.tokenizer import Tokenizer
 from wlb_titan.runtime.export import complete_export
 from wlb_titan.runtime.imbalance import plan_figures
 from wlb_titan.runtime.job import configured_job, parallel_dims, training_documents
+from wlb_titan.runtime.life.checkpoints import save_stopped
 from wlb_titan.runtime.life.timeouts import train_timeout
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import describe_memory, measured_memory
-from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank
+from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank, spoken
 from wlb_titan.runtime.models.compile import allow_graphs
 from wlb_titan.runtime.pipeline.build import pipeline
 from wlb_titan.runtime.pipeline.pass_timer import PassTimer
@@ -172,8 +173,22 @@ class Trainer(TorchtitanTrainer):
     begin: Callable[[int], None] = staticmethod(lambda step: None)
     """Called on every rank when the run begins: after a checkpoint was loaded, with its step, or with 0."""
 
+    goes_on: Callable[[int], bool] = staticmethod(lambda step: True)
+    """Asked on every rank between two steps: whether a step follows on the one of this number."""
+
+    def should_continue_training(self) -> bool:
+        if not super().should_continue_training():
+            return False
+        if self.goes_on(self.step):
+            return True
+        saved = save_stopped(self.checkpointer, self.step, self._first_step)
+        logger.info(f"Stopped after step {self.step} of {self.config.training.steps}: {saved}.")
+        return False
+
     def batch_generator(self, data_iterable: PlannedDataLoader) -> Iterator[Step]:
         """The loader's steps; the metrics get the seconds that each was waited for."""
+        self._first_step, self._began = self.step + 1, time.monotonic()
+        self.metrics_processor.last_step = self.config.training.steps
         self.begin(self.step)
         return self._timed_steps(data_iterable)
 
@@ -371,12 +386,17 @@ class Trainer(TorchtitanTrainer):
             f"{comm.train_timeout_seconds} s from then on ({self._timeout_reason})"
         )
         super().train()
-        if self.config.checkpoint.last_save_in_hf and dist.get_rank() == 0:
-            checkpoint = self.config.checkpoint
+        checkpoint, done = self.config.checkpoint, self.step >= self.config.training.steps
+        if done and checkpoint.last_save_in_hf and dist.get_rank() == 0:
             folder = Path(self.config.dump_folder) / checkpoint.folder / f"step-{self.step}"
             if checkpoint.enable and not checkpoint.load_only and folder.is_dir():
                 complete_export(folder, self.config, self.planned.corpus)
-        if self.planned.plan is None and self.step >= self.config.training.steps:
+        if done and self.planned.plan is not None:
+            took = spoken(time.monotonic() - self._began)
+            logger.info(
+                f"Done: step {self.step} was the last, after {took}. All is in {self.config.dump_folder}"
+            )
+        elif done:
             logger.warning(
                 f"Nothing was left to do: the checkpoint in {self.config.dump_folder} is of step "
                 f"{self.step}, and training.steps is {self.config.training.steps}. Raise it to go on, or "
