@@ -125,7 +125,7 @@ def predict(
     job = scenario.under(policy)
     halved = halves_save(job, plans) if sharding == "hybrid" else 0.0
     packs = [m for plan in plans for m in plan.micro_batches]
-    received = np.array([move.received for move in job.moves]) * BYTES
+    received = np.array([move.received for move in job.exchanging.moves]) * BYTES
     return {
         "seconds": float(found.seconds.mean()),
         "halves_save": halved,

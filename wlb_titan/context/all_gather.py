@@ -35,11 +35,19 @@ from wlb_titan.context.layout import (
     widest_first,
 )
 from wlb_titan.context.sequence import per_sequence
-from wlb_titan.context.strategy import ContextMask, ContextStrategy, Exchange, Floats, MoveSeconds, gathered
+from wlb_titan.context.strategy import (
+    ContextMask,
+    ContextStrategy,
+    Exchange,
+    Floats,
+    KeyShares,
+    MoveSeconds,
+    gathered,
+)
 from wlb_titan.cost.attention_latency import AttentionLatency, slowest
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
-from wlb_titan.plan import DOCUMENT, KeyShares, Slices
+from wlb_titan.plan import DOCUMENT, Slices
 
 
 class AllGather(ContextStrategy):

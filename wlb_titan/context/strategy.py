@@ -20,7 +20,7 @@ from wlb_titan.context.layout import Ints, Sharding, segments, whole
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
-from wlb_titan.plan import ALL_KEYS, KeyShares, Slices
+from wlb_titan.plan import Slices
 from wlb_titan.plugins import Family, Plugin, PluginConfig
 
 Floats = NDArray[np.float64]
@@ -74,6 +74,23 @@ class ContextMask(NamedTuple):
         """Of a rank with all documents, queries and keys in the order of the sequence."""
         keys = np.stack([np.arange(len(lengths)), lengths], axis=1)
         return cls(segments(whole(lengths), lengths), (), keys)
+
+
+class KeyShares(NamedTuple):
+    """Keys and values of a micro-batch that the context-parallel rank with most of them has, over those of
+    all of its tokens.
+
+    Attributes:
+        gathered: what collectives bring.
+        held: what attention reads.
+    """
+
+    gathered: float
+    held: float
+
+
+ALL_KEYS = KeyShares(1.0, 1.0)
+"""Every rank gathers all: the most that may be needed."""
 
 
 class Move(NamedTuple):

@@ -25,12 +25,20 @@ from annotated_types import Ge
 from wlb_titan.context.all_gather import gathered_mask, key_shares
 from wlb_titan.context.document import per_document
 from wlb_titan.context.layout import Ints, Sharding, sent_tokens, spans, widest_first
-from wlb_titan.context.strategy import ContextMask, ContextStrategy, Exchange, Floats, Move, MoveSeconds
+from wlb_titan.context.strategy import (
+    ContextMask,
+    ContextStrategy,
+    Exchange,
+    Floats,
+    KeyShares,
+    Move,
+    MoveSeconds,
+)
 from wlb_titan.context.ulysses import head_shares
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
-from wlb_titan.plan import COUNT, DOCUMENT, OFFSET, KeyShares, Slices
+from wlb_titan.plan import COUNT, DOCUMENT, OFFSET, Slices
 
 
 class UlyssesGather(ContextStrategy):

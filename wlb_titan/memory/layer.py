@@ -43,11 +43,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wlb_titan.context import Exchange, gathered
+from wlb_titan.context import ALL_KEYS, Exchange, KeyShares, gathered
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.memory.settings import MemorySettings
-from wlb_titan.plan import ALL_KEYS, KeyShares
 
 FLOAT32 = 4
 
