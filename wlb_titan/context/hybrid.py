@@ -133,25 +133,21 @@ def _widths(
     each = np.zeros(len(choices))
     each[1 : 1 + len(moves)] = [move.each for move in moves]
     rest = work.sum() - work[rows].sum()
-    whole = np.ones(len(lengths), dtype=np.int64)
-    found: dict[bytes, tuple[Ints, float]] = {}
-    for bound in BOUNDS:
-        fits = (shares <= bound * mean) & (tokens <= ROOM * min(max(bound, 0.3), 1.0) * share)
-        chosen = np.where(fits.any(axis=0), fits.argmax(axis=0), len(sizes))
-        if cached is not None:
-            chosen[cached[rows]] = len(sizes)
-        if chosen.tobytes() in found:
-            continue
-        width = whole.copy()
-        width[rows] = choices[chosen]
-        at = np.arange(len(rows))
-        largest = float(shares[chosen, at].max(initial=0.0))
-        computed = (rest + np.where(chosen == len(sizes), cut_work, work[rows]).sum()) / ranks
-        travelling = np.bincount(chosen, lengths[rows], len(choices)) * choices / ranks
-        moved = float(travelling @ per_token + each[travelling > 0].sum())
-        expected = max(float(computed), largest) + GAP * largest + moved
-        found[chosen.tobytes()] = width, expected
-    return np.array([width for width, _ in found.values()]), np.array([each for _, each in found.values()])
+    bounds = np.array(BOUNDS)[:, None, None]
+    room = ROOM * np.clip(bounds, 0.3, 1.0) * share
+    fits = (shares <= bounds * mean) & (tokens <= room)
+    chosen = np.where(fits.any(axis=1), fits.argmax(axis=1), len(sizes))  # by bound and document
+    if cached is not None:
+        chosen[:, cached[rows]] = len(sizes)
+    different = sorted({one.tobytes(): place for place, one in reversed([*enumerate(chosen)])}.values())
+    chosen = chosen[different]
+    widths = np.ones((len(chosen), len(lengths)), dtype=np.int64)
+    widths[:, rows] = choices[chosen]
+    largest = shares[chosen, np.arange(len(rows))].max(axis=1, initial=0.0)
+    computed = (rest + np.where(chosen == len(sizes), cut_work, work[rows]).sum(axis=1)) / ranks
+    travelling = (chosen[:, None] == np.arange(len(choices))[:, None]) @ lengths[rows] * choices / ranks
+    moved = travelling @ per_token + (travelling > 0) @ each
+    return widths, np.maximum(computed, largest) + GAP * largest + moved
 
 
 def _shard(
