@@ -4,8 +4,7 @@
 
 Seconds of a step of 8 windows (16 with CP 2) on 32 GPUs of the paper's cluster (h100_roce), `wlb_lazy`
 packing, documents of web pages or code. With TP 1 context parallelism of up to 8 ranks stays within a node
-(NVLink), that of 16 and
-32 ranks crosses nodes; with TP 8 all of it does.
+(NVLink), that of 16 and 32 ranks crosses nodes; with TP 8 all of it does.
 
 - everything: `hybrid` as it was, which gathers all keys and does not weigh them
 - all ranks: keys of documents that lie on several ranks, among all ranks
@@ -33,17 +32,19 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from wlb_titan.context import ALL_KEYS
 from wlb_titan.context.all_gather import Hybrid
 from wlb_titan.cost.analytic import BYTES
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS
+from wlb_titan.cost.passes import pass_times
 from wlb_titan.documents import Documents
 from wlb_titan.documents.lengths import NAMED
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job, Policy
 from wlb_titan.memory.peak import GIB
-from wlb_titan.plan import ALL_KEYS, LENGTH, MicroBatch, Plan
-from wlb_titan.simulator.passes import MicroBatches, pass_times, travelling
+from wlb_titan.plan import LENGTH, MicroBatch, Plan
+from wlb_titan.simulator.passes import passing, travelling
 from wlb_titan.simulator.scenario import Scenario
 
 GPUS = 32
@@ -178,7 +179,7 @@ def part_of(micro_batch: MicroBatch, rows: list[int], job: Job) -> MicroBatch:
 
 def pass_seconds(job: Job, micro_batch: MicroBatch) -> float:
     """Seconds of all passes of a micro-batch."""
-    times = pass_times(job, MicroBatches.of([micro_batch], job).in_runs(1))
+    times = pass_times(job, passing([micro_batch], job).in_runs(1))
     return float(sum(each.sum() for each in (times.forward, times.inputs, times.weights)))
 
 
