@@ -233,7 +233,7 @@ def test_as_much_is_in_flight_as_with_full_checkpointing():
     asymmetric = simulated_job(degrees=Degrees(pipeline=2))
     full = replace(asymmetric, packing=replace(asymmetric.packing, asymmetric=False))
     token = TokenBytes.of(asymmetric.model, asymmetric.degrees, asymmetric.memory)
-    (first, last), (other, _) = (whole.sliced_memory(WINDOW) for whole in (asymmetric, full))
+    (first, last), (other, _) = (whole.fitting.document(WINDOW) for whole in (asymmetric, full))
     # Each stage has two layers; token ids are there for both passes.
     assert first.activations == round(2 * WINDOW * token.inputs + first.tokens * token.hidden)
     assert last.activations == round(2 * WINDOW * token.inputs + last.tokens * 3 * token.hidden)

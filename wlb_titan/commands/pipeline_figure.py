@@ -13,11 +13,12 @@ import numpy as np
 
 from wlb_titan.commands.plan_figures import FAINT, STYLE, plt, svg
 from wlb_titan.documents import Documents
-from wlb_titan.job import Job, Policy
+from wlb_titan.job import Job
 from wlb_titan.packing.slim.asymmetric import last_needed
 from wlb_titan.packing.slim.slices import slice_work
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.plan import ByPass, Flow, MicroBatch
+from wlb_titan.policies import Policy
 from wlb_titan.simulator.slices import parts
 from wlb_titan.simulator.timeline import MEASURED
 from wlb_titan.timeline import Span

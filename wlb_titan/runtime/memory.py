@@ -47,7 +47,7 @@ def predicted_window(job: Job) -> tuple[tuple[RankMemory, ...] | None, str]:
         As of `predicted_memory`; and of what it is.
     """
     if job.packing.owner.slices:  # type: ignore[attr-defined]
-        return _known(job, lambda: job.sliced_memory(job.window)), f"a document of {job.window} tokens"
+        return _known(job, lambda: job.fitting.document(job.window)), f"a document of {job.window} tokens"
     windows = [job.window] * job.replica_micro_batches
     return predicted_memory(job, windows), f"micro-batches of {job.window} tokens"
 
