@@ -25,6 +25,6 @@ def allow_graphs(job: Job) -> None:
 
 
 def documents_vary(segments: torch.Tensor) -> torch.Tensor:
-    """The same tensor, (S, 4), whose number of rows S compiled code takes as a variable, also if it is 1."""
+    """Marks a tensor (S, 4): compiled code takes its number of rows S as a variable, also if it is 1."""
     mark_unbacked(segments, 0)
     return segments
