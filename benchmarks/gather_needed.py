@@ -40,7 +40,7 @@ from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.peak import GIB
 from wlb_titan.policies import Policy
-from wlb_titan.simulator.passes import travelling
+from wlb_titan.simulator.planned import travelling
 from wlb_titan.simulator.scenario import Scenario
 
 GPUS = 32

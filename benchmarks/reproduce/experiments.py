@@ -16,7 +16,7 @@ from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS
 from wlb_titan.packing import POLICIES, PackingPolicy
 from wlb_titan.plan import DELAY, LENGTH
 from wlb_titan.policies import Policy
-from wlb_titan.simulator.passes import attention_seconds
+from wlb_titan.simulator.planned import attention_seconds
 from wlb_titan.simulator.scenario import Scenario
 
 PLAIN = Policy("plain", "per_sequence")

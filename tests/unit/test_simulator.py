@@ -20,7 +20,7 @@ from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.packs import Passes
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.plan import MicroBatch, Plan
-from wlb_titan.simulator.passes import passing, transfer_seconds
+from wlb_titan.simulator.planned import passing, transfer_seconds
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
 

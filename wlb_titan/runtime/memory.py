@@ -16,7 +16,7 @@ from wlb_titan.memory.packs import Passes
 from wlb_titan.memory.peak import GIB, RankMemory
 from wlb_titan.packing.slim.slices import replica_passes
 from wlb_titan.plan import Plan
-from wlb_titan.simulator.slices import flow_memory
+from wlb_titan.simulator.replicas import flow_memory
 
 FIRST_STEPS = 12
 """That are planned to tell how much memory steps of slices take."""
