@@ -361,6 +361,11 @@ class Job:
             order=self.order.named(policy.order),
         )
 
+    @property
+    def trained(self) -> Job:
+        """What trains: the same job under the baseline's policies where its own are a shadow, else itself."""
+        return self.under(Policy("plain")) if self.packing.shadow else self
+
     def on(self, cluster: Cluster) -> Job:
         """The same job on another cluster."""
         return replace(self, cluster=cluster)

@@ -24,7 +24,10 @@ MAY_USE = {
     "packing": {"numpy", "highspy"},
     "config": {"tomli"},
     "runtime": {"torch", "torchtitan", "numpy", "click", "tokenizers", "wlb_titan.kernels"},
-    "commands": {"torch", "numpy", "tomli", "click", "rich", "matplotlib", "tokenizers", "wlb_titan.kernels"},
+    "commands": {
+        *("torch", "numpy", "tomli", "click", "rich", "matplotlib", "tokenizers"),
+        *("wlb_titan.kernels", "wlb_titan.launch"),
+    },
 }
 """Third-party packages by room; any other has numpy."""
 

@@ -214,7 +214,7 @@ class PackingPolicy(Plugin, ABC):
 
         family = POLICIES
 
-        free: ClassVar[tuple[str, ...]] = ("length_multiple",)
+        free: ClassVar[tuple[str, ...]] = ("length_multiple", "shadow")
         """Settings that a run may change when it goes on from a checkpoint; see `PackingPolicy.facts`."""
 
         cost_model: Annotated[str, MinLen(1)] = "analytic"
@@ -224,6 +224,10 @@ class PackingPolicy(Plugin, ABC):
 
         length_multiple: Annotated[int, Interval(ge=1, le=MOST_TOKENS)] = 1
         """Micro-batches are padded up to a multiple of it, and of what parallelism needs."""
+
+        shadow: bool = False
+        """Train as `plain` packs, `per_sequence` shards and the schedule orders, and plan as the configured
+        policies would beside it: metrics get their balance as `shadow/...`."""
 
         @property
         def planning_seconds(self) -> float:

@@ -45,8 +45,7 @@ def _without_checkpointing(job: Job) -> list[str]:
         return []
     return [
         f'activation_checkpoint = "none" is predicted to fit: {most / GIB:.2f} of '
-        f"{job.cluster.memory / GIB:.2f} GiB with micro-batches of {length} tokens. It repeats no forward "
-        "pass, and takes half of the host's time."
+        f"{job.cluster.memory / GIB:.2f} GiB. It repeats no forward pass, and takes half of the host's time."
     ]
 
 

@@ -45,12 +45,13 @@ from wlb_titan.runtime.data.inputs import Item, to_device
 from wlb_titan.runtime.data.shared_answer import SharedAnswer
 from wlb_titan.runtime.data.tokenizer import Tokenizer
 from wlb_titan.runtime.export import complete_export
-from wlb_titan.runtime.imbalance import rank_imbalance
-from wlb_titan.runtime.job import job_of, parallel_dims, training_documents
+from wlb_titan.runtime.imbalance import plan_figures
+from wlb_titan.runtime.job import configured_job, parallel_dims, training_documents
+from wlb_titan.runtime.life.checkpoints import save_stopped
 from wlb_titan.runtime.life.timeouts import train_timeout
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import describe_memory, measured_memory
-from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank
+from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank, spoken
 from wlb_titan.runtime.models.compile import allow_graphs
 from wlb_titan.runtime.pipeline.pass_timer import PassTimer
 from wlb_titan.runtime.pipeline.regroup import regrouped_pipeline
@@ -72,7 +73,9 @@ class Trainer(TorchtitanTrainer):
 
     def __init__(self, config: Config) -> None:
         corpus = open_corpus(config.wlb.corpus)
-        self.job = job_of(config, parallel_dims(config, int(os.environ["WORLD_SIZE"])))
+        configured = configured_job(config, parallel_dims(config, int(os.environ["WORLD_SIZE"])))
+        self.job = configured.trained
+        self._shadow = configured if configured.packing.shadow else None
         self._choice: Choice | None = None
         config = dataclasses.replace(
             config,
@@ -134,11 +137,13 @@ class Trainer(TorchtitanTrainer):
         """Starts the process groups, and then chooses the policies, before anything is built from them."""
         dims = super().init_distributed()
         epochs = self.config.wlb.epochs
-        if self.job.undecided or epochs:
+        configured = self._shadow or self.job
+        if configured.undecided or epochs:
             documents = training_documents(self.config.wlb)
-        if self.job.undecided:
-            self._choice = choose(self.job, documents, on_one_rank=SharedAnswer())
-            self.job = self._choice.job
+        if configured.undecided:
+            self._choice = choose(configured, documents, on_one_rank=SharedAnswer())
+            self.job = self._choice.job.trained
+            self._shadow = self._shadow and self._choice.job
         if epochs:
             # A solver that is stopped by its time limit finds other packings on other ranks.
             shared = SharedAnswer() if self.job.packing.planning_seconds else here
@@ -155,7 +160,7 @@ class Trainer(TorchtitanTrainer):
             attention.implementation = config.wlb.attention.implementation
         config.comm.train_timeout_seconds, self._timeout_reason = train_timeout(config, self.job)
         loader = config.dataloader
-        loader.job = self.job
+        loader.job, loader.shadow = self.job, self._shadow
         if dims.cp_enabled:
             loader.context_rank = dims.get_mesh("cp").get_local_rank()
         if dims.tp_enabled and config.parallelism.enable_sequence_parallel:
@@ -169,8 +174,22 @@ class Trainer(TorchtitanTrainer):
     begin: Callable[[int], None] = staticmethod(lambda step: None)
     """Called on every rank when the run begins: after a checkpoint was loaded, with its step, or with 0."""
 
+    goes_on: Callable[[int], bool] = staticmethod(lambda step: True)
+    """Asked on every rank between two steps: whether a step follows on the one of this number."""
+
+    def should_continue_training(self) -> bool:
+        if not super().should_continue_training():
+            return False
+        if self.goes_on(self.step):
+            return True
+        saved = save_stopped(self.checkpointer, self.step, self._first_step)
+        logger.info(f"Stopped after step {self.step} of {self.config.training.steps}: {saved}.")
+        return False
+
     def batch_generator(self, data_iterable: PlannedDataLoader) -> Iterator[Step]:
         """The loader's steps; the metrics get the seconds that each was waited for."""
+        self._first_step, self._began = self.step + 1, time.monotonic()
+        self.metrics_processor.last_step = self.config.training.steps
         self.begin(self.step)
         return self._timed_steps(data_iterable)
 
@@ -328,21 +347,18 @@ class Trainer(TorchtitanTrainer):
             "tokens": plan.tokens,
             "labels": step.labels,
             "padding": plan.padding,
-            "imbalance": plan.imbalance,
-            **rank_imbalance(plan, self.job.strategy),
-            "cut_share": plan.cut_share(self.job.window),
-            "keys_per_token": plan.keys_per_token,
-            "delay_mean": plan.delay,
-            "delay_max": plan.max_delay,
-            "waiting_documents": plan.waiting_documents,
-            "waiting_tokens": plan.waiting_tokens,
-            "lost_tokens": plan.lost_tokens,
-            "longest_micro_batch": plan.longest,
-            "plan_ms": plan.plan_ms,
+            **plan_figures(plan, self.job),
+            **self._shadow_figures(step),
             **step.source_figures,
             **self.step_trace.end(self.step, plan),
             **measured_memory(self.parallel_dims, self.device),
         }
+
+    def _shadow_figures(self, step: Step) -> dict[str, Any]:
+        """What the configured policies would have made of it, where they only plan."""
+        if step.shadow is None or self._shadow is None:
+            return {}
+        return {f"shadow/{key}": value for key, value in plan_figures(step.shadow, self._shadow).items()}
 
     def close(self) -> None:
         self.planned.close()
@@ -371,12 +387,17 @@ class Trainer(TorchtitanTrainer):
             f"{comm.train_timeout_seconds} s from then on ({self._timeout_reason})"
         )
         super().train()
-        if self.config.checkpoint.last_save_in_hf and dist.get_rank() == 0:
-            checkpoint = self.config.checkpoint
+        checkpoint, done = self.config.checkpoint, self.step >= self.config.training.steps
+        if done and checkpoint.last_save_in_hf and dist.get_rank() == 0:
             folder = Path(self.config.dump_folder) / checkpoint.folder / f"step-{self.step}"
             if checkpoint.enable and not checkpoint.load_only and folder.is_dir():
                 complete_export(folder, self.config, self.planned.corpus)
-        if self.planned.plan is None and self.step >= self.config.training.steps:
+        if done and self.planned.plan is not None:
+            took = spoken(time.monotonic() - self._began)
+            logger.info(
+                f"Done: step {self.step} was the last, after {took}. All is in {self.config.dump_folder}"
+            )
+        elif done:
             logger.warning(
                 f"Nothing was left to do: the checkpoint in {self.config.dump_folder} is of step "
                 f"{self.step}, and training.steps is {self.config.training.steps}. Raise it to go on, or "

@@ -24,6 +24,7 @@ from wlb_titan.job import Job
 from wlb_titan.packing.policy import PackingPolicy, here
 from wlb_titan.packing.slim.slices import cache_rows
 from wlb_titan.plan import ID, LENGTH, START, Flow, MicroBatch, Plan
+from wlb_titan.planner import Planner
 from wlb_titan.runtime.compat import BaseDataLoader
 from wlb_titan.runtime.data.corpus import open_corpus
 from wlb_titan.runtime.data.inputs import Item, rank_item
@@ -45,7 +46,8 @@ class Step:
         labels: what the sum of losses is divided by: tokens with a label in the whole job, or their weights.
         own_labels: the same of those in `items`.
         flops: of the model on the documents of the whole job.
-        state_after: of the planner, as JSON.
+        state_after: of the planners, as JSON.
+        shadow: what the job's shadow would have made of the step; None without one.
         flow: the order of this data-parallel rank's passes; None leaves it to the schedule.
     """
 
@@ -55,8 +57,9 @@ class Step:
     labels: float
     own_labels: float
     flops: float
-    state_after: str
+    state_after: dict[str, str]
     flow: Flow | None = None
+    shadow: Plan | None = None
 
 
 class PlannedDataLoader(BaseDataLoader):
@@ -77,6 +80,9 @@ class PlannedDataLoader(BaseDataLoader):
 
         corpus: CorpusSettings = field(default_factory=CorpusSettings)
         job: Job
+        shadow: Job | None = None
+        """Planned beside it."""
+
         context_rank: int = 0
         """Whose share of each micro-batch is served."""
 
@@ -97,10 +103,11 @@ class PlannedDataLoader(BaseDataLoader):
         self._job = config.job
         self._by_document = config.loss_weight == "conversation"
         self._dp_rank = dp_rank
-        # A solver that is stopped by its time limit finds other packings on other ranks.
-        shared = SharedAnswer() if config.job.packing.planning_seconds else here
         documents = config.documents or documents_of(config.corpus, self.corpus, config.hold_out)
-        self._planner = config.job.planner(documents, on_one_rank=shared)
+        self._planner = _planner(config.job, documents)
+        self._planners = {"planner": self._planner}
+        if config.shadow is not None:
+            self._planners["shadow"] = _planner(config.shadow, documents)
         self._state = self._save()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="planner")
 
@@ -122,7 +129,7 @@ class PlannedDataLoader(BaseDataLoader):
         self._thread.shutdown()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"planner": self._state}
+        return dict(self._state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues after the step that the state was saved at. Call it before iterating.
@@ -130,14 +137,17 @@ class PlannedDataLoader(BaseDataLoader):
         Raises:
             PlanError: the state belongs to another corpus, seed or context window.
         """
-        self._planner.load_state_dict(json.loads(state_dict["planner"]))
+        for name in self._planners.keys() & state_dict.keys():  # a shadow may have begun since
+            self._planners[name].load_state_dict(json.loads(state_dict[name]))
         self._state = self._save()
 
-    def _save(self) -> str:
-        return json.dumps(self._planner.state_dict())
+    def _save(self) -> dict[str, str]:
+        return {name: json.dumps(planner.state_dict()) for name, planner in self._planners.items()}
 
     def _prepare(self) -> Step:
-        plan = self._planner.next(sharded=[self._dp_rank])
+        plan, shadow = self._planner.next(sharded=[self._dp_rank]), None
+        if "shadow" in self._planners:
+            shadow = self._planners["shadow"].next(sharded=[self._dp_rank])
         flow = None if plan.flows is None else plan.flows[self._dp_rank]
         if flow is not None:
             self.lower(flow)
@@ -158,6 +168,7 @@ class PlannedDataLoader(BaseDataLoader):
             flops=self._job.model.flops(plan.document_lengths),
             state_after=self._save(),
             flow=flow,
+            shadow=shadow,
         )
 
     def _item(self, micro_batch: MicroBatch, cached: NDArray[np.int64] | None) -> Item:
@@ -201,3 +212,9 @@ class PlannedDataLoader(BaseDataLoader):
         """Whose share of a micro-batch this rank has, among the context-parallel ranks of all its sharers."""
         before = self._dp_rank - micro_batch.merged.start if micro_batch.merged else 0
         return before * self._job.degrees.context + self._context_rank
+
+
+def _planner(job: Job, documents: Documents) -> Planner:
+    # A solver that is stopped by its time limit finds other packings on other ranks.
+    shared = SharedAnswer() if job.packing.planning_seconds else here
+    return job.planner(documents, on_one_rank=shared)
