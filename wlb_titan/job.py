@@ -12,7 +12,7 @@ from functools import cached_property
 
 from wlb_titan.context import STRATEGIES, ContextStrategy, Exchange
 from wlb_titan.context.exchange import ExchangeCost
-from wlb_titan.cost.analytic import Device, TokenSeconds
+from wlb_titan.cost.analytic import TokenSeconds
 from wlb_titan.cost.attention_choice import configured_device, configured_latency
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.attention_profile import AttentionShape
@@ -22,10 +22,9 @@ from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.cost.workload import CostModel, cost_model
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.fits import LONGEST, Fitting, fullest, peak_memory, usable_share
+from wlb_titan.memory.fits import Fitting, fullest, usable_share
 from wlb_titan.memory.layer import TokenBytes
-from wlb_titan.memory.packs import Passes
-from wlb_titan.memory.peak import MemoryJob, RankMemory
+from wlb_titan.memory.peak import MemoryJob
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.packing import POLICIES, PackingPolicy
 from wlb_titan.packing.policy import OnOneRank, PackingJob, here
@@ -241,21 +240,16 @@ class Job:
         repeats = self.memory.checkpointing != "none"
         return ExchangeCost.of(strategy, self.model, self.cluster, self.degrees.tensor, repeats=repeats)
 
-    @property
-    def device(self) -> Device:
-        """One of its ranks: the cluster's, at the rates of the profile that [wlb.sharding] or it names.
-
-        Raises:
-            PlanError: the profile cannot be read.
-        """
-        tensor, context = self.degrees.tensor, self.degrees.context
-        return configured_device(self.cluster, tensor, context, self.sharding.profile)
-
     @cached_property
     def token(self) -> TokenSeconds:
-        """What one token of a micro-batch costs a rank."""
+        """What one token of a micro-batch costs a rank.
+
+        Raises:
+            PlanError: the profile of [wlb.sharding] or of the cluster cannot be read.
+        """
         tensor, context = self.degrees.tensor, self.degrees.context
-        return TokenSeconds.of(self.model, self.device, tensor, context, self.exchanging.always.moving)
+        device = configured_device(self.cluster, tensor, context, self.sharding.profile)
+        return TokenSeconds.of(self.model, device, tensor, context, self.exchanging.always.moving)
 
     @cached_property
     def cost_model(self) -> CostModel:
@@ -264,7 +258,7 @@ class Job:
 
     @cached_property
     def fitting(self) -> Fitting:
-        """What fits a device, where memory is predicted."""
+        """Peaks of steps, and what of them fits a device."""
         job = MemoryJob(
             model=self.model,
             degrees=self.degrees,
@@ -276,15 +270,9 @@ class Job:
             rank=self.packing.rank_memory,
         )
         usable = self.cluster.memory * usable_share(self.packing.owner.slices)
-        return Fitting(job, self.window, self.replica_micro_batches, self.divisor, usable)
-
-    def peak_memory(self, passes: Passes) -> tuple[RankMemory, ...]:
-        """The peak of each pipeline rank over a replica's step.
-
-        Raises:
-            PlanError: it cannot be predicted for this schedule.
-        """
-        return peak_memory(self.fitting.job, passes)
+        return Fitting(
+            job, self.window, self.replica_micro_batches, self.divisor, usable, not self.memory_unknown
+        )
 
     @property
     def most_in_flight(self) -> int | None:
@@ -299,16 +287,9 @@ class Job:
         return self.fitting.most_in_flight
 
     @property
-    def longest_that_fits(self) -> int | None:
-        """Tokens of the longest micro-batches of which a whole step fits; None if not even windows do."""
-        if self.memory_unknown:
-            return LONGEST * self.window // self.divisor * self.divisor
-        return self.fitting.longest
-
-    @property
     def longest_micro_batch(self) -> int:
         """Tokens that a micro-batch may have under the packing policy."""
-        return self.packing.longest(self.window, lambda: self.longest_that_fits)
+        return self.packing.longest(self.window, lambda: self.fitting.longest)
 
     def planner(self, documents: Documents, *, on_one_rank: OnOneRank = here) -> Planner:
         """A planner at the beginning of the stream.
@@ -333,7 +314,7 @@ class Job:
             data_parallel=self.degrees.data,
             pipeline=self.shape,
             in_flight=lambda: self.most_in_flight,
-            peak=None if self.memory_unknown else lambda passes: fullest(self.peak_memory(passes)),
+            peak=None if self.memory_unknown else lambda passes: fullest(self.fitting.peak(passes)),
             usable=self.fitting.usable,
             pass_seconds=PackSeconds(self),
             merging=self.merging,

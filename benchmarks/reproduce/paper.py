@@ -120,12 +120,12 @@ def scenario(
     )
     for checkpointing in ("none", "selective", "full"):
         job = replace(job, memory=MemorySettings(checkpointing=checkpointing))
-        memory = job.peak_memory(Passes.of([window] * job.replica_micro_batches))
+        memory = job.fitting.peak(Passes.of([window] * job.replica_micro_batches))
         if max(rank.total for rank in memory) <= job.cluster.memory:
             break
     packing = replace(packing or POLICIES.configure("wlb"), cost_model="simulated")
     if packing.name in POLICIES.having("max_length"):
-        packing = replace(packing, max_length=job.longest_that_fits or window)
+        packing = replace(packing, max_length=job.fitting.longest or window)
     return Scenario(replace(job, packing=packing), Documents(lengths=loaded(window), seed=None))
 
 

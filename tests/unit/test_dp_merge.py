@@ -352,8 +352,8 @@ def test_auto_shares_where_that_is_predicted_to_be_faster():
 def test_every_rank_of_the_group_holds_all_keys_and_a_share_of_the_activations():
     made, (plan,) = predicted(ALWAYS, memory=NONE, degrees=Degrees(shard=4))
     alone, (other,) = predicted(NEVER, memory=NONE, degrees=Degrees(shard=4))
-    (shared,) = made.peak_memory(replica_passes(plan, 0))
-    peaks = [alone.peak_memory(replica_passes(other, rank))[0] for rank in range(4)]
+    (shared,) = made.fitting.peak(replica_passes(plan, 0))
+    peaks = [alone.fitting.peak(replica_passes(other, rank))[0] for rank in range(4)]
     whole = max(peaks, key=lambda one: one.cache)
     prefix = max(m.slices[:, PREFIX].max() for m in plan.of_rank(0) if m.merged)
     token = made.token_bytes

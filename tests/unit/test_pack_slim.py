@@ -342,7 +342,7 @@ def test_a_step_that_does_not_fit_is_packed_again_with_more_packs():
     def planned(usable):
         memory = usable / USABLE_IN_SLICES
         plans = made.on(replace(CLUSTER, memory=memory)).plans(documents, 8)
-        peaks = [made.peak_memory(replica_passes(plan, 0))[0].total for plan in plans]
+        peaks = [made.fitting.peak(replica_passes(plan, 0))[0].total for plan in plans]
         return peaks, [len(plan.micro_batches) for plan in plans]
 
     peaks, packs = planned(1e12)
@@ -356,7 +356,7 @@ def test_a_step_that_does_not_fit_is_packed_again_with_more_packs():
         micro_batches=4,
         cost_model=COST,
         longest=WINDOW,
-        peak=lambda passes: made.peak_memory(passes)[0],
+        peak=lambda passes: made.fitting.peak(passes)[0],
         usable=1.0,
     )
     with pytest.raises(PlanError, match=r"Step 1 does not fit .* needs at least:\npipeline rank 0"):

@@ -110,7 +110,7 @@ def test_cache_over_time_against_an_oracle(context, schedule, chunks, asymmetric
         for rank in range(2):
             expected = oracle_memory(simulated, plan, rank)
             _, curves = step_timeline(simulated, plan, dp_rank=rank)
-            peaks = simulated.peak_memory(replica_passes(plan, rank))
+            peaks = simulated.fitting.peak(replica_passes(plan, rank))
             assert all(0 < peak.cache <= most + 1 for peak, most in zip(peaks, expected, strict=True))
             assert all(curve.bytes_[-1] == pytest.approx(0.0, abs=1e-6) for curve in curves)
 

@@ -76,6 +76,7 @@ class Fitting:
         number: of a replica's micro-batches in a step.
         divisor: tokens that a micro-batch is a multiple of.
         usable: bytes of a device that predictions may fill.
+        known: whether memory is predicted for the model.
     """
 
     job: MemoryJob
@@ -83,28 +84,39 @@ class Fitting:
     number: int
     divisor: int
     usable: float
+    known: bool = True
+
+    def peak(self, passes: Passes) -> tuple[RankMemory, ...]:
+        """The peak of each pipeline rank over a replica's step.
+
+        Raises:
+            PlanError: it cannot be predicted for this schedule.
+        """
+        return peak_memory(self.job, passes)
 
     def document(self, tokens: int) -> tuple[RankMemory, ...]:
         """The peak of each pipeline rank with one document of so many tokens, all of its slices in flight."""
-        return peak_memory(self.job, one_document(tokens, self.job.shape))
+        return self.peak(one_document(tokens, self.job.shape))
 
     @cached_property
     def longest(self) -> int | None:
         """The default of L_max: tokens of the longest micro-batches of which a step is predicted to fit, a
         multiple of `divisor`, at least a window and at most two; None if not even windows fit.
 
-        Where memory cannot be predicted for the schedule it is two windows.
+        Where memory cannot be predicted for the model or its schedule it is two windows.
         """
 
         def fits(parts: int) -> bool:
             step = Passes.of([parts * self.divisor] * self.number)
-            return fullest(peak_memory(self.job, step)).total <= self.usable
+            return fullest(self.peak(step)).total <= self.usable
 
         shortest, most = -(-self.window // self.divisor), LONGEST * self.window // self.divisor
         try:
-            return _most(fits, shortest, most) * self.divisor if fits(shortest) else None
+            if self.known:
+                return _most(fits, shortest, most) * self.divisor if fits(shortest) else None
         except PlanError:
-            return most * self.divisor
+            pass  # of this schedule memory is not predicted
+        return most * self.divisor
 
     @cached_property
     def most_in_flight(self) -> int:

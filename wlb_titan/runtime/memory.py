@@ -31,12 +31,12 @@ def predicted_memory(job: Job, lengths: Sequence[int]) -> tuple[RankMemory, ...]
     Not known are models with experts or latent attention, and schedules whose order of passes the planner
     does not know.
     """
-    return _known(job, lambda: job.peak_memory(Passes.of(lengths)))
+    return _known(job, lambda: job.fitting.peak(Passes.of(lengths)))
 
 
 def planned_memory(job: Job, plan: Plan, replica: int) -> tuple[RankMemory, ...] | None:
     """The same with the micro-batches that a plan gives one data-parallel rank."""
-    return _known(job, lambda: job.peak_memory(replica_passes(plan, replica)))
+    return _known(job, lambda: job.fitting.peak(replica_passes(plan, replica)))
 
 
 def predicted_window(job: Job) -> tuple[tuple[RankMemory, ...] | None, str]:

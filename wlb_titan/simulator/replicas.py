@@ -82,7 +82,7 @@ def replicas_of(
 def flow_memory(job: Job, plans: Sequence[Plan]) -> tuple[RankMemory, ...]:
     """The largest peak of each pipeline rank over all replicas and plans."""
     peaks = [
-        job.peak_memory(replica_passes(plan, rank)) for plan in plans for rank in range(job.degrees.data)
+        job.fitting.peak(replica_passes(plan, rank)) for plan in plans for rank in range(job.degrees.data)
     ]
     return tuple(fullest(ranks) for ranks in zip(*peaks, strict=True))
 

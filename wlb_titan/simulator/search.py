@@ -118,7 +118,7 @@ def search(
         if not goes_on(f"{job.degrees}, {_pipeline(job)}"):
             untried = len(bounds) - rank
             break
-        if job.longest_that_fits is None:
+        if job.fitting.longest is None:
             too_large += 1
             continue
         try:
@@ -247,7 +247,7 @@ def _tried(scenario: Scenario, policies: list[Policy], steps: int) -> list[Found
 
 def _configured(scenario: Scenario, gpus: int, policies: list[Policy], steps: int) -> Found | None:
     job = scenario.job
-    if job.degrees.ranks != gpus or job.longest_that_fits is None:
+    if job.degrees.ranks != gpus or job.fitting.longest is None:
         return None
     try:
         return max(_tried(scenario, policies, steps), key=lambda one: one.tokens_per_second, default=None)

@@ -216,7 +216,7 @@ def peak_memory(job: Job, tokens: NDArray[np.int64], runs: int) -> tuple[RankMem
         candidates = {in_flight[:, 0].argmax()}
         if runs > 1:
             candidates.add(in_flight[:, 1:].max(axis=1).argmax())
-        peaks = [job.peak_memory(Passes.of(steps[step].tolist()))[rank] for step in candidates]
+        peaks = [job.fitting.peak(Passes.of(steps[step].tolist()))[rank] for step in candidates]
         result.append(max(peaks, key=lambda peak: peak.total))
     return tuple(result)
 
