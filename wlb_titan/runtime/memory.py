@@ -12,9 +12,10 @@ from torchtitan.distributed import ParallelDims
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
+from wlb_titan.memory.packs import Passes
 from wlb_titan.memory.peak import GIB, TERMS, RankMemory
 from wlb_titan.packing.slim.slices import replica_passes
-from wlb_titan.plan import Passes, Plan
+from wlb_titan.plan import Plan
 from wlb_titan.simulator.slices import flow_memory
 
 FIRST_STEPS = 12

@@ -150,6 +150,8 @@ def _console_line(record: dict[str, Any], last: int, left: float | None) -> str:
     ]
     if "imbalance" in record:
         parts.append(f"imbalance {record['imbalance']:.3f}")
+    if "shadow/imbalance" in record:
+        parts.append(f"in the shadow {record['shadow/imbalance']:.3f}")
     if "measured_imbalance" in record:
         parts.append(f"measured {record['measured_imbalance']:.3f}")
     if "bubble" in record:
