@@ -27,8 +27,8 @@ from wlb_titan.packing.slim.dp_merge import (
 from wlb_titan.packing.slim.slices import sliced_document
 from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.plan import ID, LENGTH, PREFIX, START, TOTAL
-from wlb_titan.simulator.passes import planned_times, transfer_seconds
-from wlb_titan.simulator.slices import check_slices, replica_memory, replicas_of
+from wlb_titan.simulator.planned import planned_times, transfer_seconds
+from wlb_titan.simulator.replicas import check_slices, replica_memory, replicas_of
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
 
@@ -116,9 +116,9 @@ def test_ranks_with_nothing_else_fill_all_their_packs():
 def run_all(plan, stages_of_rank):
     """Runs the passes of all ranks of the job; a shared pass only where all of its sharers are about to."""
     queues = {
-        (dp, pp): list(actions) for dp, flow in enumerate(plan.order) for pp, actions in enumerate(flow)
+        (dp, pp): list(actions) for dp, flow in enumerate(plan.flows) for pp, actions in enumerate(flow)
     }
-    stages = stages_of_rank * len(plan.order[0])
+    stages = stages_of_rank * len(plan.flows[0])
     done = set()
 
     def needed(dp, action):
@@ -195,9 +195,9 @@ def test_plans_have_every_token_once_and_ranks_meet(lengths, data_parallel, cont
         assert all(upto == total for (_, _, total), upto in seen.items())
         assert plan.tokens == sum(seen.values()) == plan.document_lengths.sum()
         assert plan.delay == 0
-        kinds = [[[(a.kind, a.stage) for a in rank] for rank in flow] for flow in plan.order]
+        kinds = [[[(a.kind, a.stage) for a in rank] for rank in flow] for flow in plan.flows]
         assert all(other == kinds[0] for other in kinds)
-        for rank, flow in enumerate(plan.order):
+        for rank, flow in enumerate(plan.flows):
             check_slices(flow, plan.replica(rank))
         assert run_all(plan, chunks)
 

@@ -20,13 +20,13 @@ from wlb_titan.job import Job
 from wlb_titan.memory.fits import fullest
 from wlb_titan.memory.packs import Passes
 from wlb_titan.memory.peak import RankMemory
-from wlb_titan.memory.slices import SliceCache
+from wlb_titan.memory.slice_cache import SliceCache
 from wlb_titan.packing.slim.asymmetric import last_needed
 from wlb_titan.packing.slim.slices import parts, piece_numbers, replica_passes
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.plan import LENGTH, PREFIX, TOTAL, Action, ByPass, Flow, MicroBatch, Plan
 from wlb_titan.simulator.meeting import Replica, ends_together
-from wlb_titan.simulator.passes import keys_of
+from wlb_titan.simulator.planned import keys_of
 
 Floats = NDArray[np.float64]
 Chain = list[tuple[Literal["F", "B"], int]]
@@ -39,8 +39,8 @@ def replica_graph(job: Job, plan: Plan, dp_rank: int) -> PipelineGraph:
     Raises:
         PlanError: the order does not keep to what slices need, or waits for itself.
     """
-    assert plan.order is not None
-    flow, micro_batches = plan.order[dp_rank], plan.replica(dp_rank)
+    assert plan.flows is not None
+    flow, micro_batches = plan.flows[dp_rank], plan.replica(dp_rank)
     needed = check_slices(flow, micro_batches)
     return PipelineGraph(job.shape, len(micro_batches.forward), flow, needed)
 
@@ -87,7 +87,7 @@ def replica_memory(job: Job, plan: Plan, dp_rank: int) -> tuple[RankMemory, ...]
     Raises:
         PlanError: it cannot be predicted for this schedule.
     """
-    return job.peak_memory(replica_passes(plan, dp_rank, partial(keys_of, job=job)))
+    return job.fitting.peak(replica_passes(plan, dp_rank, partial(keys_of, job=job)))
 
 
 def flow_memory(job: Job, plans: Sequence[Plan]) -> tuple[RankMemory, ...]:
