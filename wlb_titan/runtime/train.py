@@ -63,11 +63,11 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
     on_cpu = use_cpu_without_accelerator()
 
     import torch
-    from torchtitan.tools.utils import device_module
 
     from wlb_titan.kernels.implementations import device_of
     from wlb_titan.runtime.attention.implementation import check_implementation
     from wlb_titan.runtime.checks.config import validate_devices, validate_inputs
+    from wlb_titan.runtime.compat import device_bytes
     from wlb_titan.runtime.job import job_of, parallel_dims
     from wlb_titan.runtime.life.console import start_log
     from wlb_titan.runtime.memory import check_memory
@@ -88,8 +88,7 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
     device = device_of(torch.device("cpu" if on_cpu else torch.accelerator.current_accelerator()))
     resolved.check(lambda config: check_implementation(config, device))
     if not on_cpu:
-        device_bytes = device_module.get_device_properties(0).total_memory
-        resolved.check(lambda config: check_memory(job_of(config, dims), device_bytes))
+        resolved.check(lambda config: check_memory(job_of(config, dims), device_bytes()))
     start_log(rank, dims, config.parallelism.pipeline_parallel_schedule)
     _run(resolved, rank, alarm)
 

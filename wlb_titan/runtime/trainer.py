@@ -37,6 +37,7 @@ from wlb_titan.runtime.attention.implementation import compile_attention
 from wlb_titan.runtime.attention.kv_cache import KeyValueCache
 from wlb_titan.runtime.attention.merged import prepare_merging
 from wlb_titan.runtime.attention.module import DocumentAttention
+from wlb_titan.runtime.compat import batch_of
 from wlb_titan.runtime.data.corpus import open_corpus
 from wlb_titan.runtime.data.dataloader import PlannedDataLoader, Step
 from wlb_titan.runtime.data.epochs import steps_of_epochs
@@ -232,7 +233,7 @@ class Trainer(TorchtitanTrainer):
 
     def _groups(self, items: list[Item]) -> Iterator[list[Item]]:
         """What goes through the model together: the micro-batches of a pipeline run, or a single one."""
-        size = self.config.training.local_batch_size if self.parallel_dims.pp_enabled else 1
+        size = batch_of(self.config).run if self.parallel_dims.pp_enabled else 1
         for first in range(0, len(items), size):
             yield items[first : first + size]
 

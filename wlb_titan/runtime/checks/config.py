@@ -23,6 +23,7 @@ from wlb_titan.kernels.implementations import Device
 from wlb_titan.runtime.attention.implementation import check_implementation
 from wlb_titan.runtime.checks.optimizer import check_optimizer
 from wlb_titan.runtime.checks.weights import check_weights
+from wlb_titan.runtime.compat import batch_of
 from wlb_titan.runtime.data.corpus import mixture_sources, open_corpus, open_source
 from wlb_titan.runtime.job import degrees_product, job_of, parallel_dims, training_documents
 from wlb_titan.runtime.life.checkpoints import beginning
@@ -210,9 +211,9 @@ def _check_experts(config: Trainer.Config, dims: ParallelDims, world_size: int |
 
 
 def _check_batch(config: Trainer.Config, dims: ParallelDims) -> None:
-    local, total = config.training.local_batch_size, config.training.global_batch_size
+    _, local, total = batch_of(config)
     data_parallel = dims.dp_replicate * dims.dp_shard
-    if total > 0 and total % (local * data_parallel) != 0:
+    if total and total % (local * data_parallel) != 0:
         raise UserError(
             f"training.global_batch_size: {total} micro-batches cannot be shared equally: it must be a "
             f"multiple of local_batch_size ({local}) x the data-parallel degree ({data_parallel})."
@@ -361,7 +362,7 @@ def _check_pipeline(config: Trainer.Config, dims: ParallelDims) -> None:
                 config.parallelism.pipeline_parallel_schedule,
                 dims.pp,
                 len(stage_names(config.parallelism, config.model_spec.model)),
-                config.training.local_batch_size,
+                batch_of(config).run,
             )
     except ValueError as error:
         raise UserError(f"parallelism.pipeline_parallel_schedule: {error}") from error
@@ -374,9 +375,9 @@ def _check_job(config: Trainer.Config, dims: ParallelDims) -> None:
         if error.setting:
             raise
         raise UserError(f"wlb.sharding: {error}") from error
-    if config.training.seq_len % job.divisor:
+    if job.window % job.divisor:
         raise UserError(
-            f"training.seq_len: {config.training.seq_len} tokens do not divide by {job.divisor}, which the "
+            f"training.seq_len: {job.window} tokens do not divide by {job.divisor}, which the "
             f"context-parallel degree ({dims.cp}), the tensor-parallel degree ({dims.tp}), the loss's chunks "
             f"and wlb.packing.length_multiple ({config.wlb.packing.length_multiple}) need."
         )

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 
 from wlb_titan.config.settings import CorpusSettings
@@ -25,6 +24,7 @@ from wlb_titan.job import Job
 from wlb_titan.packing.policy import PackingPolicy, here
 from wlb_titan.packing.slim.slices import cache_rows
 from wlb_titan.plan import ID, LENGTH, START, Flow, MicroBatch, Plan
+from wlb_titan.runtime.compat import BaseDataLoader
 from wlb_titan.runtime.data.corpus import open_corpus
 from wlb_titan.runtime.data.inputs import Item, rank_item
 from wlb_titan.runtime.data.shared_answer import SharedAnswer
