@@ -33,6 +33,7 @@ def table_rows(
                 "peak GiB": f"{most.total / 2**30:.1f}" + ("" if prediction.fits else " !"),
                 "on rank": f"{most.rank}",
                 "speedup": speedup(prediction, predictions[first]),
+                "in tokens": f"{prediction.tokens_per_second / predictions[first].tokens_per_second:.3f}x",
                 "slow net": f"{slower[policy] / slower[first]:.3f}x",
             }
         )
@@ -40,12 +41,13 @@ def table_rows(
 
 
 def speedup(prediction: Prediction, baseline: Prediction) -> str:
-    """Tokens per second over the baseline's; of few steps with the standard error of that ratio."""
-    ratio = prediction.tokens_per_second / baseline.tokens_per_second
+    """FLOPs a second over the baseline's, which cut documents do not flatter as tokens do; of few steps with
+    the standard error of that ratio."""
+    ratio = prediction.flops_per_second / baseline.flops_per_second
     steps = len(prediction.seconds)
     if prediction is baseline or not 1 < steps < FEW_STEPS:
         return f"{ratio:.3f}x"
-    error = ratio * math.hypot(prediction.relative_error, baseline.relative_error)
+    error = ratio * math.hypot(prediction.flops_error, baseline.flops_error)
     return f"{ratio:.3f}x ±{error:.3f}"
 
 
@@ -61,7 +63,7 @@ def remarks(predictions: dict[Policy, Prediction]) -> list[str]:
     if all(prediction.job.degrees.ranks == 1 for prediction in predictions.values()):
         lines.append(
             "One GPU waits for no other, so balance saves it no time: what a balanced policy gains is whole "
-            "documents, in which a token attends to more. Compare MFU, not tokens/s."
+            "documents, in which a token attends to more. Compare the speedup or MFU, not tokens/s."
         )
     lines += [p.extrapolated for p in predictions.values() if p.extrapolated][:1]
     return lines

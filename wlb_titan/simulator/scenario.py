@@ -58,6 +58,6 @@ class Scenario:
 def network_sensitivity(
     scenario: Scenario, plans: dict[Policy, list[Plan]], factor: float
 ) -> dict[Policy, float]:
-    """Tokens/s of each policy's same plans when the network between nodes is `factor` times slower."""
+    """FLOP/s of each policy's same plans when the network between nodes is `factor` times slower."""
     slower = scenario.on(scenario.job.on(scenario.job.cluster.slower_network(factor)))
-    return {policy: slower.simulate(policy, planned).tokens_per_second for policy, planned in plans.items()}
+    return {policy: slower.simulate(policy, planned).flops_per_second for policy, planned in plans.items()}

@@ -10,6 +10,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.models.common.decoder import Decoder
 
 from wlb_titan.pipeline.order import PipelineShape
+from wlb_titan.pipeline.schedule import ONE_STAGE
 from wlb_titan.runtime.compat import modules_of_stages, pipeline_metadata
 
 SCHEDULES = (
@@ -117,7 +118,7 @@ def check_stages(parallelism: ParallelismConfig, model: Decoder.Config) -> None:
         if names:
             raise ValueError(f"{', '.join(names)} {what}; the model has {', '.join(modules)}")
     ranks = parallelism.pipeline_parallel_degree
-    single = canonical_name(parallelism.pipeline_parallel_schedule) in ("GPipe", "1F1B")
+    single = canonical_name(parallelism.pipeline_parallel_schedule) in ONE_STAGE
     if len(stages) % ranks or single == (len(stages) > ranks):
         raise ValueError(
             f"{parallelism.pipeline_parallel_schedule} runs {'one stage' if single else 'two stages or more'}"
