@@ -23,14 +23,14 @@ MAY_USE = {
     "packing": {"numpy", "highspy"},
     "config": {"tomli"},
     "runtime": {"torch", "torchtitan", "numpy", "click", "tokenizers", "wlb_titan.kernels"},
-    "commands": {"torch", "numpy", "tomli", "click", "rich", "matplotlib", "tokenizers", "wlb_titan.kernels"},
+    "commands": {"torch", "numpy", "tomli", "click", "rich", "vl_convert", "tokenizers", "wlb_titan.kernels"},
 }
 """Third-party packages by room; any other has numpy."""
 
 THIRD_PARTY = {
     *("torch", "triton", "numpy", "scipy", "torchtitan", "torchx", "datasets", "tokenizers", "pyarrow"),
     "transformers",
-    *("click", "rich", "tomli", "matplotlib", "highspy", "pandas", "wlb_titan"),
+    *("click", "rich", "tomli", "vl_convert", "highspy", "pandas", "wlb_titan"),
 }
 
 

@@ -1,25 +1,26 @@
-"""What `wlb-titan rehearse` says of ranks and of steps put together, as rows and in words."""
+"""What `wlb-titan rehearse` says of ranks and of steps put together: rows and sentences, and the page."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from wlb_titan.commands.console import make_console
-
-if TYPE_CHECKING:
-    from wlb_titan.documents import Documents
-    from wlb_titan.job import Job
-    from wlb_titan.plan import Plan
-    from wlb_titan.simulator.measured import Measured
-    from wlb_titan.simulator.step import Prediction
-
-WIDTH = 128
-KINDS = {"F": "forward", "FB": "forward and backward", "L": "loss", "R": "recomputed", "B": "backward"}
-KINDS |= {"I": "backward of inputs", "W": "backward of weights"}
+from wlb_titan.commands.report.charts import bars
+from wlb_titan.commands.report.estimate import Estimate, cost, gained
+from wlb_titan.commands.report.page import Page, Try, corpus_name, described, section, table
+from wlb_titan.commands.report.pipeline import PASSES, pipeline_charts
+from wlb_titan.commands.report.simulate import card, speedup
+from wlb_titan.documents import Documents
+from wlb_titan.job import Job
+from wlb_titan.plan import Plan
+from wlb_titan.simulator.measured import Measured
+from wlb_titan.simulator.step import Prediction
+from wlb_titan.simulator.timeline import step_timeline
+from wlb_titan.timeline import Span
 
 
 @dataclass(frozen=True)
@@ -59,32 +60,15 @@ def table_rows(results: Sequence[Rehearsal]) -> list[dict[str, str]]:
                 "predicted s": f"{predicted.seconds.mean():.3f}",
                 "TFLOP/s a GPU": f"{mine.flops_per_second / per_rank:.4g}",
                 "predicted TFLOP/s": f"{predicted.flops_per_second / per_rank:.4g}",
-                "tokens/s": f"{mine.tokens_per_second:,.0f}{plus_minus(mine)}",
+                "tokens/s": Estimate.rate(mine.tokens, mine.seconds).text(",.0f"),
                 "MFU": f"{mine.mfu:.1%}",
                 "bubble": f"{mine.bubble:.1%}",
                 "predicted bubble": f"{predicted.bubble:.1%}",
-                "FLOPs x": ratio(mine, ran[0].rehearsed),
+                "FLOPs x": speedup(mine, ran[0].rehearsed).text(".3f"),
                 "tokens x": f"{mine.tokens_per_second / ran[0].rehearsed.tokens_per_second:.3f}",  # type: ignore[union-attr]
             }
         )
     return rows
-
-
-def plus_minus(prediction: Prediction) -> str:
-    """The standard error of its tokens a second over its steps: ` ±1,200`."""
-    if len(prediction.seconds) < 2:
-        return ""
-    return f" ±{prediction.tokens_per_second * prediction.relative_error:,.0f}"
-
-
-def ratio(prediction: Prediction, baseline: Prediction | None) -> str:
-    """FLOPs a second over the baseline's, with its standard error."""
-    assert baseline is not None
-    value = prediction.flops_per_second / baseline.flops_per_second
-    if prediction is baseline or len(prediction.seconds) < 2:
-        return f"{value:.3f}"
-    error = value * math.hypot(prediction.flops_error, baseline.flops_error)
-    return f"{value:.3f} ±{error:.3f}"
 
 
 def figures(prediction: Prediction) -> dict[str, Any]:
@@ -109,7 +93,7 @@ def figures(prediction: Prediction) -> dict[str, Any]:
 
 def print_rank(one: Rehearsal, rank: dict[str, Any]) -> None:
     """What a rank ran and what it took; or its error."""
-    console = make_console(WIDTH)
+    console = make_console()
     console.print(f"Rank {rank['rank']} of {one.job.degrees.ranks}", style="bold", end="")
     for line in rank_lines(rank):
         console.print(line, markup=False, soft_wrap=True)
@@ -125,10 +109,10 @@ def rank_lines(rank: dict[str, Any]) -> list[str]:
         passes = [one for step in steps for one in step["passes"]]
         seconds = {
             kind: sum(one[4] for one in passes if one[0] == kind) / len(steps)
-            for kind in KINDS
+            for kind in PASSES
             if any(one[0] == kind for one in passes)
         }
-        took = ", ".join(f"{KINDS[kind]} {value:.3f}" for kind, value in seconds.items())
+        took = ", ".join(f"{PASSES[kind][0]} {value:.3f}" for kind, value in seconds.items())
         optimizer = mean(step["optimizer"] for step in steps)
         predicted = rank["predicted_gib"]
         lines.append(
@@ -140,3 +124,72 @@ def rank_lines(rank: dict[str, Any]) -> list[str]:
     if "error" in rank:
         lines.append(f" fails: {rank.get('traceback', '')}{rank['error']}")
     return lines
+
+
+def write_report(folder: Path, results: Sequence[Rehearsal], typed: str) -> Path:
+    """Draws what was rehearsed.
+
+    Args:
+        folder: of the page.
+        results: of each policy, the baseline first.
+        typed: what the command line names, as of `page.typed`.
+
+    Returns:
+        The page's path.
+
+    Raises:
+        PlanError: as of `Page.write`.
+    """
+    sections, cards, answer = [], [], "No rank came through."
+    ran = {
+        one.policy: (one, one.rehearsed, one.predicted) for one in results if one.rehearsed and one.predicted
+    }
+    if ran:
+        base = next(iter(ran))
+        gains = {policy: speedup(mine, ran[base][1]) for policy, (_, mine, _) in ran.items()}
+        best = max(gains, key=lambda policy: gains[policy].value)
+        timelines: dict[str, list[Span]] = {}
+        for policy, (one, mine, predicted) in ran.items():
+            timelines[f"{policy}, rehearsed"] = typical_step(one, measured=True)
+            timelines[f"{policy}, predicted"] = typical_step(one, measured=False)
+            beside = f"{mine.seconds.mean() / predicted.seconds.mean():.2f}x the predicted time"
+            cards.append(card(policy, mine, gains[policy], base, beside))
+        answer = f"{gained(best, gains[best], base)}; {cost(ran[best][1].bubble, None)}"
+        sections = [
+            section("Steps put together", TOGETHER, table(table_rows(results))),
+            section("What it gains", f"Over {base}.", bars("FLOPs a second, times", gains)),
+            section("A typical step", STEP, *pipeline_charts(timelines)),
+        ]
+    for one in results:
+        rows = [{"rank": str(r["rank"]), "what it ran": " ".join(rank_lines(r)).strip()} for r in one.ranks]
+        sections.append(section(one.policy, "Each rank ran alone.", table(rows)))
+    search = f"wlb-titan simulate {typed} --search"
+    page = Page(
+        title=f"Rehearsed on one device: {corpus_name(results[0].documents)}",
+        answer=answer,
+        about=described(results[0].job, results[0].documents),
+        cards=cards,
+        tries=[Try("What other degrees and schedules are predicted to be worth:", search)],
+        sections=sections,
+    )
+    return page.write(folder)
+
+
+TOGETHER = (
+    "Passes as measured, communication as the cluster's file has it; ± is the standard error of these steps. "
+    "Predicted: the same steps without a measurement."
+)
+STEP = (
+    "A row is a pipeline rank, a box a pass of one micro-batch. Rehearsed: strong boxes were measured, pale "
+    "ones take the time of a like pass that was."
+)
+
+
+def typical_step(one: Rehearsal, *, measured: bool) -> list[Span]:
+    """The slowest replica's passes in the step that comes nearest to the mean of those rehearsed."""
+    assert one.rehearsed is not None and one.measured is not None
+    seconds = one.rehearsed.seconds
+    number = int(abs(seconds - seconds.mean()).argmin())
+    passes = one.measured.of([number]) if measured else None
+    spans, _ = step_timeline(one.job, one.plans[number], one.policy, measured=passes)
+    return spans
