@@ -197,6 +197,7 @@ WLB = ["--wlb.packing.policy", "wlb"]
         (["--model", "8B"], "no model '8B'"),
         (["--policy", "wlb"], "--policy is no option any more: .* --wlb.packing.policy"),
         (["--thresholds", "100"], "--thresholds is no option any more: .* --wlb.packing.thresholds"),
+        (["--", "--steps", "5"], "--steps is an option of the command: write it before --"),
         (["--stops", "100"], "no option --stops. Did you mean --steps"),
         (["--training.seqlen", "100"], "Did you mean training.seq_len"),
         (["--compare", "plain,wbl"], "no packing policy is called 'wbl'"),

@@ -15,6 +15,7 @@ from wlb_titan.commands.main import main
 from wlb_titan.commands.simulate_toml import write_winner
 from wlb_titan.corpus.prepare import prepare_corpus
 from wlb_titan.corpus.settings import PrepareSettings
+from wlb_titan.cost.models import PAPER_DEGREES
 from wlb_titan.job import Policy
 from wlb_titan.memory.peak import layers_of_stages
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
@@ -187,6 +188,22 @@ def test_what_the_simulator_is_told_besides():
     assert step(*nothing, "--offload", 1) >= step(*nothing)
     refused = run("--lengths", "code", *SMALL, "--parallelism.expert_parallel_degree", 2)
     assert refused.exit_code == 2 and "a layer has 0 experts" in refused.stderr
+
+
+@pytest.mark.parametrize("row", PAPER_DEGREES)
+def test_a_row_of_table_1_is_the_job_of_its_file(row):
+    file = Path(__file__).parents[2] / f"train_configs/llama2_{row.lower().replace('-', '_')}.toml"
+    words = ["--training.seq_len", "65536", "--wlb.packing.policy", "wlb"]
+    by_name = load_job(words, lengths="web", model=row)
+    by_file = load_job([str(file), *words], lengths="web", model="")
+    model = by_file.job.model
+    assert model.projections == by_name.job.model.attention_weights
+    assert by_name.job == replace(by_file.job, model=replace(model, projections=None))
+
+
+def test_an_override_chooses_what_is_compared():
+    result = run("--lengths", "web", *SMALL, "--wlb.packing.policy", "wlb_lazy")
+    assert re.findall(r"^ +(\w+:\w+)", result.stdout, re.M) == ["plain:per_sequence", "wlb_lazy:per_sequence"]
 
 
 def test_lengths_take_the_place_of_a_configurations_corpus(config):

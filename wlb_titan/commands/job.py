@@ -144,10 +144,10 @@ def load_job(
 
         resolved = load_config(file, overrides, gpus)
         # torchtitan takes seconds to import, so that is left until the file has been found good.
-        from wlb_titan.runtime.job import job_of, parallel_dims, training_documents
+        from wlb_titan.runtime.job import configured_job, parallel_dims, training_documents
 
         # A data-parallel degree of -1, as many as the job turns out to have, is 1 here.
-        job = job_of(resolved.config, parallel_dims(resolved.config, gpus))
+        job = configured_job(resolved.config, parallel_dims(resolved.config, gpus))
         documents = documents or training_documents(resolved.config.wlb)
     elif documents is None:
         raise PlanError("Name a TOML file, or document lengths with --lengths, or both.")
@@ -175,6 +175,8 @@ def _refuse_former_options(words: Sequence[str]) -> None:
         )
         if key:
             raise UserError(f"{name} is no option any more: write its key, as in training: -- --{key} VALUE.")
+        if name in options:
+            raise UserError(f"{name} is an option of the command: write it before --.")
         if near := difflib.get_close_matches(name, options, n=1):
             raise UserError(f"There is no option {name}. Did you mean {near[0]}?")
 

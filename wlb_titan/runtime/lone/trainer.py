@@ -23,7 +23,7 @@ class LoneTrainer(Trainer):
     """The rank's trainer, in a process group without other processes, which `start_group` starts.
 
     Args:
-        config: of the job, as `lone_config` makes it.
+        config: configuration of the job, as `lone_config` makes it.
         rank: global rank.
         world_size: processes of the job.
     """
@@ -41,7 +41,7 @@ class LoneTrainer(Trainer):
         self.start_group()
         dims = ParallelDims.from_config(self.config.parallelism, self._world_size)
         dims.build_mesh()
-        self._set_up_job(self.config)
+        self._set_up_job(self.config, dims)
         return dims
 
     def _log(self, *arguments: Any) -> None:
