@@ -224,7 +224,7 @@ def _tries(run: Run, first: Run) -> list[Try]:
     if (ratio := _gain(run, first)) is not None and ratio.scatter:
         why = "Four times the steps, which halve the scatter; so for each run, which goes on where it ended:"
         steps = 4 * int(run.records[-1]["step"])
-        more = f"torchx run wlb.train --config {file} -- --training.steps {steps}"
+        more = f"wlb-titan train {file} --training.steps {steps}"
         tries.insert(0, Try(why, more))
     return tries
 
