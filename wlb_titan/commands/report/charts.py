@@ -17,18 +17,13 @@ from wlb_titan.commands.report.estimate import Estimate
 PALETTE = ("#8b929c", "#12967f", "#4486d1", "#cc932f", "#a06cc0", "#d95f56", "#6fa64a", "#c76f9f", "#4aa3b5")
 """On white and on dark; the first is the baseline's."""
 
-AXIS = {
-    "labelColor": "var(--soft)",
-    "titleColor": "var(--soft)",
-    "gridColor": "var(--line)",
-    "labelPadding": 6,
-}
+AXIS = {"labelColor": "var(--soft)", "titleColor": "var(--soft)", "gridColor": "var(--line)"}
 LEGEND = {"labelColor": "var(--ink)", "titleColor": "var(--soft)", "orient": "top", "symbolType": "square"}
 LABEL = {"expr": "max(80, width / (width > 420 ? 4 : 2) - 30)"}
 CONFIG = {
     "background": None,
     "font": "system-ui, sans-serif",
-    "axis": {**AXIS, "domain": False, "ticks": False, "titleFontWeight": 400},
+    "axis": {**AXIS, "labelPadding": 6, "domain": False, "ticks": False, "titleFontWeight": 400},
     "axisQuantitative": {"tickCount": 6},
     "axisBand": {"grid": False},
     "legend": {**LEGEND, "title": None, "columns": {"expr": "width > 420 ? 4 : 2"}, "labelLimit": LABEL},
@@ -102,16 +97,11 @@ def lines(
     """
 
     def layer(of: Curves, mark: Mapping[str, Any]) -> dict[str, Any]:
-        rows = [
-            {"name": name, x: at, "value": v}
-            for name, curve in of.items()
-            for at, v in zip(*curve, strict=True)
-        ]
-        return {"data": {"values": rows}, "mark": mark}
+        points = [(name, *point) for name, curve in of.items() for point in zip(*curve, strict=True)]
+        return {"data": {"values": [{"name": n, x: at, "value": v} for n, at, v in points]}, "mark": mark}
 
-    layers = [
-        layer(curves, {"type": "line", "strokeWidth": 1.8, "point": {"opacity": 0, "size": 90}, **mark})
-    ]
+    line = {"type": "line", "strokeWidth": 1.8, "point": {"opacity": 0, "size": 90}, **mark}
+    layers = [layer(curves, line)]
     if not any(row["value"] for row in layers[0]["data"]["values"]):
         return ""
     if dots is not None and any(len(list(xs)) for xs, _ in dots.values()):
@@ -125,11 +115,8 @@ def bars(title: str, values: Mapping[str, Estimate | None], begin: float = 0) ->
     """A bar a name, of all of a page in its order, from `begin` on, and on it its standard error; nothing
     where no name has a value."""
     rows = [{"name": n, "value": e.value, title: e.text(".4g"), **_ends(e)} for n, e in values.items() if e]
-    bar = {
-        "x": number("value", zero=False),
-        "x2": {"datum": begin},
-        "color": colors("name", values, legend=None),
-    }
+    bar = {"x": number("value", zero=False), "x2": {"datum": begin}}
+    bar["color"] = colors("name", values, legend=None)
     encoding = {"y": text("name"), "tooltip": hover("name", title)}
     layers = [{"mark": BAR, "encoding": bar}, RULE]
     spec = {"data": {"values": rows}, "encoding": encoding, "layer": layers}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from wlb_titan.commands.report.charts import bars, lines
+from wlb_titan.commands.report.charts import Curves, bars, lines
 from wlb_titan.commands.report.estimate import Estimate, cost, gained
 from wlb_titan.commands.report.page import Card, Page, Try, section, table, typed
 from wlb_titan.commands.report.pipeline import pipeline_charts
@@ -127,6 +127,8 @@ def write_report(folder: Path, runs: Sequence[Run]) -> Path:
     """
     settings = setting_rows(runs)
     losses = {run.name: (run.tokens, run.series("loss")[1]) for run in runs}
+    measured = {run.name: run.series("measured_imbalance") for run in runs}
+    passes = {run.name: run.validation_losses for run in runs}
     timelines = traced_steps(runs)
     sections = [
         section("What differs", "", table(settings) if settings else "No setting."),
@@ -138,7 +140,7 @@ def write_report(folder: Path, runs: Sequence[Run]) -> Path:
                 "imbalance, measured", {run.name: run.average("measured_imbalance") for run in runs}, begin=1
             ),
             bars("bubble, measured", {run.name: run.average("bubble") for run in runs}),
-            _lines("imbalance; dots: measured", runs, "imbalance", dots="measured_imbalance"),
+            _lines("imbalance; dots: measured", runs, "imbalance", measured),
         ),
         section(
             "Speed",
@@ -148,7 +150,7 @@ def write_report(folder: Path, runs: Sequence[Run]) -> Path:
             _lines("tokens a second", runs, "tokens_per_second", zero=True),
         ),
         section("A step", STEP, *pipeline_charts(timelines)) if timelines else "",
-        section("Loss", LOSS, _loss(runs), lines("by tokens", "tokens", losses)),
+        section("Loss", LOSS, _lines("by step", runs, "loss", passes), lines("by tokens", "tokens", losses)),
         section(
             "Delay",
             "What balance costs: documents that wait for a step that can bear them.",
@@ -157,7 +159,7 @@ def write_report(folder: Path, runs: Sequence[Run]) -> Path:
         ),
         section("Memory", MEMORY, *_memory(runs)),
     ]
-    best = max(runs[1:] or runs, key=lambda run: getattr(_gain(run, runs[0]), "value", 0.0))
+    best = max(runs[1:] or runs, key=lambda run: getattr(_gain(run, runs[0])[0], "value", 0.0))
     page = Page(
         title=f"{' and '.join(sorted(_corpora(runs)))}: {len(runs)} runs side by side",
         answer=_answer(best, runs[0]),
@@ -180,7 +182,7 @@ STEP = (
     "Measured passes of one step, to scale: a row is a rank. Times are relative to the work of a rank, for "
     "runs train on other documents in a step."
 )
-LOSS = "By tokens is the fair one: policies train on different numbers of tokens in a step."
+LOSS = "By tokens is the fair one: steps of policies differ in their tokens. Dots are validation passes."
 MEMORY = "The most of any rank of a pipeline stage; on a CPU Python and its libraries are in it."
 
 
@@ -188,23 +190,23 @@ def _corpora(runs: Sequence[Run]) -> set[str]:
     return {Path(str(run.settings.get("wlb.corpus.path", "runs"))).name for run in runs}
 
 
-def _gain(run: Run, first: Run) -> Estimate | None:
+def _gain(run: Run, first: Run) -> tuple[Estimate | None, str]:
     """FLOPs a second over the first run's; tokens where no FLOPs are known."""
-    return next((ratio for key in RATES if (ratio := over(run, first, key)) is not None), None)
+    found = [(ratio, what) for key, what in RATES.items() if (ratio := over(run, first, key)) is not None]
+    return found[0] if found else (None, "")
 
 
 def _answer(run: Run, first: Run) -> str:
     imbalance = run.mean("measured_imbalance")
     still = cost(run.mean("bubble"), run.mean("imbalance") if imbalance is None else imbalance)
-    if (ratio := _gain(run, first)) is None:
-        return f"In {run.name} {still}"
-    what = "tokens" if over(run, first, "model_tflops") is None else "FLOPs"
-    return f"{gained(run.name, ratio, first.name, what)}; {still}"
+    ratio, what = _gain(run, first)
+    return (
+        f"In {run.name} {still}" if ratio is None else f"{gained(run.name, ratio, first.name, what)}; {still}"
+    )
 
 
 def _card(run: Run, first: Run) -> Card:
-    ratio, tokens = _gain(run, first), run.rate("tokens_per_second")
-    what = "tokens" if over(run, first, "model_tflops") is None else "FLOPs"
+    (ratio, what), tokens = _gain(run, first), run.rate("tokens_per_second")
     balance = {
         "measured_imbalance": "imbalance {:.3f} measured",
         "imbalance": "imbalance {:.3f} predicted",
@@ -221,7 +223,8 @@ def _card(run: Run, first: Run) -> Card:
 def _tries(run: Run, first: Run) -> list[Try]:
     file = typed([str(run.folder / CONFIG)])
     tries = [Try("What other degrees and schedules are worth to it:", f"wlb-titan simulate {file} --search")]
-    if (ratio := _gain(run, first)) is not None and ratio.scatter:
+    ratio, _ = _gain(run, first)
+    if ratio is not None and ratio.scatter:
         why = "Four times the steps, which halve the scatter; so for each run, which goes on where it ended:"
         steps = 4 * int(run.records[-1]["step"])
         more = f"wlb-titan train {file} --training.steps {steps}"
@@ -229,15 +232,10 @@ def _tries(run: Run, first: Run) -> list[Try]:
     return tries
 
 
-def _lines(title: str, runs: Sequence[Run], key: str, dots: str = "", *, zero: bool = False) -> str:
-    others = {run.name: run.series(dots) for run in runs} if dots else None
-    return lines(title, "step", {run.name: run.series(key) for run in runs}, zero=zero, dots=others)
-
-
-def _loss(runs: Sequence[Run]) -> str:
-    """Dots are validation passes."""
-    passes = {run.name: run.validation_losses for run in runs}
-    return lines("by step", "step", {run.name: run.series("loss") for run in runs}, dots=passes)
+def _lines(
+    title: str, runs: Sequence[Run], key: str, dots: Curves | None = None, *, zero: bool = False
+) -> str:
+    return lines(title, "step", {run.name: run.series(key) for run in runs}, zero=zero, dots=dots)
 
 
 def _memory(runs: Sequence[Run]) -> list[str]:

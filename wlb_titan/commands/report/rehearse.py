@@ -47,28 +47,24 @@ class Rehearsal:
 
 def table_rows(results: Sequence[Rehearsal]) -> list[dict[str, str]]:
     """A row a policy: rehearsed, with the standard error over the steps, and predicted beside it."""
-    rows = []
-    ran = [one for one in results if one.rehearsed is not None and one.predicted is not None]
-    for one in ran:
-        mine, predicted = one.rehearsed, one.predicted
-        assert mine is not None and predicted is not None
-        per_rank = 1e12 * one.job.degrees.ranks
-        rows.append(
-            {
-                "policy": one.policy,
-                "step, s": f"{mine.seconds.mean():.3f}",
-                "predicted s": f"{predicted.seconds.mean():.3f}",
-                "TFLOP/s a GPU": f"{mine.flops_per_second / per_rank:.4g}",
-                "predicted TFLOP/s": f"{predicted.flops_per_second / per_rank:.4g}",
-                "tokens/s": Estimate.rate(mine.tokens, mine.seconds).text(",.0f"),
-                "MFU": f"{mine.mfu:.1%}",
-                "bubble": f"{mine.bubble:.1%}",
-                "predicted bubble": f"{predicted.bubble:.1%}",
-                "FLOPs x": speedup(mine, ran[0].rehearsed).text(".3f"),
-                "tokens x": f"{mine.tokens_per_second / ran[0].rehearsed.tokens_per_second:.3f}",  # type: ignore[union-attr]
-            }
-        )
-    return rows
+    ran = [(one, one.rehearsed, one.predicted) for one in results if one.rehearsed and one.predicted]
+    base = ran[0][1]
+    return [
+        {
+            "policy": one.policy,
+            "step, s": f"{mine.seconds.mean():.3f}",
+            "predicted s": f"{predicted.seconds.mean():.3f}",
+            "TFLOP/s a GPU": f"{mine.flops_per_second / 1e12 / one.job.degrees.ranks:.4g}",
+            "predicted TFLOP/s": f"{predicted.flops_per_second / 1e12 / one.job.degrees.ranks:.4g}",
+            "tokens/s": Estimate.rate(mine.tokens, mine.seconds).text(",.0f"),
+            "MFU": f"{mine.mfu:.1%}",
+            "bubble": f"{mine.bubble:.1%}",
+            "predicted bubble": f"{predicted.bubble:.1%}",
+            "FLOPs x": speedup(mine, base).text(".3f"),
+            "tokens x": f"{mine.tokens_per_second / base.tokens_per_second:.3f}",
+        }
+        for one, mine, predicted in ran
+    ]
 
 
 def figures(prediction: Prediction) -> dict[str, Any]:

@@ -139,7 +139,8 @@ def write_report(
     imbalances = {str(policy): float(np.mean([p.imbalance for p in own])) for policy, own in plans.items()}
     base = next(iter(named))
     gains = {name: speedup(one, named[base]) for name, one in named.items()}
-    best = max(named, key=lambda name: gains[name].value)
+    fitting = [name for name, one in named.items() if one.fits] or list(named)
+    best = max(fitting, key=lambda name: gains[name].value)
     parts = {name: _step_parts(one) for name, one in named.items()}
     seconds = {name: Estimate.mean(one.seconds) for name, one in named.items()}
     drawn = {str(policy): step for policy, step in steps.items()}
