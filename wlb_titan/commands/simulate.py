@@ -28,8 +28,9 @@ from wlb_titan.cost.attention_hopper import KERNELS
 from wlb_titan.errors import PlanError
 
 if TYPE_CHECKING:
-    from wlb_titan.job import Job, Policy
+    from wlb_titan.job import Job
     from wlb_titan.plan import Plan
+    from wlb_titan.policies import Policy
     from wlb_titan.simulator.choice import Choice
     from wlb_titan.simulator.scenario import Scenario
     from wlb_titan.simulator.search import Search
@@ -156,7 +157,7 @@ def simulate(
 
 def _policies(text: str | None, asked: Asked) -> list[Policy]:
     """The policies to compare: as given, or the usual ones, or the one that an override chooses."""
-    from wlb_titan.job import Policy
+    from wlb_titan.policies import Policy
 
     if text is None and "wlb.packing.policy" in asked.changes:
         return list(dict.fromkeys([Policy("plain"), asked.job.policy]))

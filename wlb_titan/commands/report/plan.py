@@ -33,8 +33,9 @@ from wlb_titan.commands.report.page import (
 from wlb_titan.commands.report.pipeline import pipeline_charts
 from wlb_titan.commands.report.ranks import RankTimes, heat_maps, rank_rows
 from wlb_titan.documents import Documents
-from wlb_titan.job import Job, Policy
+from wlb_titan.job import Job
 from wlb_titan.pipeline.schedule import SCHEDULES
+from wlb_titan.policies import Policy
 from wlb_titan.simulator.choice import Choice
 from wlb_titan.simulator.timeline import step_timeline
 from wlb_titan.summary import Summary

@@ -20,9 +20,9 @@ from wlb_titan.commands.report.page import (
     table,
 )
 from wlb_titan.commands.report.pipeline import pipeline_charts
-from wlb_titan.job import Policy
 from wlb_titan.memory.peak import GIB, TERMS
 from wlb_titan.plan import Plan
+from wlb_titan.policies import Policy
 from wlb_titan.simulator.choice import Choice
 from wlb_titan.simulator.scenario import Scenario, network_sensitivity
 from wlb_titan.simulator.search import Search
