@@ -163,7 +163,7 @@ class Analytic(CostModel):
             device,
             tensor_parallel=tensor,
             context_parallel=context,
-            exchange=job.exchange_seconds,
+            exchange=job.exchanging.always.moving,
         )
 
     def forward(self, lengths: NDArray[Any]) -> Floats:

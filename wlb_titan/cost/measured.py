@@ -49,7 +49,11 @@ class Measured(CostModel):
         if profile.linear is not None:
             device = profile.linear.on(device)
         linear = Analytic(
-            job.model, device, tensor_parallel=tensor, context_parallel=context, exchange=job.exchange_seconds
+            job.model,
+            device,
+            tensor_parallel=tensor,
+            context_parallel=context,
+            exchange=job.exchanging.always.moving,
         )
         return cls(latency, job.model.layers, context, linear)
 

@@ -9,11 +9,10 @@ Overridden or set on torch's own classes, without an import, and covered by the 
 - `PipelineStage.args_recv_info`, `grad_recv_info`, `act_send_info`, `chunks`, `_stage_meta`,
   `_runtime_validate`: how a stage knows what it receives and sends (torch.distributed.pipelining.stage).
   If they go, `PlannedStage.set_micro_batch_lengths` has to tell the lengths to their successor.
-- `PipelineStage._retrieve_recv_activations`, `_forward_chunk_states`, `get_fwd_send_ops`,
-  `release_fwd_send_outputs` and `_PipelineSchedule._maybe_compute_loss`, `_maybe_get_loss`, `_compute_loss`,
-  `_internal_losses`: where a stage takes its inputs from, and when the loss is computed, so that backward
-  passes can have micro-batches of their own (`runtime/pipeline/recompute.py`). Without them: no asymmetric
-  partition.
+- `PipelineStage._retrieve_recv_activations`, `_forward_chunk_states` and
+  `_PipelineSchedule._maybe_compute_loss`, `_maybe_get_loss`, `_compute_loss`, `_internal_losses`: where a
+  stage takes its inputs from, and when the loss is computed, so that backward passes can have micro-batches
+  of their own (`runtime/pipeline/regroup.py`). Without them: no asymmetric partition.
 - `Decoder._skip_lm_head` (torchtitan): whether the last stage makes logits. Without it: forward passes under
   the asymmetric partition make logits that nobody needs.
 - `PipelineStage._user_meta`: what a stage's maker says of shapes; complete, so that nothing is inferred.

@@ -32,7 +32,16 @@ if TYPE_CHECKING:
 
 
 def job_of(config: Trainer.Config, dims: ParallelDims) -> Job:
-    """The job of a configuration at the degrees of a number of processes.
+    """The job that a configuration trains at the degrees of a number of processes.
+
+    Raises:
+        PlanError: as of `configured_job`.
+    """
+    return configured_job(config, dims).trained
+
+
+def configured_job(config: Trainer.Config, dims: ParallelDims) -> Job:
+    """The job of a configuration, also where it is only planned (`wlb.packing.shadow`).
 
     Raises:
         PlanError: a part of it is wrong, or they do not fit each other.

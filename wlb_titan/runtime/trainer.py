@@ -45,15 +45,17 @@ from wlb_titan.runtime.data.inputs import Item, to_device
 from wlb_titan.runtime.data.shared_answer import SharedAnswer
 from wlb_titan.runtime.data.tokenizer import Tokenizer
 from wlb_titan.runtime.export import complete_export
-from wlb_titan.runtime.imbalance import rank_imbalance
-from wlb_titan.runtime.job import job_of, parallel_dims, training_documents
+from wlb_titan.runtime.imbalance import plan_figures
+from wlb_titan.runtime.job import configured_job, parallel_dims, training_documents
+from wlb_titan.runtime.life.checkpoints import save_stopped
 from wlb_titan.runtime.life.timeouts import train_timeout
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import describe_memory, measured_memory
-from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank
+from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank, spoken
 from wlb_titan.runtime.models.compile import allow_graphs
 from wlb_titan.runtime.pipeline.build import pipeline
 from wlb_titan.runtime.pipeline.pass_timer import PassTimer
+from wlb_titan.runtime.pipeline.regroup import regrouped_pipeline
 from wlb_titan.runtime.step_trace import StepTrace
 from wlb_titan.runtime.validator import Validator
 from wlb_titan.simulator.choice import Choice, choose
@@ -72,7 +74,9 @@ class Trainer(TorchtitanTrainer):
 
     def __init__(self, config: Config) -> None:
         corpus = open_corpus(config.wlb.corpus)
-        self.job = job_of(config, parallel_dims(config, int(os.environ["WORLD_SIZE"])))
+        configured = configured_job(config, parallel_dims(config, int(os.environ["WORLD_SIZE"])))
+        self.job = configured.trained
+        self._shadow = configured if configured.packing.shadow else None
         self._choice: Choice | None = None
         config = dataclasses.replace(
             config,
@@ -91,9 +95,10 @@ class Trainer(TorchtitanTrainer):
             ),
             loss=weighted(config.loss) if config.wlb.loss_weight == "conversation" else config.loss,
         )
-        if self.job.packing.regroups:
-            assert config.model_spec is not None
-            stages = partial(pipeline, recomputes=True)
+        assert config.model_spec is not None
+        if config.model_spec.pipelining_fn is pipeline:
+            stages = regrouped_pipeline if self.job.packing.regroups else pipeline
+            stages = partial(stages, check_lengths=config.wlb.pipeline.check_lengths)
             config.model_spec = dataclasses.replace(config.model_spec, pipelining_fn=stages)
         super().__init__(config)
         self._cache: KeyValueCache | None = None  # of the step under way
@@ -106,16 +111,10 @@ class Trainer(TorchtitanTrainer):
             writer=metrics_rank(self.parallel_dims, config.parallelism.pipeline_parallel_schedule),
             folder=config.dump_folder,
         )
-        if self.parallel_dims.cp_enabled:
-            self.planned.context_rank = self.parallel_dims.get_mesh("cp").get_local_rank()
-        if self.parallel_dims.tp_enabled and config.parallelism.enable_sequence_parallel:
-            mesh = self.parallel_dims.get_mesh("tp")
-            self.planned.tensor_rank = mesh.get_local_rank(), mesh.size()
         if config.compile.enable:
             allow_graphs(self.job)
         self._prepare_merging()
         if self.parallel_dims.pp_enabled:
-            self.pp_schedule.check_lengths = config.wlb.pipeline.check_lengths
             self.planned.lower = self.pp_schedule.lower
         if self.device.type == "cpu":
             # gloo has no premultiplied sum, which FSDP would use for its gradient scaling.
@@ -137,27 +136,35 @@ class Trainer(TorchtitanTrainer):
         """Starts the process groups, and then chooses the policies, before anything is built from them."""
         dims = super().init_distributed()
         epochs = self.config.wlb.epochs
-        if self.job.undecided or epochs:
+        configured = self._shadow or self.job
+        if configured.undecided or epochs:
             documents = training_documents(self.config.wlb)
-        if self.job.undecided:
-            self._choice = choose(self.job, documents, on_one_rank=SharedAnswer())
-            self.job = self._choice.job
+        if configured.undecided:
+            self._choice = choose(configured, documents, on_one_rank=SharedAnswer())
+            self.job = self._choice.job.trained
+            self._shadow = self._shadow and self._choice.job
         if epochs:
             # A solver that is stopped by its time limit finds other packings on other ranks.
             shared = SharedAnswer() if self.job.packing.planning_seconds else here
             self.config.training.steps = steps_of_epochs(self.job, documents, epochs, shared)
             logger.info(f"wlb.epochs = {epochs} takes {self.config.training.steps:,} steps")
-        self._set_up_job(self.config)
+        self._set_up_job(self.config, dims)
         return dims
 
-    def _set_up_job(self, config: Config) -> None:
+    def _set_up_job(self, config: Config, dims: ParallelDims) -> None:
         """Tells the parts of the trainer's own configuration what the job is."""
         assert config.model_spec is not None
         for _, attention, _, _ in config.model_spec.traverse(DocumentAttention.Config):
             attention.context = self.job.sharding
             attention.implementation = config.wlb.attention.implementation
         config.comm.train_timeout_seconds, self._timeout_reason = train_timeout(config, self.job)
-        config.dataloader.job = self.job
+        loader = config.dataloader
+        loader.job, loader.shadow = self.job, self._shadow
+        if dims.cp_enabled:
+            loader.context_rank = dims.get_mesh("cp").get_local_rank()
+        if dims.tp_enabled and config.parallelism.enable_sequence_parallel:
+            mesh = dims.get_mesh("tp")
+            loader.tensor_rank = mesh.get_local_rank(), mesh.size()
 
     @property
     def planned(self) -> PlannedDataLoader:
@@ -166,8 +173,22 @@ class Trainer(TorchtitanTrainer):
     begin: Callable[[int], None] = staticmethod(lambda step: None)
     """Called on every rank when the run begins: after a checkpoint was loaded, with its step, or with 0."""
 
+    goes_on: Callable[[int], bool] = staticmethod(lambda step: True)
+    """Asked on every rank between two steps: whether a step follows on the one of this number."""
+
+    def should_continue_training(self) -> bool:
+        if not super().should_continue_training():
+            return False
+        if self.goes_on(self.step):
+            return True
+        saved = save_stopped(self.checkpointer, self.step, self._first_step)
+        logger.info(f"Stopped after step {self.step} of {self.config.training.steps}: {saved}.")
+        return False
+
     def batch_generator(self, data_iterable: PlannedDataLoader) -> Iterator[Step]:
         """The loader's steps; the metrics get the seconds that each was waited for."""
+        self._first_step, self._began = self.step + 1, time.monotonic()
+        self.metrics_processor.last_step = self.config.training.steps
         self.begin(self.step)
         return self._timed_steps(data_iterable)
 
@@ -273,9 +294,6 @@ class Trainer(TorchtitanTrainer):
         try:
             if self.parallel_dims.pp_enabled:
                 self.pp_schedule.flow = flow
-                self.pp_schedule.regroupings = step.regroupings and [
-                    one.to(self.device) for one in step.regroupings
-                ]
                 loss = self._forward_backward(step.items, labels)
             else:
                 loss = self._run_alone(step.items, flow[0], labels)
@@ -328,21 +346,18 @@ class Trainer(TorchtitanTrainer):
             "tokens": plan.tokens,
             "labels": step.labels,
             "padding": plan.padding,
-            "imbalance": plan.imbalance,
-            **rank_imbalance(plan, self.job.strategy),
-            "cut_share": plan.cut_share(self.job.window),
-            "keys_per_token": plan.keys_per_token,
-            "delay_mean": plan.delay,
-            "delay_max": plan.max_delay,
-            "waiting_documents": plan.waiting_documents,
-            "waiting_tokens": plan.waiting_tokens,
-            "lost_tokens": plan.lost_tokens,
-            "longest_micro_batch": plan.longest,
-            "plan_ms": plan.plan_ms,
+            **plan_figures(plan, self.job),
+            **self._shadow_figures(step),
             **step.source_figures,
             **self.step_trace.end(self.step, plan),
             **measured_memory(self.parallel_dims, self.device),
         }
+
+    def _shadow_figures(self, step: Step) -> dict[str, Any]:
+        """What the configured policies would have made of it, where they only plan."""
+        if step.shadow is None or self._shadow is None:
+            return {}
+        return {f"shadow/{key}": value for key, value in plan_figures(step.shadow, self._shadow).items()}
 
     def close(self) -> None:
         self.planned.close()
@@ -364,19 +379,24 @@ class Trainer(TorchtitanTrainer):
             logger.info(line)
         for line in advice(self.job, compiled=self._compiled, on_gpu=self.device.type == "cuda"):
             logger.info(line)
-        compile_attention(self.config, self.job, self.device, self.planned.context_rank)
+        compile_attention(self.config, self.job, self.device, self.config.dataloader.context_rank)
         comm = self.config.comm
         logger.info(
             f"A rank that does not answer is given up after {comm.init_timeout_seconds} s in the first step, "
             f"{comm.train_timeout_seconds} s from then on ({self._timeout_reason})"
         )
         super().train()
-        if self.config.checkpoint.last_save_in_hf and dist.get_rank() == 0:
-            checkpoint = self.config.checkpoint
+        checkpoint, done = self.config.checkpoint, self.step >= self.config.training.steps
+        if done and checkpoint.last_save_in_hf and dist.get_rank() == 0:
             folder = Path(self.config.dump_folder) / checkpoint.folder / f"step-{self.step}"
             if checkpoint.enable and not checkpoint.load_only and folder.is_dir():
                 complete_export(folder, self.config, self.planned.corpus)
-        if self.planned.plan is None and self.step >= self.config.training.steps:
+        if done and self.planned.plan is not None:
+            took = spoken(time.monotonic() - self._began)
+            logger.info(
+                f"Done: step {self.step} was the last, after {took}. All is in {self.config.dump_folder}"
+            )
+        elif done:
             logger.warning(
                 f"Nothing was left to do: the checkpoint in {self.config.dump_folder} is of step "
                 f"{self.step}, and training.steps is {self.config.training.steps}. Raise it to go on, or "

@@ -28,6 +28,7 @@ from wlb_titan.runtime.data.corpus import mixture_sources, open_corpus, open_sou
 from wlb_titan.runtime.job import degrees_product, job_of, parallel_dims, training_documents
 from wlb_titan.runtime.life.checkpoints import beginning
 from wlb_titan.runtime.life.dump_folder import check_place
+from wlb_titan.runtime.life.stop import seconds_of
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import check_memory
 from wlb_titan.runtime.metrics import MetricsProcessor
@@ -55,6 +56,8 @@ def validate(config: Trainer.Config, world_size: int | None) -> None:
     _check_experts(config, dims, world_size)
     _check_batch(config, dims)
     _check_settings(config)
+    if config.wlb.stop_after:
+        seconds_of(config.wlb.stop_after)
     _check_checkpoint(config)
     _check_model(config)
     check_implementation(config)
@@ -357,7 +360,8 @@ def _check_pipeline(config: Trainer.Config, dims: ParallelDims) -> None:
     try:
         check_schedule(config.parallelism, config.compile)
         # Slices have a schedule of their own, for MicroPacks; validation runs whole documents in the job's.
-        if not config.wlb.packing.owner.slices or config.wlb.validation.enabled:
+        packing = config.wlb.packing
+        if not packing.owner.slices or packing.shadow or config.wlb.validation.enabled:
             check_micro_batches(
                 config.parallelism.pipeline_parallel_schedule,
                 dims.pp,

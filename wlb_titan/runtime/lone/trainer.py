@@ -41,7 +41,7 @@ class LoneTrainer(Trainer):
         self.start_group()
         dims = ParallelDims.from_config(self.config.parallelism, self._world_size)
         dims.build_mesh()
-        self._set_up_job(self.config)
+        self._set_up_job(self.config, dims)
         return dims
 
     def _log(self, *arguments: Any) -> None:

@@ -20,7 +20,7 @@ def allow_graphs(job: Job) -> None:
     A micro-batch uses those that gather keys for which it has documents, and no others. torch gives up at its
     limit.
     """
-    graphs = sum(2 ** (1 + len(shared.moves)) for shared in job.merged.values())
+    graphs = sum(2 ** (1 + len(shared.exchanging.moves)) for shared in job.merged.values())
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 + graphs)
 
 
