@@ -48,7 +48,7 @@ def replayed_seconds(spans: Sequence[Span]) -> float | None:
 
 
 def _pipeline(spans: Sequence[Span]) -> float:
-    """Of one replica. Ranks that share a pipeline rank's passes count as the slowest of them."""
+    """Seconds of one replica. Ranks that share a pipeline rank's passes count as the slowest of them."""
     ranks: dict[int, dict[Action, float]] = defaultdict(dict)
     losses: dict[tuple[int, int], float] = defaultdict(float)
     for span in sorted(spans, key=lambda one: one.start):
