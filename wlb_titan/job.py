@@ -235,6 +235,14 @@ class Job:
         jobs = {1: self}
         if not self.packing.merges or (self.strategy is not None and not self.strategy.merges):
             return jobs
+        if self.degrees.apart > 1:
+            if self.packing.merges is True:
+                raise PlanError(
+                    f"Data-parallel ranks of {self.degrees} have weights of their own and cannot share a "
+                    "micro-batch; let none share one, or leave the dimension out.",
+                    setting="wlb.packing",
+                )
+            return jobs
         sharding = self.sharding
         if self.strategy is None:
             sharding = STRATEGIES.configure("per_document", profile=self.sharding.profile)

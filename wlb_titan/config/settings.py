@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Interval, MinLen
 
 from wlb_titan.context import STRATEGIES, ContextStrategy
+from wlb_titan.cost.dimension import Dimension
 from wlb_titan.packing import POLICIES, PackingPolicy
 from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder
 
@@ -123,6 +124,10 @@ class WlbSettings:
     loss_weight: Literal["token", "conversation"] = "token"
     """`token`: the loss is the mean over the learned tokens of a step. `conversation`: documents weigh the
     same, however many learned tokens each has; the mean over documents of the mean over their tokens."""
+
+    dimensions: list[Dimension.Config] = field(default_factory=list)
+    """Dimensions of parallelism that torchtitan does not have, outermost first: a section
+    [[wlb.dimensions]] each, with a `name`, its `degree` and its own keys."""
 
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
     validation: ValidationSettings = field(default_factory=ValidationSettings)

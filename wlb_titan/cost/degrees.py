@@ -59,7 +59,7 @@ class Degrees:
 
     @cached_property
     def dimensions(self) -> tuple[Dimension, ...]:
-        """All of them: those that borrow ranks last, and the others in the order of ranks, outermost first."""
+        """All of them in the order of ranks, outermost first, and then those that borrow ranks."""
         known = [cls(cls.Config(degree=getattr(self, name))) for name, cls in TORCHTITAN.items()]
         ranks = in_order([one for one in known if not one.borrows], own_dimensions(self.own))
         return (*ranks, *(one for one in known if one.borrows))
@@ -123,7 +123,7 @@ def own_dimensions(configs: Sequence[Any]) -> tuple[Dimension, ...]:
     """The dimensions of [[wlb.dimensions]].
 
     Raises:
-        PlanError: one is torchtitan's, has another's axis, or lies where it cannot; with the setting to blame.
+        PlanError: one is torchtitan's, has another's axis or lies where it cannot; with the setting.
     """
     found: list[Dimension] = []
     for place, config in enumerate(configs):

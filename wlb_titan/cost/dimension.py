@@ -101,9 +101,12 @@ class Dimension(Plugin):
         """
 
     def memory(self, job: Any, peak: Any) -> Any:
-        """The peak of a pipeline rank, a `wlb_titan.memory.peak.RankMemory`, with what it changes in it.
+        """The peak of a pipeline rank with what the dimension changes in it.
 
-        Bytes that are there beside all passes are the term `dimensions`.
+        Args:
+            job: a `wlb_titan.memory.peak.MemoryJob`: model, degrees, data types.
+            peak: a `wlb_titan.memory.peak.RankMemory`, in bytes. What the dimension holds beside all passes
+                is the term `dimensions`.
         """
         return peak
 
