@@ -181,8 +181,8 @@ def optimizer_factory(
 class Dims(ParallelDims):
     """torchtitan's degrees and meshes, with dimensions that it does not have.
 
-    Its own meshes are those of the ranks at one place along the others; only the meshes of data (`batch`,
-    `loss`, `dp`) go over the dimensions that divide data too.
+    Its own meshes are those of the ranks at one place along the others; only `batch` and `loss` go over the
+    dimensions that divide data too.
 
     Attributes:
         own: dimensions of one's own.
@@ -241,7 +241,8 @@ class Dims(ParallelDims):
         efsdp = self.dp_shard * self.cp * self.tp // self.ep
         loading = view(*apart, "pp", "batch", "cp", "tp", batch=self.data)
         dense = view(*wanted)
-        passes = view(*apart, "pp", "dp", "cp", "tp", dp=self.data)["dp", "cp", "tp"]
+        replicas = self.dp_replicate * self.dp_shard
+        passes = view(*apart, "pp", *data, "dp", "cp", "tp", dp=replicas)["dp", "cp", "tp"]
         sparse = view(*apart, "pp", *data, "dp_replicate", "efsdp", "ep", efsdp=efsdp)
         loss = loading["batch", "cp"]._flatten("loss_mesh")
         self._world_mesh = world
