@@ -113,7 +113,7 @@ def predict(
         return None
     job = scenario.under(policy)
     packs = [m for plan in plans for m in plan.micro_batches]
-    received = np.array([move.received for move in job.moves]) * BYTES
+    received = np.array([move.received for move in job.exchanging.moves]) * BYTES
     return {
         "seconds": float(found.seconds.mean()),
         "received_gb": float(np.mean([received @ travelling(m, job) for m in packs])) / 1e9,

@@ -7,18 +7,18 @@ way to a planner. So `plan`, `simulate`, `dryrun` and training make the same pla
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from wlb_titan.context import STRATEGIES, ContextStrategy, Exchange, Move, MoveSeconds
-from wlb_titan.cost.analytic import BYTES, Device, TokenSeconds
+from wlb_titan.context import STRATEGIES, ContextStrategy, Exchange
+from wlb_titan.context.exchange import ExchangeCost
+from wlb_titan.cost.analytic import Device, TokenSeconds
 from wlb_titan.cost.attention_choice import cluster_latency
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.attention_profile import AttentionShape, Profile
-from wlb_titan.cost.cluster import Cluster, Link, load_cluster
+from wlb_titan.cost.cluster import Cluster, load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.cost.workload import CostModel, cost_model
@@ -30,23 +30,22 @@ from wlb_titan.memory.fits import (
     longest_that_fits,
     most_in_flight,
     one_document,
+    peak_memory,
     usable_share,
 )
 from wlb_titan.memory.layer import TokenBytes
-from wlb_titan.memory.peak import MemoryJob, RankMemory, peak_memory
+from wlb_titan.memory.packs import Passes
+from wlb_titan.memory.peak import MemoryJob, RankMemory
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.packing import POLICIES, PackingPolicy
-from wlb_titan.packing.policy import OnOneRank, PackingJob, PassSeconds, here
+from wlb_titan.packing.policy import OnOneRank, PackingJob, here
 from wlb_titan.packing.slim.dp_merge import Merging, group_sizes
+from wlb_titan.packing.slim.seconds import PackSeconds
 from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder
 from wlb_titan.pipeline.runs import PipelineRuns
 from wlb_titan.pipeline.schedule import PipelineShape, layers_of_stages
-from wlb_titan.plan import Passes, Plan
+from wlb_titan.plan import Plan
 from wlb_titan.planner import Planner
-from wlb_titan.plugins import load
-
-PASS_SECONDS = "wlb_titan.simulator.slices:PackSeconds"
-"""Of a job, what predicts passes. By name, as the cost model `simulated`: the simulator knows jobs."""
 
 
 class Policy(NamedTuple):
@@ -72,20 +71,6 @@ class Policy(NamedTuple):
 
     def __str__(self) -> str:
         return ":".join(self if self.order != "as_packed" else self[:2])
-
-
-class ExchangeSeconds(NamedTuple):
-    """What context parallelism's collectives in a layer take for a micro-batch, in seconds.
-
-    Attributes:
-        moving: of one pass, by bandwidth.
-        repeated: of those that selective activation checkpointing repeats in the backward pass.
-        latency: of one pass, besides.
-    """
-
-    moving: float
-    repeated: float
-    latency: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,11 +201,7 @@ class Job:
             return None
         alone: ContextStrategy = self.sharding.make(self.degrees.context, self.latency)
         alone.check(self.model, self.degrees.tensor)
-        seconds = []
-        for move in alone.exchange(self.model, self.degrees.tensor).moves:
-            passes = self._passes_of(move)
-            each = self.link(move).latency * move.collectives
-            seconds.append(MoveSeconds(passes * self._seconds_of(move), passes * each))
+        seconds = self._exchange_cost(alone).of_moves()
         strategy: ContextStrategy = self.sharding.make(self.degrees.context, self.latency, seconds)
         return strategy
 
@@ -278,48 +259,15 @@ class Job:
         """What context parallelism moves and holds in a layer."""
         return None if self.strategy is None else self.strategy.exchange(self.model, self.degrees.tensor)
 
-    @property
-    def exchange_seconds(self) -> float:
-        """Of context parallelism's collectives in a layer's pass, for each token of a micro-batch, as far as
-        they move all of them."""
-        return sum(self._seconds_of(move) for move in self.moves if move.always)
+    @cached_property
+    def exchanging(self) -> ExchangeCost:
+        """What context parallelism's collectives take."""
+        return self._exchange_cost(self.strategy)
 
-    def exchange_of(self, travelling: Sequence[float]) -> ExchangeSeconds:
-        """What a layer's collectives take for a micro-batch, of which so many tokens travel by each move."""
-        moving = repeated = latency = 0.0
-        for tokens, move in zip(travelling, self.moves, strict=True):
-            seconds = tokens * self._seconds_of(move)
-            moving += seconds
-            repeated += 0.0 if move.kept else seconds
-            latency += move.collectives * self.link(move).latency if tokens else 0.0
-        return ExchangeSeconds(moving, repeated, latency)
-
-    def all_exchange_of(self, travelling: Sequence[float]) -> tuple[float, float]:
-        """Seconds of a layer's collectives for such a micro-batch in all passes, the repeated ones too, and
-        bytes that a rank receives in them."""
-        seconds = received = 0.0
-        for tokens, move in zip(travelling, self.moves, strict=True):
-            passes = self._passes_of(move) if tokens else 0
-            latency = move.collectives * self.link(move).latency
-            seconds += passes * (tokens * self._seconds_of(move) + latency)
-            received += passes * tokens * BYTES * move.received
-        return seconds, received
-
-    def _passes_of(self, move: Move) -> int:
-        """How often it runs for a micro-batch: forward, backward, and once more where it is not kept."""
-        return 2 if move.kept or self.memory.checkpointing == "none" else 3
-
-    def _seconds_of(self, move: Move) -> float:
-        return BYTES * move.received / self.link(move).bandwidth
-
-    @property
-    def moves(self) -> tuple[Move, ...]:
-        """What context parallelism moves in a layer."""
-        return () if self.exchange is None else self.exchange.moves
-
-    def link(self, move: Move) -> Link:
-        """What a collective of context parallelism goes over."""
-        return self.cluster.link(move.ranks, self.degrees.strides["cp"] * move.stride)
+    def _exchange_cost(self, strategy: ContextStrategy | None) -> ExchangeCost:
+        moves = () if strategy is None else strategy.exchange(self.model, self.degrees.tensor).moves
+        repeats = self.memory.checkpointing != "none"
+        return ExchangeCost(strategy, moves, self.cluster, self.degrees.strides["cp"], repeats)
 
     @property
     def device(self) -> Device:
@@ -339,18 +287,12 @@ class Job:
     def token(self) -> TokenSeconds:
         """What one token of a micro-batch costs a rank."""
         tensor, context = self.degrees.tensor, self.degrees.context
-        return TokenSeconds.of(self.model, self.device, tensor, context, self.exchange_seconds)
+        return TokenSeconds.of(self.model, self.device, tensor, context, self.exchanging.always.moving)
 
     @cached_property
     def cost_model(self) -> CostModel:
         """What packing balances by."""
         return cost_model(self.packing.cost_model, self)
-
-    @property
-    def pass_seconds(self) -> PassSeconds:
-        """Predicts the passes of packs."""
-        predict: PassSeconds = load(PASS_SECONDS)(self)
-        return predict
 
     @cached_property
     def memory_job(self) -> MemoryJob:
@@ -363,6 +305,7 @@ class Job:
             layers=self.layers,
             tokens={ranks: job.token_bytes for ranks, job in self.merged.items()},
             run=self.run,
+            rank=self.packing.rank_memory,
         )
 
     def peak_memory(self, passes: Passes) -> tuple[RankMemory, ...]:
@@ -375,7 +318,7 @@ class Job:
 
     def sliced_memory(self, tokens: int) -> tuple[RankMemory, ...]:
         """The peak of each pipeline rank with one document of so many tokens, all of its slices in flight."""
-        return self.peak_memory(one_document(tokens, self.shape, regrouped=self.packing.regroups))
+        return self.peak_memory(one_document(tokens, self.shape))
 
     @property
     def usable(self) -> float:
@@ -393,9 +336,7 @@ class Job:
         if self.packing.most_in_flight is not None or self.memory_unknown:
             return self.packing.most_in_flight
         step = self.window * self.replica_micro_batches
-        return most_in_flight(
-            self.memory_job, self.window, step, self.usable, regrouped=self.packing.regroups
-        )
+        return most_in_flight(self.memory_job, self.window, step, self.usable)
 
     @cached_property
     def longest_that_fits(self) -> int | None:
@@ -438,7 +379,7 @@ class Job:
             in_flight=lambda: self.most_in_flight,
             peak=None if self.memory_unknown else lambda passes: fullest(self.peak_memory(passes)),
             usable=self.usable,
-            pass_seconds=self.pass_seconds,
+            pass_seconds=PackSeconds(self),
             merging=self.merging,
             on_one_rank=on_one_rank,
         )
@@ -463,6 +404,11 @@ class Job:
             sharding=self.sharding.named(policy.sharding),
             order=self.order.named(policy.order),
         )
+
+    @property
+    def trained(self) -> Job:
+        """What trains: the same job under the baseline's policies where its own are a shadow, else itself."""
+        return self.under(Policy("plain")) if self.packing.shadow else self
 
     def on(self, cluster: Cluster) -> Job:
         """The same job on another cluster."""

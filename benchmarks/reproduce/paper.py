@@ -32,9 +32,10 @@ from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS, ModelShape
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job, Policy
+from wlb_titan.memory.packs import Passes
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.packing import POLICIES, PackingPolicy
-from wlb_titan.plan import LENGTH, Passes
+from wlb_titan.plan import LENGTH
 from wlb_titan.simulator.scenario import Scenario
 
 CLUSTER = "h100_roce"

@@ -61,7 +61,7 @@ class ReferenceTrainer(WritingTrainer):
             self.last = [weight.clone() for weight in model]
             self.weights = [[weight.clone() for weight in model] for _ in range(config.replicas)]
             optimizer = type(self.optimizers.optimizers[0])
-            self.own_optimizers = [optimizer(weights) for weights in self.weights]
+            self.own_optimizers = [optimizer(weights, weight_decay=0.01) for weights in self.weights]
         step, plan = next(data_iterator), self.plans.next()
         numbered = zip(step.plan.micro_batches, step.items, strict=True)
         items = {micro_batch.documents.tobytes(): item for micro_batch, item in numbered}

@@ -36,7 +36,7 @@ def test_a_failing_rank_ends_the_job_with_its_own_error(lab):
     output, _ = job.communicate(timeout=240)
     assert job.returncode != 0
     assert "rank 1 has met its test" in output
-    assert "step    1" in output
+    assert "step  1 of" in output
 
 
 @pytest.mark.timeout(300)

@@ -23,6 +23,7 @@ SMALLER = (
     (r"(?<=\s)--steps \d+", "--steps 3"),
     (r"(wlb-titan (?:simulate|plan) (?!.*--steps).*)$", r"\1 --steps 3"),
     (r"(?<=-- )--training\.steps \d+", SMALL),
+    (r"(wlb-titan train \S+)([^#]*).*$", rf"\1 {SMALL}\2"),
     (r"(torchx run wlb\.train (?!.* -- ).*)$", rf"\1 -- {SMALL}"),
     (r"^make train\b", f"make train OPTIONS='{SMALL}'"),
     (r"dryrun (.*)llama2_70b_128k\.toml", r"dryrun \1llama2_550m_64k.toml"),

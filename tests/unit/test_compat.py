@@ -30,17 +30,23 @@ PARAMETERS = {
         "_fake_device requires_grad _is_param state"
     ),
     "FakeTensorMode": "allow_fallback_kernels allow_non_fake_inputs shape_env static_shapes export",
+    "BaseDataLoader": "args kwargs",
     "ComputationType": "value names module qualname type start boundary",
     "PipelineSchedule": (
         "n_microbatches loss_fn args_chunk_spec kwargs_chunk_spec output_merge_spec scale_grads"
     ),
     "PipelineScheduleRuntime": "args kwargs",
     "RecvInfo": "input_name source tensor_meta is_root_arg",
+    "HuggingFaceTextDataLoader": (
+        "config dp_world_size dp_rank tokenizer seq_len local_batch_size snapshot_every_n_steps kwargs"
+    ),
     "ScheduleAction": "stage_index computation_type microbatch_index sub_actions",
     "StageMeta": "inputs outputs input_grads output_grads",
     "TensorMeta": "shape stride dtype requires_grad",
+    "batch_of": "config",
     "build_pipeline_schedule": "parallelism local_batch_size stages loss_fn backward_requires_autograd",
     "checkpoint_wrapper": "module checkpoint_impl checkpoint_fn checkpoint_fn_kwargs",
+    "device_bytes": "",
     "done_work": "",
     "ensure_receives_drained": "recv_info_by_microbatch",
     "in_backward_pass": "",
@@ -50,6 +56,8 @@ PARAMETERS = {
     "owner_of": "config",
     "pipeline_metadata": "parallel_dims parallelism model_config",
     "ranks_of_group": "name",
+    "rotary_length": "rope",
+    "set_rotary_length": "rope positions",
     "split_into_stages": "whole_model pp_mesh pp_schedule device module_names_per_stage get_mesh",
     "unset_fake_temporarily": "",
 }

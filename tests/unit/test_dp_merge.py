@@ -198,7 +198,7 @@ def test_plans_have_every_token_once_and_ranks_meet(lengths, data_parallel, cont
         kinds = [[[(a.kind, a.stage) for a in rank] for rank in flow] for flow in plan.order]
         assert all(other == kinds[0] for other in kinds)
         for rank, flow in enumerate(plan.order):
-            check_slices(flow, plan.of_rank(rank))
+            check_slices(flow, plan.replica(rank))
         assert run_all(plan, chunks)
 
 
@@ -273,8 +273,8 @@ def test_a_shared_document_by_hand():
     first, last = plan.of_rank(0)
     assert first.merged == range(0, 2) and not last.merged and first.length == 4
     assert plan.of_rank(1)[0].length == 4 and plan.tokens == 16
-    times, tokens, _ = planned_times(made, plan.micro_batches, 2)
-    assert tokens.tolist() == [[4.0, 4.0], [4.0, 4.0]]
+    times, tokens = planned_times(made, plan.by_pass, 2)
+    assert tokens.forward.tolist() == [[4.0, 4.0], [4.0, 4.0]]
     # Chunks 0 and 3, or 1 and 2, of 2 tokens each: pairs of queries and keys.
     attention = max(pairs(2) + pairs(8) - pairs(6), pairs(6) - pairs(2)) * 2 * 1e-6
     matrices = 2 * LAYER * 4 / 1e9
@@ -285,8 +285,8 @@ def test_a_shared_document_by_hand():
 
 def joint_ends(made, plan):
     """Every pass of the job run when it can: of shared ones none before all sharers can."""
-    times, tokens, _ = planned_times(made, plan.micro_batches, len(plan.of_rank(0)))
-    delays = transfer_seconds(made, tokens)
+    times, tokens = planned_times(made, plan.by_pass, len(plan.of_rank(0)))
+    delays = transfer_seconds(made, tokens.forward)
     replicas = replicas_of(made, plan, times, delays, delays)
     ends = {}
     left = [list(range(len(replica.graph.actions))) for replica in replicas]
@@ -306,7 +306,7 @@ def joint_ends(made, plan):
                 if any(n and (rank, n - 1) not in ends for n in (before, needed)):
                     break
                 action = replicas[rank].graph.actions[number]
-                sharers = replicas[rank].micro_batches[action.place].merged or [rank]
+                sharers = replicas[rank].micro_batches.forward[action.place].merged or [rank]
                 at = [(one, replicas[one].graph.actions.index(action)) for one in sharers]
                 if any(
                     n and (one, n - 1) not in ends for one, i in at for n in replicas[one].graph._waits[i][:2]

@@ -73,7 +73,7 @@ def test_the_longest_micro_batch_counts_in_the_log(loaded):
 
 def test_the_default_of_max_length_is_what_is_predicted_to_fit(loaded):
     from wlb_titan.memory.fits import USABLE
-    from wlb_titan.plan import Passes
+    from wlb_titan.memory.packs import Passes
 
     def bounded(device_bytes, text=PIPELINE):
         job = loaded(text)

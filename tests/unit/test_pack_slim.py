@@ -178,7 +178,7 @@ def test_all_data_parallel_ranks_run_the_same_kinds_of_passes_at_the_same_places
         assert kinds[0] == kinds[1] == kinds[2]
         assert any(flow != plan.order[0] for flow in plan.order)
         for rank, flow in enumerate(plan.order):
-            check_slices(flow, plan.of_rank(rank))
+            check_slices(flow, plan.replica(rank))
             PipelineGraph(PipelineShape("1F1B", pipeline), 6, flow)
 
 

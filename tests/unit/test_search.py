@@ -12,8 +12,8 @@ from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job, Policy
 from wlb_titan.memory.fits import USABLE
+from wlb_titan.memory.packs import Passes
 from wlb_titan.memory.settings import MemorySettings
-from wlb_titan.plan import Passes
 from wlb_titan.simulator import search as searching
 from wlb_titan.simulator.scenario import Scenario, network_sensitivity
 from wlb_titan.simulator.search import at_degrees, candidates, degrees_of, search

@@ -7,6 +7,7 @@ import pytest
 from test_simulator import MODEL, NONE, job
 
 from wlb_titan.cost.degrees import Degrees
+from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import TokenBytes
@@ -14,7 +15,6 @@ from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.packing.slim.slices import parts, piece_numbers, replica_passes
 from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.plan import LENGTH, TOTAL, Action, MicroBatch, Plan
-from wlb_titan.simulator.passes import MicroBatches, pass_times
 from wlb_titan.simulator.slices import check_slices
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
@@ -69,7 +69,7 @@ def test_a_document_in_two_slices_by_hand():
 def oracle_memory(simulated, plan, dp_rank):
     """Most bytes of the cache on every pipeline rank, by a walk that keeps every tensor's size."""
     token = TokenBytes.of(simulated.model, simulated.degrees, simulated.memory)
-    forward, backward = plan.of_rank(dp_rank), plan.backward_of_rank(dp_rank)
+    forward, backward = plan.replica(dp_rank)
     rows = parts([*forward, *backward])
     numbers = piece_numbers(rows)
     cut = {n for own, (d, s) in zip(numbers, rows, strict=True) for n in own[s[:, TOTAL] > d[:, LENGTH]]}
@@ -143,7 +143,7 @@ def test_an_order_against_the_slices_is_refused(swapped, message):
     one, other = swapped
     rank[one], rank[other] = rank[other], rank[one]
     with pytest.raises(PlanError, match=message):
-        check_slices((tuple(rank), plan.order[0][1]), plan.micro_batches)
+        check_slices((tuple(rank), plan.order[0][1]), plan.by_pass)
 
 
 def test_the_most_in_flight_fits_and_one_more_does_not():

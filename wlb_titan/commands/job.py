@@ -186,12 +186,12 @@ def _from_toml(path: Path, documents: Documents | None) -> tuple[Job, Documents]
 
     config = load_config(path).config
     # torchtitan takes seconds to import, so that is left until the file has been found good.
-    from wlb_titan.runtime.job import job_of, parallel_dims, training_documents
+    from wlb_titan.runtime.job import configured_job, parallel_dims, training_documents
 
     if documents is None:
         documents = training_documents(config.wlb)
     # A data-parallel degree of -1, as many as the job turns out to have, is 1 here.
-    return job_of(config, parallel_dims(config)), documents
+    return configured_job(config, parallel_dims(config)), documents
 
 
 def _paper_row(given: Mapping[str, Any], paper: Callable[[Degrees], Degrees]) -> Job:

@@ -6,6 +6,7 @@ the order `best` assumes too.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -16,7 +17,7 @@ from wlb_titan.job import Job, Policy
 from wlb_titan.packing.slim.asymmetric import last_needed
 from wlb_titan.packing.slim.slices import slice_work
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
-from wlb_titan.plan import Flow, MicroBatch
+from wlb_titan.plan import ByPass, Flow, MicroBatch
 from wlb_titan.simulator.slices import parts
 from wlb_titan.simulator.timeline import MEASURED
 from wlb_titan.timeline import Span
@@ -44,20 +45,20 @@ def planned_timelines(jobs: Sequence[Job], documents: Documents, steps: int) -> 
         planner = job.planner(documents)
         for _ in range(min(steps, STEP_SHOWN)):
             plan = planner.next()
-        shown = plan.of_rank(0)
+        shown, flow = plan.replica(0), None
         if plan.order is not None:  # all in one run
-            timelines[name] = pipeline_spans(name, shown, job, plan.order[0], plan.backward_of_rank(0))
-        else:
-            timelines[name] = pipeline_spans(name, shown[: job.run or len(shown)], job)
+            flow = plan.order[0]
+        elif job.run:
+            shown = shown.each(operator.getitem, slice(job.run))
+        timelines[name] = pipeline_spans(name, shown, job, flow)
     return timelines
 
 
 def pipeline_spans(
     process: str,
-    run: Sequence[MicroBatch],
+    run: ByPass[tuple[MicroBatch, ...]],
     job: Job,
     flow: Flow | None = None,
-    backward_run: Sequence[MicroBatch] | None = None,
 ) -> list[Span]:
     """Every pass of the micro-batches, a track for each rank, times in the cost model's unit.
 
@@ -66,23 +67,21 @@ def pipeline_spans(
         run: the micro-batches that go through the pipeline together.
         job: of which they are.
         flow: the order of their passes; None is the schedule's own.
-        backward_run: the micro-batches of backward passes; None: the same.
     """
-    back, model = backward_run or run, job.cost_model
-    of_backward = model.recomputed if job.packing.regroups else model.backward
+    model = job.cost_model
+    of_backward = model.backward if run.same else model.recomputed
     forward, backward = (
         np.array([slice_work(work, m.documents, m.slices).sum() / m.sharers for m in packs])
-        for work, packs in ((model.forward, run), (of_backward, back))
+        for work, packs in zip((model.forward, of_backward), run, strict=True)
     )
     times = PassTimes.equal_stages(forward[:, None], backward[:, None], job.shape)
-    needed = last_needed(parts(run), parts(back)) if job.packing.regroups else None
-    graph = PipelineGraph(job.shape, len(run), flow, needed)
+    needed = None if flow is None else last_needed(*run.each(parts))
+    graph = PipelineGraph(job.shape, len(run.forward), flow, needed)
     spans = []
     for action, end in zip(graph.actions, graph.ends(times)[:, 0].tolist(), strict=True):
         seconds = float(times.of(action)[0])
         rank = job.shape.rank_of(action.stage)
-        packs = run if action.kind == "F" else back
-        facts = {"stage": action.stage, "tokens": packs[action.place].length}
+        facts = {"stage": action.stage, "tokens": run.of(action.kind)[action.place].length}
         name = f"{action.kind}{action.place}"
         spans.append(Span(process, f"pp {rank}", name, end - seconds, seconds, facts))
     return sorted(spans, key=lambda one: (one.track, one.start))

@@ -85,7 +85,7 @@ def rank_times(micro_batches: Sequence[MicroBatch], job: Job) -> list[RankTimes]
             strategy.travelling(sharding, m.length, m.elsewhere)
             for (_, sharding), m in zip(shardings, micro_batches, strict=True)
         ]
-        exchange = np.array([under.all_exchange_of(tokens) for tokens in travelling])
+        exchange = np.array([under.exchanging.in_all_passes(tokens) for tokens in travelling])
         result.append(RankTimes(policy, [name for name, _ in shardings], seconds, *exchange.T))
     return result
 

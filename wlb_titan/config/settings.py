@@ -121,6 +121,11 @@ class WlbSettings:
     """So many times every document is trained on; `training.steps`, which then does nothing, becomes what
     that takes. The last step is filled up from the next epoch. 0: `training.steps` says when to stop."""
 
+    stop_after: str = ""
+    """Wall time after which a run finishes its step, saves and ends with exit status 75, such as "23:40:00":
+    hours:minutes:seconds since its ranks have started. A run that is started again counts anew. Empty:
+    never."""
+
     loss_weight: Literal["token", "conversation"] = "token"
     """`token`: the loss is the mean over the learned tokens of a step. `conversation`: documents weigh the
     same, however many learned tokens each has; the mean over documents of the mean over their tokens."""

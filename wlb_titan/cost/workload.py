@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +34,36 @@ COST_MODELS = Family(
         "analytic": "wlb_titan.cost.analytic:Analytic",
         "quadratic": "wlb_titan.cost.quadratic:Quadratic",
         "profile": "wlb_titan.cost.measured:Measured",
-        "simulated": "wlb_titan.simulator.passes:JobCost",
+        "simulated": "wlb_titan.cost.passes:JobCost",
     },
 )
+
+
+class ExchangeSeconds(NamedTuple):
+    """What context parallelism's collectives in a layer take for a micro-batch, in seconds.
+
+    Attributes:
+        moving: of one pass, by bandwidth.
+        repeated: of those that selective activation checkpointing repeats in the backward pass.
+        latency: of one pass, besides.
+    """
+
+    moving: float
+    repeated: float
+    latency: float
+
+
+class Exchanging(Protocol):
+    """What context parallelism's collectives take, as of `context.exchange.ExchangeCost`."""
+
+    @property
+    def always(self) -> ExchangeSeconds:
+        """For each token of a micro-batch, of those that move all of them."""
+        ...
+
+    def waited(self, communication: Floats, attention: Floats) -> Floats:
+        """Of the seconds of a layer's collectives those in which nothing is computed, shaped alike."""
+        ...
 
 
 class CostJob(Protocol):
@@ -59,9 +86,7 @@ class CostJob(Protocol):
         ...
 
     @property
-    def exchange_seconds(self) -> float:
-        """Of context parallelism's collectives in a layer's pass, for each token of a micro-batch."""
-        ...
+    def exchanging(self) -> Exchanging: ...
 
 
 class CostModel(Plugin):

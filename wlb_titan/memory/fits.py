@@ -1,4 +1,4 @@
-"""What fits a device: the longest micro-batches of a step, and the most tokens of slices in flight."""
+"""What a step needs at its peak, and what fits a device: the longest micro-batches, the most in flight."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.peak import GIB, MemoryJob, RankMemory, peak_memory
+from wlb_titan.memory.packs import CachedSlice, PackSizes, Passes
+from wlb_titan.memory.peak import GIB, MemoryJob, RankMemory
 from wlb_titan.pipeline.schedule import PipelineShape
-from wlb_titan.plan import Action, CachedSlice, PackSizes, Passes
+from wlb_titan.plan import Action, ByPass
 
 USABLE = 0.9
 """Share of a device's memory that predictions may fill: the rest is for what they do not count."""
@@ -30,6 +31,35 @@ def usable_share(slices: bool) -> float:
         slices: whether documents are sliced.
     """
     return USABLE_IN_SLICES if slices else USABLE
+
+
+def peak_memory(job: MemoryJob, passes: Passes) -> tuple[RankMemory, ...]:
+    """The peak memory of every pipeline rank over one step.
+
+    Args:
+        job: whose step it is.
+        passes: of a replica, in the order of running. For the most that a length may need, n times that
+            length.
+
+    Raises:
+        PlanError: the schedule's order is not known.
+    """
+    packs = passes.packs.forward
+    run = len(packs.lengths) if passes.flow is not None or job.run is None else job.run
+    runs = [passes]
+    if run < len(packs.lengths):
+        assert passes.packs.same
+        cut = (slice(first, first + run) for first in range(0, len(packs.lengths), run))
+        runs = [Passes(passes.packs.each(PackSizes.part, which)) for which in cut]
+    result = []
+    for number in range(job.shape.ranks):
+        rank = job.rank(job, number)
+        peaks = [rank.peak(each, reduced=i > 0) for i, each in enumerate(runs)]
+        most = max(peaks, key=lambda peak: peak.total)
+        for dimension in job.degrees.own:
+            most = dimension.make().memory(job, most)
+        result.append(most)
+    return tuple(result)
 
 
 def fullest(ranks: Sequence[RankMemory]) -> RankMemory:
@@ -61,7 +91,7 @@ def longest_that_fits(job: MemoryJob, number: int, window: int, divisor: int, us
     return _most(fits, shortest, LONGEST * window // divisor) * divisor if fits(shortest) else None
 
 
-def most_in_flight(job: MemoryJob, window: int, step: int, usable: float, *, regrouped: bool) -> int:
+def most_in_flight(job: MemoryJob, window: int, step: int, usable: float) -> int:
     """The most tokens in flight that are predicted to fit, if all of them were one document's.
 
     Args:
@@ -69,14 +99,13 @@ def most_in_flight(job: MemoryJob, window: int, step: int, usable: float, *, reg
         window: context window in tokens; a document of so many has all of its slices in flight at once.
         step: tokens of a data-parallel rank in a step.
         usable: bytes of a device that predictions may fill.
-        regrouped: whether backward passes have packs of their own.
 
     Raises:
         PlanError: not even one document of the window fits, whatever the order; with the arithmetic.
     """
 
     def needed(tokens: int) -> RankMemory:
-        return fullest(peak_memory(job, one_document(tokens, job.shape, regrouped=regrouped)))
+        return fullest(peak_memory(job, one_document(tokens, job.shape)))
 
     most = needed(window)
     if most.total > usable:
@@ -90,13 +119,12 @@ def most_in_flight(job: MemoryJob, window: int, step: int, usable: float, *, reg
     return _most(lambda tokens: needed(tokens).total <= usable, window, max(step, window))
 
 
-def one_document(tokens: int, shape: PipelineShape, *, regrouped: bool = False) -> Passes:
+def one_document(tokens: int, shape: PipelineShape) -> Passes:
     """The step that holds most tokens for what it trains: one document, of which every slice is in flight.
 
     Args:
         tokens: of the document.
         shape: the pipeline.
-        regrouped: whether backward passes have packs of their own; here they are equal ones.
     """
     parts = min(SLICES, tokens)
     cuts = [tokens * part // parts for part in range(parts + 1)]
@@ -107,7 +135,7 @@ def one_document(tokens: int, shape: PipelineShape, *, regrouped: bool = False) 
         stages = shape.stages_of(rank)
         forward = [Action("F", stage, place) for stage in stages for place in range(parts)]
         flow.append((*forward, *(Action("B", stage, place) for _, stage, place in reversed(forward))))
-    return Passes(packs, PackSizes(*packs) if regrouped else packs, tuple(flow))
+    return Passes(ByPass(packs, packs), tuple(flow))
 
 
 def _most(fits: Callable[[int], bool], least: int, most: int) -> int:

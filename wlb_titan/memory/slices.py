@@ -6,7 +6,8 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from wlb_titan.memory.layer import TokenBytes
-from wlb_titan.plan import Action, CachedSlice
+from wlb_titan.memory.packs import CachedSlice
+from wlb_titan.plan import Action
 
 
 class SliceCache:

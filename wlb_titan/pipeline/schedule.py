@@ -1,4 +1,4 @@
-"""What each rank of a pipeline runs, in order, under torch's schedules.
+"""The passes of each rank of a pipeline, in order, under torch's schedules.
 
 Actions are forward passes F and backward passes B; zero-bubble schedules run the gradient of the inputs I,
 which the previous stage waits for, apart from the gradient of the weights W, which nobody waits for and which

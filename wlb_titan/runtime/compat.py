@@ -9,11 +9,10 @@ Overridden or set on torch's own classes, without an import, and covered by the 
 - `PipelineStage.args_recv_info`, `grad_recv_info`, `act_send_info`, `chunks`, `_stage_meta`,
   `_runtime_validate`: how a stage knows what it receives and sends (torch.distributed.pipelining.stage).
   If they go, `PlannedStage.set_micro_batch_lengths` has to tell the lengths to their successor.
-- `PipelineStage._retrieve_recv_activations`, `_forward_chunk_states`, `get_fwd_send_ops`,
-  `release_fwd_send_outputs` and `_PipelineSchedule._maybe_compute_loss`, `_maybe_get_loss`, `_compute_loss`,
-  `_internal_losses`: where a stage takes its inputs from, and when the loss is computed, so that backward
-  passes can have micro-batches of their own (`runtime/pipeline/recompute.py`). Without them: no asymmetric
-  partition.
+- `PipelineStage._retrieve_recv_activations`, `_forward_chunk_states` and
+  `_PipelineSchedule._maybe_compute_loss`, `_maybe_get_loss`, `_compute_loss`, `_internal_losses`: where a
+  stage takes its inputs from, and when the loss is computed, so that backward passes can have micro-batches
+  of their own (`runtime/pipeline/regroup.py`). Without them: no asymmetric partition.
 - `Decoder._skip_lm_head` (torchtitan): whether the last stage makes logits. Without it: forward passes under
   the asymmetric partition make logits that nobody needs.
 - `PipelineStage._user_meta`: what a stage's maker says of shapes; complete, so that nothing is inferred.
@@ -27,6 +26,18 @@ Overridden or set on torch's own classes, without an import, and covered by the 
   meshes of a job with dimensions of its own (`Dims`). Without them: no [[wlb.dimensions]].
 - `PipelineStage._prepare_forward_infra`, `_prepare_backward_infra`, `_pre_metadata_inference_backup`,
   `_post_metadata_inference_cleanup`: torch's inference of shapes, which `PlannedStage` leaves out.
+
+What torchtitan's main branch of August 2026 calls otherwise is read here only, each with its name there: the
+batch (`batch_of`), the length of rotary tables, the class of data loaders, the device's module. Beyond names
+it
+
+- counts a step in tokens (`training.num_tokens_per_train_step`), and a micro-batch is one row of them without
+  a batch dimension, as ours are: `[training]` gets other keys, and models' inputs lose their first dimension;
+- builds loaders with `num_tokens_per_batch` in place of `seq_len`, `local_batch_size`,
+  `snapshot_every_n_steps`;
+- has no `full_dtensor` backend any more, and refuses context parallelism with VarlenAttention when a model's
+  configuration is updated: ours has to take the attention's place before;
+- ends training when a loss is not finite (`Trainer.train_step`), which ours then should too.
 """
 
 from __future__ import annotations
@@ -34,7 +45,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -88,6 +99,9 @@ from torch.distributed.pipelining.schedules import _ComputationType as Computati
 from torch.distributed.pipelining.schedules import _PipelineSchedule as PipelineSchedule
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as PipelineScheduleRuntime
 
+# What a trainer's loader derives from. On main: torchtitan.components.data.loader.
+from torchtitan.components.dataloader import BaseDataLoader
+
 # Which rank reports the loss. Without it: the first rank of the last stage, as its docstring says.
 from torchtitan.components.metrics import _get_metrics_rank as metrics_rank_of
 from torchtitan.components.optimizer import OptimizersContainer
@@ -104,10 +118,60 @@ from torchtitan.distributed.pipeline_parallel import (
 )
 from torchtitan.distributed.pipeline_parallel import _get_pipeline_metadata as pipeline_metadata
 from torchtitan.distributed.pipeline_parallel import _pipeline_module_split as split_into_stages
+
+# The loader of torchtitan's text bases, for which ours stands in. On main: GrainDataLoader, in
+# torchtitan.components.data, of datasets that are packed as its own configuration says.
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.utils import device_type
 
 from wlb_titan.cost.degrees import in_order
 from wlb_titan.cost.dimension import TORCHTITAN, Dimension
+
+if TYPE_CHECKING:
+    from torchtitan.trainer import Trainer
+
+
+class Batch(NamedTuple):
+    """What a step trains, as a configuration says it.
+
+    Attributes:
+        window: context window in tokens.
+        run: micro-batches that go through a data-parallel rank's pipeline together.
+        total: micro-batches of a step on all data-parallel ranks; None: one run on each.
+    """
+
+    window: int
+    run: int
+    total: int | None
+
+
+def batch_of(config: Trainer.Config) -> Batch:
+    """The batch of a configuration.
+
+    On main: `training.max_context_length`, `parallelism.num_pp_microbatches`, and
+    `training.num_tokens_per_train_step` over `num_tokens_per_microbatch_per_dp_rank`.
+    """
+    training = config.training
+    total = training.global_batch_size
+    return Batch(training.seq_len, training.local_batch_size, total if total > 0 else None)
+
+
+def rotary_length(rope: Configurable.Config) -> int:
+    """Positions in a rotary table. On main: `max_context_length`."""
+    length: int = rope.max_seq_len
+    return length
+
+
+def set_rotary_length(rope: Configurable.Config, positions: int) -> None:
+    """Has a rotary table be of so many positions."""
+    rope.max_seq_len = positions
+
+
+def device_bytes() -> int:
+    """Memory of this process's device. On main there is no `device_module`: ask `get_device_info`."""
+    total: int = titan_utils.device_module.get_device_properties(0).total_memory
+    return total
 
 
 def in_backward_pass() -> bool:
@@ -140,18 +204,22 @@ def ranks_of_group(name: str) -> list[int]:
 
 __all__ = [
     "AsyncCollectiveTensor",
+    "BaseDataLoader",
     "ComputationType",
     "DataDependentOutputException",
     "FakeTensor",
     "FakeTensorMode",
+    "HuggingFaceTextDataLoader",
     "PipelineSchedule",
     "PipelineScheduleRuntime",
     "RecvInfo",
     "ScheduleAction",
     "StageMeta",
     "TensorMeta",
+    "batch_of",
     "build_pipeline_schedule",
     "checkpoint_wrapper",
+    "device_bytes",
     "done_work",
     "ensure_receives_drained",
     "in_backward_pass",
@@ -161,6 +229,8 @@ __all__ = [
     "owner_of",
     "pipeline_metadata",
     "ranks_of_group",
+    "rotary_length",
+    "set_rotary_length",
     "split_into_stages",
     "unset_fake_temporarily",
 ]

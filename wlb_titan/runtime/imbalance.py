@@ -8,7 +8,29 @@ from typing import Any
 import numpy as np
 
 from wlb_titan.context import ContextStrategy, after
+from wlb_titan.job import Job
 from wlb_titan.plan import Plan, imbalance_degree
+
+
+def plan_figures(plan: Plan, job: Job) -> dict[str, Any]:
+    """How well a plan balances, and what that costs, for metrics.jsonl.
+
+    Returns:
+        What docs/metrics.md lists from `imbalance` to `longest_micro_batch`.
+    """
+    return {
+        "imbalance": plan.imbalance,
+        **rank_imbalance(plan, job.strategy),
+        "cut_share": plan.cut_share(job.window),
+        "keys_per_token": plan.keys_per_token,
+        "delay_mean": plan.delay,
+        "delay_max": plan.max_delay,
+        "waiting_documents": plan.waiting_documents,
+        "waiting_tokens": plan.waiting_tokens,
+        "lost_tokens": plan.lost_tokens,
+        "longest_micro_batch": plan.longest,
+        "plan_ms": plan.plan_ms,
+    }
 
 
 def rank_imbalance(plan: Plan, strategy: ContextStrategy | None) -> dict[str, Any]:

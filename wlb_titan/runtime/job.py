@@ -22,7 +22,7 @@ from wlb_titan.documents.held_out import Divided
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.settings import MemorySettings
-from wlb_titan.runtime.compat import Dims
+from wlb_titan.runtime.compat import Dims, batch_of
 from wlb_titan.runtime.data.corpus import mixture_sources, open_corpus
 from wlb_titan.runtime.pipeline.schedules import pipeline_shape, stage_names
 from wlb_titan.runtime.shape import has_experts, has_latent_attention, model_shape
@@ -33,22 +33,30 @@ if TYPE_CHECKING:
 
 
 def job_of(config: Trainer.Config, dims: ParallelDims) -> Job:
-    """The job of a configuration at the degrees of a number of processes.
+    """The job that a configuration trains at the degrees of a number of processes.
+
+    Raises:
+        PlanError: as of `configured_job`.
+    """
+    return configured_job(config, dims).trained
+
+
+def configured_job(config: Trainer.Config, dims: ParallelDims) -> Job:
+    """The job of a configuration, also where it is only planned (`wlb.packing.shadow`).
 
     Raises:
         PlanError: a part of it is wrong, or they do not fit each other.
     """
-    training, wlb = config.training, config.wlb
+    batch, wlb = batch_of(config), config.wlb
     assert config.model_spec is not None
     model = config.model_spec.model
     memory = memory_settings(config)
     schedule, chunks, run, stage_layers = "1F1B", 1, None, ()
     if dims.pp_enabled:
         shape = pipeline_shape(config.parallelism, model, config.activation_checkpoint)
-        schedule, chunks, run = shape.schedule, shape.chunks, training.local_batch_size
+        schedule, chunks, run = shape.schedule, shape.chunks, batch.run
         names = stage_names(config.parallelism, model)
         stage_layers = tuple(sum(name.startswith("layers.") for name in stage) for stage in names)
-    total = training.global_batch_size
     degrees = {name: getattr(dims, one.axis) for name, one in TORCHTITAN.items()}
     if not has_experts(model):
         degrees["expert"] = 1  # a dense model has nothing to spread
@@ -57,9 +65,9 @@ def job_of(config: Trainer.Config, dims: ParallelDims) -> Job:
         model=model_shape(model),
         degrees=job_degrees,
         cluster=_cluster(wlb),
-        dtype=training.mixed_precision_param,
-        window=training.seq_len,
-        micro_batches=total if total > 0 else training.local_batch_size * job_degrees.data,
+        dtype=config.training.mixed_precision_param,
+        window=batch.window,
+        micro_batches=batch.total or batch.run * job_degrees.data,
         multiple=math.lcm(dims.tp if memory.sequence_parallel else 1, memory.loss_chunks),
         packing=wlb.packing,
         sharding=wlb.sharding,
@@ -150,7 +158,7 @@ def memory_settings(config: Trainer.Config) -> MemorySettings:
         checkpointing="full" if isinstance(checkpointing, FullAC.Config) else kind,
         compute_bytes=TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize,
         loss_chunks=config.loss.num_chunks if isinstance(config.loss, ChunkedLossWrapper.Config) else 1,
-        window=config.training.seq_len,
+        window=batch_of(config).window,
         rotary_bytes=_rotary_bytes(config),
         sequence_parallel=config.parallelism.enable_sequence_parallel,
         reshard={"always": True, "never": False}.get(config.parallelism.fsdp_reshard_after_forward),

@@ -12,9 +12,10 @@ from torchtitan.distributed import ParallelDims
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
-from wlb_titan.memory.peak import GIB, RankMemory
+from wlb_titan.memory.packs import Passes
+from wlb_titan.memory.peak import GIB, TERMS, RankMemory
 from wlb_titan.packing.slim.slices import replica_passes
-from wlb_titan.plan import Passes, Plan
+from wlb_titan.plan import Plan
 from wlb_titan.simulator.slices import flow_memory
 
 FIRST_STEPS = 12
@@ -128,7 +129,7 @@ def describe_memory(job: Job, documents: Documents) -> list[str]:
     if ranks is None:
         what = job.memory_unknown or job.schedule
         return [f"Memory of {what} is not predicted; `wlb-titan dryrun` traces it"]
-    return [f"Predicted peak memory, {most}: {_one_line(rank)}" for rank in ranks]
+    return [f"Predicted peak memory, {most}: {_in_short(rank)}" for rank in ranks]
 
 
 def measured_memory(dims: ParallelDims, device: torch.device) -> dict[str, float]:
@@ -145,6 +146,13 @@ def measured_memory(dims: ParallelDims, device: torch.device) -> dict[str, float
     peaks[dims.get_mesh("pp").get_local_rank() if dims.pp_enabled else 0] = used / GIB
     dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
     return {f"peak_memory_gib/pp{rank}": peak for rank, peak in enumerate(peaks.tolist())}
+
+
+def _in_short(rank: RankMemory) -> str:
+    """The peak and its two largest terms."""
+    parts = sorted(((getattr(rank, name), name.replace("_", " ")) for name in TERMS), reverse=True)[:2]
+    most = " and ".join(f"{name} {size / GIB:.2f}" for size, name in parts)
+    return f"{rank.total / GIB:.2f} GiB on pipeline rank {rank.rank}, {most} of them"
 
 
 def _one_line(rank: RankMemory) -> str:

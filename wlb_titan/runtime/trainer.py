@@ -37,7 +37,7 @@ from wlb_titan.runtime.attention.implementation import compile_attention
 from wlb_titan.runtime.attention.kv_cache import KeyValueCache
 from wlb_titan.runtime.attention.merged import prepare_merging
 from wlb_titan.runtime.attention.module import DocumentAttention
-from wlb_titan.runtime.compat import Dims
+from wlb_titan.runtime.compat import Dims, batch_of
 from wlb_titan.runtime.data.corpus import open_corpus
 from wlb_titan.runtime.data.dataloader import PlannedDataLoader, Step
 from wlb_titan.runtime.data.epochs import steps_of_epochs
@@ -46,15 +46,17 @@ from wlb_titan.runtime.data.shared_answer import SharedAnswer
 from wlb_titan.runtime.data.tokenizer import Tokenizer
 from wlb_titan.runtime.dimension import Axis, axes_of, prepared
 from wlb_titan.runtime.export import complete_export
-from wlb_titan.runtime.imbalance import rank_imbalance
-from wlb_titan.runtime.job import job_of, parallel_dims, training_documents
+from wlb_titan.runtime.imbalance import plan_figures
+from wlb_titan.runtime.job import configured_job, parallel_dims, training_documents
+from wlb_titan.runtime.life.checkpoints import save_stopped
 from wlb_titan.runtime.life.timeouts import train_timeout
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import describe_memory, measured_memory
-from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank
+from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank, spoken
 from wlb_titan.runtime.models.compile import allow_graphs
 from wlb_titan.runtime.pipeline.build import pipeline
 from wlb_titan.runtime.pipeline.pass_timer import PassTimer
+from wlb_titan.runtime.pipeline.regroup import regrouped_pipeline
 from wlb_titan.runtime.step_trace import StepTrace
 from wlb_titan.runtime.validator import Validator
 from wlb_titan.simulator.choice import Choice, choose
@@ -73,7 +75,9 @@ class Trainer(TorchtitanTrainer):
 
     def __init__(self, config: Config) -> None:
         corpus = open_corpus(config.wlb.corpus)
-        self.job = job_of(config, parallel_dims(config, int(os.environ["WORLD_SIZE"])))
+        configured = configured_job(config, parallel_dims(config, int(os.environ["WORLD_SIZE"])))
+        self.job = configured.trained
+        self._shadow = configured if configured.packing.shadow else None
         self._choice: Choice | None = None
         config = dataclasses.replace(
             config,
@@ -92,9 +96,10 @@ class Trainer(TorchtitanTrainer):
             ),
             loss=weighted(config.loss) if config.wlb.loss_weight == "conversation" else config.loss,
         )
-        if self.job.packing.regroups:
-            assert config.model_spec is not None
-            stages = partial(pipeline, recomputes=True)
+        assert config.model_spec is not None
+        if config.model_spec.pipelining_fn is pipeline:
+            stages = regrouped_pipeline if self.job.packing.regroups else pipeline
+            stages = partial(stages, check_lengths=config.wlb.pipeline.check_lengths)
             config.model_spec = dataclasses.replace(config.model_spec, pipelining_fn=stages)
         self.axes: list[tuple[int, Axis]] = []  # of [[wlb.dimensions]], which `init_distributed` makes
         if config.wlb.dimensions:
@@ -111,16 +116,10 @@ class Trainer(TorchtitanTrainer):
             writer=metrics_rank(self.parallel_dims, config.parallelism.pipeline_parallel_schedule),
             folder=config.dump_folder,
         )
-        if self.parallel_dims.cp_enabled:
-            self.planned.context_rank = self.parallel_dims.get_mesh("cp").get_local_rank()
-        if self.parallel_dims.tp_enabled and config.parallelism.enable_sequence_parallel:
-            mesh = self.parallel_dims.get_mesh("tp")
-            self.planned.tensor_rank = mesh.get_local_rank(), mesh.size()
         if config.compile.enable:
             allow_graphs(self.job)
         self._prepare_merging()
         if self.parallel_dims.pp_enabled:
-            self.pp_schedule.check_lengths = config.wlb.pipeline.check_lengths
             self.planned.lower = self.pp_schedule.lower
         if self.device.type == "cpu":
             # gloo has no premultiplied sum, which FSDP would use for its gradient scaling.
@@ -147,11 +146,13 @@ class Trainer(TorchtitanTrainer):
         )
         dims = parallel_dims(self.config, world_size)
         epochs = self.config.wlb.epochs
-        if self.job.undecided or epochs:
+        configured = self._shadow or self.job
+        if configured.undecided or epochs:
             documents = training_documents(self.config.wlb)
-        if self.job.undecided:
-            self._choice = choose(self.job, documents, on_one_rank=SharedAnswer())
-            self.job = self._choice.job
+        if configured.undecided:
+            self._choice = choose(configured, documents, on_one_rank=SharedAnswer())
+            self.job = self._choice.job.trained
+            self._shadow = self._shadow and self._choice.job
         if epochs:
             # A solver that is stopped by its time limit finds other packings on other ranks.
             shared = SharedAnswer() if self.job.packing.planning_seconds else here
@@ -168,7 +169,13 @@ class Trainer(TorchtitanTrainer):
             attention.context = self.job.sharding
             attention.implementation = config.wlb.attention.implementation
         config.comm.train_timeout_seconds, self._timeout_reason = train_timeout(config, self.job)
-        config.dataloader.job = self.job
+        loader = config.dataloader
+        loader.job, loader.shadow = self.job, self._shadow
+        if dims.cp_enabled:
+            loader.context_rank = dims.get_mesh("cp").get_local_rank()
+        if dims.tp_enabled and config.parallelism.enable_sequence_parallel:
+            mesh = dims.get_mesh("tp")
+            loader.tensor_rank = mesh.get_local_rank(), mesh.size()
 
     @property
     def planned(self) -> PlannedDataLoader:
@@ -177,8 +184,24 @@ class Trainer(TorchtitanTrainer):
     begin: Callable[[int], None] = staticmethod(lambda step: None)
     """Called on every rank when the run begins: after a checkpoint was loaded, with its step, or with 0."""
 
+    goes_on: Callable[[int], bool] = staticmethod(lambda step: True)
+    """Asked on every rank between two steps: whether a step follows on the one of this number."""
+
+    def should_continue_training(self) -> bool:
+        if not super().should_continue_training():
+            return False
+        if self.goes_on(self.step):
+            return True
+        for every, axis in self.axes:
+            axis.after_optimizer(self, meets=not self._meets(every))
+        saved = save_stopped(self.checkpointer, self.step, self._first_step)
+        logger.info(f"Stopped after step {self.step} of {self.config.training.steps}: {saved}.")
+        return False
+
     def batch_generator(self, data_iterable: PlannedDataLoader) -> Iterator[Step]:
         """The loader's steps; the metrics get the seconds that each was waited for."""
+        self._first_step, self._began = self.step + 1, time.monotonic()
+        self.metrics_processor.last_step = self.config.training.steps
         self.begin(self.step)
         return self._timed_steps(data_iterable)
 
@@ -241,9 +264,7 @@ class Trainer(TorchtitanTrainer):
         self.checkpointer.maybe_wait_for_staging()
         self.optimizers.step()
         for every, axis in self.axes:
-            axis.after_optimizer(
-                self, meets=self.step % every == 0 or self.step == self.config.training.steps
-            )
+            axis.after_optimizer(self, meets=self._meets(every))
         self.lr_schedulers.step()
         self.metrics_processor.count(step.plan.tokens, step.flops)
         if self.metrics_processor.should_log(self.step):
@@ -256,7 +277,7 @@ class Trainer(TorchtitanTrainer):
 
     def _groups(self, items: list[Item]) -> Iterator[list[Item]]:
         """What goes through the model together: the micro-batches of a pipeline run, or a single one."""
-        size = self.config.training.local_batch_size if self.parallel_dims.pp_enabled else 1
+        size = batch_of(self.config).run if self.parallel_dims.pp_enabled else 1
         for first in range(0, len(items), size):
             yield items[first : first + size]
 
@@ -296,9 +317,6 @@ class Trainer(TorchtitanTrainer):
         try:
             if self.parallel_dims.pp_enabled:
                 self.pp_schedule.flow = flow
-                self.pp_schedule.regroupings = step.regroupings and [
-                    one.to(self.device) for one in step.regroupings
-                ]
                 loss = self._forward_backward(step.items, labels)
             else:
                 loss = self._run_alone(step.items, flow[0], labels)
@@ -351,21 +369,18 @@ class Trainer(TorchtitanTrainer):
             "tokens": plan.tokens,
             "labels": step.labels,
             "padding": plan.padding,
-            "imbalance": plan.imbalance,
-            **rank_imbalance(plan, self.job.strategy),
-            "cut_share": plan.cut_share(self.job.window),
-            "keys_per_token": plan.keys_per_token,
-            "delay_mean": plan.delay,
-            "delay_max": plan.max_delay,
-            "waiting_documents": plan.waiting_documents,
-            "waiting_tokens": plan.waiting_tokens,
-            "lost_tokens": plan.lost_tokens,
-            "longest_micro_batch": plan.longest,
-            "plan_ms": plan.plan_ms,
+            **plan_figures(plan, self.job),
+            **self._shadow_figures(step),
             **step.source_figures,
             **self.step_trace.end(self.step, plan),
             **measured_memory(self.parallel_dims, self.device),
         }
+
+    def _shadow_figures(self, step: Step) -> dict[str, Any]:
+        """What the configured policies would have made of it, where they only plan."""
+        if step.shadow is None or self._shadow is None:
+            return {}
+        return {f"shadow/{key}": value for key, value in plan_figures(step.shadow, self._shadow).items()}
 
     def close(self) -> None:
         self.planned.close()
@@ -387,19 +402,24 @@ class Trainer(TorchtitanTrainer):
             logger.info(line)
         for line in advice(self.job, compiled=self._compiled, on_gpu=self.device.type == "cuda"):
             logger.info(line)
-        compile_attention(self.config, self.job, self.device, self.planned.context_rank)
+        compile_attention(self.config, self.job, self.device, self.config.dataloader.context_rank)
         comm = self.config.comm
         logger.info(
             f"A rank that does not answer is given up after {comm.init_timeout_seconds} s in the first step, "
             f"{comm.train_timeout_seconds} s from then on ({self._timeout_reason})"
         )
         super().train()
-        if self.config.checkpoint.last_save_in_hf and dist.get_rank() == 0:
-            checkpoint = self.config.checkpoint
+        checkpoint, done = self.config.checkpoint, self.step >= self.config.training.steps
+        if done and checkpoint.last_save_in_hf and dist.get_rank() == 0:
             folder = Path(self.config.dump_folder) / checkpoint.folder / f"step-{self.step}"
             if checkpoint.enable and not checkpoint.load_only and folder.is_dir():
                 complete_export(folder, self.config, self.planned.corpus)
-        if self.planned.plan is None and self.step >= self.config.training.steps:
+        if done and self.planned.plan is not None:
+            took = spoken(time.monotonic() - self._began)
+            logger.info(
+                f"Done: step {self.step} was the last, after {took}. All is in {self.config.dump_folder}"
+            )
+        elif done:
             logger.warning(
                 f"Nothing was left to do: the checkpoint in {self.config.dump_folder} is of step "
                 f"{self.step}, and training.steps is {self.config.training.steps}. Raise it to go on, or "

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
-from wlb_titan.plan import Action, MicroBatch
+from wlb_titan.plan import Action, ByPass, MicroBatch
 
 Floats = NDArray[np.float64]
 SETTLED = 1e-9  # of a step's time: less is no change
@@ -29,21 +29,14 @@ class Replica(NamedTuple):
         times: of them, arrays (stages, n, 1).
         delays: float64 (n, 1), seconds of a forward pass' data from one pipeline rank to the next.
         backward_delays: the same of gradients.
-        micro_batches: in the order of their places.
-        backward: those of backward passes, where these are others.
+        micro_batches: of forward and of backward passes, in the order of their places.
     """
 
     graph: PipelineGraph
     times: PassTimes
     delays: Floats
     backward_delays: Floats
-    micro_batches: Sequence[MicroBatch]
-    backward: Sequence[MicroBatch] | None = None
-
-    @property
-    def of_backward(self) -> Sequence[MicroBatch]:
-        """The micro-batches of backward passes."""
-        return self.micro_batches if self.backward is None else self.backward
+    micro_batches: ByPass[Sequence[MicroBatch]]
 
     def ends(self, earliest: Floats) -> Floats:
         """float64 (actions,), when each action ends that does not begin before `earliest`, of the same
@@ -84,6 +77,6 @@ def _shared_passes(replicas: Sequence[Replica]) -> list[list[tuple[int, int]]]:
     passes: dict[tuple[int, Action], list[tuple[int, int]]] = {}
     for rank, replica in enumerate(replicas):
         for number, action in enumerate(replica.graph.actions):
-            if merged := replica.micro_batches[action.place].merged:
+            if merged := replica.micro_batches.of(action.kind)[action.place].merged:
                 passes.setdefault((merged.start, action), []).append((rank, number))
     return list(passes.values())

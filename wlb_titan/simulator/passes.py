@@ -1,79 +1,28 @@
-"""How long a micro-batch's passes take on a pipeline stage.
-
-    F = layers x (tokens x (matrices + elements + TP + CP + EP) + attention of the slowest CP rank) + head
-    I = layers x (tokens x (matrices + 2 elements + TP + CP + EP) + attention backward + repeated) + head
-    W = layers x tokens x matrices + head
-
-Context-parallel ranks hold equal numbers of tokens and differ in attention; they meet in a collective in
-every layer and pass, so that the slowest rank of each pass counts (paper section 3.1). A backward pass
-multiplies twice as much as a forward pass, once for the gradient of its inputs and once for that of the
-weights.
-Activation checkpointing repeats part of the forward pass: `selective` every second matrix product, the
-element-wise operators and what has to be gathered again; `full` all of it.
-How much of context parallelism's communication is waited for, its strategy says; of tensor parallelism's the
-job does (`tensor_overlap`). Experts take what their busiest rank takes, and exchange tokens twice in a pass
-(dispatch and combine). What is offloaded travels while a layer computes, which waits if that takes longer.
-"""
+"""The passes of planned micro-batches: what `cost.passes` predicts of them, and what goes between stages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.context import after, whole
 from wlb_titan.cost.analytic import BYTES
-from wlb_titan.cost.workload import CostModel
+from wlb_titan.cost.passes import MicroBatches
 from wlb_titan.job import Job
-from wlb_titan.memory.peak import kept_states
 from wlb_titan.pipeline.graph import PassTimes
-from wlb_titan.plan import LENGTH, MicroBatch
+from wlb_titan.plan import LENGTH, ByPass, MicroBatch
 
 Floats = NDArray[np.float64]
-TENSOR_COLLECTIVES = 4  # of a layer in each pass
-EXPERT_COLLECTIVES = 2
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatches:
-    """What the passes of micro-batches follow from; arrays of one shape. All of them are of one job: those
-    that data-parallel ranks share, of `Job.merged`.
-
-    Attributes:
-        tokens: float64, with padding.
-        forward, backward: float64, seconds of one layer's attention on the slowest context-parallel rank.
-        moving, repeated, latency: float64, seconds of context parallelism's collectives in one layer, as of
-            `ExchangeSeconds`.
-    """
-
-    tokens: Floats
-    forward: Floats
-    backward: Floats
-    moving: Floats
-    repeated: Floats
-    latency: Floats
-
-    @classmethod
-    def of(cls, micro_batches: Sequence[MicroBatch], job: Job) -> MicroBatches:
-        """Of planned micro-batches, as arrays (n,)."""
-        attention = np.array([attention_seconds(m, job).max(axis=0) for m in micro_batches])
-        tokens = np.array([m.shared_length for m in micro_batches], dtype=np.float64)
-        exchange = np.array([job.exchange_of(travelling(m, job)) for m in micro_batches])
-        return cls(tokens, attention[:, 0], attention[:, 1], *exchange.T)
-
-    @classmethod
-    def imagined(cls, job: Job, tokens: Floats, forward: Floats, backward: Floats) -> MicroBatches:
-        """Of micro-batches whose documents are not known: what moves always travels, and nothing else."""
-        one, none = job.exchange_of([float(m.always) for m in job.moves]), np.zeros_like(tokens)
-        return cls(tokens, forward, backward, tokens * one.moving, tokens * one.repeated, none + one.latency)
-
-    def in_runs(self, n: int) -> MicroBatches:
-        """As arrays (n, k): the micro-batches one after the other, n to a run."""
-        arrays = (getattr(self, field.name) for field in fields(self))
-        return MicroBatches(*(array.reshape(-1, n).T for array in arrays))
+def passing(micro_batches: Sequence[MicroBatch], job: Job) -> MicroBatches:
+    """Planned micro-batches, as arrays (n,)."""
+    attention = np.array([attention_seconds(m, job).max(axis=0) for m in micro_batches])
+    tokens = np.array([m.shared_length for m in micro_batches], dtype=np.float64)
+    exchange = np.array([job.exchanging.of(travelling(m, job)) for m in micro_batches])
+    return MicroBatches(tokens, attention[:, 0], attention[:, 1], *exchange.T)
 
 
 def attention_seconds(micro_batch: MicroBatch, job: Job) -> Floats:
@@ -91,92 +40,37 @@ def travelling(micro_batch: MicroBatch, job: Job) -> tuple[int, ...]:
     return job.strategy.travelling(micro_batch.ranks, micro_batch.shared_length, micro_batch.elsewhere)
 
 
-def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
-    """The passes of micro-batches through every stage.
-
-    Args:
-        job: the job.
-        micro_batches: arrays (n, k), the n of each of k runs in the order in which they run.
-
-    Returns:
-        Seconds, float64 (stages, n, k).
-    """
-    token, tokens = job.token, micro_batches.tokens
-    links = _latencies(job) + micro_batches.latency
-    matrices = token.matrices + token.experts * (job.routing_imbalance - 1)
-    every = tokens * (matrices + token.elements + _tensor(job) + _experts(job)) + links
-    forward = every + _with_exchange(job, micro_batches.moving, micro_batches.forward)
-    inputs = (
-        every + tokens * token.elements + _with_exchange(job, micro_batches.moving, micro_batches.backward)
-    )
-    inputs = inputs + _repeated(job, micro_batches, forward)
-    if job.memory.offload:
-        moved = _offloaded(job, tokens)
-        forward, inputs = np.maximum(forward, moved), np.maximum(inputs, moved)
-    layers = np.array(job.layers, dtype=np.float64)[:, None, None]
-    head = np.zeros_like(layers)
-    head[-1] = token.head
-    return PassTimes(
-        forward=layers * forward + head * tokens,
-        inputs=layers * inputs + head * tokens,
-        weights=layers * tokens * matrices + head * tokens,
-    )
-
-
 def planned_times(
-    job: Job, micro_batches: Sequence[MicroBatch], run: int, backward: Sequence[MicroBatch] | None = None
-) -> tuple[PassTimes, Floats, Floats]:
+    job: Job, micro_batches: ByPass[Sequence[MicroBatch]], run: int
+) -> tuple[PassTimes, ByPass[Floats]]:
     """The passes of planned micro-batches, also of those that data-parallel ranks share.
 
     Args:
         job: the job.
         micro_batches: one run after the other.
         run: n, micro-batches of a run.
-        backward: those of backward passes, where these are others; none is shared then.
 
     Returns:
-        Seconds, float64 (stages, n, k), and tokens of each data-parallel rank in forward and in backward
-        passes, float64 (n, k).
+        Seconds, float64 (stages, n, k), and tokens of each data-parallel rank, float64 (n, k).
     """
-    tokens = np.array([m.length for m in micro_batches], dtype=np.float64).reshape(-1, run).T
-    if backward is not None:
-        passing, back = (MicroBatches.of(each, job).in_runs(run) for each in (micro_batches, backward))
-        return both_times(job, passing, back), tokens, back.tokens
-    sharers = np.array([m.sharers for m in micro_batches])
-    forward, inputs, weights = np.empty((3, len(job.layers), len(micro_batches)))
+
+    def tokens(packs: Sequence[MicroBatch]) -> Floats:
+        return np.array([m.length for m in packs], dtype=np.float64).reshape(-1, run).T
+
+    sharers = np.array([m.sharers for m in micro_batches.forward])
+    found = np.empty((3, len(job.layers), len(sharers)))
     for ranks in np.unique(sharers).tolist():
         (own,) = np.nonzero(sharers == ranks)
         shared = job.merged[ranks]
-        passing = MicroBatches.of([micro_batches[i] for i in own.tolist()], shared)
-        times = pass_times(shared, passing.in_runs(1))
-        forward[:, own], inputs[:, own], weights[:, own] = (
-            array[:, 0] for array in (times.forward, times.inputs, times.weights)
-        )
-    arrays = (array.reshape(len(array), -1, run).swapaxes(1, 2) for array in (forward, inputs, weights))
-    return PassTimes(*arrays), tokens, tokens
+        packs = micro_batches.each(_some, own.tolist(), shared)
+        times = shared.packing.pass_times(shared, packs)
+        found[:, :, own] = [array[:, 0] for array in (times.forward, times.inputs, times.weights)]
+    runs = found.reshape(3, len(job.layers), -1, run).swapaxes(2, 3)
+    return PassTimes(*runs), micro_batches.each(tokens)
 
 
-def both_times(job: Job, forward: MicroBatches, backward: MicroBatches) -> PassTimes:
-    """The passes where backward passes have micro-batches of their own, and compute layers again for them.
-
-    The head is then not run in forward passes, and its logits are made in backward passes, so that it runs no
-    more often; and kept hidden states go to the ranks that hold them in the backward pass.
-
-    Args:
-        job: the job.
-        forward, backward: micro-batches of either pass.
-    """
-    times, back = pass_times(job, forward), pass_times(job, backward)
-    head = np.zeros((len(job.layers), 1, 1))
-    head[-1] = job.token.head
-    sharing = job.degrees.context * job.degrees.tensor
-    states = np.array(kept_states(job.layers))[:, None, None]
-    received = states * job.cluster.all_to_all(job.model.hidden * BYTES / sharing, sharing)
-    return PassTimes(
-        forward=times.forward - head * forward.tokens,
-        inputs=back.inputs + (head + received) * backward.tokens,
-        weights=back.weights,
-    )
+def _some(micro_batches: Sequence[MicroBatch], numbers: Sequence[int], job: Job) -> MicroBatches:
+    return passing([micro_batches[number] for number in numbers], job).in_runs(1)
 
 
 def transfer_seconds(job: Job, tokens: Floats) -> Floats:
@@ -188,95 +82,3 @@ def transfer_seconds(job: Job, tokens: Floats) -> Floats:
     # One pair of ranks: its own network card, without the neighbours of a ring.
     bandwidth = link.bandwidth if link == job.cluster.node else job.cluster.network.bandwidth
     return tokens * (job.model.hidden * BYTES / inner / bandwidth) + link.latency
-
-
-def _with_exchange(job: Job, moving: Floats, attention: Floats) -> Floats:
-    """Seconds of one layer's attention and of context parallelism's collectives around it."""
-    if job.strategy is None:
-        return attention
-    return attention + job.strategy.waited(moving, attention)
-
-
-def _tensor(job: Job) -> float:
-    """Seconds a token that one layer waits for tensor parallelism in one pass."""
-    return job.token.tensor - min(job.tensor_overlap * job.token.tensor, job.token.matrices)
-
-
-def _experts(job: Job) -> float:
-    """Seconds a token of one layer's exchange with the experts in one pass; the busiest rank gets most."""
-    model, degrees = job.model, job.degrees
-    bytes_ = model.visits * model.hidden * BYTES / (degrees.context * degrees.tensor)
-    return EXPERT_COLLECTIVES * job.cluster.all_to_all(bytes_, degrees.expert) * job.routing_imbalance
-
-
-def _offloaded(job: Job, tokens: Floats) -> Floats:
-    """Seconds in which one layer's offloaded activations reach the host, or come back, shaped alike."""
-    assert job.cluster.host_bandwidth is not None
-    seconds: Floats = tokens * (job.token_bytes.offloaded / job.cluster.host_bandwidth)
-    return seconds
-
-
-def _latencies(job: Job) -> float:
-    """Seconds of one layer's collectives in one pass that do not depend on tokens, but for context
-    parallelism's."""
-    tensor, expert = job.degrees.tensor, job.degrees.expert
-    seconds = 0.0
-    if tensor > 1:
-        seconds += (1 - job.tensor_overlap) * TENSOR_COLLECTIVES * job.cluster.link(tensor).latency
-    if expert > 1 and job.model.visits:
-        seconds += EXPERT_COLLECTIVES * job.cluster.link(expert).latency
-    return seconds
-
-
-def _repeated(job: Job, micro_batches: MicroBatches, forward: Floats) -> Floats:
-    """Seconds of one layer's recomputation, of `forward` seconds at the most."""
-    if job.memory.checkpointing == "none":
-        return np.zeros_like(forward)
-    if job.memory.checkpointing == "full":
-        return forward
-    model, token = job.model, job.token
-    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    # Keys, the attention's output and the MLP's second product, of all seven.
-    repeated = (keys + queries + model.feed_forward) / (2 * (keys + queries) + 3 * model.feed_forward)
-    each = token.matrices * repeated + token.elements + _tensor(job) / 2
-    seconds: Floats = micro_batches.tokens * each + micro_batches.repeated
-    return seconds
-
-
-class JobCost(CostModel):
-    """The workload of a document as the simulator sees it, in seconds.
-
-    W_a is the attention of the document on its own, shared equally by the context-parallel ranks; W_l all
-    that grows with tokens. All layers together, on one rank of each stage.
-    """
-
-    recomputes = True
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        linear, still = (
-            pass_times(job, MicroBatches.imagined(job, np.full((1, 1), tokens), *np.zeros((2, 1, 1))))
-            for tokens in (2.0, 1.0)
-        )
-        self._linear_forward = (linear.forward - still.forward).sum()
-        self._linear_backward = (linear.inputs - still.inputs + linear.weights - still.weights).sum()
-
-    @classmethod
-    def of(cls, config: CostModel.Config, job: Any) -> JobCost:
-        return cls(job)
-
-    def forward(self, lengths: NDArray[Any]) -> Floats:
-        return self._work(lengths)[0]
-
-    def backward(self, lengths: NDArray[Any]) -> Floats:
-        return self._work(lengths)[1]
-
-    def _work(self, lengths: NDArray[Any]) -> tuple[Floats, Floats]:
-        job = self._job
-        attention = job.latency.work(lengths, lengths) / job.degrees.context
-        d, layers = np.asarray(lengths, dtype=np.float64), job.model.layers
-        again = job.memory.checkpointing == "full"
-        return (
-            self._linear_forward * d + layers * attention[0],
-            self._linear_backward * d + layers * (attention[1] + again * attention[0]),
-        )

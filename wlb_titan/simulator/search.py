@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from wlb_titan.cost.degrees import Degrees
+from wlb_titan.cost.passes import Floats, MicroBatches
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job, Policy
-from wlb_titan.simulator.passes import Floats, MicroBatches
 from wlb_titan.simulator.scenario import Scenario
 from wlb_titan.simulator.step import Prediction, tokens_per_second
 

@@ -9,76 +9,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb_titan.context import after, whole
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.fits import fullest
+from wlb_titan.memory.packs import Passes
 from wlb_titan.memory.peak import RankMemory
 from wlb_titan.memory.slices import SliceCache
-from wlb_titan.packing.policy import Packing
 from wlb_titan.packing.slim.asymmetric import last_needed
-from wlb_titan.packing.slim.slices import parts, replica_passes, sliced_document
+from wlb_titan.packing.slim.slices import parts, piece_numbers, replica_passes
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
-from wlb_titan.plan import LENGTH, Action, Flow, MicroBatch, Passes, Plan, Slices
+from wlb_titan.plan import LENGTH, PREFIX, TOTAL, Action, ByPass, Flow, MicroBatch, Plan
 from wlb_titan.simulator.meeting import Replica, ends_together
-from wlb_titan.simulator.passes import MicroBatches, both_times, pass_times
 
 Floats = NDArray[np.float64]
 Chain = list[tuple[Literal["F", "B"], int]]
 """Kinds and places of passes, of which each runs before the next one."""
-
-
-@dataclass(frozen=True, slots=True)
-class PackSeconds:
-    """Seconds of packs, for the choice of their number: what short packs lose counts here."""
-
-    job: Job
-
-    def __call__(self, packing: Packing) -> tuple[Floats, Floats]:
-        """float64 (packs,) each, forward and backward through all stages."""
-        if packing.backward is not None:
-            passing, back = (_passing(self.job, one, one_pass=True) for one in (packing, packing.backward))
-            times = both_times(self.job, passing, back)
-            return times.forward.sum(axis=0)[0], (times.inputs + times.weights).sum(axis=0)[0]
-        forward, backward = np.empty((2, len(packing.packs)))
-        for ranks in np.unique(packing.sharers).tolist():
-            (own,) = np.nonzero(packing.sharers == ranks)
-            job = self.job.merged[ranks]
-            times = pass_times(job, _passing(job, packing, own.tolist(), one_pass=False))
-            forward[own] = times.forward.sum(axis=0)[0]
-            backward[own] = (times.inputs + times.weights).sum(axis=0)[0]
-        return forward, backward
-
-
-def _passing(
-    job: Job, packing: Packing, numbers: Sequence[int] | None = None, *, one_pass: bool
-) -> MicroBatches:
-    """Some of a packing's packs, or all, as arrays (1, packs)."""
-    numbers = range(len(packing.packs)) if numbers is None else numbers
-    return MicroBatches(*np.array([_pack(job, packing, number, one_pass) for number in numbers]).T[:, None])
-
-
-def _pack(job: Job, packing: Packing, number: int, one_pass: bool) -> tuple[float, ...]:
-    """Of a pack the fields of `MicroBatches`."""
-    lengths = packing.packs[number][:, LENGTH]
-    slices = None if packing.slices is None else Slices.of(packing.slices[number], lengths, one_pass)
-    prefix = None if slices is None else slices.prefix
-    total = -(-int(lengths.sum()) // job.divisor) * job.divisor
-    travelling: tuple[int, ...] = ()
-    if job.strategy is None:
-        seconds = job.latency.seconds(after((whole(lengths),), prefix))
-    else:
-        _, sharding = job.strategy.shard(lengths, total, slices=slices)
-        seconds = job.strategy.seconds(after(sharding, prefix))
-        travelling = job.strategy.travelling(sharding, total, slices)
-    forward, backward = seconds.max(axis=0).tolist()
-    return total, forward, backward, *job.exchange_of(travelling)
 
 
 def replica_graph(job: Job, plan: Plan, dp_rank: int) -> PipelineGraph:
@@ -88,13 +38,9 @@ def replica_graph(job: Job, plan: Plan, dp_rank: int) -> PipelineGraph:
         PlanError: the order does not keep to what slices need, or waits for itself.
     """
     assert plan.order is not None
-    flow = plan.order[dp_rank]
-    micro_batches = plan.of_rank(dp_rank)
-    if plan.backward is None:
-        check_slices(flow, micro_batches)
-        return PipelineGraph(job.shape, len(micro_batches), flow)
-    needed = check_passes(flow, micro_batches, plan.backward_of_rank(dp_rank))
-    return PipelineGraph(job.shape, len(micro_batches), flow, needed)
+    flow, micro_batches = plan.order[dp_rank], plan.replica(dp_rank)
+    needed = check_slices(flow, micro_batches)
+    return PipelineGraph(job.shape, len(micro_batches.forward), flow, needed)
 
 
 def run_flows(
@@ -129,9 +75,7 @@ def replicas_of(
         k = slice(first + rank, first + rank + 1)
         own = PassTimes(*(a[:, :, k] for a in (times.forward, times.inputs, times.weights)))
         graph = replica_graph(job, plan, rank)
-        backward = None if plan.backward is None else plan.backward_of_rank(rank)
-        delayed = delays[:, k], backward_delays[:, k]
-        replicas.append(Replica(graph, own, *delayed, plan.of_rank(rank), backward))
+        replicas.append(Replica(graph, own, delays[:, k], backward_delays[:, k], plan.replica(rank)))
     return replicas
 
 
@@ -154,7 +98,7 @@ def cache_bytes(job: Job, actions: Sequence[Action], passes: Passes) -> list[flo
     cache = SliceCache(job.token_bytes, job.layers)
     result = []
     for action in actions:
-        packs = passes.forward if action.kind == "F" else passes.backward
+        packs = passes.packs.of(action.kind)
         slices = packs.slices[action.place]
         cache.begin(action, slices, packs.lengths[action.place] * packs.sharers[action.place])
         cache.end(action, slices)
@@ -162,51 +106,34 @@ def cache_bytes(job: Job, actions: Sequence[Action], passes: Passes) -> list[flo
     return result
 
 
-def check_slices(flow: Flow, micro_batches: Sequence[MicroBatch]) -> None:
+def check_slices(flow: Flow, micro_batches: ByPass[tuple[MicroBatch, ...]]) -> list[int]:
     """Checks the edges between the slices of each document.
-
-    Raises:
-        PlanError: naming the two passes that stand in the wrong order.
-    """
-    packs: dict[int, list[int]] = {}
-    for place, m in enumerate(micro_batches):
-        if m.slices is not None and (document := sliced_document(m.documents, m.slices)) >= 0:
-            packs.setdefault(document, []).append(place)
-    chains: list[Chain] = [
-        [("F", place) for place in places] + [("B", place) for place in reversed(places)]
-        for places in packs.values()
-    ]
-    _check_chains(
-        flow,
-        chains,
-        "but these are slices of one document: forward passes go from its begin to its end, backward passes "
-        "from its end to its begin.",
-    )
-
-
-def check_passes(flow: Flow, forward: Sequence[MicroBatch], backward: Sequence[MicroBatch]) -> list[int]:
-    """The same where backward passes have micro-batches of their own, which run in the order of these.
 
     Returns:
         As of `last_needed`.
 
     Raises:
-        PlanError: as of `check_slices`; or a backward pass runs before the forward pass of one of its tokens.
+        PlanError: naming the two passes that stand in the wrong order.
     """
-    needed = last_needed(parts(forward), parts(backward))
-    chains: list[Chain] = [[("F", place) for place in range(len(forward))]]
-    chains.append([("B", place) for place in range(len(backward))])
+    forward, backward = micro_batches.each(parts)
+    needed = last_needed(forward, backward)
+    numbers = piece_numbers([*forward, *backward])
+    places: dict[int, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
+    for number, ((documents, slices), own) in enumerate(zip([*forward, *backward], numbers, strict=True)):
+        which, place = divmod(number, len(forward))
+        cut = slices[:, TOTAL] > documents[:, LENGTH]
+        for piece, prefix in zip(own[cut].tolist(), slices[cut, PREFIX].tolist(), strict=True):
+            places.setdefault(piece, ([], []))[which].append((prefix, place))
+    chains: list[Chain] = []
+    for ahead, back in places.values():
+        chains.append([("F", place) for _, place in sorted(ahead)])
+        chains.append([("B", place) for _, place in sorted(back, reverse=True)])
     chains += [[("F", first), ("B", place)] for place, first in enumerate(needed)]
-    _check_chains(
-        flow,
-        chains,
-        "which it needs: forward passes go from a document's begin to its end, and then backward passes from "
-        "its end to its begin.",
-    )
+    _check_chains(flow, chains)
     return needed
 
 
-def _check_chains(flow: Flow, chains: Sequence[Chain], why: str) -> None:
+def _check_chains(flow: Flow, chains: Sequence[Chain]) -> None:
     """Checks that the passes of each chain stand in its order, on every stage."""
     for rank, actions in enumerate(flow):
         at = {action: number for number, action in enumerate(actions)}
@@ -215,4 +142,8 @@ def _check_chains(flow: Flow, chains: Sequence[Chain], why: str) -> None:
                 passes = [Action(kind, stage, place) for kind, place in chain]
                 for first, second in itertools.pairwise(passes):
                     if at[first] > at[second]:
-                        raise PlanError(f"Pipeline rank {rank} runs {second} before {first}, {why}")
+                        raise PlanError(
+                            f"Pipeline rank {rank} runs {second} before {first}, which it needs: forward "
+                            "passes go from a document's begin to its end, and then backward passes from its "
+                            "end to its begin."
+                        )

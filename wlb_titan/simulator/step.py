@@ -19,16 +19,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.cost.models import rank_parameters
+from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.fits import fullest
+from wlb_titan.memory.packs import Passes
 from wlb_titan.memory.peak import RankMemory, weighted_tokens
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.pipeline.schedule import rank_actions
-from wlb_titan.plan import Passes, Plan
+from wlb_titan.plan import ByPass, Plan, micro_batches_of
 from wlb_titan.simulator.dimensions import meetings, own_weights, together, with_dimensions
 from wlb_titan.simulator.measured import Measured
-from wlb_titan.simulator.passes import MicroBatches, pass_times, planned_times, transfer_seconds
+from wlb_titan.simulator.passes import planned_times, transfer_seconds
 from wlb_titan.simulator.slices import flow_memory, run_flows
 from wlb_titan.summary import rate_error
 
@@ -134,12 +136,10 @@ def simulate(job: Job, plans: Sequence[Plan], measured: Measured | None = None) 
             known = None if measured is None else measured.of(steps.tolist())
             parts.append(simulate(job, [plans[step] for step in steps.tolist()], known))
         return _joined(alike, parts)
-    micro_batches = [m for plan in plans for m in plan.micro_batches]
     replicas, run = job.degrees.data, _run(job, plans)
     runs = len(plans[0].micro_batches) // (replicas * run)
-    backward = [m for plan in plans for m in plan.backward or ()]
-    times, tokens, back = planned_times(job, micro_batches, run, backward or None)  # steps x replicas x runs
-    times = with_dimensions(job, times)
+    times, both_tokens = planned_times(job, micro_batches_of(plans), run)  # steps x replicas x runs
+    times, tokens = with_dimensions(job, times), both_tokens.forward
     if measured is not None:
         times = measured.in_runs(run)
     if job.degrees.pipeline == 1 and job.degrees.shard > 1:
@@ -150,7 +150,7 @@ def simulate(job: Job, plans: Sequence[Plan], measured: Measured | None = None) 
         seconds, busy = graph.ends(times, delays).max(axis=0), graph.busy(times).mean(axis=0)
         memory = peak_memory(job, tokens.astype(np.int64), runs)
     else:
-        seconds, busy = run_flows(job, plans, times, delays, transfer_seconds(job, back))
+        seconds, busy = run_flows(job, plans, times, delays, transfer_seconds(job, both_tokens.backward))
         memory = flow_memory(job, plans)
     by_replica = seconds.reshape(len(plans), replicas, runs).sum(axis=2)
     numbers = np.array([plan.iteration + 1 for plan in plans])
@@ -214,7 +214,9 @@ def peak_memory(job: Job, tokens: NDArray[np.int64], runs: int) -> tuple[RankMem
     result = []
     for rank in range(job.degrees.pipeline):
         actions = list(rank_actions(job.shape, n, rank))
-        in_flight = np.max(weighted_tokens(actions, tokens, job.layers), axis=0).reshape(-1, runs)
+        in_flight = np.max(weighted_tokens(actions, ByPass(tokens, tokens), job.layers), axis=0).reshape(
+            -1, runs
+        )
         candidates = {in_flight[:, 0].argmax()}
         if runs > 1:
             candidates.add(in_flight[:, 1:].max(axis=1).argmax())

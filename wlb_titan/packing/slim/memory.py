@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from wlb_titan.memory.fits import fullest
+from wlb_titan.memory.packs import Passes
 from wlb_titan.memory.peak import RankMemory
 from wlb_titan.packing.policy import Packing, PackingJob
-from wlb_titan.packing.slim.flow import dependencies, in_own_order
+from wlb_titan.packing.slim.dependencies import dependencies, in_own_order
 from wlb_titan.packing.slim.slices import ReplicaPacks, passes_of
-from wlb_titan.plan import LENGTH, Flow, Passes
+from wlb_titan.plan import LENGTH, Flow
 
 LOOKED_AT = 2
 """Data-parallel ranks of a step that are predicted: those with most tokens in flight, and one more."""
@@ -22,7 +23,7 @@ def step_peak(packing: Packing, flow: Flow, job: PackingJob) -> RankMemory | Non
 
     Args:
         packing: of the step.
-        flow: of all data-parallel ranks, as `job_flow` makes it.
+        flow: of all data-parallel ranks, as of `Flows`.
         job: what is packed for.
     """
     if job.peak is None:
@@ -43,10 +44,7 @@ def _candidates(packing: Packing, flow: Flow, orders: Sequence[Sequence[int]]) -
     if len(packing.assigned) <= LOOKED_AT:
         return list(range(len(packing.assigned)))
     ranks = np.array(packing.assigned)
-    added, freed = (
-        np.array([pack[:, LENGTH].sum() for pack in one.packs])[ranks]
-        for one in (packing, packing.backward or packing)
-    )
+    added, freed = (np.array([pack[:, LENGTH].sum() for pack in one.packs])[ranks] for one in packing.by_pass)
     freed = np.take_along_axis(freed, np.array(orders), axis=1)
     changes = [added[:, a.place] if a.kind == "F" else -freed[:, a.place] for a in flow[0]]
     most = np.cumsum(changes, axis=0).max(axis=0)
@@ -55,9 +53,7 @@ def _candidates(packing: Packing, flow: Flow, orders: Sequence[Sequence[int]]) -
 
 def _passes(packing: Packing, rank: int, flow: Flow, job: PackingJob) -> Passes:
     """What one data-parallel rank runs."""
-    forward = _packs(packing, rank, job)
-    backward = forward if packing.backward is None else _packs(packing.backward, rank, job)
-    return passes_of(forward, backward, flow)
+    return passes_of(packing.by_pass.each(lambda one: _packs(one, rank, job)), flow)
 
 
 def _packs(packing: Packing, rank: int, job: PackingJob) -> ReplicaPacks:

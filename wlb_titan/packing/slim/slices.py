@@ -13,6 +13,7 @@ keys are complete only when every later slice has added its part.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,17 +23,16 @@ from numpy.typing import NDArray
 
 from wlb_titan.cost.workload import CostModel, workload
 from wlb_titan.errors import PlanError
+from wlb_titan.memory.packs import CachedSlice, PackSizes, Passes
 from wlb_titan.plan import (
     ID,
     LENGTH,
     PREFIX,
     START,
     TOTAL,
-    CachedSlice,
+    ByPass,
     Flow,
     MicroBatch,
-    PackSizes,
-    Passes,
     Plan,
 )
 
@@ -138,9 +138,8 @@ class ReplicaPacks(NamedTuple):
 
 def replica_passes(plan: Plan, dp_rank: int) -> Passes:
     """What one data-parallel rank runs in a step, as memory sees it."""
-    forward = ReplicaPacks.of(plan.of_rank(dp_rank))
-    backward = forward if plan.backward is None else ReplicaPacks.of(plan.backward_of_rank(dp_rank))
-    return passes_of(forward, backward, None if plan.order is None else plan.order[dp_rank])
+    flow = None if plan.order is None else plan.order[dp_rank]
+    return passes_of(plan.replica(dp_rank).each(ReplicaPacks.of), flow)
 
 
 def parts(micro_batches: Sequence[MicroBatch]) -> list[Parts]:
@@ -148,15 +147,15 @@ def parts(micro_batches: Sequence[MicroBatch]) -> list[Parts]:
     return [(m.documents, m.slices) for m in micro_batches if m.slices is not None]
 
 
-def passes_of(forward: ReplicaPacks, backward: ReplicaPacks, flow: Flow | None) -> Passes:
-    """The passes of these packs; the same object says that the packs of both kinds are the same."""
-    same = backward is forward
-    packs = forward.parts if same else [*forward.parts, *backward.parts]
-    cached = cached_slices(packs) if packs else [()] * len(forward.lengths)
-    first = len(forward.lengths)
-    ahead = PackSizes(forward.lengths, cached[:first], forward.sharers)
-    back = ahead if same else PackSizes(backward.lengths, cached[first:], backward.sharers)
-    return Passes(ahead, back, flow)
+def passes_of(packs: ByPass[ReplicaPacks], flow: Flow | None) -> Passes:
+    """The passes of these packs."""
+    sliced = [part for one in packs.apart for part in one.parts]
+    cached = iter(cached_slices(sliced)) if sliced else itertools.repeat(())
+
+    def sizes(one: ReplicaPacks) -> PackSizes:
+        return PackSizes(one.lengths, [next(cached) for _ in one.lengths], one.sharers)
+
+    return Passes(packs.each(sizes), flow)
 
 
 def piece_numbers(packs: Sequence[Parts]) -> list[Ints]:

@@ -24,9 +24,9 @@ def prepare_merging(
     Call it on every rank of the job.
 
     Args:
-        parts: of the model.
+        parts: parts of the model.
         job: says how many ranks may share, and by which strategy.
-        parallel_dims: of the job.
+        parallel_dims: degrees and meshes of the job.
         timeout: after which a rank that does not answer is given up.
     """
     attentions = [m for part in parts for m in part.modules() if isinstance(m, DocumentAttention)]

@@ -23,7 +23,7 @@ from wlb_titan.kernels.implementations import Device
 from wlb_titan.runtime.attention.implementation import check_implementation
 from wlb_titan.runtime.checks.optimizer import check_optimizer
 from wlb_titan.runtime.checks.weights import check_weights
-from wlb_titan.runtime.compat import Dims
+from wlb_titan.runtime.compat import Dims, batch_of
 from wlb_titan.runtime.data.corpus import mixture_sources, open_corpus, open_source
 from wlb_titan.runtime.job import (
     configured_degrees,
@@ -34,6 +34,7 @@ from wlb_titan.runtime.job import (
 )
 from wlb_titan.runtime.life.checkpoints import beginning
 from wlb_titan.runtime.life.dump_folder import check_place
+from wlb_titan.runtime.life.stop import seconds_of
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import check_memory
 from wlb_titan.runtime.metrics import MetricsProcessor
@@ -61,6 +62,8 @@ def validate(config: Trainer.Config, world_size: int | None) -> None:
     _check_experts(config, dims, world_size)
     _check_batch(config, dims)
     _check_settings(config)
+    if config.wlb.stop_after:
+        seconds_of(config.wlb.stop_after)
     _check_checkpoint(config)
     _check_meetings(config, dims)
     _check_model(config)
@@ -216,9 +219,9 @@ def _check_experts(config: Trainer.Config, dims: ParallelDims, world_size: int |
 
 
 def _check_batch(config: Trainer.Config, dims: Dims) -> None:
-    local, total = config.training.local_batch_size, config.training.global_batch_size
+    _, local, total = batch_of(config)
     data_parallel = dims.data
-    if total > 0 and total % (local * data_parallel) != 0:
+    if total and total % (local * data_parallel) != 0:
         raise UserError(
             f"training.global_batch_size: {total} micro-batches cannot be shared equally: it must be a "
             f"multiple of local_batch_size ({local}) x the data-parallel degree ({data_parallel})."
@@ -373,12 +376,13 @@ def _check_pipeline(config: Trainer.Config, dims: ParallelDims) -> None:
     try:
         check_schedule(config.parallelism, config.compile)
         # Slices have a schedule of their own, for MicroPacks; validation runs whole documents in the job's.
-        if not config.wlb.packing.owner.slices or config.wlb.validation.enabled:
+        packing = config.wlb.packing
+        if not packing.owner.slices or packing.shadow or config.wlb.validation.enabled:
             check_micro_batches(
                 config.parallelism.pipeline_parallel_schedule,
                 dims.pp,
                 len(stage_names(config.parallelism, config.model_spec.model)),
-                config.training.local_batch_size,
+                batch_of(config).run,
             )
     except ValueError as error:
         raise UserError(f"parallelism.pipeline_parallel_schedule: {error}") from error
@@ -391,9 +395,9 @@ def _check_job(config: Trainer.Config, dims: ParallelDims) -> None:
         if error.setting:
             raise
         raise UserError(f"wlb.sharding: {error}") from error
-    if config.training.seq_len % job.divisor:
+    if job.window % job.divisor:
         raise UserError(
-            f"training.seq_len: {config.training.seq_len} tokens do not divide by {job.divisor}, which the "
+            f"training.seq_len: {job.window} tokens do not divide by {job.divisor}, which the "
             f"context-parallel degree ({dims.cp}), the tensor-parallel degree ({dims.tp}), the loss's chunks "
             f"and wlb.packing.length_multiple ({config.wlb.packing.length_multiple}) need."
         )

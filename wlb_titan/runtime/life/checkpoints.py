@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from wlb_titan.errors import UserError
 
 if TYPE_CHECKING:
+    from torchtitan.components.checkpoint import CheckpointManager
+
     from wlb_titan.runtime.trainer import Trainer
 
 METADATA = ".metadata"
@@ -104,6 +106,27 @@ def damage(checkpoint: Path) -> str:
         if file.stat().st_size < end:
             return f"its file {name} has {file.stat().st_size:,} bytes instead of {end:,}"
     return ""
+
+
+def save_stopped(checkpointer: CheckpointManager, step: int, first: int) -> str:
+    """Saves a run that stops before its last step, as it saves itself every so many steps.
+
+    Args:
+        checkpointer: the run's.
+        step: the last that was trained.
+        first: the first that was, by this process; at a smaller step nothing is new.
+
+    Returns:
+        What a person is told.
+    """
+    if not checkpointer.enable or checkpointer.load_only:
+        return "nothing is saved, as checkpoint.enable = false or load_only = true"
+    saved = step % checkpointer.interval == 0 or (step == 1 and checkpointer.enable_first_step_checkpoint)
+    if step >= first and not saved:
+        checkpointer.interval = 1
+        checkpointer.save(step)
+    checkpointer.maybe_wait_for_saving()
+    return "all is saved; start the job again to go on"
 
 
 def move_broken_aside(folder: Path, steps: Sequence[int]) -> None:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torchtitan.config import CommConfig
 
+from wlb_titan.cost.passes import JobCost
 from wlb_titan.cost.workload import workload
 from wlb_titan.job import Job
-from wlb_titan.simulator.passes import JobCost
 
 if TYPE_CHECKING:
     from wlb_titan.runtime.trainer import Trainer

@@ -35,7 +35,7 @@ class DryTrainer(LoneTrainer):
     the parameters' allocation, the optimizer, the step.
 
     Args:
-        config: of the job. Compilation, checkpoints and files are switched off in a copy.
+        config: configuration of the job. Compilation, checkpoints and files are switched off in a copy.
         rank: global rank.
         world_size: processes of the job.
         device_bytes: memory of a GPU, which bounds plans; None is that of the configured cluster.

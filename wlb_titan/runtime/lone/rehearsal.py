@@ -28,7 +28,7 @@ class RehearsalTrainer(LoneTrainer):
     """One rank of a job, built as the job builds it, with weights made up.
 
     Args:
-        config: of the job. Checkpoints and files are switched off in a copy.
+        config: configuration of the job. Checkpoints and files are switched off in a copy.
         rank: global rank.
         world_size: processes of the job.
         memory: bytes that the rank may take.
@@ -56,7 +56,7 @@ class RehearsalTrainer(LoneTrainer):
         """Runs steps of the plan.
 
         Args:
-            first: of the steps that count, from 1; the plans before it and the warm-up's are left out.
+            first: first step that counts, from 1; the plans before it and the warm-up's are left out.
             warm_up: steps before it that are run and not counted.
             steps: that count.
             seconds: after which no further step begins.

@@ -24,7 +24,7 @@ class LoneTrainer(Trainer):
     """The rank's trainer, in a process group without other processes, which `start_group` starts.
 
     Args:
-        config: of the job, as `lone_config` makes it.
+        config: configuration of the job, as `lone_config` makes it.
         rank: global rank.
         world_size: processes of the job.
     """
