@@ -1,5 +1,5 @@
 """The examples' local SGD, a dimension of parallelism that no file of the package names, in two and four
-processes: what a naive reference does in one."""
+processes: what a naive reference does in one. And one that divides nothing."""
 
 import pytest
 import torch
@@ -14,12 +14,17 @@ COMMON = (
 
 def experiment(lab, name, base, degree, every, outer_rate=1.0, **degrees):
     """A job with the dimension, from a TOML file of its own."""
+    own = f"every = {every}\nouter_rate = {outer_rate}\n"
+    return job(lab, name, base, "own_policies.local_sgd:LocalSgd", degree, own, **degrees)
+
+
+def job(lab, name, base, dimension, degree, own="", data=True, **degrees):
     file = lab.folder / f"{name}.toml"
     file.write_text(
-        f'extends = "{CONFIG}"\n[[wlb.dimensions]]\nname = "own_policies.local_sgd:LocalSgd"\n'
-        f"degree = {degree}\nevery = {every}\nouter_rate = {outer_rate}\n"
+        f'extends = "{CONFIG}"\n[[wlb.dimensions]]\nname = "{dimension}"\ndegree = {degree}\n{own}'
     )
-    words = [*layout(**degrees), "--training.local_batch_size", str(4 // degree // degrees.get("dp", 1))]
+    local = 4 // (degree if data else 1) // degrees.get("dp", 1)
+    words = [*layout(**degrees), "--training.local_batch_size", str(local)]
     return lab.experiment(name, "--config", str(file), "--base", f"averaging:{base}", *COMMON, *words)
 
 
@@ -38,6 +43,7 @@ def runs(lab):
         "replicas": experiment(lab, "local_4", "sgd", 4, 2),
         "sharded": experiment(lab, "local_2_shard_2", "adamw", 2, 2, 0.7, dp=2),
         "pipelined": experiment(lab, "local_2_pp_2", "sgd", 2, 2, pp=2),
+        "twins": job(lab, "twins_2_cp_2", "sgd", "toys:Twins", 2, data=False, cp=2),
     }
     one = {
         "sgd": reference("one_sgd", "sgd", 2, 2),
@@ -48,10 +54,10 @@ def runs(lab):
     lab.run(2, list(two.values()))
     lab.run(4, list(four.values()))
     lab.run(1, list(one.values()))
-    return two | four, one | {"sharded": one["adamw"], "pipelined": one["sgd"]}
+    return two | four, one | {"sharded": one["adamw"], "pipelined": one["sgd"], "twins": one["every_step"]}
 
 
-@pytest.mark.parametrize("name", ["sgd", "every_step", "adamw", "replicas", "sharded", "pipelined"])
+@pytest.mark.parametrize("name", ["sgd", "every_step", "adamw", "replicas", "sharded", "pipelined", "twins"])
 def test_it_trains_as_one_process_does(runs, name):
     many, one = (group[name] for group in runs)
     assert many.losses() == pytest.approx(one.losses(), rel=1e-5)

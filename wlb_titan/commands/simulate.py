@@ -12,6 +12,7 @@ from wlb_titan.commands.console import make_console, print_choice, show_table, w
 from wlb_titan.commands.job import describe_job, lengths_option, load_job, placed
 from wlb_titan.commands.plan import COUNT, SEED, STEPS, TOKENS
 from wlb_titan.cost.attention_hopper import KERNELS
+from wlb_titan.cost.cluster import shipped
 from wlb_titan.errors import PlanError
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ SECONDS_BETWEEN_LINES = 5.0  # of its progress
 @click.option(
     "--cluster",
     metavar="NAME|FILE.toml",
-    help="h100_roce, h100_measured, h200, cpu or a file like theirs (docs/simulator.md).  [default: the TOML "
-    "file's, or h100_roce]",
+    help=f"{', '.join(shipped())} or a file like theirs (docs/simulator.md).  [default: the TOML file's, or "
+    "h100_roce]",
 )
 @click.option(
     "--policies",

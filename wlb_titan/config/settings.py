@@ -109,9 +109,9 @@ class WlbSettings:
     """`auto`: the accelerator that torch finds, or else the CPU. `cpu`: the CPU even where there is one."""
 
     cluster: str = ""
-    """The hardware that work, time and memory are predicted for: `h100_roce`, `h100_measured`, `h200`, `cpu`
-    or a TOML file like theirs. Empty: the device at hand. Name it where plans and predictions shall be those
-    of another."""
+    """The hardware that work, time and memory are predicted for: a shipped cluster (listed by `wlb-titan
+    simulate --help`), or a TOML file like theirs. Empty: the device at hand. Name it where plans and
+    predictions shall be those of another."""
 
     trace_every: Annotated[int, Ge(0)] = 0
     """Every so many steps the passes of all ranks are timed: a trace for ui.perfetto.dev is written to
