@@ -12,7 +12,7 @@ ROOMS = (
     *("errors", "plugins", "plan", "timeline"),
     *("documents", "pipeline", "cost"),
     *("context", "memory", "packing"),
-    *("balancing", "planner", "job", "summary"),
+    *("balancing", "planner", "policies", "job", "summary"),
     *("simulator", "corpus", "config"),
     *("runtime", "commands"),
 )

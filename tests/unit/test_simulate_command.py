@@ -15,8 +15,8 @@ from wlb_titan.commands.main import main
 from wlb_titan.commands.simulate_toml import write_winner
 from wlb_titan.corpus.prepare import prepare_corpus
 from wlb_titan.corpus.settings import PrepareSettings
-from wlb_titan.job import Policy
 from wlb_titan.memory.peak import layers_of_stages
+from wlb_titan.policies import Policy
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 from wlb_titan.runtime.models.load import load_config
 from wlb_titan.simulator.scenario import Scenario

@@ -13,12 +13,13 @@ import numpy as np
 
 from wlb_titan.commands.plan_figures import FAINT, STYLE, plt, svg
 from wlb_titan.documents import Documents
-from wlb_titan.job import Job, Policy
+from wlb_titan.job import Job
 from wlb_titan.packing.slim.asymmetric import last_needed
 from wlb_titan.packing.slim.slices import slice_work
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.plan import ByPass, Flow, MicroBatch
-from wlb_titan.simulator.slices import parts
+from wlb_titan.policies import Policy
+from wlb_titan.simulator.replicas import parts
 from wlb_titan.simulator.timeline import MEASURED
 from wlb_titan.timeline import Span
 
@@ -46,8 +47,8 @@ def planned_timelines(jobs: Sequence[Job], documents: Documents, steps: int) -> 
         for _ in range(min(steps, STEP_SHOWN)):
             plan = planner.next()
         shown, flow = plan.replica(0), None
-        if plan.order is not None:  # all in one run
-            flow = plan.order[0]
+        if plan.flows is not None:  # all in one run
+            flow = plan.flows[0]
         elif job.run:
             shown = shown.each(operator.getitem, slice(job.run))
         timelines[name] = pipeline_spans(name, shown, job, flow)

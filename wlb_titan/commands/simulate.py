@@ -15,8 +15,8 @@ from wlb_titan.cost.attention_hopper import KERNELS
 from wlb_titan.errors import PlanError
 
 if TYPE_CHECKING:
-    from wlb_titan.job import Policy
     from wlb_titan.plan import Plan
+    from wlb_titan.policies import Policy
     from wlb_titan.simulator.choice import Choice
     from wlb_titan.simulator.scenario import Scenario
     from wlb_titan.simulator.search import Search
@@ -130,7 +130,7 @@ def simulate(
     The bubble is the share of a step in which a rank waits; the last column says what a policy gains over
     the first one if the network between nodes were half as fast. docs/simulator.md explains the model.
     """
-    from wlb_titan.job import Policy
+    from wlb_titan.policies import Policy
     from wlb_titan.simulator.scenario import Scenario
 
     asked = list(dict.fromkeys(Policy.parse(text) for text in policies.split(",")))

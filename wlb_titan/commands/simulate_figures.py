@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from wlb_titan.commands.plan_figures import INK, STYLE, plt, svg
-from wlb_titan.job import Policy
 from wlb_titan.memory.peak import GIB, TERMS
+from wlb_titan.policies import Policy
 from wlb_titan.simulator.step import Prediction
 from wlb_titan.simulator.timeline import MemoryCurve
 

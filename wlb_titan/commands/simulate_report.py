@@ -9,8 +9,8 @@ from pathlib import Path
 from wlb_titan.commands.job import describe_job
 from wlb_titan.commands.report_page import choice_section, needs_matplotlib, section, table, write_page
 from wlb_titan.commands.simulate_rows import remarks, table_rows
-from wlb_titan.job import Policy
 from wlb_titan.plan import Plan
+from wlb_titan.policies import Policy
 from wlb_titan.simulator.choice import Choice
 from wlb_titan.simulator.scenario import Scenario
 from wlb_titan.simulator.step import Prediction

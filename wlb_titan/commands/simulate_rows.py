@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from wlb_titan.commands.plan_rows import FEW_STEPS
-from wlb_titan.job import Policy
 from wlb_titan.plan import Plan
+from wlb_titan.policies import Policy
 from wlb_titan.simulator.scenario import Scenario, network_sensitivity
 from wlb_titan.simulator.search import Search
 from wlb_titan.simulator.step import Prediction
