@@ -9,9 +9,10 @@ READY  := $(VENV)/.ready
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "wlb_titan needs Python 3.11 or newer; call make PYTHON=/path/to/python3.11")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet uv
-	$(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --constraint constraints.txt --editable '.[dev]'
+	@echo "Setting up $(VENV): a few minutes the first time"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet uv
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 # A small Llama on the Python files of this machine, on two pipeline stages: plain packing, then equal work, then
@@ -20,19 +21,28 @@ $(READY): pyproject.toml constraints.txt
 REPLICAS := $(shell test "$$(getconf _NPROCESSORS_ONLN)" -ge 4 && echo --parallelism.data_parallel_shard_degree 2)
 train: export PATH := $(CURDIR)/$(BIN):$(PATH)
 train: $(READY)
+	@echo "1 of 5: a corpus of this machine's Python files"
 	wlb-titan prepare outputs/corpus --max-tokens 4000000
-	torchx run wlb.train --config train_configs/cpu_pipeline.toml -- $(REPLICAS) $(OPTIONS)
-	torchx run wlb.train --config train_configs/cpu_pipeline_balanced.toml -- $(REPLICAS) $(OPTIONS)
-	torchx run wlb.train --config train_configs/cpu_pipeline_slices.toml -- $(REPLICAS) $(OPTIONS)
+	@echo "2 of 5: plain packing"
+	wlb-titan train train_configs/cpu_pipeline.toml $(REPLICAS) $(OPTIONS)
+	@echo "3 of 5: micro-batches of equal work"
+	wlb-titan train train_configs/cpu_pipeline_balanced.toml $(REPLICAS) $(OPTIONS)
+	@echo "4 of 5: documents in slices"
+	wlb-titan train train_configs/cpu_pipeline_slices.toml $(REPLICAS) $(OPTIONS)
+	@echo "5 of 5: the three side by side"
 	wlb-titan compare outputs/cpu_pipeline outputs/cpu_pipeline_balanced outputs/cpu_pipeline_slices --report outputs/compare
 
 # The same on this machine's GPUs, in bfloat16 and with a larger model: on 1, 2, 4 or 8 of them.
 train-gpu: export PATH := $(CURDIR)/$(BIN):$(PATH)
 train-gpu: $(READY)
 	@python -m wlb_titan.launch.spread > $(VENV)/.degrees
+	@echo "1 of 4: a corpus of this machine's Python files"
 	wlb-titan prepare outputs/corpus --max-tokens 4000000
-	torchx run wlb.train --config train_configs/gpu_debug.toml -- $$(cat $(VENV)/.degrees) $(OPTIONS)
-	torchx run wlb.train --config train_configs/gpu_balanced.toml -- $$(cat $(VENV)/.degrees) $(OPTIONS)
+	@echo "2 of 4: plain packing"
+	wlb-titan train train_configs/gpu_debug.toml $$(cat $(VENV)/.degrees) $(OPTIONS)
+	@echo "3 of 4: micro-batches of equal work"
+	wlb-titan train train_configs/gpu_balanced.toml $$(cat $(VENV)/.degrees) $(OPTIONS)
+	@echo "4 of 4: the two side by side"
 	wlb-titan compare outputs/gpu_debug outputs/gpu_balanced --report outputs/compare_gpu
 
 check: $(READY)

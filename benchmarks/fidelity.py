@@ -46,10 +46,10 @@ from wlb_titan.cost.attention_profile import AttentionShape, Profile
 from wlb_titan.cost.cluster import Cluster, Link, load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape
+from wlb_titan.cost.passes import JobCost
 from wlb_titan.cost.workload import workload
 from wlb_titan.job import Job
 from wlb_titan.memory.settings import MemorySettings
-from wlb_titan.simulator.passes import JobCost
 from wlb_titan.simulator.step import simulate
 
 RUNS = Path("outputs/fidelity").absolute()

@@ -76,7 +76,7 @@ def cpu_seconds(trainer: Trainer, length: int, documents: int = 2) -> float:
     shards = None if strategy is None else strategy.shard(lengths, length)[1]
     tokens = np.ones(length, dtype=np.int64)
     positions = np.concatenate([np.arange(n) for n in lengths])
-    rank = trainer.planned.context_rank
+    rank = trainer.config.dataloader.context_rank
     begin = time.process_time()
     item, labels = rank_item(tokens, tokens, positions, lengths, strategy, shards, rank)
     trainer.forward_backward_step(input_dict=item, labels=labels, global_valid_tokens=torch.tensor(length))

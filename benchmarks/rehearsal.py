@@ -6,8 +6,9 @@ Each case is a small job of 2 or 4 processes that trains for real (`torchx run w
 and then is rehearsed, every rank of it, as many at a time as the job has running: what shares memory and
 caches in the job does so in the rehearsal too. Of the same steps are compared
 
-- passes: seconds that a rank's passes take in a step. Only without context, tensor and data parallelism,
-  whose collectives are waited for within a job's passes;
+- passes: seconds that a rank's passes take in a step, by the clock and of the processor; the latter leave out
+  when a pass waits for a core, such as while the loader prepares the next step. Only without context, tensor
+  and data parallelism, whose collectives are waited for within a job's passes;
 - steps: from metrics.jsonl, and put together from the rehearsed passes, with communication by a cluster file
   that is measured first: all-gathers and sends of two processes, small ones for the latency and large ones
   for the bandwidth. Processes beyond the cores share them: such a step takes at least all their work over the
@@ -101,9 +102,16 @@ def compare(name: str, cluster: Path, folder: Path, first: int, steps: int, wind
     if name.startswith("pipeline, "):
         for rank in found["ranks"]:
             track = f"pp {rank['coordinates']['pp']}"
-            own = [sum(s.duration for s in traces[step] if s.track == track) for step in counted]
-            alone = [sum(p[4] for p in step["passes"]) for step in rank["steps"]]
-            result["passes"].append({"rank": rank["rank"], "measured": own, "rehearsed": alone})
+            spans = [[s for s in traces[step] if s.track == track] for step in counted]
+            result["passes"].append(
+                {
+                    "rank": rank["rank"],
+                    "measured": [sum(s.duration for s in own) for own in spans],
+                    "rehearsed": [sum(p[4] for p in step["passes"]) for step in rank["steps"]],
+                    "measured_processor": [sum(s.args["processor_seconds"] for s in own) for own in spans],
+                    "rehearsed_processor": [sum(p[5] for p in step["passes"]) for step in rank["steps"]],
+                }
+            )
     return result
 
 
@@ -167,18 +175,22 @@ def _run(command: list[str]) -> None:
 
 
 def show(results: dict[str, Any]) -> None:
-    heads = ("job", "processes", "step, s", "rehearsed, s", "", "predicted, s", "passes of ranks")
+    heads = ("job", "processes", "step, s", "rehearsed, s", "", "predicted, s", "passes", "of the processor")
     table = Table(*heads, title="mean over steps; ± standard error of the measured")
     for name, one in results.items():
         measured, rehearsed = (np.array(one[f"{kind}_seconds"]) for kind in ("measured", "rehearsed"))
         error = measured.std(ddof=1) / len(measured) ** 0.5 if len(measured) > 1 else float("nan")
-        passes = ", ".join(f"{sum(r['rehearsed']) / sum(r['measured']) - 1:+.1%}" for r in one["passes"])
+        passes = [_differences(one["passes"], kind) for kind in ("", "_processor")]
         table.add_row(
             *(name, str(one["processes"]), f"{measured.mean():.3f} ±{error:.3f}", f"{rehearsed.mean():.3f}"),
             f"{rehearsed.sum() / measured.sum() - 1:+.1%}",
-            *(f"{np.mean(one['predicted_seconds']):.3f}", passes),
+            *(f"{np.mean(one['predicted_seconds']):.3f}", *passes),
         )
     Console(width=130).print(table)
+
+
+def _differences(ranks: list[dict[str, list[float]]], kind: str) -> str:
+    return ", ".join(f"{sum(r['rehearsed' + kind]) / sum(r['measured' + kind]) - 1:+.1%}" for r in ranks)
 
 
 @click.command()
@@ -197,16 +209,12 @@ def main(steps: int, first: int, window: int, only: tuple[str, ...], output: Pat
             own = folder / str(len(results))
             own.mkdir()
             results[case] = compare(case, cluster, own, first, steps, window)
+            results[case]["load"] = os.getloadavg()[0]
             print(f"{case}: done, load {os.getloadavg()[0]:.1f}", flush=True)
+            if output is not None:  # after each case, as all of them take long
+                record = {"cores": os.cpu_count(), "communication": figures, "cases": results}
+                output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     show(results)
-    if output is not None:
-        record = {
-            "cores": os.cpu_count(),
-            "load": os.getloadavg(),
-            "communication": figures,
-            "cases": results,
-        }
-        output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

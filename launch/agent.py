@@ -1,6 +1,6 @@
-"""torchrun, with one line where torchrun ends in a traceback, and with an end when what started it has ended.
+"""The launcher of a host's ranks, by torchrun's arguments: `wlb-agent`, or `python -m` this module.
 
-TorchX starts it on each host in torchrun's place, with torchrun's arguments.
+It ends as by SIGTERM when what started it is gone.
 """
 
 from __future__ import annotations
@@ -16,30 +16,16 @@ SECONDS_BETWEEN_LOOKS = 1.0
 
 def main() -> None:
     watch_parent()
+    before_torch()
+    from wlb_titan.launch.elastic import run
+
+    sys.exit(run(sys.argv[1:]))
+
+
+def before_torch() -> None:
+    """What torch reads when it is imported, here and in the ranks; what is set already stays."""
     # A lost connection is told in a line; torch would add the frames of its C++ on every rank.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.run import parse_args, run
-
-    try:
-        run(parse_args(sys.argv[1:]))
-    except SignalException as stop:
-        print(f"The job was stopped by {stop.sigval.name}.", file=sys.stderr)
-        sys.exit(128 + stop.sigval)
-    except ChildFailedError as error:
-        first = min(error.failures.values(), key=lambda failure: failure.timestamp)
-        how = f"exit code {first.exitcode}"
-        if first.exitcode < 0:
-            how = f"killed by {signal.Signals(-first.exitcode).name}"
-        print(f"The job failed: rank {error.get_first_failure()[0]} ({how}).", file=sys.stderr)
-        sys.exit(max(first.exitcode, 1))
-    except RendezvousError as error:
-        print(f"The hosts of the job have lost each other: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
 
 
 def watch_parent() -> None:

@@ -1,20 +1,22 @@
 """TorchX components: `torchx run wlb.train`, `wlb.prepare`, `wlb.plan`, `wlb.simulate` and `wlb.dryrun`.
 
 TorchX reads parameters and their descriptions off the functions below and lints every function of this
-module, so their types are plain and their docstrings are in Google style; helpers live in `launch.py`.
+module, so their types are plain and their docstrings are in Google style; helpers live in `in_torchx.py`.
 """
 
 from typing import Optional
 
 import torchx.specs as specs
 from torchx.components import dist
-from wlb_titan.launch import launch
+from wlb_titan.launch import in_torchx
+from wlb_titan.launch.job import PROGRAM, processes_a_host, restart_words
 
 
 def train(
     *overrides: str,
     config: str,
     nodes: int = 1,
+    min_nodes: int = 0,
     nproc: int = 0,
     image: str = ".",
     name: str = "wlb-train",
@@ -23,6 +25,7 @@ def train(
     gpu: int = 0,
     memMB: int = 8192,
     max_retries: int = 0,
+    restarts: int = 0,
 ) -> specs.AppDef:
     """Trains a model as a TOML file says. Options after `--` override its keys: `-- --training.steps 5`.
 
@@ -30,6 +33,7 @@ def train(
         overrides: keys that win over the file, such as --training.steps 5
         config: TOML file of the experiment
         nodes: number of hosts
+        min_nodes: with how many of them it goes on when others are lost; 0 for all
         nproc: processes on each host; 0 takes as many as the configured parallel degrees need
         image: container image of the job, for schedulers that run containers; . is the current folder
         name: name of the job
@@ -38,24 +42,35 @@ def train(
         gpu: GPUs a host, as the scheduler is to reserve them
         memMB: memory a host in MiB
         max_retries: how often the scheduler starts a failed job again
+        restarts: how often the hosts start their processes again, from the newest checkpoint
     """
-    processes = launch.processes_a_host(config, list(overrides), nodes, nproc, corpus_is_here=image == ".")
-    launch.end_cleanly()
+    with in_torchx.refusals():
+        in_torchx.refuse_docker(image)
+        processes = processes_a_host(
+            config,
+            overrides,
+            nodes=nodes,
+            min_nodes=min_nodes,
+            processes=nproc,
+            is_here=image == in_torchx.HERE,
+            gpus=in_torchx.gpus_here,
+        )
+    in_torchx.end_cleanly()
     app = dist.ddp(
         "--config",
         config,
         *overrides,
-        m="wlb_titan.runtime.train",
+        m=PROGRAM,
         image=image,
         name=name,
         h=h,
         cpu=cpu,
         gpu=gpu,
         memMB=memMB,
-        j=f"{nodes}x{processes}",
+        j=f"{min_nodes or nodes}:{nodes}x{processes}",
         max_retries=max_retries,
     )
-    return launch.watched(app)
+    return in_torchx.with_our_agent(app, image, restart_words(nodes, min_nodes, restarts))
 
 
 def prepare(
@@ -76,7 +91,7 @@ def prepare(
         cpu: CPU cores
         memMB: memory in MiB
     """
-    return launch.command_job(
+    return in_torchx.command_job(
         "prepare", list(arguments), image, name, specs.resource(cpu=cpu, memMB=memMB, h=h)
     )
 
@@ -100,7 +115,7 @@ def plan(
         memMB: memory in MiB
     """
     resource = specs.resource(cpu=cpu, memMB=memMB, h=h)
-    return launch.command_job("plan", list(arguments), image, name, resource)
+    return in_torchx.command_job("plan", list(arguments), image, name, resource)
 
 
 def simulate(
@@ -122,7 +137,7 @@ def simulate(
         memMB: memory in MiB
     """
     resource = specs.resource(cpu=cpu, memMB=memMB, h=h)
-    return launch.command_job("simulate", list(arguments), image, name, resource)
+    return in_torchx.command_job("simulate", list(arguments), image, name, resource)
 
 
 def dryrun(
@@ -144,4 +159,4 @@ def dryrun(
         memMB: memory in MiB
     """
     resource = specs.resource(cpu=cpu, memMB=memMB, h=h)
-    return launch.command_job("dryrun", list(arguments), image, name, resource)
+    return in_torchx.command_job("dryrun", list(arguments), image, name, resource)

@@ -3,6 +3,10 @@
 The command line shows the message alone, without a traceback, and exits with code 2.
 """
 
+EXIT_USER_ERROR = 2
+EXIT_AGAIN = 75
+"""EX_TEMPFAIL of sysexits.h: a run has stopped with all saved, and is to be started again."""
+
 
 class UserError(ValueError):
     """A mistake that the user can mend.

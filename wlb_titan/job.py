@@ -7,85 +7,35 @@ way to a planner. So `plan`, `simulate`, `dryrun` and training make the same pla
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from pathlib import Path
-from typing import NamedTuple
+from functools import cache, cached_property
 
-from wlb_titan.context import STRATEGIES, ContextStrategy, Exchange, Move, MoveSeconds
-from wlb_titan.cost.analytic import BYTES, Device, TokenSeconds
-from wlb_titan.cost.attention_choice import cluster_latency
+from wlb_titan.context import ALL_KEYS, STRATEGIES, ContextStrategy, Exchange, KeyShares
+from wlb_titan.context.exchange import ExchangeCost
+from wlb_titan.cost.analytic import TokenSeconds
+from wlb_titan.cost.attention_choice import configured_device, configured_latency
 from wlb_titan.cost.attention_latency import AttentionLatency
-from wlb_titan.cost.attention_profile import AttentionShape, Profile
-from wlb_titan.cost.cluster import Cluster, Link, load_cluster
+from wlb_titan.cost.attention_profile import AttentionShape
+from wlb_titan.cost.cluster import Cluster, load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.cost.workload import CostModel, cost_model
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.fits import (
-    LONGEST,
-    fullest,
-    longest_that_fits,
-    most_in_flight,
-    one_document,
-    usable_share,
-)
+from wlb_titan.memory.fits import Fitting, fullest, usable_share
 from wlb_titan.memory.layer import TokenBytes
-from wlb_titan.memory.peak import MemoryJob, RankMemory, peak_memory
+from wlb_titan.memory.peak import MemoryJob
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.packing import POLICIES, PackingPolicy
-from wlb_titan.packing.policy import OnOneRank, PackingJob, PassSeconds, here
+from wlb_titan.packing.policy import OnOneRank, PackingJob, here
 from wlb_titan.packing.slim.dp_merge import Merging, group_sizes
+from wlb_titan.packing.slim.seconds import PackSeconds
 from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder
 from wlb_titan.pipeline.runs import PipelineRuns
 from wlb_titan.pipeline.schedule import PipelineShape, layers_of_stages
-from wlb_titan.plan import Passes, Plan
+from wlb_titan.plan import Plan
 from wlb_titan.planner import Planner
-from wlb_titan.plugins import load
-
-PASS_SECONDS = "wlb_titan.simulator.slices:PackSeconds"
-"""Of a job, what predicts passes. By name, as the cost model `simulated`: the simulator knows jobs."""
-
-
-class Policy(NamedTuple):
-    """How micro-batches are packed, sharded over context-parallel ranks and ordered in the pipeline."""
-
-    packing: str
-    sharding: str = "per_sequence"
-    order: str = "as_packed"
-
-    @classmethod
-    def parse(cls, text: str) -> Policy:
-        """`packing[:sharding[:order]]`, such as `wlb:adaptive` or `wlb_lazy:hybrid:best`.
-
-        Raises:
-            UserError: a part is not known.
-        """
-        parts = [part.strip() for part in text.split(":")]
-        if len(parts) > 3:
-            raise PlanError(f"{text!r} has too many parts; a policy is packing[:sharding[:order]].")
-        for part, family in zip(parts, (POLICIES, STRATEGIES, ORDERS), strict=False):
-            family.find(part)
-        return cls(*parts)
-
-    def __str__(self) -> str:
-        return ":".join(self if self.order != "as_packed" else self[:2])
-
-
-class ExchangeSeconds(NamedTuple):
-    """What context parallelism's collectives in a layer take for a micro-batch, in seconds.
-
-    Attributes:
-        moving: of one pass, by bandwidth.
-        repeated: of those that selective activation checkpointing repeats in the backward pass.
-        latency: of one pass, besides.
-    """
-
-    moving: float
-    repeated: float
-    latency: float
+from wlb_titan.policies import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,44 +94,18 @@ class Job:
     attention: AttentionLatency | None = None
 
     def __post_init__(self) -> None:
-        for name, heads in (("heads", self.model.heads), ("kv_heads", self.model.kv_heads)):
-            if heads % self.degrees.tensor:
-                raise PlanError(
-                    f"The model's {heads} {name} cannot be divided by the tensor parallel degree "
-                    f"{self.degrees.tensor}.",
-                    setting="parallelism.tensor_parallel_degree",
-                )
+        for dimension in self.degrees.dimensions:
+            dimension.check(self)
         if not 0 <= self.tensor_overlap <= 1:
             raise PlanError(
                 f"The overlap of tensor parallelism is {self.tensor_overlap}; it is between 0 and 1."
-            )
-        if not 1 <= self.routing_imbalance <= max(self.degrees.expert, 1):
-            raise PlanError(
-                f"The routing imbalance is {self.routing_imbalance}; it is the busiest rank's tokens over "
-                f"the mean's, from 1 to the expert parallel degree of {self.degrees.expert}."
-            )
-        if self.degrees.expert > max(self.model.experts, 1):
-            raise PlanError(
-                f"The expert parallel degree is {self.degrees.expert}, and a layer has {self.model.experts} "
-                "experts; it can be at most as many."
             )
         if self.memory.offload and self.cluster.host_bandwidth is None:
             raise PlanError(
                 f"Activations cannot be offloaded on {self.cluster.name}: its file has no [node] "
                 "host_bandwidth. Add it in bytes/s a GPU, or keep them on the GPU."
             )
-        if self.micro_batches < 1 or self.micro_batches % self.degrees.data:
-            raise PlanError(
-                f"{self.micro_batches} micro-batches cannot be shared equally by {self.degrees.data} "
-                "data-parallel ranks; the number must be a positive multiple of the data-parallel degree.",
-                setting="training.global_batch_size",
-            )
-        try:
-            _ = self.layers
-        except PlanError as error:
-            raise PlanError(str(error), setting="parallelism.pipeline_parallel_degree") from error
         self.packing.check(self)
-        _ = self.strategy  # which checks itself
 
     @property
     def replica_micro_batches(self) -> int:
@@ -223,12 +147,7 @@ class Job:
         """
         if self.attention is not None:
             return self.attention
-        if self.sharding.profile:
-            try:
-                return Profile.load(Path(self.sharding.profile)).latency(self.attention_shape)
-            except PlanError as error:
-                raise PlanError(str(error), setting="sharding.profile") from error
-        return cluster_latency(self.cluster, self.attention_shape)
+        return configured_latency(self.cluster, self.attention_shape, self.sharding.profile)
 
     @property
     def attention_shape(self) -> AttentionShape:
@@ -242,11 +161,7 @@ class Job:
             return None
         alone: ContextStrategy = self.sharding.make(self.degrees.context, self.latency)
         alone.check(self.model, self.degrees.tensor)
-        seconds = []
-        for move in alone.exchange(self.model, self.degrees.tensor).moves:
-            passes = self._passes_of(move)
-            each = self.link(move).latency * move.collectives
-            seconds.append(MoveSeconds(passes * self._seconds_of(move), passes * each))
+        seconds = self._exchange_cost(alone).of_moves()
         strategy: ContextStrategy = self.sharding.make(self.degrees.context, self.latency, seconds)
         return strategy
 
@@ -260,6 +175,14 @@ class Job:
         """
         jobs = {1: self}
         if not self.packing.merges or (self.strategy is not None and not self.strategy.merges):
+            return jobs
+        if self.degrees.apart > 1:
+            if self.packing.merges is True:
+                raise PlanError(
+                    f"Data-parallel ranks of {self.degrees} have weights of their own and cannot share a "
+                    "micro-batch; let none share one, or leave the dimension out.",
+                    setting="wlb.packing",
+                )
             return jobs
         sharding = self.sharding
         if self.strategy is None:
@@ -277,130 +200,67 @@ class Job:
     @cached_property
     def merging(self) -> dict[int, Merging]:
         """What it means that so many data-parallel ranks share a micro-batch; empty where none do."""
-        found = {}
-        for ranks, job in self.merged.items():
-            if ranks > 1:
-                assert job.strategy is not None
-                found[ranks] = Merging(
-                    job.strategy, job.divisor, job.token_bytes.held / self.token_bytes.held
-                )
-        return found
+        held = self.token_bytes.held
+        return {n: Merging.of(job, held) for n, job in self.merged.items() if n > 1}
 
     @property
     def token_bytes(self) -> TokenBytes:
-        """What a rank holds of each token of a micro-batch."""
-        return TokenBytes.of(self.model, self.degrees, self.memory, self.exchange)
+        """What a rank holds of each token of a micro-batch of which it has all keys."""
+        return self.token_bytes_with(ALL_KEYS)
+
+    def token_bytes_with(self, keys: KeyShares) -> TokenBytes:
+        """What a rank holds of each token of a micro-batch of whose keys it has these."""
+        return TokenBytes.of(self.model, self.degrees, self.memory, self.exchange, keys)
 
     @cached_property
     def exchange(self) -> Exchange | None:
         """What context parallelism moves and holds in a layer."""
         return None if self.strategy is None else self.strategy.exchange(self.model, self.degrees.tensor)
 
-    @property
-    def exchange_seconds(self) -> float:
-        """Of context parallelism's collectives in a layer's pass, for each token of a micro-batch, as far as
-        they move all of them."""
-        return sum(self._seconds_of(move) for move in self.moves if move.always)
+    @cached_property
+    def exchanging(self) -> ExchangeCost:
+        """What context parallelism's collectives take."""
+        return self._exchange_cost(self.strategy)
 
-    def exchange_of(self, travelling: Sequence[float]) -> ExchangeSeconds:
-        """What a layer's collectives take for a micro-batch, of which so many tokens travel by each move."""
-        moving = repeated = latency = 0.0
-        for tokens, move in zip(travelling, self.moves, strict=True):
-            seconds = tokens * self._seconds_of(move)
-            moving += seconds
-            repeated += 0.0 if move.kept else seconds
-            latency += move.collectives * self.link(move).latency if tokens else 0.0
-        return ExchangeSeconds(moving, repeated, latency)
-
-    def all_exchange_of(self, travelling: Sequence[float]) -> tuple[float, float]:
-        """Seconds of a layer's collectives for such a micro-batch in all passes, the repeated ones too, and
-        bytes that a rank receives in them."""
-        seconds = received = 0.0
-        for tokens, move in zip(travelling, self.moves, strict=True):
-            passes = self._passes_of(move) if tokens else 0
-            latency = move.collectives * self.link(move).latency
-            seconds += passes * (tokens * self._seconds_of(move) + latency)
-            received += passes * tokens * BYTES * move.received
-        return seconds, received
-
-    def _passes_of(self, move: Move) -> int:
-        """How often it runs for a micro-batch: forward, backward, and once more where it is not kept."""
-        return 2 if move.kept or self.memory.checkpointing == "none" else 3
-
-    def _seconds_of(self, move: Move) -> float:
-        return BYTES * move.received / self.link(move).bandwidth
-
-    @property
-    def moves(self) -> tuple[Move, ...]:
-        """What context parallelism moves in a layer."""
-        return () if self.exchange is None else self.exchange.moves
-
-    def link(self, move: Move) -> Link:
-        """What a collective of context parallelism goes over."""
-        return self.cluster.link(move.ranks, self.degrees.tensor * move.stride)
-
-    @property
-    def device(self) -> Device:
-        """One of its ranks: the cluster's, at the rates of the profile that [wlb.sharding] or it names.
-
-        Raises:
-            PlanError: the profile cannot be read.
-        """
-        device = Device.of(
-            self.cluster, tensor_parallel=self.degrees.tensor, context_parallel=self.degrees.context
-        )
-        name = self.sharding.profile or self.cluster.attention_profile
-        measured = Profile.load(Path(name)).linear if name else None
-        return device if measured is None else measured.on(device)
+    def _exchange_cost(self, strategy: ContextStrategy | None) -> ExchangeCost:
+        repeats = self.memory.checkpointing != "none"
+        return ExchangeCost.of(strategy, self.model, self.cluster, self.degrees, repeats=repeats)
 
     @cached_property
     def token(self) -> TokenSeconds:
-        """What one token of a micro-batch costs a rank."""
+        """What one token of a micro-batch costs a rank.
+
+        Raises:
+            PlanError: the profile of [wlb.sharding] or of the cluster cannot be read.
+        """
         tensor, context = self.degrees.tensor, self.degrees.context
-        return TokenSeconds.of(self.model, self.device, tensor, context, self.exchange_seconds)
+        device = configured_device(self.cluster, tensor, context, self.sharding.profile)
+        return TokenSeconds.of(self.model, device, tensor, context, self.exchanging.always.moving)
 
     @cached_property
     def cost_model(self) -> CostModel:
         """What packing balances by."""
         return cost_model(self.packing.cost_model, self)
 
-    @property
-    def pass_seconds(self) -> PassSeconds:
-        """Predicts the passes of packs."""
-        predict: PassSeconds = load(PASS_SECONDS)(self)
-        return predict
-
     @cached_property
-    def memory_job(self) -> MemoryJob:
-        """What of it decides about memory."""
-        return MemoryJob(
+    def fitting(self) -> Fitting:
+        """Peaks of steps, and what of them fits a device."""
+        job = MemoryJob(
             model=self.model,
             degrees=self.degrees,
             settings=self.memory,
             shape=self.shape,
             layers=self.layers,
-            tokens={ranks: job.token_bytes for ranks, job in self.merged.items()},
+            tokens=cache(lambda sharers, keys: self.merged[sharers].token_bytes_with(keys)),
             run=self.run,
+            rank=self.packing.rank_memory,
+        )
+        usable = self.cluster.memory * usable_share(self.packing.owner.slices)
+        return Fitting(
+            job, self.window, self.replica_micro_batches, self.divisor, usable, not self.memory_unknown
         )
 
-    def peak_memory(self, passes: Passes) -> tuple[RankMemory, ...]:
-        """The peak of each pipeline rank over a replica's step.
-
-        Raises:
-            PlanError: it cannot be predicted for this schedule.
-        """
-        return peak_memory(self.memory_job, passes)
-
-    def sliced_memory(self, tokens: int) -> tuple[RankMemory, ...]:
-        """The peak of each pipeline rank with one document of so many tokens, all of its slices in flight."""
-        return self.peak_memory(one_document(tokens, self.shape, regrouped=self.packing.regroups))
-
     @property
-    def usable(self) -> float:
-        """Bytes of a device that predictions may fill."""
-        return self.cluster.memory * usable_share(self.packing.owner.slices)
-
-    @cached_property
     def most_in_flight(self) -> int | None:
         """Tokens of documents in slices that a pipeline rank may have in flight: as set, or what fits; None
         where memory is not predicted.
@@ -410,26 +270,12 @@ class Job:
         """
         if self.packing.most_in_flight is not None or self.memory_unknown:
             return self.packing.most_in_flight
-        step = self.window * self.replica_micro_batches
-        return most_in_flight(
-            self.memory_job, self.window, step, self.usable, regrouped=self.packing.regroups
-        )
-
-    @cached_property
-    def longest_that_fits(self) -> int | None:
-        """Tokens of the longest micro-batches of which a whole step fits; None if not even windows do."""
-        number = self.replica_micro_batches
-        try:
-            if not self.memory_unknown:
-                return longest_that_fits(self.memory_job, number, self.window, self.divisor, self.usable)
-        except PlanError:
-            pass  # of this schedule memory is not predicted
-        return LONGEST * self.window // self.divisor * self.divisor
+        return self.fitting.most_in_flight
 
     @property
     def longest_micro_batch(self) -> int:
         """Tokens that a micro-batch may have under the packing policy."""
-        return self.packing.longest(self.window, lambda: self.longest_that_fits)
+        return self.packing.longest(self.window, lambda: self.fitting.longest)
 
     def planner(self, documents: Documents, *, on_one_rank: OnOneRank = here) -> Planner:
         """A planner at the beginning of the stream.
@@ -454,9 +300,9 @@ class Job:
             data_parallel=self.degrees.data,
             pipeline=self.shape,
             in_flight=lambda: self.most_in_flight,
-            peak=None if self.memory_unknown else lambda passes: fullest(self.peak_memory(passes)),
-            usable=self.usable,
-            pass_seconds=self.pass_seconds,
+            peak=None if self.memory_unknown else lambda passes: fullest(self.fitting.peak(passes)),
+            usable=self.fitting.usable,
+            pass_seconds=PackSeconds(self),
             merging=self.merging,
             on_one_rank=on_one_rank,
         )
@@ -481,6 +327,11 @@ class Job:
             sharding=self.sharding.named(policy.sharding),
             order=self.order.named(policy.order),
         )
+
+    @property
+    def trained(self) -> Job:
+        """What trains: the same job under the baseline's policies where its own are a shadow, else itself."""
+        return self.under(Policy("plain")) if self.packing.shadow else self
 
     def on(self, cluster: Cluster) -> Job:
         """The same job on another cluster."""

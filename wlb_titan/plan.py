@@ -18,9 +18,9 @@ same for all, "length", "padding" and "workload" are a rank's own share. Under t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +36,7 @@ class Action(NamedTuple):
     Attributes:
         kind: F forward, B whole backward, I gradient of the inputs, W gradient of the weights.
         stage: from 0 at the embedding.
-        place: of the micro-batch in the order in which they run, from 0.
+        place: place of the micro-batch in the order in which they run, from 0.
     """
 
     kind: Literal["F", "B", "I", "W"]
@@ -54,19 +54,37 @@ class Action(NamedTuple):
 Flow = tuple[tuple[Action, ...], ...]
 """Of each pipeline rank what it runs, in order."""
 
+T = TypeVar("T", covariant=True)
+U = TypeVar("U")
 
-class CachedSlice(NamedTuple):
-    """A slice of a document whose keys and values are cached, as memory sees it.
 
-    Attributes:
-        prefix: tokens of the document before it.
-        length: its tokens.
-        total: tokens of the whole document.
+class ByPass(NamedTuple, Generic[T]):
+    """What belongs to the packs of forward and of backward passes; the same object where they are the same.
+
+    Backward passes have packs of their own under the asymmetric partition.
     """
 
-    prefix: int
-    length: int
-    total: int
+    forward: T
+    backward: T
+
+    @property
+    def same(self) -> bool:
+        """Whether both are the same packs."""
+        return self.backward is self.forward
+
+    @property
+    def apart(self) -> tuple[T, ...]:
+        """Both, or one where they are the same."""
+        return (self.forward,) if self.same else tuple(self)
+
+    def of(self, kind: str) -> T:
+        """Those of a pass of this kind, as of `Action`."""
+        return self.forward if kind == "F" else self.backward
+
+    def each(self, make: Callable[..., U], *arguments: Any) -> ByPass[U]:
+        """What is made of either, with these arguments besides; of the same packs it is made once."""
+        forward = make(self.forward, *arguments)
+        return ByPass(forward, forward if self.same else make(self.backward, *arguments))
 
 
 class Slices(NamedTuple):
@@ -85,7 +103,7 @@ class Slices(NamedTuple):
     def of(
         cls, slices: NDArray[np.int64] | None, lengths: NDArray[np.int64], one_pass: bool
     ) -> Slices | None:
-        """Of a micro-batch's `slices` and tokens; None where its documents are not sliced.
+        """The slices by a micro-batch's `slices` and tokens; None where its documents are not sliced.
 
         Args:
             slices, one_pass: as of `MicroBatch`.
@@ -94,49 +112,6 @@ class Slices(NamedTuple):
         if slices is None:
             return None
         return cls(slices[:, PREFIX], (slices[:, TOTAL] > lengths) | one_pass)
-
-
-class PackSizes(NamedTuple):
-    """A replica's packs, as memory sees them.
-
-    Attributes:
-        lengths: tokens of each, padding included; of one that ranks share a rank's share.
-        slices: of each those whose keys and values are cached; none where documents are not sliced.
-        sharers: of each the data-parallel ranks that share it.
-    """
-
-    lengths: Sequence[int]
-    slices: Sequence[Sequence[CachedSlice]]
-    sharers: Sequence[int]
-
-    @classmethod
-    def of(cls, lengths: Sequence[int], slices: Sequence[Sequence[CachedSlice]] = ()) -> PackSizes:
-        """Packs of one rank each."""
-        return cls(lengths, slices or [()] * len(lengths), [1] * len(lengths))
-
-    def part(self, which: slice) -> PackSizes:
-        """Some of them."""
-        return PackSizes(self.lengths[which], self.slices[which], self.sharers[which])
-
-
-class Passes(NamedTuple):
-    """What a replica runs in a step, as memory sees it.
-
-    Attributes:
-        forward, backward: the packs of its forward and of its backward passes; the same object where they are
-            the same packs.
-        flow: what its pipeline ranks run, in one run; None is the schedule's own order.
-    """
-
-    forward: PackSizes
-    backward: PackSizes
-    flow: Flow | None = None
-
-    @classmethod
-    def of(cls, lengths: Sequence[int]) -> Passes:
-        """Of micro-batches of so many tokens, without slices."""
-        packs = PackSizes.of(lengths)
-        return cls(packs, packs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,13 +215,13 @@ class Plan:
         waiting_documents: pieces that had arrived and were left for later steps.
         waiting_tokens: tokens of these.
         lost_tokens: tokens that packing left out for good in this step (`tail = "drop"`).
-        gap: of a solver, how far its packing may be from the best, relatively; 0 is a proven optimum.
-        order: of each data-parallel rank what its pipeline ranks run, in order, where the micro-batches are
+        gap: how far a solver's packing may be from the best, relatively; 0 is a proven optimum.
+        flows: of each data-parallel rank what its pipeline ranks run, in order, where the micro-batches are
             MicroPacks; None where the schedule's own order holds. A rank's entry is empty where it was not
             asked for.
-        backward: of the same tokens, the micro-batches of backward passes where these are others than those
-            of forward passes; their index is the place of B in `order`. None where they are the same. The
-            `workload` of either is then that of its own pass.
+        backward: of the same tokens, the micro-batches of backward passes, whose index is the place of B in
+            `flows`: the same object, unless others are given, as which the `workload` of either is that of
+            its own pass.
     """
 
     iteration: int
@@ -256,19 +231,22 @@ class Plan:
     waiting_tokens: int = 0
     lost_tokens: int = 0
     gap: float | None = None
-    order: tuple[Flow, ...] | None = None
-    backward: tuple[MicroBatch, ...] | None = None
+    flows: tuple[Flow, ...] | None = None
+    backward: tuple[MicroBatch, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "backward", self.backward or self.micro_batches)
 
     @property
     def imbalance(self) -> float:
-        """Largest over mean workload of the micro-batches (the imbalance degree of the paper's Table 2); of
-        both passes together, where their micro-batches differ."""
+        """Largest over mean workload of the micro-batches (the imbalance degree of the paper's Table 2), of
+        both passes together."""
         return imbalance_degree(*([m.workload for m in micro_batches] for micro_batches in self.by_pass))
 
     @property
-    def by_pass(self) -> tuple[tuple[MicroBatch, ...], ...]:
-        """All micro-batches: those of forward and of backward passes, or once where they are the same."""
-        return (self.micro_batches,) if self.backward is None else (self.micro_batches, self.backward)
+    def by_pass(self) -> ByPass[tuple[MicroBatch, ...]]:
+        """All micro-batches, of forward and of backward passes."""
+        return ByPass(self.micro_batches, self.backward)
 
     @property
     def longest(self) -> int:
@@ -329,10 +307,9 @@ class Plan:
         """The micro-batches of one data-parallel rank, in the order in which it runs them."""
         return tuple(m for m in self.micro_batches if m.dp_rank == dp_rank)
 
-    def backward_of_rank(self, dp_rank: int) -> tuple[MicroBatch, ...]:
-        """Those of its backward passes: the same, unless the plan has others for them."""
-        of_all = self.micro_batches if self.backward is None else self.backward
-        return tuple(m for m in of_all if m.dp_rank == dp_rank)
+    def replica(self, dp_rank: int) -> ByPass[tuple[MicroBatch, ...]]:
+        """Those of its forward and of its backward passes."""
+        return self.by_pass.each(lambda all_: tuple(m for m in all_ if m.dp_rank == dp_rank))
 
     def to_json(self) -> dict[str, Any]:
         record: dict[str, Any] = {
@@ -341,11 +318,17 @@ class Plan:
             "imbalance": self.imbalance,
             "micro_batches": [micro_batch.to_json() for micro_batch in self.micro_batches],
         }
-        if self.backward is not None:
+        if not self.by_pass.same:
             record["backward"] = [micro_batch.to_json() for micro_batch in self.backward]
-        if self.order is not None:
-            record["order"] = [[[a.short() for a in rank] for rank in flow] for flow in self.order]
+        if self.flows is not None:
+            record["order"] = [[[a.short() for a in rank] for rank in flow] for flow in self.flows]
         return record
+
+
+def micro_batches_of(plans: Sequence[Plan]) -> ByPass[list[MicroBatch]]:
+    """The micro-batches of several steps, one step after the other."""
+    forward, backward = ([m for plan in plans for m in plan.by_pass[which]] for which in (0, 1))
+    return ByPass(forward, forward if all(plan.by_pass.same for plan in plans) else backward)
 
 
 def imbalance_degree(*passes: Sequence[float] | NDArray[np.float64]) -> float:

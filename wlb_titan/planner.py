@@ -18,9 +18,9 @@ from wlb_titan.documents import Documents
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing import PackingJob, PackingPolicy, assignment
-from wlb_titan.packing.policy import Pack, Packing
+from wlb_titan.packing.policy import Packing
 from wlb_titan.pipeline.runs import PipelineRuns
-from wlb_titan.plan import ID, LENGTH, START, MicroBatch, Plan, Slices
+from wlb_titan.plan import ID, LENGTH, START, MicroBatch, Plan
 
 STATE_VERSION = 2  # 1: epochs in an order that was stored
 
@@ -82,7 +82,7 @@ class Planner:
         return self._stream.rows_of(ids)
 
     def source_figures(self, plan: Plan) -> dict[str, float]:
-        """Of a mixture, for each source: tokens that the plan trains, and epochs that had arrived after it.
+        """For each source of a mixture: tokens that the plan trains, and epochs that had arrived after it.
 
         Args:
             plan: the one that `next` returned last.
@@ -107,7 +107,7 @@ class Planner:
         A token's label is the next token of its document, if that is learned.
 
         Args:
-            plan: of this planner.
+            plan: plan of this planner.
             by_document: each label weighs one over the labels of its document, so that documents weigh the
                 same however many they have; otherwise it weighs one.
 
@@ -138,7 +138,7 @@ class Planner:
         sharded = range(self._job.data_parallel) if sharded is None else sharded
         packing = self._policy.next()
         forward, backward = packing.pass_work(self._job.cost_model)
-        workloads = forward + backward if packing.backward is None else forward
+        workloads = forward + backward if packing.by_pass.same else forward
         if packing.assigned is not None:
             assigned = packing.assigned
         elif self._policy.balances:
@@ -147,13 +147,12 @@ class Planner:
             assigned = assignment.in_order(self._job.micro_batches, self._job.data_parallel)
         if self._pipeline is not None and packing.assigned is None:
             assigned = self._pipeline.arranged(assigned, forward, backward)
-        one_pass = packing.backward is not None
-        micro_batches = self._micro_batches_of(packing, assigned, workloads, sharded, one_pass)
-        backward_packs: tuple[MicroBatch, ...] | None = None
-        if packing.backward is not None:
-            backward_packs = self._micro_batches_of(packing.backward, assigned, backward, sharded, one_pass)
+        micro_batches = self._micro_batches_of(packing, assigned, workloads, sharded)
+        of_backward: tuple[MicroBatch, ...] = ()  # the same
+        if packing.regrouped is not None:
+            of_backward = self._micro_batches_of(packing.regrouped, assigned, backward, sharded)
         waiting = self._policy.waiting
-        order = self._policy.order(packing, forward, backward, sharded)
+        flows = self._policy.flows(packing, forward, backward, sharded)
         plan = Plan(
             iteration=self._iteration,
             micro_batches=micro_batches,
@@ -162,8 +161,8 @@ class Planner:
             waiting_tokens=int(waiting.sum()),
             lost_tokens=packing.lost_tokens,
             gap=packing.gap,
-            order=order,
-            backward=backward_packs,
+            flows=flows,
+            backward=of_backward,
         )
         self._iteration += 1
         return plan
@@ -223,20 +222,12 @@ class Planner:
         assigned: list[list[int]],
         workloads: NDArray[np.float64],
         sharded: Collection[int],
-        one_pass: bool,
     ) -> tuple[MicroBatch, ...]:
         """The packs as micro-batches of the data-parallel ranks that they are assigned to."""
         merged = sharing_ranks(assigned, len(packing.packs))
         return tuple(
             self._micro_batch(
-                dp_rank,
-                index,
-                packing.packs[pack],
-                None if packing.slices is None else packing.slices[pack],
-                float(workloads[pack]),
-                shard=dp_rank in sharded,
-                merged=merged[pack],
-                one_pass=one_pass,
+                dp_rank, index, packing, pack, float(workloads[pack]), merged[pack], shard=dp_rank in sharded
             )
             for dp_rank, packs in enumerate(assigned)
             for index, pack in enumerate(packs)
@@ -246,38 +237,39 @@ class Planner:
         self,
         dp_rank: int,
         index: int,
-        documents: Pack,
-        slices: NDArray[np.int64] | None,
+        packing: Packing,
+        pack: int,
         work: float,
+        merged: range,
         *,
         shard: bool,
-        merged: range,
-        one_pass: bool,
     ) -> MicroBatch:
         sharers = len(merged) or 1
         strategy = self._job.merging[sharers].strategy if merged else self._strategy
+        documents = packing.packs[pack]
         tokens = int(documents[:, LENGTH].sum())
         length = self._job.padded(self._job.window if self.fixed_length else tokens, sharers)
         sharding: str | None = None
         ranks: Sharding | None = None
         if strategy is not None and shard:
             name = f"Micro-batch {index} of data-parallel rank {dp_rank}"
-            lengths = documents[:, LENGTH]
-            elsewhere = Slices.of(slices, lengths, one_pass)
+            lengths, elsewhere = documents[:, LENGTH], packing.elsewhere(pack)
             sharding, ranks = strategy.shard(lengths, length, slices=elsewhere, micro_batch=name)
         place = dp_rank - merged.start if merged else 0
         padding = (length - tokens + place) // sharers  # equal but for one token, and together all of it
         own = length // sharers
+        slices = None if packing.slices is None else packing.slices[pack]
         return MicroBatch(
-            dp_rank, index, own, padding, work, documents, sharding, ranks, slices, merged, one_pass
+            *(dp_rank, index, own, padding, work, documents, sharding, ranks, slices, merged),
+            one_pass=packing.one_pass,
         )
 
 
 def sharing_ranks(assigned: Sequence[Sequence[int]], packs: int) -> list[range]:
-    """Of each pack the data-parallel ranks that share it, consecutive ones; empty where it is of one rank.
+    """The consecutive data-parallel ranks that share each pack; empty where it is of one rank.
 
     Args:
-        assigned: of each rank the numbers of its packs.
+        assigned: numbers of each rank's packs.
         packs: how many there are.
     """
     having: list[list[int]] = [[] for _ in range(packs)]

@@ -106,9 +106,9 @@ def _head(results: Results) -> str:
 `benchmarks/results/cpu/reproduction.json`. Nothing here was measured on a GPU: the paper's 32 to 256 H100s are
 simulated ([simulator.md](simulator.md)), {setup["steps"]} steps for each bar.
 
-The simulation is set up as the papers state: [all their facts](paper_facts.md), with their places. What they do not
-state is a range, and every result is a range over its {len(results["settings"])} combinations. "Deviation" is that of
-the range's nearer end; "within" means that the paper's figure lies in the range."""
+The simulation is set up as the papers state; [paper_facts.md](paper_facts.md) lists their facts. What they do not
+state is given a range, and every result is a range over these {len(results["settings"])} combinations. "Deviation" is that
+of the range's nearer end; "within" means that the paper's figure lies in the range."""
 
 
 def _settings(results: Results) -> str:
@@ -139,10 +139,10 @@ def _settings(results: Results) -> str:
 
 {_table(headings, rows)}
 
-The paper's: a step of 3.08 s (20 ms of packing are 0.65 % of it), an imbalance of 1.44, a mean of 1.23 and 1.33 for
-7B-128K. The rate of matrix products is found from the step, for every setting; "as in Table 2" the time of attention,
-as a multiple of FlashAttention-2's published one, from the imbalance. Kernels are FlashAttention-2 and -3 by their
-published dense and varlen times (`wlb_titan/cost/attention_hopper.py`).
+The paper has a step of 3.08 s (20 ms of packing are 0.65 % of it), an imbalance of 1.44, a mean of 1.23, and 1.33 for
+7B-128K. For every setting the rate of matrix products is chosen so that the step is met. In the settings "as in Table 2" the
+time of attention, a multiple of FlashAttention-2's published one, is chosen so that the imbalance is met. Kernels are
+FlashAttention-2 and -3 by their published dense and varlen times (`wlb_titan/cost/attention_hopper.py`).
 
 {WHY["settings"]}"""
 
@@ -177,7 +177,7 @@ def _figure_3(results: Results) -> str:
     return f"""## Figure 3: lengths
 
 Log-normal, median {lengths["median"]:,.0f} tokens, sigma {lengths["sigma"]}: `--lengths paper` of `wlb-titan plan` and
-`simulate`. The rest of a document that a window's end cuts begins the next window.
+`simulate`. Where a window's end cuts a document, the rest begins the next window.
 
 | 128K windows | paper | ours | were the rest lost |
 | --- | --- | --- | --- |
@@ -320,12 +320,15 @@ def _others(results: Results) -> str:
     crossing = span(results, lambda s: s["figure_7"]["equal_at"])
     return f"""## Figures 1 and 4: an 8K-GPU job
 
-Llama 3 405B, (TP, CP, PP, DP) = (8, 16, 16, 4), 16 micro-batches of 128K a replica, mean of single steps. The slowest
-GPU attends {slowest["slowest_gpu_attention"]} times as long as the others (paper: 1.44, of accumulated attention
-latency), in the sum of {one["large_job"]["steps"]} steps
-{slowest["slowest_gpu_attention_of_all_steps"]} times; with all else that it computes, which is equal,
-{slowest["slowest_gpu_computation"]} times. The slowest replica attends {slowest["data_parallel_attention"]} times as long as the others, and within a replica the slowest
-context-parallel rank {slowest["context_parallel_attention"]} times as long as the mean.
+Llama 3 405B, (TP, CP, PP, DP) = (8, 16, 16, 4), 16 micro-batches of 128K a replica, mean of single steps:
+
+| over the others | times as long |
+| --- | --- |
+| attention of the slowest GPU (paper: 1.44, accumulated) | {slowest["slowest_gpu_attention"]} |
+| the same in the sum of {one["large_job"]["steps"]} steps | {slowest["slowest_gpu_attention_of_all_steps"]} |
+| all computation of the slowest GPU | {slowest["slowest_gpu_computation"]} |
+| attention of the slowest replica | {slowest["data_parallel_attention"]} |
+| attention of a replica's slowest context-parallel rank, over the mean | {slowest["context_parallel_attention"]} |
 
 ![Figure 4](reproduction/figure_04.svg)
 
@@ -333,22 +336,22 @@ context-parallel rank {slowest["context_parallel_attention"]} times as long as t
 
 ## Figures 6 and 16: packing over more global batches, and loss
 
-Imbalance of attention, Max_Attn / Avg_Attn, by the number of global batches packed together: {imbalance}.
+Imbalance of attention (Max_Attn / Avg_Attn) by the number of global batches packed together: {imbalance}.
 
 {_loss(results["loss_curves"])}
 
 ## Figure 7: attention against everything else
 
-7B-128K: a document's attention takes longer than all its other operations from {crossing[0]:,} to {crossing[1]:,}
-tokens on.
+7B-128K: a document's attention takes longer than all its other operations from a length on that is {crossing[0]:,} to
+{crossing[1]:,} tokens, by setting.
 
 ![Figure 7](reproduction/figure_07.svg)
 
 ## Figures 9 and 10: the kernel model
 
-512 segments on 4,096 keys: {at[16] * 1e3:.2f} ms with 16 queries each, {at[128] * 1e3:.2f} ms with 128,
-{at[256] * 1e3:.2f} ms with 256: flat up to a tile and then twice, as in the paper. Achieved TFLOP/s:
-{rates[16]:.0f}, {rates[128]:.0f}, {rates[256]:.0f}. {WHY["figure_10"]}
+512 segments on 4,096 keys take {at[16] * 1e3:.2f} ms with 16 queries each, {at[128] * 1e3:.2f} ms with 128 and
+{at[256] * 1e3:.2f} ms with 256: flat up to a tile and then twice, as in the paper. Achieved TFLOP/s are
+{rates[16]:.0f}, {rates[128]:.0f} and {rates[256]:.0f}. {WHY["figure_10"]}
 
 ![Figure 10](reproduction/figure_10.svg)"""
 
@@ -366,7 +369,7 @@ def _loss(curves: dict[str, Any] | None) -> str:
         f"{settings['window']:,} tokens, {settings['steps']:,} steps of {settings['micro_batches']} micro-batches, "
         f"{settings['seeds']} seeds, loss on the same held-out documents.\n\n"
         + _table(["policy", "validation loss", "minus plain", "standard error of the difference"], rows)
-        + "\n\n[packing.md](packing.md) says what this shows and what not."
+        + "\n\n[packing.md](packing.md#loss) says what this shows and what it does not."
     )
 
 
@@ -396,10 +399,10 @@ def _scale(results: Results) -> str:
 
 {_table(headings, rows)}
 
-Planning and simulating are processor seconds a step, tuning of thresholds included. Among more micro-batches there is
-always one full window, and everyone waits for it, so that the unbalanced baseline is at its worst from a few hundred
-micro-batches on. (At 100K GPUs a single step was simulated.) Every rank plans the packing of the whole job, but the
-sharding of its own replica alone ([architecture.md](architecture.md)); here all is planned in one process.
+Planning and simulating are processor seconds a step, tuning of thresholds included. Among many micro-batches there is
+always one full window, and everyone waits for it, so the unbalanced baseline is at its worst from a few hundred
+micro-batches on. (At 100K GPUs a single step was simulated.) In a job every rank plans the packing of the whole job and the
+sharding of its own replica alone ([architecture.md](architecture.md)); here one process plans all of it.
 
 Speed: 100 steps of 70B-128K are planned in {speed["planning_seconds"]:.1f} processor seconds and simulated in
 {speed["simulating_seconds"]:.1f}, after {speed["tuning_seconds"]:.1f} in which Algorithm 1's thresholds are tuned."""
@@ -429,13 +432,15 @@ def _facts(results: Results) -> str:
     ranges = [[entry["what"], entry["range"]] for entry in unstated]
     return f"""# What the WLB-LLM papers state
 
-Every fact of {sources["paper"]} and of {sources["later"]} on system, data and results, what
-[the reproduction](reproduction.md) does with it, and where a number is met: ours over all settings. The data is
-`benchmarks/reproduce/facts.toml`; `benchmarks/reproduce/run.py` writes this page. Sections of the later version are
-named, as it was read without numbers.
+This page lists every fact of {sources["paper"]} and of {sources["later"]} on system, data and results,
+and what [the reproduction](reproduction.md) does with it. "Ours" is the range over all settings. The data is
+`benchmarks/reproduce/facts.toml`; `benchmarks/reproduce/run.py` writes this page. The later version was read without section
+numbers, so its sections are named.
 
-"setting": simulated so. "calibrates": a free number is chosen so that it holds. "compared": a result stands beside it.
-"algorithm": how a policy works, which the code's tests hold.
+- "setting": it is simulated so.
+- "calibrates": a free number is chosen so that it holds.
+- "compared": our result stands beside it.
+- "algorithm": it says how a policy works; tests of the code check it.
 
 {_table(["fact", "section", "use", "ours"], rows)}
 

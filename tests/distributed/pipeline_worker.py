@@ -139,7 +139,7 @@ def build(corpus, name, *, schedule, layers, pp, cp=1, tp=1, dp=1, replicate=1, 
 def processed(trainer, micro_batches):
     """What the trainer hands to the pipeline for these micro-batches."""
     arguments, kwargs, targets = [], [], []
-    rank = trainer.planned.context_rank
+    rank = trainer.config.dataloader.context_rank
     for s in micro_batches:
         strategy = trainer.job.strategy
         shards = strategy.shard(s.lengths, len(s.tokens))[1] if strategy is not None else None

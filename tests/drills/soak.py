@@ -83,7 +83,7 @@ def _soak(ground: Ground, draw: random.Random, rounds: int, words: tuple[str, ..
             refused = ground.run("job", *words, "--wlb.corpus.seed", "7")
             assert 0 not in refused.codes, refused.log()
         job = ground.start("job", *words)
-        job.await_(lambda job=job: "| loss" in job.log() or "Training completed" in job.log())
+        job.await_(lambda job=job: "| loss" in job.log() or "Done: " in job.log())
         time.sleep(draw.uniform(0, 2))
         disturb = draw.choice(DISTURBANCES)
         with contextlib.suppress(ProcessLookupError):  # the job was through before

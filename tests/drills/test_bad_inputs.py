@@ -54,8 +54,8 @@ class Key:
 def schema(tmp_path_factory):
     """All settings, also those of every packing policy, strategy and order."""
     from wlb_titan.config.load import resolve
-    from wlb_titan.runtime.models.ranges import RANGES
     from wlb_titan.runtime.models import registry
+    from wlb_titan.runtime.models.ranges import RANGES
 
     file = tmp_path_factory.mktemp("schema") / "a.toml"
     sections = {"packing": POLICIES, "sharding": STRATEGIES, "pipeline": ORDERS}

@@ -12,19 +12,20 @@ from planning import make_planner
 from test_simulator import CLUSTER, MODEL, PAIRS, job
 
 from wlb_titan.cost.degrees import Degrees
+from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.cost.workload import cost_model
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.packing.slim.asymmetric import Line, asymmetric, last_needed
+from wlb_titan.packing.slim.regrouped import regrouped_times
 from wlb_titan.packing.slim.slices import kind, piece_numbers
 from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.pipeline.graph import PassTimes
-from wlb_titan.plan import LENGTH, PREFIX, TOTAL
+from wlb_titan.plan import LENGTH, PREFIX, TOTAL, ByPass
 from wlb_titan.runtime.imbalance import rank_imbalance
-from wlb_titan.simulator.passes import MicroBatches, both_times, pass_times
-from wlb_titan.simulator.slices import check_passes, parts, replica_graph
+from wlb_titan.simulator.replicas import check_slices, parts, replica_graph
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
 
@@ -126,7 +127,7 @@ def test_every_token_goes_forward_once_and_backward_once_and_no_order_waits_for_
         plan = planned.next()
         json.dumps(plan.to_json())
         for rank in range(data_parallel):
-            forward, backward = plan.of_rank(rank), plan.backward_of_rank(rank)
+            forward, backward = plan.replica(rank)
             assert len(forward) == len(backward) == 6
             numbers = piece_numbers(parts([*forward, *backward]))
             upto, left, totals = {}, {}, {}
@@ -178,20 +179,20 @@ def test_resumes_where_it_was_saved():
 
 def test_a_backward_pass_before_what_it_needs_is_refused():
     plan = planner([64, 50, 10, 10, 10]).next()
-    forward, backward = plan.of_rank(0), plan.backward_of_rank(0)
-    (flow,) = plan.order
-    check_passes(flow, forward, backward)
-    assert last_needed(parts(forward), parts(backward))[0] > 0  # the first waits for slices of a document
+    packs = plan.replica(0)
+    (flow,) = plan.flows
+    assert check_slices(flow, packs) == last_needed(*packs.each(parts))
+    assert check_slices(flow, packs)[0] > 0  # the first waits for slices of a document
     first, last = flow
     place = next(i for i, action in enumerate(first) if action.kind == "B")
     early = (first[0], first[place], *first[1:place], *first[place + 1 :])
     with pytest.raises(PlanError, match=r"runs B0 of stage 0 before F\d of stage 0, which it needs"):
-        check_passes((early, last), forward, backward)
+        check_slices((early, last), packs)
     backs = [i for i, action in enumerate(last) if action.kind == "B"]
     swapped = list(last)
     swapped[backs[0]], swapped[backs[1]] = swapped[backs[1]], swapped[backs[0]]
     with pytest.raises(PlanError, match="runs B1 of stage 1 before B0 of stage 1"):
-        check_passes((first, tuple(swapped)), forward, backward)
+        check_slices((first, tuple(swapped)), packs)
 
 
 def plans(of, steps=2):
@@ -204,7 +205,7 @@ def test_work_is_that_of_full_checkpointing_whatever_the_packs():
     whole = simulated_job(degrees=Degrees(pipeline=2))
     tokens, attention = np.array([[5.0], [3.0]]), np.array([[2e-5], [1e-5]])
     one = MicroBatches.imagined(whole, tokens, attention, 2.5 * attention)
-    symmetric, mine = pass_times(whole, one), both_times(whole, one, one)
+    symmetric, mine = pass_times(whole, one), regrouped_times(whole, ByPass(one, one))
 
     def added(times):
         return sum(x.sum() for x in (times.forward, times.inputs, times.weights))
@@ -232,7 +233,7 @@ def test_as_much_is_in_flight_as_with_full_checkpointing():
     asymmetric = simulated_job(degrees=Degrees(pipeline=2))
     full = replace(asymmetric, packing=replace(asymmetric.packing, asymmetric=False))
     token = TokenBytes.of(asymmetric.model, asymmetric.degrees, asymmetric.memory)
-    (first, last), (other, _) = (whole.sliced_memory(WINDOW) for whole in (asymmetric, full))
+    (first, last), (other, _) = (whole.fitting.document(WINDOW) for whole in (asymmetric, full))
     # Each stage has two layers; token ids are there for both passes.
     assert first.activations == round(2 * WINDOW * token.inputs + first.tokens * token.hidden)
     assert last.activations == round(2 * WINDOW * token.inputs + last.tokens * 3 * token.hidden)

@@ -1,8 +1,10 @@
 """The planner as a library: what must hold of any assignment, and how near the best it comes."""
 
 import itertools
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -90,8 +92,12 @@ def test_what_cannot_be_is_said(arguments, said):
         wlb_titan.balance(**arguments)
 
 
-def test_neither_torch_nor_datasets_is_imported():
-    program = "import sys, wlb_titan; wlb_titan.balance([3, 4], ranks=2); print(*sys.modules)"
+def test_examples_of_the_page_run_and_import_neither_torch_nor_datasets():
+    """In a Python of their own, which has imported nothing yet."""
+    page = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
+    examples = re.findall(r"\n\n```python\n(.*?)```", page, re.DOTALL)  # without those that are "not run"
+    assert ["balance(" in examples[0], "Job(" in examples[1]] == [True, True]
+    program = "".join([*examples, "import sys; print(*sys.modules)"])
     loaded = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout

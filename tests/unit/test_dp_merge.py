@@ -24,11 +24,11 @@ from wlb_titan.packing.slim.dp_merge import (
     numbers_of_packs,
     shares,
 )
-from wlb_titan.packing.slim.slices import replica_passes, sliced_document
+from wlb_titan.packing.slim.slices import sliced_document
 from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.plan import ID, LENGTH, PREFIX, START, TOTAL
-from wlb_titan.simulator.passes import planned_times, transfer_seconds
-from wlb_titan.simulator.slices import check_slices, replicas_of
+from wlb_titan.simulator.planned import planned_times, transfer_seconds
+from wlb_titan.simulator.replicas import check_slices, replica_memory, replicas_of
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
 
@@ -116,9 +116,9 @@ def test_ranks_with_nothing_else_fill_all_their_packs():
 def run_all(plan, stages_of_rank):
     """Runs the passes of all ranks of the job; a shared pass only where all of its sharers are about to."""
     queues = {
-        (dp, pp): list(actions) for dp, flow in enumerate(plan.order) for pp, actions in enumerate(flow)
+        (dp, pp): list(actions) for dp, flow in enumerate(plan.flows) for pp, actions in enumerate(flow)
     }
-    stages = stages_of_rank * len(plan.order[0])
+    stages = stages_of_rank * len(plan.flows[0])
     done = set()
 
     def needed(dp, action):
@@ -195,10 +195,10 @@ def test_plans_have_every_token_once_and_ranks_meet(lengths, data_parallel, cont
         assert all(upto == total for (_, _, total), upto in seen.items())
         assert plan.tokens == sum(seen.values()) == plan.document_lengths.sum()
         assert plan.delay == 0
-        kinds = [[[(a.kind, a.stage) for a in rank] for rank in flow] for flow in plan.order]
+        kinds = [[[(a.kind, a.stage) for a in rank] for rank in flow] for flow in plan.flows]
         assert all(other == kinds[0] for other in kinds)
-        for rank, flow in enumerate(plan.order):
-            check_slices(flow, plan.of_rank(rank))
+        for rank, flow in enumerate(plan.flows):
+            check_slices(flow, plan.replica(rank))
         assert run_all(plan, chunks)
 
 
@@ -273,8 +273,8 @@ def test_a_shared_document_by_hand():
     first, last = plan.of_rank(0)
     assert first.merged == range(0, 2) and not last.merged and first.length == 4
     assert plan.of_rank(1)[0].length == 4 and plan.tokens == 16
-    times, tokens, _ = planned_times(made, plan.micro_batches, 2)
-    assert tokens.tolist() == [[4.0, 4.0], [4.0, 4.0]]
+    times, tokens = planned_times(made, plan.by_pass, 2)
+    assert tokens.forward.tolist() == [[4.0, 4.0], [4.0, 4.0]]
     # Chunks 0 and 3, or 1 and 2, of 2 tokens each: pairs of queries and keys.
     attention = max(pairs(2) + pairs(8) - pairs(6), pairs(6) - pairs(2)) * 2 * 1e-6
     matrices = 2 * LAYER * 4 / 1e9
@@ -285,8 +285,8 @@ def test_a_shared_document_by_hand():
 
 def joint_ends(made, plan):
     """Every pass of the job run when it can: of shared ones none before all sharers can."""
-    times, tokens, _ = planned_times(made, plan.micro_batches, len(plan.of_rank(0)))
-    delays = transfer_seconds(made, tokens)
+    times, tokens = planned_times(made, plan.by_pass, len(plan.of_rank(0)))
+    delays = transfer_seconds(made, tokens.forward)
     replicas = replicas_of(made, plan, times, delays, delays)
     ends = {}
     left = [list(range(len(replica.graph.actions))) for replica in replicas]
@@ -306,7 +306,7 @@ def joint_ends(made, plan):
                 if any(n and (rank, n - 1) not in ends for n in (before, needed)):
                     break
                 action = replicas[rank].graph.actions[number]
-                sharers = replicas[rank].micro_batches[action.place].merged or [rank]
+                sharers = replicas[rank].micro_batches.forward[action.place].merged or [rank]
                 at = [(one, replicas[one].graph.actions.index(action)) for one in sharers]
                 if any(
                     n and (one, n - 1) not in ends for one, i in at for n in replicas[one].graph._waits[i][:2]
@@ -352,8 +352,8 @@ def test_auto_shares_where_that_is_predicted_to_be_faster():
 def test_every_rank_of_the_group_holds_all_keys_and_a_share_of_the_activations():
     made, (plan,) = predicted(ALWAYS, memory=NONE, degrees=Degrees(shard=4))
     alone, (other,) = predicted(NEVER, memory=NONE, degrees=Degrees(shard=4))
-    (shared,) = made.peak_memory(replica_passes(plan, 0))
-    peaks = [alone.peak_memory(replica_passes(other, rank))[0] for rank in range(4)]
+    (shared,) = replica_memory(made, plan, 0)
+    peaks = [replica_memory(alone, other, rank)[0] for rank in range(4)]
     whole = max(peaks, key=lambda one: one.cache)
     prefix = max(m.slices[:, PREFIX].max() for m in plan.of_rank(0) if m.merged)
     token = made.token_bytes

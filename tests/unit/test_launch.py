@@ -2,24 +2,35 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from forking import Rank
+from torch.distributed.run import parse_args
 from torchx.runner import get_runner
 from torchx.schedulers.local_scheduler import SignalException
 from torchx.specs.file_linter import validate
-from wlb_titan.launch import launch
+from wlb_titan.launch import in_torchx
+from wlb_titan.launch.job import processes_a_host
 from wlb_titan.launch.spread import spread
 
+from wlb_titan.commands.main import main
+from wlb_titan.corpus.prepare import prepare_corpus
+from wlb_titan.corpus.settings import PrepareSettings
 from wlb_titan.errors import ConfigError, UserError
 from wlb_titan.runtime.train import train
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "train_configs" / "cpu_debug.toml")
 SEVEN_B = str(ROOT / "train_configs" / "llama2_7b_128k.toml")
+SPREAD = ("--parallelism.pipeline_parallel_degree", "1", "--parallelism.context_parallel_degree", "1")
+SPREAD += ("--parallelism.data_parallel_shard_degree", "-1", "--training.local_batch_size", "1")
+"""As many data-parallel ranks as there are processes."""
 IMAGE = "example.com/wlb-titan:0.1.0"
 
 
@@ -53,6 +64,16 @@ def test_local_job_has_a_process_for_each_rank():
     command = role.args[-1]
     assert "--nproc_per_node 4" in command
     assert f"-m wlb_titan.runtime.train --config {CONFIG} --training.steps 5" in command
+    assert command.startswith("wlb-agent --rdzv_backend c10d")
+
+
+def test_a_job_that_may_lose_hosts_says_so_to_the_agent():
+    words = ["--nodes", "4", "--min_nodes", "2", "--nproc", "1", "--restarts", "3", "--image", IMAGE]
+    words += ["--config", CONFIG, "--", *SPREAD, "--training.global_batch_size", "12"]
+    info = dryrun("wlb.train", words, "local_cwd")
+    (role,) = info._app.roles
+    assert role.args[-1].startswith("wlb-agent --max_restarts 3 --rdzv_conf last_call_timeout=")
+    assert "--nnodes 2:4" in role.args[-1]
 
 
 @pytest.mark.parametrize("nohup", [False, True])
@@ -98,43 +119,55 @@ def test_slurm_job_spreads_the_ranks_over_the_hosts():
     assert "--partition=gpu" in script
 
 
-def test_prepare_passes_its_arguments_on():
-    info = dryrun("wlb.prepare", ["outputs/corpus", "--max-tokens", "1000"], "local_cwd")
+@pytest.mark.parametrize("image", [".", IMAGE], ids=["here", "image"])
+@pytest.mark.parametrize("command", ["prepare", "plan", "simulate", "dryrun"])
+def test_commands_get_their_arguments_and_the_interpreter_that_runs(command, image):
+    info = dryrun(f"wlb.{command}", ["--image", image, "--", "x.toml", "--steps", "5"], "local_cwd")
     (role,) = info._app.roles
-    assert [role.entrypoint, *role.args] == ["wlb-titan", "prepare", "outputs/corpus", "--max-tokens", "1000"]
+    program = [sys.executable, "-m", "wlb_titan.commands.main"] if image == "." else ["wlb-titan"]
+    assert [role.entrypoint, *role.args] == [*program, command, "x.toml", "--steps", "5"]
 
 
-def test_plan_passes_its_arguments_on():
-    info = dryrun("wlb.plan", ["x.toml", "--steps", "5"], "local_cwd")
-    (role,) = info._app.roles
-    assert [role.entrypoint, *role.args] == ["wlb-titan", "plan", "x.toml", "--steps", "5"]
-
-
-def test_simulate_passes_its_arguments_on():
-    info = dryrun("wlb.simulate", ["x.toml", "--search"], "local_cwd")
-    (role,) = info._app.roles
-    assert [role.entrypoint, *role.args] == ["wlb-titan", "simulate", "x.toml", "--search"]
+def test_docker_is_refused_in_plain_words_where_no_image_was_named(monkeypatch, capfd):
+    """TorchX takes it in a folder without .torchxconfig."""
+    docker = "torchx.schedulers.docker_scheduler"
+    monkeypatch.setitem(sys.modules, docker, types.ModuleType(docker))
+    for component in (["wlb.train", ["--config", CONFIG]], ["wlb.plan", ["x.toml"]]):
+        with pytest.raises(SystemExit) as end:
+            dryrun(*component, "local_cwd")
+        assert end.value.code == 2
+        assert "`wlb-titan train FILE` trains" in capfd.readouterr().err
+    in_torchx.refuse_docker(IMAGE)
 
 
 def test_processes_that_do_not_spread_evenly_are_refused():
     with pytest.raises(UserError, match=r"4 processes do not spread evenly over 3 hosts"):
-        launch._resolve(CONFIG, [], nodes=3, processes_per_node=0, corpus_is_here=False)
+        processes_a_host(CONFIG, nodes=3, is_here=False)
+
+
+def test_a_job_that_may_lose_hosts_is_checked_with_those_that_are_left():
+    job = {"nodes": 4, "min_nodes": 2, "processes": 1, "is_here": False}
+    with pytest.raises(UserError, match=r"training.global_batch_size: set it where hosts may be lost"):
+        processes_a_host(CONFIG, SPREAD, **job)
+    with pytest.raises(UserError, match=r"With 3 processes, which --min-nodes allows"):
+        processes_a_host(CONFIG, [*SPREAD, "--training.global_batch_size", "8"], **job)
+    assert processes_a_host(CONFIG, [*SPREAD, "--training.global_batch_size", "12"], **job) == 1
 
 
 def test_processes_that_do_not_fit_the_degrees_are_refused():
     with pytest.raises(UserError, match=r"3 processes do not fit the degrees"):
-        launch._resolve(CONFIG, [], nodes=1, processes_per_node=3, corpus_is_here=False)
+        processes_a_host(CONFIG, processes=3, is_here=False)
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 2, 4, 8])
 def test_the_demonstrations_start_with_any_number_of_gpus(gpus):
     """With these, the machine's: `make train` on four processes of the CPU, `make train-gpu` on the GPUs."""
-    here = {"nodes": 1, "processes_per_node": 0, "corpus_is_here": False, "gpus": lambda: gpus}
+    here = {"is_here": False, "gpus": lambda: gpus}
     for name in ("debug", "balanced"):
-        assert launch._resolve(str(ROOT / "train_configs" / f"cpu_{name}.toml"), [], **here) == 4
+        assert processes_a_host(str(ROOT / "train_configs" / f"cpu_{name}.toml"), [], **here) == 4
         if gpus:
             file = str(ROOT / "train_configs" / f"gpu_{name}.toml")
-            assert launch._resolve(file, spread(gpus), **here) == gpus
+            assert processes_a_host(file, spread(gpus), **here) == gpus
     if not gpus:
         with pytest.raises(UserError, match="torch finds no GPU on this machine"):
             spread(gpus)
@@ -156,9 +189,8 @@ def test_what_gpus_cannot_run_is_refused_before_anything_starts(name, monkeypatc
     gpus, words, message = BAD_ON_GPUS[name]
     words = ["--wlb.device", "auto", *words]
     with pytest.raises(ConfigError, match=message):
-        launch._resolve(CONFIG, words, 1, 0, corpus_is_here=False, gpus=lambda: gpus)
-    elsewhere = {"corpus_is_here": False, "gpus": lambda: None}
-    assert launch._resolve(CONFIG, words, 1, 0, **elsewhere) == 4
+        processes_a_host(CONFIG, words, is_here=False, gpus=lambda: gpus)
+    assert processes_a_host(CONFIG, words, is_here=False) == 4
     monkeypatch.setattr("wlb_titan.runtime.cpu_device.use_cpu_without_accelerator", lambda: False)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: gpus)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -168,9 +200,9 @@ def test_what_gpus_cannot_run_is_refused_before_anything_starts(name, monkeypatc
 
 def test_gpus_are_counted_only_where_the_job_runs_here():
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    assert launch.gpus_here() is None
+    assert in_torchx.gpus_here() is None
     signal.signal(signal.SIGINT, lambda *_: None)  # as TorchX's local scheduler has it
-    assert launch.gpus_here() == 0
+    assert in_torchx.gpus_here() == 0
 
 
 def test_a_rank_that_shall_use_the_cpu_hides_the_gpus_from_itself(monkeypatch):
@@ -196,6 +228,53 @@ def test_a_missing_corpus_is_one_paragraph_and_exit_code_2(tmp_path, fork_server
     assert fork_server.start([Rank(words, log)], "torchx.cli.main").wait(300) == [2]
     assert "There is no corpus at" in log.read_text()
     assert "Traceback" not in log.read_text()
+
+
+def test_the_batch_script_for_slurm_is_one_component_and_goes_on_by_itself(tmp_path):
+    """Its options are sbatch's, and run by bash with a Slurm that is not there, it starts the agent on each
+    node in torchrun's words, and puts the job back only when its time is up."""
+    (tmp_path / "texts").mkdir()
+    for number in range(8):
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"Text {number}, " + "word " * 50 * number)
+    prepare_corpus(PrepareSettings(source=f"text:{tmp_path / 'texts'}", vocab_size=300), tmp_path / "corpus")
+    words = ["slurm", SEVEN_B, "--time", "8:00:00", "-o", "partition=gpu", "-o", "exclusive"]
+    script = CliRunner().invoke(main, [*words, "--wlb.corpus.path", str(tmp_path / "corpus")])
+    assert script.exit_code == 0, script.output
+    lines = [line.removeprefix("#SBATCH --") for line in script.stdout.splitlines() if "#SBATCH" in line]
+    options = dict(line.partition("=")[::2] for line in lines)
+    assert options == {
+        **{"job-name": "llama2_7b_128k", "nodes": "8", "ntasks-per-node": "1", "gpus-per-node": "8"},
+        **{"time": "8:00:00", "signal": "USR1@300", "requeue": "", "open-mode": "append"},
+        **{"output": "%x-%j.out", "partition": "gpu", "exclusive": ""},
+    }
+    for name, text in FAKE_SLURM.items():
+        (tmp_path / name).write_text("#!/bin/bash\n" + text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "job.sbatch").write_text(script.stdout)
+    for status in (0, 1, 75, 143):
+        job = subprocess.run(
+            ["bash", "job.sbatch"],
+            cwd=tmp_path,
+            env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "4711", "STATUS": str(status)}
+            | {"SLURM_JOB_NODELIST": "node[1-8]"},
+        )
+        assert job.returncode == status
+        assert (tmp_path / "requeued").exists() == (status == 75)
+        (tmp_path / "requeued").unlink(missing_ok=True)
+    started = (tmp_path / "started").read_text().splitlines()
+    assert started[:3] == ["--kill-on-bad-exit=0", "--wait=120", sys.executable]
+    agent = parse_args(started[5:])
+    assert (agent.nnodes, agent.nproc_per_node, agent.max_restarts) == ("8:8", "8", 0)
+    assert (agent.rdzv_endpoint, agent.rdzv_id) == ("node1:24711", "4711.0")
+    assert (agent.module, agent.training_script) == (True, "wlb_titan.runtime.train")
+    assert agent.training_script_args == ["--config", SEVEN_B, "--wlb.corpus.path", str(tmp_path / "corpus")]
+
+
+FAKE_SLURM = {
+    "srun": 'printf "%s\\n" "$@" > started; exit "$STATUS"',
+    "scontrol": 'case "$*" in "show hostnames node[1-8]") printf "node1\\nnode2\\n";; '
+    '"requeue 4711") touch requeued;; *) exit 3;; esac',
+}
 
 
 def test_kubernetes_job_is_a_pod_for_each_host():

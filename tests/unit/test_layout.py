@@ -1,6 +1,7 @@
 """The dependency rule: which part of the project may import what."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ ROOMS = (
     *("errors", "plugins", "plan", "timeline"),
     *("documents", "pipeline", "cost"),
     *("context", "memory", "packing"),
-    *("balancing", "planner", "job", "summary"),
+    *("balancing", "planner", "policies", "job", "summary"),
     *("simulator", "corpus", "config"),
     *("runtime", "commands"),
 )
@@ -23,14 +24,21 @@ MAY_USE = {
     "packing": {"numpy", "highspy"},
     "config": {"tomli"},
     "runtime": {"torch", "torchtitan", "numpy", "click", "tokenizers", "wlb_titan.kernels"},
-    "commands": {"torch", "numpy", "tomli", "click", "rich", "matplotlib", "tokenizers", "wlb_titan.kernels"},
+    "commands": {
+        *("torch", "numpy", "tomli", "click", "rich", "vl_convert", "tokenizers"),
+        *("wlb_titan.kernels", "wlb_titan.launch"),
+    },
 }
 """Third-party packages by room; any other has numpy."""
+
+MAY_NAME = {"context": "wlb_titan.runtime.attention"}
+"""What strings may name besides: the half of a sharding policy that moves tensors. Users choose a policy by
+name, it is loaded where it trains, and planning imports no torch."""
 
 THIRD_PARTY = {
     *("torch", "triton", "numpy", "scipy", "torchtitan", "torchx", "datasets", "tokenizers", "pyarrow"),
     "transformers",
-    *("click", "rich", "tomli", "matplotlib", "highspy", "pandas", "wlb_titan"),
+    *("click", "rich", "tomli", "vl_convert", "highspy", "pandas", "wlb_titan"),
 }
 
 
@@ -42,6 +50,20 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return {name for name in names if name.split(".")[0] in THIRD_PARTY}
+
+
+def named(path: Path) -> set[str]:
+    """The modules that strings name, as "module:Class" or by themselves; groups of entry points are none."""
+    strings = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+    names = {
+        text for text in strings if isinstance(text, str) and re.fullmatch(r"wlb_titan[.\w]+(:\w+)?", text)
+    }
+    files = {name: ROOT / name.partition(":")[0].replace(".", "/") for name in names}
+    return {
+        name.partition(":")[0]
+        for name, file in files.items()
+        if ":" in name or file.is_dir() or file.with_suffix(".py").exists()
+    }
 
 
 def within(name: str, allowed: set[str]) -> bool:
@@ -64,6 +86,8 @@ def test_rooms_know_only_what_they_may(room):
     for file in files_of(room):
         strangers = {name for name in imports(file) if not within(name, allowed)}
         assert not strangers, f"{file.relative_to(ROOT)} imports {sorted(strangers)}"
+        strangers = {name for name in named(file) if not within(name, allowed | {MAY_NAME.get(room, "")})}
+        assert not strangers, f"{file.relative_to(ROOT)} names {sorted(strangers)}"
 
 
 def test_every_room_is_listed():

@@ -8,14 +8,16 @@ import pytest
 from wlb_titan.cost.cluster import load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape
+from wlb_titan.cost.passes import pass_times
 from wlb_titan.documents import Documents
-from wlb_titan.job import Job, Policy
+from wlb_titan.job import Job
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.packing import POLICIES
-from wlb_titan.plan import Action
+from wlb_titan.plan import Action, micro_batches_of
+from wlb_titan.policies import Policy
 from wlb_titan.simulator.measured import MeasuredStep, Pass, measured, without_waiting
-from wlb_titan.simulator.passes import MicroBatches, attention_seconds, pass_times, planned_times
-from wlb_titan.simulator.slices import replica_graph
+from wlb_titan.simulator.planned import attention_seconds, passing, planned_times
+from wlb_titan.simulator.replicas import replica_graph
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import MEASURED, step_timeline
 
@@ -86,9 +88,8 @@ def ran(job, plan, number, of_all, factor=1.0, stages=None):
 def replace_attention(job, plans, plan):
     """Predicted passes of all steps without communication, (stages, micro-batches, 1)."""
     quiet = job.on(without_waiting(job.cluster))
-    micro_batches = [m for one in plans for m in one.micro_batches]
-    backward = [m for one in plans for m in one.backward or ()] or None
-    times, _, _ = planned_times(quiet, micro_batches, len(micro_batches), backward)
+    packs = micro_batches_of(plans)
+    times, _ = planned_times(quiet, packs, len(packs.forward))
     return times
 
 
@@ -145,11 +146,11 @@ def test_a_micro_batch_in_one_piece_is_divided_and_one_context_parallel_rank_sca
     attention = [attention_seconds(m, quiet) for m in plans[0].micro_batches]
     assert any(own[0].sum() < 0.95 * own.max(axis=0).sum() for own in attention)
     forward, backward = np.array([own[0] for own in attention]).T[..., None]
-    passing = MicroBatches.of(plans[0].micro_batches, quiet).in_runs(4)
-    own = pass_times(quiet, replace(passing, forward=forward, backward=backward))
+    whole = passing(plans[0].micro_batches, quiet).in_runs(4)
+    own = pass_times(quiet, replace(whole, forward=forward, backward=backward))
     whole = (own.forward + own.inputs + own.weights)[0, :, 0].tolist()
     rank = MeasuredStep(0, 0, [Pass("FB", 0, i, 0.0, s) for i, s in enumerate(whole)], 0.0)
-    found, predicted = measured(job, plans, [[rank]]), planned_times(job, plans[0].micro_batches, 4)[0]
+    found, predicted = measured(job, plans, [[rank]]), planned_times(job, plans[0].by_pass, 4)[0]
     np.testing.assert_allclose(found.times.forward, predicted.forward)
     np.testing.assert_allclose(found.times.inputs + found.times.weights, predicted.inputs + predicted.weights)
 

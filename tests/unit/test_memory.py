@@ -5,12 +5,13 @@ import pytest
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.fits import USABLE, longest_that_fits
+from wlb_titan.memory.fits import USABLE, Fitting, peak_memory
 from wlb_titan.memory.layer import TokenBytes
-from wlb_titan.memory.peak import GIB, MemoryJob, peak_memory, weighted_tokens
+from wlb_titan.memory.packs import Passes
+from wlb_titan.memory.peak import GIB, MemoryJob, weighted_tokens
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.pipeline.schedule import PipelineShape, layers_of_stages, rank_actions
-from wlb_titan.plan import Passes
+from wlb_titan.plan import ByPass
 
 MODEL = ModelShape(layers=4, hidden=8, heads=2, kv_heads=1, head_dim=4, feed_forward=16, vocabulary=32)
 LAYER = 8 * 4 * (2 * 2 + 2) + 3 * 8 * 16 + 2 * 8  # weights of one: attention, MLP, norms
@@ -48,7 +49,8 @@ def test_interleaved_stages_hold_more():
     assert peak_tokens("Interleaved1F1B", [8] * 4, ranks=2, chunks=2) == [5 * 8, 3 * 8]
     # ZBV holds as many on every rank, though their fullest moments differ by what waits between I and W.
     shape = PipelineShape("ZBVZeroBubble", 2, 2)
-    in_flight = [weighted_tokens(list(rank_actions(shape, 8, rank)), [8] * 8, [1] * 4) for rank in (0, 1)]
+    eights = ByPass([8] * 8, [8] * 8)
+    in_flight = [weighted_tokens(list(rank_actions(shape, 8, rank)), eights, [1] * 4) for rank in (0, 1)]
     assert max(in_flight[0]) == max(in_flight[1]) == 4 * 8
 
 
@@ -151,11 +153,11 @@ def test_the_longest_micro_batch_that_fits():
     def memory(length):
         return peak_memory(job, Passes.of([length]))[0].total
 
-    assert longest_that_fits(job, 1, 1024, 32, memory(2 * 1024)) == 2 * 1024  # never more
-    assert longest_that_fits(job, 1, 1024, 32, USABLE * memory(1024)) is None  # no room is left
+    assert Fitting(job, 1024, 1, 32, memory(2 * 1024)).longest == 2 * 1024  # never more
+    assert Fitting(job, 1024, 1, 32, USABLE * memory(1024)).longest is None  # no room is left
     for windows in (1.0, 1.3, 1.77):
         usable = memory(int(windows * 1024))
-        longest = longest_that_fits(job, 1, 1024, 32, usable)
+        longest = Fitting(job, 1024, 1, 32, usable).longest
         assert longest % 32 == 0 and memory(longest) <= usable < memory(longest + 32)
 
 

@@ -73,7 +73,7 @@ def test_the_longest_micro_batch_counts_in_the_log(loaded):
 
 def test_the_default_of_max_length_is_what_is_predicted_to_fit(loaded):
     from wlb_titan.memory.fits import USABLE
-    from wlb_titan.plan import Passes
+    from wlb_titan.memory.packs import Passes
 
     def bounded(device_bytes, text=PIPELINE):
         job = loaded(text)
@@ -81,11 +81,11 @@ def test_the_default_of_max_length_is_what_is_predicted_to_fit(loaded):
 
     job = loaded(PIPELINE)
     window = job.window
-    enough = max(rank.total for rank in job.peak_memory(Passes.of([2 * window] * 8))) / USABLE + GIB
+    enough = max(rank.total for rank in job.fitting.peak(Passes.of([2 * window] * 8))) / USABLE + GIB
     assert bounded(enough) == bounded(4 * enough) == 2 * window
     between = bounded(0.8 * enough)
     assert window < between < 2 * window
-    assert max(rank.total for rank in job.peak_memory(Passes.of([between] * 8))) <= USABLE * 0.8 * enough
+    assert max(rank.total for rank in job.fitting.peak(Passes.of([between] * 8))) <= USABLE * 0.8 * enough
     user = PIPELINE + f"max_length = {window + 4096}\n"
     assert bounded(0.8 * enough, user) == window + 4096
     assert bounded(0.8 * enough, PIPELINE.replace('"wlb"', '"plain"')) == window

@@ -11,8 +11,9 @@ use_cpu_without_accelerator()
 import torch  # noqa: E402
 
 from wlb_titan.context import sequence_positions  # noqa: E402
+from wlb_titan.packing.slim.moves import token_moves  # noqa: E402
 from wlb_titan.plan import LENGTH  # noqa: E402
-from wlb_titan.runtime.pipeline.regroup import gathered, regroupings  # noqa: E402
+from wlb_titan.runtime.pipeline.regroup import Regrouping, gathered  # noqa: E402
 
 
 def share(micro_batch, tensor_ranks, rank):
@@ -36,14 +37,14 @@ def test_every_rank_gets_the_tokens_of_its_share(context, tensor):
     ranks = context * tensor
     for _ in range(2):
         plan = planned.next()
-        forward, backward = plan.of_rank(0), plan.backward_of_rank(0)
-        ways = [regroupings(forward, backward, tensor, rank) for rank in range(ranks)]
+        forward, backward = plan.replica(0)
+        ways = [token_moves(forward, backward, tensor, rank) for rank in range(ranks)]
         held = [{i: share(m, tensor, rank) for i, m in enumerate(forward)} for rank in range(ranks)]
         for place, m in enumerate(backward):
             arrives = [[] for _ in range(ranks)]  # at each rank, by the ranks that send
             for rank, way in enumerate(ways):
                 rows = [token for source in way[place].sources for token in held[rank][source]]
-                parts = np.split(way[place].sent.numpy(), np.cumsum(way[place].sent_counts)[:-1])
+                parts = np.split(way[place].sent, np.cumsum(way[place].sent_counts)[:-1])
                 for receiver, own in enumerate(parts):
                     arrives[receiver].append([rows[i] for i in own])
             for rank, way in enumerate(ways):
@@ -61,14 +62,14 @@ def test_every_rank_gets_the_tokens_of_its_share(context, tensor):
 
 def test_rows_are_gathered():
     plan = planner(np.random.default_rng(0).integers(2, 90, size=40), packing=slim(length_multiple=4)).next()
-    forward, backward = plan.of_rank(0), plan.backward_of_rank(0)
+    forward, backward = plan.replica(0)
     numbers = {token: i for i, token in enumerate(t for m in forward for t in share(m, 1, 0) if t)}
     kept = {
         i: torch.tensor([[[float(numbers.get(token, -1))] * 3 for token in share(m, 1, 0)]])
         for i, m in enumerate(forward)
     }
-    for m, way in zip(backward, regroupings(forward, backward, 1, 0), strict=True):
-        into = gathered(way, kept, torch.zeros(1, m.length, 3), None)
+    for m, way in zip(backward, token_moves(forward, backward, 1, 0), strict=True):
+        into = gathered(Regrouping.of(way), kept, torch.zeros(1, m.length, 3), None)
         expected = [float(numbers[token]) if token else 0.0 for token in share(m, 1, 0)]
         assert into[0, :, 0].tolist() == expected == into[0, :, 2].tolist()
         for source in way.over:

@@ -12,13 +12,15 @@ from wlb_titan.cost.attention_profile import AttentionShape
 from wlb_titan.cost.cluster import Cluster, Link, load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS, ModelShape
+from wlb_titan.cost.passes import JobCost, MicroBatches, pass_times
 from wlb_titan.cost.workload import workload
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.layer import TokenBytes
+from wlb_titan.memory.packs import Passes
 from wlb_titan.memory.settings import MemorySettings
-from wlb_titan.plan import MicroBatch, Passes, Plan
-from wlb_titan.simulator.passes import JobCost, MicroBatches, pass_times, transfer_seconds
+from wlb_titan.plan import MicroBatch, Plan
+from wlb_titan.simulator.planned import passing, transfer_seconds
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
 
@@ -84,7 +86,7 @@ def test_one_gpu_by_hand():
 
 def test_checkpointing_repeats_the_forward_pass():
     token = 2 * LAYER / 1e9
-    batch = MicroBatches.of(plan([[[4]]]).micro_batches, job()).in_runs(1)
+    batch = passing(plan([[[4]]]).micro_batches, job()).in_runs(1)
     attention = 2 * pairs(4) * 1e-6
     expected = {
         "none": 0.0,
@@ -101,7 +103,7 @@ def test_checkpointing_repeats_the_forward_pass():
 def test_the_slowest_context_parallel_rank_counts_in_each_pass():
     """Per sequence, a document of 6 and one of 2: rank 0 has tokens 0 1 6 7, rank 1 has tokens 2 to 5."""
     one = plan([[[6, 2]]], context=2)
-    batch = MicroBatches.of(one.micro_batches, job(degrees=Degrees(context=2)))
+    batch = passing(one.micro_batches, job(degrees=Degrees(context=2)))
     assert batch.forward[0] == pytest.approx(2 * (3 + 4 + 5 + 6) * 1e-6)
     assert batch.backward[0] == pytest.approx(2 * batch.forward[0])
     prediction = simulate(job(degrees=Degrees(context=2)), [one])
@@ -183,7 +185,7 @@ def test_experts_are_gathered_only_by_the_ranks_that_hold_them():
 
 def test_offloaded_activations_travel_while_layers_compute():
     slow = replace(CLUSTER, host_bandwidth=1e3)
-    batch = MicroBatches.of(plan([[[4]]]).micro_batches, job()).in_runs(1)
+    batch = passing(plan([[[4]]]).micro_batches, job()).in_runs(1)
     half = MemorySettings(checkpointing="none", offload=0.5)
     kept = TokenBytes.of(MODEL, Degrees(), NONE).kept
     times = pass_times(job(memory=half, cluster=slow), batch)
@@ -191,7 +193,7 @@ def test_offloaded_activations_travel_while_layers_compute():
     assert times.forward[0, 0, 0] == pytest.approx(4 * 4 * kept / 2 / 1e3 + head)
     fast = pass_times(job(memory=half, cluster=replace(CLUSTER, host_bandwidth=1e12)), batch)
     assert np.array_equal(fast.forward, pass_times(job(), batch).forward)
-    stays = [job(memory=memory, cluster=slow).peak_memory(Passes.of([4000]))[0] for memory in (NONE, half)]
+    stays = [job(memory=memory, cluster=slow).fitting.peak(Passes.of([4000]))[0] for memory in (NONE, half)]
     # Of four layers half of what they keep has gone; of the one at hand and the next it is there too.
     assert stays[0].activations - stays[1].activations == pytest.approx(4 * 4000 * kept / 2)
     assert stays[1].backward - stays[0].backward == pytest.approx(2 * 4000 * kept / 2)

@@ -10,9 +10,8 @@ from typing import IO, Any
 
 import click
 
-from wlb_titan.errors import UserError
+from wlb_titan.errors import EXIT_USER_ERROR, UserError
 
-EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
 

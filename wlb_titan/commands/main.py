@@ -19,10 +19,13 @@ class Subcommand(NamedTuple):
 
 
 SUBCOMMANDS = {
+    "init": Subcommand("wlb_titan.commands.init", "init", "Write a first experiment for this machine."),
     "prepare": Subcommand("wlb_titan.commands.prepare", "prepare", "Turn text into a corpus to train on."),
     "config": Subcommand(
         "wlb_titan.commands.config", "config", "Check a TOML configuration, or show it resolved."
     ),
+    "train": Subcommand("wlb_titan.commands.train", "train", "Train on this machine as a TOML file says."),
+    "slurm": Subcommand("wlb_titan.commands.slurm", "slurm", "Write the batch script of a job for Slurm."),
     "plan": Subcommand("wlb_titan.commands.plan", "plan", "Plan the packing of documents without training."),
     "simulate": Subcommand(
         "wlb_titan.commands.simulate", "simulate", "Predict step time and memory of a job on a cluster."
@@ -78,7 +81,7 @@ class LazyGroup(click.Group):
 def main() -> None:
     """Workload-balanced long-context training on torchtitan.
 
-    Training itself is started with TorchX: torchx run wlb.train --config FILE.
+    On clusters training is started with TorchX, `torchx run wlb.train --config FILE`, or by `slurm`'s script.
     """
 
 

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from wlb_titan.commands.simulate_rows import gain
+from wlb_titan.commands.job import Asked
+from wlb_titan.commands.report.simulate import gain
 from wlb_titan.config.build import Entry
 from wlb_titan.config.values import to_text
 from wlb_titan.config.writing import document
@@ -15,42 +16,42 @@ from wlb_titan.job import Job
 from wlb_titan.simulator.search import Search
 
 SOURCE = "searched"
-WRITTEN = ("search", "write", "lengths", "seed", "gpus", "micro_batches", "model")
-"""Options with which a winner can be written: what the others change would have to be in the file, too."""
 
 
-def check_writable(path: Path, config: Path | None, given: list[str]) -> None:
+def check_writable(path: Path, asked: Asked, strangers: list[str]) -> None:
     """Raises PlanError, before anything is searched, if a winner could not be written.
 
     Args:
         path: of the file to write.
-        config: the TOML file that it is to extend.
-        given: names of the options on the command line.
+        asked: what is searched.
+        strangers: names of options that were given and that no key says.
     """
-    if config is None:
+    if asked.file is None:
         raise PlanError("--write: name the TOML file that the new one shall extend.")
     if path.exists():
         raise PlanError(f"--write: {path} exists; name another file, or remove it.")
-    if strangers := [f"--{name.replace('_', '-')}" for name in given if name not in WRITTEN]:
-        raise PlanError(
-            f"--write: the new file would not have what {', '.join(strangers)} changed; set that in a TOML "
-            "file which extends yours, and search from there."
-        )
+    if strangers:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in strangers)
+        raise PlanError(f"--write: no key says what {names} changed; leave that out.")
 
 
-def write_winner(path: Path, config: Path, result: Search) -> None:
-    """Writes a file that extends `config` and trains as the fastest job found, and loads it to see that.
+def write_winner(path: Path, asked: Asked, result: Search) -> None:
+    """Writes a file that trains as the fastest job found, and loads it to see that.
+
+    It extends the file that was searched from, with the changes of the command line.
 
     Raises:
         PlanError: the file cannot be written.
-        ConfigError: what `config` sets besides does not go together with the winner, such as a key of another
+        ConfigError: what the file sets besides does not go together with the winner, such as a key of another
             packing policy; nothing is written then.
     """
+    config = asked.file
+    assert config is not None
     best = result.found[0]
     prediction = best.prediction
     parent = Path(os.path.relpath(config.resolve(), path.resolve().parent)).as_posix()
     values: dict[str, Any] = {"extends": parent, "dump_folder": f"outputs/{path.stem}"}
-    values |= winner_values(best.job)
+    values |= asked.changes | winner_values(best.job)
     head = (
         f"The fastest of {len(result.found)} candidates of `wlb-titan simulate {config} --search --gpus "
         f"{best.job.degrees.ranks}`.",

@@ -108,11 +108,14 @@ def widest_first(sharding: Sharding, span: Ints) -> Sharding:
 
 
 def sent_tokens(sharding: Sharding, span: Ints, levels: int) -> Ints:
-    """int64 (levels, ranks), tokens of each rank whose keys travel within its group of each level."""
-    tokens = np.zeros((levels + 1, len(sharding)), dtype=np.int64)
-    for rank, shard in enumerate(sharding):
-        np.add.at(tokens[:, rank], span[shard[:, DOCUMENT]], shard[:, COUNT])  # -1 is the last row
-    return tokens[:levels]
+    """int64 (levels + 1, ranks), tokens of each rank whose keys travel within its group of each level, and at
+    the end those whose keys stay."""
+    ranks, pieces = len(sharding), np.concatenate(sharding)
+    owner = np.repeat(np.arange(ranks), [len(shard) for shard in sharding])
+    row = span[pieces[:, DOCUMENT]]
+    row[row < 0] = levels
+    tokens = np.bincount(row * ranks + owner, pieces[:, COUNT], (levels + 1) * ranks)
+    return tokens.astype(np.int64).reshape(-1, ranks)
 
 
 def after(sharding: Sharding, prefix: Ints | None) -> Sharding:

@@ -22,10 +22,18 @@ from typing import Annotated
 import numpy as np
 from annotated_types import Ge
 
-from wlb_titan.context.all_gather import gathered_mask
+from wlb_titan.context.all_gather import gathered_mask, key_shares
 from wlb_titan.context.document import per_document
 from wlb_titan.context.layout import Ints, Sharding, sent_tokens, spans, widest_first
-from wlb_titan.context.strategy import ContextMask, ContextStrategy, Exchange, Floats, Move, MoveSeconds
+from wlb_titan.context.strategy import (
+    ContextMask,
+    ContextStrategy,
+    Exchange,
+    Floats,
+    KeyShares,
+    Move,
+    MoveSeconds,
+)
 from wlb_titan.context.ulysses import head_shares
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.models import ModelShape
@@ -98,7 +106,10 @@ class UlyssesGather(ContextStrategy):
         """All tokens within groups, and between them those of documents that lie in several."""
         groups = self._of_groups(sharding)
         sent = sent_tokens(groups, spans(groups, (self._groups,), slices), 1)
-        return total, int(sent.max()) * self._groups
+        return total, int(sent[0].max()) * self._groups
+
+    def keys(self, sharding: Sharding, total: int, slices: Slices | None = None) -> KeyShares:
+        return key_shares(self._of_groups(sharding), total, (self._groups,), slices)
 
     def heads(self, heads: int, kv_heads: int, rank: int) -> tuple[int, int]:
         share = head_shares(heads, kv_heads, self._within)[rank % self._within]

@@ -35,7 +35,7 @@ class CheckedPages:
 
     Args:
         path: the file.
-        sums: of its blocks; None checks nothing.
+        sums: checksums of its blocks; None checks nothing.
 
     Attributes:
         pages: uint8 (bytes,).

@@ -38,7 +38,7 @@ class TokenizerFacts:
 
     Attributes:
         path: folder in Hugging Face's layout.
-        sha256: of its tokenizer.json.
+        sha256: SHA-256 of its tokenizer.json.
         vocab_size: the largest id, plus one.
     """
 
@@ -59,7 +59,7 @@ class Corpus:
         fingerprint: 16 hexadecimal digits that identify token ids and order of the documents.
         tokenizer: None where it is not known, which is enough to plan and not to train.
         shards: its files.
-        masks: of each file its label mask; None learns every token.
+        masks: label mask of each file; None learns every token.
         manifest: counts, settings and tokenizer facts of a corpus that `wlb-titan prepare` made, else None.
         parts: the corpora that it is made of, whose documents follow each other; none if it is one.
     """
@@ -96,7 +96,7 @@ class Corpus:
 
         Args:
             path: a folder or file, as described above.
-            column: of Hugging Face's datasets, the one with the token ids.
+            column: name of the column with the token ids, in Hugging Face's datasets.
             tokenizer: folder of the tokenizer that made the token ids; a prepared corpus has its own.
             mask: what says which tokens are learned, as of `open_foreign`; a prepared corpus knows "auto" and
                 "none" only.

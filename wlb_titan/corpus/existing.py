@@ -1,4 +1,4 @@
-"""What lies at the place where a corpus shall be made: nothing, the same corpus, or something else."""
+"""The place where a corpus shall be made: nothing is there, the same corpus, or something else."""
 
 from pathlib import Path
 

@@ -34,7 +34,7 @@ class Foreign:
 
     Attributes:
         shards: files of documents.
-        masks: of each shard its label mask; None learns every token.
+        masks: label mask of each shard; None learns every token.
         files: all that is read.
         mask: what says what is learned, as it goes into the fingerprint; empty without a mask.
     """
@@ -50,7 +50,7 @@ def open_foreign(path: Path, column: str, mask: str) -> Foreign | None:
 
     Args:
         path: absolute.
-        column: of Hugging Face's datasets, the one with the token ids.
+        column: name of the column with the token ids, in Hugging Face's datasets.
         mask: what says which tokens are learned: of Hugging Face's datasets a column, of Megatron's the
             prefix of a second pair of files (or a folder of such pairs) with 0 or 1 for each token; "auto",
             whatever there is; "none", nothing.
@@ -124,7 +124,7 @@ def _indexed(prefixes: Sequence[Path], mask: str) -> Foreign:
 
 
 def _prefixes(path: Path) -> list[Path]:
-    """Of Megatron's pairs of files at a path, a prefix or a folder, the paths without endings."""
+    """Paths, without endings, of Megatron's pairs of files at a path, a prefix or a folder."""
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     if Path(f"{prefix}.idx").is_file():
         return [prefix]

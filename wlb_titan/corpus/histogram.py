@@ -1,4 +1,4 @@
-"""How long the documents are: counts per power of two."""
+"""A histogram of document lengths: counts per power of two."""
 
 from typing import NamedTuple
 

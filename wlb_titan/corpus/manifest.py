@@ -47,7 +47,7 @@ class Manifest:
     """Number of tokens in all documents, end-of-text tokens included."""
 
     learned_tokens: int = 0
-    """Of a corpus with a label mask: tokens that are learned."""
+    """Tokens that are learned, of a corpus with a label mask."""
 
     cut_documents: int = 0
     """Conversations that were too long and cut."""

@@ -77,10 +77,10 @@ class TokenMask:
     """A value for each token. See `Mask`.
 
     Args:
-        values: of the documents of `tokens`, one for each token.
+        values: values of the documents of `tokens`, one for each token.
         tokens: the shard that is masked.
         labels: the values are labels, not 0 and 1.
-        name: of the column or file, for messages.
+        name: name of the column or file, for messages.
 
     Raises:
         CorpusError: a document has another number of values than of tokens.

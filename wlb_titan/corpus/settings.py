@@ -1,4 +1,4 @@
-"""What to prepare: the source of the text, the tokenizer, the size."""
+"""Settings of preparation: the source of the text, the tokenizer, the size."""
 
 import dataclasses
 import re

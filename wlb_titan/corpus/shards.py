@@ -111,7 +111,7 @@ def map_file(path: Path, dtype: Any = np.uint8, *, offset: int = 0, count: int |
 
     Args:
         path: the file.
-        dtype: of the numbers.
+        dtype: data type of the numbers.
         offset: bytes before the first.
         count: how many; None takes all that the file has.
 

@@ -1,4 +1,4 @@
-"""Where documents come from. A source knows how many there are and reads any of them.
+"""Sources of documents. A source knows how many there are and reads any of them.
 
 That documents are read by number makes shuffling simple: the numbers are shuffled, not the texts, and a
 bounded corpus reads only the documents that it takes.
@@ -220,7 +220,7 @@ class JsonLines:
 
     @cached_property
     def _lines(self) -> tuple[array[int], array[int]]:
-        """Of each line that is not blank: its number, from 1, and its first byte.
+        """Number, from 1, and first byte of each line that is not blank.
 
         Arrays, not lists, as a file may have a hundred million lines.
         """

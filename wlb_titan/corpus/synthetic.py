@@ -31,7 +31,7 @@ def long_tailed_lengths(tokens: int, longest: int, seed: int = 0) -> NDArray[np.
     Args:
         tokens: how many there are to be together, at least.
         longest: length at which they are cut off.
-        seed: of the draw.
+        seed: seed of the draw.
 
     Returns:
         int64 (documents,).

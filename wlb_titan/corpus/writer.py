@@ -32,7 +32,7 @@ class DocumentWriter:
     Attributes:
         documents: number of documents added so far.
         tokens: number of tokens added so far.
-        learned: of these, those that are learned.
+        learned: tokens of these that are learned.
     """
 
     def __init__(self, path: Path, *, masked: bool = False, batch_tokens: int = RECORD_BATCH_TOKENS) -> None:

@@ -1,1 +1,1 @@
-"""How long work takes, and on what: hardware, attention, linear layers, the workload of a document."""
+"""The time that work takes: hardware, attention, linear layers, the workload of a document."""

@@ -37,7 +37,7 @@ class Device:
         linear_flops: achieved FLOP/s of matrix products.
         memory_bandwidth: bytes per second of element-wise operators.
         tensor_bandwidth: bytes per second of the links that tensor parallelism uses.
-        context_bandwidth: of those that context parallelism uses.
+        context_bandwidth: bytes/s of the links that context parallelism uses.
     """
 
     attention_flops: float
@@ -69,7 +69,7 @@ class TokenSeconds:
         elements: element-wise operators.
         tensor: the collectives of tensor parallelism: all-gather and reduce-scatter, twice a layer.
         context: the collectives of context parallelism.
-        experts: of `matrices` the part of routed experts, where they get equally many tokens.
+        experts: the part of `matrices` in routed experts, where they get equally many tokens.
         head: the matrix product with the vocabulary, on the last stage.
     """
 
@@ -84,11 +84,11 @@ class TokenSeconds:
     def of(
         cls, shape: ModelShape, device: Device, tensor: int, context: int, exchange: float | None = None
     ) -> TokenSeconds:
-        """Of one rank of a model.
+        """The seconds of one rank of a model.
 
         Args:
-            shape: of the model.
-            device: of the rank.
+            shape: shape of the model.
+            device: device of the rank.
             tensor, context: degrees of parallelism.
             exchange: seconds of context parallelism's collectives in a pass, for each token of the
                 micro-batch; None: those of the keys and values of the other ranks, as in the paper.
@@ -121,7 +121,7 @@ class Analytic(CostModel):
     2.9 s at 600 TFLOP/s.
 
     Args:
-        shape: of the model.
+        shape: shape of the model.
         device: one of its ranks; None takes a GPU of the paper's cluster, `h100_roce`.
         tensor_parallel: degree; divides FLOPs and element-wise bytes, adds its collectives.
         context_parallel: the same.
@@ -163,7 +163,7 @@ class Analytic(CostModel):
             device,
             tensor_parallel=tensor,
             context_parallel=context,
-            exchange=job.exchange_seconds,
+            exchange=job.exchanging.always.moving,
         )
 
     def forward(self, lengths: NDArray[Any]) -> Floats:

@@ -25,11 +25,11 @@ class LinearProfile:
     """What was measured on one device, or between the devices of one node.
 
     Attributes:
-        dtype: of the operands, as torch names it.
+        dtype: data type of the operands, as torch names it.
         matrices: FLOPs and seconds.
         elements: bytes and seconds.
         gathers: bytes that each rank receives, and seconds; empty with one device.
-        ranks: of the gathers.
+        ranks: ranks of the gathers.
     """
 
     dtype: str

@@ -19,8 +19,8 @@ class Measured(CostModel):
     """W_a as measured on a device, W_l by operations at its measured rates, or the cluster's if it has none.
 
     Args:
-        attention: of one layer on one device.
-        layers: of the model.
+        attention: times of one layer's attention on one device.
+        layers: layers of the model.
         context_parallel: degree; its ranks share attention equally.
         linear: gives W_l.
 
@@ -49,7 +49,11 @@ class Measured(CostModel):
         if profile.linear is not None:
             device = profile.linear.on(device)
         linear = Analytic(
-            job.model, device, tensor_parallel=tensor, context_parallel=context, exchange=job.exchange_seconds
+            job.model,
+            device,
+            tensor_parallel=tensor,
+            context_parallel=context,
+            exchange=job.exchanging.always.moving,
         )
         return cls(latency, job.model.layers, context, linear)
 

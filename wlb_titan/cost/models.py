@@ -19,12 +19,12 @@ class ModelShape:
     Attributes:
         layers, hidden, heads, kv_heads, head_dim, feed_forward, vocabulary: as usual; `feed_forward` is the
             inner width of the gated MLP, of a mixture of experts that of all experts which a token visits.
-        unvisited_weights: of one layer's experts that a token does not visit.
+        unvisited_weights: weights of one layer's experts that a token does not visit.
         experts: routed experts of a layer that has them; 0 in a dense model.
-        routed_width: of `feed_forward` the part in routed experts, which expert parallelism spreads.
+        routed_width: the part of `feed_forward` in routed experts, which expert parallelism spreads.
         visits: routed experts that a token visits; as `routed_width`, the mean over all layers.
-        v_head_dim: of values; None where it is that of queries and keys, which multi-head latent attention
-            has not.
+        v_head_dim: head dim of values; None where it is that of queries and keys, which it is not with
+            multi-head latent attention.
         projections: weights of a layer's attention; None where they are those of queries, keys, values and
             output.
         windows: (keys, layers) for each sliding window: how many keys a query sees at most, its own included,
@@ -52,7 +52,7 @@ class ModelShape:
         return self.head_dim + (self.v_head_dim or self.head_dim)
 
     def key_elements(self, tensor: int) -> float:
-        """Of one token's keys and values in one layer, on each of `tensor` tensor-parallel ranks."""
+        """Elements of one token's keys and values in a layer, on each of `tensor` tensor-parallel ranks."""
         return self.kv_heads * self.head_dims / tensor
 
     @property

@@ -1,4 +1,4 @@
-"""How long a document of d tokens keeps a device busy: W_a(d) + W_l(d) (paper equation 2, Figure 7).
+"""The workload of a document of d tokens on a device: W_a(d) + W_l(d) (paper equation 2, Figure 7).
 
 W_a is attention, which grows with d^2; W_l is everything else (matrix products, element-wise operators and
 communication), which grows with d. Forward and backward are given apart: the backward pass of attention costs
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +34,36 @@ COST_MODELS = Family(
         "analytic": "wlb_titan.cost.analytic:Analytic",
         "quadratic": "wlb_titan.cost.quadratic:Quadratic",
         "profile": "wlb_titan.cost.measured:Measured",
-        "simulated": "wlb_titan.simulator.passes:JobCost",
+        "simulated": "wlb_titan.cost.passes:JobCost",
     },
 )
+
+
+class ExchangeSeconds(NamedTuple):
+    """What context parallelism's collectives in a layer take for a micro-batch, in seconds.
+
+    Attributes:
+        moving: seconds of one pass, by bandwidth.
+        repeated: seconds of those that selective activation checkpointing repeats in the backward pass.
+        latency: seconds of latency in one pass.
+    """
+
+    moving: float
+    repeated: float
+    latency: float
+
+
+class Exchanging(Protocol):
+    """What context parallelism's collectives take, as of `context.exchange.ExchangeCost`."""
+
+    @property
+    def always(self) -> ExchangeSeconds:
+        """For each token of a micro-batch, of those that move all of them."""
+        ...
+
+    def waited(self, communication: Floats, attention: Floats) -> Floats:
+        """Those seconds of a layer's collectives in which nothing is computed, shaped alike."""
+        ...
 
 
 class CostJob(Protocol):
@@ -50,7 +77,7 @@ class CostJob(Protocol):
     def cluster(self) -> Cluster: ...
     @property
     def dtype(self) -> str:
-        """Of queries and keys, as torch names it."""
+        """Data type of queries and keys, as torch names it."""
         ...
 
     @property
@@ -59,9 +86,7 @@ class CostJob(Protocol):
         ...
 
     @property
-    def exchange_seconds(self) -> float:
-        """Of context parallelism's collectives in a layer's pass, for each token of a micro-batch."""
-        ...
+    def exchanging(self) -> Exchanging: ...
 
 
 class CostModel(Plugin):

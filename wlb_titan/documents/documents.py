@@ -26,7 +26,7 @@ class Documents:
         lengths: tokens of every corpus row: an int64 array (documents,), or what looks them up.
         name: where they come from, for reports.
         sources: what the rows belong to, and their shares; none is one source of all.
-        seed: of the epochs' orders; None reads the corpus in its own order.
+        seed: seed of the epochs' orders; None reads the corpus in its own order.
         learned: how many tokens of pieces are to be learned, int64 (n,), of their corpus rows, first tokens
             and the tokens after their last ones, int64 (n,) each.
         fingerprint: names the content; a planner's state goes on only with the one it was saved with.
@@ -52,7 +52,7 @@ class Documents:
 
         Args:
             window: context window in tokens.
-            tokens: of a step.
+            tokens: tokens of a step.
         """
         mixture = self.mixture()
         long = count_longer(self.lengths, window)

@@ -20,7 +20,7 @@ def is_held_out(rows: NDArray[np.int64], share: float) -> NDArray[np.bool_]:
 
     Args:
         rows: int64 (n,).
-        share: of the documents, from 0 to 1.
+        share: share of the documents that is held out, from 0 to 1.
     """
     with np.errstate(over="ignore"):
         bits = rows.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
@@ -35,7 +35,7 @@ class Divided:
     """The lengths of documents that are, or are not, held out; 0 for the others. See `Lengths`.
 
     Args:
-        lengths: of all.
+        lengths: tokens of all documents.
         share: that is held out.
         held_out: whether those are kept, or the others.
         rows: only documents of these rows are kept; all if None.

@@ -1,4 +1,4 @@
-"""Which document comes next: the endless order in which a corpus, or a mixture of several, is read.
+"""The order of documents: the endless order in which a corpus, or a mixture of several, is read.
 
 The place of a document in that order is its id, from 0. Everything about it is computed from the id alone, so
 nothing is stored however many documents there are, and the state of a stream is one number:
@@ -101,12 +101,12 @@ class Mixture:
     Args:
         lengths: tokens of every row. A document of 0 tokens is passed over.
         sources: what the rows belong to; none is one source of all.
-        seed: of the epochs' orders; None keeps the order of the rows.
+        seed: seed of the epochs' orders; None keeps the order of the rows.
 
     Attributes:
         sources: as given.
         documents: number of rows.
-        tokens: of all rows.
+        tokens: tokens of all rows.
 
     Raises:
         PlanError: there is nothing to train on, a length is negative, or a source's settings cannot be met.
@@ -204,7 +204,7 @@ class Mixture:
         return lines if self.sources[0].name else []
 
     def _divided(self, ids: Ints) -> Iterator[tuple[int, Any, Ints]]:
-        """Of each part with some of the ids: its number, their places in `ids`, their numbers in it."""
+        """For each part with some of the ids: its number, their places in `ids`, their numbers in it."""
         where: Any = slice(None)
         for number, share in enumerate(self._turns):
             before = _multiplied(ids, share)

@@ -56,7 +56,7 @@ class DocumentStream:
     Args:
         lengths: tokens of every corpus row; a document of 0 tokens is passed over.
         window: context window in tokens, at least 2; `arrive` cuts longer documents into such pieces.
-        seed: of the epochs' orders; None keeps the corpus' own order in every epoch.
+        seed: seed of the epochs' orders; None keeps the corpus' own order in every epoch.
         sources: the mixture's; none is one source of all documents.
 
     Attributes:
@@ -86,7 +86,7 @@ class DocumentStream:
         self._offset = 0  # the next token's place in it
 
     def anew(self) -> DocumentStream:
-        """The same stream from its beginning, for another reader."""
+        """A stream of these documents at its beginning, for another reader."""
         other = copy.copy(self)
         other._begin(self.mixture, self.window)
         return other

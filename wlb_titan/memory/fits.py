@@ -1,14 +1,17 @@
-"""What fits a device: the longest micro-batches of a step, and the most tokens of slices in flight."""
+"""What a step needs at its peak, and what fits a device: the longest micro-batches, the most in flight."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.peak import GIB, MemoryJob, RankMemory, peak_memory
+from wlb_titan.memory.packs import CachedSlice, PackSizes, Passes
+from wlb_titan.memory.peak import GIB, MemoryJob, RankMemory
 from wlb_titan.pipeline.schedule import PipelineShape
-from wlb_titan.plan import Action, CachedSlice, PackSizes, Passes
+from wlb_titan.plan import Action, ByPass
 
 USABLE = 0.9
 """Share of a device's memory that predictions may fill: the rest is for what they do not count."""
@@ -32,71 +35,121 @@ def usable_share(slices: bool) -> float:
     return USABLE_IN_SLICES if slices else USABLE
 
 
+def peak_memory(job: MemoryJob, passes: Passes) -> tuple[RankMemory, ...]:
+    """The peak memory of every pipeline rank over one step.
+
+    Args:
+        job: whose step it is.
+        passes: of a replica, in the order of running. For the most that a length may need, n times that
+            length.
+
+    Raises:
+        PlanError: the schedule's order is not known.
+    """
+    packs = passes.packs.forward
+    run = len(packs.lengths) if passes.flow is not None or job.run is None else job.run
+    runs = [passes]
+    if run < len(packs.lengths):
+        assert passes.packs.same
+        cut = (slice(first, first + run) for first in range(0, len(packs.lengths), run))
+        runs = [Passes(passes.packs.each(PackSizes.part, which)) for which in cut]
+    result = []
+    for number in range(job.shape.ranks):
+        rank = job.rank(job, number)
+        peaks = [rank.peak(each, reduced=i > 0) for i, each in enumerate(runs)]
+        most = max(peaks, key=lambda peak: peak.total)
+        for dimension in job.degrees.own:
+            most = dimension.make().memory(job, most)
+        result.append(most)
+    return tuple(result)
+
+
 def fullest(ranks: Sequence[RankMemory]) -> RankMemory:
     """The pipeline rank that needs most."""
     return max(ranks, key=lambda rank: rank.total)
 
 
-def longest_that_fits(job: MemoryJob, number: int, window: int, divisor: int, usable: float) -> int | None:
-    """The default of L_max: the longest micro-batches that are predicted to fit, at most two windows.
+@dataclass(frozen=True)
+class Fitting:
+    """What of a job's steps fits a device.
 
-    Args:
-        job: whose micro-batches they are.
-        number: of a replica's micro-batches in a step.
+    Attributes:
+        job: whose steps they are.
         window: context window in tokens.
+        number: of a replica's micro-batches in a step.
         divisor: tokens that a micro-batch is a multiple of.
         usable: bytes of a device that predictions may fill.
-
-    Returns:
-        Tokens, a multiple of `divisor` and at least the window; None if not even a window fits.
-
-    Raises:
-        PlanError: memory cannot be predicted for this schedule.
+        known: whether memory is predicted for the model.
     """
 
-    def fits(parts: int) -> bool:
-        return fullest(peak_memory(job, Passes.of([parts * divisor] * number))).total <= usable
+    job: MemoryJob
+    window: int
+    number: int
+    divisor: int
+    usable: float
+    known: bool = True
 
-    shortest = -(-window // divisor)
-    return _most(fits, shortest, LONGEST * window // divisor) * divisor if fits(shortest) else None
+    def peak(self, passes: Passes) -> tuple[RankMemory, ...]:
+        """The peak of each pipeline rank over a replica's step.
 
+        Raises:
+            PlanError: it cannot be predicted for this schedule.
+        """
+        return peak_memory(self.job, passes)
 
-def most_in_flight(job: MemoryJob, window: int, step: int, usable: float, *, regrouped: bool) -> int:
-    """The most tokens in flight that are predicted to fit, if all of them were one document's.
+    def document(self, tokens: int) -> tuple[RankMemory, ...]:
+        """The peak of each pipeline rank with one document of so many tokens, all of its slices in flight."""
+        return self.peak(one_document(tokens, self.job.shape))
 
-    Args:
-        job: whose documents are sliced.
-        window: context window in tokens; a document of so many has all of its slices in flight at once.
-        step: tokens of a data-parallel rank in a step.
-        usable: bytes of a device that predictions may fill.
-        regrouped: whether backward passes have packs of their own.
+    @cached_property
+    def longest(self) -> int | None:
+        """The default of L_max: tokens of the longest micro-batches of which a step is predicted to fit, a
+        multiple of `divisor`, at least a window and at most two; None if not even windows fit.
 
-    Raises:
-        PlanError: not even one document of the window fits, whatever the order; with the arithmetic.
-    """
+        Where memory cannot be predicted for the model or its schedule it is two windows.
+        """
 
-    def needed(tokens: int) -> RankMemory:
-        return fullest(peak_memory(job, one_document(tokens, job.shape, regrouped=regrouped)))
+        def fits(parts: int) -> bool:
+            step = Passes.of([parts * self.divisor] * self.number)
+            return fullest(self.peak(step)).total <= self.usable
 
-    most = needed(window)
-    if most.total > usable:
-        raise PlanError(
-            f"A document of {window:,} tokens has all of its slices in flight when its backward pass begins, "
-            f"which does not fit the {usable / GIB:.1f} GiB of a device that may be filled in any order of "
-            f"passes:\n{most.explain()}\nRaise a degree of parallelism, save more with activation "
-            "checkpointing, or shorten the context window.",
-            setting="training.seq_len",
+        shortest, most = -(-self.window // self.divisor), LONGEST * self.window // self.divisor
+        try:
+            if self.known:
+                return _most(fits, shortest, most) * self.divisor if fits(shortest) else None
+        except PlanError:
+            pass  # of this schedule memory is not predicted
+        return most * self.divisor
+
+    @cached_property
+    def most_in_flight(self) -> int:
+        """The most tokens in flight that are predicted to fit, if all of them were one document's.
+
+        Raises:
+            PlanError: not even one document of the window fits, whatever the order; with the arithmetic.
+        """
+        most = fullest(self.document(self.window))
+        if most.total > self.usable:
+            raise PlanError(
+                f"A document of {self.window:,} tokens has all of its slices in flight when its backward "
+                f"pass begins, which does not fit the {self.usable / GIB:.1f} GiB of a device that may be "
+                f"filled in any order of passes:\n{most.explain()}\nRaise a degree of parallelism, save more "
+                "with activation checkpointing, or shorten the context window.",
+                setting="training.seq_len",
+            )
+        return _most(
+            lambda tokens: fullest(self.document(tokens)).total <= self.usable,
+            self.window,
+            self.window * self.number,
         )
-    return _most(lambda tokens: needed(tokens).total <= usable, window, max(step, window))
 
 
-def one_document(tokens: int, shape: PipelineShape, *, regrouped: bool = False) -> Passes:
+def one_document(tokens: int, shape: PipelineShape) -> Passes:
     """The step that holds most tokens for what it trains: one document, of which every slice is in flight.
 
     Args:
         tokens: of the document.
         shape: the pipeline.
-        regrouped: whether backward passes have packs of their own; here they are equal ones.
     """
     parts = min(SLICES, tokens)
     cuts = [tokens * part // parts for part in range(parts + 1)]
@@ -107,7 +160,7 @@ def one_document(tokens: int, shape: PipelineShape, *, regrouped: bool = False) 
         stages = shape.stages_of(rank)
         forward = [Action("F", stage, place) for stage in stages for place in range(parts)]
         flow.append((*forward, *(Action("B", stage, place) for _, stage, place in reversed(forward))))
-    return Passes(packs, PackSizes(*packs) if regrouped else packs, tuple(flow))
+    return Passes(ByPass(packs, packs), tuple(flow))
 
 
 def _most(fits: Callable[[int], bool], least: int, most: int) -> int:

@@ -20,13 +20,12 @@ A rank runs its passes in a fixed order, so its memory can be followed from pass
                        gradients of weights wait (zero bubble), what a layer keeps waits with them, and the
                        gradients of its linear layers' and norms' outputs. Token ids, positions and labels are
                        there throughout
-                       Where backward passes have packs of their own (asymmetric partition) forward passes
-                       keep the inputs of layers, of the first stage's first not, and of the head
 - cache                K and V of documents in slices, from the first slice's forward pass to its backward
                        pass, and their gradients, in float32, from the backward pass of the last slice on,
                        which makes them layer by layer while it frees its activations
 - backward             of the layer at hand: what a backward pass recomputes, its gradients, K and V; or what
                        a forward pass makes and does not keep
+- dimensions           what dimensions of one's own hold beside all passes ([[wlb.dimensions]])
 - loss                 logits of one chunk and what the softmax needs; the gradient of the whole hidden state
                        in float32, and its copy in the compute type
 
@@ -40,18 +39,21 @@ the length of micro-batches (L_max) where none is set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, ClassVar, NamedTuple
 
+from wlb_titan.context import ALL_KEYS, KeyShares
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape, rank_parameters
 from wlb_titan.memory.gathered import Gathered
 from wlb_titan.memory.layer import TokenBytes
+from wlb_titan.memory.packs import PackSizes, Passes
 from wlb_titan.memory.settings import MemorySettings
-from wlb_titan.memory.slices import SliceCache
+from wlb_titan.memory.slice_cache import SliceCache
 from wlb_titan.pipeline.schedule import PipelineShape, layers_of_stages, rank_actions
-from wlb_titan.plan import Action, Passes
+from wlb_titan.plan import Action, ByPass
 
 GIB = 2**30
 
@@ -77,6 +79,7 @@ class RankMemory:
     backward: int
     loss: int
     cache: int = 0
+    dimensions: int = 0
     parameters: int
     layers: int
     tokens: int
@@ -101,6 +104,197 @@ TERMS = tuple(
 )
 
 
+def weighted_tokens(actions: Sequence[Action], lengths: ByPass[Any], layers: Sequence[float]) -> list[Any]:
+    """Tokens in flight on a rank after each of its actions, each times the layers of its stage.
+
+    Args:
+        actions: the rank's, in order.
+        lengths: tokens of the micro-batches; or an array (n, k) of those of k steps, for as many results.
+        layers: of each stage, or another weight.
+    """
+    live: Any = 0
+    result = []
+    for action in actions:
+        tokens = lengths.of(action.kind)[action.place] * layers[action.stage]
+        if action.kind == "F":
+            live = live + tokens
+        elif action.kind in ("B", "W"):  # I frees little: the weights' gradients need the activations still
+            live = live - tokens
+        result.append(live)
+    return result
+
+
+class Moment(NamedTuple):
+    """Bytes at one moment of a pass, by the term of `RankMemory`."""
+
+    activations: float
+    backward: float
+    loss: float
+    gathered: float
+    cache: float
+
+
+class Rank:
+    """One pipeline rank, whose memory is followed from pass to pass.
+
+    Attributes:
+        loss_in_forward: whether forward passes of the last stage make the loss.
+    """
+
+    loss_in_forward: ClassVar[bool] = True
+
+    @staticmethod
+    def layer_bytes(token: TokenBytes) -> float:
+        """Bytes that a token leaves in a layer from the forward to the backward pass."""
+        return token.kept
+
+    @staticmethod
+    def weights(layers: Sequence[int]) -> Sequence[int]:
+        """How often each stage has `layer_bytes`: its layers."""
+        return layers
+
+    def __init__(self, job: MemoryJob, number: int) -> None:
+        self._job, self._number = job, number
+        self._stages = job.shape.stages_of(number)
+        self._last = len(job.layers) - 1
+        self._alone = job.degrees.pipeline == 1
+        self._own_layers = sum(job.layers[stage] for stage in self._stages)
+        self._parameters = rank_parameters(job.model, job.layers, self._stages)
+        shards = job.degrees.tensor * job.degrees.sharding_ranks
+        # Bytes of this GPU's weights.
+        self._shard = self._parameters / shards * job.settings.parameter_bytes
+        self._gathered = Gathered(job.model, job.degrees, job.settings, job.layers, self._stages)
+
+    def peak(self, passes: Passes, *, reduced: bool) -> RankMemory:
+        """Memory at this rank's fullest moment of one run.
+
+        Args:
+            passes: of the run.
+            reduced: whether gradients were reduced before it.
+        """
+        tokens, layers = self._job.tokens, self._job.layers
+        slice_cache = SliceCache(tokens(1, ALL_KEYS), layers)
+        live = self._inputs(passes)
+        in_flight, handed_back = 0, 0.0
+        went_back: set[int] = set()  # stages that have gradients
+        most, fullest = -1.0, (Moment(0, 0, 0, 0, 0), False, 0)
+        own_order = rank_actions(self._job.shape, len(passes.packs.forward.lengths), self._number)
+        actions = list(own_order if passes.flow is None else passes.flow[self._number])
+        for number, action in enumerate(actions, start=1):
+            kind, stage, place = action
+            if stage == 0 and kind in ("I", "W"):  # nobody waits for the gradient of token ids
+                if kind == "I":
+                    continue
+                kind = "B"
+            of_pass = passes.packs.of(kind)
+            token, own = tokens(of_pass.sharers[place], of_pass.keys[place]), of_pass.lengths[place]
+            length, cached = own * of_pass.sharers[place], of_pass.slices[place]
+            kept = self._kept(token, stage)
+            beside, made = slice_cache.begin(action, cached, length)
+            if kind == "F":
+                live += length * kept
+                in_flight += own
+                moments = self._forward(token, stage, length, went_back)
+            elif kind == "W":
+                moments = iter([Moment(0, 0, 0, self._gathered.in_pipeline(went_back), 0)])
+            else:
+                whole = self._gathered.in_backward(reduced=reduced, last=number == len(actions))
+                moments = self._backward(token, stage, length, beside, made, went_back, whole)
+            if kind == "I":
+                live += length * token.waiting * layers[stage]
+            for moment in moments:
+                now = moment._replace(
+                    activations=live + moment.activations, cache=slice_cache.bytes_ + moment.cache
+                )
+                total = sum(now) + (self._shard if reduced else 0.0)
+                if total > most:
+                    most, fullest = total, (now, reduced, in_flight)
+            slice_cache.end(action, cached)
+            if kind == "W":
+                live -= length * token.waiting * layers[stage]
+            if kind in ("B", "W"):  # I frees nothing that counts
+                live -= length * kept
+                in_flight -= own
+                went_back.add(stage)
+                if self._alone:
+                    reduced = True
+                elif stage == self._last and self.loss_in_forward:
+                    live += 2 * length * token.hidden - handed_back
+                    handed_back = length * token.hidden
+        return self._at(*fullest)
+
+    def _inputs(self, passes: Passes) -> float:
+        """Bytes of token ids, positions and labels, which are there throughout."""
+        return self._of_packs(passes.packs.forward)
+
+    def _of_packs(self, packs: PackSizes) -> float:
+        tokens = self._job.tokens
+        return sum(
+            tokens(sharers, keys).inputs * sharers * length
+            for sharers, keys, length in zip(packs.sharers, packs.keys, packs.lengths, strict=True)
+        )
+
+    def _forward(self, token: TokenBytes, stage: int, length: int, went_back: set[int]) -> Iterator[Moment]:
+        """A forward pass in its last layer, and in the loss."""
+        gathered = self._gathered.in_forward() if self._alone else self._gathered.in_pipeline(went_back)
+        yield Moment(0, length * token.forward, 0, gathered, 0)
+        if stage == self._last:
+            for bytes_, gathered in self._gathered.in_loss(token, went_back):
+                yield Moment(0, 0, length * bytes_, gathered, 0)
+
+    def _backward(
+        self,
+        token: TokenBytes,
+        stage: int,
+        length: int,
+        beside: float,
+        made: float,
+        went_back: set[int],
+        whole: tuple[Callable[[int], float], Callable[[int], float]],
+    ) -> Iterator[Moment]:
+        """A backward pass in its first layers and in its last: it frees activations and makes gradients of
+        prefixes layer by layer, and without a pipeline FSDP gathers weights and reduces gradients so."""
+        layers = max(self._job.layers[stage], 1)
+        in_layer, behind_layer = whole
+        ends = length * self._output(token, stage) if self._alone else 0.0  # free before the first layer
+        gathered = 0.0 if self._alone else self._gathered.in_pipeline(went_back)
+        for layer in sorted({layers - 1, max(layers - 2, 0), 0}, reverse=True):
+            done = layers - 1 - layer
+            live = -ends - length * token.kept * done
+            before, after = made * done / layers, made * (done + 1) / layers
+            if self._alone:
+                gathered = in_layer(layer)
+            yield Moment(live, length * token.backward, 0, gathered, before)
+            if made or beside:
+                yield Moment(live, length * token.attention + beside, 0, gathered, after)
+            if self._alone:
+                live -= length * token.kept
+                yield Moment(live, length * token.hidden, 0, behind_layer(layer), after)
+
+    def _at(self, moment: Moment, reduced: bool, tokens: int) -> RankMemory:
+        settings = self._job.settings
+        return RankMemory(
+            rank=self._number,
+            weights=round(self._shard),
+            optimizer=round(self._shard / settings.parameter_bytes * settings.optimizer_bytes),
+            rotary=self._own_layers * settings.window * settings.rotary_bytes * self._job.model.head_dim,
+            gradients=round(self._shard) if reduced else 0,
+            **{name: round(bytes_) for name, bytes_ in moment._asdict().items()},
+            parameters=self._parameters,
+            layers=self._own_layers,
+            tokens=tokens,
+        )
+
+    def _kept(self, token: TokenBytes, stage: int) -> float:
+        """Bytes a token that a stage keeps from a forward pass to the backward pass."""
+        return self.layer_bytes(token) * self.weights(self._job.layers)[stage] + self._output(token, stage)
+
+    def _output(self, token: TokenBytes, stage: int) -> float:
+        """Bytes a token of what a stage hands on, which it keeps as well, and in the last one of the input
+        of the norm before it."""
+        return token.gathered + token.hidden if stage == self._last else token.hidden
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryJob:
     """What of a job decides about its memory.
@@ -111,8 +305,10 @@ class MemoryJob:
         settings: data types and checkpointing.
         shape: the pipeline; any of `pipeline.schedule.SCHEDULES`.
         layers: of each stage.
-        tokens: what a rank holds of each token of a micro-batch, by how many data-parallel ranks share it.
+        tokens: what a rank holds of each token of a micro-batch, by how many data-parallel ranks share it and
+            what of its keys a rank has.
         run: micro-batches that go through the pipeline together; None: all.
+        rank: follows the memory of a pipeline rank, as the packing policy has its passes run.
     """
 
     model: ModelShape
@@ -120,8 +316,9 @@ class MemoryJob:
     settings: MemorySettings
     shape: PipelineShape
     layers: tuple[int, ...]
-    tokens: Mapping[int, TokenBytes]
+    tokens: Callable[[int, KeyShares], TokenBytes]
     run: int | None = None
+    rank: type[Rank] = Rank
 
     @classmethod
     def of(
@@ -149,239 +346,6 @@ class MemoryJob:
             settings=settings,
             shape=shape,
             layers=tuple(layers or layers_of_stages(model.layers, shape.stages)),
-            tokens={1: TokenBytes.of(model, degrees, settings)},
+            tokens=cache(lambda _, keys: TokenBytes.of(model, degrees, settings, keys=keys)),
             run=run,
         )
-
-
-def peak_memory(job: MemoryJob, passes: Passes) -> tuple[RankMemory, ...]:
-    """The peak memory of every pipeline rank over one step.
-
-    Args:
-        job: whose step it is.
-        passes: of a replica, in the order of running. For the most that a length may need, n times that
-            length.
-
-    Raises:
-        PlanError: the schedule's order is not known.
-    """
-    packs = passes.forward
-    run = len(packs.lengths) if passes.flow is not None or job.run is None else job.run
-    runs = [passes]
-    if run < len(packs.lengths):
-        assert passes.backward is packs
-        cut = [packs.part(slice(first, first + run)) for first in range(0, len(packs.lengths), run)]
-        runs = [Passes(own, own) for own in cut]
-    result = []
-    for number in range(job.shape.ranks):
-        rank = _Rank(job, number)
-        peaks = [rank.peak(each, reduced=i > 0) for i, each in enumerate(runs)]
-        result.append(max(peaks, key=lambda peak: peak.total))
-    return tuple(result)
-
-
-def weighted_tokens(
-    actions: Sequence[Action], lengths: Any, layers: Sequence[float], backward: Any = None
-) -> list[Any]:
-    """Tokens in flight on a rank after each of its actions, each times the layers of its stage.
-
-    Args:
-        actions: the rank's, in order.
-        lengths: tokens of the micro-batches; or an array (n, k) of those of k steps, for as many results.
-        layers: of each stage, or another weight.
-        backward: as `lengths`, of the packs of backward passes, where these are others.
-    """
-    live: Any = 0
-    result = []
-    for action in actions:
-        of_pass = lengths if backward is None or action.kind == "F" else backward
-        tokens = of_pass[action.place] * layers[action.stage]
-        if action.kind == "F":
-            live = live + tokens
-        elif action.kind in ("B", "W"):  # I frees little: the weights' gradients need the activations still
-            live = live - tokens
-        result.append(live)
-    return result
-
-
-def kept_states(layers: Sequence[int]) -> list[int]:
-    """Hidden states of a token that each stage keeps where backward passes have packs of their own.
-
-    The first stage makes its first layer's input again, from token ids, and the last has the head's besides.
-    """
-    last = len(layers) - 1
-    return [n - (stage == 0 and n > 0) + (stage == last) for stage, n in enumerate(layers)]
-
-
-class _Moment(NamedTuple):
-    """Bytes at one moment of a pass, by the term of `RankMemory`."""
-
-    activations: float
-    backward: float
-    loss: float
-    gathered: float
-    cache: float
-
-
-class _Rank:
-    """One pipeline rank, whose memory is followed from pass to pass."""
-
-    def __init__(self, job: MemoryJob, number: int) -> None:
-        self._job, self._number = job, number
-        self._stages = job.shape.stages_of(number)
-        self._last = len(job.layers) - 1
-        self._alone = job.degrees.pipeline == 1
-        self._own_layers = sum(job.layers[stage] for stage in self._stages)
-        self._parameters = rank_parameters(job.model, job.layers, self._stages)
-        shards = job.degrees.tensor * job.degrees.sharding_ranks
-        # Bytes of this GPU's weights.
-        self._shard = self._parameters / shards * job.settings.parameter_bytes
-        self._gathered = Gathered(job.model, job.degrees, job.settings, job.layers, self._stages)
-
-    def peak(self, passes: Passes, *, reduced: bool) -> RankMemory:
-        """Memory at this rank's fullest moment of one run.
-
-        Args:
-            passes: of the run.
-            reduced: whether gradients were reduced before it.
-        """
-        tokens, layers = self._job.tokens, self._job.layers
-        cache = SliceCache(tokens[1], layers)
-        own_backward = passes.backward is not passes.forward
-        packs = [passes.forward, passes.backward] if own_backward else [passes.forward]
-        live = sum(
-            tokens[sharers].inputs * sharers * length
-            for each in packs
-            for sharers, length in zip(each.sharers, each.lengths, strict=True)
-        )
-        in_flight, handed_back = 0, 0.0
-        went_back: set[int] = set()  # stages that have gradients
-        most, fullest = -1.0, (_Moment(0, 0, 0, 0, 0), False, 0)
-        own_order = rank_actions(self._job.shape, len(passes.forward.lengths), self._number)
-        actions = list(own_order if passes.flow is None else passes.flow[self._number])
-        for number, action in enumerate(actions, start=1):
-            kind, stage, place = action
-            if stage == 0 and kind in ("I", "W"):  # nobody waits for the gradient of token ids
-                if kind == "I":
-                    continue
-                kind = "B"
-            of_pass = passes.forward if kind == "F" else passes.backward
-            token, own = tokens[of_pass.sharers[place]], of_pass.lengths[place]
-            length, cached = own * of_pass.sharers[place], of_pass.slices[place]
-            kept = self._states(token, stage) if own_backward else self._kept(token, stage)
-            beside, made = cache.begin(action, cached, length)
-            if kind == "F":
-                live += length * kept
-                in_flight += own
-                moments = self._forward(token, stage, length, own_backward, went_back)
-            elif own_backward:
-                moments = self._put_together(token, stage, length, made, went_back)
-            elif kind == "W":
-                moments = iter([_Moment(0, 0, 0, self._gathered.in_pipeline(went_back), 0)])
-            else:
-                whole = self._gathered.in_backward(reduced=reduced, last=number == len(actions))
-                moments = self._backward(token, stage, length, beside, made, went_back, whole)
-            if kind == "I":
-                live += length * token.waiting * layers[stage]
-            for moment in moments:
-                now = moment._replace(
-                    activations=live + moment.activations, cache=cache.bytes_ + moment.cache
-                )
-                total = sum(now) + (self._shard if reduced else 0.0)
-                if total > most:
-                    most, fullest = total, (now, reduced, in_flight)
-            cache.end(action, cached)
-            if kind == "W":
-                live -= length * token.waiting * layers[stage]
-            if kind in ("B", "W"):  # I frees nothing that counts
-                live -= length * kept
-                in_flight -= own
-                went_back.add(stage)
-                if self._alone:
-                    reduced = True
-                elif stage == self._last and not own_backward:
-                    live += 2 * length * token.hidden - handed_back
-                    handed_back = length * token.hidden
-        return self._at(*fullest)
-
-    def _forward(
-        self, token: TokenBytes, stage: int, length: int, own_backward: bool, went_back: set[int]
-    ) -> Iterator[_Moment]:
-        """A forward pass in its last layer, and in the loss."""
-        gathered = self._gathered.in_forward() if self._alone else self._gathered.in_pipeline(went_back)
-        handed_on = self._output(token, stage) if own_backward else 0.0
-        yield _Moment(0, length * (token.forward + handed_on), 0, gathered, 0)
-        if stage == self._last and not own_backward:
-            for bytes_, gathered in self._gathered.in_loss(token, went_back):
-                yield _Moment(0, 0, length * bytes_, gathered, 0)
-
-    def _backward(
-        self,
-        token: TokenBytes,
-        stage: int,
-        length: int,
-        beside: float,
-        made: float,
-        went_back: set[int],
-        whole: tuple[Callable[[int], float], Callable[[int], float]],
-    ) -> Iterator[_Moment]:
-        """A backward pass in its first layers and in its last: it frees activations and makes gradients of
-        prefixes layer by layer, and without a pipeline FSDP gathers weights and reduces gradients so."""
-        layers = max(self._job.layers[stage], 1)
-        in_layer, behind_layer = whole
-        ends = length * self._output(token, stage) if self._alone else 0.0  # free before the first layer
-        gathered = 0.0 if self._alone else self._gathered.in_pipeline(went_back)
-        for layer in sorted({layers - 1, max(layers - 2, 0), 0}, reverse=True):
-            done = layers - 1 - layer
-            live = -ends - length * token.kept * done
-            before, after = made * done / layers, made * (done + 1) / layers
-            if self._alone:
-                gathered = in_layer(layer)
-            yield _Moment(live, length * token.backward, 0, gathered, before)
-            if made or beside:
-                yield _Moment(live, length * token.attention + beside, 0, gathered, after)
-            if self._alone:
-                live -= length * token.kept
-                yield _Moment(live, length * token.hidden, 0, behind_layer(layer), after)
-
-    def _put_together(
-        self, token: TokenBytes, stage: int, length: int, made: float, went_back: set[int]
-    ) -> Iterator[_Moment]:
-        """A backward pass with tokens of several forward passes, and with the loss."""
-        layers, gathered = max(self._job.layers[stage], 1), self._gathered
-        ends = token.hidden + self._output(token, stage)  # of the stage, its input and its output
-        at_hand, loss = length * (ends + token.backward), 0.0
-        if stage == self._last and token.loss > token.backward:
-            at_hand, loss = length * ends, length * token.loss
-        whole = gathered.in_pipeline(went_back, in_loss=loss > 0)
-        yield _Moment(0, at_hand, loss, whole, made / layers)
-        if made:
-            freed = length * self._states(token, stage) * (layers - 1) / layers
-            yield _Moment(-freed, at_hand, loss, whole, made)
-
-    def _at(self, moment: _Moment, reduced: bool, tokens: int) -> RankMemory:
-        settings = self._job.settings
-        return RankMemory(
-            rank=self._number,
-            weights=round(self._shard),
-            optimizer=round(self._shard / settings.parameter_bytes * settings.optimizer_bytes),
-            rotary=self._own_layers * settings.window * settings.rotary_bytes * self._job.model.head_dim,
-            gradients=round(self._shard) if reduced else 0,
-            **{name: round(bytes_) for name, bytes_ in moment._asdict().items()},
-            parameters=self._parameters,
-            layers=self._own_layers,
-            tokens=tokens,
-        )
-
-    def _kept(self, token: TokenBytes, stage: int) -> float:
-        """Bytes a token that a stage keeps from a forward pass to the backward pass."""
-        return token.kept * self._job.layers[stage] + self._output(token, stage)
-
-    def _states(self, token: TokenBytes, stage: int) -> float:
-        """The same where backward passes have packs of their own."""
-        return token.hidden * kept_states(self._job.layers)[stage]
-
-    def _output(self, token: TokenBytes, stage: int) -> float:
-        """Bytes a token of what a stage hands on, which it keeps as well, and in the last one of the input
-        of the norm before it."""
-        return token.gathered + token.hidden if stage == self._last else token.hidden

@@ -1,4 +1,4 @@
-"""What every packing policy is: a class that turns the stream into one step's packs after the other."""
+"""The base of packing policies: a class that turns the stream into one step's packs after the other."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from annotated_types import Interval, MinLen
 from numpy.typing import NDArray
 
 from wlb_titan.context import ContextStrategy
+from wlb_titan.cost.passes import MicroBatches, PassJob, pass_times
 from wlb_titan.cost.workload import CostModel
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.fits import LONGEST
-from wlb_titan.memory.peak import RankMemory
+from wlb_titan.memory.packs import Passes
+from wlb_titan.memory.peak import Rank, RankMemory
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.packing.slim.dp_merge import Merging
 from wlb_titan.packing.slim.slices import Parts, WorkOf, slice_work
+from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.pipeline.schedule import PipelineShape
-from wlb_titan.plan import Flow, Passes
+from wlb_titan.plan import LENGTH, ByPass, Flow, Slices
 from wlb_titan.plugins import Family, Plugin, PluginConfig
 
 Pack = NDArray[np.int64]
@@ -61,13 +64,14 @@ class Packing:
         packs: one array of documents for each of the N micro-batches; each holds at least one piece with a
             token to predict.
         lost_tokens: tokens that this step's packing left out for good.
-        gap: of a solver's packing, how far its largest work may be above the least possible, relatively; 0 is
-            a proven optimum.
+        gap: how far the largest work of a solver's packing may be above the least possible, relatively; 0
+            is a proven optimum.
         slices: int64 (n, 2) for each pack, as of `MicroBatch.slices`; None where no document is sliced.
-        assigned: of each data-parallel rank the numbers of its packs in the order of running, where the
-            policy decides on that. A pack that ranks share (DP-Merge) stands at the same place of each.
-        backward: the packs of backward passes, in that order, where these are others than those of forward
+        assigned: numbers of each data-parallel rank's packs in the order of running, where the policy decides
+            on that. A pack that ranks share (DP-Merge) stands at the same place of each.
+        regrouped: the packs of backward passes, in that order, where these are others than those of forward
             passes.
+        one_pass: whether they are of one kind of passes only, as then each of these and of `regrouped`.
     """
 
     packs: list[Pack]
@@ -75,7 +79,13 @@ class Packing:
     gap: float | None = None
     slices: list[NDArray[np.int64]] | None = None
     assigned: list[list[int]] | None = None
-    backward: Packing | None = None
+    regrouped: Packing | None = None
+    one_pass: bool = False
+
+    @property
+    def by_pass(self) -> ByPass[Packing]:
+        """The packs of forward and of backward passes."""
+        return ByPass(self, self.regrouped or self)
 
     def work(self, work_of: WorkOf) -> Floats:
         """float64 (packs,), of each rank that has a pack, by a work of whole documents such as
@@ -95,9 +105,13 @@ class Packing:
     def pass_work(self, model: CostModel) -> tuple[Floats, Floats]:
         """float64 (packs,) each, work of forward passes and of backward passes, which compute the forward
         pass again where they have packs of their own."""
-        if self.backward is None:
-            return self.work(model.forward), self.work(model.backward)
-        return self.work(model.forward), self.backward.work(model.recomputed)
+        of_backward = model.backward if self.by_pass.same else model.recomputed
+        return self.work(model.forward), self.by_pass.backward.work(of_backward)
+
+    def elsewhere(self, pack: int) -> Slices | None:
+        """What other packs have of one's documents; None where they are not sliced."""
+        slices = None if self.slices is None else self.slices[pack]
+        return Slices.of(slices, self.packs[pack][:, LENGTH], self.one_pass)
 
     def parts(self, packs: Sequence[int]) -> list[Parts]:
         """Documents and slices of some packs, where documents are sliced."""
@@ -200,7 +214,7 @@ class PackingPolicy(Plugin, ABC):
 
         family = POLICIES
 
-        free: ClassVar[tuple[str, ...]] = ("length_multiple",)
+        free: ClassVar[tuple[str, ...]] = ("length_multiple", "shadow")
         """Settings that a run may change when it goes on from a checkpoint; see `PackingPolicy.facts`."""
 
         cost_model: Annotated[str, MinLen(1)] = "analytic"
@@ -210,6 +224,10 @@ class PackingPolicy(Plugin, ABC):
 
         length_multiple: Annotated[int, Interval(ge=1, le=MOST_TOKENS)] = 1
         """Micro-batches are padded up to a multiple of it, and of what parallelism needs."""
+
+        shadow: bool = False
+        """Train as `plain` packs, `per_sequence` shards and the schedule orders, and plan as the configured
+        policies would beside it: metrics get their balance as `shadow/...`."""
 
         @property
         def planning_seconds(self) -> float:
@@ -223,8 +241,17 @@ class PackingPolicy(Plugin, ABC):
 
         @property
         def regroups(self) -> bool:
-            """Whether backward passes have packs of their own."""
+            """Whether backward passes have packs of their own, which compute layers again."""
             return False
+
+        @property
+        def rank_memory(self) -> type[Rank]:
+            """What follows the memory of a rank that runs its packs."""
+            return Rank
+
+        def pass_times(self, job: PassJob, packs: ByPass[MicroBatches]) -> PassTimes:
+            """How long its packs take, as of the function of this name."""
+            return pass_times(job, packs.forward)
 
         @property
         def most_in_flight(self) -> int | None:
@@ -258,10 +285,10 @@ class PackingPolicy(Plugin, ABC):
     def next(self) -> Packing:
         """The packs of the next step."""
 
-    def order(
+    def flows(
         self, packing: Packing, forward: Floats, backward: Floats, ranks: Collection[int]
     ) -> tuple[Flow, ...] | None:
-        """What the pipeline ranks run, as of `Plan.order`; None leaves it to the schedule.
+        """What the pipeline ranks run, as of `Plan.flows`; None leaves it to the schedule.
 
         Args:
             packing: what `next` returned last.

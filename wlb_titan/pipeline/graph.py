@@ -75,12 +75,12 @@ class PipelineGraph:
         shape: the pipeline.
         micro_batches: n, at least 1.
         actions: per rank what it runs, in order; None takes the schedule's own.
-        needed: of each backward pass the last forward pass that it waits for on the last stage; None: its own
+        needed: the last forward pass on the last stage that each backward pass waits for; None: its own
             micro-batch's.
 
     Attributes:
         shape: the pipeline.
-        actions: of all ranks, each after all that it waits for.
+        actions: actions of all ranks, each after all that it waits for.
 
     Raises:
         PlanError: the schedule is not known, or the actions wait for each other in a circle; the message
@@ -114,10 +114,10 @@ class PipelineGraph:
         """When every action ends.
 
         Args:
-            times: of all passes.
-            delay: of data from one rank to the next: a number, or float64 (n, k), of each micro-batch.
+            times: times of all passes.
+            delay: time of data from one rank to the next: a number, or float64 (n, k) by micro-batch.
             earliest: before which no action begins: a number, or float64 (actions, k).
-            backward_delay: of gradients, as `delay`; None: the same.
+            backward_delay: time of gradients, as `delay`; None is `delay`.
 
         Returns:
             float64 (actions, k); the step takes the largest of them. An action starts its own time before.

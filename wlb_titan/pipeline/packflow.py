@@ -35,7 +35,7 @@ from wlb_titan.plan import Action, Flow
 
 Floats = NDArray[np.float64]
 Kind = Literal["F", "B"]
-SCHEDULES = ("1F1B", "Interleaved1F1B")
+FLOW_SCHEDULES = ("1F1B", "Interleaved1F1B")
 """The schedules whose place PackFlow takes: of one and of several stages a rank."""
 
 
@@ -49,7 +49,7 @@ class Packs:
         tokens: float64 (n,), that a forward pass puts in flight.
         freed: float64 (m,), that a backward pass takes out of flight.
         order: the order of the backward passes, a permutation of 0 .. m - 1.
-        needed: of each backward pass the last forward pass that it waits for; never falls along `order`.
+        needed: the last forward pass that each backward pass waits for; never falls along `order`.
     """
 
     forward: Floats
@@ -65,7 +65,7 @@ class Packs:
 
         Args:
             forward, backward, tokens: as above.
-            sliced: of each pack the document of which it has a slice, -1 where it has none; see
+            sliced: the document of which each pack has a slice, -1 where it has none; see
                 `slices.backward_order`.
         """
         order, needed = backward_order(sliced), forward_needed(sliced)
@@ -73,12 +73,12 @@ class Packs:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class PackOrder:
     """An order of passes, and what it comes to.
 
     Attributes:
-        flow: of each pipeline rank what it runs.
-        seconds: of the step, in the unit of the times.
+        flow: what each pipeline rank runs.
+        seconds: time of the step, in the unit of the passes' times.
         bubble: share of it in which a rank waits, on average.
         tokens: most that a rank has in flight, averaged over its stages.
     """
@@ -89,7 +89,7 @@ class Schedule:
     tokens: float
 
 
-def packflow(packs: Packs, shape: PipelineShape, *, slack: int = 0, limit: float | None = None) -> Schedule:
+def packflow(packs: Packs, shape: PipelineShape, *, slack: int = 0, limit: float | None = None) -> PackOrder:
     """The order of passes, by running them as the module says.
 
     Args:
@@ -108,7 +108,7 @@ def backward_order(sliced: Sequence[int]) -> list[int]:
     run backward as 2 1 0 3 5 4.
 
     Args:
-        sliced: of each pack, in the order of forward passes, the document of which it has a slice, -1 where
+        sliced: the document of which each pack has a slice, in the order of forward passes, -1 where
             it has none. The packs of a document follow one another.
     """
     order: list[int] = []
@@ -119,7 +119,7 @@ def backward_order(sliced: Sequence[int]) -> list[int]:
 
 
 def forward_needed(sliced: Sequence[int]) -> list[int]:
-    """Of each pack the forward pass that its backward pass waits for: the last one with its document's
+    """The forward pass that each pack's backward pass waits for: the last one with its document's
     slices.
 
     Example: packs with slices of the documents 7, 7, 7, none wait for 2, 2, 2 and 3.
@@ -157,7 +157,7 @@ class _Run:
         self._done = {"F": [0] * ranks, "B": [0] * ranks}
         self._actions: list[list[Action]] = [[] for _ in range(ranks)]
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> PackOrder:
         ranks = range(self._shape.ranks)
         nexts = [self._next(rank) for rank in ranks]
         for _ in range((len(self._forwards) + len(self._backwards)) * len(ranks)):
@@ -166,7 +166,7 @@ class _Run:
                 nexts[changed] = self._next(changed)
         seconds = max(self._free)
         each = float(sum(self._forward) + sum(self._backward)) * self._shape.chunks
-        return Schedule(
+        return PackOrder(
             flow=tuple(map(tuple, self._actions)),
             seconds=seconds,
             bubble=1 - each / seconds if seconds else 0.0,

@@ -23,7 +23,7 @@ class PipelineRuns:
 
     Args:
         shape: the pipeline.
-        micro_batches: of one run; a rank runs its micro-batches of a step in one or several runs.
+        micro_batches: micro-batches of one run; a rank runs those of a step in one or several runs.
         order: within each run.
 
     Raises:

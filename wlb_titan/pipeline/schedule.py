@@ -1,4 +1,4 @@
-"""What each rank of a pipeline runs, in order, under torch's schedules.
+"""The passes of each rank of a pipeline, in order, under torch's schedules.
 
 Actions are forward passes F and backward passes B; zero-bubble schedules run the gradient of the inputs I,
 which the previous stage waits for, apart from the gradient of the weights W, which nobody waits for and which
@@ -21,6 +21,9 @@ from wlb_titan.plan import Action
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 """Those whose order is known here."""
+
+ONE_STAGE = ("GPipe", "1F1B")
+"""Those that run one stage a rank; the others run several."""
 
 
 @dataclass(frozen=True, slots=True)

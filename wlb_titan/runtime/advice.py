@@ -1,4 +1,4 @@
-"""What would make a run faster as it is predicted, said at its start; nothing is changed."""
+"""Advice at the start of a run: what is predicted to make it faster; nothing is changed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 
 from wlb_titan.context import whole
+from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.job import Job
 from wlb_titan.memory.peak import GIB
 from wlb_titan.runtime.memory import predicted_memory
-from wlb_titan.simulator.passes import MicroBatches, pass_times
 
 HOST_SECONDS = {"selective": 0.020, "full": 0.0134, "none": 0.0096}
 """Of launching all passes of a layer for one micro-batch, uncompiled. Selective: measured on a machine with
@@ -41,12 +41,11 @@ def _without_checkpointing(job: Job) -> list[str]:
     if ranks is None:
         return []
     most = max(rank.total for rank in ranks)
-    if most > bare.usable:
+    if most > bare.fitting.usable:
         return []
     return [
         f'activation_checkpoint = "none" is predicted to fit: {most / GIB:.2f} of '
-        f"{job.cluster.memory / GIB:.2f} GiB with micro-batches of {length} tokens. It repeats no forward "
-        "pass, and takes half of the host's time."
+        f"{job.cluster.memory / GIB:.2f} GiB. It repeats no forward pass, and takes half of the host's time."
     ]
 
 

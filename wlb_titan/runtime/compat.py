@@ -9,11 +9,10 @@ Overridden or set on torch's own classes, without an import, and covered by the 
 - `PipelineStage.args_recv_info`, `grad_recv_info`, `act_send_info`, `chunks`, `_stage_meta`,
   `_runtime_validate`: how a stage knows what it receives and sends (torch.distributed.pipelining.stage).
   If they go, `PlannedStage.set_micro_batch_lengths` has to tell the lengths to their successor.
-- `PipelineStage._retrieve_recv_activations`, `_forward_chunk_states`, `get_fwd_send_ops`,
-  `release_fwd_send_outputs` and `_PipelineSchedule._maybe_compute_loss`, `_maybe_get_loss`, `_compute_loss`,
-  `_internal_losses`: where a stage takes its inputs from, and when the loss is computed, so that backward
-  passes can have micro-batches of their own (`runtime/pipeline/recompute.py`). Without them: no asymmetric
-  partition.
+- `PipelineStage._retrieve_recv_activations`, `_forward_chunk_states` and
+  `_PipelineSchedule._maybe_compute_loss`, `_maybe_get_loss`, `_compute_loss`, `_internal_losses`: where a
+  stage takes its inputs from, and when the loss is computed, so that backward passes can have micro-batches
+  of their own (`runtime/pipeline/regroup.py`). Without them: no asymmetric partition.
 - `Decoder._skip_lm_head` (torchtitan): whether the last stage makes logits. Without it: forward passes under
   the asymmetric partition make logits that nobody needs.
 - `PipelineStage._user_meta`: what a stage's maker says of shapes; complete, so that nothing is inferred.
@@ -22,16 +21,36 @@ Overridden or set on torch's own classes, without an import, and covered by the 
   torchtitan sets no early stop. Without it: no early stop, at the price of one matrix product a layer.
 - `AllToAllTokenDispatcher._sync_token_count_exchange`: how many tokens go to which expert-parallel rank,
   which a dry run cannot know. Without it: such models are refused there.
+- `ParallelDims.build_mesh` and what it fills (`_world_mesh`, `_global_meshes`, `_single_axis_meshes`,
+  `_spmd_meshes`), `_validate`, `_mesh_exist`, `dp_enabled`, and `DeviceMesh._unflatten`, `_flatten`: the
+  meshes of a job with dimensions of its own (`Dims`). Without them: no [[wlb.dimensions]].
 - `PipelineStage._prepare_forward_infra`, `_prepare_backward_infra`, `_pre_metadata_inference_backup`,
   `_post_metadata_inference_cleanup`: torch's inference of shapes, which `PlannedStage` leaves out.
+
+What torchtitan's main branch of August 2026 calls otherwise is read here only, each with its name there: the
+batch (`batch_of`), the length of rotary tables, the class of data loaders, the device's module. Beyond names
+it
+
+- counts a step in tokens (`training.num_tokens_per_train_step`), and a micro-batch is one row of them without
+  a batch dimension, as ours are: `[training]` gets other keys, and models' inputs lose their first dimension;
+- builds loaders with `num_tokens_per_batch` in place of `seq_len`, `local_batch_size`,
+  `snapshot_every_n_steps`;
+- has no `full_dtensor` backend any more, and refuses context parallelism with VarlenAttention when a model's
+  configuration is updated: ours has to take the attention's place before;
+- ends training when a loss is not finite (`Trainer.train_step`), which ours then should too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 # Has torch.compile take a dimension as a symbol from the start, whatever its size. Without it,
 # `maybe_mark_dynamic`: one more graph for each length with a single document.
@@ -54,6 +73,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 # Calls a function of ours in place of a layer, without changing the names of its weights. Without it: a
 # module of our own, and its prefix in the names of checkpoints.
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
 
 # The process group of a name that a functional collective has. Without it: a dry run names groups that are
 # none of the mesh's axes by a number.
@@ -79,10 +99,15 @@ from torch.distributed.pipelining.schedules import _ComputationType as Computati
 from torch.distributed.pipelining.schedules import _PipelineSchedule as PipelineSchedule
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as PipelineScheduleRuntime
 
+# What a trainer's loader derives from. On main: torchtitan.components.data.loader.
+from torchtitan.components.dataloader import BaseDataLoader
+
 # Which rank reports the loss. Without it: the first rank of the last stage, as its docstring says.
 from torchtitan.components.metrics import _get_metrics_rank as metrics_rank_of
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import Configurable
+from torchtitan.config.configs import ParallelismConfig
+from torchtitan.distributed import ParallelDims
 
 # The pieces of torchtitan's `pipeline_llm`, which `runtime.pipeline.pipeline` puts together differently:
 # build a schedule, divide layers into stages, read the numbers that this needs, cut a model into stages.
@@ -93,6 +118,60 @@ from torchtitan.distributed.pipeline_parallel import (
 )
 from torchtitan.distributed.pipeline_parallel import _get_pipeline_metadata as pipeline_metadata
 from torchtitan.distributed.pipeline_parallel import _pipeline_module_split as split_into_stages
+
+# The loader of torchtitan's text bases, for which ours stands in. On main: GrainDataLoader, in
+# torchtitan.components.data, of datasets that are packed as its own configuration says.
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.tools import utils as titan_utils
+from torchtitan.tools.utils import device_type
+
+from wlb_titan.cost.degrees import in_order
+from wlb_titan.cost.dimension import TORCHTITAN, Dimension
+
+if TYPE_CHECKING:
+    from torchtitan.trainer import Trainer
+
+
+class Batch(NamedTuple):
+    """What a step trains, as a configuration says it.
+
+    Attributes:
+        window: context window in tokens.
+        run: micro-batches that go through a data-parallel rank's pipeline together.
+        total: micro-batches of a step on all data-parallel ranks; None: one run on each.
+    """
+
+    window: int
+    run: int
+    total: int | None
+
+
+def batch_of(config: Trainer.Config) -> Batch:
+    """The batch of a configuration.
+
+    On main: `training.max_context_length`, `parallelism.num_pp_microbatches`, and
+    `training.num_tokens_per_train_step` over `num_tokens_per_microbatch_per_dp_rank`.
+    """
+    training = config.training
+    total = training.global_batch_size
+    return Batch(training.seq_len, training.local_batch_size, total if total > 0 else None)
+
+
+def rotary_length(rope: Configurable.Config) -> int:
+    """Positions in a rotary table. On main: `max_context_length`."""
+    length: int = rope.max_seq_len
+    return length
+
+
+def set_rotary_length(rope: Configurable.Config, positions: int) -> None:
+    """Has a rotary table be of so many positions."""
+    rope.max_seq_len = positions
+
+
+def device_bytes() -> int:
+    """Memory of this process's device. On main there is no `device_module`: ask `get_device_info`."""
+    total: int = titan_utils.device_module.get_device_properties(0).total_memory
+    return total
 
 
 def in_backward_pass() -> bool:
@@ -125,18 +204,22 @@ def ranks_of_group(name: str) -> list[int]:
 
 __all__ = [
     "AsyncCollectiveTensor",
+    "BaseDataLoader",
     "ComputationType",
     "DataDependentOutputException",
     "FakeTensor",
     "FakeTensorMode",
+    "HuggingFaceTextDataLoader",
     "PipelineSchedule",
     "PipelineScheduleRuntime",
     "RecvInfo",
     "ScheduleAction",
     "StageMeta",
     "TensorMeta",
+    "batch_of",
     "build_pipeline_schedule",
     "checkpoint_wrapper",
+    "device_bytes",
     "done_work",
     "ensure_receives_drained",
     "in_backward_pass",
@@ -146,6 +229,8 @@ __all__ = [
     "owner_of",
     "pipeline_metadata",
     "ranks_of_group",
+    "rotary_length",
+    "set_rotary_length",
     "split_into_stages",
     "unset_fake_temporarily",
 ]
@@ -160,3 +245,101 @@ def optimizer_factory(
         NotImplementedError: torchtitan has none of this name.
     """
     return container._resolve_optimizer_factory(name)
+
+
+@dataclass
+class Dims(ParallelDims):
+    """torchtitan's degrees and meshes, with dimensions that it does not have.
+
+    Its own meshes are those of the ranks at one place along the others; only `batch` and `loss` go over the
+    dimensions that divide data too.
+
+    Attributes:
+        own: dimensions of one's own.
+    """
+
+    own: tuple[Dimension, ...] = ()
+
+    @classmethod
+    def of(cls, parallelism: ParallelismConfig, ranks: int, own: Sequence[Dimension] = ()) -> Dims:
+        """The degrees of a configuration on so many ranks."""
+        return cls(
+            **{one.axis: getattr(parallelism, one.key) for one in TORCHTITAN.values()},
+            world_size=ranks,
+            spmd_backend=parallelism.spmd_backend,
+            own=tuple(own),
+        )
+
+    @property
+    def data(self) -> int:
+        """Ranks that run different micro-batches."""
+        own = math.prod(one.degree for one in self.own if one.divides == "data")
+        return self.dp_replicate * self.dp_shard * own
+
+    def _validate(self) -> None:
+        ranks = self.world_size
+        self.world_size = ranks // math.prod(one.degree for one in self.own)
+        super()._validate()
+        self.world_size = ranks
+
+    @property
+    def dp_enabled(self) -> bool:
+        return self.data > 1
+
+    def build_mesh(self) -> DeviceMesh:
+        return self.build_open_mesh() if self.own else super().build_mesh()
+
+    def build_open_mesh(self) -> DeviceMesh:
+        """As torchtitan's `build_mesh` under `spmd_types`, from ranks that are put in its order."""
+        ranked = in_order([one for one in TORCHTITAN.values() if not one.borrows], self.own)
+        degrees = {one.axis: getattr(self, one.axis) for one in TORCHTITAN.values()}
+        degrees |= {one.axis: one.degree for one in self.own}
+        data = [one.axis for one in self.own if one.divides == "data"]
+        apart = [one.axis for one in self.own if one.divides != "data"]
+        names = [one.axis for one in ranked]
+        wanted = [*apart, "pp", *data, "dp_replicate", "dp_shard", "cp", "tp"]
+        ranks = np.arange(self.world_size).reshape([degrees[name] for name in names])
+        ranks = ranks.transpose([names.index(name) for name in wanted])
+        world = DeviceMesh(device_type, torch.from_numpy(ranks.ravel().copy()), mesh_dim_names=("world",))
+
+        def view(*axes: str, **others: int) -> DeviceMesh:
+            sizes = [others.get(axis) or degrees[axis] for axis in axes]
+            pairs = zip(axes, sizes, strict=True)
+            fake = {axis: "fake" for axis, size in pairs if not self._mesh_exist(axis, size)}
+            return world._unflatten(0, tuple(sizes), axes, backend_override=fake)
+
+        efsdp = self.dp_shard * self.cp * self.tp // self.ep
+        loading = view(*apart, "pp", "batch", "cp", "tp", batch=self.data)
+        dense = view(*wanted)
+        replicas = self.dp_replicate * self.dp_shard
+        passes = view(*apart, "pp", *data, "dp", "cp", "tp", dp=replicas)["dp", "cp", "tp"]
+        sparse = view(*apart, "pp", *data, "dp_replicate", "efsdp", "ep", efsdp=efsdp)
+        loss = loading["batch", "cp"]._flatten("loss_mesh")
+        self._world_mesh = world
+        self._global_meshes = {"dataloading": loading, "loss": loss, "dense": dense, "sparse": sparse}
+        self._global_meshes["spmd_dense_for_fwdbwd"] = passes
+        if self.ep > 1:
+            self._global_meshes["spmd_sparse_for_fwdbwd"] = sparse["dp_replicate", "efsdp", "ep"]
+        self._single_axis_meshes = {
+            "pp": loading["pp"],
+            "batch": loading["batch"],
+            "loss": loss,
+            "dp_replicate": dense["dp_replicate"],
+            "cp": loading["cp"],
+            "tp": loading["tp"],
+            "ep": sparse["ep"],
+            "efsdp": sparse["efsdp"],
+            "dp": passes["dp"],
+            "dp_shard": dense["dp_shard"],
+            **{axis: dense[axis] for axis in (*apart, *data)},
+        }
+        candidates = (["dp", "cp", "tp"], ["dp_replicate", "efsdp", "ep"])
+        meshes = (self.get_activated_mesh(axes) for axes in candidates)
+        self._spmd_meshes = [mesh for mesh in meshes if mesh is not None]
+        return world
+
+
+def rank_layout(dims: ParallelDims) -> NDArray[Any]:
+    """Global ranks by (others, pp, data-parallel rank, cp, tp); `others` are one without own dimensions."""
+    layout: NDArray[Any] = dims._global_meshes["dataloading"].mesh.numpy()
+    return layout.reshape(-1, *layout.shape[-4:])

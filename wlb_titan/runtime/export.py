@@ -1,4 +1,4 @@
-"""What a folder of saved weights needs besides, so that other programs open it as a model.
+"""Files that a folder of saved weights needs besides, so that other programs open it as a model.
 
 torchtitan writes `*.safetensors` and their index (`checkpoint.last_save_in_hf`). transformers and vLLM, and
 `checkpoint.initial_load_path`, want `config.json`, the tokenizer and the settings of generation beside them:
@@ -17,6 +17,7 @@ from torchtitan.tools.logging import logger
 from wlb_titan.corpus import Corpus
 from wlb_titan.corpus.tokenizer import CorpusTokenizer
 from wlb_titan.runtime.checks.weights import described
+from wlb_titan.runtime.compat import rotary_length
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
@@ -36,7 +37,7 @@ def complete_export(folder: Path, config: Trainer.Config, corpus: Corpus) -> Non
 
     Args:
         folder: with *.safetensors.
-        config: of the run.
+        config: configuration of the run.
         corpus: whose tokenizer is the model's.
     """
     assert config.model_spec is not None
@@ -81,7 +82,7 @@ def model_config(spec: ModelSpec) -> dict[str, Any] | None:
         "model_type": kind,
         **values,
         "rope_scaling": None if rope["rope_type"] == "default" else rope,
-        "max_position_embeddings": spec.model.first_attention.rope.max_seq_len,
+        "max_position_embeddings": rotary_length(spec.model.first_attention.rope),
         "hidden_act": "silu",
         "attention_bias": False,
     }

@@ -1,4 +1,4 @@
-"""Where in a step of 4D parallelism the plan predicts waiting: between replicas, micro-batches, shards."""
+"""Imbalance of a plan at each level of 4D parallelism: between replicas, micro-batches, shards."""
 
 from __future__ import annotations
 
@@ -8,17 +8,39 @@ from typing import Any
 import numpy as np
 
 from wlb_titan.context import ContextStrategy, after
+from wlb_titan.job import Job
 from wlb_titan.plan import Plan, imbalance_degree
+
+
+def plan_figures(plan: Plan, job: Job) -> dict[str, Any]:
+    """How well a plan balances, and what that costs, for metrics.jsonl.
+
+    Returns:
+        What docs/metrics.md lists from `imbalance` to `longest_micro_batch`.
+    """
+    return {
+        "imbalance": plan.imbalance,
+        **rank_imbalance(plan, job.strategy),
+        "cut_share": plan.cut_share(job.window),
+        "keys_per_token": plan.keys_per_token,
+        "delay_mean": plan.delay,
+        "delay_max": plan.max_delay,
+        "waiting_documents": plan.waiting_documents,
+        "waiting_tokens": plan.waiting_tokens,
+        "lost_tokens": plan.lost_tokens,
+        "longest_micro_batch": plan.longest,
+        "plan_ms": plan.plan_ms,
+    }
 
 
 def rank_imbalance(plan: Plan, strategy: ContextStrategy | None) -> dict[str, Any]:
     """Largest over mean predicted work at each level; 1.0 is perfect balance.
 
     Returns:
-        imbalance_dp: of the data-parallel ranks' sums.
-        imbalance_pp: of the micro-batches of one data-parallel rank, mean over the ranks.
-        imbalance_cp: of the attention times of a micro-batch's context-parallel ranks, mean over the
-            micro-batches of a single data-parallel rank that the plan divides; only with context
+        imbalance_dp: imbalance of the data-parallel ranks' sums.
+        imbalance_pp: imbalance of one data-parallel rank's micro-batches, mean over the ranks.
+        imbalance_cp: imbalance of the attention times of a micro-batch's context-parallel ranks, mean over
+            the micro-batches of a single data-parallel rank that the plan divides; only with context
             parallelism, as is
         sharding: how many of these are sharded by each policy.
     """

@@ -12,10 +12,10 @@ from torchtitan.distributed import ParallelDims
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
-from wlb_titan.memory.peak import GIB, RankMemory
-from wlb_titan.packing.slim.slices import replica_passes
-from wlb_titan.plan import Passes, Plan
-from wlb_titan.simulator.slices import flow_memory
+from wlb_titan.memory.packs import Passes
+from wlb_titan.memory.peak import GIB, TERMS, RankMemory
+from wlb_titan.plan import Plan
+from wlb_titan.simulator.replicas import flow_memory, replica_memory
 
 FIRST_STEPS = 12
 """That are planned to tell how much memory steps of slices take."""
@@ -30,12 +30,12 @@ def predicted_memory(job: Job, lengths: Sequence[int]) -> tuple[RankMemory, ...]
     Not known are models with experts or latent attention, and schedules whose order of passes the planner
     does not know.
     """
-    return _known(job, lambda: job.peak_memory(Passes.of(lengths)))
+    return _known(job, lambda: job.fitting.peak(Passes.of(lengths)))
 
 
 def planned_memory(job: Job, plan: Plan, replica: int) -> tuple[RankMemory, ...] | None:
     """The same with the micro-batches that a plan gives one data-parallel rank."""
-    return _known(job, lambda: job.peak_memory(replica_passes(plan, replica)))
+    return _known(job, lambda: replica_memory(job, plan, replica))
 
 
 def predicted_window(job: Job) -> tuple[tuple[RankMemory, ...] | None, str]:
@@ -46,7 +46,7 @@ def predicted_window(job: Job) -> tuple[tuple[RankMemory, ...] | None, str]:
         As of `predicted_memory`; and of what it is.
     """
     if job.packing.owner.slices:  # type: ignore[attr-defined]
-        return _known(job, lambda: job.sliced_memory(job.window)), f"a document of {job.window} tokens"
+        return _known(job, lambda: job.fitting.document(job.window)), f"a document of {job.window} tokens"
     windows = [job.window] * job.replica_micro_batches
     return predicted_memory(job, windows), f"micro-batches of {job.window} tokens"
 
@@ -128,7 +128,7 @@ def describe_memory(job: Job, documents: Documents) -> list[str]:
     if ranks is None:
         what = job.memory_unknown or job.schedule
         return [f"Memory of {what} is not predicted; `wlb-titan dryrun` traces it"]
-    return [f"Predicted peak memory, {most}: {_one_line(rank)}" for rank in ranks]
+    return [f"Predicted peak memory, {most}: {_in_short(rank)}" for rank in ranks]
 
 
 def measured_memory(dims: ParallelDims, device: torch.device) -> dict[str, float]:
@@ -145,6 +145,13 @@ def measured_memory(dims: ParallelDims, device: torch.device) -> dict[str, float
     peaks[dims.get_mesh("pp").get_local_rank() if dims.pp_enabled else 0] = used / GIB
     dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
     return {f"peak_memory_gib/pp{rank}": peak for rank, peak in enumerate(peaks.tolist())}
+
+
+def _in_short(rank: RankMemory) -> str:
+    """The peak and its two largest terms."""
+    parts = sorted(((getattr(rank, name), name.replace("_", " ")) for name in TERMS), reverse=True)[:2]
+    most = " and ".join(f"{name} {size / GIB:.2f}" for size, name in parts)
+    return f"{rank.total / GIB:.2f} GiB on pipeline rank {rank.rank}, {most} of them"
 
 
 def _one_line(rank: RankMemory) -> str:

@@ -31,6 +31,9 @@ class MetricsProcessor(titan.MetricsProcessor):
     class Config(titan.MetricsProcessor.Config):
         pass
 
+    last_step = 0
+    """Of the run, which the trainer says; what is told of the time left goes by it."""
+
     def __init__(
         self, config: Config, *, parallel_dims: Any, dump_folder: str, pp_schedule: str, **kwargs: Any
     ):
@@ -45,6 +48,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         self._lines = JsonLines(Path(dump_folder) / METRICS_FILE)
         self._validation_lines = JsonLines(Path(dump_folder) / VALIDATION_FILE)
         self._steps = self._tokens = 0  # since the last report
+        self._first: tuple[int, float] | None = None  # report: step, and when
         self._flops = 0.0
 
     def count(self, tokens: int, flops: float) -> None:
@@ -101,12 +105,21 @@ class MetricsProcessor(titan.MetricsProcessor):
             warn_once(f"TensorBoard's or W&B's log cannot be written: {error}. Training goes on without.")
         if self._reports:
             self._lines.write(record)
-            logger.info(_console_line(record))
+            logger.info(_console_line(record, self.last_step, self._seconds_left(step)))
         self._steps = self._tokens = 0
         self._flops = 0.0
         self.data_loading_times.clear()
         self.time_last_log = time.perf_counter()
         self.device_memory_monitor.reset_peak_stats()
+
+    def _seconds_left(self, step: int) -> float | None:
+        """Predicted by the steps since the first report, whose own may have compiled."""
+        now = time.perf_counter()
+        if self._first is None:
+            self._first = step, now
+            return None
+        first, then = self._first
+        return (self.last_step - step) * (now - then) / (step - first)
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         """Reports a validation pass: torchtitan's way, and as a line of validation.jsonl."""
@@ -120,15 +133,25 @@ class MetricsProcessor(titan.MetricsProcessor):
         self._validation_lines.close()
 
 
-def _console_line(record: dict[str, Any]) -> str:
+def spoken(seconds: float) -> str:
+    """A duration as people say it: `45 s`, `12 min 5 s`, `3 h 12 min`."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _console_line(record: dict[str, Any], last: int, left: float | None) -> str:
     parts = [
-        f"step {record['step']:4d}",
+        f"step {record['step']:{len(str(last))}d}" + (f" of {last}" if last else ""),
         f"loss {record['loss']:8.5f}",
         f"grad {record['grad_norm']:7.3f}",
         f"{record['tokens_per_second']:9,.0f} tokens/s",
     ]
     if "imbalance" in record:
         parts.append(f"imbalance {record['imbalance']:.3f}")
+    if "shadow/imbalance" in record:
+        parts.append(f"in the shadow {record['shadow/imbalance']:.3f}")
     if "measured_imbalance" in record:
         parts.append(f"measured {record['measured_imbalance']:.3f}")
     if "bubble" in record:
@@ -139,4 +162,6 @@ def _console_line(record: dict[str, Any]) -> str:
         parts.append(f"MFU {100 * record['mfu_documents']:.1f} %")
     if record["memory_gib"] > 0:
         parts.append(f"memory {record['memory_gib']:.2f} GiB")
+    if left and left > 0:
+        parts.append(f"{spoken(left)} left")
     return " | ".join(parts)

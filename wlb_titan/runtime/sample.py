@@ -18,6 +18,7 @@ from wlb_titan.corpus.chat import ChatTemplate
 from wlb_titan.corpus.tokenizer import CorpusTokenizer
 from wlb_titan.errors import UserError
 from wlb_titan.runtime.attention.module import DocumentMask
+from wlb_titan.runtime.compat import batch_of, set_rotary_length
 from wlb_titan.runtime.data.corpus import open_corpus
 from wlb_titan.runtime.life.checkpoints import newest_whole
 from wlb_titan.runtime.life.dump_folder import CONFIG_FILE
@@ -45,9 +46,9 @@ class Sampler:
             raise UserError(f"{checkpoints} has no checkpoint; train with checkpoint.enable = true.")
         spec = config.model_spec
         assert spec is not None
-        self._longest = config.training.seq_len
+        self._longest = batch_of(config).window
         for _, rope, _, _ in spec.model.traverse(type(spec.model.first_attention.rope)):
-            rope.max_seq_len = min(max(self._longest, 2), MAX_CONTEXT)
+            set_rotary_length(rope, min(max(self._longest, 2), MAX_CONTEXT))
         there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         self.device = there or torch.device("cpu")
         self._model = spec.model.build()
@@ -83,7 +84,7 @@ class Sampler:
             text: as of `written`.
             tokens: at most, and no more than the context window has room for.
             temperature: 0 takes the likeliest token.
-            seed: of the draws.
+            seed: seed of the draws.
         """
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids or [self._end]
         if len(ids) >= self._longest:

@@ -43,7 +43,7 @@ class StepTrace:
     Args:
         timer: that the passes are measured by.
         every: steps between two traced ones; 0 traces none.
-        parallel_dims: of the job.
+        parallel_dims: degrees and meshes of the job.
         writer: global rank that writes the traces and gets the figures.
         folder: where they are written, as traces/step-N.json.
     """
@@ -88,7 +88,7 @@ class StepTrace:
             write_trace(spans(ranks, plan), os.path.join(self._folder, f"step-{step}.json"))
         except OSError as error:
             warn_once(f"Traces cannot be written to {self._folder}: {error.strerror}. Training goes on.")
-        figures = {"measured_imbalance": measured_imbalance(ranks, apart=plan.backward is not None)}
+        figures = {"measured_imbalance": measured_imbalance(ranks, apart=not plan.by_pass.same)}
         if self._dims.pp_enabled:
             figures["bubble"] = bubble(ranks)
         return figures
@@ -132,7 +132,7 @@ def bubble(ranks: Sequence[RankPasses]) -> float:
 def spans(ranks: Sequence[RankPasses], plan: Plan) -> Iterator[Span]:
     """A process for each data-parallel rank, a track for each of its ranks, and a span for each pass."""
     for rank in ranks:
-        forward, backward = plan.of_rank(rank.dp), plan.backward_of_rank(rank.dp)
+        forward, backward = plan.replica(rank.dp)
         track = " ".join(
             f"{axis} {getattr(rank, axis)}"
             for axis in ("pp", "cp", "tp")

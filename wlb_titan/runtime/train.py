@@ -33,7 +33,7 @@ def main(path: str, overrides: tuple[str, ...]) -> None:
         from wlb_titan.runtime.life.alarm import Alarm
 
         with Alarm(rank, world_size) as alarm:
-            train(path, overrides, rank, world_size, alarm)
+            sys.exit(train(path, overrides, rank, world_size, alarm))
     except UserError as error:  # the ranks cannot even reach each other
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
@@ -41,15 +41,18 @@ def main(path: str, overrides: tuple[str, ...]) -> None:
         sys.exit(130)
 
 
-def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, alarm: Alarm) -> None:
+def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, alarm: Alarm) -> int:
     """Runs one experiment in this process, one of those that the launcher started.
 
     Args:
         path: TOML file.
         overrides: command-line words that win over it.
-        rank: of this process.
-        world_size: of the job.
+        rank: rank of this process.
+        world_size: processes of the job.
         alarm: by which the ranks watch each other.
+
+    Returns:
+        The exit status: 0 where all steps are done, `Stop.status` where the run stopped before.
 
     Raises:
         UserError: the experiment cannot run as it is; nothing was started, and nothing in the dump folder is
@@ -63,11 +66,11 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
     on_cpu = use_cpu_without_accelerator()
 
     import torch
-    from torchtitan.tools.utils import device_module
 
     from wlb_titan.kernels.implementations import device_of
     from wlb_titan.runtime.attention.implementation import check_implementation
     from wlb_titan.runtime.checks.config import validate_devices, validate_inputs
+    from wlb_titan.runtime.compat import device_bytes
     from wlb_titan.runtime.job import job_of, parallel_dims
     from wlb_titan.runtime.life.console import start_log
     from wlb_titan.runtime.memory import check_memory
@@ -88,10 +91,9 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
     device = device_of(torch.device("cpu" if on_cpu else torch.accelerator.current_accelerator()))
     resolved.check(lambda config: check_implementation(config, device))
     if not on_cpu:
-        device_bytes = device_module.get_device_properties(0).total_memory
-        resolved.check(lambda config: check_memory(job_of(config, dims), device_bytes))
+        resolved.check(lambda config: check_memory(job_of(config, dims), device_bytes()))
     start_log(rank, dims, config.parallelism.pipeline_parallel_schedule)
-    _run(resolved, rank, alarm)
+    return _run(resolved, rank, alarm)
 
 
 def allow_segments_to_grow() -> None:
@@ -104,16 +106,19 @@ def allow_segments_to_grow() -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def _run(resolved: Resolved, rank: int, alarm: Alarm) -> None:
-    """Trains, or makes a seed checkpoint, with the dump folder held by rank 0."""
+def _run(resolved: Resolved, rank: int, alarm: Alarm) -> int:
+    """Trains, or makes a seed checkpoint, with the dump folder held by rank 0; returns as `train`."""
     import torch
     from torch.distributed.elastic.multiprocessing.errors import record
     from torchtitan.observability import structured_logger
 
     from wlb_titan.runtime.life.checkpoints import explained
     from wlb_titan.runtime.life.dump_folder import held
+    from wlb_titan.runtime.life.stop import seconds_of
 
     config = resolved.config
+    if config.wlb.stop_after:
+        alarm.stop.after(seconds_of(config.wlb.stop_after))
     folder = Path(config.dump_folder)
     checkpoints = folder / config.checkpoint.folder
     begun = False
@@ -125,15 +130,18 @@ def _run(resolved: Resolved, rank: int, alarm: Alarm) -> None:
             _note(resolved, step, choice)
 
     @record  # hands this rank's traceback to the launcher
-    def build_and_train() -> None:
+    def build_and_train() -> int:
         trainer = resolved.check(lambda _: config.build())
-        trainer.begin = begin
+        trainer.begin, trainer.goes_on = begin, alarm.stop.goes_on
+        done = True
         try:
             if config.checkpoint.create_seed_checkpoint:
                 begin(0)
                 trainer.checkpointer.save(curr_step=0, last_step=True)
             else:
                 trainer.train()
+                done = trainer.step >= trainer.config.training.steps  # epochs may have set it
+            alarm.stop.leave()
             alarm.close()
         except (KeyboardInterrupt, SystemExit):
             raise
@@ -144,6 +152,7 @@ def _run(resolved: Resolved, rank: int, alarm: Alarm) -> None:
         finally:
             trainer.close()
         torch.distributed.destroy_process_group()
+        return 0 if done else alarm.stop.status
 
     with held(folder) if rank == 0 else contextlib.nullcontext():
         choice = alarm.share("checkpoint", lambda: _choose(config))
@@ -153,7 +162,7 @@ def _run(resolved: Resolved, rank: int, alarm: Alarm) -> None:
         structured_logger.init_structured_logger(
             source="training", output_dir=config.dump_folder, enable=config.debug.enable_structured_logging
         )
-        build_and_train()
+        return build_and_train()
 
 
 def _choose(config: Trainer.Config) -> dict[str, Any]:
@@ -188,13 +197,13 @@ def _note(resolved: Resolved, step: int, choice: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    status = 0
     try:
         main()
     except SystemExit as end:
-        if end.code:
-            raise
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
     # Threads of torch's communication may still run. Taking the interpreter down under them at times ends in
     # SIGABRT, and a job that is done would count as failed.
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)

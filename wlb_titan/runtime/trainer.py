@@ -37,22 +37,25 @@ from wlb_titan.runtime.attention.implementation import compile_attention
 from wlb_titan.runtime.attention.kv_cache import KeyValueCache
 from wlb_titan.runtime.attention.merged import prepare_merging
 from wlb_titan.runtime.attention.module import DocumentAttention
+from wlb_titan.runtime.compat import Dims, batch_of
 from wlb_titan.runtime.data.corpus import open_corpus
 from wlb_titan.runtime.data.dataloader import PlannedDataLoader, Step
 from wlb_titan.runtime.data.epochs import steps_of_epochs
 from wlb_titan.runtime.data.inputs import Item, to_device
 from wlb_titan.runtime.data.shared_answer import SharedAnswer
 from wlb_titan.runtime.data.tokenizer import Tokenizer
+from wlb_titan.runtime.dimension import Axis, axes_of, prepared
 from wlb_titan.runtime.export import complete_export
-from wlb_titan.runtime.imbalance import rank_imbalance
-from wlb_titan.runtime.job import job_of, parallel_dims, training_documents
+from wlb_titan.runtime.imbalance import plan_figures
+from wlb_titan.runtime.job import configured_job, parallel_dims, training_documents
+from wlb_titan.runtime.life.checkpoints import save_stopped
 from wlb_titan.runtime.life.timeouts import train_timeout
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import describe_memory, measured_memory
-from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank
+from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank, spoken
 from wlb_titan.runtime.models.compile import allow_graphs
-from wlb_titan.runtime.pipeline.build import pipeline
 from wlb_titan.runtime.pipeline.pass_timer import PassTimer
+from wlb_titan.runtime.pipeline.regroup import regrouped_pipeline
 from wlb_titan.runtime.step_trace import StepTrace
 from wlb_titan.runtime.validator import Validator
 from wlb_titan.simulator.choice import Choice, choose
@@ -71,7 +74,9 @@ class Trainer(TorchtitanTrainer):
 
     def __init__(self, config: Config) -> None:
         corpus = open_corpus(config.wlb.corpus)
-        self.job = job_of(config, parallel_dims(config, int(os.environ["WORLD_SIZE"])))
+        configured = configured_job(config, parallel_dims(config, int(os.environ["WORLD_SIZE"])))
+        self.job = configured.trained
+        self._shadow = configured if configured.packing.shadow else None
         self._choice: Choice | None = None
         config = dataclasses.replace(
             config,
@@ -90,10 +95,16 @@ class Trainer(TorchtitanTrainer):
             ),
             loss=weighted(config.loss) if config.wlb.loss_weight == "conversation" else config.loss,
         )
+        assert config.model_spec is not None
+        stages: Any = config.model_spec.pipelining_fn
         if self.job.packing.regroups:
-            assert config.model_spec is not None
-            stages = partial(pipeline, recomputes=True)
-            config.model_spec = dataclasses.replace(config.model_spec, pipelining_fn=stages)
+            stages = partial(regrouped_pipeline, stages)
+        if config.wlb.pipeline.check_lengths:
+            stages = partial(stages, check_lengths=True)
+        config.model_spec = dataclasses.replace(config.model_spec, pipelining_fn=stages)
+        self.axes: list[tuple[int, Axis]] = []  # of [[wlb.dimensions]], which `init_distributed` makes
+        if config.wlb.dimensions:
+            config.model_spec = prepared(config.model_spec, self.axes)
         super().__init__(config)
         self._cache: KeyValueCache | None = None  # of the step under way
         self._reduces = True
@@ -105,16 +116,10 @@ class Trainer(TorchtitanTrainer):
             writer=metrics_rank(self.parallel_dims, config.parallelism.pipeline_parallel_schedule),
             folder=config.dump_folder,
         )
-        if self.parallel_dims.cp_enabled:
-            self.planned.context_rank = self.parallel_dims.get_mesh("cp").get_local_rank()
-        if self.parallel_dims.tp_enabled and config.parallelism.enable_sequence_parallel:
-            mesh = self.parallel_dims.get_mesh("tp")
-            self.planned.tensor_rank = mesh.get_local_rank(), mesh.size()
         if config.compile.enable:
             allow_graphs(self.job)
         self._prepare_merging()
         if self.parallel_dims.pp_enabled:
-            self.pp_schedule.check_lengths = config.wlb.pipeline.check_lengths
             self.planned.lower = self.pp_schedule.lower
         if self.device.type == "cpu":
             # gloo has no premultiplied sum, which FSDP would use for its gradient scaling.
@@ -134,29 +139,43 @@ class Trainer(TorchtitanTrainer):
 
     def init_distributed(self) -> ParallelDims:
         """Starts the process groups, and then chooses the policies, before anything is built from them."""
-        dims = super().init_distributed()
+        world_size = dist_utils.init_distributed(
+            self.config.comm,
+            enable_cpu_backend=self.config.training.enable_cpu_offload,
+            base_folder=self.config.dump_folder,
+        )
+        dims = parallel_dims(self.config, world_size)
         epochs = self.config.wlb.epochs
-        if self.job.undecided or epochs:
+        configured = self._shadow or self.job
+        if configured.undecided or epochs:
             documents = training_documents(self.config.wlb)
-        if self.job.undecided:
-            self._choice = choose(self.job, documents, on_one_rank=SharedAnswer())
-            self.job = self._choice.job
+        if configured.undecided:
+            self._choice = choose(configured, documents, on_one_rank=SharedAnswer())
+            self.job = self._choice.job.trained
+            self._shadow = self._shadow and self._choice.job
         if epochs:
             # A solver that is stopped by its time limit finds other packings on other ranks.
             shared = SharedAnswer() if self.job.packing.planning_seconds else here
             self.config.training.steps = steps_of_epochs(self.job, documents, epochs, shared)
             logger.info(f"wlb.epochs = {epochs} takes {self.config.training.steps:,} steps")
-        self._set_up_job(self.config)
+        self._set_up_job(self.config, dims)
         return dims
 
-    def _set_up_job(self, config: Config) -> None:
+    def _set_up_job(self, config: Config, dims: Dims) -> None:
         """Tells the parts of the trainer's own configuration what the job is."""
+        self.axes += axes_of(dims)
         assert config.model_spec is not None
         for _, attention, _, _ in config.model_spec.traverse(DocumentAttention.Config):
             attention.context = self.job.sharding
             attention.implementation = config.wlb.attention.implementation
         config.comm.train_timeout_seconds, self._timeout_reason = train_timeout(config, self.job)
-        config.dataloader.job = self.job
+        loader = config.dataloader
+        loader.job, loader.shadow = self.job, self._shadow
+        if dims.cp_enabled:
+            loader.context_rank = dims.get_mesh("cp").get_local_rank()
+        if dims.tp_enabled and config.parallelism.enable_sequence_parallel:
+            mesh = dims.get_mesh("tp")
+            loader.tensor_rank = mesh.get_local_rank(), mesh.size()
 
     @property
     def planned(self) -> PlannedDataLoader:
@@ -165,8 +184,24 @@ class Trainer(TorchtitanTrainer):
     begin: Callable[[int], None] = staticmethod(lambda step: None)
     """Called on every rank when the run begins: after a checkpoint was loaded, with its step, or with 0."""
 
+    goes_on: Callable[[int], bool] = staticmethod(lambda step: True)
+    """Asked on every rank between two steps: whether a step follows on the one of this number."""
+
+    def should_continue_training(self) -> bool:
+        if not super().should_continue_training():
+            return False
+        if self.goes_on(self.step):
+            return True
+        for every, axis in self.axes:
+            axis.after_optimizer(self, meets=not self._meets(every))
+        saved = save_stopped(self.checkpointer, self.step, self._first_step)
+        logger.info(f"Stopped after step {self.step} of {self.config.training.steps}: {saved}.")
+        return False
+
     def batch_generator(self, data_iterable: PlannedDataLoader) -> Iterator[Step]:
         """The loader's steps; the metrics get the seconds that each was waited for."""
+        self._first_step, self._began = self.step + 1, time.monotonic()
+        self.metrics_processor.last_step = self.config.training.steps
         self.begin(self.step)
         return self._timed_steps(data_iterable)
 
@@ -207,6 +242,8 @@ class Trainer(TorchtitanTrainer):
         # A step without a learned token has a loss and gradients of 0, not 0 / 0.
         kind = torch.int64 if isinstance(step.labels, int) else torch.float32
         labels = torch.full((), step.labels or 1, dtype=kind, device=self.device)
+        if (apart := self.job.degrees.apart) > 1:  # the mean of their gradients is that of the whole job
+            labels = labels / apart
         if step.flow is None:
             groups = list(self._groups(step.items))
             losses = []
@@ -215,6 +252,8 @@ class Trainer(TorchtitanTrainer):
                 losses.append(self._forward_backward(group, labels))
         else:
             losses = [self._run_flow(step, step.flow, labels)]
+        for _, axis in self.axes:
+            axis.before_optimizer(self)
         grad_norm = dist_utils.clip_grad_norm_(
             [parameter for part in self.model_parts for parameter in part.parameters()],
             self.config.training.max_norm,
@@ -224,15 +263,21 @@ class Trainer(TorchtitanTrainer):
         )
         self.checkpointer.maybe_wait_for_staging()
         self.optimizers.step()
+        for every, axis in self.axes:
+            axis.after_optimizer(self, meets=self._meets(every))
         self.lr_schedulers.step()
         self.metrics_processor.count(step.plan.tokens, step.flops)
         if self.metrics_processor.should_log(self.step):
-            self._log(step, torch.stack(losses).sum(), grad_norm, learning_rates)
+            self._log(step, torch.stack(losses).sum() / apart, grad_norm, learning_rates)
         self.step_trace.end(self.step, step.plan)  # where the step was not logged
+
+    def _meets(self, every: int) -> bool:
+        """Whether ranks that meet every so many steps do so in this one: also in the last, which is saved."""
+        return self.step % every == 0 or self.step == self.config.training.steps
 
     def _groups(self, items: list[Item]) -> Iterator[list[Item]]:
         """What goes through the model together: the micro-batches of a pipeline run, or a single one."""
-        size = self.config.training.local_batch_size if self.parallel_dims.pp_enabled else 1
+        size = batch_of(self.config).run if self.parallel_dims.pp_enabled else 1
         for first in range(0, len(items), size):
             yield items[first : first + size]
 
@@ -272,9 +317,6 @@ class Trainer(TorchtitanTrainer):
         try:
             if self.parallel_dims.pp_enabled:
                 self.pp_schedule.flow = flow
-                self.pp_schedule.regroupings = step.regroupings and [
-                    one.to(self.device) for one in step.regroupings
-                ]
                 loss = self._forward_backward(step.items, labels)
             else:
                 loss = self._run_alone(step.items, flow[0], labels)
@@ -327,21 +369,18 @@ class Trainer(TorchtitanTrainer):
             "tokens": plan.tokens,
             "labels": step.labels,
             "padding": plan.padding,
-            "imbalance": plan.imbalance,
-            **rank_imbalance(plan, self.job.strategy),
-            "cut_share": plan.cut_share(self.job.window),
-            "keys_per_token": plan.keys_per_token,
-            "delay_mean": plan.delay,
-            "delay_max": plan.max_delay,
-            "waiting_documents": plan.waiting_documents,
-            "waiting_tokens": plan.waiting_tokens,
-            "lost_tokens": plan.lost_tokens,
-            "longest_micro_batch": plan.longest,
-            "plan_ms": plan.plan_ms,
+            **plan_figures(plan, self.job),
+            **self._shadow_figures(step),
             **step.source_figures,
             **self.step_trace.end(self.step, plan),
             **measured_memory(self.parallel_dims, self.device),
         }
+
+    def _shadow_figures(self, step: Step) -> dict[str, Any]:
+        """What the configured policies would have made of it, where they only plan."""
+        if step.shadow is None or self._shadow is None:
+            return {}
+        return {f"shadow/{key}": value for key, value in plan_figures(step.shadow, self._shadow).items()}
 
     def close(self) -> None:
         self.planned.close()
@@ -363,19 +402,24 @@ class Trainer(TorchtitanTrainer):
             logger.info(line)
         for line in advice(self.job, compiled=self._compiled, on_gpu=self.device.type == "cuda"):
             logger.info(line)
-        compile_attention(self.config, self.job, self.device, self.planned.context_rank)
+        compile_attention(self.config, self.job, self.device, self.config.dataloader.context_rank)
         comm = self.config.comm
         logger.info(
             f"A rank that does not answer is given up after {comm.init_timeout_seconds} s in the first step, "
             f"{comm.train_timeout_seconds} s from then on ({self._timeout_reason})"
         )
         super().train()
-        if self.config.checkpoint.last_save_in_hf and dist.get_rank() == 0:
-            checkpoint = self.config.checkpoint
+        checkpoint, done = self.config.checkpoint, self.step >= self.config.training.steps
+        if done and checkpoint.last_save_in_hf and dist.get_rank() == 0:
             folder = Path(self.config.dump_folder) / checkpoint.folder / f"step-{self.step}"
             if checkpoint.enable and not checkpoint.load_only and folder.is_dir():
                 complete_export(folder, self.config, self.planned.corpus)
-        if self.planned.plan is None and self.step >= self.config.training.steps:
+        if done and self.planned.plan is not None:
+            took = spoken(time.monotonic() - self._began)
+            logger.info(
+                f"Done: step {self.step} was the last, after {took}. All is in {self.config.dump_folder}"
+            )
+        elif done:
             logger.warning(
                 f"Nothing was left to do: the checkpoint in {self.config.dump_folder} is of step "
                 f"{self.step}, and training.steps is {self.config.training.steps}. Raise it to go on, or "

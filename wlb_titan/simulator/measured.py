@@ -18,10 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.cost.cluster import Cluster, Link
+from wlb_titan.cost.passes import MicroBatches
 from wlb_titan.job import Job
 from wlb_titan.pipeline.graph import PassTimes
-from wlb_titan.plan import MicroBatch, Plan
-from wlb_titan.simulator.passes import MicroBatches, attention_seconds, both_times, pass_times
+from wlb_titan.plan import ByPass, MicroBatch, Plan, micro_batches_of
+from wlb_titan.simulator.planned import attention_seconds, passing
 
 Floats = NDArray[np.float64]
 HALVES = {"F": [0], "L": [0], "FB": [0, 1, 2], "B": [1, 2], "R": [1, 2], "I": [1], "W": [2]}
@@ -39,7 +40,7 @@ class Pass(NamedTuple):
         micro_batch: from 0 in the order in which this data-parallel rank runs the step's.
         start: seconds since the timer was switched on.
         seconds: duration.
-        computed: of it, processor time of the thread that ran it; None on an accelerator.
+        computed: processor time of the thread that ran it; None on an accelerator.
     """
 
     kind: str
@@ -71,7 +72,7 @@ class Measured:
     """What takes the place of predicted passes.
 
     Attributes:
-        times: of all passes, float64 (stages, micro-batches of all steps, 1), in the plans' order.
+        times: times of all passes, float64 (stages, micro-batches of all steps, 1), in the plans' order.
         known: bool (stages, micro-batches of all steps), whether a rank with this pass ran.
         step: int64 (micro-batches of all steps,), the step of each, from 0.
         optimizer: float64 (steps,), of the slowest rank that ran.
@@ -101,8 +102,8 @@ def measured(job: Job, plans: Sequence[Plan], steps: Sequence[Sequence[MeasuredS
 
     Args:
         job: the job.
-        plans: of the steps.
-        steps: of each plan the ranks that ran it, at least one.
+        plans: plans of the steps.
+        steps: ranks that ran each plan, at least one.
     """
     quiet = job.on(without_waiting(job.cluster))
     packs = _Packs.of(plans)
@@ -124,29 +125,25 @@ def measured(job: Job, plans: Sequence[Plan], steps: Sequence[Sequence[MeasuredS
 
 
 def without_waiting(cluster: Cluster) -> Cluster:
-    """The same cluster with communication that takes no time."""
+    """This cluster with communication that takes no time."""
     free = Link(float("inf"), 0.0)
     return replace(cluster, node=free, network=free)
 
 
 class _Packs(NamedTuple):
-    """The micro-batches of all steps, in the plans' order, and their steps; `backward` are those of backward
-    passes."""
+    """The micro-batches of all steps, in the plans' order, and their steps."""
 
-    forward: list[MicroBatch]
-    backward: list[MicroBatch] | None
+    by_pass: ByPass[list[MicroBatch]]
     step: list[int]
 
     @classmethod
     def of(cls, plans: Sequence[Plan]) -> _Packs:
-        forward = [m for plan in plans for m in plan.micro_batches]
-        backward = [m for plan in plans for m in plan.backward or ()]
         step = [number for number, plan in enumerate(plans) for _ in plan.micro_batches]
-        return cls(forward, backward or None, step)
+        return cls(micro_batches_of(plans), step)
 
     def places(self) -> dict[tuple[int, int, int], int]:
-        """Of step, data-parallel rank and place in the rank's order, where a micro-batch stands."""
-        numbered = enumerate(zip(self.step, self.forward, strict=True))
+        """Where a micro-batch stands, by step, data-parallel rank and place in the rank's order."""
+        numbered = enumerate(zip(self.step, self.by_pass.forward, strict=True))
         return {(step, m.dp_rank, m.index): place for place, (step, m) in numbered}
 
 
@@ -155,14 +152,14 @@ class _Found:
 
     Attributes:
         passes: float64 (3, stages, micro-batches), nan where none ran.
-        predicted: of the same shape, what is predicted of the ranks that ran it, the most of them.
+        predicted: what is predicted of the ranks that ran it, the most of them, in the same shape.
     """
 
     def __init__(self, packs: _Packs, stages: int) -> None:
-        self.passes = np.full((3, stages, len(packs.forward)), np.nan)
+        self.passes = np.full((3, stages, len(packs.step)), np.nan)
         self.predicted = np.zeros_like(self.passes)
         self._places = packs.places()
-        self._apart = packs.backward is not None
+        self._apart = not packs.by_pass.same
 
     def add(self, step: int, rank: MeasuredStep, own: Sequence[Floats]) -> None:
         """One step of one rank.
@@ -221,30 +218,31 @@ def _unlike(stage: int, other: int, layers: Sequence[int]) -> tuple[bool, bool, 
 def _predicted(job: Job, packs: _Packs, context_rank: int | None = None) -> tuple[Floats, Floats, Floats]:
     """Seconds of forward, inputs and weights, float64 (stages, micro-batches) each, on the slowest
     context-parallel rank or on one of them."""
-    if packs.backward is not None:
-        passing, back = (_passing(job, each, context_rank) for each in (packs.forward, packs.backward))
-        times = both_times(job, passing, back)
-        return times.forward[..., 0], times.inputs[..., 0], times.weights[..., 0]
-    result = np.empty((3, len(job.layers), len(packs.forward)))
-    for sharers in {m.sharers for m in packs.forward}:
-        own = [i for i, m in enumerate(packs.forward) if m.sharers == sharers]
+    forward = packs.by_pass.forward
+    result = np.empty((3, len(job.layers), len(forward)))
+    for sharers in {m.sharers for m in forward}:
+        own = [i for i, m in enumerate(forward) if m.sharers == sharers]
         shared = job.merged[sharers]
-        times = pass_times(shared, _passing(shared, [packs.forward[i] for i in own], context_rank))
+        found = packs.by_pass.each(_passing, own, shared, context_rank)
+        times = shared.packing.pass_times(shared, found)
         for half, array in enumerate((times.forward, times.inputs, times.weights)):
             result[half][:, own] = array[..., 0]
-    forward, inputs, weights = result
-    return forward, inputs, weights
+    of_forward, inputs, weights = result
+    return of_forward, inputs, weights
 
 
-def _passing(job: Job, micro_batches: Sequence[MicroBatch], context_rank: int | None) -> MicroBatches:
-    """As arrays (n, 1)."""
-    passing = MicroBatches.of(micro_batches, job).in_runs(len(micro_batches))
+def _passing(
+    all_: Sequence[MicroBatch], numbers: Sequence[int], job: Job, context_rank: int | None
+) -> MicroBatches:
+    """Some of the micro-batches, as arrays (n, 1)."""
+    micro_batches = [all_[number] for number in numbers]
+    found = passing(micro_batches, job).in_runs(len(micro_batches))
     if context_rank is None:
-        return passing
+        return found
     own = []
     for m in micro_batches:
         attention = attention_seconds(m, job)
         before = (m.dp_rank - m.merged.start) * (len(attention) // m.sharers) if m.merged else 0
         own.append(attention[before + context_rank if len(attention) > 1 else 0])
     forward, backward = np.array(own).T[..., None]
-    return replace(passing, forward=forward, backward=backward)
+    return replace(found, forward=forward, backward=backward)

@@ -1,4 +1,4 @@
-"""When the passes of all replicas of a step end, where data-parallel ranks share micro-batches (DP-Merge).
+"""The ends of the passes of all replicas of a step, where data-parallel ranks share micro-batches (DP-Merge).
 
 Replicas run their pipelines on their own; but the ranks that share a micro-batch gather its keys in every
 layer, so that each of its passes begins on all of them when the last of them is ready. Every replica is run
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
-from wlb_titan.plan import Action, MicroBatch
+from wlb_titan.plan import Action, ByPass, MicroBatch
 
 Floats = NDArray[np.float64]
 SETTLED = 1e-9  # of a step's time: less is no change
@@ -25,25 +25,18 @@ class Replica(NamedTuple):
     """One data-parallel rank in a step.
 
     Attributes:
-        graph: of its passes.
-        times: of them, arrays (stages, n, 1).
+        graph: graph of its passes.
+        times: times of the passes, arrays (stages, n, 1).
         delays: float64 (n, 1), seconds of a forward pass' data from one pipeline rank to the next.
         backward_delays: the same of gradients.
-        micro_batches: in the order of their places.
-        backward: those of backward passes, where these are others.
+        micro_batches: micro-batches of forward and of backward passes, in the order of their places.
     """
 
     graph: PipelineGraph
     times: PassTimes
     delays: Floats
     backward_delays: Floats
-    micro_batches: Sequence[MicroBatch]
-    backward: Sequence[MicroBatch] | None = None
-
-    @property
-    def of_backward(self) -> Sequence[MicroBatch]:
-        """The micro-batches of backward passes."""
-        return self.micro_batches if self.backward is None else self.backward
+    micro_batches: ByPass[Sequence[MicroBatch]]
 
     def ends(self, earliest: Floats) -> Floats:
         """float64 (actions,), when each action ends that does not begin before `earliest`, of the same
@@ -80,10 +73,10 @@ def ends_together(replicas: Sequence[Replica]) -> list[Floats]:
 
 
 def _shared_passes(replicas: Sequence[Replica]) -> list[list[tuple[int, int]]]:
-    """Of every shared pass the ranks that run it, and its number in the graph of each."""
+    """The ranks that run each shared pass, and its number in the graph of each."""
     passes: dict[tuple[int, Action], list[tuple[int, int]]] = {}
     for rank, replica in enumerate(replicas):
         for number, action in enumerate(replica.graph.actions):
-            if merged := replica.micro_batches[action.place].merged:
+            if merged := replica.micro_batches.of(action.kind)[action.place].merged:
                 passes.setdefault((merged.start, action), []).append((rank, number))
     return list(passes.values())

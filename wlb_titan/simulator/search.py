@@ -15,15 +15,17 @@ fit memory is left out before it is planned.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from wlb_titan.cost.degrees import Degrees
+from wlb_titan.cost.passes import Floats, MicroBatches
 from wlb_titan.errors import PlanError
-from wlb_titan.job import Job, Policy
-from wlb_titan.simulator.passes import Floats, MicroBatches
+from wlb_titan.job import Job
+from wlb_titan.policies import Policy
 from wlb_titan.simulator.scenario import Scenario
 from wlb_titan.simulator.step import Prediction, tokens_per_second
 
@@ -117,7 +119,7 @@ def search(
         if not goes_on(f"{job.degrees}, {_pipeline(job)}"):
             untried = len(bounds) - rank
             break
-        if job.longest_that_fits is None:
+        if job.fitting.longest is None:
             too_large += 1
             continue
         try:
@@ -148,20 +150,30 @@ def candidates(job: Job, gpus: int) -> Iterator[Job]:
 
 
 def degrees_of(job: Job, gpus: int) -> Iterator[Degrees]:
-    """Degrees that multiply to `gpus` and divide the model and the micro-batches."""
+    """Degrees that multiply to `gpus` and divide the model and the micro-batches; own dimensions stay."""
+    own, apart = job.degrees.own, job.degrees.apart
+    gpus, rest = divmod(gpus, math.prod(one.degree for one in own))
+    if rest:
+        return
     for tensor in _powers_of_two(min(gpus, job.cluster.gpus_per_node)):
         if job.model.heads % tensor or job.model.kv_heads % tensor:
             continue
         for context in _powers_of_two(gpus // tensor):
             for pipeline in _powers_of_two(gpus // (tensor * context)):
                 shard, rest = divmod(gpus, tensor * context * pipeline)
-                runs = not rest and job.micro_batches % shard == 0
-                if not runs or job.micro_batches // shard < pipeline or pipeline > job.model.layers:
+                data = shard * apart
+                runs = not rest and job.micro_batches % data == 0
+                if not runs or job.micro_batches // data < pipeline or pipeline > job.model.layers:
                     continue
                 for expert in _powers_of_two(max(job.model.experts, 1)):
                     if tensor * context * shard % expert == 0:
                         yield Degrees(
-                            tensor=tensor, context=context, pipeline=pipeline, shard=shard, expert=expert
+                            tensor=tensor,
+                            context=context,
+                            pipeline=pipeline,
+                            shard=shard,
+                            expert=expert,
+                            own=own,
                         )
 
 
@@ -211,7 +223,8 @@ def _average_window(scenario: Scenario) -> tuple[Floats, ...]:
 
 
 def _if_balanced(job: Job, window: tuple[Floats, ...]) -> float:
-    """Tokens per second of a step of equal micro-batches whose attention context parallelism shares equally.
+    """Tokens per second of a step of equal micro-batches whose attention context parallelism shares equally,
+    of which nothing travels, as under `hybrid` nothing may have to.
 
     Raises:
         PlanError: the schedule cannot run so many.
@@ -219,8 +232,10 @@ def _if_balanced(job: Job, window: tuple[Floats, ...]) -> float:
     n = job.replica_micro_batches
     share = job.latency.heads / job.degrees.context
     tokens, forward, backward = (np.repeat(array, n, axis=0) for array in window)
-    equal = MicroBatches.imagined(job, tokens, forward * share, backward * share)
-    return tokens_per_second(job, equal)
+    none = np.zeros_like(tokens)
+    return tokens_per_second(
+        job, MicroBatches(tokens, forward * share, backward * share, moving=none, repeated=none, latency=none)
+    )
 
 
 def _tried(scenario: Scenario, policies: list[Policy], steps: int) -> list[Found]:
@@ -246,7 +261,7 @@ def _tried(scenario: Scenario, policies: list[Policy], steps: int) -> list[Found
 
 def _configured(scenario: Scenario, gpus: int, policies: list[Policy], steps: int) -> Found | None:
     job = scenario.job
-    if job.degrees.ranks != gpus or job.longest_that_fits is None:
+    if job.degrees.ranks != gpus or job.fitting.longest is None:
         return None
     try:
         return max(_tried(scenario, policies, steps), key=lambda one: one.tokens_per_second, default=None)

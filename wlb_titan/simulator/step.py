@@ -6,7 +6,7 @@ counts for each k. Under pipeline parallelism each stage's weights are gathered 
 pass of a run, and its gradients reduced once, in its last backward pass; without it FSDP gathers in both
 passes of each micro-batch and reduces in each backward pass. With `overlap` gathering and reduction hide
 behind the passes in which they happen, but for one layer of each: in interleaved schedules, of each stage.
-At the end the optimizer runs.
+At the end the optimizer runs. What dimensions of one's own add is in `dimensions.py`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.cost.models import rank_parameters
+from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.fits import fullest
 from wlb_titan.memory.peak import RankMemory, weighted_tokens
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.pipeline.schedule import rank_actions
-from wlb_titan.plan import Passes, Plan
+from wlb_titan.plan import ByPass, Plan, micro_batches_of
+from wlb_titan.simulator.dimensions import meetings, own_weights, together, with_dimensions
 from wlb_titan.simulator.measured import Measured
-from wlb_titan.simulator.passes import MicroBatches, pass_times, planned_times, transfer_seconds
-from wlb_titan.simulator.slices import flow_memory, run_flows
+from wlb_titan.simulator.planned import planned_times, transfer_seconds
+from wlb_titan.simulator.replicas import flow_memory, replica_memory, run_flows
 from wlb_titan.summary import rate_error
 
 Floats = NDArray[np.float64]
@@ -133,27 +135,28 @@ def simulate(job: Job, plans: Sequence[Plan], measured: Measured | None = None) 
             known = None if measured is None else measured.of(steps.tolist())
             parts.append(simulate(job, [plans[step] for step in steps.tolist()], known))
         return _joined(alike, parts)
-    micro_batches = [m for plan in plans for m in plan.micro_batches]
     replicas, run = job.degrees.data, _run(job, plans)
     runs = len(plans[0].micro_batches) // (replicas * run)
-    backward = [m for plan in plans for m in plan.backward or ()]
-    times, tokens, back = planned_times(job, micro_batches, run, backward or None)  # steps x replicas x runs
+    times, both_tokens = planned_times(job, micro_batches_of(plans), run)  # steps x replicas x runs
+    times, tokens = with_dimensions(job, times), both_tokens.forward
     if measured is not None:
         times = measured.in_runs(run)
     if job.degrees.pipeline == 1 and job.degrees.shard > 1:
         times = _slowest_of_shards(times, job, runs)
     delays = transfer_seconds(job, tokens)
-    if plans[0].order is None:
+    if plans[0].flows is None:
         graph = PipelineGraph(job.shape, run)
         seconds, busy = graph.ends(times, delays).max(axis=0), graph.busy(times).mean(axis=0)
-        memory = peak_memory(job, tokens.astype(np.int64), runs)
+        memory = peak_memory(job, plans, tokens.astype(np.int64), runs)
     else:
-        seconds, busy = run_flows(job, plans, times, delays, transfer_seconds(job, back))
+        seconds, busy = run_flows(job, plans, times, delays, transfer_seconds(job, both_tokens.backward))
         memory = flow_memory(job, plans)
     by_replica = seconds.reshape(len(plans), replicas, runs).sum(axis=2)
-    pipeline = by_replica.max(axis=1)
+    numbers = np.array([plan.iteration + 1 for plan in plans])
+    pipeline = together(job, by_replica, numbers)
     busy = busy.reshape(len(plans), -1).sum(axis=1) / replicas
     communication = _communication(job, times).reshape(len(plans), replicas, runs).sum(axis=2).min(axis=1)
+    communication += sum(found.seconds * (numbers % found.every == 0) for found in meetings(job))
     optimizer = np.full(len(plans), _optimizer(job)) if measured is None else measured.optimizer
     lengths = [plan.document_lengths for plan in plans]
     return Prediction(
@@ -191,29 +194,35 @@ def tokens_per_second(job: Job, passing: MicroBatches) -> float:
     Raises:
         PlanError: the schedule cannot run them.
     """
-    times = pass_times(job, passing)
+    times = with_dimensions(job, pass_times(job, passing))
     ends = PipelineGraph(job.shape, len(passing.tokens)).ends(times, transfer_seconds(job, passing.tokens))
     seconds = ends.max() + _communication(job, times)[0] + _optimizer(job)
+    seconds += sum(found.seconds / found.every for found in meetings(job))
     return float(passing.tokens.sum() * job.degrees.data / seconds)
 
 
-def peak_memory(job: Job, tokens: NDArray[np.int64], runs: int) -> tuple[RankMemory, ...]:
+def peak_memory(
+    job: Job, plans: Sequence[Plan], tokens: NDArray[np.int64], runs: int
+) -> tuple[RankMemory, ...]:
     """The largest peak of each pipeline rank over the steps of replicas.
 
     Args:
         job: the job.
+        plans: of the steps.
         tokens: int64 (n, k * runs), of the micro-batches of each run, in the order of running.
         runs: of each step of a replica. From the second on, gradients are there that the first has reduced.
     """
-    n, steps = len(tokens), tokens.T.reshape(-1, runs * len(tokens))
     result = []
     for rank in range(job.degrees.pipeline):
-        actions = list(rank_actions(job.shape, n, rank))
-        in_flight = np.max(weighted_tokens(actions, tokens, job.layers), axis=0).reshape(-1, runs)
-        candidates = {in_flight[:, 0].argmax()}
+        actions = list(rank_actions(job.shape, len(tokens), rank))
+        in_flight = np.max(weighted_tokens(actions, ByPass(tokens, tokens), job.layers), axis=0).reshape(
+            -1, runs
+        )
+        candidates = {int(in_flight[:, 0].argmax())}
         if runs > 1:
-            candidates.add(in_flight[:, 1:].max(axis=1).argmax())
-        peaks = [job.peak_memory(Passes.of(steps[step].tolist()))[rank] for step in candidates]
+            candidates.add(int(in_flight[:, 1:].max(axis=1).argmax()))
+        steps = [divmod(step, job.degrees.data) for step in candidates]
+        peaks = [replica_memory(job, plans[step], replica)[rank] for step, replica in steps]
         result.append(max(peaks, key=lambda peak: peak.total))
     return tuple(result)
 
@@ -235,7 +244,7 @@ def _check(job: Job, plans: Sequence[Plan]) -> None:
 
 def _run(job: Job, plans: Sequence[Plan]) -> int:
     each = len(plans[0].micro_batches) // job.degrees.data
-    run = job.run if job.run and plans[0].order is None else each  # MicroPacks go through in one run
+    run = job.run if job.run and plans[0].flows is None else each  # MicroPacks go through in one run
     if each % run:
         raise PlanError(
             f"The {each} micro-batches of a replica cannot be divided into pipeline runs of {run}."
@@ -307,7 +316,7 @@ def _gather_and_reduce(job: Job, stage: int) -> tuple[float, float]:
     experts = layers * job.model.expert_weights if degrees.expert > 1 else 0
     groups = layers + (stage in (0, len(job.layers) - 1))
     gather, reduce = _collectives(
-        job, (everything - experts) / degrees.tensor, groups, degrees.sharding_ranks, degrees.tensor
+        job, (everything - experts) / degrees.tensor, groups, degrees.sharding_ranks, degrees.strides["cp"]
     )
     if experts:
         sharing = degrees.tensor * degrees.sharding_ranks // degrees.expert
@@ -323,7 +332,7 @@ def _collectives(job: Job, weights: float, groups: int, ranks: int, stride: int)
     settings, replicate = job.memory, job.degrees.replicate
     each = weights / groups
     shards = job.cluster.link(ranks, stride)
-    between = job.cluster.link(replicate, job.degrees.tensor * job.degrees.sharding_ranks)
+    between = job.degrees.link(job.cluster, "dp_replicate")
     gather = shards.collective(each * settings.compute_bytes, ranks)
     reduce = shards.collective(each * settings.parameter_bytes, ranks)
     reduce += 2 * between.collective(each * settings.parameter_bytes / ranks, replicate)
@@ -332,9 +341,5 @@ def _collectives(job: Job, weights: float, groups: int, ranks: int, stride: int)
 
 def _optimizer(job: Job) -> float:
     """Seconds of AdamW on the rank with the most weights: as long as reading and writing them takes."""
-    most = max(
-        rank_parameters(job.model, job.layers, job.shape.stages_of(rank))
-        for rank in range(job.degrees.pipeline)
-    )
-    own = most / job.degrees.tensor / job.degrees.sharding_ranks
-    return own * job.memory.parameter_bytes * OPTIMIZER_READS_AND_WRITES / job.cluster.memory_bandwidth
+    bytes_ = own_weights(job) * job.memory.parameter_bytes
+    return bytes_ * OPTIMIZER_READS_AND_WRITES / job.cluster.memory_bandwidth

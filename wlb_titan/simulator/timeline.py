@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.job import Job
-from wlb_titan.memory.peak import kept_states, weighted_tokens
+from wlb_titan.memory.peak import weighted_tokens
 from wlb_titan.packing.slim.slices import ReplicaPacks, kind, passes_of
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.plan import LENGTH, Action, MicroBatch, Plan
 from wlb_titan.simulator.measured import Measured
 from wlb_titan.simulator.meeting import Replica, ends_together
-from wlb_titan.simulator.passes import planned_times, transfer_seconds
-from wlb_titan.simulator.slices import cache_bytes, replicas_of
+from wlb_titan.simulator.planned import keys_of, planned_times, transfer_seconds
+from wlb_titan.simulator.replicas import cache_bytes, replicas_of
 from wlb_titan.timeline import Span
 
 Floats = NDArray[np.float64]
@@ -62,7 +63,7 @@ def step_timeline(
     Returns:
         A slice for each pass, on the track of its pipeline rank, and each rank's memory.
     """
-    if plan.order is not None:
+    if plan.flows is not None:
         steps = _together(job, plan, name, measured)
         steps = steps if dp_rank is None else [steps[dp_rank]]
     else:
@@ -74,11 +75,10 @@ def step_timeline(
 def _together(job: Job, plan: Plan, name: str, measured: Measured | None) -> list[Step]:
     """Every replica of a step of MicroPacks, of which they may share some."""
     run = len(plan.of_rank(0))
-    times, tokens, back = planned_times(job, plan.micro_batches, run, plan.backward)
+    times, tokens = planned_times(job, plan.by_pass, run)
     if measured is not None:
         times = measured.in_runs(run)
-    delays, backward_delays = transfer_seconds(job, tokens), transfer_seconds(job, back)
-    replicas = replicas_of(job, plan, times, delays, backward_delays)
+    replicas = replicas_of(job, plan, times, *tokens.each(partial(transfer_seconds, job)))
     steps = []
     for rank, (replica, ends) in enumerate(zip(replicas, ends_together(replicas), strict=True)):
         picture = _Picture(job, name)
@@ -89,20 +89,20 @@ def _together(job: Job, plan: Plan, name: str, measured: Measured | None) -> lis
 
 def _in_runs(job: Job, plan: Plan, name: str, dp_rank: int, measured: Measured | None) -> Step:
     """One replica, run after run."""
-    micro_batches = plan.of_rank(dp_rank)
-    run = job.run or len(micro_batches)
+    micro_batches = plan.replica(dp_rank)
+    number = len(micro_batches.forward)
+    run = job.run or number
     graph = PipelineGraph(job.shape, run)
     picture = _Picture(job, name)
-    for first in range(0, len(micro_batches), run):
-        here = micro_batches[first : first + run]
-        times, tokens, _ = planned_times(job, here, run)
-        before = dp_rank * len(micro_batches) + first
+    for first in range(0, number, run):
+        here = micro_batches.each(operator.getitem, slice(first, first + run))
+        times, tokens = planned_times(job, here, run)
+        before = dp_rank * number + first
         if measured is not None:
             k = slice(before // run, before // run + 1)
             every = measured.in_runs(run)
             times = PassTimes(*(a[:, :, k] for a in (every.forward, every.inputs, every.weights)))
-        delays = transfer_seconds(job, tokens)
-        replica = Replica(graph, times, delays, delays, here)
+        replica = Replica(graph, times, *tokens.each(partial(transfer_seconds, job)), here)
         (ends,) = ends_together([replica])
         picture.add(replica, ends, _known(measured, before, run))
     return picture.step()
@@ -136,24 +136,25 @@ class _Picture:
             ends: float64 (actions,), when they end.
             known: as of `_known`.
         """
-        job, here, back = self._job, replica.micro_batches, replica.of_backward
-        packs = ReplicaPacks.of(here)
-        passes = passes_of(packs, packs if replica.backward is None else ReplicaPacks.of(back), None)
-        states: Sequence[int] = job.layers
-        kept = freed = [job.merged[m.sharers].token_bytes.kept * m.shared_length for m in here]
-        if replica.backward is not None:
-            states = kept_states(job.layers)
-            kept, freed = ([job.token_bytes.hidden * m.length for m in each] for each in (here, back))
+        job, memory, here = self._job, self._job.packing.rank_memory, replica.micro_batches
+        keys = partial(keys_of, job=job)
+        passes = passes_of(here.each(ReplicaPacks.of, keys), None)
+        kept = here.each(
+            lambda packs: [
+                memory.layer_bytes(job.merged[m.sharers].token_bytes_with(keys(m))) * m.shared_length
+                for m in packs
+            ]
+        )
         for rank in range(job.degrees.pipeline):
             numbers = [i for i, a in enumerate(replica.graph.actions) if job.shape.rank_of(a.stage) == rank]
             actions = [replica.graph.actions[i] for i in numbers]
-            held = weighted_tokens(actions, kept, states, freed)
+            held = weighted_tokens(actions, kept, memory.weights(job.layers))
             cached = cache_bytes(job, actions, passes)
             self._seconds[rank].extend(self._begin + ends[i] for i in numbers)
             self._bytes[rank].extend(own + more for own, more in zip(held, cached, strict=True))
             for action, end in zip(actions, ends[numbers].tolist(), strict=True):
                 seconds = float(replica.times.of(action)[0])
-                micro_batch = (here if action.kind == "F" else back)[action.place]
+                micro_batch = here.of(action.kind)[action.place]
                 self._spans.append(
                     Span(
                         process=self._name,
@@ -170,7 +171,7 @@ class _Picture:
                     )
                 )
         self._begin += float(ends.max())
-        self._first += len(here)
+        self._first += len(here.forward)
 
 
 def _origin(action: Action, known: NDArray[np.bool_] | None) -> dict[str, str]:

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb_titan.packing.policy import Packing
-from wlb_titan.packing.slim.asymmetric import last_needed
-from wlb_titan.packing.slim.slices import sliced_document
-from wlb_titan.pipeline.packflow import Packs, Schedule, backward_order, forward_needed, packflow
-from wlb_titan.pipeline.schedule import PipelineShape
-from wlb_titan.plan import LENGTH, Action, Flow
+from wlb_titan.memory.peak import RankMemory
+from wlb_titan.packing.policy import Packing, PackingJob
+from wlb_titan.packing.slim.dependencies import dependencies
+from wlb_titan.packing.slim.step_peak import step_peak
+from wlb_titan.pipeline.packflow import PackOrder, Packs, packflow
+from wlb_titan.plan import LENGTH
 
 Floats = NDArray[np.float64]
 
 
-def job_flow(
-    packing: Packing,
-    forward: Floats,
-    backward: Floats,
-    shape: PipelineShape,
-    held: Mapping[int, float],
-    *,
-    slack: int = 0,
-    limit: float | None = None,
-) -> Schedule:
+Timed = tuple[Packing, Floats, Floats]
+"""A step's packs, and float64 (packs,) how long forward and backward passes of each take."""
+
+
+class Flows:
     """Which kind of pass runs when, on all data-parallel ranks, as the slowest of them needs.
 
     FSDP's ranks meet in collectives in forward and in backward passes (all without a pipeline, those of the
@@ -36,49 +31,51 @@ def job_flow(
     mean over the ranks.
 
     Args:
-        packing: of the step.
-        forward, backward: float64 (packs,), how long passes take.
-        shape: the pipeline.
-        held: what a token holds in memory, by how many data-parallel ranks share its pack.
-        slack, limit: as of `packflow`.
+        job: what is packed for.
+
+    Attributes:
+        limit: tokens that a pipeline rank may have in flight; None for no limit.
     """
-    ranks = np.array(packing.assigned)
-    orders, needed = map(np.array, dependencies(packing))
-    weights = np.array([held[sharers] for sharers in packing.sharers.tolist()])
-    tokens, freed = (
-        (weights * [pack[:, LENGTH].sum() for pack in one.packs])[ranks]
-        for one in (packing, packing.backward or packing)
-    )
 
-    def ran(values: NDArray[Any]) -> NDArray[Any]:
-        most: NDArray[Any] = np.take_along_axis(values, orders, axis=1).max(axis=0)
-        return most
+    def __init__(self, job: PackingJob) -> None:
+        self._job = job
+        # What a token holds in memory, by how many data-parallel ranks share its pack.
+        self._held = {1: 1.0} | {size: merging.held for size, merging in job.merging.items()}
+        self.limit: float | None = job.in_flight()
 
-    packs = Packs(
-        forward=forward[ranks].max(axis=0),
-        backward=ran(backward[ranks]),
-        tokens=tokens.mean(axis=0),
-        freed=np.take_along_axis(freed, orders, axis=1).mean(axis=0),
-        order=range(ranks.shape[1]),
-        needed=ran(needed).tolist(),
-    )
-    return packflow(packs, shape, slack=slack, limit=limit)
+    def of(self, step: Timed, slack: int) -> PackOrder:
+        """The order of a step's passes, with so many packs in flight beyond the need."""
+        packing, forward, backward = step
+        ranks = np.array(packing.assigned)
+        orders, needed = map(np.array, dependencies(packing))
+        weights = np.array([self._held[sharers] for sharers in packing.sharers.tolist()])
+        tokens, freed = (
+            (weights * [pack[:, LENGTH].sum() for pack in one.packs])[ranks] for one in packing.by_pass
+        )
 
+        def ran(values: NDArray[Any]) -> NDArray[Any]:
+            most: NDArray[Any] = np.take_along_axis(values, orders, axis=1).max(axis=0)
+            return most
 
-def dependencies(packing: Packing) -> tuple[list[list[int]], list[list[int]]]:
-    """Of each data-parallel rank the order of its backward passes, and the forward pass that each waits
-    for."""
-    assert packing.assigned is not None
-    if packing.backward is not None:
-        needed = [last_needed(packing.parts(own), packing.backward.parts(own)) for own in packing.assigned]
-        return [list(range(len(own))) for own in packing.assigned], needed
-    sliced = [[sliced_document(*part) for part in packing.parts(own)] for own in packing.assigned]
-    return [backward_order(own) for own in sliced], [forward_needed(own) for own in sliced]
+        packs = Packs(
+            forward=forward[ranks].max(axis=0),
+            backward=ran(backward[ranks]),
+            tokens=tokens.mean(axis=0),
+            freed=np.take_along_axis(freed, orders, axis=1).mean(axis=0),
+            order=range(ranks.shape[1]),
+            needed=ran(needed).tolist(),
+        )
+        return packflow(packs, self._job.pipeline, slack=slack, limit=self.limit)
 
+    def timed(self, packing: Packing) -> Timed:
+        """A step, with predicted times where they are known and work where not."""
+        predict = self._job.pass_seconds
+        return packing, *(predict(packing) if predict else packing.pass_work(self._job.cost_model))
 
-def in_own_order(flow: Flow, order: Sequence[int]) -> Flow:
-    """A flow whose backward passes are numbered as they run, with the packs that they are on one rank."""
-    return tuple(
-        tuple(a if a.kind == "F" else Action("B", a.stage, order[a.place]) for a in actions)
-        for actions in flow
-    )
+    def seconds(self, steps: Sequence[Timed], slack: int) -> float:
+        """How long steps take whose slowest data-parallel rank is waited for."""
+        return sum(self.of(step, slack).seconds for step in steps)
+
+    def peak(self, step: Timed, slack: int) -> RankMemory | None:
+        """The peak of a step's fullest GPU; None where memory is not predicted."""
+        return step_peak(step[0], self.of(step, slack).flow, self._job)

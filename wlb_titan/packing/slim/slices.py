@@ -13,6 +13,7 @@ keys are complete only when every later slice has added its part.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,19 +21,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.context import KeyShares
 from wlb_titan.cost.workload import CostModel, workload
 from wlb_titan.errors import PlanError
+from wlb_titan.memory.packs import CachedSlice, PackSizes, Passes
 from wlb_titan.plan import (
     ID,
     LENGTH,
     PREFIX,
     START,
     TOTAL,
-    CachedSlice,
+    ByPass,
     Flow,
     MicroBatch,
-    PackSizes,
-    Passes,
     Plan,
 )
 
@@ -121,26 +122,29 @@ class ReplicaPacks(NamedTuple):
     """The packs of a data-parallel rank's passes of one kind.
 
     Attributes:
-        lengths, sharers: as of `PackSizes`.
+        lengths, sharers, keys: as of `PackSizes`.
         parts: documents and slices of each; none where documents are not sliced.
     """
 
     lengths: Sequence[int]
     sharers: Sequence[int]
+    keys: Sequence[KeyShares]
     parts: Sequence[Parts]
 
     @classmethod
-    def of(cls, micro_batches: Sequence[MicroBatch]) -> ReplicaPacks:
-        """Of planned micro-batches."""
-        lengths, sharers = zip(*((m.length, m.sharers) for m in micro_batches), strict=True)
-        return cls(lengths, sharers, parts(micro_batches))
+    def of(
+        cls, micro_batches: Sequence[MicroBatch], keys_of: Callable[[MicroBatch], KeyShares]
+    ) -> ReplicaPacks:
+        """Of planned micro-batches, of whose keys a rank has what `keys_of` says."""
+        facts = ((m.length, m.sharers, keys_of(m)) for m in micro_batches)
+        lengths, sharers, keys = zip(*facts, strict=True)
+        return cls(lengths, sharers, keys, parts(micro_batches))
 
 
-def replica_passes(plan: Plan, dp_rank: int) -> Passes:
-    """What one data-parallel rank runs in a step, as memory sees it."""
-    forward = ReplicaPacks.of(plan.of_rank(dp_rank))
-    backward = forward if plan.backward is None else ReplicaPacks.of(plan.backward_of_rank(dp_rank))
-    return passes_of(forward, backward, None if plan.order is None else plan.order[dp_rank])
+def replica_passes(plan: Plan, dp_rank: int, keys_of: Callable[[MicroBatch], KeyShares]) -> Passes:
+    """What one data-parallel rank runs in a step, as memory sees it; `keys_of` as of `ReplicaPacks.of`."""
+    flow = None if plan.flows is None else plan.flows[dp_rank]
+    return passes_of(plan.replica(dp_rank).each(ReplicaPacks.of, keys_of), flow)
 
 
 def parts(micro_batches: Sequence[MicroBatch]) -> list[Parts]:
@@ -148,15 +152,15 @@ def parts(micro_batches: Sequence[MicroBatch]) -> list[Parts]:
     return [(m.documents, m.slices) for m in micro_batches if m.slices is not None]
 
 
-def passes_of(forward: ReplicaPacks, backward: ReplicaPacks, flow: Flow | None) -> Passes:
-    """The passes of these packs; the same object says that the packs of both kinds are the same."""
-    same = backward is forward
-    packs = forward.parts if same else [*forward.parts, *backward.parts]
-    cached = cached_slices(packs) if packs else [()] * len(forward.lengths)
-    first = len(forward.lengths)
-    ahead = PackSizes(forward.lengths, cached[:first], forward.sharers)
-    back = ahead if same else PackSizes(backward.lengths, cached[first:], backward.sharers)
-    return Passes(ahead, back, flow)
+def passes_of(packs: ByPass[ReplicaPacks], flow: Flow | None) -> Passes:
+    """The passes of these packs."""
+    sliced = [part for one in packs.apart for part in one.parts]
+    cached = iter(cached_slices(sliced)) if sliced else itertools.repeat(())
+
+    def sizes(one: ReplicaPacks) -> PackSizes:
+        return PackSizes(one.lengths, [next(cached) for _ in one.lengths], one.sharers, one.keys)
+
+    return Passes(packs.each(sizes), flow)
 
 
 def piece_numbers(packs: Sequence[Parts]) -> list[Ints]:

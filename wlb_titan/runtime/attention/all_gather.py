@@ -60,7 +60,7 @@ class Gather:
     Args:
         k_LNH, v_LNH: this rank's L tokens; N and H may differ between them.
         exchange: as of `context.all_gather.gathered_mask`.
-        meshes: of each level its group.
+        meshes: group of each level.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class _Sent(NamedTuple):
     """What travels on one level.
 
     Attributes:
-        gathered: of all ranks of the group, R rows each.
+        gathered: rows of all ranks of the group, R each.
         order: int64 (R x ranks,), where each key in document order lies among them.
         mesh: the group.
         offset: rows before this rank's own part that it sends besides.

@@ -1,5 +1,5 @@
-"""Which implementation computes the job's attention: refused before anything is built, compiled before the
-first step."""
+"""The implementation of the job's attention: refused before anything is built, compiled before the first
+step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_implementation(config: Trainer.Config, device: Device | None = None) -
     """What computes forward and backward passes.
 
     Args:
-        config: of the job.
+        config: configuration of the job.
         device: on which it runs; None where that is not known, as on the machine that submits it.
 
     Raises:
@@ -59,9 +59,9 @@ def compile_attention(config: Trainer.Config, job: Job, device: torch.device, co
     The first rank of each machine compiles, and the others find its kernels in Triton's cache.
 
     Args:
-        config: of the job.
+        config: configuration of the job.
         job: the same.
-        device: of this rank.
+        device: device of this rank.
         context_rank: its context-parallel rank.
     """
     which = check_implementation(config, device_of(device))

@@ -122,7 +122,7 @@ class DocumentAttention(Module):
 
         Args:
             sharers: their number.
-            config: of the context-parallel strategy of such micro-batches.
+            config: settings of the context-parallel strategy of such micro-batches.
             mesh: the ranks that share them, one axis.
         """
         self._context[sharers] = load(config.owner.attention)(config, mesh)

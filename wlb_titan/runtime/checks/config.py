@@ -23,10 +23,18 @@ from wlb_titan.kernels.implementations import Device
 from wlb_titan.runtime.attention.implementation import check_implementation
 from wlb_titan.runtime.checks.optimizer import check_optimizer
 from wlb_titan.runtime.checks.weights import check_weights
+from wlb_titan.runtime.compat import Dims, batch_of
 from wlb_titan.runtime.data.corpus import mixture_sources, open_corpus, open_source
-from wlb_titan.runtime.job import degrees_product, job_of, parallel_dims, training_documents
+from wlb_titan.runtime.job import (
+    configured_degrees,
+    degrees_product,
+    job_of,
+    parallel_dims,
+    training_documents,
+)
 from wlb_titan.runtime.life.checkpoints import beginning
 from wlb_titan.runtime.life.dump_folder import check_place
+from wlb_titan.runtime.life.stop import seconds_of
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import check_memory
 from wlb_titan.runtime.metrics import MetricsProcessor
@@ -54,7 +62,10 @@ def validate(config: Trainer.Config, world_size: int | None) -> None:
     _check_experts(config, dims, world_size)
     _check_batch(config, dims)
     _check_settings(config)
+    if config.wlb.stop_after:
+        seconds_of(config.wlb.stop_after)
     _check_checkpoint(config)
+    _check_meetings(config, dims)
     _check_model(config)
     check_implementation(config)
     _check_pipeline(config, dims)
@@ -179,17 +190,15 @@ def _check_degrees(config: Trainer.Config, world_size: int | None) -> None:
             "parallelism.data_parallel_shard_degree: a degree is at least 1, or -1 for all processes that "
             f"the other degrees leave, got {p.data_parallel_shard_degree}."
         )
-    product = degrees_product(config)
-    fits = world_size is None or (
-        world_size % product == 0 if p.data_parallel_shard_degree == -1 else world_size == product
-    )
+    degrees, product = configured_degrees(config), degrees_product(config)
+    rest = p.data_parallel_shard_degree == -1
+    fits = world_size is None or (world_size % product == 0 if rest else world_size == product)
     if not fits:
+        own = (key for key, degree in degrees.items() if key.startswith("wlb.") and world_size % degree)
+        needed = " x ".join(f"{key.split('.', 1)[1]} {degree}" for key, degree in degrees.items())
         raise UserError(
-            f"parallelism: {world_size} processes do not fit the degrees: data parallel replicate "
-            f"{p.data_parallel_replicate_degree} x shard {p.data_parallel_shard_degree} x pipeline "
-            f"{p.pipeline_parallel_degree} x context {p.context_parallel_degree} x tensor "
-            f"{p.tensor_parallel_degree} need {product}"
-            + (" or a multiple of it." if p.data_parallel_shard_degree == -1 else ".")
+            f"{next(own, 'parallelism')}: {world_size} processes do not fit the degrees: {needed} need "
+            f"{product}" + (" or a multiple of it." if rest else ".")
         )
     if p.spmd_backend != "spmd_types":
         raise UserError(
@@ -209,10 +218,10 @@ def _check_experts(config: Trainer.Config, dims: ParallelDims, world_size: int |
         )
 
 
-def _check_batch(config: Trainer.Config, dims: ParallelDims) -> None:
-    local, total = config.training.local_batch_size, config.training.global_batch_size
-    data_parallel = dims.dp_replicate * dims.dp_shard
-    if total > 0 and total % (local * data_parallel) != 0:
+def _check_batch(config: Trainer.Config, dims: Dims) -> None:
+    _, local, total = batch_of(config)
+    data_parallel = dims.data
+    if total and total % (local * data_parallel) != 0:
         raise UserError(
             f"training.global_batch_size: {total} micro-batches cannot be shared equally: it must be a "
             f"multiple of local_batch_size ({local}) x the data-parallel degree ({data_parallel})."
@@ -303,6 +312,17 @@ def _check_checkpoint(config: Trainer.Config) -> None:
         )
 
 
+def _check_meetings(config: Trainer.Config, dims: Dims) -> None:
+    """Refuses checkpoints between meetings of ranks whose weights are then each their own."""
+    interval = config.checkpoint.interval
+    for one in dims.own:
+        if config.checkpoint.enable and one.divides == "data" and one.degree > 1 and interval % one.every:
+            raise UserError(
+                f"checkpoint.interval: weights are the same on all ranks every {one.every} steps, when those "
+                f"of {one.axis} meet; a checkpoint has to be a multiple of that, got {interval}."
+            )
+
+
 def _check_model(config: Trainer.Config) -> None:
     config = copy.deepcopy(config)
     assert config.model_spec is not None
@@ -356,12 +376,13 @@ def _check_pipeline(config: Trainer.Config, dims: ParallelDims) -> None:
     try:
         check_schedule(config.parallelism, config.compile)
         # Slices have a schedule of their own, for MicroPacks; validation runs whole documents in the job's.
-        if not config.wlb.packing.owner.slices or config.wlb.validation.enabled:
+        packing = config.wlb.packing
+        if not packing.owner.slices or packing.shadow or config.wlb.validation.enabled:
             check_micro_batches(
                 config.parallelism.pipeline_parallel_schedule,
                 dims.pp,
                 len(stage_names(config.parallelism, config.model_spec.model)),
-                config.training.local_batch_size,
+                batch_of(config).run,
             )
     except ValueError as error:
         raise UserError(f"parallelism.pipeline_parallel_schedule: {error}") from error
@@ -374,9 +395,9 @@ def _check_job(config: Trainer.Config, dims: ParallelDims) -> None:
         if error.setting:
             raise
         raise UserError(f"wlb.sharding: {error}") from error
-    if config.training.seq_len % job.divisor:
+    if job.window % job.divisor:
         raise UserError(
-            f"training.seq_len: {config.training.seq_len} tokens do not divide by {job.divisor}, which the "
+            f"training.seq_len: {job.window} tokens do not divide by {job.divisor}, which the "
             f"context-parallel degree ({dims.cp}), the tensor-parallel degree ({dims.tp}), the loss's chunks "
             f"and wlb.packing.length_multiple ({config.wlb.packing.length_multiple}) need."
         )

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 
 from wlb_titan.config.settings import CorpusSettings
@@ -25,12 +24,14 @@ from wlb_titan.job import Job
 from wlb_titan.packing.policy import PackingPolicy, here
 from wlb_titan.packing.slim.slices import cache_rows
 from wlb_titan.plan import ID, LENGTH, START, Flow, MicroBatch, Plan
+from wlb_titan.planner import Planner
+from wlb_titan.runtime.compat import BaseDataLoader
 from wlb_titan.runtime.data.corpus import open_corpus
 from wlb_titan.runtime.data.inputs import Item, rank_item
 from wlb_titan.runtime.data.shared_answer import SharedAnswer
 from wlb_titan.runtime.job import documents_of
 from wlb_titan.runtime.loss import total_weight, with_weights
-from wlb_titan.runtime.pipeline.regroup import Regrouping, regroupings
+from wlb_titan.runtime.pipeline.regroup import regrouped_items
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,9 @@ class Step:
         labels: what the sum of losses is divided by: tokens with a label in the whole job, or their weights.
         own_labels: the same of those in `items`.
         flops: of the model on the documents of the whole job.
-        state_after: of the planner, as JSON.
+        state_after: of the planners, as JSON.
+        shadow: what the job's shadow would have made of the step; None without one.
         flow: the order of this data-parallel rank's passes; None leaves it to the schedule.
-        regroupings: of each micro-batch of backward passes where this rank's share of it lies; None where
-            they are those of forward passes.
     """
 
     plan: Plan
@@ -57,9 +57,9 @@ class Step:
     labels: float
     own_labels: float
     flops: float
-    state_after: str
+    state_after: dict[str, str]
     flow: Flow | None = None
-    regroupings: list[Regrouping] | None = None
+    shadow: Plan | None = None
 
 
 class PlannedDataLoader(BaseDataLoader):
@@ -70,9 +70,6 @@ class PlannedDataLoader(BaseDataLoader):
     sequence's end.
 
     Attributes:
-        context_rank: whose share of each micro-batch is served; to be set before iterating.
-        tensor_rank: the tensor-parallel rank where hidden states are divided among them, and how many do so;
-            to be set as well.
         lower: makes ready what runs an order of passes, ahead of its step; to be set with a pipeline.
         plan: of the step being served.
     """
@@ -83,6 +80,15 @@ class PlannedDataLoader(BaseDataLoader):
 
         corpus: CorpusSettings = field(default_factory=CorpusSettings)
         job: Job
+        shadow: Job | None = None
+        """Planned beside it."""
+
+        context_rank: int = 0
+        """Whose share of each micro-batch is served."""
+
+        tensor_rank: tuple[int, int] = (0, 1)
+        """The tensor-parallel rank where hidden states are divided among them, and how many do so."""
+
         loss_weight: str = "token"
         hold_out: float = 0.0
         documents: Documents | None = None
@@ -92,16 +98,16 @@ class PlannedDataLoader(BaseDataLoader):
         assert dp_world_size == config.job.degrees.data
         self.corpus = open_corpus(config.corpus)
         self.plan: Plan | None = None
-        self.context_rank = 0
-        self.tensor_rank = (0, 1)
+        self._context_rank, self._tensor_rank = config.context_rank, config.tensor_rank
         self.lower: Callable[[Flow], None] = lambda flow: None
         self._job = config.job
         self._by_document = config.loss_weight == "conversation"
         self._dp_rank = dp_rank
-        # A solver that is stopped by its time limit finds other packings on other ranks.
-        shared = SharedAnswer() if config.job.packing.planning_seconds else here
         documents = config.documents or documents_of(config.corpus, self.corpus, config.hold_out)
-        self._planner = config.job.planner(documents, on_one_rank=shared)
+        self._planner = _planner(config.job, documents)
+        self._planners = {"planner": self._planner}
+        if config.shadow is not None:
+            self._planners["shadow"] = _planner(config.shadow, documents)
         self._state = self._save()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="planner")
 
@@ -123,7 +129,7 @@ class PlannedDataLoader(BaseDataLoader):
         self._thread.shutdown()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"planner": self._state}
+        return dict(self._state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues after the step that the state was saved at. Call it before iterating.
@@ -131,27 +137,28 @@ class PlannedDataLoader(BaseDataLoader):
         Raises:
             PlanError: the state belongs to another corpus, seed or context window.
         """
-        self._planner.load_state_dict(json.loads(state_dict["planner"]))
+        for name in self._planners.keys() & state_dict.keys():  # a shadow may have begun since
+            self._planners[name].load_state_dict(json.loads(state_dict[name]))
         self._state = self._save()
 
-    def _save(self) -> str:
-        return json.dumps(self._planner.state_dict())
+    def _save(self) -> dict[str, str]:
+        return {name: json.dumps(planner.state_dict()) for name, planner in self._planners.items()}
 
     def _prepare(self) -> Step:
-        plan = self._planner.next(sharded=[self._dp_rank])
-        flow = None if plan.order is None else plan.order[self._dp_rank]
+        plan, shadow = self._planner.next(sharded=[self._dp_rank]), None
+        if "shadow" in self._planners:
+            shadow = self._planners["shadow"].next(sharded=[self._dp_rank])
+        flow = None if plan.flows is None else plan.flows[self._dp_rank]
         if flow is not None:
             self.lower(flow)
-        forward, backward = plan.of_rank(self._dp_rank), plan.backward_of_rank(self._dp_rank)
-        packs = forward if plan.backward is None else (*forward, *backward)
+        own = plan.replica(self._dp_rank)
+        packs = [micro_batch for of_pass in own.apart for micro_batch in of_pass]
         sliced = [(m.documents, m.slices) for m in packs if m.slices is not None]
         rows = cache_rows(sliced) if sliced else [None] * len(packs)
         items = [self._item(m, own) for m, own in zip(packs, rows, strict=True)]
-        regrouped = None
-        if plan.backward is not None:
-            rank, ranks = self.tensor_rank
-            regrouped = regroupings(forward, backward, ranks, self.context_rank * ranks + rank)
-            items[: len(forward)] = [(item, labels[:, :0]) for item, labels in items[: len(forward)]]
+        if not own.same:
+            rank, ranks = self._tensor_rank
+            items = regrouped_items(items, own, ranks, self._context_rank * ranks + rank)
         return Step(
             plan=plan,
             source_figures=self._planner.source_figures(plan),
@@ -161,7 +168,7 @@ class PlannedDataLoader(BaseDataLoader):
             flops=self._job.model.flops(plan.document_lengths),
             state_after=self._save(),
             flow=flow,
-            regroupings=regrouped,
+            shadow=shadow,
         )
 
     def _item(self, micro_batch: MicroBatch, cached: NDArray[np.int64] | None) -> Item:
@@ -204,4 +211,10 @@ class PlannedDataLoader(BaseDataLoader):
     def _rank_within(self, micro_batch: MicroBatch) -> int:
         """Whose share of a micro-batch this rank has, among the context-parallel ranks of all its sharers."""
         before = self._dp_rank - micro_batch.merged.start if micro_batch.merged else 0
-        return before * self._job.degrees.context + self.context_rank
+        return before * self._job.degrees.context + self._context_rank
+
+
+def _planner(job: Job, documents: Documents) -> Planner:
+    # A solver that is stopped by its time limit finds other packings on other ranks.
+    shared = SharedAnswer() if job.packing.planning_seconds else here
+    return job.planner(documents, on_one_rank=shared)

@@ -18,11 +18,12 @@ from wlb_titan.runtime.attention.kv_cache import DOCUMENT, PREFIX, TOKENS
 from wlb_titan.runtime.attention.module import DocumentMask
 from wlb_titan.runtime.models.compile import documents_vary
 
-Item = tuple[dict[str, torch.Tensor], torch.Tensor]
-"""A micro-batch of one rank on the host: "input", "positions", "segments", what context parallelism needs
-besides; and its labels."""
+Item = tuple[dict[str, Any], torch.Tensor]
+"""A micro-batch of one rank on the host: tensors "input", "positions", "segments", what context parallelism
+needs besides, and for a backward pass with tokens of several forward passes its "regrouping"; and labels."""
 
 EXCHANGE = "exchange."
+REGROUPING = "regrouping"
 ON_HOST = ("segments", "rows", "sharers")  # read there
 
 
@@ -44,7 +45,7 @@ def rank_item(
         tokens, positions: int64 (L,).
         labels: int64 (L,), or (L, 2) as of `with_weights`.
         lengths: int64 (n,), tokens of the documents, in their order; what is left of L is padding.
-        strategy: of context parallelism; None without it.
+        strategy: context-parallel strategy; None without it.
         shards: what each context-parallel rank holds, as the strategy divided it.
         rank: context-parallel rank, among those of all data-parallel ranks that share the micro-batch.
         rows: int64 (n, 4), prefixes of documents in slices, as of `kv_cache`; None where they are whole.
@@ -88,7 +89,7 @@ def rows_of_keys(rows: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np
 
 
 def to_device(
-    item: dict[str, torch.Tensor],
+    item: dict[str, Any],
     labels: torch.Tensor,
     device: torch.device,
     cache: torch.Tensor | None = None,
@@ -96,12 +97,13 @@ def to_device(
     """Starts the copies of an item to the device.
 
     Args:
-        item, labels: of `rank_item`.
+        item, labels: what `rank_item` returns.
         device: to which.
         cache: number of the step's `KeyValueCache`, where documents are sliced.
 
     Returns:
-        inputs and labels, and what else the model takes: positions, and attention_masks, a DocumentMask.
+        inputs and labels, and what else the model takes: positions, and attention_masks, a DocumentMask. What
+        a stage takes is there, too.
     """
     moved = {
         name: tensor.to(device, non_blocking=True) for name, tensor in item.items() if name not in ON_HOST
@@ -111,6 +113,8 @@ def to_device(
     sharers = int(item["sharers"]) if "sharers" in item else 1
     mask = DocumentMask(documents_vary(item["segments"]), exchange, rows, cache, sharers)
     extra = {"positions": moved["positions"], "attention_masks": mask}
+    if REGROUPING in moved:
+        extra[REGROUPING] = moved[REGROUPING]
     return moved["input"], labels.to(device, non_blocking=True), extra
 
 

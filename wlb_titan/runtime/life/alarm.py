@@ -5,9 +5,11 @@ has a thread that looks, once a second, at the store by which the processes of a
 
     failed      the first failure: rank, host and message
     <facts>     what rank 0 found out for all (`share`)
+    stop, ...   when the run is to end (`stop`)
 
-The thread also ends its rank when the launcher of its host is gone, however that died, and when the launcher
-asks it to stop (SIGTERM): the main thread may be inside a collective, where Python runs no signal handler.
+The thread also hears signals, as the main thread may be inside a collective, where Python runs no handler:
+the first SIGTERM or SIGUSR1 lets all ranks stop after a step (`stop`), a second one and SIGINT end this rank
+at once. It ends, too, when the launcher of its host is gone, however that died.
 """
 
 from __future__ import annotations
@@ -29,31 +31,39 @@ from typing import Any
 
 from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore
 
-from wlb_titan.errors import UserError
+from wlb_titan.errors import EXIT_USER_ERROR, UserError
+from wlb_titan.runtime.life.stop import Stop, status_of
 
 SECONDS_BETWEEN_LOOKS = 1.0
 GRACE = 3.0  # seconds for a rank to say what it has met itself, after another has failed
 HEARD = 2.5  # seconds in which all others have looked, before the store may go with this host
 LOST = 30.0  # seconds without the store after which its host is taken for gone
 CONNECT = timedelta(seconds=120)
+SECONDS_WHILE_ALL_WAIT = 0.05  # between looks, until it is agreed when to stop
+ONE_REQUEST = 5.0  # seconds in which signals are the same request: a scheduler's and the launcher's after it
 
 EXIT_FAILED = 1
-EXIT_USER_ERROR = 2
 EXIT_STOPPED = 128 + signal.SIGTERM
+HEARD_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Alarm:
     """A context manager: while it is open, this rank watches all others, and they watch it.
 
     Args:
-        rank: of this process.
-        world_size: of the job; a job of one process has nobody to watch and needs no store.
+        rank: rank of this process.
+        world_size: processes of the job; a job of one process has nobody to watch and needs no store.
+
+    Attributes:
+        stop: when the run is to end, if somebody asks.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
         self._host = socket.gethostname()
         self._store: Store | None = _store(rank) if world_size > 1 else None
+        self.stop = Stop(rank, world_size, self._store)
+        self._asked: float | None = None
         self._launcher = os.getppid()
         self._failed = False
         self._closed = threading.Event()
@@ -63,7 +73,8 @@ class Alarm:
         self._thread = threading.Thread(target=self._watch, name="alarm", daemon=True)
 
     def __enter__(self) -> Alarm:
-        signal.signal(signal.SIGTERM, lambda number, frame: None)  # the byte on the socket is what counts
+        for number in HEARD_SIGNALS:
+            signal.signal(number, lambda number, frame: None)  # the byte on the socket is what counts
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         self._thread.start()
         return self
@@ -83,13 +94,14 @@ class Alarm:
         """No longer watches: this rank is done, and others may end before it."""
         self._closed.set()
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in HEARD_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
 
     def share(self, name: str, find_out: Callable[[], Any], timeout: float = 300.0) -> Any:
         """What rank 0 finds out, on every rank.
 
         Args:
-            name: of the fact; once only in a job.
+            name: name of the fact; once only in a job.
             find_out: called on rank 0; gives what JSON can hold.
             timeout: seconds to wait for it.
 
@@ -142,15 +154,17 @@ class Alarm:
     def _watch(self) -> None:
         seen = time.monotonic()
         while not self._closed.is_set():
-            readable, _, _ = select.select([self._woken], [], [], SECONDS_BETWEEN_LOOKS)
-            if readable and signal.SIGTERM in self._woken.recv(64):
-                self._stop("was told to stop (SIGTERM)", EXIT_STOPPED)
-            if os.getppid() != self._launcher:
+            pause = SECONDS_WHILE_ALL_WAIT if self.stop.is_undecided else SECONDS_BETWEEN_LOOKS
+            readable, _, _ = select.select([self._woken], [], [], pause)
+            signals = self._woken.recv(64) if readable else b""
+            # A launcher that was killed while the ranks stop leaves them to it.
+            if os.getppid() != self._launcher and not self.stop.is_asked:
                 self._stop("ends, as its launcher is gone", EXIT_STOPPED)
-            if self._store is None:
-                continue
             try:
-                failed = self._store.check(["failed"])
+                for number in signals:
+                    self._hear(number)
+                self.stop.look()
+                failed = self._store is not None and self._store.check(["failed"])
                 seen = time.monotonic()
             except Exception:
                 failed = False
@@ -158,6 +172,17 @@ class Alarm:
                     self._stop(f"ends, as rank 0's host has not answered for {LOST:.0f} s", EXIT_FAILED)
             if failed:
                 self._follow(json.loads(self._store.get("failed")))
+
+    def _hear(self, number: int) -> None:
+        """Takes a signal as its sender means it."""
+        if number not in HEARD_SIGNALS:
+            return
+        again = self._asked is not None and time.monotonic() - self._asked > ONE_REQUEST
+        if number == signal.SIGINT or again:
+            self._stop(f"was told to stop at once ({signal.Signals(number).name})", 128 + number)
+        if self._asked is None:
+            self._asked = time.monotonic()
+            self.stop.ask(signal.Signals(number).name, status_of(number))
 
     def _follow(self, failure: dict[str, Any]) -> None:
         """Ends this rank, as another has failed."""
@@ -195,7 +220,8 @@ def _store(rank: int) -> Store:
             f"Rank {rank} on host {socket.gethostname()} cannot reach rank 0 at {address}:{port}: {error}"
         ) from error
     store.set_timeout(timedelta(seconds=10))
-    return PrefixStore(f"wlb_titan/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if launcher_keeps_it else ""
+    return PrefixStore(f"wlb_titan/{start}", store)
 
 
 def _says_that_another_is_gone(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: the newest that is whole.
+"""The checkpoint that a run goes on from: the newest that is whole.
 
 A checkpoint is a folder step-N of torch's distributed checkpoint format. Its .metadata is written last and
 lists where every piece lies: in which file, from which byte, how many bytes. A checkpoint whose files do not
@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from wlb_titan.errors import UserError
 
 if TYPE_CHECKING:
+    from torchtitan.components.checkpoint import CheckpointManager
+
     from wlb_titan.runtime.trainer import Trainer
 
 METADATA = ".metadata"
@@ -33,7 +35,7 @@ class Choice:
     """What to go on from.
 
     Attributes:
-        step: of the newest whole checkpoint; -1 is none.
+        step: step of the newest whole checkpoint; -1 is none.
         broken: newer ones, step and what is wrong with it.
     """
 
@@ -106,6 +108,27 @@ def damage(checkpoint: Path) -> str:
     return ""
 
 
+def save_stopped(checkpointer: CheckpointManager, step: int, first: int) -> str:
+    """Saves a run that stops before its last step, as it saves itself every so many steps.
+
+    Args:
+        checkpointer: the run's.
+        step: the last that was trained.
+        first: the first that was, by this process; at a smaller step nothing is new.
+
+    Returns:
+        What a person is told.
+    """
+    if not checkpointer.enable or checkpointer.load_only:
+        return "nothing is saved, as checkpoint.enable = false or load_only = true"
+    saved = step % checkpointer.interval == 0 or (step == 1 and checkpointer.enable_first_step_checkpoint)
+    if step >= first and not saved:
+        checkpointer.interval = 1
+        checkpointer.save(step)
+    checkpointer.maybe_wait_for_saving()
+    return "all is saved; start the job again to go on"
+
+
 def move_broken_aside(folder: Path, steps: Sequence[int]) -> None:
     """Renames broken checkpoints to broken-N, so that a new one can be saved under their name."""
     for step in steps:
@@ -120,7 +143,7 @@ def explained(error: BaseException, folder: Path, saving: bool) -> BaseException
 
     Args:
         error: what loading, training or saving raised.
-        folder: of the checkpoints.
+        folder: folder of the checkpoints.
         saving: whether the run had begun; before, a checkpoint is loaded.
     """
     causes = list(_causes(error))

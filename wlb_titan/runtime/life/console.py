@@ -1,4 +1,4 @@
-"""What a run prints: torchtitan's log of the rank that knows the loss, warnings and errors of all."""
+"""The console of a run: torchtitan's log of the rank that knows the loss, warnings and errors of all."""
 
 from __future__ import annotations
 
@@ -26,9 +26,27 @@ _MISLEADING = (
     "[GC]",
 )
 
+_OF_NO_USE = (
+    "CPU capacity",
+    "Structured logging",
+    "Building device mesh",
+    "Successfully created meshes",
+    "Building ",
+    "Applied ",
+    "Optimizer ",
+    "Loading tokenizer",
+    "Checkpointing active",
+    "Trainer is initialized",
+    "No checkpoint was provided",
+    "Synchronizing and adjusting timeout",
+    "Sleeping 2 seconds",
+    "Training completed",
+    "Destroying the purge thread",
+)
+
 
 def drop_misleading_warnings() -> None:
-    """Leaves out of torchtitan's log what does not apply to wlb_titan's runs."""
+    """Leaves out of torchtitan's log what does not apply to wlb_titan's runs, or helps nobody."""
     root = logging.getLogger()  # torchtitan logs on the root logger
     if _applies not in root.filters:
         root.addFilter(_applies)
@@ -40,6 +58,7 @@ def start_log(rank: int, parallel_dims: Any, schedule: str) -> None:
     drop_misleading_warnings()
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S"))
+    handler.addFilter(_applies)  # for those who log on loggers of their own
     root = logging.getLogger()
     root.handlers = [handler]
     reports = rank == metrics_rank(parallel_dims, schedule)
@@ -48,4 +67,6 @@ def start_log(rank: int, parallel_dims: Any, schedule: str) -> None:
 
 def _applies(record: logging.LogRecord) -> bool:
     message = record.getMessage()
+    if record.levelno <= logging.INFO and message.startswith(_OF_NO_USE):
+        return False
     return not any(text in message for text in _MISLEADING)

@@ -1,4 +1,4 @@
-"""What a dry run puts in the place of parts of a job: of its configuration, its model and its ops."""
+"""Stand-ins of a dry run for parts of a job: for its configuration, its model and its ops."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def dry_config(config: Trainer.Config, parallelised: Callable[[], Any]) -> Train
     """A job's configuration for a dry run.
 
     Args:
-        config: of the job.
+        config: configuration of the job.
         parallelised: called when the model has been parallelised, before its parameters are allocated.
     """
     spec = config.model_spec
@@ -111,7 +111,7 @@ class AttentionOfSlices(TorchDispatchMode):
     cache of keys and values is filled and emptied, with tensors that have no values.
 
     Args:
-        cache: of the step; None where documents are not sliced.
+        cache: cache of the step; None where documents are not sliced.
         trace: gets the cache's tensors as a term of their own.
     """
 

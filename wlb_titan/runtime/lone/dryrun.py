@@ -61,7 +61,7 @@ def dry_rank(
         file: TOML file.
         overrides: command-line words that win over it.
         rank: global rank, of `world_size`.
-        step: of the plan, from 1.
+        step: step of the plan, from 1.
         device_bytes: memory of a GPU, which bounds plans.
 
     Returns:

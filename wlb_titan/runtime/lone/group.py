@@ -67,7 +67,7 @@ class LoneGroup(dist.ProcessGroup):
     """The group of one rank, as torch.distributed knows groups.
 
     Args:
-        rank: of this process in the group.
+        rank: rank of this process in the group.
         size: ranks of the group.
         traffic: counts.
     """
@@ -221,7 +221,7 @@ def start_lone_group(rank: int, world_size: int) -> Traffic:
 
     Args:
         rank: global rank.
-        world_size: of the job.
+        world_size: processes of the job.
 
     Returns:
         What its groups are asked for from now on.

@@ -1,4 +1,4 @@
-"""What a rank allocates and what it communicates, recorded operation by operation.
+"""A trace of what a rank allocates and communicates, operation by operation.
 
 A dispatch mode sees every operation below autograd and DTensor, so the recorded memory is that of local
 tensors, and the recorded collectives are those that the process would start. Storages are counted once,
@@ -52,7 +52,7 @@ class Snapshot:
     """A moment of a trace.
 
     Attributes:
-        bytes_: of all storages alive.
+        bytes_: bytes of all storages alive.
         terms: bytes by term: what the storages were given for, `activations` for those made in a forward
             pass, `backward` for those made in a backward pass, and `gathered` for FSDP's whole weights,
             their gradients and its buffers.
@@ -69,7 +69,7 @@ class MemoryTrace(TorchDispatchMode):
 
     Args:
         fake: the mode of the rank's tensors. DTensor works out shapes on tensors of a mode of its own.
-        weight_shapes: of whole weights, as this rank has them between gathering and freeing them.
+        weight_shapes: shapes of whole weights, as this rank has them between gathering and freeing them.
 
     Attributes:
         current: bytes alive.

@@ -28,7 +28,7 @@ class RehearsalTrainer(LoneTrainer):
     """One rank of a job, built as the job builds it, with weights made up.
 
     Args:
-        config: of the job. Checkpoints and files are switched off in a copy.
+        config: configuration of the job. Checkpoints and files are switched off in a copy.
         rank: global rank.
         world_size: processes of the job.
         memory: bytes that the rank may take.
@@ -56,7 +56,7 @@ class RehearsalTrainer(LoneTrainer):
         """Runs steps of the plan.
 
         Args:
-            first: of the steps that count, from 1; the plans before it and the warm-up's are left out.
+            first: first step that counts, from 1; the plans before it and the warm-up's are left out.
             warm_up: steps before it that are run and not counted.
             steps: that count.
             seconds: after which no further step begins.
@@ -171,7 +171,7 @@ def _out_of_memory(error: BaseException) -> bool:
 
 
 def _peak(on_cpu: bool) -> int:
-    """Bytes: of an accelerator allocated at most in the step, of the CPU resident at most since the start."""
+    """Peak bytes: on an accelerator those allocated in the step, on a CPU those resident since the start."""
     if on_cpu:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     peak: int = torch.accelerator.max_memory_allocated()

@@ -73,8 +73,8 @@ def rehearse_rank(
     allow_segments_to_grow()
     become_rank(rank, world_size)
     import torch
-    from torchtitan.tools.utils import device_module
 
+    from wlb_titan.runtime.compat import device_bytes
     from wlb_titan.runtime.lone.rehearsal import RehearsalTrainer
     from wlb_titan.runtime.models.load import load_config
 
@@ -83,7 +83,7 @@ def rehearse_rank(
     on_cpu = not torch.accelerator.is_available()
     if on_cpu:
         torch.set_num_threads(1)
-    memory: int = device_module.get_device_properties(0).total_memory
+    memory = device_bytes()
     if memory_gib is not None:
         if memory_gib * GIB > memory:
             raise UserError(f"--memory-gib: the device has {memory / GIB:.2f} GiB, less than {memory_gib:g}.")

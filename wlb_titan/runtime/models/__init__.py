@@ -1,4 +1,4 @@
-"""Which models train here and what is changed in them.
+"""Models: which of them train here, and what is changed in them.
 
 Read `load` first: from a file to a configuration; then `registry`, `adoption` and `variants`.
 """

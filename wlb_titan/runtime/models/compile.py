@@ -20,11 +20,11 @@ def allow_graphs(job: Job) -> None:
     A micro-batch uses those that gather keys for which it has documents, and no others. torch gives up at its
     limit.
     """
-    graphs = sum(2 ** (1 + len(shared.moves)) for shared in job.merged.values())
+    graphs = sum(2 ** (1 + len(shared.exchanging.moves)) for shared in job.merged.values())
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 + graphs)
 
 
 def documents_vary(segments: torch.Tensor) -> torch.Tensor:
-    """The same tensor, (S, 4), whose number of rows S compiled code takes as a variable, also if it is 1."""
+    """Marks a tensor (S, 4): compiled code takes its number of rows S as a variable, also if it is 1."""
     mark_unbacked(segments, 0)
     return segments

@@ -1,4 +1,4 @@
-"""Which numbers torchtitan's settings may hold.
+"""Ranges of the numbers in torchtitan's settings.
 
 torchtitan documents its fields and checks few of them: a wrong one fails somewhere in the middle of a run.
 Our own settings have their ranges beside their docstrings (`config/ranges.py` reads both).

@@ -11,9 +11,9 @@ hidden states and their gradients is communicated.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,10 +29,8 @@ from torchtitan.tools.logging import logger
 
 from wlb_titan.plan import Flow
 from wlb_titan.runtime.compat import PipelineSchedule, build_pipeline_schedule, split_into_stages
-from wlb_titan.runtime.pipeline.packflow import PackFlowSchedule
+from wlb_titan.runtime.pipeline.packflow import PackFlowSchedule, packs_of
 from wlb_titan.runtime.pipeline.pass_timer import PassTimer
-from wlb_titan.runtime.pipeline.recompute import BackwardPass, RecomputingSchedule, RecomputingStage
-from wlb_titan.runtime.pipeline.regroup import Regrouping
 from wlb_titan.runtime.pipeline.schedules import (
     SPLITS_BACKWARD,
     canonical_name,
@@ -60,15 +58,15 @@ def pipeline(
     model_config: Decoder.Config,
     parallelize_fn: ParallelizeFunction,
     loss_fn: LossFunction,
-    recomputes: bool = False,
-) -> tuple[PlannedSchedule, list[nn.Module], bool, bool]:
+    stage_class: Callable[..., PlannedStage] = PlannedStage,
+    flow_class: type[PackFlowSchedule] = PackFlowSchedule,
+    check_lengths: bool = False,
+) -> Pipeline:
     """torchtitan's `pipeline_llm`, with stages that take their shapes from the plan.
 
-    With `recomputes` backward passes may have micro-batches of their own, for which layers are computed again
-    in place of full activation checkpointing.
-
-    Returns:
-        the schedule, this rank's parts of the model, and whether they hold the first and the last stage.
+    Args besides torchtitan's:
+        stage_class, flow_class: make a stage, and the schedule of an order of passes.
+        check_lengths: as of `PlannedSchedule`.
 
     Raises:
         ValueError: the schedule cannot run, with the reason; or the model does not fit its stages.
@@ -89,7 +87,7 @@ def pipeline(
             training=training,
             parallelism=parallelism,
             compile_config=compile_config,
-            ac_config=None if recomputes else ac_config,
+            ac_config=ac_config,
             dump_folder=dump_folder,
         )
         for part in parts
@@ -99,9 +97,6 @@ def pipeline(
         logger.info(f"{name} runs whole backward passes, because activation checkpointing recomputes in them")
     timer = PassTimer(device)
     tokens, hidden = stage_layouts(model_config, parallel_dims, training, parallelism)
-    stage_class = PlannedStage
-    if recomputes:
-        stage_class = partial(RecomputingStage, sharers=sharers(parallel_dims, parallelism))
     planned = [
         stage_class(
             part,
@@ -129,10 +124,11 @@ def pipeline(
         )
 
     def schedule_in(flow: Flow) -> PipelineSchedule:
-        schedule_class = RecomputingSchedule if recomputes else PackFlowSchedule
-        return schedule_class(planned, flow, timed_loss)
+        return flow_class(planned, flow, timed_loss)
 
-    schedule = PlannedSchedule(planned, schedule_of, schedule_in, timer, parallel_dims.cp)
+    schedule = PlannedSchedule(
+        planned, schedule_of, schedule_in, timer, parallel_dims.cp, check_lengths=check_lengths
+    )
     return schedule, parts, any(s.is_first for s in planned), any(s.is_last for s in planned)
 
 
@@ -155,17 +151,6 @@ def stage_layouts(
     )
 
 
-def sharers(parallel_dims: ParallelDims, parallelism: ParallelismConfig) -> dist.ProcessGroup | None:
-    """The ranks that divide the hidden states of a micro-batch among them; None where this one has all."""
-    axes = [("cp", parallel_dims.cp > 1)]
-    axes.append(("tp", parallel_dims.tp > 1 and parallelism.enable_sequence_parallel))
-    names = [name for name, divides in axes if divides]
-    if not names:
-        return None
-    mesh = parallel_dims.get_mesh(names)
-    return mesh.get_group() if len(names) == 1 else mesh._flatten("hidden_states").get_group()
-
-
 class PlannedSchedule:
     """What the trainer and the validator call: runs the micro-batches of a step, whatever their lengths.
 
@@ -173,19 +158,17 @@ class PlannedSchedule:
     never asked for outputs: those of different lengths could not be joined.
 
     Args:
-        stages: of this rank.
+        stages: stages of this rank.
         schedule_of: makes the schedule for a number of micro-batches, or raises ValueError.
         schedule_in: makes the schedule for an order of passes.
         timer: that the stages measure their passes by.
         context_parallel: ranks that share the tokens of a micro-batch.
-
-    Attributes:
-        timer: the same.
         check_lengths: compare the lengths with those of the other ranks of the pipeline before each step, at
             the price of one small all-gather.
+
+    Attributes:
+        timer, check_lengths: the same.
         flow: the order of passes of the next step's MicroPacks; None leaves it to the schedule.
-        regroupings: of its backward passes, where these have micro-batches of their own, behind those of
-            forward passes in what `step` is given; None where they are the same.
     """
 
     def __init__(
@@ -195,16 +178,17 @@ class PlannedSchedule:
         schedule_in: Callable[[Flow], PipelineSchedule],
         timer: PassTimer,
         context_parallel: int,
+        *,
+        check_lengths: bool,
     ) -> None:
         self.timer = timer
         self._context_parallel = context_parallel
-        self.check_lengths = False
+        self.check_lengths = check_lengths
         self._stages = stages
         self._schedule_of = schedule_of
         self._schedules: dict[int, PipelineSchedule] = {}
         self._schedule_in = lru_cache(maxsize=FLOWS)(schedule_in)
         self.flow: Flow | None = None
-        self.regroupings: list[Regrouping] | None = None
 
     def lower(self, flow: Flow) -> None:
         """Makes the schedule of an order of passes, which `step` then has. Another thread may do so ahead of
@@ -215,66 +199,54 @@ class PlannedSchedule:
         """Runs forward and backward of all micro-batches; gradients are added to the parameters'.
 
         Args:
-            kwarg_mbs: of each micro-batch the model's keyword arguments, among them "positions",
-                (1, tokens of this context-parallel rank).
-            arguments: of torch's schedules: arg_mbs, target_mbs, losses, loss_kwargs.
+            kwarg_mbs: the model's keyword arguments for each micro-batch, among them "positions",
+                (1, tokens of this context-parallel rank). Under a flow whose backward passes have others
+                these come behind those of forward passes, here and in what follows.
+            arguments: arguments of torch's schedules: arg_mbs, target_mbs, losses, loss_kwargs.
 
         Raises:
             ValueError: the schedule cannot run this number of micro-batches, or a length does not suit the
                 ranks.
             RuntimeError: a stage or the communication failed, or `check_lengths` found a difference.
         """
-        passes = None
-        if self.regroupings is not None:
-            n = len(self.regroupings)
-            inputs, targets = arguments["arg_mbs"], arguments["target_mbs"]
-            passes = list(
-                map(BackwardPass, self.regroupings, inputs[n:] if inputs else n * [()], kwarg_mbs[n:])
-            )
-            kwarg_mbs = kwarg_mbs[:n]
-            arguments["arg_mbs"] = inputs[:n] if inputs else None
-            arguments["target_mbs"] = targets[n:] if targets else None
-        with self._prepared(kwarg_mbs, self.flow, passes) as schedule:
+        with self._prepared(kwarg_mbs, self.flow) as (schedule, number):
             schedule.step(kwarg_mbs=kwarg_mbs, **{**arguments, "return_outputs": False})
-        self.timer.first += len(kwarg_mbs)
+        self.timer.first += number
 
     def eval(self, *, kwarg_mbs: list[dict[str, Any]], **arguments: Any) -> None:
         """Runs forward only; the losses go into `losses`, the outputs are not kept. Otherwise as `step`."""
-        with self._prepared(kwarg_mbs, None) as schedule:
+        with self._prepared(kwarg_mbs, None) as (schedule, _):
             schedule.eval(kwarg_mbs=kwarg_mbs, **{**arguments, "return_outputs": False})
 
     @contextmanager
     def _prepared(
-        self,
-        kwarg_mbs: list[dict[str, Any]],
-        flow: Flow | None,
-        passes: Sequence[BackwardPass] | None = None,
-    ) -> Iterator[PipelineSchedule]:
-        """The schedule for these micro-batches; an error gets a note that says how far this rank came."""
-        lengths = self._lengths(kwarg_mbs)
-        backward = lengths if passes is None else self._lengths(one.kwargs for one in passes)
+        self, kwarg_mbs: list[dict[str, Any]], flow: Flow | None
+    ) -> Iterator[tuple[PipelineSchedule, int]]:
+        """The schedule for these micro-batches, and how many it runs; an error gets a note that says how far
+        this rank came."""
+        lengths = [kwargs["positions"].shape[1] * self._context_parallel for kwargs in kwarg_mbs]
         if self.check_lengths:
-            check_equal_lengths(lengths if passes is None else lengths + backward, self._stages[0].group)
-        if flow is None and len(lengths) not in self._schedules:
-            self._schedules[len(lengths)] = self._schedule_of(len(lengths))
-        schedule = self._schedules[len(lengths)] if flow is None else self._schedule_in(flow)
+            check_equal_lengths(lengths, self._stages[0].group)
+        number = len(lengths) if flow is None else packs_of(flow)
+        if flow is None and number not in self._schedules:
+            self._schedules[number] = self._schedule_of(number)
+        schedule = self._schedules[number] if flow is None else self._schedule_in(flow)
         for stage in self._stages:
-            stage.set_micro_batch_lengths(lengths, backward)
-            if isinstance(stage, RecomputingStage):
-                stage.passes = passes
+            stage.set_micro_batch_lengths(lengths[:number], lengths[-number:])
         try:
-            yield schedule
+            yield schedule, number
         except Exception as error:
             _, last_pass = max(stage.last_pass for stage in self._stages)
             error.add_note(
-                f"Global rank {dist.get_rank()} stopped in a step of {len(lengths)} micro-batches; the last "
+                f"Global rank {dist.get_rank()} stopped in a step of {number} micro-batches; the last "
                 f"pass that it began was {last_pass}. If it waited for another rank, the cause is in that "
                 "rank's log."
             )
             raise
 
-    def _lengths(self, kwarg_mbs: Iterable[dict[str, Any]]) -> list[int]:
-        return [kwargs["positions"].shape[1] * self._context_parallel for kwargs in kwarg_mbs]
+
+Pipeline = tuple[PlannedSchedule, list[nn.Module], bool, bool]
+"""The schedule, this rank's parts of the model, and whether they hold the first and the last stage."""
 
 
 def check_equal_lengths(lengths: list[int], group: dist.ProcessGroup) -> None:

@@ -22,9 +22,9 @@ class PackFlowSchedule(PipelineScheduleRuntime):
     stage to the first. These are alike on all data-parallel ranks, however their passes are ordered.
 
     Args:
-        stages: of this rank.
-        flow: of each pipeline rank what it runs.
-        loss_fn: of the last stage's output and the labels: loss and metrics.
+        stages: stages of this rank.
+        flow: what each pipeline rank runs.
+        loss_fn: computes loss and metrics from the last stage's output and the labels.
     """
 
     def __init__(
@@ -37,10 +37,9 @@ class PackFlowSchedule(PipelineScheduleRuntime):
             loss, _ = loss_fn(*args, **kwargs)
             return loss
 
-        packs = 1 + max(action.place for action in flow[0])
         super().__init__(
             list(stages),
-            n_microbatches=packs,
+            n_microbatches=packs_of(flow),
             loss_fn=loss_alone,
             scale_grads=False,
             max_active_stages=len(stages),
@@ -48,6 +47,11 @@ class PackFlowSchedule(PipelineScheduleRuntime):
         order = {rank: [_torch_action(action) for action in actions] for rank, actions in enumerate(flow)}
         self.pipeline_order = order
         self._prepare_schedule_with_comms(order)
+
+
+def packs_of(flow: Flow) -> int:
+    """Micro-batches of an order of passes, of forward and as many of backward passes."""
+    return 1 + max(action.place for action in flow[0])
 
 
 def _torch_action(action: Action) -> ScheduleAction:

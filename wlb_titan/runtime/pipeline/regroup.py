@@ -1,31 +1,41 @@
-"""From the micro-batches of forward passes to those of backward passes: where hidden states lie.
+"""The asymmetric partition as torch runs it: backward passes with micro-batches of their own.
 
-Under the asymmetric partition a stage keeps hidden states of its forward passes, and a backward pass needs
-those of other tokens than any forward pass had. Where context and sequence parallelism divide hidden states,
-a token may be another rank's in the backward pass; it goes there by one all-to-all.
+The forward pass of a micro-batch runs without autograd. It leaves keys and values in the cache of the step,
+and the hidden states between layers with its stage. A backward pass has other tokens. Layer by layer, from
+the last to the first, it puts their hidden states together, runs the layer on them with autograd, and then
+backward. So every layer is computed twice and a hidden state a layer and token is in flight, as with full
+activation checkpointing, whose place this takes: it is the same, but that a backward pass takes its tokens
+from several forward passes. Where context and sequence parallelism divide hidden states, a token may be
+another rank's in the backward pass; it goes there by one all-to-all.
 
-`regroupings` runs in the loader's thread and says which rows go where. `gathered` moves them.
+`regrouped_items` runs in the loader's thread and says which rows go where, `gathered` moves them, and
+`regrouped_pipeline` takes the place of `pipeline`.
 
 Shape suffixes: L tokens of this rank, R rows (tokens) that are sent or received, D model width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from torchtitan.config import ParallelismConfig
+from torchtitan.distributed import ParallelDims
 
-from wlb_titan.context import sequence_positions
-from wlb_titan.packing.slim.slices import piece_numbers
-from wlb_titan.plan import LENGTH, PREFIX, TOTAL, MicroBatch
-from wlb_titan.runtime.data.inputs import on_host
-
-Ints = NDArray[np.int64]
+from wlb_titan.packing.slim.moves import TokenMoves, token_moves
+from wlb_titan.plan import ByPass, MicroBatch
+from wlb_titan.runtime.compat import checkpoint_wrapper
+from wlb_titan.runtime.data.inputs import REGROUPING, Item, on_host
+from wlb_titan.runtime.pipeline.build import Pipeline
+from wlb_titan.runtime.pipeline.packflow import PackFlowSchedule
+from wlb_titan.runtime.pipeline.stage import PlannedStage
 
 
 @dataclass(frozen=True)
@@ -33,69 +43,44 @@ class Regrouping:
     """How this rank's share of a backward micro-batch is put together.
 
     Attributes:
-        sources: forward micro-batches of which this rank sends tokens, rising.
-        sent: int64 (R,), rows of the sources' shares one after the other, by the rank that they go to.
-        sent_counts: of them, to each rank.
-        received_counts: rows from each rank.
-        places: int64 (R,), where what is received goes in the share; what is left of it is padding.
-        over: forward micro-batches of which nothing is needed afterwards.
+        moves: moves of the plan.
+        sent, places: int64 (R,), those of `moves`.
     """
 
-    sources: tuple[int, ...]
+    moves: TokenMoves
     sent: Tensor
-    sent_counts: list[int]
-    received_counts: list[int]
     places: Tensor
-    over: tuple[int, ...] = ()
 
-    def to(self, device: torch.device) -> Regrouping:
-        """The same for tensors on a device; starts copies."""
-        sent, places = (index.to(device, non_blocking=True) for index in (self.sent, self.places))
+    @classmethod
+    def of(cls, moves: TokenMoves) -> Regrouping:
+        """On the host."""
+        return cls(moves, on_host(moves.sent), on_host(moves.places))
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Regrouping:
+        """This regrouping with tensors on a device; starts copies."""
+        sent, places = (index.to(device, non_blocking=non_blocking) for index in (self.sent, self.places))
         return replace(self, sent=sent, places=places)
 
 
-def regroupings(
-    forward: Sequence[MicroBatch], backward: Sequence[MicroBatch], tensor_ranks: int, rank: int
-) -> list[Regrouping]:
-    """Of each backward micro-batch how this rank gets its share of hidden states.
+def regrouped_items(
+    items: Sequence[Item], packs: ByPass[tuple[MicroBatch, ...]], tensor_ranks: int, rank: int
+) -> list[Item]:
+    """What a rank trains on where its backward passes have micro-batches of their own.
 
     Args:
-        forward, backward: of one data-parallel rank, of the same tokens.
-        tensor_ranks: ranks among which sequence parallelism divides a context-parallel rank's tokens; 1
-            without it.
-        rank: this one's number among those that share a micro-batch, tensor-parallel ranks innermost.
+        items: items of the micro-batches of forward and then of backward passes.
+        packs: these micro-batches.
+        tensor_ranks, rank: as of `token_moves`.
+
+    Returns:
+        The same, with a `Regrouping` of each backward pass; those of forward passes without labels.
     """
-    tokens = _token_numbers([*forward, *backward])
-    own, others = tokens[: len(forward)], tokens[len(forward) :]
-    shares = [_shares(m, tensor_ranks) for m in forward]
-    # Of every token the forward micro-batch that has it, the rank that keeps it, and its row there.
-    pack, holder, row = np.empty((3, sum(map(len, own))), dtype=np.int64)
-    for number, (here, share) in enumerate(zip(own, shares, strict=True)):
-        at = np.argsort(share, axis=None)[: len(here)]
-        pack[here] = number
-        holder[here], row[here] = np.divmod(at, share.shape[1])
-    result = []
-    last = np.full(len(forward), -1)
-    for number, (m, here) in enumerate(zip(backward, others, strict=True)):
-        wanted = [here[share[share < len(here)]] for share in _shares(m, tensor_ranks)]
-        sent = [each[holder[each] == rank] for each in wanted]
-        moved = np.concatenate(sent)
-        sources = np.unique(pack[moved])
-        last[sources] = number
-        lengths = np.array([shares[source].shape[1] for source in sources], dtype=np.int64)
-        begins = np.cumsum(lengths) - lengths
-        (places,) = np.nonzero(_shares(m, tensor_ranks)[rank] < len(here))
-        by_holder = np.argsort(holder[wanted[rank]], kind="stable")
-        result.append(
-            Regrouping(
-                sources=tuple(sources.tolist()),
-                sent=on_host(begins[np.searchsorted(sources, pack[moved])] + row[moved]),
-                sent_counts=[len(each) for each in sent],
-                received_counts=np.bincount(holder[wanted[rank]], minlength=len(wanted)).tolist(),
-                places=on_host(places[by_holder]),
-            )
-        )
-    return [replace(one, over=tuple(np.flatnonzero(last == j).tolist())) for j, one in enumerate(result)]
+    ways = map(Regrouping.of, token_moves(*packs, tensor_ranks, rank))
+    forward, backward = items[: len(packs.forward)], items[len(packs.forward) :]
+    return [
+        *((item, labels[:, :0]) for item, labels in forward),
+        *(({**item, REGROUPING: way}, own) for (item, own), way in zip(backward, ways, strict=True)),
+    ]
 
 
 def gathered(
@@ -104,43 +89,265 @@ def gathered(
     """This rank's share of a backward micro-batch. Every rank of the group has to call it.
 
     Args:
-        how: of that micro-batch, on the device.
+        how: regrouping of that micro-batch, on the device.
         kept: by forward micro-batch (1, L, D), this rank's share of a hidden state.
         into: (1, L, D), zeros, which are filled.
         group: the ranks that share a micro-batch; None for this one alone.
     """
     rows_RD = into.new_empty((0, into.shape[2]))
-    if how.sources:
-        rows_RD = torch.cat([kept[source].squeeze(0) for source in how.sources])
+    moves = how.moves
+    if moves.sources:
+        rows_RD = torch.cat([kept[source].squeeze(0) for source in moves.sources])
         rows_RD = rows_RD[how.sent]
     if group is not None:
         received_RD = into.new_empty((len(how.places), into.shape[2]))
-        dist.all_to_all_single(received_RD, rows_RD, how.received_counts, how.sent_counts, group=group)
+        dist.all_to_all_single(received_RD, rows_RD, moves.received_counts, moves.sent_counts, group=group)
         rows_RD = received_RD
     into[0, how.places] = rows_RD
     return into
 
 
-def _token_numbers(micro_batches: Sequence[MicroBatch]) -> list[Ints]:
-    """Of each micro-batch int64 (tokens,), numbers by which a token is found in those of both passes."""
-    packs = [(m.documents, m.slices) for m in micro_batches if m.slices is not None]
-    numbers = piece_numbers(packs)
-    totals = np.zeros(1 + max(int(own.max()) for own in numbers), dtype=np.int64)
-    for own, (_, slices) in zip(numbers, packs, strict=True):
-        totals[own] = slices[:, TOTAL]
-    begins = np.cumsum(totals) - totals
-    result = []
-    for own, (documents, slices) in zip(numbers, packs, strict=True):
-        lengths = documents[:, LENGTH]
-        first = begins[own] + slices[:, PREFIX] - (np.cumsum(lengths) - lengths)
-        result.append(np.repeat(first, lengths) + np.arange(int(lengths.sum())))
-    return result
+class RegroupedLayers:
+    """The layers of a stage, and the hidden states between them, (1, L, D), that forward passes leave.
+
+    Hidden state number k is the input of the stage's k-th layer, the one after the last its last layer's
+    output.
+
+    Args:
+        model: the stage's part of the model, whose layers are wrapped.
+        sharers: the ranks that share a micro-batch's hidden states; None for this one alone.
+
+    Attributes:
+        forward: the micro-batch whose forward pass is under way.
+        backward: where the tokens lie of the micro-batch whose backward pass is under way. Without either,
+            as in evaluation, layers run as always.
+    """
+
+    def __init__(self, model: nn.Module, sharers: dist.ProcessGroup | None) -> None:
+        self.forward: int | None = None
+        self.backward: Regrouping | None = None
+        self._sharers = sharers
+        self._kept: dict[int, dict[int, Tensor]] = defaultdict(dict)
+        layers: Any = model.layers
+        self._keeps_last = model.norm is not None
+        self.number = len(layers)
+        for number, (name, layer) in enumerate(layers.items()):
+            layers[name] = checkpoint_wrapper(layer, checkpoint_fn=partial(self._run, number))
+
+    def keep(self, number: int, hidden: Tensor) -> None:
+        """Keeps a hidden state of the forward pass under way."""
+        assert self.forward is not None
+        self._kept[number][self.forward] = hidden
+
+    def take(self, number: int, like: Tensor) -> Tensor:
+        """That of the backward pass under way, of which it has no further use; shaped as `like`."""
+        how, kept = self.backward, self._kept[number]
+        assert how is not None
+        with torch.no_grad():
+            hidden = gathered(how, kept, like.new_zeros(like.shape), self._sharers)
+        for source in how.moves.over:
+            del kept[source]
+        return hidden
+
+    def clear(self) -> None:
+        """Forgets what is kept: of micro-batches of which a rank has padding only, or after an error."""
+        self._kept.clear()
+        self.forward = self.backward = None
+
+    def _run(
+        self, number: int, layer: Callable[..., Tensor], hidden: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        call = partial(_called, layer, args, kwargs)
+        after = number + 1
+        if self.backward is not None:
+            inputs = partial(self.take, number, hidden.detach()) if number else hidden.detach
+            # Only the loss reads what comes out of layers.
+            output = partial(self.take, after) if self._reads(after) else _nothing
+            return _Again.apply(hidden, output, inputs, call)
+        result = call(hidden)
+        if self.forward is not None and (after < self.number or self._reads(after)):
+            self.keep(after, result)
+        return result
+
+    def _reads(self, number: int) -> bool:
+        return self._keeps_last and number == self.number
 
 
-def _shares(micro_batch: MicroBatch, tensor_ranks: int) -> Ints:
-    """Int64 (ranks, L), where in the sequence the tokens lie that each rank holds; padding comes last."""
-    if micro_batch.ranks is None:
-        return np.arange(micro_batch.length).reshape(tensor_ranks, -1)
-    lengths = micro_batch.documents[:, LENGTH]
-    positions = sequence_positions(micro_batch.ranks, lengths, micro_batch.length)
-    return positions.reshape(len(micro_batch.ranks) * tensor_ranks, -1)
+class _Again(torch.autograd.Function):
+    """A layer that runs when its gradient is due."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        output: Callable[[Tensor], Tensor],
+        inputs: Callable[[], Tensor],
+        call: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        ctx.inputs, ctx.call = inputs, call
+        return output(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            hidden = ctx.inputs().requires_grad_()
+            output = ctx.call(hidden)
+        torch.autograd.backward(output, *gradients)
+        return hidden.grad, None, None, None
+
+
+def _nothing(like: Tensor) -> Tensor:
+    """An empty tensor of its shape, contiguous: torch compares strides with what a stage declares."""
+    return like.new_empty(like.shape)
+
+
+def _called(layer: Callable[..., Tensor], args: Any, kwargs: dict[str, Any], hidden: Tensor) -> Tensor:
+    return layer(hidden, *args, **kwargs)
+
+
+class RegroupedStage(PlannedStage):
+    """A stage whose backward passes may have micro-batches of their own; otherwise as `PlannedStage`.
+
+    Args:
+        args, kwargs: arguments of `PlannedStage`.
+        sharers: as of `RegroupedLayers`.
+
+    Attributes:
+        passes: the token ids of the step's backward passes, on the first stage, and the model's other
+            arguments; empty where they are those of forward passes.
+        layers: what is kept between the passes.
+    """
+
+    def __init__(self, *args: Any, sharers: dist.ProcessGroup | None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.passes: Sequence[tuple[tuple[Tensor, ...], dict[str, Any]]] = ()
+        self.layers = RegroupedLayers(self.submod, sharers)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        if not self.passes:
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self.layers.forward, self.layers.backward = fwd_chunk_id, None
+        with torch.no_grad(), self._without_head():
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self.layers.forward = None
+        # What torch keeps for a backward pass of the same micro-batch. Its output is still to be sent; the
+        # backward pass that has this number overwrites it.
+        self._forward_chunk_states[fwd_chunk_id].input_values.clear()
+        if self.is_last:
+            del self._forward_chunk_states[fwd_chunk_id]
+        return output
+
+    @contextmanager
+    def _without_head(self) -> Iterator[None]:
+        """Logits are made in backward passes only; where the loss makes them the model does not anyway."""
+        model: Any = self.submod
+        skips, model._skip_lm_head = model._skip_lm_head, True
+        try:
+            yield
+        finally:
+            model._skip_lm_head = skips
+
+    def begin_backward(self, place: int) -> Tensor:
+        """The stage's output for a backward micro-batch, of which only the last stage's is a value.
+
+        Its backward pass has to come next.
+        """
+        inputs, kwargs = self.passes[place]
+        kwargs = dict(kwargs)
+        self._begin("backward", place)
+        self.layers.backward = kwargs.pop(REGROUPING)
+        with self._timer.time("R", self.stage_index, place):
+            output: Tensor = super(PlannedStage, self).forward_one_chunk(
+                place, inputs, kwargs, save_forward_output=False
+            )
+        return output
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
+        if self.layers.backward is not None:
+            assert self._stage_meta.inputs is not None
+            (meta,) = self._stage_meta.inputs
+            share = self.layers.take(0, torch.empty(meta.shape, dtype=meta.dtype, device=self.device))
+            return (share.requires_grad_(),)
+        received = super()._retrieve_recv_activations(fwd_chunk_id)
+        if self.layers.forward is not None:
+            self.layers.keep(0, *received)
+        return received
+
+
+class RegroupedSchedule(PackFlowSchedule):
+    """An order of passes whose backward passes have micro-batches of their own.
+
+    What `step` is given of them comes behind what it is given of forward passes. Only there the loss is
+    computed.
+    """
+
+    def step(
+        self,
+        *,
+        arg_mbs: list[tuple[Tensor, ...]] | None,
+        kwarg_mbs: list[dict[str, Any]],
+        target_mbs: list[Tensor] | None,
+        **others: Any,
+    ) -> Any:
+        n = self._n_microbatches
+        self._loss_arguments = target_mbs and target_mbs[n:], others.get("loss_kwargs")
+        inputs = arg_mbs[n:] if arg_mbs else [()] * n
+        stages: list[Any] = self._stages
+        for stage in stages:
+            stage.passes = list(zip(inputs, kwarg_mbs[n:], strict=True))
+        try:
+            return super().step(
+                arg_mbs=arg_mbs and arg_mbs[:n],
+                kwarg_mbs=kwarg_mbs[:n],
+                target_mbs=target_mbs and target_mbs[:n],
+                **others,
+            )
+        finally:
+            for stage in stages:
+                stage.passes = ()
+                stage.layers.clear()
+
+    def _maybe_compute_loss(self, *args: Any, **kwargs: Any) -> None:
+        """A forward pass has none."""
+
+    def _maybe_get_loss(self, stage: RegroupedStage, mb_index: int) -> Tensor | None:
+        """torch asks for it before a backward pass, which begins here."""
+        output = stage.begin_backward(mb_index)
+        if not stage.is_last:
+            return None
+        targets, loss_kwargs = self._loss_arguments
+        assert targets is not None
+        loss: Tensor = self._compute_loss(output, targets[mb_index], loss_kwargs)
+        self._internal_losses.append(loss.detach())
+        return loss
+
+
+def regrouped_pipeline(
+    made: Callable[..., Pipeline],
+    model: nn.Module,
+    *,
+    parallel_dims: ParallelDims,
+    parallelism: ParallelismConfig,
+    **arguments: Any,
+) -> Pipeline:
+    """As it is `made` by `pipeline`, with layers that are computed again in place of full checkpointing."""
+    arguments["ac_config"] = None
+    return made(
+        model,
+        parallel_dims=parallel_dims,
+        parallelism=parallelism,
+        stage_class=partial(RegroupedStage, sharers=sharers(parallel_dims, parallelism)),
+        flow_class=RegroupedSchedule,
+        **arguments,
+    )
+
+
+def sharers(parallel_dims: ParallelDims, parallelism: ParallelismConfig) -> dist.ProcessGroup | None:
+    """The ranks that divide the hidden states of a micro-batch among them; None where this one has all."""
+    axes = [("cp", parallel_dims.cp > 1)]
+    axes.append(("tp", parallel_dims.tp > 1 and parallelism.enable_sequence_parallel))
+    names = [name for name, divides in axes if divides]
+    if not names:
+        return None
+    mesh = parallel_dims.get_mesh(names)
+    return mesh.get_group() if len(names) == 1 else mesh._flatten("hidden_states").get_group()

@@ -36,7 +36,7 @@ class Layout:
     Attributes:
         ranks: how many share the tokens of a micro-batch.
         rest: sizes of the dimensions after the sequence's.
-        dtype: of the elements.
+        dtype: data type of the elements.
     """
 
     ranks: int
@@ -66,8 +66,8 @@ class PlannedStage(PipelineStage):
     Args:
         submodule: this stage's part of the model: tokens or hidden states in, hidden states or output out.
         stage_index: from 0.
-        num_stages: of the whole pipeline.
-        device: of the stage.
+        num_stages: stages of the whole pipeline.
+        device: device of the stage.
         group: the ranks of the pipeline.
         tokens: layout of what the first stage gets, (1, L).
         hidden: layout of what passes between stages, (1, L, D), and of its gradient.
@@ -108,12 +108,12 @@ class PlannedStage(PipelineStage):
         self._runtime_validate = True  # torch's own check, which it makes only when debugging
         self.act_send_info = {0: [] if self.is_last else [stage_index + 1]}
 
-    def set_micro_batch_lengths(self, lengths: Sequence[int], backward: Sequence[int] | None = None) -> None:
+    def set_micro_batch_lengths(self, lengths: Sequence[int], backward: Sequence[int]) -> None:
         """Prepares for a step with these micro-batches. Call it on every stage before every step.
 
         Args:
             lengths: tokens of each micro-batch, padding included, over all context-parallel ranks.
-            backward: of those of backward passes; None: the same.
+            backward: lengths of those of backward passes, the same unless these have others.
 
         Raises:
             ValueError: a length cannot be shared equally by the ranks.
@@ -121,7 +121,6 @@ class PlannedStage(PipelineStage):
         """
         ensure_receives_drained(self.args_recv_info)
         ensure_receives_drained(self.grad_recv_info)
-        backward = lengths if backward is None else backward
         known = {length: self._meta(length) for length in {*lengths, *backward}}
         self._metas = [known[length] for length in lengths]
         self._backward_metas = [known[length] for length in backward]

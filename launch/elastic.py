@@ -1,0 +1,162 @@
+"""The ranks of a host: torch's elastic agent, that ends politely and with one line. What is ours:
+
+- The first SIGTERM, SIGUSR1, SIGINT or SIGHUP is passed on to the ranks, which finish their step, save and
+  end (`runtime/life/stop.py`). A second one ends them at once.
+- What starting again cannot mend is not started again: a user's mistake, and a run that was asked to stop.
+- Its exit status is that of the rank that failed first, or 128 and the number of the signal it was sent.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import config_from_args, parse_args
+
+from wlb_titan.errors import EXIT_AGAIN, EXIT_USER_ERROR
+
+ONE_REQUEST = 5.0  # seconds in which signals are the same request, but for Ctrl-C: schedulers repeat theirs
+POLITE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+PATIENCE = 600  # seconds
+STOPPED = (EXIT_AGAIN, 128 + signal.SIGTERM)  # of a rank that was asked to stop
+FINAL = (EXIT_USER_ERROR, *STOPPED)
+
+
+def run(words: Sequence[str]) -> int:
+    """Runs the ranks of this host to their end.
+
+    Args:
+        words: torchrun's arguments; rendezvous is c10d's.
+
+    Returns:
+        The exit status.
+    """
+    logging.disable(logging.ERROR)  # torch's agent tells its doings at length; how it ends is told below
+    config, program, arguments = config_from_args(parse_args(list(words)))
+    if config.max_restarts or config.min_nodes != config.max_nodes:
+        # The store that agents lend to ranks keeps what those before a restart have written.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    agent = Agent(config, str(program), arguments)
+    handlers = {number: signal.signal(number, agent.hear) for number in _heard()}
+    try:
+        return agent.status_of(agent.run())
+    except SignalException as end:
+        number = agent.asked or end.sigval
+        print(f"The job was ended by {signal.Signals(number).name}.", file=sys.stderr)
+        return 128 + number
+    except RendezvousError as error:
+        print(f"The hosts of the job have lost each other: {error}", file=sys.stderr)
+        return 1
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        agent.leave()
+
+
+class Agent(LocalElasticAgent):
+    """Torch's agent of a host.
+
+    Attributes:
+        asked: the first signal that asked it to end; None if none did.
+    """
+
+    def __init__(self, config: LaunchConfig, program: str, arguments: Sequence[str]) -> None:
+        # Of what torch would handle, those which are not heard here.
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+        parameters = RendezvousParameters(
+            backend=config.rdzv_backend,
+            endpoint=config.rdzv_endpoint,
+            run_id=config.run_id,
+            min_nodes=config.min_nodes,
+            max_nodes=config.max_nodes,
+            local_addr=config.local_addr,
+            **config.rdzv_configs,
+        )
+        spec = WorkerSpec(
+            role=config.role,
+            local_world_size=config.nproc_per_node,
+            entrypoint=program,
+            args=tuple(arguments),
+            rdzv_handler=get_rendezvous_handler(parameters),
+            max_restarts=config.max_restarts,
+            monitor_interval=config.monitor_interval,
+            local_addr=config.local_addr,
+            numa_options=config.numa_options,
+        )
+        super().__init__(
+            spec,
+            config.logs_specs,
+            log_line_prefix_template=config.log_line_prefix_template,
+            shutdown_timeout=config.shutdown_timeout,
+        )
+        self.asked: int | None = None
+        self._asked_at = 0.0
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        """A handler of signals: the first asks the ranks, the second ends them at once."""
+        again = self.asked is not None and (
+            number == signal.SIGINT or time.monotonic() - self._asked_at > ONE_REQUEST
+        )
+        running = [process for process in self._ranks() if process.poll() is None]
+        if again or not running:
+            raise SignalException("the ranks are to end", sigval=signal.SIGINT)
+        if self.asked is None:
+            self.asked, self._asked_at = number, time.monotonic()
+            for process in running:
+                process.send_signal(signal.SIGUSR1 if number == signal.SIGUSR1 else signal.SIGTERM)
+
+    def status_of(self, result: RunResult | None) -> int:
+        """The exit status of a run that has ended; a failure is told. None: others have ended it."""
+        if result is None or not result.is_failed():
+            return 0
+        rank, first = min(result.failures.items(), key=lambda failure: failure[1].timestamp)
+        if self.asked is not None and (first.exitcode in STOPPED or first.exitcode < 0):
+            return EXIT_AGAIN if self.asked == signal.SIGUSR1 else 128 + self.asked
+        if first.exitcode in STOPPED:  # another host was asked
+            return first.exitcode
+        how = f"exit code {first.exitcode}"
+        if first.exitcode < 0:
+            how = f"killed by {signal.Signals(-first.exitcode).name}"
+        print(f"The job failed: rank {rank} ({how}).", file=sys.stderr)
+        return max(first.exitcode, 1)
+
+    def leave(self) -> None:
+        """Tells the other hosts that this one has ended."""
+        self._worker_group.spec.rdzv_handler.shutdown()
+
+    def _ranks(self) -> list[subprocess.Popen[Any]]:
+        return [one.proc for one in self._pcontext.subprocess_handlers.values()] if self._pcontext else []
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        # Those who still run are stopped because a host has come; they finish their step and save.
+        self._shutdown(timeout=PATIENCE)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        codes = [process.poll() for process in self._ranks()]
+        ended = [code for code in codes if code is not None]
+        if None in codes and ended and all(code in (0, *STOPPED) for code in ended):
+            return RunResult(state=WorkerState.HEALTHY)  # the others are about to end
+        if any(ended):
+            for process in self._ranks():
+                process.send_signal(signal.SIGINT)  # at once: their SIGTERM would ask for another step
+            if self.asked is not None or any(code in FINAL for code in ended):
+                self._remaining_restarts = 0
+        return super()._monitor_workers(worker_group)
+
+
+def _heard() -> list[signal.Signals]:
+    return [number for number in POLITE if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup has it

@@ -1,0 +1,128 @@
+"""Common parts of the TorchX components."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+
+import torchx.specs as specs
+from torchx.schedulers.local_scheduler import SignalException
+from wlb_titan.launch.job import AGENT
+
+from wlb_titan.errors import EXIT_USER_ERROR, UserError
+
+HERE = "."
+"""The image that means this machine's files and this interpreter."""
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """A mistake of the user ends the process with its message, as in the `wlb-titan` command: TorchX would
+    print a traceback."""
+    try:
+        yield
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(EXIT_USER_ERROR) from None
+
+
+def refuse_docker(image: str) -> None:
+    """TorchX takes Docker where nothing else is said, and imports the scheduler that it takes.
+
+    Raises:
+        UserError: no image is named for it.
+    """
+    if image == HERE and "torchx.schedulers.docker_scheduler" in sys.modules:
+        raise UserError(
+            "TorchX takes Docker in a folder without .torchxconfig, and --image names no image. On this "
+            "machine `wlb-titan train FILE` trains, and `torchx run -s local_cwd` runs any component."
+        )
+
+
+def command_job(
+    command: str, arguments: list[str], image: str, name: str, resource: specs.Resource
+) -> specs.AppDef:
+    """One process that runs `wlb-titan COMMAND ARGUMENTS`."""
+    with refusals():
+        refuse_docker(image)
+    entrypoint, *words = interpreter(image, "wlb_titan.commands.main", "wlb-titan")
+    role = specs.Role(
+        name=command,
+        image=image,
+        entrypoint=entrypoint,
+        args=[*words, command, *arguments],
+        resource=resource,
+    )
+    return specs.AppDef(name=name, roles=[role])
+
+
+def with_our_agent(app: specs.AppDef, image: str, words: list[str]) -> specs.AppDef:
+    """TorchX's distributed job with our agent in torchrun's place.
+
+    Args:
+        app: the job.
+        image: where it runs.
+        words: words of the agent, besides those that torchrun has.
+    """
+    agent = shlex.join([*interpreter(image, AGENT, "wlb-agent"), *words])
+    for role in app.roles:
+        role.args = [argument.replace("torchrun ", f"{agent} ", 1) for argument in role.args]
+    return app
+
+
+def interpreter(image: str, module: str, command: str) -> list[str]:
+    """How a module of ours is run: by this interpreter, whose `bin` need not be on the PATH, or by an image's
+    own command."""
+    return [sys.executable, "-m", module] if image == HERE else [command]
+
+
+def end_cleanly() -> None:
+    """Has TorchX, in whose process components are made, end a local job on SIGHUP as it does on Ctrl-C and
+    SIGTERM, and say so in a line."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if not _runs_here():
+        return  # the job outlives this process
+    stopped = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopped.set()
+        raise SignalException("the job is to end", sigval=signal.Signals(number))
+
+    def shown(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, SignalException):
+            sys.__excepthook__(kind, error, trace)
+            return
+        name = "Ctrl-C" if error.sigval == signal.SIGINT else error.sigval.name
+        print(f"\nStopped by {name}; the job has ended.", file=sys.stderr)
+        raise SystemExit(128 + error.sigval)
+
+    def shown_in_thread(error: threading.ExceptHookArgs) -> None:
+        # TorchX deletes its folder of logs while its own thread may still be reading there.
+        if not stopped.is_set():
+            threading.__excepthook__(error)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, stop)
+    sys.excepthook = shown
+    threading.excepthook = shown_in_thread
+
+
+def _runs_here() -> bool:
+    """Whether a local scheduler of TorchX is to run the job: it handles signals by now, others do not."""
+    return signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, signal.SIG_IGN)
+
+
+def gpus_here() -> int | None:
+    """How many GPUs the job finds, if it runs on this machine; None if it does not."""
+    if not _runs_here():
+        return None
+    import torch
+
+    return torch.accelerator.device_count()

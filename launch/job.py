@@ -1,0 +1,93 @@
+"""A job before it starts, for every way of starting it: checked, sized, and in the launcher's words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from wlb_titan.errors import UserError
+
+PROGRAM = "wlb_titan.runtime.train"
+AGENT = "wlb_titan.launch.agent"
+LAST_CALL = 10
+"""Seconds that hosts wait for one more, once there are enough of them."""
+
+
+def processes_a_host(
+    config: str,
+    overrides: Sequence[str] = (),
+    *,
+    nodes: int = 1,
+    min_nodes: int = 0,
+    processes: int = 0,
+    is_here: bool = True,
+    gpus: Callable[[], int | None] = lambda: None,
+) -> int:
+    """Checks an experiment before it is started or submitted, and sizes its job.
+
+    Args:
+        config: path of the TOML file.
+        overrides: command-line overrides of its keys.
+        nodes: number of hosts.
+        min_nodes: with how many of them it goes on when others are lost; 0 for all.
+        processes: on each host; 0 for as many as the parallel degrees need.
+        is_here: whether the job will see this machine's files, so that the corpus can be checked.
+        gpus: says how many GPUs the job will find; None where it runs elsewhere.
+
+    Returns:
+        Processes on each host.
+
+    Raises:
+        UserError: the user's mistake, with its place.
+    """
+    from wlb_titan.config import refuse_unknown_keys
+
+    refuse_unknown_keys(config, overrides)  # before torch is imported for the next line
+    from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+
+    use_cpu_without_accelerator()
+    from wlb_titan.runtime.checks.config import validate, validate_devices, validate_files
+    from wlb_titan.runtime.job import degrees_product
+    from wlb_titan.runtime.models.load import load_config
+
+    if nodes < 1 or processes < 0 or not 0 <= min_nodes <= nodes:
+        raise UserError(
+            "--nodes is at least 1, --min-nodes at most as many, and --nproc at least 0 (as many as are "
+            f"needed); got {nodes}, {min_nodes} and {processes}."
+        )
+    world_size = nodes * processes
+    resolved = load_config(config, overrides, world_size=world_size or None)
+    if (here := gpus()) is not None:
+        number = world_size or degrees_product(resolved.config)
+        resolved.check(lambda config: validate_devices(config, number, here))
+    if is_here:
+        resolved.check(lambda config: validate_files(config, world_size or None))
+    if not world_size:
+        world_size = degrees_product(resolved.config)
+        if world_size % nodes != 0:
+            raise UserError(f"--nodes: {world_size} processes do not spread evenly over {nodes} hosts.")
+        resolved.check(lambda config: validate(config, world_size))
+    for fewer in range(min_nodes or nodes, nodes):
+        _check_fewer(config, overrides, world_size, fewer * world_size // nodes)
+    return world_size // nodes
+
+
+def _check_fewer(config: str, overrides: Sequence[str], world_size: int, fewer: int) -> None:
+    """Whether the job can go on with fewer processes, on the same global batch."""
+    from wlb_titan.runtime.models.load import load_config
+
+    try:
+        resolved = load_config(config, overrides, world_size=fewer)
+    except UserError as error:
+        raise UserError(f"With {fewer} processes, which --min-nodes allows to be left: {error}") from error
+    if resolved.config.training.global_batch_size <= 0:
+        raise UserError(
+            "training.global_batch_size: set it where hosts may be lost. Without it a step of "
+            f"{fewer} processes would have fewer micro-batches than one of {world_size}."
+        )
+
+
+def restart_words(nodes: int, min_nodes: int, restarts: int) -> list[str]:
+    """The agent's words for a job that goes on when a host or rank is lost; none where it does not."""
+    if not restarts and (min_nodes or nodes) == nodes:
+        return []
+    return ["--max_restarts", str(restarts), "--rdzv_conf", f"last_call_timeout={LAST_CALL}"]

@@ -1,0 +1,103 @@
+"""Jobs that are asked to stop: all ranks finish the same step, save, and go on later as if nothing was."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from wlb_titan.runtime.life.alarm import ONE_REQUEST
+
+AREA = "training: asked to stop"
+UNSAVED = ("--checkpoint.interval", "1000")  # so that what is found later was saved as the run stopped
+
+
+def stopped_after(job) -> int:
+    """The step after which a job has stopped, as it says itself; that was saved, and no step is lost."""
+    from wlb_titan.runtime.life.checkpoints import newest_whole
+
+    (line,) = [line for line in job.log().splitlines() if "Stopped after step" in line]
+    assert "all is saved" in line and "Traceback" not in job.log(), job.log()
+    step = int(line.split("after step ")[1].split()[0])
+    assert newest_whole(job.dump / "checkpoint").step == step == max(job.losses()), job.log()
+    return step
+
+
+def await_step(job, step: int) -> None:
+    job.await_(lambda: max(job.losses(), default=0) >= step)
+
+
+@pytest.mark.parametrize(
+    ("number", "ranks", "status"),
+    [(signal.SIGTERM, [1], 143), (signal.SIGUSR1, [0, 0], 75)],
+    ids=["SIGTERM-to-one-rank", "SIGUSR1-by-scheduler-and-launcher"],
+)
+def test_a_signal_stops_all_ranks_after_the_same_step(ground, undisturbed, number, ranks, status):
+    name = f"asked-{number.name}-{len(ranks)}"
+    job = ground.start(name, *UNSAVED)
+    await_step(job, 1)
+    job.signal(number, ranks)
+    assert job.wait() == [status, status], job.log()
+    assert stopped_after(job) < 8
+    again = ground.run(name, *UNSAVED)
+    assert again.codes == [0, 0], again.log()
+    assert again.losses() == undisturbed.losses()
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_asked_while_a_checkpoint_is_written(ground, undisturbed, mode):
+    """What is being written is finished; a step that it holds is not saved twice."""
+    name, words = f"asked-saving-{mode}", ("--checkpoint.interval", "1", "--checkpoint.async_mode", mode)
+    job = ground.start(name, *words)
+
+    def is_writing() -> bool:
+        folders = (job.dump / "checkpoint").glob("step-*")
+        return any(not (folder / ".metadata").exists() for folder in folders)
+
+    job.await_(is_writing)
+    job.signal(signal.SIGTERM, [0, 1])
+    assert job.wait() == [143, 143], job.log()
+    stopped_after(job)
+    again = ground.run(name, *words)
+    assert again.codes == [0, 0], again.log()
+    assert again.losses() == undisturbed.losses()
+
+
+def test_asked_while_ranks_wait_in_a_collective(ground, undisturbed):
+    """Rank 1 hangs and the signal reaches rank 0, which waits for it: they agree when rank 1 goes on."""
+    job = ground.start("asked-waiting", *UNSAVED)
+    await_step(job, 1)
+    job.signal(signal.SIGSTOP, [1])
+    time.sleep(1)  # rank 0 ends its step as far as it can alone
+    job.signal(signal.SIGTERM, [0])
+    job.await_(lambda: "the run ends after the step under way" in job.log())
+    job.signal(signal.SIGCONT, [1])
+    assert job.wait() == [143, 143], job.log()
+    stopped_after(job)
+    again = ground.run("asked-waiting", *UNSAVED)
+    assert again.losses() == undisturbed.losses()
+
+
+def test_a_second_signal_ends_at_once(ground):
+    """Rank 1 hangs, so that no step ends any more; the first signal alone would wait for it."""
+    job = ground.start("asked-twice", *UNSAVED)
+    await_step(job, 1)
+    job.signal(signal.SIGSTOP, [1])
+    job.signal(signal.SIGTERM, [0])
+    time.sleep(ONE_REQUEST + 0.5)
+    job.signal(signal.SIGTERM, [0])
+    job.await_(lambda: not (Path("/proc") / str(job.processes[0]) / "cmdline").read_bytes())
+    job.signal(signal.SIGCONT, [1])
+    assert job.wait() == [143, 1], job.log()
+    assert "Stopped after step" not in job.log() and not (job.dump / "checkpoint").exists()
+
+
+def test_a_run_stops_when_its_time_is_up(ground):
+    words = ("--training.steps", "100000", "--wlb.stop_after", "00:00:08", *UNSAVED)
+    job = ground.run("time-up", *words)
+    assert job.codes == [75, 75], job.log()
+    step = stopped_after(job)
+    again = ground.run("time-up", "--training.steps", str(step + 1))
+    assert again.codes == [0, 0] and max(again.losses()) == step + 1, again.log()

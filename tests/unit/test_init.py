@@ -1,0 +1,30 @@
+"""`wlb-titan init`: what it writes is a job that can run."""
+
+import pytest
+from click.testing import CliRunner
+
+from wlb_titan.commands.init import experiment
+from wlb_titan.commands.main import main
+from wlb_titan.runtime.job import degrees_product
+from wlb_titan.runtime.models.load import load_config
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cores", "processes"), [(0, 1, 1), (0, 64, 4), (1, 64, 1), (6, 64, 4), (8, 64, 8)]
+)
+def test_the_experiment_is_valid_on_any_machine(tmp_path, gpus, cores, processes):
+    file = tmp_path / "job.toml"
+    file.write_text(experiment(str(file), "corpus", gpus, cores))
+    config = load_config(file, world_size=processes).config
+    assert degrees_product(config) == processes
+    assert config.training.mixed_precision_param == ("bfloat16" if gpus else "float32")
+
+
+def test_a_file_that_is_there_stays(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = CliRunner().invoke(main, ["init"])
+    assert first.exit_code == 0 and "wlb-titan train job.toml" in first.output
+    before = (tmp_path / "job.toml").read_text()
+    again = CliRunner().invoke(main, ["init", "--corpus", "other"])
+    assert again.exit_code == 2 and "job.toml is there already" in again.output
+    assert (tmp_path / "job.toml").read_text() == before

@@ -1,0 +1,156 @@
+"""Planned micro-batches under context parallelism, for `wlb-titan plan`: a table and a heat map."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb_titan.commands.report.charts import chart, text
+from wlb_titan.context import STRATEGIES, after
+from wlb_titan.cost.attention_latency import slowest
+from wlb_titan.documents import Documents
+from wlb_titan.errors import PlanError
+from wlb_titan.job import Job
+from wlb_titan.plan import LENGTH, MicroBatch, imbalance_degree
+
+SHOWN = 200  # micro-batches
+DRAWN = 64  # of them
+
+
+class RankTimes(NamedTuple):
+    """What one policy makes of micro-batches.
+
+    Attributes:
+        policy: as in [wlb.sharding].
+        chosen: per micro-batch how it is sharded in the end.
+        seconds: float64 (micro-batches, ranks, 2), predicted forward and backward attention time of a layer.
+        exchange: float64 (micro-batches,), seconds of a layer's collectives in both passes and repeated ones.
+        received: float64 (micro-batches,), bytes that a rank receives in these.
+    """
+
+    policy: str
+    chosen: list[str]
+    seconds: NDArray[np.float64]
+    exchange: NDArray[np.float64]
+    received: NDArray[np.float64]
+
+    @property
+    def slowest(self) -> float:
+        """Mean over micro-batches of the time that a layer waits for its slowest rank, in seconds."""
+        return float(np.mean([slowest(seconds) for seconds in self.seconds]))
+
+    @property
+    def layer(self) -> float:
+        """Seconds with the collectives, of which nothing is hidden."""
+        return self.slowest + float(self.exchange.mean())
+
+    @property
+    def imbalances(self) -> NDArray[np.float64]:
+        """float64 (micro-batches,), slowest over mean rank."""
+        return np.array([imbalance_degree(seconds.sum(axis=1)) for seconds in self.seconds])
+
+
+def rank_times(micro_batches: Sequence[MicroBatch], job: Job) -> list[RankTimes]:
+    """Predicts all sharding policies on the same micro-batches that the job's heads and lengths allow.
+
+    Args:
+        micro_batches: planned; their own sharding is not looked at.
+        job: with context parallelism.
+    """
+    result = []
+    for policy in STRATEGIES.candidates:
+        try:
+            under = replace(job, sharding=job.sharding.named(policy))
+            strategy = under.strategy
+            assert strategy is not None
+            shardings = [
+                strategy.shard(m.documents[:, LENGTH], m.length, slices=m.elsewhere) for m in micro_batches
+            ]
+        except PlanError:
+            continue
+        seconds = np.array(
+            [
+                strategy.seconds(after(sharding, m.prefix))
+                for (_, sharding), m in zip(shardings, micro_batches, strict=True)
+            ]
+        )
+        travelling = [
+            strategy.travelling(sharding, m.length, m.elsewhere)
+            for (_, sharding), m in zip(shardings, micro_batches, strict=True)
+        ]
+        exchange = np.array([under.exchanging.in_all_passes(tokens) for tokens in travelling])
+        result.append(RankTimes(policy, [name for name, _ in shardings], seconds, *exchange.T))
+    return result
+
+
+def planned_rank_times(job: Job, documents: Documents, steps: int) -> list[RankTimes]:
+    """All sharding policies on the first `SHOWN` micro-batches that the job makes in so many steps, without
+    those that data-parallel ranks share.
+
+    Raises:
+        PlanError: a micro-batch cannot be shared by the ranks.
+    """
+    planner = job.planner(documents)
+    micro_batches: list[MicroBatch] = []
+    for _ in range(min(steps, -(-SHOWN // job.micro_batches))):
+        micro_batches += [m for m in planner.next().micro_batches if not m.merged]
+    return rank_times(micro_batches[:SHOWN], job)
+
+
+def rank_rows(times: Sequence[RankTimes], job: Job) -> list[dict[str, str]]:
+    """One row a policy: the slowest rank's attention and the collectives of a layer, what a rank receives in
+    a step, the ranks' imbalance, and what was chosen how often."""
+    each = max(job.layers) * job.chunks * job.replica_micro_batches  # passes of layers on a rank in a step
+    rows = []
+    for one in times:
+        imbalances = one.imbalances
+        shares = {name: one.chosen.count(name) / len(one.chosen) for name in dict.fromkeys(one.chosen)}
+        rows.append(
+            {
+                "sharding": one.policy,
+                "slowest rank": f"{one.slowest * 1e3:.3f} ms",
+                "exchange": f"{one.exchange.mean() * 1e3:.3f} ms",
+                "received": f"{one.received.mean() * each / 1e9:.2f} GB",
+                "speedup": f"{times[0].layer / one.layer:.3f}x",
+                "imbalance": f"{imbalances.mean():.3f}",
+                "p95": f"{np.quantile(imbalances, 0.95):.3f}",
+                "max": f"{imbalances.max():.3f}",
+                "chosen": ", ".join(f"{name} {share:.0%}" for name, share in shares.items()),
+            }
+        )
+    return rows
+
+
+def heat_maps(times: Sequence[RankTimes]) -> list[str]:
+    """A chart for each policy, ranks x micro-batches; the colour is a rank's time over the mean of all.
+
+    An even colour is balance. All policies share one scale, so that they can be compared by eye.
+    """
+    relative = [_relative(one)[:DRAWN] for one in times]
+    ends = [min(0.95, *map(np.min, relative)), max(1.05, *map(np.max, relative))]
+    scale = {"scheme": "redblue", "reverse": True, "domainMid": 1, "domain": ends}
+    legend = {"title": "time / mean", "orient": "bottom", "gradientLength": 120}
+    x = text("micro-batch", title="micro-batch", axis={"values": list(range(0, DRAWN, 8)), "labelAngle": 0})
+    color = {"field": "over mean", "type": "quantitative", "scale": scale, "legend": legend}
+    charts = []
+    for one, image in zip(times, relative, strict=True):
+        cells = np.ndenumerate(image)
+        rows = [{"micro-batch": m, "rank": rank, "over mean": value} for (m, rank), value in cells]
+        spec = {
+            "data": {"values": rows},
+            "mark": {"type": "rect", "tooltip": True},
+            "encoding": {"x": x, "y": text("rank", title="rank"), "color": color},
+        }
+        title = f"{one.policy}: slowest rank {one.slowest * 1e3:.2f} ms on average"
+        charts.append(chart(title, spec, max(60, 12 * image.shape[1])))
+    return charts
+
+
+def _relative(one: RankTimes) -> NDArray[np.float64]:
+    """float64 (micro-batches, ranks), a rank's time over the mean of its micro-batch."""
+    seconds = one.seconds.sum(axis=2)
+    return np.asarray(seconds / seconds.mean(axis=1, keepdims=True))

@@ -1,0 +1,119 @@
+"""`wlb-titan slurm`: the batch script of a job, one component of N nodes."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import click
+
+from wlb_titan.commands.console import warnings_once
+from wlb_titan.errors import EXIT_AGAIN
+
+SCRIPT = """\
+#!/bin/bash
+# Written by: {command}
+{options}
+
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+port=$((20000 + SLURM_JOB_ID % 10000))
+
+srun {srun} \\
+    {agent} \\
+    --rdzv_backend c10d --rdzv_endpoint "$head:$port" \\
+    --rdzv_id "$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}" \\
+    {program}
+status=$?
+
+# {again}: time was up, and the run has saved. Back in the queue, the job goes on from there.
+if [ "$status" -eq {again} ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"
+"""
+PATIENCE = 120
+"""Seconds that srun gives other tasks when one has ended; they end by themselves within seconds."""
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
+@click.option(
+    "--gpus", type=click.IntRange(1), default=8, show_default=True, help="Of a node; a process each."
+)
+@click.option("--nodes", type=click.IntRange(0), default=0, help="As many as the degrees need, if not given.")
+@click.option(
+    "--min-nodes", type=click.IntRange(0), default=0, help="With which it goes on if others are lost."
+)
+@click.option(
+    "--restarts",
+    type=click.IntRange(0),
+    default=0,
+    help="How often the nodes start their processes again, from the newest checkpoint.",
+)
+@click.option("--time", default="24:00:00", show_default=True, help="Limit of the job's wall time.")
+@click.option(
+    "--notice",
+    type=click.IntRange(1),
+    default=300,
+    show_default=True,
+    help="Seconds before the limit when the run is told to stop: more than a step and saving take.",
+)
+@click.option("-o", "own", multiple=True, metavar="NAME=VALUE", help="Another option of sbatch.")
+def slurm(
+    file: Path,
+    overrides: tuple[str, ...],
+    gpus: int,
+    nodes: int,
+    min_nodes: int,
+    restarts: int,
+    time: str,
+    notice: int,
+    own: tuple[str, ...],
+) -> None:
+    """Write the batch script of a job for Slurm: wlb-titan slurm job.toml -o partition=gpu > job.sbatch
+
+    It is one component of N nodes with a task each. Before its time is up the run finishes its step and
+    saves; the job goes back into the queue and goes on by itself. The folder in which sbatch is called, and
+    this Python environment, must be on a file system that every node sees.
+    """
+    from wlb_titan.launch.job import AGENT, PROGRAM, processes_a_host, restart_words
+
+    with warnings_once():
+        if nodes:
+            processes = gpus
+        else:
+            needed = processes_a_host(str(file), overrides)
+            nodes = -(-needed // gpus)
+            processes = needed // nodes
+        processes_a_host(str(file), overrides, nodes=nodes, min_nodes=min_nodes, processes=processes)
+    survives = min_nodes not in (0, nodes)
+    options = {
+        "job-name": file.stem,
+        "nodes": str(nodes),
+        "ntasks-per-node": "1",
+        "gpus-per-node": str(processes),
+        "time": time,
+        "signal": f"USR1@{notice}",
+        "requeue": "",
+        "open-mode": "append",
+        "output": "%x-%j.out",
+        **({"no-kill": ""} if survives else {}),
+        **dict(option.lstrip("-").partition("=")[::2] for option in own),
+    }
+    agent = [sys.executable, "-m", AGENT, "--nnodes", f"{min_nodes or nodes}:{nodes}"]
+    agent += ["--nproc_per_node", str(processes), *restart_words(nodes, min_nodes, restarts)]
+    click.echo(
+        SCRIPT.format(
+            command=shlex.join(["wlb-titan", *sys.argv[1:]]),
+            options="\n".join(
+                f"#SBATCH --{name}{value and f'={shlex.quote(value)}'}" for name, value in options.items()
+            ),
+            srun=f"--kill-on-bad-exit=0 --wait={0 if survives else PATIENCE}{' --no-kill' * survives}",
+            agent=shlex.join(agent),
+            program=shlex.join(["-m", PROGRAM, "--config", str(file), *overrides]),
+            again=EXIT_AGAIN,
+        ),
+        nl=False,
+    )

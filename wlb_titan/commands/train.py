@@ -1,0 +1,55 @@
+"""`wlb-titan train`: an experiment on this machine, by torch's elastic launcher."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from pathlib import Path
+
+import click
+
+from wlb_titan.commands.console import warnings_once
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
+@click.option(
+    "--nproc",
+    type=click.IntRange(0),
+    default=0,
+    metavar="N",
+    help="Processes; as many as the parallel degrees need, if not given.",
+)
+@click.option(
+    "--restarts",
+    type=click.IntRange(0),
+    default=0,
+    metavar="N",
+    help="How often the processes are started again when one is lost.",
+)
+def train(file: Path, overrides: tuple[str, ...], nproc: int, restarts: int) -> None:
+    """Train on this machine as FILE says, with one line a step.
+
+    Keys on the command line (--training.steps 5) go over the file. Each process takes a GPU; without GPUs,
+    the CPU is used. Everything is checked before a process starts; a mistake ends it with exit code 2.
+
+    Ctrl-C, SIGTERM or SIGUSR1 lets the run finish its step, save and end; the same again ends it at once.
+    Started again, it goes on where it was. The exit status is 0 when all steps are done, 75 after SIGUSR1 or
+    `wlb.stop_after` (start it again), 130 or 143 after Ctrl-C or SIGTERM.
+    """
+    from wlb_titan.launch.agent import before_torch
+
+    before_torch()
+    import torch
+
+    from wlb_titan.launch.elastic import run
+    from wlb_titan.launch.job import PROGRAM, processes_a_host, restart_words
+
+    with warnings_once():
+        processes = processes_a_host(
+            str(file), overrides, processes=nproc, gpus=lambda: torch.accelerator.device_count()
+        )
+    words = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--rdzv_id", str(uuid.uuid4())]
+    words += ["--nproc_per_node", str(processes), *restart_words(1, 1, restarts)]
+    sys.exit(run([*words, "-m", PROGRAM, "--config", str(file), *overrides]))

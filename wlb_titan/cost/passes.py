@@ -1,0 +1,203 @@
+"""The time of a micro-batch's passes on a pipeline stage.
+
+    F = layers x (tokens x (matrices + elements + TP + CP + EP) + attention of the slowest CP rank) + head
+    I = layers x (tokens x (matrices + 2 elements + TP + CP + EP) + attention backward + repeated) + head
+    W = layers x tokens x matrices + head
+
+Context-parallel ranks hold equal numbers of tokens and differ in attention; they meet in a collective in
+every layer and pass, so that the slowest rank of each pass counts (paper section 3.1). A backward pass
+multiplies twice as much as a forward pass, once for the gradient of its inputs and once for that of the
+weights.
+Activation checkpointing repeats part of the forward pass: `selective` every second matrix product, the
+element-wise operators and what has to be gathered again; `full` all of it.
+How much of context parallelism's communication is waited for, its strategy says; of tensor parallelism's the
+job does (`tensor_overlap`). Experts take what their busiest rank takes, and exchange tokens twice in a pass
+(dispatch and combine). What is offloaded travels while a layer computes, which waits if that takes longer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb_titan.cost.analytic import BYTES, TokenSeconds
+from wlb_titan.cost.workload import CostJob, CostModel
+from wlb_titan.pipeline.graph import PassTimes
+
+Floats = NDArray[np.float64]
+TENSOR_COLLECTIVES = 4  # of a layer in each pass
+EXPERT_COLLECTIVES = 2
+
+
+class PassJob(CostJob, Protocol):
+    """What of a job decides about the time of its passes, besides the work of documents."""
+
+    @property
+    def layers(self) -> tuple[int, ...]: ...
+    @property
+    def token(self) -> TokenSeconds: ...
+    @property
+    def tensor_overlap(self) -> float: ...
+    @property
+    def routing_imbalance(self) -> float: ...
+    @property
+    def memory(self) -> Any:
+        """As `MemorySettings`: its checkpointing and offload."""
+        ...
+
+    @property
+    def token_bytes(self) -> Any:
+        """As `TokenBytes`: what is offloaded."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatches:
+    """What the passes of micro-batches follow from; arrays of one shape. All of them are of one job: those
+    that data-parallel ranks share, of `Job.merged`.
+
+    Attributes:
+        tokens: float64, with padding.
+        forward, backward: float64, seconds of one layer's attention on the slowest context-parallel rank.
+        moving, repeated, latency: float64, seconds of context parallelism's collectives in one layer, as of
+            `ExchangeSeconds`.
+    """
+
+    tokens: Floats
+    forward: Floats
+    backward: Floats
+    moving: Floats
+    repeated: Floats
+    latency: Floats
+
+    @classmethod
+    def imagined(cls, job: PassJob, tokens: Floats, forward: Floats, backward: Floats) -> MicroBatches:
+        """Micro-batches whose documents are not known: what moves always travels, and nothing else."""
+        one, none = job.exchanging.always, np.zeros_like(tokens)
+        return cls(tokens, forward, backward, tokens * one.moving, tokens * one.repeated, none + one.latency)
+
+    def in_runs(self, n: int) -> MicroBatches:
+        """As arrays (n, k): the micro-batches one after the other, n to a run."""
+        arrays = (getattr(self, field.name) for field in fields(self))
+        return MicroBatches(*(array.reshape(-1, n).T for array in arrays))
+
+
+def pass_times(job: PassJob, micro_batches: MicroBatches) -> PassTimes:
+    """The passes of micro-batches through every stage.
+
+    Args:
+        job: the job.
+        micro_batches: arrays (n, k), the n of each of k runs in the order in which they run.
+
+    Returns:
+        Seconds, float64 (stages, n, k).
+    """
+    token, tokens = job.token, micro_batches.tokens
+    links = _latencies(job) + micro_batches.latency
+    matrices = token.matrices + token.experts * (job.routing_imbalance - 1)
+    every = tokens * (matrices + token.elements + _tensor(job) + _experts(job)) + links
+    forward, backward = (
+        attention + job.exchanging.waited(micro_batches.moving, attention)
+        for attention in (micro_batches.forward, micro_batches.backward)
+    )
+    forward = every + forward
+    inputs = every + tokens * token.elements + backward + _repeated(job, micro_batches, forward)
+    if job.memory.offload:
+        moved = _offloaded(job, tokens)
+        forward, inputs = np.maximum(forward, moved), np.maximum(inputs, moved)
+    layers = np.array(job.layers, dtype=np.float64)[:, None, None]
+    head = np.zeros_like(layers)
+    head[-1] = token.head
+    return PassTimes(
+        forward=layers * forward + head * tokens,
+        inputs=layers * inputs + head * tokens,
+        weights=layers * tokens * matrices + head * tokens,
+    )
+
+
+def _tensor(job: PassJob) -> float:
+    """Seconds a token that one layer waits for tensor parallelism in one pass."""
+    return job.token.tensor - min(job.tensor_overlap * job.token.tensor, job.token.matrices)
+
+
+def _experts(job: PassJob) -> float:
+    """Seconds a token of one layer's exchange with the experts in one pass; the busiest rank gets most."""
+    model, degrees = job.model, job.degrees
+    bytes_ = model.visits * model.hidden * BYTES / (degrees.context * degrees.tensor)
+    return EXPERT_COLLECTIVES * job.cluster.all_to_all(bytes_, degrees.expert) * job.routing_imbalance
+
+
+def _offloaded(job: PassJob, tokens: Floats) -> Floats:
+    """Seconds in which one layer's offloaded activations reach the host, or come back, shaped alike."""
+    assert job.cluster.host_bandwidth is not None
+    seconds: Floats = tokens * (job.token_bytes.offloaded / job.cluster.host_bandwidth)
+    return seconds
+
+
+def _latencies(job: PassJob) -> float:
+    """Seconds of one layer's collectives in one pass that do not depend on tokens, but for context
+    parallelism's."""
+    tensor, expert = job.degrees.tensor, job.degrees.expert
+    seconds = 0.0
+    if tensor > 1:
+        seconds += (1 - job.tensor_overlap) * TENSOR_COLLECTIVES * job.cluster.link(tensor).latency
+    if expert > 1 and job.model.visits:
+        seconds += EXPERT_COLLECTIVES * job.cluster.link(expert).latency
+    return seconds
+
+
+def _repeated(job: PassJob, micro_batches: MicroBatches, forward: Floats) -> Floats:
+    """Seconds of one layer's recomputation, of `forward` seconds at the most."""
+    if job.memory.checkpointing == "none":
+        return np.zeros_like(forward)
+    if job.memory.checkpointing == "full":
+        return forward
+    model, token = job.model, job.token
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    # Keys, the attention's output and the MLP's second product, of all seven.
+    repeated = (keys + queries + model.feed_forward) / (2 * (keys + queries) + 3 * model.feed_forward)
+    each = token.matrices * repeated + token.elements + _tensor(job) / 2
+    seconds: Floats = micro_batches.tokens * each + micro_batches.repeated
+    return seconds
+
+
+class JobCost(CostModel):
+    """The workload of a document as the simulator sees it, in seconds.
+
+    W_a is the attention of the document on its own, shared equally by the context-parallel ranks; W_l all
+    that grows with tokens. All layers together, on one rank of each stage.
+    """
+
+    recomputes = True
+
+    def __init__(self, job: PassJob) -> None:
+        self._job = job
+        linear, still = (
+            pass_times(job, MicroBatches.imagined(job, np.full((1, 1), tokens), *np.zeros((2, 1, 1))))
+            for tokens in (2.0, 1.0)
+        )
+        self._linear_forward = (linear.forward - still.forward).sum()
+        self._linear_backward = (linear.inputs - still.inputs + linear.weights - still.weights).sum()
+
+    @classmethod
+    def of(cls, config: CostModel.Config, job: Any) -> JobCost:
+        return cls(job)
+
+    def forward(self, lengths: NDArray[Any]) -> Floats:
+        return self._work(lengths)[0]
+
+    def backward(self, lengths: NDArray[Any]) -> Floats:
+        return self._work(lengths)[1]
+
+    def _work(self, lengths: NDArray[Any]) -> tuple[Floats, Floats]:
+        job = self._job
+        attention = job.latency.work(lengths, lengths) / job.degrees.context
+        d, layers = np.asarray(lengths, dtype=np.float64), job.model.layers
+        again = job.memory.checkpointing == "full"
+        return (
+            self._linear_forward * d + layers * attention[0],
+            self._linear_backward * d + layers * (attention[1] + again * attention[0]),
+        )

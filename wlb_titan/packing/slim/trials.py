@@ -1,0 +1,105 @@
+"""Trials of what settings of `slim` leave open, on the first steps, packed and run ahead of time.
+
+MicroPacks and slack are the fewest and least with which steps fit and take at most `WORSE` times as long as
+with the best that fit; tokens in flight, where `least` is asked for, the fewest with which they take at most
+so much longer again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+
+from wlb_titan.errors import PlanError
+from wlb_titan.packing.policy import Pack, PackingJob
+from wlb_titan.packing.slim.flow import Flows, Timed
+from wlb_titan.packing.slim.phases import Packer
+
+NUMBERS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16)
+"""MicroPacks that are tried, relative to the context windows of a data-parallel rank in a step."""
+
+SLACKS = (0, 2, 4)
+"""Slack that is tried with each."""
+
+IN_FLIGHT = (1, 1.25, 1.5, 2, 3, 4)
+"""Tokens in flight that `least` tries, in context windows."""
+
+STEPS = 4  # that they are tried on
+WORSE = 1.01  # time of a step, relative to the shortest, that fewer MicroPacks and tokens in flight may take
+
+
+def numbers_tried(windows: int, stages: int) -> list[int]:
+    """MicroPacks that `auto` tries, of so many context windows on so many pipeline stages."""
+    fewest = max(windows, stages)
+    return sorted({max(fewest, round(windows * factor)) for factor in NUMBERS})
+
+
+class Trials:
+    """Some steps, each packed into the numbers of packs that are tried.
+
+    Args:
+        batch: gives a step's documents at each call.
+        packer: packs them.
+        flows: runs them.
+        job: what is packed for.
+        numbers, slacks: that are tried, rising.
+
+    Attributes:
+        micropacks, slack: what was chosen.
+
+    Raises:
+        PlanError: the documents have too few tokens for any of the numbers.
+    """
+
+    def __init__(
+        self,
+        batch: Callable[[], Pack],
+        packer: Packer,
+        flows: Flows,
+        job: PackingJob,
+        numbers: Sequence[int],
+        slacks: Sequence[int],
+    ) -> None:
+        self._flows, self._job = flows, job
+        batches = [batch() for _ in range(STEPS)]
+        self._tried: dict[int, list[Timed]] = {}
+        found: dict[tuple[int, int], float] = {}
+        for count in numbers:
+            try:
+                packings = [packer(batch, count) for batch in batches]
+            except PlanError:  # the documents have too few tokens for so many
+                if not found:
+                    raise
+                break
+            self._tried[count] = [flows.timed(packing) for packing in packings]
+            for slack in slacks:
+                found[count, slack] = flows.seconds(self._tried[count], slack)
+        self.micropacks, self.slack = self._best_that_fits(found)
+        self._seconds = found[self.micropacks, self.slack]
+
+    def _best_that_fits(self, found: Mapping[tuple[int, int], float]) -> tuple[int, int]:
+        """The first numbers of packs and slack with which steps fit and take hardly longer than with the
+        best; if they fit with none, most packs and least slack."""
+
+        @cache
+        def fits(choice: tuple[int, int]) -> bool:
+            count, slack = choice
+            peaks = (self._flows.peak(step, slack) for step in self._tried[count])
+            return all(peak is None or peak.total <= self._job.usable for peak in peaks)
+
+        best = next((choice for choice in sorted(found, key=found.__getitem__) if fits(choice)), None)
+        if best is None:
+            return max(found, key=lambda choice: (choice[0], -choice[1]))
+        return next(choice for choice in found if found[choice] <= WORSE * found[best] and fits(choice))
+
+    def least_in_flight(self, window: int) -> float | None:
+        """The fewest tokens in flight with which steps take hardly longer than with what was chosen."""
+        most = self._flows.limit
+        for windows in IN_FLIGHT:
+            limit = windows * window
+            if most is not None and limit >= most:
+                break
+            self._flows.limit = limit
+            if self._flows.seconds(self._tried[self.micropacks], self.slack) <= WORSE * self._seconds:
+                return limit
+        return most

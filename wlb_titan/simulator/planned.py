@@ -1,0 +1,92 @@
+"""The passes of planned micro-batches: what `cost.passes` predicts of them, and what goes between stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb_titan.context import ALL_KEYS, KeyShares, after, whole
+from wlb_titan.cost.analytic import BYTES
+from wlb_titan.cost.passes import MicroBatches
+from wlb_titan.job import Job
+from wlb_titan.pipeline.graph import PassTimes
+from wlb_titan.plan import LENGTH, ByPass, MicroBatch
+
+Floats = NDArray[np.float64]
+
+
+def passing(micro_batches: Sequence[MicroBatch], job: Job) -> MicroBatches:
+    """Planned micro-batches, as arrays (n,)."""
+    attention = np.array([attention_seconds(m, job).max(axis=0) for m in micro_batches])
+    tokens = np.array([m.shared_length for m in micro_batches], dtype=np.float64)
+    exchange = np.array([job.exchanging.seconds(travelling(m, job)) for m in micro_batches])
+    return MicroBatches(tokens, attention[:, 0], attention[:, 1], *exchange.T)
+
+
+def attention_seconds(micro_batch: MicroBatch, job: Job) -> Floats:
+    """float64 (ranks, 2), seconds of one layer's attention on each context-parallel rank, both passes."""
+    if job.strategy is None or micro_batch.ranks is None:
+        documents = (whole(micro_batch.documents[:, LENGTH]),)
+        return job.latency.seconds(after(documents, micro_batch.prefix))
+    return job.strategy.seconds(after(micro_batch.ranks, micro_batch.prefix))
+
+
+def travelling(micro_batch: MicroBatch, job: Job) -> tuple[int, ...]:
+    """Tokens of a micro-batch that travel by each of the job's moves."""
+    if job.strategy is None or micro_batch.ranks is None:
+        return ()
+    return job.strategy.travelling(micro_batch.ranks, micro_batch.shared_length, micro_batch.elsewhere)
+
+
+def keys_of(micro_batch: MicroBatch, job: Job) -> KeyShares:
+    """What of a micro-batch's keys a context-parallel rank has at the most."""
+    strategy = job.merged[micro_batch.sharers].strategy
+    if strategy is None or micro_batch.ranks is None:
+        return ALL_KEYS
+    return strategy.keys(micro_batch.ranks, micro_batch.shared_length, micro_batch.elsewhere)
+
+
+def planned_times(
+    job: Job, micro_batches: ByPass[Sequence[MicroBatch]], run: int
+) -> tuple[PassTimes, ByPass[Floats]]:
+    """The passes of planned micro-batches, also of those that data-parallel ranks share.
+
+    Args:
+        job: the job.
+        micro_batches: one run after the other.
+        run: n, micro-batches of a run.
+
+    Returns:
+        Seconds, float64 (stages, n, k), and tokens of each data-parallel rank, float64 (n, k).
+    """
+
+    def tokens(packs: Sequence[MicroBatch]) -> Floats:
+        return np.array([m.length for m in packs], dtype=np.float64).reshape(-1, run).T
+
+    sharers = np.array([m.sharers for m in micro_batches.forward])
+    found = np.empty((3, len(job.layers), len(sharers)))
+    for ranks in np.unique(sharers).tolist():
+        (own,) = np.nonzero(sharers == ranks)
+        shared = job.merged[ranks]
+        packs = micro_batches.each(_some, own.tolist(), shared)
+        times = shared.packing.pass_times(shared, packs)
+        found[:, :, own] = [array[:, 0] for array in (times.forward, times.inputs, times.weights)]
+    runs = found.reshape(3, len(job.layers), -1, run).swapaxes(2, 3)
+    return PassTimes(*runs), micro_batches.each(tokens)
+
+
+def _some(micro_batches: Sequence[MicroBatch], numbers: Sequence[int], job: Job) -> MicroBatches:
+    return passing([micro_batches[number] for number in numbers], job).in_runs(1)
+
+
+def transfer_seconds(job: Job, tokens: Floats) -> Floats:
+    """Seconds that a micro-batch's hidden states take from one pipeline rank to the next, shaped alike."""
+    if job.degrees.pipeline == 1:
+        return np.zeros_like(tokens)
+    inner = job.degrees.tensor * job.degrees.context
+    link = job.cluster.link(2, job.degrees.strides["pp"])
+    # One pair of ranks: its own network card, without the neighbours of a ring.
+    bandwidth = link.bandwidth if link == job.cluster.node else job.cluster.network.bandwidth
+    return tokens * (job.model.hidden * BYTES / inner / bandwidth) + link.latency
