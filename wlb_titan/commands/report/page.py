@@ -55,7 +55,7 @@ class Page:
         about: what it is about, in small print.
         cards: in the order of the palette.
         tries: what to do next.
-        sections: of `section`.
+        sections: sections as `section` makes them.
     """
 
     title: str
