@@ -90,7 +90,7 @@ def lines(
     """Values over `x`, a line a name, and dots; nothing where all are 0 or there is none.
 
     Args:
-        title, x: of the chart and its axis.
+        title, x: titles of the chart and its axis.
         curves, dots: by all names of a page in its order.
         zero: whether the axis of values begins at 0.
         mark: properties of Vega-Lite's line.
@@ -146,11 +146,11 @@ def stacked(
     """A bar a name, made of parts.
 
     Args:
-        title, unit: of the chart and its axis.
+        title, unit: titles of the chart and its axis.
         values: by name and part.
         totals: by name, of which the standard errors are drawn.
         limit: where a line stands that says how much there is.
-        palette: of the parts.
+        palette: colors of the parts.
     """
     parts = list(dict.fromkeys(part for own in values.values() for part in own))
     rows = [

@@ -1,4 +1,4 @@
-"""What `wlb-titan compare` says of runs: rows and sentences for the console, and the page."""
+"""`wlb-titan compare` about runs: rows and sentences for the console, and the page."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def write_report(folder: Path, runs: Sequence[Run]) -> Path:
     """Draws runs side by side.
 
     Args:
-        folder: of the page.
+        folder: folder of the page.
         runs: the first is the baseline.
 
     Returns:

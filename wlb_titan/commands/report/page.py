@@ -1,4 +1,4 @@
-"""What the HTML pages share: an answer, cards, what to try next, sections of charts and tables.
+"""The HTML pages: an answer, cards, what to try next, sections of charts and tables.
 
 A page is one file that opens without a network: the JavaScript of Vega, which draws the charts in the
 browser, is in it, as vl-convert carries it.
@@ -50,12 +50,12 @@ class Page:
     """A page.
 
     Attributes:
-        title: of the page and of its window.
+        title: title of the page and of its window.
         answer: one sentence.
         about: what it is about, in small print.
         cards: in the order of the palette.
         tries: what to do next.
-        sections: of `section`.
+        sections: sections as `section` makes them.
     """
 
     title: str

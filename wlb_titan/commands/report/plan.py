@@ -1,4 +1,4 @@
-"""What `wlb-titan plan` says of policies: rows for the console, and the page."""
+"""`wlb-titan plan` about policies: rows for the console, and the page."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ def write_report(
     """Draws what was planned.
 
     Args:
-        folder: of the page.
+        folder: folder of the page.
         jobs: what was planned, under each packing policy.
         documents: on which.
-        summaries: of each policy; `plain` is the picture before.
-        times: of the context-parallel ranks under each sharding policy; None without context parallelism.
+        summaries: summary of each policy; `plain` is the picture before.
+        times: times of the context-parallel ranks by sharding policy; None without context parallelism.
         choices: what `auto` stands for in a job, where it does.
         typed: what the command line names, as of `page.typed`.
 

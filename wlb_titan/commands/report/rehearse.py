@@ -1,4 +1,4 @@
-"""What `wlb-titan rehearse` says of ranks and of steps put together: rows and sentences, and the page."""
+"""`wlb-titan rehearse` about ranks and steps put together: rows and sentences, and the page."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def table_rows(results: Sequence[Rehearsal]) -> list[dict[str, str]]:
 
 
 def figures(prediction: Prediction) -> dict[str, Any]:
-    """Of the JSON: seconds of each step, and what follows from them."""
+    """The JSON's figures: seconds of each step, and what follows from them."""
     several = len(prediction.seconds) > 1
     return {
         "seconds": prediction.seconds.tolist(),
@@ -96,7 +96,7 @@ def print_rank(one: Rehearsal, rank: dict[str, Any]) -> None:
 
 
 def rank_lines(rank: dict[str, Any]) -> list[str]:
-    """The same, as text."""
+    """A rehearsed rank, as lines of text."""
     lines = []
     if steps := rank.get("steps"):
         place = ", ".join(f"{axis} {number}" for axis, number in rank["coordinates"].items())
@@ -126,8 +126,8 @@ def write_report(folder: Path, results: Sequence[Rehearsal], typed: str) -> Path
     """Draws what was rehearsed.
 
     Args:
-        folder: of the page.
-        results: of each policy, the baseline first.
+        folder: folder of the page.
+        results: result of each policy, the baseline first.
         typed: what the command line names, as of `page.typed`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What `wlb-titan simulate` says of predictions: rows and sentences for the console, and the page."""
+"""`wlb-titan simulate` about predictions: rows and sentences for the console, and the page."""
 
 from __future__ import annotations
 
@@ -122,9 +122,9 @@ def write_report(
     """Draws what was simulated.
 
     Args:
-        folder: of the page.
+        folder: folder of the page.
         scenario: documents and job.
-        plans, predictions: of each policy, the baseline first.
+        plans, predictions: plans and predictions of each policy, the baseline first.
         steps: timeline and memory of a typical step of each policy.
         choices: what `auto` stands for in a policy, where it does.
         typed: what the command line names, as of `page.typed`.
