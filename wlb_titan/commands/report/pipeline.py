@@ -51,7 +51,7 @@ def _boxes(spans: Sequence[Span]) -> list[dict[str, Any]]:
 
 def _timeline(name: str, boxes: Sequence[Mapping[str, Any]], end: float) -> str:
     kinds = {kind: color for kind, color in PASSES.values() if any(box["pass"] == kind for box in boxes)}
-    time = number("from", "time / work of a rank", scale={"domain": [0, end], "nice": False})
+    time = number("from", "time / work of a rank", domain=[0, end], nice=False)
     scale = {"domain": list(kinds), "range": list(kinds.values())}
     measured = {"test": f"datum.time == '{MEASURED}'", "value": 1}
     wide = {"test": f"(datum.to - datum.from) / {end} * width > 8 * length(datum.number)", "value": 1}
