@@ -149,7 +149,7 @@ def write_report(folder: Path, runs: Sequence[Run]) -> Path:
             bars("mean tokens a second", {run.name: run.rate("tokens_per_second") for run in runs}),
             _lines("tokens a second", runs, "tokens_per_second", zero=True),
         ),
-        section("A step", STEP, *pipeline_charts(timelines)) if timelines else "",
+        section("A step", STEP, pipeline_charts(timelines)) if timelines else "",
         section("Loss", LOSS, _lines("by step", runs, "loss", passes), lines("by tokens", "tokens", losses)),
         section(
             "Delay",

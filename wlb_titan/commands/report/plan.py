@@ -112,7 +112,7 @@ def write_report(
     ]
     if job.degrees.pipeline > 1 and job.schedule in SCHEDULES:
         timelines = planned_timelines(jobs, documents, len(summaries[best].imbalance))
-        sections.insert(len(choices) + 1, section("Pipeline", PIPELINE, *pipeline_charts(timelines)))
+        sections.insert(len(choices) + 1, section("Pipeline", PIPELINE, pipeline_charts(timelines)))
     if times is not None:
         sections.append(section("Context-parallel ranks", RANKS + job.latency.source, *heat_maps(times)))
         sections.append(section("Context parallelism", "", table(rank_rows(times, job))))

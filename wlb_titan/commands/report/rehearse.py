@@ -154,7 +154,7 @@ def write_report(folder: Path, results: Sequence[Rehearsal], typed: str) -> Path
         sections = [
             section("Steps put together", TOGETHER, table(table_rows(results))),
             section("What it gains", f"Over {base}.", bars("FLOPs a second, times", gains)),
-            section("A typical step", STEP, *pipeline_charts(timelines)),
+            section("A typical step", STEP, pipeline_charts(timelines)),
         ]
     for one in results:
         rows = [{"rank": str(r["rank"]), "what it ran": " ".join(rank_lines(r)).strip()} for r in one.ranks]

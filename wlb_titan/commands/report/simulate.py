@@ -151,9 +151,7 @@ def write_report(
         section(
             "Where the time of a step goes", TIME, stacked("", "seconds", parts, totals=seconds, palette=BUSY)
         ),
-        section(
-            "A typical step", STEP, *pipeline_charts({name: spans for name, (spans, _) in drawn.items()})
-        ),
+        section("A typical step", STEP, pipeline_charts({name: spans for name, (spans, _) in drawn.items()})),
         section("Activations over that step", HELD, *(_held(name, own) for name, (_, own) in drawn.items())),
         section("Peak memory", PEAK, *(_peak_memory(name, one) for name, one in named.items())),
     ]
