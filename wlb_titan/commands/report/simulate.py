@@ -9,16 +9,7 @@ import numpy as np
 
 from wlb_titan.commands.report.charts import PALETTE, bars, lines, stacked
 from wlb_titan.commands.report.estimate import Estimate, cost, gained
-from wlb_titan.commands.report.page import (
-    Card,
-    Page,
-    Try,
-    choice_section,
-    corpus_name,
-    described,
-    section,
-    table,
-)
+from wlb_titan.commands.report.page import Card, Page, Try, choice_section, described, section, table
 from wlb_titan.commands.report.pipeline import pipeline_charts
 from wlb_titan.memory.peak import GIB, TERMS
 from wlb_titan.plan import Plan
@@ -155,10 +146,11 @@ def write_report(
         section("Activations over that step", HELD, *(_held(name, own) for name, (_, own) in drawn.items())),
         section("Peak memory", PEAK, *(_peak_memory(name, one) for name, one in named.items())),
     ]
+    corpus, about = described(scenario.job, scenario.documents)
     page = Page(
-        title=f"What balance is worth: {corpus_name(scenario.documents)}",
+        title=f"What balance is worth: {corpus}",
         answer=f"{gained(best, gains[best], base)}; {cost(named[best].bubble, imbalances[best])}",
-        about=described(scenario.job, scenario.documents),
+        about=about,
         cards=[
             card(name, one, gains[name], base, f"imbalance {imbalances[name]:.3f}")
             for name, one in named.items()
