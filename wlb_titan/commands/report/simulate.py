@@ -185,7 +185,7 @@ def _tries(best: str, prediction: Prediction, typed: str) -> list[Try]:
     why = "Other degrees and schedules of as many GPUs"
     why += f", as a GPU waits for {prediction.bubble:.0%} of the step:" if prediction.bubble >= 0.1 else ":"
     tries = [Try(why, f"wlb-titan simulate {typed} --search")]
-    if not typed.startswith("--"):
+    if "--lengths" not in typed:
         dryrun = f"wlb-titan dryrun {typed} --policy {best}"
         tries.append(Try(f"Whether {best} runs, and what it takes, traced on this machine:", dryrun))
     return tries
