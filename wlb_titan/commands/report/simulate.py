@@ -132,6 +132,8 @@ def write_report(
     gains = {name: speedup(one, named[base]) for name, one in named.items()}
     fitting = [name for name, one in named.items() if one.fits] or list(named)
     best = max(fitting, key=lambda name: gains[name].value)
+    degrees = named[best].job.degrees
+    waited = imbalances[best] if degrees.pipeline * degrees.data > 1 else None  # by none on one replica
     parts = {name: _step_parts(one) for name, one in named.items()}
     seconds = {name: Estimate.mean(one.seconds) for name, one in named.items()}
     drawn = {str(policy): step for policy, step in steps.items()}
@@ -149,7 +151,7 @@ def write_report(
     corpus, about = described(scenario.job, scenario.documents)
     page = Page(
         title=f"What balance is worth: {corpus}",
-        answer=f"{gained(best, gains[best], base)}; {cost(named[best].bubble, imbalances[best])}",
+        answer=f"{gained(best, gains[best], base)}; {cost(named[best].bubble, waited)}",
         about=about,
         cards=[
             card(name, one, gains[name], base, f"imbalance {imbalances[name]:.3f}")
