@@ -19,14 +19,14 @@ PALETTE = ("#8b929c", "#12967f", "#4486d1", "#cc932f", "#a06cc0", "#d95f56", "#6
 
 AXIS = {"labelColor": "var(--soft)", "titleColor": "var(--soft)", "gridColor": "var(--line)"}
 LEGEND = {"labelColor": "var(--ink)", "titleColor": "var(--soft)", "orient": "top", "symbolType": "square"}
-LABEL = {"expr": "max(80, width / (width > 420 ? 4 : 2) - 30)"}
+LABEL = {"expr": "max(80, width / (width > 420 ? 3 : 2) - 25)"}
 CONFIG = {
     "background": None,
     "font": "system-ui, sans-serif",
     "axis": {**AXIS, "labelPadding": 6, "domain": False, "ticks": False, "titleFontWeight": 400},
     "axisQuantitative": {"tickCount": 6},
     "axisBand": {"grid": False},
-    "legend": {**LEGEND, "title": None, "columns": {"expr": "width > 420 ? 4 : 2"}, "labelLimit": LABEL},
+    "legend": {**LEGEND, "title": None, "columns": {"expr": "width > 420 ? 3 : 2"}, "labelLimit": LABEL},
     "view": {"stroke": None},
     "rule": {"color": "var(--ink)"},
 }

@@ -139,14 +139,10 @@ def _explained(word: str) -> str:
     return f'<abbr title="{html.escape(WORDS[word])}">{_safe(word)}</abbr>' if word in WORDS else _safe(word)
 
 
-def corpus_name(documents: Documents) -> str:
-    """Without its folder: people share these pages."""
-    return Path(documents.name).name
-
-
-def described(job: Job, documents: Documents) -> str:
-    """The job and its documents in words, without their folder."""
-    return describe_job(job, replace(documents, name=corpus_name(documents)))
+def described(job: Job, documents: Documents) -> tuple[str, str]:
+    """The corpus' name without its folder, as people share pages, and the job and documents in words."""
+    name = Path(documents.name).name
+    return name, describe_job(job, replace(documents, name=name))
 
 
 def typed(words: Sequence[str], lengths: str | None = None, model: str = "", **_: object) -> str:
