@@ -19,6 +19,8 @@ from wlb_titan.documents.lengths import NAMED, named_or_read
 from wlb_titan.errors import ConfigError, PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
+from wlb_titan.runtime.data.corpus import training_documents
+from wlb_titan.runtime.models.facts import facts_of
 
 FORMER = {
     "checkpointing": "activation_checkpoint.class",
@@ -140,15 +142,9 @@ def load_job(
         found, name = named_or_read(lengths)
         documents = Documents(lengths=found, name=name, seed=None)
     if file is not None:
-        from wlb_titan.runtime.models.load import load_config
-
-        resolved = load_config(file, overrides, gpus)
-        # torchtitan takes seconds to import, so that is left until the file has been found good.
-        from wlb_titan.runtime.job import configured_job, parallel_dims, training_documents
-
-        # A data-parallel degree of -1, as many as the job turns out to have, is 1 here.
-        job = configured_job(resolved.config, parallel_dims(resolved.config, gpus))
-        documents = documents or training_documents(resolved.config.wlb)
+        facts = facts_of(file, overrides, gpus)
+        job, resolved = facts.job, facts.resolved
+        documents = documents or training_documents(facts.wlb)
     elif documents is None:
         raise PlanError("Name a TOML file, or document lengths with --lengths, or both.")
     else:
