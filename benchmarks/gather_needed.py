@@ -37,9 +37,10 @@ from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.documents import Documents
 from wlb_titan.documents.lengths import NAMED
 from wlb_titan.errors import PlanError
-from wlb_titan.job import Job, Policy
+from wlb_titan.job import Job
 from wlb_titan.memory.peak import GIB
-from wlb_titan.simulator.passes import travelling
+from wlb_titan.policies import Policy
+from wlb_titan.simulator.planned import travelling
 from wlb_titan.simulator.scenario import Scenario
 
 GPUS = 32

@@ -22,8 +22,8 @@ from typing import Any
 import click
 import torch
 
-from wlb_titan.commands.rehearse_rows import figures
-from wlb_titan.job import Policy
+from wlb_titan.commands.report.rehearse import figures
+from wlb_titan.policies import Policy
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 from wlb_titan.runtime.models.load import load_config
 from wlb_titan.simulator.scenario import Scenario

@@ -31,6 +31,7 @@ from wlb_titan.errors import EXIT_AGAIN, EXIT_USER_ERROR
 
 ONE_REQUEST = 5.0  # seconds in which signals are the same request, but for Ctrl-C: schedulers repeat theirs
 POLITE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+PATIENCE = 600  # seconds
 STOPPED = (EXIT_AGAIN, 128 + signal.SIGTERM)  # of a rank that was asked to stop
 FINAL = (EXIT_USER_ERROR, *STOPPED)
 
@@ -139,6 +140,10 @@ class Agent(LocalElasticAgent):
 
     def _ranks(self) -> list[subprocess.Popen[Any]]:
         return [one.proc for one in self._pcontext.subprocess_handlers.values()] if self._pcontext else []
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        # Those who still run are stopped because a host has come; they finish their step and save.
+        self._shutdown(timeout=PATIENCE)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = [process.poll() for process in self._ranks()]

@@ -216,11 +216,11 @@ class Plan:
         waiting_tokens: tokens of these.
         lost_tokens: tokens that packing left out for good in this step (`tail = "drop"`).
         gap: of a solver, how far its packing may be from the best, relatively; 0 is a proven optimum.
-        order: of each data-parallel rank what its pipeline ranks run, in order, where the micro-batches are
+        flows: of each data-parallel rank what its pipeline ranks run, in order, where the micro-batches are
             MicroPacks; None where the schedule's own order holds. A rank's entry is empty where it was not
             asked for.
         backward: of the same tokens, the micro-batches of backward passes, whose index is the place of B in
-            `order`: the same object, unless others are given, as which the `workload` of either is that of
+            `flows`: the same object, unless others are given, as which the `workload` of either is that of
             its own pass.
     """
 
@@ -231,7 +231,7 @@ class Plan:
     waiting_tokens: int = 0
     lost_tokens: int = 0
     gap: float | None = None
-    order: tuple[Flow, ...] | None = None
+    flows: tuple[Flow, ...] | None = None
     backward: tuple[MicroBatch, ...] = ()
 
     def __post_init__(self) -> None:
@@ -320,8 +320,8 @@ class Plan:
         }
         if not self.by_pass.same:
             record["backward"] = [micro_batch.to_json() for micro_batch in self.backward]
-        if self.order is not None:
-            record["order"] = [[[a.short() for a in rank] for rank in flow] for flow in self.order]
+        if self.flows is not None:
+            record["order"] = [[[a.short() for a in rank] for rank in flow] for flow in self.flows]
         return record
 
 

@@ -152,7 +152,7 @@ class Planner:
         if packing.regrouped is not None:
             of_backward = self._micro_batches_of(packing.regrouped, assigned, backward, sharded)
         waiting = self._policy.waiting
-        order = self._policy.order(packing, forward, backward, sharded)
+        flows = self._policy.flows(packing, forward, backward, sharded)
         plan = Plan(
             iteration=self._iteration,
             micro_batches=micro_batches,
@@ -161,7 +161,7 @@ class Planner:
             waiting_tokens=int(waiting.sum()),
             lost_tokens=packing.lost_tokens,
             gap=packing.gap,
-            order=order,
+            flows=flows,
             backward=of_backward,
         )
         self._iteration += 1

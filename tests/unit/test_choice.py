@@ -11,8 +11,9 @@ from wlb_titan.context import STRATEGIES
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
-from wlb_titan.job import Job, Policy
+from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
+from wlb_titan.policies import Policy
 from wlb_titan.simulator.choice import choose, predicted
 from wlb_titan.simulator.scenario import Scenario
 

@@ -10,10 +10,11 @@ from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
-from wlb_titan.job import Job, Policy
+from wlb_titan.job import Job
 from wlb_titan.memory.fits import USABLE
 from wlb_titan.memory.packs import Passes
 from wlb_titan.memory.settings import MemorySettings
+from wlb_titan.policies import Policy
 from wlb_titan.simulator import search as searching
 from wlb_titan.simulator.scenario import Scenario, network_sensitivity
 from wlb_titan.simulator.search import at_degrees, candidates, degrees_of, search
@@ -108,16 +109,16 @@ def test_experts_are_spread_over_powers_of_two(scenario):
 
 def test_micro_batches_are_as_long_as_memory_allows(scenario):
     def longest(memory):
-        return scenario.job.on(replace(scenario.job.cluster, memory=memory)).longest_that_fits
+        return scenario.job.on(replace(scenario.job.cluster, memory=memory)).fitting.longest
 
-    assert scenario.job.longest_that_fits == 2 * 16384
+    assert scenario.job.fitting.longest == 2 * 16384
     assert longest(scenario.job.cluster.memory / 100) is None
     # It is what a policy packs by, if the user has set no bound.
     each = scenario.job.replica_micro_batches
     passes = Passes.of([int(1.5 * 16384)] * each)
-    memory = max(rank.total for rank in scenario.job.peak_memory(passes)) / USABLE
+    memory = max(rank.total for rank in scenario.job.fitting.peak(passes)) / USABLE
     small = scenario.on(scenario.job.on(replace(scenario.job.cluster, memory=memory)))
-    bound = small.job.longest_that_fits
+    bound = small.job.fitting.longest
     assert bound == longest(memory) == int(1.5 * 16384)
     assert max(m.length for plan in small.plans(LAZY, 2) for m in plan.micro_batches) <= bound
 

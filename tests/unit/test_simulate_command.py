@@ -16,8 +16,8 @@ from wlb_titan.commands.simulate_toml import write_winner
 from wlb_titan.corpus.prepare import prepare_corpus
 from wlb_titan.corpus.settings import PrepareSettings
 from wlb_titan.cost.models import PAPER_DEGREES
-from wlb_titan.job import Policy
 from wlb_titan.memory.peak import layers_of_stages
+from wlb_titan.policies import Policy
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 from wlb_titan.runtime.models.load import load_config
 from wlb_titan.simulator.scenario import Scenario
@@ -60,8 +60,9 @@ def test_table_report_and_timeline(lengths, tmp_path):
     ]
     assert rows[0][-2:] == ["1.000x", "1.000x"]
     page = (tmp_path / "out" / "report.html").read_text()
-    assert page.count("<svg") == 4
-    assert not re.search(r"(src|href)=\"(?!#)", page.replace("xlink:href", "href"))
+    assert page.count('<div class="chart">') == 2 + 3 * 4
+    assert re.search(r'class="answer">\S+ does [\d.]+x ±[\d.]+ the FLOPs a second of plain:', page)
+    assert 'data-label="slow net"' in page and "half as fast" in page, "words are explained where they stand"
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert {event["name"] for event in events if event["ph"] == "X"} >= {"F0", "B0"}
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from wlb_titan.planner import Planner
     from wlb_titan.summary import Summary
 
-TABLE_WIDTH = 120  # also where no terminal tells its own
 
 STEPS = click.IntRange(1, 1 << 20)
 
@@ -87,14 +86,20 @@ def plan(
     _print(jobs[-1], documents, summaries)
     times = None
     if jobs[-1].strategy is not None:
-        from wlb_titan.commands.rank_report import planned_rank_times, rank_table
+        from wlb_titan.commands.report.ranks import planned_rank_times, rank_rows
 
         times = planned_rank_times(jobs[-1], documents, steps)
-        make_console(TABLE_WIDTH).print(rank_table(times, jobs[-1]))
+        console = make_console()
+        console.print(
+            f"Context parallelism: attention of a layer by {jobs[-1].latency.source}", soft_wrap=True
+        )
+        show_table(console, rank_rows(times, jobs[-1]))
     if report is not None:
-        from wlb_titan.commands.plan_report import write_report
+        from wlb_titan.commands.report.page import typed
+        from wlb_titan.commands.report.plan import write_report
 
-        click.echo(f"Report: {write_report(report, jobs, documents, summaries, times, choices)}")
+        what = typed(words, **options)
+        click.echo(f"Report: {write_report(report, jobs, documents, summaries, times, choices, what)}")
 
 
 def _jobs(job: Job, compare: str | None) -> list[Job]:
@@ -140,9 +145,9 @@ def _written(planner: Planner, numbers: Any, file: Any) -> Iterator[Plan]:
 
 
 def _print(job: Job, documents: Documents, summaries: dict[str, Summary]) -> None:
-    from wlb_titan.commands.plan_rows import table_row
+    from wlb_titan.commands.report.plan import table_row
 
-    console = make_console(TABLE_WIDTH)
+    console = make_console()
     console.print(describe_job(job, documents), markup=False, soft_wrap=True)
     show_table(console, [{"policy": name, **table_row(s)} for name, s in summaries.items()])
     for name, summary in summaries.items():

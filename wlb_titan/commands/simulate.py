@@ -28,16 +28,15 @@ from wlb_titan.cost.attention_hopper import KERNELS
 from wlb_titan.errors import PlanError
 
 if TYPE_CHECKING:
-    from wlb_titan.job import Job, Policy
+    from wlb_titan.job import Job
     from wlb_titan.plan import Plan
+    from wlb_titan.policies import Policy
     from wlb_titan.simulator.choice import Choice
     from wlb_titan.simulator.scenario import Scenario
     from wlb_titan.simulator.search import Search
     from wlb_titan.simulator.step import Prediction
 
 DEFAULT_POLICIES = "plain:per_sequence,fixed_greedy:per_sequence,wlb:adaptive,wlb_lazy:hybrid:best"
-TABLE_WIDTH = 128  # also where no terminal tells its own
-SEARCH_WIDTH = 152
 SHOWN = 12  # of a search
 SECONDS_BETWEEN_LINES = 5.0  # of its progress
 
@@ -123,6 +122,7 @@ def simulate(
     The bubble is the share of a step in which a rank waits; the last column says what a policy gains over
     the first one if the network between nodes were half as fast. docs/simulator.md explains the model.
     """
+    from wlb_titan.commands.report.page import typed
     from wlb_titan.commands.simulate_toml import check_writable, write_winner
     from wlb_titan.simulator.scenario import Scenario
 
@@ -149,7 +149,7 @@ def simulate(
             predictions = {policy: scenario.simulate(policy, planned) for policy, planned in plans.items()}
             _print(scenario, plans, predictions)
     if not search:
-        _export(scenario, plans, predictions, choices, report, trace)
+        _export(scenario, plans, predictions, choices, report, trace, typed(words, lengths, model))
     elif write is not None:
         write_winner(write, job, result)
         click.echo(f"Written: {write}; `wlb-titan config check {write}`")
@@ -157,7 +157,7 @@ def simulate(
 
 def _policies(text: str | None, asked: Asked) -> list[Policy]:
     """The policies to compare: as given, or the usual ones, or the one that an override chooses."""
-    from wlb_titan.job import Policy
+    from wlb_titan.policies import Policy
 
     if text is None and "wlb.packing.policy" in asked.changes:
         return list(dict.fromkeys([Policy("plain"), asked.job.policy]))
@@ -179,9 +179,9 @@ def _told(job: Job, given: Mapping[str, Any]) -> Job:
 def _print(
     scenario: Scenario, plans: dict[Policy, list[Plan]], predictions: dict[Policy, Prediction]
 ) -> None:
-    from wlb_titan.commands.simulate_rows import remarks, table_rows
+    from wlb_titan.commands.report.simulate import remarks, table_rows
 
-    console = make_console(TABLE_WIDTH)
+    console = make_console()
     console.print(describe_job(scenario.job, scenario.documents), markup=False, soft_wrap=True)
     show_table(console, table_rows(scenario, plans, predictions))
     for line in remarks(predictions):
@@ -191,7 +191,7 @@ def _print(
 def _print_search(
     scenario: Scenario, policies: list[Policy], steps: int, gpus: int | None, seconds: float
 ) -> Search:
-    from wlb_titan.commands.simulate_rows import gain, remarks, search_rows
+    from wlb_titan.commands.report.simulate import gain, remarks, search_rows
     from wlb_titan.simulator.search import search
 
     begin = told = time.monotonic()
@@ -205,7 +205,7 @@ def _print_search(
         return now - begin < seconds
 
     result = search(scenario, gpus or scenario.job.degrees.ranks, policies, steps, goes_on)
-    console = make_console(SEARCH_WIDTH)
+    console = make_console()
     console.print(describe_job(scenario.job, scenario.documents), markup=False, soft_wrap=True)
     show_table(console, search_rows(result)[:SHOWN])
     console.print(
@@ -231,6 +231,7 @@ def _export(
     choices: list[Choice],
     report: Path | None,
     trace: Path | None,
+    what: str,
 ) -> None:
     from wlb_titan.errors import PlanError
     from wlb_titan.simulator.timeline import step_timeline
@@ -250,6 +251,6 @@ def _export(
             raise PlanError(f"The timeline cannot be written to {trace}: {error.strerror}.") from error
         click.echo(f"Timeline: {trace} (open it at https://ui.perfetto.dev)")
     if report is not None:
-        from wlb_titan.commands.simulate_report import write_report
+        from wlb_titan.commands.report.simulate import write_report
 
-        click.echo(f"Report: {write_report(report, scenario, plans, predictions, steps, choices)}")
+        click.echo(f"Report: {write_report(report, scenario, plans, predictions, steps, choices, what)}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from wlb_titan.commands.job import Asked
-from wlb_titan.commands.simulate_rows import gain
+from wlb_titan.commands.report.simulate import gain
 from wlb_titan.config.build import Entry
 from wlb_titan.config.values import to_text
 from wlb_titan.config.writing import document

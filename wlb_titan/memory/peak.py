@@ -48,7 +48,7 @@ from wlb_titan.memory.gathered import Gathered
 from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.packs import PackSizes, Passes
 from wlb_titan.memory.settings import MemorySettings
-from wlb_titan.memory.slices import SliceCache
+from wlb_titan.memory.slice_cache import SliceCache
 from wlb_titan.pipeline.schedule import PipelineShape, layers_of_stages, rank_actions
 from wlb_titan.plan import Action, ByPass
 

@@ -285,10 +285,10 @@ class PackingPolicy(Plugin, ABC):
     def next(self) -> Packing:
         """The packs of the next step."""
 
-    def order(
+    def flows(
         self, packing: Packing, forward: Floats, backward: Floats, ranks: Collection[int]
     ) -> tuple[Flow, ...] | None:
-        """What the pipeline ranks run, as of `Plan.order`; None leaves it to the schedule.
+        """What the pipeline ranks run, as of `Plan.flows`; None leaves it to the schedule.
 
         Args:
             packing: what `next` returned last.

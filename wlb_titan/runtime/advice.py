@@ -41,7 +41,7 @@ def _without_checkpointing(job: Job) -> list[str]:
     if ranks is None:
         return []
     most = max(rank.total for rank in ranks)
-    if most > bare.usable:
+    if most > bare.fitting.usable:
         return []
     return [
         f'activation_checkpoint = "none" is predicted to fit: {most / GIB:.2f} of '

@@ -141,6 +141,7 @@ def _run(resolved: Resolved, rank: int, alarm: Alarm) -> int:
             else:
                 trainer.train()
                 done = trainer.step >= trainer.config.training.steps  # epochs may have set it
+            alarm.stop.leave()
             alarm.close()
         except (KeyboardInterrupt, SystemExit):
             raise

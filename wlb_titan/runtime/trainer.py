@@ -53,7 +53,6 @@ from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import describe_memory, measured_memory
 from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank, spoken
 from wlb_titan.runtime.models.compile import allow_graphs
-from wlb_titan.runtime.pipeline.build import pipeline
 from wlb_titan.runtime.pipeline.pass_timer import PassTimer
 from wlb_titan.runtime.pipeline.regroup import regrouped_pipeline
 from wlb_titan.runtime.step_trace import StepTrace
@@ -96,10 +95,12 @@ class Trainer(TorchtitanTrainer):
             loss=weighted(config.loss) if config.wlb.loss_weight == "conversation" else config.loss,
         )
         assert config.model_spec is not None
-        if config.model_spec.pipelining_fn is pipeline:
-            stages = regrouped_pipeline if self.job.packing.regroups else pipeline
-            stages = partial(stages, check_lengths=config.wlb.pipeline.check_lengths)
-            config.model_spec = dataclasses.replace(config.model_spec, pipelining_fn=stages)
+        stages: Any = config.model_spec.pipelining_fn
+        if self.job.packing.regroups:
+            stages = partial(regrouped_pipeline, stages)
+        if config.wlb.pipeline.check_lengths:
+            stages = partial(stages, check_lengths=True)
+        config.model_spec = dataclasses.replace(config.model_spec, pipelining_fn=stages)
         super().__init__(config)
         self._cache: KeyValueCache | None = None  # of the step under way
         self._reduces = True

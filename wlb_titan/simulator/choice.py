@@ -20,10 +20,11 @@ import numpy as np
 
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError, UserError
-from wlb_titan.job import Job, Policy
+from wlb_titan.job import Job
 from wlb_titan.memory.peak import GIB
 from wlb_titan.packing.policy import Answer, OnOneRank, here
 from wlb_titan.plugins import PluginConfig
+from wlb_titan.policies import Policy
 from wlb_titan.simulator.step import simulate
 
 WARM_UP = 8  # steps in which queues fill

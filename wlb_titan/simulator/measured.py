@@ -22,7 +22,7 @@ from wlb_titan.cost.passes import MicroBatches
 from wlb_titan.job import Job
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import ByPass, MicroBatch, Plan, micro_batches_of
-from wlb_titan.simulator.passes import attention_seconds, passing
+from wlb_titan.simulator.planned import attention_seconds, passing
 
 Floats = NDArray[np.float64]
 HALVES = {"F": [0], "L": [0], "FB": [0, 1, 2], "B": [1, 2], "R": [1, 2], "I": [1], "W": [2]}

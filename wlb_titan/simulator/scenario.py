@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from wlb_titan.documents import Documents
-from wlb_titan.job import Job, Policy
+from wlb_titan.job import Job
 from wlb_titan.plan import Plan
+from wlb_titan.policies import Policy
 from wlb_titan.simulator.choice import WARM_UP, Choice, choose
 from wlb_titan.simulator.step import Prediction, simulate
 

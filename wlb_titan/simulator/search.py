@@ -23,7 +23,8 @@ import numpy as np
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.passes import Floats, MicroBatches
 from wlb_titan.errors import PlanError
-from wlb_titan.job import Job, Policy
+from wlb_titan.job import Job
+from wlb_titan.policies import Policy
 from wlb_titan.simulator.scenario import Scenario
 from wlb_titan.simulator.step import Prediction, tokens_per_second
 
@@ -117,7 +118,7 @@ def search(
         if not goes_on(f"{job.degrees}, {_pipeline(job)}"):
             untried = len(bounds) - rank
             break
-        if job.longest_that_fits is None:
+        if job.fitting.longest is None:
             too_large += 1
             continue
         try:
@@ -246,7 +247,7 @@ def _tried(scenario: Scenario, policies: list[Policy], steps: int) -> list[Found
 
 def _configured(scenario: Scenario, gpus: int, policies: list[Policy], steps: int) -> Found | None:
     job = scenario.job
-    if job.degrees.ranks != gpus or job.longest_that_fits is None:
+    if job.degrees.ranks != gpus or job.fitting.longest is None:
         return None
     try:
         return max(_tried(scenario, policies, steps), key=lambda one: one.tokens_per_second, default=None)

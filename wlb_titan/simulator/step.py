@@ -29,8 +29,8 @@ from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.pipeline.schedule import rank_actions
 from wlb_titan.plan import ByPass, Plan, micro_batches_of
 from wlb_titan.simulator.measured import Measured
-from wlb_titan.simulator.passes import planned_times, transfer_seconds
-from wlb_titan.simulator.slices import flow_memory, run_flows
+from wlb_titan.simulator.planned import planned_times, transfer_seconds
+from wlb_titan.simulator.replicas import flow_memory, run_flows
 from wlb_titan.summary import rate_error
 
 Floats = NDArray[np.float64]
@@ -144,7 +144,7 @@ def simulate(job: Job, plans: Sequence[Plan], measured: Measured | None = None) 
     if job.degrees.pipeline == 1 and job.degrees.shard > 1:
         times = _slowest_of_shards(times, job, runs)
     delays = transfer_seconds(job, tokens)
-    if plans[0].order is None:
+    if plans[0].flows is None:
         graph = PipelineGraph(job.shape, run)
         seconds, busy = graph.ends(times, delays).max(axis=0), graph.busy(times).mean(axis=0)
         memory = peak_memory(job, tokens.astype(np.int64), runs)
@@ -216,7 +216,7 @@ def peak_memory(job: Job, tokens: NDArray[np.int64], runs: int) -> tuple[RankMem
         candidates = {in_flight[:, 0].argmax()}
         if runs > 1:
             candidates.add(in_flight[:, 1:].max(axis=1).argmax())
-        peaks = [job.peak_memory(Passes.of(steps[step].tolist()))[rank] for step in candidates]
+        peaks = [job.fitting.peak(Passes.of(steps[step].tolist()))[rank] for step in candidates]
         result.append(max(peaks, key=lambda peak: peak.total))
     return tuple(result)
 
@@ -238,7 +238,7 @@ def _check(job: Job, plans: Sequence[Plan]) -> None:
 
 def _run(job: Job, plans: Sequence[Plan]) -> int:
     each = len(plans[0].micro_batches) // job.degrees.data
-    run = job.run if job.run and plans[0].order is None else each  # MicroPacks go through in one run
+    run = job.run if job.run and plans[0].flows is None else each  # MicroPacks go through in one run
     if each % run:
         raise PlanError(
             f"The {each} micro-batches of a replica cannot be divided into pipeline runs of {run}."

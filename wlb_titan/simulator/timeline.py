@@ -17,8 +17,8 @@ from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.plan import LENGTH, Action, MicroBatch, Plan
 from wlb_titan.simulator.measured import Measured
 from wlb_titan.simulator.meeting import Replica, ends_together
-from wlb_titan.simulator.passes import planned_times, transfer_seconds
-from wlb_titan.simulator.slices import cache_bytes, replicas_of
+from wlb_titan.simulator.planned import planned_times, transfer_seconds
+from wlb_titan.simulator.replicas import cache_bytes, replicas_of
 from wlb_titan.timeline import Span
 
 Floats = NDArray[np.float64]
@@ -63,7 +63,7 @@ def step_timeline(
     Returns:
         A slice for each pass, on the track of its pipeline rank, and each rank's memory.
     """
-    if plan.order is not None:
+    if plan.flows is not None:
         steps = _together(job, plan, name, measured)
         steps = steps if dp_rank is None else [steps[dp_rank]]
     else:

@@ -72,4 +72,4 @@ def _pack(job: PackJob, packing: Packing, number: int) -> tuple[float, ...]:
         seconds = job.strategy.seconds(after(sharding, prefix))
         travelling = job.strategy.travelling(sharding, total, slices)
     forward, backward = seconds.max(axis=0).tolist()
-    return total, forward, backward, *job.exchanging.of(travelling)
+    return total, forward, backward, *job.exchanging.seconds(travelling)

@@ -138,7 +138,7 @@ class ReplicaPacks(NamedTuple):
 
 def replica_passes(plan: Plan, dp_rank: int) -> Passes:
     """What one data-parallel rank runs in a step, as memory sees it."""
-    flow = None if plan.order is None else plan.order[dp_rank]
+    flow = None if plan.flows is None else plan.flows[dp_rank]
     return passes_of(plan.replica(dp_rank).each(ReplicaPacks.of), flow)
 
 

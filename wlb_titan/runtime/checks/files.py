@@ -17,7 +17,7 @@ from wlb_titan.simulator.choice import choose
 
 
 def need_torch(config: Any) -> bool:
-    """Whether torch must look at what a configuration names: weights, checkpoints, documents to validate on."""
+    """Whether torch must look at what a configuration names: weights, checkpoints, validation."""
     checkpoint = config.checkpoint
     begun = any((Path(config.dump_folder) / checkpoint.folder).glob("step-*"))
     named = begun or checkpoint.initial_load_path or checkpoint.load_step >= 0

@@ -147,7 +147,7 @@ class PlannedDataLoader(BaseDataLoader):
         plan, shadow = self._planner.next(sharded=[self._dp_rank]), None
         if "shadow" in self._planners:
             shadow = self._planners["shadow"].next(sharded=[self._dp_rank])
-        flow = None if plan.order is None else plan.order[self._dp_rank]
+        flow = None if plan.flows is None else plan.flows[self._dp_rank]
         if flow is not None:
             self.lower(flow)
         own = plan.replica(self._dp_rank)

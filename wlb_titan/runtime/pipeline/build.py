@@ -61,15 +61,12 @@ def pipeline(
     stage_class: Callable[..., PlannedStage] = PlannedStage,
     flow_class: type[PackFlowSchedule] = PackFlowSchedule,
     check_lengths: bool = False,
-) -> tuple[PlannedSchedule, list[nn.Module], bool, bool]:
+) -> Pipeline:
     """torchtitan's `pipeline_llm`, with stages that take their shapes from the plan.
 
     Args besides torchtitan's:
         stage_class, flow_class: make a stage, and the schedule of an order of passes.
         check_lengths: as of `PlannedSchedule`.
-
-    Returns:
-        the schedule, this rank's parts of the model, and whether they hold the first and the last stage.
 
     Raises:
         ValueError: the schedule cannot run, with the reason; or the model does not fit its stages.
@@ -246,6 +243,10 @@ class PlannedSchedule:
                 "rank's log."
             )
             raise
+
+
+Pipeline = tuple[PlannedSchedule, list[nn.Module], bool, bool]
+"""The schedule, this rank's parts of the model, and whether they hold the first and the last stage."""
 
 
 def check_equal_lengths(lengths: list[int], group: dist.ProcessGroup) -> None:

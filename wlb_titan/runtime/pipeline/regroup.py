@@ -33,7 +33,7 @@ from wlb_titan.packing.slim.moves import TokenMoves, token_moves
 from wlb_titan.plan import ByPass, MicroBatch
 from wlb_titan.runtime.compat import checkpoint_wrapper
 from wlb_titan.runtime.data.inputs import REGROUPING, Item, on_host
-from wlb_titan.runtime.pipeline.build import PlannedSchedule, pipeline
+from wlb_titan.runtime.pipeline.build import Pipeline
 from wlb_titan.runtime.pipeline.packflow import PackFlowSchedule
 from wlb_titan.runtime.pipeline.stage import PlannedStage
 
@@ -323,11 +323,16 @@ class RegroupedSchedule(PackFlowSchedule):
 
 
 def regrouped_pipeline(
-    model: nn.Module, *, parallel_dims: ParallelDims, parallelism: ParallelismConfig, **arguments: Any
-) -> tuple[PlannedSchedule, list[nn.Module], bool, bool]:
-    """As `pipeline`, with layers that are computed again in place of full activation checkpointing."""
+    made: Callable[..., Pipeline],
+    model: nn.Module,
+    *,
+    parallel_dims: ParallelDims,
+    parallelism: ParallelismConfig,
+    **arguments: Any,
+) -> Pipeline:
+    """As it is `made` by `pipeline`, with layers that are computed again in place of full checkpointing."""
     arguments["ac_config"] = None
-    return pipeline(
+    return made(
         model,
         parallel_dims=parallel_dims,
         parallelism=parallelism,

@@ -13,7 +13,7 @@ from wlb_titan.pipeline.order import PipelineShape
 from wlb_titan.pipeline.schedule import ONE_STAGE
 from wlb_titan.runtime.compat import modules_of_stages, pipeline_metadata
 
-SCHEDULES = (
+TORCH_SCHEDULES = (
     "GPipe",
     "1F1B",
     "Interleaved1F1B",
@@ -34,7 +34,7 @@ def check_schedule(parallelism: ParallelismConfig, compile_config: CompileConfig
     if parallelism.pipeline_parallel_schedule_csv:
         raise ValueError(
             "a schedule read from a CSV file is for one number of micro-batches and is not supported; name "
-            f"one of {', '.join(SCHEDULES)}"
+            f"one of {', '.join(TORCH_SCHEDULES)}"
         )
     name = canonical_name(parallelism.pipeline_parallel_schedule)
     if name in SPLITS_BACKWARD and compile_config.enable and "model" in compile_config.components:
@@ -155,12 +155,12 @@ def pipeline_shape(
 
 
 def canonical_name(name: str) -> str:
-    """The schedule's name as SCHEDULES spells it.
+    """The schedule's name as TORCH_SCHEDULES spells it.
 
     Raises:
         ValueError: no such schedule.
     """
-    for known in SCHEDULES:
+    for known in TORCH_SCHEDULES:
         if known.lower() == name.lower():
             return known
-    raise ValueError(f"no pipeline schedule is called {name!r}; there are {', '.join(SCHEDULES)}")
+    raise ValueError(f"no pipeline schedule is called {name!r}; there are {', '.join(TORCH_SCHEDULES)}")

@@ -19,7 +19,7 @@ from wlb_titan.job import Job
 from wlb_titan.memory.fits import fullest
 from wlb_titan.memory.packs import Passes
 from wlb_titan.memory.peak import RankMemory
-from wlb_titan.memory.slices import SliceCache
+from wlb_titan.memory.slice_cache import SliceCache
 from wlb_titan.packing.slim.asymmetric import last_needed
 from wlb_titan.packing.slim.slices import parts, piece_numbers, replica_passes
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
@@ -37,8 +37,8 @@ def replica_graph(job: Job, plan: Plan, dp_rank: int) -> PipelineGraph:
     Raises:
         PlanError: the order does not keep to what slices need, or waits for itself.
     """
-    assert plan.order is not None
-    flow, micro_batches = plan.order[dp_rank], plan.replica(dp_rank)
+    assert plan.flows is not None
+    flow, micro_batches = plan.flows[dp_rank], plan.replica(dp_rank)
     needed = check_slices(flow, micro_batches)
     return PipelineGraph(job.shape, len(micro_batches.forward), flow, needed)
 
@@ -82,7 +82,7 @@ def replicas_of(
 def flow_memory(job: Job, plans: Sequence[Plan]) -> tuple[RankMemory, ...]:
     """The largest peak of each pipeline rank over all replicas and plans."""
     peaks = [
-        job.peak_memory(replica_passes(plan, rank)) for plan in plans for rank in range(job.degrees.data)
+        job.fitting.peak(replica_passes(plan, rank)) for plan in plans for rank in range(job.degrees.data)
     ]
     return tuple(fullest(ranks) for ranks in zip(*peaks, strict=True))
 

@@ -21,7 +21,7 @@ def passing(micro_batches: Sequence[MicroBatch], job: Job) -> MicroBatches:
     """Planned micro-batches, as arrays (n,)."""
     attention = np.array([attention_seconds(m, job).max(axis=0) for m in micro_batches])
     tokens = np.array([m.shared_length for m in micro_batches], dtype=np.float64)
-    exchange = np.array([job.exchanging.of(travelling(m, job)) for m in micro_batches])
+    exchange = np.array([job.exchanging.seconds(travelling(m, job)) for m in micro_batches])
     return MicroBatches(tokens, attention[:, 0], attention[:, 1], *exchange.T)
 
 
