@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from wlb_titan.config.load import Resolved
-from wlb_titan.config.sketch import resolve_sketch, sketched_job
+from wlb_titan.config.sketch import JSON, resolve_sketch, sketched_job
 from wlb_titan.config.sources import COMMAND_LINE
 from wlb_titan.documents import Documents
 from wlb_titan.documents.lengths import NAMED, named_or_read
@@ -44,7 +44,7 @@ OVERRIDABLE = {"ignore_unknown_options": True}
 """Options that click does not know are overrides of the configuration, so they are passed through."""
 
 words_argument = click.argument(
-    "words", nargs=-1, type=click.UNPROCESSED, metavar="[FILE.toml] [-- --SECTION.KEY VALUE ...]"
+    "words", nargs=-1, type=click.UNPROCESSED, metavar="[FILE.toml|config.json] [-- --SECTION.KEY VALUE ...]"
 )
 lengths_option = click.option(
     "--lengths",
@@ -74,12 +74,14 @@ class Asked:
 
     Attributes:
         file: TOML file; None: there is none.
+        model: as of `sketch_of`, where there is no file.
         job, documents: what is planned.
         resolved: the configuration that they come from.
         lengths: as given by --lengths.
     """
 
     file: Path | None
+    model: str
     job: Job
     documents: Documents
     resolved: Resolved
@@ -122,7 +124,7 @@ def load_job(
     """What a command's arguments name.
 
     Args:
-        words: a TOML file of a training run, if there is one, and overrides of it.
+        words: a TOML file of a training run or a model's config.json, if there is one, and overrides.
         lengths: as of `named_or_read`, instead of the file's corpus.
         model: a row of the paper's Table 1, where there is no file.
         cluster: as of `load_cluster`, instead of the file's.
@@ -134,6 +136,8 @@ def load_job(
     file, overrides = None, list(words)
     if overrides and not overrides[0].startswith("--"):
         file = Path(overrides.pop(0))
+    if file is not None and file.suffix == JSON:
+        file, model = None, str(file)
     _refuse_former_options(overrides)
     if cluster is not None:
         overrides += ["--wlb.cluster", cluster]
@@ -154,7 +158,7 @@ def load_job(
             job.degrees.check_ranks(gpus)
     if lengths is not None and resolved.provenance["wlb.corpus.seed"] == COMMAND_LINE:
         documents = replace(documents, seed=resolved.config.wlb.corpus.seed)
-    return Asked(file, job, documents, resolved, lengths)
+    return Asked(file, model, job, documents, resolved, lengths)
 
 
 def _refuse_former_options(words: Sequence[str]) -> None:
