@@ -142,6 +142,8 @@ def attend(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
+    # 16 bytes of a row a thread: whole lines of memory, by way of shared memory.
+    out_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
     dtype: gl.constexpr = v_ring.dtype
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     no_scores = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=s_layout)
@@ -210,12 +212,13 @@ def attend(
         head = group * PACK + gl.arange(0, ROWS, layout=rows) % PACK
         gl.store(lse + head.to(gl.int64) * q_tokens + token, natural, mask=token < q_end)
         o = o / gl.convert_layout(l_sum, gl.SliceLayout(1, o_layout))[:, None]
-        o_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, o_layout))
+        o = gl.convert_layout(o.to(out.dtype.element_ty), out_layout)
+        o_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, out_layout))
         o_token = q_begin + o_row // PACK
         o_head = group * PACK + o_row % PACK
-        col = gl.arange(0, DV, layout=gl.SliceLayout(0, o_layout))
+        col = gl.arange(0, DV, layout=gl.SliceLayout(0, out_layout))
         at = (o_token.to(gl.int64) * out_stride_t + o_head * out_stride_h)[:, None] + col[None, :]
-        gl.store(out + at, o.to(out.dtype.element_ty), mask=(o_token < q_end)[:, None])
+        gl.store(out + at, o, mask=(o_token < q_end)[:, None])
         round += 1
         number = next_number(numbers, bars, round)
 

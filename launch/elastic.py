@@ -119,14 +119,14 @@ class Agent(LocalElasticAgent):
             for process in running:
                 process.send_signal(signal.SIGUSR1 if number == signal.SIGUSR1 else signal.SIGTERM)
 
-    def status_of(self, result: RunResult) -> int:
-        """The exit status of a run that has ended; a failure is told."""
-        if not result.is_failed():
+    def status_of(self, result: RunResult | None) -> int:
+        """The exit status of a run that has ended; a failure is told. None: others have ended it."""
+        if result is None or not result.is_failed():
             return 0
         rank, first = min(result.failures.items(), key=lambda failure: failure[1].timestamp)
-        if self.asked is not None:
+        if self.asked is not None and (first.exitcode in STOPPED or first.exitcode < 0):
             return EXIT_AGAIN if self.asked == signal.SIGUSR1 else 128 + self.asked
-        if first.exitcode in STOPPED:
+        if first.exitcode in STOPPED:  # another host was asked
             return first.exitcode
         how = f"exit code {first.exitcode}"
         if first.exitcode < 0:

@@ -94,44 +94,18 @@ class Job:
     attention: AttentionLatency | None = None
 
     def __post_init__(self) -> None:
-        for name, heads in (("heads", self.model.heads), ("kv_heads", self.model.kv_heads)):
-            if heads % self.degrees.tensor:
-                raise PlanError(
-                    f"The model's {heads} {name} cannot be divided by the tensor parallel degree "
-                    f"{self.degrees.tensor}.",
-                    setting="parallelism.tensor_parallel_degree",
-                )
+        for dimension in self.degrees.dimensions:
+            dimension.check(self)
         if not 0 <= self.tensor_overlap <= 1:
             raise PlanError(
                 f"The overlap of tensor parallelism is {self.tensor_overlap}; it is between 0 and 1."
-            )
-        if not 1 <= self.routing_imbalance <= max(self.degrees.expert, 1):
-            raise PlanError(
-                f"The routing imbalance is {self.routing_imbalance}; it is the busiest rank's tokens over "
-                f"the mean's, from 1 to the expert parallel degree of {self.degrees.expert}."
-            )
-        if self.degrees.expert > max(self.model.experts, 1):
-            raise PlanError(
-                f"The expert parallel degree is {self.degrees.expert}, and a layer has {self.model.experts} "
-                "experts; it can be at most as many."
             )
         if self.memory.offload and self.cluster.host_bandwidth is None:
             raise PlanError(
                 f"Activations cannot be offloaded on {self.cluster.name}: its file has no [node] "
                 "host_bandwidth. Add it in bytes/s a GPU, or keep them on the GPU."
             )
-        if self.micro_batches < 1 or self.micro_batches % self.degrees.data:
-            raise PlanError(
-                f"{self.micro_batches} micro-batches cannot be shared equally by {self.degrees.data} "
-                "data-parallel ranks; the number must be a positive multiple of the data-parallel degree.",
-                setting="training.global_batch_size",
-            )
-        try:
-            _ = self.layers
-        except PlanError as error:
-            raise PlanError(str(error), setting="parallelism.pipeline_parallel_degree") from error
         self.packing.check(self)
-        _ = self.strategy  # which checks itself
 
     @property
     def replica_micro_batches(self) -> int:
@@ -202,6 +176,14 @@ class Job:
         jobs = {1: self}
         if not self.packing.merges or (self.strategy is not None and not self.strategy.merges):
             return jobs
+        if self.degrees.apart > 1:
+            if self.packing.merges is True:
+                raise PlanError(
+                    f"Data-parallel ranks of {self.degrees} have weights of their own and cannot share a "
+                    "micro-batch; let none share one, or leave the dimension out.",
+                    setting="wlb.packing",
+                )
+            return jobs
         sharding = self.sharding
         if self.strategy is None:
             sharding = STRATEGIES.configure("per_document", profile=self.sharding.profile)
@@ -238,7 +220,7 @@ class Job:
 
     def _exchange_cost(self, strategy: ContextStrategy | None) -> ExchangeCost:
         repeats = self.memory.checkpointing != "none"
-        return ExchangeCost.of(strategy, self.model, self.cluster, self.degrees.tensor, repeats=repeats)
+        return ExchangeCost.of(strategy, self.model, self.cluster, self.degrees, repeats=repeats)
 
     @cached_property
     def token(self) -> TokenSeconds:

@@ -36,7 +36,7 @@ class Action(NamedTuple):
     Attributes:
         kind: F forward, B whole backward, I gradient of the inputs, W gradient of the weights.
         stage: from 0 at the embedding.
-        place: of the micro-batch in the order in which they run, from 0.
+        place: place of the micro-batch in the order in which they run, from 0.
     """
 
     kind: Literal["F", "B", "I", "W"]
@@ -103,7 +103,7 @@ class Slices(NamedTuple):
     def of(
         cls, slices: NDArray[np.int64] | None, lengths: NDArray[np.int64], one_pass: bool
     ) -> Slices | None:
-        """Of a micro-batch's `slices` and tokens; None where its documents are not sliced.
+        """The slices by a micro-batch's `slices` and tokens; None where its documents are not sliced.
 
         Args:
             slices, one_pass: as of `MicroBatch`.
@@ -215,7 +215,7 @@ class Plan:
         waiting_documents: pieces that had arrived and were left for later steps.
         waiting_tokens: tokens of these.
         lost_tokens: tokens that packing left out for good in this step (`tail = "drop"`).
-        gap: of a solver, how far its packing may be from the best, relatively; 0 is a proven optimum.
+        gap: how far a solver's packing may be from the best, relatively; 0 is a proven optimum.
         flows: of each data-parallel rank what its pipeline ranks run, in order, where the micro-batches are
             MicroPacks; None where the schedule's own order holds. A rank's entry is empty where it was not
             asked for.

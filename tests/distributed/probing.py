@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from wlb_titan.runtime.trainer import Trainer
 
 FILE = "gradients.pt"
+WEIGHTS = "weights.pt"  # of averaging.py
 
 
 class ProbingTrainer(Trainer):

@@ -6,16 +6,22 @@ A failure after an upgrade names what changed; wlb_titan/runtime/compat.py says 
 import hashlib
 import inspect
 
+import numpy as np
 import pytest
+from toys import Apart, Twins
 
+from wlb_titan.cost.degrees import Degrees
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
 use_cpu_without_accelerator()
 
+import torch  # noqa: E402
 import torch.distributed.pipelining.stage as stage_module  # noqa: E402
 import torchtitan.distributed.pipeline_parallel as titan_pipeline  # noqa: E402
 from torch.distributed.pipelining import PipelineStage  # noqa: E402
 from torchtitan.components.validate import Validator  # noqa: E402
+from torchtitan.distributed import ParallelDims  # noqa: E402
+from torchtitan.distributed.utils import init_fake_mode  # noqa: E402
 from torchtitan.models.common.decoder import Decoder  # noqa: E402
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
@@ -100,6 +106,8 @@ REPLACED = {
     "Trainer.forward_backward_step": (Trainer.forward_backward_step, "c7b14c5ae60b"),
     "Trainer.pp_forward_backward_step": (Trainer.pp_forward_backward_step, "cabc5cbf434e"),
     "Trainer.batch_generator": (Trainer.batch_generator, "8e05c5915a0a"),
+    "Trainer.init_distributed": (Trainer.init_distributed, "a114825fc699"),
+    "ParallelDims.build_mesh": (ParallelDims.build_mesh, "998e974093ad"),
     "Validator.validate": (Validator.validate, "36d6da077e3f"),
     "pipeline_llm": (titan_pipeline.pipeline_llm, "b69a9f5b0c9f"),
 }
@@ -107,6 +115,48 @@ REPLACED = {
 
 def parameters(function) -> str:
     return " ".join(inspect.signature(function).parameters)
+
+
+@pytest.fixture
+def ranks():
+    """A process group of 64 ranks, of which this is one, without the others."""
+    init_fake_mode(64, rank=37)
+    yield 64
+    torch.distributed.destroy_process_group()
+
+
+DEGREES = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}
+
+
+def test_meshes_of_own_dimensions_without_one_are_torchtitan_s(ranks):
+    degrees = DEGREES | {"dp_shard": 4, "ep": 4}
+    theirs, ours = (kind(**degrees, world_size=ranks) for kind in (ParallelDims, compat.Dims))
+    theirs.build_mesh()
+    ours.build_open_mesh()
+    assert theirs._single_axis_meshes.keys() == ours._single_axis_meshes.keys()
+    assert theirs._global_meshes.keys() == ours._global_meshes.keys()
+    for kind in ("_single_axis_meshes", "_global_meshes"):
+        for name, mesh in getattr(theirs, kind).items():
+            own = getattr(ours, kind)[name]
+            assert own.mesh_dim_names == mesh.mesh_dim_names and torch.equal(own.mesh, mesh.mesh), name
+    assert ours.spmd_meshes() == theirs.spmd_meshes()
+
+
+def test_a_dimension_lies_where_its_class_says(ranks):
+    twins, apart = Twins.Config(degree=2).make(), Apart.Config(degree=2).make()
+    dims = compat.Dims(**DEGREES | {"dp_replicate": 1}, ep=1, world_size=ranks, own=(apart, twins))
+    dims.build_mesh()
+    layout = Degrees(pipeline=2, shard=2, context=2, tensor=2, own=(apart.config, twins.config))
+    assert list(layout.layout) == ["pp", "apart", "dp_replicate", "dp_shard", "cp", "twins", "tp"]
+    everyone = np.arange(ranks).reshape(list(layout.layout.values()))
+    place = np.argwhere(everyone == 37)[0]
+    for number, axis in enumerate(layout.layout):
+        mine = np.moveaxis(everyone, number, 0)[(slice(None), *np.delete(place, number))]
+        assert dims._single_axis_meshes[axis].mesh.tolist() == mine.tolist(), axis
+        assert len(mine) == 1 or layout.strides[axis] == mine[1] - mine[0]
+    data = everyone[place[0], :, 0, :, place[4], place[5], place[6]]
+    assert dims.get_mesh("batch").mesh.tolist() == data.ravel().tolist()
+    assert dims.get_mesh("loss").size() == 8  # apart, dp_shard, cp
 
 
 def test_every_private_name_is_in_the_contract():

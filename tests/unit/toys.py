@@ -1,4 +1,4 @@
-"""A packing policy and a context-parallel strategy as a user would write them."""
+"""A packing policy, a context-parallel strategy and dimensions of parallelism as a user would write them."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,9 @@ import numpy as np
 
 from wlb_titan.context.all_gather import AllGather
 from wlb_titan.context.layout import from_runs
+from wlb_titan.cost.dimension import Dimension, Meeting
 from wlb_titan.packing.plain import Plain
+from wlb_titan.pipeline.graph import PassTimes
 
 
 class Reversed(Plain):
@@ -42,3 +44,21 @@ class Contiguous(AllGather):
         begin = np.arange(self.ranks) * (total // self.ranks)
         end = begin + total // self.ranks
         return "contiguous", from_runs(np.arange(self.ranks), begin, end, lengths, self.ranks)
+
+
+class Apart(Dimension):
+    """Data-parallel ranks that meet every other step and then all-reduce their weights."""
+
+    axis, divides, every = "apart", "data", 2
+
+    def meeting(self, job, weights):
+        return Meeting(4 * weights, 1)
+
+
+class Twins(Dimension):
+    """Ranks that do the same, next to each other, and compare what comes of it."""
+
+    axis, outside, runtime = "twins", "tp", "toys_runtime:Comparing"
+
+    def passes(self, job, times):
+        return PassTimes(2 * times.forward, times.inputs, times.weights)

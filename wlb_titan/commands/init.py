@@ -23,6 +23,7 @@ policy = "wlb_lazy" # micro-batches of equal work; "plain": of equal token count
 [training]
 seq_len = {window} # the longest document that the model sees; longer ones are cut
 global_batch_size = 8 # micro-batches of a step
+local_batch_size = 1 # of them at a time, on each data-parallel rank
 steps = 20
 {training}
 [parallelism]

@@ -14,6 +14,7 @@ import click
 from wlb_titan.config.load import Resolved
 from wlb_titan.config.sketch import JSON, resolve_sketch, sketched_job
 from wlb_titan.config.sources import COMMAND_LINE
+from wlb_titan.cost.cluster import shipped
 from wlb_titan.documents import Documents
 from wlb_titan.documents.lengths import NAMED, named_or_read
 from wlb_titan.errors import ConfigError, PlanError, UserError
@@ -62,8 +63,8 @@ model_option = click.option(
 cluster_option = click.option(
     "--cluster",
     metavar="NAME|FILE.toml",
-    help="h100_roce, h100_measured, h200, cpu or a file like theirs (docs/simulator.md).  [default: "
-    "wlb.cluster, or without FILE.toml h100_roce]",
+    help=f"{', '.join(shipped())} or a file like theirs (docs/simulator.md).  [default: wlb.cluster, or "
+    "without FILE.toml h100_roce]",
 )
 gpus_option = click.option("--gpus", type=click.IntRange(1, 1 << 20), help="GPUs of the job.")
 

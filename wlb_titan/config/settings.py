@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Interval, MinLen
 
 from wlb_titan.context import STRATEGIES, ContextStrategy
+from wlb_titan.cost.dimension import Dimension
 from wlb_titan.packing import POLICIES, PackingPolicy
 from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder
 
@@ -108,9 +109,9 @@ class WlbSettings:
     """`auto`: the accelerator that torch finds, or else the CPU. `cpu`: the CPU even where there is one."""
 
     cluster: str = ""
-    """The hardware that work, time and memory are predicted for: `h100_roce`, `h100_measured`, `h200`, `cpu`
-    or a TOML file like theirs. Empty: the device at hand. Name it where plans and predictions shall be those
-    of another."""
+    """The hardware that work, time and memory are predicted for: a shipped cluster (listed by `wlb-titan
+    simulate --help`), or a TOML file like theirs. Empty: the device at hand. Name it where plans and
+    predictions shall be those of another."""
 
     trace_every: Annotated[int, Ge(0)] = 0
     """Every so many steps the passes of all ranks are timed: a trace for ui.perfetto.dev is written to
@@ -128,6 +129,10 @@ class WlbSettings:
     loss_weight: Literal["token", "conversation"] = "token"
     """`token`: the loss is the mean over the learned tokens of a step. `conversation`: documents weigh the
     same, however many learned tokens each has; the mean over documents of the mean over their tokens."""
+
+    dimensions: list[Dimension.Config] = field(default_factory=list)
+    """Dimensions of parallelism that torchtitan does not have, outermost first: a section
+    [[wlb.dimensions]] each, with a `name`, its `degree` and its own keys."""
 
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
     validation: ValidationSettings = field(default_factory=ValidationSettings)

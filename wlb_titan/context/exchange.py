@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from wlb_titan.context.strategy import ContextStrategy, Move, MoveSeconds
 from wlb_titan.cost.analytic import BYTES
 from wlb_titan.cost.cluster import Cluster, Link
+from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.cost.workload import ExchangeSeconds
 
@@ -26,14 +27,14 @@ class ExchangeCost:
         strategy: whose collectives they are; None without context parallelism.
         moves: what travels, as of `Exchange`; none without it.
         cluster: the hardware.
-        tensor: tensor-parallel degree, whose ranks are the inner ones.
+        stride: ranks that two context-parallel neighbours are apart.
         repeats: whether activation checkpointing moves again what it does not keep.
     """
 
     strategy: ContextStrategy | None
     moves: tuple[Move, ...]
     cluster: Cluster
-    tensor: int
+    stride: int
     repeats: bool
 
     @classmethod
@@ -42,17 +43,17 @@ class ExchangeCost:
         strategy: ContextStrategy | None,
         model: ModelShape,
         cluster: Cluster,
-        tensor: int,
+        degrees: Degrees,
         *,
         repeats: bool,
     ) -> ExchangeCost:
         """Of a model's layers."""
-        moves = () if strategy is None else strategy.exchange(model, tensor).moves
-        return cls(strategy, moves, cluster, tensor, repeats)
+        moves = () if strategy is None else strategy.exchange(model, degrees.tensor).moves
+        return cls(strategy, moves, cluster, degrees.strides["cp"], repeats)
 
     def link(self, move: Move) -> Link:
         """What a collective goes over."""
-        return self.cluster.link(move.ranks, self.tensor * move.stride)
+        return self.cluster.link(move.ranks, self.stride * move.stride)
 
     @cached_property
     def always(self) -> ExchangeSeconds:

@@ -1,4 +1,4 @@
-"""Whose times of attention a job is predicted by: a published kernel's, a profile's or the cluster's."""
+"""The attention times that a job is predicted by: a published kernel's, a profile's or the cluster's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def named_attention(text: str, shape: AttentionShape) -> AttentionLatency:
 
     Args:
         text: a kernel of `attention_hopper`, or the path of a profile.
-        shape: of the attention.
+        shape: heads and head dims of the attention.
 
     Raises:
         PlanError: there is no such profile, or it lacks this attention.

@@ -42,7 +42,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from wlb_titan.cost.attention_fit import tilings
+from wlb_titan.cost.attention_fit import BLOCK_ROWS, tilings
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, KeyTiling, Tiling
 
 MULTIPROCESSORS = 132
@@ -124,10 +124,11 @@ def hopper(head_dim: float, heads: int, *, group: int = 1, kernel: str = OWN) ->
 
 def _cost(tiling: Tiling, fitted: Coefficients, head_dim: float, group: int, tail: float) -> KernelCost:
     """Tiles and blocks take their time by the head dim. A tile of keys is walked over for each head of its
-    group; heads that are packed into one tile of queries share its time.
+    group; heads that are packed into one tile or block of queries share its time.
     """
     packed = tiling.heads_per_tile
     if isinstance(tiling, KeyTiling):
+        packed = BLOCK_ROWS // tiling.query_tile
         tiling = replace(tiling, heads_per_tile=group)
     masked, tile = fitted.masked, fitted.tile
     if masked is None:

@@ -57,7 +57,10 @@ def peak_memory(job: MemoryJob, passes: Passes) -> tuple[RankMemory, ...]:
     for number in range(job.shape.ranks):
         rank = job.rank(job, number)
         peaks = [rank.peak(each, reduced=i > 0) for i, each in enumerate(runs)]
-        result.append(max(peaks, key=lambda peak: peak.total))
+        most = max(peaks, key=lambda peak: peak.total)
+        for dimension in job.degrees.own:
+            most = dimension.make().memory(job, most)
+        result.append(most)
     return tuple(result)
 
 

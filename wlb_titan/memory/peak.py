@@ -25,6 +25,7 @@ A rank runs its passes in a fixed order, so its memory can be followed from pass
                        which makes them layer by layer while it frees its activations
 - backward             of the layer at hand: what a backward pass recomputes, its gradients, K and V; or what
                        a forward pass makes and does not keep
+- dimensions           what dimensions of one's own hold beside all passes ([[wlb.dimensions]])
 - loss                 logits of one chunk and what the softmax needs; the gradient of the whole hidden state
                        in float32, and its copy in the compute type
 
@@ -76,6 +77,7 @@ class RankMemory:
     backward: int
     loss: int
     cache: int = 0
+    dimensions: int = 0
     parameters: int
     layers: int
     tokens: int

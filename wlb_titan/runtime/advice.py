@@ -1,4 +1,4 @@
-"""What would make a run faster as it is predicted, said at its start; nothing is changed."""
+"""Advice at the start of a run: what is predicted to make it faster; nothing is changed."""
 
 from __future__ import annotations
 

@@ -21,6 +21,9 @@ Overridden or set on torch's own classes, without an import, and covered by the 
   torchtitan sets no early stop. Without it: no early stop, at the price of one matrix product a layer.
 - `AllToAllTokenDispatcher._sync_token_count_exchange`: how many tokens go to which expert-parallel rank,
   which a dry run cannot know. Without it: such models are refused there.
+- `ParallelDims.build_mesh` and what it fills (`_world_mesh`, `_global_meshes`, `_single_axis_meshes`,
+  `_spmd_meshes`), `_validate`, `_mesh_exist`, `dp_enabled`, and `DeviceMesh._unflatten`, `_flatten`: the
+  meshes of a job with dimensions of its own (`Dims`). Without them: no [[wlb.dimensions]].
 - `PipelineStage._prepare_forward_infra`, `_prepare_backward_infra`, `_pre_metadata_inference_backup`,
   `_post_metadata_inference_cleanup`: torch's inference of shapes, which `PlannedStage` leaves out.
 
@@ -39,11 +42,15 @@ it
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 # Has torch.compile take a dimension as a symbol from the start, whatever its size. Without it,
 # `maybe_mark_dynamic`: one more graph for each length with a single document.
@@ -66,6 +73,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 # Calls a function of ours in place of a layer, without changing the names of its weights. Without it: a
 # module of our own, and its prefix in the names of checkpoints.
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
 
 # The process group of a name that a functional collective has. Without it: a dry run names groups that are
 # none of the mesh's axes by a number.
@@ -98,6 +106,8 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.metrics import _get_metrics_rank as metrics_rank_of
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import Configurable
+from torchtitan.config.configs import ParallelismConfig
+from torchtitan.distributed import ParallelDims
 
 # The pieces of torchtitan's `pipeline_llm`, which `runtime.pipeline.pipeline` puts together differently:
 # build a schedule, divide layers into stages, read the numbers that this needs, cut a model into stages.
@@ -113,6 +123,10 @@ from torchtitan.distributed.pipeline_parallel import _pipeline_module_split as s
 # torchtitan.components.data, of datasets that are packed as its own configuration says.
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.tools import utils as titan_utils
+from torchtitan.tools.utils import device_type
+
+from wlb_titan.cost.degrees import in_order
+from wlb_titan.cost.dimension import TORCHTITAN, Dimension
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
@@ -231,3 +245,101 @@ def optimizer_factory(
         NotImplementedError: torchtitan has none of this name.
     """
     return container._resolve_optimizer_factory(name)
+
+
+@dataclass
+class Dims(ParallelDims):
+    """torchtitan's degrees and meshes, with dimensions that it does not have.
+
+    Its own meshes are those of the ranks at one place along the others; only `batch` and `loss` go over the
+    dimensions that divide data too.
+
+    Attributes:
+        own: dimensions of one's own.
+    """
+
+    own: tuple[Dimension, ...] = ()
+
+    @classmethod
+    def of(cls, parallelism: ParallelismConfig, ranks: int, own: Sequence[Dimension] = ()) -> Dims:
+        """The degrees of a configuration on so many ranks."""
+        return cls(
+            **{one.axis: getattr(parallelism, one.key) for one in TORCHTITAN.values()},
+            world_size=ranks,
+            spmd_backend=parallelism.spmd_backend,
+            own=tuple(own),
+        )
+
+    @property
+    def data(self) -> int:
+        """Ranks that run different micro-batches."""
+        own = math.prod(one.degree for one in self.own if one.divides == "data")
+        return self.dp_replicate * self.dp_shard * own
+
+    def _validate(self) -> None:
+        ranks = self.world_size
+        self.world_size = ranks // math.prod(one.degree for one in self.own)
+        super()._validate()
+        self.world_size = ranks
+
+    @property
+    def dp_enabled(self) -> bool:
+        return self.data > 1
+
+    def build_mesh(self) -> DeviceMesh:
+        return self.build_open_mesh() if self.own else super().build_mesh()
+
+    def build_open_mesh(self) -> DeviceMesh:
+        """As torchtitan's `build_mesh` under `spmd_types`, from ranks that are put in its order."""
+        ranked = in_order([one for one in TORCHTITAN.values() if not one.borrows], self.own)
+        degrees = {one.axis: getattr(self, one.axis) for one in TORCHTITAN.values()}
+        degrees |= {one.axis: one.degree for one in self.own}
+        data = [one.axis for one in self.own if one.divides == "data"]
+        apart = [one.axis for one in self.own if one.divides != "data"]
+        names = [one.axis for one in ranked]
+        wanted = [*apart, "pp", *data, "dp_replicate", "dp_shard", "cp", "tp"]
+        ranks = np.arange(self.world_size).reshape([degrees[name] for name in names])
+        ranks = ranks.transpose([names.index(name) for name in wanted])
+        world = DeviceMesh(device_type, torch.from_numpy(ranks.ravel().copy()), mesh_dim_names=("world",))
+
+        def view(*axes: str, **others: int) -> DeviceMesh:
+            sizes = [others.get(axis) or degrees[axis] for axis in axes]
+            pairs = zip(axes, sizes, strict=True)
+            fake = {axis: "fake" for axis, size in pairs if not self._mesh_exist(axis, size)}
+            return world._unflatten(0, tuple(sizes), axes, backend_override=fake)
+
+        efsdp = self.dp_shard * self.cp * self.tp // self.ep
+        loading = view(*apart, "pp", "batch", "cp", "tp", batch=self.data)
+        dense = view(*wanted)
+        replicas = self.dp_replicate * self.dp_shard
+        passes = view(*apart, "pp", *data, "dp", "cp", "tp", dp=replicas)["dp", "cp", "tp"]
+        sparse = view(*apart, "pp", *data, "dp_replicate", "efsdp", "ep", efsdp=efsdp)
+        loss = loading["batch", "cp"]._flatten("loss_mesh")
+        self._world_mesh = world
+        self._global_meshes = {"dataloading": loading, "loss": loss, "dense": dense, "sparse": sparse}
+        self._global_meshes["spmd_dense_for_fwdbwd"] = passes
+        if self.ep > 1:
+            self._global_meshes["spmd_sparse_for_fwdbwd"] = sparse["dp_replicate", "efsdp", "ep"]
+        self._single_axis_meshes = {
+            "pp": loading["pp"],
+            "batch": loading["batch"],
+            "loss": loss,
+            "dp_replicate": dense["dp_replicate"],
+            "cp": loading["cp"],
+            "tp": loading["tp"],
+            "ep": sparse["ep"],
+            "efsdp": sparse["efsdp"],
+            "dp": passes["dp"],
+            "dp_shard": dense["dp_shard"],
+            **{axis: dense[axis] for axis in (*apart, *data)},
+        }
+        candidates = (["dp", "cp", "tp"], ["dp_replicate", "efsdp", "ep"])
+        meshes = (self.get_activated_mesh(axes) for axes in candidates)
+        self._spmd_meshes = [mesh for mesh in meshes if mesh is not None]
+        return world
+
+
+def rank_layout(dims: ParallelDims) -> NDArray[Any]:
+    """Global ranks by (others, pp, data-parallel rank, cp, tp); `others` are one without own dimensions."""
+    layout: NDArray[Any] = dims._global_meshes["dataloading"].mesh.numpy()
+    return layout.reshape(-1, *layout.shape[-4:])

@@ -14,11 +14,12 @@ from torchtitan.models.common import CosSinRoPE
 from torchtitan.models.common.decoder import Decoder
 
 from wlb_titan.cost.cluster import Cluster, cluster_of_device, load_cluster
-from wlb_titan.cost.degrees import Degrees
+from wlb_titan.cost.degrees import Degrees, own_dimensions
+from wlb_titan.cost.dimension import TORCHTITAN
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.settings import MemorySettings
-from wlb_titan.runtime.compat import batch_of
+from wlb_titan.runtime.compat import Dims, batch_of
 from wlb_titan.runtime.pipeline.schedules import pipeline_shape, stage_names
 from wlb_titan.runtime.shape import has_experts, has_latent_attention, model_shape
 
@@ -52,20 +53,17 @@ def configured_job(config: Trainer.Config, dims: ParallelDims) -> Job:
         schedule, chunks, run = shape.schedule, shape.chunks, batch.run
         names = stage_names(config.parallelism, model)
         stage_layers = tuple(sum(name.startswith("layers.") for name in stage) for stage in names)
+    degrees = {name: getattr(dims, one.axis) for name, one in TORCHTITAN.items()}
+    if not has_experts(model):
+        degrees["expert"] = 1  # a dense model has nothing to spread
+    job_degrees = Degrees(**degrees, own=tuple(wlb.dimensions))
     return Job(
         model=model_shape(model),
-        degrees=Degrees(
-            tensor=dims.tp,
-            context=dims.cp,
-            pipeline=dims.pp,
-            shard=dims.dp_shard,
-            replicate=dims.dp_replicate,
-            expert=dims.ep if has_experts(model) else 1,  # a dense model has nothing to spread
-        ),
+        degrees=job_degrees,
         cluster=_cluster(wlb),
         dtype=config.training.mixed_precision_param,
         window=batch.window,
-        micro_batches=batch.total or batch.run * dims.dp_replicate * dims.dp_shard,
+        micro_batches=batch.total or batch.run * job_degrees.data,
         multiple=math.lcm(dims.tp if memory.sequence_parallel else 1, memory.loss_chunks),
         packing=wlb.packing,
         sharding=wlb.sharding,
@@ -80,21 +78,27 @@ def configured_job(config: Trainer.Config, dims: ParallelDims) -> Job:
     )
 
 
+def configured_degrees(config: Trainer.Config) -> dict[str, int]:
+    """The degrees whose product is the job's processes, by key; -1 is torchtitan's for all that are left."""
+    known = [one.key for one in TORCHTITAN.values() if not one.borrows]
+    found = {f"parallelism.{key}": getattr(config.parallelism, key) for key in known}
+    own = enumerate(config.wlb.dimensions)
+    return found | {f"wlb.dimensions.{place}.degree": one.degree for place, one in own}
+
+
 def degrees_product(config: Trainer.Config) -> int:
     """Processes that the configured degrees need, with a data-parallel degree of 1 where it is -1."""
-    p = config.parallelism
-    return (
-        p.data_parallel_replicate_degree
-        * max(p.data_parallel_shard_degree, 1)
-        * p.pipeline_parallel_degree
-        * p.context_parallel_degree
-        * p.tensor_parallel_degree
-    )
+    return math.prod(max(degree, 1) for degree in configured_degrees(config).values())
 
 
-def parallel_dims(config: Trainer.Config, world_size: int | None = None) -> ParallelDims:
-    """The degrees of a job of so many processes; None: as many as the configured degrees need."""
-    return ParallelDims.from_config(config.parallelism, world_size or degrees_product(config))
+def parallel_dims(config: Trainer.Config, world_size: int | None = None) -> Dims:
+    """The degrees of a job of so many processes; None: as many as the configured degrees need.
+
+    Raises:
+        PlanError: as of `own_dimensions`.
+    """
+    own = own_dimensions(config.wlb.dimensions)
+    return Dims.of(config.parallelism, world_size or degrees_product(config), own)
 
 
 def cluster_at_hand(device: str = "auto") -> str:

@@ -143,7 +143,7 @@ def spoken(seconds: float) -> str:
 
 def _console_line(record: dict[str, Any], last: int, left: float | None) -> str:
     parts = [
-        f"step {record['step']:{len(str(last))}d} of {last}",
+        f"step {record['step']:{len(str(last))}d}" + (f" of {last}" if last else ""),
         f"loss {record['loss']:8.5f}",
         f"grad {record['grad_norm']:7.3f}",
         f"{record['tokens_per_second']:9,.0f} tokens/s",
@@ -162,6 +162,6 @@ def _console_line(record: dict[str, Any], last: int, left: float | None) -> str:
         parts.append(f"MFU {100 * record['mfu_documents']:.1f} %")
     if record["memory_gib"] > 0:
         parts.append(f"memory {record['memory_gib']:.2f} GiB")
-    if left:
+    if left and left > 0:
         parts.append(f"{spoken(left)} left")
     return " | ".join(parts)

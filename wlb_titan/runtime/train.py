@@ -47,8 +47,8 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
     Args:
         path: TOML file.
         overrides: command-line words that win over it.
-        rank: of this process.
-        world_size: of the job.
+        rank: rank of this process.
+        world_size: processes of the job.
         alarm: by which the ranks watch each other.
 
     Returns:

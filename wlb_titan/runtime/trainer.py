@@ -37,13 +37,14 @@ from wlb_titan.runtime.attention.implementation import compile_attention
 from wlb_titan.runtime.attention.kv_cache import KeyValueCache
 from wlb_titan.runtime.attention.merged import prepare_merging
 from wlb_titan.runtime.attention.module import DocumentAttention
-from wlb_titan.runtime.compat import batch_of
+from wlb_titan.runtime.compat import Dims, batch_of
 from wlb_titan.runtime.data.corpus import open_corpus, training_documents
 from wlb_titan.runtime.data.dataloader import PlannedDataLoader, Step
 from wlb_titan.runtime.data.epochs import steps_of_epochs
 from wlb_titan.runtime.data.inputs import Item, to_device
 from wlb_titan.runtime.data.shared_answer import SharedAnswer
 from wlb_titan.runtime.data.tokenizer import Tokenizer
+from wlb_titan.runtime.dimension import Axis, axes_of, prepared
 from wlb_titan.runtime.export import complete_export
 from wlb_titan.runtime.imbalance import plan_figures
 from wlb_titan.runtime.job import configured_job, parallel_dims
@@ -101,6 +102,9 @@ class Trainer(TorchtitanTrainer):
         if config.wlb.pipeline.check_lengths:
             stages = partial(stages, check_lengths=True)
         config.model_spec = dataclasses.replace(config.model_spec, pipelining_fn=stages)
+        self.axes: list[tuple[int, Axis]] = []  # of [[wlb.dimensions]], which `init_distributed` makes
+        if config.wlb.dimensions:
+            config.model_spec = prepared(config.model_spec, self.axes)
         super().__init__(config)
         self._cache: KeyValueCache | None = None  # of the step under way
         self._reduces = True
@@ -135,7 +139,12 @@ class Trainer(TorchtitanTrainer):
 
     def init_distributed(self) -> ParallelDims:
         """Starts the process groups, and then chooses the policies, before anything is built from them."""
-        dims = super().init_distributed()
+        world_size = dist_utils.init_distributed(
+            self.config.comm,
+            enable_cpu_backend=self.config.training.enable_cpu_offload,
+            base_folder=self.config.dump_folder,
+        )
+        dims = parallel_dims(self.config, world_size)
         epochs = self.config.wlb.epochs
         configured = self._shadow or self.job
         if configured.undecided or epochs:
@@ -152,8 +161,9 @@ class Trainer(TorchtitanTrainer):
         self._set_up_job(self.config, dims)
         return dims
 
-    def _set_up_job(self, config: Config, dims: ParallelDims) -> None:
+    def _set_up_job(self, config: Config, dims: Dims) -> None:
         """Tells the parts of the trainer's own configuration what the job is."""
+        self.axes += axes_of(dims)
         assert config.model_spec is not None
         for _, attention, _, _ in config.model_spec.traverse(DocumentAttention.Config):
             attention.context = self.job.sharding
@@ -182,6 +192,8 @@ class Trainer(TorchtitanTrainer):
             return False
         if self.goes_on(self.step):
             return True
+        for every, axis in self.axes:
+            axis.after_optimizer(self, meets=not self._meets(every))
         saved = save_stopped(self.checkpointer, self.step, self._first_step)
         logger.info(f"Stopped after step {self.step} of {self.config.training.steps}: {saved}.")
         return False
@@ -230,6 +242,8 @@ class Trainer(TorchtitanTrainer):
         # A step without a learned token has a loss and gradients of 0, not 0 / 0.
         kind = torch.int64 if isinstance(step.labels, int) else torch.float32
         labels = torch.full((), step.labels or 1, dtype=kind, device=self.device)
+        if (apart := self.job.degrees.apart) > 1:  # the mean of their gradients is that of the whole job
+            labels = labels / apart
         if step.flow is None:
             groups = list(self._groups(step.items))
             losses = []
@@ -238,6 +252,8 @@ class Trainer(TorchtitanTrainer):
                 losses.append(self._forward_backward(group, labels))
         else:
             losses = [self._run_flow(step, step.flow, labels)]
+        for _, axis in self.axes:
+            axis.before_optimizer(self)
         grad_norm = dist_utils.clip_grad_norm_(
             [parameter for part in self.model_parts for parameter in part.parameters()],
             self.config.training.max_norm,
@@ -247,11 +263,17 @@ class Trainer(TorchtitanTrainer):
         )
         self.checkpointer.maybe_wait_for_staging()
         self.optimizers.step()
+        for every, axis in self.axes:
+            axis.after_optimizer(self, meets=self._meets(every))
         self.lr_schedulers.step()
         self.metrics_processor.count(step.plan.tokens, step.flops)
         if self.metrics_processor.should_log(self.step):
-            self._log(step, torch.stack(losses).sum(), grad_norm, learning_rates)
+            self._log(step, torch.stack(losses).sum() / apart, grad_norm, learning_rates)
         self.step_trace.end(self.step, step.plan)  # where the step was not logged
+
+    def _meets(self, every: int) -> bool:
+        """Whether ranks that meet every so many steps do so in this one: also in the last, which is saved."""
+        return self.step % every == 0 or self.step == self.config.training.steps
 
     def _groups(self, items: list[Item]) -> Iterator[list[Item]]:
         """What goes through the model together: the micro-batches of a pipeline run, or a single one."""

@@ -38,7 +38,7 @@ class Round:
     """The documents of one source.
 
     Attributes:
-        name: of the source; empty where there is one only.
+        name: name of the source; empty where there is one only.
         documents: their lengths; 0 for those that are not validated on.
     """
 

@@ -78,7 +78,7 @@ def transfer_seconds(job: Job, tokens: Floats) -> Floats:
     if job.degrees.pipeline == 1:
         return np.zeros_like(tokens)
     inner = job.degrees.tensor * job.degrees.context
-    link = job.cluster.link(2, inner * job.degrees.data)
+    link = job.cluster.link(2, job.degrees.strides["pp"])
     # One pair of ranks: its own network card, without the neighbours of a ring.
     bandwidth = link.bandwidth if link == job.cluster.node else job.cluster.network.bandwidth
     return tokens * (job.model.hidden * BYTES / inner / bandwidth) + link.latency

@@ -51,7 +51,7 @@ def run_flows(
     Args:
         job: the job.
         plans: with an order of passes each.
-        times: of all passes, (stages, n, steps x replicas).
+        times: times of all passes, (stages, n, steps x replicas).
         delays: float64 (n, steps x replicas), seconds of a forward pass' data from one rank to the next.
         backward_delays: the same of gradients.
 
@@ -92,8 +92,8 @@ def cache_bytes(job: Job, actions: Sequence[Action], passes: Passes) -> list[flo
 
     Args:
         job: the job.
-        actions: of the rank.
-        passes: of its replica.
+        actions: actions of the rank.
+        passes: passes of its replica.
     """
     cache = SliceCache(job.token_bytes, job.layers)
     result = []

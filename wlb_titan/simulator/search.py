@@ -15,6 +15,7 @@ fit memory is left out before it is planned.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -149,20 +150,30 @@ def candidates(job: Job, gpus: int) -> Iterator[Job]:
 
 
 def degrees_of(job: Job, gpus: int) -> Iterator[Degrees]:
-    """Degrees that multiply to `gpus` and divide the model and the micro-batches."""
+    """Degrees that multiply to `gpus` and divide the model and the micro-batches; own dimensions stay."""
+    own, apart = job.degrees.own, job.degrees.apart
+    gpus, rest = divmod(gpus, math.prod(one.degree for one in own))
+    if rest:
+        return
     for tensor in _powers_of_two(min(gpus, job.cluster.gpus_per_node)):
         if job.model.heads % tensor or job.model.kv_heads % tensor:
             continue
         for context in _powers_of_two(gpus // tensor):
             for pipeline in _powers_of_two(gpus // (tensor * context)):
                 shard, rest = divmod(gpus, tensor * context * pipeline)
-                runs = not rest and job.micro_batches % shard == 0
-                if not runs or job.micro_batches // shard < pipeline or pipeline > job.model.layers:
+                data = shard * apart
+                runs = not rest and job.micro_batches % data == 0
+                if not runs or job.micro_batches // data < pipeline or pipeline > job.model.layers:
                     continue
                 for expert in _powers_of_two(max(job.model.experts, 1)):
                     if tensor * context * shard % expert == 0:
                         yield Degrees(
-                            tensor=tensor, context=context, pipeline=pipeline, shard=shard, expert=expert
+                            tensor=tensor,
+                            context=context,
+                            pipeline=pipeline,
+                            shard=shard,
+                            expert=expert,
+                            own=own,
                         )
 
 

@@ -6,7 +6,7 @@ counts for each k. Under pipeline parallelism each stage's weights are gathered 
 pass of a run, and its gradients reduced once, in its last backward pass; without it FSDP gathers in both
 passes of each micro-batch and reduces in each backward pass. With `overlap` gathering and reduction hide
 behind the passes in which they happen, but for one layer of each: in interleaved schedules, of each stage.
-At the end the optimizer runs.
+At the end the optimizer runs. What dimensions of one's own add is in `dimensions.py`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from wlb_titan.memory.peak import RankMemory, weighted_tokens
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.pipeline.schedule import rank_actions
 from wlb_titan.plan import ByPass, Plan, micro_batches_of
+from wlb_titan.simulator.dimensions import meetings, own_weights, together, with_dimensions
 from wlb_titan.simulator.measured import Measured
 from wlb_titan.simulator.planned import planned_times, transfer_seconds
 from wlb_titan.simulator.replicas import flow_memory, run_flows
@@ -138,7 +139,7 @@ def simulate(job: Job, plans: Sequence[Plan], measured: Measured | None = None) 
     replicas, run = job.degrees.data, _run(job, plans)
     runs = len(plans[0].micro_batches) // (replicas * run)
     times, both_tokens = planned_times(job, micro_batches_of(plans), run)  # steps x replicas x runs
-    tokens = both_tokens.forward
+    times, tokens = with_dimensions(job, times), both_tokens.forward
     if measured is not None:
         times = measured.in_runs(run)
     if job.degrees.pipeline == 1 and job.degrees.shard > 1:
@@ -152,9 +153,11 @@ def simulate(job: Job, plans: Sequence[Plan], measured: Measured | None = None) 
         seconds, busy = run_flows(job, plans, times, delays, transfer_seconds(job, both_tokens.backward))
         memory = flow_memory(job, plans)
     by_replica = seconds.reshape(len(plans), replicas, runs).sum(axis=2)
-    pipeline = by_replica.max(axis=1)
+    numbers = np.array([plan.iteration + 1 for plan in plans])
+    pipeline = together(job, by_replica, numbers)
     busy = busy.reshape(len(plans), -1).sum(axis=1) / replicas
     communication = _communication(job, times).reshape(len(plans), replicas, runs).sum(axis=2).min(axis=1)
+    communication += sum(found.seconds * (numbers % found.every == 0) for found in meetings(job))
     optimizer = np.full(len(plans), _optimizer(job)) if measured is None else measured.optimizer
     lengths = [plan.document_lengths for plan in plans]
     return Prediction(
@@ -192,9 +195,10 @@ def tokens_per_second(job: Job, passing: MicroBatches) -> float:
     Raises:
         PlanError: the schedule cannot run them.
     """
-    times = pass_times(job, passing)
+    times = with_dimensions(job, pass_times(job, passing))
     ends = PipelineGraph(job.shape, len(passing.tokens)).ends(times, transfer_seconds(job, passing.tokens))
     seconds = ends.max() + _communication(job, times)[0] + _optimizer(job)
+    seconds += sum(found.seconds / found.every for found in meetings(job))
     return float(passing.tokens.sum() * job.degrees.data / seconds)
 
 
@@ -310,7 +314,7 @@ def _gather_and_reduce(job: Job, stage: int) -> tuple[float, float]:
     experts = layers * job.model.expert_weights if degrees.expert > 1 else 0
     groups = layers + (stage in (0, len(job.layers) - 1))
     gather, reduce = _collectives(
-        job, (everything - experts) / degrees.tensor, groups, degrees.sharding_ranks, degrees.tensor
+        job, (everything - experts) / degrees.tensor, groups, degrees.sharding_ranks, degrees.strides["cp"]
     )
     if experts:
         sharing = degrees.tensor * degrees.sharding_ranks // degrees.expert
@@ -326,7 +330,7 @@ def _collectives(job: Job, weights: float, groups: int, ranks: int, stride: int)
     settings, replicate = job.memory, job.degrees.replicate
     each = weights / groups
     shards = job.cluster.link(ranks, stride)
-    between = job.cluster.link(replicate, job.degrees.tensor * job.degrees.sharding_ranks)
+    between = job.degrees.link(job.cluster, "dp_replicate")
     gather = shards.collective(each * settings.compute_bytes, ranks)
     reduce = shards.collective(each * settings.parameter_bytes, ranks)
     reduce += 2 * between.collective(each * settings.parameter_bytes / ranks, replicate)
@@ -335,9 +339,5 @@ def _collectives(job: Job, weights: float, groups: int, ranks: int, stride: int)
 
 def _optimizer(job: Job) -> float:
     """Seconds of AdamW on the rank with the most weights: as long as reading and writing them takes."""
-    most = max(
-        rank_parameters(job.model, job.layers, job.shape.stages_of(rank))
-        for rank in range(job.degrees.pipeline)
-    )
-    own = most / job.degrees.tensor / job.degrees.sharding_ranks
-    return own * job.memory.parameter_bytes * OPTIMIZER_READS_AND_WRITES / job.cluster.memory_bandwidth
+    bytes_ = own_weights(job) * job.memory.parameter_bytes
+    return bytes_ * OPTIMIZER_READS_AND_WRITES / job.cluster.memory_bandwidth

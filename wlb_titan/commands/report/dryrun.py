@@ -36,7 +36,7 @@ def print_rank(result: dict[str, Any], world_size: int) -> None:
     for entry in result["largest"][:LARGEST]:
         console.print(f"  {entry['gib']:8.3f} GiB  {entry['tensors']:4} x {entry['what']}", markup=False)
     if result["collectives"]:
-        show_table(console, [_collective_row(entry) for entry in result["collectives"]])
+        show_table(console, collective_rows(result["collectives"]))
 
 
 def memory_rows(result: dict[str, Any]) -> list[dict[str, str]]:
@@ -60,10 +60,19 @@ def _memory_row(term: str, predicted: float | None, traced: float | None) -> dic
     }
 
 
-def _collective_row(entry: dict[str, Any]) -> dict[str, str]:
-    return {
+def collective_rows(entries: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """Collectives by kind and axis, with what is predicted where a dimension of one's own says it."""
+    predicted = any("predicted_gib" in entry for entry in entries)
+    return [_collective_row(entry, predicted) for entry in entries]
+
+
+def _collective_row(entry: dict[str, Any], predicted: bool) -> dict[str, str]:
+    row = {
         "collective": entry["kind"],
         "over": entry["over"],
         "number": f"{entry['number']:,}",
         "GiB": f"{entry['gib']:.3f}",
     }
+    if predicted:
+        row["predicted GiB"] = f"{entry['predicted_gib']:.3f}" if "predicted_gib" in entry else ""
+    return row

@@ -1,4 +1,4 @@
-"""What context parallelism makes of planned micro-batches, for `wlb-titan plan`: rows and heat maps."""
+"""Planned micro-batches under context parallelism, for `wlb-titan plan`: a table and a heat map."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RankTimes(NamedTuple):
 
     @property
     def layer(self) -> float:
-        """The same with the collectives, of which nothing is hidden."""
+        """Seconds with the collectives, of which nothing is hidden."""
         return self.slowest + float(self.exchange.mean())
 
     @property

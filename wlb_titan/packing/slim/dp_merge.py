@@ -92,7 +92,7 @@ class Shares:
     """Phase 1: who gets which documents.
 
     Attributes:
-        own: of each data-parallel rank the rows of its own documents, int64 (n,).
+        own: rows of each data-parallel rank's own documents, int64 (n,).
         merges: documents that ranks share, heaviest first.
         loads: float64 (ranks,), work of each rank.
     """
@@ -161,7 +161,7 @@ def numbers_of_packs(works: Floats, most: Sequence[int], found: Shares, count: i
 
     Args:
         works: float64 (n,), of all documents.
-        most: of each merged document the slices that it can be cut into.
+        most: slices that each merged document can be cut into.
         found: its `merges` are looked at.
         count: M, packs of a rank.
 

@@ -1,4 +1,4 @@
-"""Which pack's rest a short document fills, as a mixed-integer program for HiGHS (SlimPack, section 4.1.1).
+"""Short documents in the rests of packs, as a mixed-integer program for HiGHS (SlimPack, section 4.1.1).
 
 The variables are z, the largest level, and x_ib, document i in slot b. Cuts are continuous and need no
 variables: whatever work a slot gets, its packs share it equally (`micropacks.py`), if what rides with a cut

@@ -1,4 +1,4 @@
-"""Whether a step of MicroPacks fits: what its replicas run, as memory sees it (`slim`)."""
+"""The peak of a step of MicroPacks: what its replicas run, as memory sees it (`slim`)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def step_peak(packing: Packing, flow: Flow, job: PackingJob) -> RankMemory | Non
     """The predicted peak of a step's fullest GPU; None where memory is not predicted.
 
     Args:
-        packing: of the step.
-        flow: of all data-parallel ranks, as of `Flows`.
+        packing: packing of the step.
+        flow: flow of all data-parallel ranks, as of `Flows`.
         job: what is packed for.
     """
     if job.peak is None:

@@ -13,6 +13,7 @@ from torchtitan.distributed import ParallelDims
 
 from wlb_titan.job import Job
 from wlb_titan.runtime.attention.module import DocumentAttention
+from wlb_titan.runtime.compat import rank_layout
 
 
 def prepare_merging(
@@ -38,13 +39,12 @@ def prepare_merging(
 def merged_mesh(parallel_dims: ParallelDims, sharers: int, timeout: timedelta) -> DeviceMesh | None:
     """The ranks that share with this one: of `sharers` consecutive data-parallel ranks, the first of which is
     a multiple of so many, all context-parallel ranks; None where that would be more ranks than there are."""
-    batch, cp = parallel_dims.get_mesh("batch"), parallel_dims.cp
+    batch = parallel_dims.get_mesh("batch")
     first = batch.get_local_rank() // sharers * sharers
     if first + sharers > batch.size():
         return None
-    # The mesh of all ranks is (pp, batch, cp, tp).
-    layout = np.arange(parallel_dims.world_size).reshape(parallel_dims.pp, -1, cp, parallel_dims.tp)
-    stage, _, _, place = np.argwhere(layout == dist.get_rank())[0]
-    ranks = layout[stage, first : first + sharers, :, place].ravel().tolist()
+    layout = rank_layout(parallel_dims)
+    others, stage, _, _, place = np.argwhere(layout == dist.get_rank())[0]
+    ranks = layout[others, stage, first : first + sharers, :, place].ravel().tolist()
     group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
     return DeviceMesh.from_group(group, batch.device_type)

@@ -23,8 +23,8 @@ from wlb_titan.runtime.attention.implementation import check_implementation
 from wlb_titan.runtime.checks.files import validate_corpus, validate_plan
 from wlb_titan.runtime.checks.optimizer import check_optimizer
 from wlb_titan.runtime.checks.weights import check_weights
-from wlb_titan.runtime.compat import batch_of
-from wlb_titan.runtime.job import degrees_product, job_of, parallel_dims
+from wlb_titan.runtime.compat import Dims, batch_of
+from wlb_titan.runtime.job import configured_degrees, degrees_product, job_of, parallel_dims
 from wlb_titan.runtime.life.checkpoints import beginning
 from wlb_titan.runtime.life.dump_folder import check_place
 from wlb_titan.runtime.life.stop import seconds_of
@@ -57,6 +57,7 @@ def validate(config: Trainer.Config, world_size: int | None) -> None:
     if config.wlb.stop_after:
         seconds_of(config.wlb.stop_after)
     _check_checkpoint(config)
+    _check_meetings(config, dims)
     _check_model(config)
     check_implementation(config)
     _check_pipeline(config, dims)
@@ -128,17 +129,15 @@ def _check_degrees(config: Trainer.Config, world_size: int | None) -> None:
             "parallelism.data_parallel_shard_degree: a degree is at least 1, or -1 for all processes that "
             f"the other degrees leave, got {p.data_parallel_shard_degree}."
         )
-    product = degrees_product(config)
-    fits = world_size is None or (
-        world_size % product == 0 if p.data_parallel_shard_degree == -1 else world_size == product
-    )
+    degrees, product = configured_degrees(config), degrees_product(config)
+    rest = p.data_parallel_shard_degree == -1
+    fits = world_size is None or (world_size % product == 0 if rest else world_size == product)
     if not fits:
+        own = (key for key, degree in degrees.items() if key.startswith("wlb.") and world_size % degree)
+        needed = " x ".join(f"{key.split('.', 1)[1]} {degree}" for key, degree in degrees.items())
         raise UserError(
-            f"parallelism: {world_size} processes do not fit the degrees: data parallel replicate "
-            f"{p.data_parallel_replicate_degree} x shard {p.data_parallel_shard_degree} x pipeline "
-            f"{p.pipeline_parallel_degree} x context {p.context_parallel_degree} x tensor "
-            f"{p.tensor_parallel_degree} need {product}"
-            + (" or a multiple of it." if p.data_parallel_shard_degree == -1 else ".")
+            f"{next(own, 'parallelism')}: {world_size} processes do not fit the degrees: {needed} need "
+            f"{product}" + (" or a multiple of it." if rest else ".")
         )
     if p.spmd_backend != "spmd_types":
         raise UserError(
@@ -158,9 +157,9 @@ def _check_experts(config: Trainer.Config, dims: ParallelDims, world_size: int |
         )
 
 
-def _check_batch(config: Trainer.Config, dims: ParallelDims) -> None:
+def _check_batch(config: Trainer.Config, dims: Dims) -> None:
     _, local, total = batch_of(config)
-    data_parallel = dims.dp_replicate * dims.dp_shard
+    data_parallel = dims.data
     if total and total % (local * data_parallel) != 0:
         raise UserError(
             f"training.global_batch_size: {total} micro-batches cannot be shared equally: it must be a "
@@ -250,6 +249,17 @@ def _check_checkpoint(config: Trainer.Config) -> None:
             f"checkpoint.initial_load_in_hf: {config.model_spec.name} cannot read weights of Hugging Face's "
             "format, for its model_spec has no state_dict_adapter."
         )
+
+
+def _check_meetings(config: Trainer.Config, dims: Dims) -> None:
+    """Refuses checkpoints between meetings of ranks whose weights are then each their own."""
+    interval = config.checkpoint.interval
+    for one in dims.own:
+        if config.checkpoint.enable and one.divides == "data" and one.degree > 1 and interval % one.every:
+            raise UserError(
+                f"checkpoint.interval: weights are the same on all ranks every {one.every} steps, when those "
+                f"of {one.axis} meet; a checkpoint has to be a multiple of that, got {interval}."
+            )
 
 
 def _check_model(config: Trainer.Config) -> None:

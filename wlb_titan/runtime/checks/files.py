@@ -11,8 +11,6 @@ from wlb_titan.corpus.vocabulary import check_sample
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.runtime.data.corpus import mixture_sources, open_corpus, open_source, training_documents
-from wlb_titan.runtime.life.dump_folder import check_place
-from wlb_titan.runtime.models.facts import Facts
 from wlb_titan.simulator.choice import choose
 
 
@@ -22,21 +20,6 @@ def need_torch(config: Any) -> bool:
     begun = any((Path(config.dump_folder) / checkpoint.folder).glob("step-*"))
     named = begun or checkpoint.initial_load_path or checkpoint.load_step >= 0
     return bool(config.wlb.validation.enabled or (checkpoint.enable and named))
-
-
-def check_files(facts: Facts) -> None:
-    """What `validate_files` checks, of a configuration of which torch need not look at anything.
-
-    Raises:
-        ConfigError: a file is missing or does not go together with the configuration.
-    """
-
-    def check(config: Any) -> None:
-        corpus = validate_corpus(config)
-        check_place(Path(config.dump_folder))
-        validate_plan(config.wlb, corpus, facts.job.trained)
-
-    facts.resolved.check(check)
 
 
 def validate_corpus(config: Any) -> Corpus:

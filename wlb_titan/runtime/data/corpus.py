@@ -1,4 +1,4 @@
-"""Where corpus, planner and model meet."""
+"""The corpus of a run, where it meets planner and model."""
 
 from __future__ import annotations
 

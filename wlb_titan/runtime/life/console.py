@@ -1,4 +1,4 @@
-"""What a run prints: torchtitan's log of the rank that knows the loss, warnings and errors of all."""
+"""The console of a run: torchtitan's log of the rank that knows the loss, warnings and errors of all."""
 
 from __future__ import annotations
 

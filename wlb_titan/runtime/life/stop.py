@@ -33,8 +33,8 @@ class Stop:
     """What ranks agree on.
 
     Args:
-        rank: of this process.
-        world_size: of the job.
+        rank: rank of this process.
+        world_size: processes of the job.
         store: of the job; None for a job of one process.
 
     Attributes:

@@ -71,7 +71,7 @@ class DryTrainer(LoneTrainer):
             UserError: the step needs more than shapes.
         """
         begin = time.perf_counter()
-        planned = next(self._steps(step))
+        planned, self.step = next(self._steps(step)), step
         mine = planned.plan.of_rank(self._replica)
         lengths = [m.length for m in mine]
         parameters = [p for part in self.model_parts for p in part.parameters()]
@@ -98,14 +98,15 @@ class DryTrainer(LoneTrainer):
             if isinstance(value, torch.Tensor)
         ]
         trace.reassign(states, "optimizer")
-        # The optimizer's state is made in its first step and is there in all passes of the next.
-        optimizer = trace.now().terms.get("optimizer", 0)
-        passes.terms["optimizer"] = optimizer
+        trace.reassign((tensor for _, axis in self.axes for tensor in axis.tensors()), "dimensions")
+        # What is made behind the passes of the first step is there in all passes of the next.
+        beside = {term: trace.now().terms.get(term, 0) for term in ("optimizer", "dimensions")}
+        passes.terms.update({term: bytes_ for term, bytes_ in beside.items() if bytes_})
         return {
             **self._facts(),
             "lengths": lengths,
             "travelling": [list(travelling(m, self.job.merged[m.sharers])) for m in mine],
-            "traced_gib": max(self._passes_peak + optimizer, trace.highest) / GIB,
+            "traced_gib": max(self._passes_peak + sum(beside.values()), trace.highest) / GIB,
             "traced": {term: size / GIB for term, size in passes.terms.items()},
             "largest": [
                 {"gib": size / GIB, "tensors": number, "what": what} for size, number, what in passes.largest

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
 
@@ -14,9 +13,11 @@ from wlb_titan.memory.peak import GIB, TERMS
 from wlb_titan.plan import Plan
 from wlb_titan.runtime.compat import ranks_of_group
 from wlb_titan.runtime.data.dataloader import Step
+from wlb_titan.runtime.job import parallel_dims
 from wlb_titan.runtime.lone.memory_trace import local_tensor
 from wlb_titan.runtime.memory import planned_memory
 from wlb_titan.runtime.trainer import Trainer
+from wlb_titan.simulator.dimensions import meetings
 
 
 class LoneTrainer(Trainer):
@@ -39,7 +40,7 @@ class LoneTrainer(Trainer):
     def init_distributed(self) -> ParallelDims:
         """The process group, and the meshes of the whole job."""
         self.start_group()
-        dims = ParallelDims.from_config(self.config.parallelism, self._world_size)
+        dims = parallel_dims(self.config, self._world_size)
         dims.build_mesh()
         self._set_up_job(self.config, dims)
         return dims
@@ -75,18 +76,24 @@ class LoneTrainer(Trainer):
         ranks = planned_memory(self.job, plan, self._replica)
         if ranks is None:
             return {"predicted_gib": None, "predicted": {}}
-        mine = ranks[self._coordinates().get("pp", 0)]
+        mine = ranks[self._stage]
         terms = {term: getattr(mine, term) / GIB for term in TERMS if getattr(mine, term)}
         return {"predicted_gib": mine.total / GIB, "predicted": terms}
+
+    @property
+    def _stage(self) -> int:
+        """The pipeline rank."""
+        return self._coordinates().get("pp", 0)
 
     def _coordinates(self) -> dict[str, int]:
         """This rank's place on each mesh axis that has more than one rank."""
         meshes = self.parallel_dims.get_all_one_dimensional_meshes()
-        axes = [axis for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep") if axis in meshes]
+        axes = [one.axis for one in self.job.degrees.dimensions if one.axis in meshes]
         return {axis: meshes[axis].get_local_rank() for axis in axes if meshes[axis].size() > 1}
 
     def _collectives(self, counted: Mapping[tuple[str, str], tuple[int, int]]) -> list[dict[str, Any]]:
-        """Number and GiB of collectives by kind and mesh axis, the largest first.
+        """Number and GiB of collectives by kind and mesh axis, the largest first; of dimensions of one's own
+        that meet in this step also what is predicted.
 
         Args:
             counted: number and bytes, by kind and name of process group.
@@ -97,10 +104,13 @@ class LoneTrainer(Trainer):
             key = kind, names.get(group) or self._named_by_ranks(group)
             before = found.get(key, (0, 0))
             found[key] = (before[0] + number, before[1] + size)
-        return [
+        entries = [
             {"kind": kind, "over": axis, "number": number, "gib": size / GIB}
             for (kind, axis), (number, size) in sorted(found.items(), key=lambda entry: -entry[1][1])
         ]
+        met = [one for one in meetings(self.job, self._stage) if self._meets(one.every)]
+        predicted = {one.axis: {"predicted_gib": one.bytes_ / GIB} for one in met}
+        return [entry | predicted.get(str(entry["over"]), {}) for entry in entries]
 
     def _group_names(self) -> dict[str, str]:
         """Mesh axes by the names of their process groups; an axis has a group in each of several meshes."""
@@ -117,12 +127,7 @@ class LoneTrainer(Trainer):
     def _named_by_ranks(self, group: str) -> str:
         """The axes along which a group's ranks lie, and how many they are."""
         ranks = ranks_of_group(group)
-        dims = self.parallel_dims
-        axes = {"pp": dims.pp, "dp_replicate": dims.dp_replicate, "dp_shard": dims.dp_shard}
-        axes |= {"cp": dims.cp, "tp": dims.tp}
-        places = np.unravel_index(ranks, tuple(axes.values()))
-        along = [axis for axis, place in zip(axes, places, strict=True) if len(set(place.tolist())) > 1]
-        return f"{'_'.join(along)}, {len(ranks)} ranks"
+        return f"{'_'.join(self.job.degrees.axes_of(ranks))}, {len(ranks)} ranks"
 
 
 def lone_config(config: Trainer.Config) -> Trainer.Config:

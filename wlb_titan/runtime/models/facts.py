@@ -79,12 +79,7 @@ def facts_of(path: str | Path, overrides: Sequence[str] = (), world_size: int | 
 
 
 def _found(path: str | Path, overrides: Sequence[str], world_size: int | None, place: Path) -> Facts:
-    from rich.console import Console
-
-    with (
-        Console(stderr=True).status("Importing torchtitan ..."),
-        warnings.catch_warnings(record=True) as told,
-    ):
+    with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         from wlb_titan.runtime.models.load import load_config
 
@@ -132,7 +127,8 @@ def _entry(entry: Entry) -> Entry:
 def _has_foreign_code(config: Any, resolved: Resolved, job: Job) -> bool:
     named = [str(entry.value) for entry in resolved.entries if entry.path[-1] == "class"]
     named += [str(resolved.base.value)] * (":" in str(resolved.base.value))
-    named += [one.owner.__module__ for one in (job.packing, job.sharding, job.order)]
+    chosen = (job.packing, job.sharding, job.order, *config.wlb.dimensions)
+    named += [one.owner.__module__ for one in chosen]
     return bool(config.override.imports) or any(name.split(".")[0] not in OURS for name in named)
 
 

@@ -158,7 +158,7 @@ class PlannedSchedule:
     never asked for outputs: those of different lengths could not be joined.
 
     Args:
-        stages: of this rank.
+        stages: stages of this rank.
         schedule_of: makes the schedule for a number of micro-batches, or raises ValueError.
         schedule_in: makes the schedule for an order of passes.
         timer: that the stages measure their passes by.
@@ -199,10 +199,10 @@ class PlannedSchedule:
         """Runs forward and backward of all micro-batches; gradients are added to the parameters'.
 
         Args:
-            kwarg_mbs: of each micro-batch the model's keyword arguments, among them "positions",
+            kwarg_mbs: the model's keyword arguments for each micro-batch, among them "positions",
                 (1, tokens of this context-parallel rank). Under a flow whose backward passes have others
                 these come behind those of forward passes, here and in what follows.
-            arguments: of torch's schedules: arg_mbs, target_mbs, losses, loss_kwargs.
+            arguments: arguments of torch's schedules: arg_mbs, target_mbs, losses, loss_kwargs.
 
         Raises:
             ValueError: the schedule cannot run this number of micro-batches, or a length does not suit the
