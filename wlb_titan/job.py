@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 
-from wlb_titan.context import STRATEGIES, ContextStrategy, Exchange
+from wlb_titan.context import ALL_KEYS, STRATEGIES, ContextStrategy, Exchange, KeyShares
 from wlb_titan.context.exchange import ExchangeCost
 from wlb_titan.cost.analytic import TokenSeconds
 from wlb_titan.cost.attention_choice import configured_device, configured_latency
@@ -44,16 +44,16 @@ class Job:
 
     Attributes:
         model: its shape.
-        degrees: of parallelism.
+        degrees: degrees of parallelism.
         cluster: the hardware that predictions are for.
         window: context window in tokens.
         micro_batches: N, those of the whole job in one step (pipeline micro-batches x gradient accumulation x
             data-parallel degree).
         packing, sharding, order: the policies, with their settings.
-        dtype: of activations, as torch names it.
+        dtype: data type of activations, as torch names it.
         multiple: what the tokens of a context-parallel rank must be a multiple of, for sequence parallelism
             and the chunks of the loss.
-        schedule: of the pipeline, one of `pipeline.schedule.SCHEDULES` where predictions are wanted.
+        schedule: schedule of the pipeline, one of `pipeline.schedule.SCHEDULES` where predictions are wanted.
         chunks: stages of each pipeline rank.
         run: micro-batches of one run through the pipeline; a replica with more in a step makes several runs,
             as gradient accumulation does. None: all in one run.
@@ -205,8 +205,12 @@ class Job:
 
     @property
     def token_bytes(self) -> TokenBytes:
-        """What a rank holds of each token of a micro-batch."""
-        return TokenBytes.of(self.model, self.degrees, self.memory, self.exchange)
+        """What a rank holds of each token of a micro-batch of which it has all keys."""
+        return self.token_bytes_with(ALL_KEYS)
+
+    def token_bytes_with(self, keys: KeyShares) -> TokenBytes:
+        """What a rank holds of each token of a micro-batch of whose keys it has these."""
+        return TokenBytes.of(self.model, self.degrees, self.memory, self.exchange, keys)
 
     @cached_property
     def exchange(self) -> Exchange | None:
@@ -247,7 +251,7 @@ class Job:
             settings=self.memory,
             shape=self.shape,
             layers=self.layers,
-            tokens={ranks: job.token_bytes for ranks, job in self.merged.items()},
+            tokens=cache(lambda sharers, keys: self.merged[sharers].token_bytes_with(keys)),
             run=self.run,
             rank=self.packing.rank_memory,
         )
@@ -316,7 +320,7 @@ class Job:
         return [planner.next() for _ in range(steps)]
 
     def under(self, policy: Policy) -> Job:
-        """The same job under other policies; settings that both policies have stay as they are."""
+        """This job under other policies; settings that both policies have stay as they are."""
         return replace(
             self,
             packing=self.packing.named(policy.packing),
@@ -330,5 +334,5 @@ class Job:
         return self.under(Policy("plain")) if self.packing.shadow else self
 
     def on(self, cluster: Cluster) -> Job:
-        """The same job on another cluster."""
+        """This job on another cluster."""
         return replace(self, cluster=cluster)

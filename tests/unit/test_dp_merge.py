@@ -24,11 +24,11 @@ from wlb_titan.packing.slim.dp_merge import (
     numbers_of_packs,
     shares,
 )
-from wlb_titan.packing.slim.slices import replica_passes, sliced_document
+from wlb_titan.packing.slim.slices import sliced_document
 from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.plan import ID, LENGTH, PREFIX, START, TOTAL
 from wlb_titan.simulator.planned import planned_times, transfer_seconds
-from wlb_titan.simulator.replicas import check_slices, replicas_of
+from wlb_titan.simulator.replicas import check_slices, replica_memory, replicas_of
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
 
@@ -352,8 +352,8 @@ def test_auto_shares_where_that_is_predicted_to_be_faster():
 def test_every_rank_of_the_group_holds_all_keys_and_a_share_of_the_activations():
     made, (plan,) = predicted(ALWAYS, memory=NONE, degrees=Degrees(shard=4))
     alone, (other,) = predicted(NEVER, memory=NONE, degrees=Degrees(shard=4))
-    (shared,) = made.fitting.peak(replica_passes(plan, 0))
-    peaks = [alone.fitting.peak(replica_passes(other, rank))[0] for rank in range(4)]
+    (shared,) = replica_memory(made, plan, 0)
+    peaks = [replica_memory(alone, other, rank)[0] for rank in range(4)]
     whole = max(peaks, key=lambda one: one.cache)
     prefix = max(m.slices[:, PREFIX].max() for m in plan.of_rank(0) if m.merged)
     token = made.token_bytes

@@ -22,12 +22,12 @@ from wlb_titan.packing.policy import PackingJob
 from wlb_titan.packing.slim.dp_merge import shares
 from wlb_titan.packing.slim.micropacks import Slots, micropacks, place_greedily
 from wlb_titan.packing.slim.micropacks_milp import SolvedPlacing
-from wlb_titan.packing.slim.slices import PrefixWork, kind, replica_passes
+from wlb_titan.packing.slim.slices import PrefixWork, kind
 from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import DELAY, ID, LENGTH, PREFIX, START, TOTAL
-from wlb_titan.simulator.replicas import check_slices
+from wlb_titan.simulator.replicas import check_slices, replica_memory
 
 COST = cost_model("quadratic:1,40", None)
 WINDOW = 64
@@ -342,7 +342,7 @@ def test_a_step_that_does_not_fit_is_packed_again_with_more_packs():
     def planned(usable):
         memory = usable / USABLE_IN_SLICES
         plans = made.on(replace(CLUSTER, memory=memory)).plans(documents, 8)
-        peaks = [made.fitting.peak(replica_passes(plan, 0))[0].total for plan in plans]
+        peaks = [replica_memory(made, plan, 0)[0].total for plan in plans]
         return peaks, [len(plan.micro_batches) for plan in plans]
 
     peaks, packs = planned(1e12)

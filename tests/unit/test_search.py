@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from wlb_titan.cost.cluster import load_cluster
+from wlb_titan.cost.cluster import Link, load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.documents import Documents
@@ -77,6 +77,20 @@ def test_what_is_not_planned_could_not_win(scenario, monkeypatch):
     assert len(quick.found) + 2 * quick.slower >= len(full.found)
     assert quick.found[0].job == full.found[0].job
     assert quick.found[0].tokens_per_second == full.found[0].tokens_per_second
+
+
+def test_nothing_is_faster_than_the_bound_by_which_it_is_planned(scenario, monkeypatch):
+    """Under `hybrid` nothing may travel, whatever the sharding is with which the search began."""
+    job = scenario.job
+    slow = job.on(replace(job.cluster, gpus_per_node=1, network=Link(2e9, 1e-5)))
+    short = replace(scenario.documents, lengths=scenario.documents.lengths.clip(max=4096))
+    apart = Scenario(slow, short)
+    monkeypatch.setattr(searching, "LEAST", 10**6)
+    found = search(apart, 4, [Policy("wlb_lazy", "hybrid")], steps=1).found
+    window = searching._average_window(apart)
+    bounds = [searching._if_balanced(replace(one.job, sharding=slow.sharding), window) for one in found]
+    assert all(one.tokens_per_second <= most for one, most in zip(found, bounds, strict=True))
+    assert any(one.job.degrees.context > 1 for one in found)
 
 
 def test_what_there_is_no_time_for_is_counted(scenario):

@@ -12,10 +12,10 @@ from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.settings import MemorySettings
-from wlb_titan.packing.slim.slices import parts, piece_numbers, replica_passes
+from wlb_titan.packing.slim.slices import parts, piece_numbers
 from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.plan import LENGTH, TOTAL, Action, MicroBatch, Plan
-from wlb_titan.simulator.replicas import check_slices
+from wlb_titan.simulator.replicas import check_slices, replica_memory
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
 
@@ -110,7 +110,7 @@ def test_cache_over_time_against_an_oracle(context, schedule, chunks, asymmetric
         for rank in range(2):
             expected = oracle_memory(simulated, plan, rank)
             _, curves = step_timeline(simulated, plan, dp_rank=rank)
-            peaks = simulated.fitting.peak(replica_passes(plan, rank))
+            peaks = replica_memory(simulated, plan, rank)
             assert all(0 < peak.cache <= most + 1 for peak, most in zip(peaks, expected, strict=True))
             assert all(curve.bytes_[-1] == pytest.approx(0.0, abs=1e-6) for curve in curves)
 

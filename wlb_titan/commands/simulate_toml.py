@@ -30,7 +30,7 @@ def check_writable(path: Path, asked: Asked, strangers: list[str]) -> None:
     """Raises PlanError, before anything is searched, if a winner could not be written.
 
     Args:
-        path: of the file to write.
+        path: path of the file to write.
         asked: what is searched.
         strangers: names of options that were given and that no key says.
     """

@@ -76,6 +76,23 @@ class ContextMask(NamedTuple):
         return cls(segments(whole(lengths), lengths), (), keys)
 
 
+class KeyShares(NamedTuple):
+    """Keys and values of a micro-batch that the context-parallel rank with most of them has, over those of
+    all of its tokens.
+
+    Attributes:
+        gathered: what collectives bring.
+        held: what attention reads.
+    """
+
+    gathered: float
+    held: float
+
+
+ALL_KEYS = KeyShares(1.0, 1.0)
+"""Every rank gathers all: the most that may be needed."""
+
+
 class Move(NamedTuple):
     """Collectives of a layer, in the forward pass and again for gradients in the backward pass.
 
@@ -104,7 +121,7 @@ class Exchange:
     Attributes:
         moves: what travels.
         sent: held while they travel, beside what the model has anyway.
-        keys: of keys and values that attention reads.
+        keys: of keys and values; a rank may have those of some tokens only (`ContextStrategy.keys`).
         outputs: of queries and of attention's output each, where attention works on others than the rank's
             own tokens and so has copies of both; 0 where it works on the rank's own.
     """
@@ -262,6 +279,10 @@ class ContextStrategy(Plugin, ABC):
             slices: as of `shard`.
         """
         return (total,)
+
+    def keys(self, sharding: Sharding, total: int, slices: Slices | None = None) -> KeyShares:
+        """What of the keys of a micro-batch a rank has at the most; arguments as of `travelling`."""
+        return ALL_KEYS
 
     @abstractmethod
     def mask(

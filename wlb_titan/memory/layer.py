@@ -8,7 +8,9 @@ rank that holds one token in CP x TP counts a CP x TP-th of its bytes. In elemen
     q   queries, and attention's output                                  query heads x head_dim / (CP x TP)
     k   keys, or values                                                  key heads x head_dim / (CP x TP)
     f   one inner activation of the MLP                                  feed_forward / (CP x TP)
-    K   keys and values of the whole micro-batch                         2 x key heads x head_dim / TP
+    K   keys and values that a rank's documents have                     2 x key heads x head_dim / TP,
+                                                                         times `KeyShares.held`
+    G   those of them that come from other ranks, with its own share     the same, times `KeyShares.gathered`
 
 Kept by a layer from its forward pass to its backward pass (compare Korthikanti et al., Reducing Activation
 Recomputation, section 4), with attention's log-sum-exp in float32 in the first two, and in the first the
@@ -22,7 +24,7 @@ rotary factors of the rank's tokens:
 
 A backward pass recomputes what is missing, layer by layer, and makes gradients. Its fullest moment is one of:
 
-    gathering K and V again     2 g + K + 2 k
+    gathering K and V again     2 g + G + 2 k
     rotating again              2 g + 4 (q + k), in float32, before K is there
     gathering the MLP's input   4 g, where tensor parallelism gathers: the collective's output and its copy
     the gradient of w2          3 g + 4 f: inputs of QKV and of the MLP, the output's gradient; w3's output,
@@ -41,7 +43,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wlb_titan.context import Exchange, gathered
+from wlb_titan.context import ALL_KEYS, Exchange, KeyShares, gathered
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.memory.settings import MemorySettings
@@ -91,11 +93,21 @@ class TokenBytes:
 
     @classmethod
     def of(
-        cls, model: ModelShape, degrees: Degrees, settings: MemorySettings, exchange: Exchange | None = None
+        cls,
+        model: ModelShape,
+        degrees: Degrees,
+        settings: MemorySettings,
+        exchange: Exchange | None = None,
+        keys: KeyShares = ALL_KEYS,
     ) -> TokenBytes:
-        """Of a model at some degrees; without an `exchange` keys and values of all ranks are gathered."""
+        """Of a model at some degrees; without an `exchange` all ranks gather keys and values.
+
+        A rank has `keys` of those of a micro-batch; of documents in slices all are cached.
+        """
         cp, tp = degrees.context, degrees.tensor
-        layer = _Layer.of(model, degrees, settings, exchange)
+        exchange = exchange or gathered(model, tp, cp)
+        layer = _Layer.of(model, degrees, settings, exchange, keys)
+        cached = exchange.keys * settings.compute_bytes
         forward, backward, attention = layer.passes(settings.checkpointing)
         kept = layer.kept(settings.checkpointing)
         offloaded = kept * settings.offload
@@ -119,8 +131,8 @@ class TokenBytes:
             loss=loss,
             head=head,
             inputs=3 * 8 / cp + (8 if cp > 1 else 0),
-            cached=layer.key_gradients,
-            cached_gradients=layer.key_gradients * FLOAT32 / settings.compute_bytes,
+            cached=cached,
+            cached_gradients=cached * FLOAT32 / settings.compute_bytes,
         )
 
 
@@ -131,6 +143,7 @@ class _Layer:
     Attributes:
         s, g, q, k, f: as above.
         keys: K; without context parallelism the rotated keys and a copy of the values.
+        gathering: what collectives bring of them, before it is in order.
         key_gradients: of K and V, as attention gives them.
         sent: what a rank sends to the others before attention.
         outputs: queries, and as many outputs, of the tokens that attention works on, where they are others
@@ -148,6 +161,7 @@ class _Layer:
     k: float
     f: float
     keys: float
+    gathering: float
     key_gradients: float
     sent: float
     outputs: float
@@ -159,12 +173,17 @@ class _Layer:
 
     @classmethod
     def of(
-        cls, model: ModelShape, degrees: Degrees, settings: MemorySettings, exchange: Exchange | None
+        cls,
+        model: ModelShape,
+        degrees: Degrees,
+        settings: MemorySettings,
+        exchange: Exchange,
+        held: KeyShares,
     ) -> _Layer:
         cp, tp, size = degrees.context, degrees.tensor, settings.compute_bytes
         g = model.hidden * size / cp
         k = model.kv_heads * model.head_dim * size / (cp * tp)
-        exchange = exchange or gathered(model, tp, cp)
+        all_keys = exchange.keys * size
         gathers = tp > 1 and settings.sequence_parallel
         return cls(
             s=g / tp if gathers else g,
@@ -172,8 +191,9 @@ class _Layer:
             q=model.heads * model.head_dim * size / (cp * tp),
             k=k,
             f=model.feed_forward * size / (cp * tp),
-            keys=2 * k if cp == 1 else exchange.keys * size,
-            key_gradients=exchange.keys * size,
+            keys=2 * k if cp == 1 else all_keys * held.held,
+            gathering=2 * k if cp == 1 else all_keys * held.gathered,
+            key_gradients=all_keys * held.held,
             sent=0.0 if cp == 1 else exchange.sent * size,
             outputs=exchange.outputs * size,
             exchanged=exchange.kept * size,
@@ -208,9 +228,9 @@ class _Layer:
         full = checkpointing == "full"
         w1 = f if full else 0.0
         output = q + self.log_sum_exp if full else 0.0  # attention's, made again
-        forward = s + max(2 * g + 3 * f + w1, g + q + 2 * self.keys, g + 5 * q + 4 * k)
+        forward = s + max(2 * g + 3 * f + w1, g + q + self.keys + self.gathering, g + 5 * q + 4 * k)
         moments = [
-            2 * g + (self.keys + self.sent if self.shared_keys else 0.0),
+            2 * g + (self.gathering + self.sent if self.shared_keys else 0.0),
             4 * g if self.gathers else 0.0,
             w1 + 3 * g + 4 * f,
             w1 + 4 * g + 3 * f if full else 0.0,  # w2's output, which early stop spares `selective`

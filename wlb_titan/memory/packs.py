@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from wlb_titan.context import ALL_KEYS, KeyShares
 from wlb_titan.plan import ByPass, Flow
 
 
@@ -29,20 +30,23 @@ class PackSizes(NamedTuple):
         lengths: tokens of each, padding included; of one that ranks share a rank's share.
         slices: of each those whose keys and values are cached; none where documents are not sliced.
         sharers: of each the data-parallel ranks that share it.
+        keys: of each what of its keys a rank has.
     """
 
     lengths: Sequence[int]
     slices: Sequence[Sequence[CachedSlice]]
     sharers: Sequence[int]
+    keys: Sequence[KeyShares]
 
     @classmethod
     def of(cls, lengths: Sequence[int], slices: Sequence[Sequence[CachedSlice]] = ()) -> PackSizes:
-        """Packs of one rank each."""
-        return cls(lengths, slices or [()] * len(lengths), [1] * len(lengths))
+        """Packs of one rank each, of which every context-parallel rank gathers all keys."""
+        number = len(lengths)
+        return cls(lengths, slices or [()] * number, [1] * number, [ALL_KEYS] * number)
 
     def part(self, which: slice) -> PackSizes:
         """Some of them."""
-        return PackSizes(self.lengths[which], self.slices[which], self.sharers[which])
+        return PackSizes(self.lengths[which], self.slices[which], self.sharers[which], self.keys[which])
 
 
 class Passes(NamedTuple):

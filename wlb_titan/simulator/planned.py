@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb_titan.context import after, whole
+from wlb_titan.context import ALL_KEYS, KeyShares, after, whole
 from wlb_titan.cost.analytic import BYTES
 from wlb_titan.cost.passes import MicroBatches
 from wlb_titan.job import Job
@@ -38,6 +38,14 @@ def travelling(micro_batch: MicroBatch, job: Job) -> tuple[int, ...]:
     if job.strategy is None or micro_batch.ranks is None:
         return ()
     return job.strategy.travelling(micro_batch.ranks, micro_batch.shared_length, micro_batch.elsewhere)
+
+
+def keys_of(micro_batch: MicroBatch, job: Job) -> KeyShares:
+    """What of a micro-batch's keys a context-parallel rank has at the most."""
+    strategy = job.merged[micro_batch.sharers].strategy
+    if strategy is None or micro_batch.ranks is None:
+        return ALL_KEYS
+    return strategy.keys(micro_batch.ranks, micro_batch.shared_length, micro_batch.elsewhere)
 
 
 def planned_times(

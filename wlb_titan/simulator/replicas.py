@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -25,6 +26,7 @@ from wlb_titan.packing.slim.slices import parts, piece_numbers, replica_passes
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.plan import LENGTH, PREFIX, TOTAL, Action, ByPass, Flow, MicroBatch, Plan
 from wlb_titan.simulator.meeting import Replica, ends_together
+from wlb_titan.simulator.planned import keys_of
 
 Floats = NDArray[np.float64]
 Chain = list[tuple[Literal["F", "B"], int]]
@@ -79,11 +81,18 @@ def replicas_of(
     return replicas
 
 
+def replica_memory(job: Job, plan: Plan, dp_rank: int) -> tuple[RankMemory, ...]:
+    """The peak of each pipeline rank of one replica in a step.
+
+    Raises:
+        PlanError: it cannot be predicted for this schedule.
+    """
+    return job.fitting.peak(replica_passes(plan, dp_rank, partial(keys_of, job=job)))
+
+
 def flow_memory(job: Job, plans: Sequence[Plan]) -> tuple[RankMemory, ...]:
     """The largest peak of each pipeline rank over all replicas and plans."""
-    peaks = [
-        job.fitting.peak(replica_passes(plan, rank)) for plan in plans for rank in range(job.degrees.data)
-    ]
+    peaks = [replica_memory(job, plan, rank) for plan in plans for rank in range(job.degrees.data)]
     return tuple(fullest(ranks) for ranks in zip(*peaks, strict=True))
 
 

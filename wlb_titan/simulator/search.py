@@ -42,8 +42,8 @@ class Found:
 
     Attributes:
         job: under its policy.
-        policy: of packing, sharding and order.
-        prediction: of its steps.
+        policy: names of packing, sharding and order.
+        prediction: prediction of its steps.
     """
 
     job: Job
@@ -94,7 +94,7 @@ def search(
     Args:
         scenario: documents and job.
         gpus: how many.
-        policies: of packing, sharding and order.
+        policies: names of packing, sharding and order.
         steps: to simulate of each.
         goes_on: asked before a candidate is planned, which it is told, whether there is time for it.
 
@@ -223,7 +223,8 @@ def _average_window(scenario: Scenario) -> tuple[Floats, ...]:
 
 
 def _if_balanced(job: Job, window: tuple[Floats, ...]) -> float:
-    """Tokens per second of a step of equal micro-batches whose attention context parallelism shares equally.
+    """Tokens per second of a step of equal micro-batches whose attention context parallelism shares equally,
+    of which nothing travels, as under `hybrid` nothing may have to.
 
     Raises:
         PlanError: the schedule cannot run so many.
@@ -231,8 +232,10 @@ def _if_balanced(job: Job, window: tuple[Floats, ...]) -> float:
     n = job.replica_micro_batches
     share = job.latency.heads / job.degrees.context
     tokens, forward, backward = (np.repeat(array, n, axis=0) for array in window)
-    equal = MicroBatches.imagined(job, tokens, forward * share, backward * share)
-    return tokens_per_second(job, equal)
+    none = np.zeros_like(tokens)
+    return tokens_per_second(
+        job, MicroBatches(tokens, forward * share, backward * share, moving=none, repeated=none, latency=none)
+    )
 
 
 def _tried(scenario: Scenario, policies: list[Policy], steps: int) -> list[Found]:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.context import KeyShares
 from wlb_titan.cost.workload import CostModel, workload
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.packs import CachedSlice, PackSizes, Passes
@@ -121,25 +122,29 @@ class ReplicaPacks(NamedTuple):
     """The packs of a data-parallel rank's passes of one kind.
 
     Attributes:
-        lengths, sharers: as of `PackSizes`.
+        lengths, sharers, keys: as of `PackSizes`.
         parts: documents and slices of each; none where documents are not sliced.
     """
 
     lengths: Sequence[int]
     sharers: Sequence[int]
+    keys: Sequence[KeyShares]
     parts: Sequence[Parts]
 
     @classmethod
-    def of(cls, micro_batches: Sequence[MicroBatch]) -> ReplicaPacks:
-        """Of planned micro-batches."""
-        lengths, sharers = zip(*((m.length, m.sharers) for m in micro_batches), strict=True)
-        return cls(lengths, sharers, parts(micro_batches))
+    def of(
+        cls, micro_batches: Sequence[MicroBatch], keys_of: Callable[[MicroBatch], KeyShares]
+    ) -> ReplicaPacks:
+        """Of planned micro-batches, of whose keys a rank has what `keys_of` says."""
+        facts = ((m.length, m.sharers, keys_of(m)) for m in micro_batches)
+        lengths, sharers, keys = zip(*facts, strict=True)
+        return cls(lengths, sharers, keys, parts(micro_batches))
 
 
-def replica_passes(plan: Plan, dp_rank: int) -> Passes:
-    """What one data-parallel rank runs in a step, as memory sees it."""
+def replica_passes(plan: Plan, dp_rank: int, keys_of: Callable[[MicroBatch], KeyShares]) -> Passes:
+    """What one data-parallel rank runs in a step, as memory sees it; `keys_of` as of `ReplicaPacks.of`."""
     flow = None if plan.flows is None else plan.flows[dp_rank]
-    return passes_of(plan.replica(dp_rank).each(ReplicaPacks.of), flow)
+    return passes_of(plan.replica(dp_rank).each(ReplicaPacks.of, keys_of), flow)
 
 
 def parts(micro_batches: Sequence[MicroBatch]) -> list[Parts]:
@@ -153,7 +158,7 @@ def passes_of(packs: ByPass[ReplicaPacks], flow: Flow | None) -> Passes:
     cached = iter(cached_slices(sliced)) if sliced else itertools.repeat(())
 
     def sizes(one: ReplicaPacks) -> PackSizes:
-        return PackSizes(one.lengths, [next(cached) for _ in one.lengths], one.sharers)
+        return PackSizes(one.lengths, [next(cached) for _ in one.lengths], one.sharers, one.keys)
 
     return Passes(packs.each(sizes), flow)
 

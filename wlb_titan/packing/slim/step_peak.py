@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from wlb_titan.context import ALL_KEYS
 from wlb_titan.memory.fits import fullest
 from wlb_titan.memory.packs import Passes
 from wlb_titan.memory.peak import RankMemory
@@ -64,4 +65,4 @@ def _packs(packing: Packing, rank: int, job: PackingJob) -> ReplicaPacks:
         job.padded(int(packing.packs[number][:, LENGTH].sum()), ranks) // ranks
         for number, ranks in zip(numbers, sharers, strict=True)
     ]
-    return ReplicaPacks(lengths, sharers, packing.parts(numbers))
+    return ReplicaPacks(lengths, sharers, [ALL_KEYS] * len(lengths), packing.parts(numbers))

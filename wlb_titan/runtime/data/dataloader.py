@@ -38,14 +38,14 @@ class Step:
     """What one rank trains on in one optimizer step.
 
     Attributes:
-        plan: of the whole job.
-        source_figures: of the plan, by source of a mixture.
+        plan: plan of the whole job.
+        source_figures: figures of the plan by source of a mixture.
         items: the micro-batches of this data-parallel rank, this context-parallel rank's share of each; where
             backward passes have others, those of forward passes without labels and then these.
         labels: what the sum of losses is divided by: tokens with a label in the whole job, or their weights.
         own_labels: the same of those in `items`.
-        flops: of the model on the documents of the whole job.
-        state_after: of the planners, as JSON.
+        flops: FLOPs of the model on the documents of the whole job.
+        state_after: state of the planners, as JSON.
         shadow: what the job's shadow would have made of the step; None without one.
         flow: the order of this data-parallel rank's passes; None leaves it to the schedule.
     """
@@ -70,7 +70,7 @@ class PlannedDataLoader(BaseDataLoader):
 
     Attributes:
         lower: makes ready what runs an order of passes, ahead of its step; to be set with a pipeline.
-        plan: of the step being served.
+        plan: plan of the step being served.
     """
 
     @dataclass(kw_only=True, slots=True)
