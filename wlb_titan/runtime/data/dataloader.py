@@ -26,10 +26,9 @@ from wlb_titan.packing.slim.slices import cache_rows
 from wlb_titan.plan import ID, LENGTH, START, Flow, MicroBatch, Plan
 from wlb_titan.planner import Planner
 from wlb_titan.runtime.compat import BaseDataLoader
-from wlb_titan.runtime.data.corpus import open_corpus
+from wlb_titan.runtime.data.corpus import documents_of, open_corpus
 from wlb_titan.runtime.data.inputs import Item, rank_item
 from wlb_titan.runtime.data.shared_answer import SharedAnswer
-from wlb_titan.runtime.job import documents_of
 from wlb_titan.runtime.loss import total_weight, with_weights
 from wlb_titan.runtime.pipeline.regroup import regrouped_items
 
