@@ -2,6 +2,7 @@
 
     python benchmarks/attention_replay.py                        # measured on an H100, and replayed
     python benchmarks/attention_replay.py --backward step=2.25   # and one column more
+    python benchmarks/attention_replay.py --rows FOLDER --kernels tree  # measured with this tree's kernels
 
 Backward: programs start in launch order, each on the multiprocessor that is free first. A step of 64 queries
 takes `step`. Its dQ is then added by a warp of its own, which waits for the tile's turn, sees it `poll`
@@ -26,7 +27,7 @@ import numpy as np
 import torch
 from attention_cases import cases
 from wlb_titan.kernels.gluon_launch import FORWARD as SHAPES
-from wlb_titan.kernels.gluon_launch import KEYS, ROWS, SECTION, packed, parts
+from wlb_titan.kernels.gluon_launch import KEYS, LEAST_PACKED, ROWS, SECTION, packed, parts
 from wlb_titan.kernels.grid import GridCase
 from wlb_titan.kernels.segments import CAUSAL
 from wlb_titan.kernels.tiles import MASK_COST, KeyTiles, key_tiles, query_tiles, steps
@@ -48,6 +49,7 @@ class Forward:
     block: of 128 keys; masked: what a masked one takes more; tile: start and end of a tile.
     heads_at_a_time: key heads that run through the list together; 0 for as many as the L2 cache holds.
     dynamic: each tile goes to the multiprocessor that is free first, instead of to and fro like a plough.
+    ahead: a multiprocessor takes its next tile when it begins the last one, not when that ends.
     pack: query heads are packed into a tile.
     heaviest_first: tiles are dealt by their work and not as listed.
     """
@@ -57,6 +59,7 @@ class Forward:
     tile: float = 3.45
     heads_at_a_time: int = SECTION
     dynamic: bool = True
+    ahead: bool = False
     pack: bool = True
     heaviest_first: bool = False
 
@@ -70,7 +73,9 @@ class Forward:
         if not self.dynamic:
             return to_and_fro(pieces, units)
         shares = np.zeros((units, 3))
-        np.add.at(shares, free_first(pieces @ [self.tile, self.block, self.masked], units), pieces)
+        np.add.at(
+            shares, free_first(pieces @ [self.tile, self.block, self.masked], units, self.ahead), pieces
+        )
         return shares
 
     def pieces(self, segments: np.ndarray, heads: int, kv_heads: int) -> np.ndarray:
@@ -124,7 +129,7 @@ class Backward:
     def milliseconds(self, segments: np.ndarray, heads: int, kv_heads: int, units: int = UNITS) -> float:
         """Of the kernel on segments (S, 4) with so many heads."""
         group = heads // kv_heads
-        pack = packed(group) if self.pack else 1
+        pack = packed(group, LEAST_PACKED) if self.pack else 1
         lists = self.lists(segments, pack)
         work = steps(lists, ROWS // pack)
         split = parts(int(work.max()), float(work.sum()) * kv_heads / units, group)
@@ -233,13 +238,14 @@ def to_and_fro(work: np.ndarray, units: int) -> np.ndarray:
     return shares.sum(axis=0)
 
 
-def free_first(work: np.ndarray, units: int) -> np.ndarray:
-    """The unit of each piece, where each goes to the one that is free first."""
-    free = [(0.0, unit) for unit in range(units)]
+def free_first(work: np.ndarray, units: int, ahead: bool = False) -> np.ndarray:
+    """The unit of each piece, where each goes to the one that is free first, or has begun its last first."""
+    asks, ends = [(-1.0, unit) for unit in range(units)], [0.0] * units
     taken = []
     for piece in work.tolist():
-        end, unit = free[0]
-        heapq.heapreplace(free, (end + piece, unit))
+        unit, begin = asks[0][1], ends[asks[0][1]]
+        ends[unit] += piece
+        heapq.heapreplace(asks, (begin if ahead else ends[unit], unit))
         taken.append(unit)
     return np.array(taken)
 
@@ -266,6 +272,7 @@ def in_order(lists: KeyTiles, *, items_up: bool, heaviest_first: bool) -> KeyTil
 FORWARD = {
     "then": Forward(heads_at_a_time=0, dynamic=False, pack=False, heaviest_first=True),
     "tree": Forward(),
+    "ahead": Forward(ahead=True),
     "to and fro": Forward(dynamic=False, heaviest_first=True),
     "one head": Forward(pack=False),
 }
@@ -285,11 +292,13 @@ BACKWARD = {
 }
 
 
-def measured(folder: Path, heads: str) -> Iterator[tuple[str, np.ndarray, float, float]]:
+def measured(
+    folder: Path, heads: str, around: float = AROUND["then"]
+) -> Iterator[tuple[str, np.ndarray, float, float]]:
     """Name, segments, and kernel ms forward and backward of each case that was timed with gluon.
 
-    Where the backward's kernel was not timed by itself, what surrounds it is taken off: AROUND, by the rows
-    of queries.
+    Where the backward's kernel was not timed by itself, what surrounds it is taken off: `around`, by the rows
+    of queries and their heads.
     """
     shape = [*map(int, heads.split(":")), DIM, DIM]
     segments = {case.name: case.segments.numpy() for case in cases() if case.group != "e"}
@@ -301,16 +310,17 @@ def measured(folder: Path, heads: str) -> Iterator[tuple[str, np.ndarray, float,
             cut = row.get("cut")
             name = f"{cut[2]:,} documents of {cut[0]:,}" if cut and cut[0] == cut[1] else row["case"]
             times[name] = row["forward_ms"], row["backward_ms"]
+    alone = folder / "backward_kernels_h100.jsonl"
     kernels = {
         row["case"]: row["kernels"]["gluon_backward_kernel"][0]
-        for row in read(folder / "backward_kernels_h100.jsonl")
+        for row in (read(alone) if alone.exists() else ())
         if row.get("impl") == "gluon" and row["shape"] == shape
     }
     for name, rows in segments.items():
         if name in times:
             forward, backward = times[name]
-            around = AROUND["then"] * extent(rows)[0] * shape[0]
-            yield name, rows, forward, kernels.get(name, backward - around)
+            rest = around * extent(rows)[0] * shape[0]
+            yield name, rows, forward, kernels.get(name, backward - rest)
 
 
 def read(path: Path) -> list[dict]:
@@ -329,7 +339,8 @@ def changed(kernel: Forward | Backward, changes: list[str]) -> Forward | Backwar
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rows", type=Path, default=RESULTS, help="folder of what was measured")
+    parser.add_argument("--rows", type=Path, default=RESULTS, help="folder of attention_h100.jsonl")
+    parser.add_argument("--kernels", choices=tuple(AROUND), default="then", help="which were measured")
     parser.add_argument("--heads", default=["32:4", "32:32"], nargs="+", help="query and key heads")
     parser.add_argument(
         "--forward", nargs="+", default=[], metavar="NAME=VALUE", help="one more column: fields changed"
@@ -338,7 +349,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     forward = FORWARD | ({"asked": changed(Forward(), options.forward)} if options.forward else {})
     backward = BACKWARD | ({"asked": changed(Backward(), options.backward)} if options.backward else {})
-    found = {heads: list(measured(options.rows, heads)) for heads in options.heads}
+    found = {heads: list(measured(options.rows, heads, AROUND[options.kernels])) for heads in options.heads}
     for direction, (title, kernels) in enumerate((("forward", forward), ("backward", backward))):
         print(f"\n{title + ', kernel ms':40}" + "".join(f"{name:>12}" for name in ("measured", *kernels)))
         for heads, rows in found.items():

@@ -16,8 +16,8 @@ of what is computed is masked away.
 
 Persistent: one program a multiprocessor. Its first tile is that of its own number, and then its loader takes
 the next of the list that nobody has, by a counter in global memory, while the consumers are still at the
-last; they find the number beside the queries. With two buffers of both, the next tile's loads run under this
-one's end. Who computes a tile does not change its sums: results repeat bit for bit.
+last blocks; they find the number beside the queries. With two buffers of both, the next tile's loads run
+under this one's end. Who computes a tile does not change its sums: results repeat bit for bit.
 """
 
 import triton.experimental.gluon.language as gl
@@ -84,7 +84,6 @@ def load(
                 q, [q_begin + part * (ROWS // PACK), group * PACK, 0], bars.index(Q_READY + q_stage),
                 q_ring.index(q_stage * CONSUMERS + part),
             )  # fmt: skip
-        number = programs + gl.atomic_add(taken, 1, sem="relaxed")  # needed after this tile's loads
         for i in range(blocks):
             stage = step % STAGES
             phase = (step // STAGES) & 1
@@ -96,6 +95,8 @@ def load(
             mbarrier.expect(bars.index(V_READY + stage), v.block_type.nbytes)
             tma_load(v, [start, kv_head * DV], bars.index(V_READY + stage), v_ring.index(stage))
             step += 1
+        # Not sooner: who takes a tile while it has most of another to do leaves the others without.
+        number = programs + gl.atomic_add(taken, 1, sem="relaxed")
         round += 1
     last = round % Q_STAGES
     mbarrier.wait(bars.index(Q_FREE + last), ((round // Q_STAGES) & 1) ^ 1)

@@ -17,6 +17,7 @@ from .triton_launch import LOG2_E, aligned, result, row_statistics
 ROWS = 64  # of one consumer, and of a step of the backward
 KEYS = 128  # of a block of the forward, and of a tile of the backward
 PACK = 8  # most query heads in a tile of the forward, and in a step of the backward
+LEAST_PACKED = 4  # in a step of the backward: packs of two spill registers in its loop
 SECTION = 8  # key heads side by side: 132 multiprocessors leave each 16 programs, which read the same keys
 # By the larger of D and Dv: consumers, registers a thread of each, and stages of keys and values.
 FORWARD = {64: (3, 160, 3), 128: (2, 240, 2)}
@@ -116,9 +117,10 @@ def backward(
     return dq, dk.sum(0).to(k.dtype), dv.sum(0).to(v.dtype)
 
 
-def packed(heads: int) -> int:
-    """Of so many query heads that share a key head, how many to pack."""
-    return min(PACK, heads & -heads)
+def packed(heads: int, least: int = 1) -> int:
+    """How many of the query heads that share a key head to pack; one, if they were fewer than `least`."""
+    pack = min(PACK, heads & -heads)
+    return pack if pack >= least else 1
 
 
 def division(schedule: Schedule, q_heads: int, kv_heads: int, units: int) -> tuple[int, int]:
@@ -127,10 +129,11 @@ def division(schedule: Schedule, q_heads: int, kv_heads: int, units: int) -> tup
     Of split groups none are packed: their few tiles are long, where packing gains nothing.
     """
     group = q_heads // kv_heads
-    tokens = ROWS // packed(group)
+    pack = packed(group, LEAST_PACKED)
+    tokens = ROWS // pack
     lists = schedule.key_tiles(tokens, KEYS, turn_rows=tokens)
     split = parts(lists.heaviest, lists.steps * kv_heads / units, group)
-    return split, packed(group) if split == 1 else 1
+    return split, pack if split == 1 else 1
 
 
 def parts(heaviest: int, mean: float, group: int) -> int:

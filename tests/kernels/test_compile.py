@@ -98,10 +98,16 @@ def gluon_launches(
 def test_gluon(dim, monkeypatch):
     """Warp specialized, and with waits that leave one product in flight: what Triton alone cannot have.
 
-    The backward with a group that is split, and with one that is packed.
+    The backward with a group that is split, and with packs of eight and four.
     """
-    launches = gluon_launches(dim, 8, monkeypatch) + gluon_launches(dim, 8, monkeypatch, units=1)[1:]
-    for which, report in zip(("forward", "backward", "backward"), compile_all(launches), strict=True):
+    launches = gluon_launches(dim, 8, monkeypatch)
+    for group in (8, 4):
+        launches += gluon_launches(dim, group, monkeypatch, units=1)[1:]
+    assert [launch.kwargs["PACK"] for launch in launches] == [8, 1, 8, 4]
+    reports = compile_all(launches)
+    # Outputs leave by 16 bytes a thread; the float32 gradients of a split group do not.
+    assert ["st.global.v4.b32" in report.ptx for report in reports] == [True, False, True, True]
+    for which, report in zip(("forward", *["backward"] * 3), reports, strict=True):
         check(report, GLUON_SPILLS.get((which, dim), 0), which)
         newer = TRITON >= "3.9"
         assert report.hot_spills <= HOT_SPILLS.get((which, dim), (0, 0))[newer], which

@@ -108,15 +108,24 @@ def changed_tiles(mutants) -> ModuleType:
 
 
 CASES = {
-    "ragged": (packed([150, 1, 77, 13, 12, 130]), (386, 383), (2, 1), (64, 64), {}),
-    "shard": (SHARD, (13, 12), (4, 2), (128, 128), {}),
+    "ragged": (packed([150, 1, 77, 13, 12, 130]), (386, 383), (4, 1), (64, 64), {"units": 1}),
+    "shard": (SHARD, (13, 12), (8, 2), (128, 128), {"units": 1}),
     "long": (packed([420, 40]), (461, 460), (2, 2), (128, 128), {}),
     "two_chunks": (CHUNKS, (200, 400), (2, 1), (64, 128), {}),
     "split_group": (packed([90, 30]), (120, 120), (8, 1), (64, 64), {"units": 8, "dtype": torch.float16}),
-    "two_packs": (packed([70, 9, 3, 140]), (222, 222), (16, 1), (64, 64), {"units": 2}),
+    "two_packs": (packed([70, 9, 3, 140]), (222, 222), (16, 1), (64, 64), {"units": 1}),
     "three_packs": (packed([33, 100]), (133, 133), (12, 1), (64, 64), {"units": 1}),
-    "window": (packed([330, 20, 61]), (411, 411), (2, 1), (64, 64), {"visibility": Visibility(window=70)}),
-    "not_causal": (packed([150, 40]), (190, 190), (1, 1), (64, 64), {"visibility": Visibility(causal=False)}),
+    "window": (
+        packed([330, 20, 61]),
+        (411, 411),
+        (4, 1),
+        (64, 64),
+        {"units": 1, "visibility": Visibility(window=70)},
+    ),
+    "not_causal": (
+        *(packed([150, 40]), (190, 190), (4, 1), (64, 64)),
+        {"units": 1, "visibility": Visibility(causal=False)},
+    ),
     "any_order": (packed([300, 40]), (340, 340), (2, 1), (64, 64), {"deterministic": False}),
     "padding": (packed([]), (70, 50), (1, 1), (64, 64), {}),
 }
@@ -250,14 +259,14 @@ LIST_MUTANTS = {
 }
 
 
-# Tiles of several blocks, two documents that share one, a window, and two packs of two heads; many tiles of
-# one block on a single program; and a document that ends within a tile and is followed by other keys, not
-# causal.
+# Tiles of several blocks, two documents that share one, and a window; many tiles of one block on a single
+# program; a document that ends within a tile and is followed by other keys, not causal; two packs of heads.
 PARTIAL = torch.tensor([[0, 70, 0, 1100], [70, 10, 1100, 40]], dtype=torch.int32)
 MUTANT_CASES = (
-    (packed([420, 165]), (585, 585), (4, 2), (64, 64), {"units": 3, "visibility": Visibility(window=230)}),
+    (packed([420, 165]), (585, 585), (2, 1), (64, 64), {"units": 3, "visibility": Visibility(window=230)}),
     (packed([128] * 4), (512, 512), (2, 1), (128, 128), {"units": 1}),
     (PARTIAL, (80, 1140), (1, 1), (64, 64), {"visibility": Visibility(causal=False)}),
+    (packed([70, 9, 60]), (139, 139), (8, 2), (64, 64), {"units": 2}),
 )
 
 

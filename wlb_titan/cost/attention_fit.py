@@ -55,12 +55,13 @@ def tilings(implementation: str, group: int) -> tuple[Tiling, Tiling]:
 
     Args:
         implementation: "gluon", "triton" or "reference".
-        group: query heads that share a key head, of which Gluon packs up to 8 into a tile of the forward and
-            into a block of the backward.
+        group: query heads that share a key head, of which Gluon packs up to 8 into a tile of the forward,
+            and 4 or 8 into a block of the backward.
     """
     if implementation == "gluon":
         pack = min(8, group & -group)
-        return Tiling(128 // pack, 128, MERGE_KEYS, pack), KeyTiling(BLOCK_ROWS // pack, 128, MERGE_KEYS)
+        queries = BLOCK_ROWS // pack if pack >= 4 else BLOCK_ROWS
+        return Tiling(128 // pack, 128, MERGE_KEYS, pack), KeyTiling(queries, 128, MERGE_KEYS)
     if implementation == "triton":
         return Tiling(128, 128, MERGE_KEYS), Tiling(128, 64, MERGE_KEYS)
     return Tiling(1, 64, MERGE_KEYS), Tiling(1, 64, MERGE_KEYS)
