@@ -56,7 +56,7 @@ class Run:
         return float(values.mean()) if len(values) else None
 
     def average(self, key: str) -> Estimate | None:
-        """The same with its scatter."""
+        """The mean of the records that have `key`, with its scatter; None without one."""
         values = self.series(key)[1]
         return Estimate.mean(values) if len(values) else None
 

@@ -293,7 +293,7 @@ def held_keys(sent: Ints, levels: Sequence[int]) -> Ints:
     with padding between them.
 
     Args:
-        sent: of `sent_tokens`.
+        sent: tokens as `sent_tokens` gives them.
         levels: as of `spans`.
     """
     held: Ints = sent[-1].copy()

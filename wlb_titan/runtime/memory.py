@@ -34,7 +34,7 @@ def predicted_memory(job: Job, lengths: Sequence[int]) -> tuple[RankMemory, ...]
 
 
 def planned_memory(job: Job, plan: Plan, replica: int) -> tuple[RankMemory, ...] | None:
-    """The same with the micro-batches that a plan gives one data-parallel rank."""
+    """The peak of each pipeline rank with the micro-batches that a plan gives one data-parallel rank."""
     return _known(job, lambda: replica_memory(job, plan, replica))
 
 

@@ -208,7 +208,7 @@ def peak_memory(
 
     Args:
         job: the job.
-        plans: of the steps.
+        plans: plans of the steps.
         tokens: int64 (n, k * runs), of the micro-batches of each run, in the order of running.
         runs: runs of each step of a replica. From the second on, gradients of the first are there, reduced.
     """
