@@ -69,7 +69,8 @@ def rehearsed(file: str, policy: str, steps: int, seconds: int) -> dict[str, Any
 
 def row(file: str, policy: str, steps: int, ran: dict[str, Any] | None) -> dict[str, Any]:
     """Figures of one policy."""
-    from wlb_titan.runtime.job import job_of, parallel_dims, training_documents
+    from wlb_titan.runtime.data.corpus import training_documents
+    from wlb_titan.runtime.job import job_of, parallel_dims
 
     config = load_config(ROOT / file, CORPUS).config
     documents = training_documents(config.wlb)

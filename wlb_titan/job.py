@@ -44,16 +44,16 @@ class Job:
 
     Attributes:
         model: its shape.
-        degrees: of parallelism.
+        degrees: degrees of parallelism.
         cluster: the hardware that predictions are for.
         window: context window in tokens.
         micro_batches: N, those of the whole job in one step (pipeline micro-batches x gradient accumulation x
             data-parallel degree).
         packing, sharding, order: the policies, with their settings.
-        dtype: of activations, as torch names it.
+        dtype: data type of activations, as torch names it.
         multiple: what the tokens of a context-parallel rank must be a multiple of, for sequence parallelism
             and the chunks of the loss.
-        schedule: of the pipeline, one of `pipeline.schedule.SCHEDULES` where predictions are wanted.
+        schedule: schedule of the pipeline, one of `pipeline.schedule.SCHEDULES` where predictions are wanted.
         chunks: stages of each pipeline rank.
         run: micro-batches of one run through the pipeline; a replica with more in a step makes several runs,
             as gradient accumulation does. None: all in one run.
@@ -320,7 +320,7 @@ class Job:
         return [planner.next() for _ in range(steps)]
 
     def under(self, policy: Policy) -> Job:
-        """The same job under other policies; settings that both policies have stay as they are."""
+        """This job under other policies; settings that both policies have stay as they are."""
         return replace(
             self,
             packing=self.packing.named(policy.packing),
@@ -334,5 +334,5 @@ class Job:
         return self.under(Policy("plain")) if self.packing.shadow else self
 
     def on(self, cluster: Cluster) -> Job:
-        """The same job on another cluster."""
+        """This job on another cluster."""
         return replace(self, cluster=cluster)

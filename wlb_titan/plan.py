@@ -216,12 +216,12 @@ class Plan:
         waiting_tokens: tokens of these.
         lost_tokens: tokens that packing left out for good in this step (`tail = "drop"`).
         gap: how far a solver's packing may be from the best, relatively; 0 is a proven optimum.
-        flows: of each data-parallel rank what its pipeline ranks run, in order, where the micro-batches are
+        flows: what the pipeline ranks of each data-parallel rank run, in order, where the micro-batches are
             MicroPacks; None where the schedule's own order holds. A rank's entry is empty where it was not
             asked for.
-        backward: of the same tokens, the micro-batches of backward passes, whose index is the place of B in
-            `flows`: the same object, unless others are given, as which the `workload` of either is that of
-            its own pass.
+        backward: micro-batches of backward passes, of the same tokens; their index is the place of B in
+            `flows`. The same object as `micro_batches`, unless others are given; the `workload` of either is
+            then that of its own pass.
     """
 
     iteration: int

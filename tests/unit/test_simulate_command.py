@@ -15,6 +15,7 @@ from wlb_titan.commands.main import main
 from wlb_titan.commands.simulate_toml import write_winner
 from wlb_titan.corpus.prepare import prepare_corpus
 from wlb_titan.corpus.settings import PrepareSettings
+from wlb_titan.cost.hugging_face import read_config
 from wlb_titan.cost.models import PAPER_DEGREES
 from wlb_titan.memory.peak import layers_of_stages
 from wlb_titan.policies import Policy
@@ -204,6 +205,40 @@ def test_a_row_of_table_1_is_the_job_of_its_file(row):
 def test_an_override_chooses_what_is_compared():
     result = run("--lengths", "web", *SMALL, "--wlb.packing.policy", "wlb_lazy")
     assert re.findall(r"^ +(\w+:\w+)", result.stdout, re.M) == ["plain:per_sequence", "wlb_lazy:per_sequence"]
+
+
+LLAMA3_8B = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "num_hidden_layers": 32, "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}  # fmt: skip
+
+
+def test_a_published_model_by_its_config(tmp_path):
+    published = tmp_path / "config.json"
+    published.write_text(json.dumps(LLAMA3_8B))
+    words = ["--lengths", "web", "--search", "--gpus", 8, "--steps", 1, "--policies", "wlb_lazy:hybrid"]
+    words += ["--training.seq_len", 32768]
+    megatron = run(published, *words, "--write", "megatron")
+    assert "--num-query-groups 8\n" in megatron.stdout and "--seq-length 32768\n" in megatron.stdout
+    result = run(published, *words, "--write", tmp_path / "best.toml")
+    assert result.exit_code == 0, result.output
+    config = load_config(tmp_path / "best.toml", world_size=8).config
+    model = job_of(config, parallel_dims(config, 8)).model
+    assert replace(model, projections=None) == read_config(published)[0]
+    degree = config.parallelism.context_parallel_degree
+    assert f"--context-parallel-size {degree}\n" in megatron.stdout
+    for change, message in (
+        ({"model_type": "gpt2"}, "'gpt2', of which the sizes are not read"),
+        ({"hidden_size": None}, "a size is missing or is no number"),
+        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window is set"),
+    ):
+        published.write_text(json.dumps(LLAMA3_8B | change))
+        refused = run(published, "--lengths", "web")
+        assert refused.exit_code == 2 and message in " ".join(refused.stderr.split()), refused.output
+    published.write_text(json.dumps(LLAMA3_8B | {"num_hidden_layers": 30}))
+    unknown = run(published, *words, "--write", tmp_path / "other.toml")
+    assert unknown.exit_code == 2 and "no base of this model's sizes" in " ".join(unknown.stderr.split())
 
 
 def test_lengths_take_the_place_of_a_configurations_corpus(config):

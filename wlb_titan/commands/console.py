@@ -1,4 +1,4 @@
-"""What the subcommands print alike: tables, and warnings once each."""
+"""Printing that the subcommands share: tables, and warnings once each."""
 
 from __future__ import annotations
 

@@ -72,8 +72,8 @@ def experiment(file: str, corpus: str, gpus: int, cores: int) -> str:
     Args:
         file: where it will be.
         corpus: to train on.
-        gpus: of this machine.
-        cores: of its CPU; they count where there is no GPU.
+        gpus: GPUs of this machine.
+        cores: cores of its CPU; they count where there is no GPU.
     """
     # A step's 8 micro-batches divide over 1, 2, 4 or 8 processes.
     processes = max(number for number in (1, 2, 4, 8) if number <= max(gpus or min(cores, 4), 1))

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from wlb_titan.config.load import Resolved
-from wlb_titan.config.sketch import resolve_sketch, sketched_job
+from wlb_titan.config.sketch import JSON, resolve_sketch, sketched_job
 from wlb_titan.config.sources import COMMAND_LINE
 from wlb_titan.cost.cluster import shipped
 from wlb_titan.documents import Documents
@@ -20,6 +20,8 @@ from wlb_titan.documents.lengths import NAMED, named_or_read
 from wlb_titan.errors import ConfigError, PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
+from wlb_titan.runtime.data.corpus import training_documents
+from wlb_titan.runtime.models.facts import facts_of
 
 FORMER = {
     "checkpointing": "activation_checkpoint.class",
@@ -43,7 +45,7 @@ OVERRIDABLE = {"ignore_unknown_options": True}
 """Options that click does not know are overrides of the configuration, so they are passed through."""
 
 words_argument = click.argument(
-    "words", nargs=-1, type=click.UNPROCESSED, metavar="[FILE.toml] [-- --SECTION.KEY VALUE ...]"
+    "words", nargs=-1, type=click.UNPROCESSED, metavar="[FILE.toml|config.json] [-- --SECTION.KEY VALUE ...]"
 )
 lengths_option = click.option(
     "--lengths",
@@ -73,12 +75,14 @@ class Asked:
 
     Attributes:
         file: TOML file; None: there is none.
+        model: as of `sketch_of`, where there is no file.
         job, documents: what is planned.
         resolved: the configuration that they come from.
         lengths: as given by --lengths.
     """
 
     file: Path | None
+    model: str
     job: Job
     documents: Documents
     resolved: Resolved
@@ -121,7 +125,7 @@ def load_job(
     """What a command's arguments name.
 
     Args:
-        words: a TOML file of a training run, if there is one, and overrides of it.
+        words: a TOML file of a training run or a model's config.json, if there is one, and overrides.
         lengths: as of `named_or_read`, instead of the file's corpus.
         model: a row of the paper's Table 1, where there is no file.
         cluster: as of `load_cluster`, instead of the file's.
@@ -133,6 +137,8 @@ def load_job(
     file, overrides = None, list(words)
     if overrides and not overrides[0].startswith("--"):
         file = Path(overrides.pop(0))
+    if file is not None and file.suffix == JSON:
+        file, model = None, str(file)
     _refuse_former_options(overrides)
     if cluster is not None:
         overrides += ["--wlb.cluster", cluster]
@@ -141,15 +147,9 @@ def load_job(
         found, name = named_or_read(lengths)
         documents = Documents(lengths=found, name=name, seed=None)
     if file is not None:
-        from wlb_titan.runtime.models.load import load_config
-
-        resolved = load_config(file, overrides, gpus)
-        # torchtitan takes seconds to import, so that is left until the file has been found good.
-        from wlb_titan.runtime.job import configured_job, parallel_dims, training_documents
-
-        # A data-parallel degree of -1, as many as the job turns out to have, is 1 here.
-        job = configured_job(resolved.config, parallel_dims(resolved.config, gpus))
-        documents = documents or training_documents(resolved.config.wlb)
+        facts = facts_of(file, overrides, gpus)
+        job, resolved = facts.job, facts.resolved
+        documents = documents or training_documents(facts.wlb)
     elif documents is None:
         raise PlanError("Name a TOML file, or document lengths with --lengths, or both.")
     else:
@@ -159,7 +159,7 @@ def load_job(
             job.degrees.check_ranks(gpus)
     if lengths is not None and resolved.provenance["wlb.corpus.seed"] == COMMAND_LINE:
         documents = replace(documents, seed=resolved.config.wlb.corpus.seed)
-    return Asked(file, job, documents, resolved, lengths)
+    return Asked(file, model, job, documents, resolved, lengths)
 
 
 def _refuse_former_options(words: Sequence[str]) -> None:

@@ -163,7 +163,7 @@ def _job(file: Path, words: list[str], world_size: int | None) -> tuple[Job, Any
 
 def _planned(file: Path, words: list[str], world_size: int | None, first: int, steps: int) -> Rehearsal:
     """A policy's job and the plans of its steps, which the ranks' processes make too."""
-    from wlb_titan.runtime.job import training_documents
+    from wlb_titan.runtime.data.corpus import training_documents
     from wlb_titan.simulator.choice import choose
 
     job, config = _job(file, words, world_size)

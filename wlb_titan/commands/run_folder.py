@@ -34,8 +34,8 @@ class Run:
         name: what tables and pictures call it.
         folder: its dump folder.
         settings: its resolved configuration, by dotted key.
-        records: of metrics.jsonl, one a logged step, by rising step.
-        validations: of validation.jsonl, as far as there is one.
+        records: records of metrics.jsonl, one a logged step, by rising step.
+        validations: records of validation.jsonl, as far as there is one.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Run:
         return float(values.mean()) if len(values) else None
 
     def average(self, key: str) -> Estimate | None:
-        """The same with its scatter."""
+        """The mean of the records that have `key`, with its scatter; None without one."""
         values = self.series(key)[1]
         return Estimate.mean(values) if len(values) else None
 
@@ -87,7 +87,7 @@ class Run:
 
     @cached_property
     def replayed(self) -> tuple[Floats, Floats]:
-        """Of traced steps that were logged by themselves, float64 each: the model's TFLOPs, and the seconds
+        """Traced steps that were logged by themselves, float64 each: the model's TFLOPs, and the seconds
         that their measured passes are worth with a device for each process; empty where that is not known."""
         alone = {r["step"]: r for r, new in zip(self.records, self._new_steps, strict=True) if new == 1}
         found = []

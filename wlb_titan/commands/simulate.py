@@ -84,8 +84,9 @@ SECONDS_BETWEEN_LINES = 5.0  # of its progress
 @click.option(
     "--write",
     type=click.Path(path_type=Path),
-    metavar="FILE.toml",
-    help="With --search: write its winner as a file that extends the given one.",
+    metavar="FILE.toml|megatron",
+    help="With --search: write its winner as a file that extends the given one, or has torchtitan's base of "
+    "config.json's sizes; `megatron` prints it as arguments of Megatron-LM.",
 )
 @click.option("--report", type=click.Path(path_type=Path), metavar="DIR", help="Draw DIR/report.html.")
 @click.option(
@@ -122,8 +123,9 @@ def simulate(
     The bubble is the share of a step in which a rank waits; the last column says what a policy gains over
     the first one if the network between nodes were half as fast. docs/simulator.md explains the model.
     """
+    from wlb_titan.commands.megatron import megatron_arguments
     from wlb_titan.commands.report.page import typed
-    from wlb_titan.commands.simulate_toml import check_writable, write_winner
+    from wlb_titan.commands.simulate_toml import MEGATRON, check_writable, write_winner
     from wlb_titan.simulator.scenario import Scenario
 
     if write is not None and not search:
@@ -150,6 +152,8 @@ def simulate(
             _print(scenario, plans, predictions)
     if not search:
         _export(scenario, plans, predictions, choices, report, trace, typed(words, lengths, model))
+    elif write is not None and write.name == MEGATRON:
+        click.echo(megatron_arguments(result.found[0].job))
     elif write is not None:
         write_winner(write, job, result)
         click.echo(f"Written: {write}; `wlb-titan config check {write}`")

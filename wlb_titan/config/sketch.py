@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import lcm
+from pathlib import Path
 from typing import Annotated
 
 from annotated_types import Ge, Interval
@@ -18,12 +19,18 @@ from wlb_titan.config.ranges import check_ranges
 from wlb_titan.config.settings import WlbSettings
 from wlb_titan.cost.cluster import Cluster, load_cluster
 from wlb_titan.cost.degrees import Degrees
+from wlb_titan.cost.hugging_face import read_config
 from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS, ModelShape
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.packing.policy import MOST_TOKENS
 from wlb_titan.pipeline.schedule import ONE_STAGE, SCHEDULES, layers_of_stages
+
+DEFAULT_CLUSTER = "h100_roce"
+
+JSON = ".json"
+"""How the name of a model ends that is a file of Hugging Face's."""
 
 Degree = Annotated[int, Ge(1)]
 Count = Annotated[int, Interval(ge=1, le=1 << 20)]
@@ -74,11 +81,14 @@ class Sketch:
 
 
 def sketch_of(row: str) -> Sketch:
-    """A row of the paper's Table 1, which may be changed by overrides.
+    """A row of the paper's Table 1, or the model of a config.json, which may be changed by overrides.
 
     Raises:
-        UserError: there is no such row.
+        UserError: there is no such row or file.
     """
+    if row.endswith(JSON):
+        training = TrainingConfig(seq_len=read_config(Path(row))[1], local_batch_size=4)
+        return Sketch(training=training, parallelism=ParallelismConfig())
     if row not in PAPER_DEGREES:
         raise UserError(f"there is no model {row!r}; there are {', '.join(PAPER_DEGREES)}.")
     degrees = PAPER_DEGREES[row]
@@ -160,7 +170,7 @@ def sketched_job(name: str, config: Sketch, gpus: int | None) -> Job:
     return Job(
         model=model,
         degrees=degrees,
-        cluster=_cluster(config.wlb.cluster or "h100_roce"),
+        cluster=_cluster(config.wlb.cluster or DEFAULT_CLUSTER),
         window=training.seq_len,
         micro_batches=total if total > 0 else training.local_batch_size * degrees.data,
         multiple=lcm(degrees.tensor, memory.loss_chunks),
@@ -177,6 +187,7 @@ def sketched_job(name: str, config: Sketch, gpus: int | None) -> Job:
             last_less=keys.pipeline_parallel_last_stage_less_layers,
         ),
         memory=memory,
+        memory_unknown="a model with experts" if model.experts else "",
     )
 
 
@@ -188,5 +199,5 @@ def _cluster(name: str) -> Cluster:
 
 
 def model_of(name: str) -> ModelShape:
-    """The sizes of a row's model."""
-    return PAPER_MODELS[name.partition("-")[0]]
+    """The sizes of a model, named as in `sketch_of`."""
+    return read_config(Path(name))[0] if name.endswith(JSON) else PAPER_MODELS[name.partition("-")[0]]

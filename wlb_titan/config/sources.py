@@ -1,4 +1,4 @@
-"""What the user wrote, before any type is known: TOML files and command-line overrides as layers of nodes.
+"""The user's text, before any type is known: TOML files and command-line overrides as layers of nodes.
 
 A layer is a tree: a Leaf where the TOML has a value, a Table where it has a table. Each node knows where it
 was written. Layers are listed weakest first: the file at the end of the `extends` chain, ..., the file that

@@ -158,7 +158,7 @@ class Auto(PerSequence):
 
 
 class PerDocument(AllGather):
-    """The same within every document, so that all ranks do the same work."""
+    """Two chunks of every document for each rank, so that all ranks do the same work."""
 
     def divide(self, lengths: Ints, total: int) -> tuple[str, Sharding]:
         return "per_document", self._per_document(lengths, total, self.ranks)
@@ -226,7 +226,7 @@ def gathered_mask(
     levels: Sequence[int],
     slices: Slices | None = None,
 ) -> ContextMask:
-    """Of one rank of a sharding in which runs of the widest `spans` come first.
+    """The mask of one rank of a sharding in which runs of the widest `spans` come first.
 
     `exchange` is, for each of the `levels`, int64 (rows x size,), where each key that the rank's group
     gathers lies among those gathered rank by rank, in document order and padding last; and (sent, 0), of
@@ -293,7 +293,7 @@ def held_keys(sent: Ints, levels: Sequence[int]) -> Ints:
     with padding between them.
 
     Args:
-        sent: of `sent_tokens`.
+        sent: tokens as `sent_tokens` gives them.
         levels: as of `spans`.
     """
     held: Ints = sent[-1].copy()

@@ -1,4 +1,4 @@
-"""What a context-parallel strategy's collectives take on the hardware of a job, in seconds."""
+"""The seconds of a context-parallel strategy's collectives on the hardware of a job."""
 
 from __future__ import annotations
 

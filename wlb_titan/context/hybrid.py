@@ -57,7 +57,7 @@ def exchange_seconds(sent: Ints, levels: Sequence[int], moves: Sequence[MoveSeco
     """Seconds of a layer's collectives, one for each level, of the group that sends most.
 
     Args:
-        sent: of `sent_tokens`.
+        sent: tokens as `sent_tokens` gives them.
         levels: sizes of their groups.
         moves: what each takes; empty where that does not count.
     """

@@ -1,4 +1,4 @@
-"""What a sharding is, and what follows from one: attention segments, and the order of the gathered keys."""
+"""Shardings, and what follows from one: attention segments, and the order of the gathered keys."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def spans(sharding: Sharding, levels: Sequence[int], slices: Slices | None = Non
 
 
 def widest_first(sharding: Sharding, span: Ints) -> Sharding:
-    """The same runs, on each rank those of documents with the widest `spans` first."""
+    """The runs of a sharding, on each rank those of documents with the widest `spans` first."""
     key = (-span).astype(np.int8)  # which sorts in linear time
     return tuple(shard[np.argsort(key[shard[:, DOCUMENT]], kind="stable")] for shard in sharding)
 
@@ -119,10 +119,10 @@ def sent_tokens(sharding: Sharding, span: Ints, levels: int) -> Ints:
 
 
 def after(sharding: Sharding, prefix: Ints | None) -> Sharding:
-    """The same runs where each document has a prefix that lies elsewhere, and its queries see it.
+    """The runs of a sharding where each document has a prefix that lies elsewhere, and its queries see it.
 
     Args:
-        sharding: of what is here.
+        sharding: sharding of what is here.
         prefix: int64 (n,), tokens of each document's prefix; None for none.
     """
     if prefix is None:
@@ -134,7 +134,7 @@ def after(sharding: Sharding, prefix: Ints | None) -> Sharding:
 
 
 def segments_after(seen: NDArray[np.int32], lengths: Ints, prefix: Ints) -> NDArray[np.int32]:
-    """The same segments among keys with a prefix before each document's own.
+    """Segments among keys with a prefix before each document's own.
 
     Example: documents of 2 and 3 tokens, the second after a prefix of 10, seen as a whole:
 

@@ -88,7 +88,7 @@ class UlyssesGather(ContextStrategy):
         return "ulysses_gather", tuple(part for group in groups for part in _cut(group, share, self._within))
 
     def seconds(self, sharding: Sharding) -> Floats:
-        """Of the group's queries, with a rank's share of the heads."""
+        """Seconds of the group's queries, with a rank's share of the heads."""
         groups = self._of_groups(sharding)
         shares = head_shares(self.latency.heads, self.latency.heads, self._within)
         heads = [share.query_heads for share in shares]
@@ -152,7 +152,7 @@ def _cut(runs: Ints, share: int, parts: int) -> list[Ints]:
 
 
 def _joined(runs: Ints) -> Ints:
-    """The same tokens with runs that touch made one."""
+    """Runs of tokens, those that touch made one."""
     same = runs[1:, DOCUMENT] == runs[:-1, DOCUMENT]
     heads = np.append(True, ~(same & (runs[1:, OFFSET] == runs[:-1, OFFSET] + runs[:-1, COUNT])))
     first = np.flatnonzero(heads[: len(runs)])

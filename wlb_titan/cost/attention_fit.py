@@ -73,7 +73,7 @@ def fit(points: Sequence[Point], units: int, tiling: Tiling) -> Fit:
     Args:
         points: measurements of one pass.
         units: programs that the device runs side by side.
-        tiling: of the kernel.
+        tiling: tiling of the kernel.
     """
     seconds = np.array([point.seconds for point in points])
     spread, longest = _features(points, units, tiling)

@@ -52,7 +52,7 @@ PROGRAM_KEYS = 128
 
 
 class Coefficients(NamedTuple):
-    """Of one pass, in microseconds but for `at_64`: a block's time at head dim 64 over that at 128.
+    """Times of one pass, in microseconds but for `at_64`: a block's time at head dim 64 over that at 128.
 
     masked: what a block's mask adds; None for MASKING of a block, which is taken off the tile. program: of
     each PROGRAM_KEYS keys of a key head. query: of each query token and head.
@@ -106,7 +106,7 @@ def hopper(head_dim: float, heads: int, *, group: int = 1, kernel: str = OWN) ->
     """The latency model of an H100 or H200 in bfloat16 or float16.
 
     Args:
-        head_dim: of queries, keys and values; the mean of the two, if values have another.
+        head_dim: head dim of queries, keys and values; the mean of the two, if values have another.
         heads: query heads on the device.
         group: query heads that share a key head.
         kernel: one of KERNELS.

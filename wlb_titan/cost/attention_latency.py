@@ -1,4 +1,4 @@
-"""How long the attention kernel takes for what one context-parallel rank holds (paper sections 5.2 and 5.3).
+"""The time of the attention kernel on what one context-parallel rank holds (paper sections 5.2 and 5.3).
 
 A kernel cuts queries into tiles and walks over blocks of keys, so time follows tiles and blocks, not tokens:
 a tile with one query costs what a full one does, and a block on the diagonal costs its masking besides. A
@@ -250,11 +250,11 @@ class KernelCost:
     Attributes:
         tiling: how the kernel divides its work.
         launch: fixed time of the whole pass.
-        key: of each key that the rank has.
-        query: of each query of a segment.
-        segment: of each segment, for kernels that treat them one by one.
-        tile: of each tile.
-        block: of each block of a tile.
+        key: seconds of each key that the rank has.
+        query: seconds of each query of a segment.
+        segment: seconds of each segment, for kernels that treat them one by one.
+        tile: seconds of each tile.
+        block: seconds of each block of a tile.
         masked: what a block costs more if it must be masked.
         tail: by what share of its longest program a launch ends after its work is spread evenly.
     """

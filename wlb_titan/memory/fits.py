@@ -1,4 +1,4 @@
-"""What a step needs at its peak, and what fits a device: the longest micro-batches, the most in flight."""
+"""Memory at a step's peak, and what fits a device: the longest micro-batches, the most in flight."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def peak_memory(job: MemoryJob, passes: Passes) -> tuple[RankMemory, ...]:
 
     Args:
         job: whose step it is.
-        passes: of a replica, in the order of running. For the most that a length may need, n times that
-            length.
+        passes: passes of a replica, in the order of running. For the most that a length may need, n times
+            that length.
 
     Raises:
         PlanError: the schedule's order is not known.
@@ -76,7 +76,7 @@ class Fitting:
     Attributes:
         job: whose steps they are.
         window: context window in tokens.
-        number: of a replica's micro-batches in a step.
+        number: number of a replica's micro-batches in a step.
         divisor: tokens that a micro-batch is a multiple of.
         usable: bytes of a device that predictions may fill.
         known: whether memory is predicted for the model.
@@ -148,7 +148,7 @@ def one_document(tokens: int, shape: PipelineShape) -> Passes:
     """The step that holds most tokens for what it trains: one document, of which every slice is in flight.
 
     Args:
-        tokens: of the document.
+        tokens: tokens of the document.
         shape: the pipeline.
     """
     parts = min(SLICES, tokens)

@@ -1,4 +1,4 @@
-"""What a transformer layer and the loss hold of each token: the arithmetic below `peak.py`.
+"""Bytes that a transformer layer and the loss hold of each token: the arithmetic below `peak.py`.
 
 All figures are bytes on one GPU for each token of the micro-batch, of all context-parallel ranks together: a
 rank that holds one token in CP x TP counts a CP x TP-th of its bytes. In elements of the compute type:
@@ -57,14 +57,14 @@ class TokenBytes:
 
     Attributes:
         hidden, gathered: s and g above.
-        kept: of one layer from its forward pass to its backward pass.
-        offloaded: of what it would keep otherwise, what lies in the host's memory meanwhile.
-        forward: of the layer whose forward pass runs, besides what it keeps.
-        backward: of the layer whose backward pass runs, besides what it kept, at its fullest moment.
+        kept: bytes of one layer from its forward pass to its backward pass.
+        offloaded: bytes of it that lie in the host's memory meanwhile and would be kept otherwise.
+        forward: bytes of the layer whose forward pass runs, besides what it keeps.
+        backward: bytes of the layer whose backward pass runs, besides what it kept, at its fullest moment.
         attention: the same at the moment of attention's gradients, which go into the cache of slices.
-        waiting: of one layer between the two halves of a split backward pass, besides what it kept: the
-            gradients of its linear layers' and norms' outputs.
-        loss: of the loss, besides the hidden states of which it is, at the fullest moment of its softmax.
+        waiting: bytes of one layer between the two halves of a split backward pass, besides what it kept:
+            the gradients of its linear layers' and norms' outputs.
+        loss: bytes of the loss, besides the hidden states of which it is, at its softmax's fullest moment.
         head: the same at the moment of the head's gradient.
         inputs: token ids, positions and labels, int64, and the order of the keys.
         cached: K and V of one layer, which a slice leaves to those behind it.
@@ -87,8 +87,8 @@ class TokenBytes:
 
     @property
     def held(self) -> float:
-        """Of one layer and a document in slices, all that it may hold of a token at once besides the pass at
-        hand."""
+        """Bytes of one layer and a document in slices: all that it may hold of a token at once besides the
+        pass at hand."""
         return self.kept + self.cached + self.cached_gradients
 
     @classmethod
@@ -144,12 +144,12 @@ class _Layer:
         s, g, q, k, f: as above.
         keys: K; without context parallelism the rotated keys and a copy of the values.
         gathering: what collectives bring of them, before it is in order.
-        key_gradients: of K and V, as attention gives them.
+        key_gradients: gradients of K and V, as attention gives them.
         sent: what a rank sends to the others before attention.
         outputs: queries, and as many outputs, of the tokens that attention works on, where they are others
             than the rank's own.
         exchanged: what `selective` keeps of the ranks' exchange.
-        log_sum_exp: of attention, in float32.
+        log_sum_exp: log-sum-exp of attention, in float32.
         rotary: factors of the rank's tokens.
         shared_keys: whether context-parallel ranks exchange K and V.
         gathers: whether tensor-parallel ranks gather hidden states.

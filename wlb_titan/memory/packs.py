@@ -28,9 +28,9 @@ class PackSizes(NamedTuple):
 
     Attributes:
         lengths: tokens of each, padding included; of one that ranks share a rank's share.
-        slices: of each those whose keys and values are cached; none where documents are not sliced.
-        sharers: of each the data-parallel ranks that share it.
-        keys: of each what of its keys a rank has.
+        slices: slices of each pack whose keys and values are cached; none where documents are not sliced.
+        sharers: number of data-parallel ranks that share each pack.
+        keys: what a rank has of each pack's keys.
     """
 
     lengths: Sequence[int]
@@ -53,7 +53,7 @@ class Passes(NamedTuple):
     """What a replica runs in a step, as memory sees it.
 
     Attributes:
-        packs: of its forward and of its backward passes.
+        packs: packs of its forward and of its backward passes.
         flow: what its pipeline ranks run, in one run; None is the schedule's own order.
     """
 
@@ -62,6 +62,6 @@ class Passes(NamedTuple):
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> Passes:
-        """Of micro-batches of so many tokens, without slices."""
+        """The passes of micro-batches of so many tokens, without slices."""
         packs = PackSizes.of(lengths)
         return cls(ByPass(packs, packs))

@@ -1,4 +1,4 @@
-"""How much memory each pipeline rank needs at the peak of a step: whether a job fits, before it runs.
+"""The memory of each pipeline rank at the peak of a step: whether a job fits, before it runs.
 
     total = weights + optimizer + rotary + gradients + gathered + activations + cache + backward + loss
 
@@ -65,8 +65,8 @@ class RankMemory:
     Attributes:
         rank: pipeline-parallel rank.
         parameters: weights of the rank's stages, of all tensor-parallel and FSDP ranks together.
-        layers: of the rank's stages.
-        tokens: of the micro-batches in flight at the peak, summed over the rank's stages.
+        layers: layers of the rank's stages.
+        tokens: tokens of the micro-batches in flight at the peak, summed over the rank's stages.
     """
 
     rank: int
@@ -110,7 +110,7 @@ def weighted_tokens(actions: Sequence[Action], lengths: ByPass[Any], layers: Seq
     Args:
         actions: the rank's, in order.
         lengths: tokens of the micro-batches; or an array (n, k) of those of k steps, for as many results.
-        layers: of each stage, or another weight.
+        layers: layers of each stage, or another weight.
     """
     live: Any = 0
     result = []
@@ -169,7 +169,7 @@ class Rank:
         """Memory at this rank's fullest moment of one run.
 
         Args:
-            passes: of the run.
+            passes: passes of the run.
             reduced: whether gradients were reduced before it.
         """
         tokens, layers = self._job.tokens, self._job.layers
@@ -301,10 +301,10 @@ class MemoryJob:
 
     Attributes:
         model: its shape.
-        degrees: of parallelism.
+        degrees: degrees of parallelism.
         settings: data types and checkpointing.
         shape: the pipeline; any of `pipeline.schedule.SCHEDULES`.
-        layers: of each stage.
+        layers: layers of each stage.
         tokens: what a rank holds of each token of a micro-batch, by how many data-parallel ranks share it and
             what of its keys a rank has.
         run: micro-batches that go through the pipeline together; None: all.

@@ -1,4 +1,4 @@
-"""Whether a run fits its devices: predicted before anything is built, and measured while it trains."""
+"""The memory of a run on its devices: predicted before anything is built, and measured while it trains."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def predicted_memory(job: Job, lengths: Sequence[int]) -> tuple[RankMemory, ...]
 
 
 def planned_memory(job: Job, plan: Plan, replica: int) -> tuple[RankMemory, ...] | None:
-    """The same with the micro-batches that a plan gives one data-parallel rank."""
+    """The peak of each pipeline rank with the micro-batches that a plan gives one data-parallel rank."""
     return _known(job, lambda: replica_memory(job, plan, replica))
 
 
@@ -84,10 +84,10 @@ def check_planned_memory(job: Job, plan: Plan, replica: int, rank: int, device_b
 
     Args:
         job: the job.
-        plan: of the step.
+        plan: plan of the step.
         replica: data-parallel rank.
         rank: pipeline rank.
-        device_bytes: of a device.
+        device_bytes: memory of a device in bytes.
 
     Returns:
         the arithmetic; None where it is not known.

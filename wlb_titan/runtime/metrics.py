@@ -1,4 +1,4 @@
-"""What a run reports: one line a step on the console, one JSON object a step in metrics.jsonl.
+"""The metrics of a run: one line a step on the console, one JSON object a step in metrics.jsonl.
 
 TensorBoard and W&B get the same numbers through torchtitan's own loggers.
 """
@@ -32,7 +32,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         pass
 
     last_step = 0
-    """Of the run, which the trainer says; what is told of the time left goes by it."""
+    """The last step of the run, which the trainer sets; the time left follows from it."""
 
     def __init__(
         self, config: Config, *, parallel_dims: Any, dump_folder: str, pp_schedule: str, **kwargs: Any
@@ -55,8 +55,8 @@ class MetricsProcessor(titan.MetricsProcessor):
         """Takes note of a step.
 
         Args:
-            tokens: of documents in the whole job, without padding.
-            flops: of the model on them.
+            tokens: tokens of documents in the whole job, without padding.
+            flops: FLOPs of the model on them.
         """
         self._steps += 1
         self._tokens += tokens

@@ -38,7 +38,7 @@ from wlb_titan.runtime.attention.kv_cache import KeyValueCache
 from wlb_titan.runtime.attention.merged import prepare_merging
 from wlb_titan.runtime.attention.module import DocumentAttention
 from wlb_titan.runtime.compat import Dims, batch_of
-from wlb_titan.runtime.data.corpus import open_corpus
+from wlb_titan.runtime.data.corpus import open_corpus, training_documents
 from wlb_titan.runtime.data.dataloader import PlannedDataLoader, Step
 from wlb_titan.runtime.data.epochs import steps_of_epochs
 from wlb_titan.runtime.data.inputs import Item, to_device
@@ -47,7 +47,7 @@ from wlb_titan.runtime.data.tokenizer import Tokenizer
 from wlb_titan.runtime.dimension import Axis, axes_of, prepared
 from wlb_titan.runtime.export import complete_export
 from wlb_titan.runtime.imbalance import plan_figures
-from wlb_titan.runtime.job import configured_job, parallel_dims, training_documents
+from wlb_titan.runtime.job import configured_job, parallel_dims
 from wlb_titan.runtime.life.checkpoints import save_stopped
 from wlb_titan.runtime.life.timeouts import train_timeout
 from wlb_titan.runtime.loss import weighted

@@ -52,7 +52,7 @@ class Scenario:
         return self.simulate(policy, self.plans(policy, steps))
 
     def on(self, job: Job) -> Scenario:
-        """The same documents in another job."""
+        """These documents in another job."""
         return replace(self, job=job)
 
 

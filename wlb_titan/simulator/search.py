@@ -42,8 +42,8 @@ class Found:
 
     Attributes:
         job: under its policy.
-        policy: of packing, sharding and order.
-        prediction: of its steps.
+        policy: names of packing, sharding and order.
+        prediction: prediction of its steps.
     """
 
     job: Job
@@ -94,7 +94,7 @@ def search(
     Args:
         scenario: documents and job.
         gpus: how many.
-        policies: of packing, sharding and order.
+        policies: names of packing, sharding and order.
         steps: to simulate of each.
         goes_on: asked before a candidate is planned, which it is told, whether there is time for it.
 

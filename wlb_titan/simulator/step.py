@@ -76,7 +76,7 @@ class Prediction:
 
     @property
     def flops_per_second(self) -> float:
-        """Of the model, all GPUs together."""
+        """FLOPs of the model a second, all GPUs together."""
         return float(self.flops.sum() / self.seconds.sum())
 
     @property
@@ -96,7 +96,7 @@ class Prediction:
 
     @property
     def peak_memory(self) -> RankMemory:
-        """Of the pipeline rank that needs most."""
+        """Peak memory of the pipeline rank that needs most."""
         return max(self.memory, key=lambda rank: rank.total)
 
     @property
@@ -120,7 +120,7 @@ def simulate(job: Job, plans: Sequence[Plan], measured: Measured | None = None) 
 
     Args:
         job: the job.
-        plans: of the job's data-parallel and context-parallel degrees.
+        plans: plans for the job's data-parallel and context-parallel degrees.
         measured: passes and optimizer of these steps, in place of predicted ones.
 
     Raises:
@@ -185,7 +185,7 @@ def _joined(steps: Sequence[NDArray[np.int64]], parts: Sequence[Prediction]) -> 
 
 
 def tokens_per_second(job: Job, passing: MicroBatches) -> float:
-    """Of a step in which every replica's micro-batches take the same.
+    """Tokens a second of a step in which every replica's micro-batches take the same.
 
     Args:
         job: the job.
@@ -208,9 +208,9 @@ def peak_memory(
 
     Args:
         job: the job.
-        plans: of the steps.
+        plans: plans of the steps.
         tokens: int64 (n, k * runs), of the micro-batches of each run, in the order of running.
-        runs: of each step of a replica. From the second on, gradients are there that the first has reduced.
+        runs: runs of each step of a replica. From the second on, gradients of the first are there, reduced.
     """
     result = []
     for rank in range(job.degrees.pipeline):
@@ -274,14 +274,14 @@ def _communication(job: Job, times: PassTimes) -> Floats:
 
 
 def _exposed(job: Job, times: PassTimes, rank: int) -> Floats:
-    """The same of one pipeline rank, whose stages communicate one after the other."""
+    """Communication seconds of one pipeline rank that no pass hides; its stages communicate one by one."""
     stages = [_exposed_of_stage(job, times, stage) for stage in job.shape.stages_of(rank)]
     seconds: Floats = np.sum(stages, axis=0)
     return seconds
 
 
 def _exposed_of_stage(job: Job, times: PassTimes, stage: int) -> Floats:
-    """The same of one stage."""
+    """Communication seconds of one stage that no pass hides."""
     gather, reduce = _gather_and_reduce(job, stage)
     in_forward = np.zeros(times.forward.shape[1:])  # of the k-th micro-batch to pass a stage
     in_backward = np.zeros_like(in_forward)

@@ -1,4 +1,4 @@
-"""What runs when in one step, as predicted: the passes of each pipeline rank, and its memory over time."""
+"""The predicted timeline of one step: the passes of each pipeline rank, and its memory over time."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def step_timeline(
 
     Args:
         job: the job.
-        plan: of the step.
+        plan: plan of the step.
         name: the process of the spans.
         dp_rank: the replica; None takes the one that takes longest.
         measured: the step's passes, in place of predicted ones; those of ranks that ran say so.

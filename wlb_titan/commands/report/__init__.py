@@ -1,1 +1,1 @@
-"""What commands say of their results: rows for the console, and one HTML page each."""
+"""Results of the commands in words and figures: rows for the console, and one HTML page each."""

@@ -19,14 +19,14 @@ PALETTE = ("#8b929c", "#12967f", "#4486d1", "#cc932f", "#a06cc0", "#d95f56", "#6
 
 AXIS = {"labelColor": "var(--soft)", "titleColor": "var(--soft)", "gridColor": "var(--line)"}
 LEGEND = {"labelColor": "var(--ink)", "titleColor": "var(--soft)", "orient": "top", "symbolType": "square"}
-LABEL = {"expr": "max(80, width / (width > 420 ? 4 : 2) - 30)"}
+LABEL = {"expr": "max(80, width / (width > 420 ? 3 : 2) - 25)"}
 CONFIG = {
     "background": None,
     "font": "system-ui, sans-serif",
     "axis": {**AXIS, "labelPadding": 6, "domain": False, "ticks": False, "titleFontWeight": 400},
     "axisQuantitative": {"tickCount": 6},
     "axisBand": {"grid": False},
-    "legend": {**LEGEND, "title": None, "columns": {"expr": "width > 420 ? 4 : 2"}, "labelLimit": LABEL},
+    "legend": {**LEGEND, "title": None, "columns": {"expr": "width > 420 ? 3 : 2"}, "labelLimit": LABEL},
     "view": {"stroke": None},
     "rule": {"color": "var(--ink)"},
 }
@@ -90,7 +90,7 @@ def lines(
     """Values over `x`, a line a name, and dots; nothing where all are 0 or there is none.
 
     Args:
-        title, x: of the chart and its axis.
+        title, x: titles of the chart and its axis.
         curves, dots: by all names of a page in its order.
         zero: whether the axis of values begins at 0.
         mark: properties of Vega-Lite's line.
@@ -146,11 +146,11 @@ def stacked(
     """A bar a name, made of parts.
 
     Args:
-        title, unit: of the chart and its axis.
+        title, unit: titles of the chart and its axis.
         values: by name and part.
         totals: by name, of which the standard errors are drawn.
         limit: where a line stands that says how much there is.
-        palette: of the parts.
+        palette: colors of the parts.
     """
     parts = list(dict.fromkeys(part for own in values.values() for part in own))
     rows = [

@@ -1,4 +1,4 @@
-"""What `wlb-titan compare` says of runs: rows and sentences for the console, and the page."""
+"""`wlb-titan compare` about runs: rows and sentences for the console, and the page."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def write_report(folder: Path, runs: Sequence[Run]) -> Path:
     """Draws runs side by side.
 
     Args:
-        folder: of the page.
+        folder: folder of the page.
         runs: the first is the baseline.
 
     Returns:
@@ -149,7 +149,7 @@ def write_report(folder: Path, runs: Sequence[Run]) -> Path:
             bars("mean tokens a second", {run.name: run.rate("tokens_per_second") for run in runs}),
             _lines("tokens a second", runs, "tokens_per_second", zero=True),
         ),
-        section("A step", STEP, *pipeline_charts(timelines)) if timelines else "",
+        section("A step", STEP, pipeline_charts(timelines)) if timelines else "",
         section("Loss", LOSS, _lines("by step", runs, "loss", passes), lines("by tokens", "tokens", losses)),
         section(
             "Delay",
@@ -171,17 +171,9 @@ def write_report(folder: Path, runs: Sequence[Run]) -> Path:
     return page.write(folder)
 
 
-BALANCE = (
-    "Imbalance is the largest over the mean work of a step's micro-batches, predicted by the plan and, in "
-    "traced steps, measured. The bubble is the share of time in which a pipeline rank runs no pass."
-)
-SPEED = (
-    "The line on a bar is the standard error of the mean, without the first step, which has the start in it."
-)
-STEP = (
-    "Measured passes of one step, to scale: a row is a rank. Times are relative to the work of a rank, for "
-    "runs train on other documents in a step."
-)
+BALANCE = "By the plan and, in traced steps, by measured times. The line on a bar is the standard error."
+SPEED = "Bars are without the first step, which has the start in it; the line on one is the standard error."
+STEP = "Measured passes: a row is a rank. Time is relative to the work of a rank, as documents differ."
 LOSS = "By tokens is the fair one: steps of policies differ in their tokens. Dots are validation passes."
 MEMORY = "The most of any rank of a pipeline stage; on a CPU Python and its libraries are in it."
 

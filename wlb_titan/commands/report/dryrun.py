@@ -1,4 +1,4 @@
-"""What `wlb-titan dryrun` prints of a rank."""
+"""The output of `wlb-titan dryrun` about a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the HTML pages share: an answer, cards, what to try next, sections of charts and tables.
+"""The HTML pages: an answer, cards, what to try next, sections of charts and tables.
 
 A page is one file that opens without a network: the JavaScript of Vega, which draws the charts in the
 browser, is in it, as vl-convert carries it.
@@ -50,12 +50,12 @@ class Page:
     """A page.
 
     Attributes:
-        title: of the page and of its window.
+        title: title of the page and of its window.
         answer: one sentence.
         about: what it is about, in small print.
         cards: in the order of the palette.
         tries: what to do next.
-        sections: of `section`.
+        sections: sections as `section` makes them.
     """
 
     title: str
@@ -139,14 +139,10 @@ def _explained(word: str) -> str:
     return f'<abbr title="{html.escape(WORDS[word])}">{_safe(word)}</abbr>' if word in WORDS else _safe(word)
 
 
-def corpus_name(documents: Documents) -> str:
-    """Without its folder: people share these pages."""
-    return Path(documents.name).name
-
-
-def described(job: Job, documents: Documents) -> str:
-    """The job and its documents in words, without their folder."""
-    return describe_job(job, replace(documents, name=corpus_name(documents)))
+def described(job: Job, documents: Documents) -> tuple[str, str]:
+    """The corpus' name without its folder, as people share pages, and the job and documents in words."""
+    name = Path(documents.name).name
+    return name, describe_job(job, replace(documents, name=name))
 
 
 def typed(words: Sequence[str], lengths: str | None = None, model: str = "", **_: object) -> str:

@@ -21,7 +21,7 @@ PASSES = {
 """What passes are called, and their colours; those of what the palette has are near it."""
 
 
-def pipeline_charts(timelines: Mapping[str, Sequence[Span]]) -> list[str]:
+def pipeline_charts(timelines: Mapping[str, Sequence[Span]]) -> str:
     """A chart for each policy or run, a row for each rank, a box for each pass, all to one scale.
 
     They train on other documents in a step: times are relative to the work of a rank in it. Passes that did
@@ -29,7 +29,7 @@ def pipeline_charts(timelines: Mapping[str, Sequence[Span]]) -> list[str]:
     """
     drawn = {name: _boxes(spans) for name, spans in timelines.items()}
     end = max(box["to"] for boxes in drawn.values() for box in boxes)
-    return [_timeline(name, boxes, end) for name, boxes in drawn.items()]
+    return "".join(_timeline(name, boxes, end) for name, boxes in drawn.items())
 
 
 def _boxes(spans: Sequence[Span]) -> list[dict[str, Any]]:
@@ -51,7 +51,7 @@ def _boxes(spans: Sequence[Span]) -> list[dict[str, Any]]:
 
 def _timeline(name: str, boxes: Sequence[Mapping[str, Any]], end: float) -> str:
     kinds = {kind: color for kind, color in PASSES.values() if any(box["pass"] == kind for box in boxes)}
-    time = number("from", "time / work of a rank", scale={"domain": [0, end], "nice": False})
+    time = number("from", "time / work of a rank", domain=[0, end], nice=False)
     scale = {"domain": list(kinds), "range": list(kinds.values())}
     measured = {"test": f"datum.time == '{MEASURED}'", "value": 1}
     wide = {"test": f"(datum.to - datum.from) / {end} * width > 8 * length(datum.number)", "value": 1}

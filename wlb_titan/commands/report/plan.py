@@ -1,4 +1,4 @@
-"""What `wlb-titan plan` says of policies: rows for the console, and the page."""
+"""`wlb-titan plan` about policies: rows for the console, and the page."""
 
 from __future__ import annotations
 
@@ -20,16 +20,7 @@ from wlb_titan.commands.report.charts import (
     number,
 )
 from wlb_titan.commands.report.estimate import Estimate
-from wlb_titan.commands.report.page import (
-    Card,
-    Page,
-    Try,
-    choice_section,
-    corpus_name,
-    described,
-    section,
-    table,
-)
+from wlb_titan.commands.report.page import Card, Page, Try, choice_section, described, section, table
 from wlb_titan.commands.report.pipeline import pipeline_charts
 from wlb_titan.commands.report.ranks import RankTimes, heat_maps, rank_rows
 from wlb_titan.documents import Documents
@@ -78,11 +69,11 @@ def write_report(
     """Draws what was planned.
 
     Args:
-        folder: of the page.
+        folder: folder of the page.
         jobs: what was planned, under each packing policy.
         documents: on which.
-        summaries: of each policy; `plain` is the picture before.
-        times: of the context-parallel ranks under each sharding policy; None without context parallelism.
+        summaries: summary of each policy; `plain` is the picture before.
+        times: times of the context-parallel ranks by sharding policy; None without context parallelism.
         choices: what `auto` stands for in a job, where it does.
         typed: what the command line names, as of `page.typed`.
 
@@ -112,14 +103,15 @@ def write_report(
     ]
     if job.degrees.pipeline > 1 and job.schedule in SCHEDULES:
         timelines = planned_timelines(jobs, documents, len(summaries[best].imbalance))
-        sections.insert(len(choices) + 1, section("Pipeline", PIPELINE, *pipeline_charts(timelines)))
+        sections.insert(len(choices) + 1, section("Pipeline", PIPELINE, pipeline_charts(timelines)))
     if times is not None:
         sections.append(section("Context-parallel ranks", RANKS + job.latency.source, *heat_maps(times)))
         sections.append(section("Context parallelism", "", table(rank_rows(times, job))))
+    corpus, about = described(job, documents)
     page = Page(
-        title=f"How {corpus_name(documents)} packs",
+        title=f"How {corpus} packs",
         answer=f"{answer}.",
-        about=described(job, documents),
+        about=about,
         cards=[
             Card(
                 name,
@@ -141,24 +133,12 @@ def write_report(
     return page.write(folder)
 
 
-WORK = (
-    "A bar is a step. Its pale part is the mean work of the step's micro-batches, the red part above it the "
-    "time in which all others wait for the largest; dots are the micro-batches."
-)
-IMBALANCE = (
-    "The largest over the mean work of a step's micro-batches. 1 is perfect; at 1.44 each step takes 44% "
-    "longer than it has to. The line on a bar is the standard error."
-)
+WORK = "Pale: the mean work of a step's micro-batches, the dots. Red: what all others wait for the largest."
+IMBALANCE = "Largest over mean work of a step's micro-batches; 1 is perfect. The line is the standard error."
 DELAY = "What balance costs: documents that wait for a step that can bear them."
 LENGTHS = "Few documents are long, but they hold many of the tokens, and attention is quadratic in length."
-PIPELINE = (
-    "Predicted passes of one step, to scale: a row is a rank, a box a pass. Policies train on other "
-    "documents in a step, so times are relative to the work of a rank."
-)
-RANKS = (
-    "Predicted attention time of each rank (a row) in each micro-batch (a column), over the mean of its "
-    "ranks, under every sharding policy. An even colour is balance. Times are those of "
-)
+PIPELINE = "A step's passes, predicted: a row is a rank, a box a pass. Time is over the work of a rank."
+RANKS = "Attention time of each rank (a row) in each micro-batch (a column), over the mean of its ranks, by "
 
 
 def planned_timelines(jobs: Sequence[Job], documents: Documents, steps: int) -> dict[str, list[Span]]:

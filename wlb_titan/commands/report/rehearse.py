@@ -1,4 +1,4 @@
-"""What `wlb-titan rehearse` says of ranks and of steps put together: rows and sentences, and the page."""
+"""`wlb-titan rehearse` about ranks and steps put together: rows and sentences, and the page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from wlb_titan.commands.console import make_console
 from wlb_titan.commands.report.charts import bars
 from wlb_titan.commands.report.estimate import Estimate, cost, gained
-from wlb_titan.commands.report.page import Page, Try, corpus_name, described, section, table
+from wlb_titan.commands.report.page import Page, Try, described, section, table
 from wlb_titan.commands.report.pipeline import PASSES, pipeline_charts
 from wlb_titan.commands.report.simulate import card, speedup
 from wlb_titan.documents import Documents
@@ -68,7 +68,7 @@ def table_rows(results: Sequence[Rehearsal]) -> list[dict[str, str]]:
 
 
 def figures(prediction: Prediction) -> dict[str, Any]:
-    """Of the JSON: seconds of each step, and what follows from them."""
+    """The JSON's figures: seconds of each step, and what follows from them."""
     several = len(prediction.seconds) > 1
     return {
         "seconds": prediction.seconds.tolist(),
@@ -96,7 +96,7 @@ def print_rank(one: Rehearsal, rank: dict[str, Any]) -> None:
 
 
 def rank_lines(rank: dict[str, Any]) -> list[str]:
-    """The same, as text."""
+    """A rehearsed rank, as lines of text."""
     lines = []
     if steps := rank.get("steps"):
         place = ", ".join(f"{axis} {number}" for axis, number in rank["coordinates"].items())
@@ -126,8 +126,8 @@ def write_report(folder: Path, results: Sequence[Rehearsal], typed: str) -> Path
     """Draws what was rehearsed.
 
     Args:
-        folder: of the page.
-        results: of each policy, the baseline first.
+        folder: folder of the page.
+        results: result of each policy, the baseline first.
         typed: what the command line names, as of `page.typed`.
 
     Returns:
@@ -154,16 +154,17 @@ def write_report(folder: Path, results: Sequence[Rehearsal], typed: str) -> Path
         sections = [
             section("Steps put together", TOGETHER, table(table_rows(results))),
             section("What it gains", f"Over {base}.", bars("FLOPs a second, times", gains)),
-            section("A typical step", STEP, *pipeline_charts(timelines)),
+            section("A typical step", STEP, pipeline_charts(timelines)),
         ]
     for one in results:
         rows = [{"rank": str(r["rank"]), "what it ran": " ".join(rank_lines(r)).strip()} for r in one.ranks]
         sections.append(section(one.policy, "Each rank ran alone.", table(rows)))
     search = f"wlb-titan simulate {typed} --search"
+    corpus, about = described(results[0].job, results[0].documents)
     page = Page(
-        title=f"Rehearsed on one device: {corpus_name(results[0].documents)}",
+        title=f"Rehearsed on one device: {corpus}",
         answer=answer,
-        about=described(results[0].job, results[0].documents),
+        about=about,
         cards=cards,
         tries=[Try("What other degrees and schedules are predicted to be worth:", search)],
         sections=sections,
@@ -171,14 +172,8 @@ def write_report(folder: Path, results: Sequence[Rehearsal], typed: str) -> Path
     return page.write(folder)
 
 
-TOGETHER = (
-    "Passes as measured, communication as the cluster's file has it; ± is the standard error of these steps. "
-    "Predicted: the same steps without a measurement."
-)
-STEP = (
-    "A row is a pipeline rank, a box a pass of one micro-batch. Rehearsed: strong boxes were measured, pale "
-    "ones take the time of a like pass that was."
-)
+TOGETHER = "Passes as measured, communication as the cluster's file has it; ± is the standard error."
+STEP = "A row is a pipeline rank, a box a pass: strong where it was measured, pale where a like pass was."
 
 
 def typical_step(one: Rehearsal, *, measured: bool) -> list[Span]:

@@ -1,4 +1,4 @@
-"""What `wlb-titan simulate` says of predictions: rows and sentences for the console, and the page."""
+"""`wlb-titan simulate` about predictions: rows and sentences for the console, and the page."""
 
 from __future__ import annotations
 
@@ -9,16 +9,7 @@ import numpy as np
 
 from wlb_titan.commands.report.charts import PALETTE, bars, lines, stacked
 from wlb_titan.commands.report.estimate import Estimate, cost, gained
-from wlb_titan.commands.report.page import (
-    Card,
-    Page,
-    Try,
-    choice_section,
-    corpus_name,
-    described,
-    section,
-    table,
-)
+from wlb_titan.commands.report.page import Card, Page, Try, choice_section, described, section, table
 from wlb_titan.commands.report.pipeline import pipeline_charts
 from wlb_titan.memory.peak import GIB, TERMS
 from wlb_titan.plan import Plan
@@ -122,9 +113,9 @@ def write_report(
     """Draws what was simulated.
 
     Args:
-        folder: of the page.
+        folder: folder of the page.
         scenario: documents and job.
-        plans, predictions: of each policy, the baseline first.
+        plans, predictions: plans and predictions of each policy, the baseline first.
         steps: timeline and memory of a typical step of each policy.
         choices: what `auto` stands for in a policy, where it does.
         typed: what the command line names, as of `page.typed`.
@@ -141,6 +132,8 @@ def write_report(
     gains = {name: speedup(one, named[base]) for name, one in named.items()}
     fitting = [name for name, one in named.items() if one.fits] or list(named)
     best = max(fitting, key=lambda name: gains[name].value)
+    degrees = named[best].job.degrees
+    waited = imbalances[best] if degrees.pipeline * degrees.data > 1 else None  # by none on one replica
     parts = {name: _step_parts(one) for name, one in named.items()}
     seconds = {name: Estimate.mean(one.seconds) for name, one in named.items()}
     drawn = {str(policy): step for policy, step in steps.items()}
@@ -151,16 +144,15 @@ def write_report(
         section(
             "Where the time of a step goes", TIME, stacked("", "seconds", parts, totals=seconds, palette=BUSY)
         ),
-        section(
-            "A typical step", STEP, *pipeline_charts({name: spans for name, (spans, _) in drawn.items()})
-        ),
+        section("A typical step", STEP, pipeline_charts({name: spans for name, (spans, _) in drawn.items()})),
         section("Activations over that step", HELD, *(_held(name, own) for name, (_, own) in drawn.items())),
         section("Peak memory", PEAK, *(_peak_memory(name, one) for name, one in named.items())),
     ]
+    corpus, about = described(scenario.job, scenario.documents)
     page = Page(
-        title=f"What balance is worth: {corpus_name(scenario.documents)}",
-        answer=f"{gained(best, gains[best], base)}; {cost(named[best].bubble, imbalances[best])}",
-        about=described(scenario.job, scenario.documents),
+        title=f"What balance is worth: {corpus}",
+        answer=f"{gained(best, gains[best], base)}; {cost(named[best].bubble, waited)}",
+        about=about,
         cards=[
             card(name, one, gains[name], base, f"imbalance {imbalances[name]:.3f}")
             for name, one in named.items()
@@ -195,7 +187,7 @@ def _tries(best: str, prediction: Prediction, typed: str) -> list[Try]:
     why = "Other degrees and schedules of as many GPUs"
     why += f", as a GPU waits for {prediction.bubble:.0%} of the step:" if prediction.bubble >= 0.1 else ":"
     tries = [Try(why, f"wlb-titan simulate {typed} --search")]
-    if not typed.startswith("--"):
+    if "--lengths" not in typed:
         dryrun = f"wlb-titan dryrun {typed} --policy {best}"
         tries.append(Try(f"Whether {best} runs, and what it takes, traced on this machine:", dryrun))
     return tries

@@ -1,4 +1,4 @@
-"""What the words of tables and cards mean, for readers of a page who have no documentation beside it."""
+"""The meaning of the words in tables and cards, for readers of a page who have no documentation beside it."""
 
 WORDS = {
     "imbalance": "Largest over mean work of a step's micro-batches: 1 is perfect, 1.2 costs 20% more time.",

@@ -80,7 +80,7 @@ def slice_work(work_of: WorkOf, documents: Ints, slices: Ints | None) -> Floats:
     """float64 (n,), work of pieces of documents, each with what lies before it.
 
     Args:
-        work_of: of whole documents by their lengths, such as `CostModel.forward`.
+        work_of: work of whole documents by their lengths, such as `CostModel.forward`.
         documents: int64 (n, 4), of which the column LENGTH is read.
         slices: int64 (n, 2), of which the column PREFIX is read; None where no document is sliced.
     """
@@ -114,7 +114,7 @@ def cache_rows(packs: Sequence[Parts]) -> list[Ints]:
 
 
 def cached_slices(packs: Sequence[Parts]) -> list[tuple[CachedSlice, ...]]:
-    """The same as memory sees it: of each pack the slices whose keys and values are cached."""
+    """The slices of each pack whose keys and values are cached, as memory sees them."""
     return [tuple(CachedSlice(*row) for key, *row in rows.tolist() if key >= 0) for rows in cache_rows(packs)]
 
 
@@ -164,7 +164,7 @@ def passes_of(packs: ByPass[ReplicaPacks], flow: Flow | None) -> Passes:
 
 
 def piece_numbers(packs: Sequence[Parts]) -> list[Ints]:
-    """Of each pack int64 (n,), numbers by which the slices of one document find each other.
+    """int64 (n,) for each pack, numbers by which the slices of one document find each other.
 
     Two pieces of one document, cut at a context window, are two documents here.
 
@@ -182,7 +182,7 @@ def work_table(work_of: WorkOf, longest: int, grain: int) -> Floats:
     """float64 (grains + 1,), work of a document's first 0, 1, 2, ... grains, which never falls.
 
     Args:
-        work_of: of whole documents by their lengths.
+        work_of: work of whole documents by their lengths.
         longest: tokens of the longest document.
         grain: tokens, at least 1.
     """

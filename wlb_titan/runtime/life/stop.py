@@ -35,7 +35,7 @@ class Stop:
     Args:
         rank: rank of this process.
         world_size: processes of the job.
-        store: of the job; None for a job of one process.
+        store: store of the job; None for a job of one process.
 
     Attributes:
         status: with which the process ends once the run has stopped; 0 as long as nobody has asked.

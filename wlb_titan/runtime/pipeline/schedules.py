@@ -1,4 +1,4 @@
-"""Which pipeline schedules run micro-batches of different lengths, and which are refused and why."""
+"""Pipeline schedules: which run micro-batches of different lengths, and which are refused and why."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def check_micro_batches(name: str, ranks: int, stages: int, micro_batches: int) 
     """Checks whether a schedule can run a number of micro-batches.
 
     Args:
-        name: of the schedule, in any case.
+        name: name of the schedule, in any case.
         ranks: pipeline-parallel degree.
-        stages: of the whole pipeline.
-        micro_batches: of one step on one data-parallel rank.
+        stages: stages of the whole pipeline.
+        micro_batches: micro-batches of one step on one data-parallel rank.
 
     Raises:
         ValueError: it cannot; the message says why and what can be done.
