@@ -86,7 +86,7 @@ def test_a_run_loses_nothing_and_resumes(rehearse, benchmark, tmp_path):
     assert not [row for row in rows if "error" in row]
     assert [row["kind"] for row in rows if "seconds" in row] == ["ceiling", "ends", "check", "turns", "time"]
     checks = [row for row in rows if row["kind"] == "check" and "case" in row]
-    assert len(checks) == 7 and not any(row["wrong"] for row in checks)
+    assert len(checks) == 10 and not any(row["wrong"] for row in checks)
     assert set(checks[0]["errors"]) == {"out", "lse", "dq", "dk", "dv", "dsinks"}
     (timed,) = [row for row in rows if row["kind"] == "time" and "case" in row]
     assert timed["forward_tflops"] > 0 and timed["backward_ms"] > 0
