@@ -92,7 +92,7 @@ def test_a_run_loses_nothing_and_resumes(rehearse, benchmark, tmp_path):
     assert timed["forward_tflops"] > 0 and timed["backward_ms"] > 0
     (turns,) = [row["times"]["triton"] for row in rows if "times" in row]
     assert len(turns) == 2 and min(turns[0] + turns[1]) > 0 and "Noise: equal work timed twice" in text
-    assert "checks: 7 cases, 0 bad" in text and "128 documents of 512; heads 2:1" in text
+    assert "checks: 10 cases, 0 bad" in text and "128 documents of 512; heads 2:1" in text
     again, _ = rehearse("--stages", "check", "turns", "time")
     assert again == rows
     with (tmp_path / "attention.jsonl").open("a") as file:
