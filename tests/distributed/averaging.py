@@ -13,7 +13,7 @@ from probing import WEIGHTS, whole
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
 from wlb_titan.cost.degrees import Degrees
-from wlb_titan.runtime.job import training_documents
+from wlb_titan.runtime.data.corpus import training_documents
 from wlb_titan.runtime.trainer import Trainer
 
 RATES = {"SGD": 1.0, "AdamW": 0.01}
