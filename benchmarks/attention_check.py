@@ -23,10 +23,14 @@ def check_cases(scale: int = 1) -> dict[str, tuple[Tensor, dict]]:
     padded = whole(lengths(300, 1, 77, 1500, 13, 12, 11, 640))
     padded[3:, 0] += 5  # rows of padding between documents
     padded[5:, 0] += 1
+    many = whole(lengths(150, 1, 300, 77) * 80)  # work for every multiprocessor: heads are packed both ways
     return {
         "ragged": (padded, {}),
         "window": (padded, {"window": max(1, 130 // scale)}),
         "not causal": (padded, {"causal": False}),
+        "many": (many, {}),
+        "many, window": (many, {"window": max(1, 90 // scale)}),
+        "many, not causal": (many, {"causal": False}),
         "shard": (shard(lengths(3000, 500, 40, 6000), 4, 1), {}),
         "long": (whole(lengths(5000, 200)), {}),
         "long window": (whole(lengths(5000, 200)), {"window": max(1, 1024 // scale)}),

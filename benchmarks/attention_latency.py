@@ -27,7 +27,6 @@ from attention_replay import (
     AROUND,
     BACKWARD,
     FORWARD,
-    KEYS,
     RESULTS,
     ROWS,
     UNITS,
@@ -36,9 +35,9 @@ from attention_replay import (
     extent,
     read,
 )
+from wlb_titan.kernels.gluon_launch import packed
 from wlb_titan.kernels.grid import GridCase
-from wlb_titan.kernels.segments import CAUSAL
-from wlb_titan.kernels.tiles import key_tiles, steps
+from wlb_titan.kernels.tiles import steps
 
 from wlb_titan.cost.attention_fit import non_negative
 from wlb_titan.cost.attention_hopper import hopper
@@ -66,7 +65,7 @@ def backward_fit(
     cases: list[np.ndarray], ms: np.ndarray, kernel: Backward, around: float
 ) -> tuple[Backward, np.ndarray]:
     """The kernel with the step that describes the times best, and predicted over measured time."""
-    each = np.array([backward_steps(segments) for segments in cases]) / 1e3
+    each = np.array([backward_steps(kernel, segments) for segments in cases]) / 1e3
     for _ in range(ROUNDS):
         rest = np.array([backward_ms(kernel, around, segments) for segments in cases]) - each * kernel.step
         step = non_negative((each / ms)[:, None], 1 - rest / ms)
@@ -74,10 +73,10 @@ def backward_fit(
     return kernel, (rest + each * kernel.step) / ms
 
 
-def backward_steps(segments: np.ndarray) -> float:
+def backward_steps(kernel: Backward, segments: np.ndarray) -> float:
     """Steps of all heads, a multiprocessor."""
-    lists = key_tiles(segments, extent(segments)[1], CAUSAL, tokens=ROWS, block_n=KEYS, turn_rows=ROWS)
-    return float(steps(lists, ROWS).sum()) * HEADS[0] / UNITS
+    pack = packed(HEADS[0] // HEADS[1]) if kernel.pack else 1
+    return float(steps(kernel.lists(segments, pack), ROWS // pack).sum()) * HEADS[0] / pack / UNITS
 
 
 def backward_ms(kernel: Backward, around: float, segments: np.ndarray) -> float:

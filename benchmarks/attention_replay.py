@@ -2,6 +2,7 @@
 
     python benchmarks/attention_replay.py                        # measured on an H100, and replayed
     python benchmarks/attention_replay.py --backward step=2.25   # and one column more
+    python benchmarks/attention_replay.py --rows FOLDER --kernels tree  # measured with this tree's kernels
 
 Backward: programs start in launch order, each on the multiprocessor that is free first. A step of 64 queries
 takes `step`. Its dQ is then added by a warp of its own, which waits for the tile's turn, sees it `poll`
@@ -26,7 +27,7 @@ import numpy as np
 import torch
 from attention_cases import cases
 from wlb_titan.kernels.gluon_launch import FORWARD as SHAPES
-from wlb_titan.kernels.gluon_launch import KEYS, PACK, ROWS, SECTION, parts
+from wlb_titan.kernels.gluon_launch import KEYS, LEAST_PACKED, ROWS, SECTION, packed, parts
 from wlb_titan.kernels.grid import GridCase
 from wlb_titan.kernels.segments import CAUSAL
 from wlb_titan.kernels.tiles import MASK_COST, KeyTiles, key_tiles, query_tiles, steps
@@ -48,7 +49,8 @@ class Forward:
     block: of 128 keys; masked: what a masked one takes more; tile: start and end of a tile.
     heads_at_a_time: key heads that run through the list together; 0 for as many as the L2 cache holds.
     dynamic: each tile goes to the multiprocessor that is free first, instead of to and fro like a plough.
-    pack: query heads that share a tile at most.
+    ahead: a multiprocessor takes its next tile when it begins the last one, not when that ends.
+    pack: query heads are packed into a tile.
     heaviest_first: tiles are dealt by their work and not as listed.
     """
 
@@ -57,7 +59,8 @@ class Forward:
     tile: float = 3.45
     heads_at_a_time: int = SECTION
     dynamic: bool = True
-    pack: int = PACK
+    ahead: bool = False
+    pack: bool = True
     heaviest_first: bool = False
 
     def milliseconds(self, segments: np.ndarray, heads: int, kv_heads: int, units: int = UNITS) -> float:
@@ -70,14 +73,15 @@ class Forward:
         if not self.dynamic:
             return to_and_fro(pieces, units)
         shares = np.zeros((units, 3))
-        np.add.at(shares, free_first(pieces @ [self.tile, self.block, self.masked], units), pieces)
+        np.add.at(
+            shares, free_first(pieces @ [self.tile, self.block, self.masked], units, self.ahead), pieces
+        )
         return shares
 
     def pieces(self, segments: np.ndarray, heads: int, kv_heads: int) -> np.ndarray:
         """int64 (n, 3), of tiles and heads in the order in which they are dealt: 1, blocks, masked ones."""
         q_tokens, kv_tokens = extent(segments)
-        group = heads // kv_heads
-        pack = min(self.pack, group & -group)
+        pack = packed(heads // kv_heads) if self.pack else 1
         tiles = query_tiles(segments, q_tokens, tokens=SHAPES[DIM][0] * ROWS // pack)
         if self.heaviest_first:
             shared = tiles[:, 4] - tiles[:, 3]
@@ -101,6 +105,7 @@ class Backward:
     blocks_first: a program walks over blocks of queries and at each over its heads, instead of over heads.
     ask_early: the turn is asked for before the dQ is there.
     heads_at_a_time: as in `Forward`.
+    pack: query heads are packed into a step, where their group is not split.
     split_by_work: a key head's queries are split where the heaviest tile would take longer than all units do
         together, and not where programs are fewer than units.
     items_up: a tile's items are walked in the order of their queries, and not as listed.
@@ -116,29 +121,42 @@ class Backward:
     blocks_first: bool = True
     ask_early: bool = True
     heads_at_a_time: int = SECTION
+    pack: bool = True
     split_by_work: bool = True
     items_up: bool = False
     heaviest_first: bool = False
 
     def milliseconds(self, segments: np.ndarray, heads: int, kv_heads: int, units: int = UNITS) -> float:
         """Of the kernel on segments (S, 4) with so many heads."""
-        q_tokens, kv_tokens = extent(segments)
-        lists = key_tiles(segments, kv_tokens, CAUSAL, tokens=ROWS, block_n=KEYS, turn_rows=ROWS)
-        lists = in_order(lists, items_up=self.items_up, heaviest_first=self.heaviest_first)
         group = heads // kv_heads
-        work = steps(lists, ROWS)
+        pack = packed(group, LEAST_PACKED) if self.pack else 1
+        lists = self.lists(segments, pack)
+        work = steps(lists, ROWS // pack)
         split = parts(int(work.max()), float(work.sum()) * kv_heads / units, group)
         if not self.split_by_work:
             split = parts(units, len(work) * kv_heads, group)
-        wide = side_by_side(self.heads_at_a_time, q_tokens, kv_heads, group) * split
-        return self.replay(lists, heads, kv_heads * split, wide, units) / 1e3
+        if split > 1 and pack > 1:
+            pack, lists = 1, self.lists(segments, 1)
+        wide = side_by_side(self.heads_at_a_time, extent(segments)[0], kv_heads, group) * split
+        return self.replay(lists, heads, kv_heads * split, wide, units, pack) / 1e3
 
-    def replay(self, lists: KeyTiles, heads: int, programs: int, wide: int, units: int) -> float:
+    def lists(self, segments: np.ndarray, pack: int) -> KeyTiles:
+        """Those of steps of so many heads of each token."""
+        tokens = ROWS // pack
+        lists = key_tiles(
+            segments, extent(segments)[1], CAUSAL, tokens=tokens, block_n=KEYS, turn_rows=tokens
+        )
+        return in_order(lists, items_up=self.items_up, heaviest_first=self.heaviest_first)
+
+    def replay(
+        self, lists: KeyTiles, heads: int, programs: int, wide: int, units: int, pack: int = 1
+    ) -> float:
         """Microseconds of a launch of so many programs a tile, which share the query heads."""
-        each = heads // programs
-        ready = np.zeros((heads, max(len(lists.first_turns), 1)))  # when a counter came to its last value
-        begin = lists.items[:, 0] // ROWS
-        blocks = -(-lists.items[:, 3] // ROWS) - begin
+        each = heads // pack // programs
+        tokens = ROWS // pack
+        ready = np.zeros((heads // pack, max(len(lists.first_turns), 1)))  # when a counter came to its last
+        begin = lists.items[:, 0] // tokens
+        blocks = -(-lists.items[:, 3] // tokens) - begin
         counter = np.where(lists.items[:, 5] >= 0, lists.items[:, 4] + begin, -1)
         items = list(zip(blocks.tolist(), counter.tolist(), strict=True))
         of_tile = [items[begin:end] for begin, end in lists.tiles[:, 2:].tolist()]
@@ -220,13 +238,14 @@ def to_and_fro(work: np.ndarray, units: int) -> np.ndarray:
     return shares.sum(axis=0)
 
 
-def free_first(work: np.ndarray, units: int) -> np.ndarray:
-    """The unit of each piece, where each goes to the one that is free first."""
-    free = [(0.0, unit) for unit in range(units)]
+def free_first(work: np.ndarray, units: int, ahead: bool = False) -> np.ndarray:
+    """The unit of each piece, where each goes to the one that is free first, or has begun its last first."""
+    asks, ends = [(-1.0, unit) for unit in range(units)], [0.0] * units
     taken = []
     for piece in work.tolist():
-        end, unit = free[0]
-        heapq.heapreplace(free, (end + piece, unit))
+        unit, begin = asks[0][1], ends[asks[0][1]]
+        ends[unit] += piece
+        heapq.heapreplace(asks, (begin if ahead else ends[unit], unit))
         taken.append(unit)
     return np.array(taken)
 
@@ -251,30 +270,35 @@ def in_order(lists: KeyTiles, *, items_up: bool, heaviest_first: bool) -> KeyTil
 # Columns of the tables: the kernels with which the rows under results/nvidia_h100 were measured, those of
 # this tree, and what they would be in other ways.
 FORWARD = {
-    "then": Forward(heads_at_a_time=0, dynamic=False, pack=1, heaviest_first=True),
+    "then": Forward(heads_at_a_time=0, dynamic=False, pack=False, heaviest_first=True),
     "tree": Forward(),
+    "ahead": Forward(ahead=True),
     "to and fro": Forward(dynamic=False, heaviest_first=True),
-    "one head": Forward(pack=1),
+    "one head": Forward(pack=False),
 }
 BACKWARD = {
     "then": Backward(
         blocks_first=False,
         ask_early=False,
         heads_at_a_time=0,
+        pack=False,
         split_by_work=False,
         items_up=True,
         heaviest_first=True,
     ),
     "tree": Backward(),
     "any order": Backward(turns=False),
+    "one head": Backward(pack=False),
 }
 
 
-def measured(folder: Path, heads: str) -> Iterator[tuple[str, np.ndarray, float, float]]:
+def measured(
+    folder: Path, heads: str, around: float = AROUND["then"]
+) -> Iterator[tuple[str, np.ndarray, float, float]]:
     """Name, segments, and kernel ms forward and backward of each case that was timed with gluon.
 
-    Where the backward's kernel was not timed by itself, what surrounds it is taken off: AROUND, by the rows
-    of queries.
+    Where the backward's kernel was not timed by itself, what surrounds it is taken off: `around`, by the rows
+    of queries and their heads.
     """
     shape = [*map(int, heads.split(":")), DIM, DIM]
     segments = {case.name: case.segments.numpy() for case in cases() if case.group != "e"}
@@ -286,16 +310,17 @@ def measured(folder: Path, heads: str) -> Iterator[tuple[str, np.ndarray, float,
             cut = row.get("cut")
             name = f"{cut[2]:,} documents of {cut[0]:,}" if cut and cut[0] == cut[1] else row["case"]
             times[name] = row["forward_ms"], row["backward_ms"]
+    alone = folder / "backward_kernels_h100.jsonl"
     kernels = {
         row["case"]: row["kernels"]["gluon_backward_kernel"][0]
-        for row in read(folder / "backward_kernels_h100.jsonl")
+        for row in (read(alone) if alone.exists() else ())
         if row.get("impl") == "gluon" and row["shape"] == shape
     }
     for name, rows in segments.items():
         if name in times:
             forward, backward = times[name]
-            around = AROUND["then"] * extent(rows)[0] * shape[0]
-            yield name, rows, forward, kernels.get(name, backward - around)
+            rest = around * extent(rows)[0] * shape[0]
+            yield name, rows, forward, kernels.get(name, backward - rest)
 
 
 def read(path: Path) -> list[dict]:
@@ -314,7 +339,8 @@ def changed(kernel: Forward | Backward, changes: list[str]) -> Forward | Backwar
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rows", type=Path, default=RESULTS, help="folder of what was measured")
+    parser.add_argument("--rows", type=Path, default=RESULTS, help="folder of attention_h100.jsonl")
+    parser.add_argument("--kernels", choices=tuple(AROUND), default="then", help="which were measured")
     parser.add_argument("--heads", default=["32:4", "32:32"], nargs="+", help="query and key heads")
     parser.add_argument(
         "--forward", nargs="+", default=[], metavar="NAME=VALUE", help="one more column: fields changed"
@@ -323,7 +349,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     forward = FORWARD | ({"asked": changed(Forward(), options.forward)} if options.forward else {})
     backward = BACKWARD | ({"asked": changed(Backward(), options.backward)} if options.backward else {})
-    found = {heads: list(measured(options.rows, heads)) for heads in options.heads}
+    found = {heads: list(measured(options.rows, heads, AROUND[options.kernels])) for heads in options.heads}
     for direction, (title, kernels) in enumerate((("forward", forward), ("backward", backward))):
         print(f"\n{title + ', kernel ms':40}" + "".join(f"{name:>12}" for name in ("measured", *kernels)))
         for heads, rows in found.items():

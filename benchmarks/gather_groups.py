@@ -18,8 +18,9 @@ from rich.table import Table
 from wlb_titan.context import STRATEGIES
 from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS
 from wlb_titan.documents import Documents
-from wlb_titan.job import Job, Policy
+from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
+from wlb_titan.policies import Policy
 from wlb_titan.simulator.scenario import Scenario
 from wlb_titan.simulator.step import simulate
 

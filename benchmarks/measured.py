@@ -22,8 +22,8 @@ from typing import Any
 import click
 import torch
 
-from wlb_titan.commands.rehearse_rows import figures
-from wlb_titan.job import Policy
+from wlb_titan.commands.report.rehearse import figures
+from wlb_titan.policies import Policy
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 from wlb_titan.runtime.models.load import load_config
 from wlb_titan.simulator.scenario import Scenario
@@ -69,7 +69,8 @@ def rehearsed(file: str, policy: str, steps: int, seconds: int) -> dict[str, Any
 
 def row(file: str, policy: str, steps: int, ran: dict[str, Any] | None) -> dict[str, Any]:
     """Figures of one policy."""
-    from wlb_titan.runtime.job import job_of, parallel_dims, training_documents
+    from wlb_titan.runtime.data.corpus import training_documents
+    from wlb_titan.runtime.job import job_of, parallel_dims
 
     config = load_config(ROOT / file, CORPUS).config
     documents = training_documents(config.wlb)

@@ -107,7 +107,7 @@ def predicted_seconds(costs: Costs, plan: Plan, variant: Variant) -> float:
         seconds = halves
     seconds = seconds[..., None]
     times = PassTimes(forward=seconds[:, 0], inputs=seconds[:, 1] / 2, weights=seconds[:, 1] / 2)
-    flow = None if plan.order is None else plan.order[0]
+    flow = None if plan.flows is None else plan.flows[0]
     shape = PipelineShape(variant.schedule, STAGES, variant.chunks)
     return float(PipelineGraph(shape, len(plan.micro_batches), flow).ends(times).max())
 

@@ -36,9 +36,10 @@ from wlb_titan.cost.cluster import load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.documents import Documents
-from wlb_titan.job import Job, Policy
+from wlb_titan.job import Job
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.packing.slim.slim import Slim
+from wlb_titan.policies import Policy
 from wlb_titan.simulator.scenario import Scenario
 from wlb_titan.simulator.step import Prediction
 
@@ -116,7 +117,7 @@ def scenario(size: str, window: int, data: str) -> Scenario:
     )
     for checkpointing in ("none", "selective", "full"):
         job = replace(job, memory=MemorySettings(checkpointing=checkpointing, window=window))
-        if job.longest_that_fits is not None:
+        if job.fitting.longest is not None:
             break
     return Scenario(job, Documents(lengths=lengths(data, window), name=data, seed=None))
 

@@ -1,10 +1,11 @@
 """Backward in Gluon, all three gradients in one pass: five products (FlashAttention-3, Shah et al. 2024).
 
-A program has one tile of 128 keys of one key head and walks over all queries that see it, block by block of
-64, and in each block over the query heads of the key head: no tile then waits for a turn that heavier ones
-pass on only at the end of a head. Two consumers have 64 of the keys each; one warp loads; one adds dQ to
-global memory. Scores are computed as keys x queries, so that P' stays in registers as the left operand of the
-next product. Per step of 64 queries and one head:
+A program has one tile of 128 keys of one key head and walks over all queries that see it in steps of 64 rows:
+PACK query heads of each of 64 / PACK tokens, row r being token r // PACK, so that little of what is computed
+at the ends of documents is masked away. Where a group has more heads, it walks over them at each block of
+tokens: no tile then waits for a turn that heavier ones pass on only at the end of a head. Two consumers have
+64 of the keys each; one warp loads; one adds dQ to global memory. Scores are computed as keys x queries, so
+that P' stays in registers as the left operand of the next product. Per step:
 
     issue S' = K Q';  issue dP' = V dO';  wait for S';  P' = exp2(...);  issue dV += P' dO
     wait for dP';  dS' = P' * (dP' - delta), to shared memory;  wait for dV
@@ -15,11 +16,11 @@ dQ takes dS' from shared memory, where both consumers' halves are; dK takes a co
 as dV takes P': shared memory, not the tensor cores, is what a step is short of.
 
 The order of the sums of dK and dV is that of the tile list. dQ is summed in float32 by TMA reductions, and if
-DETERMINISTIC in the order of the list as well: every 64-row block of a segment and head has a counter, the
-adding warp waits until the tiles before it have raised it to its turn (tiles.key_tiles), and raises it when
-its sum has arrived. Tiles wait for earlier ones only, and programs start in the order of the list, so none
-waits for ever. Queries are walked from the last to the first: tiles of one document that start together
-then meet each block one after the other.
+DETERMINISTIC in the order of the list as well: every step's rows of a segment have a counter, the adding warp
+waits until the tiles before it have raised it to its turn (tiles.key_tiles), and raises it when its sum has
+arrived. Tiles wait for earlier ones only, and programs start in the order of the list, so none waits for
+ever. Queries are walked from the last to the first: tiles of one document that start together then meet each
+block one after the other.
 """
 
 import triton.experimental.gluon.language as gl
@@ -35,7 +36,7 @@ from .gluon_common import tile_and_head, tma_add, tma_load, wait_until_added, wa
 
 KEYS = gl.constexpr(64)  # of one consumer: the M of a wgmma
 LN_2 = gl.constexpr(0.6931471805599453)
-QUERIES = gl.constexpr(64)  # of one step, which begins at a multiple of it
+ROWS = gl.constexpr(64)  # of one step, whose first token is a multiple of how many it has
 
 # Barriers, all in one allocation: every buffer that a partition is given costs its threads a register.
 KV_READY = gl.constexpr(0)
@@ -50,19 +51,19 @@ BARRIERS = gl.constexpr(10)
 
 
 @gluon.jit
-def item_steps(items, item):
-    """First block of 64 rows and number of blocks of an item."""
-    block = gl.load(items + item * 6) // QUERIES
-    return block, (gl.load(items + item * 6 + 3) + QUERIES - 1) // QUERIES - block
+def item_blocks(items, item, TOKENS: gl.constexpr):
+    """First block of so many tokens and number of blocks of an item."""
+    block = gl.load(items + item * 6) // TOKENS
+    return block, (gl.load(items + item * 6 + 3) + TOKENS - 1) // TOKENS - block
 
 
 @gluon.jit
 def load(
     work, kv_begin, kv_head, buffers, q, k, v, dout, lse_log2, delta, bounds,
-    D: gl.constexpr, DV: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, PACK: gl.constexpr,
 ):  # fmt: skip
     """The loader: the tile's keys and values once, then Q, dO and their statistics step by step."""
-    items, item_begin, item_end, first_head, heads = work
+    items, item_begin, item_end, first_group, groups = work
     k_tile, v_tile, q_ring, do_ring, statistics, bound_ring, bars = buffers
     mbarrier.expect(bars.index(KV_READY), (k.block_type.nbytes + v.block_type.nbytes) * 2)
     for half in gl.static_range(2):
@@ -70,74 +71,76 @@ def load(
         tma_load(v, [kv_begin + half * KEYS, kv_head * DV], bars.index(KV_READY), v_tile.index(half))
     step = 0
     for item in range(item_begin, item_end):
-        block, steps = item_steps(items, item)
-        for i in range(steps):
-            token = (block + steps - 1 - i) * QUERIES
-            for head in range(first_head, first_head + heads):
+        block, blocks = item_blocks(items, item, ROWS // PACK)
+        for i in range(blocks):
+            row = (block + blocks - 1 - i) * ROWS  # in the packed order
+            for group in range(first_group, first_group + groups):
                 stage = step % STAGES
                 phase = (step // STAGES) & 1
                 mbarrier.wait(bars.index(FREE + stage), phase ^ 1)
                 mbarrier.expect(
                     bars.index(Q_READY + stage), q.block_type.nbytes + 3 * lse_log2.block_type.nbytes
                 )
-                tma_load(q, [token, head * D], bars.index(Q_READY + stage), q_ring.index(stage))
-                tma_load(lse_log2, [head, token], bars.index(Q_READY + stage), statistics.index(stage))
-                tma_load(bounds, [0, token], bars.index(Q_READY + stage), bound_ring.index(stage))
-                tma_load(bounds, [1, token], bars.index(Q_READY + stage), bound_ring.index(STAGES + stage))
+                heads = [row // PACK, group * PACK, 0]
+                tma_load(q, heads, bars.index(Q_READY + stage), q_ring.index(stage))
+                tma_load(lse_log2, [group, row], bars.index(Q_READY + stage), statistics.index(stage))
+                tma_load(bounds, [0, row], bars.index(Q_READY + stage), bound_ring.index(stage))
+                tma_load(bounds, [1, row], bars.index(Q_READY + stage), bound_ring.index(STAGES + stage))
                 mbarrier.expect(
                     bars.index(DO_READY + stage), dout.block_type.nbytes + delta.block_type.nbytes
                 )
-                tma_load(dout, [token, head * DV], bars.index(DO_READY + stage), do_ring.index(stage))
-                tma_load(delta, [head, token], bars.index(DO_READY + stage), statistics.index(STAGES + stage))
+                tma_load(dout, heads, bars.index(DO_READY + stage), do_ring.index(stage))
+                tma_load(delta, [group, row], bars.index(DO_READY + stage), statistics.index(STAGES + stage))
                 step += 1
 
 
 @gluon.jit
 def add_dq(
-    work, dq_tile, bars, dq, turns, counters, q_heads,
-    D: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    work, dq_tile, bars, dq, turns, counters, all_groups,
+    D: gl.constexpr, PACK: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     """The adding warp: every step's dQ, in two halves of the head dim, when it is this tile's turn.
 
     It looks for the turn before the sum is there: the round trip to memory hides behind the products.
     """
-    items, item_begin, item_end, first_head, heads = work
+    items, item_begin, item_end, first_group, groups = work
     step = 0
     for item in range(item_begin, item_end):
-        block, steps = item_steps(items, item)
+        block, blocks = item_blocks(items, item, ROWS // PACK)
         counter = turns + gl.load(items + item * 6 + 4)
         turn = gl.load(items + item * 6 + 5)
-        for i in range(steps):
-            at = block + steps - 1 - i
-            for head in range(first_head, first_head + heads):
+        for i in range(blocks):
+            at = block + blocks - 1 - i
+            for group in range(first_group, first_group + groups):
                 if DETERMINISTIC:  # noqa: SIM102 - decided when compiling
                     if turn >= 0:
-                        while gl.atomic_add(counter + head * counters + at, 0, sem="acquire") != turn:
+                        while gl.atomic_add(counter + group * counters + at, 0, sem="acquire") != turn:
                             pass
                 mbarrier.wait(bars.index(DQ_READY), step & 1)
-                row = (at * q_heads + head) * (D // 2)
+                row = (at * all_groups + group) * (D // 2)
                 for half in gl.static_range(2):
                     tma_add(dq, [row + half * (D // 4), 0], dq_tile.index(half))
                 wait_until_read()
                 mbarrier.arrive(bars.index(DQ_FREE), count=1)
                 if DETERMINISTIC:  # noqa: SIM102 - decided when compiling
                     if turn >= 0:
-                        gl.atomic_add(counter + head * counters + at, wait_until_added(), sem="release")
+                        gl.atomic_add(counter + group * counters + at, wait_until_added(), sem="release")
                 step += 1
 
 
 @gluon.jit
 def accumulate(
     work, buffers, results,
-    PART: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    PART: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PACK: gl.constexpr,
 ):  # fmt: skip
     """A consumer: dK and dV of keys PART * 64 ... PART * 64 + 63, and half of every step's dQ."""
-    items, item_begin, item_end, _, heads = work
+    items, item_begin, item_end, _, groups = work
     k_tile, v_tile, q_ring, do_ring, statistics, bound_ring, bars, ds_tile, dq_tile = buffers
     dk, dv, kv_begin, kv_end, kv_head, kv_heads, first_row, scale_log2 = results
+    TOKENS: gl.constexpr = ROWS // PACK
     HALF_D: gl.constexpr = D // 2
     FIRST_D: gl.constexpr = PART * HALF_D
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_D, 16])
@@ -148,23 +151,23 @@ def accumulate(
 
     dk_acc = gl.full([KEYS, D], 0.0, gl.float32, layout=dk_layout)
     dv_acc = gl.full([KEYS, DV], 0.0, gl.float32, layout=dv_layout)
-    nothing = gl.full([KEYS, QUERIES], 0.0, gl.float32, layout=s_layout)
-    no_dq = gl.full([QUERIES, HALF_D], 0.0, gl.float32, layout=dq_layout)
+    nothing = gl.full([KEYS, ROWS], 0.0, gl.float32, layout=s_layout)
+    no_dq = gl.full([ROWS, HALF_D], 0.0, gl.float32, layout=dq_layout)
     key = kv_begin + PART * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
     mbarrier.wait(bars.index(KV_READY), 0)
     step = 0
     for item in range(item_begin, item_end):
-        block, steps = item_steps(items, item)
+        block, blocks = item_blocks(items, item, TOKENS)
         q_begin = gl.load(items + item * 6)
         q_full = gl.load(items + item * 6 + 1)
         q_tail = gl.load(items + item * 6 + 2)
         q_end = gl.load(items + item * 6 + 3)
-        for place in range(steps * heads):  # one loop: nested, it would spill
+        for place in range(blocks * groups):  # one loop: nested, it would spill
             stage = step % STAGES
             phase = (step // STAGES) & 1
-            token = (block + steps - 1 - place // heads) * QUERIES
-            queries = q_ring.index(stage)
-            do = do_ring.index(stage)
+            token = (block + blocks - 1 - place // groups) * TOKENS
+            queries = q_ring.index(stage).reshape([ROWS, D])
+            do = do_ring.index(stage).reshape([ROWS, DV])
             zero = zero_here()
             keys = k_tile.index(PART + zero)
             values = v_tile.index(PART + zero)
@@ -173,18 +176,18 @@ def accumulate(
             mbarrier.wait(bars.index(DO_READY + stage), phase)
             dp = warpgroup_mma(values, do.permute((1, 0)), nothing, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(1, deps=[s])
-            lse = statistics.index(stage).reshape([QUERIES]).load(columns)
+            lse = statistics.index(stage).reshape([ROWS]).load(columns)
             p = gl.exp2(s * scale_log2 - lse[None, :])
-            if (token < q_full) | (token + QUERIES > q_tail):
-                row = token + gl.arange(0, QUERIES, layout=columns)
-                first = bound_ring.index(stage).reshape([QUERIES]).load(columns)
-                last = bound_ring.index(STAGES + stage).reshape([QUERIES]).load(columns)
+            if (token < q_full) | (token + TOKENS > q_tail):
+                row = token + gl.arange(0, ROWS, layout=columns) // PACK
+                first = bound_ring.index(stage).reshape([ROWS]).load(columns)
+                last = bound_ring.index(STAGES + stage).reshape([ROWS]).load(columns)
                 last = gl.where((row >= q_begin) & (row < q_end), last, 0)  # or they belong to another item
                 p = gl.where((key[:, None] >= first[None, :]) & (key[:, None] < last[None, :]), p, 0.0)
             p_left = gl.convert_layout(p.to(dtype), p_operand)
             dv_acc = warpgroup_mma(p_left, do, dv_acc, is_async=True)
             dp = warpgroup_mma_wait(1, deps=[dp])
-            row_delta = statistics.index(STAGES + stage).reshape([QUERIES]).load(columns)
+            row_delta = statistics.index(STAGES + stage).reshape([ROWS]).load(columns)
             ds = (p * (dp - row_delta[None, :])).to(dtype)
             twin = step & 1  # of two buffers for dS: who hands over this step's has read the last but one's
             ds_tile.index(2 * twin + PART).store(ds)
@@ -225,17 +228,25 @@ def store_gradient(
     x, values, begin, end, first_row, heads, head,
     DIM: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    row = begin + gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
-    col = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
+    # As the forward's output, whole lines of memory; shared memory has no room for it in float32.
+    lines: gl.constexpr = (
+        layout
+        if x.dtype.element_ty == gl.float32
+        else gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    )
+    values = gl.convert_layout(values.to(x.dtype.element_ty), lines)
+    row = begin + gl.arange(0, KEYS, layout=gl.SliceLayout(1, lines))
+    col = gl.arange(0, DIM, layout=gl.SliceLayout(0, lines))
     at = ((first_row + row).to(gl.int64)[:, None] * heads + head) * DIM + col[None, :]
-    gl.store(x + at, values.to(x.dtype.element_ty), mask=(row < end)[:, None])
+    gl.store(x + at, values, mask=(row < end)[:, None])
 
 
 @gluon.jit(do_not_specialize=["tiles", "section", "counters", "kv_tokens"])
 def gluon_backward_kernel(
     q, k, v, dout, dk, dv, dq, lse_log2, delta, tile_list, items, turns, bounds, tiles, section, counters,
     kv_tokens, kv_heads, scale_log2,
-    D: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr, SPLIT: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr, SPLIT: gl.constexpr, PACK: gl.constexpr,
+    DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     """One tile of 128 keys, one key head, and one of SPLIT parts of the query heads that share it.
 
@@ -243,9 +254,9 @@ def gluon_backward_kernel(
     as dq_sums.py says. turns: (Nq, counters) int32, `first_turns` for every head. Launched
     with four warps, those of the first consumer.
     """
-    tile, group = tile_and_head(gl.program_id(0), kv_heads * SPLIT, tiles, section)
-    kv_head = group // SPLIT
-    part = group % SPLIT
+    tile, program = tile_and_head(gl.program_id(0), kv_heads * SPLIT, tiles, section)
+    kv_head = program // SPLIT
+    part = program % SPLIT
     kv_begin = gl.load(tile_list + tile * 4)
     kv_end = gl.load(tile_list + tile * 4 + 1)
     item_begin = gl.load(tile_list + tile * 4 + 2)
@@ -253,11 +264,11 @@ def gluon_backward_kernel(
 
     k_tile = gl.allocate_shared_memory(k.dtype, [2, KEYS, D], k.layout)
     v_tile = gl.allocate_shared_memory(v.dtype, [2, KEYS, DV], v.layout)
-    q_ring = gl.allocate_shared_memory(q.dtype, [STAGES, QUERIES, D], q.layout)
-    do_ring = gl.allocate_shared_memory(dout.dtype, [STAGES, QUERIES, DV], dout.layout)
-    statistics = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, QUERIES], lse_log2.layout)
-    bound_ring = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 1, QUERIES], bounds.layout)
-    ds_tile = gl.allocate_shared_memory(q.dtype, [4, KEYS, QUERIES], gl.NVMMASharedLayout(128, 16, 2))
+    q_ring = gl.allocate_shared_memory(q.dtype, [STAGES, ROWS // PACK, PACK, D], q.layout)
+    do_ring = gl.allocate_shared_memory(dout.dtype, [STAGES, ROWS // PACK, PACK, DV], dout.layout)
+    statistics = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, ROWS], lse_log2.layout)
+    bound_ring = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 1, ROWS], bounds.layout)
+    ds_tile = gl.allocate_shared_memory(q.dtype, [4, KEYS, ROWS], gl.NVMMASharedLayout(128, 16, 2))
     dq_tile = gl.allocate_shared_memory(gl.float32, [2, D // 4, 128], dq.layout)
     bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
     mbarrier.init(bars.index(KV_READY), count=1)
@@ -270,17 +281,20 @@ def gluon_backward_kernel(
         mbarrier.init(bars.index(DO_READY + stage), count=1)
     fence_async_shared()
 
-    heads = GROUP // SPLIT
-    work = (items, item_begin, item_end, group * heads, heads)
+    groups: gl.constexpr = GROUP // SPLIT // PACK
+    work = (items, item_begin, item_end, program * groups, groups)
     loaded = (k_tile, v_tile, q_ring, do_ring, statistics, bound_ring, bars)
     buffers = (k_tile, v_tile, q_ring, do_ring, statistics, bound_ring, bars, ds_tile, dq_tile)
     results = (dk, dv, kv_begin, kv_end, kv_head, kv_heads, part * kv_tokens, scale_log2)
     gl.warp_specialize(
         [
-            (accumulate, (work, buffers, results, 0, D, DV)),
-            (accumulate, (work, buffers, results, 1, D, DV)),
-            (load, (work, kv_begin, kv_head, loaded, q, k, v, dout, lse_log2, delta, bounds, D, DV)),
-            (add_dq, (work, dq_tile, bars, dq, turns, counters, kv_heads * GROUP, D, DETERMINISTIC)),
+            (accumulate, (work, buffers, results, 0, D, DV, PACK)),
+            (accumulate, (work, buffers, results, 1, D, DV, PACK)),
+            (load, (work, kv_begin, kv_head, loaded, q, k, v, dout, lse_log2, delta, bounds, D, DV, PACK)),
+            (
+                add_dq,
+                (work, dq_tile, bars, dq, turns, counters, kv_heads * GROUP // PACK, D, PACK, DETERMINISTIC),
+            ),
         ],
         [4, 1, 1],
         [240, 24, 24],

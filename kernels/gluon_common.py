@@ -1,4 +1,4 @@
-"""What the Gluon kernels share, and what Triton 3.6 and 3.9 name or hide differently.
+"""Common parts of the Gluon kernels, and what Triton 3.6 and 3.9 name or hide differently.
 
 One Gluon program is a few partitions that run side by side on one multiprocessor: consumers of four warps
 that multiply, one warp that loads by TMA, and in the backward one that adds dQ. They meet at mbarriers. One

@@ -16,8 +16,8 @@ of what is computed is masked away.
 
 Persistent: one program a multiprocessor. Its first tile is that of its own number, and then its loader takes
 the next of the list that nobody has, by a counter in global memory, while the consumers are still at the
-last; they find the number beside the queries. With two buffers of both, the next tile's loads run under this
-one's end. Who computes a tile does not change its sums: results repeat bit for bit.
+last blocks; they find the number beside the queries. With two buffers of both, the next tile's loads run
+under this one's end. Who computes a tile does not change its sums: results repeat bit for bit.
 """
 
 import triton.experimental.gluon.language as gl
@@ -84,7 +84,6 @@ def load(
                 q, [q_begin + part * (ROWS // PACK), group * PACK, 0], bars.index(Q_READY + q_stage),
                 q_ring.index(q_stage * CONSUMERS + part),
             )  # fmt: skip
-        number = programs + gl.atomic_add(taken, 1, sem="relaxed")  # needed after this tile's loads
         for i in range(blocks):
             stage = step % STAGES
             phase = (step // STAGES) & 1
@@ -96,6 +95,8 @@ def load(
             mbarrier.expect(bars.index(V_READY + stage), v.block_type.nbytes)
             tma_load(v, [start, kv_head * DV], bars.index(V_READY + stage), v_ring.index(stage))
             step += 1
+        # Not sooner: who takes a tile while it has most of another to do leaves the others without.
+        number = programs + gl.atomic_add(taken, 1, sem="relaxed")
         round += 1
     last = round % Q_STAGES
     mbarrier.wait(bars.index(Q_FREE + last), ((round // Q_STAGES) & 1) ^ 1)
@@ -142,6 +143,8 @@ def attend(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
+    # 16 bytes of a row a thread: whole lines of memory, by way of shared memory.
+    out_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
     dtype: gl.constexpr = v_ring.dtype
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     no_scores = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=s_layout)
@@ -210,12 +213,13 @@ def attend(
         head = group * PACK + gl.arange(0, ROWS, layout=rows) % PACK
         gl.store(lse + head.to(gl.int64) * q_tokens + token, natural, mask=token < q_end)
         o = o / gl.convert_layout(l_sum, gl.SliceLayout(1, o_layout))[:, None]
-        o_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, o_layout))
+        o = gl.convert_layout(o.to(out.dtype.element_ty), out_layout)
+        o_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, out_layout))
         o_token = q_begin + o_row // PACK
         o_head = group * PACK + o_row % PACK
-        col = gl.arange(0, DV, layout=gl.SliceLayout(0, o_layout))
+        col = gl.arange(0, DV, layout=gl.SliceLayout(0, out_layout))
         at = (o_token.to(gl.int64) * out_stride_t + o_head * out_stride_h)[:, None] + col[None, :]
-        gl.store(out + at, o.to(out.dtype.element_ty), mask=(o_token < q_end)[:, None])
+        gl.store(out + at, o, mask=(o_token < q_end)[:, None])
         round += 1
         number = next_number(numbers, bars, round)
 

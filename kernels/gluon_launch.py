@@ -16,7 +16,8 @@ from .triton_launch import LOG2_E, aligned, result, row_statistics
 
 ROWS = 64  # of one consumer, and of a step of the backward
 KEYS = 128  # of a block of the forward, and of a tile of the backward
-PACK = 8  # most query heads in a tile of the forward
+PACK = 8  # most query heads in a tile of the forward, and in a step of the backward
+LEAST_PACKED = 4  # in a step of the backward: packs of two spill registers in its loop
 SECTION = 8  # key heads side by side: 132 multiprocessors leave each 16 programs, which read the same keys
 # By the larger of D and Dv: consumers, registers a thread of each, and stages of keys and values.
 FORWARD = {64: (3, 160, 3), 128: (2, 240, 2)}
@@ -32,7 +33,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, options: Option
     out = q.new_empty(q_tokens, q_heads, v_dim)
     lse = q.new_empty(q_heads, q_tokens, dtype=torch.float32)
     group = q_heads // kv_heads
-    pack = min(PACK, group & -group)
+    pack = packed(group)
     tiles = schedule.query_tiles(consumers * ROWS // pack)
     gluon_forward_kernel[(min(multiprocessors(q.device), len(tiles) * q_heads // pack),)](
         q=packed_descriptor(q, pack),
@@ -72,29 +73,29 @@ def backward(
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     q, k, v, out, dout = (aligned(x) for x in (q, k, v, out, dout))
     group = q_heads // kv_heads
-    lse_log2, delta = row_statistics(dout, dlse, out, lse, pack=1)
-    lists = schedule.key_tiles(ROWS, KEYS, turn_rows=ROWS)
+    split, pack = division(schedule, q_heads, kv_heads, multiprocessors(q.device))
+    lists = schedule.key_tiles(ROWS // pack, KEYS, turn_rows=ROWS // pack)
     tiles, items, first_turns = lists.tiles, lists.items, lists.first_turns
-    split = parts(lists.heaviest, lists.steps * kv_heads / multiprocessors(q.device), group)
+    lse_log2, delta = row_statistics(dout, dlse, out, lse, pack)
     dtype = torch.float32 if split > 1 else q.dtype
     dk = k.new_empty((split, *k.shape), dtype=dtype)
     dv = v.new_empty((split, *v.shape), dtype=dtype)
-    sums = no_sums(q)
-    turns = first_turns.expand(q_heads, -1).clone() if options.deterministic else first_turns
+    sums = no_sums(q, pack)
+    turns = first_turns.expand(q_heads // pack, -1).clone() if options.deterministic else first_turns
     gluon_backward_kernel[(len(tiles) * kv_heads * split,)](
-        q=descriptor(q, ROWS),
+        q=packed_descriptor(q, pack),
         k=descriptor(k, ROWS),
         v=descriptor(v, ROWS),
-        dout=descriptor(dout, ROWS),
+        dout=packed_descriptor(dout, pack),
         dk=dk,
         dv=dv,
         dq=sums_descriptor(sums, dim),
-        lse_log2=row_descriptor(lse_log2, q_tokens),
-        delta=row_descriptor(delta, q_tokens),
+        lse_log2=row_descriptor(lse_log2, q_tokens * pack),
+        delta=row_descriptor(delta, q_tokens * pack),
         tile_list=tiles,
         items=items,
         turns=turns,
-        bounds=row_descriptor(schedule.padded_bounds, q_tokens),
+        bounds=row_descriptor(schedule.packed_bounds(pack), q_tokens * pack),
         tiles=len(tiles),
         section=min(kv_heads, SECTION) * split,
         counters=turns.shape[-1],
@@ -105,21 +106,41 @@ def backward(
         DV=v_dim,
         GROUP=group,
         SPLIT=split,
+        PACK=pack,
         DETERMINISTIC=options.deterministic,
         num_warps=4,
         enable_fp_fusion=True,
     )
-    dq = gradient(sums, q, options.scale)
+    dq = gradient(sums, q, pack, options.scale)
     if split == 1:
         return dq, dk[0], dv[0]
     return dq, dk.sum(0).to(k.dtype), dv.sum(0).to(v.dtype)
+
+
+def packed(heads: int, least: int = 1) -> int:
+    """How many of the query heads that share a key head to pack; one, if they were fewer than `least`."""
+    pack = min(PACK, heads & -heads)
+    return pack if pack >= least else 1
+
+
+def division(schedule: Schedule, q_heads: int, kv_heads: int, units: int) -> tuple[int, int]:
+    """Parts that the backward splits the query heads of a key head into, and the heads that it packs.
+
+    Of split groups none are packed: their few tiles are long, where packing gains nothing.
+    """
+    group = q_heads // kv_heads
+    pack = packed(group, LEAST_PACKED)
+    tokens = ROWS // pack
+    lists = schedule.key_tiles(tokens, KEYS, turn_rows=tokens)
+    split = parts(lists.heaviest, lists.steps * kv_heads / units, group)
+    return split, pack if split == 1 else 1
 
 
 def parts(heaviest: int, mean: float, group: int) -> int:
     """Into how many parts to split the query heads of a key head, so that no program takes longer than all
     multiprocessors together, and all have work.
 
-    heaviest: steps of the heaviest tile and one head. mean: such steps of all tiles and key heads, over the
+    heaviest: steps of the heaviest tile and one key head. mean: steps of all tiles and key heads, over the
     multiprocessors. A power of two that divides the group. Each part beyond the first writes dK and dV once
     more, in float32.
     """
@@ -134,10 +155,10 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def row_descriptor(x: Tensor, q_tokens: int) -> TensorDescriptor:
-    """Of (n, q_tokens or more), 32 bits each, in blocks of one step's queries."""
+def row_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """Of (n, rows or more), 32 bits each, in blocks of one step's."""
     layout = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return TensorDescriptor(x, [x.shape[0], q_tokens], [x.stride(0), 1], [1, ROWS], layout)
+    return TensorDescriptor(x, [x.shape[0], rows], [x.stride(0), 1], [1, ROWS], layout)
 
 
 def sums_descriptor(x: Tensor, dim: int) -> TensorDescriptor:

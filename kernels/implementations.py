@@ -1,4 +1,4 @@
-"""Which implementation computes a call: a rule on head dims, dtype and device, which needs no tensors.
+"""The implementation that computes a call: a rule on head dims, dtype and device, which needs no tensors.
 
 | implementation | forward                         | backward                     | needs              |
 |----------------|---------------------------------|------------------------------|--------------------|

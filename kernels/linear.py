@@ -1,4 +1,4 @@
-"""How long everything but attention takes on this device: matrix products, element-wise operators, gathers.
+"""The time of everything but attention on this device: matrix products, element-wise operators, gathers.
 
 `wlb-titan profile` measures them beside the attention, for W_l (paper section 4.1, Figure 7).
 """
@@ -24,7 +24,7 @@ class LinearGrid(NamedTuple):
     """Which sizes are measured.
 
     tokens: rows of an operand.
-    widths: of a layer and its MLP; matrices are products of tokens x width with width x width.
+    widths: widths of a layer and its MLP; matrices are products of tokens x width with width x width.
     bytes_: that each rank brings to an all-gather.
     """
 

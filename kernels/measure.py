@@ -1,4 +1,4 @@
-"""How long the attention of given segments takes on this device, and how much work it is.
+"""The time of the attention of given segments on this device, and how much work it is.
 
 Used by benchmarks/attention.py, and meant for the latency table behind adaptive sharding (paper section 5.3).
 """

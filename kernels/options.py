@@ -1,4 +1,4 @@
-"""What a call of the op is asked to compute, and what its forward pass leaves for the backward pass."""
+"""The options of a call of the op, and what its forward pass leaves for the backward pass."""
 
 from functools import cache
 from typing import NamedTuple
@@ -29,7 +29,7 @@ SCHEMA = "float scale, bool causal, int? window, bool deterministic, str impleme
 def options_of(
     scale: float, causal: bool, window: int | None, deterministic: bool, implementation: str
 ) -> Options:
-    """The same as an op has them."""
+    """The options as an op has them."""
     return Options(scale, Visibility(causal, window), deterministic, implementation)
 
 

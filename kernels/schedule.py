@@ -46,6 +46,7 @@ class Schedule:
     def __init__(self, segments: np.ndarray, key: Key):
         check_segments(segments, key.q_tokens, key.kv_tokens, key.visibility.causal)
         self.segments, self.key = segments, key
+        self._packed_bounds: dict[int, Tensor] = {}
         self._query_tiles: dict[int, Tensor] = {}
         self._key_tiles: dict[tuple[int, int, int], KeyTiles] = {}
 
@@ -61,10 +62,12 @@ class Schedule:
         """(2, q_tokens): see tiles.row_bounds."""
         return tiles.row_bounds(self.segments, self.key.q_tokens, self.key.visibility, self.key.device)
 
-    @cached_property
-    def padded_bounds(self) -> Tensor:
-        """`bounds` with rows of whole 16 bytes, which TMA can read."""
-        return torch.nn.functional.pad(self.bounds, (0, -self.key.q_tokens % 4))
+    def packed_bounds(self, pack: int) -> Tensor:
+        """`bounds` of every row where `pack` heads of each token are packed; of whole 16 bytes, for TMA."""
+        if pack not in self._packed_bounds:
+            rows = self.bounds.repeat_interleave(pack, dim=1)
+            self._packed_bounds[pack] = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 4))
+        return self._packed_bounds[pack]
 
     def query_tiles(self, tokens: int) -> Tensor:
         """(n, 6): see tiles.query_tiles."""

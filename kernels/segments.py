@@ -1,4 +1,4 @@
-"""What a segment is, and the checks that make the kernels safe to launch.
+"""Segments, and the checks that make the kernels safe to launch.
 
 A segment is a run of query tokens of one document and the keys it sees: one row (q_start, q_len, kv_start,
 kv_len) of an int32 tensor on the CPU. Query i of a segment (0 <= i < q_len) attends to the keys

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: how a tile's rows map to memory, and loads with or without TMA.
+"""Common parts of the Triton kernels: how a tile's rows map to memory, and loads with or without TMA.
 
 The heads of a query tile: PACK query heads that share one key head are interleaved in the rows, row r of a
 tile being token q_begin + r // PACK of head group * PACK + r % PACK. With PACK 8, sixteen query tokens fill
@@ -129,7 +129,7 @@ def tile_and_group(groups, tiles, section):
 def key_range(row, BLOCK_N: tl.constexpr):
     """First key of a query tile; first and end of the blocks that every row sees whole; keys of the others.
 
-    row: of the tile list (tiles.query_tiles).
+    row: row of the tile list (tiles.query_tiles).
     """
     begin = tl.load(row + 2)
     shared_begin = tl.load(row + 3)

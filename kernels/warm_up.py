@@ -46,7 +46,7 @@ def configurations(
     found: dict[tuple, Callable[[], None]] = {}
     if which.forward == "reference":
         return found
-    from .gluon_launch import KEYS, ROWS, multiprocessors, parts
+    from .gluon_launch import division, multiprocessors
     from .schedule import schedule_of
 
     units = multiprocessors(device)
@@ -64,9 +64,7 @@ def configurations(
                     choose(one, dims, schedule.long, facts.tma) for one in ("key_tiles", "query_tiles")
                 )
             else:
-                lists = schedule.key_tiles(ROWS, KEYS, turn_rows=ROWS)
-                mean = lists.steps * shape.kv_heads / units
-                split = parts(lists.heaviest, mean, shape.q_heads // shape.kv_heads)
+                split, _ = division(schedule, shape.q_heads, shape.kv_heads, units)
                 backward += (split,)
             arguments = segments, shape, options, dtype, device
             found.setdefault(("forward", *forward), partial(_forward, *arguments))

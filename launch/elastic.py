@@ -31,6 +31,7 @@ from wlb_titan.errors import EXIT_AGAIN, EXIT_USER_ERROR
 
 ONE_REQUEST = 5.0  # seconds in which signals are the same request, but for Ctrl-C: schedulers repeat theirs
 POLITE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+PATIENCE = 600  # seconds
 STOPPED = (EXIT_AGAIN, 128 + signal.SIGTERM)  # of a rank that was asked to stop
 FINAL = (EXIT_USER_ERROR, *STOPPED)
 
@@ -118,14 +119,14 @@ class Agent(LocalElasticAgent):
             for process in running:
                 process.send_signal(signal.SIGUSR1 if number == signal.SIGUSR1 else signal.SIGTERM)
 
-    def status_of(self, result: RunResult) -> int:
-        """The exit status of a run that has ended; a failure is told."""
-        if not result.is_failed():
+    def status_of(self, result: RunResult | None) -> int:
+        """The exit status of a run that has ended; a failure is told. None: others have ended it."""
+        if result is None or not result.is_failed():
             return 0
         rank, first = min(result.failures.items(), key=lambda failure: failure[1].timestamp)
-        if self.asked is not None:
+        if self.asked is not None and (first.exitcode in STOPPED or first.exitcode < 0):
             return EXIT_AGAIN if self.asked == signal.SIGUSR1 else 128 + self.asked
-        if first.exitcode in STOPPED:
+        if first.exitcode in STOPPED:  # another host was asked
             return first.exitcode
         how = f"exit code {first.exitcode}"
         if first.exitcode < 0:
@@ -139,6 +140,10 @@ class Agent(LocalElasticAgent):
 
     def _ranks(self) -> list[subprocess.Popen[Any]]:
         return [one.proc for one in self._pcontext.subprocess_handlers.values()] if self._pcontext else []
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        # Those who still run are stopped because a host has come; they finish their step and save.
+        self._shutdown(timeout=PATIENCE)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = [process.poll() for process in self._ranks()]

@@ -1,4 +1,4 @@
-"""What the TorchX components share."""
+"""Common parts of the TorchX components."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def with_our_agent(app: specs.AppDef, image: str, words: list[str]) -> specs.App
     Args:
         app: the job.
         image: where it runs.
-        words: of the agent, besides those that torchrun has.
+        words: words of the agent, besides those that torchrun has.
     """
     agent = shlex.join([*interpreter(image, AGENT, "wlb-agent"), *words])
     for role in app.roles:

@@ -39,9 +39,6 @@ def processes_a_host(
     Raises:
         UserError: the user's mistake, with its place.
     """
-    from wlb_titan.config import refuse_unknown_keys
-
-    refuse_unknown_keys(config, overrides)  # before torch is imported for the next line
     from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
     use_cpu_without_accelerator()

@@ -44,8 +44,8 @@ class Assignment:
     """Who trains on what.
 
     Attributes:
-        micro_batches: of each rank, of each of its micro-batches, the numbers of its sequences. Every rank
-            has as many micro-batches, none of them empty.
+        micro_batches: the numbers of the sequences of each micro-batch of each rank. Every rank has as many
+            micro-batches, none of them empty.
         work: float64 (ranks, micro-batches), by the cost model.
         tokens: int64 (ranks, micro-batches).
     """
@@ -68,7 +68,7 @@ def causal(hidden: int = 4096) -> Cost:
     4 hidden d^2, as it is causal.
 
     Args:
-        hidden: of the model.
+        hidden: hidden size of the model.
     """
     return lambda tokens: tokens + np.square(tokens, dtype=np.float64) / (12 * hidden)
 
@@ -77,7 +77,7 @@ def measured(tokens: Sequence[float], seconds: Sequence[float]) -> Cost:
     """Work by what was measured: straight lines between the points, and as the square beyond the last.
 
     Args:
-        tokens: of sequences, ascending.
+        tokens: tokens of the measured sequences, ascending.
         seconds: that each took.
 
     Raises:
@@ -113,7 +113,8 @@ def balance(
     Args:
         lengths: tokens of each sequence; with `prompts`, of the answers alone.
         ranks: data-parallel degree.
-        micro_batches: of each rank. "auto": as few as hold everything, one if `tokens_per_rank` is None.
+        micro_batches: number of each rank's micro-batches. "auto": as few as hold everything, one if
+            `tokens_per_rank` is None.
         tokens_per_rank: that a micro-batch may have on its rank; None sets no limit.
         cost: work of a sequence by its tokens; None is `causal()`.
         groups: a label of each sequence; those with the same one stay in one micro-batch, as preference

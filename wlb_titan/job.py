@@ -8,34 +8,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from pathlib import Path
-from typing import NamedTuple
+from functools import cache, cached_property
 
-from wlb_titan.context import STRATEGIES, ContextStrategy, Exchange
+from wlb_titan.context import ALL_KEYS, STRATEGIES, ContextStrategy, Exchange, KeyShares
 from wlb_titan.context.exchange import ExchangeCost
-from wlb_titan.cost.analytic import Device, TokenSeconds
-from wlb_titan.cost.attention_choice import cluster_latency
+from wlb_titan.cost.analytic import TokenSeconds
+from wlb_titan.cost.attention_choice import configured_device, configured_latency
 from wlb_titan.cost.attention_latency import AttentionLatency
-from wlb_titan.cost.attention_profile import AttentionShape, Profile
+from wlb_titan.cost.attention_profile import AttentionShape
 from wlb_titan.cost.cluster import Cluster, load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.cost.workload import CostModel, cost_model
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.fits import (
-    LONGEST,
-    fullest,
-    longest_that_fits,
-    most_in_flight,
-    one_document,
-    peak_memory,
-    usable_share,
-)
+from wlb_titan.memory.fits import Fitting, fullest, usable_share
 from wlb_titan.memory.layer import TokenBytes
-from wlb_titan.memory.packs import Passes
-from wlb_titan.memory.peak import MemoryJob, RankMemory
+from wlb_titan.memory.peak import MemoryJob
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.packing import POLICIES, PackingPolicy
 from wlb_titan.packing.policy import OnOneRank, PackingJob, here
@@ -46,31 +35,7 @@ from wlb_titan.pipeline.runs import PipelineRuns
 from wlb_titan.pipeline.schedule import PipelineShape, layers_of_stages
 from wlb_titan.plan import Plan
 from wlb_titan.planner import Planner
-
-
-class Policy(NamedTuple):
-    """How micro-batches are packed, sharded over context-parallel ranks and ordered in the pipeline."""
-
-    packing: str
-    sharding: str = "per_sequence"
-    order: str = "as_packed"
-
-    @classmethod
-    def parse(cls, text: str) -> Policy:
-        """`packing[:sharding[:order]]`, such as `wlb:adaptive` or `wlb_lazy:hybrid:best`.
-
-        Raises:
-            UserError: a part is not known.
-        """
-        parts = [part.strip() for part in text.split(":")]
-        if len(parts) > 3:
-            raise PlanError(f"{text!r} has too many parts; a policy is packing[:sharding[:order]].")
-        for part, family in zip(parts, (POLICIES, STRATEGIES, ORDERS), strict=False):
-            family.find(part)
-        return cls(*parts)
-
-    def __str__(self) -> str:
-        return ":".join(self if self.order != "as_packed" else self[:2])
+from wlb_titan.policies import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,16 +44,16 @@ class Job:
 
     Attributes:
         model: its shape.
-        degrees: of parallelism.
+        degrees: degrees of parallelism.
         cluster: the hardware that predictions are for.
         window: context window in tokens.
         micro_batches: N, those of the whole job in one step (pipeline micro-batches x gradient accumulation x
             data-parallel degree).
         packing, sharding, order: the policies, with their settings.
-        dtype: of activations, as torch names it.
+        dtype: data type of activations, as torch names it.
         multiple: what the tokens of a context-parallel rank must be a multiple of, for sequence parallelism
             and the chunks of the loss.
-        schedule: of the pipeline, one of `pipeline.schedule.SCHEDULES` where predictions are wanted.
+        schedule: schedule of the pipeline, one of `pipeline.schedule.SCHEDULES` where predictions are wanted.
         chunks: stages of each pipeline rank.
         run: micro-batches of one run through the pipeline; a replica with more in a step makes several runs,
             as gradient accumulation does. None: all in one run.
@@ -182,12 +147,7 @@ class Job:
         """
         if self.attention is not None:
             return self.attention
-        if self.sharding.profile:
-            try:
-                return Profile.load(Path(self.sharding.profile)).latency(self.attention_shape)
-            except PlanError as error:
-                raise PlanError(str(error), setting="sharding.profile") from error
-        return cluster_latency(self.cluster, self.attention_shape)
+        return configured_latency(self.cluster, self.attention_shape, self.sharding.profile)
 
     @property
     def attention_shape(self) -> AttentionShape:
@@ -240,19 +200,17 @@ class Job:
     @cached_property
     def merging(self) -> dict[int, Merging]:
         """What it means that so many data-parallel ranks share a micro-batch; empty where none do."""
-        found = {}
-        for ranks, job in self.merged.items():
-            if ranks > 1:
-                assert job.strategy is not None
-                found[ranks] = Merging(
-                    job.strategy, job.divisor, job.token_bytes.held / self.token_bytes.held
-                )
-        return found
+        held = self.token_bytes.held
+        return {n: Merging.of(job, held) for n, job in self.merged.items() if n > 1}
 
     @property
     def token_bytes(self) -> TokenBytes:
-        """What a rank holds of each token of a micro-batch."""
-        return TokenBytes.of(self.model, self.degrees, self.memory, self.exchange)
+        """What a rank holds of each token of a micro-batch of which it has all keys."""
+        return self.token_bytes_with(ALL_KEYS)
+
+    def token_bytes_with(self, keys: KeyShares) -> TokenBytes:
+        """What a rank holds of each token of a micro-batch of whose keys it has these."""
+        return TokenBytes.of(self.model, self.degrees, self.memory, self.exchange, keys)
 
     @cached_property
     def exchange(self) -> Exchange | None:
@@ -265,29 +223,19 @@ class Job:
         return self._exchange_cost(self.strategy)
 
     def _exchange_cost(self, strategy: ContextStrategy | None) -> ExchangeCost:
-        moves = () if strategy is None else strategy.exchange(self.model, self.degrees.tensor).moves
         repeats = self.memory.checkpointing != "none"
-        return ExchangeCost(strategy, moves, self.cluster, self.degrees.strides["cp"], repeats)
-
-    @property
-    def device(self) -> Device:
-        """One of its ranks: the cluster's, at the rates of the profile that [wlb.sharding] or it names.
-
-        Raises:
-            PlanError: the profile cannot be read.
-        """
-        device = Device.of(
-            self.cluster, tensor_parallel=self.degrees.tensor, context_parallel=self.degrees.context
-        )
-        name = self.sharding.profile or self.cluster.attention_profile
-        measured = Profile.load(Path(name)).linear if name else None
-        return device if measured is None else measured.on(device)
+        return ExchangeCost.of(strategy, self.model, self.cluster, self.degrees, repeats=repeats)
 
     @cached_property
     def token(self) -> TokenSeconds:
-        """What one token of a micro-batch costs a rank."""
+        """What one token of a micro-batch costs a rank.
+
+        Raises:
+            PlanError: the profile of [wlb.sharding] or of the cluster cannot be read.
+        """
         tensor, context = self.degrees.tensor, self.degrees.context
-        return TokenSeconds.of(self.model, self.device, tensor, context, self.exchanging.always.moving)
+        device = configured_device(self.cluster, tensor, context, self.sharding.profile)
+        return TokenSeconds.of(self.model, device, tensor, context, self.exchanging.always.moving)
 
     @cached_property
     def cost_model(self) -> CostModel:
@@ -295,37 +243,24 @@ class Job:
         return cost_model(self.packing.cost_model, self)
 
     @cached_property
-    def memory_job(self) -> MemoryJob:
-        """What of it decides about memory."""
-        return MemoryJob(
+    def fitting(self) -> Fitting:
+        """Peaks of steps, and what of them fits a device."""
+        job = MemoryJob(
             model=self.model,
             degrees=self.degrees,
             settings=self.memory,
             shape=self.shape,
             layers=self.layers,
-            tokens={ranks: job.token_bytes for ranks, job in self.merged.items()},
+            tokens=cache(lambda sharers, keys: self.merged[sharers].token_bytes_with(keys)),
             run=self.run,
             rank=self.packing.rank_memory,
         )
-
-    def peak_memory(self, passes: Passes) -> tuple[RankMemory, ...]:
-        """The peak of each pipeline rank over a replica's step.
-
-        Raises:
-            PlanError: it cannot be predicted for this schedule.
-        """
-        return peak_memory(self.memory_job, passes)
-
-    def sliced_memory(self, tokens: int) -> tuple[RankMemory, ...]:
-        """The peak of each pipeline rank with one document of so many tokens, all of its slices in flight."""
-        return self.peak_memory(one_document(tokens, self.shape))
+        usable = self.cluster.memory * usable_share(self.packing.owner.slices)
+        return Fitting(
+            job, self.window, self.replica_micro_batches, self.divisor, usable, not self.memory_unknown
+        )
 
     @property
-    def usable(self) -> float:
-        """Bytes of a device that predictions may fill."""
-        return self.cluster.memory * usable_share(self.packing.owner.slices)
-
-    @cached_property
     def most_in_flight(self) -> int | None:
         """Tokens of documents in slices that a pipeline rank may have in flight: as set, or what fits; None
         where memory is not predicted.
@@ -335,24 +270,12 @@ class Job:
         """
         if self.packing.most_in_flight is not None or self.memory_unknown:
             return self.packing.most_in_flight
-        step = self.window * self.replica_micro_batches
-        return most_in_flight(self.memory_job, self.window, step, self.usable)
-
-    @cached_property
-    def longest_that_fits(self) -> int | None:
-        """Tokens of the longest micro-batches of which a whole step fits; None if not even windows do."""
-        number = self.replica_micro_batches
-        try:
-            if not self.memory_unknown:
-                return longest_that_fits(self.memory_job, number, self.window, self.divisor, self.usable)
-        except PlanError:
-            pass  # of this schedule memory is not predicted
-        return LONGEST * self.window // self.divisor * self.divisor
+        return self.fitting.most_in_flight
 
     @property
     def longest_micro_batch(self) -> int:
         """Tokens that a micro-batch may have under the packing policy."""
-        return self.packing.longest(self.window, lambda: self.longest_that_fits)
+        return self.packing.longest(self.window, lambda: self.fitting.longest)
 
     def planner(self, documents: Documents, *, on_one_rank: OnOneRank = here) -> Planner:
         """A planner at the beginning of the stream.
@@ -377,8 +300,8 @@ class Job:
             data_parallel=self.degrees.data,
             pipeline=self.shape,
             in_flight=lambda: self.most_in_flight,
-            peak=None if self.memory_unknown else lambda passes: fullest(self.peak_memory(passes)),
-            usable=self.usable,
+            peak=None if self.memory_unknown else lambda passes: fullest(self.fitting.peak(passes)),
+            usable=self.fitting.usable,
             pass_seconds=PackSeconds(self),
             merging=self.merging,
             on_one_rank=on_one_rank,
@@ -397,7 +320,7 @@ class Job:
         return [planner.next() for _ in range(steps)]
 
     def under(self, policy: Policy) -> Job:
-        """The same job under other policies; settings that both policies have stay as they are."""
+        """This job under other policies; settings that both policies have stay as they are."""
         return replace(
             self,
             packing=self.packing.named(policy.packing),
@@ -411,5 +334,5 @@ class Job:
         return self.under(Policy("plain")) if self.packing.shadow else self
 
     def on(self, cluster: Cluster) -> Job:
-        """The same job on another cluster."""
+        """This job on another cluster."""
         return replace(self, cluster=cluster)

@@ -36,7 +36,7 @@ class Action(NamedTuple):
     Attributes:
         kind: F forward, B whole backward, I gradient of the inputs, W gradient of the weights.
         stage: from 0 at the embedding.
-        place: of the micro-batch in the order in which they run, from 0.
+        place: place of the micro-batch in the order in which they run, from 0.
     """
 
     kind: Literal["F", "B", "I", "W"]
@@ -103,7 +103,7 @@ class Slices(NamedTuple):
     def of(
         cls, slices: NDArray[np.int64] | None, lengths: NDArray[np.int64], one_pass: bool
     ) -> Slices | None:
-        """Of a micro-batch's `slices` and tokens; None where its documents are not sliced.
+        """The slices by a micro-batch's `slices` and tokens; None where its documents are not sliced.
 
         Args:
             slices, one_pass: as of `MicroBatch`.
@@ -215,13 +215,13 @@ class Plan:
         waiting_documents: pieces that had arrived and were left for later steps.
         waiting_tokens: tokens of these.
         lost_tokens: tokens that packing left out for good in this step (`tail = "drop"`).
-        gap: of a solver, how far its packing may be from the best, relatively; 0 is a proven optimum.
-        order: of each data-parallel rank what its pipeline ranks run, in order, where the micro-batches are
+        gap: how far a solver's packing may be from the best, relatively; 0 is a proven optimum.
+        flows: what the pipeline ranks of each data-parallel rank run, in order, where the micro-batches are
             MicroPacks; None where the schedule's own order holds. A rank's entry is empty where it was not
             asked for.
-        backward: of the same tokens, the micro-batches of backward passes, whose index is the place of B in
-            `order`: the same object, unless others are given, as which the `workload` of either is that of
-            its own pass.
+        backward: micro-batches of backward passes, of the same tokens; their index is the place of B in
+            `flows`. The same object as `micro_batches`, unless others are given; the `workload` of either is
+            then that of its own pass.
     """
 
     iteration: int
@@ -231,7 +231,7 @@ class Plan:
     waiting_tokens: int = 0
     lost_tokens: int = 0
     gap: float | None = None
-    order: tuple[Flow, ...] | None = None
+    flows: tuple[Flow, ...] | None = None
     backward: tuple[MicroBatch, ...] = ()
 
     def __post_init__(self) -> None:
@@ -320,8 +320,8 @@ class Plan:
         }
         if not self.by_pass.same:
             record["backward"] = [micro_batch.to_json() for micro_batch in self.backward]
-        if self.order is not None:
-            record["order"] = [[[a.short() for a in rank] for rank in flow] for flow in self.order]
+        if self.flows is not None:
+            record["order"] = [[[a.short() for a in rank] for rank in flow] for flow in self.flows]
         return record
 
 

@@ -82,7 +82,7 @@ class Planner:
         return self._stream.rows_of(ids)
 
     def source_figures(self, plan: Plan) -> dict[str, float]:
-        """Of a mixture, for each source: tokens that the plan trains, and epochs that had arrived after it.
+        """For each source of a mixture: tokens that the plan trains, and epochs that had arrived after it.
 
         Args:
             plan: the one that `next` returned last.
@@ -107,7 +107,7 @@ class Planner:
         A token's label is the next token of its document, if that is learned.
 
         Args:
-            plan: of this planner.
+            plan: plan of this planner.
             by_document: each label weighs one over the labels of its document, so that documents weigh the
                 same however many they have; otherwise it weighs one.
 
@@ -152,7 +152,7 @@ class Planner:
         if packing.regrouped is not None:
             of_backward = self._micro_batches_of(packing.regrouped, assigned, backward, sharded)
         waiting = self._policy.waiting
-        order = self._policy.order(packing, forward, backward, sharded)
+        flows = self._policy.flows(packing, forward, backward, sharded)
         plan = Plan(
             iteration=self._iteration,
             micro_batches=micro_batches,
@@ -161,7 +161,7 @@ class Planner:
             waiting_tokens=int(waiting.sum()),
             lost_tokens=packing.lost_tokens,
             gap=packing.gap,
-            order=order,
+            flows=flows,
             backward=of_backward,
         )
         self._iteration += 1
@@ -266,10 +266,10 @@ class Planner:
 
 
 def sharing_ranks(assigned: Sequence[Sequence[int]], packs: int) -> list[range]:
-    """Of each pack the data-parallel ranks that share it, consecutive ones; empty where it is of one rank.
+    """The consecutive data-parallel ranks that share each pack; empty where it is of one rank.
 
     Args:
-        assigned: of each rank the numbers of its packs.
+        assigned: numbers of each rank's packs.
         packs: how many there are.
     """
     having: list[list[int]] = [[] for _ in range(packs)]

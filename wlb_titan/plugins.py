@@ -69,7 +69,7 @@ class PluginConfig:
 
     @classmethod
     def owner_name(cls) -> str:
-        """The same of a class of settings."""
+        """The name that selects the class which owns these settings."""
         return cls.family.name_of(cls.owner)
 
     def make(self, *arguments: Any, **keywords: Any) -> Any:
@@ -91,8 +91,8 @@ class Family:
 
     Attributes:
         kind: what messages call one of them.
-        key: of the TOML section, by which the class is chosen.
-        group: of the entry points that name further ones.
+        key: key of the TOML section that chooses the class.
+        group: group of the entry points that name further classes.
         base: "module:Class", from which all derive.
         shipped: short name -> "module:Class".
     """

@@ -1,4 +1,4 @@
-"""What a run of steps comes to: the figures of the paper's Table 2, delay, whole documents, scatter."""
+"""The figures of many steps: the paper's Table 2, delay, whole documents, scatter."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Summary:
         waiting: float64 (steps,), tokens that waited after each step.
         workloads: float64 (steps, N), work of the micro-batches of each step, descending.
         longest: tokens of the longest micro-batch, padding included.
-        tokens: of all documents.
+        tokens: tokens of all documents.
         padding: tokens of padding.
         lost: tokens left out for good.
         cut: share of the tokens in pieces that begin in mid-document, as of `Plan.cut_share`.
-        keys: that a token attends to, averaged over all tokens.
+        keys: keys that a token attends to, averaged over all tokens.
         delays: int64 (longest delay + 1,), tokens by the iterations that they waited.
         gap: largest gap of a solver's packing; None without a solver.
     """
@@ -51,7 +51,7 @@ class Summary:
         """Reads the plans one by one; at least one.
 
         Args:
-            plans: of consecutive steps.
+            plans: plans of consecutive steps.
             window: context window in tokens.
         """
         imbalance, plan_ms, waiting, workloads = [], [], [], []

@@ -1,4 +1,4 @@
-"""What runs when, predicted or measured: spans of time, as a trace that Perfetto opens.
+"""Timelines, predicted or measured: spans of time, as a trace that Perfetto opens.
 
 The file is in the trace event format of Chrome, JSON that ui.perfetto.dev and chrome://tracing read.
 """

@@ -13,10 +13,10 @@ from paper import LLAMA_405B, Setting, attention, configuration, forward_imbalan
 from wlb_titan.context import per_document, per_sequence
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS
-from wlb_titan.job import Policy
 from wlb_titan.packing import POLICIES, PackingPolicy
 from wlb_titan.plan import DELAY, LENGTH
-from wlb_titan.simulator.passes import attention_seconds
+from wlb_titan.policies import Policy
+from wlb_titan.simulator.planned import attention_seconds
 from wlb_titan.simulator.scenario import Scenario
 
 PLAIN = Policy("plain", "per_sequence")

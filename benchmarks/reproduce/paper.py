@@ -31,11 +31,12 @@ from wlb_titan.cost.cluster import load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS, ModelShape
 from wlb_titan.documents import Documents
-from wlb_titan.job import Job, Policy
+from wlb_titan.job import Job
 from wlb_titan.memory.packs import Passes
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.packing import POLICIES, PackingPolicy
 from wlb_titan.plan import LENGTH
+from wlb_titan.policies import Policy
 from wlb_titan.simulator.scenario import Scenario
 
 CLUSTER = "h100_roce"
@@ -119,12 +120,12 @@ def scenario(
     )
     for checkpointing in ("none", "selective", "full"):
         job = replace(job, memory=MemorySettings(checkpointing=checkpointing))
-        memory = job.peak_memory(Passes.of([window] * job.replica_micro_batches))
+        memory = job.fitting.peak(Passes.of([window] * job.replica_micro_batches))
         if max(rank.total for rank in memory) <= job.cluster.memory:
             break
     packing = replace(packing or POLICIES.configure("wlb"), cost_model="simulated")
     if packing.name in POLICIES.having("max_length"):
-        packing = replace(packing, max_length=job.longest_that_fits or window)
+        packing = replace(packing, max_length=job.fitting.longest or window)
     return Scenario(replace(job, packing=packing), Documents(lengths=loaded(window), seed=None))
 
 

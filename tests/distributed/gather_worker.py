@@ -17,18 +17,22 @@ from wlb_titan.kernels import varlen_attention
 
 from wlb_titan.context import STRATEGIES, MoveSeconds, segments, sequence_positions, whole
 from wlb_titan.cost.attention_hopper import hopper
+from wlb_titan.plan import Slices
 from wlb_titan.runtime.attention.all_gather import AllGatherAttention
 
 
-def difference(policy, lengths, token_seconds, gather_groups, mesh):
-    """Of this rank's outputs and gradients from those of one process; and whether each level was used."""
+def difference(policy, lengths, token_seconds, gather_groups, sliced, mesh):
+    """Of this rank's outputs and gradients from those of one process; and whether each level was used. Every
+    other document may be the first slice of a longer one."""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     tokens = int(lengths.sum())
     total = -(-tokens // (2 * ranks)) * 2 * ranks
     config = STRATEGIES.configure(policy, gather_groups=gather_groups)
     moves = [MoveSeconds(token_seconds, 0.0)] * len(config.owner.group_sizes(ranks))
     strategy = config.make(ranks, hopper(16, 4), moves)
-    _, sharding = strategy.shard(lengths, total)
+    cached = np.arange(len(lengths)) % 2 == 0
+    slices = Slices(np.zeros_like(lengths), cached) if sliced else None
+    _, sharding = strategy.shard(lengths, total, slices=slices)
     generator = torch.Generator().manual_seed(total)
     shapes = ((4, 16), (2, 16), (2, 8), (4, 8))  # of q, k, v and the output's gradient
     *everything, gradient = (
@@ -41,7 +45,7 @@ def difference(policy, lengths, token_seconds, gather_groups, mesh):
     )
     expected_gradients = torch.autograd.grad(expected, alone, gradient)
     own = torch.from_numpy(sequence_positions(sharding, lengths, total)[rank])
-    mask = strategy.mask(sharding, lengths, total, rank)
+    mask = strategy.mask(sharding, lengths, total, rank, slices)
     mine = [x.detach()[own].requires_grad_() for x in everything]
     attend = partial(varlen_attention, segments=torch.from_numpy(mask.segments), return_lse=True)
     exchange = tuple(torch.from_numpy(array) for array in mask.exchange)
@@ -66,9 +70,10 @@ def main():
     results = []
     for number, lengths in enumerate(cases):
         for policy in ("hybrid", "per_sequence"):
-            for slow in (1e-9, 1e-5):
-                worst, used = difference(policy, lengths, slow, 1 + number % 2, mesh)
-                results.append({"policy": policy, "lengths": lengths.tolist(), "worst": worst, "used": used})
+            for slow, sliced in ((1e-9, False), (1e-5, False), (1e-5, True)):
+                worst, used = difference(policy, lengths, slow, 1 + number % 2, sliced, mesh)
+                case = {"policy": policy, "lengths": lengths.tolist(), "sliced": sliced}
+                results.append({**case, "worst": worst, "used": used})
     everyone = [None] * mesh.size()
     dist.all_gather_object(everyone, results)
     if mesh.get_local_rank() == 0:

@@ -13,43 +13,48 @@ from lab import CONFIG
 LAYOUT = ("--parallelism.data_parallel_shard_degree", "2", "--training.local_batch_size", "2")
 
 
-def torchx_run(lab, name: str, *overrides: str) -> subprocess.Popen:
-    """`torchx run wlb.train` as a user types it, in a process group of its own."""
+WAYS = {
+    "torchx": ("torchx.cli.main", "run", "-s", "local_cwd", "wlb.train", "--config", str(CONFIG), "--"),
+    "wlb-titan": ("wlb_titan.commands.main", "train", str(CONFIG)),
+}
+"""Of starting a job on this machine, as a user types them."""
+
+
+def started(lab, way: str, name: str, *overrides: str) -> subprocess.Popen:
+    """A job in a process group of its own, without our commands on the PATH."""
     experiment = lab.experiment(name, *LAYOUT, *overrides)
-    path = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
     return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "torchx.cli.main", "run", "-s", "local_cwd"),
-            *("wlb.train", "--config", str(CONFIG), "--", *experiment.words()),
-        ],
+        [sys.executable, "-m", *WAYS[way], *experiment.words()],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**environment(), "PATH": path},
+        env={**environment(), "PATH": "/usr/bin:/bin"},
         start_new_session=True,
     )
 
 
 @pytest.mark.timeout(300)
 def test_a_failing_rank_ends_the_job_with_its_own_error(lab):
-    job = torchx_run(lab, "failing", "--base", "failing:config")
+    job = started(lab, "torchx", "failing", "--base", "failing:config")
     output, _ = job.communicate(timeout=240)
     assert job.returncode != 0
     assert "rank 1 has met its test" in output
-    assert "step  1 of" in output
+    assert "step 1 of" in output
 
 
 @pytest.mark.timeout(300)
-def test_interrupt_ends_all_processes(lab):
-    job = torchx_run(lab, "interrupted", "--training.steps", "10000")
-    metrics = lab.folder / "interrupted" / "metrics.jsonl"
+@pytest.mark.parametrize("way", WAYS)
+def test_ctrl_c_ends_all_processes_after_their_step(lab, way):
+    job = started(lab, way, f"interrupted-{way}", "--training.steps", "10000")
+    metrics = lab.folder / f"interrupted-{way}" / "metrics.jsonl"
     deadline = time.monotonic() + 200
     while not metrics.exists():
         assert job.poll() is None and time.monotonic() < deadline, "the job did not start"
         time.sleep(0.1)
     os.killpg(job.pid, signal.SIGINT)
     output, _ = job.communicate(timeout=60)
-    assert "Stopped by Ctrl-C; the job has ended." in output
+    assert job.returncode == 130, output
+    assert ("Stopped by Ctrl-C; the job has ended." if way == "torchx" else "Stopped after step") in output
     assert "Traceback" not in output
     steps = len(metrics.read_text().splitlines())
     time.sleep(2)

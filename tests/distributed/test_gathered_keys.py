@@ -13,7 +13,10 @@ def test_attention_equals_one_process(fork_server, tmp_path, ranks):
     assert job.wait(300) == [0] * ranks, log.read_text()
     found = json.loads(results.read_text())
     assert max(result["worst"] for result in found) < 1e-12
-    used = {tuple(result["used"]) for result in found if result["policy"] == "hybrid"}
+    assert all(result["used"][-1] for result in found if result["sliced"])
+    used = {
+        tuple(result["used"]) for result in found if result["policy"] == "hybrid" and not result["sliced"]
+    }
     if ranks == 2:
         assert used == {(False,), (True,)}
     else:  # nothing, all four ranks, and pairs besides

@@ -19,14 +19,14 @@ PARALLEL = {
     "qwen3": (*layout(cp=2), "--wlb.sharding.policy", "hybrid"),
     "qwen3_moe": (
         *(*layout(cp=2), "--parallelism.expert_parallel_degree", "2"),
-        *("--wlb.sharding.policy", "per_document"),
+        *("--wlb.sharding.policy", "hybrid"),
     ),
     "gpt_oss": (
         *(*layout(cp=2), "--parallelism.expert_parallel_degree", "2"),
         *("--wlb.sharding.policy", "hybrid", "--wlb.sharding.gather_groups", "2"),
     ),
     "muse_glimmer": (*layout(cp=2), "--wlb.sharding.policy", "per_sequence"),
-    "deepseek_v3": (*layout(cp=2), "--wlb.sharding.policy", "adaptive"),
+    "deepseek_v3": (*layout(cp=2), "--wlb.sharding.policy", "hybrid"),
 }
 
 

@@ -9,8 +9,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from torchtitan.config import CompileConfig, ParallelismConfig
 
 from wlb_titan.runtime.pipeline.schedules import (
-    SCHEDULES,
     SPLITS_BACKWARD,
+    TORCH_SCHEDULES,
     canonical_name,
     check_micro_batches,
     check_schedule,
@@ -42,7 +42,7 @@ def torch_runs(name, ranks, micro_batches):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", TORCH_SCHEDULES)
 def test_numbers_of_micro_batches_are_refused_as_torch_would(name, ranks):
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.ERROR)
     for micro_batches in range(1, 14):
@@ -58,7 +58,7 @@ def test_every_concrete_schedule_of_torch_is_known():
     with pytest.raises(ValueError) as error:
         get_schedule_class("none")
     offered = set(str(error.value).split("[")[1].rstrip("]").replace("'", "").split(", "))
-    assert offered == {*SCHEDULES, "PipelineScheduleSingle", "PipelineScheduleMulti"}
+    assert offered == {*TORCH_SCHEDULES, "PipelineScheduleSingle", "PipelineScheduleMulti"}
 
 
 def test_names_are_spelled_in_any_case():
@@ -72,7 +72,7 @@ def test_a_schedule_from_a_file_is_refused():
         check_schedule(ParallelismConfig(pipeline_parallel_schedule_csv="schedule.csv"), CompileConfig())
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", TORCH_SCHEDULES)
 def test_a_compiled_model_is_refused_where_the_backward_pass_is_split(name):
     parallelism = ParallelismConfig(pipeline_parallel_schedule=name)
     compiled = CompileConfig(enable=True, components=["model", "loss"])

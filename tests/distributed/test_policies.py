@@ -48,7 +48,10 @@ RUNS = {
     "pp2_tp2_wlb": ("wlb", (*layout(pp=2, tp=2), "--wlb.pipeline.order", "shortest_first")),
     "cp2_tp2_full_checkpointing": (
         "wlb",
-        (*layout(cp=2, tp=2), "--activation_checkpoint.class", "FullAC", "--wlb.trace_every", "1"),
+        (
+            *(*layout(cp=2, tp=2), *sharding("hybrid")),
+            *("--activation_checkpoint.class", "FullAC", "--wlb.trace_every", "1"),
+        ),
     ),
     "cp2_gather_groups": (
         "wlb",

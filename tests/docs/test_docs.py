@@ -21,9 +21,10 @@ SMALLER = (
     (r"--max-tokens (?!4000000\b)\d+", "--max-tokens 300000"),  # so many has the corpus of `make train`
     (r"(wlb-titan prepare (?!.*--(?:source|max-tokens))[^#]*?)\s*(#.*)?$", r"\1 --max-tokens 300000"),
     (r"(?<=\s)--steps \d+", "--steps 3"),
-    (r"(wlb-titan (?:simulate|plan) (?!.*--steps).*)$", r"\1 --steps 3"),
+    (r"(wlb-titan (?:simulate|plan) (?!.*--steps)(?:(?! -- ).)*)( -- .*)?$", r"\1 --steps 3\2"),
     (r"(?<=-- )--training\.steps \d+", SMALL),
-    (r"(wlb-titan train \S+)([^#]*).*$", rf"\1 {SMALL}\2"),
+    (r"(wlb-titan train [^#]*?)--training\.steps \d+", rf"\1{SMALL}"),
+    (r"^(wlb-titan train (?!.*--training\.steps)[^#]*?)\s*(#.*)?$", rf"\1 {SMALL}"),
     (r"(torchx run wlb\.train (?!.* -- ).*)$", rf"\1 -- {SMALL}"),
     (r"^make train\b", f"make train OPTIONS='{SMALL}'"),
     (r"dryrun (.*)llama2_70b_128k\.toml", r"dryrun \1llama2_550m_64k.toml"),

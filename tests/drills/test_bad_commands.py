@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from wlb_titan.commands.main import main
 
 AREA = "planner, simulator and other commands"
-ROOMY = "--context-window 256 --micro-batches 4"
+ROOMY = "--training.seq_len 256 --parallelism.context_parallel_degree 1"
 HUGE = "99999999999999999999"
 
 LENGTHS_FILES = {
@@ -45,26 +45,49 @@ PLAN = [
     "plan nowhere.toml",
     "plan --lengths nowhere.txt " + ROOMY,
     "plan --lengths . " + ROOMY,
-    "plan --lengths good.txt",
-    f"plan --lengths good.txt --context-window {HUGE} --micro-batches 4",
-    f"plan --lengths good.txt --context-window 256 --micro-batches {HUGE}",
-    "plan --lengths good.txt --context-window 256 --micro-batches 100000",
+    f"plan --lengths good.txt --training.seq_len {HUGE}",
+    f"plan --lengths good.txt {ROOMY} --training.local_batch_size {HUGE}",
+    f"plan --lengths good.txt {ROOMY} --training.local_batch_size 100000",
     *(
         f"plan --lengths good.txt {ROOMY} {options}"
         for options in (
-            *("--steps 0", f"--steps {HUGE}", "--seed -1", "--policy nope", "--compare plain,nope"),
-            *("--sharding nope --context-parallel 2", "--context-parallel 300", "--data-parallel 3"),
-            *("--data-parallel 0", "--pipeline-parallel 100", "--order nope --pipeline-parallel 2"),
-            *("--cost-model nope", "--cost-model nope.json", "--cost-model quadratic:1,2,3"),
-            *("--cost-model quadratic:x,y", "--cost-model quadratic:nan,1", "--cost-model quadratic:0,0"),
-            *("--cost-model quadratic:1e308,1e308", "--cost-model profile:/etc/passwd"),
-            *("--cluster nope", "--model nope", "--model 7B", "--output /nowhere/plan.jsonl"),
-            *("--policy wlb --thresholds 64,32", "--policy wlb --thresholds 0", "--policy wlb --queues 9"),
-            *("--policy wlb --max-length 100", "--policy wlb_lazy --tolerance nan"),
-            *("--policy wlb_lazy --tolerance -1", "--policy wlb_lazy --max-delay -1"),
-            *("--policy fixed_greedy --window 0", f"--policy fixed_greedy --window {HUGE}"),
-            *("--policy fixed_solver --time-limit 0", "--policy fixed_solver --gap 2"),
-            *("--tail nope", "--report good.txt"),
+            *("--steps 0", f"--steps {HUGE}", "--compare plain,nope", "--cluster nope", "--model nope"),
+            *("--model 7B", "--gpus 3", "--output /nowhere/plan.jsonl", "--report good.txt", "--policy wlb"),
+            *("--tail drop", "--stops 5", "--wlb", "--training.seqlen 5", "--dump_folder x"),
+        )
+    ),
+    *(
+        f"plan --lengths good.txt {ROOMY} -- --wlb.{options.replace('--', '--wlb.')}"
+        for options in (
+            *("corpus.seed -1", "packing.policy nope", "packing.tail nope"),
+            *("sharding.policy nope", "pipeline.order nope"),
+            *(f"packing.cost_model {model}" for model in ("nope", "nope.json", "profile:/etc/passwd")),
+            *(
+                f"packing.cost_model quadratic:{rest}"
+                for rest in ("1,2,3", "x,y", "nan,1", "0,0", "1e308,1e308")
+            ),
+            *(f"packing.policy wlb --packing.thresholds {text}" for text in ("[64,32]", "[0]", "64")),
+            *("packing.policy wlb --packing.queues 9", "packing.policy wlb --packing.max_length 100"),
+            *(
+                "packing.policy wlb_lazy --packing.tolerance nan",
+                "packing.policy wlb_lazy --packing.tolerance -1",
+            ),
+            *(
+                "packing.policy wlb_lazy --packing.max_delay -1",
+                "packing.policy fixed_greedy --packing.window 0",
+            ),
+            f"packing.policy fixed_greedy --packing.window {HUGE}",
+            *(
+                "packing.policy fixed_solver --packing.time_limit 0",
+                "packing.policy fixed_solver --packing.gap 2",
+            ),
+        )
+    ),
+    *(
+        f"plan --lengths good.txt {ROOMY} -- --parallelism.{options}"
+        for options in (
+            *("context_parallel_degree 300", "data_parallel_shard_degree 0", "pipeline_parallel_degree 100"),
+            "data_parallel_shard_degree 3 --training.global_batch_size 4",
         )
     ),
     *(f"plan --lengths lengths-{name} {ROOMY}" for name in LENGTHS_FILES if name not in ("gap",)),
@@ -78,12 +101,18 @@ SIMULATE = [
         f"simulate --lengths good.txt --model 550M-64K {options}"
         for options in (
             *("--policies nope", "--policies plain:nope", "--policies plain:adaptive:best:more"),
-            *("--gpus 7", "--gpus 0", "--tensor-parallel 3", "--context-parallel 7", "--steps 0"),
-            *("--pipeline-parallel 1000", f"--pipeline-parallel {HUGE}", "--schedule nope"),
-            *("--chunks 0", "--chunks 1000 --schedule Interleaved1F1B", "--checkpointing nope"),
-            *("--search --gpus 32 --tensor-parallel 2", "--search --gpus 0", "--search --search-seconds 0"),
-            *("--max-length 1", "--micro-batches 3", "--trace /nowhere/trace.json", "--report good.txt"),
-            *(f"--context-window {HUGE}", "--seed -1"),
+            *("--gpus 7", "--gpus 0", "--steps 0", "--chunks 2", "--trace /nowhere/trace.json"),
+            *("--search --gpus 0", "--search --search-seconds 0", "--report good.txt", "--offload 2"),
+            *("--attention nope", "--tensor-overlap -1", "--routing-imbalance 0"),
+            *("--parallelism.tensor_parallel_degree 3", "--parallelism.context_parallel_degree 7"),
+            *(
+                "--parallelism.pipeline_parallel_degree 1000",
+                f"--parallelism.pipeline_parallel_degree {HUGE}",
+            ),
+            *("--parallelism.pipeline_parallel_schedule nope", "--activation_checkpoint.class nope"),
+            "--search --gpus 32 --parallelism.tensor_parallel_degree 2",
+            *("--training.global_batch_size 3", f"--training.seq_len {HUGE}", "--wlb.corpus.seed -1"),
+            *("--wlb.packing.policy wlb --wlb.packing.max_length 1", "--training.seq_len many"),
         )
     ),
     *(f"simulate --lengths good.txt --cluster cluster-{name}" for name in CLUSTERS),

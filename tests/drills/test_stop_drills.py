@@ -31,8 +31,8 @@ def await_step(job, step: int) -> None:
 
 @pytest.mark.parametrize(
     ("number", "ranks", "status"),
-    [(signal.SIGTERM, [0, 1], 143), (signal.SIGTERM, [1], 143), (signal.SIGUSR1, [0], 75)],
-    ids=["SIGTERM", "SIGTERM-to-one-rank", "SIGUSR1-to-rank-0"],
+    [(signal.SIGTERM, [1], 143), (signal.SIGUSR1, [0, 0], 75)],
+    ids=["SIGTERM-to-one-rank", "SIGUSR1-by-scheduler-and-launcher"],
 )
 def test_a_signal_stops_all_ranks_after_the_same_step(ground, undisturbed, number, ranks, status):
     name = f"asked-{number.name}-{len(ranks)}"

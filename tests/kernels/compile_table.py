@@ -28,10 +28,12 @@ def figures() -> dict[str, list[int]]:
                 wanted[f"triton {which}|{name}|{'long' if long else 'short'}|{shape}"] = launch
     with pytest.MonkeyPatch.context() as patch:
         for dim in GLUON_HEAD_DIMS:
-            forward, backward = gluon_launches(dim, 8, patch)
+            forward, split = gluon_launches(dim, 8, patch)
+            packed = gluon_launches(dim, 8, patch, units=1)[1]
             rows = 64 * forward.kwargs["CONSUMERS"]
             wanted[f"gluon forward|{dim}|all|{rows} x 128"] = forward
-            wanted[f"gluon backward|{dim}|all|64 x 128"] = backward
+            wanted[f"gluon backward, packed|{dim}|all|64 x 128"] = packed
+            wanted[f"gluon backward, split|{dim}|all|64 x 128"] = split
     found = {}
     for name, report in zip(wanted, compile_all(list(wanted.values())), strict=True):
         assert not report.error and not report.warnings and not report.mismatches, (name, report)

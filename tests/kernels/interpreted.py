@@ -166,14 +166,16 @@ def test_shapes_as_shipped(dims, tma):
         done.append(configs)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-def test_sums_of_dq(dim):
+@pytest.mark.parametrize(("dim", "pack"), [(64, 1), (128, 2), (64, 8)])
+def test_sums_of_dq(dim, pack):
     """Of the Gluon backward: put back in order, scaled and rounded, without the rows past the end."""
-    q = torch.zeros(150, 3, dim, dtype=torch.float16)
-    want = torch.randn(150, 3, dim)
-    rows = torch.nn.functional.pad(want, (0, 0, 0, 0, 0, 42)).view(-1, 4, 2, 8, 3, 2, dim // 16, 4, 2)
-    sums = rows.permute(0, 4, 5, 6, 1, 3, 7, 2, 8).reshape(dq_sums.no_sums(q).shape)
-    torch.testing.assert_close(dq_sums.gradient(sums, q, 0.5), (0.5 * want).half())
+    q = torch.zeros(150, 3 * pack, dim, dtype=torch.float16)
+    want = torch.randn(150, 3 * pack, dim)
+    tokens = 64 // pack
+    blocks = torch.nn.functional.pad(want, (0, 0, 0, 0, 0, -150 % tokens)).view(-1, tokens, 3, pack, dim)
+    rows = blocks.transpose(1, 2).reshape(-1, 3, 4, 2, 8, 2, dim // 16, 4, 2)
+    sums = rows.permute(0, 1, 5, 6, 2, 4, 7, 3, 8).reshape(dq_sums.no_sums(q, pack).shape)
+    torch.testing.assert_close(dq_sums.gradient(sums, q, pack, 0.5), (0.5 * want).half())
 
 
 def test_op_runs_the_kernels_and_repeats_bit_for_bit():

@@ -26,20 +26,22 @@ SCALE = 0.1
 
 def statistics(dout, dlse, out, lse, pack):
     """triton_launch.row_statistics, whose kernel the interpreter checks."""
-    tokens = -(-out.shape[0] // 4) * 4
-    lse_log2, delta = torch.full((2, out.shape[1], tokens), torch.nan)
-    lse_log2[:, : out.shape[0]] = lse * math.log2(math.e)
-    delta[:, : out.shape[0]] = (out.float() * dout.float()).sum(-1).T
+    tokens, heads, _ = out.shape
+    lse_log2, delta = torch.full((2, heads // pack, -(-tokens * pack // 4) * 4), torch.nan)
+    each = (out.float() * dout.float()).sum(-1).T
     if dlse is not None:
-        delta[:, : out.shape[0]] -= torch.where(torch.isposinf(lse), 0.0, dlse)
+        each = each - torch.where(torch.isposinf(lse), 0.0, dlse)
+    for rows, values in ((lse_log2, lse * math.log2(math.e)), (delta, each)):
+        rows[:, : tokens * pack] = values.view(-1, pack, tokens).transpose(1, 2).flatten(1)
     return lse_log2, delta
 
 
-def gradient(sums, q, scale):
+def gradient(sums, q, pack, scale):
     """dq_sums.gradient, likewise."""
     tokens, heads, dim = q.shape
-    blocks = sums.view(-1, heads, 2, dim // 16, 4, 8, 4, 2, 2).permute(0, 4, 7, 5, 1, 2, 3, 6, 8)
-    return (blocks.reshape(-1, heads, dim)[:tokens] * scale).to(q.dtype)
+    blocks = sums.view(-1, heads // pack, 2, dim // 16, 4, 8, 4, 2, 2).permute(0, 4, 7, 5, 1, 2, 3, 6, 8)
+    rows = blocks.reshape(-1, 64 // pack, pack, heads // pack, dim).transpose(2, 3)
+    return (rows.reshape(-1, heads, dim)[:tokens] * scale).to(q.dtype)
 
 
 def run(
@@ -106,13 +108,24 @@ def changed_tiles(mutants) -> ModuleType:
 
 
 CASES = {
-    "ragged": (packed([150, 1, 77, 13, 12, 130]), (386, 383), (2, 1), (64, 64), {}),
-    "shard": (SHARD, (13, 12), (4, 2), (128, 128), {}),
+    "ragged": (packed([150, 1, 77, 13, 12, 130]), (386, 383), (4, 1), (64, 64), {"units": 1}),
+    "shard": (SHARD, (13, 12), (8, 2), (128, 128), {"units": 1}),
     "long": (packed([420, 40]), (461, 460), (2, 2), (128, 128), {}),
     "two_chunks": (CHUNKS, (200, 400), (2, 1), (64, 128), {}),
     "split_group": (packed([90, 30]), (120, 120), (8, 1), (64, 64), {"units": 8, "dtype": torch.float16}),
-    "window": (packed([330, 20, 61]), (411, 411), (2, 1), (64, 64), {"visibility": Visibility(window=70)}),
-    "not_causal": (packed([150, 40]), (190, 190), (1, 1), (64, 64), {"visibility": Visibility(causal=False)}),
+    "two_packs": (packed([70, 9, 3, 140]), (222, 222), (16, 1), (64, 64), {"units": 1}),
+    "three_packs": (packed([33, 100]), (133, 133), (12, 1), (64, 64), {"units": 1}),
+    "window": (
+        packed([330, 20, 61]),
+        (411, 411),
+        (4, 1),
+        (64, 64),
+        {"units": 1, "visibility": Visibility(window=70)},
+    ),
+    "not_causal": (
+        *(packed([150, 40]), (190, 190), (4, 1), (64, 64)),
+        {"units": 1, "visibility": Visibility(causal=False)},
+    ),
     "any_order": (packed([300, 40]), (340, 340), (2, 1), (64, 64), {"deterministic": False}),
     "padding": (packed([]), (70, 50), (1, 1), (64, 64), {}),
 }
@@ -137,14 +150,14 @@ def test_gluon_repeats_bit_for_bit(monkeypatch):
 
 def heads_first(line: str) -> tuple[str, str]:
     """The walk of a partition, over blocks and then heads, turned inside out."""
-    blocks, heads = "for i in range(steps):\n", "for head in range(first_head, first_head + heads):\n"
+    blocks, heads = "for i in range(blocks):\n", "for group in range(first_group, first_group + groups):\n"
     return f"{blocks}    {line}\n    {heads}", f"{heads}    {blocks}        {line}\n"
 
 
 HEADS_FIRST = (
-    heads_first("token = (block + steps - 1 - i) * QUERIES"),
-    heads_first("at = block + steps - 1 - i"),
-    ("place // heads", "place % steps"),
+    heads_first("row = (block + blocks - 1 - i) * ROWS  # in the packed order"),
+    heads_first("at = block + blocks - 1 - i"),
+    ("place // groups", "place % blocks"),
 )
 # In a tile, items in the order of their queries.
 QUERIES_FIRST = (("(-begin, haste, tile)", "(begin, tile)"),)
@@ -152,7 +165,7 @@ QUERIES_FIRST = (("(-begin, haste, tile)", "(begin, tile)"),)
 
 @pytest.mark.parametrize(
     ("lengths", "heads", "slow"),
-    [([129] * 9, 1, {"lists": QUERIES_FIRST}), ([384], 4, {"backward": HEADS_FIRST})],
+    [([129] * 9, 1, {"lists": QUERIES_FIRST}), ([384], 5, {"backward": HEADS_FIRST})],
     ids=["documents that share tiles", "heads that share keys"],
 )
 def test_turns_are_not_waited_for_in_a_row(monkeypatch, lengths, heads, slow):
@@ -226,7 +239,13 @@ BACKWARD_MUTANTS = {
     "turn not waited for": ('0, sem="acquire") != turn', '0, sem="acquire") == -1'),
     "turn passed on before the addition": (", wait_until_added(), sem", ", 1, sem"),
     "turn not passed on": (", wait_until_added(), sem", ", 0 * wait_until_added(), sem"),
-    "turns of another head": ("counter + head * counters + at, 0", "counter + first_head * counters + at, 0"),
+    "turns of another group": (
+        "counter + group * counters + at, 0",
+        "counter + (group ^ 1) * counters + at, 0",
+    ),
+    "rows are tokens": ("gl.arange(0, ROWS, layout=columns) // PACK", "gl.arange(0, ROWS, layout=columns)"),
+    "another pack's queries": ("heads = [row // PACK, group * PACK, 0]", "heads = [row // PACK, group, 0]"),
+    "sums of another group": ("(at * all_groups + group)", "(at * all_groups + (group ^ 1))"),
 }
 LIST_MUTANTS = {
     "keys after a partial tile not masked": (" & (t1[tile] - t0[tile] == block_n)", ""),
@@ -241,12 +260,13 @@ LIST_MUTANTS = {
 
 
 # Tiles of several blocks, two documents that share one, and a window; many tiles of one block on a single
-# program; and a document that ends within a tile and is followed by other keys, not causal.
+# program; a document that ends within a tile and is followed by other keys, not causal; two packs of heads.
 PARTIAL = torch.tensor([[0, 70, 0, 1100], [70, 10, 1100, 40]], dtype=torch.int32)
 MUTANT_CASES = (
     (packed([420, 165]), (585, 585), (2, 1), (64, 64), {"units": 3, "visibility": Visibility(window=230)}),
     (packed([128] * 4), (512, 512), (2, 1), (128, 128), {"units": 1}),
     (PARTIAL, (80, 1140), (1, 1), (64, 64), {"visibility": Visibility(causal=False)}),
+    (packed([70, 9, 60]), (139, 139), (8, 2), (64, 64), {"units": 2}),
 )
 
 

@@ -142,6 +142,7 @@ def test_forward_by_hand(replay):
     work = np.array([9.0, 8, 7, 6, 5, 4, 3])
     assert replay.to_and_fro(work, 3).tolist() == [9 + 4 + 3, 8 + 5, 7 + 6]
     assert replay.free_first(work, 3).tolist() == [0, 1, 2, 2, 1, 0, 0]
+    assert replay.free_first(work, 3, ahead=True).tolist() == [0, 1, 2, 0, 1, 2, 2]
 
 
 def test_orders_of_the_list(replay):

@@ -25,7 +25,7 @@ from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import LENGTH, PREFIX, TOTAL, ByPass
 from wlb_titan.runtime.imbalance import rank_imbalance
-from wlb_titan.simulator.slices import check_slices, parts, replica_graph
+from wlb_titan.simulator.replicas import check_slices, parts, replica_graph
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
 
@@ -180,7 +180,7 @@ def test_resumes_where_it_was_saved():
 def test_a_backward_pass_before_what_it_needs_is_refused():
     plan = planner([64, 50, 10, 10, 10]).next()
     packs = plan.replica(0)
-    (flow,) = plan.order
+    (flow,) = plan.flows
     assert check_slices(flow, packs) == last_needed(*packs.each(parts))
     assert check_slices(flow, packs)[0] > 0  # the first waits for slices of a document
     first, last = flow
@@ -233,7 +233,7 @@ def test_as_much_is_in_flight_as_with_full_checkpointing():
     asymmetric = simulated_job(degrees=Degrees(pipeline=2))
     full = replace(asymmetric, packing=replace(asymmetric.packing, asymmetric=False))
     token = TokenBytes.of(asymmetric.model, asymmetric.degrees, asymmetric.memory)
-    (first, last), (other, _) = (whole.sliced_memory(WINDOW) for whole in (asymmetric, full))
+    (first, last), (other, _) = (whole.fitting.document(WINDOW) for whole in (asymmetric, full))
     # Each stage has two layers; token ids are there for both passes.
     assert first.activations == round(2 * WINDOW * token.inputs + first.tokens * token.hidden)
     assert last.activations == round(2 * WINDOW * token.inputs + last.tokens * 3 * token.hidden)

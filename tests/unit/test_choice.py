@@ -8,11 +8,13 @@ import pytest
 
 from wlb_titan import plugins
 from wlb_titan.context import STRATEGIES
+from wlb_titan.cost.cluster import Link
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
-from wlb_titan.job import Job, Policy
+from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
+from wlb_titan.policies import Policy
 from wlb_titan.simulator.choice import choose, predicted
 from wlb_titan.simulator.scenario import Scenario
 
@@ -45,6 +47,16 @@ def test_all_policies_of_both_families_are_compared(job, choice):
 def test_it_is_never_predicted_to_be_slower_than_plain(choice):
     speeds = {one.policy: one.flops_per_second for one in choice.candidates}
     assert speeds[choice.job.policy] == max(speeds.values()) > 1.1 * speeds[Policy("plain", "per_sequence")]
+
+
+def test_what_travels_is_weighed(job):
+    """Over a slow network it is decided by what has to travel: of short documents nothing."""
+    slow = job.on(replace(job.cluster, gpus_per_node=1, network=Link(1e10, 1e-5)))
+    slow = replace(slow, degrees=Degrees(context=4, pipeline=2), micro_batches=8)
+    for longest, best in ((1024, "hybrid"), (16384, "ulysses")):
+        short = Documents(lengths=LENGTHS.clip(max=longest), seed=0)
+        choice = choose(slow.under(Policy("wlb_lazy", "auto")), short)
+        assert choice.job.policy.sharding == best
 
 
 def test_a_section_that_names_a_policy_keeps_it(job):

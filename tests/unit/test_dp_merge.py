@@ -24,11 +24,11 @@ from wlb_titan.packing.slim.dp_merge import (
     numbers_of_packs,
     shares,
 )
-from wlb_titan.packing.slim.slices import replica_passes, sliced_document
+from wlb_titan.packing.slim.slices import sliced_document
 from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.plan import ID, LENGTH, PREFIX, START, TOTAL
-from wlb_titan.simulator.passes import planned_times, transfer_seconds
-from wlb_titan.simulator.slices import check_slices, replicas_of
+from wlb_titan.simulator.planned import planned_times, transfer_seconds
+from wlb_titan.simulator.replicas import check_slices, replica_memory, replicas_of
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
 
@@ -116,9 +116,9 @@ def test_ranks_with_nothing_else_fill_all_their_packs():
 def run_all(plan, stages_of_rank):
     """Runs the passes of all ranks of the job; a shared pass only where all of its sharers are about to."""
     queues = {
-        (dp, pp): list(actions) for dp, flow in enumerate(plan.order) for pp, actions in enumerate(flow)
+        (dp, pp): list(actions) for dp, flow in enumerate(plan.flows) for pp, actions in enumerate(flow)
     }
-    stages = stages_of_rank * len(plan.order[0])
+    stages = stages_of_rank * len(plan.flows[0])
     done = set()
 
     def needed(dp, action):
@@ -195,9 +195,9 @@ def test_plans_have_every_token_once_and_ranks_meet(lengths, data_parallel, cont
         assert all(upto == total for (_, _, total), upto in seen.items())
         assert plan.tokens == sum(seen.values()) == plan.document_lengths.sum()
         assert plan.delay == 0
-        kinds = [[[(a.kind, a.stage) for a in rank] for rank in flow] for flow in plan.order]
+        kinds = [[[(a.kind, a.stage) for a in rank] for rank in flow] for flow in plan.flows]
         assert all(other == kinds[0] for other in kinds)
-        for rank, flow in enumerate(plan.order):
+        for rank, flow in enumerate(plan.flows):
             check_slices(flow, plan.replica(rank))
         assert run_all(plan, chunks)
 
@@ -352,8 +352,8 @@ def test_auto_shares_where_that_is_predicted_to_be_faster():
 def test_every_rank_of_the_group_holds_all_keys_and_a_share_of_the_activations():
     made, (plan,) = predicted(ALWAYS, memory=NONE, degrees=Degrees(shard=4))
     alone, (other,) = predicted(NEVER, memory=NONE, degrees=Degrees(shard=4))
-    (shared,) = made.peak_memory(replica_passes(plan, 0))
-    peaks = [alone.peak_memory(replica_passes(other, rank))[0] for rank in range(4)]
+    (shared,) = replica_memory(made, plan, 0)
+    peaks = [replica_memory(alone, other, rank)[0] for rank in range(4)]
     whole = max(peaks, key=lambda one: one.cache)
     prefix = max(m.slices[:, PREFIX].max() for m in plan.of_rank(0) if m.merged)
     token = made.token_bytes

@@ -101,26 +101,29 @@ def test_merged_segments_are_counted_as_the_kernels_merge_them(longest, error, w
     assert unmerged[0] > 1.2 * counted[0] or longest == 900
 
 
-def steps_of(segments: np.ndarray, keys: int, window: int | None = None) -> tuple[int, int]:
-    """Items, of a tile of keys and a segment, and steps of 64 queries, as the kernels list them."""
+def steps_of(
+    segments: np.ndarray, keys: int, window: int | None = None, queries: int = 64
+) -> tuple[int, int]:
+    """Items, of a tile of keys and a segment, and steps of so many queries, as the kernels list them."""
     tiles = pytest.importorskip("wlb_titan.kernels.tiles")
     lists = tiles.key_tiles(
-        segments, keys, tiles.Visibility(window=window), tokens=64, block_n=128, turn_rows=64
+        segments, keys, tiles.Visibility(window=window), tokens=queries, block_n=128, turn_rows=queries
     )
-    return len(lists.items), int(tiles.steps(lists, 64).sum())
+    return len(lists.items), int(tiles.steps(lists, queries).sum())
 
 
+@pytest.mark.parametrize("queries", [64, 8])
 @pytest.mark.parametrize("window", [None, 700])
 @pytest.mark.parametrize("policy", ["per_sequence", "per_document"])
-def test_tiles_of_keys_are_walked_as_the_kernels_do(policy, window):
+def test_tiles_of_keys_are_walked_as_the_kernels_do(policy, window, queries):
     """On average over where segments begin; long ones have tiles of their own."""
     lengths = np.random.default_rng(0).integers(3000, 30000, 12)
     total = -(-lengths.sum() // 8) * 8
     counted, listed = np.zeros(2), np.zeros(2)
     for shard in planning.shard(policy, lengths, total, 4, hopper(128, 1))[1]:
         segments = context.segments(shard, lengths)
-        counted += KeyTiling(64, 128, 1024).count(segments[:, 1], segments[:, 3], window)[:2].sum(axis=1)
-        listed += steps_of(segments, int(lengths.sum()), window)
+        counted += KeyTiling(queries, 128, 1024).count(segments[:, 1], segments[:, 3], window)[:2].sum(axis=1)
+        listed += steps_of(segments, int(lengths.sum()), window, queries)
     assert counted == pytest.approx(listed, rel=0.02)
 
 

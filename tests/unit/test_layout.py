@@ -12,7 +12,7 @@ ROOMS = (
     *("errors", "plugins", "plan", "timeline"),
     *("documents", "pipeline", "cost"),
     *("context", "memory", "packing"),
-    *("balancing", "planner", "job", "summary"),
+    *("balancing", "planner", "policies", "job", "summary"),
     *("simulator", "corpus", "config"),
     *("runtime", "commands"),
 )
@@ -25,7 +25,7 @@ MAY_USE = {
     "config": {"tomli"},
     "runtime": {"torch", "torchtitan", "numpy", "click", "tokenizers", "wlb_titan.kernels"},
     "commands": {
-        *("torch", "numpy", "tomli", "click", "rich", "matplotlib", "tokenizers"),
+        *("torch", "numpy", "tomli", "click", "rich", "vl_convert", "tokenizers"),
         *("wlb_titan.kernels", "wlb_titan.launch"),
     },
 }
@@ -38,7 +38,7 @@ name, it is loaded where it trains, and planning imports no torch."""
 THIRD_PARTY = {
     *("torch", "triton", "numpy", "scipy", "torchtitan", "torchx", "datasets", "tokenizers", "pyarrow"),
     "transformers",
-    *("click", "rich", "tomli", "matplotlib", "highspy", "pandas", "wlb_titan"),
+    *("click", "rich", "tomli", "vl_convert", "highspy", "pandas", "wlb_titan"),
 }
 
 

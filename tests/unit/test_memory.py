@@ -5,7 +5,7 @@ import pytest
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.fits import USABLE, longest_that_fits, peak_memory
+from wlb_titan.memory.fits import USABLE, Fitting, peak_memory
 from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.packs import Passes
 from wlb_titan.memory.peak import GIB, MemoryJob, weighted_tokens
@@ -153,11 +153,11 @@ def test_the_longest_micro_batch_that_fits():
     def memory(length):
         return peak_memory(job, Passes.of([length]))[0].total
 
-    assert longest_that_fits(job, 1, 1024, 32, memory(2 * 1024)) == 2 * 1024  # never more
-    assert longest_that_fits(job, 1, 1024, 32, USABLE * memory(1024)) is None  # no room is left
+    assert Fitting(job, 1024, 1, 32, memory(2 * 1024)).longest == 2 * 1024  # never more
+    assert Fitting(job, 1024, 1, 32, USABLE * memory(1024)).longest is None  # no room is left
     for windows in (1.0, 1.3, 1.77):
         usable = memory(int(windows * 1024))
-        longest = longest_that_fits(job, 1, 1024, 32, usable)
+        longest = Fitting(job, 1024, 1, 32, usable).longest
         assert longest % 32 == 0 and memory(longest) <= usable < memory(longest + 32)
 
 

@@ -81,11 +81,11 @@ def test_the_default_of_max_length_is_what_is_predicted_to_fit(loaded):
 
     job = loaded(PIPELINE)
     window = job.window
-    enough = max(rank.total for rank in job.peak_memory(Passes.of([2 * window] * 8))) / USABLE + GIB
+    enough = max(rank.total for rank in job.fitting.peak(Passes.of([2 * window] * 8))) / USABLE + GIB
     assert bounded(enough) == bounded(4 * enough) == 2 * window
     between = bounded(0.8 * enough)
     assert window < between < 2 * window
-    assert max(rank.total for rank in job.peak_memory(Passes.of([between] * 8))) <= USABLE * 0.8 * enough
+    assert max(rank.total for rank in job.fitting.peak(Passes.of([between] * 8))) <= USABLE * 0.8 * enough
     user = PIPELINE + f"max_length = {window + 4096}\n"
     assert bounded(0.8 * enough, user) == window + 4096
     assert bounded(0.8 * enough, PIPELINE.replace('"wlb"', '"plain"')) == window

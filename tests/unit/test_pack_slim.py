@@ -20,14 +20,14 @@ from wlb_titan.job import Job
 from wlb_titan.memory.fits import USABLE_IN_SLICES
 from wlb_titan.packing.policy import PackingJob
 from wlb_titan.packing.slim.dp_merge import shares
-from wlb_titan.packing.slim.micropacks import Bins, micropacks, place_greedily
+from wlb_titan.packing.slim.micropacks import Slots, micropacks, place_greedily
 from wlb_titan.packing.slim.micropacks_milp import SolvedPlacing
-from wlb_titan.packing.slim.slices import PrefixWork, kind, replica_passes
+from wlb_titan.packing.slim.slices import PrefixWork, kind
 from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import DELAY, ID, LENGTH, PREFIX, START, TOTAL
-from wlb_titan.simulator.slices import check_slices
+from wlb_titan.simulator.replicas import check_slices, replica_memory
 
 COST = cost_model("quadratic:1,40", None)
 WINDOW = 64
@@ -50,7 +50,7 @@ def planner(lengths, micro_batches=4, *, pipeline=2, seed=7, fingerprint="corpus
 def solver(time_limit, gap):
     """Only its placing."""
     solve = SolvedPlacing(time_limit, gap)
-    return lambda bins, works: solve(bins, works)[0]
+    return lambda slots, works: solve(slots, works)[0]
 
 
 def work(length):
@@ -106,13 +106,13 @@ def test_micropacks_hold_every_token_once_and_slices_lead(lengths, count, grain,
         assert places == list(range(places[0], places[-1] + 1))
 
 
-def lowest_level(bins, works):
+def lowest_level(slots, works):
     """Every placing tried."""
     best = np.inf
-    for placed in itertools.product(range(len(bins.size)), repeat=len(works)):
-        beside = np.bincount(np.array(placed, dtype=int), works, len(bins.size))
-        level = (bins.work + beside) / bins.size
-        if (beside < level)[bins.size > 1].all():
+    for placed in itertools.product(range(len(slots.size)), repeat=len(works)):
+        beside = np.bincount(np.array(placed, dtype=int), works, len(slots.size))
+        level = (slots.work + beside) / slots.size
+        if (beside < level)[slots.size > 1].all():
             best = min(best, level.max())
     return best
 
@@ -126,13 +126,13 @@ def lowest_level(bins, works):
 def test_placing_against_every_placing(cut, alone, works):
     if not cut and not alone:
         alone = 1
-    bins = Bins(np.array([w for w, _ in cut] + [0.0] * alone), np.array([k for _, k in cut] + [1] * alone))
+    slots = Slots(np.array([w for w, _ in cut] + [0.0] * alone), np.array([k for _, k in cut] + [1] * alone))
     works = np.array(sorted(works, reverse=True), dtype=float)
-    best = lowest_level(bins, works)
-    (solved, gap), greedy = SolvedPlacing(5.0, 0.0)(bins, works), place_greedily(bins, works)
+    best = lowest_level(slots, works)
+    (solved, gap), greedy = SolvedPlacing(5.0, 0.0)(slots, works), place_greedily(slots, works)
 
     def level(placed):
-        return ((bins.work + np.bincount(placed, works, len(bins.size))) / bins.size).max()
+        return ((slots.work + np.bincount(placed, works, len(slots.size))) / slots.size).max()
 
     if solved is None:
         assert best == np.inf
@@ -174,10 +174,10 @@ def test_all_data_parallel_ranks_run_the_same_kinds_of_passes_at_the_same_places
     job = planner(lengths, micro_batches=6, data_parallel=3, pipeline=pipeline)
     for _ in range(3):
         plan = job.next()
-        kinds = [[[(a.kind, a.stage) for a in rank] for rank in flow] for flow in plan.order]
+        kinds = [[[(a.kind, a.stage) for a in rank] for rank in flow] for flow in plan.flows]
         assert kinds[0] == kinds[1] == kinds[2]
-        assert any(flow != plan.order[0] for flow in plan.order)
-        for rank, flow in enumerate(plan.order):
+        assert any(flow != plan.flows[0] for flow in plan.flows)
+        for rank, flow in enumerate(plan.flows):
             check_slices(flow, plan.replica(rank))
             PipelineGraph(PipelineShape("1F1B", pipeline), 6, flow)
 
@@ -185,7 +185,7 @@ def test_all_data_parallel_ranks_run_the_same_kinds_of_passes_at_the_same_places
 def test_without_a_pipeline_a_document_goes_backward_as_soon_as_it_can():
     slim = Slim.Config(micropacks=4)
     plan = planner([64, 64, 5, 5], micro_batches=2, seed=None, pipeline=1, slim=slim).next()
-    (actions,) = plan.order[0]
+    (actions,) = plan.flows[0]
     assert [f"{a.kind}{a.place}" for a in actions] == ["F0", "F1", "B1", "B0", "F2", "F3", "B3", "B2"]
 
 
@@ -276,8 +276,8 @@ def test_resumes_where_it_was_saved():
 
 def test_ranks_order_their_own_passes_only():
     lengths = [64, 10, 10, 10, 20, 20]
-    assert [bool(flow) for flow in planner(lengths, data_parallel=2).next(sharded=[1]).order] == [False, True]
-    assert [bool(flow) for flow in planner(lengths, data_parallel=2).next().order] == [True, True]
+    assert [bool(flow) for flow in planner(lengths, data_parallel=2).next(sharded=[1]).flows] == [False, True]
+    assert [bool(flow) for flow in planner(lengths, data_parallel=2).next().flows] == [True, True]
 
 
 def test_auto_takes_more_packs_where_they_shrink_the_bubble():
@@ -292,7 +292,7 @@ def test_auto_takes_more_packs_where_they_shrink_the_bubble():
 def in_flight(plan):
     """Tokens that the first pipeline rank has in flight at most."""
     lengths = np.array([m.length for m in plan.of_rank(0)])
-    passes = [lengths[place] if kind == "F" else -lengths[place] for kind, _, place in plan.order[0][0]]
+    passes = [lengths[place] if kind == "F" else -lengths[place] for kind, _, place in plan.flows[0][0]]
     return np.cumsum(passes).max()
 
 
@@ -300,7 +300,7 @@ def seconds(plan):
     work = np.array([[m.workload] for m in plan.of_rank(0)])
     shape = PipelineShape("1F1B", 2)
     times = PassTimes.equal_stages(work / 3, work * 2 / 3, shape)
-    return PipelineGraph(shape, len(work), plan.order[0]).ends(times).max()
+    return PipelineGraph(shape, len(work), plan.flows[0]).ends(times).max()
 
 
 def test_least_has_fewer_tokens_in_flight_for_hardly_more_time():
@@ -342,7 +342,7 @@ def test_a_step_that_does_not_fit_is_packed_again_with_more_packs():
     def planned(usable):
         memory = usable / USABLE_IN_SLICES
         plans = made.on(replace(CLUSTER, memory=memory)).plans(documents, 8)
-        peaks = [made.peak_memory(replica_passes(plan, 0))[0].total for plan in plans]
+        peaks = [replica_memory(made, plan, 0)[0].total for plan in plans]
         return peaks, [len(plan.micro_batches) for plan in plans]
 
     peaks, packs = planned(1e12)
@@ -356,7 +356,7 @@ def test_a_step_that_does_not_fit_is_packed_again_with_more_packs():
         micro_batches=4,
         cost_model=COST,
         longest=WINDOW,
-        peak=lambda passes: made.peak_memory(passes)[0],
+        peak=lambda passes: made.fitting.peak(passes)[0],
         usable=1.0,
     )
     with pytest.raises(PlanError, match=r"Step 1 does not fit .* needs at least:\npipeline rank 0"):

@@ -58,8 +58,10 @@ def planned(tmp_path, *options):
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("\n".join(map(str, np.random.default_rng(1).integers(5, 256, 4000))) + "\n")
     output = tmp_path / "plan.jsonl"
-    words = ["--context-window", "256", "--micro-batches", "16", "--data-parallel", "2", "--steps", "5"]
-    words += ["--cost-model", "quadratic:1,10", "--pipeline-parallel", "2", "--output", str(output)]
+    words = ["--training.seq_len", "256", "--training.local_batch_size", "8", "--steps", "5"]
+    words += ["--parallelism.data_parallel_shard_degree", "2", "--parallelism.pipeline_parallel_degree", "2"]
+    words += ["--parallelism.context_parallel_degree", "1", "--wlb.packing.cost_model", "quadratic:1,10"]
+    words += ["--output", str(output)]
     result = CliRunner().invoke(main, ["plan", "--lengths", str(lengths), *words, *options])
     assert result.exit_code == 0, result.output
     plans = [json.loads(line) for line in output.read_text().splitlines()]
@@ -74,9 +76,9 @@ def planned(tmp_path, *options):
 
 @pytest.mark.parametrize("policy", ["plain", "wlb_lazy"])
 def test_the_order_of_a_plan(tmp_path, policy):
-    as_packed = planned(tmp_path, "--policy", policy)
+    as_packed = planned(tmp_path, "--wlb.packing.policy", policy)
     for order in ORDERS.names[1:]:
-        ordered = planned(tmp_path, "--policy", policy, "--order", order)
+        ordered = planned(tmp_path, "--wlb.packing.policy", policy, "--wlb.pipeline.order", order)
         assert {key: sorted(run) for key, run in ordered.items()} == {
             key: sorted(run) for key, run in as_packed.items()
         }

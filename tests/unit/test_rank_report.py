@@ -1,12 +1,11 @@
-"""The ranks in `wlb-titan plan`: its table, and the heat map of the report."""
+"""The ranks in `wlb-titan plan`: its rows, and the heat maps of the page."""
 
-import io
+import json
 
 import numpy as np
 import pytest
-from rich.console import Console
 
-from wlb_titan.commands.rank_report import rank_heat_map, rank_table, rank_times
+from wlb_titan.commands.report.ranks import heat_maps, rank_rows, rank_times
 from wlb_titan.context import STRATEGIES
 from wlb_titan.cost.attention_hopper import hopper
 from wlb_titan.cost.degrees import Degrees
@@ -47,24 +46,18 @@ def test_every_policy_is_predicted_on_every_micro_batch(times):
     assert by_policy["per_document"].imbalances.max() < 1.15
 
 
-def test_the_table_has_a_row_for_each_policy(times):
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(rank_table(times, JOB))
-    text = console.export_text()
-    assert all(policy in text for policy in STRATEGIES.candidates)
-    assert f"{times[0].slowest * 1e3:.3f} ms" in text
-    assert "1.000x" in text
-    assert LATENCY.source in text
+def test_a_row_for_each_policy(times):
+    rows = rank_rows(times, JOB)
+    assert [row["sharding"] for row in rows] == list(STRATEGIES.candidates)
+    assert rows[0]["slowest rank"] == f"{times[0].slowest * 1e3:.3f} ms" and rows[0]["speedup"] == "1.000x"
 
 
-def test_the_heat_map_shows_ranks_relative_to_their_micro_batch(times):
-    pytest.importorskip("matplotlib")
-    figure = rank_heat_map(times)
-    figure.draw_without_rendering()
-    images = [axis.get_images()[0] for axis in figure.axes if axis.get_images()]
-    assert len(images) == len(STRATEGIES.candidates)
-    for image, one in zip(images, times, strict=True):
-        shown = np.asarray(image.get_array())
-        assert shown.shape == (4, 6)
-        np.testing.assert_allclose(shown.mean(axis=0), 1.0)
-        np.testing.assert_allclose(shown.max(axis=0), one.imbalances)
+def test_the_heat_maps_show_ranks_relative_to_their_micro_batch(times):
+    charts = [json.loads(one[one.index("{") : one.rindex("}") + 1]) for one in heat_maps(times)]
+    assert len(charts) == len(STRATEGIES.candidates)
+    for chart, one in zip(charts, times, strict=True):
+        shown = np.zeros((6, 4))
+        for cell in chart["data"]["values"]:
+            shown[cell["micro-batch"], cell["rank"]] = cell["over mean"]
+        np.testing.assert_allclose(shown.mean(axis=1), 1.0, atol=1e-4)
+        np.testing.assert_allclose(shown.max(axis=1), one.imbalances, atol=1e-4)

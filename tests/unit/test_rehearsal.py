@@ -107,7 +107,7 @@ def test_the_report_the_table_and_the_policies(forked_ranks, job, tmp_path):
             assert seconds >= max(own) * (1 - 1e-9)
     assert "all 8 passes" in result.stdout and "±" in result.stdout
     page = (tmp_path / "report.html").read_text()
-    assert "rehearsed" in page and "<svg" in page
+    assert "plain:per_sequence, rehearsed: " in page and 'class="answer">' in page
 
 
 def test_what_does_not_fit_is_said_in_the_predictions_words(forked_ranks, job):

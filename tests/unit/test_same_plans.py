@@ -160,7 +160,7 @@ def configuration(file, words=()):
 
 
 def documents(config):
-    from wlb_titan.runtime.job import training_documents
+    from wlb_titan.runtime.data.corpus import training_documents
 
     return training_documents(config.wlb)
 

@@ -5,15 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from wlb_titan.cost.cluster import load_cluster
+from wlb_titan.cost.cluster import Link, load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
-from wlb_titan.job import Job, Policy
+from wlb_titan.job import Job
 from wlb_titan.memory.fits import USABLE
 from wlb_titan.memory.packs import Passes
 from wlb_titan.memory.settings import MemorySettings
+from wlb_titan.policies import Policy
 from wlb_titan.simulator import search as searching
 from wlb_titan.simulator.scenario import Scenario, network_sensitivity
 from wlb_titan.simulator.search import at_degrees, candidates, degrees_of, search
@@ -78,6 +79,20 @@ def test_what_is_not_planned_could_not_win(scenario, monkeypatch):
     assert quick.found[0].tokens_per_second == full.found[0].tokens_per_second
 
 
+def test_nothing_is_faster_than_the_bound_by_which_it_is_planned(scenario, monkeypatch):
+    """Under `hybrid` nothing may travel, whatever the sharding is with which the search began."""
+    job = scenario.job
+    slow = job.on(replace(job.cluster, gpus_per_node=1, network=Link(2e9, 1e-5)))
+    short = replace(scenario.documents, lengths=scenario.documents.lengths.clip(max=4096))
+    apart = Scenario(slow, short)
+    monkeypatch.setattr(searching, "LEAST", 10**6)
+    found = search(apart, 4, [Policy("wlb_lazy", "hybrid")], steps=1).found
+    window = searching._average_window(apart)
+    bounds = [searching._if_balanced(replace(one.job, sharding=slow.sharding), window) for one in found]
+    assert all(one.tokens_per_second <= most for one, most in zip(found, bounds, strict=True))
+    assert any(one.job.degrees.context > 1 for one in found)
+
+
 def test_what_there_is_no_time_for_is_counted(scenario):
     asked = []
 
@@ -108,16 +123,16 @@ def test_experts_are_spread_over_powers_of_two(scenario):
 
 def test_micro_batches_are_as_long_as_memory_allows(scenario):
     def longest(memory):
-        return scenario.job.on(replace(scenario.job.cluster, memory=memory)).longest_that_fits
+        return scenario.job.on(replace(scenario.job.cluster, memory=memory)).fitting.longest
 
-    assert scenario.job.longest_that_fits == 2 * 16384
+    assert scenario.job.fitting.longest == 2 * 16384
     assert longest(scenario.job.cluster.memory / 100) is None
     # It is what a policy packs by, if the user has set no bound.
     each = scenario.job.replica_micro_batches
     passes = Passes.of([int(1.5 * 16384)] * each)
-    memory = max(rank.total for rank in scenario.job.peak_memory(passes)) / USABLE
+    memory = max(rank.total for rank in scenario.job.fitting.peak(passes)) / USABLE
     small = scenario.on(scenario.job.on(replace(scenario.job.cluster, memory=memory)))
-    bound = small.job.longest_that_fits
+    bound = small.job.fitting.longest
     assert bound == longest(memory) == int(1.5 * 16384)
     assert max(m.length for plan in small.plans(LAZY, 2) for m in plan.micro_batches) <= bound
 

@@ -15,8 +15,10 @@ from wlb_titan.commands.main import main
 from wlb_titan.commands.simulate_toml import write_winner
 from wlb_titan.corpus.prepare import prepare_corpus
 from wlb_titan.corpus.settings import PrepareSettings
-from wlb_titan.job import Policy
+from wlb_titan.cost.hugging_face import read_config
+from wlb_titan.cost.models import PAPER_DEGREES
 from wlb_titan.memory.peak import layers_of_stages
+from wlb_titan.policies import Policy
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 from wlb_titan.runtime.models.load import load_config
 from wlb_titan.simulator.scenario import Scenario
@@ -43,7 +45,7 @@ def run(*arguments):
     return CliRunner().invoke(main, ["simulate", *map(str, arguments)])
 
 
-SMALL = ["--model", "550M-64K", "--context-window", 16384, "--steps", 2]
+SMALL = ["--model", "550M-64K", "--training.seq_len", 16384, "--steps", 2]
 
 
 def test_table_report_and_timeline(lengths, tmp_path):
@@ -59,8 +61,9 @@ def test_table_report_and_timeline(lengths, tmp_path):
     ]
     assert rows[0][-2:] == ["1.000x", "1.000x"]
     page = (tmp_path / "out" / "report.html").read_text()
-    assert page.count("<svg") == 4
-    assert not re.search(r"(src|href)=\"(?!#)", page.replace("xlink:href", "href"))
+    assert page.count('<div class="chart">') == 2 + 3 * 4
+    assert re.search(r'class="answer">\S+ does [\d.]+x ±[\d.]+ the FLOPs a second of plain:', page)
+    assert 'data-label="slow net"' in page and "half as fast" in page, "words are explained where they stand"
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert {event["name"] for event in events if event["ph"] == "X"} >= {"F0", "B0"}
 
@@ -126,7 +129,7 @@ def test_the_winner_of_a_search_is_a_file_that_trains(config, tmp_path):
         "--search",
         "--gpus",
         8,
-        "--micro-batches",
+        "--training.global_batch_size",
         8,
         "--policies",
         "plain,wlb_lazy:hybrid:best",
@@ -146,14 +149,16 @@ def test_the_winner_of_a_search_is_a_file_that_trains(config, tmp_path):
 
 
 def test_every_pipeline_that_is_searched_can_be_written(config, tmp_path):
-    job, documents = load_job(config, {"micro_batches": 8, "search": True}, lambda row: row)
-    scenario = Scenario(replace(job, model=replace(job.model, layers=4)), documents)
+    words = [str(config), "--training.global_batch_size", "8"]
+    asked = load_job(words, lengths=None, model="")
+    model = replace(asked.job.model, layers=4)
+    scenario = Scenario(replace(asked.job, model=model), asked.documents)
     piped = [each for each in candidates(scenario.job, 2) if each.degrees.pipeline == 2]
     prediction = scenario.on(piped[0]).predict(Policy("plain"), 2)
     assert {each.schedule for each in piped} >= {"1F1B", "Interleaved1F1B"}
     for number, each in enumerate(piped):
         path = tmp_path / f"{number}.toml"
-        write_winner(path, config, Search([Found(each, each.policy, prediction)], None, 0, 0, 0))
+        write_winner(path, asked, Search([Found(each, each.policy, prediction)], None, 0, 0, 0))
         text = path.read_text()
         assert f'pipeline_parallel_schedule = "{each.schedule}"' in text
 
@@ -178,11 +183,62 @@ def test_what_the_simulator_is_told_besides():
         assert result.exit_code == 0, result.output
         return float(re.search(r"plain:per_sequence\s+(\S+)", result.output)[1])
 
+    nothing = ("--activation_checkpoint", "none")
     assert step("--tensor-overlap", 1) < step()
     assert step("--attention", "flash_attention_3") < step("--attention", "flash_attention_2")
-    assert step("--checkpointing", "none", "--offload", 1) >= step("--checkpointing", "none")
-    refused = run("--lengths", "code", *SMALL, "--expert-parallel", 2)
+    assert step(*nothing, "--offload", 1) >= step(*nothing)
+    refused = run("--lengths", "code", *SMALL, "--parallelism.expert_parallel_degree", 2)
     assert refused.exit_code == 2 and "a layer has 0 experts" in refused.stderr
+
+
+@pytest.mark.parametrize("row", PAPER_DEGREES)
+def test_a_row_of_table_1_is_the_job_of_its_file(row):
+    file = Path(__file__).parents[2] / f"train_configs/llama2_{row.lower().replace('-', '_')}.toml"
+    words = ["--training.seq_len", "65536", "--wlb.packing.policy", "wlb"]
+    by_name = load_job(words, lengths="web", model=row)
+    by_file = load_job([str(file), *words], lengths="web", model="")
+    model = by_file.job.model
+    assert model.projections == by_name.job.model.attention_weights
+    assert by_name.job == replace(by_file.job, model=replace(model, projections=None))
+
+
+def test_an_override_chooses_what_is_compared():
+    result = run("--lengths", "web", *SMALL, "--wlb.packing.policy", "wlb_lazy")
+    assert re.findall(r"^ +(\w+:\w+)", result.stdout, re.M) == ["plain:per_sequence", "wlb_lazy:per_sequence"]
+
+
+LLAMA3_8B = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "num_hidden_layers": 32, "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}  # fmt: skip
+
+
+def test_a_published_model_by_its_config(tmp_path):
+    published = tmp_path / "config.json"
+    published.write_text(json.dumps(LLAMA3_8B))
+    words = ["--lengths", "web", "--search", "--gpus", 8, "--steps", 1, "--policies", "wlb_lazy:hybrid"]
+    words += ["--training.seq_len", 32768]
+    megatron = run(published, *words, "--write", "megatron")
+    assert "--num-query-groups 8\n" in megatron.stdout and "--seq-length 32768\n" in megatron.stdout
+    result = run(published, *words, "--write", tmp_path / "best.toml")
+    assert result.exit_code == 0, result.output
+    config = load_config(tmp_path / "best.toml", world_size=8).config
+    model = job_of(config, parallel_dims(config, 8)).model
+    assert replace(model, projections=None) == read_config(published)[0]
+    degree = config.parallelism.context_parallel_degree
+    assert f"--context-parallel-size {degree}\n" in megatron.stdout
+    for change, message in (
+        ({"model_type": "gpt2"}, "'gpt2', of which the sizes are not read"),
+        ({"hidden_size": None}, "a size is missing or is no number"),
+        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window is set"),
+    ):
+        published.write_text(json.dumps(LLAMA3_8B | change))
+        refused = run(published, "--lengths", "web")
+        assert refused.exit_code == 2 and message in " ".join(refused.stderr.split()), refused.output
+    published.write_text(json.dumps(LLAMA3_8B | {"num_hidden_layers": 30}))
+    unknown = run(published, *words, "--write", tmp_path / "other.toml")
+    assert unknown.exit_code == 2 and "no base of this model's sizes" in " ".join(unknown.stderr.split())
 
 
 def test_lengths_take_the_place_of_a_configurations_corpus(config):
@@ -194,7 +250,7 @@ def test_lengths_take_the_place_of_a_configurations_corpus(config):
 def test_predictions_beyond_the_measured_range_say_so(tmp_path):
     path = tmp_path / "long.txt"
     path.write_text("262144\n" * 64)
-    result = run("--lengths", path, "--steps", 1, "--policies", "plain", "--context-window", "262144")
+    result = run("--lengths", path, "--steps", 1, "--policies", "plain", "--training.seq_len", "262144")
     assert "up to 131,072 keys" in result.output and "these times are extrapolated" in result.output
 
 
@@ -206,17 +262,19 @@ def test_predictions_beyond_the_measured_range_say_so(tmp_path):
         (["--lengths", "L", "--policies", "wlb:best"], "no sharding policy is called 'best'"),
         (["--lengths", "L", "--cluster", "tpu"], "cluster file tpu cannot be read"),
         (["--lengths", "L", "--gpus", "100"], "is 64 GPUs, and the job has 100"),
-        (["--lengths", "L", "--tensor-parallel", "5"], "32 heads cannot be divided"),
-        (["--lengths", "L", "--schedule", "Mine", *map(str, SMALL)], "'Mine'"),
+        (["--lengths", "L", "--parallelism.tensor_parallel_degree", "5"], "32 heads cannot be divided"),
+        (["--lengths", "L", "--parallelism.pipeline_parallel_schedule", "Mine"], '"Mine": no schedule'),
+        (["--lengths", "L", "--tensor-parallel", "4"], "-- --parallelism.tensor_parallel_degree VALUE"),
         (["--lengths", "L", "--model", "8B-64K"], "no model '8B-64K'"),
         (["--lengths", "L", "--write", "x.toml"], "add --search"),
         (["--lengths", "L", "--search", "--write", "x.toml"], "name the TOML file that the new"),
-        (["x.toml", "--search", "--max-length", "4096", "--write", "y.toml"], "what --max-length changed"),
+        (["C", "--search", "--offload", "0.5", "--write", "y.toml"], "no key says what --offload changed"),
+        (["C", "--search", "--parallelism.tensor_parallel_degree", "2"], "leave out parallelism.tensor_par"),
         (["--lengths", "nowhere.txt"], "neither a distribution of lengths called 'nowhere.txt'"),
         (["--lengths", "L", "--model", "70B-64K", "--search", "--gpus", "8"], "Nothing fits 8 GPUs"),
     ],
 )  # fmt: skip
-def test_mistakes(lengths, arguments, message):
-    result = run(*(str(lengths) if argument == "L" else argument for argument in arguments))
+def test_mistakes(lengths, config, arguments, message):
+    result = run(*({"L": lengths, "C": config}.get(argument, argument) for argument in arguments))
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.output.split())

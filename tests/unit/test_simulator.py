@@ -20,7 +20,7 @@ from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.packs import Passes
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.plan import MicroBatch, Plan
-from wlb_titan.simulator.passes import passing, transfer_seconds
+from wlb_titan.simulator.planned import passing, transfer_seconds
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
 
@@ -193,7 +193,7 @@ def test_offloaded_activations_travel_while_layers_compute():
     assert times.forward[0, 0, 0] == pytest.approx(4 * 4 * kept / 2 / 1e3 + head)
     fast = pass_times(job(memory=half, cluster=replace(CLUSTER, host_bandwidth=1e12)), batch)
     assert np.array_equal(fast.forward, pass_times(job(), batch).forward)
-    stays = [job(memory=memory, cluster=slow).peak_memory(Passes.of([4000]))[0] for memory in (NONE, half)]
+    stays = [job(memory=memory, cluster=slow).fitting.peak(Passes.of([4000]))[0] for memory in (NONE, half)]
     # Of four layers half of what they keep has gone; of the one at hand and the next it is there too.
     assert stays[0].activations - stays[1].activations == pytest.approx(4 * 4000 * kept / 2)
     assert stays[1].backward - stays[0].backward == pytest.approx(2 * 4000 * kept / 2)

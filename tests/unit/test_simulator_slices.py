@@ -12,10 +12,10 @@ from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.settings import MemorySettings
-from wlb_titan.packing.slim.slices import parts, piece_numbers, replica_passes
+from wlb_titan.packing.slim.slices import parts, piece_numbers
 from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.plan import LENGTH, TOTAL, Action, MicroBatch, Plan
-from wlb_titan.simulator.slices import check_slices
+from wlb_titan.simulator.replicas import check_slices, replica_memory
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
 
@@ -44,7 +44,7 @@ def two_slices(first, rest):
         tuple(Action(kind, stage, place) for kind, place in zip("FFBB", (0, 1, 1, 0), strict=True))
         for stage in range(2)
     )
-    return Plan(0, tuple(packs), 0.0, order=(flow,))
+    return Plan(0, tuple(packs), 0.0, flows=(flow,))
 
 
 def test_a_document_in_two_slices_by_hand():
@@ -74,7 +74,7 @@ def oracle_memory(simulated, plan, dp_rank):
     numbers = piece_numbers(rows)
     cut = {n for own, (d, s) in zip(numbers, rows, strict=True) for n in own[s[:, TOTAL] > d[:, LENGTH]]}
     peaks = []
-    for actions in plan.order[dp_rank]:
+    for actions in plan.flows[dp_rank]:
         held, most = {}, 0.0
         for kind, stage, place in actions:
             pack = place if kind == "F" else len(forward) + place
@@ -110,7 +110,7 @@ def test_cache_over_time_against_an_oracle(context, schedule, chunks, asymmetric
         for rank in range(2):
             expected = oracle_memory(simulated, plan, rank)
             _, curves = step_timeline(simulated, plan, dp_rank=rank)
-            peaks = simulated.peak_memory(replica_passes(plan, rank))
+            peaks = replica_memory(simulated, plan, rank)
             assert all(0 < peak.cache <= most + 1 for peak, most in zip(peaks, expected, strict=True))
             assert all(curve.bytes_[-1] == pytest.approx(0.0, abs=1e-6) for curve in curves)
 
@@ -139,11 +139,11 @@ def test_the_timeline_names_slices():
 )
 def test_an_order_against_the_slices_is_refused(swapped, message):
     plan = two_slices(6, 4)
-    rank = list(plan.order[0][0])
+    rank = list(plan.flows[0][0])
     one, other = swapped
     rank[one], rank[other] = rank[other], rank[one]
     with pytest.raises(PlanError, match=message):
-        check_slices((tuple(rank), plan.order[0][1]), plan.by_pass)
+        check_slices((tuple(rank), plan.flows[0][1]), plan.by_pass)
 
 
 def test_the_most_in_flight_fits_and_one_more_does_not():

@@ -50,12 +50,12 @@ def test_memory_bounds_the_tokens_in_flight(load):
     from wlb_titan.runtime.memory import describe_memory
 
     job = load(PIPELINE)
-    device = max(rank.total for rank in job.sliced_memory(8 * 32768)) * 0.8
+    device = max(rank.total for rank in job.fitting.document(8 * 32768)) * 0.8
     job = on(job, device)
     assert 32768 <= job.most_in_flight < 8 * 32768
 
     def fits(tokens):
-        return max(rank.total for rank in job.sliced_memory(tokens)) <= USABLE * device
+        return max(rank.total for rank in job.fitting.document(tokens)) <= USABLE * device
 
     assert fits(job.most_in_flight) and not fits(job.most_in_flight + 64)
     (line, *_) = describe_memory(job, Documents(lengths=np.full(100, 32768)))

@@ -8,8 +8,6 @@ import click
 
 from wlb_titan.commands.console import make_console, show_table
 
-TABLE_WIDTH = 96  # also where no terminal tells its own
-
 
 @click.command()
 @click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN [RUN]...")
@@ -25,17 +23,17 @@ def compare(folders: tuple[Path, ...], report: Path | None) -> None:
     First comes what differs in their configurations. The loss is compared after equally many tokens. Times
     leave out each run's first logged step, which has the start in it. docs/metrics.md explains the figures.
     """
-    from wlb_titan.commands.compare_rows import figure_rows, remarks, setting_rows
+    from wlb_titan.commands.report.compare import figure_rows, remarks, setting_rows
     from wlb_titan.commands.run_folder import open_runs
 
     runs = open_runs(folders)
-    console = make_console(TABLE_WIDTH)
+    console = make_console()
     if settings := setting_rows(runs):
         show_table(console, settings)
     show_table(console, figure_rows(runs))
     for line in remarks(runs):
         console.print(line, markup=False, soft_wrap=True)
     if report is not None:
-        from wlb_titan.commands.compare_report import write_report
+        from wlb_titan.commands.report.compare import write_report
 
         click.echo(f"Report: {write_report(report, runs)}")

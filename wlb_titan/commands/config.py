@@ -9,6 +9,7 @@ import click
 
 from wlb_titan.commands.console import warnings_once
 from wlb_titan.config import Resolved
+from wlb_titan.runtime.models.facts import Facts, facts_of
 from wlb_titan.runtime.models.load import load_config
 
 # Options that click does not know are overrides of the configuration, so they are passed through.
@@ -47,15 +48,32 @@ def check(file: Path, overrides: tuple[str, ...], world_size: int | None, device
     Prints one line with the essential numbers, or one paragraph that says what is wrong, with exit code 2.
     The corpus must be there; GPUs are not looked at.
     """
-    resolved = _load(file, overrides, world_size)
-
-    from wlb_titan.runtime.checks.config import validate_files, validate_memory
+    from wlb_titan.runtime.checks.files import need_torch
 
     with warnings_once():
-        resolved.check(lambda config: validate_files(config, world_size))
+        facts = facts_of(file, overrides, world_size)
+        if device_gib is None and not need_torch(facts.resolved.config):
+            facts.resolved.check(lambda config: _check_files(config, facts))
+        else:
+            _check_with_torch(_load(file, overrides, world_size), world_size, device_gib)
+    click.echo(f"OK {file}: {summary(facts.resolved.config, world_size)}")
+
+
+def _check_files(config: Any, facts: Facts) -> None:
+    from wlb_titan.runtime.checks.files import validate_corpus, validate_plan
+    from wlb_titan.runtime.life.dump_folder import check_place
+
+    corpus = validate_corpus(config)
+    check_place(Path(config.dump_folder))
+    validate_plan(config.wlb, corpus, facts.job.trained)
+
+
+def _check_with_torch(resolved: Resolved, world_size: int | None, device_gib: float | None) -> None:
+    from wlb_titan.runtime.checks.config import validate_files, validate_memory
+
+    resolved.check(lambda config: validate_files(config, world_size))
     if device_gib is not None:
         resolved.check(lambda config: validate_memory(config, world_size, device_gib))
-    click.echo(f"OK {file}: {summary(resolved.config, world_size)}")
 
 
 @config.command(context_settings=_OVERRIDABLE)

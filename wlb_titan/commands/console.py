@@ -1,4 +1,4 @@
-"""What the subcommands print alike: tables, and warnings once each."""
+"""Printing that the subcommands share: tables, and warnings once each."""
 
 from __future__ import annotations
 
@@ -16,17 +16,27 @@ if TYPE_CHECKING:
     from wlb_titan.simulator.choice import Choice
 
 UNBOUNDED = 100_000  # characters
-CHOICE_WIDTH = 96  # of the table of policies that `auto` may stand for
-TEXT_COLUMNS = ("policy", "degrees", "memory", "collective", "over", "setting", "figure")
+TABLE_WIDTH = 128  # characters, where no terminal tells its own
+TEXT_COLUMNS = (
+    "policy",
+    "sharding",
+    "chosen",
+    "degrees",
+    "memory",
+    "collective",
+    "over",
+    "setting",
+    "figure",
+)
 
 
-def make_console(width: int) -> Console:
-    """A console as wide as its terminal, or `width` characters where none tells its own width."""
+def make_console() -> Console:
+    """A console as wide as its terminal, or `TABLE_WIDTH` characters where none tells its own width."""
     from rich.console import Console
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = max(console.width, width)
+        console.width = max(console.width, TABLE_WIDTH)
     return console
 
 
@@ -63,7 +73,7 @@ def show_table(console: Console, rows: Sequence[dict[str, str]]) -> None:
 
 def print_choice(choice: Choice) -> None:
     """What `auto` stands for, and the predictions of all that it may."""
-    console = make_console(CHOICE_WIDTH)
+    console = make_console()
     show_table(console, choice.rows())
     for line in choice.remarks():
         console.print(line, markup=False, soft_wrap=True)

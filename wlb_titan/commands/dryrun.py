@@ -13,7 +13,6 @@ from typing import Any
 import click
 
 from wlb_titan.commands.console import print_choice
-from wlb_titan.commands.dryrun_report import print_rank
 from wlb_titan.commands.lone_ranks import (
     DEFAULT_STEP,
     RankCommand,
@@ -23,6 +22,7 @@ from wlb_titan.commands.lone_ranks import (
     rank_option,
     world_size_option,
 )
+from wlb_titan.commands.report.dryrun import print_rank
 from wlb_titan.errors import UserError
 from wlb_titan.memory.fits import usable_share
 from wlb_titan.memory.peak import GIB

@@ -23,6 +23,7 @@ policy = "wlb_lazy" # micro-batches of equal work; "plain": of equal token count
 [training]
 seq_len = {window} # the longest document that the model sees; longer ones are cut
 global_batch_size = 8 # micro-batches of a step
+local_batch_size = 1 # of them at a time, on each data-parallel rank
 steps = 20
 {training}
 [parallelism]
@@ -71,8 +72,8 @@ def experiment(file: str, corpus: str, gpus: int, cores: int) -> str:
     Args:
         file: where it will be.
         corpus: to train on.
-        gpus: of this machine.
-        cores: of its CPU; they count where there is no GPU.
+        gpus: GPUs of this machine.
+        cores: cores of its CPU; they count where there is no GPU.
     """
     # A step's 8 micro-batches divide over 1, 2, 4 or 8 processes.
     processes = max(number for number in (1, 2, 4, 8) if number <= max(gpus or min(cores, 4), 1))

@@ -48,8 +48,8 @@ class RankCommand:
     """What a process runs that is one rank.
 
     Attributes:
-        module: of wlb_titan.runtime; it takes --rank and --result besides.
-        options: of it.
+        module: module of wlb_titan.runtime; it takes --rank and --result besides.
+        options: options of that module.
         file: TOML file.
         words: overrides of the configuration.
         environment: variables over those of this process.
@@ -146,8 +146,8 @@ def corpus_words(resolved: Resolved, micro_batches: int, step: int, folder: Path
 
     Args:
         resolved: the configuration.
-        micro_batches: of the whole job in a step.
-        step: of the plan, that is reached.
+        micro_batches: micro-batches of the whole job in a step.
+        step: step of the plan that is reached.
         folder: for a synthetic corpus.
     """
     from wlb_titan.corpus.synthetic import SHAPE, long_tailed_lengths, write_synthetic_corpus

@@ -25,7 +25,6 @@ from wlb_titan.kernels.grid import programs_at_a_time
 from wlb_titan.kernels.implementations import chosen, device_of
 from wlb_titan.kernels.measure import Shape
 
-TABLE_WIDTH = 112  # also where no terminal tells its own
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -101,7 +100,7 @@ def profile(
     software = f"torch {torch.__version__}, wlb_titan {__version__}"
     result = Profile(_name(device), units, software, tuple(entries), _measure_linear(dtype, device))
     result.save(output)
-    print_table(result, make_console(TABLE_WIDTH))
+    print_table(result, make_console())
     click.echo(_rates(result.linear))
     click.echo(f"Wrote {output}")
 

@@ -22,13 +22,13 @@ from wlb_titan.commands.lone_ranks import (
     rank_option,
     world_size_option,
 )
-from wlb_titan.commands.rehearse_rows import Rehearsal, figures, print_rank, table_rows
+from wlb_titan.commands.report.page import typed
+from wlb_titan.commands.report.rehearse import Rehearsal, figures, print_rank, table_rows, write_report
 from wlb_titan.errors import UserError
 
 if TYPE_CHECKING:
     from wlb_titan.job import Job
 
-TABLE_WIDTH = 128
 GRACE = 60.0
 """Seconds over --seconds after which a rank that is within a step is stopped."""
 
@@ -128,9 +128,7 @@ def rehearse(
             one = _planned(file, [*words, *policy_words(policy)], world_size, first, steps)
             numbers = rank_numbers(ranks, one.job.degrees.ranks, one.job.degrees.pipeline)
             if not results:
-                make_console(TABLE_WIDTH).print(
-                    describe_job(one.job, one.documents), markup=False, soft_wrap=True
-                )
+                make_console().print(describe_job(one.job, one.documents), markup=False, soft_wrap=True)
             click.echo(f"{one.policy}: rank {', '.join(map(str, numbers))} ...", err=True)
             command = RankCommand(
                 "wlb_titan.runtime.lone.rehearse",
@@ -144,14 +142,13 @@ def rehearse(
             for rank in results[-1].ranks:
                 print_rank(results[-1], rank)
     if any(one.rehearsed for one in results):
-        console = make_console(TABLE_WIDTH)
+        console = make_console()
         show_table(console, table_rows(results))
     if output is not None:
         _write(output, file, results)
     if report is not None:
-        from wlb_titan.commands.rehearse_report import write_report
-
-        click.echo(f"Report: {write_report(report, results)}")
+        what = typed([str(file), *overrides])
+        click.echo(f"Report: {write_report(report, results, what)}")
     if any("error" in rank for one in results for rank in one.ranks):
         sys.exit(1)
 
@@ -166,7 +163,7 @@ def _job(file: Path, words: list[str], world_size: int | None) -> tuple[Job, Any
 
 def _planned(file: Path, words: list[str], world_size: int | None, first: int, steps: int) -> Rehearsal:
     """A policy's job and the plans of its steps, which the ranks' processes make too."""
-    from wlb_titan.runtime.job import training_documents
+    from wlb_titan.runtime.data.corpus import training_documents
     from wlb_titan.simulator.choice import choose
 
     job, config = _job(file, words, world_size)

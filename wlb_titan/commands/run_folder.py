@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.commands.report.estimate import Estimate
 from wlb_titan.config.sources import leaves, read_sources
 from wlb_titan.errors import UserError
 from wlb_titan.simulator.replay import replayed_seconds
-from wlb_titan.summary import rate_error
 from wlb_titan.timeline import read_trace
 
 Floats = NDArray[np.float64]
@@ -34,8 +34,8 @@ class Run:
         name: what tables and pictures call it.
         folder: its dump folder.
         settings: its resolved configuration, by dotted key.
-        records: of metrics.jsonl, one a logged step, by rising step.
-        validations: of validation.jsonl, as far as there is one.
+        records: records of metrics.jsonl, one a logged step, by rising step.
+        validations: records of validation.jsonl, as far as there is one.
     """
 
     name: str
@@ -55,6 +55,11 @@ class Run:
         values = self.series(key)[1]
         return float(values.mean()) if len(values) else None
 
+    def average(self, key: str) -> Estimate | None:
+        """The mean of the records that have `key`, with its scatter; None without one."""
+        values = self.series(key)[1]
+        return Estimate.mean(values) if len(values) else None
+
     @cached_property
     def seconds(self) -> Floats:
         """float64 (records,), wall time from each record's predecessor to it."""
@@ -70,24 +75,19 @@ class Run:
         """Records whose time counts: all but the first, which has the start in it; that if it is alone."""
         return slice(1 if len(self.records) > 1 else 0, None)
 
-    def per_second(self, key: str) -> float | None:
-        """Mean over the settled records' time of a record's rate; None where not all records have it."""
+    def rate(self, key: str) -> Estimate | None:
+        """Mean over the settled records' time of a record's rate; None where not all records have it. Fewer
+        than three tell no error."""
         steps, rates = self.series(key)
         if len(steps) < len(self.records):
             return None
         seconds = self.seconds[self.settled]
-        return float((rates[self.settled] * seconds).sum() / seconds.sum())
-
-    def error(self, key: str) -> float | None:
-        """Standard error of `per_second`, over its value; None of fewer than three settled records."""
-        if (mean := self.per_second(key)) is None or len(self.seconds[self.settled]) < 3 or not mean:
-            return None
-        seconds = self.seconds[self.settled]
-        return rate_error(self.series(key)[1][self.settled] * seconds, seconds)
+        found = Estimate.rate(rates[self.settled] * seconds, seconds)
+        return found if len(seconds) > 2 else Estimate(found.value)
 
     @cached_property
     def replayed(self) -> tuple[Floats, Floats]:
-        """Of traced steps that were logged by themselves, float64 each: the model's TFLOPs, and the seconds
+        """Traced steps that were logged by themselves, float64 each: the model's TFLOPs, and the seconds
         that their measured passes are worth with a device for each process; empty where that is not known."""
         alone = {r["step"]: r for r, new in zip(self.records, self._new_steps, strict=True) if new == 1}
         found = []
@@ -107,6 +107,11 @@ class Run:
         if not last.any():
             return float(losses[np.argmin(np.abs(self.tokens - tokens))])
         return float(np.average(losses[last], weights=self._new_tokens[last]))
+
+    @property
+    def validation_losses(self) -> tuple[list[float], list[float]]:
+        """Steps of validation passes, and their losses."""
+        return [one["step"] for one in self.validations], [one["loss"] for one in self.validations]
 
     def peak_memory(self) -> dict[str, float]:
         """GiB at most, by pipeline stage (`pp0`, ...) or of the reporting rank (`rank`); empty if unknown."""

@@ -3,71 +3,57 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from wlb_titan.commands.console import make_console, print_choice, show_table, warnings_once
-from wlb_titan.commands.job import describe_job, lengths_option, load_job, placed
-from wlb_titan.commands.plan import COUNT, SEED, STEPS, TOKENS
+from wlb_titan.commands.job import (
+    OVERRIDABLE,
+    Asked,
+    cluster_option,
+    describe_job,
+    gpus_option,
+    lengths_option,
+    load_job,
+    model_option,
+    words_argument,
+)
+from wlb_titan.commands.plan import STEPS
+from wlb_titan.cost.attention_choice import named_attention
 from wlb_titan.cost.attention_hopper import KERNELS
-from wlb_titan.cost.cluster import shipped
 from wlb_titan.errors import PlanError
 
 if TYPE_CHECKING:
-    from wlb_titan.job import Policy
+    from wlb_titan.job import Job
     from wlb_titan.plan import Plan
+    from wlb_titan.policies import Policy
     from wlb_titan.simulator.choice import Choice
     from wlb_titan.simulator.scenario import Scenario
     from wlb_titan.simulator.search import Search
     from wlb_titan.simulator.step import Prediction
 
 DEFAULT_POLICIES = "plain:per_sequence,fixed_greedy:per_sequence,wlb:adaptive,wlb_lazy:hybrid:best"
-TABLE_WIDTH = 128  # also where no terminal tells its own
-SEARCH_WIDTH = 152
 SHOWN = 12  # of a search
 SECONDS_BETWEEN_LINES = 5.0  # of its progress
 
 
-@click.command()
-@click.argument("config", required=False, type=click.Path(path_type=Path), metavar="[FILE.toml]")
+@click.command(context_settings=OVERRIDABLE)
+@words_argument
 @lengths_option
-@click.option(
-    "--model",
-    metavar="SIZE-WINDOW",
-    default="7B-128K",
-    show_default=True,
-    help="Without FILE.toml: the row of the paper's Table 1.",
-)
-@click.option(
-    "--cluster",
-    metavar="NAME|FILE.toml",
-    help=f"{', '.join(shipped())} or a file like theirs (docs/simulator.md).  [default: the TOML file's, or "
-    "h100_roce]",
-)
+@model_option
+@cluster_option
 @click.option(
     "--policies",
     metavar="PACKING[:SHARDING[:ORDER]],...",
-    default=DEFAULT_POLICIES,
-    help=f"Side by side; the first is the baseline.  [default: {DEFAULT_POLICIES}]",
+    help=f"Side by side; the first is the baseline.  [default: {DEFAULT_POLICIES}; plain and the policy that "
+    "is chosen after --, if one is]",
 )
 @click.option("--steps", type=STEPS, default=20, show_default=True, help="Steps to simulate.")
-@click.option("--context-window", type=TOKENS, help="Tokens of the longest document a model sees.")
-@click.option("--micro-batches", type=COUNT, help="N, those of the whole job in one step.")
-@click.option("--tensor-parallel", type=COUNT, help="Degree, instead of the configured one.")
-@click.option("--context-parallel", type=COUNT, help="Degree.")
-@click.option("--pipeline-parallel", type=COUNT, help="Degree.")
-@click.option("--data-parallel", type=COUNT, help="Degree.")
-@click.option("--expert-parallel", type=COUNT, help="Degree; borrows ranks of the others.")
-@click.option("--gpus", type=COUNT, help="What the degrees must multiply to.")
-@click.option(
-    "--schedule",
-    metavar="NAME",
-    help="GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble or ZBVZeroBubble.",
-)
-@click.option("--chunks", type=COUNT, help="Stages of each pipeline rank.")
-@click.option("--checkpointing", type=click.Choice(("none", "selective", "full")), help="Of activations.")
+@gpus_option
 @click.option("--offload", type=float, metavar="SHARE", help="Of kept activations, to the host's memory.")
 @click.option(
     "--tensor-overlap",
@@ -86,9 +72,7 @@ SECONDS_BETWEEN_LINES = 5.0  # of its progress
     metavar="NAME|FILE.json",
     help=f"Times of attention: {', '.join(KERNELS)}, or a profile.  [default: as configured]",
 )
-@click.option("--max-length", type=TOKENS, help="wlb, wlb_lazy: L_max in tokens.")
 @click.option("--no-overlap", is_flag=True, help="Gradients are reduced after the last backward pass.")
-@click.option("--seed", type=SEED, help="Shuffle every epoch by this seed.")
 @click.option("--search", is_flag=True, help="Try the degrees and schedules of --gpus GPUs, and rank them.")
 @click.option(
     "--search-seconds",
@@ -100,78 +84,108 @@ SECONDS_BETWEEN_LINES = 5.0  # of its progress
 @click.option(
     "--write",
     type=click.Path(path_type=Path),
-    metavar="FILE.toml",
-    help="With --search: write its winner as a file that extends the given one.",
+    metavar="FILE.toml|megatron",
+    help="With --search: write its winner as a file that extends the given one, or has torchtitan's base of "
+    "config.json's sizes; `megatron` prints it as arguments of Megatron-LM.",
 )
 @click.option("--report", type=click.Path(path_type=Path), metavar="DIR", help="Draw DIR/report.html.")
 @click.option(
     "--trace", type=click.Path(path_type=Path), metavar="FILE", help="Timeline for ui.perfetto.dev."
 )
 def simulate(
-    config: Path | None,
-    policies: str,
+    words: tuple[str, ...],
+    policies: str | None,
     steps: int,
+    gpus: int | None,
     search: bool,
     search_seconds: float,
     write: Path | None,
     report: Path | None,
     trace: Path | None,
+    lengths: str | None,
+    model: str,
+    cluster: str | None,
     **options: Any,
 ) -> None:
     """Predict step time, tokens/s, MFU and memory of a job on a cluster, for several policies.
 
-    Either from a training configuration and its corpus (FILE.toml), or from document lengths, or both:
+    Either from a training configuration and its corpus (FILE.toml), or from document lengths, or both. Any
+    key of the configuration can be given after --, as in training:
 
     \b
     wlb-titan simulate train_configs/llama2_7b_128k.toml --report outputs/simulated
-    wlb-titan simulate train_configs/llama2_7b_128k.toml --lengths web
+    wlb-titan simulate train_configs/llama2_7b_128k.toml --lengths web -- --training.seq_len 65536
     wlb-titan simulate --lengths paper --model 70B-128K --policies plain,wlb:adaptive
     wlb-titan simulate --lengths FILE --model 7B-128K --search --gpus 64
+
+    The speedup of a policy is in FLOPs a second: tokens of documents that are cut are cheaper.
 
     The bubble is the share of a step in which a rank waits; the last column says what a policy gains over
     the first one if the network between nodes were half as fast. docs/simulator.md explains the model.
     """
-    from wlb_titan.job import Policy
+    from wlb_titan.commands.megatron import megatron_arguments
+    from wlb_titan.commands.report.page import typed
+    from wlb_titan.commands.simulate_toml import MEGATRON, check_writable, write_winner
     from wlb_titan.simulator.scenario import Scenario
 
-    asked = list(dict.fromkeys(Policy.parse(text) for text in policies.split(",")))
-    given = {name: value for name, value in options.items() if value is not None}
-    fixed = [f"--{name.replace('_', '-')}" for name in given if name.endswith("_parallel")]
-    if search and fixed:
+    if write is not None and not search:
+        raise PlanError("--write writes what --search found; add --search.")
+    given = {name: value for name, value in options.items() if value is not None and value is not False}
+    with warnings_once():
+        job = load_job(words, lengths=lengths, model=model, cluster=cluster, gpus=None if search else gpus)
+    compared = _policies(policies, job)
+    if search and (fixed := [key for key in job.changes if key.endswith("_parallel_degree")]):
         raise PlanError(f"--search tries all degrees of --gpus GPUs; leave out {', '.join(fixed)}.")
     if write is not None:
-        from wlb_titan.commands.simulate_toml import check_writable
-
-        if not search:
-            raise PlanError("--write writes what --search found; add --search.")
-        check_writable(write, config, [name for name, value in given.items() if value is not False])
-    with warnings_once(), placed(config, given):
-        scenario = Scenario(*load_job(config, {**given, "search": search}, lambda row: row))
-        choices = [] if search else [choice for policy in asked if (choice := scenario.choice(policy))]
+        check_writable(write, job, list(given))
+    with warnings_once(), job.placed():
+        scenario = Scenario(_told(job.job, given), job.documents)
+        choices = [] if search else [choice for policy in compared if (choice := scenario.choice(policy))]
         for choice in choices:
             print_choice(choice)
         if search:
-            result = _print_search(scenario, asked, steps, given.get("gpus"), search_seconds)
+            result = _print_search(scenario, compared, steps, gpus, search_seconds)
         else:
-            decided = dict.fromkeys(scenario.under(policy).policy for policy in asked)
+            decided = dict.fromkeys(scenario.under(policy).policy for policy in compared)
             plans = {policy: scenario.plans(policy, steps) for policy in decided}
             predictions = {policy: scenario.simulate(policy, planned) for policy, planned in plans.items()}
             _print(scenario, plans, predictions)
     if not search:
-        _export(scenario, plans, predictions, choices, report, trace)
-    elif write is not None and config is not None:
-        from wlb_titan.commands.simulate_toml import write_winner
-
-        write_winner(write, config, result)
+        _export(scenario, plans, predictions, choices, report, trace, typed(words, lengths, model))
+    elif write is not None and write.name == MEGATRON:
+        click.echo(megatron_arguments(result.found[0].job))
+    elif write is not None:
+        write_winner(write, job, result)
         click.echo(f"Written: {write}; `wlb-titan config check {write}`")
+
+
+def _policies(text: str | None, asked: Asked) -> list[Policy]:
+    """The policies to compare: as given, or the usual ones, or the one that an override chooses."""
+    from wlb_titan.policies import Policy
+
+    if text is None and "wlb.packing.policy" in asked.changes:
+        return list(dict.fromkeys([Policy("plain"), asked.job.policy]))
+    return list(dict.fromkeys(Policy.parse(one) for one in (text or DEFAULT_POLICIES).split(",")))
+
+
+def _told(job: Job, given: Mapping[str, Any]) -> Job:
+    """The job with what only predictions know and no key says."""
+    changes = {name: given[name] for name in ("tensor_overlap", "routing_imbalance") if name in given}
+    if "offload" in given:
+        changes["memory"] = replace(job.memory, offload=given["offload"])
+    if "no_overlap" in given:
+        changes["overlap"] = False
+    if "attention" in given:
+        changes["attention"] = named_attention(given["attention"], job.attention_shape)
+    return replace(job, **changes)
 
 
 def _print(
     scenario: Scenario, plans: dict[Policy, list[Plan]], predictions: dict[Policy, Prediction]
 ) -> None:
-    from wlb_titan.commands.simulate_rows import remarks, table_rows
+    from wlb_titan.commands.report.simulate import remarks, table_rows
 
-    console = make_console(TABLE_WIDTH)
+    console = make_console()
     console.print(describe_job(scenario.job, scenario.documents), markup=False, soft_wrap=True)
     show_table(console, table_rows(scenario, plans, predictions))
     for line in remarks(predictions):
@@ -181,7 +195,7 @@ def _print(
 def _print_search(
     scenario: Scenario, policies: list[Policy], steps: int, gpus: int | None, seconds: float
 ) -> Search:
-    from wlb_titan.commands.simulate_rows import gain, remarks, search_rows
+    from wlb_titan.commands.report.simulate import gain, remarks, search_rows
     from wlb_titan.simulator.search import search
 
     begin = told = time.monotonic()
@@ -195,7 +209,7 @@ def _print_search(
         return now - begin < seconds
 
     result = search(scenario, gpus or scenario.job.degrees.ranks, policies, steps, goes_on)
-    console = make_console(SEARCH_WIDTH)
+    console = make_console()
     console.print(describe_job(scenario.job, scenario.documents), markup=False, soft_wrap=True)
     show_table(console, search_rows(result)[:SHOWN])
     console.print(
@@ -221,6 +235,7 @@ def _export(
     choices: list[Choice],
     report: Path | None,
     trace: Path | None,
+    what: str,
 ) -> None:
     from wlb_titan.errors import PlanError
     from wlb_titan.simulator.timeline import step_timeline
@@ -240,6 +255,6 @@ def _export(
             raise PlanError(f"The timeline cannot be written to {trace}: {error.strerror}.") from error
         click.echo(f"Timeline: {trace} (open it at https://ui.perfetto.dev)")
     if report is not None:
-        from wlb_titan.commands.simulate_report import write_report
+        from wlb_titan.commands.report.simulate import write_report
 
-        click.echo(f"Report: {write_report(report, scenario, plans, predictions, steps, choices)}")
+        click.echo(f"Report: {write_report(report, scenario, plans, predictions, steps, choices, what)}")

@@ -6,8 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from wlb_titan.commands.simulate_rows import gain
+from wlb_titan.commands.job import Asked
+from wlb_titan.commands.report.simulate import gain
 from wlb_titan.config.build import Entry
+from wlb_titan.config.sketch import DEFAULT_CLUSTER, JSON
 from wlb_titan.config.values import to_text
 from wlb_titan.config.writing import document
 from wlb_titan.errors import ConfigError, PlanError
@@ -15,41 +17,59 @@ from wlb_titan.job import Job
 from wlb_titan.simulator.search import Search
 
 SOURCE = "searched"
-WRITTEN = ("search", "write", "lengths", "seed", "gpus", "micro_batches", "model")
-"""Options with which a winner can be written: what the others change would have to be in the file, too."""
+CHECKPOINTING: dict[str, dict[str, Any]] = {
+    "selective": {"activation_checkpoint.class": "SelectiveDocumentAC"},
+    "full": {"activation_checkpoint.class": "FullAC"},
+    "none": {"activation_checkpoint": None},
+}
+MEGATRON = "megatron"
+"""Takes the place of a file's name: the winner is printed as arguments of Megatron-LM."""
 
 
-def check_writable(path: Path, config: Path | None, given: list[str]) -> None:
+def check_writable(path: Path, asked: Asked, strangers: list[str]) -> None:
     """Raises PlanError, before anything is searched, if a winner could not be written.
 
     Args:
-        path: of the file to write.
-        config: the TOML file that it is to extend.
-        given: names of the options on the command line.
+        path: path of the file to write.
+        asked: what is searched.
+        strangers: names of options that were given and that no key says.
     """
-    if config is None:
-        raise PlanError("--write: name the TOML file that the new one shall extend.")
+    if path.name == MEGATRON:
+        return
+    if asked.file is None and not asked.model.endswith(JSON):
+        raise PlanError("--write: name the TOML file that the new one shall extend, or a config.json.")
     if path.exists():
         raise PlanError(f"--write: {path} exists; name another file, or remove it.")
-    if strangers := [f"--{name.replace('_', '-')}" for name in given if name not in WRITTEN]:
-        raise PlanError(
-            f"--write: the new file would not have what {', '.join(strangers)} changed; set that in a TOML "
-            "file which extends yours, and search from there."
-        )
+    if strangers:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in strangers)
+        raise PlanError(f"--write: no key says what {names} changed; leave that out.")
 
 
-def write_winner(path: Path, config: Path, result: Search) -> None:
-    """Writes a file that extends `config` and trains as the fastest job found, and loads it to see that.
+def write_winner(path: Path, asked: Asked, result: Search) -> None:
+    """Writes a file that trains as the fastest job found, and loads it to see that.
+
+    It extends the file that was searched from, or has the base of the config.json's sizes, with the changes
+    of the command line.
 
     Raises:
         PlanError: the file cannot be written.
-        ConfigError: what `config` sets besides does not go together with the winner, such as a key of another
+        UserError: there is no base of these sizes.
+        ConfigError: what the file sets besides does not go together with the winner, such as a key of another
             packing policy; nothing is written then.
     """
+    config = asked.file or asked.model
     best = result.found[0]
     prediction = best.prediction
-    parent = Path(os.path.relpath(config.resolve(), path.resolve().parent)).as_posix()
-    values: dict[str, Any] = {"extends": parent, "dump_folder": f"outputs/{path.stem}"}
+    values: dict[str, Any] = {"dump_folder": f"outputs/{path.stem}", **asked.changes}
+    if asked.file is not None:
+        parent = os.path.relpath(asked.file.resolve(), path.resolve().parent)
+        values = {"extends": Path(parent).as_posix(), **values}
+    else:
+        from wlb_titan.runtime.models.published import base_of
+
+        values = {"base": base_of(best.job.model), **values, "training.seq_len": best.job.window}
+        values["wlb.cluster"] = asked.resolved.config.wlb.cluster or DEFAULT_CLUSTER
+        values |= CHECKPOINTING[best.job.memory.checkpointing]
     values |= winner_values(best.job)
     head = (
         f"The fastest of {len(result.found)} candidates of `wlb-titan simulate {config} --search --gpus "

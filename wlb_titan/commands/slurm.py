@@ -107,7 +107,9 @@ def slurm(
     click.echo(
         SCRIPT.format(
             command=shlex.join(["wlb-titan", *sys.argv[1:]]),
-            options="\n".join(f"#SBATCH --{name}{value and f'={value}'}" for name, value in options.items()),
+            options="\n".join(
+                f"#SBATCH --{name}{value and f'={shlex.quote(value)}'}" for name, value in options.items()
+            ),
             srun=f"--kill-on-bad-exit=0 --wait={0 if survives else PATIENCE}{' --no-kill' * survives}",
             agent=shlex.join(agent),
             program=shlex.join(["-m", PROGRAM, "--config", str(file), *overrides]),

@@ -1,13 +1,12 @@
 """TOML in, typed configuration out, with errors a person can act on.
 
 The files, bottom to top: `values` (one value and its type), `classes` (dataclasses by name), `sources` (what
-the user wrote), `build` (that over a base), `known` (misspelt keys, at once), `blame` (whose fault a
-rejected value is), `writing` (TOML out), `load` (all together). `settings` holds our own sections. Nothing
-here imports torchtitan.
+the user wrote), `build` (that over a base), `blame` (whose fault a rejected value is), `writing` (TOML out),
+`load` (all together). `settings` holds our own sections; `sketch` is a job without a file. Nothing here
+imports torchtitan.
 """
 
-from wlb_titan.config.known import refuse_unknown_keys
 from wlb_titan.config.load import Resolved, resolve
 from wlb_titan.errors import ConfigError
 
-__all__ = ["ConfigError", "Resolved", "refuse_unknown_keys", "resolve"]
+__all__ = ["ConfigError", "Resolved", "resolve"]

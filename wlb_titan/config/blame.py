@@ -1,4 +1,4 @@
-"""Which of the user's values does a dataclass object to?
+"""The user's values that a dataclass objects to.
 
 A `__post_init__` raises an error about a combination of values and does not know where they were written.
 So values are taken away one after the other, the weakest layer's first, where the dataclass still objects

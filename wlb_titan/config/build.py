@@ -71,16 +71,12 @@ class Builder:
         base: a dataclass instance.
         base_name: what entries call it.
         locked: fields that the user cannot set, by dotted path, each with the reason.
-        elsewhere: dotted paths that are no part of the base and may be meant by a key that does not exist.
     """
 
-    def __init__(
-        self, base: object, base_name: str, locked: Mapping[str, str], elsewhere: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, base: object, base_name: str, locked: Mapping[str, str]) -> None:
         self.base = base
         self.base_name = base_name
         self.locked = locked
-        self.elsewhere = elsewhere
         self.entries: list[Entry] = []
 
     def build(self, layers: Sequence[Table]) -> Any:
@@ -244,7 +240,7 @@ class Builder:
     def _refuse_key(self, node: Node, path: KeyPath, cls: type, names: list[str]) -> NoReturn:
         base = Builder(self.base, self.base_name, self.locked)
         base.build([])
-        known = [*self.elsewhere, *(dotted(entry.path) for entry in base.entries)]
+        known = [dotted(entry.path) for entry in base.entries]
         hint = None
         if issubclass(cls, PluginConfig) and (new := cls.former.get(str(path[-1]))):
             hint = f" It is now called {dotted((*path[:-1], new))}."

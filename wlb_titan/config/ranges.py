@@ -1,4 +1,4 @@
-"""Which numbers a field may hold: `Annotated[int, Ge(1)]` beside the field's docstring, read by everybody.
+"""Ranges of the numbers in a field: `Annotated[int, Ge(1)]` beside its docstring, read by everybody.
 
 Any dataclass may say it of its own fields, plug-ins' too, with the words of the `annotated_types` library:
 Ge, Gt, Le, Lt, Interval, MultipleOf, and MinLen for a string or list. They hold for the number itself or, in

@@ -28,7 +28,7 @@ class SourceSettings:
     """Its share of the tokens, over the sum of all weights. A source that is through begins anew."""
 
     column: Annotated[str, MinLen(1)] = "input_ids"
-    """Of a dataset of Hugging Face's: the column with the token ids."""
+    """The column with the token ids, in a dataset of Hugging Face's."""
 
     mask: Annotated[str, MinLen(1)] = "auto"
     """What says which tokens are learned, as wlb.corpus.mask does."""
@@ -53,7 +53,7 @@ class CorpusSettings:
     """Folder of the tokenizer that made the token ids; a prepared corpus brings its own."""
 
     column: Annotated[str, MinLen(1)] = "input_ids"
-    """Of a dataset of Hugging Face's: the column with the token ids."""
+    """The column with the token ids, in a dataset of Hugging Face's."""
 
     mask: Annotated[str, MinLen(1)] = "auto"
     """What says which tokens are learned. `auto`: what the corpus brings (one prepared of chat data, a

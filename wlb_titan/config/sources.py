@@ -1,4 +1,4 @@
-"""What the user wrote, before any type is known: TOML files and command-line overrides as layers of nodes.
+"""The user's text, before any type is known: TOML files and command-line overrides as layers of nodes.
 
 A layer is a tree: a Leaf where the TOML has a value, a Table where it has a table. Each node knows where it
 was written. Layers are listed weakest first: the file at the end of the `extends` chain, ..., the file that
@@ -53,15 +53,16 @@ class Sources:
     """The strongest layer's `base`, None if no layer has one."""
 
 
-def read_sources(path: str | Path, overrides: Sequence[str] = ()) -> Sources:
-    """Read a TOML file, all that it extends, and command-line overrides.
+def read_sources(path: str | Path | None, overrides: Sequence[str] = ()) -> Sources:
+    """Read a TOML file, if there is one, all that it extends, and command-line overrides.
 
     Raises:
         ConfigError: a file is missing, unreadable or not TOML, `extends` runs in a circle, or an override
             lacks a key or a value.
     """
     layers, base = [], None
-    for layer in (*reversed(_command_line(overrides)), *_file_chain(Path(path))):
+    files = () if path is None else _file_chain(Path(path))
+    for layer in (*reversed(_command_line(overrides)), *files):
         children = dict(layer.children)
         children.pop("extends", None)
         own_base = children.pop("base", None)

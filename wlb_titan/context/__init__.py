@@ -19,20 +19,24 @@ from wlb_titan.context.layout import (
 )
 from wlb_titan.context.sequence import per_sequence
 from wlb_titan.context.strategy import (
+    ALL_KEYS,
     STRATEGIES,
     ContextMask,
     ContextStrategy,
     Exchange,
+    KeyShares,
     Move,
     MoveSeconds,
     gathered,
 )
 
 __all__ = [
+    "ALL_KEYS",
     "STRATEGIES",
     "ContextMask",
     "ContextStrategy",
     "Exchange",
+    "KeyShares",
     "Move",
     "MoveSeconds",
     "Sharding",

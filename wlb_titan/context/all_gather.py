@@ -35,7 +35,15 @@ from wlb_titan.context.layout import (
     widest_first,
 )
 from wlb_titan.context.sequence import per_sequence
-from wlb_titan.context.strategy import ContextMask, ContextStrategy, Exchange, Floats, MoveSeconds, gathered
+from wlb_titan.context.strategy import (
+    ContextMask,
+    ContextStrategy,
+    Exchange,
+    Floats,
+    KeyShares,
+    MoveSeconds,
+    gathered,
+)
 from wlb_titan.cost.attention_latency import AttentionLatency, slowest
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
@@ -87,7 +95,11 @@ class AllGather(ContextStrategy):
             )
 
     def seconds(self, sharding: Sharding) -> Floats:
-        return self.latency.seconds(sharding)
+        return self.latency.seconds(sharding, held_keys(self._sent(sharding), self.levels))
+
+    def _sent(self, sharding: Sharding, slices: Slices | None = None) -> Ints:
+        """`sent_tokens` of its levels."""
+        return sent_tokens(sharding, spans(sharding, self.levels, slices), len(self.levels))
 
     def shard(
         self,
@@ -106,8 +118,11 @@ class AllGather(ContextStrategy):
         return self.group_sizes(self.ranks)
 
     def travelling(self, sharding: Sharding, total: int, slices: Slices | None = None) -> tuple[int, ...]:
-        sent = sent_tokens(sharding, spans(sharding, self.levels, slices), len(self.levels))
-        return tuple(int(most) * size for most, size in zip(sent.max(axis=1), self.levels, strict=True))
+        most = self._sent(sharding, slices)[:-1].max(axis=1)
+        return tuple(int(tokens) * size for tokens, size in zip(most, self.levels, strict=True))
+
+    def keys(self, sharding: Sharding, total: int, slices: Slices | None = None) -> KeyShares:
+        return key_shares(sharding, total, self.levels, slices)
 
     def heads(self, heads: int, kv_heads: int, rank: int) -> tuple[int, int]:
         return heads // self._groups, kv_heads // self._groups
@@ -143,7 +158,7 @@ class Auto(PerSequence):
 
 
 class PerDocument(AllGather):
-    """The same within every document, so that all ranks do the same work."""
+    """Two chunks of every document for each rank, so that all ranks do the same work."""
 
     def divide(self, lengths: Ints, total: int) -> tuple[str, Sharding]:
         return "per_document", self._per_document(lengths, total, self.ranks)
@@ -164,10 +179,12 @@ class Adaptive(AllGather):
         prefix = None if slices is None else slices.prefix
 
         def seconds(sharding: Sharding) -> float:
-            attention = slowest(self.seconds(after(sharding, prefix)))
+            sent = self._sent(sharding)
+            held = held_keys(sent, self.levels)
+            attention = slowest(self.latency.seconds(after(sharding, prefix), held))
             if not self.moves:
                 return attention
-            sent = sent_tokens(sharding, spans(sharding, self.levels, slices), len(self.levels))
+            sent = sent if slices is None else self._sent(sharding, slices)
             moving = exchange_seconds(sent, self.levels, self.moves)
             return attention + float(self.waited(np.array(moving), np.array(attention)))
 
@@ -209,7 +226,7 @@ def gathered_mask(
     levels: Sequence[int],
     slices: Slices | None = None,
 ) -> ContextMask:
-    """Of one rank of a sharding in which runs of the widest `spans` come first.
+    """The mask of one rank of a sharding in which runs of the widest `spans` come first.
 
     `exchange` is, for each of the `levels`, int64 (rows x size,), where each key that the rank's group
     gathers lies among those gathered rank by rank, in document order and padding last; and (sent, 0), of
@@ -257,6 +274,32 @@ def gathered_mask(
     begins[number] = np.cumsum(size_of) - size_of
     keys = np.stack([number, size_of], axis=1)[size_of > 0]
     return ContextMask(segments_among(mine, begins[:-1]), tuple(exchange), keys)
+
+
+def key_shares(
+    sharding: Sharding, total: int, levels: Sequence[int], slices: Slices | None = None
+) -> KeyShares:
+    """What ranks have of the keys whose order `gathered_mask` says, at the most; arguments as there."""
+    sent = sent_tokens(sharding, spans(sharding, levels, slices), len(levels))
+    held = held_keys(sent, levels)
+    gathered = held - sent[-1]
+    keeps = (sent[-1] > 0) | (gathered == 0)
+    padding = np.where(keeps, total // len(sharding) - sent.sum(axis=0), 0)
+    return KeyShares(float(gathered.max()) / total, float((held + padding).max()) / total)
+
+
+def held_keys(sent: Ints, levels: Sequence[int]) -> Ints:
+    """int64 (ranks,), tokens whose keys a rank has: its own that stay with it, and those that it gathers,
+    with padding between them.
+
+    Args:
+        sent: tokens as `sent_tokens` gives them.
+        levels: as of `spans`.
+    """
+    held: Ints = sent[-1].copy()
+    for tokens, size in zip(sent, levels, strict=False):
+        held += np.repeat(tokens.reshape(-1, size).max(axis=1) * size, size)
+    return held
 
 
 def key_order(positions: Ints) -> Ints:

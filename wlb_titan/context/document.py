@@ -16,6 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from wlb_titan.context.layout import Ints, Sharding, from_runs
+from wlb_titan.plan import COUNT, DOCUMENT, OFFSET
 
 
 def per_document(lengths: Ints, total: int, ranks: int) -> Sharding:
@@ -33,9 +34,16 @@ def per_document(lengths: Ints, total: int, ranks: int) -> Sharding:
         Per rank an int64 (m, 3), columns DOCUMENT, OFFSET, COUNT.
     """
     assert total % (2 * ranks) == 0, f"{total} tokens do not divide into {2 * ranks} chunks"
-    begins = np.cumsum(lengths) - lengths
-    owner, begin, end = document_runs(begins, lengths, ranks)
-    return from_runs(owner, begin, end, lengths, ranks)
+    _, begin, end = document_runs(np.zeros_like(lengths), lengths, ranks)
+    begins, counts = begin.reshape(-1, 2), (end - begin).reshape(-1, 2)
+    touch = begins[:, 0] + counts[:, 0] == begins[:, 1]  # the middle two chunks do
+    counts[touch, 0] += counts[touch, 1]
+    counts[touch, 1] = 0
+    rows = np.empty((ranks, 2 * len(lengths), 3), dtype=np.int64)
+    rows[:, :, DOCUMENT] = np.repeat(np.arange(len(lengths)), 2)
+    rows[:, :, OFFSET] = begin.reshape(ranks, -1)
+    rows[:, :, COUNT] = counts.reshape(ranks, -1)
+    return tuple(of_rank[of_rank[:, COUNT] > 0] for of_rank in rows)
 
 
 def document_runs(begins: Ints, lengths: Ints, ranks: int) -> tuple[Ints, Ints, Ints]:

@@ -1,4 +1,4 @@
-"""What a context-parallel strategy's collectives take on the hardware of a job, in seconds."""
+"""The seconds of a context-parallel strategy's collectives on the hardware of a job."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from wlb_titan.context.strategy import ContextStrategy, Move, MoveSeconds
 from wlb_titan.cost.analytic import BYTES
 from wlb_titan.cost.cluster import Cluster, Link
+from wlb_titan.cost.degrees import Degrees
+from wlb_titan.cost.models import ModelShape
 from wlb_titan.cost.workload import ExchangeSeconds
 
 Floats = NDArray[np.float64]
@@ -35,6 +37,20 @@ class ExchangeCost:
     stride: int
     repeats: bool
 
+    @classmethod
+    def of(
+        cls,
+        strategy: ContextStrategy | None,
+        model: ModelShape,
+        cluster: Cluster,
+        degrees: Degrees,
+        *,
+        repeats: bool,
+    ) -> ExchangeCost:
+        """Of a model's layers."""
+        moves = () if strategy is None else strategy.exchange(model, degrees.tensor).moves
+        return cls(strategy, moves, cluster, degrees.strides["cp"], repeats)
+
     def link(self, move: Move) -> Link:
         """What a collective goes over."""
         return self.cluster.link(move.ranks, self.stride * move.stride)
@@ -42,9 +58,9 @@ class ExchangeCost:
     @cached_property
     def always(self) -> ExchangeSeconds:
         """For each token of a micro-batch, of those that move all of them."""
-        return self.of([float(move.always) for move in self.moves])
+        return self.seconds([float(move.always) for move in self.moves])
 
-    def of(self, travelling: Sequence[float]) -> ExchangeSeconds:
+    def seconds(self, travelling: Sequence[float]) -> ExchangeSeconds:
         """For a micro-batch of which so many tokens travel by each move."""
         moving = repeated = latency = 0.0
         for tokens, move in zip(travelling, self.moves, strict=True):

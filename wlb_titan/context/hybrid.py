@@ -21,7 +21,7 @@ chunks, and each rank keeps one short one whole.
 
 from __future__ import annotations
 
-import heapq
+import bisect
 from collections.abc import Sequence
 
 import numpy as np
@@ -57,7 +57,7 @@ def exchange_seconds(sent: Ints, levels: Sequence[int], moves: Sequence[MoveSeco
     """Seconds of a layer's collectives, one for each level, of the group that sends most.
 
     Args:
-        sent: int64 (levels, ranks), of `sent_tokens`.
+        sent: tokens as `sent_tokens` gives them.
         levels: sizes of their groups.
         moves: what each takes; empty where that does not count.
     """
@@ -133,25 +133,21 @@ def _widths(
     each = np.zeros(len(choices))
     each[1 : 1 + len(moves)] = [move.each for move in moves]
     rest = work.sum() - work[rows].sum()
-    whole = np.ones(len(lengths), dtype=np.int64)
-    found: dict[bytes, tuple[Ints, float]] = {}
-    for bound in BOUNDS:
-        fits = (shares <= bound * mean) & (tokens <= ROOM * min(max(bound, 0.3), 1.0) * share)
-        chosen = np.where(fits.any(axis=0), fits.argmax(axis=0), len(sizes))
-        if cached is not None:
-            chosen[cached[rows]] = len(sizes)
-        if chosen.tobytes() in found:
-            continue
-        width = whole.copy()
-        width[rows] = choices[chosen]
-        at = np.arange(len(rows))
-        largest = float(shares[chosen, at].max(initial=0.0))
-        computed = (rest + np.where(chosen == len(sizes), cut_work, work[rows]).sum()) / ranks
-        travelling = np.bincount(chosen, lengths[rows], len(choices)) * choices / ranks
-        moved = float(travelling @ per_token + each[travelling > 0].sum())
-        expected = max(float(computed), largest) + GAP * largest + moved
-        found[chosen.tobytes()] = width, expected
-    return np.array([width for width, _ in found.values()]), np.array([each for _, each in found.values()])
+    bounds = np.array(BOUNDS)[:, None, None]
+    room = ROOM * np.clip(bounds, 0.3, 1.0) * share
+    fits = (shares <= bounds * mean) & (tokens <= room)
+    chosen = np.where(fits.any(axis=1), fits.argmax(axis=1), len(sizes))  # by bound and document
+    if cached is not None:
+        chosen[:, cached[rows]] = len(sizes)
+    different = sorted({one.tobytes(): place for place, one in reversed([*enumerate(chosen)])}.values())
+    chosen = chosen[different]
+    widths = np.ones((len(chosen), len(lengths)), dtype=np.int64)
+    widths[:, rows] = choices[chosen]
+    largest = shares[chosen, np.arange(len(rows))].max(axis=1, initial=0.0)
+    computed = (rest + np.where(chosen == len(sizes), cut_work, work[rows]).sum(axis=1)) / ranks
+    travelling = (chosen[:, None] == np.arange(len(choices))[:, None]) @ lengths[rows] * choices / ranks
+    moved = travelling @ per_token + (travelling > 0) @ each
+    return widths, np.maximum(computed, largest) + GAP * largest + moved
 
 
 def _shard(
@@ -238,26 +234,24 @@ def _deal(tokens: Ints, work: Floats, room: Ints, loads: Sequence[float]) -> tup
     """
     owner = np.full(len(tokens), -1, dtype=np.int64)
     rooms, sizes, works = room.tolist(), tokens.tolist(), work.tolist()
-    queue = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(queue)
+    queue = sorted((load, rank) for rank, load in enumerate(loads))
     left = []
     order = np.argsort(-work, kind="stable")
     smallest = np.minimum.accumulate(tokens[order][::-1])[::-1].tolist()  # of each item and those after it
     for place, item in enumerate(order.tolist()):
-        full = []
-        while queue and rooms[queue[0][1]] < sizes[item]:
-            entry = heapq.heappop(queue)
-            if rooms[entry[1]] >= smallest[place]:
-                full.append(entry)
-        if queue:
-            load, rank = queue[0]
-            heapq.heapreplace(queue, (load + works[item], rank))
-            rooms[rank] -= sizes[item]
-            owner[item] = rank
-        else:
+        size, at = sizes[item], 0
+        while at < len(queue) and (room_left := rooms[queue[at][1]]) < size:
+            if room_left < smallest[place]:
+                del queue[at]
+            else:
+                at += 1
+        if at == len(queue):
             left.append(item)
-        for entry in full:
-            heapq.heappush(queue, entry)
+            continue
+        load, rank = queue.pop(at)
+        bisect.insort(queue, (load + works[item], rank))
+        rooms[rank] -= size
+        owner[item] = rank
     return owner, np.array(rooms, dtype=np.int64), left
 
 

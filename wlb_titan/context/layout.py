@@ -1,4 +1,4 @@
-"""What a sharding is, and what follows from one: attention segments, and the order of the gathered keys."""
+"""Shardings, and what follows from one: attention segments, and the order of the gathered keys."""
 
 from __future__ import annotations
 
@@ -102,24 +102,27 @@ def spans(sharding: Sharding, levels: Sequence[int], slices: Slices | None = Non
 
 
 def widest_first(sharding: Sharding, span: Ints) -> Sharding:
-    """The same runs, on each rank those of documents with the widest `spans` first."""
+    """The runs of a sharding, on each rank those of documents with the widest `spans` first."""
     key = (-span).astype(np.int8)  # which sorts in linear time
     return tuple(shard[np.argsort(key[shard[:, DOCUMENT]], kind="stable")] for shard in sharding)
 
 
 def sent_tokens(sharding: Sharding, span: Ints, levels: int) -> Ints:
-    """int64 (levels, ranks), tokens of each rank whose keys travel within its group of each level."""
-    tokens = np.zeros((levels + 1, len(sharding)), dtype=np.int64)
-    for rank, shard in enumerate(sharding):
-        np.add.at(tokens[:, rank], span[shard[:, DOCUMENT]], shard[:, COUNT])  # -1 is the last row
-    return tokens[:levels]
+    """int64 (levels + 1, ranks), tokens of each rank whose keys travel within its group of each level, and at
+    the end those whose keys stay."""
+    ranks, pieces = len(sharding), np.concatenate(sharding)
+    owner = np.repeat(np.arange(ranks), [len(shard) for shard in sharding])
+    row = span[pieces[:, DOCUMENT]]
+    row[row < 0] = levels
+    tokens = np.bincount(row * ranks + owner, pieces[:, COUNT], (levels + 1) * ranks)
+    return tokens.astype(np.int64).reshape(-1, ranks)
 
 
 def after(sharding: Sharding, prefix: Ints | None) -> Sharding:
-    """The same runs where each document has a prefix that lies elsewhere, and its queries see it.
+    """The runs of a sharding where each document has a prefix that lies elsewhere, and its queries see it.
 
     Args:
-        sharding: of what is here.
+        sharding: sharding of what is here.
         prefix: int64 (n,), tokens of each document's prefix; None for none.
     """
     if prefix is None:
@@ -131,7 +134,7 @@ def after(sharding: Sharding, prefix: Ints | None) -> Sharding:
 
 
 def segments_after(seen: NDArray[np.int32], lengths: Ints, prefix: Ints) -> NDArray[np.int32]:
-    """The same segments among keys with a prefix before each document's own.
+    """Segments among keys with a prefix before each document's own.
 
     Example: documents of 2 and 3 tokens, the second after a prefix of 10, seen as a whole:
 

@@ -1,4 +1,4 @@
-"""What every context-parallel strategy is: who holds which tokens, who attends to what, and what that costs.
+"""The base of context-parallel strategies: who holds which tokens, who attends to what, and what that costs.
 
 A micro-batch is one packed sequence. A strategy divides its tokens over the context-parallel ranks, and says
 what the ranks send each other so that every query meets its keys. Planner, memory, cost model, simulator and
@@ -71,9 +71,26 @@ class ContextMask(NamedTuple):
 
     @classmethod
     def of_sequence(cls, lengths: Ints) -> ContextMask:
-        """Of a rank with all documents, queries and keys in the order of the sequence."""
+        """The mask of a rank with all documents, queries and keys in the order of the sequence."""
         keys = np.stack([np.arange(len(lengths)), lengths], axis=1)
         return cls(segments(whole(lengths), lengths), (), keys)
+
+
+class KeyShares(NamedTuple):
+    """Keys and values of a micro-batch that the context-parallel rank with most of them has, over those of
+    all of its tokens.
+
+    Attributes:
+        gathered: what collectives bring.
+        held: what attention reads.
+    """
+
+    gathered: float
+    held: float
+
+
+ALL_KEYS = KeyShares(1.0, 1.0)
+"""Every rank gathers all: the most that may be needed."""
 
 
 class Move(NamedTuple):
@@ -82,7 +99,7 @@ class Move(NamedTuple):
     Attributes:
         received: elements from other ranks, for each token that travels.
         collectives: how many they come in.
-        ranks: of the group.
+        ranks: ranks of the group.
         stride: how many context-parallel ranks its members lie apart.
         kept: elements of its result that selective activation checkpointing keeps for the backward pass,
             instead of moving them again. torchtitan's keeps what all-to-alls bring.
@@ -104,9 +121,9 @@ class Exchange:
     Attributes:
         moves: what travels.
         sent: held while they travel, beside what the model has anyway.
-        keys: of keys and values that attention reads.
-        outputs: of queries and of attention's output each, where attention works on others than the rank's
-            own tokens and so has copies of both; 0 where it works on the rank's own.
+        keys: elements of keys and values; a rank may have those of some tokens only (`ContextStrategy.keys`).
+        outputs: elements of queries and of attention's output each, where attention works on others than the
+            rank's own tokens and so has copies of both; 0 where it works on the rank's own.
     """
 
     moves: tuple[Move, ...]
@@ -129,11 +146,11 @@ def gathered(
     *,
     always: bool = True,
 ) -> Exchange:
-    """What moves where every rank holds the keys and values of all `ranks`, or of some in its groups.
+    """The exchange where every rank holds the keys and values of all `ranks`, or of some in its groups.
 
     Args:
         model, tensor: as of `ContextStrategy.exchange`.
-        ranks: of context parallelism.
+        ranks: context-parallel ranks.
         collectives: in which keys are gathered.
         levels: sizes of groups within which they may be gathered; empty: all ranks.
         always: as of `Move`.
@@ -252,16 +269,20 @@ class ContextStrategy(Plugin, ABC):
         """
 
     def travelling(self, sharding: Sharding, total: int, slices: Slices | None = None) -> tuple[int, ...]:
-        """Of each of the moves of `exchange`, for how many tokens a group of ranks exchanges what it says.
+        """The tokens for which a group of ranks exchanges what each move of `exchange` says.
 
         Of groups side by side the one with most of them counts.
 
         Args:
-            sharding: of `shard`.
+            sharding: sharding as `shard` makes it.
             total: tokens of the micro-batch, padding included.
             slices: as of `shard`.
         """
         return (total,)
+
+    def keys(self, sharding: Sharding, total: int, slices: Slices | None = None) -> KeyShares:
+        """What of the keys of a micro-batch a rank has at the most; arguments as of `travelling`."""
+        return ALL_KEYS
 
     @abstractmethod
     def mask(
@@ -278,5 +299,5 @@ class ContextStrategy(Plugin, ABC):
         return heads, kv_heads
 
     def waited(self, communication: Floats, attention: Floats) -> Floats:
-        """Of the seconds of a layer's collectives those in which nothing is computed, shaped alike."""
+        """Those seconds of a layer's collectives in which nothing is computed, shaped alike."""
         return communication

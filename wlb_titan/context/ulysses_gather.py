@@ -22,10 +22,18 @@ from typing import Annotated
 import numpy as np
 from annotated_types import Ge
 
-from wlb_titan.context.all_gather import gathered_mask
+from wlb_titan.context.all_gather import gathered_mask, key_shares
 from wlb_titan.context.document import per_document
 from wlb_titan.context.layout import Ints, Sharding, sent_tokens, spans, widest_first
-from wlb_titan.context.strategy import ContextMask, ContextStrategy, Exchange, Floats, Move, MoveSeconds
+from wlb_titan.context.strategy import (
+    ContextMask,
+    ContextStrategy,
+    Exchange,
+    Floats,
+    KeyShares,
+    Move,
+    MoveSeconds,
+)
 from wlb_titan.context.ulysses import head_shares
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.models import ModelShape
@@ -80,7 +88,7 @@ class UlyssesGather(ContextStrategy):
         return "ulysses_gather", tuple(part for group in groups for part in _cut(group, share, self._within))
 
     def seconds(self, sharding: Sharding) -> Floats:
-        """Of the group's queries, with a rank's share of the heads."""
+        """Seconds of the group's queries, with a rank's share of the heads."""
         groups = self._of_groups(sharding)
         shares = head_shares(self.latency.heads, self.latency.heads, self._within)
         heads = [share.query_heads for share in shares]
@@ -98,7 +106,10 @@ class UlyssesGather(ContextStrategy):
         """All tokens within groups, and between them those of documents that lie in several."""
         groups = self._of_groups(sharding)
         sent = sent_tokens(groups, spans(groups, (self._groups,), slices), 1)
-        return total, int(sent.max()) * self._groups
+        return total, int(sent[0].max()) * self._groups
+
+    def keys(self, sharding: Sharding, total: int, slices: Slices | None = None) -> KeyShares:
+        return key_shares(self._of_groups(sharding), total, (self._groups,), slices)
 
     def heads(self, heads: int, kv_heads: int, rank: int) -> tuple[int, int]:
         share = head_shares(heads, kv_heads, self._within)[rank % self._within]
@@ -141,7 +152,7 @@ def _cut(runs: Ints, share: int, parts: int) -> list[Ints]:
 
 
 def _joined(runs: Ints) -> Ints:
-    """The same tokens with runs that touch made one."""
+    """Runs of tokens, those that touch made one."""
     same = runs[1:, DOCUMENT] == runs[:-1, DOCUMENT]
     heads = np.append(True, ~(same & (runs[1:, OFFSET] == runs[:-1, OFFSET] + runs[:-1, COUNT])))
     first = np.flatnonzero(heads[: len(runs)])

@@ -1,4 +1,4 @@
-"""Whose times of attention a job is predicted by: a published kernel's, a profile's or the cluster's."""
+"""The attention times that a job is predicted by: a published kernel's, a profile's or the cluster's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
+from wlb_titan.cost.analytic import Device
 from wlb_titan.cost.attention_hopper import KERNELS, OWN, hopper
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.attention_profile import AttentionShape, Profile
@@ -18,7 +19,7 @@ def named_attention(text: str, shape: AttentionShape) -> AttentionLatency:
 
     Args:
         text: a kernel of `attention_hopper`, or the path of a profile.
-        shape: of the attention.
+        shape: heads and head dims of the attention.
 
     Raises:
         PlanError: there is no such profile, or it lacks this attention.
@@ -26,6 +27,32 @@ def named_attention(text: str, shape: AttentionShape) -> AttentionLatency:
     if text in KERNELS:
         return _hopper(shape, text)
     return Profile.load(Path(text)).latency(shape)
+
+
+def configured_latency(cluster: Cluster, shape: AttentionShape, profile: str) -> AttentionLatency:
+    """The attention of one layer, as [wlb.sharding] profile says or, where it is empty, the cluster.
+
+    Raises:
+        PlanError: the profile cannot be read, or lacks this attention.
+    """
+    if not profile:
+        return cluster_latency(cluster, shape)
+    try:
+        return Profile.load(Path(profile)).latency(shape)
+    except PlanError as error:
+        raise PlanError(str(error), setting="sharding.profile") from error
+
+
+def configured_device(cluster: Cluster, tensor: int, context: int, profile: str) -> Device:
+    """A rank at these degrees: the cluster's, at the rates of the profile that [wlb.sharding] or it names.
+
+    Raises:
+        PlanError: the profile cannot be read.
+    """
+    device = Device.of(cluster, tensor_parallel=tensor, context_parallel=context)
+    name = profile or cluster.attention_profile
+    measured = Profile.load(Path(name)).linear if name else None
+    return device if measured is None else measured.on(device)
 
 
 def cluster_latency(cluster: Cluster, shape: AttentionShape) -> AttentionLatency:

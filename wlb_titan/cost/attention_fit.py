@@ -18,6 +18,7 @@ from wlb_titan.cost.attention_latency import Floats, KernelCost, KeyTiling, Tili
 
 ROUNDS = 10
 COEFFICIENTS = ("launch", "key", "query", "segment", "tile", "block", "masked")
+BLOCK_ROWS = 64  # of queries and the heads that are packed, in Gluon's backward
 MERGE_KEYS = 1024  # as wlb_titan.kernels merges segments; the planner does not import it
 
 
@@ -54,11 +55,13 @@ def tilings(implementation: str, group: int) -> tuple[Tiling, Tiling]:
 
     Args:
         implementation: "gluon", "triton" or "reference".
-        group: query heads that share a key head, of which Gluon packs up to 8 into a tile of the forward.
+        group: query heads that share a key head, of which Gluon packs up to 8 into a tile of the forward,
+            and 4 or 8 into a block of the backward.
     """
     if implementation == "gluon":
         pack = min(8, group & -group)
-        return Tiling(128 // pack, 128, MERGE_KEYS, pack), KeyTiling(64, 128, MERGE_KEYS)
+        queries = BLOCK_ROWS // pack if pack >= 4 else BLOCK_ROWS
+        return Tiling(128 // pack, 128, MERGE_KEYS, pack), KeyTiling(queries, 128, MERGE_KEYS)
     if implementation == "triton":
         return Tiling(128, 128, MERGE_KEYS), Tiling(128, 64, MERGE_KEYS)
     return Tiling(1, 64, MERGE_KEYS), Tiling(1, 64, MERGE_KEYS)
@@ -70,7 +73,7 @@ def fit(points: Sequence[Point], units: int, tiling: Tiling) -> Fit:
     Args:
         points: measurements of one pass.
         units: programs that the device runs side by side.
-        tiling: of the kernel.
+        tiling: tiling of the kernel.
     """
     seconds = np.array([point.seconds for point in points])
     spread, longest = _features(points, units, tiling)

@@ -7,7 +7,7 @@ The two devices have the same multiprocessors and differ in memory, which attent
 grid in benchmarks/results/nvidia_h100, of 32 query and 4 key heads; it says how well it predicts. Those were
 the kernels before tiles were ordered by chains and heads packed; a replay of their tile lists says what of
 the backward was waiting for turns, which is left out here, as it is gone. Forward: a tile of 128 rows, a
-block of 128 keys, and what its mask adds. Backward: a step of 128 keys with 64 queries (block), a program
+block of 128 keys, and what its mask adds. Backward: a step of 128 keys with 64 rows (block), a program
 with 128 keys of one key head, and the element-wise kernels around it by query token and head, two of which
 have become one since. These two were timed by themselves and not fitted. `tail` is what a replay of the
 tree's kernels takes beyond work spread evenly: 0.08 of the longest program on those packs, 0.12 over packs,
@@ -42,7 +42,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from wlb_titan.cost.attention_fit import tilings
+from wlb_titan.cost.attention_fit import BLOCK_ROWS, tilings
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, KeyTiling, Tiling
 
 MULTIPROCESSORS = 132
@@ -52,7 +52,7 @@ PROGRAM_KEYS = 128
 
 
 class Coefficients(NamedTuple):
-    """Of one pass, in microseconds but for `at_64`: a block's time at head dim 64 over that at 128.
+    """Times of one pass, in microseconds but for `at_64`: a block's time at head dim 64 over that at 128.
 
     masked: what a block's mask adds; None for MASKING of a block, which is taken off the tile. program: of
     each PROGRAM_KEYS keys of a key head. query: of each query token and head.
@@ -106,7 +106,7 @@ def hopper(head_dim: float, heads: int, *, group: int = 1, kernel: str = OWN) ->
     """The latency model of an H100 or H200 in bfloat16 or float16.
 
     Args:
-        head_dim: of queries, keys and values; the mean of the two, if values have another.
+        head_dim: head dim of queries, keys and values; the mean of the two, if values have another.
         heads: query heads on the device.
         group: query heads that share a key head.
         kernel: one of KERNELS.
@@ -124,10 +124,11 @@ def hopper(head_dim: float, heads: int, *, group: int = 1, kernel: str = OWN) ->
 
 def _cost(tiling: Tiling, fitted: Coefficients, head_dim: float, group: int, tail: float) -> KernelCost:
     """Tiles and blocks take their time by the head dim. A tile of keys is walked over for each head of its
-    group; heads that are packed into one tile of queries share its time.
+    group; heads that are packed into one tile or block of queries share its time.
     """
     packed = tiling.heads_per_tile
     if isinstance(tiling, KeyTiling):
+        packed = BLOCK_ROWS // tiling.query_tile
         tiling = replace(tiling, heads_per_tile=group)
     masked, tile = fitted.masked, fitted.tile
     if masked is None:

@@ -1,4 +1,4 @@
-"""How long the attention kernel takes for what one context-parallel rank holds (paper sections 5.2 and 5.3).
+"""The time of the attention kernel on what one context-parallel rank holds (paper sections 5.2 and 5.3).
 
 A kernel cuts queries into tiles and walks over blocks of keys, so time follows tiles and blocks, not tokens:
 a tile with one query costs what a full one does, and a block on the diagonal costs its masking besides. A
@@ -13,8 +13,8 @@ then lasts at least as long as all work spread evenly over the units, and as the
     launch + keys x key x heads / units + max(sum of the work of all heads / units, longest tile)
 
 That is a lower bound of any schedule, and a tight one where tiles are many and start heaviest first. A kernel
-that deals them out less well ends later by a share of its longest program (`tail`). `keys` are those of the
-whole sequence, which are copied or written whoever sees them; they are the same for all ranks.
+that deals them out less well ends later by a share of its longest program (`tail`). `keys` are all
+that the rank has, which are copied or written whoever sees them.
 
 Example: tiles of 4 queries, blocks of 4 keys, and the last 6 tokens of a document of 10. The first tile sees
 8 keys in two blocks, the second 10 keys in three, and in both all rows see all but the last block whole:
@@ -250,11 +250,11 @@ class KernelCost:
     Attributes:
         tiling: how the kernel divides its work.
         launch: fixed time of the whole pass.
-        key: of each key of the sequence.
-        query: of each query of a segment.
-        segment: of each segment, for kernels that treat them one by one.
-        tile: of each tile.
-        block: of each block of a tile.
+        key: seconds of each key that the rank has.
+        query: seconds of each query of a segment.
+        segment: seconds of each segment, for kernels that treat them one by one.
+        tile: seconds of each tile.
+        block: seconds of each block of a tile.
         masked: what a block costs more if it must be masked.
         tail: by what share of its longest program a launch ends after its work is spread evenly.
     """
@@ -334,16 +334,22 @@ class AttentionLatency:
         passes = [kernel.work(q_len, kv_len, window) for kernel in (self.forward, self.backward)]
         return np.stack(passes) * (self.heads / self.units)
 
-    def fixed(self, tokens: int) -> Floats:
-        """float64 (2,), seconds of forward and backward that a sequence of `tokens` takes on any rank."""
-        keys = tokens * self.heads / self.units
-        return np.array([kernel.launch + kernel.key * keys for kernel in (self.forward, self.backward)])
+    def fixed(self, keys: NDArray[np.int64]) -> Floats:
+        """float64 (ranks, 2), seconds of forward and backward that so many keys take, whoever sees them.
 
-    def seconds(self, sharding: Sequence[NDArray[np.int64]]) -> Floats:
+        Args:
+            keys: int64 (ranks,), that a rank has.
+        """
+        launch, key = np.array([(kernel.launch, kernel.key) for kernel in (self.forward, self.backward)]).T
+        seconds: Floats = launch + key * (keys * self.heads / self.units)[:, None]
+        return seconds
+
+    def seconds(self, sharding: Sequence[NDArray[np.int64]], held: NDArray[np.int64] | None = None) -> Floats:
         """float64 (ranks, 2), forward and backward time of every rank. Padding costs nothing.
 
         Args:
             sharding: per rank an int64 (m, 3), as the functions of `wlb_titan.context` make it.
+            held: int64 (ranks,), tokens whose keys each rank has; None: those of all ranks.
         """
         ranks = len(sharding)
         pieces = np.concatenate(sharding)
@@ -352,8 +358,7 @@ class AttentionLatency:
         queries, keys = np.zeros((2, ranks), dtype=np.int64)  # most of them in a segment of each rank
         np.maximum.at(queries, owner, q_len)
         np.maximum.at(keys, owner, kv_len)
-        fixed = self.fixed(int(q_len.sum()))
-        result = np.tile(fixed, (ranks, 1))
+        result = self.fixed(np.full(ranks, q_len.sum()) if held is None else held)
         for window, share in self._kinds():
             work = self._work(q_len, kv_len, window)
             for column, kernel in enumerate((self.forward, self.backward)):

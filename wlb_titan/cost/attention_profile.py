@@ -39,11 +39,11 @@ class AttentionShape:
     """The attention of one layer on one device. The default is the paper's 7B model on one GPU.
 
     Attributes:
-        head_dim: of queries and keys.
+        head_dim: head dim of queries and keys.
         heads: query heads on the device: those of the model over the tensor-parallel degree.
         group: query heads that share a key head.
-        dtype: of queries and keys, as torch names it.
-        v_head_dim: of values, where it is another.
+        dtype: data type of queries and keys, as torch names it.
+        v_head_dim: head dim of values, where it is another.
         windows: (keys, share of the layers) for each sliding window.
     """
 
@@ -81,7 +81,7 @@ class Entry:
         direction: "forward" or "backward"; "pass" in the file.
         cost: the coefficients fitted to the points.
         points: the measurements.
-        implementation: of the attention that was measured: "gluon", "triton" or "reference".
+        implementation: implementation that was measured: "gluon", "triton" or "reference".
     """
 
     head_dim: int
@@ -245,7 +245,7 @@ def fitted(
         cases: (q_len, kv_len, segments) of each case.
         seconds: float64 (cases, 2), of the forward and of the backward.
         units: programs that the device runs side by side.
-        implementations: of the forward and of the backward, as `attention_fit.tilings` names them.
+        implementations: implementations of forward and backward, as `attention_fit.tilings` names them.
     """
     entries = []
     for number, (direction, name) in enumerate(zip(PASSES, implementations, strict=True)):

@@ -104,14 +104,14 @@ class Cluster:
 
         Args:
             bytes_: that each rank has, of which it sends an equal share to every rank.
-            ranks: of the group.
+            ranks: ranks of the group.
         """
         inside = min(ranks, self.gpus_per_node)
         near = bytes_ * (inside - 1) / ranks / self.node.bandwidth
         return max(near, bytes_ * (ranks - inside) / ranks / self.network.bandwidth)
 
     def slower_network(self, factor: float) -> Cluster:
-        """The same cluster with a network of that many times the latency and less bandwidth."""
+        """This cluster with a network of that many times the latency and less bandwidth."""
         network = Link(self.network.bandwidth / factor, self.network.latency * factor)
         return replace(self, name=f"{self.name}, network {factor:g}x slower", network=network)
 

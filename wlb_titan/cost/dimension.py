@@ -37,8 +37,8 @@ class Meeting(NamedTuple):
     """What the ranks of a dimension all-reduce when they meet, outside the passes.
 
     Attributes:
-        bytes_: of one rank.
-        collectives: that these go in.
+        bytes_: bytes of one rank.
+        collectives: number of collectives that these go in.
     """
 
     bytes_: float
@@ -57,7 +57,7 @@ class Dimension(Plugin):
             ranks of any other dimension of one's own get the same ones.
         outside: axis that it lies directly outside of in the order of ranks. What divides data lies outside
             `dp_replicate`; nothing lies outside the pipeline, which torchtitan takes to be outermost.
-        key: of its degree in [parallelism]; empty for those of [[wlb.dimensions]].
+        key: key of its degree in [parallelism]; empty for those of [[wlb.dimensions]].
         borrows: its ranks are those of other dimensions.
         runtime: "module:Class" of its half that moves tensors, which derives from
             `wlb_titan.runtime.dimension:Axis`; empty if it has none.

@@ -1,4 +1,4 @@
-"""How long a micro-batch's passes take on a pipeline stage.
+"""The time of a micro-batch's passes on a pipeline stage.
 
     F = layers x (tokens x (matrices + elements + TP + CP + EP) + attention of the slowest CP rank) + head
     I = layers x (tokens x (matrices + 2 elements + TP + CP + EP) + attention backward + repeated) + head
@@ -75,7 +75,7 @@ class MicroBatches:
 
     @classmethod
     def imagined(cls, job: PassJob, tokens: Floats, forward: Floats, backward: Floats) -> MicroBatches:
-        """Of micro-batches whose documents are not known: what moves always travels, and nothing else."""
+        """Micro-batches whose documents are not known: what moves always travels, and nothing else."""
         one, none = job.exchanging.always, np.zeros_like(tokens)
         return cls(tokens, forward, backward, tokens * one.moving, tokens * one.repeated, none + one.latency)
 

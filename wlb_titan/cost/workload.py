@@ -1,4 +1,4 @@
-"""How long a document of d tokens keeps a device busy: W_a(d) + W_l(d) (paper equation 2, Figure 7).
+"""The workload of a document of d tokens on a device: W_a(d) + W_l(d) (paper equation 2, Figure 7).
 
 W_a is attention, which grows with d^2; W_l is everything else (matrix products, element-wise operators and
 communication), which grows with d. Forward and backward are given apart: the backward pass of attention costs
@@ -43,9 +43,9 @@ class ExchangeSeconds(NamedTuple):
     """What context parallelism's collectives in a layer take for a micro-batch, in seconds.
 
     Attributes:
-        moving: of one pass, by bandwidth.
-        repeated: of those that selective activation checkpointing repeats in the backward pass.
-        latency: of one pass, besides.
+        moving: seconds of one pass, by bandwidth.
+        repeated: seconds of those that selective activation checkpointing repeats in the backward pass.
+        latency: seconds of latency in one pass.
     """
 
     moving: float
@@ -62,7 +62,7 @@ class Exchanging(Protocol):
         ...
 
     def waited(self, communication: Floats, attention: Floats) -> Floats:
-        """Of the seconds of a layer's collectives those in which nothing is computed, shaped alike."""
+        """Those seconds of a layer's collectives in which nothing is computed, shaped alike."""
         ...
 
 
@@ -77,7 +77,7 @@ class CostJob(Protocol):
     def cluster(self) -> Cluster: ...
     @property
     def dtype(self) -> str:
-        """Of queries and keys, as torch names it."""
+        """Data type of queries and keys, as torch names it."""
         ...
 
     @property

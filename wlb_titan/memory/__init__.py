@@ -1,1 +1,1 @@
-"""What a step needs of a device's memory at its peak: arithmetic on lengths and shapes."""
+"""Memory of a step at its peak: arithmetic on lengths and shapes."""

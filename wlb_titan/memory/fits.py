@@ -1,9 +1,11 @@
-"""What a step needs at its peak, and what fits a device: the longest micro-batches, the most in flight."""
+"""Memory at a step's peak, and what fits a device: the longest micro-batches, the most in flight."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.packs import CachedSlice, PackSizes, Passes
@@ -38,8 +40,8 @@ def peak_memory(job: MemoryJob, passes: Passes) -> tuple[RankMemory, ...]:
 
     Args:
         job: whose step it is.
-        passes: of a replica, in the order of running. For the most that a length may need, n times that
-            length.
+        passes: passes of a replica, in the order of running. For the most that a length may need, n times
+            that length.
 
     Raises:
         PlanError: the schedule's order is not known.
@@ -67,63 +69,86 @@ def fullest(ranks: Sequence[RankMemory]) -> RankMemory:
     return max(ranks, key=lambda rank: rank.total)
 
 
-def longest_that_fits(job: MemoryJob, number: int, window: int, divisor: int, usable: float) -> int | None:
-    """The default of L_max: the longest micro-batches that are predicted to fit, at most two windows.
+@dataclass(frozen=True)
+class Fitting:
+    """What of a job's steps fits a device.
 
-    Args:
-        job: whose micro-batches they are.
-        number: of a replica's micro-batches in a step.
+    Attributes:
+        job: whose steps they are.
         window: context window in tokens.
+        number: number of a replica's micro-batches in a step.
         divisor: tokens that a micro-batch is a multiple of.
         usable: bytes of a device that predictions may fill.
-
-    Returns:
-        Tokens, a multiple of `divisor` and at least the window; None if not even a window fits.
-
-    Raises:
-        PlanError: memory cannot be predicted for this schedule.
+        known: whether memory is predicted for the model.
     """
 
-    def fits(parts: int) -> bool:
-        return fullest(peak_memory(job, Passes.of([parts * divisor] * number))).total <= usable
+    job: MemoryJob
+    window: int
+    number: int
+    divisor: int
+    usable: float
+    known: bool = True
 
-    shortest = -(-window // divisor)
-    return _most(fits, shortest, LONGEST * window // divisor) * divisor if fits(shortest) else None
+    def peak(self, passes: Passes) -> tuple[RankMemory, ...]:
+        """The peak of each pipeline rank over a replica's step.
 
+        Raises:
+            PlanError: it cannot be predicted for this schedule.
+        """
+        return peak_memory(self.job, passes)
 
-def most_in_flight(job: MemoryJob, window: int, step: int, usable: float) -> int:
-    """The most tokens in flight that are predicted to fit, if all of them were one document's.
+    def document(self, tokens: int) -> tuple[RankMemory, ...]:
+        """The peak of each pipeline rank with one document of so many tokens, all of its slices in flight."""
+        return self.peak(one_document(tokens, self.job.shape))
 
-    Args:
-        job: whose documents are sliced.
-        window: context window in tokens; a document of so many has all of its slices in flight at once.
-        step: tokens of a data-parallel rank in a step.
-        usable: bytes of a device that predictions may fill.
+    @cached_property
+    def longest(self) -> int | None:
+        """The default of L_max: tokens of the longest micro-batches of which a step is predicted to fit, a
+        multiple of `divisor`, at least a window and at most two; None if not even windows fit.
 
-    Raises:
-        PlanError: not even one document of the window fits, whatever the order; with the arithmetic.
-    """
+        Where memory cannot be predicted for the model or its schedule it is two windows.
+        """
 
-    def needed(tokens: int) -> RankMemory:
-        return fullest(peak_memory(job, one_document(tokens, job.shape)))
+        def fits(parts: int) -> bool:
+            step = Passes.of([parts * self.divisor] * self.number)
+            return fullest(self.peak(step)).total <= self.usable
 
-    most = needed(window)
-    if most.total > usable:
-        raise PlanError(
-            f"A document of {window:,} tokens has all of its slices in flight when its backward pass begins, "
-            f"which does not fit the {usable / GIB:.1f} GiB of a device that may be filled in any order of "
-            f"passes:\n{most.explain()}\nRaise a degree of parallelism, save more with activation "
-            "checkpointing, or shorten the context window.",
-            setting="training.seq_len",
+        shortest, most = -(-self.window // self.divisor), LONGEST * self.window // self.divisor
+        try:
+            if self.known:
+                return _most(fits, shortest, most) * self.divisor if fits(shortest) else None
+        except PlanError:
+            pass  # of this schedule memory is not predicted
+        return most * self.divisor
+
+    @cached_property
+    def most_in_flight(self) -> int:
+        """The most tokens in flight that are predicted to fit, if all of them were one document's.
+
+        Raises:
+            PlanError: not even one document of the window fits, whatever the order; with the arithmetic.
+        """
+        most = fullest(self.document(self.window))
+        if most.total > self.usable:
+            raise PlanError(
+                f"A document of {self.window:,} tokens has all of its slices in flight when its backward "
+                f"pass begins, which does not fit the {self.usable / GIB:.1f} GiB of a device that may be "
+                f"filled in any order of passes:\n{most.explain()}\nRaise a degree of parallelism, save more "
+                "with activation checkpointing, or shorten the context window.",
+                setting="training.seq_len",
+            )
+        return _most(
+            lambda tokens: fullest(self.document(tokens)).total <= self.usable,
+            self.window,
+            self.window * self.number,
         )
-    return _most(lambda tokens: needed(tokens).total <= usable, window, max(step, window))
 
 
 def one_document(tokens: int, shape: PipelineShape) -> Passes:
     """The step that holds most tokens for what it trains: one document, of which every slice is in flight.
 
     Args:
-        tokens: of the document.
+        tokens: tokens of the document.
         shape: the pipeline.
     """
     parts = min(SLICES, tokens)

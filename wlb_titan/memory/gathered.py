@@ -1,4 +1,4 @@
-"""What FSDP has whole on a rank beside its shards: weights for passes, and gradients until they are reduced.
+"""Tensors that FSDP has whole on a rank beside shards: weights for passes, gradients until they are reduced.
 
 Under pipeline parallelism micro-batches add up gradients before they are reduced: weights stay gathered in
 the compute type, and gradients add up in the reduction's type from a stage's first backward pass on.
@@ -29,7 +29,7 @@ class Gathered:
 
     Args:
         model, degrees, settings, layers: as of `MemoryJob`.
-        stages: of the rank.
+        stages: stages of the rank.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Gathered:
         return self._weights(layer) + self._layer * (self._compute + self._reduced)
 
     def _weights(self, layer: int) -> float:
-        """Of a layer at hand, and of what is fetched meanwhile; of layer 0 that is the embedding."""
+        """Bytes of a layer at hand, and of what is fetched meanwhile; layer 0 is the embedding."""
         if not self._reshards:
             return sum(self._held.values()) * self._whole
         fetched = (self._layer if layer else self._table) if self._sharded else 0.0

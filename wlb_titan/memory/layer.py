@@ -1,4 +1,4 @@
-"""What a transformer layer and the loss hold of each token: the arithmetic below `peak.py`.
+"""Bytes that a transformer layer and the loss hold of each token: the arithmetic below `peak.py`.
 
 All figures are bytes on one GPU for each token of the micro-batch, of all context-parallel ranks together: a
 rank that holds one token in CP x TP counts a CP x TP-th of its bytes. In elements of the compute type:
@@ -8,7 +8,9 @@ rank that holds one token in CP x TP counts a CP x TP-th of its bytes. In elemen
     q   queries, and attention's output                                  query heads x head_dim / (CP x TP)
     k   keys, or values                                                  key heads x head_dim / (CP x TP)
     f   one inner activation of the MLP                                  feed_forward / (CP x TP)
-    K   keys and values of the whole micro-batch                         2 x key heads x head_dim / TP
+    K   keys and values that a rank's documents have                     2 x key heads x head_dim / TP,
+                                                                         times `KeyShares.held`
+    G   those of them that come from other ranks, with its own share     the same, times `KeyShares.gathered`
 
 Kept by a layer from its forward pass to its backward pass (compare Korthikanti et al., Reducing Activation
 Recomputation, section 4), with attention's log-sum-exp in float32 in the first two, and in the first the
@@ -22,7 +24,7 @@ rotary factors of the rank's tokens:
 
 A backward pass recomputes what is missing, layer by layer, and makes gradients. Its fullest moment is one of:
 
-    gathering K and V again     2 g + K + 2 k
+    gathering K and V again     2 g + G + 2 k
     rotating again              2 g + 4 (q + k), in float32, before K is there
     gathering the MLP's input   4 g, where tensor parallelism gathers: the collective's output and its copy
     the gradient of w2          3 g + 4 f: inputs of QKV and of the MLP, the output's gradient; w3's output,
@@ -41,7 +43,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wlb_titan.context import Exchange, gathered
+from wlb_titan.context import ALL_KEYS, Exchange, KeyShares, gathered
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.memory.settings import MemorySettings
@@ -55,14 +57,14 @@ class TokenBytes:
 
     Attributes:
         hidden, gathered: s and g above.
-        kept: of one layer from its forward pass to its backward pass.
-        offloaded: of what it would keep otherwise, what lies in the host's memory meanwhile.
-        forward: of the layer whose forward pass runs, besides what it keeps.
-        backward: of the layer whose backward pass runs, besides what it kept, at its fullest moment.
+        kept: bytes of one layer from its forward pass to its backward pass.
+        offloaded: bytes of it that lie in the host's memory meanwhile and would be kept otherwise.
+        forward: bytes of the layer whose forward pass runs, besides what it keeps.
+        backward: bytes of the layer whose backward pass runs, besides what it kept, at its fullest moment.
         attention: the same at the moment of attention's gradients, which go into the cache of slices.
-        waiting: of one layer between the two halves of a split backward pass, besides what it kept: the
-            gradients of its linear layers' and norms' outputs.
-        loss: of the loss, besides the hidden states of which it is, at the fullest moment of its softmax.
+        waiting: bytes of one layer between the two halves of a split backward pass, besides what it kept:
+            the gradients of its linear layers' and norms' outputs.
+        loss: bytes of the loss, besides the hidden states of which it is, at its softmax's fullest moment.
         head: the same at the moment of the head's gradient.
         inputs: token ids, positions and labels, int64, and the order of the keys.
         cached: K and V of one layer, which a slice leaves to those behind it.
@@ -85,17 +87,27 @@ class TokenBytes:
 
     @property
     def held(self) -> float:
-        """Of one layer and a document in slices, all that it may hold of a token at once besides the pass at
-        hand."""
+        """Bytes of one layer and a document in slices: all that it may hold of a token at once besides the
+        pass at hand."""
         return self.kept + self.cached + self.cached_gradients
 
     @classmethod
     def of(
-        cls, model: ModelShape, degrees: Degrees, settings: MemorySettings, exchange: Exchange | None = None
+        cls,
+        model: ModelShape,
+        degrees: Degrees,
+        settings: MemorySettings,
+        exchange: Exchange | None = None,
+        keys: KeyShares = ALL_KEYS,
     ) -> TokenBytes:
-        """Of a model at some degrees; without an `exchange` keys and values of all ranks are gathered."""
+        """Of a model at some degrees; without an `exchange` all ranks gather keys and values.
+
+        A rank has `keys` of those of a micro-batch; of documents in slices all are cached.
+        """
         cp, tp = degrees.context, degrees.tensor
-        layer = _Layer.of(model, degrees, settings, exchange)
+        exchange = exchange or gathered(model, tp, cp)
+        layer = _Layer.of(model, degrees, settings, exchange, keys)
+        cached = exchange.keys * settings.compute_bytes
         forward, backward, attention = layer.passes(settings.checkpointing)
         kept = layer.kept(settings.checkpointing)
         offloaded = kept * settings.offload
@@ -119,8 +131,8 @@ class TokenBytes:
             loss=loss,
             head=head,
             inputs=3 * 8 / cp + (8 if cp > 1 else 0),
-            cached=layer.key_gradients,
-            cached_gradients=layer.key_gradients * FLOAT32 / settings.compute_bytes,
+            cached=cached,
+            cached_gradients=cached * FLOAT32 / settings.compute_bytes,
         )
 
 
@@ -131,12 +143,13 @@ class _Layer:
     Attributes:
         s, g, q, k, f: as above.
         keys: K; without context parallelism the rotated keys and a copy of the values.
-        key_gradients: of K and V, as attention gives them.
+        gathering: what collectives bring of them, before it is in order.
+        key_gradients: gradients of K and V, as attention gives them.
         sent: what a rank sends to the others before attention.
         outputs: queries, and as many outputs, of the tokens that attention works on, where they are others
             than the rank's own.
         exchanged: what `selective` keeps of the ranks' exchange.
-        log_sum_exp: of attention, in float32.
+        log_sum_exp: log-sum-exp of attention, in float32.
         rotary: factors of the rank's tokens.
         shared_keys: whether context-parallel ranks exchange K and V.
         gathers: whether tensor-parallel ranks gather hidden states.
@@ -148,6 +161,7 @@ class _Layer:
     k: float
     f: float
     keys: float
+    gathering: float
     key_gradients: float
     sent: float
     outputs: float
@@ -159,12 +173,17 @@ class _Layer:
 
     @classmethod
     def of(
-        cls, model: ModelShape, degrees: Degrees, settings: MemorySettings, exchange: Exchange | None
+        cls,
+        model: ModelShape,
+        degrees: Degrees,
+        settings: MemorySettings,
+        exchange: Exchange,
+        held: KeyShares,
     ) -> _Layer:
         cp, tp, size = degrees.context, degrees.tensor, settings.compute_bytes
         g = model.hidden * size / cp
         k = model.kv_heads * model.head_dim * size / (cp * tp)
-        exchange = exchange or gathered(model, tp, cp)
+        all_keys = exchange.keys * size
         gathers = tp > 1 and settings.sequence_parallel
         return cls(
             s=g / tp if gathers else g,
@@ -172,8 +191,9 @@ class _Layer:
             q=model.heads * model.head_dim * size / (cp * tp),
             k=k,
             f=model.feed_forward * size / (cp * tp),
-            keys=2 * k if cp == 1 else exchange.keys * size,
-            key_gradients=exchange.keys * size,
+            keys=2 * k if cp == 1 else all_keys * held.held,
+            gathering=2 * k if cp == 1 else all_keys * held.gathered,
+            key_gradients=all_keys * held.held,
             sent=0.0 if cp == 1 else exchange.sent * size,
             outputs=exchange.outputs * size,
             exchanged=exchange.kept * size,
@@ -208,9 +228,9 @@ class _Layer:
         full = checkpointing == "full"
         w1 = f if full else 0.0
         output = q + self.log_sum_exp if full else 0.0  # attention's, made again
-        forward = s + max(2 * g + 3 * f + w1, g + q + 2 * self.keys, g + 5 * q + 4 * k)
+        forward = s + max(2 * g + 3 * f + w1, g + q + self.keys + self.gathering, g + 5 * q + 4 * k)
         moments = [
-            2 * g + (self.keys + self.sent if self.shared_keys else 0.0),
+            2 * g + (self.gathering + self.sent if self.shared_keys else 0.0),
             4 * g if self.gathers else 0.0,
             w1 + 3 * g + 4 * f,
             w1 + 4 * g + 3 * f if full else 0.0,  # w2's output, which early stop spares `selective`

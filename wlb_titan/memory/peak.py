@@ -1,4 +1,4 @@
-"""How much memory each pipeline rank needs at the peak of a step: whether a job fits, before it runs.
+"""The memory of each pipeline rank at the peak of a step: whether a job fits, before it runs.
 
     total = weights + optimizer + rotary + gradients + gathered + activations + cache + backward + loss
 
@@ -39,17 +39,19 @@ the length of micro-batches (L_max) where none is set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
+from wlb_titan.context import ALL_KEYS, KeyShares
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape, rank_parameters
 from wlb_titan.memory.gathered import Gathered
 from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.packs import PackSizes, Passes
 from wlb_titan.memory.settings import MemorySettings
-from wlb_titan.memory.slices import SliceCache
+from wlb_titan.memory.slice_cache import SliceCache
 from wlb_titan.pipeline.schedule import PipelineShape, layers_of_stages, rank_actions
 from wlb_titan.plan import Action, ByPass
 
@@ -63,8 +65,8 @@ class RankMemory:
     Attributes:
         rank: pipeline-parallel rank.
         parameters: weights of the rank's stages, of all tensor-parallel and FSDP ranks together.
-        layers: of the rank's stages.
-        tokens: of the micro-batches in flight at the peak, summed over the rank's stages.
+        layers: layers of the rank's stages.
+        tokens: tokens of the micro-batches in flight at the peak, summed over the rank's stages.
     """
 
     rank: int
@@ -108,7 +110,7 @@ def weighted_tokens(actions: Sequence[Action], lengths: ByPass[Any], layers: Seq
     Args:
         actions: the rank's, in order.
         lengths: tokens of the micro-batches; or an array (n, k) of those of k steps, for as many results.
-        layers: of each stage, or another weight.
+        layers: layers of each stage, or another weight.
     """
     live: Any = 0
     result = []
@@ -167,11 +169,11 @@ class Rank:
         """Memory at this rank's fullest moment of one run.
 
         Args:
-            passes: of the run.
+            passes: passes of the run.
             reduced: whether gradients were reduced before it.
         """
         tokens, layers = self._job.tokens, self._job.layers
-        cache = SliceCache(tokens[1], layers)
+        slice_cache = SliceCache(tokens(1, ALL_KEYS), layers)
         live = self._inputs(passes)
         in_flight, handed_back = 0, 0.0
         went_back: set[int] = set()  # stages that have gradients
@@ -185,10 +187,10 @@ class Rank:
                     continue
                 kind = "B"
             of_pass = passes.packs.of(kind)
-            token, own = tokens[of_pass.sharers[place]], of_pass.lengths[place]
+            token, own = tokens(of_pass.sharers[place], of_pass.keys[place]), of_pass.lengths[place]
             length, cached = own * of_pass.sharers[place], of_pass.slices[place]
             kept = self._kept(token, stage)
-            beside, made = cache.begin(action, cached, length)
+            beside, made = slice_cache.begin(action, cached, length)
             if kind == "F":
                 live += length * kept
                 in_flight += own
@@ -202,12 +204,12 @@ class Rank:
                 live += length * token.waiting * layers[stage]
             for moment in moments:
                 now = moment._replace(
-                    activations=live + moment.activations, cache=cache.bytes_ + moment.cache
+                    activations=live + moment.activations, cache=slice_cache.bytes_ + moment.cache
                 )
                 total = sum(now) + (self._shard if reduced else 0.0)
                 if total > most:
                     most, fullest = total, (now, reduced, in_flight)
-            cache.end(action, cached)
+            slice_cache.end(action, cached)
             if kind == "W":
                 live -= length * token.waiting * layers[stage]
             if kind in ("B", "W"):  # I frees nothing that counts
@@ -228,8 +230,8 @@ class Rank:
     def _of_packs(self, packs: PackSizes) -> float:
         tokens = self._job.tokens
         return sum(
-            tokens[sharers].inputs * sharers * length
-            for sharers, length in zip(packs.sharers, packs.lengths, strict=True)
+            tokens(sharers, keys).inputs * sharers * length
+            for sharers, keys, length in zip(packs.sharers, packs.keys, packs.lengths, strict=True)
         )
 
     def _forward(self, token: TokenBytes, stage: int, length: int, went_back: set[int]) -> Iterator[Moment]:
@@ -299,11 +301,12 @@ class MemoryJob:
 
     Attributes:
         model: its shape.
-        degrees: of parallelism.
+        degrees: degrees of parallelism.
         settings: data types and checkpointing.
         shape: the pipeline; any of `pipeline.schedule.SCHEDULES`.
-        layers: of each stage.
-        tokens: what a rank holds of each token of a micro-batch, by how many data-parallel ranks share it.
+        layers: layers of each stage.
+        tokens: what a rank holds of each token of a micro-batch, by how many data-parallel ranks share it and
+            what of its keys a rank has.
         run: micro-batches that go through the pipeline together; None: all.
         rank: follows the memory of a pipeline rank, as the packing policy has its passes run.
     """
@@ -313,7 +316,7 @@ class MemoryJob:
     settings: MemorySettings
     shape: PipelineShape
     layers: tuple[int, ...]
-    tokens: Mapping[int, TokenBytes]
+    tokens: Callable[[int, KeyShares], TokenBytes]
     run: int | None = None
     rank: type[Rank] = Rank
 
@@ -343,6 +346,6 @@ class MemoryJob:
             settings=settings,
             shape=shape,
             layers=tuple(layers or layers_of_stages(model.layers, shape.stages)),
-            tokens={1: TokenBytes.of(model, degrees, settings)},
+            tokens=cache(lambda _, keys: TokenBytes.of(model, degrees, settings, keys=keys)),
             run=run,
         )

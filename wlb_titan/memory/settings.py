@@ -1,4 +1,4 @@
-"""What of a training configuration decides about memory."""
+"""The settings of a training configuration that decide about memory."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from wlb_titan.errors import PlanError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemorySettings:
-    """What of a training configuration decides about memory, besides shape, degrees and lengths.
+    """The settings of a training configuration that decide about memory, besides shape, degrees and lengths.
 
     Attributes:
         checkpointing: `none`, `selective` or `full` activation checkpointing.
-        parameter_bytes: of a weight as the optimizer keeps it, and of its gradient.
-        compute_bytes: of a weight or an activation in forward and backward.
-        optimizer_bytes: of a weight's state: AdamW has two moments in float32.
+        parameter_bytes: bytes of a weight as the optimizer keeps it, and of its gradient.
+        compute_bytes: bytes of a weight or an activation in forward and backward.
+        optimizer_bytes: bytes of a weight's state: AdamW has two moments in float32.
         loss_chunks: pieces of a micro-batch of which the logits exist one at a time.
         window: context window in tokens, for which every layer has a table of rotary factors.
-        rotary_bytes: of such a table for each position and element of the head dim.
+        rotary_bytes: bytes of such a table for each position and element of the head dim.
         sequence_parallel: whether tensor parallelism divides the tokens of hidden states.
         offload: share of what layers keep from forward to backward that lies in the host's memory meanwhile.
         reshard: whether FSDP frees a layer's gathered weights after each pass. None is torchtitan's default:

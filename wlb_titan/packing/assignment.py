@@ -1,4 +1,4 @@
-"""Which data-parallel rank runs which packs, and in which order."""
+"""The assignment of packs to data-parallel ranks, and their order."""
 
 from __future__ import annotations
 

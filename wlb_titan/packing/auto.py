@@ -1,4 +1,4 @@
-"""`auto`: the packing policy that is predicted fastest; `simulator.scenario` finds it."""
+"""`auto`: the packing policy that is predicted fastest; `simulator.choice` finds it."""
 
 from __future__ import annotations
 

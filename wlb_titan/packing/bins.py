@@ -116,8 +116,8 @@ class Bins:
         may then be better to leave some.
 
         Args:
-            work: of all of the liquid.
-            tokens: of all of it.
+            work: work of all of the liquid.
+            tokens: tokens of all of it.
 
         Returns:
             float64 (n,) each, for n ceilings up to which bins are filled, ascending: the ceiling, largest

@@ -1,4 +1,4 @@
-"""How high equal loads come when divisible work is poured into unequal bins."""
+"""The level that loads reach when divisible work is poured into unequal bins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every packing policy is: a class that turns the stream into one step's packs after the other."""
+"""The base of packing policies: a class that turns the stream into one step's packs after the other."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ class Packing:
         packs: one array of documents for each of the N micro-batches; each holds at least one piece with a
             token to predict.
         lost_tokens: tokens that this step's packing left out for good.
-        gap: of a solver's packing, how far its largest work may be above the least possible, relatively; 0 is
-            a proven optimum.
+        gap: how far the largest work of a solver's packing may be above the least possible, relatively; 0
+            is a proven optimum.
         slices: int64 (n, 2) for each pack, as of `MicroBatch.slices`; None where no document is sliced.
-        assigned: of each data-parallel rank the numbers of its packs in the order of running, where the
-            policy decides on that. A pack that ranks share (DP-Merge) stands at the same place of each.
+        assigned: numbers of each data-parallel rank's packs in the order of running, where the policy decides
+            on that. A pack that ranks share (DP-Merge) stands at the same place of each.
         regrouped: the packs of backward passes, in that order, where these are others than those of forward
             passes.
         one_pass: whether they are of one kind of passes only, as then each of these and of `regrouped`.
@@ -285,10 +285,10 @@ class PackingPolicy(Plugin, ABC):
     def next(self) -> Packing:
         """The packs of the next step."""
 
-    def order(
+    def flows(
         self, packing: Packing, forward: Floats, backward: Floats, ranks: Collection[int]
     ) -> tuple[Flow, ...] | None:
-        """What the pipeline ranks run, as of `Plan.order`; None leaves it to the schedule.
+        """What the pipeline ranks run, as of `Plan.flows`; None leaves it to the schedule.
 
         Args:
             packing: what `next` returned last.

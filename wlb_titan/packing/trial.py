@@ -1,4 +1,4 @@
-"""How balanced a policy is on the documents at hand: its first steps, on a stream of its own."""
+"""A trial of a policy on the documents at hand: how balanced its first steps are, on a stream of its own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def imbalance_of_plain(stream: DocumentStream, job: PackingJob) -> float:
 
     Args:
         stream: left as it is; the trial reads another one from the beginning.
-        job: of its micro-batches at most 64 are tried. With more of them `plain` is worse, not better.
+        job: at most 64 of its micro-batches are tried. With more of them `plain` is worse, not better.
     """
     few = replace(job, micro_batches=min(job.micro_batches, MOST_MICRO_BATCHES))
     return mean_imbalance(Plain(Plain.Config(), stream.anew(), few), job.cost_model)

@@ -35,7 +35,7 @@ from wlb_titan.plan import Action, Flow
 
 Floats = NDArray[np.float64]
 Kind = Literal["F", "B"]
-SCHEDULES = ("1F1B", "Interleaved1F1B")
+FLOW_SCHEDULES = ("1F1B", "Interleaved1F1B")
 """The schedules whose place PackFlow takes: of one and of several stages a rank."""
 
 
@@ -73,7 +73,7 @@ class Packs:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class PackOrder:
     """An order of passes, and what it comes to.
 
     Attributes:
@@ -89,7 +89,7 @@ class Schedule:
     tokens: float
 
 
-def packflow(packs: Packs, shape: PipelineShape, *, slack: int = 0, limit: float | None = None) -> Schedule:
+def packflow(packs: Packs, shape: PipelineShape, *, slack: int = 0, limit: float | None = None) -> PackOrder:
     """The order of passes, by running them as the module says.
 
     Args:
@@ -157,7 +157,7 @@ class _Run:
         self._done = {"F": [0] * ranks, "B": [0] * ranks}
         self._actions: list[list[Action]] = [[] for _ in range(ranks)]
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> PackOrder:
         ranks = range(self._shape.ranks)
         nexts = [self._next(rank) for rank in ranks]
         for _ in range((len(self._forwards) + len(self._backwards)) * len(ranks)):
@@ -166,7 +166,7 @@ class _Run:
                 nexts[changed] = self._next(changed)
         seconds = max(self._free)
         each = float(sum(self._forward) + sum(self._backward)) * self._shape.chunks
-        return Schedule(
+        return PackOrder(
             flow=tuple(map(tuple, self._actions)),
             seconds=seconds,
             bubble=1 - each / seconds if seconds else 0.0,

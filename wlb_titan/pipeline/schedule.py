@@ -22,6 +22,9 @@ from wlb_titan.plan import Action
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 """Those whose order is known here."""
 
+ONE_STAGE = ("GPipe", "1F1B")
+"""Those that run one stage a rank; the others run several."""
+
 
 @dataclass(frozen=True, slots=True)
 class PipelineShape:

@@ -1,4 +1,4 @@
-"""What would make a run faster as it is predicted, said at its start; nothing is changed."""
+"""Advice at the start of a run: what is predicted to make it faster; nothing is changed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _without_checkpointing(job: Job) -> list[str]:
     if ranks is None:
         return []
     most = max(rank.total for rank in ranks)
-    if most > bare.usable:
+    if most > bare.fitting.usable:
         return []
     return [
         f'activation_checkpoint = "none" is predicted to fit: {most / GIB:.2f} of '

@@ -61,7 +61,7 @@ def prepared(spec: ModelSpec, axes: Sequence[tuple[int, Axis]]) -> ModelSpec:
     """A model whose parts are prepared by dimensions before they are parallelised.
 
     Args:
-        spec: of the model.
+        spec: model specification.
         axes: as of `axes_of`; looked at when a part is parallelised.
     """
     parallelize = spec.parallelize_fn

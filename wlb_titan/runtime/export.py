@@ -1,4 +1,4 @@
-"""What a folder of saved weights needs besides, so that other programs open it as a model.
+"""Files that a folder of saved weights needs besides, so that other programs open it as a model.
 
 torchtitan writes `*.safetensors` and their index (`checkpoint.last_save_in_hf`). transformers and vLLM, and
 `checkpoint.initial_load_path`, want `config.json`, the tokenizer and the settings of generation beside them:
@@ -37,7 +37,7 @@ def complete_export(folder: Path, config: Trainer.Config, corpus: Corpus) -> Non
 
     Args:
         folder: with *.safetensors.
-        config: of the run.
+        config: configuration of the run.
         corpus: whose tokenizer is the model's.
     """
     assert config.model_spec is not None

@@ -1,4 +1,4 @@
-"""Where in a step of 4D parallelism the plan predicts waiting: between replicas, micro-batches, shards."""
+"""Imbalance of a plan at each level of 4D parallelism: between replicas, micro-batches, shards."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def rank_imbalance(plan: Plan, strategy: ContextStrategy | None) -> dict[str, An
     """Largest over mean predicted work at each level; 1.0 is perfect balance.
 
     Returns:
-        imbalance_dp: of the data-parallel ranks' sums.
-        imbalance_pp: of the micro-batches of one data-parallel rank, mean over the ranks.
-        imbalance_cp: of the attention times of a micro-batch's context-parallel ranks, mean over the
-            micro-batches of a single data-parallel rank that the plan divides; only with context
+        imbalance_dp: imbalance of the data-parallel ranks' sums.
+        imbalance_pp: imbalance of one data-parallel rank's micro-batches, mean over the ranks.
+        imbalance_cp: imbalance of the attention times of a micro-batch's context-parallel ranks, mean over
+            the micro-batches of a single data-parallel rank that the plan divides; only with context
             parallelism, as is
         sharding: how many of these are sharded by each policy.
     """

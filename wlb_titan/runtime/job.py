@@ -13,22 +13,18 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common import CosSinRoPE
 from torchtitan.models.common.decoder import Decoder
 
-from wlb_titan.corpus import Corpus
 from wlb_titan.cost.cluster import Cluster, cluster_of_device, load_cluster
 from wlb_titan.cost.degrees import Degrees, own_dimensions
 from wlb_titan.cost.dimension import TORCHTITAN
-from wlb_titan.documents import Documents
-from wlb_titan.documents.held_out import Divided
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.runtime.compat import Dims, batch_of
-from wlb_titan.runtime.data.corpus import mixture_sources, open_corpus
 from wlb_titan.runtime.pipeline.schedules import pipeline_shape, stage_names
 from wlb_titan.runtime.shape import has_experts, has_latent_attention, model_shape
 
 if TYPE_CHECKING:
-    from wlb_titan.config.settings import CorpusSettings, WlbSettings
+    from wlb_titan.config.settings import WlbSettings
     from wlb_titan.runtime.trainer import Trainer
 
 
@@ -103,40 +99,6 @@ def parallel_dims(config: Trainer.Config, world_size: int | None = None) -> Dims
     """
     own = own_dimensions(config.wlb.dimensions)
     return Dims.of(config.parallelism, world_size or degrees_product(config), own)
-
-
-def documents_of(settings: CorpusSettings, corpus: Corpus, hold_out: float = 0.0) -> Documents:
-    """What a planner needs of an opened corpus.
-
-    Args:
-        settings: [wlb.corpus].
-        corpus: what `open_corpus` made of them.
-        hold_out: share of the documents that is left out, for validation.
-
-    Raises:
-        PlanError: as of `mixture_sources`.
-    """
-    return Documents(
-        lengths=Divided(corpus.lengths, hold_out, held_out=False) if hold_out else corpus.lengths,
-        name=str(corpus),
-        sources=tuple(mixture_sources(settings, corpus)),
-        seed=settings.seed,
-        learned=corpus.count_learned,
-        fingerprint=f"{corpus.fingerprint} without {hold_out}" if hold_out else corpus.fingerprint,
-    )
-
-
-def training_documents(wlb: WlbSettings, corpus: Corpus | None = None) -> Documents:
-    """The documents that a job trains on: its corpus without what it holds out.
-
-    Args:
-        wlb: [wlb].
-        corpus: its corpus, where that is open already.
-
-    Raises:
-        CorpusError, PlanError: as `open_corpus` and `documents_of`.
-    """
-    return documents_of(wlb.corpus, corpus or open_corpus(wlb.corpus), wlb.validation.hold_out)
 
 
 def cluster_at_hand(device: str = "auto") -> str:

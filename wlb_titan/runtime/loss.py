@@ -58,7 +58,7 @@ def weighted_cross_entropy(
     Args:
         pred: (1, L, vocabulary) logits, or this tensor-parallel rank's part of the vocabulary.
         labels: int64 (1, L, 2) as of `with_weights`.
-        global_vocab_size: of the whole model; not needed.
+        global_vocab_size: vocabulary of the whole model; not needed.
     """
     weights = labels[..., 1].view(torch.float64).float()
     return -(compute_logprobs(pred, labels[..., 0].contiguous()) * weights).sum()

@@ -1,4 +1,4 @@
-"""Whether a run fits its devices: predicted before anything is built, and measured while it trains."""
+"""The memory of a run on its devices: predicted before anything is built, and measured while it trains."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.memory.packs import Passes
 from wlb_titan.memory.peak import GIB, TERMS, RankMemory
-from wlb_titan.packing.slim.slices import replica_passes
 from wlb_titan.plan import Plan
-from wlb_titan.simulator.slices import flow_memory
+from wlb_titan.simulator.replicas import flow_memory, replica_memory
 
 FIRST_STEPS = 12
 """That are planned to tell how much memory steps of slices take."""
@@ -31,12 +30,12 @@ def predicted_memory(job: Job, lengths: Sequence[int]) -> tuple[RankMemory, ...]
     Not known are models with experts or latent attention, and schedules whose order of passes the planner
     does not know.
     """
-    return _known(job, lambda: job.peak_memory(Passes.of(lengths)))
+    return _known(job, lambda: job.fitting.peak(Passes.of(lengths)))
 
 
 def planned_memory(job: Job, plan: Plan, replica: int) -> tuple[RankMemory, ...] | None:
-    """The same with the micro-batches that a plan gives one data-parallel rank."""
-    return _known(job, lambda: job.peak_memory(replica_passes(plan, replica)))
+    """The peak of each pipeline rank with the micro-batches that a plan gives one data-parallel rank."""
+    return _known(job, lambda: replica_memory(job, plan, replica))
 
 
 def predicted_window(job: Job) -> tuple[tuple[RankMemory, ...] | None, str]:
@@ -47,7 +46,7 @@ def predicted_window(job: Job) -> tuple[tuple[RankMemory, ...] | None, str]:
         As of `predicted_memory`; and of what it is.
     """
     if job.packing.owner.slices:  # type: ignore[attr-defined]
-        return _known(job, lambda: job.sliced_memory(job.window)), f"a document of {job.window} tokens"
+        return _known(job, lambda: job.fitting.document(job.window)), f"a document of {job.window} tokens"
     windows = [job.window] * job.replica_micro_batches
     return predicted_memory(job, windows), f"micro-batches of {job.window} tokens"
 
@@ -85,10 +84,10 @@ def check_planned_memory(job: Job, plan: Plan, replica: int, rank: int, device_b
 
     Args:
         job: the job.
-        plan: of the step.
+        plan: plan of the step.
         replica: data-parallel rank.
         rank: pipeline rank.
-        device_bytes: of a device.
+        device_bytes: memory of a device in bytes.
 
     Returns:
         the arithmetic; None where it is not known.

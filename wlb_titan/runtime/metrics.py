@@ -1,4 +1,4 @@
-"""What a run reports: one line a step on the console, one JSON object a step in metrics.jsonl.
+"""The metrics of a run: one line a step on the console, one JSON object a step in metrics.jsonl.
 
 TensorBoard and W&B get the same numbers through torchtitan's own loggers.
 """
@@ -32,7 +32,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         pass
 
     last_step = 0
-    """Of the run, which the trainer says; what is told of the time left goes by it."""
+    """The last step of the run, which the trainer sets; the time left follows from it."""
 
     def __init__(
         self, config: Config, *, parallel_dims: Any, dump_folder: str, pp_schedule: str, **kwargs: Any
@@ -55,8 +55,8 @@ class MetricsProcessor(titan.MetricsProcessor):
         """Takes note of a step.
 
         Args:
-            tokens: of documents in the whole job, without padding.
-            flops: of the model on them.
+            tokens: tokens of documents in the whole job, without padding.
+            flops: FLOPs of the model on them.
         """
         self._steps += 1
         self._tokens += tokens
@@ -143,7 +143,7 @@ def spoken(seconds: float) -> str:
 
 def _console_line(record: dict[str, Any], last: int, left: float | None) -> str:
     parts = [
-        f"step {record['step']:{len(str(last))}d} of {last}",
+        f"step {record['step']:{len(str(last))}d}" + (f" of {last}" if last else ""),
         f"loss {record['loss']:8.5f}",
         f"grad {record['grad_norm']:7.3f}",
         f"{record['tokens_per_second']:9,.0f} tokens/s",
@@ -162,6 +162,6 @@ def _console_line(record: dict[str, Any], last: int, left: float | None) -> str:
         parts.append(f"MFU {100 * record['mfu_documents']:.1f} %")
     if record["memory_gib"] > 0:
         parts.append(f"memory {record['memory_gib']:.2f} GiB")
-    if left:
+    if left and left > 0:
         parts.append(f"{spoken(left)} left")
     return " | ".join(parts)

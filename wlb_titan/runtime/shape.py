@@ -56,7 +56,7 @@ def _feed_forward(layer: Any) -> int:
 
 
 def _routed_width(layer: Any) -> int:
-    """Of `_feed_forward` the part in routed experts."""
+    """The part of `_feed_forward` in routed experts."""
     if layer.moe is None:
         return 0
     width: int = layer.moe.router.top_k * layer.moe.routed_experts.inner_experts.hidden_dim

@@ -43,7 +43,7 @@ class StepTrace:
     Args:
         timer: that the passes are measured by.
         every: steps between two traced ones; 0 traces none.
-        parallel_dims: of the job.
+        parallel_dims: degrees and meshes of the job.
         writer: global rank that writes the traces and gets the figures.
         folder: where they are written, as traces/step-N.json.
     """

@@ -47,8 +47,8 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
     Args:
         path: TOML file.
         overrides: command-line words that win over it.
-        rank: of this process.
-        world_size: of the job.
+        rank: rank of this process.
+        world_size: processes of the job.
         alarm: by which the ranks watch each other.
 
     Returns:
@@ -141,6 +141,7 @@ def _run(resolved: Resolved, rank: int, alarm: Alarm) -> int:
             else:
                 trainer.train()
                 done = trainer.step >= trainer.config.training.steps  # epochs may have set it
+            alarm.stop.leave()
             alarm.close()
         except (KeyboardInterrupt, SystemExit):
             raise

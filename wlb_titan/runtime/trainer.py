@@ -38,7 +38,7 @@ from wlb_titan.runtime.attention.kv_cache import KeyValueCache
 from wlb_titan.runtime.attention.merged import prepare_merging
 from wlb_titan.runtime.attention.module import DocumentAttention
 from wlb_titan.runtime.compat import Dims, batch_of
-from wlb_titan.runtime.data.corpus import open_corpus
+from wlb_titan.runtime.data.corpus import open_corpus, training_documents
 from wlb_titan.runtime.data.dataloader import PlannedDataLoader, Step
 from wlb_titan.runtime.data.epochs import steps_of_epochs
 from wlb_titan.runtime.data.inputs import Item, to_device
@@ -47,14 +47,13 @@ from wlb_titan.runtime.data.tokenizer import Tokenizer
 from wlb_titan.runtime.dimension import Axis, axes_of, prepared
 from wlb_titan.runtime.export import complete_export
 from wlb_titan.runtime.imbalance import plan_figures
-from wlb_titan.runtime.job import configured_job, parallel_dims, training_documents
+from wlb_titan.runtime.job import configured_job, parallel_dims
 from wlb_titan.runtime.life.checkpoints import save_stopped
 from wlb_titan.runtime.life.timeouts import train_timeout
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import describe_memory, measured_memory
 from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank, spoken
 from wlb_titan.runtime.models.compile import allow_graphs
-from wlb_titan.runtime.pipeline.build import pipeline
 from wlb_titan.runtime.pipeline.pass_timer import PassTimer
 from wlb_titan.runtime.pipeline.regroup import regrouped_pipeline
 from wlb_titan.runtime.step_trace import StepTrace
@@ -97,13 +96,14 @@ class Trainer(TorchtitanTrainer):
             loss=weighted(config.loss) if config.wlb.loss_weight == "conversation" else config.loss,
         )
         assert config.model_spec is not None
-        if config.model_spec.pipelining_fn is pipeline:
-            stages = regrouped_pipeline if self.job.packing.regroups else pipeline
-            stages = partial(stages, check_lengths=config.wlb.pipeline.check_lengths)
-            config.model_spec = dataclasses.replace(config.model_spec, pipelining_fn=stages)
+        stages: Any = config.model_spec.pipelining_fn
+        if self.job.packing.regroups:
+            stages = partial(regrouped_pipeline, stages)
+        if config.wlb.pipeline.check_lengths:
+            stages = partial(stages, check_lengths=True)
+        config.model_spec = dataclasses.replace(config.model_spec, pipelining_fn=stages)
         self.axes: list[tuple[int, Axis]] = []  # of [[wlb.dimensions]], which `init_distributed` makes
         if config.wlb.dimensions:
-            assert config.model_spec is not None
             config.model_spec = prepared(config.model_spec, self.axes)
         super().__init__(config)
         self._cache: KeyValueCache | None = None  # of the step under way

@@ -38,7 +38,7 @@ class Round:
     """The documents of one source.
 
     Attributes:
-        name: of the source; empty where there is one only.
+        name: name of the source; empty where there is one only.
         documents: their lengths; 0 for those that are not validated on.
     """
 
@@ -113,7 +113,12 @@ class Validator(titan.BaseValidator):
         corpus, rounds = rounds_of(config.wlb)
         for one in rounds:
             loader = dataclasses.replace(
-                config.dataloader, corpus=corpus, job=once, hold_out=0.0, documents=one.documents
+                config.dataloader,
+                corpus=corpus,
+                job=once,
+                shadow=None,
+                hold_out=0.0,
+                documents=one.documents,
             ).build(dp_world_size=job.degrees.data, dp_rank=self._parts["dp_rank"])
             self._rounds.append((one.name, loader, iter(loader), loader.policy.steps))
 

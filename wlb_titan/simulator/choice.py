@@ -1,4 +1,4 @@
-"""What `policy = "auto"` stands for: the policy that is predicted fastest among those that fit memory.
+"""The choice of `policy = "auto"`: the policy that is predicted fastest among those that fit memory.
 
 Every candidate plans the job's first documents, and its steps are simulated, after some in which queues fill.
 `[wlb.packing]` and `[wlb.sharding]` are chosen together where both are `auto`, as the one changes what the
@@ -20,10 +20,11 @@ import numpy as np
 
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError, UserError
-from wlb_titan.job import Job, Policy
+from wlb_titan.job import Job
 from wlb_titan.memory.peak import GIB
 from wlb_titan.packing.policy import Answer, OnOneRank, here
 from wlb_titan.plugins import PluginConfig
+from wlb_titan.policies import Policy
 from wlb_titan.simulator.step import simulate
 
 WARM_UP = 8  # steps in which queues fill
@@ -35,10 +36,10 @@ class Candidate:
     """A policy that `auto` may stand for, and what its steps are predicted to be.
 
     Attributes:
-        policy: of packing, sharding and order.
-        seconds: of a step, mean.
-        tokens_per_second: of documents.
-        flops_per_second: of the model.
+        policy: names of packing, sharding and order.
+        seconds: seconds of a step, mean.
+        tokens_per_second: tokens of documents a second.
+        flops_per_second: FLOPs of the model a second.
         memory: bytes of the fullest GPU.
         problem: why it cannot be chosen; empty if it can. What could not run at all has no figures but nan.
     """

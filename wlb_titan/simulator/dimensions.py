@@ -1,4 +1,4 @@
-"""What dimensions of one's own ([[wlb.dimensions]]) do to the time of a step."""
+"""The time of a step under dimensions of one's own ([[wlb.dimensions]])."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class Met(NamedTuple):
     """A meeting of the ranks of a dimension of one's own.
 
     Attributes:
-        axis: of the mesh.
+        axis: axis of the mesh.
         every: steps from one to the next.
-        bytes_: that a rank all-reduces in one.
-        collectives: that these go in.
-        seconds: of one.
+        bytes_: bytes that a rank all-reduces in one meeting.
+        collectives: number of collectives that these go in.
+        seconds: seconds of one meeting.
     """
 
     axis: str

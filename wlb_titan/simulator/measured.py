@@ -22,7 +22,7 @@ from wlb_titan.cost.passes import MicroBatches
 from wlb_titan.job import Job
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import ByPass, MicroBatch, Plan, micro_batches_of
-from wlb_titan.simulator.passes import attention_seconds, passing
+from wlb_titan.simulator.planned import attention_seconds, passing
 
 Floats = NDArray[np.float64]
 HALVES = {"F": [0], "L": [0], "FB": [0, 1, 2], "B": [1, 2], "R": [1, 2], "I": [1], "W": [2]}
@@ -40,7 +40,7 @@ class Pass(NamedTuple):
         micro_batch: from 0 in the order in which this data-parallel rank runs the step's.
         start: seconds since the timer was switched on.
         seconds: duration.
-        computed: of it, processor time of the thread that ran it; None on an accelerator.
+        computed: processor time of the thread that ran it; None on an accelerator.
     """
 
     kind: str
@@ -72,7 +72,7 @@ class Measured:
     """What takes the place of predicted passes.
 
     Attributes:
-        times: of all passes, float64 (stages, micro-batches of all steps, 1), in the plans' order.
+        times: times of all passes, float64 (stages, micro-batches of all steps, 1), in the plans' order.
         known: bool (stages, micro-batches of all steps), whether a rank with this pass ran.
         step: int64 (micro-batches of all steps,), the step of each, from 0.
         optimizer: float64 (steps,), of the slowest rank that ran.
@@ -102,8 +102,8 @@ def measured(job: Job, plans: Sequence[Plan], steps: Sequence[Sequence[MeasuredS
 
     Args:
         job: the job.
-        plans: of the steps.
-        steps: of each plan the ranks that ran it, at least one.
+        plans: plans of the steps.
+        steps: ranks that ran each plan, at least one.
     """
     quiet = job.on(without_waiting(job.cluster))
     packs = _Packs.of(plans)
@@ -125,7 +125,7 @@ def measured(job: Job, plans: Sequence[Plan], steps: Sequence[Sequence[MeasuredS
 
 
 def without_waiting(cluster: Cluster) -> Cluster:
-    """The same cluster with communication that takes no time."""
+    """This cluster with communication that takes no time."""
     free = Link(float("inf"), 0.0)
     return replace(cluster, node=free, network=free)
 
@@ -142,7 +142,7 @@ class _Packs(NamedTuple):
         return cls(micro_batches_of(plans), step)
 
     def places(self) -> dict[tuple[int, int, int], int]:
-        """Of step, data-parallel rank and place in the rank's order, where a micro-batch stands."""
+        """Where a micro-batch stands, by step, data-parallel rank and place in the rank's order."""
         numbered = enumerate(zip(self.step, self.by_pass.forward, strict=True))
         return {(step, m.dp_rank, m.index): place for place, (step, m) in numbered}
 
@@ -152,7 +152,7 @@ class _Found:
 
     Attributes:
         passes: float64 (3, stages, micro-batches), nan where none ran.
-        predicted: of the same shape, what is predicted of the ranks that ran it, the most of them.
+        predicted: what is predicted of the ranks that ran it, the most of them, in the same shape.
     """
 
     def __init__(self, packs: _Packs, stages: int) -> None:

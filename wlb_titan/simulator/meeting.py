@@ -1,4 +1,4 @@
-"""When the passes of all replicas of a step end, where data-parallel ranks share micro-batches (DP-Merge).
+"""The ends of the passes of all replicas of a step, where data-parallel ranks share micro-batches (DP-Merge).
 
 Replicas run their pipelines on their own; but the ranks that share a micro-batch gather its keys in every
 layer, so that each of its passes begins on all of them when the last of them is ready. Every replica is run
@@ -25,11 +25,11 @@ class Replica(NamedTuple):
     """One data-parallel rank in a step.
 
     Attributes:
-        graph: of its passes.
-        times: of them, arrays (stages, n, 1).
+        graph: graph of its passes.
+        times: times of the passes, arrays (stages, n, 1).
         delays: float64 (n, 1), seconds of a forward pass' data from one pipeline rank to the next.
         backward_delays: the same of gradients.
-        micro_batches: of forward and of backward passes, in the order of their places.
+        micro_batches: micro-batches of forward and of backward passes, in the order of their places.
     """
 
     graph: PipelineGraph
@@ -73,7 +73,7 @@ def ends_together(replicas: Sequence[Replica]) -> list[Floats]:
 
 
 def _shared_passes(replicas: Sequence[Replica]) -> list[list[tuple[int, int]]]:
-    """Of every shared pass the ranks that run it, and its number in the graph of each."""
+    """The ranks that run each shared pass, and its number in the graph of each."""
     passes: dict[tuple[int, Action], list[tuple[int, int]]] = {}
     for rank, replica in enumerate(replicas):
         for number, action in enumerate(replica.graph.actions):

@@ -1,4 +1,4 @@
-"""What the measured passes of a traced step are worth with a device for each process.
+"""A replay of a traced step: the time of its measured passes with a device for each process.
 
 Processes that share cores wait for each other where they would not have to, and what else runs on a machine
 slows them down. Each pass' own processor time has neither in it; so the step is put together from these times
@@ -26,7 +26,7 @@ def replayed_seconds(spans: Sequence[Span]) -> float | None:
     """Seconds of the passes of a step, from its first to its last.
 
     Args:
-        spans: of the step's trace (`wlb.trace_every`), all ranks'.
+        spans: spans of the step's trace (`wlb.trace_every`), all ranks'.
 
     Returns:
         None where it cannot be told: passes without processor time (those of an accelerator), or others than
@@ -48,7 +48,7 @@ def replayed_seconds(spans: Sequence[Span]) -> float | None:
 
 
 def _pipeline(spans: Sequence[Span]) -> float:
-    """Of one replica. Ranks that share a pipeline rank's passes count as the slowest of them."""
+    """Seconds of one replica. Ranks that share a pipeline rank's passes count as the slowest of them."""
     ranks: dict[int, dict[Action, float]] = defaultdict(dict)
     losses: dict[tuple[int, int], float] = defaultdict(float)
     for span in sorted(spans, key=lambda one: one.start):

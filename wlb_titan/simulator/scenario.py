@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from wlb_titan.documents import Documents
-from wlb_titan.job import Job, Policy
+from wlb_titan.job import Job
 from wlb_titan.plan import Plan
+from wlb_titan.policies import Policy
 from wlb_titan.simulator.choice import WARM_UP, Choice, choose
 from wlb_titan.simulator.step import Prediction, simulate
 
@@ -51,13 +52,13 @@ class Scenario:
         return self.simulate(policy, self.plans(policy, steps))
 
     def on(self, job: Job) -> Scenario:
-        """The same documents in another job."""
+        """These documents in another job."""
         return replace(self, job=job)
 
 
 def network_sensitivity(
     scenario: Scenario, plans: dict[Policy, list[Plan]], factor: float
 ) -> dict[Policy, float]:
-    """Tokens/s of each policy's same plans when the network between nodes is `factor` times slower."""
+    """FLOP/s of each policy's same plans when the network between nodes is `factor` times slower."""
     slower = scenario.on(scenario.job.on(scenario.job.cluster.slower_network(factor)))
-    return {policy: slower.simulate(policy, planned).tokens_per_second for policy, planned in plans.items()}
+    return {policy: slower.simulate(policy, planned).flops_per_second for policy, planned in plans.items()}

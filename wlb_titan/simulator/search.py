@@ -24,7 +24,8 @@ import numpy as np
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.passes import Floats, MicroBatches
 from wlb_titan.errors import PlanError
-from wlb_titan.job import Job, Policy
+from wlb_titan.job import Job
+from wlb_titan.policies import Policy
 from wlb_titan.simulator.scenario import Scenario
 from wlb_titan.simulator.step import Prediction, tokens_per_second
 
@@ -41,8 +42,8 @@ class Found:
 
     Attributes:
         job: under its policy.
-        policy: of packing, sharding and order.
-        prediction: of its steps.
+        policy: names of packing, sharding and order.
+        prediction: prediction of its steps.
     """
 
     job: Job
@@ -93,7 +94,7 @@ def search(
     Args:
         scenario: documents and job.
         gpus: how many.
-        policies: of packing, sharding and order.
+        policies: names of packing, sharding and order.
         steps: to simulate of each.
         goes_on: asked before a candidate is planned, which it is told, whether there is time for it.
 
@@ -118,7 +119,7 @@ def search(
         if not goes_on(f"{job.degrees}, {_pipeline(job)}"):
             untried = len(bounds) - rank
             break
-        if job.longest_that_fits is None:
+        if job.fitting.longest is None:
             too_large += 1
             continue
         try:
@@ -222,7 +223,8 @@ def _average_window(scenario: Scenario) -> tuple[Floats, ...]:
 
 
 def _if_balanced(job: Job, window: tuple[Floats, ...]) -> float:
-    """Tokens per second of a step of equal micro-batches whose attention context parallelism shares equally.
+    """Tokens per second of a step of equal micro-batches whose attention context parallelism shares equally,
+    of which nothing travels, as under `hybrid` nothing may have to.
 
     Raises:
         PlanError: the schedule cannot run so many.
@@ -230,8 +232,10 @@ def _if_balanced(job: Job, window: tuple[Floats, ...]) -> float:
     n = job.replica_micro_batches
     share = job.latency.heads / job.degrees.context
     tokens, forward, backward = (np.repeat(array, n, axis=0) for array in window)
-    equal = MicroBatches.imagined(job, tokens, forward * share, backward * share)
-    return tokens_per_second(job, equal)
+    none = np.zeros_like(tokens)
+    return tokens_per_second(
+        job, MicroBatches(tokens, forward * share, backward * share, moving=none, repeated=none, latency=none)
+    )
 
 
 def _tried(scenario: Scenario, policies: list[Policy], steps: int) -> list[Found]:
@@ -257,7 +261,7 @@ def _tried(scenario: Scenario, policies: list[Policy], steps: int) -> list[Found
 
 def _configured(scenario: Scenario, gpus: int, policies: list[Policy], steps: int) -> Found | None:
     job = scenario.job
-    if job.degrees.ranks != gpus or job.longest_that_fits is None:
+    if job.degrees.ranks != gpus or job.fitting.longest is None:
         return None
     try:
         return max(_tried(scenario, policies, steps), key=lambda one: one.tokens_per_second, default=None)

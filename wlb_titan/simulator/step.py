@@ -23,15 +23,14 @@ from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.fits import fullest
-from wlb_titan.memory.packs import Passes
 from wlb_titan.memory.peak import RankMemory, weighted_tokens
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.pipeline.schedule import rank_actions
 from wlb_titan.plan import ByPass, Plan, micro_batches_of
 from wlb_titan.simulator.dimensions import meetings, own_weights, together, with_dimensions
 from wlb_titan.simulator.measured import Measured
-from wlb_titan.simulator.passes import planned_times, transfer_seconds
-from wlb_titan.simulator.slices import flow_memory, run_flows
+from wlb_titan.simulator.planned import planned_times, transfer_seconds
+from wlb_titan.simulator.replicas import flow_memory, replica_memory, run_flows
 from wlb_titan.summary import rate_error
 
 Floats = NDArray[np.float64]
@@ -77,7 +76,7 @@ class Prediction:
 
     @property
     def flops_per_second(self) -> float:
-        """Of the model, all GPUs together."""
+        """FLOPs of the model a second, all GPUs together."""
         return float(self.flops.sum() / self.seconds.sum())
 
     @property
@@ -97,7 +96,7 @@ class Prediction:
 
     @property
     def peak_memory(self) -> RankMemory:
-        """Of the pipeline rank that needs most."""
+        """Peak memory of the pipeline rank that needs most."""
         return max(self.memory, key=lambda rank: rank.total)
 
     @property
@@ -121,7 +120,7 @@ def simulate(job: Job, plans: Sequence[Plan], measured: Measured | None = None) 
 
     Args:
         job: the job.
-        plans: of the job's data-parallel and context-parallel degrees.
+        plans: plans for the job's data-parallel and context-parallel degrees.
         measured: passes and optimizer of these steps, in place of predicted ones.
 
     Raises:
@@ -145,10 +144,10 @@ def simulate(job: Job, plans: Sequence[Plan], measured: Measured | None = None) 
     if job.degrees.pipeline == 1 and job.degrees.shard > 1:
         times = _slowest_of_shards(times, job, runs)
     delays = transfer_seconds(job, tokens)
-    if plans[0].order is None:
+    if plans[0].flows is None:
         graph = PipelineGraph(job.shape, run)
         seconds, busy = graph.ends(times, delays).max(axis=0), graph.busy(times).mean(axis=0)
-        memory = peak_memory(job, tokens.astype(np.int64), runs)
+        memory = peak_memory(job, plans, tokens.astype(np.int64), runs)
     else:
         seconds, busy = run_flows(job, plans, times, delays, transfer_seconds(job, both_tokens.backward))
         memory = flow_memory(job, plans)
@@ -186,7 +185,7 @@ def _joined(steps: Sequence[NDArray[np.int64]], parts: Sequence[Prediction]) -> 
 
 
 def tokens_per_second(job: Job, passing: MicroBatches) -> float:
-    """Of a step in which every replica's micro-batches take the same.
+    """Tokens a second of a step in which every replica's micro-batches take the same.
 
     Args:
         job: the job.
@@ -202,25 +201,28 @@ def tokens_per_second(job: Job, passing: MicroBatches) -> float:
     return float(passing.tokens.sum() * job.degrees.data / seconds)
 
 
-def peak_memory(job: Job, tokens: NDArray[np.int64], runs: int) -> tuple[RankMemory, ...]:
+def peak_memory(
+    job: Job, plans: Sequence[Plan], tokens: NDArray[np.int64], runs: int
+) -> tuple[RankMemory, ...]:
     """The largest peak of each pipeline rank over the steps of replicas.
 
     Args:
         job: the job.
+        plans: plans of the steps.
         tokens: int64 (n, k * runs), of the micro-batches of each run, in the order of running.
-        runs: of each step of a replica. From the second on, gradients are there that the first has reduced.
+        runs: runs of each step of a replica. From the second on, gradients of the first are there, reduced.
     """
-    n, steps = len(tokens), tokens.T.reshape(-1, runs * len(tokens))
     result = []
     for rank in range(job.degrees.pipeline):
-        actions = list(rank_actions(job.shape, n, rank))
+        actions = list(rank_actions(job.shape, len(tokens), rank))
         in_flight = np.max(weighted_tokens(actions, ByPass(tokens, tokens), job.layers), axis=0).reshape(
             -1, runs
         )
-        candidates = {in_flight[:, 0].argmax()}
+        candidates = {int(in_flight[:, 0].argmax())}
         if runs > 1:
-            candidates.add(in_flight[:, 1:].max(axis=1).argmax())
-        peaks = [job.peak_memory(Passes.of(steps[step].tolist()))[rank] for step in candidates]
+            candidates.add(int(in_flight[:, 1:].max(axis=1).argmax()))
+        steps = [divmod(step, job.degrees.data) for step in candidates]
+        peaks = [replica_memory(job, plans[step], replica)[rank] for step, replica in steps]
         result.append(max(peaks, key=lambda peak: peak.total))
     return tuple(result)
 
@@ -242,7 +244,7 @@ def _check(job: Job, plans: Sequence[Plan]) -> None:
 
 def _run(job: Job, plans: Sequence[Plan]) -> int:
     each = len(plans[0].micro_batches) // job.degrees.data
-    run = job.run if job.run and plans[0].order is None else each  # MicroPacks go through in one run
+    run = job.run if job.run and plans[0].flows is None else each  # MicroPacks go through in one run
     if each % run:
         raise PlanError(
             f"The {each} micro-batches of a replica cannot be divided into pipeline runs of {run}."
@@ -272,14 +274,14 @@ def _communication(job: Job, times: PassTimes) -> Floats:
 
 
 def _exposed(job: Job, times: PassTimes, rank: int) -> Floats:
-    """The same of one pipeline rank, whose stages communicate one after the other."""
+    """Communication seconds of one pipeline rank that no pass hides; its stages communicate one by one."""
     stages = [_exposed_of_stage(job, times, stage) for stage in job.shape.stages_of(rank)]
     seconds: Floats = np.sum(stages, axis=0)
     return seconds
 
 
 def _exposed_of_stage(job: Job, times: PassTimes, stage: int) -> Floats:
-    """The same of one stage."""
+    """Communication seconds of one stage that no pass hides."""
     gather, reduce = _gather_and_reduce(job, stage)
     in_forward = np.zeros(times.forward.shape[1:])  # of the k-th micro-batch to pass a stage
     in_backward = np.zeros_like(in_forward)

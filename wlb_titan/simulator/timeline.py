@@ -1,4 +1,4 @@
-"""What runs when in one step, as predicted: the passes of each pipeline rank, and its memory over time."""
+"""The predicted timeline of one step: the passes of each pipeline rank, and its memory over time."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.plan import LENGTH, Action, MicroBatch, Plan
 from wlb_titan.simulator.measured import Measured
 from wlb_titan.simulator.meeting import Replica, ends_together
-from wlb_titan.simulator.passes import planned_times, transfer_seconds
-from wlb_titan.simulator.slices import cache_bytes, replicas_of
+from wlb_titan.simulator.planned import keys_of, planned_times, transfer_seconds
+from wlb_titan.simulator.replicas import cache_bytes, replicas_of
 from wlb_titan.timeline import Span
 
 Floats = NDArray[np.float64]
@@ -55,7 +55,7 @@ def step_timeline(
 
     Args:
         job: the job.
-        plan: of the step.
+        plan: plan of the step.
         name: the process of the spans.
         dp_rank: the replica; None takes the one that takes longest.
         measured: the step's passes, in place of predicted ones; those of ranks that ran say so.
@@ -63,7 +63,7 @@ def step_timeline(
     Returns:
         A slice for each pass, on the track of its pipeline rank, and each rank's memory.
     """
-    if plan.order is not None:
+    if plan.flows is not None:
         steps = _together(job, plan, name, measured)
         steps = steps if dp_rank is None else [steps[dp_rank]]
     else:
@@ -137,10 +137,12 @@ class _Picture:
             known: as of `_known`.
         """
         job, memory, here = self._job, self._job.packing.rank_memory, replica.micro_batches
-        passes = passes_of(here.each(ReplicaPacks.of), None)
+        keys = partial(keys_of, job=job)
+        passes = passes_of(here.each(ReplicaPacks.of, keys), None)
         kept = here.each(
             lambda packs: [
-                memory.layer_bytes(job.merged[m.sharers].token_bytes) * m.shared_length for m in packs
+                memory.layer_bytes(job.merged[m.sharers].token_bytes_with(keys(m))) * m.shared_length
+                for m in packs
             ]
         )
         for rank in range(job.degrees.pipeline):

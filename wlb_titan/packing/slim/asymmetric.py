@@ -47,8 +47,8 @@ class Line:
     """Documents end to end, to be cut where the work is equal.
 
     Args:
-        work_of: of whole documents by their lengths. The work of a slice is that of its end less that of its
-            begin, so that the first tokens of a document cost least.
+        work_of: work of whole documents by their lengths. The work of a slice is that of its end less that of
+            its begin, so that the first tokens of a document cost least.
         longest: tokens of the longest document.
         grain: tokens; within a document cuts are at multiples of it.
     """
@@ -129,10 +129,10 @@ def _renumbered(piece: MicroPack, order: Ints) -> MicroPack:
 
 
 def last_needed(forward: Sequence[Parts], backward: Sequence[Parts]) -> list[int]:
-    """Of each backward pack the last forward pass that it waits for: of its documents' last tokens.
+    """The last forward pass that each backward pack waits for: that of its documents' last tokens.
 
     Args:
-        forward, backward: of one data-parallel rank, in the order of running.
+        forward, backward: packs of one data-parallel rank, in the order of running.
     """
     numbers = piece_numbers([*forward, *backward])
     ends: dict[int, int] = {}

@@ -12,7 +12,7 @@ from wlb_titan.plan import Action, Flow
 
 
 def dependencies(packing: Packing) -> tuple[list[list[int]], list[list[int]]]:
-    """Of each data-parallel rank the order of its backward passes, and the forward pass that each waits
+    """The order of each data-parallel rank's backward passes, and the forward pass that each waits
     for."""
     assert packing.assigned is not None
     if packing.regrouped is not None:

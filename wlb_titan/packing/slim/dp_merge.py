@@ -22,13 +22,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.context import ContextStrategy
 from wlb_titan.errors import PlanError
+from wlb_titan.memory.layer import TokenBytes
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -39,6 +40,17 @@ MOST_MERGED = 16
 LIGHT = 1 / 8
 """Of C: documents of less work do not decide on how many are merged, which steps of very many documents are
 planned quickly by."""
+
+
+class MergedJob(Protocol):
+    """What of a job decides about packs that ranks share."""
+
+    @property
+    def strategy(self) -> ContextStrategy | None: ...
+    @property
+    def divisor(self) -> int: ...
+    @property
+    def token_bytes(self) -> TokenBytes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +67,12 @@ class Merging:
     strategy: ContextStrategy
     divisor: int
     held: float
+
+    @classmethod
+    def of(cls, job: MergedJob, held: float) -> Merging:
+        """Of the job as such packs see it; `held` is what a token of a rank's own pack holds."""
+        assert job.strategy is not None
+        return cls(job.strategy, job.divisor, job.token_bytes.held / held)
 
 
 class Merge(NamedTuple):
@@ -74,7 +92,7 @@ class Shares:
     """Phase 1: who gets which documents.
 
     Attributes:
-        own: of each data-parallel rank the rows of its own documents, int64 (n,).
+        own: rows of each data-parallel rank's own documents, int64 (n,).
         merges: documents that ranks share, heaviest first.
         loads: float64 (ranks,), work of each rank.
     """
@@ -143,7 +161,7 @@ def numbers_of_packs(works: Floats, most: Sequence[int], found: Shares, count: i
 
     Args:
         works: float64 (n,), of all documents.
-        most: of each merged document the slices that it can be cut into.
+        most: slices that each merged document can be cut into.
         found: its `merges` are looked at.
         count: M, packs of a rank.
 

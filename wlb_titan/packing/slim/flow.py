@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from wlb_titan.memory.peak import RankMemory
 from wlb_titan.packing.policy import Packing, PackingJob
 from wlb_titan.packing.slim.dependencies import dependencies
-from wlb_titan.packing.slim.memory import step_peak
-from wlb_titan.pipeline.packflow import Packs, Schedule, packflow
+from wlb_titan.packing.slim.step_peak import step_peak
+from wlb_titan.pipeline.packflow import PackOrder, Packs, packflow
 from wlb_titan.plan import LENGTH
 
 Floats = NDArray[np.float64]
@@ -43,7 +43,7 @@ class Flows:
         self._held = {1: 1.0} | {size: merging.held for size, merging in job.merging.items()}
         self.limit: float | None = job.in_flight()
 
-    def of(self, step: Timed, slack: int) -> Schedule:
+    def of(self, step: Timed, slack: int) -> PackOrder:
         """The order of a step's passes, with so many packs in flight beyond the need."""
         packing, forward, backward = step
         ranks = np.array(packing.assigned)

@@ -4,9 +4,9 @@ A document of more work than a pack's target T = total / M is cut into k = ceil(
 which leads a pack of its own: slim packs, and a mix of the last slice and whole short documents. What is left
 of the M packs holds whole short documents. Since cuts can be anywhere, only the sums count: the k packs of a
 document can share its work and that of the short documents that ride with it equally, as long as these fit
-beside its last slice. So a cut document is a bin of size k, a pack without one a bin of size 1, and
+beside its last slice. So a cut document is a slot of size k, a pack without one a slot of size 1, and
 
-    level of a bin = work in it / size        minimise the largest level
+    level of a slot = work in it / size        minimise the largest level
 
 Short documents go, heaviest first, where the level comes out lowest (longest processing time first on
 machines of different speeds). The rest of a pack never holds the begin of another document: their orders of
@@ -45,12 +45,12 @@ LEVEL = 1.005
 
 
 @dataclass(frozen=True, slots=True)
-class Bins:
+class Slots:
     """What short documents are put into.
 
     Attributes:
-        work: float64 (b,), of the cut document that each bin begins with, 0 where there is none.
-        size: int64 (b,), packs of the bin.
+        work: float64 (b,), of the cut document that each slot begins with, 0 where there is none.
+        size: int64 (b,), packs of the slot.
     """
 
     work: Floats
@@ -58,13 +58,13 @@ class Bins:
 
 
 class Placing(Protocol):
-    """Puts short documents into bins."""
+    """Puts short documents into slots."""
 
-    def __call__(self, bins: Bins, works: Floats) -> Ints | None:
-        """int64 (n,), the bin of each document; None where they do not fit beside last slices.
+    def __call__(self, slots: Slots, works: Floats) -> Ints | None:
+        """int64 (n,), the slot of each document; None where they do not fit beside last slices.
 
         Args:
-            bins: at least one.
+            slots: at least one.
             works: float64 (n,), of the documents, falling.
         """
         ...
@@ -93,38 +93,38 @@ def micropacks(
     lowest = np.inf
     for parts in _numbers_of_slices(sorted_works, most, count):
         whole = parts == 1
-        bins = Bins(
+        slots = Slots(
             np.append(sorted_works[~whole], np.zeros(count - int(parts[~whole].sum()))),
             np.append(parts[~whole], np.ones(count - int(parts[~whole].sum()), dtype=np.int64)),
         )
-        placed = _placed(bins, sorted_works[whole], place or place_greedily)
+        placed = _placed(slots, sorted_works[whole], place or place_greedily)
         if placed is None:
             continue
-        levels = (bins.work + np.bincount(placed, sorted_works[whole], len(bins.size))) / bins.size
+        levels = (slots.work + np.bincount(placed, sorted_works[whole], len(slots.size))) / slots.size
         if levels.max() < lowest:
             lowest = levels.max()
-            best = _packs(order, lengths, works, parts, bins, placed, prefix_work)
+            best = _packs(order, lengths, works, parts, slots, placed, prefix_work)
         if lowest <= LEVEL * works.sum() / count:
             break
     assert best, "with no document cut, everything fits"
     return best
 
 
-def place_greedily(bins: Bins, works: Floats) -> Ints | None:
+def place_greedily(slots: Slots, works: Floats) -> Ints | None:
     """Longest processing time first: each document where the level comes out lowest."""
     placed = np.empty(len(works), dtype=np.int64)
-    load, beside = bins.work.copy(), np.zeros(len(bins.size))
-    shared = bins.size > 1
+    load, beside = slots.work.copy(), np.zeros(len(slots.size))
+    shared = slots.size > 1
     for number, work in enumerate(works.tolist()):
-        levels = (load + work) / bins.size
+        levels = (load + work) / slots.size
         # Something of the cut document must be left for its last slice.
         levels[shared & (beside + work >= levels)] = np.inf
-        bin_ = int(levels.argmin())
-        if levels[bin_] == np.inf:
+        slot = int(levels.argmin())
+        if levels[slot] == np.inf:
             return None
-        placed[number] = bin_
-        load[bin_] += work
-        beside[bin_] += work
+        placed[number] = slot
+        load[slot] += work
+        beside[slot] += work
     return placed
 
 
@@ -146,28 +146,34 @@ def _numbers_of_slices(works: Floats, most: Ints, count: int) -> Iterator[Ints]:
             yield parts
 
 
-def _placed(bins: Bins, works: Floats, place: Placing) -> Ints | None:
-    """The bin of each whole document; None where they do not fit, or a pack would be empty."""
-    alone = np.flatnonzero(bins.size == 1)
+def _placed(slots: Slots, works: Floats, place: Placing) -> Ints | None:
+    """The slot of each whole document; None where they do not fit, or a pack would be empty."""
+    alone = np.flatnonzero(slots.size == 1)
     if len(works) == len(alone):
         return alone
-    if (placed := place(bins, works)) is None:
+    if (placed := place(slots, works)) is None:
         return None
-    filled = np.bincount(placed, minlength=len(bins.size))
+    filled = np.bincount(placed, minlength=len(slots.size))
     return placed if filled[alone].all() else None
 
 
 def _packs(
-    order: Ints, lengths: Ints, works: Floats, parts: Ints, bins: Bins, placed: Ints, prefix_work: PrefixWork
+    order: Ints,
+    lengths: Ints,
+    works: Floats,
+    parts: Ints,
+    slots: Slots,
+    placed: Ints,
+    prefix_work: PrefixWork,
 ) -> list[MicroPack]:
     """The packs of a placing: cut documents, heaviest first, then the packs of whole ones."""
-    riders: list[list[int]] = [[] for _ in bins.size]
-    for document, bin_ in zip(order[parts == 1].tolist(), placed.tolist(), strict=True):
-        riders[bin_].append(document)
+    riders: list[list[int]] = [[] for _ in slots.size]
+    for document, slot in zip(order[parts == 1].tolist(), placed.tolist(), strict=True):
+        riders[slot].append(document)
     beside = [float(works[documents].sum()) for documents in riders]
     packs: list[MicroPack] = []
     for number, document in enumerate(order[parts > 1].tolist()):
-        size = int(bins.size[number])
+        size = int(slots.size[number])
         level = (float(works[document]) + beside[number]) / size
         shares = np.full(size, level)
         shares[-1] -= beside[number]
@@ -175,6 +181,6 @@ def _packs(
         packs.extend([Slice(document, start, stop)] for start, stop in itertools.pairwise(cuts))
         packs[-1].extend(Slice(other, 0, int(lengths[other])) for other in riders[number])
     cut = int((parts > 1).sum())
-    rest = sorted(range(cut, len(riders)), key=lambda bin_: -beside[bin_])
-    packs.extend([Slice(other, 0, int(lengths[other])) for other in riders[bin_]] for bin_ in rest)
+    rest = sorted(range(cut, len(riders)), key=lambda slot: -beside[slot])
+    packs.extend([Slice(other, 0, int(lengths[other])) for other in riders[slot]] for slot in rest)
     return packs

@@ -1,7 +1,7 @@
-"""Which pack's rest a short document fills, as a mixed-integer program for HiGHS (SlimPack, section 4.1.1).
+"""Short documents in the rests of packs, as a mixed-integer program for HiGHS (SlimPack, section 4.1.1).
 
-The variables are z, the largest level, and x_ib, document i in bin b. Cuts are continuous and need no
-variables: whatever work a bin gets, its packs share it equally (`micropacks.py`), if what rides with a cut
+The variables are z, the largest level, and x_ib, document i in slot b. Cuts are continuous and need no
+variables: whatever work a slot gets, its packs share it equally (`micropacks.py`), if what rides with a cut
 document leaves something of a pack for its last slice:
 
     minimise z   subject to   sum_b x_ib = 1,   work_b + sum_i w_i x_ib <= size_b z,
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.packing.milp import Milp, Row
-from wlb_titan.packing.slim.micropacks import Bins, place_greedily
+from wlb_titan.packing.slim.micropacks import Slots, place_greedily
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -24,7 +24,7 @@ SLIVER = 1e-5  # of a level, that is left for a last slice
 
 
 class SolvedPlacing:
-    """Puts short documents into bins by a solver; where it finds nothing in time, greedily.
+    """Puts short documents into slots by a solver; where it finds nothing in time, greedily.
 
     Args:
         time_limit: seconds for one placing.
@@ -37,27 +37,27 @@ class SolvedPlacing:
     def __init__(self, time_limit: float, gap: float) -> None:
         self._milp = Milp(time_limit, gap, user="The solver of slim", setting="packing.solver")
 
-    def __call__(self, bins: Bins, works: Floats) -> tuple[Ints | None, float]:
+    def __call__(self, slots: Slots, works: Floats) -> tuple[Ints | None, float]:
         """As `Placing`, and how far the placing may be from the best, relatively; 0 is a proven optimum."""
-        greedy = place_greedily(bins, works)
+        greedy = place_greedily(slots, works)
         if not len(works):
             return greedy, 0.0
-        unit = (bins.work.sum() + works.sum()) / bins.size.sum()
-        count, share, own = len(bins.size), works / unit, bins.work / unit
+        unit = (slots.work.sum() + works.sum()) / slots.size.sum()
+        count, share, own = len(slots.size), works / unit, slots.work / unit
 
         def level(placed: Ints) -> float:
-            levels = (bins.work + np.bincount(placed, works, count)) / bins.size
+            levels = (slots.work + np.bincount(placed, works, count)) / slots.size
             return float(levels.max() / unit)
 
         def rows() -> Iterator[Row]:
-            for bin_, (work, size) in enumerate(zip(own.tolist(), bins.size.tolist(), strict=True)):
-                yield Row(bin_, -work, share, -float(size))
+            for slot, (work, size) in enumerate(zip(own.tolist(), slots.size.tolist(), strict=True)):
+                yield Row(slot, -work, share, -float(size))
                 if size > 1:
-                    yield Row(bin_, work / (size - 1) - SLIVER, share)
+                    yield Row(slot, work / (size - 1) - SLIVER, share)
 
         start = None if greedy is None else (greedy, level(greedy))
         solved, bound = self._milp(len(works), count, rows(), start=start)
-        if solved is None or not _fits(bins, works, solved):
+        if solved is None or not _fits(slots, works, solved):
             solved = greedy
         if solved is None:
             return None, 0.0
@@ -66,8 +66,8 @@ class SolvedPlacing:
         return solved, max(1 - max(bound, 1.0) / level(solved), 0.0)  # the mean level is a bound too
 
 
-def _fits(bins: Bins, works: Floats, placed: Ints) -> bool:
+def _fits(slots: Slots, works: Floats, placed: Ints) -> bool:
     """Whether what rides with each cut document leaves something for its last slice."""
-    beside = np.bincount(placed, works, len(bins.size))
-    levels = (bins.work + beside) / bins.size
-    return bool((beside < levels)[bins.size > 1].all())
+    beside = np.bincount(placed, works, len(slots.size))
+    levels = (slots.work + beside) / slots.size
+    return bool((beside < levels)[slots.size > 1].all())

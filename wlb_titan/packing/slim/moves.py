@@ -26,7 +26,7 @@ class TokenMoves(NamedTuple):
     Attributes:
         sources: forward micro-batches of which this rank sends tokens, rising.
         sent: int64 (rows,), rows of the sources' shares one after the other, by the rank that they go to.
-        sent_counts: of them, to each rank.
+        sent_counts: number of rows sent to each rank.
         received_counts: rows from each rank.
         places: int64 (rows,), where what is received goes in the share; what is left of it is padding.
         over: forward micro-batches of which nothing is needed afterwards.
@@ -43,10 +43,10 @@ class TokenMoves(NamedTuple):
 def token_moves(
     forward: Sequence[MicroBatch], backward: Sequence[MicroBatch], tensor_ranks: int, rank: int
 ) -> list[TokenMoves]:
-    """Of each backward micro-batch how this rank gets its share of hidden states.
+    """How this rank gets its share of hidden states, for each backward micro-batch.
 
     Args:
-        forward, backward: of one data-parallel rank, of the same tokens.
+        forward, backward: micro-batches of one data-parallel rank, of the same tokens.
         tensor_ranks: ranks among which sequence parallelism divides a context-parallel rank's tokens; 1
             without it.
         rank: this one's number among those that share a micro-batch, tensor-parallel ranks innermost.
@@ -85,7 +85,7 @@ def token_moves(
 
 
 def _token_numbers(micro_batches: Sequence[MicroBatch]) -> list[Ints]:
-    """Of each micro-batch int64 (tokens,), numbers by which a token is found in those of both passes."""
+    """int64 (tokens,) for each micro-batch, numbers by which a token is found in those of both passes."""
     packs = parts(micro_batches)
     numbers = piece_numbers(packs)
     totals = np.zeros(1 + max(int(own.max()) for own in numbers), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""What backward passes with packs of their own take and hold: time and memory of the asymmetric partition.
+"""Time and memory of backward passes with packs of their own: the asymmetric partition.
 
 Forward passes keep the inputs of layers, of the first stage's first not, and of the head. Backward passes
 compute layers again from these for their own tokens, and the head and the loss for the first time, so that

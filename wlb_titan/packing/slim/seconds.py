@@ -60,7 +60,7 @@ def _passing(packing: Packing, job: PackJob, numbers: Sequence[int]) -> MicroBat
 
 
 def _pack(job: PackJob, packing: Packing, number: int) -> tuple[float, ...]:
-    """Of a pack the fields of `MicroBatches`."""
+    """The fields of `MicroBatches` for a pack."""
     lengths, slices = packing.packs[number][:, LENGTH], packing.elsewhere(number)
     prefix = None if slices is None else slices.prefix
     total = -(-int(lengths.sum()) // job.divisor) * job.divisor
@@ -72,4 +72,4 @@ def _pack(job: PackJob, packing: Packing, number: int) -> tuple[float, ...]:
         seconds = job.strategy.seconds(after(sharding, prefix))
         travelling = job.strategy.travelling(sharding, total, slices)
     forward, backward = seconds.max(axis=0).tolist()
-    return total, forward, backward, *job.exchanging.of(travelling)
+    return total, forward, backward, *job.exchanging.seconds(travelling)

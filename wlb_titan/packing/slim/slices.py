@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.context import KeyShares
 from wlb_titan.cost.workload import CostModel, workload
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.packs import CachedSlice, PackSizes, Passes
@@ -79,7 +80,7 @@ def slice_work(work_of: WorkOf, documents: Ints, slices: Ints | None) -> Floats:
     """float64 (n,), work of pieces of documents, each with what lies before it.
 
     Args:
-        work_of: of whole documents by their lengths, such as `CostModel.forward`.
+        work_of: work of whole documents by their lengths, such as `CostModel.forward`.
         documents: int64 (n, 4), of which the column LENGTH is read.
         slices: int64 (n, 2), of which the column PREFIX is read; None where no document is sliced.
     """
@@ -113,7 +114,7 @@ def cache_rows(packs: Sequence[Parts]) -> list[Ints]:
 
 
 def cached_slices(packs: Sequence[Parts]) -> list[tuple[CachedSlice, ...]]:
-    """The same as memory sees it: of each pack the slices whose keys and values are cached."""
+    """The slices of each pack whose keys and values are cached, as memory sees them."""
     return [tuple(CachedSlice(*row) for key, *row in rows.tolist() if key >= 0) for rows in cache_rows(packs)]
 
 
@@ -121,25 +122,29 @@ class ReplicaPacks(NamedTuple):
     """The packs of a data-parallel rank's passes of one kind.
 
     Attributes:
-        lengths, sharers: as of `PackSizes`.
+        lengths, sharers, keys: as of `PackSizes`.
         parts: documents and slices of each; none where documents are not sliced.
     """
 
     lengths: Sequence[int]
     sharers: Sequence[int]
+    keys: Sequence[KeyShares]
     parts: Sequence[Parts]
 
     @classmethod
-    def of(cls, micro_batches: Sequence[MicroBatch]) -> ReplicaPacks:
-        """Of planned micro-batches."""
-        lengths, sharers = zip(*((m.length, m.sharers) for m in micro_batches), strict=True)
-        return cls(lengths, sharers, parts(micro_batches))
+    def of(
+        cls, micro_batches: Sequence[MicroBatch], keys_of: Callable[[MicroBatch], KeyShares]
+    ) -> ReplicaPacks:
+        """Of planned micro-batches, of whose keys a rank has what `keys_of` says."""
+        facts = ((m.length, m.sharers, keys_of(m)) for m in micro_batches)
+        lengths, sharers, keys = zip(*facts, strict=True)
+        return cls(lengths, sharers, keys, parts(micro_batches))
 
 
-def replica_passes(plan: Plan, dp_rank: int) -> Passes:
-    """What one data-parallel rank runs in a step, as memory sees it."""
-    flow = None if plan.order is None else plan.order[dp_rank]
-    return passes_of(plan.replica(dp_rank).each(ReplicaPacks.of), flow)
+def replica_passes(plan: Plan, dp_rank: int, keys_of: Callable[[MicroBatch], KeyShares]) -> Passes:
+    """What one data-parallel rank runs in a step, as memory sees it; `keys_of` as of `ReplicaPacks.of`."""
+    flow = None if plan.flows is None else plan.flows[dp_rank]
+    return passes_of(plan.replica(dp_rank).each(ReplicaPacks.of, keys_of), flow)
 
 
 def parts(micro_batches: Sequence[MicroBatch]) -> list[Parts]:
@@ -153,13 +158,13 @@ def passes_of(packs: ByPass[ReplicaPacks], flow: Flow | None) -> Passes:
     cached = iter(cached_slices(sliced)) if sliced else itertools.repeat(())
 
     def sizes(one: ReplicaPacks) -> PackSizes:
-        return PackSizes(one.lengths, [next(cached) for _ in one.lengths], one.sharers)
+        return PackSizes(one.lengths, [next(cached) for _ in one.lengths], one.sharers, one.keys)
 
     return Passes(packs.each(sizes), flow)
 
 
 def piece_numbers(packs: Sequence[Parts]) -> list[Ints]:
-    """Of each pack int64 (n,), numbers by which the slices of one document find each other.
+    """int64 (n,) for each pack, numbers by which the slices of one document find each other.
 
     Two pieces of one document, cut at a context window, are two documents here.
 
@@ -177,7 +182,7 @@ def work_table(work_of: WorkOf, longest: int, grain: int) -> Floats:
     """float64 (grains + 1,), work of a document's first 0, 1, 2, ... grains, which never falls.
 
     Args:
-        work_of: of whole documents by their lengths.
+        work_of: work of whole documents by their lengths.
         longest: tokens of the longest document.
         grain: tokens, at least 1.
     """

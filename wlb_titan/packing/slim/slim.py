@@ -30,14 +30,14 @@ from wlb_titan.packing.arrivals import Arrivals, delayed
 from wlb_titan.packing.policy import CheckedJob, Pack, Packing, PackingJob, PackingPolicy
 from wlb_titan.packing.slim.dependencies import dependencies, in_own_order
 from wlb_titan.packing.slim.flow import Flows
-from wlb_titan.packing.slim.memory import step_peak
-from wlb_titan.packing.slim.micropacks import MOST_TRIED, Bins, Placing, place_greedily
+from wlb_titan.packing.slim.micropacks import MOST_TRIED, Placing, Slots, place_greedily
 from wlb_titan.packing.slim.micropacks_milp import SolvedPlacing
 from wlb_titan.packing.slim.phases import AsymmetricPacker, Packer, SymmetricPacker
 from wlb_titan.packing.slim.regrouped import RegroupedRank, regrouped_times
+from wlb_titan.packing.slim.step_peak import step_peak
 from wlb_titan.packing.slim.trials import SLACKS, Trials, numbers_tried
 from wlb_titan.pipeline.graph import PassTimes
-from wlb_titan.pipeline.packflow import SCHEDULES
+from wlb_titan.pipeline.packflow import FLOW_SCHEDULES
 from wlb_titan.plan import ByPass, Flow
 
 Ints = NDArray[np.int64]
@@ -128,9 +128,9 @@ class Slim(PackingPolicy):
 
         def check(self, job: CheckedJob) -> None:
             pipeline = job.shape
-            if pipeline.ranks > 1 and pipeline.schedule not in SCHEDULES:
+            if pipeline.ranks > 1 and pipeline.schedule not in FLOW_SCHEDULES:
                 raise PlanError(
-                    f"Slices go through a pipeline under {' and '.join(SCHEDULES)}, and the schedule is "
+                    f"Slices go through a pipeline under {' and '.join(FLOW_SCHEDULES)}, and the schedule is "
                     f"{pipeline.schedule}, in whose order a document's backward passes would not go from its "
                     "end to its begin. Set pipeline_parallel_schedule to one of them, or another policy.",
                     setting="parallelism.pipeline_parallel_schedule",
@@ -194,7 +194,7 @@ class Slim(PackingPolicy):
         )
         self._solve: SolvedPlacing | None = None
         self._gap: float | None = None
-        self._order: Flow = ()  # of the step that `next` gave last
+        self._flow: Flow = ()  # of the step that `next` gave last
         if config.solver == "milp":
             self._solve = SolvedPlacing(config.time_limit / (job.data_parallel * MOST_TRIED), config.gap)
         self._settle(stream)
@@ -223,8 +223,8 @@ class Slim(PackingPolicy):
                     raise
                 break  # the documents have too few tokens for so many
             works = packing.pass_work(self._job.cost_model)
-            self._order = self._flows.of((packing, *works), self.slack).flow
-            peak = step_peak(packing, self._order, self._job)
+            self._flow = self._flows.of((packing, *works), self.slack).flow
+            peak = step_peak(packing, self._flow, self._job)
             if peak is None or peak.total <= self._job.usable:
                 return packing
             if least is None or peak.total < least.total:
@@ -238,10 +238,10 @@ class Slim(PackingPolicy):
             setting="packing.micropacks",
         )
 
-    def order(
+    def flows(
         self, packing: Packing, forward: Floats, backward: Floats, ranks: Collection[int]
     ) -> tuple[Flow, ...]:
-        flow, (orders, _) = self._order, dependencies(packing)
+        flow, (orders, _) = self._flow, dependencies(packing)
         return tuple(in_own_order(flow, order) if rank in ranks else () for rank, order in enumerate(orders))
 
     def state_dict(self) -> dict[str, Any]:
@@ -250,13 +250,13 @@ class Slim(PackingPolicy):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._arrivals.load_state_dict(state)
 
-    def _solved(self, bins: Bins, works: Floats) -> Ints | None:
+    def _solved(self, slots: Slots, works: Floats) -> Ints | None:
         """The solver's placing, which is one rank's for all."""
         assert self._solve is not None and self._gap is not None
         solve = self._solve
 
         def ask() -> Floats:
-            placed, gap = solve(bins, works)
+            placed, gap = solve(slots, works)
             return np.append(gap, np.empty(0) if placed is None else placed)
 
         gap, *placed = self._job.on_one_rank(ask).tolist()

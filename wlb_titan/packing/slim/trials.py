@@ -1,4 +1,4 @@
-"""What settings of `slim` leave open, found on the first steps, which are packed and run ahead of time.
+"""Trials of what settings of `slim` leave open, on the first steps, packed and run ahead of time.
 
 MicroPacks and slack are the fewest and least with which steps fit and take at most `WORSE` times as long as
 with the best that fit; tokens in flight, where `least` is asked for, the fewest with which they take at most

@@ -1,4 +1,4 @@
-"""What is refused before anything starts.
+"""Checks: what is refused before anything starts.
 
 Read `config` first.
 """

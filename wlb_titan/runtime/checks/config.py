@@ -17,21 +17,14 @@ from torchtitan.distributed import ParallelDims
 from wlb_titan.config.classes import full_name
 from wlb_titan.config.values import shown
 from wlb_titan.corpus import Corpus, CorpusError
-from wlb_titan.corpus.vocabulary import check_sample
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.kernels.implementations import Device
 from wlb_titan.runtime.attention.implementation import check_implementation
+from wlb_titan.runtime.checks.files import validate_corpus, validate_plan
 from wlb_titan.runtime.checks.optimizer import check_optimizer
 from wlb_titan.runtime.checks.weights import check_weights
 from wlb_titan.runtime.compat import Dims, batch_of
-from wlb_titan.runtime.data.corpus import mixture_sources, open_corpus, open_source
-from wlb_titan.runtime.job import (
-    configured_degrees,
-    degrees_product,
-    job_of,
-    parallel_dims,
-    training_documents,
-)
+from wlb_titan.runtime.job import configured_degrees, degrees_product, job_of, parallel_dims
 from wlb_titan.runtime.life.checkpoints import beginning
 from wlb_titan.runtime.life.dump_folder import check_place
 from wlb_titan.runtime.life.stop import seconds_of
@@ -48,7 +41,6 @@ from wlb_titan.runtime.pipeline.schedules import (
 )
 from wlb_titan.runtime.trainer import Trainer
 from wlb_titan.runtime.validator import Validator, rounds_of
-from wlb_titan.simulator.choice import choose
 
 
 def validate(config: Trainer.Config, world_size: int | None) -> None:
@@ -98,40 +90,9 @@ def validate_inputs(config: Trainer.Config) -> Corpus:
 def validate_files(config: Trainer.Config, world_size: int | None = None) -> None:
     """`validate_inputs`, `validate_plan` on the corpus, and the checkpoint to begin from: what a run would
     find out itself, before it."""
-    validate_plan(config, validate_inputs(config), world_size)
+    corpus = validate_inputs(config)
+    validate_plan(config.wlb, corpus, job_of(config, parallel_dims(config, world_size)))
     beginning(config)
-
-
-def validate_corpus(config: Trainer.Config) -> Corpus:
-    """The corpus; raises UserError if it is missing or its tokens do not fit the model's vocabulary.
-
-    A prepared corpus has no ids beyond its tokenizer's; of others the ids are looked at.
-    """
-    assert config.model_spec is not None
-    vocabulary = config.model_spec.model.vocab_size
-    settings, key = config.wlb.corpus, "wlb.corpus.path"
-    try:
-        for number, source in enumerate(settings.sources):
-            key = f"wlb.corpus.sources.{number}.path"
-            open_source(source, settings.tokenizer)
-        key = "wlb.corpus.sources" if settings.sources else "wlb.corpus.path"
-        corpus = open_corpus(settings)
-        mixture_sources(settings, corpus)
-        tokenizer = corpus.known_tokenizer
-        if tokenizer.vocab_size > vocabulary:
-            raise UserError(
-                f"{key}: the tokenizer of {corpus} has a vocabulary of {tokenizer.vocab_size} tokens, the "
-                f"model {config.model_spec.flavor} only {vocabulary}; prepare a corpus with `--vocab-size "
-                f"{vocabulary}` or fewer, or choose another base."
-            )
-        for part in corpus.parts or (corpus,):
-            if part.manifest is None or not part.manifest.checked:
-                check_sample(part, tokenizer.vocab_size)
-    except (CorpusError, PlanError) as error:
-        if error.setting:
-            raise
-        raise UserError(f"{key}: {error}") from error
-    return corpus
 
 
 def validate_devices(config: Trainer.Config, processes: int, gpus: int) -> None:
@@ -159,28 +120,6 @@ def validate_devices(config: Trainer.Config, processes: int, gpus: int) -> None:
 def validate_memory(config: Trainer.Config, world_size: int | None, device_gib: float) -> None:
     """`check_memory` for devices of so many GiB, as a run does it with what its devices have."""
     check_memory(job_of(config, parallel_dims(config, world_size)), int(device_gib * 2**30))
-
-
-def validate_plan(config: Trainer.Config, corpus: Corpus, world_size: int | None) -> None:
-    """Has the planner itself judge the job: it is made as a run makes it, and plans a step.
-
-    Policies that take their time for a step, as the solver of `fixed_solver` does, are spared the step. The
-    attention times are looked up in any case: without context parallelism only predictions read them.
-
-    Raises:
-        PlanError: the planner's own, with the setting that it blames.
-    """
-    job = job_of(config, parallel_dims(config, world_size))
-    try:
-        documents = training_documents(config.wlb, corpus)
-        if job.undecided:
-            job = choose(job, documents).job
-        planner = job.planner(documents)
-        _ = job.latency
-        if not job.packing.planning_seconds:
-            planner.next(sharded=[0])
-    except PlanError as error:
-        raise PlanError(str(error), setting=error.setting or "wlb") from error
 
 
 def _check_degrees(config: Trainer.Config, world_size: int | None) -> None:

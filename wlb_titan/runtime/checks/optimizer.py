@@ -1,4 +1,4 @@
-"""Whether torch's optimizers take what a configuration gives them.
+"""A check that torch's optimizers take what a configuration gives them.
 
 torchtitan hands a group's keywords to the optimizer as a parameter group, in which torch looks up the names
 that it knows and ignores all others: `lrr = 0.1` would train at the default rate. So each group is tried on

@@ -1,11 +1,13 @@
-"""Where corpus, planner and model meet."""
+"""The corpus of a run, where it meets planner and model."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from wlb_titan.config.settings import CorpusSettings, SourceSettings
+from wlb_titan.config.settings import CorpusSettings, SourceSettings, WlbSettings
 from wlb_titan.corpus import Corpus
+from wlb_titan.documents import Documents
+from wlb_titan.documents.held_out import Divided
 from wlb_titan.documents.mixture import Source
 from wlb_titan.errors import PlanError
 
@@ -52,3 +54,37 @@ def mixture_sources(settings: CorpusSettings, corpus: Corpus) -> list[Source]:
         )
         for name, source, part in zip(names, settings.sources, corpus.parts, strict=True)
     ]
+
+
+def documents_of(settings: CorpusSettings, corpus: Corpus, hold_out: float = 0.0) -> Documents:
+    """What a planner needs of an opened corpus.
+
+    Args:
+        settings: [wlb.corpus].
+        corpus: what `open_corpus` made of them.
+        hold_out: share of the documents that is left out, for validation.
+
+    Raises:
+        PlanError: as of `mixture_sources`.
+    """
+    return Documents(
+        lengths=Divided(corpus.lengths, hold_out, held_out=False) if hold_out else corpus.lengths,
+        name=str(corpus),
+        sources=tuple(mixture_sources(settings, corpus)),
+        seed=settings.seed,
+        learned=corpus.count_learned,
+        fingerprint=f"{corpus.fingerprint} without {hold_out}" if hold_out else corpus.fingerprint,
+    )
+
+
+def training_documents(wlb: WlbSettings, corpus: Corpus | None = None) -> Documents:
+    """The documents that a job trains on: its corpus without what it holds out.
+
+    Args:
+        wlb: [wlb].
+        corpus: its corpus, where that is open already.
+
+    Raises:
+        CorpusError, PlanError: as `open_corpus` and `documents_of`.
+    """
+    return documents_of(wlb.corpus, corpus or open_corpus(wlb.corpus), wlb.validation.hold_out)

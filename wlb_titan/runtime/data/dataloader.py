@@ -26,10 +26,9 @@ from wlb_titan.packing.slim.slices import cache_rows
 from wlb_titan.plan import ID, LENGTH, START, Flow, MicroBatch, Plan
 from wlb_titan.planner import Planner
 from wlb_titan.runtime.compat import BaseDataLoader
-from wlb_titan.runtime.data.corpus import open_corpus
+from wlb_titan.runtime.data.corpus import documents_of, open_corpus
 from wlb_titan.runtime.data.inputs import Item, rank_item
 from wlb_titan.runtime.data.shared_answer import SharedAnswer
-from wlb_titan.runtime.job import documents_of
 from wlb_titan.runtime.loss import total_weight, with_weights
 from wlb_titan.runtime.pipeline.regroup import regrouped_items
 
@@ -39,14 +38,14 @@ class Step:
     """What one rank trains on in one optimizer step.
 
     Attributes:
-        plan: of the whole job.
-        source_figures: of the plan, by source of a mixture.
+        plan: plan of the whole job.
+        source_figures: figures of the plan by source of a mixture.
         items: the micro-batches of this data-parallel rank, this context-parallel rank's share of each; where
             backward passes have others, those of forward passes without labels and then these.
         labels: what the sum of losses is divided by: tokens with a label in the whole job, or their weights.
         own_labels: the same of those in `items`.
-        flops: of the model on the documents of the whole job.
-        state_after: of the planners, as JSON.
+        flops: FLOPs of the model on the documents of the whole job.
+        state_after: state of the planners, as JSON.
         shadow: what the job's shadow would have made of the step; None without one.
         flow: the order of this data-parallel rank's passes; None leaves it to the schedule.
     """
@@ -71,7 +70,7 @@ class PlannedDataLoader(BaseDataLoader):
 
     Attributes:
         lower: makes ready what runs an order of passes, ahead of its step; to be set with a pipeline.
-        plan: of the step being served.
+        plan: plan of the step being served.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -148,7 +147,7 @@ class PlannedDataLoader(BaseDataLoader):
         plan, shadow = self._planner.next(sharded=[self._dp_rank]), None
         if "shadow" in self._planners:
             shadow = self._planners["shadow"].next(sharded=[self._dp_rank])
-        flow = None if plan.order is None else plan.order[self._dp_rank]
+        flow = None if plan.flows is None else plan.flows[self._dp_rank]
         if flow is not None:
             self.lower(flow)
         own = plan.replica(self._dp_rank)

@@ -1,4 +1,4 @@
-"""How many steps so many epochs are: planned once, so that the last one is complete and nothing is lost."""
+"""The number of steps of some epochs: planned once, so that the last one is complete and nothing is lost."""
 
 from __future__ import annotations
 

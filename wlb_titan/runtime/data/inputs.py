@@ -45,7 +45,7 @@ def rank_item(
         tokens, positions: int64 (L,).
         labels: int64 (L,), or (L, 2) as of `with_weights`.
         lengths: int64 (n,), tokens of the documents, in their order; what is left of L is padding.
-        strategy: of context parallelism; None without it.
+        strategy: context-parallel strategy; None without it.
         shards: what each context-parallel rank holds, as the strategy divided it.
         rank: context-parallel rank, among those of all data-parallel ranks that share the micro-batch.
         rows: int64 (n, 4), prefixes of documents in slices, as of `kv_cache`; None where they are whole.
@@ -97,7 +97,7 @@ def to_device(
     """Starts the copies of an item to the device.
 
     Args:
-        item, labels: of `rank_item`.
+        item, labels: what `rank_item` returns.
         device: to which.
         cache: number of the step's `KeyValueCache`, where documents are sliced.
 

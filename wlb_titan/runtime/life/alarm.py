@@ -51,8 +51,8 @@ class Alarm:
     """A context manager: while it is open, this rank watches all others, and they watch it.
 
     Args:
-        rank: of this process.
-        world_size: of the job; a job of one process has nobody to watch and needs no store.
+        rank: rank of this process.
+        world_size: processes of the job; a job of one process has nobody to watch and needs no store.
 
     Attributes:
         stop: when the run is to end, if somebody asks.
@@ -101,7 +101,7 @@ class Alarm:
         """What rank 0 finds out, on every rank.
 
         Args:
-            name: of the fact; once only in a job.
+            name: name of the fact; once only in a job.
             find_out: called on rank 0; gives what JSON can hold.
             timeout: seconds to wait for it.
 

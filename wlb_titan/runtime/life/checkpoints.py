@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: the newest that is whole.
+"""The checkpoint that a run goes on from: the newest that is whole.
 
 A checkpoint is a folder step-N of torch's distributed checkpoint format. Its .metadata is written last and
 lists where every piece lies: in which file, from which byte, how many bytes. A checkpoint whose files do not
@@ -35,7 +35,7 @@ class Choice:
     """What to go on from.
 
     Attributes:
-        step: of the newest whole checkpoint; -1 is none.
+        step: step of the newest whole checkpoint; -1 is none.
         broken: newer ones, step and what is wrong with it.
     """
 
@@ -143,7 +143,7 @@ def explained(error: BaseException, folder: Path, saving: bool) -> BaseException
 
     Args:
         error: what loading, training or saving raised.
-        folder: of the checkpoints.
+        folder: folder of the checkpoints.
         saving: whether the run had begun; before, a checkpoint is loaded.
     """
     causes = list(_causes(error))

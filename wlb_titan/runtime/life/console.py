@@ -1,4 +1,4 @@
-"""What a run prints: torchtitan's log of the rank that knows the loss, warnings and errors of all."""
+"""The console of a run: torchtitan's log of the rank that knows the loss, warnings and errors of all."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ def drop_misleading_warnings() -> None:
     root = logging.getLogger()  # torchtitan logs on the root logger
     if _applies not in root.filters:
         root.addFilter(_applies)
+    warnings.filterwarnings("ignore", message="To get the last learning rate")  # of every resumed run
     warnings.filterwarnings("ignore", message="DTensor .* may not have complete support on cpu device mesh")
 
 

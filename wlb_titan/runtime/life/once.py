@@ -26,7 +26,7 @@ class Once(PackingPolicy):
     """All documents of the corpus once, in micro-batches of at most the context window.
 
     Attributes:
-        steps: of one round.
+        steps: steps of one round.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -70,7 +70,7 @@ class Once(PackingPolicy):
 
 
 def _pieces(stream: DocumentStream, longest: int) -> Pieces:
-    """Of all documents, in pieces of at most `longest` tokens; the first piece is the end of a document."""
+    """All documents in pieces of at most `longest` tokens; the first piece is the end of a document."""
     parts = []
     for first in range(0, stream.documents, BLOCK):
         ids = np.arange(first, min(first + BLOCK, stream.documents))

@@ -6,7 +6,8 @@ thread, so that a step costs a lock, and nothing is exchanged before somebody as
 
     stop            why, by the first that was asked
     begun/<rank>    the step that a rank had begun when it saw that; it begins no other before the answer
-    last            the largest of these, found by rank 0: the last step of all
+    told            how many ranks have said so
+    last            the largest of these, by the rank that is the last to say it: the last step of all
 
 No rank waits for one that waits: whoever stands between two steps has entered all collectives of those
 before, so that others can end theirs; and what they had begun is said by their alarms' threads, which no
@@ -15,6 +16,7 @@ collective holds up.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -31,9 +33,9 @@ class Stop:
     """What ranks agree on.
 
     Args:
-        rank: of this process.
-        world_size: of the job.
-        store: of the job; None for a job of one process.
+        rank: rank of this process.
+        world_size: processes of the job.
+        store: store of the job; None for a job of one process.
 
     Attributes:
         status: with which the process ends once the run has stopped; 0 as long as nobody has asked.
@@ -91,14 +93,23 @@ class Stop:
         if self._store is None or self._last is not None:
             return
         if not self._frozen and self._store.check(["stop"]):
-            begun = self._freeze(self._store.get("stop").decode())
-            self._store.set(f"begun/{self._rank}", str(begun))
-            self._store.add("told", 1)
-        if self._frozen and self._rank == 0 and self._store.add("told", 0) == self._world_size:
-            begun = self._store.multi_get([f"begun/{rank}" for rank in range(self._world_size)])
-            self._store.set("last", str(max(map(int, begun))))
+            self._tell(self._store, self._freeze(self._store.get("stop").decode()))
         if self._frozen and self._store.check(["last"]):
             self._decide(int(self._store.get("last")))
+
+    def leave(self) -> None:
+        """Answers before anybody asks: this rank has done its last step, and looks no more."""
+        with self._changed:
+            told, self._frozen = self._frozen, True
+        if self._store is not None and not told:
+            with contextlib.suppress(Exception):  # the store's host may be done already
+                self._tell(self._store, self._begun)
+
+    def _tell(self, store: Store, begun: int) -> None:
+        store.set(f"begun/{self._rank}", str(begun))
+        if store.add("told", 1) == self._world_size:
+            all_begun = store.multi_get([f"begun/{rank}" for rank in range(self._world_size)])
+            store.set("last", str(max(map(int, all_begun))))
 
     def _freeze(self, asked: str) -> int:
         """Begins no step from now on; the one that was begun."""

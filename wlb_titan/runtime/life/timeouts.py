@@ -1,4 +1,4 @@
-"""How long a rank waits in a collective before it takes another for dead.
+"""The time that a rank waits in a collective before it takes another for dead.
 
 torchtitan allows 300 seconds until the first step is done and 100 after it. A job of balanced micro-batches
 needs a bound of its own: a rank may wait for another that compiles, in any of the first steps, or that works

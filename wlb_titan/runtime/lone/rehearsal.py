@@ -171,7 +171,7 @@ def _out_of_memory(error: BaseException) -> bool:
 
 
 def _peak(on_cpu: bool) -> int:
-    """Bytes: of an accelerator allocated at most in the step, of the CPU resident at most since the start."""
+    """Peak bytes: on an accelerator those allocated in the step, on a CPU those resident since the start."""
     if on_cpu:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     peak: int = torch.accelerator.max_memory_allocated()

@@ -1,4 +1,4 @@
 """The pipeline as torch runs it, for micro-batches of any length.
 
-Read `build` first, then `schedules`, `stage` and `packflow`.
+Read `build` first, then `schedules`, `stage`, `packflow` and `regroup`.
 """

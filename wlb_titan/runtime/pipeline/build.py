@@ -61,15 +61,12 @@ def pipeline(
     stage_class: Callable[..., PlannedStage] = PlannedStage,
     flow_class: type[PackFlowSchedule] = PackFlowSchedule,
     check_lengths: bool = False,
-) -> tuple[PlannedSchedule, list[nn.Module], bool, bool]:
+) -> Pipeline:
     """torchtitan's `pipeline_llm`, with stages that take their shapes from the plan.
 
     Args besides torchtitan's:
         stage_class, flow_class: make a stage, and the schedule of an order of passes.
         check_lengths: as of `PlannedSchedule`.
-
-    Returns:
-        the schedule, this rank's parts of the model, and whether they hold the first and the last stage.
 
     Raises:
         ValueError: the schedule cannot run, with the reason; or the model does not fit its stages.
@@ -161,7 +158,7 @@ class PlannedSchedule:
     never asked for outputs: those of different lengths could not be joined.
 
     Args:
-        stages: of this rank.
+        stages: stages of this rank.
         schedule_of: makes the schedule for a number of micro-batches, or raises ValueError.
         schedule_in: makes the schedule for an order of passes.
         timer: that the stages measure their passes by.
@@ -202,10 +199,10 @@ class PlannedSchedule:
         """Runs forward and backward of all micro-batches; gradients are added to the parameters'.
 
         Args:
-            kwarg_mbs: of each micro-batch the model's keyword arguments, among them "positions",
+            kwarg_mbs: the model's keyword arguments for each micro-batch, among them "positions",
                 (1, tokens of this context-parallel rank). Under a flow whose backward passes have others
                 these come behind those of forward passes, here and in what follows.
-            arguments: of torch's schedules: arg_mbs, target_mbs, losses, loss_kwargs.
+            arguments: arguments of torch's schedules: arg_mbs, target_mbs, losses, loss_kwargs.
 
         Raises:
             ValueError: the schedule cannot run this number of micro-batches, or a length does not suit the
@@ -246,6 +243,10 @@ class PlannedSchedule:
                 "rank's log."
             )
             raise
+
+
+Pipeline = tuple[PlannedSchedule, list[nn.Module], bool, bool]
+"""The schedule, this rank's parts of the model, and whether they hold the first and the last stage."""
 
 
 def check_equal_lengths(lengths: list[int], group: dist.ProcessGroup) -> None:

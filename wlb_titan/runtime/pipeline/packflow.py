@@ -22,9 +22,9 @@ class PackFlowSchedule(PipelineScheduleRuntime):
     stage to the first. These are alike on all data-parallel ranks, however their passes are ordered.
 
     Args:
-        stages: of this rank.
-        flow: of each pipeline rank what it runs.
-        loss_fn: of the last stage's output and the labels: loss and metrics.
+        stages: stages of this rank.
+        flow: what each pipeline rank runs.
+        loss_fn: computes loss and metrics from the last stage's output and the labels.
     """
 
     def __init__(

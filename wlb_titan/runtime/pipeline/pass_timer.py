@@ -1,4 +1,4 @@
-"""How long each pass of a step takes on this rank, measured where the passes run.
+"""The time of each pass of a step on this rank, measured where the passes run.
 
 On an accelerator by events in the stream, so that nothing waits for them until the step is over; on the CPU
 by the clock. What a pass waits for *within* itself is part of its time: the collectives of FSDP, context and
@@ -26,7 +26,7 @@ class PassTimer:
     Attributes:
         on: whether passes are measured.
         first: number of the first micro-batch of the run at hand; a step may have several runs.
-        clock: of passes on the CPU, in seconds.
+        clock: clock of passes on the CPU, in seconds.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -33,7 +33,7 @@ from wlb_titan.packing.slim.moves import TokenMoves, token_moves
 from wlb_titan.plan import ByPass, MicroBatch
 from wlb_titan.runtime.compat import checkpoint_wrapper
 from wlb_titan.runtime.data.inputs import REGROUPING, Item, on_host
-from wlb_titan.runtime.pipeline.build import PlannedSchedule, pipeline
+from wlb_titan.runtime.pipeline.build import Pipeline
 from wlb_titan.runtime.pipeline.packflow import PackFlowSchedule
 from wlb_titan.runtime.pipeline.stage import PlannedStage
 
@@ -43,7 +43,7 @@ class Regrouping:
     """How this rank's share of a backward micro-batch is put together.
 
     Attributes:
-        moves: of the plan.
+        moves: moves of the plan.
         sent, places: int64 (R,), those of `moves`.
     """
 
@@ -57,7 +57,7 @@ class Regrouping:
         return cls(moves, on_host(moves.sent), on_host(moves.places))
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Regrouping:
-        """The same for tensors on a device; starts copies."""
+        """This regrouping with tensors on a device; starts copies."""
         sent, places = (index.to(device, non_blocking=non_blocking) for index in (self.sent, self.places))
         return replace(self, sent=sent, places=places)
 
@@ -68,7 +68,7 @@ def regrouped_items(
     """What a rank trains on where its backward passes have micro-batches of their own.
 
     Args:
-        items: of the micro-batches of forward and then of backward passes.
+        items: items of the micro-batches of forward and then of backward passes.
         packs: these micro-batches.
         tensor_ranks, rank: as of `token_moves`.
 
@@ -89,7 +89,7 @@ def gathered(
     """This rank's share of a backward micro-batch. Every rank of the group has to call it.
 
     Args:
-        how: of that micro-batch, on the device.
+        how: regrouping of that micro-batch, on the device.
         kept: by forward micro-batch (1, L, D), this rank's share of a hidden state.
         into: (1, L, D), zeros, which are filled.
         group: the ranks that share a micro-batch; None for this one alone.
@@ -119,8 +119,8 @@ class RegroupedLayers:
 
     Attributes:
         forward: the micro-batch whose forward pass is under way.
-        backward: of that whose backward pass is under way, where its tokens lie. Without either, as in
-            evaluation, layers run as always.
+        backward: where the tokens lie of the micro-batch whose backward pass is under way. Without either,
+            as in evaluation, layers run as always.
     """
 
     def __init__(self, model: nn.Module, sharers: dist.ProcessGroup | None) -> None:
@@ -197,7 +197,7 @@ class _Again(torch.autograd.Function):
 
 
 def _nothing(like: Tensor) -> Tensor:
-    """Of the same shape, contiguous whatever `like` is: torch compares strides with what a stage declares."""
+    """An empty tensor of its shape, contiguous: torch compares strides with what a stage declares."""
     return like.new_empty(like.shape)
 
 
@@ -209,11 +209,11 @@ class RegroupedStage(PlannedStage):
     """A stage whose backward passes may have micro-batches of their own; otherwise as `PlannedStage`.
 
     Args:
-        args, kwargs: of `PlannedStage`.
+        args, kwargs: arguments of `PlannedStage`.
         sharers: as of `RegroupedLayers`.
 
     Attributes:
-        passes: of the step's backward passes the token ids, on the first stage, and the model's other
+        passes: the token ids of the step's backward passes, on the first stage, and the model's other
             arguments; empty where they are those of forward passes.
         layers: what is kept between the passes.
     """
@@ -323,11 +323,16 @@ class RegroupedSchedule(PackFlowSchedule):
 
 
 def regrouped_pipeline(
-    model: nn.Module, *, parallel_dims: ParallelDims, parallelism: ParallelismConfig, **arguments: Any
-) -> tuple[PlannedSchedule, list[nn.Module], bool, bool]:
-    """As `pipeline`, with layers that are computed again in place of full activation checkpointing."""
+    made: Callable[..., Pipeline],
+    model: nn.Module,
+    *,
+    parallel_dims: ParallelDims,
+    parallelism: ParallelismConfig,
+    **arguments: Any,
+) -> Pipeline:
+    """As it is `made` by `pipeline`, with layers that are computed again in place of full checkpointing."""
     arguments["ac_config"] = None
-    return pipeline(
+    return made(
         model,
         parallel_dims=parallel_dims,
         parallelism=parallelism,

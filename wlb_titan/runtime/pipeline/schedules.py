@@ -1,4 +1,4 @@
-"""Which pipeline schedules run micro-batches of different lengths, and which are refused and why."""
+"""Pipeline schedules: which run micro-batches of different lengths, and which are refused and why."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.models.common.decoder import Decoder
 
 from wlb_titan.pipeline.order import PipelineShape
+from wlb_titan.pipeline.schedule import ONE_STAGE
 from wlb_titan.runtime.compat import modules_of_stages, pipeline_metadata
 
-SCHEDULES = (
+TORCH_SCHEDULES = (
     "GPipe",
     "1F1B",
     "Interleaved1F1B",
@@ -33,7 +34,7 @@ def check_schedule(parallelism: ParallelismConfig, compile_config: CompileConfig
     if parallelism.pipeline_parallel_schedule_csv:
         raise ValueError(
             "a schedule read from a CSV file is for one number of micro-batches and is not supported; name "
-            f"one of {', '.join(SCHEDULES)}"
+            f"one of {', '.join(TORCH_SCHEDULES)}"
         )
     name = canonical_name(parallelism.pipeline_parallel_schedule)
     if name in SPLITS_BACKWARD and compile_config.enable and "model" in compile_config.components:
@@ -47,10 +48,10 @@ def check_micro_batches(name: str, ranks: int, stages: int, micro_batches: int) 
     """Checks whether a schedule can run a number of micro-batches.
 
     Args:
-        name: of the schedule, in any case.
+        name: name of the schedule, in any case.
         ranks: pipeline-parallel degree.
-        stages: of the whole pipeline.
-        micro_batches: of one step on one data-parallel rank.
+        stages: stages of the whole pipeline.
+        micro_batches: micro-batches of one step on one data-parallel rank.
 
     Raises:
         ValueError: it cannot; the message says why and what can be done.
@@ -117,7 +118,7 @@ def check_stages(parallelism: ParallelismConfig, model: Decoder.Config) -> None:
         if names:
             raise ValueError(f"{', '.join(names)} {what}; the model has {', '.join(modules)}")
     ranks = parallelism.pipeline_parallel_degree
-    single = canonical_name(parallelism.pipeline_parallel_schedule) in ("GPipe", "1F1B")
+    single = canonical_name(parallelism.pipeline_parallel_schedule) in ONE_STAGE
     if len(stages) % ranks or single == (len(stages) > ranks):
         raise ValueError(
             f"{parallelism.pipeline_parallel_schedule} runs {'one stage' if single else 'two stages or more'}"
@@ -154,12 +155,12 @@ def pipeline_shape(
 
 
 def canonical_name(name: str) -> str:
-    """The schedule's name as SCHEDULES spells it.
+    """The schedule's name as TORCH_SCHEDULES spells it.
 
     Raises:
         ValueError: no such schedule.
     """
-    for known in SCHEDULES:
+    for known in TORCH_SCHEDULES:
         if known.lower() == name.lower():
             return known
-    raise ValueError(f"no pipeline schedule is called {name!r}; there are {', '.join(SCHEDULES)}")
+    raise ValueError(f"no pipeline schedule is called {name!r}; there are {', '.join(TORCH_SCHEDULES)}")

@@ -36,7 +36,7 @@ class Layout:
     Attributes:
         ranks: how many share the tokens of a micro-batch.
         rest: sizes of the dimensions after the sequence's.
-        dtype: of the elements.
+        dtype: data type of the elements.
     """
 
     ranks: int
@@ -66,8 +66,8 @@ class PlannedStage(PipelineStage):
     Args:
         submodule: this stage's part of the model: tokens or hidden states in, hidden states or output out.
         stage_index: from 0.
-        num_stages: of the whole pipeline.
-        device: of the stage.
+        num_stages: stages of the whole pipeline.
+        device: device of the stage.
         group: the ranks of the pipeline.
         tokens: layout of what the first stage gets, (1, L).
         hidden: layout of what passes between stages, (1, L, D), and of its gradient.
@@ -113,7 +113,7 @@ class PlannedStage(PipelineStage):
 
         Args:
             lengths: tokens of each micro-batch, padding included, over all context-parallel ranks.
-            backward: of those of backward passes, the same unless these have others.
+            backward: lengths of those of backward passes, the same unless these have others.
 
         Raises:
             ValueError: a length cannot be shared equally by the ranks.

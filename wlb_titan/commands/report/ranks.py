@@ -1,16 +1,15 @@
-"""What context parallelism makes of planned micro-batches, for `wlb-titan plan`: a table and a heat map."""
+"""Planned micro-batches under context parallelism, for `wlb-titan plan`: a table and a heat map."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import rich.box
 from numpy.typing import NDArray
-from rich.table import Table
 
+from wlb_titan.commands.report.charts import chart, text
 from wlb_titan.context import STRATEGIES, after
 from wlb_titan.cost.attention_latency import slowest
 from wlb_titan.documents import Documents
@@ -18,10 +17,8 @@ from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.plan import LENGTH, MicroBatch, imbalance_degree
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-SHOWN = 200  # micro-batches in table and heat map; more would be thinner than a pixel
+SHOWN = 200  # micro-batches
+DRAWN = 64  # of them
 
 
 class RankTimes(NamedTuple):
@@ -48,7 +45,7 @@ class RankTimes(NamedTuple):
 
     @property
     def layer(self) -> float:
-        """The same with the collectives, of which nothing is hidden."""
+        """Seconds with the collectives, of which nothing is hidden."""
         return self.slowest + float(self.exchange.mean())
 
     @property
@@ -104,54 +101,56 @@ def planned_rank_times(job: Job, documents: Documents, steps: int) -> list[RankT
     return rank_times(micro_batches[:SHOWN], job)
 
 
-def rank_table(times: Sequence[RankTimes], job: Job) -> Table:
+def rank_rows(times: Sequence[RankTimes], job: Job) -> list[dict[str, str]]:
     """One row a policy: the slowest rank's attention and the collectives of a layer, what a rank receives in
     a step, the ranks' imbalance, and what was chosen how often."""
-    table = Table(
-        title=f"Context parallelism: attention of a layer by {job.latency.source}", box=rich.box.SIMPLE_HEAD
-    )
     each = max(job.layers) * job.chunks * job.replica_micro_batches  # passes of layers on a rank in a step
-    table.add_column("sharding", no_wrap=True)
-    for heading in ("slowest rank", "exchange", "received", "speedup", "imbalance", "p95", "max"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("chosen")
-    base = times[0].layer
+    rows = []
     for one in times:
         imbalances = one.imbalances
         shares = {name: one.chosen.count(name) / len(one.chosen) for name in dict.fromkeys(one.chosen)}
-        table.add_row(
-            one.policy,
-            f"{one.slowest * 1e3:.3f} ms",
-            f"{one.exchange.mean() * 1e3:.3f} ms",
-            f"{one.received.mean() * each / 1e9:.2f} GB",
-            f"{base / one.layer:.3f}x",
-            f"{imbalances.mean():.3f}",
-            f"{np.quantile(imbalances, 0.95):.3f}",
-            f"{imbalances.max():.3f}",
-            ", ".join(f"{name} {share:.0%}" for name, share in shares.items()),
+        rows.append(
+            {
+                "sharding": one.policy,
+                "slowest rank": f"{one.slowest * 1e3:.3f} ms",
+                "exchange": f"{one.exchange.mean() * 1e3:.3f} ms",
+                "received": f"{one.received.mean() * each / 1e9:.2f} GB",
+                "speedup": f"{times[0].layer / one.layer:.3f}x",
+                "imbalance": f"{imbalances.mean():.3f}",
+                "p95": f"{np.quantile(imbalances, 0.95):.3f}",
+                "max": f"{imbalances.max():.3f}",
+                "chosen": ", ".join(f"{name} {share:.0%}" for name, share in shares.items()),
+            }
         )
-    return table
+    return rows
 
 
-def rank_heat_map(times: Sequence[RankTimes]) -> Figure:
-    """Ranks x micro-batches for each policy; the colour is a rank's time over the micro-batch's mean.
+def heat_maps(times: Sequence[RankTimes]) -> list[str]:
+    """A chart for each policy, ranks x micro-batches; the colour is a rank's time over the mean of all.
 
     An even colour is balance. All policies share one scale, so that they can be compared by eye.
     """
-    from matplotlib.colors import TwoSlopeNorm
-    from matplotlib.figure import Figure
+    relative = [_relative(one)[:DRAWN] for one in times]
+    ends = [min(0.95, *map(np.min, relative)), max(1.05, *map(np.max, relative))]
+    scale = {"scheme": "redblue", "reverse": True, "domainMid": 1, "domain": ends}
+    legend = {"title": "time / mean", "orient": "bottom", "gradientLength": 120}
+    x = text("micro-batch", title="micro-batch", axis={"values": list(range(0, DRAWN, 8)), "labelAngle": 0})
+    color = {"field": "over mean", "type": "quantitative", "scale": scale, "legend": legend}
+    charts = []
+    for one, image in zip(times, relative, strict=True):
+        cells = np.ndenumerate(image)
+        rows = [{"micro-batch": m, "rank": rank, "over mean": value} for (m, rank), value in cells]
+        spec = {
+            "data": {"values": rows},
+            "mark": {"type": "rect", "tooltip": True},
+            "encoding": {"x": x, "y": text("rank", title="rank"), "color": color},
+        }
+        title = f"{one.policy}: slowest rank {one.slowest * 1e3:.2f} ms on average"
+        charts.append(chart(title, spec, max(60, 12 * image.shape[1])))
+    return charts
 
-    figure = Figure(figsize=(10, 1.2 + 1.3 * len(times)), layout="constrained")
-    axes = figure.subplots(len(times), 1, sharex=True, squeeze=False)[:, 0]
-    relative = [one.seconds.sum(axis=2) for one in times]
-    relative = [(seconds / seconds.mean(axis=1, keepdims=True)).T for seconds in relative]
-    low, high = (float(find([find(image) for image in relative])) for find in (np.min, np.max))
-    scale = TwoSlopeNorm(1.0, vmin=min(low, 0.95), vmax=max(high, 1.05))
-    for axis, one, image in zip(axes, times, relative, strict=True):
-        drawn = axis.imshow(image, aspect="auto", interpolation="nearest", cmap="RdBu_r", norm=scale)
-        axis.set_title(f"{one.policy}: slowest rank {one.slowest * 1e3:.2f} ms on average", fontsize=10)
-        axis.set_ylabel("rank")
-        axis.set_yticks(range(len(image)) if len(image) <= 8 else [0, len(image) - 1])
-    axes[-1].set_xlabel("micro-batch")
-    figure.colorbar(drawn, ax=list(axes), label="attention time / mean of the ranks")
-    return figure
+
+def _relative(one: RankTimes) -> NDArray[np.float64]:
+    """float64 (micro-batches, ranks), a rank's time over the mean of its micro-batch."""
+    seconds = one.seconds.sum(axis=2)
+    return np.asarray(seconds / seconds.mean(axis=1, keepdims=True))

@@ -1,4 +1,4 @@
-"""Whether a step of MicroPacks fits: what its replicas run, as memory sees it (`slim`)."""
+"""The peak of a step of MicroPacks: what its replicas run, as memory sees it (`slim`)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from wlb_titan.context import ALL_KEYS
 from wlb_titan.memory.fits import fullest
 from wlb_titan.memory.packs import Passes
 from wlb_titan.memory.peak import RankMemory
@@ -22,8 +23,8 @@ def step_peak(packing: Packing, flow: Flow, job: PackingJob) -> RankMemory | Non
     """The predicted peak of a step's fullest GPU; None where memory is not predicted.
 
     Args:
-        packing: of the step.
-        flow: of all data-parallel ranks, as of `Flows`.
+        packing: packing of the step.
+        flow: flow of all data-parallel ranks, as of `Flows`.
         job: what is packed for.
     """
     if job.peak is None:
@@ -64,4 +65,4 @@ def _packs(packing: Packing, rank: int, job: PackingJob) -> ReplicaPacks:
         job.padded(int(packing.packs[number][:, LENGTH].sum()), ranks) // ranks
         for number, ranks in zip(numbers, sharers, strict=True)
     ]
-    return ReplicaPacks(lengths, sharers, packing.parts(numbers))
+    return ReplicaPacks(lengths, sharers, [ALL_KEYS] * len(lengths), packing.parts(numbers))

@@ -15,7 +15,7 @@ class SliceCache:
 
     Args:
         token: bytes of one token.
-        layers: of each stage of the pipeline.
+        layers: layers of each stage of the pipeline.
 
     Attributes:
         bytes_: that it has now.
@@ -33,7 +33,7 @@ class SliceCache:
         Args:
             action: the pass.
             slices: that its micro-batch has.
-            tokens: of its micro-batch.
+            tokens: tokens of its micro-batch.
 
         Returns:
             Bytes that the layer at hand has beside what it has without a prefix: the gradients of prefixes,

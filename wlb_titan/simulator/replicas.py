@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -19,12 +20,13 @@ from wlb_titan.job import Job
 from wlb_titan.memory.fits import fullest
 from wlb_titan.memory.packs import Passes
 from wlb_titan.memory.peak import RankMemory
-from wlb_titan.memory.slices import SliceCache
+from wlb_titan.memory.slice_cache import SliceCache
 from wlb_titan.packing.slim.asymmetric import last_needed
 from wlb_titan.packing.slim.slices import parts, piece_numbers, replica_passes
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.plan import LENGTH, PREFIX, TOTAL, Action, ByPass, Flow, MicroBatch, Plan
 from wlb_titan.simulator.meeting import Replica, ends_together
+from wlb_titan.simulator.planned import keys_of
 
 Floats = NDArray[np.float64]
 Chain = list[tuple[Literal["F", "B"], int]]
@@ -37,8 +39,8 @@ def replica_graph(job: Job, plan: Plan, dp_rank: int) -> PipelineGraph:
     Raises:
         PlanError: the order does not keep to what slices need, or waits for itself.
     """
-    assert plan.order is not None
-    flow, micro_batches = plan.order[dp_rank], plan.replica(dp_rank)
+    assert plan.flows is not None
+    flow, micro_batches = plan.flows[dp_rank], plan.replica(dp_rank)
     needed = check_slices(flow, micro_batches)
     return PipelineGraph(job.shape, len(micro_batches.forward), flow, needed)
 
@@ -51,7 +53,7 @@ def run_flows(
     Args:
         job: the job.
         plans: with an order of passes each.
-        times: of all passes, (stages, n, steps x replicas).
+        times: times of all passes, (stages, n, steps x replicas).
         delays: float64 (n, steps x replicas), seconds of a forward pass' data from one rank to the next.
         backward_delays: the same of gradients.
 
@@ -79,11 +81,18 @@ def replicas_of(
     return replicas
 
 
+def replica_memory(job: Job, plan: Plan, dp_rank: int) -> tuple[RankMemory, ...]:
+    """The peak of each pipeline rank of one replica in a step.
+
+    Raises:
+        PlanError: it cannot be predicted for this schedule.
+    """
+    return job.fitting.peak(replica_passes(plan, dp_rank, partial(keys_of, job=job)))
+
+
 def flow_memory(job: Job, plans: Sequence[Plan]) -> tuple[RankMemory, ...]:
     """The largest peak of each pipeline rank over all replicas and plans."""
-    peaks = [
-        job.peak_memory(replica_passes(plan, rank)) for plan in plans for rank in range(job.degrees.data)
-    ]
+    peaks = [replica_memory(job, plan, rank) for plan in plans for rank in range(job.degrees.data)]
     return tuple(fullest(ranks) for ranks in zip(*peaks, strict=True))
 
 
@@ -92,8 +101,8 @@ def cache_bytes(job: Job, actions: Sequence[Action], passes: Passes) -> list[flo
 
     Args:
         job: the job.
-        actions: of the rank.
-        passes: of its replica.
+        actions: actions of the rank.
+        passes: passes of its replica.
     """
     cache = SliceCache(job.token_bytes, job.layers)
     result = []

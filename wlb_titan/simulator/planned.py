@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb_titan.context import after, whole
+from wlb_titan.context import ALL_KEYS, KeyShares, after, whole
 from wlb_titan.cost.analytic import BYTES
 from wlb_titan.cost.passes import MicroBatches
 from wlb_titan.job import Job
@@ -21,7 +21,7 @@ def passing(micro_batches: Sequence[MicroBatch], job: Job) -> MicroBatches:
     """Planned micro-batches, as arrays (n,)."""
     attention = np.array([attention_seconds(m, job).max(axis=0) for m in micro_batches])
     tokens = np.array([m.shared_length for m in micro_batches], dtype=np.float64)
-    exchange = np.array([job.exchanging.of(travelling(m, job)) for m in micro_batches])
+    exchange = np.array([job.exchanging.seconds(travelling(m, job)) for m in micro_batches])
     return MicroBatches(tokens, attention[:, 0], attention[:, 1], *exchange.T)
 
 
@@ -38,6 +38,14 @@ def travelling(micro_batch: MicroBatch, job: Job) -> tuple[int, ...]:
     if job.strategy is None or micro_batch.ranks is None:
         return ()
     return job.strategy.travelling(micro_batch.ranks, micro_batch.shared_length, micro_batch.elsewhere)
+
+
+def keys_of(micro_batch: MicroBatch, job: Job) -> KeyShares:
+    """What of a micro-batch's keys a context-parallel rank has at the most."""
+    strategy = job.merged[micro_batch.sharers].strategy
+    if strategy is None or micro_batch.ranks is None:
+        return ALL_KEYS
+    return strategy.keys(micro_batch.ranks, micro_batch.shared_length, micro_batch.elsewhere)
 
 
 def planned_times(

@@ -1,4 +1,4 @@
-"""What `wlb-titan dryrun` prints of a rank."""
+"""The output of `wlb-titan dryrun` about a rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 from wlb_titan.commands.console import make_console, show_table
 
-WIDTH = 100
 LARGEST = 8  # groups of tensors that are named
 
 
@@ -17,7 +16,7 @@ def print_rank(result: dict[str, Any], world_size: int) -> None:
         result: as `wlb_titan.runtime.lone.dryrun.dry_rank` returns it, or `rank` and `error`.
         world_size: processes of the job.
     """
-    console = make_console(WIDTH)
+    console = make_console()
     console.print(f"\nRank {result['rank']} of {world_size}", style="bold", end="")
     if "error" in result:
         console.print(

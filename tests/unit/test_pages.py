@@ -1,0 +1,132 @@
+"""The pages of `plan`, `simulate` and `compare` in a browser, where one is installed (Debian: chromium)."""
+
+import json
+
+import numpy as np
+import pytest
+from browser import CHROMIUM, Browser
+from click.testing import CliRunner
+
+from wlb_titan.commands.main import main
+from wlb_titan.commands.report.estimate import Estimate, cost, gained
+from wlb_titan.commands.report.page import typed
+from wlb_titan.timeline import Span, write_trace
+
+WIDTHS = (1280, 390)  # of a desk and of a phone
+PIPELINE = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.context_parallel_degree", "2"]
+
+
+def test_an_answer_says_whether_it_can_be_told_from_nothing():
+    plain = Estimate(2.0, 0.02)
+    assert gained("b", Estimate(2.1, 0.02).over(plain), "a") == "b does 1.05x ±0.01 the FLOPs a second of a"
+    assert gained("b", Estimate(2.1, 0.12).over(plain), "a").endswith(
+        "1.05x ±0.06 the FLOPs a second of a: no more than the scatter"
+    )
+    assert gained("b", Estimate(2.1, 0.07).over(plain), "a").endswith(": hardly more than the scatter")
+    assert plain.over(plain).text(".2f", "x") == "1.00x"
+    assert cost(0.43, 1.2) == "the bubble of 43% is what costs."
+    assert cost(0.02, 1.2) == "the imbalance of 1.20 is what costs."
+    assert cost(None, 1.01) == "little is left for balance to gain."
+
+
+def test_what_to_try_next_has_no_full_path():
+    assert (
+        typed(["/home/me/jobs/train.toml", "--training.steps", "5"]) == "jobs/train.toml --training.steps 5"
+    )
+    assert typed((), "/home/me/x/lengths.txt", "7B-128K") == "--lengths x/lengths.txt --model 7B-128K"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed")
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """Makes the page of a command, once."""
+    folder, made = tmp_path_factory.mktemp("pages"), {}
+    lengths = folder / "a<b>.txt"
+    drawn = np.random.default_rng(0).lognormal(5.5, 1.3, 3000).astype(int).clip(2, 4000)
+    lengths.write_text("".join(f"{length}\n" for length in drawn))
+    common = ["--lengths", lengths, "--report", "REPORT", "--steps", 6, "--training.seq_len", 4096, *PIPELINE]
+    commands = {
+        "plan": ["plan", *common, "--compare", "plain,wlb,wlb_lazy"],
+        "simulate": ["simulate", *common, "--model", "550M-64K"],
+        "compare": [
+            "compare",
+            *(_run(folder / name, *more) for name, more in RUNS.items()),
+            "--report",
+            "REPORT",
+        ],
+    }
+
+    def page(command):
+        if command not in made:
+            words = [folder / command if word == "REPORT" else word for word in commands[command]]
+            result = CliRunner().invoke(main, list(map(str, words)))
+            assert result.exit_code == 0, result.output
+            made[command] = folder / command / "report.html"
+        return made[command]
+
+    return page
+
+
+RUNS = {"a<b": (1.3, 5.0), "a_run_with_a_name_that_is_long": (1.1, 6.0)}
+
+
+def _run(folder, imbalance, tflops):
+    (folder / "traces").mkdir(parents=True)
+    (folder / "config.toml").write_text('base = "llama3_debug"\n[wlb.corpus]\npath = "/data/of/mine/web"\n')
+    figures = {
+        "imbalance": imbalance,
+        "measured_imbalance": imbalance,
+        "bubble": 0.3,
+        "peak_memory_gib/pp0": 1.5,
+    }
+    common = {
+        "loss": 2.0,
+        "seconds": 2.0,
+        "tokens_per_second": 1000.0,
+        "delay_mean": 0.5,
+        "waiting_tokens": 5,
+    }
+    records = [{"step": step, "model_tflops": tflops + step % 3, **common, **figures} for step in range(1, 9)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    spans = [Span("dp 0", f"pp {rank}", f"{kind}0", rank, 1) for kind in "FB" for rank in (0, 1)]
+    write_trace(spans, folder / "traces" / "step-2.json")
+    return folder
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("command", ["plan", "simulate", "compare"])
+def test_a_page_fits_draws_all_and_complains_of_nothing(browser, pages, command, width, dark):
+    browser.open(pages(command), width, dark=dark)
+    assert browser.complaints == []
+    assert browser.value("document.documentElement.scrollWidth") <= width, "it scrolls to the side"
+    beyond = "filter(e => e.getBoundingClientRect().right > innerWidth).map(e => e.outerHTML).join()"
+    assert browser.value(f"[...document.querySelectorAll('section *')].{beyond}")[:999] == ""
+    assert browser.value("document.querySelectorAll('.chart').length") >= 8
+    look = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)"
+    assert (max(browser.value(look)) < 60) == dark
+    ink = browser.value(
+        "getComputedStyle(document.querySelector('.chart text')).fill.match(/\\d+/g).map(Number)"
+    )
+    assert (min(ink) > 120) == dark, "letters of charts follow the page"
+    assert browser.value("document.querySelector('.answer').textContent").endswith(".")
+
+
+def test_what_is_under_the_pointer_has_its_values(browser, pages):
+    browser.open(pages("compare"), 1280)
+    chart = "[...document.querySelectorAll('figure')].find(e => e.textContent.includes('model TFLOP'))"
+    bar = f"{chart}.querySelector('.mark-rect path')"
+    browser.value(f"{bar}.scrollIntoView()")
+    at = browser.value(f"(r => [r.x + r.width / 2, r.y + r.height / 2])({bar}.getBoundingClientRect())")
+    browser.ask("Input.dispatchMouseEvent", type="mouseMoved", x=at[0], y=at[1])
+    shown = "document.querySelector('#vg-tooltip-element.visible')?.textContent"
+    assert browser.until(shown), "nothing shows"
+    assert "a<b" in browser.value(shown) and "±" in browser.value(shown)

@@ -1,0 +1,259 @@
+"""`wlb-titan compare` about runs: rows and sentences for the console, and the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from wlb_titan.commands.report.charts import Curves, bars, lines
+from wlb_titan.commands.report.estimate import Estimate, cost, gained
+from wlb_titan.commands.report.page import Card, Page, Try, section, table, typed
+from wlb_titan.commands.report.pipeline import pipeline_charts
+from wlb_titan.commands.run_folder import CONFIG, Run, differences
+from wlb_titan.config.values import shown
+from wlb_titan.timeline import Span, read_trace
+
+NOT_KNOWN = "–"
+RATES = {"model_tflops": "FLOPs", "tokens_per_second": "tokens"}
+
+
+def setting_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
+    """A row for each setting that is not the same in all runs."""
+    return [
+        {"setting": key}
+        | {run.name: NOT_KNOWN if v is None else shown(v) for run, v in zip(runs, values, strict=True)}
+        for key, values in differences(runs).items()
+    ]
+
+
+def figure_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
+    """A row for each figure; those that no run has are left out."""
+    tokens = common_tokens(runs)
+    figures: list[tuple[str, list[float | None], str]] = [
+        ("steps", [run.records[-1]["step"] for run in runs], ",d"),
+        ("tokens", [run.tokens[-1] for run in runs], ",.0f"),
+        (f"loss after {tokens:,.0f} tokens", [run.loss_at(tokens) for run in runs], ".4f"),
+        ("MFU", [getattr(run.rate("mfu_documents"), "value", None) for run in runs], ".1%"),
+        ("imbalance, predicted", [run.mean("imbalance") for run in runs], ".3f"),
+        ("imbalance, measured", [run.mean("measured_imbalance") for run in runs], ".3f"),
+        ("imbalance of context-parallel ranks", [run.mean("imbalance_cp") for run in runs], ".3f"),
+        ("bubble, measured", [run.mean("bubble") for run in runs], ".1%"),
+        ("tokens in pieces cut at their begin", [run.mean("cut_share") for run in runs], ".1%"),
+        ("keys that a token attends to", [run.mean("keys_per_token") for run in runs], ",.0f"),
+        ("delay, iterations", [run.mean("delay_mean") for run in runs], ".2f"),
+        ("peak memory, GiB", [max(run.peak_memory().values(), default=None) for run in runs], ".2f"),
+    ]
+    rates = [
+        {"figure": name} | {run.name: _rate(run, key, form) for run in runs}
+        for name, key, form in (
+            ("model TFLOP/s", "model_tflops", ",.3g"),
+            ("tokens a second", "tokens_per_second", ",.0f"),
+        )
+        if any(run.rate(key) is not None for run in runs)
+    ]
+    others = [
+        {"figure": name}
+        | {
+            run.name: NOT_KNOWN if value is None else format(value, form)
+            for run, value in zip(runs, values, strict=True)
+        }
+        for name, values, form in figures
+        if any(value is not None for value in values)
+    ]
+    return [*others[:3], *rates, *others[3:]]
+
+
+def _rate(run: Run, key: str, form: str) -> str:
+    """A mean rate with its standard error."""
+    if (rate := run.rate(key)) is None:
+        return NOT_KNOWN
+    return format(rate.value, form) + (f" ±{rate.error / rate.value:.1%}" if rate.error is not None else "")
+
+
+def common_tokens(runs: Sequence[Run]) -> float:
+    """The tokens that all runs have trained on."""
+    return float(min(run.tokens[-1] for run in runs))
+
+
+def remarks(runs: Sequence[Run]) -> list[str]:
+    """What the figures say, in words, and what they cannot say."""
+    first, *others = runs
+    said = [] if setting_rows(runs) or not others else ["The configurations are the same."]
+    for run in others:
+        ratios = {what: over(run, first, key) for key, what in RATES.items()}
+        parts = [
+            f"{ratio.text('.2f', 'x')} the {what}" for what, ratio in ratios.items() if ratio is not None
+        ]
+        if parts:
+            seen = next(ratio for ratio in ratios.values() if ratio is not None).scatter
+            said.append(f"{run.name} trains on {' and '.join(parts)} a second of {first.name}{seen}.")
+        if (worth := _worth(run, first)) is not None:
+            said.append(
+                f"With a device for each process, its measured passes are worth {worth.text('.2f', 'x')} the "
+                "FLOPs a second."
+            )
+    corpora = {run.settings.get("wlb.corpus.path") for run in runs}
+    if len(corpora) > 1:
+        said.append("The corpora are not the same: losses say nothing about each other.")
+    return said
+
+
+def over(run: Run, first: Run, key: str) -> Estimate | None:
+    """A rate over the first run's; None where one of them has none."""
+    mine, base = run.rate(key), first.rate(key)
+    return None if mine is None or base is None or not base.value else mine.over(base)
+
+
+def _worth(run: Run, first: Run) -> Estimate | None:
+    """FLOPs a second over the first run's, as the traced steps' passes put together have them; None where a
+    run has too few."""
+    if len(run.replayed[0]) < 2 or len(first.replayed[0]) < 2:
+        return None
+    return Estimate.rate(*run.replayed).over(Estimate.rate(*first.replayed))
+
+
+def write_report(folder: Path, runs: Sequence[Run]) -> Path:
+    """Draws runs side by side.
+
+    Args:
+        folder: folder of the page.
+        runs: the first is the baseline.
+
+    Returns:
+        The page's path.
+
+    Raises:
+        UserError: vl-convert is not installed, a trace cannot be read, or the folder cannot be written to.
+    """
+    settings = setting_rows(runs)
+    losses = {run.name: (run.tokens, run.series("loss")[1]) for run in runs}
+    measured = {run.name: run.series("measured_imbalance") for run in runs}
+    passes = {run.name: run.validation_losses for run in runs}
+    timelines = traced_steps(runs)
+    sections = [
+        section("What differs", "", table(settings) if settings else "No setting."),
+        section("Figures", " ".join(remarks(runs)), table(figure_rows(runs))),
+        section(
+            "Balance",
+            BALANCE,
+            bars(
+                "imbalance, measured", {run.name: run.average("measured_imbalance") for run in runs}, begin=1
+            ),
+            bars("bubble, measured", {run.name: run.average("bubble") for run in runs}),
+            _lines("imbalance; dots: measured", runs, "imbalance", measured),
+        ),
+        section(
+            "Speed",
+            SPEED,
+            bars("model TFLOP/s", {run.name: run.rate("model_tflops") for run in runs}),
+            bars("mean tokens a second", {run.name: run.rate("tokens_per_second") for run in runs}),
+            _lines("tokens a second", runs, "tokens_per_second", zero=True),
+        ),
+        section("A step", STEP, pipeline_charts(timelines)) if timelines else "",
+        section("Loss", LOSS, _lines("by step", runs, "loss", passes), lines("by tokens", "tokens", losses)),
+        section(
+            "Delay",
+            "What balance costs: documents that wait for a step that can bear them.",
+            _lines("steps that a step's tokens waited, mean", runs, "delay_mean", zero=True),
+            _lines("tokens that wait", runs, "waiting_tokens", zero=True),
+        ),
+        section("Memory", MEMORY, *_memory(runs)),
+    ]
+    best = max(runs[1:] or runs, key=lambda run: getattr(_gain(run, runs[0])[0], "value", 0.0))
+    page = Page(
+        title=f"{' and '.join(sorted(_corpora(runs)))}: {len(runs)} runs side by side",
+        answer=_answer(best, runs[0]),
+        about="",
+        cards=[_card(run, runs[0]) for run in runs],
+        tries=_tries(best, runs[0]),
+        sections=sections,
+    )
+    return page.write(folder)
+
+
+BALANCE = "By the plan and, in traced steps, by measured times. The line on a bar is the standard error."
+SPEED = "Bars are without the first step, which has the start in it; the line on one is the standard error."
+STEP = "Measured passes: a row is a rank. Time is relative to the work of a rank, as documents differ."
+LOSS = "By tokens is the fair one: steps of policies differ in their tokens. Dots are validation passes."
+MEMORY = "The most of any rank of a pipeline stage; on a CPU Python and its libraries are in it."
+
+
+def _corpora(runs: Sequence[Run]) -> set[str]:
+    return {Path(str(run.settings.get("wlb.corpus.path", "runs"))).name for run in runs}
+
+
+def _gain(run: Run, first: Run) -> tuple[Estimate | None, str]:
+    """FLOPs a second over the first run's; tokens where no FLOPs are known."""
+    found = [(ratio, what) for key, what in RATES.items() if (ratio := over(run, first, key)) is not None]
+    return found[0] if found else (None, "")
+
+
+def _answer(run: Run, first: Run) -> str:
+    imbalance = run.mean("measured_imbalance")
+    still = cost(run.mean("bubble"), run.mean("imbalance") if imbalance is None else imbalance)
+    ratio, what = _gain(run, first)
+    return (
+        f"In {run.name} {still}" if ratio is None else f"{gained(run.name, ratio, first.name, what)}; {still}"
+    )
+
+
+def _card(run: Run, first: Run) -> Card:
+    (ratio, what), tokens = _gain(run, first), run.rate("tokens_per_second")
+    balance = {
+        "measured_imbalance": "imbalance {:.3f} measured",
+        "imbalance": "imbalance {:.3f} predicted",
+        "bubble": "bubble {:.1%}",
+    }
+    facts = (
+        "the baseline" if run is first else f"the {what} a second of {first.name}",
+        *(form.format(mean) for key, form in balance.items() if (mean := run.mean(key)) is not None),
+        f"{tokens.text(',.0f')} tokens a second" if tokens is not None else "",
+    )
+    return Card(run.name, NOT_KNOWN if ratio is None else ratio.text(".2f", "x"), facts)
+
+
+def _tries(run: Run, first: Run) -> list[Try]:
+    file = typed([str(run.folder / CONFIG)])
+    tries = [Try("What other degrees and schedules are worth to it:", f"wlb-titan simulate {file} --search")]
+    ratio, _ = _gain(run, first)
+    if ratio is not None and ratio.scatter:
+        why = "Four times the steps, which halve the scatter; so for each run, which goes on where it ended:"
+        steps = 4 * int(run.records[-1]["step"])
+        more = f"wlb-titan train {file} --training.steps {steps}"
+        tries.insert(0, Try(why, more))
+    return tries
+
+
+def _lines(
+    title: str, runs: Sequence[Run], key: str, dots: Curves | None = None, *, zero: bool = False
+) -> str:
+    return lines(title, "step", {run.name: run.series(key) for run in runs}, zero=zero, dots=dots)
+
+
+def _memory(runs: Sequence[Run]) -> list[str]:
+    """A chart for each pipeline stage."""
+    peaks = {run.name: run.peak_memory() for run in runs}
+    stages = dict.fromkeys(stage for own in peaks.values() for stage in own)
+    return [
+        bars(
+            f"GiB, {stage}",
+            {name: Estimate(own[stage]) if stage in own else None for name, own in peaks.items()},
+        )
+        for stage in stages
+    ]
+
+
+def traced_steps(runs: Sequence[Run]) -> dict[str, list[Span]]:
+    """The last step that all runs traced, or each its own last one; the first data-parallel rank's passes.
+
+    Raises:
+        UserError: a trace cannot be read.
+    """
+    traced = [run for run in runs if run.traces()]
+    common = set.intersection(*(set(run.traces()) for run in traced)) if traced else set()
+    timelines = {}
+    for run in traced:
+        step = max(common or run.traces())
+        spans = read_trace(run.traces()[step])
+        timelines[f"{run.name}, step {step}"] = [s for s in spans if s.process == spans[0].process]
+    return timelines

@@ -1,0 +1,163 @@
+"""The HTML pages: an answer, cards, what to try next, sections of charts and tables.
+
+A page is one file that opens without a network: the JavaScript of Vega, which draws the charts in the
+browser, is in it, as vl-convert carries it.
+"""
+
+from __future__ import annotations
+
+import html
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from wlb_titan.commands.job import describe_job
+from wlb_titan.commands.report.charts import color
+from wlb_titan.commands.report.words import WORDS
+from wlb_titan.documents import Documents
+from wlb_titan.errors import PlanError
+from wlb_titan.job import Job
+from wlb_titan.simulator.choice import Choice
+
+STYLE = Path(__file__).with_name("style.css")
+DRAW = """
+for (const one of document.querySelectorAll(".chart")) {
+  const spec = JSON.parse(one.querySelector("script").textContent);
+  vegaEmbed(one, spec, {renderer: "svg", actions: false, tooltip: {theme: "custom"}});
+}
+"""
+
+
+class Card(NamedTuple):
+    """What matters most of a policy or run: a figure, its ± behind a space, and further lines."""
+
+    name: str
+    figure: str
+    facts: Sequence[str]
+
+
+class Try(NamedTuple):
+    """What to do next, and the command or the lines of TOML for it."""
+
+    why: str
+    command: str
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page.
+
+    Attributes:
+        title: title of the page and of its window.
+        answer: one sentence.
+        about: what it is about, in small print.
+        cards: in the order of the palette.
+        tries: what to do next.
+        sections: sections as `section` makes them.
+    """
+
+    title: str
+    answer: str
+    about: str
+    cards: Sequence[Card]
+    tries: Sequence[Try]
+    sections: Sequence[str]
+
+    def write(self, folder: Path) -> Path:
+        """Writes `folder`/report.html, and returns its path; the folder is made if it is not there.
+
+        Raises:
+            PlanError: vl-convert is not installed, or the folder cannot be written to.
+        """
+        try:
+            import vl_convert
+        except ModuleNotFoundError as error:
+            raise PlanError(
+                "A report needs vl-convert. Install it with: pip install 'wlb-titan[report]'"
+            ) from error
+        tries = "".join(f"<p>{_safe(one.why)}</p><pre>{_safe(one.command)}</pre>" for one in self.tries)
+        text = (
+            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f"<title>{_safe(self.title)}</title><style>{STYLE.read_text()}</style></head><body><main>"
+            f'<h1>{_safe(self.title)}</h1><p class="answer">{_safe(self.answer)}</p>'
+            f'<p class="about">{_safe(self.about)}</p>'
+            f'<div class="cards">{"".join(map(_card, range(len(self.cards)), self.cards))}</div>'
+            f"<section><h2>Try next</h2>{tries}</section>{''.join(self.sections)}</main>"
+            f"<script>{vl_convert.javascript_bundle()}</script><script>{DRAW}</script></body></html>\n"
+        )
+        path = folder / "report.html"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise PlanError(f"The report cannot be written to {folder}: {error.strerror}.") from error
+        return path
+
+
+def _safe(text: str) -> str:
+    """As HTML; the names of policies may be broken behind a colon."""
+    return html.escape(text).replace(":", ":<wbr>")
+
+
+def _card(number: int, card: Card) -> str:
+    figure, _, error = card.figure.partition(" ")
+    facts = "".join(f"<span>{_safe(fact)}</span>" for fact in card.facts if fact)
+    return (
+        f'<div class="card" style="--its: {color(number)}"><b>{_safe(card.name)}</b>'
+        f"<strong>{_safe(figure)} <small>{error}</small></strong>{facts}</div>"
+    )
+
+
+def section(title: str, text: str, *bodies: str) -> str:
+    """A titled box: a plain text, and the HTML of a table, or of charts, side by side where there is room;
+    nothing where all of these are empty."""
+    shown = [body for body in bodies if body]
+    body = f'<div class="charts">{"".join(shown)}</div>' if len(shown) > 1 else "".join(shown)
+    return f"<section><h2>{html.escape(title)}</h2><p>{_safe(text)}</p>{body}</section>" if shown else ""
+
+
+def table(rows: Sequence[Mapping[str, str]]) -> str:
+    """Rows with the same headings, on a phone a list each; words that are known are explained."""
+    headings = list(rows[0])
+    known = [word for word in (*headings, *(row[headings[0]] for row in rows)) if word in WORDS]
+    top = "".join(f"<th>{_explained(heading)}</th>" for heading in headings)
+    body = "".join(f"<tr>{''.join(_cell(*one) for one in row.items())}</tr>" for row in rows)
+    words = "".join(f"<dt>{html.escape(word)}</dt><dd>{html.escape(WORDS[word])}</dd>" for word in known)
+    explained = f"<details><summary>What the words mean</summary><dl>{words}</dl></details>" if words else ""
+    return f"<table><tr>{top}</tr>{body}</table>{explained}"
+
+
+def _cell(heading: str, cell: str) -> str:
+    kind = ' class="text"' if len(cell) > 40 else ""
+    return f'<td data-label="{html.escape(heading)}"{kind}>{_explained(cell)}</td>'
+
+
+def _explained(word: str) -> str:
+    return f'<abbr title="{html.escape(WORDS[word])}">{_safe(word)}</abbr>' if word in WORDS else _safe(word)
+
+
+def described(job: Job, documents: Documents) -> tuple[str, str]:
+    """The corpus' name without its folder, as people share pages, and the job and documents in words."""
+    name = Path(documents.name).name
+    return name, describe_job(job, replace(documents, name=name))
+
+
+def typed(words: Sequence[str], lengths: str | None = None, model: str = "", **_: object) -> str:
+    """What a command line names, for the commands to try next; of full paths the end.
+
+    Args:
+        words: a TOML file, if there is one, and overrides of it.
+        lengths, model: as of --lengths and --model.
+    """
+    given = [*words, *(("--lengths", lengths) if lengths else ())]
+    if not words or words[0].startswith("--"):
+        given += ["--model", model]
+    return shlex.join("/".join(Path(word).parts[-2:]) if Path(word).is_absolute() else word for word in given)
+
+
+def choice_section(choice: Choice) -> str:
+    """What `auto` stands for, and the predictions of all that it may."""
+    return section("Choosing", " ".join(choice.remarks()), table(choice.rows()))

@@ -1,0 +1,77 @@
+"""Checks of the files that a configuration names, without torch and torchtitan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from wlb_titan.config.settings import WlbSettings
+from wlb_titan.corpus import Corpus, CorpusError
+from wlb_titan.corpus.vocabulary import check_sample
+from wlb_titan.errors import PlanError, UserError
+from wlb_titan.job import Job
+from wlb_titan.runtime.data.corpus import mixture_sources, open_corpus, open_source, training_documents
+from wlb_titan.simulator.choice import choose
+
+
+def need_torch(config: Any) -> bool:
+    """Whether torch must look at what a configuration names: weights, checkpoints, validation."""
+    checkpoint = config.checkpoint
+    begun = any((Path(config.dump_folder) / checkpoint.folder).glob("step-*"))
+    named = begun or checkpoint.initial_load_path or checkpoint.load_step >= 0
+    return bool(config.wlb.validation.enabled or (checkpoint.enable and named))
+
+
+def validate_corpus(config: Any) -> Corpus:
+    """The corpus of a configuration, or of what `Facts` keep of it.
+
+    Raises UserError if it is missing or its tokens do not fit the model's vocabulary.
+
+    A prepared corpus has no ids beyond its tokenizer's; of others the ids are looked at.
+    """
+    assert config.model_spec is not None
+    vocabulary = config.model_spec.model.vocab_size
+    settings, key = config.wlb.corpus, "wlb.corpus.path"
+    try:
+        for number, source in enumerate(settings.sources):
+            key = f"wlb.corpus.sources.{number}.path"
+            open_source(source, settings.tokenizer)
+        key = "wlb.corpus.sources" if settings.sources else "wlb.corpus.path"
+        corpus = open_corpus(settings)
+        mixture_sources(settings, corpus)
+        tokenizer = corpus.known_tokenizer
+        if tokenizer.vocab_size > vocabulary:
+            raise UserError(
+                f"{key}: the tokenizer of {corpus} has a vocabulary of {tokenizer.vocab_size} tokens, the "
+                f"model {config.model_spec.flavor} only {vocabulary}; prepare a corpus with `--vocab-size "
+                f"{vocabulary}` or fewer, or choose another base."
+            )
+        for part in corpus.parts or (corpus,):
+            if part.manifest is None or not part.manifest.checked:
+                check_sample(part, tokenizer.vocab_size)
+    except (CorpusError, PlanError) as error:
+        if error.setting:
+            raise
+        raise UserError(f"{key}: {error}") from error
+    return corpus
+
+
+def validate_plan(wlb: WlbSettings, corpus: Corpus, job: Job) -> None:
+    """Has the planner itself judge a job, which plans a step.
+
+    Policies that take their time for a step, as the solver of `fixed_solver` does, are spared the step. The
+    attention times are looked up in any case: without context parallelism only predictions read them.
+
+    Raises:
+        PlanError: the planner's own, with the setting that it blames.
+    """
+    try:
+        documents = training_documents(wlb, corpus)
+        if job.undecided:
+            job = choose(job, documents).job
+        planner = job.planner(documents)
+        _ = job.latency
+        if not job.packing.planning_seconds:
+            planner.next(sharded=[0])
+    except PlanError as error:
+        raise PlanError(str(error), setting=error.setting or "wlb") from error
