@@ -4,7 +4,7 @@
     python benchmarks/attention_replay.py --backward step=2.25   # and one column more
     python benchmarks/attention_replay.py --rows FOLDER --kernels tree  # measured with this tree's kernels
 
-Backward: programs start in launch order, each on the multiprocessor that is free first. A step of 64 queries
+Backward: programs start in launch order, each on the multiprocessor that is free first. A step of 64 rows
 takes `step`. Its dQ is then added by a warp of its own, which waits for the tile's turn, sees it `poll`
 later and `free` after that gives the buffer back, so that the next step can hand over its own; the addition
 is `visible` to the next tile later still. Tiles wait for earlier ones of the list only, so one pass over the
@@ -99,7 +99,7 @@ class Forward:
 class Backward:
     """The backward kernel, times in microseconds.
 
-    step: of 64 queries and 128 keys. launch: a program's start and end. poll, free, visible: see above; the
+    step: of 64 rows and 128 keys. launch: a program's start and end. poll, free, visible: see above; the
     warp that adds is never the slower one without turns, so free <= visible, and free + poll <= step.
     turns: dQ is added in turns, not in any order.
     blocks_first: a program walks over blocks of queries and at each over its heads, instead of over heads.

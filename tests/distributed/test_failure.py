@@ -30,6 +30,8 @@ def started(lab, way: str, name: str, *overrides: str) -> subprocess.Popen:
         text=True,
         env={**environment(), "PATH": "/usr/bin:/bin"},
         start_new_session=True,
+        # What runs the tests in the background may ignore Ctrl-C, which a job then would too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
