@@ -1,6 +1,7 @@
 """`wlb-titan dryrun`: what it traces beside what is predicted, its report, its files and its errors."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
 use_cpu_without_accelerator()
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_policies"
 TABLE_1 = ("train_configs/llama2_550m_64k.toml", "--wlb.corpus.path", "not_here")
 BALANCED = ["--policy", "wlb_lazy:hybrid:best", "--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"]
 SMALL = """
@@ -292,3 +294,23 @@ def test_experts_get_equally_many_tokens(dryrun, tmp_path):
     assert rank["predicted_gib"] is None
     exchanged = [c for c in rank["collectives"] if (c["kind"], c["over"]) == ("all-to-all", "ep")]
     assert exchanged and exchanged[0]["gib"] > 0
+
+
+def test_a_dimension_of_one_s_own_is_predicted_and_traced(dryrun, tmp_path, monkeypatch):
+    """The examples' local SGD: the weights that it keeps, and what it averages when its ranks meet."""
+    monkeypatch.syspath_prepend(EXAMPLE)
+    own = '[[wlb.dimensions]]\nname = "own_policies.local_sgd:LocalSgd"\n'
+    own += "degree = 2\nevery = 2\nouter_rate = 0.7\n"
+    (tmp_path / "job.toml").write_text(SMALL + own)
+    output = tmp_path / "ranks.json"
+    for step, meets in ((1, False), (2, True)):
+        words = ("--rank", "last", "--step", step, "--output", output)
+        result = dryrun(tmp_path / "job.toml", *words)
+        assert result.exit_code == 0, result.output
+        (rank,) = json.loads(output.read_text())
+        assert rank["coordinates"] == {"pp": 1, "local": 1, "cp": 1, "tp": 1}
+        assert rank["predicted"]["dimensions"] == pytest.approx(rank["traced"]["dimensions"], rel=0.01)
+        averaged = [entry for entry in rank["collectives"] if entry["over"] == "local"]
+        assert bool(averaged) is meets
+    assert averaged[0]["predicted_gib"] == pytest.approx(averaged[0]["gib"], rel=0.01)
+    assert "predicted GiB" in result.stdout

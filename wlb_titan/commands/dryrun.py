@@ -80,13 +80,8 @@ def dryrun(
     resolved = load_config(file, words, world_size)
     config = resolved.config
     # torchtitan takes seconds to import, so that is left until the file has been found good.
-    from wlb_titan.runtime.job import (
-        cluster_at_hand,
-        degrees_product,
-        job_of,
-        parallel_dims,
-        training_documents,
-    )
+    from wlb_titan.runtime.data.corpus import training_documents
+    from wlb_titan.runtime.job import cluster_at_hand, degrees_product, job_of, parallel_dims
     from wlb_titan.simulator.choice import choose
 
     world_size = world_size or degrees_product(config)
