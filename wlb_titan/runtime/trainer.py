@@ -326,7 +326,7 @@ class Trainer(TorchtitanTrainer):
         return loss
 
     def _run_alone(self, items: list[Item], actions: Sequence[Action], labels: torch.Tensor) -> torch.Tensor:
-        """The same without a pipeline: forward and backward passes one by one."""
+        """A step without a pipeline: forward and backward passes one by one."""
         losses: dict[int, torch.Tensor] = {}
         total = torch.zeros((), device=self.device)
         for number, (kind, _, place) in enumerate(actions, start=1):

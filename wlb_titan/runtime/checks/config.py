@@ -100,7 +100,7 @@ def validate_devices(config: Trainer.Config, processes: int, gpus: int) -> None:
 
     Args:
         config: the configuration.
-        processes: of the job, on that machine.
+        processes: processes of the job on that machine.
         gpus: that the machine has; without any, or where the configuration asks for it, the CPU is used, on
             which everything runs.
 

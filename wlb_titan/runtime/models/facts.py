@@ -1,4 +1,4 @@
-"""What a TOML file means for planning, without importing torch and torchtitan, which takes seconds.
+"""The meaning of a TOML file for planning, without importing torch and torchtitan, which takes seconds.
 
 The first command that reads a file does import them, and keeps what it found in the user's cache folder
 (`$XDG_CACHE_HOME`, or ~/.cache): the job, the settings that files are checked by, and where each value was

@@ -1,4 +1,4 @@
-"""Which base of torchtitan's has the sizes of a published model."""
+"""The base of torchtitan's that has the sizes of a published model."""
 
 from __future__ import annotations
 
