@@ -99,7 +99,7 @@ class Trainer(TorchtitanTrainer):
         stages: Any = config.model_spec.pipelining_fn
         if self.job.packing.regroups:
             stages = partial(regrouped_pipeline, stages)
-        if config.wlb.pipeline.check_lengths:
+        if config.wlb.pipeline.check_lengths and stages is not None:
             stages = partial(stages, check_lengths=True)
         config.model_spec = dataclasses.replace(config.model_spec, pipelining_fn=stages)
         self.axes: list[tuple[int, Axis]] = []  # of [[wlb.dimensions]], which `init_distributed` makes
