@@ -1,5 +1,7 @@
 """Peak memory by hand: a model of round numbers, each schedule's micro-batches in flight, each term."""
 
+from functools import cache
+
 import pytest
 
 from wlb_titan.cost.degrees import Degrees
@@ -17,9 +19,24 @@ MODEL = ModelShape(layers=4, hidden=8, heads=2, kv_heads=1, head_dim=4, feed_for
 LAYER = 8 * 4 * (2 * 2 + 2) + 3 * 8 * 16 + 2 * 8  # weights of one: attention, MLP, norms
 
 
+def memory_job(model, degrees, settings=None, schedule="1F1B", chunks=1, layers=(), run=None):
+    """Selective checkpointing, and layers as torchtitan divides them, if nothing else is said."""
+    settings = settings or MemorySettings()
+    shape = PipelineShape(schedule, degrees.pipeline, chunks, splits=settings.checkpointing == "none")
+    return MemoryJob(
+        model=model,
+        degrees=degrees,
+        settings=settings,
+        shape=shape,
+        layers=tuple(layers or layers_of_stages(model.layers, shape.stages)),
+        tokens=cache(lambda _, keys: TokenBytes.of(model, degrees, settings, keys=keys)),
+        run=run,
+    )
+
+
 def pipeline_memory(model, degrees, lengths, **job):
     """The peaks of a replica's micro-batches of these lengths."""
-    return peak_memory(MemoryJob.of(model, degrees, **job), Passes.of(lengths))
+    return peak_memory(memory_job(model, degrees, **job), Passes.of(lengths))
 
 
 def peak_tokens(schedule, lengths, ranks=4, chunks=1):
@@ -148,7 +165,7 @@ def test_activations_wait_for_the_gradients_of_weights():
 
 
 def test_the_longest_micro_batch_that_fits():
-    job = MemoryJob.of(MODEL, Degrees())
+    job = memory_job(MODEL, Degrees())
 
     def memory(length):
         return peak_memory(job, Passes.of([length]))[0].total

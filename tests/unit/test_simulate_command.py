@@ -17,7 +17,7 @@ from wlb_titan.corpus.prepare import prepare_corpus
 from wlb_titan.corpus.settings import PrepareSettings
 from wlb_titan.cost.hugging_face import read_config
 from wlb_titan.cost.models import PAPER_DEGREES
-from wlb_titan.memory.peak import layers_of_stages
+from wlb_titan.pipeline.schedule import layers_of_stages
 from wlb_titan.policies import Policy
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 from wlb_titan.runtime.models.load import load_config

@@ -78,23 +78,19 @@ def experiment(file: str, corpus: str, gpus: int, cores: int) -> str:
     # A step's 8 micro-batches divide over 1, 2, 4 or 8 processes.
     processes = max(number for number in (1, 2, 4, 8) if number <= max(gpus or min(cores, 4), 1))
     if gpus:
-        return EXPERIMENT.format(
-            file=file,
-            base="llama2_550m",
-            base_note="the WLB-LLM paper's smallest model; it fits a GPU of 24 GiB",
-            corpus=corpus,
-            window=16384,
-            training='mixed_precision_param = "bfloat16"\n',
-            processes=processes,
-            devices=", with a GPU",
-        )
-    return EXPERIMENT.format(
-        file=file,
-        base="llama3_debug",
-        base_note="1.8 M parameters, for CPUs",
-        corpus=corpus,
-        window=2048,
-        training="",
-        processes=processes,
-        devices="",
-    )
+        machine = {
+            "base": "llama2_550m",
+            "base_note": "the WLB-LLM paper's smallest model; it fits a GPU of 24 GiB",
+            "window": 16384,
+            "training": 'mixed_precision_param = "bfloat16"\n',
+            "devices": ", with a GPU",
+        }
+    else:
+        machine = {
+            "base": "llama3_debug",
+            "base_note": "1.8 M parameters, for CPUs",
+            "window": 2048,
+            "training": "",
+            "devices": "",
+        }
+    return EXPERIMENT.format(file=file, corpus=corpus, processes=processes, **machine)

@@ -41,7 +41,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 from wlb_titan.context import ALL_KEYS, KeyShares
@@ -52,7 +51,7 @@ from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.packs import PackSizes, Passes
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.memory.slice_cache import SliceCache
-from wlb_titan.pipeline.schedule import PipelineShape, layers_of_stages, rank_actions
+from wlb_titan.pipeline.schedule import PipelineShape, rank_actions
 from wlb_titan.plan import Action, ByPass
 
 GIB = 2**30
@@ -319,33 +318,3 @@ class MemoryJob:
     tokens: Callable[[int, KeyShares], TokenBytes]
     run: int | None = None
     rank: type[Rank] = Rank
-
-    @classmethod
-    def of(
-        cls,
-        model: ModelShape,
-        degrees: Degrees,
-        settings: MemorySettings | None = None,
-        *,
-        schedule: str = "1F1B",
-        chunks: int = 1,
-        layers: Sequence[int] = (),
-        run: int | None = None,
-    ) -> MemoryJob:
-        """Bfloat16 with selective checkpointing, layers as torchtitan divides them, if nothing else is said;
-        nothing is shared, and context parallelism gathers keys and values of all ranks.
-
-        Raises:
-            PlanError: the layers cannot be divided into so many stages.
-        """
-        settings = settings or MemorySettings()
-        shape = PipelineShape(schedule, degrees.pipeline, chunks, splits=settings.checkpointing == "none")
-        return cls(
-            model=model,
-            degrees=degrees,
-            settings=settings,
-            shape=shape,
-            layers=tuple(layers or layers_of_stages(model.layers, shape.stages)),
-            tokens=cache(lambda _, keys: TokenBytes.of(model, degrees, settings, keys=keys)),
-            run=run,
-        )

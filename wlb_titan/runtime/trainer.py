@@ -378,7 +378,7 @@ class Trainer(TorchtitanTrainer):
 
     def _shadow_figures(self, step: Step) -> dict[str, Any]:
         """What the configured policies would have made of it, where they only plan."""
-        if step.shadow is None or self._shadow is None:
+        if step.shadow is None:
             return {}
         return {f"shadow/{key}": value for key, value in plan_figures(step.shadow, self._shadow).items()}
 
