@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: train train-gpu test test-gpu quick counterexamples test-docs test-triton36 check format clean
+.PHONY: setup train train-gpu test test-gpu quick counterexamples test-docs test-triton36 check format clean
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "wlb_titan needs Python 3.11 or newer; call make PYTHON=/path/to/python3.11")'
@@ -14,6 +14,8 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/pip install --quiet uv
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode --constraint constraints.txt --editable '.[dev]'
 	@touch $@
+
+setup: $(READY)
 
 # A small Llama on the Python files of this machine, on two pipeline stages: plain packing, then equal work, then
 # documents in slices, all on the same documents, and the three side by side. 2 processes, or 4 with two replicas
