@@ -4,7 +4,7 @@ A corpus that `wlb-titan prepare` made is a folder:
 
     documents.arrow    one row a document: input_ids (list of int32), length (int32), source (where the text
                        came from); of chat data also learned (list of int32, spans as of `SpanMask`). Readable
-                       with `datasets.Dataset.from_file`. Several workers write documents-00000.arrow,
+                       with `datasets.Dataset.from_file`. Older corpora may have documents-00000.arrow,
                        documents-00001.arrow, ...
     tokenizer/         tokenizer.json and tokenizer_config.json
     unreadable.txt     files and records that could not be read, if there were any

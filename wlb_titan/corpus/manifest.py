@@ -24,7 +24,6 @@ KNOWN_VERSIONS = (1, 2, FORMAT_VERSION, MASKED_VERSION)
 FIRST_WITH_CHECKSUMS = 3
 
 DOCUMENTS_FILE = "documents.arrow"
-PART_FILE = "documents-{:05d}.arrow"
 TOKENIZER_FOLDER = "tokenizer"
 UNREADABLE_FILE = "unreadable.txt"
 MANIFEST_FILE = "manifest.json"
