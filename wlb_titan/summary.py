@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats
 from wlb_titan.plan import DELAY, LENGTH, Plan
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

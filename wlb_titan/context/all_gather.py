@@ -22,10 +22,10 @@ import numpy as np
 from annotated_types import Ge
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.context.document import per_document, per_document_round_robin
 from wlb_titan.context.hybrid import exchange_seconds, levels_of, tries
 from wlb_titan.context.layout import (
-    Ints,
     Sharding,
     after,
     segments_among,
@@ -39,7 +39,6 @@ from wlb_titan.context.strategy import (
     ContextMask,
     ContextStrategy,
     Exchange,
-    Floats,
     KeyShares,
     MoveSeconds,
     gathered,

@@ -27,10 +27,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.context.document import document_runs
-from wlb_titan.context.layout import Ints, Sharding, from_runs
+from wlb_titan.context.layout import Sharding, from_runs
 from wlb_titan.context.strategy import MoveSeconds
-from wlb_titan.cost.attention_latency import AttentionLatency, Floats, slowest
+from wlb_titan.cost.attention_latency import AttentionLatency, slowest
 
 BOUNDS = (4.0, 2.0, 1.4, 1.0, 0.7, 0.5, 0.35, 0.25, 0.12, 0.06, 0.0)
 """Of the mean rank's work: what a document's share may be. With 0 all long documents go over all ranks."""

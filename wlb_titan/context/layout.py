@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Ints
 from wlb_titan.plan import COUNT, DOCUMENT, OFFSET, Slices
 
-Ints = NDArray[np.int64]
 Sharding = tuple[Ints, ...]
 """Per rank an int64 (m, 3), columns DOCUMENT, OFFSET, COUNT: its runs of tokens, in order."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from wlb_titan.context.layout import Ints, Sharding, from_runs
+from wlb_titan.arrays import Ints
+from wlb_titan.context.layout import Sharding, from_runs
 
 
 def per_sequence(lengths: Ints, total: int, ranks: int) -> Sharding:

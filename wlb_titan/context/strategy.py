@@ -16,14 +16,13 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb_titan.context.layout import Ints, Sharding, segments, whole
+from wlb_titan.arrays import Floats, Ints
+from wlb_titan.context.layout import Sharding, segments, whole
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
 from wlb_titan.plan import Slices
 from wlb_titan.plugins import Family, Plugin, PluginConfig
-
-Floats = NDArray[np.float64]
 
 STRATEGIES = Family(
     kind="sharding policy",

@@ -15,8 +15,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Ints
 from wlb_titan.corpus.blocks import CheckedPages, block_sums
-from wlb_titan.corpus.shards import Ints, Tokens, map_file
+from wlb_titan.corpus.shards import Tokens, map_file
 from wlb_titan.errors import CorpusError
 
 BATCH_COLUMNS = ("documents", "tokens", "offsets_at", "values_at", "begin", "end")

@@ -23,12 +23,13 @@ from pathlib import Path
 
 import numpy as np
 
+from wlb_titan.arrays import Bools, Ints
 from wlb_titan.corpus.arrow import SPANS, ArrowShard
 from wlb_titan.corpus.folder import partial_folder
 from wlb_titan.corpus.foreign import fingerprint_of_files, open_foreign
 from wlb_titan.corpus.manifest import MANIFEST_FILE, TOKENIZER_FOLDER, Manifest
-from wlb_titan.corpus.masks import Bools, Mask, SpanMask
-from wlb_titan.corpus.shards import Ints, Lengths, Shard, Tokens
+from wlb_titan.corpus.masks import Mask, SpanMask
+from wlb_titan.corpus.shards import Lengths, Shard, Tokens
 from wlb_titan.errors import CorpusError
 
 

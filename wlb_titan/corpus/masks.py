@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Bools, Ints
 from wlb_titan.corpus.arrow import ArrowShard
-from wlb_titan.corpus.shards import BLOCK, Ints, Shard
+from wlb_titan.corpus.shards import BLOCK, Shard
 from wlb_titan.errors import CorpusError
 
 IGNORED = -100
@@ -29,8 +29,6 @@ IGNORED = -100
 
 COLUMNS = ("labels", "loss_mask", "assistant_masks")
 """Columns of datasets that say what is learned, by the names that other tools give them."""
-
-Bools = NDArray[np.bool_]
 
 
 class Mask(Protocol):

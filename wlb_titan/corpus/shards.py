@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Ints
 from wlb_titan.errors import CorpusError
 
-Ints = NDArray[np.int64]
 Tokens = NDArray[np.integer[Any]]
 
 BLOCK = 1 << 20  # lengths looked at together where all of them are

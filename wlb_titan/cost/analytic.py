@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats
 from wlb_titan.cost.cluster import Cluster, load_cluster
 from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS, ModelShape
 from wlb_titan.cost.workload import CostJob, CostModel
-
-Floats = NDArray[np.float64]
 
 BYTES = 2  # of an activation in bfloat16
 ATTENTION_BACKWARD = 2.5  # matrix products of the backward pass over those of the forward pass: 5 / 2

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wlb_titan.cost.attention_latency import Floats, KernelCost, KeyTiling, Tiling
+from wlb_titan.arrays import Floats
+from wlb_titan.cost.attention_latency import KernelCost, KeyTiling, Tiling
 
 ROUNDS = 10
 COEFFICIENTS = ("launch", "key", "query", "segment", "tile", "block", "masked")

@@ -34,9 +34,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats
 from wlb_titan.plan import COUNT, OFFSET
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats
 from wlb_titan.cost.analytic import Analytic, Device
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.attention_profile import AttentionShape, Profile
-from wlb_titan.cost.workload import CostJob, CostModel, Floats
+from wlb_titan.cost.workload import CostJob, CostModel
 
 
 class Measured(CostModel):

@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
+from wlb_titan.arrays import Ints
 from wlb_titan.documents.mixture import Lengths, Mixture, Source, count_longer
-
-Ints = NDArray[np.int64]
 
 
 def all_learned(rows: Ints, starts: Ints, stops: Ints) -> Ints:

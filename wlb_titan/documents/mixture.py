@@ -27,10 +27,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Ints
 from wlb_titan.documents.permutation import permuted
 from wlb_titan.errors import PlanError
-
-Ints = NDArray[np.int64]
 
 BLOCK = 1 << 20  # lengths that are looked at together where all of them are
 SAMPLE = 1 << 20  # documents whose lengths stand for those of a larger corpus

@@ -5,13 +5,10 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.packing.level import level
 from wlb_titan.plan import imbalance_degree
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 REMAINS = -1
 PORTIONS = 9  # ceilings that are looked at

@@ -20,6 +20,7 @@ import numpy as np
 from annotated_types import Interval
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Ints
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Waiting, arrived, delayed, restore, split
@@ -28,8 +29,6 @@ from wlb_titan.packing.policy import Packing, PackingJob, PackingPolicy
 from wlb_titan.plan import LENGTH
 
 PATIENCE = 4
-
-Ints = NDArray[np.int64]
 
 
 class FixedGreedy(PackingPolicy):

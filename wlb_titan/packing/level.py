@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from wlb_titan.arrays import Floats
 
 
 def level(loads: Floats, capacities: Floats, work: float) -> float:

@@ -12,12 +12,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.errors import PlanError
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 class Row(NamedTuple):

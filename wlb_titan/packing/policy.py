@@ -12,6 +12,7 @@ import numpy as np
 from annotated_types import Interval, MinLen
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats
 from wlb_titan.context import ContextStrategy
 from wlb_titan.cost.passes import MicroBatches, PassJob, pass_times
 from wlb_titan.cost.workload import CostModel
@@ -31,7 +32,6 @@ from wlb_titan.plugins import Family, Plugin, PluginConfig
 Pack = NDArray[np.int64]
 """int64 (n, 4), columns ID, START, LENGTH, DELAY as in `MicroBatch.documents`."""
 
-Floats = NDArray[np.float64]
 Answer = Floats
 
 NO_PIPELINE = PipelineShape("1F1B", 1)

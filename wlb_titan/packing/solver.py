@@ -9,13 +9,12 @@ import numpy as np
 from annotated_types import Interval
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Ints
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.fixed import FixedGreedy
 from wlb_titan.packing.milp import Milp, Row
 from wlb_titan.packing.policy import PackingJob
-
-Ints = NDArray[np.int64]
 
 MOST_VARIABLES = 1 << 18
 

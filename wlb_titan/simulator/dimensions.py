@@ -7,12 +7,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats
 from wlb_titan.cost.degrees import own_dimensions
 from wlb_titan.cost.models import rank_parameters
 from wlb_titan.job import Job
 from wlb_titan.pipeline.graph import PassTimes
-
-Floats = NDArray[np.float64]
 
 
 def own_weights(job: Job, rank: int | None = None) -> float:

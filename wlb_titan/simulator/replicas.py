@@ -13,8 +13,8 @@ from functools import partial
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.fits import fullest
@@ -28,7 +28,6 @@ from wlb_titan.plan import LENGTH, PREFIX, TOTAL, Action, ByPass, Flow, MicroBat
 from wlb_titan.simulator.meeting import Replica, ends_together
 from wlb_titan.simulator.planned import keys_of
 
-Floats = NDArray[np.float64]
 Chain = list[tuple[Literal["F", "B"], int]]
 """Kinds and places of passes, of which each runs before the next one."""
 

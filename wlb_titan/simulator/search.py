@@ -21,8 +21,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from wlb_titan.arrays import Floats
 from wlb_titan.cost.degrees import Degrees
-from wlb_titan.cost.passes import Floats, MicroBatches
+from wlb_titan.cost.passes import MicroBatches
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.policies import Policy

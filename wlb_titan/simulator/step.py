@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats
 from wlb_titan.cost.models import rank_parameters
 from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.errors import PlanError
@@ -33,7 +34,6 @@ from wlb_titan.simulator.planned import planned_times, transfer_seconds
 from wlb_titan.simulator.replicas import flow_memory, replica_memory, run_flows
 from wlb_titan.summary import rate_error
 
-Floats = NDArray[np.float64]
 OPTIMIZER_READS_AND_WRITES = 7  # weight, gradient and two moments in, weight and two moments out
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats
 from wlb_titan.job import Job
 from wlb_titan.memory.peak import weighted_tokens
 from wlb_titan.packing.slim.slices import ReplicaPacks, kind, passes_of
@@ -21,7 +22,6 @@ from wlb_titan.simulator.planned import keys_of, planned_times, transfer_seconds
 from wlb_titan.simulator.replicas import cache_bytes, replicas_of
 from wlb_titan.timeline import Span
 
-Floats = NDArray[np.float64]
 MEASURED = "measured"
 NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 

@@ -25,14 +25,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.context import ContextStrategy
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import TokenBytes
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 MOST_MERGED = 16
 """Documents of a step that are merged at the most."""

@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats
 from wlb_titan.memory.peak import RankMemory
 from wlb_titan.packing.policy import Packing, PackingJob
 from wlb_titan.packing.slim.dependencies import dependencies
 from wlb_titan.packing.slim.step_peak import step_peak
 from wlb_titan.pipeline.packflow import PackOrder, Packs, packflow
 from wlb_titan.plan import LENGTH
-
-Floats = NDArray[np.float64]
-
 
 Timed = tuple[Packing, Floats, Floats]
 """A step's packs, and float64 (packs,) how long forward and backward passes of each take."""

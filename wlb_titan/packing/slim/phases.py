@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Literal, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.cost.workload import workload
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.policy import Pack, Packing, PackingJob
@@ -19,9 +19,6 @@ from wlb_titan.packing.slim.flow import Flows
 from wlb_titan.packing.slim.micropacks import Placing, micropacks, place_greedily
 from wlb_titan.packing.slim.slices import MicroPack, PrefixWork, Slice
 from wlb_titan.plan import LENGTH, START
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 class Packer(Protocol):

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.context import KeyShares
 from wlb_titan.cost.workload import CostModel, workload
 from wlb_titan.errors import PlanError
@@ -37,8 +38,6 @@ from wlb_titan.plan import (
     Plan,
 )
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 WorkOf = Callable[[NDArray[Any]], Floats]
 Parts = tuple[Ints, Ints]
 """Documents and slices of a MicroPack: int64 (n, 4) and (n, 2), as of `MicroBatch`."""
