@@ -103,12 +103,7 @@ class Slices(NamedTuple):
     def of(
         cls, slices: NDArray[np.int64] | None, lengths: NDArray[np.int64], one_pass: bool
     ) -> Slices | None:
-        """The slices by a micro-batch's `slices` and tokens; None where its documents are not sliced.
-
-        Args:
-            slices, one_pass: as of `MicroBatch`.
-            lengths: int64 (n,), tokens that are here.
-        """
+        """The slices by a micro-batch's `slices` and tokens; None where its documents are not sliced."""
         if slices is None:
             return None
         return cls(slices[:, PREFIX], (slices[:, TOTAL] > lengths) | one_pass)
@@ -270,11 +265,7 @@ class Plan:
 
     def cut_share(self, window: int) -> float:
         """Share of the tokens that lie in pieces which begin in mid-document, so that they do not see what is
-        before them; documents longer than the window, which have to be cut, begin anew at its multiples.
-
-        Args:
-            window: context window in tokens.
-        """
+        before them; documents longer than the window, which have to be cut, begin anew at its multiples."""
         pieces = np.concatenate([m.documents[:, [START, LENGTH]] for m in self.packs])
         before = [np.zeros(len(m.documents), int) if m.prefix is None else m.prefix for m in self.packs]
         cut = (pieces[:, 0] - np.concatenate(before)) % window > 0

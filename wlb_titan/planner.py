@@ -82,11 +82,7 @@ class Planner:
         return self._stream.rows_of(ids)
 
     def source_figures(self, plan: Plan) -> dict[str, float]:
-        """For each source of a mixture: tokens that the plan trains, and epochs that had arrived after it.
-
-        Args:
-            plan: the one that `next` returned last.
-        """
+        """For each source of a mixture: tokens that the plan trains, and epochs that had arrived after it."""
         mixture = self._stream.mixture
         if not mixture.sources[0].name:
             return {}
@@ -266,12 +262,7 @@ class Planner:
 
 
 def sharing_ranks(assigned: Sequence[Sequence[int]], packs: int) -> list[range]:
-    """The consecutive data-parallel ranks that share each pack; empty where it is of one rank.
-
-    Args:
-        assigned: numbers of each rank's packs.
-        packs: how many there are.
-    """
+    """The consecutive data-parallel ranks that share each pack; empty where it is of one rank."""
     having: list[list[int]] = [[] for _ in range(packs)]
     for rank, own in enumerate(assigned):
         for pack in own:

@@ -47,12 +47,7 @@ class Summary:
 
     @classmethod
     def of(cls, plans: Iterable[Plan], window: int) -> Summary:
-        """Reads the plans one by one; at least one.
-
-        Args:
-            plans: plans of consecutive steps.
-            window: context window in tokens.
-        """
+        """Reads the plans one by one; at least one."""
         imbalance, plan_ms, waiting, workloads = [], [], [], []
         longest = tokens = padding = lost = 0
         cut = keys = 0.0

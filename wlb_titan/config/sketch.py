@@ -109,15 +109,7 @@ def sketch_of(row: str) -> Sketch:
 
 
 def resolve_sketch(name: str, overrides: Sequence[str]) -> Resolved:
-    """The configuration of a model without a TOML file.
-
-    Args:
-        name: as of `sketch_of`.
-        overrides: command-line words.
-
-    Raises:
-        ConfigError: the user's mistake.
-    """
+    """The configuration of a model without a TOML file."""
     resolved = resolve(None, ["--base", name, *overrides], sketch_of)
     resolved.check(lambda config: check_ranges(config, {}))
     return resolved

@@ -192,12 +192,7 @@ class Adaptive(AllGather):
     def candidates(
         self, lengths: Ints, total: int, cached: NDArray[np.bool_] | None = None
     ) -> list[tuple[str, Sharding]]:
-        """Shardings with their names, of which the fastest is taken, the first of equally fast ones.
-
-        Args:
-            lengths, total: as of `shard`.
-            cached: as of `Slices`; None for none.
-        """
+        """Shardings with their names, of which the fastest is taken, the first of equally fast ones."""
         return [
             ("per_sequence", per_sequence(lengths, total, self.ranks)),
             ("per_document", self._per_document(lengths, total, self.ranks)),
@@ -232,11 +227,6 @@ def gathered_mask(
     which the length says how many of this rank's tokens are among them. For a level without any both are
     empty. At the end (own, 0), tokens of keys that stay with the rank. Numbers in the place of empty arrays
     would have code compiled anew for every value.
-
-    Args:
-        sharding, lengths, total, slices: as of `ContextStrategy.mask`.
-        rank: which one.
-        levels: as of `spans`.
     """
     share = total // len(sharding)
     span = spans(sharding, levels, slices)
@@ -289,12 +279,7 @@ def key_shares(
 
 def held_keys(sent: Ints, levels: Sequence[int]) -> Ints:
     """int64 (ranks,), tokens whose keys a rank has: its own that stay with it, and those that it gathers,
-    with padding between them.
-
-    Args:
-        sent: tokens as `sent_tokens` gives them.
-        levels: as of `spans`.
-    """
+    with padding between them."""
     held: Ints = sent[-1].copy()
     for tokens, size in zip(sent, levels, strict=False):
         held += np.repeat(tokens.reshape(-1, size).max(axis=1) * size, size)

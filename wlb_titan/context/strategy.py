@@ -204,10 +204,6 @@ class ContextStrategy(Plugin, ABC):
     def check(self, model: ModelShape, tensor: int) -> None:
         """Refuses a model whose heads this strategy cannot share.
 
-        Args:
-            model: its shape.
-            tensor: tensor-parallel degree, which divides the heads.
-
         Raises:
             PlanError: it cannot; `setting` is the key that is wrong, such as sharding.policy.
         """
@@ -271,11 +267,6 @@ class ContextStrategy(Plugin, ABC):
         """The tokens for which a group of ranks exchanges what each move of `exchange` says.
 
         Of groups side by side the one with most of them counts.
-
-        Args:
-            sharding: sharding as `shard` makes it.
-            total: tokens of the micro-batch, padding included.
-            slices: as of `shard`.
         """
         return (total,)
 

@@ -120,11 +120,7 @@ class ArrowShard:
 
 
 def columns_of(path: Path) -> list[str]:
-    """The names of a file's columns.
-
-    Raises:
-        CorpusError: the file cannot be read.
-    """
+    """The names of a file's columns."""
     try:
         with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
             return list(stream.schema.names)

@@ -35,9 +35,6 @@ TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8
 class MegatronShard:
     """PREFIX.bin and PREFIX.idx. See `Shard`.
 
-    Args:
-        prefix: path of the two files without their endings.
-
     Raises:
         CorpusError: a file is missing, damaged or of another version.
     """

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats
 from wlb_titan.cost.cluster import Cluster, load_cluster
-from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS, ModelShape
+from wlb_titan.cost.models import ModelShape
 from wlb_titan.cost.workload import CostJob, CostModel
 
 BYTES = 2  # of an activation in bfloat16
@@ -172,10 +172,3 @@ class Analytic(CostModel):
     def backward(self, lengths: NDArray[Any]) -> Floats:
         d = np.asarray(lengths, dtype=np.float64)
         return self._attention_backward * self._squares(d) + self.linear_backward * d
-
-
-def paper_configuration(name: str) -> Analytic:
-    """The cost model of one row of Table 1, such as `7B-128K`; KeyError where there is none."""
-    degrees = PAPER_DEGREES[name]
-    shape = PAPER_MODELS[name.split("-")[0]]
-    return Analytic(shape, tensor_parallel=degrees.tensor, context_parallel=degrees.context)

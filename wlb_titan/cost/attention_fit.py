@@ -69,13 +69,7 @@ def tilings(implementation: str, group: int) -> tuple[Tiling, Tiling]:
 
 
 def fit(points: Sequence[Point], units: int, tiling: Tiling) -> Fit:
-    """The coefficients that describe the points best.
-
-    Args:
-        points: measurements of one pass.
-        units: programs that the device runs side by side.
-        tiling: tiling of the kernel.
-    """
+    """The coefficients that describe the points best."""
     seconds = np.array([point.seconds for point in points])
     spread, longest = _features(points, units, tiling)
     bound = spread

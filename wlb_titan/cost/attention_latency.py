@@ -334,11 +334,7 @@ class AttentionLatency:
         return np.stack(passes) * (self.heads / self.units)
 
     def fixed(self, keys: NDArray[np.int64]) -> Floats:
-        """float64 (ranks, 2), seconds of forward and backward that so many keys take, whoever sees them.
-
-        Args:
-            keys: int64 (ranks,), that a rank has.
-        """
+        """float64 (ranks, 2), seconds of forward and backward that so many keys take, whoever sees them."""
         launch, key = np.array([(kernel.launch, kernel.key) for kernel in (self.forward, self.backward)]).T
         seconds: Floats = launch + key * (keys * self.heads / self.units)[:, None]
         return seconds

@@ -153,12 +153,7 @@ def own_dimensions(configs: Sequence[Any]) -> tuple[Dimension, ...]:
 
 def in_order(torchtitan: Sequence[Any], own: Sequence[Dimension]) -> list[Any]:
     """Dimensions in the order of ranks: each of one's own directly outside of the axis that it names, the
-    first that does so outermost.
-
-    Args:
-        torchtitan: anything with an `axis`, in order.
-        own: to be put between them.
-    """
+    first that does so outermost."""
     found = list(torchtitan)
     for one in own:
         place = next(number for number, other in enumerate(found) if other.axis == one.outside)

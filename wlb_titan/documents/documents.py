@@ -44,12 +44,7 @@ class Documents:
         return self.mixture().sample()
 
     def describe(self, window: int, tokens: int) -> list[str]:
-        """A sentence on the corpus, and of a mixture one on each source.
-
-        Args:
-            window: context window in tokens.
-            tokens: tokens of a step.
-        """
+        """A sentence on the corpus, and of a mixture one on each source."""
         mixture = self.mixture()
         long = count_longer(self.lengths, window)
         cut = f", {long:,} of them longer than the window and cut" if long else ""

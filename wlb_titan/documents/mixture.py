@@ -102,11 +102,6 @@ class Mixture:
         sources: what the rows belong to; none is one source of all.
         seed: seed of the epochs' orders; None keeps the order of the rows.
 
-    Attributes:
-        sources: as given.
-        documents: number of rows.
-        tokens: tokens of all rows.
-
     Raises:
         PlanError: there is nothing to train on, a length is negative, or a source's settings cannot be met.
     """

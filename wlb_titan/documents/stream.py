@@ -59,9 +59,6 @@ class DocumentStream:
         seed: seed of the epochs' orders; None keeps the corpus' own order in every epoch.
         sources: the mixture's; none is one source of all documents.
 
-    Attributes:
-        mixture: the order of the documents.
-
     Raises:
         PlanError: the corpus is empty, or a length is negative, or no document has two tokens (then
             there is no token to predict), or the window is below 2.

@@ -27,11 +27,7 @@ SLICES = 16  # of the document of which a step is imagined
 
 
 def usable_share(slices: bool) -> float:
-    """Share of a device's memory that predictions may fill.
-
-    Args:
-        slices: whether documents are sliced.
-    """
+    """Share of a device's memory that predictions may fill."""
     return USABLE_IN_SLICES if slices else USABLE
 
 
@@ -145,12 +141,7 @@ class Fitting:
 
 
 def one_document(tokens: int, shape: PipelineShape) -> Passes:
-    """The step that holds most tokens for what it trains: one document, of which every slice is in flight.
-
-    Args:
-        tokens: tokens of the document.
-        shape: the pipeline.
-    """
+    """The step that holds most tokens for what it trains: one document, of which every slice is in flight."""
     parts = min(SLICES, tokens)
     cuts = [tokens * part // parts for part in range(parts + 1)]
     slices = [(CachedSlice(start, stop - start, tokens),) for start, stop in itertools.pairwise(cuts)]

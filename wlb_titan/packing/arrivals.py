@@ -26,9 +26,6 @@ class Arrivals:
     A document belongs to the batch in which its first token lies, whole: batches differ by less than one
     window, and keep to their size on average. There are always N documents with a token to predict, those
     that wait counted, which is nearly always so by itself, as documents are at most a window long.
-
-    Attributes:
-        iteration: number of the next batch.
     """
 
     def __init__(self, stream: DocumentStream, *, micro_batches: int) -> None:

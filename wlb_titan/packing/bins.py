@@ -15,12 +15,7 @@ PORTIONS = 9  # ceilings that are looked at
 
 
 class Bins:
-    """N micro-batches of at most `max_length` tokens.
-
-    Attributes:
-        loads: work in each.
-        lengths: tokens in each.
-    """
+    """N micro-batches of at most `max_length` tokens."""
 
     def __init__(self, count: int, max_length: int) -> None:
         self.loads = [0.0] * count

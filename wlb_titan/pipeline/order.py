@@ -53,10 +53,6 @@ Times = NDArray[np.float64]
 class MicroBatchOrder(Plugin, ABC):
     """In which order a rank runs the micro-batches of a step.
 
-    Args:
-        config: its settings.
-        shape: the pipeline.
-
     Raises:
         PlanError: no such order can be found for this pipeline.
 

@@ -29,11 +29,7 @@ if TYPE_CHECKING:
 
 
 def job_of(config: Trainer.Config, dims: ParallelDims) -> Job:
-    """The job that a configuration trains at the degrees of a number of processes.
-
-    Raises:
-        PlanError: as of `configured_job`.
-    """
+    """The job that a configuration trains at the degrees of a number of processes."""
     return configured_job(config, dims).trained
 
 
@@ -92,21 +88,13 @@ def degrees_product(config: Trainer.Config) -> int:
 
 
 def parallel_dims(config: Trainer.Config, world_size: int | None = None) -> Dims:
-    """The degrees of a job of so many processes; None: as many as the configured degrees need.
-
-    Raises:
-        PlanError: as of `own_dimensions`.
-    """
+    """The degrees of a job of so many processes; None: as many as the configured degrees need."""
     own = own_dimensions(config.wlb.dimensions)
     return Dims.of(config.parallelism, world_size or degrees_product(config), own)
 
 
 def cluster_at_hand(device: str = "auto") -> str:
-    """The shipped cluster whose GPUs are like this machine's; `h100_roce` for a GPU that is not known.
-
-    Args:
-        device: `wlb.device`.
-    """
+    """The shipped cluster whose GPUs are like this machine's; `h100_roce` for a GPU that is not known."""
     if device == "cpu" or not torch.cuda.is_available():
         return "cpu"
     return cluster_of_device(torch.cuda.get_device_name(0)) or "h100_roce"

@@ -82,13 +82,6 @@ def check_memory(job: Job, device_bytes: int) -> None:
 def check_planned_memory(job: Job, plan: Plan, replica: int, rank: int, device_bytes: int) -> str | None:
     """Refuses a step that is predicted not to fit.
 
-    Args:
-        job: the job.
-        plan: plan of the step.
-        replica: data-parallel rank.
-        rank: pipeline rank.
-        device_bytes: memory of a device in bytes.
-
     Returns:
         the arithmetic; None where it is not known.
 

@@ -29,9 +29,6 @@ from wlb_titan.runtime.models.variants import MAX_CONTEXT
 class Sampler:
     """The model of a run's newest whole checkpoint.
 
-    Args:
-        folder: dump folder of the run.
-
     Raises:
         UserError: there is no run, or it has no checkpoint.
     """

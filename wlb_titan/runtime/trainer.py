@@ -346,11 +346,7 @@ class Trainer(TorchtitanTrainer):
     def _log(
         self, step: Step, loss: torch.Tensor, grad_norm: torch.Tensor, learning_rates: dict[str, float]
     ) -> None:
-        """Reports a step; every rank takes part.
-
-        Raises:
-            RuntimeError: the loss is not finite.
-        """
+        """Reports a step; every rank takes part."""
         mesh = self.parallel_dims.get_optional_mesh("loss")
         own_mean = loss * (step.labels / step.own_labels if step.own_labels else 0.0)
         mean, largest = dist_utils.dist_sum(loss, mesh), dist_utils.dist_max(own_mean, mesh)

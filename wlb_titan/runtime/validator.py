@@ -96,11 +96,7 @@ class Validator(titan.BaseValidator):
         self._rounds: list[tuple[str, PlannedDataLoader, Iterator[Step], int]] = []
 
     def prepare(self, trainer: Trainer) -> None:
-        """Packs the documents.
-
-        Raises:
-            UserError: as of `rounds_of`.
-        """
+        """Packs the documents."""
         config, job = trainer.config, trainer.job
         self._last = config.training.steps
         self._device = trainer.device

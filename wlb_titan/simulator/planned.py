@@ -51,11 +51,6 @@ def planned_times(
 ) -> tuple[PassTimes, ByPass[Floats]]:
     """The passes of planned micro-batches, also of those that data-parallel ranks share.
 
-    Args:
-        job: the job.
-        micro_batches: one run after the other.
-        run: n, micro-batches of a run.
-
     Returns:
         Seconds, float64 (stages, n, k), and tokens of each data-parallel rank, float64 (n, k).
     """

@@ -96,13 +96,7 @@ def flow_memory(job: Job, plans: Sequence[Plan]) -> tuple[RankMemory, ...]:
 
 
 def cache_bytes(job: Job, actions: Sequence[Action], passes: Passes) -> list[float]:
-    """Keys and values of sliced documents, and their gradients, on a rank after each of its actions.
-
-    Args:
-        job: the job.
-        actions: actions of the rank.
-        passes: passes of its replica.
-    """
+    """Keys and values of sliced documents, and their gradients, on a rank after each of its actions."""
     cache = SliceCache(job.token_bytes, job.layers)
     result = []
     for action in actions:
@@ -116,9 +110,6 @@ def cache_bytes(job: Job, actions: Sequence[Action], passes: Passes) -> list[flo
 
 def check_slices(flow: Flow, micro_batches: ByPass[tuple[MicroBatch, ...]]) -> list[int]:
     """Checks the edges between the slices of each document.
-
-    Returns:
-        As of `last_needed`.
 
     Raises:
         PlanError: naming the two passes that stand in the wrong order.

@@ -39,13 +39,7 @@ SAMPLE = 4096  # documents whose mean work stands for all
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A candidate that fits.
-
-    Attributes:
-        job: under its policy.
-        policy: names of packing, sharding and order.
-        prediction: prediction of its steps.
-    """
+    """A candidate that fits."""
 
     job: Job
     policy: Policy
@@ -225,11 +219,7 @@ def _average_window(scenario: Scenario) -> tuple[Floats, ...]:
 
 def _if_balanced(job: Job, window: tuple[Floats, ...]) -> float:
     """Tokens per second of a step of equal micro-batches whose attention context parallelism shares equally,
-    of which nothing travels, as under `hybrid` nothing may have to.
-
-    Raises:
-        PlanError: the schedule cannot run so many.
-    """
+    of which nothing travels, as under `hybrid` nothing may have to."""
     n = job.replica_micro_batches
     share = job.latency.heads / job.degrees.context
     tokens, forward, backward = (np.repeat(array, n, axis=0) for array in window)
@@ -240,11 +230,7 @@ def _if_balanced(job: Job, window: tuple[Floats, ...]) -> float:
 
 
 def _tried(scenario: Scenario, policies: list[Policy], steps: int) -> list[Found]:
-    """The job under each policy, those that fit.
-
-    Raises:
-        PlanError: none of them can run it.
-    """
+    """The job under each policy, those that fit."""
     found: list[Found] = []
     refused: list[PlanError] = []
     for policy in policies:

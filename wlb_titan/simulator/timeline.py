@@ -129,13 +129,7 @@ class _Picture:
         return self._spans, [MemoryCurve(rank, *curve) for rank, curve in enumerate(curves)]
 
     def add(self, replica: Replica, ends: Floats, known: NDArray[np.bool_] | None) -> None:
-        """A run, behind those before it.
-
-        Args:
-            replica: its passes.
-            ends: float64 (actions,), when they end.
-            known: as of `_known`.
-        """
+        """A run, behind those before it."""
         job, memory, here = self._job, self._job.packing.rank_memory, replica.micro_batches
         keys = partial(keys_of, job=job)
         passes = passes_of(here.each(ReplicaPacks.of, keys), None)

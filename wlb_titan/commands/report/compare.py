@@ -113,18 +113,7 @@ def _worth(run: Run, first: Run) -> Estimate | None:
 
 
 def write_report(folder: Path, runs: Sequence[Run]) -> Path:
-    """Draws runs side by side.
-
-    Args:
-        folder: folder of the page.
-        runs: the first is the baseline.
-
-    Returns:
-        The page's path.
-
-    Raises:
-        UserError: vl-convert is not installed, a trace cannot be read, or the folder cannot be written to.
-    """
+    """Draws runs side by side."""
     settings = setting_rows(runs)
     losses = {run.name: (run.tokens, run.series("loss")[1]) for run in runs}
     measured = {run.name: run.series("measured_imbalance") for run in runs}

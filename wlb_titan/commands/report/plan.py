@@ -76,12 +76,6 @@ def write_report(
         times: times of the context-parallel ranks by sharding policy; None without context parallelism.
         choices: what `auto` stands for in a job, where it does.
         typed: what the command line names, as of `page.typed`.
-
-    Returns:
-        The page's path.
-
-    Raises:
-        PlanError: as of `Page.write`.
     """
     job = jobs[-1]
     imbalances = {name: Estimate.mean(one.imbalance) for name, one in summaries.items()}

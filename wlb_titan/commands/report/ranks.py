@@ -55,12 +55,7 @@ class RankTimes(NamedTuple):
 
 
 def rank_times(micro_batches: Sequence[MicroBatch], job: Job) -> list[RankTimes]:
-    """Predicts all sharding policies on the same micro-batches that the job's heads and lengths allow.
-
-    Args:
-        micro_batches: planned; their own sharding is not looked at.
-        job: with context parallelism.
-    """
+    """Predicts all sharding policies on the same micro-batches that the job's heads and lengths allow."""
     result = []
     for policy in STRATEGIES.candidates:
         try:

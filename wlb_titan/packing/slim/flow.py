@@ -28,9 +28,6 @@ class Flows:
     numbered here in the order in which they run, whatever packs these are on a rank. Tokens in flight are the
     mean over the ranks.
 
-    Args:
-        job: what is packed for.
-
     Attributes:
         limit: tokens that a pipeline rank may have in flight; None for no limit.
     """

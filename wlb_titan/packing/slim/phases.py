@@ -109,12 +109,7 @@ class SymmetricPacker:
 
 
 class AsymmetricPacker:
-    """Packs of forward and packs of backward passes (`asymmetric.py`). There is nothing to place.
-
-    Args:
-        job: what is packed for.
-        window: tokens of the longest document.
-    """
+    """Packs of forward and packs of backward passes (`asymmetric.py`). There is nothing to place."""
 
     def __init__(self, job: PackingJob, window: int) -> None:
         self._job = job

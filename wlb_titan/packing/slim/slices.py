@@ -96,9 +96,6 @@ def slice_work(work_of: WorkOf, documents: Ints, slices: Ints | None) -> Floats:
 def cache_rows(packs: Sequence[Parts]) -> list[Ints]:
     """How the cache knows the documents of a data-parallel rank's packs, those of both passes together.
 
-    Args:
-        packs: documents and slices of each.
-
     Returns:
         Of each pack int64 (n, 4): the document's number, or -1 where every pack that has it has all of it;
         PREFIX, LENGTH and TOTAL.
@@ -166,9 +163,6 @@ def piece_numbers(packs: Sequence[Parts]) -> list[Ints]:
     """int64 (n,) for each pack, numbers by which the slices of one document find each other.
 
     Two pieces of one document, cut at a context window, are two documents here.
-
-    Args:
-        packs: documents and slices of each.
     """
     documents = np.concatenate([documents for documents, _ in packs])
     slices = np.concatenate([slices for _, slices in packs])

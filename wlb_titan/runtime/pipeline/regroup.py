@@ -208,10 +208,6 @@ def _called(layer: Callable[..., Tensor], args: Any, kwargs: dict[str, Any], hid
 class RegroupedStage(PlannedStage):
     """A stage whose backward passes may have micro-batches of their own; otherwise as `PlannedStage`.
 
-    Args:
-        args, kwargs: arguments of `PlannedStage`.
-        sharers: as of `RegroupedLayers`.
-
     Attributes:
         passes: the token ids of the step's backward passes, on the first stage, and the model's other
             arguments; empty where they are those of forward passes.
