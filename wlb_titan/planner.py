@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.context import ContextStrategy, Sharding
 from wlb_titan.documents import Documents
 from wlb_titan.documents.stream import DocumentStream
@@ -77,7 +77,7 @@ class Planner:
         """What makes the packs."""
         return self._policy
 
-    def rows_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    def rows_of(self, ids: Ints) -> Ints:
         """int64 (n,), the corpus rows of planned documents, also of earlier epochs."""
         return self._stream.rows_of(ids)
 
@@ -118,7 +118,7 @@ class Planner:
             return int(labels.sum())
         return float((labels / np.maximum(self.labels_of(rows, lengths), 1)).sum())
 
-    def labels_of(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    def labels_of(self, rows: Ints, lengths: Ints) -> Ints:
         """int64 (n,), labels of whole documents, by corpus rows and their tokens."""
         return self._learned(rows, np.ones_like(lengths), lengths)
 
@@ -216,7 +216,7 @@ class Planner:
         self,
         packing: Packing,
         assigned: list[list[int]],
-        workloads: NDArray[np.float64],
+        workloads: Floats,
         sharded: Collection[int],
     ) -> tuple[MicroBatch, ...]:
         """The packs as micro-batches of the data-parallel ranks that they are assigned to."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb_titan.arrays import Floats
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.plan import DELAY, LENGTH, Plan
 
 
@@ -42,7 +42,7 @@ class Summary:
     lost: int
     cut: float
     keys: float
-    delays: NDArray[np.int64]
+    delays: Ints
     gap: float | None
 
     @classmethod

@@ -20,9 +20,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from annotated_types import Ge
-from numpy.typing import NDArray
 
-from wlb_titan.arrays import Floats, Ints
+from wlb_titan.arrays import Bools, Floats, Ints
 from wlb_titan.context.document import per_document, per_document_round_robin
 from wlb_titan.context.hybrid import exchange_seconds, levels_of, tries
 from wlb_titan.context.layout import (
@@ -190,7 +189,7 @@ class Adaptive(AllGather):
         return min(shardings, key=lambda named: seconds(named[1]))
 
     def candidates(
-        self, lengths: Ints, total: int, cached: NDArray[np.bool_] | None = None
+        self, lengths: Ints, total: int, cached: Bools | None = None
     ) -> list[tuple[str, Sharding]]:
         """Shardings with their names, of which the fastest is taken, the first of equally fast ones."""
         return [
@@ -206,7 +205,7 @@ class Hybrid(Adaptive):
     spares = True
 
     def candidates(
-        self, lengths: Ints, total: int, cached: NDArray[np.bool_] | None = None
+        self, lengths: Ints, total: int, cached: Bools | None = None
     ) -> list[tuple[str, Sharding]]:
         tried = tries(lengths, total, self.ranks, self.latency, self.levels, self.moves, cached)
         return [*super().candidates(lengths, total), *(("hybrid", sharding) for sharding in tried)]

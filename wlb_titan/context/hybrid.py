@@ -25,9 +25,8 @@ import bisect
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from wlb_titan.arrays import Floats, Ints
+from wlb_titan.arrays import Bools, Floats, Ints
 from wlb_titan.context.document import document_runs
 from wlb_titan.context.layout import Sharding, from_runs
 from wlb_titan.context.strategy import MoveSeconds
@@ -82,7 +81,7 @@ def tries(
     latency: AttentionLatency,
     levels: Sequence[int],
     moves: Sequence[MoveSeconds] = (),
-    cached: NDArray[np.bool_] | None = None,
+    cached: Bools | None = None,
 ) -> list[Sharding]:
     """Shardings of long documents over groups of ranks and short ones whole, the most promising first.
 
@@ -112,7 +111,7 @@ def _widths(
     sizes: Sequence[int],
     latency: AttentionLatency,
     moves: Sequence[MoveSeconds],
-    cached: NDArray[np.bool_] | None,
+    cached: Bools | None,
 ) -> tuple[Ints, Floats]:
     """Over how many ranks documents go under each bound, int64 (bounds, n), and the time that is expected of
     it, float64 (bounds,). Equal ones are there once."""
@@ -212,9 +211,7 @@ def _place(
     return {key: np.sort(np.array(members)) for key, members in groups.items()}, loads, left
 
 
-def _items(
-    lengths: Ints, begins: Ints, is_long: NDArray[np.bool_], work: Floats, most: int
-) -> tuple[Ints, Ints, Floats]:
+def _items(lengths: Ints, begins: Ints, is_long: Bools, work: Floats, most: int) -> tuple[Ints, Ints, Floats]:
     """Begin, end and work of the short documents, neighbours of together some `most` tokens as one."""
     short = np.flatnonzero(~is_long)
     if not short.size:

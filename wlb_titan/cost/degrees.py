@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Ints
 from wlb_titan.cost.cluster import Cluster, Link
 from wlb_titan.cost.dimension import TORCHTITAN, Dimension
 from wlb_titan.errors import PlanError
@@ -102,7 +102,7 @@ class Degrees:
 
     def axes_of(self, ranks: Sequence[int]) -> list[str]:
         """The axes along which some ranks differ."""
-        places: tuple[NDArray[np.int64], ...] = np.unravel_index(ranks, tuple(self.layout.values()))
+        places: tuple[Ints, ...] = np.unravel_index(ranks, tuple(self.layout.values()))
         return [axis for axis, place in zip(self.layout, places, strict=True) if len(set(place.tolist())) > 1]
 
     def check_ranks(self, gpus: int) -> None:

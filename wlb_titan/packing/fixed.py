@@ -18,7 +18,6 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from annotated_types import Interval
-from numpy.typing import NDArray
 
 from wlb_titan.arrays import Ints
 from wlb_titan.documents.stream import DocumentStream
@@ -120,7 +119,7 @@ class FixedGreedy(PackingPolicy):
         return np.concatenate(read)
 
     @property
-    def waiting(self) -> NDArray[np.int64]:
+    def waiting(self) -> Ints:
         ready = [pack for step in self._ready for pack in step]
         return np.concatenate([self._remained, *ready])[:, LENGTH]
 

@@ -10,9 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 from annotated_types import Interval, MinLen
-from numpy.typing import NDArray
 
-from wlb_titan.arrays import Floats
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.context import ContextStrategy
 from wlb_titan.cost.passes import MicroBatches, PassJob, pass_times
 from wlb_titan.cost.workload import CostModel
@@ -29,7 +28,7 @@ from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import LENGTH, ByPass, Flow, Slices
 from wlb_titan.plugins import Family, Plugin, PluginConfig
 
-Pack = NDArray[np.int64]
+Pack = Ints
 """int64 (n, 4), columns ID, START, LENGTH, DELAY as in `MicroBatch.documents`."""
 
 Answer = Floats
@@ -77,7 +76,7 @@ class Packing:
     packs: list[Pack]
     lost_tokens: int = 0
     gap: float | None = None
-    slices: list[NDArray[np.int64]] | None = None
+    slices: list[Ints] | None = None
     assigned: list[list[int]] | None = None
     regrouped: Packing | None = None
     one_pass: bool = False
@@ -96,7 +95,7 @@ class Packing:
         return whole / self.sharers
 
     @property
-    def sharers(self) -> NDArray[np.int64]:
+    def sharers(self) -> Ints:
         """int64 (packs,), data-parallel ranks that share each pack."""
         if self.assigned is None:
             return np.ones(len(self.packs), dtype=np.int64)
@@ -298,7 +297,7 @@ class PackingPolicy(Plugin, ABC):
         return None
 
     @property
-    def waiting(self) -> NDArray[np.int64]:
+    def waiting(self) -> Ints:
         """int64 (n,), lengths of the pieces that have arrived and not yet been packed."""
         return np.empty(0, dtype=np.int64)
 

@@ -23,13 +23,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.errors import PlanError
 from wlb_titan.pipeline.schedule import PipelineShape, rank_actions
 from wlb_titan.plan import Action
 
-Times = NDArray[np.float64]
+Times = Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class PipelineGraph:
             ends[number] += times.of(action)
         return ends[1:]
 
-    def step_times(self, forward: Times, backward: Times, orders: NDArray[np.int64]) -> Times:
+    def step_times(self, forward: Times, backward: Times, orders: Ints) -> Times:
         """How long the step takes in each of several orders, with equal stages and free communication.
 
         Args:

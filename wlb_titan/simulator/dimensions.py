@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from wlb_titan.arrays import Floats
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.cost.degrees import own_dimensions
 from wlb_titan.cost.models import rank_parameters
 from wlb_titan.job import Job
@@ -28,7 +27,7 @@ def with_dimensions(job: Job, times: PassTimes) -> PassTimes:
     return times
 
 
-def together(job: Job, seconds: Floats, numbers: NDArray[np.int64]) -> Floats:
+def together(job: Job, seconds: Floats, numbers: Ints) -> Floats:
     """Seconds that steps take, some data-parallel ranks of which may wait for each other in some steps alone.
 
     Args:

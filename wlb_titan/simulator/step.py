@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from wlb_titan.arrays import Floats
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.cost.models import rank_parameters
 from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.errors import PlanError
@@ -59,7 +58,7 @@ class Prediction:
     communication: Floats
     optimizer: Floats
     busy: Floats
-    tokens: NDArray[np.int64]
+    tokens: Ints
     flops: Floats
     memory: tuple[RankMemory, ...]
     longest: int
@@ -173,7 +172,7 @@ def simulate(job: Job, plans: Sequence[Plan], measured: Measured | None = None) 
     )
 
 
-def _joined(steps: Sequence[NDArray[np.int64]], parts: Sequence[Prediction]) -> Prediction:
+def _joined(steps: Sequence[Ints], parts: Sequence[Prediction]) -> Prediction:
     """One prediction of several, each of some of the steps."""
     order = np.argsort(np.concatenate(steps))
     arrays: dict[str, Any] = {
@@ -201,9 +200,7 @@ def tokens_per_second(job: Job, passing: MicroBatches) -> float:
     return float(passing.tokens.sum() * job.degrees.data / seconds)
 
 
-def peak_memory(
-    job: Job, plans: Sequence[Plan], tokens: NDArray[np.int64], runs: int
-) -> tuple[RankMemory, ...]:
+def peak_memory(job: Job, plans: Sequence[Plan], tokens: Ints, runs: int) -> tuple[RankMemory, ...]:
     """The largest peak of each pipeline rank over the steps of replicas.
 
     Args:

@@ -8,9 +8,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from wlb_titan.arrays import Floats
+from wlb_titan.arrays import Bools, Floats
 from wlb_titan.job import Job
 from wlb_titan.memory.peak import weighted_tokens
 from wlb_titan.packing.slim.slices import ReplicaPacks, kind, passes_of
@@ -108,7 +107,7 @@ def _in_runs(job: Job, plan: Plan, name: str, dp_rank: int, measured: Measured |
     return picture.step()
 
 
-def _known(measured: Measured | None, first: int, n: int) -> NDArray[np.bool_] | None:
+def _known(measured: Measured | None, first: int, n: int) -> Bools | None:
     """bool (stages, n), which passes of these micro-batches ran."""
     return None if measured is None else measured.known[:, first : first + n]
 
@@ -128,7 +127,7 @@ class _Picture:
         curves = zip(map(np.array, self._seconds), map(np.array, self._bytes), strict=True)
         return self._spans, [MemoryCurve(rank, *curve) for rank, curve in enumerate(curves)]
 
-    def add(self, replica: Replica, ends: Floats, known: NDArray[np.bool_] | None) -> None:
+    def add(self, replica: Replica, ends: Floats, known: Bools | None) -> None:
         """A run, behind those before it."""
         job, memory, here = self._job, self._job.packing.rank_memory, replica.micro_batches
         keys = partial(keys_of, job=job)
@@ -168,7 +167,7 @@ class _Picture:
         self._first += len(here.forward)
 
 
-def _origin(action: Action, known: NDArray[np.bool_] | None) -> dict[str, str]:
+def _origin(action: Action, known: Bools | None) -> dict[str, str]:
     """Where the time of a pass is from, where some were measured."""
     if known is None:
         return {}
