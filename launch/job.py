@@ -34,8 +34,6 @@ def hosts_of(
     """Checks an experiment before it is started or submitted, and sizes its job.
 
     Args:
-        config: path of the TOML file.
-        overrides: command-line overrides of its keys.
         nodes: number of hosts; 0 for as few as `at_most` processes on each allow.
         min_nodes: with how many of them it goes on when others are lost; 0 for all.
         processes: on each host; 0 for as many as the parallel degrees need.

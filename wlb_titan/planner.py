@@ -29,9 +29,6 @@ class Planner:
     """Plans a job's steps one after the other. `Job.planner` makes one.
 
     Args:
-        documents: what is trained on.
-        job: what is packed for.
-        packing: the packing policy's settings.
         strategy: divides each micro-batch over context-parallel ranks; None without context parallelism.
         pipeline: how a data-parallel rank's micro-batches go through its pipeline; None without one.
 
@@ -103,7 +100,6 @@ class Planner:
         A token's label is the next token of its document, if that is learned.
 
         Args:
-            plan: plan of this planner.
             by_document: each label weighs one over the labels of its document, so that documents weigh the
                 same however many they have; otherwise it weighs one.
 

@@ -120,7 +120,6 @@ def sketched_job(name: str, config: Sketch, gpus: int | None) -> Job:
 
     Args:
         name: its model, as of `sketch_of`.
-        config: with the overrides over it.
         gpus: which a data-parallel degree of -1 fills; None: the least that the degrees need.
 
     Raises:

@@ -58,7 +58,6 @@ def exchange_seconds(sent: Ints, levels: Sequence[int], moves: Sequence[MoveSeco
 
     Args:
         sent: tokens as `sent_tokens` gives them.
-        levels: sizes of their groups.
         moves: what each takes; empty where that does not count.
     """
     return sum(
@@ -88,8 +87,6 @@ def tries(
     Args:
         lengths: int64 (n,), tokens of the documents in sequence order, each at least 1.
         total: tokens of the sequence with its padding; a multiple of 2 x ranks.
-        ranks: context-parallel degree.
-        latency: predicts the time of segments.
         levels: over how many ranks a document may go besides one.
         moves: what collectives take on each of the levels; empty where that does not count.
         cached: bool (n,), documents that have to go over all ranks; None for none.

@@ -149,8 +149,6 @@ def gathered(
 
     Args:
         model, tensor: as of `ContextStrategy.exchange`.
-        ranks: context-parallel ranks.
-        collectives: in which keys are gathered.
         levels: sizes of groups within which they may be gathered; empty: all ranks.
         always: as of `Move`.
     """
@@ -165,7 +163,6 @@ class ContextStrategy(Plugin, ABC):
     """Divides micro-batches over context-parallel ranks.
 
     Args:
-        config: its settings.
         ranks: context-parallel degree, at least 2.
         latency: predicts attention time; of all query heads that a tensor-parallel rank has.
         moves: what each of the moves of its `exchange` takes; empty where that does not count.
@@ -222,7 +219,6 @@ class ContextStrategy(Plugin, ABC):
             lengths: int64 (n,), tokens of the documents in sequence order, each at least 1.
             total: tokens of the sequence with its padding, which comes last.
             slices: what lies elsewhere of these documents; None where all of them are whole.
-            micro_batch: names it in errors.
 
         Returns:
             How it is divided in the end, for reports; and per rank its runs. What is left of a rank's

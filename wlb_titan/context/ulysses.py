@@ -52,7 +52,6 @@ def head_shares(heads: int, kv_heads: int, ranks: int) -> list[Share]:
 
     Args:
         heads: query heads, a multiple of kv_heads.
-        kv_heads: key heads.
         ranks: at most as many as query heads.
 
     Raises:

@@ -38,7 +38,6 @@ class ArrowShard:
     """One Arrow file in stream format. See `Shard`.
 
     Args:
-        path: the file.
         column: holds one list of token ids a document.
         checked: whether `write_checks` has written checksums beside it.
 

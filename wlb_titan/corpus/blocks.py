@@ -35,7 +35,6 @@ class CheckedPages:
     """The bytes of a file, mapped; call `check` before they are used.
 
     Args:
-        path: the file.
         sums: checksums of its blocks; None checks nothing.
 
     Attributes:
@@ -53,7 +52,6 @@ class CheckedPages:
 
         Args:
             begin, end: bytes of the file.
-            what: lies there, for the message.
 
         Raises:
             CorpusError: the file is not what was written.

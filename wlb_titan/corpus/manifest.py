@@ -143,7 +143,6 @@ def facts_of_files(folder: Path, files: Iterable[Path]) -> dict[str, Any]:
     """`files` and `checksums` of a manifest.
 
     Args:
-        folder: the corpus.
         files: all in it that belong to it, the manifest left out.
     """
     names = {path.relative_to(folder).as_posix(): path for path in sorted(files)}

@@ -76,7 +76,6 @@ class TokenMask:
 
     Args:
         values: values of the documents of `tokens`, one for each token.
-        tokens: the shard that is masked.
         labels: the values are labels, not 0 and 1.
         name: name of the column or file, for messages.
 
@@ -144,8 +143,6 @@ def chosen_column(path: Path, columns: Sequence[str], wanted: str) -> str | None
     """The column of a dataset that says what is learned.
 
     Args:
-        path: for messages.
-        columns: that the dataset has.
         wanted: a column; "auto" is the one that there is of COLUMNS; "none" is no mask.
 
     Raises:

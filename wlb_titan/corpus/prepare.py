@@ -52,7 +52,6 @@ def prepare_corpus(
     that the next one clears away.
 
     Args:
-        settings: what to make.
         output: the corpus folder; its parents are made.
         overwrite: replace a corpus that is there.
         report: called often, from this thread.

@@ -60,7 +60,6 @@ def open_source(settings: PrepareSettings, cache: Path) -> Source:
     """Find the documents of a source, without reading them.
 
     Args:
-        settings: names the source.
         cache: folder for what `datasets` converts on the way; to be deleted by the caller.
 
     Raises:
@@ -87,7 +86,6 @@ class Files:
     """Documents made of one file each, or of several that are joined.
 
     Args:
-        documents: names and paths.
         within: a link that leads out of this folder is not read, but told; None reads all.
     """
 
@@ -179,7 +177,6 @@ class JsonLines:
     all of it into one table, and refuse a file whose other fields change their type.)
 
     Args:
-        path: the file.
         field: the one that holds the text.
         chat: whether it holds a conversation, which is read as of `conversation`.
     """

@@ -31,7 +31,6 @@ def long_tailed_lengths(tokens: int, longest: int, seed: int = 0) -> Ints:
     Args:
         tokens: how many there are to be together, at least.
         longest: length at which they are cut off.
-        seed: seed of the draw.
 
     Returns:
         int64 (documents,).

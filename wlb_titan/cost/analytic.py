@@ -86,9 +86,6 @@ class TokenSeconds:
         """The seconds of one rank of a model.
 
         Args:
-            shape: shape of the model.
-            device: device of the rank.
-            tensor, context: degrees of parallelism.
             exchange: seconds of context parallelism's collectives in a pass, for each token of the
                 micro-batch; None: those of the keys and values of the other ranks, as in the paper.
         """
@@ -120,7 +117,6 @@ class Analytic(CostModel):
     2.9 s at 600 TFLOP/s.
 
     Args:
-        shape: shape of the model.
         device: one of its ranks; None takes a GPU of the paper's cluster, `h100_roce`.
         tensor_parallel: degree; divides FLOPs and element-wise bytes, adds its collectives.
         context_parallel: the same.

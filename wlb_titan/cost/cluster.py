@@ -104,7 +104,6 @@ class Cluster:
 
         Args:
             bytes_: that each rank has, of which it sends an equal share to every rank.
-            ranks: ranks of the group.
         """
         inside = min(ranks, self.gpus_per_node)
         near = bytes_ * (inside - 1) / ranks / self.node.bandwidth

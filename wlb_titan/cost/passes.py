@@ -89,7 +89,6 @@ def pass_times(job: PassJob, micro_batches: MicroBatches) -> PassTimes:
     """The passes of micro-batches through every stage.
 
     Args:
-        job: the job.
         micro_batches: arrays (n, k), the n of each of k runs in the order in which they run.
 
     Returns:

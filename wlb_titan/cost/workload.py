@@ -143,7 +143,6 @@ def cost_model(text: str, job: CostJob) -> CostModel:
     Args:
         text: a name, with its settings after a colon (`quadratic:0.9e6,4e10`); the path of a profile, which
             is short for `profile:PATH`; or "package.module:Class".
-        job: whose documents they are.
 
     Raises:
         PlanError: there is no such model, or its settings are wrong.

@@ -35,7 +35,6 @@ def peak_memory(job: MemoryJob, passes: Passes) -> tuple[RankMemory, ...]:
     """The peak memory of every pipeline rank over one step.
 
     Args:
-        job: whose step it is.
         passes: passes of a replica, in the order of running. For the most that a length may need, n times
             that length.
 

@@ -26,7 +26,6 @@ def balanced(workloads: Floats, ranks: int) -> list[list[int]]:
 
     Args:
         workloads: float64 (packs,), of which `ranks` is a divisor.
-        ranks: data-parallel degree.
 
     Returns:
         Per rank the numbers of its packs, in the order in which it runs them.

@@ -44,7 +44,6 @@ def level_by_cutting(
     document of the first is cut after 3 tokens and its tail goes to the second, 7 tokens each.
 
     Args:
-        packed: each micro-batch has a document.
         micro_batches: N.
         max_length: L_max in tokens.
         cost_model: W_a + W_l.

@@ -19,7 +19,6 @@ def level(loads: Floats, capacities: Floats, work: float) -> float:
     Args:
         loads: float64 (bins,), work in each bin.
         capacities: float64 (bins,), most that each may hold; not below its load.
-        work: to be poured.
 
     Returns:
         The level; infinity if the work does not fit.

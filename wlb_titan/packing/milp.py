@@ -33,7 +33,6 @@ class Milp:
         time_limit: seconds for one packing.
         gap: relative distance between solution and bound at which to stop.
         user: what asks for it, for errors.
-        setting: the key that chose it.
 
     Raises:
         PlanError: highspy is not installed.
@@ -62,8 +61,6 @@ class Milp:
         """Looks for a packing.
 
         Args:
-            documents, packs: how many there are.
-            rows: conditions.
             start: a packing, int64 (documents,), and its z.
             z: between what it lies.
             upper: float64 (documents, packs), 0 where a document may not go.

@@ -195,9 +195,7 @@ class PackingPolicy(Plugin, ABC):
     """Packs the documents of one step after the other.
 
     Args:
-        config: its settings.
         stream: documents in pieces of at most the context window.
-        job: what it packs for.
 
     Attributes:
         variable_length: micro-batches may differ in length; otherwise each is exactly as long as the context
@@ -290,7 +288,6 @@ class PackingPolicy(Plugin, ABC):
         """What the pipeline ranks run, as of `Plan.flows`; None leaves it to the schedule.
 
         Args:
-            packing: what `next` returned last.
             forward, backward: float64 (packs,), work of its packs, and of those of backward passes.
             ranks: the data-parallel ranks that it is asked of; the others' are empty.
         """

@@ -42,7 +42,6 @@ def tune(
 
     Args:
         lengths: int64 (documents,), tokens of the corpus' documents.
-        queues: n, from 1 to 8.
         window: context window in tokens, at least 16.
         micro_batches: N; trial runs use at most 32.
         max_length: L_max in tokens.

@@ -52,7 +52,6 @@ class PassTimes:
 
         Args:
             forward, backward: float64 (n, k), times of each micro-batch through all stages of one rank.
-            shape: the pipeline.
         """
         each = (shape.stages, *forward.shape)
         half = np.broadcast_to(backward / (2 * shape.chunks), each)
@@ -72,7 +71,6 @@ class PipelineGraph:
     """The actions of one step and what each of them waits for.
 
     Args:
-        shape: the pipeline.
         micro_batches: n, at least 1.
         actions: per rank what it runs, in order; None takes the schedule's own.
         needed: the last forward pass on the last stage that each backward pass waits for; None: its own
@@ -114,7 +112,6 @@ class PipelineGraph:
         """When every action ends.
 
         Args:
-            times: times of all passes.
             delay: time of data from one rank to the next: a number, or float64 (n, k) by micro-batch.
             earliest: before which no action begins: a number, or float64 (actions, k).
             backward_delay: time of gradients, as `delay`; None is `delay`.

@@ -63,7 +63,6 @@ class Packs:
         """Packs whose backward passes hold what their forward passes do.
 
         Args:
-            forward, backward, tokens: as above.
             sliced: the document of which each pack has a slice, -1 where it has none; see
                 `slices.backward_order`.
         """

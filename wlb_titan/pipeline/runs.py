@@ -22,9 +22,7 @@ class PipelineRuns:
     """How the micro-batches of a data-parallel rank go through its pipeline.
 
     Args:
-        shape: the pipeline.
         micro_batches: micro-batches of one run; a rank runs those of a step in one or several runs.
-        order: within each run.
 
     Raises:
         PlanError: the order cannot be found for this pipeline.

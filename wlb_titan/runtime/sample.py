@@ -81,7 +81,6 @@ class Sampler:
             text: as of `written`.
             tokens: at most, and no more than the context window has room for.
             temperature: 0 takes the likeliest token.
-            seed: seed of the draws.
         """
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids or [self._end]
         if len(ids) >= self._longest:

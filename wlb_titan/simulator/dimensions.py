@@ -31,7 +31,6 @@ def together(job: Job, seconds: Floats, numbers: Ints) -> Floats:
     """Seconds that steps take, some data-parallel ranks of which may wait for each other in some steps alone.
 
     Args:
-        job: the job.
         seconds: float64 (steps, data-parallel ranks), of each step on each of them.
         numbers: int64 (steps,), of the steps, from 1.
 

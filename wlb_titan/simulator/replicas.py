@@ -50,7 +50,6 @@ def run_flows(
     """Runs every replica of every plan.
 
     Args:
-        job: the job.
         plans: with an order of passes each.
         times: times of all passes, (stages, n, steps x replicas).
         delays: float64 (n, steps x replicas), seconds of a forward pass' data from one rank to the next.

@@ -87,10 +87,7 @@ def search(
     """Tries the ways to run a job on `gpus` with all policies.
 
     Args:
-        scenario: documents and job.
-        gpus: how many.
         policies: names of packing, sharding and order.
-        steps: to simulate of each.
         goes_on: asked before a candidate is planned, which it is told, whether there is time for it.
 
     Raises:

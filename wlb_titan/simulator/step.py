@@ -118,7 +118,6 @@ def simulate(job: Job, plans: Sequence[Plan], measured: Measured | None = None) 
     """Predicts steps from their plans.
 
     Args:
-        job: the job.
         plans: plans for the job's data-parallel and context-parallel degrees.
         measured: passes and optimizer of these steps, in place of predicted ones.
 
@@ -187,7 +186,6 @@ def tokens_per_second(job: Job, passing: MicroBatches) -> float:
     """Tokens a second of a step in which every replica's micro-batches take the same.
 
     Args:
-        job: the job.
         passing: arrays (n, 1), all micro-batches of one replica, which go through the pipeline in one run.
 
     Raises:
@@ -204,7 +202,6 @@ def peak_memory(job: Job, plans: Sequence[Plan], tokens: Ints, runs: int) -> tup
     """The largest peak of each pipeline rank over the steps of replicas.
 
     Args:
-        job: the job.
         plans: plans of the steps.
         tokens: int64 (n, k * runs), of the micro-batches of each run, in the order of running.
         runs: runs of each step of a replica. From the second on, gradients of the first are there, reduced.

@@ -53,9 +53,6 @@ def step_timeline(
     """The step of one data-parallel replica.
 
     Args:
-        job: the job.
-        plan: plan of the step.
-        name: the process of the spans.
         dp_rank: the replica; None takes the one that takes longest.
         measured: the step's passes, in place of predicted ones; those of ranks that ran say so.
 

@@ -69,9 +69,7 @@ def write_report(
     """Draws what was planned.
 
     Args:
-        folder: folder of the page.
         jobs: what was planned, under each packing policy.
-        documents: on which.
         summaries: summary of each policy; `plain` is the picture before.
         times: times of the context-parallel ranks by sharding policy; None without context parallelism.
         choices: what `auto` stands for in a job, where it does.
@@ -140,7 +138,6 @@ def planned_timelines(jobs: Sequence[Job], documents: Documents, steps: int) -> 
 
     Args:
         jobs: with a pipeline, under each packing policy.
-        documents: what they train on.
         steps: the last of so many is taken, or the tenth.
     """
     before = jobs[0].under(Policy("plain", jobs[0].sharding.name))

@@ -113,8 +113,6 @@ def write_report(
     """Draws what was simulated.
 
     Args:
-        folder: folder of the page.
-        scenario: documents and job.
         plans, predictions: plans and predictions of each policy, the baseline first.
         steps: timeline and memory of a typical step of each policy.
         choices: what `auto` stands for in a policy, where it does.

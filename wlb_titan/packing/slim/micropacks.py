@@ -75,7 +75,6 @@ def micropacks(
     Args:
         lengths: int64 (n,), tokens of the documents.
         works: float64 (n,), their work.
-        prefix_work: where to cut.
         count: M, packs; each holds at least one token.
         place: puts short documents beside slices; None is `place_greedily`.
 

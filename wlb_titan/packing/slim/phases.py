@@ -35,7 +35,6 @@ class SymmetricPacker:
     """Packs of which both passes run, those of documents that ranks share (`dp_merge.py`) among them.
 
     Args:
-        job: what is packed for.
         window: tokens of the longest document.
         merges: whether ranks share documents: where they can, or where steps get shorter.
         flows: predicts steps.

@@ -205,7 +205,6 @@ def check_count(lengths: Ints, most: Ints, grain: int, count: int) -> None:
         lengths: int64 (n,), tokens of the documents.
         most: int64 (n,), slices that each can be cut into.
         grain: tokens that a slice has at least.
-        count: MicroPacks that are wanted.
 
     Raises:
         PlanError: they cannot.

@@ -59,7 +59,6 @@ class Gather:
     Args:
         k_LNH, v_LNH: this rank's L tokens; N and H may differ between them.
         exchange: as of `context.all_gather.gathered_mask`.
-        meshes: group of each level.
     """
 
     def __init__(

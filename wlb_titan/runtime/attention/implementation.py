@@ -29,7 +29,6 @@ def check_implementation(config: Trainer.Config, device: Device | None = None) -
     """What computes forward and backward passes.
 
     Args:
-        config: configuration of the job.
         device: on which it runs; None where that is not known, as on the machine that submits it.
 
     Raises:

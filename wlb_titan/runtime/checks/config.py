@@ -88,7 +88,6 @@ def validate_devices(config: Trainer.Config, processes: int, gpus: int) -> None:
     """Refuses what the GPUs of a machine cannot run.
 
     Args:
-        config: the configuration.
         processes: processes of the job on that machine.
         gpus: that the machine has; without any, or where the configuration asks for it, the CPU is used, on
             which everything runs.

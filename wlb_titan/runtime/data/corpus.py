@@ -52,7 +52,6 @@ def documents_of(settings: CorpusSettings, corpus: Corpus, hold_out: float = 0.0
     """What a planner needs of an opened corpus.
 
     Args:
-        settings: [wlb.corpus].
         corpus: what `open_corpus` made of them.
         hold_out: share of the documents that is left out, for validation.
     """

@@ -97,7 +97,6 @@ def to_device(
 
     Args:
         item, labels: what `rank_item` returns.
-        device: to which.
         cache: number of the step's `KeyValueCache`, where documents are sliced.
 
     Returns:

@@ -50,7 +50,6 @@ class Alarm:
     """A context manager: while it is open, this rank watches all others, and they watch it.
 
     Args:
-        rank: rank of this process.
         world_size: processes of the job; a job of one process has nobody to watch and needs no store.
 
     Attributes:

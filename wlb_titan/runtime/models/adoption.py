@@ -74,7 +74,6 @@ def adopt(base: TorchtitanTrainer.Config, name: str) -> Trainer.Config:
 
     Args:
         base: fresh, for its model is changed in place.
-        name: what messages call it.
 
     Raises:
         UserError: something of it would be lost; the message names all of that.
@@ -113,7 +112,6 @@ def unsupported(
     """What of a model cannot be trained here, each with the first layer concerned and their number.
 
     Args:
-        model: the model's configuration.
         inner_attentions: classes of inner attention that are right, or may be replaced.
     """
     if not isinstance(model, Decoder.Config):

@@ -22,8 +22,6 @@ class PackFlowSchedule(PipelineScheduleRuntime):
     stage to the first. These are alike on all data-parallel ranks, however their passes are ordered.
 
     Args:
-        stages: stages of this rank.
-        flow: what each pipeline rank runs.
         loss_fn: computes loss and metrics from the last stage's output and the labels.
     """
 

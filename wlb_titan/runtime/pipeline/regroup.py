@@ -69,7 +69,6 @@ def regrouped_items(
 
     Args:
         items: items of the micro-batches of forward and then of backward passes.
-        packs: these micro-batches.
         tensor_ranks, rank: as of `token_moves`.
 
     Returns:
