@@ -70,7 +70,8 @@ def _lock(partial: Path, path: Path) -> int:
 
 def _check_way(partial: Path, path: Path) -> None:
     """Raises CorpusError where something that is not ours stands where the folder will be written."""
-    if partial.is_symlink() or (partial.exists() and not (partial.is_dir() and _is_ours(partial))):
+    ours = (partial / LOCK_FILE).is_file() or (partial.is_dir() and not any(partial.iterdir()))
+    if partial.is_symlink() or (partial.exists() and not (partial.is_dir() and ours)):
         raise CorpusError(
             f"{partial}, where {path} would be written first, is not what a preparation leaves behind. Move "
             "it away, or name another folder."
@@ -81,10 +82,6 @@ def _check_way(partial: Path, path: Path) -> None:
             f"{replaced} is in the way: a replacement of {path} was stopped when it had moved the former "
             f"corpus there. Move it back to {path.name} if there is none, or delete it."
         )
-
-
-def _is_ours(partial: Path) -> bool:
-    return (partial / LOCK_FILE).is_file() or not any(partial.iterdir())
 
 
 def _replaced(path: Path) -> Path:

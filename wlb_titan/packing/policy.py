@@ -132,10 +132,6 @@ def here(ask: Callable[[], Answer]) -> Answer:
     return ask()
 
 
-def _unknown() -> None:
-    return None
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackingJob:
     """What a policy packs for.
@@ -165,7 +161,7 @@ class PackingJob:
     divisor: int = 1
     data_parallel: int = 1
     pipeline: PipelineShape = NO_PIPELINE
-    in_flight: Callable[[], int | None] = _unknown
+    in_flight: Callable[[], int | None] = lambda: None
     peak: Callable[[Passes], RankMemory] | None = None
     usable: float = math.inf
     pass_seconds: PassSeconds | None = None

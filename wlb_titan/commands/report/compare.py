@@ -28,7 +28,7 @@ def setting_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
 
 def figure_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
     """A row for each figure; those that no run has are left out."""
-    tokens = common_tokens(runs)
+    tokens = float(min(run.tokens[-1] for run in runs))  # that all have trained on
     figures: list[tuple[str, list[float | None], str]] = [
         ("steps", [run.records[-1]["step"] for run in runs], ",d"),
         ("tokens", [run.tokens[-1] for run in runs], ",.0f"),
@@ -68,11 +68,6 @@ def _rate(run: Run, key: str, form: str) -> str:
     if (rate := run.rate(key)) is None:
         return NOT_KNOWN
     return format(rate.value, form) + (f" ±{rate.error / rate.value:.1%}" if rate.error is not None else "")
-
-
-def common_tokens(runs: Sequence[Run]) -> float:
-    """The tokens that all runs have trained on."""
-    return float(min(run.tokens[-1] for run in runs))
 
 
 def remarks(runs: Sequence[Run]) -> list[str]:

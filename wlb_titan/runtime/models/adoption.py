@@ -88,7 +88,7 @@ def adopt(base: TorchtitanTrainer.Config, name: str) -> Trainer.Config:
             f"the base {name!r} cannot be trained as it is meant: {'; '.join(lost)}. {WHAT_TO_DO}"
         )
     for _, attention, _, _ in model.traverse(BaseAttention.Config):
-        attention.inner_attention = document_attention(attention)
+        attention.inner_attention = DocumentAttention.Config(window=sliding_window(attention))
     values = _fields(base)
     if base.model_spec.pipelining_fn is pipeline_llm:
         values["model_spec"] = dataclasses.replace(base.model_spec, pipelining_fn=pipeline)
@@ -99,11 +99,6 @@ def adopt(base: TorchtitanTrainer.Config, name: str) -> Trainer.Config:
     if type(base.activation_checkpoint) is SelectiveAC.Config:
         values["activation_checkpoint"] = SelectiveDocumentAC.Config(**_fields(base.activation_checkpoint))
     return Trainer.Config(**values)
-
-
-def document_attention(attention: BaseAttention.Config) -> DocumentAttention.Config:
-    """What stands in for the inner attention of a layer that `unsupported` finds nothing in."""
-    return DocumentAttention.Config(window=sliding_window(attention))
 
 
 def unsupported(
