@@ -42,8 +42,8 @@ CHECK_SHAPES = [
 ]
 TIME_SHAPES = [[32, 4, 128, 128], [32, 32, 128, 128], [32, 4, 64, 64], [16, 16, 192, 128]]
 GRID_SHAPES = [[32, 4, 128, 128], [32, 32, 128, 128]]
-GROUPS = "abcde"  # of attention_cases.py
-KEYS = ("kind", "implementation", "shape", "part")  # of a job; parts: rounds of the grid, groups in turns
+GROUPS = "abcdef"  # of attention_cases.py
+KEYS = ("kind", "implementation", "shape", "part")  # of a job; parts: rounds of the grid
 TINY = {"shapes": [[2, 1, 64, 64]], "groups": "ac", "scale": 256}  # of a rehearsal
 
 
@@ -66,10 +66,15 @@ def jobs(stages: list[str], device: str) -> Iterator[dict]:
                     yield {"kind": kind, "implementation": name, "shape": shape} | common
     for shape in time_shapes if "turns" in stages else ():
         ours = ("gluon", "gluon, any order") if supports("gluon", shape) and not tiny else ("triton",)
-        names = [*ours, *(FA4 if has_fa4() and not tiny else ())]
-        for group in TINY["groups"] if tiny else "abcd":
-            job = {"implementation": ours[0], "part": group, "names": names, "groups": group}
-            yield {"kind": "turns", "shape": shape} | job | common
+        names = [
+            *ours,
+            *(() if tiny else ("triton", "cuDNN dense")),
+            *(FA4 if has_fa4() and not tiny else ()),
+        ]
+        names = list(dict.fromkeys(names))
+        groups = TINY["groups"] if tiny else "abcd"
+        job = {"implementation": ours[0], "names": names, "groups": groups}
+        yield {"kind": "turns", "shape": shape} | job | common
     for shape in time_shapes if "time" in stages else ():
         for name in (*OURS, "gluon, any order", *(() if tiny else PEERS)):
             if supports(name, shape):

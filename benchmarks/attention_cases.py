@@ -70,7 +70,11 @@ def short(total: int, low: int, high: int, seed: int) -> list[int]:
 
 
 def cases(scale: int = 1) -> list[Case]:
-    """All cases, each group's most telling first; every length divided by `scale`, for a try on a CPU."""
+    """All cases, each group's most telling first; every length divided by `scale`, for a try on a CPU.
+
+    Groups: a one document, b mixes and ranks of them, c a long tail, d equal short documents, e single
+    chunks, f more of a and b.
+    """
     found = []
 
     def add(group: str, name: str, documents: list[int], segments: Tensor) -> None:
@@ -78,16 +82,19 @@ def cases(scale: int = 1) -> list[Case]:
 
     window = WINDOW // scale
     for length in (65536, 8192, 32768, 16384, 131072):
-        add("a", f"one document of {length // 1024}K", [length // scale], whole([length // scale]))
+        group = "a" if length in (65536, 8192) else "f"
+        add(group, f"one document of {length // 1024}K", [length // scale], whole([length // scale]))
     mixes = {
         "64K document": [window],
         "mix, median 2K": lognormal(window, 2048 // scale + 1, 0, window // 2),
         "mix with 32K": [window // 2, *lognormal(window // 2, 1024 // scale + 1, 1, window // 8)],
     }
     for name, documents in mixes.items():
-        add("b", f"{name}, unsharded", documents, whole(documents))
+        if len(documents) > 1:
+            add("b", f"{name}, unsharded", documents, whole(documents))
         for ranks in (8, 2, 4):
-            add("b", f"{name}, rank 0 of {ranks}", documents, shard(documents, ranks, 0))
+            group = "b" if ranks == 8 else "f"
+            add(group, f"{name}, rank 0 of {ranks}", documents, shard(documents, ranks, 0))
     tail = [window, *short(window, max(1, 100 // scale), 2000 // scale, 2)]
     add("c", "64K document and 64K of 100 to 2,000", tail, whole(tail))
     many = short(2 * window, max(1, 100 // scale), 2000 // scale, 3)

@@ -52,10 +52,12 @@ Documents: this machine's Python files, as `make train` prepares them.
 """
 
 
-def rehearsed(file: str, policy: str, steps: int, seconds: int) -> dict[str, Any] | None:
-    """What `wlb-titan rehearse` says, now or in an earlier run; None where no rank came through."""
+def rehearsed(file: str, policy: str, steps: int, seconds: int, *, runs: bool) -> dict[str, Any] | None:
+    """What `wlb-titan rehearse` says, before or, if it `runs` here, now; None where no rank came through."""
     output = KEPT / f"{Path(file).stem}-{policy.replace(':', '-')}.json"
     if not output.exists():
+        if not runs:
+            return None
         KEPT.mkdir(parents=True, exist_ok=True)
         words = [str(Path(sys.executable).parent / "wlb-titan"), "rehearse", file, "--policies", policy]
         words += ["--steps", str(steps), "--seconds", str(seconds), "--output", str(output), *CORPUS]
@@ -85,6 +87,7 @@ def row(file: str, policy: str, steps: int, ran: dict[str, Any] | None) -> dict[
         "gpus": job.degrees.ranks,
         "cluster": job.cluster.name,
         "policy": policy,
+        "device": ran and ran["ranks"][0]["device"],
         "predicted": ran["predicted"] if ran else predicted,
         "rehearsed": ran and ran["rehearsed"],
         "cut": sum(plan.tokens * plan.cut_share(job.window) for plan in plans) / tokens,
@@ -132,19 +135,14 @@ def main(
 ) -> None:
     use_cpu_without_accelerator()
     runs = device == "cpu" or (device == "auto" and torch.cuda.is_available())
-    name = (
-        "a machine without a GPU"
-        if not runs
-        else "a CPU"
-        if device == "cpu"
-        else f"one {torch.cuda.get_device_name(0)}"
-    )
     rows = []
     for file in files.split(","):
         for policy in policies.split(","):
-            ran = rehearsed(file, policy, rehearsed_steps, seconds) if runs else None
+            ran = rehearsed(file, policy, rehearsed_steps, seconds, runs=runs)
             rows.append(row(file, policy, steps, ran))
             print(table(rows[-1:]), end="", flush=True)
+    devices = {one["device"] for one in rows if one["device"]}
+    name = ", ".join(f"one {device}" for device in sorted(devices)) or "a machine without a GPU"
     page.parent.mkdir(parents=True, exist_ok=True)
     text = HEAD.format(device=name, cluster=rows[0]["cluster"])
     page.write_text(text + table(rows), encoding="utf-8")

@@ -33,7 +33,7 @@ def test_cases_are_valid(benchmark):
     import attention_cases
 
     found = attention_cases.cases()
-    assert {case.group for case in found} == set("abcde")
+    assert {case.group for case in found} == set("abcdef")
     for case in found:
         q_tokens = int((case.segments[:, 0] + case.segments[:, 1]).max())
         check_segments(
