@@ -52,7 +52,7 @@ def peak_memory(job: MemoryJob, passes: Passes) -> tuple[RankMemory, ...]:
     for number in range(job.shape.ranks):
         rank = job.rank(job, number)
         peaks = [rank.peak(each, reduced=i > 0) for i, each in enumerate(runs)]
-        most = max(peaks, key=lambda peak: peak.total)
+        most = fullest(peaks)
         for dimension in job.degrees.own:
             most = dimension.make().memory(job, most)
         result.append(most)

@@ -13,10 +13,9 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common import CosSinRoPE
 from torchtitan.models.common.decoder import Decoder
 
-from wlb_titan.cost.cluster import Cluster, cluster_of_device, load_cluster
+from wlb_titan.cost.cluster import cluster_of_device, load_cluster
 from wlb_titan.cost.degrees import Degrees, own_dimensions
 from wlb_titan.cost.dimension import TORCHTITAN
-from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.runtime.compat import Dims, batch_of
@@ -24,7 +23,6 @@ from wlb_titan.runtime.pipeline.schedules import pipeline_shape, stage_names
 from wlb_titan.runtime.shape import has_experts, has_latent_attention, model_shape
 
 if TYPE_CHECKING:
-    from wlb_titan.config.settings import WlbSettings
     from wlb_titan.runtime.trainer import Trainer
 
 
@@ -56,7 +54,7 @@ def configured_job(config: Trainer.Config, dims: ParallelDims) -> Job:
     return Job(
         model=model_shape(model),
         degrees=job_degrees,
-        cluster=_cluster(wlb),
+        cluster=load_cluster(wlb.cluster or cluster_at_hand(wlb.device)),
         dtype=config.training.mixed_precision_param,
         window=batch.window,
         micro_batches=batch.total or batch.run * job_degrees.data,
@@ -113,13 +111,6 @@ def memory_settings(config: Trainer.Config) -> MemorySettings:
         sequence_parallel=config.parallelism.enable_sequence_parallel,
         reshard={"always": True, "never": False}.get(config.parallelism.fsdp_reshard_after_forward),
     )
-
-
-def _cluster(wlb: WlbSettings) -> Cluster:
-    try:
-        return load_cluster(wlb.cluster or cluster_at_hand(wlb.device))
-    except PlanError as error:
-        raise PlanError(str(error), setting="wlb.cluster") from error
 
 
 def _memory_unknown(model: Decoder.Config) -> str:

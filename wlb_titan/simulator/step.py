@@ -96,7 +96,7 @@ class Prediction:
     @property
     def peak_memory(self) -> RankMemory:
         """Peak memory of the pipeline rank that needs most."""
-        return max(self.memory, key=lambda rank: rank.total)
+        return fullest(self.memory)
 
     @property
     def fits(self) -> bool:
@@ -217,7 +217,7 @@ def peak_memory(job: Job, plans: Sequence[Plan], tokens: Ints, runs: int) -> tup
             candidates.add(int(in_flight[:, 1:].max(axis=1).argmax()))
         steps = [divmod(step, job.degrees.data) for step in candidates]
         peaks = [replica_memory(job, plans[step], replica)[rank] for step, replica in steps]
-        result.append(max(peaks, key=lambda peak: peak.total))
+        result.append(fullest(peaks))
     return tuple(result)
 
 
