@@ -30,7 +30,7 @@ from wlb_titan.arrays import Bools, Floats, Ints
 from wlb_titan.context.document import document_runs
 from wlb_titan.context.layout import Sharding, from_runs
 from wlb_titan.context.strategy import MoveSeconds
-from wlb_titan.cost.attention_latency import AttentionLatency, slowest
+from wlb_titan.cost.attention_latency import AttentionLatency
 
 BOUNDS = (4.0, 2.0, 1.4, 1.0, 0.7, 0.5, 0.35, 0.25, 0.12, 0.06, 0.0)
 """Of the mean rank's work: what a document's share may be. With 0 all long documents go over all ranks."""
@@ -65,12 +65,6 @@ def exchange_seconds(sent: Ints, levels: Sequence[int], moves: Sequence[MoveSeco
         for tokens, size, move in zip(sent, levels, moves, strict=False)
         if tokens.any()
     )
-
-
-def hybrid(lengths: Ints, total: int, ranks: int, latency: AttentionLatency) -> Sharding:
-    """The one of `tries` with the fastest attention; arguments and result as there."""
-    tried = tries(lengths, total, ranks, latency, levels_of(ranks))
-    return min(tried, key=lambda sharding: slowest(latency.seconds(sharding)))
 
 
 def tries(
