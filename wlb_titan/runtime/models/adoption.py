@@ -55,6 +55,9 @@ REFUSED_MODULES = {
 }
 """Parts of a model that do not run here, by the module of their class."""
 
+LORA = "torchtitan.components.lora"
+"""The module of its adapters."""
+
 REPLACED = {
     "metrics": (TitanMetricsProcessor.Config, MetricsProcessor.Config),
     "validator": (TitanValidator.Config, Validator.Config),
@@ -123,7 +126,7 @@ def unsupported(
 def has_adapters(model: Configurable.Config) -> bool:
     """Whether layers have adapters of torchtitan's LoRA, beside weights that are not trained."""
     return any(
-        owner_of(node).__module__ == "torchtitan.components.lora"
+        owner_of(node).__module__ == LORA
         for _, node, _, _ in model.traverse(Configurable.Config, recurse=True)
     )
 
