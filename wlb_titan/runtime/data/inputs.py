@@ -6,6 +6,7 @@ accelerator. `to_device` runs between two micro-batches and only starts copies: 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -114,6 +115,12 @@ def to_device(
     if REGROUPING in moved:
         extra[REGROUPING] = moved[REGROUPING]
     return moved["input"], labels.to(device, non_blocking=True), extra
+
+
+def grouped(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
+    """What goes through the model together: the micro-batches of a pipeline run, or a single one."""
+    for first in range(0, len(items), size):
+        yield items[first : first + size]
 
 
 def on_host(values: Ints) -> torch.Tensor:
