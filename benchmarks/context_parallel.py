@@ -35,6 +35,8 @@ from rich.table import Table
 
 from wlb_titan import context
 from wlb_titan.context import STRATEGIES
+from wlb_titan.context.document import per_document_round_robin
+from wlb_titan.context.hybrid import levels_of, tries
 from wlb_titan.cost.attention_hopper import KERNELS, OWN, hopper
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, KeyTiling, slowest
 
@@ -110,12 +112,15 @@ def compare(packs: list[np.ndarray], latency: AttentionLatency, window: int) -> 
         made = {
             "per_sequence": context.per_sequence(lengths, window, RANKS),
             "per_document": context.per_document(lengths, window, RANKS),
-            "hybrid": context.hybrid(lengths, window, RANKS, latency),
+            "hybrid": min(
+                tries(lengths, window, RANKS, latency, levels_of(RANKS)),
+                key=lambda sharding: slowest(latency.seconds(sharding)),
+            ),
         }
         real = {name: simulate(shards, lengths, latency) for name, shards in made.items()}
         predicted = {name: slowest(latency.seconds(shards)) for name, shards in made.items()}
         errors += [predicted[name] / real[name] - 1 for name in made]
-        dealt = context.per_document_round_robin(lengths, window, RANKS)
+        dealt = per_document_round_robin(lengths, window, RANKS)
         for name, value in {
             "per_sequence": real["per_sequence"],
             "per_document, remainder dealt out": simulate(dealt, lengths, latency),

@@ -95,19 +95,13 @@ def measure(name: str, arguments: list[str], result: Path) -> dict[str, Any]:
 )
 @click.option("--characters", default=100_000_000, show_default=True, help="Text to tokenize.")
 def main(folder: Path, characters: int) -> None:
-    """Measure three ways of tokenizing the same text."""
+    """Measure two ways of tokenizing the same text."""
     write_texts(folder, characters)
     prepare = ["-m", "wlb_titan.commands.main", "prepare"]
     options = ["--source", f"jsonl:{folder / 'texts'}", "--tokenizer", str(folder / "tokenizer")]
-    local = ["--executor", "local", "--workers", "2", "--executor-option", "start_method=fork"]
     rows = [
         measure("datasets.map, 2 processes", ["-c", MAP, str(folder), "2"], folder / "mapped"),
         measure("prepare", [*prepare, str(folder / "one"), *options], folder / "one"),
-        measure(
-            "prepare --executor local, 2 workers",
-            [*prepare, str(folder / "two"), *options, *local],
-            folder / "two",
-        ),
     ]
     save("packing_prepare", {"characters": characters, "rows": rows})
 

@@ -9,7 +9,7 @@ from typing import Optional
 import torchx.specs as specs
 from torchx.components import dist
 from wlb_titan.launch import in_torchx
-from wlb_titan.launch.job import PROGRAM, processes_a_host, restart_words
+from wlb_titan.launch.job import PROGRAM, hosts_of, restart_words
 
 
 def train(
@@ -46,7 +46,7 @@ def train(
     """
     with in_torchx.refusals():
         in_torchx.refuse_docker(image)
-        processes = processes_a_host(
+        hosts = hosts_of(
             config,
             overrides,
             nodes=nodes,
@@ -67,7 +67,7 @@ def train(
         cpu=cpu,
         gpu=gpu,
         memMB=memMB,
-        j=f"{min_nodes or nodes}:{nodes}x{processes}",
+        j=f"{min_nodes or nodes}:{nodes}x{hosts.processes}",
         max_retries=max_retries,
     )
     return in_torchx.with_our_agent(app, image, restart_words(nodes, min_nodes, restarts))

@@ -27,9 +27,8 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, parse_args
 
-from wlb_titan.errors import EXIT_AGAIN, EXIT_USER_ERROR
+from wlb_titan.errors import EXIT_AGAIN, EXIT_USER_ERROR, ONE_REQUEST
 
-ONE_REQUEST = 5.0  # seconds in which signals are the same request, but for Ctrl-C: schedulers repeat theirs
 POLITE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 PATIENCE = 600  # seconds
 STOPPED = (EXIT_AGAIN, 128 + signal.SIGTERM)  # of a rank that was asked to stop
@@ -37,14 +36,7 @@ FINAL = (EXIT_USER_ERROR, *STOPPED)
 
 
 def run(words: Sequence[str]) -> int:
-    """Runs the ranks of this host to their end.
-
-    Args:
-        words: torchrun's arguments; rendezvous is c10d's.
-
-    Returns:
-        The exit status.
-    """
+    """Runs the ranks of this host to their end."""
     logging.disable(logging.ERROR)  # torch's agent tells its doings at length; how it ends is told below
     config, program, arguments = config_from_args(parse_args(list(words)))
     if config.max_restarts or config.min_nodes != config.max_nodes:

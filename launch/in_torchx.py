@@ -65,8 +65,6 @@ def with_our_agent(app: specs.AppDef, image: str, words: list[str]) -> specs.App
     """TorchX's distributed job with our agent in torchrun's place.
 
     Args:
-        app: the job.
-        image: where it runs.
         words: words of the agent, besides those that torchrun has.
     """
     agent = shlex.join([*interpreter(image, AGENT, "wlb-agent"), *words])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from wlb_titan.errors import UserError
 
@@ -12,29 +13,32 @@ LAST_CALL = 10
 """Seconds that hosts wait for one more, once there are enough of them."""
 
 
-def processes_a_host(
+class Hosts(NamedTuple):
+    """Hosts of a job, and processes on each."""
+
+    nodes: int
+    processes: int
+
+
+def hosts_of(
     config: str,
     overrides: Sequence[str] = (),
     *,
     nodes: int = 1,
     min_nodes: int = 0,
     processes: int = 0,
+    at_most: int = 0,
     is_here: bool = True,
     gpus: Callable[[], int | None] = lambda: None,
-) -> int:
+) -> Hosts:
     """Checks an experiment before it is started or submitted, and sizes its job.
 
     Args:
-        config: path of the TOML file.
-        overrides: command-line overrides of its keys.
-        nodes: number of hosts.
+        nodes: number of hosts; 0 for as few as `at_most` processes on each allow.
         min_nodes: with how many of them it goes on when others are lost; 0 for all.
         processes: on each host; 0 for as many as the parallel degrees need.
         is_here: whether the job will see this machine's files, so that the corpus can be checked.
         gpus: says how many GPUs the job will find; None where it runs elsewhere.
-
-    Returns:
-        Processes on each host.
 
     Raises:
         UserError: the user's mistake, with its place.
@@ -46,7 +50,7 @@ def processes_a_host(
     from wlb_titan.runtime.job import degrees_product
     from wlb_titan.runtime.models.load import load_config
 
-    if nodes < 1 or processes < 0 or not 0 <= min_nodes <= nodes:
+    if nodes < (0 if at_most else 1) or processes < 0 or not 0 <= min_nodes <= (nodes or min_nodes):
         raise UserError(
             "--nodes is at least 1, --min-nodes at most as many, and --nproc at least 0 (as many as are "
             f"needed); got {nodes}, {min_nodes} and {processes}."
@@ -60,12 +64,13 @@ def processes_a_host(
         resolved.check(lambda config: validate_files(config, world_size or None))
     if not world_size:
         world_size = degrees_product(resolved.config)
+        nodes = nodes or -(-world_size // at_most)
         if world_size % nodes != 0:
             raise UserError(f"--nodes: {world_size} processes do not spread evenly over {nodes} hosts.")
         resolved.check(lambda config: validate(config, world_size))
     for fewer in range(min_nodes or nodes, nodes):
         _check_fewer(config, overrides, world_size, fewer * world_size // nodes)
-    return world_size // nodes
+    return Hosts(nodes, world_size // nodes)
 
 
 def _check_fewer(config: str, overrides: Sequence[str], world_size: int, fewer: int) -> None:

@@ -22,13 +22,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.cost.workload import CostModel, workload
 from wlb_titan.errors import PlanError
 from wlb_titan.packing import assignment
 from wlb_titan.packing.bins import REMAINS, Bins
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 Cost = Callable[[Ints], Floats]
 """Work of sequences of so many tokens, float64 (n,), in any unit; it grows with the tokens."""
 

@@ -1,4 +1,4 @@
-"""Errors whose message is written for the user: one paragraph that says what is wrong and what to do.
+"""How processes end, and errors whose message is written for the user: one paragraph on what to do.
 
 The command line shows the message alone, without a traceback, and exits with code 2.
 """
@@ -6,6 +6,8 @@ The command line shows the message alone, without a traceback, and exits with co
 EXIT_USER_ERROR = 2
 EXIT_AGAIN = 75
 """EX_TEMPFAIL of sysexits.h: a run has stopped with all saved, and is to be started again."""
+ONE_REQUEST = 5.0
+"""Seconds in which signals are the same request to stop: schedulers repeat theirs, launchers pass it on."""
 
 
 class UserError(ValueError):

@@ -281,7 +281,6 @@ class Job:
         """A planner at the beginning of the stream.
 
         Args:
-            documents: what is trained on.
             on_one_rank: as of `PackingJob`.
 
         Raises:

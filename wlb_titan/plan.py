@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+
+from wlb_titan.arrays import Bools, Floats, Ints
 
 ID, START, LENGTH, DELAY = range(4)  # columns of MicroBatch.documents
 PREFIX, TOTAL = range(2)  # columns of MicroBatch.slices
@@ -96,19 +97,12 @@ class Slices(NamedTuple):
             queries of another slice.
     """
 
-    prefix: NDArray[np.int64]
-    cached: NDArray[np.bool_]
+    prefix: Ints
+    cached: Bools
 
     @classmethod
-    def of(
-        cls, slices: NDArray[np.int64] | None, lengths: NDArray[np.int64], one_pass: bool
-    ) -> Slices | None:
-        """The slices by a micro-batch's `slices` and tokens; None where its documents are not sliced.
-
-        Args:
-            slices, one_pass: as of `MicroBatch`.
-            lengths: int64 (n,), tokens that are here.
-        """
+    def of(cls, slices: Ints | None, lengths: Ints, one_pass: bool) -> Slices | None:
+        """The slices by a micro-batch's `slices` and tokens; None where its documents are not sliced."""
         if slices is None:
             return None
         return cls(slices[:, PREFIX], (slices[:, TOTAL] > lengths) | one_pass)
@@ -145,10 +139,10 @@ class MicroBatch:
     length: int
     padding: int
     workload: float
-    documents: NDArray[np.int64]
+    documents: Ints
     sharding: str | None = None
-    ranks: tuple[NDArray[np.int64], ...] | None = None
-    slices: NDArray[np.int64] | None = None
+    ranks: tuple[Ints, ...] | None = None
+    slices: Ints | None = None
     merged: range = range(0)
     one_pass: bool = False
 
@@ -163,7 +157,7 @@ class MicroBatch:
         return self.length * self.sharers
 
     @property
-    def prefix(self) -> NDArray[np.int64] | None:
+    def prefix(self) -> Ints | None:
         """int64 (n,), tokens before each row of `documents` that its queries see too; None for none."""
         return None if self.slices is None else self.slices[:, PREFIX]
 
@@ -173,11 +167,11 @@ class MicroBatch:
         return Slices.of(self.slices, self.documents[:, LENGTH], self.one_pass)
 
     @property
-    def document_lengths(self) -> NDArray[np.int64]:
+    def document_lengths(self) -> Ints:
         """int64 (k,), tokens of the documents that begin here, with their slices elsewhere."""
         if self.slices is None:
             return self.documents[:, LENGTH]
-        begins: NDArray[np.int64] = self.slices[self.slices[:, PREFIX] == 0, TOTAL]
+        begins: Ints = self.slices[self.slices[:, PREFIX] == 0, TOTAL]
         return begins
 
     def to_json(self) -> dict[str, Any]:
@@ -264,17 +258,13 @@ class Plan:
         return sum(micro_batch.length - micro_batch.padding for micro_batch in self.micro_batches)
 
     @property
-    def document_lengths(self) -> NDArray[np.int64]:
+    def document_lengths(self) -> Ints:
         """int64 (n,), tokens of the pieces of documents that the step trains, slices put together."""
         return np.concatenate([micro_batch.document_lengths for micro_batch in self.packs])
 
     def cut_share(self, window: int) -> float:
         """Share of the tokens that lie in pieces which begin in mid-document, so that they do not see what is
-        before them; documents longer than the window, which have to be cut, begin anew at its multiples.
-
-        Args:
-            window: context window in tokens.
-        """
+        before them; documents longer than the window, which have to be cut, begin anew at its multiples."""
         pieces = np.concatenate([m.documents[:, [START, LENGTH]] for m in self.packs])
         before = [np.zeros(len(m.documents), int) if m.prefix is None else m.prefix for m in self.packs]
         cut = (pieces[:, 0] - np.concatenate(before)) % window > 0
@@ -331,7 +321,7 @@ def micro_batches_of(plans: Sequence[Plan]) -> ByPass[list[MicroBatch]]:
     return ByPass(forward, forward if all(plan.by_pass.same for plan in plans) else backward)
 
 
-def imbalance_degree(*passes: Sequence[float] | NDArray[np.float64]) -> float:
+def imbalance_degree(*passes: Sequence[float] | Floats) -> float:
     """max / mean; 1.0 is perfect balance. Of nothing at all it is 1.0 too.
 
     Args:

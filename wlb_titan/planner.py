@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.context import ContextStrategy, Sharding
 from wlb_titan.documents import Documents
 from wlb_titan.documents.stream import DocumentStream
@@ -29,9 +29,6 @@ class Planner:
     """Plans a job's steps one after the other. `Job.planner` makes one.
 
     Args:
-        documents: what is trained on.
-        job: what is packed for.
-        packing: the packing policy's settings.
         strategy: divides each micro-batch over context-parallel ranks; None without context parallelism.
         pipeline: how a data-parallel rank's micro-batches go through its pipeline; None without one.
 
@@ -77,16 +74,12 @@ class Planner:
         """What makes the packs."""
         return self._policy
 
-    def rows_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    def rows_of(self, ids: Ints) -> Ints:
         """int64 (n,), the corpus rows of planned documents, also of earlier epochs."""
         return self._stream.rows_of(ids)
 
     def source_figures(self, plan: Plan) -> dict[str, float]:
-        """For each source of a mixture: tokens that the plan trains, and epochs that had arrived after it.
-
-        Args:
-            plan: the one that `next` returned last.
-        """
+        """For each source of a mixture: tokens that the plan trains, and epochs that had arrived after it."""
         mixture = self._stream.mixture
         if not mixture.sources[0].name:
             return {}
@@ -107,7 +100,6 @@ class Planner:
         A token's label is the next token of its document, if that is learned.
 
         Args:
-            plan: plan of this planner.
             by_document: each label weighs one over the labels of its document, so that documents weigh the
                 same however many they have; otherwise it weighs one.
 
@@ -122,7 +114,7 @@ class Planner:
             return int(labels.sum())
         return float((labels / np.maximum(self.labels_of(rows, lengths), 1)).sum())
 
-    def labels_of(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    def labels_of(self, rows: Ints, lengths: Ints) -> Ints:
         """int64 (n,), labels of whole documents, by corpus rows and their tokens."""
         return self._learned(rows, np.ones_like(lengths), lengths)
 
@@ -220,7 +212,7 @@ class Planner:
         self,
         packing: Packing,
         assigned: list[list[int]],
-        workloads: NDArray[np.float64],
+        workloads: Floats,
         sharded: Collection[int],
     ) -> tuple[MicroBatch, ...]:
         """The packs as micro-batches of the data-parallel ranks that they are assigned to."""
@@ -266,12 +258,7 @@ class Planner:
 
 
 def sharing_ranks(assigned: Sequence[Sequence[int]], packs: int) -> list[range]:
-    """The consecutive data-parallel ranks that share each pack; empty where it is of one rank.
-
-    Args:
-        assigned: numbers of each rank's packs.
-        packs: how many there are.
-    """
+    """The consecutive data-parallel ranks that share each pack; empty where it is of one rank."""
     having: list[list[int]] = [[] for _ in range(packs)]
     for rank, own in enumerate(assigned):
         for pack in own:

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.plan import DELAY, LENGTH, Plan
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +42,12 @@ class Summary:
     lost: int
     cut: float
     keys: float
-    delays: NDArray[np.int64]
+    delays: Ints
     gap: float | None
 
     @classmethod
     def of(cls, plans: Iterable[Plan], window: int) -> Summary:
-        """Reads the plans one by one; at least one.
-
-        Args:
-            plans: plans of consecutive steps.
-            window: context window in tokens.
-        """
+        """Reads the plans one by one; at least one."""
         imbalance, plan_ms, waiting, workloads = [], [], [], []
         longest = tokens = padding = lost = 0
         cut = keys = 0.0

@@ -16,13 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Ints
 from wlb_titan.documents.lengths import NAMED, LogNormal
 
 WINDOW = 131072
 DOCUMENTS = 200_000
 PLACES = 32  # positions of a window over which length is averaged
-
-Ints = NDArray[np.int64]
 
 
 @cache

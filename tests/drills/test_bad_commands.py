@@ -145,7 +145,6 @@ OTHERS = [
     "prepare c --tokenizer nowhere",
     "prepare c --verify",
     "prepare good.txt --verify",
-    "prepare c --executor local --executor-option nope",
     f"prepare {'x' * 300}",
     "profile --head-dim 1000000 --output p.json",
     "profile --head-dim 0 --output p.json",

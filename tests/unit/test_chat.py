@@ -119,18 +119,13 @@ def test_the_masks_are_those_of_transformers(tmp_path, tokenizer):
         assert corpus.learned(row, 0, int(corpus.lengths[row])).tolist() == encoded["assistant_masks"]
 
 
-def test_datasets_and_parquet_and_many_workers(tmp_path, tokenizer):
+def test_parquet(tmp_path, tokenizer):
     rows = datasets.Dataset.from_dict({"messages": CHATS})
     rows.to_parquet(tmp_path / "chat.parquet")
     assert (
         learned_texts(prepare(tmp_path, tokenizer, PLAIN, source=f"parquet:{tmp_path}/chat.parquet"))
         == ANSWERS
     )
-    from wlb_titan.corpus.parallel import Workers, prepare_in_parts
-
-    source = write_lines(tmp_path / "chat.jsonl", CHATS)
-    settings = PrepareSettings(source=source, tokenizer=with_template(tokenizer, PLAIN), chat=True)
-    assert learned_texts(prepare_in_parts(settings, tmp_path / "parts", Workers(workers=1))) == ANSWERS
 
 
 def test_long_conversations_are_cut_skipped_or_an_error(tmp_path, tokenizer):

@@ -1,6 +1,5 @@
 """The command `wlb-titan`: quick help, lazy subcommands, and errors that a person can read."""
 
-import importlib.util
 import subprocess
 import sys
 
@@ -9,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from wlb_titan import __version__
-from wlb_titan.commands.main import SUBCOMMANDS, Subcommand, main
+from wlb_titan.commands.main import SUBCOMMANDS, main
 from wlb_titan.errors import UserError
 
 HEAVY = {"torch", "torchtitan", "torchx", "datasets", "numpy", "pyarrow", "tokenizers", "rich", "pandas"}
@@ -29,13 +28,14 @@ def fail(what: str) -> None:
 
 @pytest.fixture
 def failing(monkeypatch):
-    monkeypatch.setitem(SUBCOMMANDS, "fail", Subcommand(__name__, "fail", "Fail."))
+    monkeypatch.setitem(SUBCOMMANDS, "fail", "Fail.")
+    monkeypatch.setitem(sys.modules, "wlb_titan.commands.fail", sys.modules[__name__])
 
 
 def test_help_lists_every_subcommand():
     lines = [line.split() for line in CliRunner().invoke(main, ["--help"]).stdout.splitlines()]
-    for name, subcommand in SUBCOMMANDS.items():
-        assert [name, *subcommand.help.split()] in lines
+    for name, text in SUBCOMMANDS.items():
+        assert [name, *text.split()] in lines
 
 
 def test_help_imports_nothing_heavy():
@@ -58,8 +58,6 @@ def test_version():
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)
 def test_every_subcommand_of_the_table_explains_itself(name):
-    if importlib.util.find_spec(SUBCOMMANDS[name].module) is None:
-        pytest.skip("not part of this installation")
     result = CliRunner().invoke(main, [name, "--help"])
     assert result.exit_code == 0, result.output
     assert result.output.startswith(f"Usage: main {name} ")
@@ -70,23 +68,6 @@ def test_every_option_of_prepare_has_a_help_text():
     options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
     assert len(options) >= 7
     assert all(option.help for option in options)
-
-
-def test_a_subcommand_that_is_not_installed_breaks_nothing_else(monkeypatch):
-    monkeypatch.setitem(SUBCOMMANDS, "ghost", Subcommand("wlb_titan.commands.ghost", "ghost", "Not there."))
-    assert "ghost" in CliRunner().invoke(main, ["--help"]).stdout
-    result = CliRunner().invoke(main, ["ghost"])
-    assert result.exit_code == 2
-    assert result.stderr == "Error: `wlb-titan ghost` is not part of this installation of wlb_titan.\n"
-
-
-def test_a_missing_dependency_is_not_taken_for_a_missing_subcommand(monkeypatch, tmp_path):
-    (tmp_path / "needs_more.py").write_text("import a_package_that_nobody_has\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(SUBCOMMANDS, "needy", Subcommand("needs_more", "needy", "Needs more."))
-    result = CliRunner().invoke(main, ["needy"])
-    assert isinstance(result.exception, ModuleNotFoundError)
-    assert result.exception.name == "a_package_that_nobody_has"
 
 
 def test_unknown_subcommand():

@@ -4,7 +4,9 @@ A failure after an upgrade names what changed; wlb_titan/runtime/compat.py says 
 """
 
 import hashlib
+import importlib.util
 import inspect
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ use_cpu_without_accelerator()
 
 import torch  # noqa: E402
 import torch.distributed.pipelining.stage as stage_module  # noqa: E402
+import torchtitan  # noqa: E402
 import torchtitan.distributed.pipeline_parallel as titan_pipeline  # noqa: E402
 from torch.distributed.pipelining import PipelineStage  # noqa: E402
 from torchtitan.components.validate import Validator  # noqa: E402
@@ -27,6 +30,8 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher  #
 from torchtitan.trainer import Trainer  # noqa: E402
 
 from wlb_titan.runtime import compat  # noqa: E402
+from wlb_titan.runtime.life import console  # noqa: E402
+from wlb_titan.runtime.models import adoption  # noqa: E402
 
 PARAMETERS = {
     "AsyncCollectiveTensor": "elem",
@@ -200,3 +205,18 @@ def test_replaced_functions_are_what_they_were(name):
     assert hashlib.sha256(source.encode()).hexdigest()[:12] == digest, (
         f"torchtitan's {name} is not what ours was written against: compare the two, then renew the digest"
     )
+
+
+def test_classes_and_modules_of_models_that_are_named_exist():
+    names = [*adoption.ATTENTION_CLASSES, *adoption.ONLY_WINDOWS, *adoption.REFUSED_MODULES, adoption.LORA]
+    for name in names:
+        module, _, qualified_name = name.partition(":")
+        assert importlib.util.find_spec(module) is not None, name
+        assert not qualified_name or hasattr(importlib.import_module(module), qualified_name), name
+
+
+def test_messages_that_are_left_out_of_the_log_are_still_written():
+    sources = Path(torchtitan.__path__[0]).rglob("*.py")
+    text = "\n".join(source.read_text(encoding="utf-8") for source in sources)
+    for message in (*console.MISLEADING, *console.OF_NO_USE):
+        assert message.removeprefix("CPU ") in text, message  # which stands for the device

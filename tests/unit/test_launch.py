@@ -16,7 +16,7 @@ from torchx.runner import get_runner
 from torchx.schedulers.local_scheduler import SignalException
 from torchx.specs.file_linter import validate
 from wlb_titan.launch import in_torchx
-from wlb_titan.launch.job import processes_a_host
+from wlb_titan.launch.job import hosts_of
 from wlb_titan.launch.spread import spread
 
 from wlb_titan.commands.main import main
@@ -142,21 +142,21 @@ def test_docker_is_refused_in_plain_words_where_no_image_was_named(monkeypatch, 
 
 def test_processes_that_do_not_spread_evenly_are_refused():
     with pytest.raises(UserError, match=r"4 processes do not spread evenly over 3 hosts"):
-        processes_a_host(CONFIG, nodes=3, is_here=False)
+        hosts_of(CONFIG, nodes=3, is_here=False)
 
 
 def test_a_job_that_may_lose_hosts_is_checked_with_those_that_are_left():
     job = {"nodes": 4, "min_nodes": 2, "processes": 1, "is_here": False}
     with pytest.raises(UserError, match=r"training.global_batch_size: set it where hosts may be lost"):
-        processes_a_host(CONFIG, SPREAD, **job)
+        hosts_of(CONFIG, SPREAD, **job)
     with pytest.raises(UserError, match=r"With 3 processes, which --min-nodes allows"):
-        processes_a_host(CONFIG, [*SPREAD, "--training.global_batch_size", "8"], **job)
-    assert processes_a_host(CONFIG, [*SPREAD, "--training.global_batch_size", "12"], **job) == 1
+        hosts_of(CONFIG, [*SPREAD, "--training.global_batch_size", "8"], **job)
+    assert hosts_of(CONFIG, [*SPREAD, "--training.global_batch_size", "12"], **job).processes == 1
 
 
 def test_processes_that_do_not_fit_the_degrees_are_refused():
     with pytest.raises(UserError, match=r"3 processes do not fit the degrees"):
-        processes_a_host(CONFIG, processes=3, is_here=False)
+        hosts_of(CONFIG, processes=3, is_here=False)
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 2, 4, 8])
@@ -164,10 +164,10 @@ def test_the_demonstrations_start_with_any_number_of_gpus(gpus):
     """With these, the machine's: `make train` on four processes of the CPU, `make train-gpu` on the GPUs."""
     here = {"is_here": False, "gpus": lambda: gpus}
     for name in ("debug", "balanced"):
-        assert processes_a_host(str(ROOT / "train_configs" / f"cpu_{name}.toml"), [], **here) == 4
+        assert hosts_of(str(ROOT / "train_configs" / f"cpu_{name}.toml"), [], **here).processes == 4
         if gpus:
             file = str(ROOT / "train_configs" / f"gpu_{name}.toml")
-            assert processes_a_host(file, spread(gpus), **here) == gpus
+            assert hosts_of(file, spread(gpus), **here).processes == gpus
     if not gpus:
         with pytest.raises(UserError, match="torch finds no GPU on this machine"):
             spread(gpus)
@@ -189,8 +189,8 @@ def test_what_gpus_cannot_run_is_refused_before_anything_starts(name, monkeypatc
     gpus, words, message = BAD_ON_GPUS[name]
     words = ["--wlb.device", "auto", *words]
     with pytest.raises(ConfigError, match=message):
-        processes_a_host(CONFIG, words, is_here=False, gpus=lambda: gpus)
-    assert processes_a_host(CONFIG, words, is_here=False) == 4
+        hosts_of(CONFIG, words, is_here=False, gpus=lambda: gpus)
+    assert hosts_of(CONFIG, words, is_here=False).processes == 4
     monkeypatch.setattr("wlb_titan.runtime.cpu_device.use_cpu_without_accelerator", lambda: False)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: gpus)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

@@ -9,7 +9,7 @@ import tomli
 
 ROOT = Path(__file__).parents[2]
 ROOMS = (
-    *("errors", "plugins", "plan", "timeline"),
+    *("errors", "arrays", "plugins", "plan", "timeline"),
     *("documents", "pipeline", "cost"),
     *("context", "memory", "packing"),
     *("balancing", "planner", "policies", "job", "summary"),

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb_titan.packing.assignment import balanced, in_order
-from wlb_titan.packing.bins import REMAINS, Bins
-from wlb_titan.packing.level import level
+from wlb_titan.packing.bins import REMAINS, Bins, level
 
 loads_and_rooms = st.lists(
     st.tuples(st.floats(0, 100), st.floats(0, 100)), min_size=1, max_size=8

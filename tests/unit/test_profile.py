@@ -90,7 +90,7 @@ def test_a_line_has_no_negative_part():
 
 
 def test_gathers_between_processes_are_measured():
-    linear = pytest.importorskip("wlb_titan.kernels.linear")
+    linear = pytest.importorskip("wlb_titan.commands.profile_linear")
     points = linear.gather_points(linear.LinearGrid((), (), (1024, 65536)), "cpu", 2)
     assert [size for size, _ in points] == [1024, 65536]
     assert all(seconds > 0 for _, seconds in points)

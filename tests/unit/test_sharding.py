@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from wlb_titan import context
 from wlb_titan.context import STRATEGIES, MoveSeconds, per_document, sequence_positions
-from wlb_titan.context.hybrid import levels_of
+from wlb_titan.context.document import per_document_round_robin
+from wlb_titan.context.hybrid import levels_of, tries
+from wlb_titan.context.layout import spans, widest_first
 from wlb_titan.context.ulysses import head_shares
 from wlb_titan.cost.attention_hopper import hopper
 from wlb_titan.cost.attention_latency import slowest
@@ -32,6 +34,12 @@ ragged = st.lists(
 )
 degrees = st.integers(1, 16)
 slack = st.integers(0, 3)
+
+
+def hybrid(lengths, total, ranks, latency):
+    """The one of its tries with the fastest attention."""
+    tried = tries(lengths, total, ranks, latency, levels_of(ranks))
+    return min(tried, key=lambda sharding: slowest(latency.seconds(sharding)))
 
 
 def padded(lengths: list[int], ranks: int, extra: int = 0) -> tuple[np.ndarray, int]:
@@ -58,7 +66,7 @@ def check_keys(mask, shards, positions, lengths, rank, levels):
     begins = [0] * len(shards)
     for order, sent, size in reversed(list(zip(exchange[::2], exchange[1::2], levels, strict=True))):
         rows, first = len(order) // size, rank // size * size
-        span = context.spans(shards, levels)
+        span = spans(shards, levels)
         place = levels.index(size)
         counts = [int(s[span[s[:, DOCUMENT]] == place, COUNT].sum()) for s in shards]
         gathered = [
@@ -101,7 +109,7 @@ def test_ulysses_gather_divides_groups_per_document_and_their_ranks_in_a_row(len
         return
     _, shards = strategy.shard(lengths, total)
     groups = per_document(lengths, total, ranks // within)
-    groups = context.widest_first(groups, context.spans(groups, (len(groups),)))
+    groups = widest_first(groups, spans(groups, (len(groups),)))
     positions = sequence_positions(shards, lengths, total).reshape(ranks // within, -1)
     expected = sequence_positions(groups, lengths, total)
     held = positions < lengths.sum()
@@ -236,7 +244,7 @@ def test_per_document_attention_is_within_one_percent_from_200_tokens_a_rank():
 
 def test_round_robin_deals_single_tokens_and_spread_does_not():
     lengths, total = padded([1003], 2)
-    dealt = context.per_document_round_robin(lengths, total, 2)
+    dealt = per_document_round_robin(lengths, total, 2)
     assert [rank.tolist() for rank in dealt] == [
         [[0, 0, 250], [0, 750, 251], [0, 1002, 1]],  # token 1000 touches the last chunk, token 1002 does not
         [[0, 250, 500], [0, 1001, 1]],
@@ -254,7 +262,7 @@ def test_the_examples_of_the_docstrings():
         [[0, 3, 4], [1, 1, 4]],
     ]
     lengths = np.array([8192, 100, 100])
-    assert [r.tolist() for r in context.hybrid(lengths, 8400, 2, UNMERGED)] == [
+    assert [r.tolist() for r in hybrid(lengths, 8400, 2, UNMERGED)] == [
         [[0, 0, 2048], [0, 6144, 2048], [1, 0, 100]],
         [[0, 2048, 4096], [2, 0, 100]],
     ]
@@ -294,7 +302,7 @@ def test_hybrid_beats_adaptive_on_one_long_and_many_short_documents(latency, ran
         assert time["hybrid"] < time["adaptive"]
         if share == 0.3 and ranks == 8:  # short documents matter most where ranks are many
             assert time["hybrid"] < 0.9 * time["adaptive"]
-        kept = context.hybrid(lengths, total, ranks, latency)
+        kept = hybrid(lengths, total, ranks, latency)
         seconds = latency.seconds(kept)
         assert slowest(seconds) <= 1.02 * seconds.mean(axis=0).sum()
         runs = np.bincount(np.concatenate(kept)[:, DOCUMENT], minlength=len(lengths))

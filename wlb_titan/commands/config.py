@@ -98,12 +98,7 @@ def _load(file: Path, overrides: tuple[str, ...], world_size: int | None) -> Res
 
 
 def summary(config: Any, world_size: int | None) -> str:
-    """The essential numbers of a configuration in one line.
-
-    Args:
-        config: a `Trainer.Config` of wlb_titan.runtime.
-        world_size: the number of processes, if known.
-    """
+    """The essential numbers of a configuration in one line."""
     degrees = config.parallelism
     others = (
         degrees.pipeline_parallel_degree * degrees.context_parallel_degree * degrees.tensor_parallel_degree

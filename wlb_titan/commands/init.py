@@ -70,9 +70,6 @@ def experiment(file: str, corpus: str, gpus: int, cores: int) -> str:
     """The text of a first experiment.
 
     Args:
-        file: where it will be.
-        corpus: to train on.
-        gpus: GPUs of this machine.
         cores: cores of its CPU; they count where there is no GPU.
     """
     # A step's 8 micro-batches divide over 1, 2, 4 or 8 processes.

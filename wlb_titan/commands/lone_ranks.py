@@ -64,13 +64,7 @@ class RankCommand:
     limit: float | None = None
 
     def run(self, ranks: Sequence[int], folder: Path, at_once: int) -> list[dict[str, Any]]:
-        """Runs it for each rank and returns their results; `error` of one says what went wrong.
-
-        Args:
-            ranks: global ranks.
-            folder: for the results.
-            at_once: processes at a time.
-        """
+        """Runs it for each rank and returns their results; `error` of one says what went wrong."""
         with ThreadPoolExecutor(at_once) as pool:
             return list(pool.map(lambda rank: self._run(rank, folder), ranks))
 
@@ -118,8 +112,6 @@ def rank_numbers(ranks: str, world_size: int, stages: int) -> list[int]:
     Args:
         ranks: numbers and these words, with commas between them: first, last, all-stages (the first rank of
             each pipeline rank), all.
-        world_size: ranks of the job.
-        stages: pipeline ranks.
     """
     named = {
         "first": [0],
@@ -145,10 +137,8 @@ def corpus_words(resolved: Resolved, micro_batches: int, step: int, folder: Path
     """Overrides that name a corpus: the configured one, or synthetic lengths if it is not on this machine.
 
     Args:
-        resolved: the configuration.
         micro_batches: micro-batches of the whole job in a step.
         step: step of the plan that is reached.
-        folder: for a synthetic corpus.
     """
     from wlb_titan.corpus.synthetic import SHAPE, long_tailed_lengths, write_synthetic_corpus
     from wlb_titan.runtime.checks.config import validate_corpus

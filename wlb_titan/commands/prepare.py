@@ -22,7 +22,6 @@ from wlb_titan.corpus.manifest import UNREADABLE_FILE
 from wlb_titan.corpus.replace import output_folder
 from wlb_titan.corpus.settings import (
     DEFAULT_VOCAB_SIZE,
-    EXECUTORS,
     GRANULARITIES,
     SOURCES,
     TOO_LONG,
@@ -89,20 +88,6 @@ SECONDS_BETWEEN_LINES = 10.0
     help="With --chat: what is done with longer ones. What was cut or skipped is counted.",
 )
 @click.option(
-    "--executor",
-    type=click.Choice(EXECUTORS),
-    help="Cut the work in parts and have an executor of datatrove's run them: processes here, Slurm jobs, or "
-    "Ray tasks. Interrupted work goes on.  [default: one process here]",
-)
-@click.option("--workers", type=int, default=-1, help="With --executor: parts at a time.  [default: all]")
-@click.option(
-    "--executor-option",
-    "options_of_executor",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="With --executor: an argument of datatrove's class, such as partition=cpu or time=04:00:00.",
-)
-@click.option(
     "--overwrite", is_flag=True, help="Replace the corpus at OUTPUT: the files that its manifest lists."
 )
 @click.option("--verify", is_flag=True, help="Only read the corpus at OUTPUT through, and name all damage.")
@@ -110,9 +95,6 @@ def prepare(
     output: Path,
     overwrite: bool,
     verify: bool,
-    executor: str | None,
-    workers: int,
-    options_of_executor: tuple[str, ...],
     template_options: tuple[str, ...],
     **options: Any,
 ) -> None:
@@ -124,8 +106,7 @@ def prepare(
     if verify:
         _verify(output)
         return
-    read = tuple((name, _value(text)) for name, text in _pairs("--template-option", template_options).items())
-    settings = PrepareSettings(template_options=read, **options)
+    settings = PrepareSettings(template_options=_template_options(template_options), **options)
     output = output_folder(output)
     if not overwrite and (corpus := complete_corpus(settings, output)):
         counts = f"{len(corpus):,} documents, {corpus.lengths.sum():,} tokens"
@@ -133,21 +114,10 @@ def prepare(
         return
     with ProgressDisplay(Console(stderr=True, highlight=False)) as display:
         display.line(f"Preparing {output} from {settings.source}")
-        # Here, not above: they import `datasets`, for seconds that `--help` and a corpus that is there save.
-        if executor is None:
-            from wlb_titan.corpus.prepare import prepare_corpus
+        # Here, not above: it imports `datasets`, for seconds that `--help` and a corpus that is there save.
+        from wlb_titan.corpus.prepare import prepare_corpus
 
-            corpus = prepare_corpus(settings, output, overwrite=overwrite, report=display.report)
-        else:
-            from wlb_titan.corpus.parallel import Workers, prepare_in_parts
-
-            pool = Workers(
-                executor=executor, workers=workers, options=_pairs("--executor-option", options_of_executor)
-            )
-            corpus = prepare_in_parts(settings, output, pool, overwrite=overwrite, report=display.report)
-    if corpus is None:
-        click.echo(f"The tasks are submitted; {output} will be there when all have run.")
-        return
+        corpus = prepare_corpus(settings, output, overwrite=overwrite, report=display.report)
     console = Console(highlight=False, soft_wrap=True)
     print_summary(corpus, console)
     if settings.chat:
@@ -164,23 +134,18 @@ def _verify(output: Path) -> None:
     click.echo(f"{corpus.path} is whole: {counts}, read in {time.monotonic() - begin:.1f} s.")
 
 
-def _value(text: str) -> Any:
-    """A value as JSON has it, or else the text itself."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _pairs(option: str, texts: tuple[str, ...]) -> dict[str, str]:
-    """`NAME=VALUE` as a dictionary."""
-    pairs = {}
+def _template_options(texts: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:
+    """Names and values of `NAME=VALUE`: a value as JSON has it, or else the text itself."""
+    options: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
-            raise CorpusError(f"{option} {text}: write it as NAME=VALUE.")
-        pairs[name.replace("-", "_")] = value
-    return pairs
+            raise CorpusError(f"--template-option {text}: write it as NAME=VALUE.")
+        try:
+            options[name.replace("-", "_")] = json.loads(value)
+        except ValueError:
+            options[name.replace("-", "_")] = value
+    return tuple(options.items())
 
 
 class ProgressDisplay:

@@ -16,11 +16,12 @@ from rich.console import Console
 from rich.table import Table
 
 from wlb_titan import __version__
+from wlb_titan.commands import profile_linear as linear
 from wlb_titan.commands.console import make_console
 from wlb_titan.cost.attention_profile import AttentionShape, Entry, Profile, fitted
 from wlb_titan.cost.linear_profile import LinearProfile
 from wlb_titan.errors import UserError
-from wlb_titan.kernels import grid, linear
+from wlb_titan.kernels import grid
 from wlb_titan.kernels.grid import programs_at_a_time
 from wlb_titan.kernels.implementations import chosen, device_of
 from wlb_titan.kernels.measure import Shape

@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats
 from wlb_titan.commands.report.estimate import Estimate
 from wlb_titan.config.sources import leaves, read_sources
 from wlb_titan.errors import UserError
 from wlb_titan.simulator.replay import replayed_seconds
 from wlb_titan.timeline import read_trace
-
-Floats = NDArray[np.float64]
 
 CONFIG, METRICS, VALIDATION, TRACES = "config.toml", "metrics.jsonl", "validation.jsonl", "traces"
 """What wlb_titan.runtime writes into a dump folder."""

@@ -31,7 +31,6 @@ def check_writable(path: Path, asked: Asked, strangers: list[str]) -> None:
 
     Args:
         path: path of the file to write.
-        asked: what is searched.
         strangers: names of options that were given and that no key says.
     """
     if path.name == MEGATRON:

@@ -78,16 +78,17 @@ def slurm(
     saves; the job goes back into the queue and goes on by itself. The folder in which sbatch is called, and
     this Python environment, must be on a file system that every node sees.
     """
-    from wlb_titan.launch.job import AGENT, PROGRAM, processes_a_host, restart_words
+    from wlb_titan.launch.job import AGENT, PROGRAM, hosts_of, restart_words
 
     with warnings_once():
-        if nodes:
-            processes = gpus
-        else:
-            needed = processes_a_host(str(file), overrides)
-            nodes = -(-needed // gpus)
-            processes = needed // nodes
-        processes_a_host(str(file), overrides, nodes=nodes, min_nodes=min_nodes, processes=processes)
+        nodes, processes = hosts_of(
+            str(file),
+            overrides,
+            nodes=nodes,
+            min_nodes=min_nodes,
+            processes=gpus if nodes else 0,
+            at_most=gpus,
+        )
     survives = min_nodes not in (0, nodes)
     options = {
         "job-name": file.stem,

@@ -44,12 +44,10 @@ def train(file: Path, overrides: tuple[str, ...], nproc: int, restarts: int) -> 
     import torch
 
     from wlb_titan.launch.elastic import run
-    from wlb_titan.launch.job import PROGRAM, processes_a_host, restart_words
+    from wlb_titan.launch.job import PROGRAM, hosts_of, restart_words
 
     with warnings_once():
-        processes = processes_a_host(
-            str(file), overrides, processes=nproc, gpus=lambda: torch.accelerator.device_count()
-        )
+        hosts = hosts_of(str(file), overrides, processes=nproc, gpus=torch.accelerator.device_count)
     words = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--rdzv_id", str(uuid.uuid4())]
-    words += ["--nproc_per_node", str(processes), *restart_words(1, 1, restarts)]
+    words += ["--nproc_per_node", str(hosts.processes), *restart_words(1, 1, restarts)]
     sys.exit(run([*words, "-m", PROGRAM, "--config", str(file), *overrides]))

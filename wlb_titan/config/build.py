@@ -68,8 +68,6 @@ class Builder:
     """Builds one configuration.
 
     Args:
-        base: a dataclass instance.
-        base_name: what entries call it.
         locked: fields that the user cannot set, by dotted path, each with the reason.
     """
 
@@ -260,10 +258,6 @@ def no_such_key(
     """The error for a key that does not exist.
 
     Args:
-        node: what was written.
-        path: where.
-        owner: the section's class.
-        names: the keys that it has.
         known: dotted paths of all values of the configuration, some of which may be meant.
         hint: said instead of what may be meant.
     """

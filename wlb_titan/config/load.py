@@ -113,7 +113,6 @@ def resolve(path: str | Path | None, overrides: Sequence[str], base_config: Call
 
     Args:
         path: the TOML file; None: there is none, and the words name a base.
-        overrides: command-line words.
         base_config: makes a fresh dataclass instance of a base's name; raises UserError for an unknown one.
 
     Raises:

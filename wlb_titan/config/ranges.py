@@ -33,7 +33,6 @@ def check_ranges(config: object, table: Table, skipped: Iterable[str] = ()) -> N
     """Make sure that every number in a tree of dataclasses, lists and dicts lies in its field's range.
 
     Args:
-        config: the tree's root.
         table: ranges of classes that are not ours.
         skipped: dotted paths that are not looked into.
 

@@ -17,7 +17,7 @@ from annotated_types import Ge, Interval
 from wlb_titan.config.load import Resolved, resolve
 from wlb_titan.config.ranges import check_ranges
 from wlb_titan.config.settings import WlbSettings
-from wlb_titan.cost.cluster import Cluster, load_cluster
+from wlb_titan.cost.cluster import load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.hugging_face import read_config
 from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS, ModelShape
@@ -109,15 +109,7 @@ def sketch_of(row: str) -> Sketch:
 
 
 def resolve_sketch(name: str, overrides: Sequence[str]) -> Resolved:
-    """The configuration of a model without a TOML file.
-
-    Args:
-        name: as of `sketch_of`.
-        overrides: command-line words.
-
-    Raises:
-        ConfigError: the user's mistake.
-    """
+    """The configuration of a model without a TOML file."""
     resolved = resolve(None, ["--base", name, *overrides], sketch_of)
     resolved.check(lambda config: check_ranges(config, {}))
     return resolved
@@ -128,7 +120,6 @@ def sketched_job(name: str, config: Sketch, gpus: int | None) -> Job:
 
     Args:
         name: its model, as of `sketch_of`.
-        config: with the overrides over it.
         gpus: which a data-parallel degree of -1 fills; None: the least that the degrees need.
 
     Raises:
@@ -170,7 +161,7 @@ def sketched_job(name: str, config: Sketch, gpus: int | None) -> Job:
     return Job(
         model=model,
         degrees=degrees,
-        cluster=_cluster(config.wlb.cluster or DEFAULT_CLUSTER),
+        cluster=load_cluster(config.wlb.cluster or DEFAULT_CLUSTER),
         window=training.seq_len,
         micro_batches=total if total > 0 else training.local_batch_size * degrees.data,
         multiple=lcm(degrees.tensor, memory.loss_chunks),
@@ -189,13 +180,6 @@ def sketched_job(name: str, config: Sketch, gpus: int | None) -> Job:
         memory=memory,
         memory_unknown="a model with experts" if model.experts else "",
     )
-
-
-def _cluster(name: str) -> Cluster:
-    try:
-        return load_cluster(name)
-    except PlanError as error:
-        raise PlanError(str(error), setting="wlb.cluster") from error
 
 
 def model_of(name: str) -> ModelShape:

@@ -123,11 +123,7 @@ def _describe_one(hint: object) -> str:
 
 
 def to_text(value: object) -> str:
-    """Write a value as TOML, on one line.
-
-    Raises:
-        Mismatch: TOML has no such value.
-    """
+    """Write a value as TOML, on one line; raises Mismatch where TOML has no such value."""
     if value is None:
         return f'"{NONE}"'
     if isinstance(value, bool):
@@ -154,11 +150,7 @@ def shown(value: object, limit: int = 80) -> str:
 
 
 def key_text(key: object) -> str:
-    """Write one part of a key as TOML, quoted where it must be.
-
-    Raises:
-        Mismatch: the key is not a string.
-    """
+    """Write one part of a key as TOML, quoted where it must be; raises Mismatch where it is no string."""
     if not isinstance(key, str):
         raise Mismatch
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _quote(key)

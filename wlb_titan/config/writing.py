@@ -17,7 +17,6 @@ def document(entries: Iterable[Entry], ranges: Mapping[str, str] | None = None) 
     """Write entries as TOML. Values that TOML cannot express are left to the base: they become comments.
 
     Args:
-        entries: values with their keys.
         ranges: dotted key -> the numbers that may stand there, for the comments.
     """
     ranges = ranges or {}

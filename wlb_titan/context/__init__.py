@@ -5,17 +5,14 @@ tokens, its share of the padding last. From it follow the attention segments of 
 and where the tokens lie in the sequence. A strategy makes shardings, and knows what the ranks exchange.
 """
 
-from wlb_titan.context.document import per_document, per_document_round_robin
-from wlb_titan.context.hybrid import hybrid
+from wlb_titan.context.document import per_document
 from wlb_titan.context.layout import (
     Sharding,
     after,
     segments,
     segments_after,
     sequence_positions,
-    spans,
     whole,
-    widest_first,
 )
 from wlb_titan.context.sequence import per_sequence
 from wlb_titan.context.strategy import (
@@ -42,14 +39,10 @@ __all__ = [
     "Sharding",
     "after",
     "gathered",
-    "hybrid",
     "per_document",
-    "per_document_round_robin",
     "per_sequence",
     "segments",
     "segments_after",
     "sequence_positions",
-    "spans",
     "whole",
-    "widest_first",
 ]

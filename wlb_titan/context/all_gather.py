@@ -20,12 +20,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from annotated_types import Ge
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Bools, Floats, Ints
 from wlb_titan.context.document import per_document, per_document_round_robin
 from wlb_titan.context.hybrid import exchange_seconds, levels_of, tries
 from wlb_titan.context.layout import (
-    Ints,
     Sharding,
     after,
     segments_among,
@@ -39,7 +38,6 @@ from wlb_titan.context.strategy import (
     ContextMask,
     ContextStrategy,
     Exchange,
-    Floats,
     KeyShares,
     MoveSeconds,
     gathered,
@@ -191,14 +189,9 @@ class Adaptive(AllGather):
         return min(shardings, key=lambda named: seconds(named[1]))
 
     def candidates(
-        self, lengths: Ints, total: int, cached: NDArray[np.bool_] | None = None
+        self, lengths: Ints, total: int, cached: Bools | None = None
     ) -> list[tuple[str, Sharding]]:
-        """Shardings with their names, of which the fastest is taken, the first of equally fast ones.
-
-        Args:
-            lengths, total: as of `shard`.
-            cached: as of `Slices`; None for none.
-        """
+        """Shardings with their names, of which the fastest is taken, the first of equally fast ones."""
         return [
             ("per_sequence", per_sequence(lengths, total, self.ranks)),
             ("per_document", self._per_document(lengths, total, self.ranks)),
@@ -212,7 +205,7 @@ class Hybrid(Adaptive):
     spares = True
 
     def candidates(
-        self, lengths: Ints, total: int, cached: NDArray[np.bool_] | None = None
+        self, lengths: Ints, total: int, cached: Bools | None = None
     ) -> list[tuple[str, Sharding]]:
         tried = tries(lengths, total, self.ranks, self.latency, self.levels, self.moves, cached)
         return [*super().candidates(lengths, total), *(("hybrid", sharding) for sharding in tried)]
@@ -233,11 +226,6 @@ def gathered_mask(
     which the length says how many of this rank's tokens are among them. For a level without any both are
     empty. At the end (own, 0), tokens of keys that stay with the rank. Numbers in the place of empty arrays
     would have code compiled anew for every value.
-
-    Args:
-        sharding, lengths, total, slices: as of `ContextStrategy.mask`.
-        rank: which one.
-        levels: as of `spans`.
     """
     share = total // len(sharding)
     span = spans(sharding, levels, slices)
@@ -290,12 +278,7 @@ def key_shares(
 
 def held_keys(sent: Ints, levels: Sequence[int]) -> Ints:
     """int64 (ranks,), tokens whose keys a rank has: its own that stay with it, and those that it gathers,
-    with padding between them.
-
-    Args:
-        sent: tokens as `sent_tokens` gives them.
-        levels: as of `spans`.
-    """
+    with padding between them."""
     held: Ints = sent[-1].copy()
     for tokens, size in zip(sent, levels, strict=False):
         held += np.repeat(tokens.reshape(-1, size).max(axis=1) * size, size)

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from wlb_titan.context.layout import Ints, Sharding, from_runs
+from wlb_titan.arrays import Ints
+from wlb_titan.context.layout import Sharding, from_runs
 from wlb_titan.plan import COUNT, DOCUMENT, OFFSET
 
 
@@ -28,7 +29,6 @@ def per_document(lengths: Ints, total: int, ranks: int) -> Sharding:
     Args:
         lengths: int64 (n,), tokens of the documents in sequence order, each at least 1.
         total: tokens of the sequence with its padding; a multiple of 2 x ranks.
-        ranks: context-parallel degree.
 
     Returns:
         Per rank an int64 (m, 3), columns DOCUMENT, OFFSET, COUNT.

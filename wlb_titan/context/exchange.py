@@ -6,17 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-from numpy.typing import NDArray
-
+from wlb_titan.arrays import Floats
 from wlb_titan.context.strategy import ContextStrategy, Move, MoveSeconds
 from wlb_titan.cost.analytic import BYTES
 from wlb_titan.cost.cluster import Cluster, Link
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.cost.workload import ExchangeSeconds
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,12 @@ import bisect
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Bools, Floats, Ints
 from wlb_titan.context.document import document_runs
-from wlb_titan.context.layout import Ints, Sharding, from_runs
+from wlb_titan.context.layout import Sharding, from_runs
 from wlb_titan.context.strategy import MoveSeconds
-from wlb_titan.cost.attention_latency import AttentionLatency, Floats, slowest
+from wlb_titan.cost.attention_latency import AttentionLatency
 
 BOUNDS = (4.0, 2.0, 1.4, 1.0, 0.7, 0.5, 0.35, 0.25, 0.12, 0.06, 0.0)
 """Of the mean rank's work: what a document's share may be. With 0 all long documents go over all ranks."""
@@ -58,7 +58,6 @@ def exchange_seconds(sent: Ints, levels: Sequence[int], moves: Sequence[MoveSeco
 
     Args:
         sent: tokens as `sent_tokens` gives them.
-        levels: sizes of their groups.
         moves: what each takes; empty where that does not count.
     """
     return sum(
@@ -68,12 +67,6 @@ def exchange_seconds(sent: Ints, levels: Sequence[int], moves: Sequence[MoveSeco
     )
 
 
-def hybrid(lengths: Ints, total: int, ranks: int, latency: AttentionLatency) -> Sharding:
-    """The one of `tries` with the fastest attention; arguments and result as there."""
-    tried = tries(lengths, total, ranks, latency, levels_of(ranks))
-    return min(tried, key=lambda sharding: slowest(latency.seconds(sharding)))
-
-
 def tries(
     lengths: Ints,
     total: int,
@@ -81,15 +74,13 @@ def tries(
     latency: AttentionLatency,
     levels: Sequence[int],
     moves: Sequence[MoveSeconds] = (),
-    cached: NDArray[np.bool_] | None = None,
+    cached: Bools | None = None,
 ) -> list[Sharding]:
     """Shardings of long documents over groups of ranks and short ones whole, the most promising first.
 
     Args:
         lengths: int64 (n,), tokens of the documents in sequence order, each at least 1.
         total: tokens of the sequence with its padding; a multiple of 2 x ranks.
-        ranks: context-parallel degree.
-        latency: predicts the time of segments.
         levels: over how many ranks a document may go besides one.
         moves: what collectives take on each of the levels; empty where that does not count.
         cached: bool (n,), documents that have to go over all ranks; None for none.
@@ -111,7 +102,7 @@ def _widths(
     sizes: Sequence[int],
     latency: AttentionLatency,
     moves: Sequence[MoveSeconds],
-    cached: NDArray[np.bool_] | None,
+    cached: Bools | None,
 ) -> tuple[Ints, Floats]:
     """Over how many ranks documents go under each bound, int64 (bounds, n), and the time that is expected of
     it, float64 (bounds,). Equal ones are there once."""
@@ -211,9 +202,7 @@ def _place(
     return {key: np.sort(np.array(members)) for key, members in groups.items()}, loads, left
 
 
-def _items(
-    lengths: Ints, begins: Ints, is_long: NDArray[np.bool_], work: Floats, most: int
-) -> tuple[Ints, Ints, Floats]:
+def _items(lengths: Ints, begins: Ints, is_long: Bools, work: Floats, most: int) -> tuple[Ints, Ints, Floats]:
     """Begin, end and work of the short documents, neighbours of together some `most` tokens as one."""
     short = np.flatnonzero(~is_long)
     if not short.size:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Ints
 from wlb_titan.plan import COUNT, DOCUMENT, OFFSET, Slices
 
-Ints = NDArray[np.int64]
 Sharding = tuple[Ints, ...]
 """Per rank an int64 (m, 3), columns DOCUMENT, OFFSET, COUNT: its runs of tokens, in order."""
 
@@ -24,7 +24,6 @@ def from_runs(owner: Ints, begin: Ints, end: Ints, lengths: Ints, ranks: int) ->
         owner: int64 (n,), the rank that holds each run.
         begin, end: int64 (n,), its first token and one past the last, as positions in the sequence.
         lengths: int64 (documents,), tokens of the documents in sequence order.
-        ranks: context-parallel degree.
     """
     ends = np.cumsum(lengths)
     end = np.minimum(end, ends[-1])
@@ -79,9 +78,7 @@ def spans(sharding: Sharding, levels: Sequence[int], slices: Slices | None = Non
     exchanged within the smallest one that has all of its tokens, or among all ranks where they keep it.
 
     Args:
-        sharding: its runs.
         levels: sizes of groups, rising, each a divisor of the next; the last one is all ranks.
-        slices: says what is kept.
 
     Returns:
         int64 (documents,), places in `levels`; -1 where a rank has all of the document.
@@ -122,7 +119,6 @@ def after(sharding: Sharding, prefix: Ints | None) -> Sharding:
     """The runs of a sharding where each document has a prefix that lies elsewhere, and its queries see it.
 
     Args:
-        sharding: sharding of what is here.
         prefix: int64 (n,), tokens of each document's prefix; None for none.
     """
     if prefix is None:

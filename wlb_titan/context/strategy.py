@@ -16,14 +16,13 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb_titan.context.layout import Ints, Sharding, segments, whole
+from wlb_titan.arrays import Floats, Ints
+from wlb_titan.context.layout import Sharding, segments, whole
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
 from wlb_titan.plan import Slices
 from wlb_titan.plugins import Family, Plugin, PluginConfig
-
-Floats = NDArray[np.float64]
 
 STRATEGIES = Family(
     kind="sharding policy",
@@ -150,8 +149,6 @@ def gathered(
 
     Args:
         model, tensor: as of `ContextStrategy.exchange`.
-        ranks: context-parallel ranks.
-        collectives: in which keys are gathered.
         levels: sizes of groups within which they may be gathered; empty: all ranks.
         always: as of `Move`.
     """
@@ -166,7 +163,6 @@ class ContextStrategy(Plugin, ABC):
     """Divides micro-batches over context-parallel ranks.
 
     Args:
-        config: its settings.
         ranks: context-parallel degree, at least 2.
         latency: predicts attention time; of all query heads that a tensor-parallel rank has.
         moves: what each of the moves of its `exchange` takes; empty where that does not count.
@@ -205,10 +201,6 @@ class ContextStrategy(Plugin, ABC):
     def check(self, model: ModelShape, tensor: int) -> None:
         """Refuses a model whose heads this strategy cannot share.
 
-        Args:
-            model: its shape.
-            tensor: tensor-parallel degree, which divides the heads.
-
         Raises:
             PlanError: it cannot; `setting` is the key that is wrong, such as sharding.policy.
         """
@@ -227,7 +219,6 @@ class ContextStrategy(Plugin, ABC):
             lengths: int64 (n,), tokens of the documents in sequence order, each at least 1.
             total: tokens of the sequence with its padding, which comes last.
             slices: what lies elsewhere of these documents; None where all of them are whole.
-            micro_batch: names it in errors.
 
         Returns:
             How it is divided in the end, for reports; and per rank its runs. What is left of a rank's
@@ -272,11 +263,6 @@ class ContextStrategy(Plugin, ABC):
         """The tokens for which a group of ranks exchanges what each move of `exchange` says.
 
         Of groups side by side the one with most of them counts.
-
-        Args:
-            sharding: sharding as `shard` makes it.
-            total: tokens of the micro-batch, padding included.
-            slices: as of `shard`.
         """
         return (total,)
 

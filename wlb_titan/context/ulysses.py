@@ -24,8 +24,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wlb_titan.context.layout import Ints, Sharding, from_runs
-from wlb_titan.context.strategy import ContextMask, ContextStrategy, Exchange, Floats, Move
+from wlb_titan.arrays import Floats, Ints
+from wlb_titan.context.layout import Sharding, from_runs
+from wlb_titan.context.strategy import ContextMask, ContextStrategy, Exchange, Move
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
 from wlb_titan.plan import COUNT, DOCUMENT, OFFSET, Slices
@@ -51,7 +52,6 @@ def head_shares(heads: int, kv_heads: int, ranks: int) -> list[Share]:
 
     Args:
         heads: query heads, a multiple of kv_heads.
-        kv_heads: key heads.
         ranks: at most as many as query heads.
 
     Raises:

@@ -15,8 +15,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Ints
 from wlb_titan.corpus.blocks import CheckedPages, block_sums
-from wlb_titan.corpus.shards import Ints, Tokens, map_file
+from wlb_titan.corpus.shards import Tokens, map_file
 from wlb_titan.errors import CorpusError
 
 BATCH_COLUMNS = ("documents", "tokens", "offsets_at", "values_at", "begin", "end")
@@ -37,7 +38,6 @@ class ArrowShard:
     """One Arrow file in stream format. See `Shard`.
 
     Args:
-        path: the file.
         column: holds one list of token ids a document.
         checked: whether `write_checks` has written checksums beside it.
 
@@ -119,11 +119,7 @@ class ArrowShard:
 
 
 def columns_of(path: Path) -> list[str]:
-    """The names of a file's columns.
-
-    Raises:
-        CorpusError: the file cannot be read.
-    """
+    """The names of a file's columns."""
     try:
         with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
             return list(stream.schema.names)

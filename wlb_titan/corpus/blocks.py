@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Ints
 from wlb_titan.corpus.shards import map_file
 from wlb_titan.errors import CorpusError
 
@@ -34,7 +35,6 @@ class CheckedPages:
     """The bytes of a file, mapped; call `check` before they are used.
 
     Args:
-        path: the file.
         sums: checksums of its blocks; None checks nothing.
 
     Attributes:
@@ -52,7 +52,6 @@ class CheckedPages:
 
         Args:
             begin, end: bytes of the file.
-            what: lies there, for the message.
 
         Raises:
             CorpusError: the file is not what was written.
@@ -61,7 +60,7 @@ class CheckedPages:
         if self._unseen[blocks].any():
             self._compare(np.flatnonzero(self._unseen[blocks]) + blocks.start, what)
 
-    def check_places(self, places: NDArray[np.int64], what: str) -> None:
+    def check_places(self, places: Ints, what: str) -> None:
         """`check` of the blocks that hold these bytes, int64 (n,)."""
         if self._sums is not None:
             blocks = places // BLOCK
@@ -74,7 +73,7 @@ class CheckedPages:
         sums = () if self._sums is None else self._sums
         return [block for block, wanted in enumerate(sums) if self._sum(block) != wanted]
 
-    def _compare(self, blocks: NDArray[np.int64], what: str) -> None:
+    def _compare(self, blocks: Ints, what: str) -> None:
         assert self._sums is not None
         for block in blocks.tolist():
             if self._sum(block) != self._sums[block]:

@@ -39,7 +39,6 @@ class ChatTemplate:
     """A tokenizer's chat template.
 
     Args:
-        tokenizer: folder in Hugging Face's layout.
         options: values that the template reads besides, such as `enable_thinking`.
 
     Raises:

@@ -4,7 +4,7 @@ A corpus that `wlb-titan prepare` made is a folder:
 
     documents.arrow    one row a document: input_ids (list of int32), length (int32), source (where the text
                        came from); of chat data also learned (list of int32, spans as of `SpanMask`). Readable
-                       with `datasets.Dataset.from_file`. Several workers write documents-00000.arrow,
+                       with `datasets.Dataset.from_file`. Older corpora may have documents-00000.arrow,
                        documents-00001.arrow, ...
     tokenizer/         tokenizer.json and tokenizer_config.json
     unreadable.txt     files and records that could not be read, if there were any
@@ -23,12 +23,13 @@ from pathlib import Path
 
 import numpy as np
 
+from wlb_titan.arrays import Bools, Ints
 from wlb_titan.corpus.arrow import SPANS, ArrowShard
 from wlb_titan.corpus.folder import partial_folder
 from wlb_titan.corpus.foreign import fingerprint_of_files, open_foreign
 from wlb_titan.corpus.manifest import MANIFEST_FILE, TOKENIZER_FOLDER, Manifest
-from wlb_titan.corpus.masks import Bools, Mask, SpanMask
-from wlb_titan.corpus.shards import Ints, Lengths, Shard, Tokens
+from wlb_titan.corpus.masks import Mask, SpanMask
+from wlb_titan.corpus.shards import Lengths, Shard, Tokens
 from wlb_titan.errors import CorpusError
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from wlb_titan.corpus.shards import Ints, Tokens, map_file
+from wlb_titan.arrays import Ints
+from wlb_titan.corpus.shards import Tokens, map_file
 from wlb_titan.errors import CorpusError
 
 TOKEN_TYPES = {2: "<u2", 4: "<u4"}

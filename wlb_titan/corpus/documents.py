@@ -25,7 +25,6 @@ class Documents:
     leave a core idle.
 
     Args:
-        source: where the documents are read.
         order: their numbers.
         tokenizer: each document ends with its end-of-text token.
         piece_characters: longer texts are cut into pieces.

@@ -6,18 +6,14 @@ process left behind is told from what a living one is writing, and is thrown awa
 """
 
 import fcntl
-import json
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from wlb_titan.corpus.replace import LOCK_FILE, check_replaceable, remove_corpus
 from wlb_titan.errors import CorpusError
-
-SETTINGS_FILE = "settings.json"
 
 
 def partial_folder(path: Path) -> Path:
@@ -52,46 +48,6 @@ def written_whole(path: Path, *, replace: bool) -> Iterator[Path]:
         os.close(lock)
 
 
-@contextmanager
-def unfinished(path: Path, settings: dict[str, Any]) -> Iterator[Path]:
-    """Give the folder in which `path` is being written, with what is in it if that has the same settings.
-
-    It stays as it is when the block ends, whichever way, unless `finish` has moved it to `path`.
-
-    Raises:
-        CorpusError: another process is writing the same folder.
-    """
-    partial = partial_folder(path)
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    lock = _lock(partial, path)
-    try:
-        kept = partial / SETTINGS_FILE
-        if not kept.is_file() or json.loads(kept.read_text(encoding="utf-8")) != settings:
-            _clear(partial)
-            kept.write_text(json.dumps(settings), encoding="utf-8")
-        yield partial
-    finally:
-        os.close(lock)
-
-
-def finish(path: Path, *, replace: bool, keep: set[str]) -> None:
-    """Move what was written with `unfinished`, and is complete now, to `path`.
-
-    Args:
-        path: where the folder shall be.
-        replace: delete the corpus that lies there by then.
-        keep: names of the files and folders that belong to it; others are deleted.
-
-    Raises:
-        CorpusError: `path` exists and `replace` is false.
-    """
-    partial = partial_folder(path)
-    _clear(partial, keep | {LOCK_FILE, SETTINGS_FILE})
-    (partial / SETTINGS_FILE).unlink()
-    _move(partial, path, replace)
-    (path / LOCK_FILE).unlink(missing_ok=True)
-
-
 def _lock(partial: Path, path: Path) -> int:
     _check_way(partial, path)
     while True:
@@ -114,7 +70,8 @@ def _lock(partial: Path, path: Path) -> int:
 
 def _check_way(partial: Path, path: Path) -> None:
     """Raises CorpusError where something that is not ours stands where the folder will be written."""
-    if partial.is_symlink() or (partial.exists() and not (partial.is_dir() and _is_ours(partial))):
+    ours = (partial / LOCK_FILE).is_file() or (partial.is_dir() and not any(partial.iterdir()))
+    if partial.is_symlink() or (partial.exists() and not (partial.is_dir() and ours)):
         raise CorpusError(
             f"{partial}, where {path} would be written first, is not what a preparation leaves behind. Move "
             "it away, or name another folder."
@@ -125,10 +82,6 @@ def _check_way(partial: Path, path: Path) -> None:
             f"{replaced} is in the way: a replacement of {path} was stopped when it had moved the former "
             f"corpus there. Move it back to {path.name} if there is none, or delete it."
         )
-
-
-def _is_ours(partial: Path) -> bool:
-    return (partial / LOCK_FILE).is_file() or not any(partial.iterdir())
 
 
 def _replaced(path: Path) -> Path:
@@ -143,9 +96,9 @@ def _is_at(file: int, path: Path) -> bool:
         return False
 
 
-def _clear(partial: Path, keep: Collection[str] = (LOCK_FILE,)) -> None:
+def _clear(partial: Path) -> None:
     for entry in partial.iterdir():
-        if entry.name in keep:
+        if entry.name == LOCK_FILE:
             continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)

@@ -147,10 +147,6 @@ def fingerprint_of_files(files: Iterable[Path], mask: str = "") -> str:
     """16 hexadecimal digits of names, sizes, and pages spread over each file, as hashing all takes hours.
 
     They do not change when the files are copied elsewhere.
-
-    Args:
-        files: what is read.
-        mask: what says which tokens are learned.
     """
     digest = hashlib.sha256(mask.encode())
     for file in files:

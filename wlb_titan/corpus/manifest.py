@@ -24,7 +24,6 @@ KNOWN_VERSIONS = (1, 2, FORMAT_VERSION, MASKED_VERSION)
 FIRST_WITH_CHECKSUMS = 3
 
 DOCUMENTS_FILE = "documents.arrow"
-PART_FILE = "documents-{:05d}.arrow"
 TOKENIZER_FOLDER = "tokenizer"
 UNREADABLE_FILE = "unreadable.txt"
 MANIFEST_FILE = "manifest.json"
@@ -144,7 +143,6 @@ def facts_of_files(folder: Path, files: Iterable[Path]) -> dict[str, Any]:
     """`files` and `checksums` of a manifest.
 
     Args:
-        folder: the corpus.
         files: all in it that belong to it, the manifest left out.
     """
     names = {path.relative_to(folder).as_posix(): path for path in sorted(files)}

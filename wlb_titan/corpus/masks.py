@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Bools, Ints
 from wlb_titan.corpus.arrow import ArrowShard
-from wlb_titan.corpus.shards import BLOCK, Ints, Shard
+from wlb_titan.corpus.shards import BLOCK, Shard
 from wlb_titan.errors import CorpusError
 
 IGNORED = -100
@@ -29,8 +29,6 @@ IGNORED = -100
 
 COLUMNS = ("labels", "loss_mask", "assistant_masks")
 """Columns of datasets that say what is learned, by the names that other tools give them."""
-
-Bools = NDArray[np.bool_]
 
 
 class Mask(Protocol):
@@ -78,7 +76,6 @@ class TokenMask:
 
     Args:
         values: values of the documents of `tokens`, one for each token.
-        tokens: the shard that is masked.
         labels: the values are labels, not 0 and 1.
         name: name of the column or file, for messages.
 
@@ -146,8 +143,6 @@ def chosen_column(path: Path, columns: Sequence[str], wanted: str) -> str | None
     """The column of a dataset that says what is learned.
 
     Args:
-        path: for messages.
-        columns: that the dataset has.
         wanted: a column; "auto" is the one that there is of COLUMNS; "none" is no mask.
 
     Raises:

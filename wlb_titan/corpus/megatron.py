@@ -23,7 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
-from wlb_titan.corpus.shards import Ints, Tokens, map_file
+from wlb_titan.arrays import Ints
+from wlb_titan.corpus.shards import Tokens, map_file
 from wlb_titan.errors import CorpusError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -33,9 +34,6 @@ TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8
 
 class MegatronShard:
     """PREFIX.bin and PREFIX.idx. See `Shard`.
-
-    Args:
-        prefix: path of the two files without their endings.
 
     Raises:
         CorpusError: a file is missing, damaged or of another version.

@@ -6,13 +6,12 @@ texts, settings and library versions give the same corpus, byte for byte.
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from wlb_titan.corpus.arrow import SUMS, write_checks
+from wlb_titan.corpus.arrow import write_checks
 from wlb_titan.corpus.chat import Conversations
 from wlb_titan.corpus.corpus import Corpus
 from wlb_titan.corpus.documents import Documents
@@ -29,7 +28,7 @@ from wlb_titan.corpus.manifest import (
 )
 from wlb_titan.corpus.replace import check_replaceable, output_folder
 from wlb_titan.corpus.settings import DEFAULT_VOCAB_SIZE, PrepareSettings
-from wlb_titan.corpus.sources import Source, open_source
+from wlb_titan.corpus.sources import open_source
 from wlb_titan.corpus.tokenizer import CorpusTokenizer, copy_tokenizer, train_tokenizer, training_texts
 from wlb_titan.corpus.writer import DocumentWriter
 from wlb_titan.errors import CorpusError
@@ -53,7 +52,6 @@ def prepare_corpus(
     that the next one clears away.
 
     Args:
-        settings: what to make.
         output: the corpus folder; its parents are made.
         overwrite: replace a corpus that is there.
         report: called often, from this thread.
@@ -82,117 +80,54 @@ def _write_corpus(settings: PrepareSettings, folder: Path, report: Report) -> No
     order = np.random.default_rng(settings.seed).permutation(len(source)).tolist()
 
     report("Preparing the tokenizer", 0, 0)
-    make_tokenizer(settings, training_texts(source, order), folder / TOKENIZER_FOLDER)
-    tokenizer = CorpusTokenizer(folder / TOKENIZER_FOLDER)
-
-    def enough(position: int, tokens: int) -> bool:
-        if settings.max_tokens is None:
-            report("Tokenizing documents", position + 1, len(order))
-            return False
-        report("Tokenizing", min(tokens, settings.max_tokens), settings.max_tokens)
-        return tokens >= settings.max_tokens
-
-    def progress(position: int) -> None:
-        report("Tokenizing documents", position, len(order))
-
-    part = write_part(
-        documents_of(settings, source, order, tokenizer),
-        folder / DOCUMENTS_FILE,
-        enough,
-        progress if settings.max_tokens is None else lambda position: None,
-    )
-    complete(settings, folder, tokenizer, [part])
-
-
-@dataclass(frozen=True)
-class Part:
-    """What is known of one file of documents."""
-
-    documents: int
-    tokens: int
-    empty: int
-    unreadable: list[str]
-    digest: str
-    """SHA-256 of lengths, token ids and label masks."""
-    learned: int = 0
-    cut: int = 0
-    skipped: int = 0
-
-
-def make_tokenizer(settings: PrepareSettings, texts: Iterable[str], folder: Path) -> None:
-    """Copy the user's tokenizer into `folder`, or train one on `texts`."""
     if settings.tokenizer is not None:
         template = Path(settings.chat_template) if settings.chat_template else None
-        copy_tokenizer(Path(settings.tokenizer), folder, template)
+        copy_tokenizer(Path(settings.tokenizer), folder / TOKENIZER_FOLDER, template)
     else:
-        train_tokenizer(texts, settings.vocab_size or DEFAULT_VOCAB_SIZE, folder)
+        vocabulary = settings.vocab_size or DEFAULT_VOCAB_SIZE
+        train_tokenizer(training_texts(source, order), vocabulary, folder / TOKENIZER_FOLDER)
+    tokenizer = CorpusTokenizer(folder / TOKENIZER_FOLDER)
 
-
-def documents_of(
-    settings: PrepareSettings, source: Source, order: list[int], tokenizer: CorpusTokenizer
-) -> Documents | Conversations:
-    """The documents of a source as token ids, in a given order."""
+    documents: Documents | Conversations
     if settings.chat:
-        return Conversations(source, order, tokenizer.folder, settings)
-    return Documents(source, order, tokenizer)
-
-
-def write_part(
-    documents: Documents | Conversations,
-    path: Path,
-    enough: Callable[[int, int], bool] = lambda position, tokens: False,
-    progress: Callable[[int], None] = lambda position: None,
-) -> Part:
-    """Tokenize documents into one file.
-
-    Args:
-        documents: as of `documents_of`.
-        path: the file.
-        enough: asked after each document, with its place in the order and the tokens so far, whether to stop.
-        progress: called within a long document, with its place in the order.
-    """
-    documents.progress = progress
-    masked = isinstance(documents, Conversations)
-    with DocumentWriter(path, masked=masked) as writer:
+        documents = Conversations(source, order, tokenizer.folder, settings)
+    else:
+        documents = Documents(source, order, tokenizer)
+    if settings.max_tokens is None:
+        documents.progress = lambda position: report("Tokenizing documents", position, len(order))
+    with DocumentWriter(folder / DOCUMENTS_FILE, masked=settings.chat) as writer:
         for position, name, tokens, spans in documents:
             writer.add(name, tokens, spans)
-            if enough(position, writer.tokens):
+            if settings.max_tokens is None:
+                report("Tokenizing documents", position + 1, len(order))
+                continue
+            report("Tokenizing", min(writer.tokens, settings.max_tokens), settings.max_tokens)
+            if writer.tokens >= settings.max_tokens:
                 break
-    return Part(
-        documents=writer.documents,
-        tokens=writer.tokens,
-        empty=documents.empty,
-        unreadable=[str(entry) for entry in documents.unreadable],
-        digest=writer.digest().hex(),
-        learned=writer.learned,
-        cut=documents.cut if isinstance(documents, Conversations) else 0,
-        skipped=documents.skipped if isinstance(documents, Conversations) else 0,
-    )
+    _complete(settings, folder, tokenizer, documents, writer)
 
 
-def complete(
-    settings: PrepareSettings, folder: Path, tokenizer: CorpusTokenizer, parts: Sequence[Part]
+def _complete(
+    settings: PrepareSettings,
+    folder: Path,
+    tokenizer: CorpusTokenizer,
+    documents: Documents | Conversations,
+    writer: DocumentWriter,
 ) -> None:
-    """Write what a corpus has besides documents and tokenizer; the manifest last.
-
-    Raises:
-        CorpusError: there are no documents.
-    """
-    unreadable = [entry for part in parts for entry in part.unreadable]
-    empty = sum(part.empty for part in parts)
-    if not any(part.documents for part in parts):
-        first = f" (the first: {unreadable[0]})" if unreadable else ""
+    """Writes what a corpus has besides documents and tokenizer; the manifest last."""
+    unreadable = sorted(f"{entry}\n" for entry in documents.unreadable)
+    cut = documents.cut if isinstance(documents, Conversations) else 0
+    skipped = documents.skipped if isinstance(documents, Conversations) else 0
+    if not writer.documents:
+        first = f" (the first: {documents.unreadable[0]})" if unreadable else ""
         raise CorpusError(
-            f"The source {settings.source} has no text: {empty:,} documents are empty, "
-            f"{sum(part.skipped for part in parts):,} too long and {len(unreadable):,} cannot be read{first}."
+            f"The source {settings.source} has no text: {documents.empty:,} documents are empty, "
+            f"{skipped:,} too long and {len(unreadable):,} cannot be read{first}."
         )
     if unreadable:
-        lines = sorted(f"{entry}\n" for entry in unreadable)
-        (folder / UNREADABLE_FILE).write_text("".join(lines), encoding="utf-8")
+        (folder / UNREADABLE_FILE).write_text("".join(unreadable), encoding="utf-8")
     shutil.rmtree(folder / CACHE_FOLDER, ignore_errors=True)
-    for documents in folder.glob("*.arrow"):
-        if not documents.with_suffix(SUMS).exists():
-            write_checks(documents)
+    write_checks(folder / DOCUMENTS_FILE)
     files = [
         *folder.glob("*.arrow"),
         *folder.glob("*.batches"),
@@ -200,16 +135,15 @@ def complete(
         *(folder / TOKENIZER_FOLDER).iterdir(),
     ]
     files += [folder / UNREADABLE_FILE] if unreadable else []
-    digests = b"".join(bytes.fromhex(part.digest) for part in parts)
     Manifest(
         format_version=MASKED_VERSION if settings.chat else FORMAT_VERSION,
-        learned_tokens=sum(part.learned for part in parts),
-        cut_documents=sum(part.cut for part in parts),
-        skipped_documents=sum(part.skipped for part in parts),
-        fingerprint=hashlib.sha256(tokenizer.digest + digests).hexdigest()[:16],
-        documents=sum(part.documents for part in parts),
-        tokens=sum(part.tokens for part in parts),
-        empty_documents=empty,
+        learned_tokens=writer.learned,
+        cut_documents=cut,
+        skipped_documents=skipped,
+        fingerprint=hashlib.sha256(tokenizer.digest + writer.digest()).hexdigest()[:16],
+        documents=writer.documents,
+        tokens=writer.tokens,
+        empty_documents=documents.empty,
         unreadable=len(unreadable),
         vocab_size=tokenizer.vocab_size,
         end_of_text=tokenizer.end_of_text,

@@ -14,7 +14,6 @@ SOURCES = (
 )
 GRANULARITIES = ("file", "package")
 TOO_LONG = ("cut", "skip", "error")
-EXECUTORS = ("local", "slurm", "ray")
 DEFAULT_VOCAB_SIZE = 4096
 MOST_VOCAB_SIZE = 1 << 22
 MIN_VOCAB_SIZE = 257

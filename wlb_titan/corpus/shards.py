@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Ints
 from wlb_titan.errors import CorpusError
 
-Ints = NDArray[np.int64]
 Tokens = NDArray[np.integer[Any]]
 
 BLOCK = 1 << 20  # lengths looked at together where all of them are
@@ -110,7 +110,6 @@ def map_file(path: Path, dtype: Any = np.uint8, *, offset: int = 0, count: int |
     """A file's numbers as a read-only array that is its pages; an empty file is an empty array.
 
     Args:
-        path: the file.
         dtype: data type of the numbers.
         offset: bytes before the first.
         count: how many; None takes all that the file has.

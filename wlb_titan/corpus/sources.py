@@ -25,12 +25,6 @@ import pyarrow as pa
 from wlb_titan.corpus.settings import PrepareSettings, SourceSpec
 from wlb_titan.errors import CorpusError
 
-MOST_PARTS = 4096
-FILES_A_PART = 256
-ROWS_A_PART = 10_000
-BYTES_A_PART = 64_000_000
-"""Of a source that has no more than `MOST_PARTS` such parts; of a larger one they are larger."""
-
 FileDocument = tuple[str, list[tuple[str, Path]]]
 """A document's name, and the name and path of each of its files."""
 
@@ -61,19 +55,11 @@ class Source(Protocol):
         """The document's text in one or more pieces, to be joined without anything in between."""
         ...
 
-    def parts(self) -> list[Source]:
-        """The source cut into runs of its documents, at most `MOST_PARTS`, for several workers.
-
-        They follow from the source alone. Each can be pickled and opened elsewhere.
-        """
-        ...
-
 
 def open_source(settings: PrepareSettings, cache: Path) -> Source:
     """Find the documents of a source, without reading them.
 
     Args:
-        settings: names the source.
         cache: folder for what `datasets` converts on the way; to be deleted by the caller.
 
     Raises:
@@ -96,17 +82,10 @@ def open_source(settings: PrepareSettings, cache: Path) -> Source:
     return Rows(spec, cache, chat=settings.chat)
 
 
-def _ranges(count: int, least: int) -> list[tuple[int, int]]:
-    """0 .. count - 1 in runs of `least`, or of more where there would be too many."""
-    size = max(least, -(-count // MOST_PARTS))
-    return [(begin, min(begin + size, count)) for begin in range(0, count, size)]
-
-
 class Files:
     """Documents made of one file each, or of several that are joined.
 
     Args:
-        documents: names and paths.
         within: a link that leads out of this folder is not read, but told; None reads all.
     """
 
@@ -134,10 +113,6 @@ class Files:
                 yield Unreadable(name, error.strerror or str(error))
             else:
                 yield text if "\0" not in text else Unreadable(name, "not text: it has a zero byte")
-
-    def parts(self) -> list[Source]:
-        ranges = _ranges(len(self), FILES_A_PART)
-        return [Files(self._documents[begin:end], self._within) for begin, end in ranges]
 
 
 def python_documents(*, by_package: bool) -> list[FileDocument]:
@@ -202,20 +177,15 @@ class JsonLines:
     all of it into one table, and refuse a file whose other fields change their type.)
 
     Args:
-        path: the file.
         field: the one that holds the text.
-        span: only the lines that begin from this byte on and before that one.
         chat: whether it holds a conversation, which is read as of `conversation`.
     """
 
-    def __init__(
-        self, path: Path, field: str, span: tuple[int, int] | None = None, *, chat: bool = False
-    ) -> None:
+    def __init__(self, path: Path, field: str, *, chat: bool = False) -> None:
         if not path.is_file():
             raise CorpusError(f"The source jsonl:{path} needs a file, and there is none.")
         self._path = path
         self._field = field
-        self._span = span
         self._chat = chat
 
     @cached_property
@@ -225,14 +195,9 @@ class JsonLines:
         Arrays, not lists, as a file may have a hundred million lines.
         """
         numbers, begins = array("q"), array("q")
-        start, stop = self._span or (0, self._path.stat().st_size)
+        start = 0
         with self._path.open("rb") as file:
-            if start:
-                file.seek(start - 1)
-                start += len(file.readline()) - 1
             for number, line in enumerate(file, start=1):
-                if start >= stop:
-                    break
                 if not line.isspace():
                     numbers.append(number)
                     begins.append(start)
@@ -243,13 +208,7 @@ class JsonLines:
         return len(self._lines[0])
 
     def name(self, document: int) -> str:
-        if self._span:  # which line it is, nobody has counted
-            return f"{self._path.name}@{self._lines[1][document]}"
         return f"{self._path.name}:{self._lines[0][document]}"
-
-    def parts(self) -> list[Source]:
-        ranges = _ranges(self._path.stat().st_size, BYTES_A_PART)
-        return [JsonLines(self._path, self._field, span, chat=self._chat) for span in ranges]
 
     def read(self, document: int) -> Iterator[str | Unreadable]:
         with self._path.open("rb") as file:
@@ -283,10 +242,6 @@ class Joined:
     def read(self, document: int) -> Iterator[str | Unreadable]:
         source, place = self._place(document)
         return source.read(place)
-
-    def parts(self) -> list[Source]:
-        parts = [part for source in self._sources for part in source.parts()]
-        return [Joined(parts[begin:end]) for begin, end in _ranges(len(parts), 1)]
 
     def _place(self, document: int) -> tuple[Source, int]:
         number = bisect_right(self._firsts, document) - 1
@@ -356,30 +311,6 @@ class Rows:
             yield conversation(row, self._field) if self._chat else row[self._field] or ""
         except (ValueError, pa.ArrowException) as error:  # UnicodeDecodeError among the first
             yield Unreadable(self.name(document), str(error))
-
-    def parts(self) -> list[Source]:
-        return [RowsPart(self, begin, end) for begin, end in _ranges(len(self), ROWS_A_PART)]
-
-
-@dataclass(frozen=True)
-class RowsPart:
-    """Rows `begin` .. `end` - 1 of others."""
-
-    rows: Rows
-    begin: int
-    end: int
-
-    def __len__(self) -> int:
-        return self.end - self.begin
-
-    def name(self, document: int) -> str:
-        return self.rows.name(self.begin + document)
-
-    def read(self, document: int) -> Iterator[str | Unreadable]:
-        return self.rows.read(self.begin + document)
-
-    def parts(self) -> list[Source]:
-        return [self]
 
 
 def _load(spec: SourceSpec, cache: Path) -> datasets.Dataset:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Ints
 from wlb_titan.corpus.arrow import write_checks
 from wlb_titan.corpus.corpus import Corpus
 from wlb_titan.corpus.folder import written_whole
@@ -23,7 +23,7 @@ SHAPE = f"log-normal with a median of a 32nd of the context window and sigma {SI
 """What `long_tailed_lengths` draws from, for reports."""
 
 
-def long_tailed_lengths(tokens: int, longest: int, seed: int = 0) -> NDArray[np.int64]:
+def long_tailed_lengths(tokens: int, longest: int, seed: int = 0) -> Ints:
     """Lengths with a long tail: log-normal, with a median of a 32nd of the longest and sigma 1.5.
 
     About one document in a hundred is as long as the longest, and these have about a tenth of the tokens.
@@ -31,7 +31,6 @@ def long_tailed_lengths(tokens: int, longest: int, seed: int = 0) -> NDArray[np.
     Args:
         tokens: how many there are to be together, at least.
         longest: length at which they are cut off.
-        seed: seed of the draw.
 
     Returns:
         int64 (documents,).
@@ -45,7 +44,7 @@ def long_tailed_lengths(tokens: int, longest: int, seed: int = 0) -> NDArray[np.
     return lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1]
 
 
-def write_synthetic_corpus(path: Path, lengths: NDArray[np.int64]) -> Corpus:
+def write_synthetic_corpus(path: Path, lengths: Ints) -> Corpus:
     """Writes documents of these lengths, whose tokens are all 0, and opens them as a corpus.
 
     Args:

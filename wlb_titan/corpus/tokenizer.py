@@ -133,12 +133,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def training_texts(
-    source: Source, order: Iterable[int], characters: int = TRAINING_CHARACTERS
-) -> Iterator[str]:
-    """A sample of the source of at most so many characters, taken from the first documents of `order`."""
-    share = characters // max(1, min(len(source), TRAINING_DOCUMENTS))
-    missing = characters
+def training_texts(source: Source, order: Iterable[int]) -> Iterator[str]:
+    """A sample of the source of at most `TRAINING_CHARACTERS`, from the first documents of `order`."""
+    share = TRAINING_CHARACTERS // max(1, min(len(source), TRAINING_DOCUMENTS))
+    missing = TRAINING_CHARACTERS
     for document in order:
         room = min(share, missing)
         for text in source.read(document):

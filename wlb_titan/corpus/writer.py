@@ -25,14 +25,7 @@ class DocumentWriter:
     """A context manager that writes one row a document.
 
     Args:
-        path: the file.
         masked: whether every document comes with the spans of its learned tokens, as of `SpanMask`.
-        batch_tokens: written at a time.
-
-    Attributes:
-        documents: number of documents added so far.
-        tokens: number of tokens added so far.
-        learned: tokens of these that are learned.
     """
 
     def __init__(self, path: Path, *, masked: bool = False, batch_tokens: int = RECORD_BATCH_TOKENS) -> None:

@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats
 from wlb_titan.cost.cluster import Cluster, load_cluster
-from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS, ModelShape
+from wlb_titan.cost.models import ModelShape
 from wlb_titan.cost.workload import CostJob, CostModel
-
-Floats = NDArray[np.float64]
 
 BYTES = 2  # of an activation in bfloat16
 ATTENTION_BACKWARD = 2.5  # matrix products of the backward pass over those of the forward pass: 5 / 2
@@ -87,9 +86,6 @@ class TokenSeconds:
         """The seconds of one rank of a model.
 
         Args:
-            shape: shape of the model.
-            device: device of the rank.
-            tensor, context: degrees of parallelism.
             exchange: seconds of context parallelism's collectives in a pass, for each token of the
                 micro-batch; None: those of the keys and values of the other ranks, as in the paper.
         """
@@ -121,7 +117,6 @@ class Analytic(CostModel):
     2.9 s at 600 TFLOP/s.
 
     Args:
-        shape: shape of the model.
         device: one of its ranks; None takes a GPU of the paper's cluster, `h100_roce`.
         tensor_parallel: degree; divides FLOPs and element-wise bytes, adds its collectives.
         context_parallel: the same.
@@ -173,10 +168,3 @@ class Analytic(CostModel):
     def backward(self, lengths: NDArray[Any]) -> Floats:
         d = np.asarray(lengths, dtype=np.float64)
         return self._attention_backward * self._squares(d) + self.linear_backward * d
-
-
-def paper_configuration(name: str) -> Analytic:
-    """The cost model of one row of Table 1, such as `7B-128K`; KeyError where there is none."""
-    degrees = PAPER_DEGREES[name]
-    shape = PAPER_MODELS[name.split("-")[0]]
-    return Analytic(shape, tensor_parallel=degrees.tensor, context_parallel=degrees.context)

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wlb_titan.cost.attention_latency import Floats, KernelCost, KeyTiling, Tiling
+from wlb_titan.arrays import Floats
+from wlb_titan.cost.attention_latency import KernelCost, KeyTiling, Tiling
 
 ROUNDS = 10
 COEFFICIENTS = ("launch", "key", "query", "segment", "tile", "block", "masked")
@@ -68,13 +69,7 @@ def tilings(implementation: str, group: int) -> tuple[Tiling, Tiling]:
 
 
 def fit(points: Sequence[Point], units: int, tiling: Tiling) -> Fit:
-    """The coefficients that describe the points best.
-
-    Args:
-        points: measurements of one pass.
-        units: programs that the device runs side by side.
-        tiling: tiling of the kernel.
-    """
+    """The coefficients that describe the points best."""
     seconds = np.array([point.seconds for point in points])
     spread, longest = _features(points, units, tiling)
     bound = spread

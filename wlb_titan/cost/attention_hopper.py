@@ -107,9 +107,7 @@ def hopper(head_dim: float, heads: int, *, group: int = 1, kernel: str = OWN) ->
 
     Args:
         head_dim: head dim of queries, keys and values; the mean of the two, if values have another.
-        heads: query heads on the device.
         group: query heads that share a key head.
-        kernel: one of KERNELS.
     """
     known = KERNELS[kernel]
     cut = tilings("gluon", group) if kernel == OWN else (Tiling(128, 128), Tiling(128, 128))

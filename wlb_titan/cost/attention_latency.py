@@ -34,9 +34,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.plan import COUNT, OFFSET
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,17 +333,13 @@ class AttentionLatency:
         passes = [kernel.work(q_len, kv_len, window) for kernel in (self.forward, self.backward)]
         return np.stack(passes) * (self.heads / self.units)
 
-    def fixed(self, keys: NDArray[np.int64]) -> Floats:
-        """float64 (ranks, 2), seconds of forward and backward that so many keys take, whoever sees them.
-
-        Args:
-            keys: int64 (ranks,), that a rank has.
-        """
+    def fixed(self, keys: Ints) -> Floats:
+        """float64 (ranks, 2), seconds of forward and backward that so many keys take, whoever sees them."""
         launch, key = np.array([(kernel.launch, kernel.key) for kernel in (self.forward, self.backward)]).T
         seconds: Floats = launch + key * (keys * self.heads / self.units)[:, None]
         return seconds
 
-    def seconds(self, sharding: Sequence[NDArray[np.int64]], held: NDArray[np.int64] | None = None) -> Floats:
+    def seconds(self, sharding: Sequence[Ints], held: Ints | None = None) -> Floats:
         """float64 (ranks, 2), forward and backward time of every rank. Padding costs nothing.
 
         Args:

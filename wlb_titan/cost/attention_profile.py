@@ -21,8 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wlb_titan.arrays import Floats
 from wlb_titan.cost.attention_fit import COEFFICIENTS, Point, fit, predict, tilings
-from wlb_titan.cost.attention_latency import AttentionLatency, Floats, KernelCost, KeyTiling, Tiling
+from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, KeyTiling, Tiling
 from wlb_titan.cost.linear_profile import LinearProfile
 from wlb_titan.errors import PlanError
 

@@ -104,7 +104,6 @@ class Cluster:
 
         Args:
             bytes_: that each rank has, of which it sends an equal share to every rank.
-            ranks: ranks of the group.
         """
         inside = min(ranks, self.gpus_per_node)
         near = bytes_ * (inside - 1) / ranks / self.node.bandwidth
@@ -137,19 +136,21 @@ def load_cluster(name: str) -> Cluster:
 
     Raises:
         PlanError: there is no such file, it is not TOML, or a figure is missing, unknown or absurd; the
-            message names file, section and key.
+            message names file, section and key. Its setting is wlb.cluster.
     """
     if name in shipped():
         return _shipped(name)
     path = Path(name)
     try:
-        text = path.read_text(encoding="utf-8")
+        return _parse(path.read_text(encoding="utf-8"), name, path.parent)
     except OSError as error:
         raise PlanError(
             f"The cluster file {name} cannot be read: {error.strerror}. Name a TOML file, or one of the "
-            f"shipped clusters {', '.join(shipped())}."
+            f"shipped clusters {', '.join(shipped())}.",
+            setting="wlb.cluster",
         ) from error
-    return _parse(text, name, path.parent)
+    except PlanError as error:
+        raise PlanError(str(error), setting="wlb.cluster") from error
 
 
 @cache

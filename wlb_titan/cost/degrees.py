@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Ints
 from wlb_titan.cost.cluster import Cluster, Link
 from wlb_titan.cost.dimension import TORCHTITAN, Dimension
 from wlb_titan.errors import PlanError
@@ -102,7 +102,7 @@ class Degrees:
 
     def axes_of(self, ranks: Sequence[int]) -> list[str]:
         """The axes along which some ranks differ."""
-        places: tuple[NDArray[np.int64], ...] = np.unravel_index(ranks, tuple(self.layout.values()))
+        places: tuple[Ints, ...] = np.unravel_index(ranks, tuple(self.layout.values()))
         return [axis for axis, place in zip(self.layout, places, strict=True) if len(set(place.tolist())) > 1]
 
     def check_ranks(self, gpus: int) -> None:
@@ -153,12 +153,7 @@ def own_dimensions(configs: Sequence[Any]) -> tuple[Dimension, ...]:
 
 def in_order(torchtitan: Sequence[Any], own: Sequence[Dimension]) -> list[Any]:
     """Dimensions in the order of ranks: each of one's own directly outside of the axis that it names, the
-    first that does so outermost.
-
-    Args:
-        torchtitan: anything with an `axis`, in order.
-        own: to be put between them.
-    """
+    first that does so outermost."""
     found = list(torchtitan)
     for one in own:
         place = next(number for number, other in enumerate(found) if other.axis == one.outside)

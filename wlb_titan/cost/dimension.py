@@ -48,9 +48,6 @@ class Meeting(NamedTuple):
 class Dimension(Plugin):
     """A dimension of parallelism.
 
-    Args:
-        config: its settings.
-
     Attributes:
         axis: name of its mesh axis.
         divides: what its ranks share. The planner gives ranks that divide `data` micro-batches of their own;

@@ -9,20 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats
 from wlb_titan.cost.analytic import Analytic, Device
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.attention_profile import AttentionShape, Profile
-from wlb_titan.cost.workload import CostJob, CostModel, Floats
+from wlb_titan.cost.workload import CostJob, CostModel
 
 
 class Measured(CostModel):
     """W_a as measured on a device, W_l by operations at its measured rates, or the cluster's if it has none.
-
-    Args:
-        attention: times of one layer's attention on one device.
-        layers: layers of the model.
-        context_parallel: degree; its ranks share attention equally.
-        linear: gives W_l.
 
     Raises:
         PlanError: the profile cannot be read, or has no attention like the job's.

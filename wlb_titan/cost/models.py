@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats
 from wlb_titan.cost.degrees import Degrees
 
 
@@ -73,7 +74,7 @@ class ModelShape:
         layer = self.attention_weights + 3 * self.hidden * self.feed_forward
         return self.layers * layer + self.hidden * self.vocabulary
 
-    def squares(self, lengths: NDArray[Any]) -> NDArray[np.float64]:
+    def squares(self, lengths: NDArray[Any]) -> Floats:
         """Twice the pairs of a query and a key that meet in the model's layers, shaped like `lengths`.
 
         A document of d tokens has d^2 of them in a layer, or w (2 d - w) under a window of w < d keys: its

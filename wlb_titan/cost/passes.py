@@ -23,11 +23,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats
 from wlb_titan.cost.analytic import BYTES, TokenSeconds
 from wlb_titan.cost.workload import CostJob, CostModel
 from wlb_titan.pipeline.graph import PassTimes
 
-Floats = NDArray[np.float64]
 TENSOR_COLLECTIVES = 4  # of a layer in each pass
 EXPERT_COLLECTIVES = 2
 
@@ -89,7 +89,6 @@ def pass_times(job: PassJob, micro_batches: MicroBatches) -> PassTimes:
     """The passes of micro-batches through every stage.
 
     Args:
-        job: the job.
         micro_batches: arrays (n, k), the n of each of k runs in the order in which they run.
 
     Returns:

@@ -8,7 +8,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb_titan.cost.workload import CostJob, CostModel, Floats
+from wlb_titan.arrays import Floats
+from wlb_titan.cost.workload import CostJob, CostModel
 from wlb_titan.errors import PlanError
 
 LARGEST = 1e100  # coefficient, with which the work of any step is still a finite number

@@ -13,17 +13,15 @@ from abc import abstractmethod
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
-import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.cluster import Cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.plugins import Family, Plugin, PluginConfig
-
-Floats = NDArray[np.float64]
 
 COST_MODELS = Family(
     kind="cost model",
@@ -145,7 +143,6 @@ def cost_model(text: str, job: CostJob) -> CostModel:
     Args:
         text: a name, with its settings after a colon (`quadratic:0.9e6,4e10`); the path of a profile, which
             is short for `profile:PATH`; or "package.module:Class".
-        job: whose documents they are.
 
     Raises:
         PlanError: there is no such model, or its settings are wrong.

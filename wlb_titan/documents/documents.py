@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
+from wlb_titan.arrays import Ints
 from wlb_titan.documents.mixture import Lengths, Mixture, Source, count_longer
-
-Ints = NDArray[np.int64]
 
 
 def all_learned(rows: Ints, starts: Ints, stops: Ints) -> Ints:
@@ -48,12 +44,7 @@ class Documents:
         return self.mixture().sample()
 
     def describe(self, window: int, tokens: int) -> list[str]:
-        """A sentence on the corpus, and of a mixture one on each source.
-
-        Args:
-            window: context window in tokens.
-            tokens: tokens of a step.
-        """
+        """A sentence on the corpus, and of a mixture one on each source."""
         mixture = self.mixture()
         long = count_longer(self.lengths, window)
         cut = f", {long:,} of them longer than the window and cut" if long else ""

@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Bools, Ints
 from wlb_titan.documents.mixture import Lengths
 
 
-def is_held_out(rows: NDArray[np.int64], share: float) -> NDArray[np.bool_]:
+def is_held_out(rows: Ints, share: float) -> Bools:
     """bool (n,), whether documents are held out, by their rows.
 
     Args:
@@ -27,7 +27,7 @@ def is_held_out(rows: NDArray[np.int64], share: float) -> NDArray[np.bool_]:
         bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         bits ^= bits >> np.uint64(31)
-    chosen: NDArray[np.bool_] = bits / 2.0**64 < share
+    chosen: Bools = bits / 2.0**64 < share
     return chosen
 
 

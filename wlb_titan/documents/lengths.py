@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Ints
 from wlb_titan.errors import PlanError
 
 DIGITS = 13  # of the longest
@@ -46,7 +46,7 @@ class LogNormal:
     sigma: float
     source: str
 
-    def draw(self, documents: int = DRAWN, seed: int = 1) -> NDArray[np.int64]:
+    def draw(self, documents: int = DRAWN, seed: int = 1) -> Ints:
         """int64 (documents,), tokens."""
         rng = np.random.default_rng(seed)
         lengths = np.exp(rng.normal(np.log(self.median), self.sigma, documents))
@@ -61,7 +61,7 @@ NAMED = {
 }
 
 
-def named_or_read(text: str) -> tuple[NDArray[np.int64], str]:
+def named_or_read(text: str) -> tuple[Ints, str]:
     """The lengths of a distribution or of a file.
 
     Args:
@@ -85,7 +85,7 @@ def named_or_read(text: str) -> tuple[NDArray[np.int64], str]:
     return read_lengths(path), path.name
 
 
-def read_lengths(path: Path) -> NDArray[np.int64]:
+def read_lengths(path: Path) -> Ints:
     """int64 (documents,), the numbers of the file's lines in their order.
 
     Raises:

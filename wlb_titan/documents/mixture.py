@@ -27,10 +27,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Ints
 from wlb_titan.documents.permutation import permuted
 from wlb_titan.errors import PlanError
-
-Ints = NDArray[np.int64]
 
 BLOCK = 1 << 20  # lengths that are looked at together where all of them are
 SAMPLE = 1 << 20  # documents whose lengths stand for those of a larger corpus
@@ -102,11 +101,6 @@ class Mixture:
         lengths: tokens of every row. A document of 0 tokens is passed over.
         sources: what the rows belong to; none is one source of all.
         seed: seed of the epochs' orders; None keeps the order of the rows.
-
-    Attributes:
-        sources: as given.
-        documents: number of rows.
-        tokens: tokens of all rows.
 
     Raises:
         PlanError: there is nothing to train on, a length is negative, or a source's settings cannot be met.

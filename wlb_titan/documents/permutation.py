@@ -12,7 +12,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+from wlb_titan.arrays import Ints
+
 Words = NDArray[np.uint32]
 
 ROUNDS = 6

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Bools, Ints
 from wlb_titan.documents.mixture import Lengths, Mixture, Source
 from wlb_titan.errors import PlanError
 from wlb_titan.plan import ID, LENGTH, START
 
-Pieces = NDArray[np.int64]
+Pieces = Ints
 """int64 (n, 3), columns ID, START, LENGTH: runs of tokens of documents, in stream order."""
 
 BLOCK = 1 << 16  # most documents of a block
@@ -43,7 +43,7 @@ class _Block:
     """
 
     first: int
-    ends: NDArray[np.int64]
+    ends: Ints
 
     def begin(self, place: int) -> int:
         """Tokens of the block before the document at `place`."""
@@ -58,9 +58,6 @@ class DocumentStream:
         window: context window in tokens, at least 2; `arrive` cuts longer documents into such pieces.
         seed: seed of the epochs' orders; None keeps the corpus' own order in every epoch.
         sources: the mixture's; none is one source of all documents.
-
-    Attributes:
-        mixture: the order of the documents.
 
     Raises:
         PlanError: the corpus is empty, or a length is negative, or no document has two tokens (then
@@ -101,15 +98,15 @@ class DocumentStream:
         """Id of the document that holds the next token."""
         return self._next
 
-    def rows_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    def rows_of(self, ids: Ints) -> Ints:
         """int64 (n,), the corpus rows of documents by id, also of those long past."""
         return self.mixture.read(ids)[0]
 
-    def lengths_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    def lengths_of(self, ids: Ints) -> Ints:
         """int64 (n,), tokens of whole documents by id."""
         return self.mixture.read(ids)[1]
 
-    def has_label(self, pieces: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def has_label(self, pieces: Ints) -> Bools:
         """bool (n,), whether a piece has a token to predict.
 
         A token's label is the next token of its document, so only a document's very last token has none.
@@ -197,7 +194,7 @@ class DocumentStream:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._next, self._offset = int(state["document"]), int(state["offset"])
 
-    def _move(self, block: _Block, piece: NDArray[np.int64]) -> None:
+    def _move(self, block: _Block, piece: Ints) -> None:
         """Sets the next token behind a piece of a document of the block."""
         id_, offset = int(piece[ID]), int(piece[START] + piece[LENGTH])
         place = id_ - block.first

@@ -27,11 +27,7 @@ SLICES = 16  # of the document of which a step is imagined
 
 
 def usable_share(slices: bool) -> float:
-    """Share of a device's memory that predictions may fill.
-
-    Args:
-        slices: whether documents are sliced.
-    """
+    """Share of a device's memory that predictions may fill."""
     return USABLE_IN_SLICES if slices else USABLE
 
 
@@ -39,7 +35,6 @@ def peak_memory(job: MemoryJob, passes: Passes) -> tuple[RankMemory, ...]:
     """The peak memory of every pipeline rank over one step.
 
     Args:
-        job: whose step it is.
         passes: passes of a replica, in the order of running. For the most that a length may need, n times
             that length.
 
@@ -57,7 +52,7 @@ def peak_memory(job: MemoryJob, passes: Passes) -> tuple[RankMemory, ...]:
     for number in range(job.shape.ranks):
         rank = job.rank(job, number)
         peaks = [rank.peak(each, reduced=i > 0) for i, each in enumerate(runs)]
-        most = max(peaks, key=lambda peak: peak.total)
+        most = fullest(peaks)
         for dimension in job.degrees.own:
             most = dimension.make().memory(job, most)
         result.append(most)
@@ -145,12 +140,7 @@ class Fitting:
 
 
 def one_document(tokens: int, shape: PipelineShape) -> Passes:
-    """The step that holds most tokens for what it trains: one document, of which every slice is in flight.
-
-    Args:
-        tokens: tokens of the document.
-        shape: the pipeline.
-    """
+    """The step that holds most tokens for what it trains: one document, of which every slice is in flight."""
     parts = min(SLICES, tokens)
     cuts = [tokens * part // parts for part in range(parts + 1)]
     slices = [(CachedSlice(start, stop - start, tokens),) for start, stop in itertools.pairwise(cuts)]

@@ -25,12 +25,7 @@ from wlb_titan.memory.settings import MemorySettings
 
 
 class Gathered:
-    """Bytes of whole weights and gradients on one pipeline rank.
-
-    Args:
-        model, degrees, settings, layers: as of `MemoryJob`.
-        stages: stages of the rank.
-    """
+    """Bytes of whole weights and gradients on one pipeline rank."""
 
     def __init__(
         self,
@@ -60,12 +55,7 @@ class Gathered:
         self._held = {s: rank_parameters(model, layers, [s]) / tensor - layers[s] * less for s in stages}
 
     def in_pipeline(self, went_back: Collection[int], *, in_loss: bool = False) -> float:
-        """In a pass through a pipeline's stage.
-
-        Args:
-            went_back: stages that have gradients.
-            in_loss: whether the loss runs.
-        """
+        """In a pass through a pipeline's stage."""
         result = self._weight * (self._compute + self._reduced)
         head = self._chunked_head * self._reduced
         if self._sharded:

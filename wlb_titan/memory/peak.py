@@ -165,12 +165,7 @@ class Rank:
         self._gathered = Gathered(job.model, job.degrees, job.settings, job.layers, self._stages)
 
     def peak(self, passes: Passes, *, reduced: bool) -> RankMemory:
-        """Memory at this rank's fullest moment of one run.
-
-        Args:
-            passes: passes of the run.
-            reduced: whether gradients were reduced before it.
-        """
+        """Memory at this rank's fullest moment of one run."""
         tokens, layers = self._job.tokens, self._job.layers
         slice_cache = SliceCache(tokens(1, ALL_KEYS), layers)
         live = self._inputs(passes)

@@ -11,15 +11,7 @@ from wlb_titan.plan import Action
 
 
 class SliceCache:
-    """The cache of one pipeline rank, followed from pass to pass as `runtime.kv_cache` keeps it.
-
-    Args:
-        token: bytes of one token.
-        layers: layers of each stage of the pipeline.
-
-    Attributes:
-        bytes_: that it has now.
-    """
+    """The cache of one pipeline rank, followed from pass to pass as `runtime.kv_cache` keeps it."""
 
     def __init__(self, token: TokenBytes, layers: Sequence[int]) -> None:
         self._token, self._layers = token, layers
@@ -29,11 +21,6 @@ class SliceCache:
 
     def begin(self, action: Action, slices: Sequence[CachedSlice], tokens: int) -> tuple[float, float]:
         """A pass begins.
-
-        Args:
-            action: the pass.
-            slices: that its micro-batch has.
-            tokens: tokens of its micro-batch.
 
         Returns:
             Bytes that the layer at hand has beside what it has without a prefix: the gradients of prefixes,

@@ -15,14 +15,13 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
-from numpy.typing import NDArray
+
+from wlb_titan.arrays import Floats, Ints
 
 REMAINS = -1
 
 
-def pack(
-    lengths: NDArray[np.int64], works: NDArray[np.float64], micro_batches: int, max_length: int
-) -> NDArray[np.int64]:
+def pack(lengths: Ints, works: Floats, micro_batches: int, max_length: int) -> Ints:
     """Assigns documents to micro-batches.
 
     Example: lengths 6, 4, 3, 3 with work equal to length, 2 micro-batches of at most 8 tokens give

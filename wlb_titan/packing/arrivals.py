@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Ints
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.packing.policy import Pack
 from wlb_titan.plan import DELAY, LENGTH
 
-Waiting = NDArray[np.int64]
+Waiting = Ints
 """int64 (n, 4), columns ID, START, LENGTH and, in the place of DELAY, the iteration of arrival."""
 
 ARRIVAL = DELAY
@@ -26,9 +26,6 @@ class Arrivals:
     A document belongs to the batch in which its first token lies, whole: batches differ by less than one
     window, and keep to their size on average. There are always N documents with a token to predict, those
     that wait counted, which is nearly always so by itself, as documents are at most a window long.
-
-    Attributes:
-        iteration: number of the next batch.
     """
 
     def __init__(self, stream: DocumentStream, *, micro_batches: int) -> None:
@@ -60,7 +57,7 @@ class Arrivals:
         self.iteration, self._surplus = int(state["iteration"]), int(state["surplus"])
 
 
-def arrived(pieces: NDArray[np.int64], iteration: int) -> Waiting:
+def arrived(pieces: Ints, iteration: int) -> Waiting:
     """Pieces with the iteration at which they arrived."""
     waiting = np.empty((len(pieces), 4), dtype=np.int64)
     waiting[:, :ARRIVAL] = pieces
@@ -80,7 +77,7 @@ def restore(rows: list[list[int]]) -> Waiting:
     return np.array(rows, dtype=np.int64).reshape(-1, 4)
 
 
-def split(documents: Pack, assigned: NDArray[np.int64], packs: int) -> list[Pack]:
+def split(documents: Pack, assigned: Ints, packs: int) -> list[Pack]:
     """One array of documents for each pack, in the order in which they stand in `documents`.
 
     Args:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
-from numpy.typing import NDArray
+
+from wlb_titan.arrays import Floats
 
 
 def in_order(packs: int, ranks: int) -> list[list[int]]:
@@ -14,7 +15,7 @@ def in_order(packs: int, ranks: int) -> list[list[int]]:
     return [list(range(rank * count, (rank + 1) * count)) for rank in range(ranks)]
 
 
-def balanced(workloads: NDArray[np.float64], ranks: int) -> list[list[int]]:
+def balanced(workloads: Floats, ranks: int) -> list[list[int]]:
     """Equal counts and nearly equal sums: the heaviest pack left goes to the least loaded rank with room.
 
     Each rank runs its packs heaviest first. Under FSDP ranks meet in a collective at every layer of every
@@ -25,7 +26,6 @@ def balanced(workloads: NDArray[np.float64], ranks: int) -> list[list[int]]:
 
     Args:
         workloads: float64 (packs,), of which `ranks` is a divisor.
-        ranks: data-parallel degree.
 
     Returns:
         Per rank the numbers of its packs, in the order in which it runs them.

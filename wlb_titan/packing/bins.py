@@ -5,25 +5,16 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
-from numpy.typing import NDArray
 
-from wlb_titan.packing.level import level
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.plan import imbalance_degree
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 REMAINS = -1
 PORTIONS = 9  # ceilings that are looked at
 
 
 class Bins:
-    """N micro-batches of at most `max_length` tokens.
-
-    Attributes:
-        loads: work in each.
-        lengths: tokens in each.
-    """
+    """N micro-batches of at most `max_length` tokens."""
 
     def __init__(self, count: int, max_length: int) -> None:
         self.loads = [0.0] * count
@@ -137,3 +128,32 @@ class Bins:
         imbalance = np.maximum(ceilings, highest) * len(loads) / total
         ceilings[-1] = np.inf
         return ceilings, imbalance, np.maximum(work - poured, 0.0) / density
+
+
+def level(loads: Floats, capacities: Floats, work: float) -> float:
+    """The level to which bins are filled if `work` is poured where the load is least.
+
+    A bin below the level is filled up to it, or to its capacity. Computed exactly: the work that fits below a
+    level is piecewise linear, with corners at the loads and capacities.
+
+    Example: loads 1, 4 and 2 with capacities 9, 9 and 2.5 and 4.5 units of work give level 4.5: the bins
+    then hold 4.5, 4.5 and 2.5.
+
+    Args:
+        loads: float64 (bins,), work in each bin.
+        capacities: float64 (bins,), most that each may hold; not below its load.
+
+    Returns:
+        The level; infinity if the work does not fit.
+    """
+    corners = np.concatenate([loads, capacities])
+    slopes = np.concatenate([np.ones(len(loads)), -np.ones(len(capacities))])
+    order = np.argsort(corners, kind="stable")
+    corners, filling = corners[order], np.cumsum(slopes[order])
+    below = np.concatenate([[0.0], np.cumsum(np.diff(corners) * filling[:-1])])  # work that fits below
+    segment = int(np.searchsorted(below, work, side="left")) - 1
+    if segment < 0:
+        return float(corners[0])
+    if segment >= len(corners) - 1:
+        return float("inf")
+    return float(corners[segment] + (work - below[segment]) / filling[segment])

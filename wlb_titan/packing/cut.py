@@ -11,13 +11,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from wlb_titan.cost.workload import CostModel, Floats, workload
+from wlb_titan.arrays import Floats, Ints
+from wlb_titan.cost.workload import CostModel, workload
 from wlb_titan.packing.arrivals import Waiting
 from wlb_titan.plan import LENGTH, START
-
-Ints = NDArray[np.int64]
 
 SHORTEST = 2  # tokens that a cut document keeps, so that it has one to predict
 ROUNDS = 4  # attention of a tail is less than it was, so the mean sinks, and one round does not level all
@@ -46,7 +44,6 @@ def level_by_cutting(
     document of the first is cut after 3 tokens and its tail goes to the second, 7 tokens each.
 
     Args:
-        packed: each micro-batch has a document.
         micro_batches: N.
         max_length: L_max in tokens.
         cost_model: W_a + W_l.

@@ -18,8 +18,8 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from annotated_types import Interval
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Ints
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Waiting, arrived, delayed, restore, split
@@ -28,8 +28,6 @@ from wlb_titan.packing.policy import Packing, PackingJob, PackingPolicy
 from wlb_titan.plan import LENGTH
 
 PATIENCE = 4
-
-Ints = NDArray[np.int64]
 
 
 class FixedGreedy(PackingPolicy):
@@ -121,7 +119,7 @@ class FixedGreedy(PackingPolicy):
         return np.concatenate(read)
 
     @property
-    def waiting(self) -> NDArray[np.int64]:
+    def waiting(self) -> Ints:
         ready = [pack for step in self._ready for pack in step]
         return np.concatenate([self._remained, *ready])[:, LENGTH]
 

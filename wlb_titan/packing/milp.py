@@ -12,12 +12,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.errors import PlanError
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 class Row(NamedTuple):
@@ -36,7 +33,6 @@ class Milp:
         time_limit: seconds for one packing.
         gap: relative distance between solution and bound at which to stop.
         user: what asks for it, for errors.
-        setting: the key that chose it.
 
     Raises:
         PlanError: highspy is not installed.
@@ -65,8 +61,6 @@ class Milp:
         """Looks for a packing.
 
         Args:
-            documents, packs: how many there are.
-            rows: conditions.
             start: a packing, int64 (documents,), and its z.
             z: between what it lies.
             upper: float64 (documents, packs), 0 where a document may not go.

@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 from annotated_types import Interval, MinLen
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.context import ContextStrategy
 from wlb_titan.cost.passes import MicroBatches, PassJob, pass_times
 from wlb_titan.cost.workload import CostModel
@@ -28,10 +28,9 @@ from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import LENGTH, ByPass, Flow, Slices
 from wlb_titan.plugins import Family, Plugin, PluginConfig
 
-Pack = NDArray[np.int64]
+Pack = Ints
 """int64 (n, 4), columns ID, START, LENGTH, DELAY as in `MicroBatch.documents`."""
 
-Floats = NDArray[np.float64]
 Answer = Floats
 
 NO_PIPELINE = PipelineShape("1F1B", 1)
@@ -77,7 +76,7 @@ class Packing:
     packs: list[Pack]
     lost_tokens: int = 0
     gap: float | None = None
-    slices: list[NDArray[np.int64]] | None = None
+    slices: list[Ints] | None = None
     assigned: list[list[int]] | None = None
     regrouped: Packing | None = None
     one_pass: bool = False
@@ -96,7 +95,7 @@ class Packing:
         return whole / self.sharers
 
     @property
-    def sharers(self) -> NDArray[np.int64]:
+    def sharers(self) -> Ints:
         """int64 (packs,), data-parallel ranks that share each pack."""
         if self.assigned is None:
             return np.ones(len(self.packs), dtype=np.int64)
@@ -133,10 +132,6 @@ def here(ask: Callable[[], Answer]) -> Answer:
     return ask()
 
 
-def _unknown() -> None:
-    return None
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackingJob:
     """What a policy packs for.
@@ -166,7 +161,7 @@ class PackingJob:
     divisor: int = 1
     data_parallel: int = 1
     pipeline: PipelineShape = NO_PIPELINE
-    in_flight: Callable[[], int | None] = _unknown
+    in_flight: Callable[[], int | None] = lambda: None
     peak: Callable[[Passes], RankMemory] | None = None
     usable: float = math.inf
     pass_seconds: PassSeconds | None = None
@@ -196,9 +191,7 @@ class PackingPolicy(Plugin, ABC):
     """Packs the documents of one step after the other.
 
     Args:
-        config: its settings.
         stream: documents in pieces of at most the context window.
-        job: what it packs for.
 
     Attributes:
         variable_length: micro-batches may differ in length; otherwise each is exactly as long as the context
@@ -291,14 +284,13 @@ class PackingPolicy(Plugin, ABC):
         """What the pipeline ranks run, as of `Plan.flows`; None leaves it to the schedule.
 
         Args:
-            packing: what `next` returned last.
             forward, backward: float64 (packs,), work of its packs, and of those of backward passes.
             ranks: the data-parallel ranks that it is asked of; the others' are empty.
         """
         return None
 
     @property
-    def waiting(self) -> NDArray[np.int64]:
+    def waiting(self) -> Ints:
         """int64 (n,), lengths of the pieces that have arrived and not yet been packed."""
         return np.empty(0, dtype=np.int64)
 

@@ -7,15 +7,13 @@ from typing import Annotated
 
 import numpy as np
 from annotated_types import Interval
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.fixed import FixedGreedy
 from wlb_titan.packing.milp import Milp, Row
 from wlb_titan.packing.policy import PackingJob
-
-Ints = NDArray[np.int64]
 
 MOST_VARIABLES = 1 << 18
 
@@ -44,7 +42,7 @@ class FixedSolver(FixedGreedy):
         self._on_one_rank = job.on_one_rank
 
     def _improved(self, lengths: Ints, assigned: Ints) -> tuple[Ints, float | None]:
-        def solve() -> NDArray[np.float64]:
+        def solve() -> Floats:
             better, gap = self._solver(lengths, assigned, self._packs, self._stream.window)
             return np.append(better.astype(np.float64), gap)
 

@@ -15,8 +15,8 @@ import warnings
 from itertools import combinations, pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Ints
 from wlb_titan.cost.workload import CostModel, workload
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.bins import Bins
@@ -26,8 +26,6 @@ STEPS = 48
 WARM_UP = 8  # steps until queues are usually filled
 MOST_MICRO_BATCHES = 32  # of the trial runs
 LONG = 32  # documents of window / LONG tokens are packed one by one
-
-Ints = NDArray[np.int64]
 
 
 def tune(
@@ -44,7 +42,6 @@ def tune(
 
     Args:
         lengths: int64 (documents,), tokens of the corpus' documents.
-        queues: n, from 1 to 8.
         window: context window in tokens, at least 16.
         micro_batches: N; trial runs use at most 32.
         max_length: L_max in tokens.

@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from annotated_types import Ge, Interval, MinLen
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Ints
 from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.packing import algorithm1, thresholds
@@ -137,7 +137,7 @@ class Wlb(VariableLengthPolicy):
         return waiting[oldest]
 
     @property
-    def waiting(self) -> NDArray[np.int64]:
+    def waiting(self) -> Ints:
         return np.concatenate([self._remained, *self._queues])[:, LENGTH]
 
     def state_dict(self) -> dict[str, Any]:

@@ -50,7 +50,8 @@ import numpy as np
 from annotated_types import Ge, Interval
 from numpy.typing import NDArray
 
-from wlb_titan.cost.workload import Floats, workload
+from wlb_titan.arrays import Bools, Floats, Ints
+from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Waiting, delayed, restore, split
@@ -126,9 +127,7 @@ class WlbLazy(VariableLengthPolicy):
         )
         return Packing(split(delayed(documents, iteration), assigned, self._micro_batches))
 
-    def _choose(
-        self, lengths: NDArray[np.int64], works: Floats, overdue: NDArray[np.bool_]
-    ) -> tuple[int, int]:
+    def _choose(self, lengths: Ints, works: Floats, overdue: Bools) -> tuple[int, int]:
         """The documents to run, from the first number to before the second; N with a label are among them.
 
         Args:
@@ -143,7 +142,7 @@ class WlbLazy(VariableLengthPolicy):
                 return alone, alone + self._micro_batches
         return hold, len(lengths)
 
-    def _alone(self, lengths: NDArray[np.int64], works: Floats) -> tuple[int, float]:
+    def _alone(self, lengths: Ints, works: Floats) -> tuple[int, float]:
         """The first of the N neighbours that are best run without any other document, and what that costs."""
         n = self._micro_batches
         starts = np.arange(int(np.count_nonzero(lengths > 1)) - n + 1)
@@ -153,9 +152,7 @@ class WlbLazy(VariableLengthPolicy):
         best = int(costs.argmin())
         return best, float(costs[best])
 
-    def _hold(
-        self, lengths: NDArray[np.int64], works: Floats, overdue: NDArray[np.bool_]
-    ) -> tuple[int, float]:
+    def _hold(self, lengths: Ints, works: Floats, overdue: Bools) -> tuple[int, float]:
         """The number of documents, of the longest, to hold back if all others run, and what that costs.
 
         Arguments are those of `_choose`.
@@ -190,7 +187,7 @@ class WlbLazy(VariableLengthPolicy):
         excess = np.maximum(imbalance - 1, 0) / self._tolerance
         return waiting / (self._micro_batches * self._window) + excess**2
 
-    def _pack(self, lengths: NDArray[np.int64], works: Floats, placed: int) -> NDArray[np.int64]:
+    def _pack(self, lengths: Ints, works: Floats, placed: int) -> Ints:
         """The bin of each document.
 
         The first `placed`, all long ones, and N at least, are placed one by one, the rest is poured. The
@@ -206,7 +203,7 @@ class WlbLazy(VariableLengthPolicy):
         return np.concatenate([assigned, bins.pour(lengths[long:], works[long:], float(ceiling))])
 
     @property
-    def waiting(self) -> NDArray[np.int64]:
+    def waiting(self) -> Ints:
         return self._waiting[:, LENGTH]
 
     def state_dict(self) -> dict[str, Any]:
@@ -222,7 +219,7 @@ class WlbLazy(VariableLengthPolicy):
         self._left = int(state["left"])
 
 
-def _candidates(most: int, step: int) -> NDArray[np.int64]:
+def _candidates(most: int, step: int) -> Ints:
     """Numbers from 0 to `most`, in steps of `step` at first, then of a tenth."""
     numbers = [0]
     while numbers[-1] < most:

@@ -23,13 +23,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.errors import PlanError
 from wlb_titan.pipeline.schedule import PipelineShape, rank_actions
 from wlb_titan.plan import Action
 
-Times = NDArray[np.float64]
+Times = Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,6 @@ class PassTimes:
 
         Args:
             forward, backward: float64 (n, k), times of each micro-batch through all stages of one rank.
-            shape: the pipeline.
         """
         each = (shape.stages, *forward.shape)
         half = np.broadcast_to(backward / (2 * shape.chunks), each)
@@ -72,7 +71,6 @@ class PipelineGraph:
     """The actions of one step and what each of them waits for.
 
     Args:
-        shape: the pipeline.
         micro_batches: n, at least 1.
         actions: per rank what it runs, in order; None takes the schedule's own.
         needed: the last forward pass on the last stage that each backward pass waits for; None: its own
@@ -114,7 +112,6 @@ class PipelineGraph:
         """When every action ends.
 
         Args:
-            times: times of all passes.
             delay: time of data from one rank to the next: a number, or float64 (n, k) by micro-batch.
             earliest: before which no action begins: a number, or float64 (actions, k).
             backward_delay: time of gradients, as `delay`; None is `delay`.
@@ -136,7 +133,7 @@ class PipelineGraph:
             ends[number] += times.of(action)
         return ends[1:]
 
-    def step_times(self, forward: Times, backward: Times, orders: NDArray[np.int64]) -> Times:
+    def step_times(self, forward: Times, backward: Times, orders: Ints) -> Times:
         """How long the step takes in each of several orders, with equal stages and free communication.
 
         Args:

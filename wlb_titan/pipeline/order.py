@@ -17,8 +17,8 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from annotated_types import Interval
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.errors import PlanError
 from wlb_titan.pipeline.graph import PipelineGraph
 from wlb_titan.pipeline.schedule import SCHEDULES, PipelineShape
@@ -46,16 +46,12 @@ BATCH = 64
 PASS_SECONDS = 5e-6
 """What evaluating one pass for BATCH orders takes; turns milliseconds into a number of evaluations."""
 
-Order = NDArray[np.int64]
-Times = NDArray[np.float64]
+Order = Ints
+Times = Floats
 
 
 class MicroBatchOrder(Plugin, ABC):
     """In which order a rank runs the micro-batches of a step.
-
-    Args:
-        config: its settings.
-        shape: the pipeline.
 
     Raises:
         PlanError: no such order can be found for this pipeline.

@@ -28,12 +28,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats
 from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import Action, Flow
 
-Floats = NDArray[np.float64]
 Kind = Literal["F", "B"]
 FLOW_SCHEDULES = ("1F1B", "Interleaved1F1B")
 """The schedules whose place PackFlow takes: of one and of several stages a rank."""
@@ -64,7 +63,6 @@ class Packs:
         """Packs whose backward passes hold what their forward passes do.
 
         Args:
-            forward, backward, tokens: as above.
             sliced: the document of which each pack has a slice, -1 where it has none; see
                 `slices.backward_order`.
         """

@@ -9,22 +9,20 @@ longest and so on, and every rank's k-th longest then runs at the same place.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.errors import PlanError
 from wlb_titan.pipeline.order import LongestFirst, MicroBatchOrder
 from wlb_titan.pipeline.schedule import PipelineShape
 
-Times = NDArray[np.float64]
+Times = Floats
 
 
 class PipelineRuns:
     """How the micro-batches of a data-parallel rank go through its pipeline.
 
     Args:
-        shape: the pipeline.
         micro_batches: micro-batches of one run; a rank runs those of a step in one or several runs.
-        order: within each run.
 
     Raises:
         PlanError: the order cannot be found for this pipeline.
@@ -58,7 +56,7 @@ class PipelineRuns:
         arranged: list[list[int]] = runs.reshape(len(assigned), count).tolist()
         return arranged
 
-    def _arranged_run(self, packs: NDArray[np.int64], forward: Times, backward: Times) -> NDArray[np.int64]:
+    def _arranged_run(self, packs: Ints, forward: Times, backward: Times) -> Ints:
         """One run of all ranks: int64 (ranks, micro_batches) to the same in order."""
         if self._order.for_all and len(packs) > 1:
             packs = np.stack([_ordered(self._longest_first, row, forward, backward) for row in packs])
@@ -67,7 +65,5 @@ class PipelineRuns:
         return np.stack([_ordered(self._order, row, forward, backward) for row in packs])
 
 
-def _ordered(
-    order: MicroBatchOrder, packs: NDArray[np.int64], forward: Times, backward: Times
-) -> NDArray[np.int64]:
+def _ordered(order: MicroBatchOrder, packs: Ints, forward: Times, backward: Times) -> Ints:
     return packs[order.places(forward[packs], backward[packs])]

@@ -79,11 +79,6 @@ def layers_of_stages(layers: int, stages: int, *, first_less: int = 1, last_less
 def rank_actions(shape: PipelineShape, micro_batches: int, rank: int) -> Iterator[Action]:
     """What a rank runs, in order.
 
-    Args:
-        shape: the pipeline.
-        micro_batches: n, at least 1.
-        rank: pipeline-parallel rank.
-
     Raises:
         PlanError: the schedule's order is not known, or it cannot run so many micro-batches or chunks.
     """

@@ -22,7 +22,6 @@ def advice(job: Job, *, compiled: bool, on_gpu: bool) -> list[str]:
     """Lines for the log.
 
     Args:
-        job: as it runs.
         compiled: whether blocks are.
         on_gpu: whether kernels are launched, and the host may fall behind.
     """

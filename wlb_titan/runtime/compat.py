@@ -253,9 +253,6 @@ class Dims(ParallelDims):
 
     Its own meshes are those of the ranks at one place along the others; only `batch` and `loss` go over the
     dimensions that divide data too.
-
-    Attributes:
-        own: dimensions of one's own.
     """
 
     own: tuple[Dimension, ...] = ()

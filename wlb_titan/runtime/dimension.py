@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 
 class Axis:
-    """A dimension on one rank.
-
-    Args:
-        config: its settings.
-        mesh: its axis.
-    """
+    """A dimension on one rank."""
 
     def __init__(self, config: Any, mesh: DeviceMesh) -> None:
         self.config, self.mesh = config, mesh

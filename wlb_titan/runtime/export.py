@@ -33,13 +33,7 @@ ROPE = ("rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_
 
 
 def complete_export(folder: Path, config: Trainer.Config, corpus: Corpus) -> None:
-    """Writes beside the weights in a folder what makes a model of them.
-
-    Args:
-        folder: with *.safetensors.
-        config: configuration of the run.
-        corpus: whose tokenizer is the model's.
-    """
+    """Writes beside the weights in a folder what makes a model of them."""
     assert config.model_spec is not None
     checkpoint, published = config.checkpoint, None
     if checkpoint.initial_load_in_hf and checkpoint.initial_load_path:

@@ -13,10 +13,9 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common import CosSinRoPE
 from torchtitan.models.common.decoder import Decoder
 
-from wlb_titan.cost.cluster import Cluster, cluster_of_device, load_cluster
+from wlb_titan.cost.cluster import cluster_of_device, load_cluster
 from wlb_titan.cost.degrees import Degrees, own_dimensions
 from wlb_titan.cost.dimension import TORCHTITAN
-from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.runtime.compat import Dims, batch_of
@@ -24,16 +23,11 @@ from wlb_titan.runtime.pipeline.schedules import pipeline_shape, stage_names
 from wlb_titan.runtime.shape import has_experts, has_latent_attention, model_shape
 
 if TYPE_CHECKING:
-    from wlb_titan.config.settings import WlbSettings
     from wlb_titan.runtime.trainer import Trainer
 
 
 def job_of(config: Trainer.Config, dims: ParallelDims) -> Job:
-    """The job that a configuration trains at the degrees of a number of processes.
-
-    Raises:
-        PlanError: as of `configured_job`.
-    """
+    """The job that a configuration trains at the degrees of a number of processes."""
     return configured_job(config, dims).trained
 
 
@@ -60,7 +54,7 @@ def configured_job(config: Trainer.Config, dims: ParallelDims) -> Job:
     return Job(
         model=model_shape(model),
         degrees=job_degrees,
-        cluster=_cluster(wlb),
+        cluster=load_cluster(wlb.cluster or cluster_at_hand(wlb.device)),
         dtype=config.training.mixed_precision_param,
         window=batch.window,
         micro_batches=batch.total or batch.run * job_degrees.data,
@@ -92,21 +86,13 @@ def degrees_product(config: Trainer.Config) -> int:
 
 
 def parallel_dims(config: Trainer.Config, world_size: int | None = None) -> Dims:
-    """The degrees of a job of so many processes; None: as many as the configured degrees need.
-
-    Raises:
-        PlanError: as of `own_dimensions`.
-    """
+    """The degrees of a job of so many processes; None: as many as the configured degrees need."""
     own = own_dimensions(config.wlb.dimensions)
     return Dims.of(config.parallelism, world_size or degrees_product(config), own)
 
 
 def cluster_at_hand(device: str = "auto") -> str:
-    """The shipped cluster whose GPUs are like this machine's; `h100_roce` for a GPU that is not known.
-
-    Args:
-        device: `wlb.device`.
-    """
+    """The shipped cluster whose GPUs are like this machine's; `h100_roce` for a GPU that is not known."""
     if device == "cpu" or not torch.cuda.is_available():
         return "cpu"
     return cluster_of_device(torch.cuda.get_device_name(0)) or "h100_roce"
@@ -125,13 +111,6 @@ def memory_settings(config: Trainer.Config) -> MemorySettings:
         sequence_parallel=config.parallelism.enable_sequence_parallel,
         reshard={"always": True, "never": False}.get(config.parallelism.fsdp_reshard_after_forward),
     )
-
-
-def _cluster(wlb: WlbSettings) -> Cluster:
-    try:
-        return load_cluster(wlb.cluster or cluster_at_hand(wlb.device))
-    except PlanError as error:
-        raise PlanError(str(error), setting="wlb.cluster") from error
 
 
 def _memory_unknown(model: Decoder.Config) -> str:

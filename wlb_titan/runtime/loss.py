@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torchtitan.components.loss import (
     IGNORE_INDEX,
     BaseLoss,
@@ -22,10 +21,11 @@ from torchtitan.components.loss import (
 )
 from torchtitan.config import CompileConfig
 
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.errors import UserError
 
 
-def with_weights(labels: NDArray[np.int64], weights: NDArray[np.float64]) -> NDArray[np.int64]:
+def with_weights(labels: Ints, weights: Floats) -> Ints:
     """int64 (L, 2), labels and their weights, of int64 and float64 (L,)."""
     return np.stack([labels, weights.view(np.int64)], axis=-1)
 

@@ -12,6 +12,7 @@ from torchtitan.distributed import ParallelDims
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
+from wlb_titan.memory.fits import fullest
 from wlb_titan.memory.packs import Passes
 from wlb_titan.memory.peak import GIB, TERMS, RankMemory
 from wlb_titan.plan import Plan
@@ -70,7 +71,7 @@ def check_memory(job: Job, device_bytes: int) -> None:
     ranks, what = predicted_window(job)
     if ranks is None:
         return
-    most = max(ranks, key=lambda rank: rank.total)
+    most = fullest(ranks)
     if most.total > device_bytes:
         raise UserError(
             f"parallelism: this cannot fit: a device has {device_bytes / GIB:.2f} GiB; with {what} the "
@@ -81,13 +82,6 @@ def check_memory(job: Job, device_bytes: int) -> None:
 
 def check_planned_memory(job: Job, plan: Plan, replica: int, rank: int, device_bytes: int) -> str | None:
     """Refuses a step that is predicted not to fit.
-
-    Args:
-        job: the job.
-        plan: plan of the step.
-        replica: data-parallel rank.
-        rank: pipeline rank.
-        device_bytes: memory of a device in bytes.
 
     Returns:
         the arithmetic; None where it is not known.

@@ -73,7 +73,6 @@ class MetricsProcessor(titan.MetricsProcessor):
         """Reports one step; times and rates are means over the steps since the last report.
 
         Args:
-            step: optimizer step, from 1.
             global_avg_loss: loss per token with a label over the whole job.
             global_max_loss: largest such loss of a rank.
             grad_norm: norm of the gradient before clipping.

@@ -29,9 +29,6 @@ from wlb_titan.runtime.models.variants import MAX_CONTEXT
 class Sampler:
     """The model of a run's newest whole checkpoint.
 
-    Args:
-        folder: dump folder of the run.
-
     Raises:
         UserError: there is no run, or it has no checkpoint.
     """
@@ -84,7 +81,6 @@ class Sampler:
             text: as of `written`.
             tokens: at most, and no more than the context window has room for.
             temperature: 0 takes the likeliest token.
-            seed: seed of the draws.
         """
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids or [self._end]
         if len(ids) >= self._longest:

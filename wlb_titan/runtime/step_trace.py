@@ -105,7 +105,6 @@ def measured_imbalance(ranks: Sequence[RankPasses], *, apart: bool = False) -> f
     tensor-parallel ranks that share it.
 
     Args:
-        ranks: the job's.
         apart: whether backward passes have micro-batches of their own.
     """
     seconds: dict[bool, dict[tuple[int, int], float]] = defaultdict(lambda: defaultdict(float))

@@ -44,13 +44,6 @@ def main(path: str, overrides: tuple[str, ...]) -> None:
 def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, alarm: Alarm) -> int:
     """Runs one experiment in this process, one of those that the launcher started.
 
-    Args:
-        path: TOML file.
-        overrides: command-line words that win over it.
-        rank: rank of this process.
-        world_size: processes of the job.
-        alarm: by which the ranks watch each other.
-
     Returns:
         The exit status: 0 where all steps are done, `Stop.status` where the run stopped before.
 

@@ -41,7 +41,7 @@ from wlb_titan.runtime.compat import Dims, batch_of
 from wlb_titan.runtime.data.corpus import open_corpus, training_documents
 from wlb_titan.runtime.data.dataloader import PlannedDataLoader, Step
 from wlb_titan.runtime.data.epochs import steps_of_epochs
-from wlb_titan.runtime.data.inputs import Item, to_device
+from wlb_titan.runtime.data.inputs import Item, grouped, to_device
 from wlb_titan.runtime.data.shared_answer import SharedAnswer
 from wlb_titan.runtime.data.tokenizer import Tokenizer
 from wlb_titan.runtime.dimension import Axis, axes_of, prepared
@@ -245,7 +245,8 @@ class Trainer(TorchtitanTrainer):
         if (apart := self.job.degrees.apart) > 1:  # the mean of their gradients is that of the whole job
             labels = labels / apart
         if step.flow is None:
-            groups = list(self._groups(step.items))
+            run = batch_of(self.config).run if self.parallel_dims.pp_enabled else 1
+            groups = list(grouped(step.items, run))
             losses = []
             for group in groups:
                 self._reduce_gradients(group is groups[-1])
@@ -275,12 +276,6 @@ class Trainer(TorchtitanTrainer):
         """Whether ranks that meet every so many steps do so in this one: also in the last, which is saved."""
         return self.step % every == 0 or self.step == self.config.training.steps
 
-    def _groups(self, items: list[Item]) -> Iterator[list[Item]]:
-        """What goes through the model together: the micro-batches of a pipeline run, or a single one."""
-        size = batch_of(self.config).run if self.parallel_dims.pp_enabled else 1
-        for first in range(0, len(items), size):
-            yield items[first : first + size]
-
     @property
     def _compiled(self) -> bool:
         return self.config.compile.enable and "model" in self.config.compile.components
@@ -302,7 +297,7 @@ class Trainer(TorchtitanTrainer):
             part.set_requires_gradient_sync(now)
             part.set_reshard_after_backward(now)
 
-    def _forward_backward(self, group: list[Item], labels: torch.Tensor) -> torch.Tensor:
+    def _forward_backward(self, group: Sequence[Item], labels: torch.Tensor) -> torch.Tensor:
         """The group's part of the loss: its sum on this rank over the labels of the whole job."""
         inputs, targets = [item for item, _ in group], [own for _, own in group]
         if not self.parallel_dims.pp_enabled:
@@ -346,11 +341,7 @@ class Trainer(TorchtitanTrainer):
     def _log(
         self, step: Step, loss: torch.Tensor, grad_norm: torch.Tensor, learning_rates: dict[str, float]
     ) -> None:
-        """Reports a step; every rank takes part.
-
-        Raises:
-            RuntimeError: the loss is not finite.
-        """
+        """Reports a step; every rank takes part."""
         mesh = self.parallel_dims.get_optional_mesh("loss")
         own_mean = loss * (step.labels / step.own_labels if step.own_labels else 0.0)
         mean, largest = dist_utils.dist_sum(loss, mesh), dist_utils.dist_max(own_mean, mesh)

@@ -26,7 +26,7 @@ from wlb_titan.errors import PlanError, UserError
 from wlb_titan.pipeline.order import ORDERS
 from wlb_titan.runtime.data.corpus import mixture_sources, open_corpus
 from wlb_titan.runtime.data.dataloader import PlannedDataLoader, Step
-from wlb_titan.runtime.data.inputs import Item, to_device
+from wlb_titan.runtime.data.inputs import Item, grouped, to_device
 from wlb_titan.runtime.life.once import Once
 
 if TYPE_CHECKING:
@@ -96,11 +96,7 @@ class Validator(titan.BaseValidator):
         self._rounds: list[tuple[str, PlannedDataLoader, Iterator[Step], int]] = []
 
     def prepare(self, trainer: Trainer) -> None:
-        """Packs the documents.
-
-        Raises:
-            UserError: as of `rounds_of`.
-        """
+        """Packs the documents."""
         config, job = trainer.config, trainer.job
         self._last = config.training.steps
         self._device = trainer.device
@@ -138,13 +134,14 @@ class Validator(titan.BaseValidator):
         mesh = self._parts["parallel_dims"].get_optional_mesh("loss")
         losses: dict[str, float] = {}
         total = labels = 0.0
+        run = self._parts["local_batch_size"] if self._parts["pp_schedule"] is not None else 1
         for name, _, served, steps in self._rounds:
             own = torch.zeros((), device=self._device)
             weight = 0.0
             for _ in range(steps):
                 serving = next(served)
                 weight += serving.labels
-                for group in self._groups(serving.items):
+                for group in grouped(serving.items, run):
                     own += self._loss(group, model_parts)
             loss = dist_utils.dist_sum(own, mesh) if mesh is not None else float(own)
             losses[f"validation_loss/{name}"] = loss / max(weight, 1e-9)
@@ -153,12 +150,6 @@ class Validator(titan.BaseValidator):
             part.train()
         extra = losses if len(losses) > 1 else None
         self._parts["metrics_processor"].log_validation(total / max(labels, 1e-9), step, extra)
-
-    def _groups(self, items: list[Item]) -> Iterator[list[Item]]:
-        """What goes through the model together."""
-        size = self._parts["local_batch_size"] if self._parts["pp_schedule"] is not None else 1
-        for first in range(0, len(items), size):
-            yield items[first : first + size]
 
     def _loss(self, group: Sequence[Item], model_parts: list[nn.Module]) -> torch.Tensor:
         """The sum of the losses of this rank's part of a group; 0 where it has no last stage."""

@@ -100,8 +100,6 @@ def choose(job: Job, documents: Documents, on_one_rank: OnOneRank = here) -> Cho
     """Predicts the policies that a job may have in place of `auto`.
 
     Args:
-        job: undecided.
-        documents: what it trains on.
         on_one_rank: asks for the predictions, so that all ranks choose by the same figures.
 
     Raises:

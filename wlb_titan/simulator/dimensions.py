@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.cost.degrees import own_dimensions
 from wlb_titan.cost.models import rank_parameters
 from wlb_titan.job import Job
 from wlb_titan.pipeline.graph import PassTimes
-
-Floats = NDArray[np.float64]
 
 
 def own_weights(job: Job, rank: int | None = None) -> float:
@@ -29,11 +27,10 @@ def with_dimensions(job: Job, times: PassTimes) -> PassTimes:
     return times
 
 
-def together(job: Job, seconds: Floats, numbers: NDArray[np.int64]) -> Floats:
+def together(job: Job, seconds: Floats, numbers: Ints) -> Floats:
     """Seconds that steps take, some data-parallel ranks of which may wait for each other in some steps alone.
 
     Args:
-        job: the job.
         seconds: float64 (steps, data-parallel ranks), of each step on each of them.
         numbers: int64 (steps,), of the steps, from 1.
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats
 from wlb_titan.cost.cluster import Cluster, Link
 from wlb_titan.cost.passes import MicroBatches
 from wlb_titan.job import Job
@@ -24,7 +25,6 @@ from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import ByPass, MicroBatch, Plan, micro_batches_of
 from wlb_titan.simulator.planned import attention_seconds, passing
 
-Floats = NDArray[np.float64]
 HALVES = {"F": [0], "L": [0], "FB": [0, 1, 2], "B": [1, 2], "R": [1, 2], "I": [1], "W": [2]}
 """What a kind of pass is of forward passes, inputs and weights; several it is in the shares predicted."""
 TINY = 1e-30  # seconds; in the place of none in a denominator

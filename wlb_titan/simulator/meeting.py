@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.plan import Action, ByPass, MicroBatch
 
-Floats = NDArray[np.float64]
 SETTLED = 1e-9  # of a step's time: less is no change
 
 

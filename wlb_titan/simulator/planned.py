@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats
 from wlb_titan.context import ALL_KEYS, KeyShares, after, whole
 from wlb_titan.cost.analytic import BYTES
 from wlb_titan.cost.passes import MicroBatches
 from wlb_titan.job import Job
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import LENGTH, ByPass, MicroBatch
-
-Floats = NDArray[np.float64]
 
 
 def passing(micro_batches: Sequence[MicroBatch], job: Job) -> MicroBatches:
@@ -52,11 +50,6 @@ def planned_times(
     job: Job, micro_batches: ByPass[Sequence[MicroBatch]], run: int
 ) -> tuple[PassTimes, ByPass[Floats]]:
     """The passes of planned micro-batches, also of those that data-parallel ranks share.
-
-    Args:
-        job: the job.
-        micro_batches: one run after the other.
-        run: n, micro-batches of a run.
 
     Returns:
         Seconds, float64 (stages, n, k), and tokens of each data-parallel rank, float64 (n, k).

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.fits import fullest
@@ -28,7 +28,6 @@ from wlb_titan.plan import LENGTH, PREFIX, TOTAL, Action, ByPass, Flow, MicroBat
 from wlb_titan.simulator.meeting import Replica, ends_together
 from wlb_titan.simulator.planned import keys_of
 
-Floats = NDArray[np.float64]
 Chain = list[tuple[Literal["F", "B"], int]]
 """Kinds and places of passes, of which each runs before the next one."""
 
@@ -51,7 +50,6 @@ def run_flows(
     """Runs every replica of every plan.
 
     Args:
-        job: the job.
         plans: with an order of passes each.
         times: times of all passes, (stages, n, steps x replicas).
         delays: float64 (n, steps x replicas), seconds of a forward pass' data from one rank to the next.
@@ -97,13 +95,7 @@ def flow_memory(job: Job, plans: Sequence[Plan]) -> tuple[RankMemory, ...]:
 
 
 def cache_bytes(job: Job, actions: Sequence[Action], passes: Passes) -> list[float]:
-    """Keys and values of sliced documents, and their gradients, on a rank after each of its actions.
-
-    Args:
-        job: the job.
-        actions: actions of the rank.
-        passes: passes of its replica.
-    """
+    """Keys and values of sliced documents, and their gradients, on a rank after each of its actions."""
     cache = SliceCache(job.token_bytes, job.layers)
     result = []
     for action in actions:
@@ -117,9 +109,6 @@ def cache_bytes(job: Job, actions: Sequence[Action], passes: Passes) -> list[flo
 
 def check_slices(flow: Flow, micro_batches: ByPass[tuple[MicroBatch, ...]]) -> list[int]:
     """Checks the edges between the slices of each document.
-
-    Returns:
-        As of `last_needed`.
 
     Raises:
         PlanError: naming the two passes that stand in the wrong order.

@@ -21,8 +21,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from wlb_titan.arrays import Floats
 from wlb_titan.cost.degrees import Degrees
-from wlb_titan.cost.passes import Floats, MicroBatches
+from wlb_titan.cost.passes import MicroBatches
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.policies import Policy
@@ -38,13 +39,7 @@ SAMPLE = 4096  # documents whose mean work stands for all
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A candidate that fits.
-
-    Attributes:
-        job: under its policy.
-        policy: names of packing, sharding and order.
-        prediction: prediction of its steps.
-    """
+    """A candidate that fits."""
 
     job: Job
     policy: Policy
@@ -92,10 +87,7 @@ def search(
     """Tries the ways to run a job on `gpus` with all policies.
 
     Args:
-        scenario: documents and job.
-        gpus: how many.
         policies: names of packing, sharding and order.
-        steps: to simulate of each.
         goes_on: asked before a candidate is planned, which it is told, whether there is time for it.
 
     Raises:
@@ -224,11 +216,7 @@ def _average_window(scenario: Scenario) -> tuple[Floats, ...]:
 
 def _if_balanced(job: Job, window: tuple[Floats, ...]) -> float:
     """Tokens per second of a step of equal micro-batches whose attention context parallelism shares equally,
-    of which nothing travels, as under `hybrid` nothing may have to.
-
-    Raises:
-        PlanError: the schedule cannot run so many.
-    """
+    of which nothing travels, as under `hybrid` nothing may have to."""
     n = job.replica_micro_batches
     share = job.latency.heads / job.degrees.context
     tokens, forward, backward = (np.repeat(array, n, axis=0) for array in window)
@@ -239,11 +227,7 @@ def _if_balanced(job: Job, window: tuple[Floats, ...]) -> float:
 
 
 def _tried(scenario: Scenario, policies: list[Policy], steps: int) -> list[Found]:
-    """The job under each policy, those that fit.
-
-    Raises:
-        PlanError: none of them can run it.
-    """
+    """The job under each policy, those that fit."""
     found: list[Found] = []
     refused: list[PlanError] = []
     for policy in policies:

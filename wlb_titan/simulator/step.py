@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.cost.models import rank_parameters
 from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.errors import PlanError
@@ -33,7 +33,6 @@ from wlb_titan.simulator.planned import planned_times, transfer_seconds
 from wlb_titan.simulator.replicas import flow_memory, replica_memory, run_flows
 from wlb_titan.summary import rate_error
 
-Floats = NDArray[np.float64]
 OPTIMIZER_READS_AND_WRITES = 7  # weight, gradient and two moments in, weight and two moments out
 
 
@@ -59,7 +58,7 @@ class Prediction:
     communication: Floats
     optimizer: Floats
     busy: Floats
-    tokens: NDArray[np.int64]
+    tokens: Ints
     flops: Floats
     memory: tuple[RankMemory, ...]
     longest: int
@@ -97,7 +96,7 @@ class Prediction:
     @property
     def peak_memory(self) -> RankMemory:
         """Peak memory of the pipeline rank that needs most."""
-        return max(self.memory, key=lambda rank: rank.total)
+        return fullest(self.memory)
 
     @property
     def fits(self) -> bool:
@@ -119,7 +118,6 @@ def simulate(job: Job, plans: Sequence[Plan], measured: Measured | None = None) 
     """Predicts steps from their plans.
 
     Args:
-        job: the job.
         plans: plans for the job's data-parallel and context-parallel degrees.
         measured: passes and optimizer of these steps, in place of predicted ones.
 
@@ -173,7 +171,7 @@ def simulate(job: Job, plans: Sequence[Plan], measured: Measured | None = None) 
     )
 
 
-def _joined(steps: Sequence[NDArray[np.int64]], parts: Sequence[Prediction]) -> Prediction:
+def _joined(steps: Sequence[Ints], parts: Sequence[Prediction]) -> Prediction:
     """One prediction of several, each of some of the steps."""
     order = np.argsort(np.concatenate(steps))
     arrays: dict[str, Any] = {
@@ -188,7 +186,6 @@ def tokens_per_second(job: Job, passing: MicroBatches) -> float:
     """Tokens a second of a step in which every replica's micro-batches take the same.
 
     Args:
-        job: the job.
         passing: arrays (n, 1), all micro-batches of one replica, which go through the pipeline in one run.
 
     Raises:
@@ -201,13 +198,10 @@ def tokens_per_second(job: Job, passing: MicroBatches) -> float:
     return float(passing.tokens.sum() * job.degrees.data / seconds)
 
 
-def peak_memory(
-    job: Job, plans: Sequence[Plan], tokens: NDArray[np.int64], runs: int
-) -> tuple[RankMemory, ...]:
+def peak_memory(job: Job, plans: Sequence[Plan], tokens: Ints, runs: int) -> tuple[RankMemory, ...]:
     """The largest peak of each pipeline rank over the steps of replicas.
 
     Args:
-        job: the job.
         plans: plans of the steps.
         tokens: int64 (n, k * runs), of the micro-batches of each run, in the order of running.
         runs: runs of each step of a replica. From the second on, gradients of the first are there, reduced.
@@ -223,7 +217,7 @@ def peak_memory(
             candidates.add(int(in_flight[:, 1:].max(axis=1).argmax()))
         steps = [divmod(step, job.degrees.data) for step in candidates]
         peaks = [replica_memory(job, plans[step], replica)[rank] for step, replica in steps]
-        result.append(max(peaks, key=lambda peak: peak.total))
+        result.append(fullest(peaks))
     return tuple(result)
 
 

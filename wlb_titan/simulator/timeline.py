@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Bools, Floats
 from wlb_titan.job import Job
 from wlb_titan.memory.peak import weighted_tokens
 from wlb_titan.packing.slim.slices import ReplicaPacks, kind, passes_of
@@ -21,7 +21,6 @@ from wlb_titan.simulator.planned import keys_of, planned_times, transfer_seconds
 from wlb_titan.simulator.replicas import cache_bytes, replicas_of
 from wlb_titan.timeline import Span
 
-Floats = NDArray[np.float64]
 MEASURED = "measured"
 NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 
@@ -54,9 +53,6 @@ def step_timeline(
     """The step of one data-parallel replica.
 
     Args:
-        job: the job.
-        plan: plan of the step.
-        name: the process of the spans.
         dp_rank: the replica; None takes the one that takes longest.
         measured: the step's passes, in place of predicted ones; those of ranks that ran say so.
 
@@ -108,7 +104,7 @@ def _in_runs(job: Job, plan: Plan, name: str, dp_rank: int, measured: Measured |
     return picture.step()
 
 
-def _known(measured: Measured | None, first: int, n: int) -> NDArray[np.bool_] | None:
+def _known(measured: Measured | None, first: int, n: int) -> Bools | None:
     """bool (stages, n), which passes of these micro-batches ran."""
     return None if measured is None else measured.known[:, first : first + n]
 
@@ -128,14 +124,8 @@ class _Picture:
         curves = zip(map(np.array, self._seconds), map(np.array, self._bytes), strict=True)
         return self._spans, [MemoryCurve(rank, *curve) for rank, curve in enumerate(curves)]
 
-    def add(self, replica: Replica, ends: Floats, known: NDArray[np.bool_] | None) -> None:
-        """A run, behind those before it.
-
-        Args:
-            replica: its passes.
-            ends: float64 (actions,), when they end.
-            known: as of `_known`.
-        """
+    def add(self, replica: Replica, ends: Floats, known: Bools | None) -> None:
+        """A run, behind those before it."""
         job, memory, here = self._job, self._job.packing.rank_memory, replica.micro_batches
         keys = partial(keys_of, job=job)
         passes = passes_of(here.each(ReplicaPacks.of, keys), None)
@@ -174,7 +164,7 @@ class _Picture:
         self._first += len(here.forward)
 
 
-def _origin(action: Action, known: NDArray[np.bool_] | None) -> dict[str, str]:
+def _origin(action: Action, known: Bools | None) -> dict[str, str]:
     """Where the time of a pass is from, where some were measured."""
     if known is None:
         return {}

@@ -1,11 +1,9 @@
-"""The half of `two_level` that moves tensors, and makes mesh axes of its own for it."""
-
-from functools import cache
+"""The half of `two_level` that moves tensors."""
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from wlb_titan.runtime.attention.axes import two_axes
 
 
 class TwoLevelAttention:
@@ -36,21 +34,3 @@ class TwoLevelAttention:
         rows = rows.redistribute(self._mesh, (Shard(0), Replicate()))  # within the node
         rows = rows.redistribute(self._mesh, (Replicate(), Replicate()))  # between nodes
         return rows.to_local(grad_placements=(Partial(), Partial()))
-
-
-@cache  # every layer of the model asks for it
-def two_axes(mesh, within):
-    """The context-parallel mesh axis as two: (between nodes, within a node).
-
-    Only the ranks of this context-parallel group make the groups, so that pipeline stages need not agree on
-    how many layers ask.
-    """
-    ranks = torch.tensor(dist.get_process_group_ranks(mesh.get_group())).view(-1, within)
-    row, column = divmod(mesh.get_local_rank(), within)
-    groups = [
-        dist.new_group(members.tolist(), use_local_synchronization=True)
-        for members in (ranks[:, column], ranks[row])
-    ]
-    return DeviceMesh.from_group(
-        groups, mesh.device_type, mesh=ranks, mesh_dim_names=("cp_between", "cp_within")
-    )

@@ -93,7 +93,6 @@ def lines(
         title, x: titles of the chart and its axis.
         curves, dots: by all names of a page in its order.
         zero: whether the axis of values begins at 0.
-        mark: properties of Vega-Lite's line.
     """
 
     def layer(of: Curves, mark: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,10 +146,8 @@ def stacked(
 
     Args:
         title, unit: titles of the chart and its axis.
-        values: by name and part.
         totals: by name, of which the standard errors are drawn.
         limit: where a line stands that says how much there is.
-        palette: colors of the parts.
     """
     parts = list(dict.fromkeys(part for own in values.values() for part in own))
     rows = [

@@ -28,7 +28,7 @@ def setting_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
 
 def figure_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
     """A row for each figure; those that no run has are left out."""
-    tokens = common_tokens(runs)
+    tokens = float(min(run.tokens[-1] for run in runs))  # that all have trained on
     figures: list[tuple[str, list[float | None], str]] = [
         ("steps", [run.records[-1]["step"] for run in runs], ",d"),
         ("tokens", [run.tokens[-1] for run in runs], ",.0f"),
@@ -70,11 +70,6 @@ def _rate(run: Run, key: str, form: str) -> str:
     return format(rate.value, form) + (f" ±{rate.error / rate.value:.1%}" if rate.error is not None else "")
 
 
-def common_tokens(runs: Sequence[Run]) -> float:
-    """The tokens that all runs have trained on."""
-    return float(min(run.tokens[-1] for run in runs))
-
-
 def remarks(runs: Sequence[Run]) -> list[str]:
     """What the figures say, in words, and what they cannot say."""
     first, *others = runs
@@ -113,18 +108,7 @@ def _worth(run: Run, first: Run) -> Estimate | None:
 
 
 def write_report(folder: Path, runs: Sequence[Run]) -> Path:
-    """Draws runs side by side.
-
-    Args:
-        folder: folder of the page.
-        runs: the first is the baseline.
-
-    Returns:
-        The page's path.
-
-    Raises:
-        UserError: vl-convert is not installed, a trace cannot be read, or the folder cannot be written to.
-    """
+    """Draws runs side by side."""
     settings = setting_rows(runs)
     losses = {run.name: (run.tokens, run.series("loss")[1]) for run in runs}
     measured = {run.name: run.series("measured_imbalance") for run in runs}

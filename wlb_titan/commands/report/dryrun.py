@@ -14,7 +14,6 @@ def print_rank(result: dict[str, Any], world_size: int) -> None:
 
     Args:
         result: as `wlb_titan.runtime.lone.dryrun.dry_rank` returns it, or `rank` and `error`.
-        world_size: processes of the job.
     """
     console = make_console()
     console.print(f"\nRank {result['rank']} of {world_size}", style="bold", end="")

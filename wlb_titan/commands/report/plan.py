@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.commands.report.charts import (
     PALETTE,
     bars,
@@ -69,19 +69,11 @@ def write_report(
     """Draws what was planned.
 
     Args:
-        folder: folder of the page.
         jobs: what was planned, under each packing policy.
-        documents: on which.
         summaries: summary of each policy; `plain` is the picture before.
         times: times of the context-parallel ranks by sharding policy; None without context parallelism.
         choices: what `auto` stands for in a job, where it does.
         typed: what the command line names, as of `page.typed`.
-
-    Returns:
-        The page's path.
-
-    Raises:
-        PlanError: as of `Page.write`.
     """
     job = jobs[-1]
     imbalances = {name: Estimate.mean(one.imbalance) for name, one in summaries.items()}
@@ -146,7 +138,6 @@ def planned_timelines(jobs: Sequence[Job], documents: Documents, steps: int) -> 
 
     Args:
         jobs: with a pipeline, under each packing policy.
-        documents: what they train on.
         steps: the last of so many is taken, or the tenth.
     """
     before = jobs[0].under(Policy("plain", jobs[0].sharding.name))
@@ -166,7 +157,7 @@ def _workloads(summaries: Mapping[str, Summary]) -> list[str]:
     return [_work_of_steps(name, work, color(i), top) for i, (name, work) in enumerate(works.items())]
 
 
-def _work_of_steps(name: str, work: NDArray[np.float64], its: str, top: float) -> str:
+def _work_of_steps(name: str, work: Floats, its: str, top: float) -> str:
     """What each step computes, and above it what it waits: the gap between the mean and the largest."""
     steps = [
         {
@@ -213,7 +204,7 @@ def _delay(summaries: Mapping[str, Summary], batch_tokens: int) -> list[str]:
     ]
 
 
-def _smooth(title: str, values: Mapping[str, NDArray[np.float64]], *, zero: bool = False) -> str:
+def _smooth(title: str, values: Mapping[str, Floats], *, zero: bool = False) -> str:
     """Of all steps, or of many their moving average."""
     span = max(len(next(iter(values.values()))) // 20, 1)
     smooth = {name: np.convolve(own, np.full(span, 1 / span), "valid") for name, own in values.items()}
@@ -221,7 +212,7 @@ def _smooth(title: str, values: Mapping[str, NDArray[np.float64]], *, zero: bool
     return lines(title + (f", mean of {span}" if span > 1 else ""), "step", curves, zero=zero)
 
 
-def _lengths(lengths: NDArray[np.int64], window: int) -> str:
+def _lengths(lengths: Ints, window: int) -> str:
     """How many documents there are of each length, and how many of all tokens they hold."""
     top = int(np.ceil(np.log2(max(int(lengths.max()), window)))) + 1
     bins = 2.0 ** np.arange(int(np.floor(np.log2(max(int(lengths.min()), 1)))), top + 0.5, 0.5)

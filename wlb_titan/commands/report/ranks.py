@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats
 from wlb_titan.commands.report.charts import chart, text
 from wlb_titan.context import STRATEGIES, after
 from wlb_titan.cost.attention_latency import slowest
@@ -34,9 +34,9 @@ class RankTimes(NamedTuple):
 
     policy: str
     chosen: list[str]
-    seconds: NDArray[np.float64]
-    exchange: NDArray[np.float64]
-    received: NDArray[np.float64]
+    seconds: Floats
+    exchange: Floats
+    received: Floats
 
     @property
     def slowest(self) -> float:
@@ -49,18 +49,13 @@ class RankTimes(NamedTuple):
         return self.slowest + float(self.exchange.mean())
 
     @property
-    def imbalances(self) -> NDArray[np.float64]:
+    def imbalances(self) -> Floats:
         """float64 (micro-batches,), slowest over mean rank."""
         return np.array([imbalance_degree(seconds.sum(axis=1)) for seconds in self.seconds])
 
 
 def rank_times(micro_batches: Sequence[MicroBatch], job: Job) -> list[RankTimes]:
-    """Predicts all sharding policies on the same micro-batches that the job's heads and lengths allow.
-
-    Args:
-        micro_batches: planned; their own sharding is not looked at.
-        job: with context parallelism.
-    """
+    """Predicts all sharding policies on the same micro-batches that the job's heads and lengths allow."""
     result = []
     for policy in STRATEGIES.candidates:
         try:
@@ -150,7 +145,7 @@ def heat_maps(times: Sequence[RankTimes]) -> list[str]:
     return charts
 
 
-def _relative(one: RankTimes) -> NDArray[np.float64]:
+def _relative(one: RankTimes) -> Floats:
     """float64 (micro-batches, ranks), a rank's time over the mean of its micro-batch."""
     seconds = one.seconds.sum(axis=2)
     return np.asarray(seconds / seconds.mean(axis=1, keepdims=True))

@@ -123,19 +123,7 @@ def rank_lines(rank: dict[str, Any]) -> list[str]:
 
 
 def write_report(folder: Path, results: Sequence[Rehearsal], typed: str) -> Path:
-    """Draws what was rehearsed.
-
-    Args:
-        folder: folder of the page.
-        results: result of each policy, the baseline first.
-        typed: what the command line names, as of `page.typed`.
-
-    Returns:
-        The page's path.
-
-    Raises:
-        PlanError: as of `Page.write`.
-    """
+    """Draws what was rehearsed."""
     sections, cards, answer = [], [], "No rank came through."
     ran = {
         one.policy: (one, one.rehearsed, one.predicted) for one in results if one.rehearsed and one.predicted

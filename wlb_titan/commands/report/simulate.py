@@ -113,18 +113,10 @@ def write_report(
     """Draws what was simulated.
 
     Args:
-        folder: folder of the page.
-        scenario: documents and job.
         plans, predictions: plans and predictions of each policy, the baseline first.
         steps: timeline and memory of a typical step of each policy.
         choices: what `auto` stands for in a policy, where it does.
         typed: what the command line names, as of `page.typed`.
-
-    Returns:
-        The page's path.
-
-    Raises:
-        PlanError: as of `Page.write`.
     """
     named = {str(policy): prediction for policy, prediction in predictions.items()}
     imbalances = {str(policy): float(np.mean([p.imbalance for p in own])) for policy, own in plans.items()}

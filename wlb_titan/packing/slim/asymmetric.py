@@ -25,8 +25,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.packing.slim.slices import (
     MicroPack,
     Parts,
@@ -38,9 +38,6 @@ from wlb_titan.packing.slim.slices import (
     work_table,
 )
 from wlb_titan.plan import LENGTH, PREFIX, TOTAL
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 class Line:

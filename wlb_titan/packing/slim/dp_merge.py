@@ -25,14 +25,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.context import ContextStrategy
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import TokenBytes
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 MOST_MERGED = 16
 """Documents of a step that are merged at the most."""
@@ -112,7 +109,6 @@ def shares(works: Floats, ranks: int, merged: int = 0, capacity: float | None = 
 
     Args:
         works: float64 (n,).
-        ranks: data-parallel degree.
         merged: how many of the heaviest documents are merged; at a degree of 1 none.
         capacity: C; None where these are all documents of the step.
     """
@@ -162,7 +158,6 @@ def numbers_of_packs(works: Floats, most: Sequence[int], found: Shares, count: i
     Args:
         works: float64 (n,), of all documents.
         most: slices that each merged document can be cut into.
-        found: its `merges` are looked at.
         count: M, packs of a rank.
 
     Raises:

@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats
 from wlb_titan.memory.peak import RankMemory
 from wlb_titan.packing.policy import Packing, PackingJob
 from wlb_titan.packing.slim.dependencies import dependencies
 from wlb_titan.packing.slim.step_peak import step_peak
 from wlb_titan.pipeline.packflow import PackOrder, Packs, packflow
 from wlb_titan.plan import LENGTH
-
-Floats = NDArray[np.float64]
-
 
 Timed = tuple[Packing, Floats, Floats]
 """A step's packs, and float64 (packs,) how long forward and backward passes of each take."""
@@ -29,9 +27,6 @@ class Flows:
     head with one), so they have to run the same kinds of passes at the same places. Backward passes are
     numbered here in the order in which they run, whatever packs these are on a rank. Tokens in flight are the
     mean over the ranks.
-
-    Args:
-        job: what is packed for.
 
     Attributes:
         limit: tokens that a pipeline rank may have in flight; None for no limit.

@@ -24,12 +24,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.packing.slim.slices import MicroPack, PrefixWork, Slice, check_count
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 WIDER = (1.0, 1.01, 1.02, 1.05, 1.1, 1.2, 1.35, 1.5, 2.0)
 """Targets that are tried, relative to total / M: with a wider one documents are cut into fewer slices."""
@@ -78,7 +75,6 @@ def micropacks(
     Args:
         lengths: int64 (n,), tokens of the documents.
         works: float64 (n,), their work.
-        prefix_work: where to cut.
         count: M, packs; each holds at least one token.
         place: puts short documents beside slices; None is `place_greedily`.
 

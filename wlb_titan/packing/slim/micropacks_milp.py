@@ -13,13 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.packing.milp import Milp, Row
 from wlb_titan.packing.slim.micropacks import Slots, place_greedily
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 SLIVER = 1e-5  # of a level, that is left for a last slice
 
 

@@ -11,13 +11,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Ints
 from wlb_titan.context import sequence_positions
 from wlb_titan.packing.slim.slices import parts, piece_numbers
 from wlb_titan.plan import LENGTH, PREFIX, TOTAL, MicroBatch
-
-Ints = NDArray[np.int64]
 
 
 class TokenMoves(NamedTuple):

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Literal, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.cost.workload import workload
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.policy import Pack, Packing, PackingJob
@@ -19,9 +19,6 @@ from wlb_titan.packing.slim.flow import Flows
 from wlb_titan.packing.slim.micropacks import Placing, micropacks, place_greedily
 from wlb_titan.packing.slim.slices import MicroPack, PrefixWork, Slice
 from wlb_titan.plan import LENGTH, START
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 class Packer(Protocol):
@@ -38,7 +35,6 @@ class SymmetricPacker:
     """Packs of which both passes run, those of documents that ranks share (`dp_merge.py`) among them.
 
     Args:
-        job: what is packed for.
         window: tokens of the longest document.
         merges: whether ranks share documents: where they can, or where steps get shorter.
         flows: predicts steps.
@@ -112,12 +108,7 @@ class SymmetricPacker:
 
 
 class AsymmetricPacker:
-    """Packs of forward and packs of backward passes (`asymmetric.py`). There is nothing to place.
-
-    Args:
-        job: what is packed for.
-        window: tokens of the longest document.
-    """
+    """Packs of forward and packs of backward passes (`asymmetric.py`). There is nothing to place."""
 
     def __init__(self, job: PackingJob, window: int) -> None:
         self._job = job

@@ -30,12 +30,7 @@ def kept_states(layers: Sequence[int]) -> list[int]:
 
 
 def regrouped_times(job: PassJob, packs: ByPass[MicroBatches]) -> PassTimes:
-    """The passes of micro-batches, as of `pass_times`.
-
-    Args:
-        job: the job.
-        packs: micro-batches of either pass.
-    """
+    """The passes of micro-batches, as of `pass_times`."""
     times = packs.each(lambda one: pass_times(job, one))
     head = np.zeros((len(job.layers), 1, 1))
     head[-1] = job.token.head

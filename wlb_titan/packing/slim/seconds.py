@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats
 from wlb_titan.context import ContextStrategy, after, whole
 from wlb_titan.context.exchange import ExchangeCost
 from wlb_titan.cost.passes import MicroBatches, PassJob
 from wlb_titan.packing.policy import Packing, PackingPolicy
 from wlb_titan.plan import LENGTH
-
-Floats = NDArray[np.float64]
 
 
 class PackJob(PassJob, Protocol):

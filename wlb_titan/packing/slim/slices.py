@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.context import KeyShares
 from wlb_titan.cost.workload import CostModel, workload
 from wlb_titan.errors import PlanError
@@ -37,8 +38,6 @@ from wlb_titan.plan import (
     Plan,
 )
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 WorkOf = Callable[[NDArray[Any]], Floats]
 Parts = tuple[Ints, Ints]
 """Documents and slices of a MicroPack: int64 (n, 4) and (n, 2), as of `MicroBatch`."""
@@ -96,9 +95,6 @@ def slice_work(work_of: WorkOf, documents: Ints, slices: Ints | None) -> Floats:
 
 def cache_rows(packs: Sequence[Parts]) -> list[Ints]:
     """How the cache knows the documents of a data-parallel rank's packs, those of both passes together.
-
-    Args:
-        packs: documents and slices of each.
 
     Returns:
         Of each pack int64 (n, 4): the document's number, or -1 where every pack that has it has all of it;
@@ -167,9 +163,6 @@ def piece_numbers(packs: Sequence[Parts]) -> list[Ints]:
     """int64 (n,) for each pack, numbers by which the slices of one document find each other.
 
     Two pieces of one document, cut at a context window, are two documents here.
-
-    Args:
-        packs: documents and slices of each.
     """
     documents = np.concatenate([documents for documents, _ in packs])
     slices = np.concatenate([slices for _, slices in packs])
@@ -212,7 +205,6 @@ def check_count(lengths: Ints, most: Ints, grain: int, count: int) -> None:
         lengths: int64 (n,), tokens of the documents.
         most: int64 (n,), slices that each can be cut into.
         grain: tokens that a slice has at least.
-        count: MicroPacks that are wanted.
 
     Raises:
         PlanError: they cannot.

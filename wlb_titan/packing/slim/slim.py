@@ -20,8 +20,8 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from annotated_types import Ge, Interval
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.cost.passes import MicroBatches, PassJob, pass_times
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
@@ -39,9 +39,6 @@ from wlb_titan.packing.slim.trials import SLACKS, Trials, numbers_tried
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.pipeline.packflow import FLOW_SCHEDULES
 from wlb_titan.plan import ByPass, Flow
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 MORE = (1, 1.5, 2, 3, 4, 6, 8)
 """Times M MicroPacks of a step that does not fit with fewer."""

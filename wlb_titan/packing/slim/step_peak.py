@@ -20,13 +20,7 @@ LOOKED_AT = 2
 
 
 def step_peak(packing: Packing, flow: Flow, job: PackingJob) -> RankMemory | None:
-    """The predicted peak of a step's fullest GPU; None where memory is not predicted.
-
-    Args:
-        packing: packing of the step.
-        flow: flow of all data-parallel ranks, as of `Flows`.
-        job: what is packed for.
-    """
+    """The predicted peak of a step's fullest GPU; None where memory is not predicted."""
     if job.peak is None:
         return None
     orders, _ = dependencies(packing)

@@ -39,9 +39,6 @@ class Trials:
 
     Args:
         batch: gives a step's documents at each call.
-        packer: packs them.
-        flows: runs them.
-        job: what is packed for.
         numbers, slacks: that are tried, rising.
 
     Attributes:

@@ -16,15 +16,14 @@ side.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from wlb_titan.context.all_gather import AllGather
+from wlb_titan.runtime.attention.axes import neighbours
 from wlb_titan.runtime.attention.module import Attend, Attended
 
 
@@ -60,7 +59,6 @@ class Gather:
     Args:
         k_LNH, v_LNH: this rank's L tokens; N and H may differ between them.
         exchange: as of `context.all_gather.gathered_mask`.
-        meshes: group of each level.
     """
 
     def __init__(
@@ -155,18 +153,3 @@ class _InDocumentOrder(torch.autograd.Function):
         # Whoever uses the result waits for it, which lets the group before this one compute meanwhile.
         own = rows.redistribute(ctx.mesh, (Shard(0),), async_op=True).to_local()
         return own[ctx.rows], None, None, None, None
-
-
-@cache  # every attention layer asks for it
-def neighbours(mesh: DeviceMesh, size: int) -> DeviceMesh:
-    """This rank's group of `size` neighbours on the cp mesh axis, of which the first is a multiple of it.
-
-    Only these ranks make the process group, as pipeline stages may differ in whether they have a layer that
-    asks.
-    """
-    if size == mesh.size():
-        return mesh
-    ranks = dist.get_process_group_ranks(mesh.get_group())
-    first = mesh.get_local_rank() // size * size
-    group = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
-    return DeviceMesh.from_group(group, mesh.device_type)

@@ -29,7 +29,6 @@ def check_implementation(config: Trainer.Config, device: Device | None = None) -
     """What computes forward and backward passes.
 
     Args:
-        config: configuration of the job.
         device: on which it runs; None where that is not known, as on the machine that submits it.
 
     Raises:
@@ -57,12 +56,6 @@ def compile_attention(config: Trainer.Config, job: Job, device: torch.device, co
     """Compiles the kernels that the job's attention can meet, where it has some; every rank takes part.
 
     The first rank of each machine compiles, and the others find its kernels in Triton's cache.
-
-    Args:
-        config: configuration of the job.
-        job: the same.
-        device: device of this rank.
-        context_rank: its context-parallel rank.
     """
     which = check_implementation(config, device_of(device))
     logger.info(f"Attention: {which}")

@@ -181,7 +181,6 @@ def sliced_attention(
     """Attention of a micro-batch with slices of documents; differentiable in q, k and v.
 
     Args:
-        q_LNH: queries.
         k_LNH, v_LNH: all keys and values of the micro-batch, in document order, padding last.
         segments: as of `varlen_attention`, among the keys with each prefix before its document's own.
         rows: int64 (n, 4) on the CPU, see above.

@@ -24,7 +24,6 @@ def prepare_merging(
     Call it on every rank of the job.
 
     Args:
-        parts: parts of the model.
         job: says how many ranks may share, and by which strategy.
         parallel_dims: degrees and meshes of the job.
         timeout: after which a rank that does not answer is given up.

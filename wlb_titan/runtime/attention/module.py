@@ -62,7 +62,6 @@ class ContextAttention(Protocol):
     """The half of a context-parallel strategy that moves tensors; made once for each attention layer.
 
     Args:
-        config: the strategy's settings.
         mesh: the cp mesh axis; or, of micro-batches that data-parallel ranks share, all of their
             context-parallel ranks.
     """

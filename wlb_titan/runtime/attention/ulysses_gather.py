@@ -5,16 +5,14 @@ Ulysses on one mesh axis, with all-gather on another one as the attention in its
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from wlb_titan.context.all_gather import PerDocument
 from wlb_titan.context.ulysses import Ulysses
 from wlb_titan.context.ulysses_gather import UlyssesGather
-from wlb_titan.runtime.attention.all_gather import AllGatherAttention, neighbours
+from wlb_titan.runtime.attention.all_gather import AllGatherAttention
+from wlb_titan.runtime.attention.axes import two_axes
 from wlb_titan.runtime.attention.module import Attend, Attended
 from wlb_titan.runtime.attention.ulysses import UlyssesAttention
 
@@ -23,9 +21,9 @@ class UlyssesGatherAttention:
     """The group's tokens and this rank's share of the heads, and everybody's keys of these heads."""
 
     def __init__(self, config: UlyssesGather.Config, mesh: DeviceMesh) -> None:
-        between, within = two_axes(mesh, config.within)
-        self._gather = AllGatherAttention(PerDocument.Config(), between)
-        self._ulysses = UlyssesAttention(Ulysses.Config(), within)
+        axes = two_axes(mesh, config.within)
+        self._gather = AllGatherAttention(PerDocument.Config(), axes["cp_between"])
+        self._ulysses = UlyssesAttention(Ulysses.Config(), axes["cp_within"])
 
     def __call__(
         self,
@@ -43,15 +41,3 @@ class UlyssesGatherAttention:
             return self._gather(q, k, v, exchange, attend, wants_lse=wants_lse)
 
         return self._ulysses(q_LNH, k_LNH, v_LNH, (), gathered, wants_lse=wants_lse)
-
-
-@cache  # every attention layer asks for it
-def two_axes(mesh: DeviceMesh, within: int) -> tuple[DeviceMesh, DeviceMesh]:
-    """The cp mesh axis as two: ranks of the same place in all groups, and the ranks of one group.
-
-    Only this context-parallel group makes the process groups, as pipeline stages may differ in whether they
-    have a layer that asks.
-    """
-    ranks = dist.get_process_group_ranks(mesh.get_group())
-    group = dist.new_group(ranks[mesh.get_local_rank() % within :: within], use_local_synchronization=True)
-    return DeviceMesh.from_group(group, mesh.device_type), neighbours(mesh, within)

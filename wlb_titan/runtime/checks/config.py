@@ -44,11 +44,7 @@ from wlb_titan.runtime.validator import Validator, rounds_of
 
 
 def validate(config: Trainer.Config, world_size: int | None) -> None:
-    """Raises if the configuration cannot run on `world_size` processes (None: as many as its degrees need).
-
-    Raises:
-        UserError: the message starts with the key path concerned.
-    """
+    """Raises UserError, after a key, if it cannot run on so many processes (None: as many as it needs)."""
     _check_degrees(config, world_size)
     dims = parallel_dims(config, world_size)
     _check_experts(config, dims, world_size)
@@ -66,14 +62,7 @@ def validate(config: Trainer.Config, world_size: int | None) -> None:
 
 
 def validate_inputs(config: Trainer.Config) -> Corpus:
-    """Checks what a run reads and writes: the corpus, weights of Hugging Face's format, the dump folder.
-
-    Returns:
-        the corpus.
-
-    Raises:
-        UserError: as of `validate_corpus`, `check_weights` and `check_place`.
-    """
+    """Checks what a run reads and writes: the corpus, weights of Hugging Face's format, the dump folder."""
     corpus = validate_corpus(config)
     if config.checkpoint.initial_load_in_hf:
         assert config.model_spec is not None
@@ -99,7 +88,6 @@ def validate_devices(config: Trainer.Config, processes: int, gpus: int) -> None:
     """Refuses what the GPUs of a machine cannot run.
 
     Args:
-        config: the configuration.
         processes: processes of the job on that machine.
         gpus: that the machine has; without any, or where the configuration asks for it, the CPU is used, on
             which everything runs.

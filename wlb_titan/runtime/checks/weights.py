@@ -26,7 +26,6 @@ def check_weights(model: Decoder.Config, folder: Path, corpus: Corpus) -> None:
     """Compares a folder of weights with the model and the corpus.
 
     Args:
-        model: what will be trained.
         folder: as it comes from the Hugging Face hub: config.json, *.safetensors, tokenizer.json.
         corpus: whose tokenizer must be that of the weights.
 

@@ -13,11 +13,7 @@ from wlb_titan.errors import PlanError
 
 
 def open_corpus(settings: CorpusSettings) -> Corpus:
-    """Open what [wlb.corpus] names: a corpus, or all those of a mixture.
-
-    Raises:
-        CorpusError: as `Corpus.open` and `Corpus.joined`.
-    """
+    """Open what [wlb.corpus] names: a corpus, or all those of a mixture."""
     if not settings.sources:
         return open_source(settings, settings.tokenizer)
     return Corpus.joined([open_source(source, settings.tokenizer) for source in settings.sources])
@@ -30,10 +26,6 @@ def open_source(source: CorpusSettings | SourceSettings, tokenizer: str) -> Corp
 
 def mixture_sources(settings: CorpusSettings, corpus: Corpus) -> list[Source]:
     """The parts of the corpus as the planner mixes them; none if it is one corpus.
-
-    Args:
-        settings: [wlb.corpus].
-        corpus: what `open_corpus` made of them.
 
     Raises:
         PlanError: two sources have one name, or a weight or share is out of range.
@@ -60,12 +52,8 @@ def documents_of(settings: CorpusSettings, corpus: Corpus, hold_out: float = 0.0
     """What a planner needs of an opened corpus.
 
     Args:
-        settings: [wlb.corpus].
         corpus: what `open_corpus` made of them.
         hold_out: share of the documents that is left out, for validation.
-
-    Raises:
-        PlanError: as of `mixture_sources`.
     """
     return Documents(
         lengths=Divided(corpus.lengths, hold_out, held_out=False) if hold_out else corpus.lengths,
@@ -78,13 +66,5 @@ def documents_of(settings: CorpusSettings, corpus: Corpus, hold_out: float = 0.0
 
 
 def training_documents(wlb: WlbSettings, corpus: Corpus | None = None) -> Documents:
-    """The documents that a job trains on: its corpus without what it holds out.
-
-    Args:
-        wlb: [wlb].
-        corpus: its corpus, where that is open already.
-
-    Raises:
-        CorpusError, PlanError: as `open_corpus` and `documents_of`.
-    """
+    """The documents that a job trains on: its corpus without what it holds out."""
     return documents_of(wlb.corpus, corpus or open_corpus(wlb.corpus), wlb.validation.hold_out)

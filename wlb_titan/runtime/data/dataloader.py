@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torchtitan.components.loss import IGNORE_INDEX
 
+from wlb_titan.arrays import Ints
 from wlb_titan.config.settings import CorpusSettings
 from wlb_titan.corpus.vocabulary import check_ids
 from wlb_titan.documents import Documents
@@ -170,7 +170,7 @@ class PlannedDataLoader(BaseDataLoader):
             shadow=shadow,
         )
 
-    def _item(self, micro_batch: MicroBatch, cached: NDArray[np.int64] | None) -> Item:
+    def _item(self, micro_batch: MicroBatch, cached: Ints | None) -> Item:
         tokens = np.zeros(micro_batch.shared_length, dtype=np.int64)
         positions = np.zeros(micro_batch.shared_length, dtype=np.int64)
         labels = np.full(micro_batch.shared_length, IGNORE_INDEX, dtype=np.int64)

@@ -17,12 +17,6 @@ def steps_of_epochs(job: Job, documents: Documents, epochs: int, on_one_rank: On
     The stream has no end: what a step has room for besides comes from the next epoch, so that all steps are
     full. Plans follow from lengths alone, so this asks for no tokens; a step takes as long as its plan.
 
-    Args:
-        job: whose steps they are.
-        documents: one corpus, without a mixture's weights.
-        epochs: at least 1.
-        on_one_rank: as of `PackingJob`.
-
     Raises:
         PlanError: the documents are a mixture, of which no epoch is one.
     """

@@ -6,12 +6,12 @@ accelerator. `to_device` runs between two micro-batches and only starts copies: 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from wlb_titan.arrays import Ints
 from wlb_titan.context import ContextMask, ContextStrategy, Sharding, segments_after, sequence_positions
 from wlb_titan.plan import Slices
 from wlb_titan.runtime.attention.kv_cache import DOCUMENT, PREFIX, TOKENS
@@ -28,14 +28,14 @@ ON_HOST = ("segments", "rows", "sharers")  # read there
 
 
 def rank_item(
-    tokens: NDArray[np.int64],
-    labels: NDArray[np.int64],
-    positions: NDArray[np.int64],
-    lengths: NDArray[np.int64],
+    tokens: Ints,
+    labels: Ints,
+    positions: Ints,
+    lengths: Ints,
     strategy: ContextStrategy | None,
     shards: Sharding | None,
     rank: int,
-    rows: NDArray[np.int64] | None = None,
+    rows: Ints | None = None,
     slices: Slices | None = None,
     sharers: int = 1,
 ) -> Item:
@@ -78,7 +78,7 @@ def rank_item(
     }, on_host(labels).unsqueeze(0)
 
 
-def rows_of_keys(rows: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.int64]:
+def rows_of_keys(rows: Ints, keys: Ints) -> Ints:
     """The rows of the documents whose keys a rank has, in their order; `keys` as of `ContextMask`."""
     number, tokens = keys.T
     result = rows[number]
@@ -98,7 +98,6 @@ def to_device(
 
     Args:
         item, labels: what `rank_item` returns.
-        device: to which.
         cache: number of the step's `KeyValueCache`, where documents are sliced.
 
     Returns:
@@ -118,7 +117,13 @@ def to_device(
     return moved["input"], labels.to(device, non_blocking=True), extra
 
 
-def on_host(values: NDArray[np.int64]) -> torch.Tensor:
+def grouped(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
+    """What goes through the model together: the micro-batches of a pipeline run, or a single one."""
+    for first in range(0, len(items), size):
+        yield items[first : first + size]
+
+
+def on_host(values: Ints) -> torch.Tensor:
     """The values in memory from which copies to the device do not wait."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory() if torch.accelerator.is_available() else tensor

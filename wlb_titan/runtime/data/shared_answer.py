@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
+
+from wlb_titan.arrays import Floats
 
 
 class SharedAnswer:
@@ -20,12 +20,12 @@ class SharedAnswer:
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo")
 
-    def __call__(self, ask: Callable[[], NDArray[np.float64]]) -> NDArray[np.float64]:
+    def __call__(self, ask: Callable[[], Floats]) -> Floats:
         """What `ask` returns on rank 0, float64 (n,), on every rank."""
         answer = torch.from_numpy(ask()) if dist.get_rank() == 0 else torch.empty(0, dtype=torch.float64)
         size = torch.tensor([answer.numel()])
         dist.broadcast(size, src=0, group=self._group)
         answer = answer if dist.get_rank() == 0 else torch.empty(int(size), dtype=torch.float64)
         dist.broadcast(answer, src=0, group=self._group)
-        result: NDArray[np.float64] = answer.numpy()
+        result: Floats = answer.numpy()
         return result

@@ -31,7 +31,7 @@ from typing import Any
 
 from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore
 
-from wlb_titan.errors import EXIT_USER_ERROR, UserError
+from wlb_titan.errors import EXIT_USER_ERROR, ONE_REQUEST, UserError
 from wlb_titan.runtime.life.stop import Stop, status_of
 
 SECONDS_BETWEEN_LOOKS = 1.0
@@ -40,7 +40,6 @@ HEARD = 2.5  # seconds in which all others have looked, before the store may go 
 LOST = 30.0  # seconds without the store after which its host is taken for gone
 CONNECT = timedelta(seconds=120)
 SECONDS_WHILE_ALL_WAIT = 0.05  # between looks, until it is agreed when to stop
-ONE_REQUEST = 5.0  # seconds in which signals are the same request: a scheduler's and the launcher's after it
 
 EXIT_FAILED = 1
 EXIT_STOPPED = 128 + signal.SIGTERM
@@ -51,7 +50,6 @@ class Alarm:
     """A context manager: while it is open, this rank watches all others, and they watch it.
 
     Args:
-        rank: rank of this process.
         world_size: processes of the job; a job of one process has nobody to watch and needs no store.
 
     Attributes:

@@ -112,8 +112,6 @@ def save_stopped(checkpointer: CheckpointManager, step: int, first: int) -> str:
     """Saves a run that stops before its last step, as it saves itself every so many steps.
 
     Args:
-        checkpointer: the run's.
-        step: the last that was trained.
         first: the first that was, by this process; at a smaller step nothing is new.
 
     Returns:
@@ -143,7 +141,6 @@ def explained(error: BaseException, folder: Path, saving: bool) -> BaseException
 
     Args:
         error: what loading, training or saving raised.
-        folder: folder of the checkpoints.
         saving: whether the run had begun; before, a checkpoint is loaded.
     """
     causes = list(_causes(error))

@@ -9,7 +9,7 @@ from typing import Any
 
 from wlb_titan.runtime.metrics import metrics_rank
 
-_MISLEADING = (
+MISLEADING = (
     # Said of every configuration that keeps the default.
     "initial_load_model_only=True has no effect",
     # Said unless LOG_RANK is set; here the right rank always shows the loss.
@@ -26,7 +26,7 @@ _MISLEADING = (
     "[GC]",
 )
 
-_OF_NO_USE = (
+OF_NO_USE = (
     "CPU capacity",
     "Structured logging",
     "Building device mesh",
@@ -68,6 +68,6 @@ def start_log(rank: int, parallel_dims: Any, schedule: str) -> None:
 
 def _applies(record: logging.LogRecord) -> bool:
     message = record.getMessage()
-    if record.levelno <= logging.INFO and message.startswith(_OF_NO_USE):
+    if record.levelno <= logging.INFO and message.startswith(OF_NO_USE):
         return False
-    return not any(text in message for text in _MISLEADING)
+    return not any(text in message for text in MISLEADING)

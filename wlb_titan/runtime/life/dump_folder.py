@@ -105,7 +105,6 @@ def begin(folder: Path, config: str, step: int) -> None:
 
     Args:
         folder: the dump folder, whose lock is held.
-        config: the settings, as TOML.
         step: from which it goes on; 0 is a new run.
     """
     names = [name for name in (METRICS_FILE, VALIDATION_FILE) if (folder / name).exists()]

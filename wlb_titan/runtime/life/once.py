@@ -23,11 +23,7 @@ BLOCK = 1 << 20  # documents whose lengths are looked at together
 
 
 class Once(PackingPolicy):
-    """All documents of the corpus once, in micro-batches of at most the context window.
-
-    Attributes:
-        steps: steps of one round.
-    """
+    """All documents of the corpus once, in micro-batches of at most the context window."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(PackingPolicy.Config):

@@ -33,8 +33,6 @@ class Stop:
     """What ranks agree on.
 
     Args:
-        rank: rank of this process.
-        world_size: processes of the job.
         store: store of the job; None for a job of one process.
 
     Attributes:

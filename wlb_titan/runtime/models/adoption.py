@@ -55,6 +55,9 @@ REFUSED_MODULES = {
 }
 """Parts of a model that do not run here, by the module of their class."""
 
+LORA = "torchtitan.components.lora"
+"""The module of its adapters."""
+
 REPLACED = {
     "metrics": (TitanMetricsProcessor.Config, MetricsProcessor.Config),
     "validator": (TitanValidator.Config, Validator.Config),
@@ -74,7 +77,6 @@ def adopt(base: TorchtitanTrainer.Config, name: str) -> Trainer.Config:
 
     Args:
         base: fresh, for its model is changed in place.
-        name: what messages call it.
 
     Raises:
         UserError: something of it would be lost; the message names all of that.
@@ -89,7 +91,7 @@ def adopt(base: TorchtitanTrainer.Config, name: str) -> Trainer.Config:
             f"the base {name!r} cannot be trained as it is meant: {'; '.join(lost)}. {WHAT_TO_DO}"
         )
     for _, attention, _, _ in model.traverse(BaseAttention.Config):
-        attention.inner_attention = document_attention(attention)
+        attention.inner_attention = DocumentAttention.Config(window=sliding_window(attention))
     values = _fields(base)
     if base.model_spec.pipelining_fn is pipeline_llm:
         values["model_spec"] = dataclasses.replace(base.model_spec, pipelining_fn=pipeline)
@@ -102,18 +104,12 @@ def adopt(base: TorchtitanTrainer.Config, name: str) -> Trainer.Config:
     return Trainer.Config(**values)
 
 
-def document_attention(attention: BaseAttention.Config) -> DocumentAttention.Config:
-    """What stands in for the inner attention of a layer that `unsupported` finds nothing in."""
-    return DocumentAttention.Config(window=sliding_window(attention))
-
-
 def unsupported(
     model: Configurable.Config, inner_attentions: tuple[type, ...] = (DocumentAttention,)
 ) -> list[str]:
     """What of a model cannot be trained here, each with the first layer concerned and their number.
 
     Args:
-        model: the model's configuration.
         inner_attentions: classes of inner attention that are right, or may be replaced.
     """
     if not isinstance(model, Decoder.Config):
@@ -130,7 +126,7 @@ def unsupported(
 def has_adapters(model: Configurable.Config) -> bool:
     """Whether layers have adapters of torchtitan's LoRA, beside weights that are not trained."""
     return any(
-        owner_of(node).__module__ == "torchtitan.components.lora"
+        owner_of(node).__module__ == LORA
         for _, node, _, _ in model.traverse(Configurable.Config, recurse=True)
     )
 

@@ -66,14 +66,7 @@ class Facts:
 
 
 def facts_of(path: str | Path, overrides: Sequence[str] = (), world_size: int | None = None) -> Facts:
-    """What a TOML file with overrides means.
-
-    Args:
-        path, overrides, world_size: as of `load_config`.
-
-    Raises:
-        ConfigError: the user's mistake, with its place.
-    """
+    """What a TOML file with overrides means."""
     place = _place(path, overrides, world_size)
     return _read(place) or _found(path, overrides, world_size, place)
 

@@ -16,7 +16,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int
     """Load a TOML file with all that it extends: command-line overrides over the file over its base.
 
     Args:
-        path: the TOML file.
         overrides: `["--training.steps", "5", "--training.seq_len=4096"]`.
         world_size: the number of ranks, if known; the degrees of parallelism must then fit it.
 

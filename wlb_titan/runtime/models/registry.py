@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+from functools import partial
 
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
@@ -16,6 +17,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.trainer import Trainer as TorchtitanTrainer
 
+from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.errors import UserError
 from wlb_titan.runtime.life.console import drop_misleading_warnings
 from wlb_titan.runtime.metrics import MetricsProcessor
@@ -23,6 +25,23 @@ from wlb_titan.runtime.models.activation_checkpoint import SelectiveDocumentAC
 from wlb_titan.runtime.models.adoption import adopt
 from wlb_titan.runtime.models.variants import llama_spec
 from wlb_titan.runtime.trainer import Trainer
+
+
+def _llama(size: str) -> Trainer.Config:
+    spec = llama_spec(size)
+    return Trainer.Config(
+        model_spec=spec,
+        loss=ChunkedLossWrapper.Config(
+            loss_fn=CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size)
+        ),
+        optimizer=default_adamw(lr=3e-4),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=200),
+        training=TrainingConfig(local_batch_size=4, seq_len=65536, steps=1000, disable_cuda_graphs=True),
+        parallelism=ParallelismConfig(spmd_backend="spmd_types"),
+        metrics=MetricsProcessor.Config(disable_color_printing=True),
+        checkpoint=CheckpointManager.Config(interval=500, last_save_model_only=False),
+        activation_checkpoint=SelectiveDocumentAC.Config(),
+    )
 
 
 def llama3_debug() -> Trainer.Config:
@@ -41,27 +60,11 @@ def llama3_debug() -> Trainer.Config:
     return config
 
 
-def llama2_550m() -> Trainer.Config:
-    """The paper's 550M model (Table 1)."""
-    return _llama("550M")
-
-
-def llama2_7b() -> Trainer.Config:
-    """The paper's 7B model (Table 1): LLaMA-2 7B."""
-    return _llama("7B")
-
-
-def llama2_30b() -> Trainer.Config:
-    """The paper's 30B model (Table 1)."""
-    return _llama("30B")
-
-
-def llama2_70b() -> Trainer.Config:
-    """The paper's 70B model (Table 1)."""
-    return _llama("70B")
-
-
-BASES = {f.__name__: f for f in (llama3_debug, llama2_550m, llama2_7b, llama2_30b, llama2_70b)}
+BASES = {
+    "llama3_debug": llama3_debug,
+    **{f"llama2_{size.lower()}": partial(_llama, size) for size in PAPER_MODELS},
+}
+"""Ours by short name; after llama3_debug the models of the paper's Table 1, of which 7B is LLaMA-2's."""
 
 
 def base_config(name: str) -> Trainer.Config:
@@ -96,20 +99,3 @@ def base_config(name: str) -> Trainer.Config:
     if not isinstance(base, TorchtitanTrainer.Config):
         raise UserError(f"the base {name!r} returns {type(base).__name__}, not a torchtitan Trainer.Config.")
     return base if isinstance(base, Trainer.Config) else adopt(base, name)
-
-
-def _llama(size: str) -> Trainer.Config:
-    spec = llama_spec(size)
-    return Trainer.Config(
-        model_spec=spec,
-        loss=ChunkedLossWrapper.Config(
-            loss_fn=CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size)
-        ),
-        optimizer=default_adamw(lr=3e-4),
-        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=200),
-        training=TrainingConfig(local_batch_size=4, seq_len=65536, steps=1000, disable_cuda_graphs=True),
-        parallelism=ParallelismConfig(spmd_backend="spmd_types"),
-        metrics=MetricsProcessor.Config(disable_color_printing=True),
-        checkpoint=CheckpointManager.Config(interval=500, last_save_model_only=False),
-        activation_checkpoint=SelectiveDocumentAC.Config(),
-    )

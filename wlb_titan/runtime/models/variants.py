@@ -2,8 +2,8 @@
 
 The paper's 7B is LLaMA-2 7B; its other models keep that architecture (multi-head attention, SwiGLU of about
 8/3 of the width, rotary positions with theta 10000, untied embeddings) with layers and width scaled in
-proportion. The exact shapes are not published; those below match the parameter counts, and 70B keeps as many
-key heads as query heads so that the paper's tensor-parallel degree of 16 divides them.
+proportion. 70B keeps as many key heads as query heads, so that the paper's tensor-parallel degree of 16
+divides them.
 """
 
 from __future__ import annotations
@@ -19,41 +19,45 @@ from torchtitan.models.llama3.model import Llama3TransformerBlock
 from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
+from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.runtime.attention.module import DocumentAttention
 from wlb_titan.runtime.attention.rotary import PairwiseRoPE
 from wlb_titan.runtime.pipeline.build import pipeline
 
-#                 layers, width, heads, key heads, feed-forward width, vocabulary
-SHAPES: dict[str, tuple[int, int, int, int, int, int]] = {
-    "debug": (4, 128, 4, 2, 384, 4096),
-    "550M": (16, 1536, 12, 12, 4096, 32000),
-    "7B": (32, 4096, 32, 32, 11008, 32000),
-    "30B": (64, 6144, 48, 48, 16384, 32000),
-    "70B": (86, 8192, 64, 64, 22016, 32000),
+SHAPES = {
+    "debug": ModelShape(
+        layers=4, hidden=128, heads=4, kv_heads=2, head_dim=32, feed_forward=384, vocabulary=4096
+    ),
+    **PAPER_MODELS,
 }
 MAX_CONTEXT = 2**20  # of the rotary table, which is cut to training.seq_len when the model is built
 
 
 def llama_spec(size: str) -> ModelSpec:
     """The torchtitan model of one of SHAPES, with document attention inside."""
-    n_layers, dim, n_heads, n_kv_heads, hidden_dim, vocab_size = SHAPES[size]
-    rope = PairwiseRoPE.Config(dim=dim // n_heads, max_seq_len=MAX_CONTEXT, theta=10000.0)
+    shape = SHAPES[size]
+    dim = shape.hidden
+    rope = PairwiseRoPE.Config(dim=shape.head_dim, max_seq_len=MAX_CONTEXT, theta=10000.0)
     model = Llama3Model.Config(
         dim=dim,
-        vocab_size=vocab_size,
+        vocab_size=shape.vocabulary,
         tok_embeddings=Embedding.Config(
-            num_embeddings=vocab_size, embedding_dim=dim, param_init={"weight": _normal(1.0)}
+            num_embeddings=shape.vocabulary,
+            embedding_dim=dim,
+            param_init={"weight": partial(nn.init.normal_, std=1.0)},
         ),
         norm=_norm(dim),
-        lm_head=Linear.Config(in_features=dim, out_features=vocab_size, param_init=_linear_init(dim**-0.5)),
+        lm_head=Linear.Config(
+            in_features=dim, out_features=shape.vocabulary, param_init=_linear_init(dim**-0.5)
+        ),
         layers=[
             Llama3TransformerBlock.Config(
                 attention_norm=_norm(dim),
                 ffn_norm=_norm(dim),
                 attention=make_gqa_config(
                     dim=dim,
-                    n_heads=n_heads,
-                    n_kv_heads=n_kv_heads,
+                    n_heads=shape.heads,
+                    n_kv_heads=shape.kv_heads,
                     wqkv_param_init=_linear_init(0.02),
                     wo_param_init=_linear_init(depth_scaled_std(0.02, layer)),
                     inner_attention=DocumentAttention.Config(),
@@ -62,12 +66,12 @@ def llama_spec(size: str) -> ModelSpec:
                 ),
                 feed_forward=make_ffn_config(
                     dim=dim,
-                    hidden_dim=hidden_dim,
+                    hidden_dim=shape.feed_forward,
                     w1_param_init=_linear_init(0.02),
                     w2w3_param_init=_linear_init(depth_scaled_std(0.02, layer)),
                 ),
             )
-            for layer in range(n_layers)
+            for layer in range(shape.layers)
         ],
     )
     return ModelSpec(
@@ -84,10 +88,6 @@ def llama_spec(size: str) -> ModelSpec:
 def _norm(dim: int) -> RMSNorm.Config:
     # One object each: torchtitan writes the sharding of a module into its config.
     return RMSNorm.Config(normalized_shape=dim, param_init={"weight": nn.init.ones_})
-
-
-def _normal(std: float) -> partial[None]:
-    return partial(nn.init.normal_, std=std)
 
 
 def _linear_init(std: float) -> dict[str, object]:

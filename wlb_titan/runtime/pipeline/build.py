@@ -158,7 +158,6 @@ class PlannedSchedule:
     never asked for outputs: those of different lengths could not be joined.
 
     Args:
-        stages: stages of this rank.
         schedule_of: makes the schedule for a number of micro-batches, or raises ValueError.
         schedule_in: makes the schedule for an order of passes.
         timer: that the stages measure their passes by.

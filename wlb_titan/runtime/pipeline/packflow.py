@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from wlb_titan.plan import Action, Flow
+from wlb_titan.plan import Flow
 from wlb_titan.runtime.compat import ComputationType, PipelineScheduleRuntime, ScheduleAction
 from wlb_titan.runtime.pipeline.stage import PlannedStage
 
@@ -22,8 +22,6 @@ class PackFlowSchedule(PipelineScheduleRuntime):
     stage to the first. These are alike on all data-parallel ranks, however their passes are ordered.
 
     Args:
-        stages: stages of this rank.
-        flow: what each pipeline rank runs.
         loss_fn: computes loss and metrics from the last stage's output and the labels.
     """
 
@@ -44,7 +42,10 @@ class PackFlowSchedule(PipelineScheduleRuntime):
             scale_grads=False,
             max_active_stages=len(stages),
         )
-        order = {rank: [_torch_action(action) for action in actions] for rank, actions in enumerate(flow)}
+        order = {
+            rank: [ScheduleAction(stage, KINDS[kind], place) for kind, stage, place in actions]
+            for rank, actions in enumerate(flow)
+        }
         self.pipeline_order = order
         self._prepare_schedule_with_comms(order)
 
@@ -52,7 +53,3 @@ class PackFlowSchedule(PipelineScheduleRuntime):
 def packs_of(flow: Flow) -> int:
     """Micro-batches of an order of passes, of forward and as many of backward passes."""
     return 1 + max(action.place for action in flow[0])
-
-
-def _torch_action(action: Action) -> ScheduleAction:
-    return ScheduleAction(action.stage, KINDS[action.kind], action.place)

@@ -20,9 +20,6 @@ from wlb_titan.simulator.measured import Pass
 class PassTimer:
     """Measures while it is on, and costs next to nothing while it is off.
 
-    Args:
-        device: on which the passes run.
-
     Attributes:
         on: whether passes are measured.
         first: number of the first micro-batch of the run at hand; a step may have several runs.

@@ -69,7 +69,6 @@ def regrouped_items(
 
     Args:
         items: items of the micro-batches of forward and then of backward passes.
-        packs: these micro-batches.
         tensor_ranks, rank: as of `token_moves`.
 
     Returns:
@@ -207,10 +206,6 @@ def _called(layer: Callable[..., Tensor], args: Any, kwargs: dict[str, Any], hid
 
 class RegroupedStage(PlannedStage):
     """A stage whose backward passes may have micro-batches of their own; otherwise as `PlannedStage`.
-
-    Args:
-        args, kwargs: arguments of `PlannedStage`.
-        sharers: as of `RegroupedLayers`.
 
     Attributes:
         passes: the token ids of the step's backward passes, on the first stage, and the model's other

@@ -47,12 +47,6 @@ def check_schedule(parallelism: ParallelismConfig, compile_config: CompileConfig
 def check_micro_batches(name: str, ranks: int, stages: int, micro_batches: int) -> None:
     """Checks whether a schedule can run a number of micro-batches.
 
-    Args:
-        name: name of the schedule, in any case.
-        ranks: pipeline-parallel degree.
-        stages: stages of the whole pipeline.
-        micro_batches: micro-batches of one step on one data-parallel rank.
-
     Raises:
         ValueError: it cannot; the message says why and what can be done.
     """
@@ -140,11 +134,7 @@ def pipeline_shape(
     model: Decoder.Config,
     checkpointing: ActivationCheckpointingConfig | None,
 ) -> PipelineShape:
-    """The pipeline as the planner knows it.
-
-    Raises:
-        ValueError: as of `canonical_name` and `stage_names`.
-    """
+    """The pipeline as the planner knows it."""
     ranks = parallelism.pipeline_parallel_degree
     return PipelineShape(
         schedule=canonical_name(parallelism.pipeline_parallel_schedule),

@@ -66,12 +66,8 @@ class PlannedStage(PipelineStage):
     Args:
         submodule: this stage's part of the model: tokens or hidden states in, hidden states or output out.
         stage_index: from 0.
-        num_stages: stages of the whole pipeline.
-        device: device of the stage.
-        group: the ranks of the pipeline.
         tokens: layout of what the first stage gets, (1, L).
         hidden: layout of what passes between stages, (1, L, D), and of its gradient.
-        timer: measures the passes.
         splits_backward: whether a schedule may run the backward pass in two halves, of inputs and of weights;
             if not, the first runs it whole and the second does nothing.
 
