@@ -1,6 +1,7 @@
 """Launches of the Gluon kernels. Head dims 64 and 128, bf16 and fp16, Hopper."""
 
 from functools import cache
+from math import log2
 from typing import NamedTuple
 
 import torch
@@ -167,8 +168,10 @@ def division(schedule: Schedule, q_heads: int, kv_heads: int, units: int) -> Div
     split = parts(lists.heaviest, lists.steps * kv_heads / units, group)
     if split > 1 or heads_first:
         return Division(split, 1, heads_first and split < group, min(kv_heads, SECTION))
-    few = SIDE_BY_SIDE // (schedule.key.q_tokens * group)
-    return Division(1, pack, False, max(1, min(kv_heads, few, MOST_SIDE_BY_SIDE)))
+    fits = 2 ** round(log2(SIDE_BY_SIDE / (schedule.key.q_tokens * group)))
+    return Division(
+        1, pack, False, int(min(kv_heads, max(1, SECTION // group, min(fits, MOST_SIDE_BY_SIDE))))
+    )
 
 
 def parts(heaviest: int, mean: float, group: int) -> int:
