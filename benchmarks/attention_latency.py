@@ -22,6 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
+from attention_cases import cases
 from attention_grid import GOAL, Pack, packs
 from attention_replay import (
     AROUND,
@@ -35,8 +37,9 @@ from attention_replay import (
     extent,
     read,
 )
-from wlb_titan.kernels.gluon_launch import packed
+from wlb_titan.kernels.gluon_launch import division, packed
 from wlb_titan.kernels.grid import GridCase
+from wlb_titan.kernels.schedule import schedule_of
 from wlb_titan.kernels.tiles import steps
 
 from wlb_titan.cost.attention_fit import non_negative
@@ -87,6 +90,34 @@ def backward_ms(kernel: Backward, around: float, segments: np.ndarray) -> float:
 def planned_ms(latency: AttentionLatency, pack: Pack) -> float:
     """Of both passes, in closed form."""
     return float(latency.seconds(pack.shards)[pack.rank].sum()) * 1e3
+
+
+def measured_divisions(folder: Path) -> list[str]:
+    """The backward of attention_cases.py as the tree divides its work, measured beside the closed form."""
+    lines, errors = [], []
+    rows = read(folder / "attention_divisions_h100.jsonl")
+    for case in cases():
+        pieces = case.segments.numpy().astype(np.int64)
+        q_tokens, kv_tokens = extent(pieces)
+        schedule = schedule_of(case.segments, q_tokens, kv_tokens, torch.device("cpu"))
+        sharding = [np.stack([0 * pieces[:, 0], pieces[:, 3] - pieces[:, 1], pieces[:, 1]], axis=1)]
+        of_case = [row for row in rows if row["case"] == case.name and row.get("deterministic")]
+        for heads in dict.fromkeys(tuple(row["shape"][:2]) for row in of_case):
+            divided = division(schedule, *heads, UNITS)._asdict()
+            same = [
+                row["ms"]
+                for row in of_case
+                if (*row["shape"][:2],) == heads and divided.items() <= row.items()
+            ]
+            if same:
+                latency = hopper(128, heads[0], group=heads[0] // heads[1])
+                seconds = latency.seconds(sharding, held=np.array([kv_tokens]))
+                errors.append(float(seconds[0, 1]) * 1e3 / same[0] - 1)
+                lines.append(f"  {case.name}, {heads[0]}:{heads[1]}: {same[0]:.2f} ms, {errors[-1]:+.1%}")
+    return [
+        f"backward as the tree divides it, closed form beside measured: {within(np.array(errors))}",
+        *lines,
+    ]
 
 
 def within(errors: np.ndarray) -> str:
@@ -152,6 +183,7 @@ def main(arguments: list[str] | None = None) -> None:
     best = min(tails, key=lambda tail: float(np.abs(tails[tail]).mean()))
     print(f"tail: {best:g} is closest to a replay of the tree's kernels")
     print(f"packs, replay of the kernels that were measured: {within(np.array(replayed))}")
+    print("\n".join(measured_divisions(options.rows)))
     beside = "measured" if options.kernels == "tree" else "beside a replay of the tree's kernels"
     print(f"packs, closed form {beside}: {within(np.array(planned))}")
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .implementations import Chosen, chosen, device_of
+from .implementations import chosen, device_of
 from .options import Options, Saved
 from .segments import check_segments
 
@@ -17,7 +17,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, options: Options)
     Raises ValueError for an implementation that cannot run them and for segments that cannot be attended (for
     the kernels, once for each schedule).
     """
-    implementation = _chosen(q, v, options).forward
+    implementation = _chosen(q, v, options)
     if implementation == "reference":
         check_segments(segments.numpy(), q.shape[0], k.shape[0], options.visibility.causal)
         return reference.forward(q, k, v, segments, options)
@@ -39,14 +39,14 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v for those of the output and, unless None, of the log-sum-exp."""
     q, k, v, _, _ = saved
-    which = _chosen(q, v, options)
-    if which.forward == "reference":
+    implementation = _chosen(q, v, options)
+    if implementation == "reference":
         return reference.backward(dout, dlse, saved, segments, options)
     from .schedule import schedule_of
 
     with current(q.device):
         schedule = schedule_of(segments, q.shape[0], k.shape[0], q.device, options.visibility)
-        if which.backward(schedule.long) == "gluon":
+        if implementation == "gluon":
             from . import gluon_launch
 
             return gluon_launch.backward(dout, dlse, saved, schedule, options)
@@ -55,7 +55,7 @@ def backward(
         return triton_launch.backward(dout, dlse, saved, schedule, options, tma=device_of(q.device).tma)
 
 
-def _chosen(q: Tensor, v: Tensor, options: Options) -> Chosen:
+def _chosen(q: Tensor, v: Tensor, options: Options) -> str:
     return chosen(options.implementation, (q.shape[2], v.shape[2]), q.dtype, device_of(q.device))
 
 

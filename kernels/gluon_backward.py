@@ -41,13 +41,14 @@ ROWS = gl.constexpr(64)  # of one step, whose first token is a multiple of how m
 # Barriers, all in one allocation: every buffer that a partition is given costs its threads a register.
 KV_READY = gl.constexpr(0)
 DS_READY = gl.constexpr(1)
-DQ_READY = gl.constexpr(2)
-DQ_FREE = gl.constexpr(3)
-Q_READY = gl.constexpr(4)  # these three once a stage
-DO_READY = gl.constexpr(6)
-FREE = gl.constexpr(8)  # Q and dO
+DQ_FREE = gl.constexpr(2)
+DQ_READY = gl.constexpr(3)  # once an adding warp
+Q_READY = gl.constexpr(5)  # these three once a stage
+DO_READY = gl.constexpr(7)
+FREE = gl.constexpr(9)  # Q and dO
 STAGES = gl.constexpr(2)
-BARRIERS = gl.constexpr(10)
+ADDERS = gl.constexpr(2)
+BARRIERS = gl.constexpr(11)
 
 
 @gluon.jit
@@ -58,9 +59,18 @@ def item_blocks(items, item, TOKENS: gl.constexpr):
 
 
 @gluon.jit
+def step_place(place, block, blocks, first_group, groups, HEADS_FIRST: gl.constexpr):
+    """Block of tokens and group of heads of an item's step, counted by `place`: the last block first."""
+    if HEADS_FIRST:  # decided when compiling
+        return block + blocks - 1 - place % blocks, first_group + place // blocks
+    else:
+        return block + blocks - 1 - place // groups, first_group + place % groups
+
+
+@gluon.jit
 def load(
     work, kv_begin, kv_head, buffers, q, k, v, dout, lse_log2, delta, bounds,
-    D: gl.constexpr, DV: gl.constexpr, PACK: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, PACK: gl.constexpr, HEADS_FIRST: gl.constexpr,
 ):  # fmt: skip
     """The loader: the tile's keys and values once, then Q, dO and their statistics step by step."""
     items, item_begin, item_end, first_group, groups = work
@@ -72,36 +82,34 @@ def load(
     step = 0
     for item in range(item_begin, item_end):
         block, blocks = item_blocks(items, item, ROWS // PACK)
-        for i in range(blocks):
-            row = (block + blocks - 1 - i) * ROWS  # in the packed order
-            for group in range(first_group, first_group + groups):
-                stage = step % STAGES
-                phase = (step // STAGES) & 1
-                mbarrier.wait(bars.index(FREE + stage), phase ^ 1)
-                mbarrier.expect(
-                    bars.index(Q_READY + stage), q.block_type.nbytes + 3 * lse_log2.block_type.nbytes
-                )
-                heads = [row // PACK, group * PACK, 0]
-                tma_load(q, heads, bars.index(Q_READY + stage), q_ring.index(stage))
-                tma_load(lse_log2, [group, row], bars.index(Q_READY + stage), statistics.index(stage))
-                tma_load(bounds, [0, row], bars.index(Q_READY + stage), bound_ring.index(stage))
-                tma_load(bounds, [1, row], bars.index(Q_READY + stage), bound_ring.index(STAGES + stage))
-                mbarrier.expect(
-                    bars.index(DO_READY + stage), dout.block_type.nbytes + delta.block_type.nbytes
-                )
-                tma_load(dout, heads, bars.index(DO_READY + stage), do_ring.index(stage))
-                tma_load(delta, [group, row], bars.index(DO_READY + stage), statistics.index(STAGES + stage))
-                step += 1
+        for place in range(blocks * groups):
+            at, group = step_place(place, block, blocks, first_group, groups, HEADS_FIRST)
+            row = at * ROWS  # in the packed order
+            stage = step % STAGES
+            phase = (step // STAGES) & 1
+            mbarrier.wait(bars.index(FREE + stage), phase ^ 1)
+            mbarrier.expect(bars.index(Q_READY + stage), q.block_type.nbytes + 3 * lse_log2.block_type.nbytes)
+            heads = [row // PACK, group * PACK, 0]
+            tma_load(q, heads, bars.index(Q_READY + stage), q_ring.index(stage))
+            tma_load(lse_log2, [group, row], bars.index(Q_READY + stage), statistics.index(stage))
+            tma_load(bounds, [0, row], bars.index(Q_READY + stage), bound_ring.index(stage))
+            tma_load(bounds, [1, row], bars.index(Q_READY + stage), bound_ring.index(STAGES + stage))
+            mbarrier.expect(bars.index(DO_READY + stage), dout.block_type.nbytes + delta.block_type.nbytes)
+            tma_load(dout, heads, bars.index(DO_READY + stage), do_ring.index(stage))
+            tma_load(delta, [group, row], bars.index(DO_READY + stage), statistics.index(STAGES + stage))
+            step += 1
 
 
 @gluon.jit
 def add_dq(
     work, dq_tile, bars, dq, turns, counters, all_groups,
-    D: gl.constexpr, PACK: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    ADDER: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, HEADS_FIRST: gl.constexpr,
+    DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """The adding warp: every step's dQ, in two halves of the head dim, when it is this tile's turn.
+    """An adding warp: dQ of every other step, in two halves of the head dim, when it is this tile's turn.
 
-    It looks for the turn before the sum is there: the round trip to memory hides behind the products.
+    To look for the turn, to add, and to pass the turn on are three round trips to memory, more than a step
+    takes: so two warps add by turns, and each looks for its turn before the sum is there.
     """
     items, item_begin, item_end, first_group, groups = work
     step = 0
@@ -109,29 +117,28 @@ def add_dq(
         block, blocks = item_blocks(items, item, ROWS // PACK)
         counter = turns + gl.load(items + item * 6 + 4)
         turn = gl.load(items + item * 6 + 5)
-        for i in range(blocks):
-            at = block + blocks - 1 - i
-            for group in range(first_group, first_group + groups):
-                if DETERMINISTIC:  # noqa: SIM102 - decided when compiling
-                    if turn >= 0:
-                        while gl.atomic_add(counter + group * counters + at, 0, sem="acquire") != turn:
-                            pass
-                mbarrier.wait(bars.index(DQ_READY), step & 1)
-                row = (at * all_groups + group) * (D // 2)
-                for half in gl.static_range(2):
-                    tma_add(dq, [row + half * (D // 4), 0], dq_tile.index(half))
-                wait_until_read()
-                mbarrier.arrive(bars.index(DQ_FREE), count=1)
-                if DETERMINISTIC:  # noqa: SIM102 - decided when compiling
-                    if turn >= 0:
-                        gl.atomic_add(counter + group * counters + at, wait_until_added(), sem="release")
-                step += 1
+        for place in range((step + ADDER) % ADDERS, blocks * groups, ADDERS):
+            at, group = step_place(place, block, blocks, first_group, groups, HEADS_FIRST)
+            if DETERMINISTIC:  # noqa: SIM102 - decided when compiling
+                if turn >= 0:
+                    while gl.atomic_add(counter + group * counters + at, 0, sem="acquire") != turn:
+                        pass
+            mbarrier.wait(bars.index(DQ_READY + ADDER), ((step + place) // ADDERS) & 1)
+            row = (at * all_groups + group) * (D // 2)
+            for half in gl.static_range(2):
+                tma_add(dq, [row + half * (D // 4), 0], dq_tile.index(half))
+            wait_until_read()
+            mbarrier.arrive(bars.index(DQ_FREE), count=1)
+            if DETERMINISTIC:  # noqa: SIM102 - decided when compiling
+                if turn >= 0:
+                    gl.atomic_add(counter + group * counters + at, wait_until_added(), sem="release")
+        step += blocks * groups
 
 
 @gluon.jit
 def accumulate(
     work, buffers, results,
-    PART: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PACK: gl.constexpr,
+    PART: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PACK: gl.constexpr, HEADS_FIRST: gl.constexpr,
 ):  # fmt: skip
     """A consumer: dK and dV of keys PART * 64 ... PART * 64 + 63, and half of every step's dQ."""
     items, item_begin, item_end, _, groups = work
@@ -165,7 +172,7 @@ def accumulate(
         for place in range(blocks * groups):  # one loop: nested, it would spill
             stage = step % STAGES
             phase = (step // STAGES) & 1
-            token = (block + blocks - 1 - place // groups) * TOKENS
+            token = step_place(place, block, blocks, 0, groups, HEADS_FIRST)[0] * TOKENS
             queries = q_ring.index(stage).reshape([ROWS, D])
             do = do_ring.index(stage).reshape([ROWS, DV])
             zero = zero_here()
@@ -211,7 +218,7 @@ def accumulate(
             part = part.reshape([4, 2, 8, HALF_D // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
             dq_tile.index(PART).store(part.reshape([HALF_D // 2, 128]))
             fence_async_shared()
-            mbarrier.arrive(bars.index(DQ_READY), count=1)
+            mbarrier.arrive(bars.index(DQ_READY + step % ADDERS), count=1)
             dk_acc, ds_left = warpgroup_mma_wait(0, deps=[dk_acc, ds_left])
             mbarrier.arrive(bars.index(FREE + stage), count=1)
             step += 1
@@ -246,7 +253,7 @@ def gluon_backward_kernel(
     q, k, v, dout, dk, dv, dq, lse_log2, delta, tile_list, items, turns, bounds, tiles, section, counters,
     kv_tokens, kv_heads, scale_log2,
     D: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr, SPLIT: gl.constexpr, PACK: gl.constexpr,
-    DETERMINISTIC: gl.constexpr,
+    HEADS_FIRST: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     """One tile of 128 keys, one key head, and one of SPLIT parts of the query heads that share it.
 
@@ -273,8 +280,9 @@ def gluon_backward_kernel(
     bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
     mbarrier.init(bars.index(KV_READY), count=1)
     mbarrier.init(bars.index(DS_READY), count=2)
-    mbarrier.init(bars.index(DQ_READY), count=2)
     mbarrier.init(bars.index(DQ_FREE), count=1)
+    for adder in gl.static_range(ADDERS):
+        mbarrier.init(bars.index(DQ_READY + adder), count=2)
     for stage in gl.static_range(STAGES):
         mbarrier.init(bars.index(Q_READY + stage), count=1)
         mbarrier.init(bars.index(FREE + stage), count=2)
@@ -286,16 +294,66 @@ def gluon_backward_kernel(
     loaded = (k_tile, v_tile, q_ring, do_ring, statistics, bound_ring, bars)
     buffers = (k_tile, v_tile, q_ring, do_ring, statistics, bound_ring, bars, ds_tile, dq_tile)
     results = (dk, dv, kv_begin, kv_end, kv_head, kv_heads, part * kv_tokens, scale_log2)
+    all_groups = kv_heads * GROUP // PACK
     gl.warp_specialize(
         [
-            (accumulate, (work, buffers, results, 0, D, DV, PACK)),
-            (accumulate, (work, buffers, results, 1, D, DV, PACK)),
-            (load, (work, kv_begin, kv_head, loaded, q, k, v, dout, lse_log2, delta, bounds, D, DV, PACK)),
+            (accumulate, (work, buffers, results, 0, D, DV, PACK, HEADS_FIRST)),
+            (accumulate, (work, buffers, results, 1, D, DV, PACK, HEADS_FIRST)),
+            (
+                load,
+                (
+                    work,
+                    kv_begin,
+                    kv_head,
+                    loaded,
+                    q,
+                    k,
+                    v,
+                    dout,
+                    lse_log2,
+                    delta,
+                    bounds,
+                    D,
+                    DV,
+                    PACK,
+                    HEADS_FIRST,
+                ),
+            ),
             (
                 add_dq,
-                (work, dq_tile, bars, dq, turns, counters, kv_heads * GROUP // PACK, D, PACK, DETERMINISTIC),
+                (
+                    work,
+                    dq_tile,
+                    bars,
+                    dq,
+                    turns,
+                    counters,
+                    all_groups,
+                    0,
+                    D,
+                    PACK,
+                    HEADS_FIRST,
+                    DETERMINISTIC,
+                ),
+            ),
+            (
+                add_dq,
+                (
+                    work,
+                    dq_tile,
+                    bars,
+                    dq,
+                    turns,
+                    counters,
+                    all_groups,
+                    1,
+                    D,
+                    PACK,
+                    HEADS_FIRST,
+                    DETERMINISTIC,
+                ),
             ),
         ],
-        [4, 1, 1],
-        [240, 24, 24],
+        [4, 1, 1, 1],
+        [240, 24, 24, 24],
     )

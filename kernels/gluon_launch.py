@@ -1,6 +1,8 @@
 """Launches of the Gluon kernels. Head dims 64 and 128, bf16 and fp16, Hopper."""
 
 from functools import cache
+from math import log2
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +21,25 @@ KEYS = 128  # of a block of the forward, and of a tile of the backward
 PACK = 8  # most query heads in a tile of the forward, and in a step of the backward
 LEAST_PACKED = 4  # in a step of the backward: packs of two spill registers in its loop
 SECTION = 8  # key heads side by side: 132 multiprocessors leave each 16 programs, which read the same keys
+HEADS_FIRST = 12_288  # mean keys from which the backward walks over one query head after the other
+SIDE_BY_SIDE = 1 << 18  # tokens times query heads of the key heads whose backwards run side by side
+MOST_SIDE_BY_SIDE = 16  # key heads
 # By the larger of D and Dv: consumers, registers a thread of each, and stages of keys and values.
 FORWARD = {64: (3, 160, 3), 128: (2, 240, 2)}
+
+
+class Division(NamedTuple):
+    """How the backward divides its work.
+
+    split: parts of the query heads of a key head, a program each. pack: heads in a step. heads_first: whether
+    a program walks over all of a segment's queries for one head after the other, or for all heads at each
+    block of queries. section: key heads that run side by side.
+    """
+
+    split: int
+    pack: int
+    heads_first: bool
+    section: int
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, options: Options) -> tuple[Tensor, Tensor]:
@@ -64,16 +83,25 @@ def forward(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, options: Option
 
 
 def backward(
-    dout: Tensor, dlse: Tensor | None, saved: Saved, schedule: Schedule, options: Options
+    dout: Tensor,
+    dlse: Tensor | None,
+    saved: Saved,
+    schedule: Schedule,
+    options: Options,
+    divided: Division | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v for those of the output and, unless None, of the log-sum-exp."""
+    """Gradients of q, k and v for those of the output and, unless None, of the log-sum-exp.
+
+    divided: how to divide the work; `division` unless told.
+    """
     q, k, v, out, lse = saved
     (q_tokens, q_heads, dim), (kv_tokens, kv_heads, v_dim) = q.shape, v.shape
     if kv_tokens == 0 or q_tokens == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     q, k, v, out, dout = (aligned(x) for x in (q, k, v, out, dout))
     group = q_heads // kv_heads
-    split, pack = division(schedule, q_heads, kv_heads, multiprocessors(q.device))
+    divided = divided or division(schedule, q_heads, kv_heads, multiprocessors(q.device))
+    split, pack, heads_first, section = divided
     lists = schedule.key_tiles(ROWS // pack, KEYS, turn_rows=ROWS // pack)
     tiles, items, first_turns = lists.tiles, lists.items, lists.first_turns
     lse_log2, delta = row_statistics(dout, dlse, out, lse, pack)
@@ -97,7 +125,7 @@ def backward(
         turns=turns,
         bounds=row_descriptor(schedule.packed_bounds(pack), q_tokens * pack),
         tiles=len(tiles),
-        section=min(kv_heads, SECTION) * split,
+        section=section * split,
         counters=turns.shape[-1],
         kv_tokens=kv_tokens,
         kv_heads=kv_heads,
@@ -107,6 +135,7 @@ def backward(
         GROUP=group,
         SPLIT=split,
         PACK=pack,
+        HEADS_FIRST=heads_first,
         DETERMINISTIC=options.deterministic,
         num_warps=4,
         enable_fp_fusion=True,
@@ -123,17 +152,26 @@ def packed(heads: int, least: int = 1) -> int:
     return pack if pack >= least else 1
 
 
-def division(schedule: Schedule, q_heads: int, kv_heads: int, units: int) -> tuple[int, int]:
-    """Parts that the backward splits the query heads of a key head into, and the heads that it packs.
+def division(schedule: Schedule, q_heads: int, kv_heads: int, units: int) -> Division:
+    """What was fastest on an H100 (docs/kernels.md).
 
-    Of split groups none are packed: their few tiles are long, where packing gains nothing.
+    Programs that walk over the same queries find these, and their sums of dQ, in the L2 cache while they are
+    near each other, and they drift apart by some thousand tokens: of one head these fit, of all heads of a
+    group they do not. Short documents want all heads at once, or a tile would wait for turns that heavier
+    ones pass on only at the end of a head. Of split groups no heads are packed: their few tiles are long.
     """
     group = q_heads // kv_heads
-    pack = packed(group, LEAST_PACKED)
+    heads_first = group > 1 and schedule.mean_keys >= HEADS_FIRST
+    pack = 1 if heads_first else packed(group, LEAST_PACKED)
     tokens = ROWS // pack
     lists = schedule.key_tiles(tokens, KEYS, turn_rows=tokens)
     split = parts(lists.heaviest, lists.steps * kv_heads / units, group)
-    return split, pack if split == 1 else 1
+    if split > 1 or heads_first:
+        return Division(split, 1, heads_first and split < group, min(kv_heads, SECTION))
+    fits = 2 ** round(log2(SIDE_BY_SIDE / (schedule.key.q_tokens * group)))
+    return Division(
+        1, pack, False, int(min(kv_heads, max(1, SECTION // group, min(fits, MOST_SIDE_BY_SIDE))))
+    )
 
 
 def parts(heaviest: int, mean: float, group: int) -> int:

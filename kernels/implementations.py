@@ -40,23 +40,6 @@ class Device(NamedTuple):
         return self.type != "cuda" or (self.capability is not None and self.capability[0] == 9)
 
 
-class Chosen(NamedTuple):
-    """What computes forward passes, and backward passes of long and of short segments (`Schedule.long`)."""
-
-    forward: str
-    long: str
-    short: str
-
-    def backward(self, long: bool) -> str:
-        return self.long if long else self.short
-
-    def __str__(self) -> str:
-        if len(set(self)) == 1:
-            return self.forward
-        short = "" if self.short == self.long else f", {self.short} where documents are short"
-        return f"forward {self.forward}, backward {self.long}{short}"
-
-
 @cache
 def device_of(device: torch.device) -> Device:
     """The facts of a device that is there; asked for once."""
@@ -66,7 +49,7 @@ def device_of(device: torch.device) -> Device:
 
 
 @cache
-def chosen(implementation: str, dims: tuple[int, int], dtype: torch.dtype, device: Device) -> Chosen:
+def chosen(implementation: str, dims: tuple[int, int], dtype: torch.dtype, device: Device) -> str:
     """What runs where a caller asks for `implementation`.
 
     dims: D of queries and keys, and Dv of values.
@@ -80,7 +63,7 @@ def chosen(implementation: str, dims: tuple[int, int], dtype: torch.dtype, devic
         interpretable = device.interpreted and dtype in (torch.float16, torch.float32)
         implementation = "triton" if interpretable else "reference"
     if implementation == "reference":
-        return _everywhere(implementation)
+        return implementation
 
     if not on_gpu and not device.interpreted:
         raise ValueError(f"implementation {implementation!r} needs a CUDA device, and runs on {device.type}")
@@ -102,13 +85,8 @@ def chosen(implementation: str, dims: tuple[int, int], dtype: torch.dtype, devic
             if dim not in GLUON_HEAD_DIMS:
                 raise ValueError(f"the Gluon kernels have head dims {GLUON_HEAD_DIMS}, but {name} has {dim}")
     if implementation == "auto":
-        gluon = device.tma and dims == MEASURED_FASTEST
-        return Chosen("gluon", "gluon", "triton") if gluon else _everywhere("triton")
-    return _everywhere(implementation)
-
-
-def _everywhere(implementation: str) -> Chosen:
-    return Chosen(implementation, implementation, implementation)
+        return "gluon" if device.tma and dims == MEASURED_FASTEST else "triton"
+    return implementation
 
 
 def _interpreting() -> bool:

@@ -51,11 +51,15 @@ class Schedule:
         self._key_tiles: dict[tuple[int, int, int], KeyTiles] = {}
 
     @cached_property
-    def long(self) -> bool:
-        """Whether a query's segment has `LONG` keys or more, in the mean over queries."""
+    def mean_keys(self) -> float:
+        """Keys of a query's segment, or of its window, in the mean over queries."""
         q_len, kv_len = self.segments[:, 1].astype(np.int64), self.segments[:, 3].astype(np.int64)
-        seen = np.minimum(kv_len, self.key.visibility.reach)
-        return bool(q_len @ seen >= LONG * q_len.sum())
+        return float(q_len @ np.minimum(kv_len, self.key.visibility.reach) / max(1, q_len.sum()))
+
+    @property
+    def long(self) -> bool:
+        """Whether they are `LONG` or more."""
+        return self.mean_keys >= LONG
 
     @cached_property
     def bounds(self) -> Tensor:

@@ -1,8 +1,9 @@
 """Compiles all kernels that an attention layer can meet, before it meets them.
 
-A kernel is compiled for a configuration (configs.py; in Gluon's backward, the parts that a group is split
-into) and never for lengths. Which one a micro-batch takes depends on its segments: so short and long
-documents are attended to, one of them, two, four ... until all multiprocessors have work without splitting.
+A kernel is compiled for a configuration (configs.py; in Gluon's backward, gluon_launch.Division) and never
+for lengths. Which one a micro-batch takes depends on its segments: so short and long documents, and a few
+queries of very long ones, are attended to, one, two, four ... until all multiprocessors have work without
+splitting.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from .measure import Shape
 from .options import Options, Saved
 
 SHORT = 128  # tokens of a document whose keys are one tile
+FEW = 128  # queries of a chunk
 THREADS = 8  # that compile side by side
 
 
@@ -44,30 +46,29 @@ def configurations(
     dims, facts = (shape.dim, shape.v_dim), device_of(device)
     which = chosen(options.implementation, dims, dtype, facts)
     found: dict[tuple, Callable[[], None]] = {}
-    if which.forward == "reference":
+    if which == "reference":
         return found
-    from .gluon_launch import division, multiprocessors
+    from .gluon_launch import HEADS_FIRST, division, multiprocessors
     from .schedule import schedule_of
 
     units = multiprocessors(device)
-    for length in (SHORT, LONG) if options.visibility.reach >= LONG else (SHORT,):
+    for few_queries, length in ((False, SHORT), (False, LONG), (True, HEADS_FIRST)):
         split, number = 2, 1
-        while split > 1:
-            segments = documents(number, length)
-            schedule = schedule_of(segments, number * length, number * length, device, options.visibility)
+        while split > 1 and (length == SHORT or options.visibility.reach >= length):
+            segments = chunk(number * length) if few_queries else documents(number, length)
+            tokens = int(segments[:, 1].sum()), number * length
+            schedule = schedule_of(segments, *tokens, device, options.visibility)
             split, number = 1, 2 * number
-            forward, backward = (which.forward,), (which.backward(schedule.long),)
-            if forward == ("triton",):
-                forward += (choose("forward", dims, schedule.long, facts.tma),)
-            if backward == ("triton",):
-                backward += tuple(
-                    choose(one, dims, schedule.long, facts.tma) for one in ("key_tiles", "query_tiles")
+            if which == "triton":
+                forward, *backward = (
+                    choose(one, dims, schedule.long, facts.tma)
+                    for one in ("forward", "key_tiles", "query_tiles")
                 )
             else:
-                split, _ = division(schedule, shape.q_heads, shape.kv_heads, units)
-                backward += (split,)
+                forward, backward = None, division(schedule, shape.q_heads, shape.kv_heads, units)[:3]
+                split = backward[0]
             arguments = segments, shape, options, dtype, device
-            found.setdefault(("forward", *forward), partial(_forward, *arguments))
+            found.setdefault(("forward", forward), partial(_forward, *arguments))
             found.setdefault(("backward", *backward), partial(_backward, *arguments))
     return found
 
@@ -77,6 +78,11 @@ def documents(number: int, length: int) -> Tensor:
     begins = torch.arange(number, dtype=torch.int32) * length
     lengths = torch.full_like(begins, length)
     return torch.stack([begins, lengths, begins, lengths], dim=1)
+
+
+def chunk(length: int) -> Tensor:
+    """The segment of the last queries of one document of so many tokens."""
+    return torch.tensor([[0, min(FEW, length), 0, length]], dtype=torch.int32)
 
 
 def _forward(
@@ -98,9 +104,11 @@ def _backward(
 
 def _tensors(segments: Tensor, shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
     """Zeros for q, k, v and the output."""
-    tokens = int(segments[:, 1].sum())
-    heads = (shape.q_heads, shape.dim), (shape.kv_heads, shape.dim), (shape.kv_heads, shape.v_dim)
-    return tuple(
-        torch.zeros(tokens, *one, dtype=dtype, device=device)
-        for one in (*heads, (shape.q_heads, shape.v_dim))
+    q_tokens, kv_tokens = int(segments[:, 1].sum()), int((segments[:, 2] + segments[:, 3]).max())
+    sizes = (
+        (q_tokens, shape.q_heads, shape.dim),
+        (kv_tokens, shape.kv_heads, shape.dim),
+        (kv_tokens, shape.kv_heads, shape.v_dim),
+        (q_tokens, shape.q_heads, shape.v_dim),
     )
+    return tuple(torch.zeros(size, dtype=dtype, device=device) for size in sizes)

@@ -42,6 +42,19 @@ def test_cases_are_valid(benchmark):
         assert int(case.segments[:, 1].sum()) == q_tokens, "no padding"
 
 
+@pytest.mark.parametrize("heads", [(32, 4), (32, 32), (16, 8), (12, 12)], ids=str)
+def test_divisions_that_are_timed_can_run_and_differ_in_speed_only(benchmark, heads):
+    import attention_divisions
+    from wlb_titan.kernels import gluon_launch
+
+    group = heads[0] // heads[1]
+    found = list(attention_divisions.others(group, heads[1]))
+    assert len(found) == len(set(found)) > 1
+    for one in found:
+        assert isinstance(one, gluon_launch.Division)
+        assert group % (one.split * one.pack) == 0 and 1 <= one.section <= heads[1]
+
+
 def test_shards_add_up(benchmark):
     import attention_cases
 

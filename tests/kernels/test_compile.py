@@ -153,7 +153,7 @@ def test_no_version_follows_token_counts(monkeypatch):
         q, k, v, dout = random_inputs(length, length, 8, 4, 64, 64, torch.bfloat16)
         schedule = schedule_of(packed([length]), length, length, q.device)
         monkeypatch.setattr(gluon_launch, "multiprocessors", lambda device: 8)
-        monkeypatch.setattr(type(schedule), "long", True)
+        monkeypatch.setattr(type(schedule), "mean_keys", 4096.0)
         with (
             recording(triton_launch, *KERNELS) as recorded,
             recording(gluon_launch, "gluon_forward_kernel", "gluon_backward_kernel") as gluon,

@@ -19,6 +19,7 @@ import torch.distributed as dist  # noqa: E402
 from wlb_titan.corpus.synthetic import write_synthetic_corpus  # noqa: E402
 from wlb_titan.runtime.lone.group import ANSWER, LoneGroup, Traffic  # noqa: E402
 from wlb_titan.runtime.lone.rehearsal import STEP, without_answers  # noqa: E402
+from wlb_titan.runtime.lone.trainer import LoneTrainer  # noqa: E402
 from wlb_titan.simulator.measured import Pass  # noqa: E402
 
 JOB = """
@@ -128,6 +129,22 @@ def test_mistakes_are_refused(forked_ranks, job, words, message):
     result = command("rehearse", job, *words)
     assert result.exit_code == 2, result.output
     assert message in result.stderr
+
+
+def test_the_backward_pass_stays_in_the_thread_that_has_the_meshes():
+    """An accelerator's would run in another, where what it repeats of the forward pass is not gathered."""
+
+    class Alone(LoneTrainer):
+        def __init__(self):
+            pass
+
+        def start_group(self):
+            raise InterruptedError
+
+    with torch.autograd.set_multithreading_enabled(True):
+        with pytest.raises(InterruptedError):
+            Alone().init_distributed()
+        assert not torch._C._is_multithreading_enabled()
 
 
 def nothing(*shape, dtype=torch.float32):

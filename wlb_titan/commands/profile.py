@@ -130,7 +130,7 @@ def _measure(dim: int, v_dim: int, group: int, dtype: str, device: str, units: i
                     for case in bar
                 ]
             )
-    return fitted(measured, cases, np.median(rounds, axis=0), units, (kind.forward, kind.long))
+    return fitted(measured, cases, np.median(rounds, axis=0), units, (kind, kind))
 
 
 def _measure_linear(dtype: str, device: str) -> LinearProfile:

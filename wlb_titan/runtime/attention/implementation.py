@@ -14,7 +14,7 @@ from torchtitan.tools.logging import logger
 
 from wlb_titan.errors import UserError
 from wlb_titan.job import Job
-from wlb_titan.kernels.implementations import Chosen, Device, chosen, device_of
+from wlb_titan.kernels.implementations import Device, chosen, device_of
 from wlb_titan.kernels.measure import Shape
 from wlb_titan.kernels.options import Options
 from wlb_titan.kernels.segments import Visibility
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from wlb_titan.runtime.trainer import Trainer
 
 
-def check_implementation(config: Trainer.Config, device: Device | None = None) -> Chosen:
+def check_implementation(config: Trainer.Config, device: Device | None = None) -> str:
     """What computes forward and backward passes.
 
     Args:
@@ -59,7 +59,7 @@ def compile_attention(config: Trainer.Config, job: Job, device: torch.device, co
     """
     which = check_implementation(config, device_of(device))
     logger.info(f"Attention: {which}")
-    if which.forward == "reference" or device.type != "cuda":  # an interpreter compiles nothing
+    if which == "reference" or device.type != "cuda":  # an interpreter compiles nothing
         return
     first = int(os.environ["LOCAL_RANK"]) == 0
     for turn in (True, False):

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
 
@@ -39,6 +40,9 @@ class LoneTrainer(Trainer):
 
     def init_distributed(self) -> ParallelDims:
         """The process group, and the meshes of the whole job."""
+        # As torchtitan does where it starts a group: what an accelerator's backward pass repeats of the
+        # forward pass must be in the thread that has the meshes, or tensors are not gathered there.
+        torch.autograd.set_multithreading_enabled(False)
         self.start_group()
         dims = parallel_dims(self.config, self._world_size)
         dims.build_mesh()

@@ -1,0 +1,90 @@
+"""How should Gluon's backward divide its work? Times other divisions than gluon_launch.py's own on this GPU.
+
+    python benchmarks/attention_divisions.py --minutes 9 [--shapes 32:4 32:32 32:8] [--output FILE.jsonl]
+
+For each number of heads and each case of attention_cases.py a row a division, the shipped one first, in
+milliseconds of the whole backward (statistics before and dQ's order after it included). Every division's
+gradients are compared with the shipped one's, and computed twice where they must repeat bit for bit.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from attention_cases import Case, cases
+from wlb_titan.kernels import gluon_launch
+from wlb_titan.kernels.gluon_launch import Division
+from wlb_titan.kernels.measure import Shape, make_inputs, time_call
+from wlb_titan.kernels.options import Options, Saved
+from wlb_titan.kernels.schedule import schedule_of
+
+GROUPS = "abcdf"
+
+
+def others(group: int, kv_heads: int) -> list[Division]:
+    """Packed and not, one head after the other and all at once, few and many key heads side by side."""
+    sections = sorted({min(n, kv_heads) for n in (1, 2, 4, 8, 16)})
+    found = [Division(1, gluon_launch.packed(group, gluon_launch.LEAST_PACKED), False, n) for n in sections]
+    if group > 1:
+        found += [Division(1, 1, True, n) for n in sections]
+        found += [Division(split, 1, False, kv_heads) for split in (1, 2)]
+    return list(dict.fromkeys(found))
+
+
+def rows(case: Case, shape: Shape, end: float) -> Iterator[dict]:
+    """A row for each division, until `end`; the shipped one also with dQ in any order."""
+    q, k, v, dout = make_inputs(case.segments, shape, torch.bfloat16, "cuda")
+    schedule = schedule_of(case.segments, q.shape[0], k.shape[0], q.device)
+    ordered = Options(scale=shape.dim**-0.5)
+    saved = Saved(q, k, v, *gluon_launch.forward(q, k, v, schedule, ordered))
+    units = gluon_launch.multiprocessors(q.device)
+    shipped = gluon_launch.division(schedule, shape.q_heads, shape.kv_heads, units)
+    want = None
+    for number, divided in enumerate([shipped, *others(shape.q_heads // shape.kv_heads, shape.kv_heads)]):
+        for options in (ordered, ordered._replace(deterministic=False)) if number == 0 else (ordered,):
+            if time.monotonic() > end:
+                return
+            call = partial(gluon_launch.backward, dout, None, saved, schedule, options, divided)
+            got, again = call(), call()
+            want = want or got
+            error = max(
+                ((a.float() - b).norm() / b.float().norm()).item() for a, b in zip(got, want, strict=True)
+            )
+            repeats = all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+            yield {
+                "case": case.name,
+                "shape": [*shape],
+                **divided._asdict(),
+                "deterministic": options.deterministic,
+                "ms": time_call(call, "cuda", 50),
+                "wrong": not error <= 1e-2 or (options.deterministic and not repeats),
+            }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--minutes", type=float, default=9)
+    parser.add_argument(
+        "--shapes", nargs="+", default=["32:4", "32:32", "32:8"], help="query heads:key heads"
+    )
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--output", type=Path, default=Path("attention_divisions.jsonl"))
+    options = parser.parse_args()
+    end = time.monotonic() + 60 * options.minutes
+    with options.output.open("a") as file:
+        for heads in options.shapes:
+            shape = Shape(*map(int, heads.split(":")), options.dim, options.dim)
+            for case in cases():
+                if case.group in GROUPS:
+                    for row in rows(case, shape, end):
+                        file.write(json.dumps(row) + "\n")
+                        file.flush()
+                        print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()
