@@ -6,7 +6,8 @@ The two devices have the same multiprocessors and differ in memory, which attent
 `OWN`, wlb_titan's Gluon kernels (head dim 128, bfloat16): fitted by benchmarks/attention_latency.py to the
 grid in benchmarks/results/nvidia_h100, of 32 query and 4 key heads; it says how well it predicts. Those were
 the kernels before tiles were ordered by chains and heads packed; a replay of their tile lists says what of
-the backward was waiting for turns, which is left out here, as it is gone. Forward: a tile of 128 rows, a
+the backward was waiting for turns, which is left out here, as it is gone. Backward times of the kernels as
+they are now, measured afterwards, are met within 5 % in 20 of 24 cases. Forward: a tile of 128 rows, a
 block of 128 keys, and what its mask adds. Backward: a step of 128 keys with 64 rows (block), a program
 with 128 keys of one key head, and the element-wise kernels around it by query token and head, two of which
 have become one since. These two were timed by themselves and not fitted. `tail` is what a replay of the
