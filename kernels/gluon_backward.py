@@ -69,12 +69,13 @@ def step_place(place, block, blocks, first_group, groups, HEADS_FIRST: gl.conste
 
 @gluon.jit
 def load(
-    work, kv_begin, kv_head, buffers, q, k, v, dout, lse_log2, delta, bounds,
+    work, kv_begin, kv_head, buffers, tensors,
     D: gl.constexpr, DV: gl.constexpr, PACK: gl.constexpr, HEADS_FIRST: gl.constexpr,
 ):  # fmt: skip
     """The loader: the tile's keys and values once, then Q, dO and their statistics step by step."""
     items, item_begin, item_end, first_group, groups = work
     k_tile, v_tile, q_ring, do_ring, statistics, bound_ring, bars = buffers
+    q, k, v, dout, lse_log2, delta, bounds = tensors
     mbarrier.expect(bars.index(KV_READY), (k.block_type.nbytes + v.block_type.nbytes) * 2)
     for half in gl.static_range(2):
         tma_load(k, [kv_begin + half * KEYS, kv_head * D], bars.index(KV_READY), k_tile.index(half))
@@ -102,7 +103,7 @@ def load(
 
 @gluon.jit
 def add_dq(
-    work, dq_tile, bars, dq, turns, counters, all_groups,
+    work, sums,
     ADDER: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, HEADS_FIRST: gl.constexpr,
     DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
@@ -112,6 +113,7 @@ def add_dq(
     takes: so two warps add by turns, and each looks for its turn before the sum is there.
     """
     items, item_begin, item_end, first_group, groups = work
+    dq_tile, bars, dq, turns, counters, all_groups = sums
     step = 0
     for item in range(item_begin, item_end):
         block, blocks = item_blocks(items, item, ROWS // PACK)
@@ -294,65 +296,15 @@ def gluon_backward_kernel(
     loaded = (k_tile, v_tile, q_ring, do_ring, statistics, bound_ring, bars)
     buffers = (k_tile, v_tile, q_ring, do_ring, statistics, bound_ring, bars, ds_tile, dq_tile)
     results = (dk, dv, kv_begin, kv_end, kv_head, kv_heads, part * kv_tokens, scale_log2)
-    all_groups = kv_heads * GROUP // PACK
+    tensors = (q, k, v, dout, lse_log2, delta, bounds)
+    sums = (dq_tile, bars, dq, turns, counters, kv_heads * GROUP // PACK)
     gl.warp_specialize(
         [
             (accumulate, (work, buffers, results, 0, D, DV, PACK, HEADS_FIRST)),
             (accumulate, (work, buffers, results, 1, D, DV, PACK, HEADS_FIRST)),
-            (
-                load,
-                (
-                    work,
-                    kv_begin,
-                    kv_head,
-                    loaded,
-                    q,
-                    k,
-                    v,
-                    dout,
-                    lse_log2,
-                    delta,
-                    bounds,
-                    D,
-                    DV,
-                    PACK,
-                    HEADS_FIRST,
-                ),
-            ),
-            (
-                add_dq,
-                (
-                    work,
-                    dq_tile,
-                    bars,
-                    dq,
-                    turns,
-                    counters,
-                    all_groups,
-                    0,
-                    D,
-                    PACK,
-                    HEADS_FIRST,
-                    DETERMINISTIC,
-                ),
-            ),
-            (
-                add_dq,
-                (
-                    work,
-                    dq_tile,
-                    bars,
-                    dq,
-                    turns,
-                    counters,
-                    all_groups,
-                    1,
-                    D,
-                    PACK,
-                    HEADS_FIRST,
-                    DETERMINISTIC,
-                ),
-            ),
+            (load, (work, kv_begin, kv_head, loaded, tensors, D, DV, PACK, HEADS_FIRST)),
+            (add_dq, (work, sums, 0, D, PACK, HEADS_FIRST, DETERMINISTIC)),
+            (add_dq, (work, sums, 1, D, PACK, HEADS_FIRST, DETERMINISTIC)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

@@ -98,16 +98,19 @@ def gluon_launches(
 def test_gluon(dim, monkeypatch):
     """Warp specialized, and with waits that leave one product in flight: what Triton alone cannot have.
 
-    The backward with a group that is split, and with packs of eight and four.
+    The backward with a group that is split, with packs of eight and four, and one head after the other.
     """
     launches = gluon_launches(dim, 8, monkeypatch)
     for group in (8, 4):
         launches += gluon_launches(dim, group, monkeypatch, units=1)[1:]
-    assert [launch.kwargs["PACK"] for launch in launches] == [8, 1, 8, 4]
+    monkeypatch.setattr(gluon_launch, "HEADS_FIRST", 0)
+    launches += gluon_launches(dim, 8, monkeypatch, units=1)[1:]
+    assert [launch.kwargs["PACK"] for launch in launches] == [8, 1, 8, 4, 1]
+    assert launches[-1].kwargs["HEADS_FIRST"]
     reports = compile_all(launches)
     # Outputs leave by 16 bytes a thread; the float32 gradients of a split group do not.
-    assert ["st.global.v4.b32" in report.ptx for report in reports] == [True, False, True, True]
-    for which, report in zip(("forward", *["backward"] * 3), reports, strict=True):
+    assert ["st.global.v4.b32" in report.ptx for report in reports] == [True, False, True, True, True]
+    for which, report in zip(("forward", *["backward"] * 4), reports, strict=True):
         check(report, GLUON_SPILLS.get((which, dim), 0), which)
         newer = TRITON >= "3.9"
         assert report.hot_spills <= HOT_SPILLS.get((which, dim), (0, 0))[newer], which
