@@ -1,4 +1,4 @@
-"""A compiled module meets any length and any documents with a handful of graphs; full checkpointing compiles."""
+"""A compiled module meets any length and any documents with few graphs; full checkpointing compiles."""
 
 import numpy as np
 import torch
