@@ -10,7 +10,8 @@ later and `free` after that gives the buffer back, so that the next step can han
 is `visible` to the next tile later still. Tiles wait for earlier ones of the list only, so one pass over the
 list is enough. Forward: blocks, masked blocks and tiles take what the benchmark's grid says, and are dealt to
 the multiprocessors as the kernel does. No memory is modelled: where a measurement lies far above its replay,
-the L2 cache is missed.
+the L2 cache is missed. What gluon_launch.division chooses to meet that cache, one head after the other and
+few heads side by side, is asked for by `blocks_first`, `pack` and `heads_at_a_time`.
 
 `Forward()` and `Backward()` describe the kernels of this tree; their fields say what else can be asked. A
 change of the lists, the walk or the launch is judged by it before there is a GPU to measure it on.

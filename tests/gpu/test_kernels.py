@@ -72,16 +72,21 @@ def test_masks_and_groups(target, implementation, heads, mask):
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_packed_window_as_the_reference_computes_it_and_again_bit_for_bit(target, implementation, dims):
-    """Documents of all lengths, enough for every multiprocessor, so that Gluon packs heads both ways;
-    the reference in float64 on that device.
+@pytest.mark.parametrize("case", ["window", "chunk"])
+def test_as_the_reference_computes_it_and_again_bit_for_bit(target, case, implementation, dims):
+    """A packed window: documents of all lengths, enough for every multiprocessor, so that Gluon packs heads
+    both ways. The last chunk of a document so long that Gluon walks over one head after the other. The
+    reference in float64 on that device.
     """
     device = torch.device(target.device)
     dtype = target.pick(cuda=torch.bfloat16, cpu=torch.float16)
     skip_unless_it_runs(implementation, dims, dtype, device)
     lengths = target.pick(cuda=[3000, 1, 5, 130, 4000, 777, *[300, 64, 9] * 60], cpu=[90, 1, 5, 60])
-    segments, tokens = packed(lengths), sum(lengths) + 3
-    tensors = [x.to(device) for x in random_inputs(tokens, tokens, 16, 4, *dims, dtype)]
+    segments, q_tokens, kv_tokens = packed(lengths), sum(lengths) + 3, sum(lengths) + 3
+    if case == "chunk":
+        q_tokens, kv_tokens = target.pick(cuda=(600, 16_000), cpu=(10, 300))
+        segments = torch.tensor([[0, q_tokens, 0, kv_tokens]], dtype=torch.int32)
+    tensors = [x.to(device) for x in random_inputs(q_tokens, kv_tokens, 16, 4, *dims, dtype)]
     attend = {
         name: lambda q, k, v, name=name: varlen_attention(q, k, v, segments, implementation=name)
         for name in (implementation, "reference")

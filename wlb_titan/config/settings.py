@@ -96,9 +96,9 @@ class AttentionSettings:
     """[wlb.attention]: what computes the attention of every layer."""
 
     implementation: Literal["auto", "reference", "triton", "gluon"] = "auto"
-    """`auto`: what was measured fastest on the device at hand, forward and backward by themselves; the run
-    says which. `reference`: plain PyTorch, on any device. `triton`: GPUs of compute capability 8.0 or later.
-    `gluon`: Hopper, head dims 64 and 128."""
+    """`auto`: what was measured fastest on the device at hand; the run says which. `reference`: plain
+    PyTorch, on any device. `triton`: GPUs of compute capability 8.0 or later. `gluon`: Hopper, head dims 64
+    and 128."""
 
 
 @dataclass(kw_only=True, slots=True)
