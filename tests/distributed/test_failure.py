@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -42,6 +43,17 @@ def test_a_failing_rank_ends_the_job_with_its_own_error(lab):
     assert job.returncode != 0
     assert "rank 1 has met its test" in output
     assert "step 1 of" in output
+
+
+def test_one_process_whose_port_is_taken_says_so(lab):
+    experiment = lab.experiment("taken")
+    with socket.socket() as other:
+        other.bind(("localhost", 0))
+        port = str(other.getsockname()[1])
+        assert lab.start(1, experiment, environment={"MASTER_PORT": port}).wait(120) == [1]
+    log = experiment.log.read_text()
+    assert "EADDRINUSE" in log.splitlines()[-1] and port in log and "Traceback" in log
+    assert "other ranks" not in log
 
 
 @pytest.mark.timeout(300)

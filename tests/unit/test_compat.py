@@ -43,6 +43,7 @@ PARAMETERS = {
     "FakeTensorMode": "allow_fallback_kernels allow_non_fake_inputs shape_env static_shapes export",
     "BaseDataLoader": "args kwargs",
     "ComputationType": "value names module qualname type start boundary",
+    "CustomGraphPass": "",
     "PipelineSchedule": (
         "n_microbatches loss_fn args_chunk_spec kwargs_chunk_spec output_merge_spec scale_grads"
     ),
@@ -60,6 +61,7 @@ PARAMETERS = {
     "device_bytes": "",
     "done_work": "",
     "ensure_receives_drained": "recv_info_by_microbatch",
+    "get_custom_graph_passes": "custom_pass",
     "in_backward_pass": "",
     "mark_unbacked": "t index hint_override strict specialize_on shape_id min max",
     "metrics_rank_of": "parallel_dims pp_schedule",

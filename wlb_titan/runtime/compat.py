@@ -56,6 +56,10 @@ from numpy.typing import NDArray
 # `maybe_mark_dynamic`: one more graph for each length with a single document.
 from torch._dynamo.decorators import mark_unbacked
 
+# Passes of one's own over the graph of a block's forward and backward, before torch parts it. Not needed any
+# more when Inductor's `remove_no_ops` leaves the tags of a graph's inputs alone; see `KeepInputs`.
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_custom_graph_passes
+
 # Tensors with shapes and without memory, the mode that makes them, what is raised where values are asked
 # for, and what leaves the mode for a while: what a dry run runs on. Without them: no dry run; torch.compile
 # stands on them, so that they will have a successor.
@@ -206,6 +210,7 @@ __all__ = [
     "AsyncCollectiveTensor",
     "BaseDataLoader",
     "ComputationType",
+    "CustomGraphPass",
     "DataDependentOutputException",
     "FakeTensor",
     "FakeTensorMode",
@@ -222,6 +227,7 @@ __all__ = [
     "device_bytes",
     "done_work",
     "ensure_receives_drained",
+    "get_custom_graph_passes",
     "in_backward_pass",
     "mark_unbacked",
     "metrics_rank_of",

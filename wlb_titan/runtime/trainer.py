@@ -53,7 +53,7 @@ from wlb_titan.runtime.life.timeouts import train_timeout
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import describe_memory, measured_memory
 from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank, spoken
-from wlb_titan.runtime.models.compile import allow_graphs
+from wlb_titan.runtime.models.compile import allow_graphs, keep_inputs
 from wlb_titan.runtime.pipeline.pass_timer import PassTimer
 from wlb_titan.runtime.pipeline.regroup import regrouped_pipeline
 from wlb_titan.runtime.step_trace import StepTrace
@@ -118,6 +118,7 @@ class Trainer(TorchtitanTrainer):
         )
         if config.compile.enable:
             allow_graphs(self.job)
+            keep_inputs()
         self._prepare_merging()
         if self.parallel_dims.pp_enabled:
             self.planned.lower = self.pp_schedule.lower

@@ -128,13 +128,16 @@ class Alarm:
                 return
             self._failed = True
         message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        if isinstance(error, DistNetworkError):  # also the store: with it, whoever knows the reason
+        # Also of the store: with it, whoever knows the reason. A job of one process has only itself to blame,
+        # such as a port that another program has.
+        lost = isinstance(error, DistNetworkError) and self._store is not None
+        if lost:
             message = "the other ranks do not answer any more; the log of rank 0's host says why"
         first = self._report(message)
         who = f"rank {self._rank} on host {self._host}: " if self._store is not None else ""
         if first is not None and (first["message"] == message or _says_that_another_is_gone(error)):
             return
-        if not isinstance(error, UserError | DistNetworkError):
+        if not (lost or isinstance(error, UserError)):
             traceback.print_exception(error, file=sys.stderr)
         print(f"error: {who}{message}", file=sys.stderr, flush=True)
 

@@ -9,9 +9,11 @@ micro-batch are one tensor whose number of rows is a symbol from the start. What
 from __future__ import annotations
 
 import torch
+import torch._inductor.config
+from torch.fx import Graph
 
 from wlb_titan.job import Job
-from wlb_titan.runtime.compat import mark_unbacked
+from wlb_titan.runtime.compat import CustomGraphPass, get_custom_graph_passes, mark_unbacked
 
 
 def allow_graphs(job: Job) -> None:
@@ -28,3 +30,28 @@ def documents_vary(segments: torch.Tensor) -> torch.Tensor:
     """Marks a tensor (S, 4): compiled code takes its number of rows S as a variable, also if it is 1."""
     mark_unbacked(segments, 0)
     return segments
+
+
+class KeepInputs(CustomGraphPass):
+    """Says of no input of a block that it be computed again in the backward pass.
+
+    Inductor takes x / 1 for x, which then has the division's tag of activation checkpointing. If x is a
+    parameter, torch's partition into forward and backward fails, as nothing computes a parameter:
+    "AssertionError: Node add_21 was invalid, but is output". torchtitan divides a bias by the tensor-parallel
+    degree (`ScaledBiasRowwiseLinear`), so gpt-oss would not compile under full checkpointing.
+    """
+
+    def __call__(self, graph: Graph) -> None:
+        for node in graph.find_nodes(op="placeholder"):
+            node.meta.pop("recompute", None)
+
+    def uuid(self) -> str:
+        """Names this pass in the keys of Inductor's caches."""
+        return "wlb_titan.KeepInputs.1"
+
+
+def keep_inputs() -> None:
+    """Has Inductor run `KeepInputs`, after passes that somebody else has set."""
+    passes = get_custom_graph_passes(torch._inductor.config.joint_custom_post_pass)
+    if not any(isinstance(one, KeepInputs) for one in passes):
+        torch._inductor.config.joint_custom_post_pass = [*passes, KeepInputs()]
