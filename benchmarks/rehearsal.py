@@ -14,7 +14,9 @@ caches in the job does so in the rehearsal too. Of the same steps are compared
   for the bandwidth. Processes beyond the cores share them: such a step takes at least all their work over the
   cores.
 
-Times are means over the steps. Everything wants idle cores; the load is printed and kept beside the results.
+Times are means over the steps. A machine that others share is not equally fast all the time, so job and
+rehearsal take turns, `--rounds` times, and each difference stands beside its least and largest of a round.
+Everything wants idle cores; the load is printed and kept beside the results.
 """
 
 from __future__ import annotations
@@ -92,7 +94,6 @@ def compare(name: str, cluster: Path, folder: Path, first: int, steps: int, wind
     )
     rehearsed = np.maximum(rehearsed, busy / cores)
     result = {
-        "words": CASES[name],
         "processes": processes,
         "measured_seconds": measured.tolist(),
         "rehearsed_seconds": rehearsed.tolist(),
@@ -174,43 +175,66 @@ def _run(command: list[str]) -> None:
         raise SystemExit(f"{' '.join(command)}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}")
 
 
-def show(results: dict[str, Any]) -> None:
-    heads = ("job", "processes", "step, s", "rehearsed, s", "", "predicted, s", "passes", "of the processor")
-    table = Table(*heads, title="mean over steps; ± standard error of the measured")
-    for name, one in results.items():
-        measured, rehearsed = (np.array(one[f"{kind}_seconds"]) for kind in ("measured", "rehearsed"))
+def show(cases: dict[str, Any]) -> None:
+    heads = (
+        "job",
+        "processes",
+        "step, s",
+        "rehearsed",
+        "predicted",
+        "passes of each rank",
+        "of the processor",
+    )
+    table = Table(*heads, title="over the job's; in brackets the least and the largest of a round")
+    for name, one in cases.items():
+        rounds = one["rounds"]
+        measured = np.concatenate([each["measured_seconds"] for each in rounds])
         error = measured.std(ddof=1) / len(measured) ** 0.5 if len(measured) > 1 else float("nan")
-        passes = [_differences(one["passes"], kind) for kind in ("", "_processor")]
+        ranks = range(len(rounds[0]["passes"]))
         table.add_row(
-            *(name, str(one["processes"]), f"{measured.mean():.3f} ±{error:.3f}", f"{rehearsed.mean():.3f}"),
-            f"{rehearsed.sum() / measured.sum() - 1:+.1%}",
-            *(f"{np.mean(one['predicted_seconds']):.3f}", *passes),
+            *(name, str(rounds[0]["processes"]), f"{measured.mean():.3f} ±{error:.3f}"),
+            *(_over(rounds, f"{kind}_seconds", "measured_seconds") for kind in ("rehearsed", "predicted")),
+            *(
+                ", ".join(
+                    _over([each["passes"][rank] for each in rounds], f"rehearsed{kind}", f"measured{kind}")
+                    for rank in ranks
+                )
+                for kind in ("", "_processor")
+            ),
         )
-    Console(width=130).print(table)
+    Console(width=150).print(table)
 
 
-def _differences(ranks: list[dict[str, list[float]]], kind: str) -> str:
-    return ", ".join(f"{sum(r['rehearsed' + kind]) / sum(r['measured' + kind]) - 1:+.1%}" for r in ranks)
+def _over(rounds: list[dict[str, Any]], some: str, others: str) -> str:
+    """How far the sum over all rounds lies from another's, and so of the rounds."""
+    sums = np.array([[sum(one[some]), sum(one[others])] for one in rounds])
+    whole, each = np.divide(*sums.sum(axis=0)) - 1, sums[:, 0] / sums[:, 1] - 1
+    return f"{whole:+.1%} [{each.min():+.0%}, {each.max():+.0%}]".replace("[", "\\[")
 
 
 @click.command()
 @click.option("--steps", default=10, show_default=True, help="That are compared.")
 @click.option("--first", default=3, show_default=True, help="Of them.")
 @click.option("--window", default=8192, show_default=True, help="Context window in tokens.")
+@click.option("--rounds", default=3, show_default=True, help="Of job and rehearsal.")
 @click.option("--only", multiple=True, type=click.Choice(list(CASES)), help="These cases.")
 @click.option("--output", type=click.Path(path_type=Path), help="JSON file for the results.")
-def main(steps: int, first: int, window: int, only: tuple[str, ...], output: Path | None) -> None:
-    results = {}
+def main(
+    steps: int, first: int, window: int, rounds: int, only: tuple[str, ...], output: Path | None
+) -> None:
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         cluster = folder / "cluster.toml"
         figures = write_cluster(cluster)
         for case in only or CASES:
-            own = folder / str(len(results))
-            own.mkdir()
-            results[case] = compare(case, cluster, own, first, steps, window)
-            results[case]["load"] = os.getloadavg()[0]
-            print(f"{case}: done, load {os.getloadavg()[0]:.1f}", flush=True)
+            results[case] = {"words": CASES[case], "rounds": []}
+            for number in range(rounds):
+                own = folder / f"{len(results)}-{number}"
+                own.mkdir()
+                found = compare(case, cluster, own, first, steps, window) | {"load": os.getloadavg()[0]}
+                results[case]["rounds"].append(found)
+                print(f"{case}, round {number + 1}: done, load {found['load']:.1f}", flush=True)
             if output is not None:  # after each case, as all of them take long
                 record = {"cores": os.cpu_count(), "communication": figures, "cases": results}
                 output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
