@@ -66,12 +66,8 @@ def jobs(stages: list[str], device: str) -> Iterator[dict]:
                     yield {"kind": kind, "implementation": name, "shape": shape} | common
     for shape in time_shapes if "turns" in stages else ():
         ours = ("gluon", "gluon, any order") if supports("gluon", shape) and not tiny else ("triton",)
-        names = [
-            *ours,
-            *(() if tiny else ("triton", "cuDNN dense")),
-            *(FA4 if has_fa4() and not tiny else ()),
-        ]
-        names = list(dict.fromkeys(names))
+        others = () if tiny else ("triton", "cuDNN dense", *(FA4 if has_fa4() else ()))
+        names = list(dict.fromkeys((*ours, *others)))
         groups = TINY["groups"] if tiny else "abcd"
         job = {"implementation": ours[0], "names": names, "groups": groups}
         yield {"kind": "turns", "shape": shape} | job | common

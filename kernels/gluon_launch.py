@@ -168,10 +168,9 @@ def division(schedule: Schedule, q_heads: int, kv_heads: int, units: int) -> Div
     split = parts(lists.heaviest, lists.steps * kv_heads / units, group)
     if split > 1 or heads_first:
         return Division(split, 1, heads_first and split < group, min(kv_heads, SECTION))
-    fits = 2 ** round(log2(SIDE_BY_SIDE / (schedule.key.q_tokens * group)))
-    return Division(
-        1, pack, False, int(min(kv_heads, max(1, SECTION // group, min(fits, MOST_SIDE_BY_SIDE))))
-    )
+    fits = 2 ** max(0, round(log2(SIDE_BY_SIDE / (schedule.key.q_tokens * group))))
+    section = max(SECTION // group, min(fits, MOST_SIDE_BY_SIDE))
+    return Division(1, pack, False, min(kv_heads, section))
 
 
 def parts(heaviest: int, mean: float, group: int) -> int:

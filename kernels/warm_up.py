@@ -52,10 +52,10 @@ def configurations(
     from .schedule import schedule_of
 
     units = multiprocessors(device)
-    for few_queries, length in ((False, SHORT), (False, LONG), (True, HEADS_FIRST)):
+    for make, length in ((documents, SHORT), (documents, LONG), (chunk, HEADS_FIRST)):
         split, number = 2, 1
         while split > 1 and (length == SHORT or options.visibility.reach >= length):
-            segments = chunk(number * length) if few_queries else documents(number, length)
+            segments = make(number, length)
             tokens = int(segments[:, 1].sum()), number * length
             schedule = schedule_of(segments, *tokens, device, options.visibility)
             split, number = 1, 2 * number
@@ -80,9 +80,9 @@ def documents(number: int, length: int) -> Tensor:
     return torch.stack([begins, lengths, begins, lengths], dim=1)
 
 
-def chunk(length: int) -> Tensor:
-    """The segment of the last queries of one document of so many tokens."""
-    return torch.tensor([[0, min(FEW, length), 0, length]], dtype=torch.int32)
+def chunk(number: int, length: int) -> Tensor:
+    """The segment of the last few queries of one document, as long as so many of those."""
+    return torch.tensor([[0, FEW, 0, number * length]], dtype=torch.int32)
 
 
 def _forward(
