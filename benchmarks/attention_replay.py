@@ -4,14 +4,14 @@
     python benchmarks/attention_replay.py --backward step=2.25   # and one column more
     python benchmarks/attention_replay.py --rows FOLDER --kernels tree  # measured with this tree's kernels
 
-Backward: programs start in launch order, each on the multiprocessor that is free first. A step of 64 rows
-takes `step`. Its dQ is then added by a warp of its own, which waits for the tile's turn, sees it `poll`
-later and `free` after that gives the buffer back, so that the next step can hand over its own; the addition
-is `visible` to the next tile later still. Tiles wait for earlier ones of the list only, so one pass over the
-list is enough. Forward: blocks, masked blocks and tiles take what the benchmark's grid says, and are dealt to
-the multiprocessors as the kernel does. No memory is modelled: where a measurement lies far above its replay,
-the L2 cache is missed. What gluon_launch.division chooses to meet that cache, one head after the other and
-few heads side by side, is asked for by `blocks_first`, `pack` and `heads_at_a_time`.
+Backward: tiles are taken in the order of the list, each by the multiprocessor that is free first. A step of
+64 rows takes `step`. Its dQ is then added by a warp of its own, which waits for the tile's turn, sees it
+`poll` later and `free` after that gives the buffer back, so that the next step can hand over its own; the
+addition is `visible` to the next tile later still. Tiles wait for earlier ones of the list only, so one pass
+over the list is enough. Forward: blocks, masked blocks and tiles take what the benchmark's grid says, and are
+dealt to the multiprocessors as the kernel does. No memory is modelled: where a measurement lies far above its
+replay, the L2 cache is missed. What gluon_launch.division chooses to meet that cache, one head after the
+other and few heads side by side, is asked for by `blocks_first`, `pack` and `heads_at_a_time`.
 
 `Forward()` and `Backward()` describe the kernels of this tree; their fields say what else can be asked. A
 change of the lists, the walk or the launch is judged by it before there is a GPU to measure it on.
@@ -100,8 +100,9 @@ class Forward:
 class Backward:
     """The backward kernel, times in microseconds.
 
-    step: of 64 rows and 128 keys. launch: a program's start and end. poll, free, visible: see above; the
-    warp that adds is never the slower one without turns, so free <= visible, and free + poll <= step.
+    step: of 64 rows and 128 keys. tile: start and end of a tile; reasoned, as 6 us were measured when each
+    was a program of its own, before whole lines were stored. poll, free, visible: see above; the warp that
+    adds is never the slower one without turns, so free <= visible, and free + poll <= step.
     turns: dQ is added in turns, not in any order.
     blocks_first: a program walks over blocks of queries and at each over its heads, instead of over heads.
     ask_early: the turn is asked for before the dQ is there.
@@ -114,7 +115,7 @@ class Backward:
     """
 
     step: float = 2.5
-    launch: float = 6.0
+    tile: float = 2.0
     poll: float = 0.6
     free: float = 0.4
     visible: float = 1.2
@@ -166,7 +167,7 @@ class Backward:
             *map(np.ndarray.tolist, tile_and_head(len(of_tile), programs, wide)), strict=True
         ):
             rows = ready[program * each : (program + 1) * each]
-            heapq.heapreplace(free, self.program(of_tile[tile], rows, free[0] + self.launch))
+            heapq.heapreplace(free, self.program(of_tile[tile], rows, free[0] + self.tile))
         return max(free)
 
     def program(self, items: list[tuple[int, int]], ready: np.ndarray, start: float) -> float:
@@ -279,6 +280,7 @@ FORWARD = {
 }
 BACKWARD = {
     "then": Backward(
+        tile=6.0,
         blocks_first=False,
         ask_early=False,
         heads_at_a_time=0,
@@ -289,6 +291,7 @@ BACKWARD = {
     ),
     "tree": Backward(),
     "any order": Backward(turns=False),
+    "a program a tile": Backward(tile=6.0),
     "one head": Backward(pack=False),
 }
 

@@ -87,7 +87,7 @@ def replayed(segments: np.ndarray, latency: AttentionLatency) -> tuple[float, fl
     around = backward.query * 1e-6 * segments[:, 1].sum() * latency.heads / latency.units
     passes = (
         Forward(tile=forward.tile, block=forward.block, masked=forward.masked),
-        Backward(step=backward.block, launch=backward.program),
+        Backward(step=backward.block, tile=backward.program),
     )
     seconds = [one.milliseconds(segments, latency.heads, latency.heads) / 1e3 for one in passes]
     return seconds[0], seconds[1] + around

@@ -1,10 +1,10 @@
 """Backward in Gluon, all three gradients in one pass: five products (FlashAttention-3, Shah et al. 2024).
 
-A program has one tile of 128 keys of one key head and walks over all queries that see it in steps of 64 rows:
-PACK query heads of each of 64 / PACK tokens, row r being token r // PACK, so that little of what is computed
-at the ends of documents is masked away. Where a group has more heads, it walks over them at each block of
+A tile is 128 keys of one key head; a program walks over all queries that see it in steps of 64 rows: PACK
+query heads of each of 64 / PACK tokens, row r being token r // PACK, so that little of what is computed at
+the ends of documents is masked away. Where a group has more heads, it walks over them at each block of
 tokens: no tile then waits for a turn that heavier ones pass on only at the end of a head. Two consumers have
-64 of the keys each; one warp loads; one adds dQ to global memory. Scores are computed as keys x queries, so
+64 of the keys each; one warp loads; two add dQ to global memory. Scores are computed as keys x queries, so
 that P' stays in registers as the left operand of the next product. Per step:
 
     issue S' = K Q';  issue dP' = V dO';  wait for S';  P' = exp2(...);  issue dV += P' dO
@@ -18,9 +18,13 @@ as dV takes P': shared memory, not the tensor cores, is what a step is short of.
 The order of the sums of dK and dV is that of the tile list. dQ is summed in float32 by TMA reductions, and if
 DETERMINISTIC in the order of the list as well: every step's rows of a segment have a counter, the adding warp
 waits until the tiles before it have raised it to its turn (tiles.key_tiles), and raises it when its sum has
-arrived. Tiles wait for earlier ones only, and programs start in the order of the list, so none waits for
-ever. Queries are walked from the last to the first: tiles of one document that start together then meet each
-block one after the other.
+arrived. Queries are walked from the last to the first: tiles of one document that start together then meet
+each block one after the other.
+
+Persistent, as the forward: the loader takes the next tile of the list that nobody has, by a counter in global
+memory, and leaves what the others need to know beside the keys; these arrive while dK and dV of the last tile
+leave. Tiles wait for earlier ones only, and those have been taken, by programs that run and do their tiles in
+the order of the list: so none waits for ever, however few programs there are.
 """
 
 import triton.experimental.gluon.language as gl
@@ -32,23 +36,50 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .gluon_common import tile_and_head, tma_add, tma_load, wait_until_added, wait_until_read, zero_here
+from .gluon_common import (
+    give,
+    given,
+    tile_and_head,
+    tma_add,
+    tma_load,
+    wait_until_added,
+    wait_until_read,
+    zero_here,
+)
 
 KEYS = gl.constexpr(64)  # of one consumer: the M of a wgmma
 LN_2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(64)  # of one step, whose first token is a multiple of how many it has
 
 # Barriers, all in one allocation: every buffer that a partition is given costs its threads a register.
-KV_READY = gl.constexpr(0)
-DS_READY = gl.constexpr(1)
-DQ_FREE = gl.constexpr(2)
-DQ_READY = gl.constexpr(3)  # once an adding warp
-Q_READY = gl.constexpr(5)  # these three once a stage
-DO_READY = gl.constexpr(7)
-FREE = gl.constexpr(9)  # Q and dO
+KV_READY = gl.constexpr(0)  # and the tile's numbers
+KV_FREE = gl.constexpr(1)
+DS_READY = gl.constexpr(2)
+DQ_FREE = gl.constexpr(3)
+DQ_READY = gl.constexpr(4)  # once an adding warp
+Q_READY = gl.constexpr(6)  # these three once a stage
+DO_READY = gl.constexpr(8)
+FREE = gl.constexpr(10)  # Q and dO
+BARRIERS = gl.constexpr(12)
 STAGES = gl.constexpr(2)
+CONSUMERS = gl.constexpr(2)
 ADDERS = gl.constexpr(2)
-BARRIERS = gl.constexpr(11)
+
+
+# What the loader tells the others of a tile.
+PROGRAM = gl.constexpr(0)  # of those that share its keys: key head and part of its query heads; -1 at the end
+KV_BEGIN = gl.constexpr(1)
+KV_END = gl.constexpr(2)
+ITEM_BEGIN = gl.constexpr(3)
+ITEM_END = gl.constexpr(4)
+NUMBERS = gl.constexpr(5)
+
+
+@gluon.jit
+def next_program(work, bars, round, WARPS: gl.constexpr):
+    """Waits for a round's tile."""
+    mbarrier.wait(bars.index(KV_READY), round & 1)
+    return given(work.index(PROGRAM), WARPS)
 
 
 @gluon.jit
@@ -68,23 +99,22 @@ def step_place(place, block, blocks, first_group, groups, HEADS_FIRST: gl.conste
 
 
 @gluon.jit
-def load(
-    work, kv_begin, kv_head, buffers, tensors,
-    D: gl.constexpr, DV: gl.constexpr, PACK: gl.constexpr, HEADS_FIRST: gl.constexpr,
+def load_tile(
+    kv_begin, item_begin, item_end, program, items, groups, step, buffers, tensors,
+    D: gl.constexpr, DV: gl.constexpr, SPLIT: gl.constexpr, PACK: gl.constexpr, HEADS_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """The loader: the tile's keys and values once, then Q, dO and their statistics step by step."""
-    items, item_begin, item_end, first_group, groups = work
+    """A tile's keys and values once, then Q, dO and their statistics step by step, counted from `step`."""
     k_tile, v_tile, q_ring, do_ring, statistics, bound_ring, bars = buffers
     q, k, v, dout, lse_log2, delta, bounds = tensors
+    kv_head = program // SPLIT
     mbarrier.expect(bars.index(KV_READY), (k.block_type.nbytes + v.block_type.nbytes) * 2)
     for half in gl.static_range(2):
         tma_load(k, [kv_begin + half * KEYS, kv_head * D], bars.index(KV_READY), k_tile.index(half))
         tma_load(v, [kv_begin + half * KEYS, kv_head * DV], bars.index(KV_READY), v_tile.index(half))
-    step = 0
     for item in range(item_begin, item_end):
         block, blocks = item_blocks(items, item, ROWS // PACK)
         for place in range(blocks * groups):
-            at, group = step_place(place, block, blocks, first_group, groups, HEADS_FIRST)
+            at, group = step_place(place, block, blocks, program * groups, groups, HEADS_FIRST)
             row = at * ROWS  # in the packed order
             stage = step % STAGES
             phase = (step // STAGES) & 1
@@ -99,28 +129,63 @@ def load(
             tma_load(dout, heads, bars.index(DO_READY + stage), do_ring.index(stage))
             tma_load(delta, [group, row], bars.index(DO_READY + stage), statistics.index(STAGES + stage))
             step += 1
+    return step
 
 
 @gluon.jit
-def add_dq(
-    work, sums,
+def load(
+    lists, items, groups, work, buffers, tensors,
+    D: gl.constexpr, DV: gl.constexpr, SPLIT: gl.constexpr, PACK: gl.constexpr, HEADS_FIRST: gl.constexpr,
+):  # fmt: skip
+    """The loader: takes the next tile of the list that nobody has, and tells the others."""
+    tile_list, taken, tiles, programs, section = lists
+    bars = buffers[6]
+    round = 0
+    step = 0
+    number = gl.atomic_add(taken, 1, sem="relaxed")
+    while number < tiles * programs:
+        tile, program = tile_and_head(number, programs, tiles, section)
+        kv_begin = gl.load(tile_list + tile * 4)
+        item_begin = gl.load(tile_list + tile * 4 + 2)
+        item_end = gl.load(tile_list + tile * 4 + 3)
+        mbarrier.wait(bars.index(KV_FREE), (round & 1) ^ 1)
+        give(program, work.index(PROGRAM))
+        give(kv_begin, work.index(KV_BEGIN))
+        give(gl.load(tile_list + tile * 4 + 1), work.index(KV_END))
+        give(item_begin, work.index(ITEM_BEGIN))
+        give(item_end, work.index(ITEM_END))
+        mbarrier.arrive(bars.index(KV_READY), count=1)
+        step = load_tile(
+            kv_begin, item_begin, item_end, program, items, groups, step, buffers, tensors,
+            D, DV, SPLIT, PACK, HEADS_FIRST,
+        )  # fmt: skip
+        number = gl.atomic_add(taken, 1, sem="relaxed")  # not sooner: see the forward's
+        round += 1
+    mbarrier.wait(bars.index(KV_FREE), (round & 1) ^ 1)
+    give(-1, work.index(PROGRAM))
+    mbarrier.arrive(bars.index(KV_READY), count=1)
+    mbarrier.expect(bars.index(KV_READY), 0)
+
+
+@gluon.jit
+def add_tile(
+    item_begin, item_end, program, items, groups, step, sums,
     ADDER: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, HEADS_FIRST: gl.constexpr,
     DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """An adding warp: dQ of every other step, in two halves of the head dim, when it is this tile's turn.
+    """An adding warp's share of a tile: dQ of every other step, in two halves of the head dim, when it is its
+    turn.
 
     To look for the turn, to add, and to pass the turn on are three round trips to memory, more than a step
     takes: so two warps add by turns, and each looks for its turn before the sum is there.
     """
-    items, item_begin, item_end, first_group, groups = work
     dq_tile, bars, dq, turns, counters, all_groups = sums
-    step = 0
     for item in range(item_begin, item_end):
         block, blocks = item_blocks(items, item, ROWS // PACK)
         counter = turns + gl.load(items + item * 6 + 4)
         turn = gl.load(items + item * 6 + 5)
         for place in range((step + ADDER) % ADDERS, blocks * groups, ADDERS):
-            at, group = step_place(place, block, blocks, first_group, groups, HEADS_FIRST)
+            at, group = step_place(place, block, blocks, program * groups, groups, HEADS_FIRST)
             if DETERMINISTIC:  # noqa: SIM102 - decided when compiling
                 if turn >= 0:
                     while gl.atomic_add(counter + group * counters + at, 0, sem="acquire") != turn:
@@ -135,17 +200,40 @@ def add_dq(
                 if turn >= 0:
                     gl.atomic_add(counter + group * counters + at, wait_until_added(), sem="release")
         step += blocks * groups
+    return step
 
 
 @gluon.jit
-def accumulate(
-    work, buffers, results,
+def add_dq(
+    items, groups, work, sums,
+    ADDER: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, HEADS_FIRST: gl.constexpr,
+    DETERMINISTIC: gl.constexpr,
+):  # fmt: skip
+    """An adding warp: its share of every tile."""
+    bars = sums[1]
+    round = 0
+    step = 0
+    program = next_program(work, bars, round, 1)
+    while program >= 0:
+        item_begin = given(work.index(ITEM_BEGIN), 1)
+        item_end = given(work.index(ITEM_END), 1)
+        mbarrier.arrive(bars.index(KV_FREE), count=1)  # of the numbers
+        step = add_tile(
+            item_begin, item_end, program, items, groups, step, sums,
+            ADDER, D, PACK, HEADS_FIRST, DETERMINISTIC,
+        )  # fmt: skip
+        round += 1
+        program = next_program(work, bars, round, 1)
+
+
+@gluon.jit
+def accumulate_tile(
+    work, items, groups, step, scale_log2, buffers,
     PART: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PACK: gl.constexpr, HEADS_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """A consumer: dK and dV of keys PART * 64 ... PART * 64 + 63, and half of every step's dQ."""
-    items, item_begin, item_end, _, groups = work
+    """A consumer's share of a tile: dK and dV of keys PART * 64 ... PART * 64 + 63, and half of every step's
+    dQ."""
     k_tile, v_tile, q_ring, do_ring, statistics, bound_ring, bars, ds_tile, dq_tile = buffers
-    dk, dv, kv_begin, kv_end, kv_head, kv_heads, first_row, scale_log2 = results
     TOKENS: gl.constexpr = ROWS // PACK
     HALF_D: gl.constexpr = D // 2
     FIRST_D: gl.constexpr = PART * HALF_D
@@ -162,10 +250,9 @@ def accumulate(
     dv_acc = gl.full([KEYS, DV], 0.0, gl.float32, layout=dv_layout)
     nothing = gl.full([KEYS, ROWS], 0.0, gl.float32, layout=s_layout)
     no_dq = gl.full([ROWS, HALF_D], 0.0, gl.float32, layout=dq_layout)
-    key = kv_begin + PART * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
-    mbarrier.wait(bars.index(KV_READY), 0)
-    step = 0
-    for item in range(item_begin, item_end):
+    first_key = given(work.index(KV_BEGIN), 4) + PART * KEYS
+    key = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
+    for item in range(given(work.index(ITEM_BEGIN), 4), given(work.index(ITEM_END), 4)):
         block, blocks = item_blocks(items, item, TOKENS)
         q_begin = gl.load(items + item * 6)
         q_full = gl.load(items + item * 6 + 1)
@@ -225,21 +312,43 @@ def accumulate(
             mbarrier.arrive(bars.index(FREE + stage), count=1)
             step += 1
 
-    begin = kv_begin + PART * KEYS
-    store_gradient(
-        dk, dk_acc * (scale_log2 * LN_2), begin, kv_end, first_row, kv_heads, kv_head, D, dk_layout
-    )
-    store_gradient(dv, dv_acc, begin, kv_end, first_row, kv_heads, kv_head, DV, dv_layout)
+    return dk_acc, dv_acc, step
+
+
+@gluon.jit
+def accumulate(
+    items, groups, work, buffers, results,
+    PART: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, SPLIT: gl.constexpr, PACK: gl.constexpr,
+    HEADS_FIRST: gl.constexpr,
+):  # fmt: skip
+    """A consumer: its share of every tile."""
+    dk, dv, kv_tokens, kv_heads, scale_log2 = results
+    bars = buffers[6]
+    round = 0
+    step = 0
+    while next_program(work, bars, round, 4) >= 0:
+        dk_acc, dv_acc, step = accumulate_tile(
+            work, items, groups, step, scale_log2, buffers, PART, D, DV, PACK, HEADS_FIRST
+        )
+        program = given(work.index(PROGRAM), 4)  # only now: while a tile is walked over, registers are short
+        begin = given(work.index(KV_BEGIN), 4) + PART * KEYS
+        end = given(work.index(KV_END), 4)
+        mbarrier.arrive(bars.index(KV_FREE), count=1)
+        kv_head = program // SPLIT
+        first_row = program % SPLIT * kv_tokens
+        store_gradient(dk, dk_acc * (scale_log2 * LN_2), begin, end, first_row, kv_heads, kv_head, D)
+        store_gradient(dv, dv_acc, begin, end, first_row, kv_heads, kv_head, DV)
+        round += 1
 
 
 @gluon.jit
 def store_gradient(
     x, values, begin, end, first_row, heads, head,
-    DIM: gl.constexpr, layout: gl.constexpr,
+    DIM: gl.constexpr,
 ):  # fmt: skip
     # As the forward's output, whole lines of memory; shared memory has no room for it in float32.
     lines: gl.constexpr = (
-        layout
+        gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
         if x.dtype.element_ty == gl.float32
         else gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     )
@@ -252,25 +361,19 @@ def store_gradient(
 
 @gluon.jit(do_not_specialize=["tiles", "section", "counters", "kv_tokens"])
 def gluon_backward_kernel(
-    q, k, v, dout, dk, dv, dq, lse_log2, delta, tile_list, items, turns, bounds, tiles, section, counters,
-    kv_tokens, kv_heads, scale_log2,
+    q, k, v, dout, dk, dv, dq, lse_log2, delta, tile_list, items, taken, turns, bounds, tiles, section,
+    counters, kv_tokens, kv_heads, scale_log2,
     D: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr, SPLIT: gl.constexpr, PACK: gl.constexpr,
     HEADS_FIRST: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """One tile of 128 keys, one key head, and one of SPLIT parts of the query heads that share it.
+    """All tiles of 128 keys, for each key head and each of SPLIT parts of the query heads that share it, by
+    any number of programs.
 
     Writes dk (SPLIT, Tk, Nkv, D) and dv (SPLIT, Tk, Nkv, DV), to be summed over the parts, and adds to dq,
-    as dq_sums.py says. turns: (Nq, counters) int32, `first_turns` for every head. Launched
-    with four warps, those of the first consumer.
+    as dq_sums.py says. taken: (1,) int32, zero. turns: (Nq, counters) int32, `first_turns` for every head.
+    Launched with four warps, those of the first consumer.
     """
-    tile, program = tile_and_head(gl.program_id(0), kv_heads * SPLIT, tiles, section)
-    kv_head = program // SPLIT
-    part = program % SPLIT
-    kv_begin = gl.load(tile_list + tile * 4)
-    kv_end = gl.load(tile_list + tile * 4 + 1)
-    item_begin = gl.load(tile_list + tile * 4 + 2)
-    item_end = gl.load(tile_list + tile * 4 + 3)
-
+    work = gl.allocate_shared_memory(gl.int32, [NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_tile = gl.allocate_shared_memory(k.dtype, [2, KEYS, D], k.layout)
     v_tile = gl.allocate_shared_memory(v.dtype, [2, KEYS, DV], v.layout)
     q_ring = gl.allocate_shared_memory(q.dtype, [STAGES, ROWS // PACK, PACK, D], q.layout)
@@ -280,31 +383,32 @@ def gluon_backward_kernel(
     ds_tile = gl.allocate_shared_memory(q.dtype, [4, KEYS, ROWS], gl.NVMMASharedLayout(128, 16, 2))
     dq_tile = gl.allocate_shared_memory(gl.float32, [2, D // 4, 128], dq.layout)
     bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(bars.index(KV_READY), count=1)
-    mbarrier.init(bars.index(DS_READY), count=2)
+    mbarrier.init(bars.index(KV_READY), count=2)
+    mbarrier.init(bars.index(KV_FREE), count=CONSUMERS + ADDERS)
+    mbarrier.init(bars.index(DS_READY), count=CONSUMERS)
     mbarrier.init(bars.index(DQ_FREE), count=1)
     for adder in gl.static_range(ADDERS):
-        mbarrier.init(bars.index(DQ_READY + adder), count=2)
+        mbarrier.init(bars.index(DQ_READY + adder), count=CONSUMERS)
     for stage in gl.static_range(STAGES):
         mbarrier.init(bars.index(Q_READY + stage), count=1)
-        mbarrier.init(bars.index(FREE + stage), count=2)
+        mbarrier.init(bars.index(FREE + stage), count=CONSUMERS)
         mbarrier.init(bars.index(DO_READY + stage), count=1)
     fence_async_shared()
 
     groups: gl.constexpr = GROUP // SPLIT // PACK
-    work = (items, item_begin, item_end, program * groups, groups)
+    lists = (tile_list, taken, tiles, kv_heads * SPLIT, section)
     loaded = (k_tile, v_tile, q_ring, do_ring, statistics, bound_ring, bars)
     buffers = (k_tile, v_tile, q_ring, do_ring, statistics, bound_ring, bars, ds_tile, dq_tile)
-    results = (dk, dv, kv_begin, kv_end, kv_head, kv_heads, part * kv_tokens, scale_log2)
+    results = (dk, dv, kv_tokens, kv_heads, scale_log2)
     tensors = (q, k, v, dout, lse_log2, delta, bounds)
     sums = (dq_tile, bars, dq, turns, counters, kv_heads * GROUP // PACK)
     gl.warp_specialize(
         [
-            (accumulate, (work, buffers, results, 0, D, DV, PACK, HEADS_FIRST)),
-            (accumulate, (work, buffers, results, 1, D, DV, PACK, HEADS_FIRST)),
-            (load, (work, kv_begin, kv_head, loaded, tensors, D, DV, PACK, HEADS_FIRST)),
-            (add_dq, (work, sums, 0, D, PACK, HEADS_FIRST, DETERMINISTIC)),
-            (add_dq, (work, sums, 1, D, PACK, HEADS_FIRST, DETERMINISTIC)),
+            (accumulate, (items, groups, work, buffers, results, 0, D, DV, SPLIT, PACK, HEADS_FIRST)),
+            (accumulate, (items, groups, work, buffers, results, 1, D, DV, SPLIT, PACK, HEADS_FIRST)),
+            (load, (lists, items, groups, work, loaded, tensors, D, DV, SPLIT, PACK, HEADS_FIRST)),
+            (add_dq, (items, groups, work, sums, 0, D, PACK, HEADS_FIRST, DETERMINISTIC)),
+            (add_dq, (items, groups, work, sums, 1, D, PACK, HEADS_FIRST, DETERMINISTIC)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

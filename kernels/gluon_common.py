@@ -1,7 +1,7 @@
 """Common parts of the Gluon kernels, and what Triton 3.6 and 3.9 name or hide differently.
 
 One Gluon program is a few partitions that run side by side on one multiprocessor: consumers of four warps
-that multiply, one warp that loads by TMA, and in the backward one that adds dQ. They meet at mbarriers. One
+that multiply, one warp that loads by TMA, and in the backward two that add dQ. They meet at mbarriers. One
 completes a phase when all its arrivals and all bytes it expects have come; `wait(barrier, phase & 1)` returns
 once that phase is complete, and a new barrier counts as if phase 1 were. For every ring of buffers there are
 two barriers a stage: `ready`, which the copy engine completes, and `free`, which the readers do.
@@ -53,6 +53,18 @@ def zero_here():
     the compiler works them out once, before the loop, and then has no registers to keep them in.
     """
     return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def give(number, at):
+    """Leaves a number in shared memory, from a partition of one warp."""
+    at.store(gl.full([1], number, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def given(at, WARPS: gl.constexpr):
+    """The number there, for a partition of so many warps."""
+    return gl.max(at.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 
 @gluon.jit

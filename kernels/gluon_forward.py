@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .gluon_common import tile_and_head, tma_load
+from .gluon_common import give, given, tile_and_head, tma_load
 
 ROWS = gl.constexpr(64)  # of one consumer: the M of a wgmma
 Q_STAGES = gl.constexpr(2)
@@ -66,7 +66,6 @@ def load(
     tile_list, tiles, groups, section = work
     numbers, q_ring, k_ring, v_ring, bars = rings
     programs = gl.num_programs(0)
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     number = gl.program_id(0)
     round = 0
     step = 0
@@ -76,7 +75,7 @@ def load(
         kv_head = group * PACK // GROUP
         q_stage = round % Q_STAGES
         mbarrier.wait(bars.index(Q_FREE + q_stage), ((round // Q_STAGES) & 1) ^ 1)
-        numbers.index(q_stage).store(gl.full([1], number, gl.int32, layout=one))
+        give(number, numbers.index(q_stage))
         mbarrier.arrive(bars.index(Q_READY + q_stage), count=1)
         mbarrier.expect(bars.index(Q_READY + q_stage), q.block_type.nbytes * CONSUMERS)
         for part in gl.static_range(CONSUMERS):
@@ -100,7 +99,7 @@ def load(
         round += 1
     last = round % Q_STAGES
     mbarrier.wait(bars.index(Q_FREE + last), ((round // Q_STAGES) & 1) ^ 1)
-    numbers.index(last).store(gl.full([1], -1, gl.int32, layout=one))
+    give(-1, numbers.index(last))
     mbarrier.arrive(bars.index(Q_READY + last), count=1)
     mbarrier.expect(bars.index(Q_READY + last), 0)
 
@@ -110,7 +109,7 @@ def next_number(numbers, bars, round):
     """Waits for a round's Q and returns the number of its tile; -1 if there is none left."""
     q_stage = round % Q_STAGES
     mbarrier.wait(bars.index(Q_READY + q_stage), (round // Q_STAGES) & 1)
-    return gl.max(numbers.index(q_stage).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    return given(numbers.index(q_stage), 4)
 
 
 @gluon.jit

@@ -110,7 +110,7 @@ def backward(
     dv = v.new_empty((split, *v.shape), dtype=dtype)
     sums = no_sums(q, pack)
     turns = first_turns.expand(q_heads // pack, -1).clone() if options.deterministic else first_turns
-    gluon_backward_kernel[(len(tiles) * kv_heads * split,)](
+    gluon_backward_kernel[(min(multiprocessors(q.device), len(tiles) * kv_heads * split),)](
         q=packed_descriptor(q, pack),
         k=descriptor(k, ROWS),
         v=descriptor(v, ROWS),
@@ -122,6 +122,7 @@ def backward(
         delta=row_descriptor(delta, q_tokens * pack),
         tile_list=tiles,
         items=items,
+        taken=torch.zeros(1, dtype=torch.int32, device=q.device),
         turns=turns,
         bounds=row_descriptor(schedule.packed_bounds(pack), q_tokens * pack),
         tiles=len(tiles),

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from crosscompile import compile_all
 from test_compile import HEAD_DIMS, gluon_launches, launches
+from wlb_titan.kernels import gluon_launch
 from wlb_titan.kernels.configs import choose
 from wlb_titan.kernels.implementations import GLUON_HEAD_DIMS
 
@@ -30,10 +31,14 @@ def figures() -> dict[str, list[int]]:
         for dim in GLUON_HEAD_DIMS:
             forward, split = gluon_launches(dim, 8, patch)
             packed = gluon_launches(dim, 8, patch, units=1)[1]
+            with patch.context() as heads_first:
+                heads_first.setattr(gluon_launch, "HEADS_FIRST", 0)
+                one_by_one = gluon_launches(dim, 8, heads_first, units=1)[1]
             rows = 64 * forward.kwargs["CONSUMERS"]
             wanted[f"gluon forward|{dim}|all|{rows} x 128"] = forward
             wanted[f"gluon backward, packed|{dim}|all|64 x 128"] = packed
             wanted[f"gluon backward, split|{dim}|all|64 x 128"] = split
+            wanted[f"gluon backward, heads first|{dim}|all|64 x 128"] = one_by_one
     found = {}
     for name, report in zip(wanted, compile_all(list(wanted.values())), strict=True):
         assert not report.error and not report.warnings and not report.mismatches, (name, report)

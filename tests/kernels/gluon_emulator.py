@@ -46,7 +46,6 @@ from gluon_machine import (
 from torch import Tensor
 
 KERNELS = Path(__file__).parents[2] / "kernels"
-RESIDENT = 3  # programs that run at once
 WORK = "work"  # of a clock: products and additions that came before, one after the other
 copies = itertools.count()
 
@@ -333,17 +332,29 @@ def load_kernel(file: str, name: str, mutants: tuple[tuple[str, str], ...] = ())
 
 
 class Emulated:
-    """Stands for a kernel: `Emulated(function)[grid](...)` runs it, and leaves `.races` and `.waited`."""
+    """Stands for a kernel: `Emulated(function)[grid](...)` runs it, and leaves `.races` and `.waited`.
 
-    def __init__(self, function: Callable, *, ordered: bool = False, order: str = "any", seed: int = 0):
+    Whatever the grid, `programs` run, all at once: the kernels' work is done by any number.
+    """
+
+    def __init__(
+        self,
+        function: Callable,
+        *,
+        ordered: bool = False,
+        order: str = "any",
+        seed: int = 0,
+        programs: int = 3,
+    ):
         self.function, self.ordered, self.order, self.seed = function, ordered, order, seed
+        self.programs = programs
         self.races: set[str] = set()
         self.waited = 0  # products and additions of others that a program has waited for, at most
 
     def __getitem__(self, grid: tuple[int]) -> Callable:
-        return lambda **arguments: self.launch(grid[0], arguments)
+        return lambda **arguments: self.launch(arguments)
 
-    def launch(self, programs: int, arguments: dict) -> None:
+    def launch(self, arguments: dict) -> None:
         to_the_compiler = ("num_warps", "enable_fp_fusion")
         arguments = {name: self.argument(x) for name, x in arguments.items() if name not in to_the_compiler}
         machine = Machine(self.ordered, self.order, self.seed)
@@ -352,17 +363,11 @@ class Emulated:
             self.function(**arguments)
             self.waited = max(self.waited, here.clock.get(WORK, 0) - here.task.own_work)
 
-        launch = Task("launch", (programs, programs), {})
+        launch = Task("launch", (self.programs, self.programs), {})
         enter(machine, launch)
-        running: list[Task] = []
-
-        def resident() -> int:
-            return sum(task in machine.tasks for task in running)
-
         with machine.until_all_have_ended():
-            for i in range(programs):  # programs start in the order of their ids, as on a GPU
-                machine.pause(lambda: resident() < RESIDENT, "a program to end")
-                running.append(machine.start(program, name=f"program {i}", clock={}, program=(i, programs)))
+            for i in range(self.programs):
+                machine.start(program, name=f"program {i}", clock={}, program=(i, self.programs))
             machine.pause(lambda: machine.tasks == [launch], "all programs and their copies")
         self.races |= machine.races
 

@@ -23,9 +23,9 @@ HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
 # Bytes that cannot be avoided, the greater of Triton 3.6 and 3.9; everything else keeps to its registers.
 SPILLS = {("key_tiles", 96): 44, ("key_tiles", 128): 56, ("key_tiles", 192): 76, ("key_tiles", 256): 112}
 # Of the Gluon kernels, besides: spill instructions in the loop over blocks, before Triton 3.9 and from it on.
-# The forward's at head dim 64 are in the branch that masks a block.
-GLUON_SPILLS = {("forward", 64): 296}
-HOT_SPILLS = {("forward", 64): (0, 10)}
+# All of these are in the branch that masks a block; the backward's are of heads first, under 3.9.
+GLUON_SPILLS = {("forward", 64): 296, ("backward", 128): 144}
+HOT_SPILLS = {("forward", 64): (0, 10), ("backward", 128): (0, 3)}
 
 
 def launches(dims, group, long, *, tma=True, dtype=torch.bfloat16) -> dict[str, Launch]:

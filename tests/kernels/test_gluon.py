@@ -55,6 +55,7 @@ def run(
     deterministic=True,
     seed=0,
     order="any",
+    programs=3,
     units=5,
     heads_first=False,
     dtype=torch.bfloat16,
@@ -66,7 +67,7 @@ def run(
     of others a program of the backward has waited at most. `forward`, `backward`, `lists`: changes to the
     source.
     """
-    options = {"order": order, "seed": seed}
+    options = {"order": order, "seed": seed, "programs": programs}
     forward_kernel = Emulated(load_kernel("gluon_forward", "gluon_forward_kernel", forward), **options)
     backward_kernel = Emulated(
         load_kernel("gluon_backward", "gluon_backward_kernel", backward), ordered=deterministic, **options
@@ -166,8 +167,9 @@ def test_turns_are_not_waited_for_in_a_row(monkeypatch, lengths, heads, slow):
     many.
     """
     case = packed(lengths), (sum(lengths), sum(lengths)), (heads, 1), (64, 64)
-    assert run(monkeypatch, *case, units=1)[2] <= 16
-    assert run(monkeypatch, *case, units=1, **slow)[2] > 30
+    each_a_tile = {"units": 1, "programs": 10}
+    assert run(monkeypatch, *case, **each_a_tile)[2] <= 16
+    assert run(monkeypatch, *case, **each_a_tile, **slow)[2] > 30
 
 
 FORWARD_MUTANTS = {
@@ -222,6 +224,24 @@ BACKWARD_MUTANTS = {
     "dQ added before it is there": (
         "mbarrier.wait(bars.index(DQ_READY + ADDER), ((step + place) // ADDERS) & 1)\n",
         "",
+    ),
+    "K and V loaded over": (
+        "mbarrier.wait(bars.index(KV_FREE), (round & 1) ^ 1)\ngive(program, work.index(PROGRAM))\n",
+        "give(program, work.index(PROGRAM))\n",
+    ),
+    "K, V and their numbers not waited for": ("mbarrier.wait(bars.index(KV_READY), round & 1)\n", ""),
+    "K and V released by one consumer": ("count=CONSUMERS + ADDERS", "count=1 + ADDERS"),
+    "numbers released before they are read": (
+        "end = given(work.index(KV_END), 4)\nmbarrier.arrive(bars.index(KV_FREE), count=1)\n",
+        "mbarrier.arrive(bars.index(KV_FREE), count=1)\nend = given(work.index(KV_END), 4)\n",
+    ),
+    "a tile that nobody takes": (
+        'gl.atomic_add(taken, 1, sem="relaxed")  # not sooner',
+        '1 + gl.atomic_add(taken, 1, sem="relaxed")  #',
+    ),
+    "steps counted from the tile's first": (
+        "dk_acc, dv_acc, step = accumulate_tile(",
+        "dk_acc, dv_acc, _ = accumulate_tile(",
     ),
     "one warp is told of every sum": ("DQ_READY + step % ADDERS", "DQ_READY"),
     "the steps of the other warp": ("(step + ADDER) % ADDERS, blocks", "ADDER, blocks"),

@@ -69,7 +69,7 @@ def event_by_event(kernel, lists: KeyTiles, heads: int, order: list[tuple[int, i
             ):
                 free.remove(start)
                 tile, program = todo.pop(0)
-                at = start + kernel.launch
+                at = start + kernel.tile
                 running[tile, program] = {
                     "steps": list(steps_of(tile, program)),
                     "done": at,
@@ -122,7 +122,7 @@ def test_backward_is_what_happens_event_by_event(replay, lengths, items_up, heav
 
 def test_backward_by_hand(replay):
     """A document of 256: four blocks of queries see its first tile of keys, two the second."""
-    kernel = replay.Backward(step=2.0, launch=10.0, poll=0.5, free=0.5, visible=1.0, ask_early=False)
+    kernel = replay.Backward(step=2.0, tile=10.0, poll=0.5, free=0.5, visible=1.0, ask_early=False)
     lists = lists_of([256])
     # One unit: ten, and a step each time; the last addition is seen half a microsecond after its step, and
     # done one later. Then the second tile likewise, whose turns have all come.
@@ -130,7 +130,7 @@ def test_backward_by_hand(replay):
     assert replace(kernel, turns=False).replay(lists, 1, 1, 1, 1) == (10 + 4 * 2 + 0.5) + (10 + 2 * 2 + 0.5)
     # Two units: the second tile is done with block 3 at 12 and may add when the first's addition is there, at
     # 13.5; block 2 at 15.5 + 0.5. So it ends half a microsecond and an addition later.
-    assert replace(kernel, launch=0.0).replay(lists, 1, 1, 1, 2) == 4 * 2 + 1.5
+    assert replace(kernel, tile=0.0).replay(lists, 1, 1, 1, 2) == 4 * 2 + 1.5
 
 
 def test_forward_by_hand(replay):
