@@ -10,9 +10,10 @@ caches in the job does so in the rehearsal too. Of the same steps are compared
   when a pass waits for a core, such as while the loader prepares the next step. Only without context, tensor
   and data parallelism, whose collectives are waited for within a job's passes;
 - steps: from metrics.jsonl, and put together from the rehearsed passes, with communication by a cluster file
-  that is measured first: all-gathers and sends of two processes, small ones for the latency and large ones
-  for the bandwidth. Processes beyond the cores share them: such a step takes at least all their work over the
-  cores.
+  that is measured first: all-gathers and sends of two processes that multiply in between as a layer does,
+  small ones for the latency and large ones for the bandwidth. So the latency has in it what processes wait
+  for each other, and what a sleeping one takes to wake up. Processes beyond the cores share them: such a step
+  takes at least all their work over the cores.
 
 Times are means over the steps. A machine that others share is not equally fast all the time, so job and
 rehearsal take turns, `--rounds` times, and each difference stands beside its least and largest of a round.
@@ -57,7 +58,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "pipeline and context, wlb_lazy": (PP, "2", CP, "2", *LAZY, "--wlb.sharding.policy", "hybrid"),
 }
 SMALL, LARGE = 1 << 10, 1 << 23  # bytes
-REPEATS = 30
+REPEATS = 60
+LAYER = (1024, 768, 768)  # of a product that takes about as long as a layer's pass
 
 
 def train(words: Sequence[str], folder: Path, steps: int) -> tuple[dict[int, float], dict[int, list[Any]]]:
@@ -138,25 +140,42 @@ def write_cluster(path: Path) -> dict[str, float]:
 
 
 def _communicate(rank: int, queue: Any) -> None:
-    """Latency in seconds and bytes/s of all-gathers and of sends between two processes."""
+    """Latency in seconds and bytes/s of all-gathers and of sends between two processes.
+
+    Of an all-gather what both processes spend in it on average, early or late; of a send the time from its
+    call until the other process has it, which waits for it.
+    """
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29517"}
     dist.init_process_group("gloo", rank=rank, world_size=2)
 
+    rows, inner, columns = LAYER
+    x, y = torch.randn(rows, inner), torch.randn(inner, columns)
+
     def seconds(kind: str, bytes_: int) -> float:
-        own, all_ = torch.zeros(bytes_ // 8), torch.zeros(bytes_ // 4)
+        own, all_ = (
+            torch.zeros(bytes_ // 16, dtype=torch.float64),
+            torch.zeros(bytes_ // 8, dtype=torch.float64),
+        )
         taken = []
         for _ in range(REPEATS):
             dist.barrier()
-            begin = time.perf_counter()
+            if kind == "gather" or rank == 0:
+                x @ y
+            begin = all_[0] = time.perf_counter()
             if kind == "gather":
                 dist.all_gather_into_tensor(all_, own)
             elif rank == 0:
                 dist.send(all_, 1)
             else:
                 dist.recv(all_, 0)
+                begin = float(all_[0])  # of the other process, by the same clock
             taken.append(time.perf_counter() - begin)
-        return float(np.median(taken))
+        mean = torch.tensor(np.mean(taken))
+        if kind == "gather":
+            dist.all_reduce(mean)
+            mean /= 2
+        return float(mean)
 
     figures = {}
     for kind, share in (("gather", 0.5), ("send", 1.0)):  # of the bytes in all, what a process gets
