@@ -45,9 +45,7 @@ class Planner:
         strategy: ContextStrategy | None,
         pipeline: PipelineRuns | None,
     ) -> None:
-        self._stream = DocumentStream(
-            documents.lengths, window=job.window, seed=documents.seed, sources=documents.sources
-        )
+        self._stream = DocumentStream(documents.mixture(), job.window)
         if self._stream.documents < job.micro_batches:
             raise PlanError(
                 f"The corpus has {self._stream.documents} documents, fewer than the {job.micro_batches} "
@@ -198,7 +196,7 @@ class Planner:
             "corpus_fingerprint": self._fingerprint,
             "documents": self._stream.documents,
             "mixture": self._stream.mixture.facts(),
-            "seed": self._stream.seed,
+            "seed": self._stream.mixture.seed,
             "context_window": self._job.window,
             "micro_batches": self._job.micro_batches,
             "packing_policy": self._packing.name,

@@ -10,16 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from wlb_titan.corpus.documents import Documents
-from wlb_titan.corpus.histogram import length_histogram
-from wlb_titan.corpus.pieces import MOST_UNBROKEN, split, split_at_lines
+from wlb_titan.commands.prepare import length_histogram
+from wlb_titan.corpus.documents import (
+    MOST_UNBROKEN,
+    TRAINING_CHARACTERS,
+    Documents,
+    split,
+    split_at_lines,
+    training_texts,
+)
 from wlb_titan.corpus.sources import Unreadable
 from wlb_titan.corpus.tokenizer import (
-    TRAINING_CHARACTERS,
     CorpusTokenizer,
     copy_tokenizer,
     train_tokenizer,
-    training_texts,
 )
 from wlb_titan.errors import CorpusError
 

@@ -160,9 +160,6 @@ def test_lengths_of_many_shards_are_those_of_one_array(lengths, data):
         def lengths(self, rows):
             return self._lengths[rows]
 
-        def run_of_lengths(self, start, stop):
-            return self._lengths[start:stop]
-
     whole = np.concatenate([np.array(part, dtype=np.int64) for part in lengths])
     found = Lengths([Shard(part) for part in lengths])
     assert len(found) == len(whole)

@@ -16,7 +16,7 @@ from wlb_titan.packing import POLICIES
 from wlb_titan.plan import Action, micro_batches_of
 from wlb_titan.policies import Policy
 from wlb_titan.simulator.measured import MeasuredStep, Pass, measured, without_waiting
-from wlb_titan.simulator.planned import attention_seconds, passing, planned_times
+from wlb_titan.simulator.planned import attention_seconds, pass_seconds, passing, planned_times
 from wlb_titan.simulator.replicas import replica_graph
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import MEASURED, step_timeline
@@ -134,8 +134,7 @@ def test_a_replica_that_did_not_run_takes_what_is_predicted_times_how_slow_the_o
     found = measured(job, plans, steps)
     assert found.known.tolist() == [[True] * 4 + [False] * 4]
     expected = measured(job, plans, everywhere)
-    np.testing.assert_allclose(found.times.forward, expected.times.forward)
-    np.testing.assert_allclose(found.times.inputs, expected.times.inputs)
+    np.testing.assert_allclose(found.seconds, expected.seconds)
 
 
 def test_a_micro_batch_in_one_piece_is_divided_and_one_context_parallel_rank_scaled_to_the_slowest(documents):
@@ -150,9 +149,9 @@ def test_a_micro_batch_in_one_piece_is_divided_and_one_context_parallel_rank_sca
     own = pass_times(quiet, replace(whole, forward=forward, backward=backward))
     whole = (own.forward + own.inputs + own.weights)[0, :, 0].tolist()
     rank = MeasuredStep(0, 0, [Pass("FB", 0, i, 0.0, s) for i, s in enumerate(whole)], 0.0)
-    found, predicted = measured(job, plans, [[rank]]), planned_times(job, plans[0].by_pass, 4)[0]
-    np.testing.assert_allclose(found.times.forward, predicted.forward)
-    np.testing.assert_allclose(found.times.inputs + found.times.weights, predicted.inputs + predicted.weights)
+    found, predicted = measured(job, plans, [[rank]]).seconds, pass_seconds(job, plans[0].by_pass)
+    np.testing.assert_allclose(found[0], predicted[0])
+    np.testing.assert_allclose(found[1] + found[2], predicted[1] + predicted[2])
 
 
 def test_orders_of_passes_are_the_plans(documents):

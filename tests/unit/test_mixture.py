@@ -222,7 +222,7 @@ def test_a_source_without_tokens_is_named():
 
 
 def test_the_stream_of_a_mixture_is_its_documents_without_the_empty_ones():
-    stream = DocumentStream(LENGTHS, window=64, seed=0, sources=SOURCES)
+    stream = DocumentStream(Mixture(LENGTHS, SOURCES, seed=0), 64)
     pieces = stream.fill(100_000)
     assert pieces[:, LENGTH].sum() == 100_000
     tokens = stream.mixture.read(ids(stream.next_document))[1]

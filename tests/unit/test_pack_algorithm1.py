@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from wlb_titan.cost.quadratic import Quadratic
 from wlb_titan.cost.workload import workload
+from wlb_titan.documents.mixture import Mixture
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.packing import PackingJob, algorithm1
 from wlb_titan.packing.wlb import Wlb
@@ -93,8 +94,8 @@ def jobs(draw):
 @settings(max_examples=150)
 @given(jobs())
 def test_wlb_is_algorithm_1(job):
-    stream = DocumentStream(job["lengths"], window=job["window"], seed=1)
-    arriving = DocumentStream(job["lengths"], window=job["window"], seed=1)
+    stream = DocumentStream(Mixture(job["lengths"], seed=1), job["window"])
+    arriving = DocumentStream(Mixture(job["lengths"], seed=1), job["window"])
     n = job["micro_batches"]
     policy = Wlb(
         Wlb.Config(thresholds=job["thresholds"]),

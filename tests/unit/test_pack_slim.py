@@ -14,6 +14,7 @@ from test_simulator import CLUSTER, MODEL, PAIRS
 from wlb_titan.cost.quadratic import Quadratic
 from wlb_titan.cost.workload import cost_model, workload
 from wlb_titan.documents import Documents
+from wlb_titan.documents.mixture import Mixture
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
@@ -360,4 +361,4 @@ def test_a_step_that_does_not_fit_is_packed_again_with_more_packs():
         usable=1.0,
     )
     with pytest.raises(PlanError, match=r"Step 1 does not fit .* needs at least:\npipeline rank 0"):
-        Slim(packing, DocumentStream(documents.lengths, window=WINDOW, seed=0), job).next()
+        Slim(packing, DocumentStream(Mixture(documents.lengths, seed=0), WINDOW), job).next()

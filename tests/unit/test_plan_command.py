@@ -282,6 +282,6 @@ def test_tables_stay_whole_where_there_is_no_room():
     rows = [{"policy": "wlb_lazy", "imbalance": "1.003", "degrees": "TP 8 x CP 2 x PP 4 x DP 16"}]
     for terminal, width in ((False, 20), (True, 20), (True, 200)):
         console = Console(file=io.StringIO(), force_terminal=terminal, width=width, no_color=True)
-        show_table(console, rows)
+        show_table(rows, console)
         shown = console.file.getvalue()
         assert all(text in shown for text in (*rows[0], *rows[0].values())), shown

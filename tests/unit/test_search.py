@@ -17,7 +17,7 @@ from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.policies import Policy
 from wlb_titan.simulator import search as searching
 from wlb_titan.simulator.scenario import Scenario, network_sensitivity
-from wlb_titan.simulator.search import at_degrees, candidates, degrees_of, search
+from wlb_titan.simulator.search import at_degrees, candidates, degrees_of, pipeline_words, search
 
 MODEL = PAPER_MODELS["550M"]
 PLAIN, LAZY = Policy("plain"), Policy("wlb_lazy", "per_document")
@@ -76,7 +76,7 @@ def test_what_is_not_planned_could_not_win(scenario, monkeypatch):
     assert quick.slower > 0 == full.slower
     assert len(quick.found) + 2 * quick.slower >= len(full.found)
     assert quick.found[0].job == full.found[0].job
-    assert quick.found[0].tokens_per_second == full.found[0].tokens_per_second
+    assert quick.found[0].flops_per_second == full.found[0].flops_per_second
 
 
 def test_nothing_is_faster_than_the_bound_by_which_it_is_planned(scenario, monkeypatch):
@@ -89,7 +89,7 @@ def test_nothing_is_faster_than_the_bound_by_which_it_is_planned(scenario, monke
     found = search(apart, 4, [Policy("wlb_lazy", "hybrid")], steps=1).found
     window = searching._average_window(apart)
     bounds = [searching._if_balanced(replace(one.job, sharding=slow.sharding), window) for one in found]
-    assert all(one.tokens_per_second <= most for one, most in zip(found, bounds, strict=True))
+    assert all(one.flops_per_second <= most for one, most in zip(found, bounds, strict=True))
     assert any(one.job.degrees.context > 1 for one in found)
 
 
@@ -103,14 +103,14 @@ def test_what_there_is_no_time_for_is_counted(scenario):
     result = search(scenario, 4, [PLAIN], 1, once)
     assert len(result.found) == 1 and result.slower == 0
     assert result.untried == len(list(candidates(scenario.job, 4))) - 1
-    assert asked[0] == f"{result.found[0].job.degrees}, {result.found[0].pipeline}"
+    assert asked[0] == f"{result.found[0].job.degrees}, {pipeline_words(result.found[0].job)}"
 
 
 def test_the_gain_over_the_configured_job_is_named(scenario):
     result = search(scenario, 4, [PLAIN, LAZY], steps=1)
-    own = max(scenario.predict(policy, 1).tokens_per_second for policy in (PLAIN, LAZY))
-    assert result.configured.tokens_per_second == pytest.approx(own)
-    assert result.found[0].tokens_per_second >= own
+    own = max(scenario.predict(policy, 1).flops_per_second for policy in (PLAIN, LAZY))
+    assert result.configured.flops_per_second == pytest.approx(own)
+    assert result.found[0].flops_per_second >= own
     assert search(scenario, 8, [PLAIN], steps=1).configured is None
 
 
@@ -139,10 +139,10 @@ def test_micro_batches_are_as_long_as_memory_allows(scenario):
 
 def test_search_finds_the_fastest_that_fits(scenario):
     result = search(scenario, 4, [PLAIN, LAZY], steps=1)
-    rates = [found.prediction.tokens_per_second for found in result.found]
+    rates = [found.flops_per_second for found in result.found]
     assert rates == sorted(rates, reverse=True)
-    assert {found.policy for found in result.found} == {PLAIN, LAZY}
-    assert all(found.prediction.fits for found in result.found)
+    assert {found.job.policy for found in result.found} == {PLAIN, LAZY}
+    assert all(found.fits for found in result.found)
     with pytest.raises(PlanError, match="Nothing fits 4 GPUs"):
         tiny = scenario.job.on(replace(scenario.job.cluster, memory=1e8))
         search(scenario.on(tiny), 4, [PLAIN], steps=1)

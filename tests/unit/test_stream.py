@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wlb_titan.documents.mixture import Mixture
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.plan import ID, LENGTH, START
@@ -28,7 +29,7 @@ def all_tokens(stream, count):
 
 @given(corpora, st.lists(st.integers(0, 70), min_size=1, max_size=8), st.integers(0, 5))
 def test_fill_gives_the_tokens_in_order_whatever_the_portions(lengths, portions, seed):
-    stream = DocumentStream(np.array(lengths), window=8, seed=seed)
+    stream = DocumentStream(Mixture(np.array(lengths), seed=seed), 8)
     parts = [stream.fill(portion) for portion in portions]
     assert [int(part[:, LENGTH].sum()) for part in parts] == portions
     got = [token for part in parts for token in tokens_of(part)]
@@ -37,7 +38,7 @@ def test_fill_gives_the_tokens_in_order_whatever_the_portions(lengths, portions,
 
 @given(corpora, st.lists(st.integers(1, 70), min_size=1, max_size=8), st.integers(2, 50))
 def test_arrive_gives_what_begins_within_the_budget(lengths, budgets, window):
-    stream = DocumentStream(np.array(lengths), window=window, seed=3)
+    stream = DocumentStream(Mixture(np.array(lengths), seed=3), window)
     got = []
     for budget in budgets:
         pieces = stream.arrive(budget)
@@ -52,7 +53,7 @@ def test_arrive_gives_what_begins_within_the_budget(lengths, budgets, window):
 
 
 def test_arrive_reads_on_until_enough_pieces_have_a_label():
-    stream = DocumentStream(np.array([1, 1, 1, 5, 1, 4]), window=4, seed=None)
+    stream = DocumentStream(Mixture(np.array([1, 1, 1, 5, 1, 4]), seed=None), 4)
     assert stream.arrive(2, at_least=2)[:, ID].tolist() == [0, 1, 2, 3, 3, 4, 5]
 
 
@@ -62,17 +63,17 @@ def rows(stream, start, stop):
 
 @given(corpora, st.integers(0, 2**40))
 def test_every_epoch_is_a_permutation_that_the_seed_fixes(lengths, seed):
-    stream = DocumentStream(np.array(lengths), window=8, seed=seed)
+    stream = DocumentStream(Mixture(np.array(lengths), seed=seed), 8)
     n = len(lengths)
     epochs = [rows(stream, epoch * n, (epoch + 1) * n) for epoch in range(5)]
     assert all(sorted(epoch) == list(range(n)) for epoch in epochs)
-    again = DocumentStream(np.array(lengths), window=8, seed=seed)
+    again = DocumentStream(Mixture(np.array(lengths), seed=seed), 8)
     assert rows(again, 2 * n, 3 * n) == epochs[2]
 
 
 def test_epochs_are_shuffled_differently_and_seeds_matter():
     def order(seed, epoch):
-        stream = DocumentStream(np.arange(1, 101), window=8, seed=seed)
+        stream = DocumentStream(Mixture(np.arange(1, 101), seed=seed), 8)
         return rows(stream, 100 * epoch, 100 * (epoch + 1))
 
     orders = [order(0, 0), order(0, 1), order(1, 0), order(1, 1), order(2**33, 0)]
@@ -82,7 +83,7 @@ def test_epochs_are_shuffled_differently_and_seeds_matter():
 
 @given(corpora)
 def test_only_a_documents_last_token_has_no_label(lengths):
-    stream = DocumentStream(np.array(lengths), window=4, seed=0)
+    stream = DocumentStream(Mixture(np.array(lengths), seed=0), 4)
     pieces = stream.fill(60)
     whole = stream.lengths_of(pieces[:, ID])
     expected = [
@@ -93,7 +94,7 @@ def test_only_a_documents_last_token_has_no_label(lengths):
 
 
 def test_skip_rest_goes_to_the_next_multiple_of_the_window():
-    stream = DocumentStream(np.array([10, 3]), window=4, seed=None)
+    stream = DocumentStream(Mixture(np.array([10, 3]), seed=None), 4)
     assert stream.fill(2).tolist() == [[0, 0, 2]]
     assert stream.skip_rest() == 2
     assert stream.fill(4).tolist() == [[0, 4, 4]]
@@ -105,7 +106,7 @@ def test_skip_rest_goes_to_the_next_multiple_of_the_window():
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=600).filter(lambda lengths: max(lengths) > 1))
 def test_documents_without_tokens_are_passed_over(lengths):
-    stream = DocumentStream(np.array(lengths), window=2, seed=1)
+    stream = DocumentStream(Mixture(np.array(lengths), seed=1), 2)
     total = sum(lengths)
     pieces = np.concatenate([stream.arrive(total), stream.fill(2 * total)])
     assert (pieces[:, LENGTH] > 0).all()
@@ -130,7 +131,7 @@ class OnDemand:
 def test_lengths_are_looked_up_a_block_at_a_time():
     """Whatever the size of the corpus, so that planning takes the same memory for 10^9 documents."""
     lengths = OnDemand(np.full(5_000_000, 2, dtype=np.int32))
-    stream = DocumentStream(lengths, window=4, seed=0)
+    stream = DocumentStream(Mixture(lengths, seed=0), 4)
     assert lengths.most <= 1 << 20
     lengths.most = 0
     for _ in range(5):
@@ -152,4 +153,4 @@ def test_lengths_are_looked_up_a_block_at_a_time():
 )
 def test_bad_corpora_are_named(lengths, window, message):
     with pytest.raises(PlanError, match=message):
-        DocumentStream(np.array(lengths, dtype=np.int64), window=window, seed=0)
+        DocumentStream(Mixture(np.array(lengths, dtype=np.int64), seed=0), window)

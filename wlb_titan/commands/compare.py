@@ -6,12 +6,13 @@ from pathlib import Path
 
 import click
 
-from wlb_titan.commands.console import make_console, show_table
+from wlb_titan.commands.console import say, show_table
+from wlb_titan.commands.options import report_option
 
 
 @click.command()
 @click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN [RUN]...")
-@click.option("--report", type=click.Path(path_type=Path), metavar="DIR", help="Draw DIR/report.html.")
+@report_option
 def compare(folders: tuple[Path, ...], report: Path | None) -> None:
     """Put the metrics of training runs side by side; the first is the baseline.
 
@@ -27,12 +28,10 @@ def compare(folders: tuple[Path, ...], report: Path | None) -> None:
     from wlb_titan.commands.run_folder import open_runs
 
     runs = open_runs(folders)
-    console = make_console()
     if settings := setting_rows(runs):
-        show_table(console, settings)
-    show_table(console, figure_rows(runs))
-    for line in remarks(runs):
-        console.print(line, markup=False, soft_wrap=True)
+        show_table(settings)
+    show_table(figure_rows(runs))
+    say(*remarks(runs))
     if report is not None:
         from wlb_titan.commands.report.compare import write_report
 

@@ -8,14 +8,10 @@ from typing import Any
 import click
 
 from wlb_titan.commands.console import warnings_once
+from wlb_titan.commands.options import OVERRIDABLE, of_file
 from wlb_titan.config import Resolved
 from wlb_titan.runtime.models.facts import Facts, facts_of
 from wlb_titan.runtime.models.load import load_config
-
-# Options that click does not know are overrides of the configuration, so they are passed through.
-_OVERRIDABLE = {"ignore_unknown_options": True}
-_OVERRIDES = click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
-_FILE = click.argument("file", type=click.Path(path_type=Path))
 
 
 @click.group()
@@ -27,9 +23,8 @@ def config() -> None:
     """
 
 
-@config.command(context_settings=_OVERRIDABLE)
-@_FILE
-@_OVERRIDES
+@config.command(context_settings=OVERRIDABLE)
+@of_file
 @click.option(
     "--world-size",
     type=click.IntRange(min=1),
@@ -76,9 +71,8 @@ def _check_with_torch(resolved: Resolved, world_size: int | None, device_gib: fl
         resolved.check(lambda config: validate_memory(config, world_size, device_gib))
 
 
-@config.command(context_settings=_OVERRIDABLE)
-@_FILE
-@_OVERRIDES
+@config.command(context_settings=OVERRIDABLE)
+@of_file
 @click.option("--changed", is_flag=True, help="Only the values that were written, not those of the base.")
 def show(file: Path, overrides: tuple[str, ...], changed: bool) -> None:
     """Show all values of FILE, with overrides, and where each came from.

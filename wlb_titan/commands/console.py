@@ -17,17 +17,8 @@ if TYPE_CHECKING:
 
 UNBOUNDED = 100_000  # characters
 TABLE_WIDTH = 128  # characters, where no terminal tells its own
-TEXT_COLUMNS = (
-    "policy",
-    "sharding",
-    "chosen",
-    "degrees",
-    "memory",
-    "collective",
-    "over",
-    "setting",
-    "figure",
-)
+# Headings of words, which stand to the left.
+TEXTS = ("policy", "sharding", "chosen", "degrees", "memory", "collective", "over", "setting", "figure")
 
 
 def make_console() -> Console:
@@ -47,18 +38,25 @@ def _table(rows: Sequence[dict[str, str]]) -> Table:
 
     table = Table(box=rich.box.SIMPLE_HEAD)
     for heading in rows[0]:
-        table.add_column(heading, justify="left" if heading in TEXT_COLUMNS else "right", no_wrap=True)
+        table.add_column(heading, justify="left" if heading in TEXTS else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row.values())
     return table
 
 
-def show_table(console: Console, rows: Sequence[dict[str, str]]) -> None:
+def say(*lines: str) -> None:
+    """Prints lines as they are, however long."""
+    console = make_console()
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def show_table(rows: Sequence[dict[str, str]], console: Console | None = None) -> None:
     """Prints rows as a table; as plain lines, with every figure, where a terminal is too narrow for one.
 
     What is piped gets the whole table, however wide.
     """
-    table = _table(rows)
+    console, table = console or make_console(), _table(rows)
     needed = console.measure(table, options=console.options.update(width=UNBOUNDED)).maximum
     if not console.is_terminal:
         console.width = max(needed, console.width)
@@ -73,10 +71,8 @@ def show_table(console: Console, rows: Sequence[dict[str, str]]) -> None:
 
 def print_choice(choice: Choice) -> None:
     """What `auto` stands for, and the predictions of all that it may."""
-    console = make_console()
-    show_table(console, choice.rows())
-    for line in choice.remarks():
-        console.print(line, markup=False, soft_wrap=True)
+    show_table(choice.rows())
+    say(*choice.remarks())
 
 
 @contextmanager

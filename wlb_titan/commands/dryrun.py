@@ -2,48 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from wlb_titan.commands.console import print_choice
-from wlb_titan.commands.lone_ranks import (
-    DEFAULT_STEP,
-    RankCommand,
-    corpus_words,
-    policy_words,
-    rank_numbers,
-    rank_option,
-    world_size_option,
-)
+from wlb_titan.commands import lone_ranks as lone
+from wlb_titan.commands.options import OVERRIDABLE, json_option, of_file
 from wlb_titan.commands.report.dryrun import print_rank
-from wlb_titan.errors import UserError
 from wlb_titan.memory.fits import usable_share
 from wlb_titan.memory.peak import GIB
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
-@click.argument("file", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
-@rank_option
+@click.command(context_settings=OVERRIDABLE)
+@of_file
+@lone.rank_option
 @click.option(
     "--policy",
     metavar="PACKING[:SHARDING[:ORDER]]",
     help="Policies instead of the file's, such as wlb_lazy:hybrid:best.",
 )
-@world_size_option
+@lone.world_size_option
 @click.option(
-    "--step",
-    type=click.IntRange(min=1),
-    default=DEFAULT_STEP,
-    show_default=True,
-    help="Step of the plan to run.",
+    "--step", type=click.IntRange(min=1), default=lone.DEFAULT_STEP, help="Step of the plan to run."
 )
 @click.option(
     "--device-gib",
@@ -51,9 +35,7 @@ from wlb_titan.memory.peak import GIB
     metavar="GIB",
     help="Memory of a GPU: bounds the length of micro-batches as the job would, and says whether it fits.",
 )
-@click.option(
-    "--output", type=click.Path(path_type=Path), metavar="FILE.json", help="Write the results as JSON."
-)
+@json_option
 def dryrun(
     file: Path,
     overrides: tuple[str, ...],
@@ -76,33 +58,32 @@ def dryrun(
     """
     from wlb_titan.runtime.models.load import load_config
 
-    words = [*overrides, *policy_words(policy)]
+    words = [*overrides, *lone.policy_words(policy)]
     resolved = load_config(file, words, world_size)
     config = resolved.config
     # torchtitan takes seconds to import, so that is left until the file has been found good.
-    from wlb_titan.runtime.data.corpus import training_documents
-    from wlb_titan.runtime.job import cluster_at_hand, degrees_product, job_of, parallel_dims
-    from wlb_titan.simulator.choice import choose
+    from wlb_titan.runtime.job import cluster_at_hand
 
-    world_size = world_size or degrees_product(config)
-    job = job_of(config, parallel_dims(config, world_size))
-    numbers = rank_numbers(ranks, world_size, job.degrees.pipeline)
-    if device_gib is not None:
-        job = job.on(replace(job.cluster, memory=device_gib * GIB))
+    memory = None if device_gib is None else device_gib * GIB
+    job = lone.configured_job(config, world_size, memory)
+    world_size = job.degrees.ranks
+    numbers = lone.rank_numbers(ranks, world_size, job.degrees.pipeline)
     if not config.wlb.cluster:  # the ranks' processes do not see the device
         words += ["--wlb.cluster", cluster_at_hand(config.wlb.device)]
     with tempfile.TemporaryDirectory(prefix="wlb-dryrun-") as folder:
-        words += ["--dump_folder", folder, *corpus_words(resolved, job.micro_batches, step, Path(folder))]
+        words += [
+            "--dump_folder",
+            folder,
+            *lone.corpus_words(resolved, job.micro_batches, step, Path(folder)),
+        ]
         if job.undecided:
-            choice = choose(job, training_documents(load_config(file, words, world_size).config.wlb))
-            print_choice(choice)
-            job = choice.job
-            words += policy_words(str(job.policy))
+            job = lone.decided_job(load_config(file, words, world_size).config, world_size, memory)
+            words += lone.policy_words(str(job.policy))
         slices = job.packing.owner.slices
         bound = "" if slices else f", micro-batches of at most {job.longest_micro_batch:,} tokens"
         click.echo(f"Step {step} of {file}{bound}.")
         # An accelerator that is there is not used: tensors have no memory, and the trace is of the CPU.
-        command = RankCommand(
+        command = lone.RankCommand(
             "wlb_titan.runtime.lone.dryrun",
             {"--world-size": world_size, "--step": step, "--device-bytes": job.cluster.memory},
             file,
@@ -111,20 +92,13 @@ def dryrun(
         )
         results = command.run(numbers, Path(folder), os.cpu_count() or 1)
     if output is not None:
-        _write(output, results)
+        lone.write_json(output, results)
     for result in results:
         print_rank(result, world_size)
     if device_gib is not None:
         _say_whether_it_fits(results, device_gib, usable_share(slices))
     if any("error" in result for result in results):
         sys.exit(1)
-
-
-def _write(output: Path, results: list[dict[str, Any]]) -> None:
-    try:
-        output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--output: {output} cannot be written: {error.strerror}.") from error
 
 
 def _say_whether_it_fits(results: list[dict[str, Any]], device_gib: float, usable: float) -> None:

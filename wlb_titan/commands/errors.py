@@ -6,7 +6,6 @@ else is a defect and keeps its traceback.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any
 
 import click
 
@@ -16,23 +15,28 @@ EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
 
 
-class _UserMistake(click.ClickException):
-    exit_code = EXIT_USER_ERROR
-
-
-class _Interrupted(click.ClickException):
-    exit_code = EXIT_INTERRUPTED
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        click.echo("\nInterrupted.", err=True, file=file)
-
-
 @contextmanager
 def errors_for_the_user() -> Iterator[None]:
-    """Turn errors made for the user into click's own, which click shows without a traceback."""
+    """Turns errors made for the user into click's own, which click shows without a traceback."""
     try:
         yield
     except UserError as error:
-        raise _UserMistake(str(error)) from error
+        refused = click.ClickException(str(error))
+        refused.exit_code = EXIT_USER_ERROR
+        raise refused from error
     except KeyboardInterrupt:
-        raise _Interrupted("") from None
+        click.echo("\nInterrupted.", err=True)
+        raise click.exceptions.Exit(EXIT_INTERRUPTED) from None
+
+
+@contextmanager
+def writing(what: str) -> Iterator[None]:
+    """Says what could not be written where the file system refuses it.
+
+    Raises:
+        UserError: it does.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what} cannot be written: {error.strerror}.") from error

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from wlb_titan.commands.errors import writing
 from wlb_titan.errors import UserError
 
 EXPERIMENT = """\
@@ -49,10 +50,8 @@ def init(file: Path, corpus: str) -> None:
     if file.exists():
         raise UserError(f"{file} is there already; name another file.")
     text = experiment(str(file), corpus, gpus_here(), os.cpu_count() or 1)
-    try:
+    with writing(str(file)):
         file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{file} cannot be written: {error.strerror}.") from error
     click.echo(f"{file} is written. Next:\n")
     if not Path(corpus).exists():
         click.echo(f"  wlb-titan prepare {corpus} --max-tokens 4000000    # this machine's Python files")

@@ -14,9 +14,8 @@ import click
 from wlb_titan.config.load import Resolved
 from wlb_titan.config.sketch import JSON, resolve_sketch, sketched_job
 from wlb_titan.config.sources import COMMAND_LINE
-from wlb_titan.cost.cluster import shipped
 from wlb_titan.documents import Documents
-from wlb_titan.documents.lengths import NAMED, named_or_read
+from wlb_titan.documents.lengths import named_or_read
 from wlb_titan.errors import ConfigError, PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
@@ -40,33 +39,6 @@ FORMER = {
     "tensor-parallel": "parallelism.tensor_parallel_degree",
 }
 """Former options -> the keys that say the same. Settings of packing policies were options, too."""
-
-OVERRIDABLE = {"ignore_unknown_options": True}
-"""Options that click does not know are overrides of the configuration, so they are passed through."""
-
-words_argument = click.argument(
-    "words", nargs=-1, type=click.UNPROCESSED, metavar="[FILE.toml|config.json] [-- --SECTION.KEY VALUE ...]"
-)
-lengths_option = click.option(
-    "--lengths",
-    metavar="|".join([*NAMED, "FILE"]),
-    help="Documents of these lengths instead of a corpus: a named distribution (docs/simulator.md), or a "
-    "text file with one document's length in tokens a line.",
-)
-model_option = click.option(
-    "--model",
-    metavar="SIZE-WINDOW",
-    default="7B-128K",
-    show_default=True,
-    help="Without FILE.toml: the row of the paper's Table 1.",
-)
-cluster_option = click.option(
-    "--cluster",
-    metavar="NAME|FILE.toml",
-    help=f"{', '.join(shipped())} or a file like theirs (docs/simulator.md).  [default: wlb.cluster, or "
-    "without FILE.toml h100_roce]",
-)
-gpus_option = click.option("--gpus", type=click.IntRange(1, 1 << 20), help="GPUs of the job.")
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,19 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from wlb_titan.commands.console import print_choice
+from wlb_titan.commands.errors import writing
 from wlb_titan.errors import UserError
 
 if TYPE_CHECKING:
     from wlb_titan.config import Resolved
+    from wlb_titan.job import Job
 
 DEFAULT_STEP = 9
 """By then the queues of balancing policies have filled."""
@@ -30,7 +33,6 @@ rank_option = click.option(
     "--rank",
     "ranks",
     default="first,last",
-    show_default=True,
     metavar="N,...",
     help="Global ranks to run, each in a process of its own: numbers, first and last of the job, all-stages "
     "(one of each pipeline rank), all.",
@@ -93,6 +95,37 @@ class RankCommand:
         if result.exists():
             found = json.loads(result.read_text(encoding="utf-8"))
         return found if "error" in found or not error else {**found, "error": error}
+
+
+def decided_job(config: Any, world_size: int | None, memory: float | None = None) -> Job:
+    """The job of a configuration at so many processes; of `auto`, what it chooses on the job's documents.
+
+    Args:
+        memory: bytes of a GPU, if not the cluster's.
+    """
+    from wlb_titan.runtime.data.corpus import training_documents
+    from wlb_titan.simulator.choice import choose
+
+    job = configured_job(config, world_size, memory)
+    if not job.undecided:
+        return job
+    choice = choose(job, training_documents(config.wlb))
+    print_choice(choice)
+    return choice.job
+
+
+def configured_job(config: Any, world_size: int | None, memory: float | None = None) -> Job:
+    """As `decided_job`, with `auto` in it where it was written."""
+    from wlb_titan.runtime.job import degrees_product, job_of, parallel_dims
+
+    job = job_of(config, parallel_dims(config, world_size or degrees_product(config)))
+    return job if memory is None else job.on(replace(job.cluster, memory=memory))
+
+
+def write_json(output: Path, results: Any) -> None:
+    """Writes what `--output` asks for."""
+    with writing(f"--output: {output}"):
+        output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def policy_words(policy: str | None) -> list[str]:

@@ -10,17 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from wlb_titan.commands.console import make_console, print_choice, show_table, warnings_once
-from wlb_titan.commands.job import (
-    OVERRIDABLE,
-    cluster_option,
-    describe_job,
-    gpus_option,
-    lengths_option,
-    load_job,
-    model_option,
-    words_argument,
-)
+from wlb_titan.commands.console import print_choice, say, show_table, warnings_once
+from wlb_titan.commands.errors import writing
+from wlb_titan.commands.job import describe_job, load_job
+from wlb_titan.commands.options import OVERRIDABLE, of_job, report_option, steps_option
 from wlb_titan.errors import PlanError, UserError
 
 if TYPE_CHECKING:
@@ -31,19 +24,12 @@ if TYPE_CHECKING:
     from wlb_titan.summary import Summary
 
 
-STEPS = click.IntRange(1, 1 << 20)
-
-
 @click.command(context_settings=OVERRIDABLE)
-@words_argument
-@lengths_option
-@model_option
+@of_job
 @click.option("--compare", metavar="POLICY,...", help="Packing policies on the same stream, side by side.")
-@cluster_option
-@gpus_option
-@click.option("--steps", type=STEPS, default=100, show_default=True, help="Steps to plan.")
+@steps_option(100, "Steps to plan.")
 @click.option("--output", type=click.Path(path_type=Path), help="Write the plans, one JSON object a line.")
-@click.option("--report", type=click.Path(path_type=Path), metavar="DIR", help="Draw DIR/report.html.")
+@report_option
 def plan(
     words: tuple[str, ...],
     compare: str | None,
@@ -89,11 +75,8 @@ def plan(
         from wlb_titan.commands.report.ranks import planned_rank_times, rank_rows
 
         times = planned_rank_times(jobs[-1], documents, steps)
-        console = make_console()
-        console.print(
-            f"Context parallelism: attention of a layer by {jobs[-1].latency.source}", soft_wrap=True
-        )
-        show_table(console, rank_rows(times, jobs[-1]))
+        say(f"Context parallelism: attention of a layer by {jobs[-1].latency.source}")
+        show_table(rank_rows(times, jobs[-1]))
     if report is not None:
         from wlb_titan.commands.report.page import typed
         from wlb_titan.commands.report.plan import write_report
@@ -130,11 +113,8 @@ def _run(job: Job, documents: Documents, steps: int, output: Path | None) -> Sum
     planner = job.planner(documents)
     if output is None:
         return Summary.of((planner.next(sharded=()) for _ in numbers), job.window)
-    try:
-        with output.open("w", encoding="utf-8") as file:
-            return Summary.of(_written(planner, numbers, file), job.window)
-    except OSError as error:
-        raise PlanError(f"The plans cannot be written to {output}: {error.strerror}.") from error
+    with writing(f"--output: {output}"), output.open("w", encoding="utf-8") as file:
+        return Summary.of(_written(planner, numbers, file), job.window)
 
 
 def _written(planner: Planner, numbers: Any, file: Any) -> Iterator[Plan]:
@@ -147,12 +127,11 @@ def _written(planner: Planner, numbers: Any, file: Any) -> Iterator[Plan]:
 def _print(job: Job, documents: Documents, summaries: dict[str, Summary]) -> None:
     from wlb_titan.commands.report.plan import table_row
 
-    console = make_console()
-    console.print(describe_job(job, documents), markup=False, soft_wrap=True)
-    show_table(console, [{"policy": name, **table_row(s)} for name, s in summaries.items()])
+    say(describe_job(job, documents))
+    show_table([{"policy": name, **table_row(s)} for name, s in summaries.items()])
     for name, summary in summaries.items():
         if summary.lost:
-            console.print(f"{name}: {summary.lost:,} tokens were left out.", markup=False)
+            say(f"{name}: {summary.lost:,} tokens were left out.")
         if summary.gap is not None:
             proven = "all optimal" if summary.gap == 0 else f"at most {summary.gap:.1%} from the optimum"
-            console.print(f"{name}: the solver's packings are {proven}.", markup=False)
+            say(f"{name}: the solver's packings are {proven}.")

@@ -2,9 +2,10 @@
 
 import json
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
@@ -16,9 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from wlb_titan.corpus import Corpus, CorpusError
-from wlb_titan.corpus.existing import complete_corpus
-from wlb_titan.corpus.histogram import length_histogram
 from wlb_titan.corpus.manifest import UNREADABLE_FILE
+from wlb_titan.corpus.prepare import Report, complete_corpus, prepare_corpus
 from wlb_titan.corpus.replace import output_folder
 from wlb_titan.corpus.settings import (
     DEFAULT_VOCAB_SIZE,
@@ -112,12 +112,10 @@ def prepare(
         counts = f"{len(corpus):,} documents, {corpus.lengths.sum():,} tokens"
         click.echo(f"{corpus.path} is there already, made with the same settings: {counts}.")
         return
-    with ProgressDisplay(Console(stderr=True, highlight=False)) as display:
-        display.line(f"Preparing {output} from {settings.source}")
-        # Here, not above: it imports `datasets`, for seconds that `--help` and a corpus that is there save.
-        from wlb_titan.corpus.prepare import prepare_corpus
-
-        corpus = prepare_corpus(settings, output, overwrite=overwrite, report=display.report)
+    console = Console(stderr=True, highlight=False)
+    console.print(f"Preparing {output} from {settings.source}", soft_wrap=True, markup=False)
+    with progress(console) as report:
+        corpus = prepare_corpus(settings, output, overwrite=overwrite, report=report)
     console = Console(highlight=False, soft_wrap=True)
     print_summary(corpus, console)
     if settings.chat:
@@ -128,8 +126,8 @@ def _verify(output: Path) -> None:
     from wlb_titan.corpus.verify import verify
 
     begin = time.monotonic()
-    with ProgressDisplay(Console(stderr=True, highlight=False)) as display:
-        corpus = verify(output, display.report)
+    with progress(Console(stderr=True, highlight=False)) as report:
+        corpus = verify(output, report)
     counts = f"{len(corpus):,} documents, {corpus.lengths.sum():,} tokens"
     click.echo(f"{corpus.path} is whole: {counts}, read in {time.monotonic() - begin:.1f} s.")
 
@@ -148,37 +146,26 @@ def _template_options(texts: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:
     return tuple(options.items())
 
 
-class ProgressDisplay:
-    """Shows what `prepare_corpus` reports: as a bar on a terminal, as lines now and then in a log file."""
+@contextmanager
+def progress(console: Console) -> Iterator[Report]:
+    """What shows the progress that it is told: a bar on a terminal, lines now and then in a log file."""
+    last, bar = time.monotonic(), None
+    with ExitStack() as stack:
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._stack = ExitStack()
-        self._bar: rich.progress.Progress | None = None
-        self._task = rich.progress.TaskID(0)
-        self._last_line = time.monotonic()
+        def report(what: str, done: int, total: int) -> None:
+            nonlocal last, bar
+            if total == 0:
+                console.print(f"{what} ...", soft_wrap=True, markup=False)
+            elif console.is_terminal:
+                if bar is None:
+                    bar = stack.enter_context(_progress_bar(console))
+                    bar.add_task(what, total=total)
+                bar.update(bar.task_ids[0], completed=done)
+            elif time.monotonic() - last >= SECONDS_BETWEEN_LINES or done == total:
+                last = time.monotonic()
+                console.print(f"{what}: {done:,} of {total:,}", soft_wrap=True, markup=False)
 
-    def line(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True, markup=False)
-
-    def report(self, what: str, done: int, total: int) -> None:
-        """Show that `done` of `total` is done; a total of 0 says that it is not known."""
-        if total == 0:
-            self.line(f"{what} ...")
-        elif self._console.is_terminal:
-            if self._bar is None:
-                self._bar = self._stack.enter_context(_progress_bar(self._console))
-                self._task = self._bar.add_task(what, total=total)
-            self._bar.update(self._task, completed=done)
-        elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES or done == total:
-            self._last_line = time.monotonic()
-            self.line(f"{what}: {done:,} of {total:,}")
-
-    def __enter__(self) -> "ProgressDisplay":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        yield report
 
 
 def _progress_bar(console: Console) -> rich.progress.Progress:
@@ -233,6 +220,31 @@ def print_summary(corpus: Corpus, console: Console) -> None:
                 console.print(f"{'':>14}{line.rstrip()}", markup=False)
         if manifest.unreadable > UNREADABLE_SHOWN:
             console.print(f"{'':>14}... all in {unreadable}", markup=False)
+
+
+class Bucket(NamedTuple):
+    """The documents with `low` to `2 * low - 1` tokens."""
+
+    low: int
+    documents: int
+    tokens: int
+
+
+def length_histogram(lengths: np.ndarray) -> list[Bucket]:
+    """Buckets from the shortest document's to the longest's, empty ones in between included.
+
+    >>> [tuple(bucket) for bucket in length_histogram(np.array([1, 4, 7, 5]))]
+    [(1, 1, 1), (2, 0, 0), (4, 3, 16)]
+
+    Args:
+        lengths: tokens of each document, all positive.
+    """
+    exponents = np.frexp(lengths)[1] - 1  # floor(log2), exact below 2^53
+    buckets = []
+    for exponent in range(exponents.min(), exponents.max() + 1):
+        inside = exponents == exponent
+        buckets.append(Bucket(1 << exponent, int(inside.sum()), int(lengths[inside].sum())))
+    return buckets
 
 
 def print_sample(corpus: Corpus, console: Console) -> None:

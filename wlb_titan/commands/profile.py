@@ -10,14 +10,11 @@ from typing import Any
 
 import click
 import numpy as np
-import rich.box
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from wlb_titan import __version__
 from wlb_titan.commands import profile_linear as linear
-from wlb_titan.commands.console import make_console
+from wlb_titan.commands.console import say, show_table
 from wlb_titan.cost.attention_profile import AttentionShape, Entry, Profile, fitted
 from wlb_titan.cost.linear_profile import LinearProfile
 from wlb_titan.errors import UserError
@@ -101,7 +98,7 @@ def profile(
     software = f"torch {torch.__version__}, wlb_titan {__version__}"
     result = Profile(_name(device), units, software, tuple(entries), _measure_linear(dtype, device))
     result.save(output)
-    print_table(result, make_console())
+    print_table(result)
     click.echo(_rates(result.linear))
     click.echo(f"Wrote {output}")
 
@@ -161,23 +158,25 @@ def _rates(measured: LinearProfile | None) -> str:
     return "\n".join(lines)
 
 
-def print_table(result: Profile, console: Console) -> None:
+def print_table(result: Profile) -> None:
     """Print the main coefficients, in microseconds, and how well all of them describe the measurements."""
-    title = f"{result.device}: microseconds of a query head on one unit"
-    table = Table(title=title, box=rich.box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    for heading in ("D", "group", "dtype", "pass", "by", "tiles", "launch", "tile", "block", "error", "95 %"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    say(f"{result.device}: microseconds of a query head on one unit")
+    rows = []
     for entry in result.entries:
         cost, errors = entry.cost, np.abs(entry.errors(result.units))
-        table.add_row(
-            entry.dims,
-            str(entry.group),
-            entry.dtype,
-            entry.direction,
-            entry.implementation,
-            f"{cost.tiling.query_tile}x{cost.tiling.key_block}",
-            *(f"{seconds * 1e6:.3g}" for seconds in (cost.launch, cost.tile, cost.block)),
-            f"{np.median(errors):.1%}",
-            f"{np.quantile(errors, 0.95):.1%}",
+        rows.append(
+            {
+                "D": entry.dims,
+                "group": str(entry.group),
+                "dtype": entry.dtype,
+                "pass": entry.direction,
+                "by": entry.implementation,
+                "tiles": f"{cost.tiling.query_tile}x{cost.tiling.key_block}",
+                "launch": f"{cost.launch * 1e6:.3g}",
+                "tile": f"{cost.tile * 1e6:.3g}",
+                "block": f"{cost.block * 1e6:.3g}",
+                "error": f"{np.median(errors):.1%}",
+                "95 %": f"{np.quantile(errors, 0.95):.1%}",
+            }
         )
-    console.print(table)
+    show_table(rows)

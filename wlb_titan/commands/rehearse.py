@@ -2,68 +2,53 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from wlb_titan.commands.console import make_console, print_choice, show_table, warnings_once
+from wlb_titan.commands import lone_ranks as lone
+from wlb_titan.commands.console import say, show_table, warnings_once
 from wlb_titan.commands.job import describe_job
-from wlb_titan.commands.lone_ranks import (
-    DEFAULT_STEP,
-    RankCommand,
-    corpus_words,
-    policy_words,
-    rank_numbers,
-    rank_option,
-    world_size_option,
-)
+from wlb_titan.commands.options import OVERRIDABLE, json_option, of_file, report_option
 from wlb_titan.commands.report.page import typed
 from wlb_titan.commands.report.rehearse import Rehearsal, figures, print_rank, table_rows, write_report
 from wlb_titan.errors import UserError
-
-if TYPE_CHECKING:
-    from wlb_titan.job import Job
 
 GRACE = 60.0
 """Seconds over --seconds after which a rank that is within a step is stopped."""
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
-@click.argument("file", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
-@rank_option
+@click.command(context_settings=OVERRIDABLE)
+@of_file
+@lone.rank_option
 @click.option(
     "--policies",
     metavar="PACKING[:SHARDING[:ORDER]],...",
     help="Side by side; the first is the baseline.  [default: the file's]",
 )
-@click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, help="That count.")
+@click.option("--steps", type=click.IntRange(min=1), default=3, help="That count.")
 @click.option(
     "--warm-up",
     type=click.IntRange(min=0),
     default=1,
-    show_default=True,
     help="Steps before them, in which kernels are compiled.",
 )
 @click.option(
     "--step",
     "first",
     type=click.IntRange(min=1),
-    default=DEFAULT_STEP,
-    show_default=True,
+    default=lone.DEFAULT_STEP,
     help="First step of the plan that counts.",
 )
-@world_size_option
+@lone.world_size_option
 @click.option(
     "--seconds",
     type=click.FloatRange(min=1),
     default=600.0,
-    show_default=True,
     help="A rank begins no step after so many; one that is within a step a minute later is stopped.",
 )
 @click.option(
@@ -76,13 +61,10 @@ GRACE = 60.0
     "--at-once",
     type=click.IntRange(min=1),
     default=1,
-    show_default=True,
     help="Ranks that run at a time; they share the device.",
 )
-@click.option(
-    "--output", type=click.Path(path_type=Path), metavar="FILE.json", help="Write the results as JSON."
-)
-@click.option("--report", type=click.Path(path_type=Path), metavar="DIR", help="Draw DIR/report.html.")
+@json_option
+@report_option
 def rehearse(
     file: Path,
     overrides: tuple[str, ...],
@@ -122,19 +104,19 @@ def rehearse(
     with tempfile.TemporaryDirectory(prefix="wlb-rehearsal-") as name, warnings_once():
         folder = Path(name)
         words = [*overrides, "--dump_folder", name]
-        micro_batches = _job(file, list(overrides), world_size)[0].micro_batches
-        words += corpus_words(resolved, micro_batches, first + steps, folder)
+        micro_batches = lone.configured_job(resolved.config, world_size).micro_batches
+        words += lone.corpus_words(resolved, micro_batches, first + steps, folder)
         for policy in policies.split(",") if policies else [None]:
-            one = _planned(file, [*words, *policy_words(policy)], world_size, first, steps)
-            numbers = rank_numbers(ranks, one.job.degrees.ranks, one.job.degrees.pipeline)
+            one = _planned(file, [*words, *lone.policy_words(policy)], world_size, first, steps)
+            numbers = lone.rank_numbers(ranks, one.job.degrees.ranks, one.job.degrees.pipeline)
             if not results:
-                make_console().print(describe_job(one.job, one.documents), markup=False, soft_wrap=True)
+                say(describe_job(one.job, one.documents))
             click.echo(f"{one.policy}: rank {', '.join(map(str, numbers))} ...", err=True)
-            command = RankCommand(
+            command = lone.RankCommand(
                 "wlb_titan.runtime.lone.rehearse",
                 {"--world-size": one.job.degrees.ranks, **options},
                 file,
-                [*words, *policy_words(one.policy)],
+                [*words, *lone.policy_words(one.policy)],
                 {"CUDA_VISIBLE_DEVICES": ""} if resolved.config.wlb.device == "cpu" else {},
                 seconds + GRACE,
             )
@@ -142,8 +124,7 @@ def rehearse(
             for rank in results[-1].ranks:
                 print_rank(results[-1], rank)
     if any(one.rehearsed for one in results):
-        console = make_console()
-        show_table(console, table_rows(results))
+        show_table(table_rows(results))
     if output is not None:
         _write(output, file, results)
     if report is not None:
@@ -153,25 +134,13 @@ def rehearse(
         sys.exit(1)
 
 
-def _job(file: Path, words: list[str], world_size: int | None) -> tuple[Job, Any]:
-    from wlb_titan.runtime.job import degrees_product, job_of, parallel_dims
-    from wlb_titan.runtime.models.load import load_config
-
-    config = load_config(file, words, world_size).config
-    return job_of(config, parallel_dims(config, world_size or degrees_product(config))), config
-
-
 def _planned(file: Path, words: list[str], world_size: int | None, first: int, steps: int) -> Rehearsal:
     """A policy's job and the plans of its steps, which the ranks' processes make too."""
     from wlb_titan.runtime.data.corpus import training_documents
-    from wlb_titan.simulator.choice import choose
+    from wlb_titan.runtime.models.load import load_config
 
-    job, config = _job(file, words, world_size)
-    documents = training_documents(config.wlb)
-    if job.undecided:
-        choice = choose(job, documents)
-        print_choice(choice)
-        job = choice.job
+    config = load_config(file, words, world_size).config
+    job, documents = lone.decided_job(config, world_size), training_documents(config.wlb)
     plans = job.plans(documents, steps, after=first - 1)
     return Rehearsal(str(job.policy), job, documents, plans, [])
 
@@ -222,7 +191,4 @@ def _write(output: Path, file: Path, results: list[Rehearsal]) -> None:
             for one in results
         ],
     }
-    try:
-        output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--output: {output} cannot be written: {error.strerror}.") from error
+    lone.write_json(output, record)

@@ -50,8 +50,7 @@ class Run:
 
     def mean(self, key: str) -> float | None:
         """Over the records that have `key`; None without one."""
-        values = self.series(key)[1]
-        return float(values.mean()) if len(values) else None
+        return getattr(self.average(key), "value", None)
 
     def average(self, key: str) -> Estimate | None:
         """The mean of the records that have `key`, with its scatter; None without one."""
@@ -104,12 +103,7 @@ class Run:
         last = (self.tokens > 0.9 * tokens) & (self.tokens <= tokens * (1 + 1e-9))
         if not last.any():
             return float(losses[np.argmin(np.abs(self.tokens - tokens))])
-        return float(np.average(losses[last], weights=self._new_tokens[last]))
-
-    @property
-    def validation_losses(self) -> tuple[list[float], list[float]]:
-        """Steps of validation passes, and their losses."""
-        return [one["step"] for one in self.validations], [one["loss"] for one in self.validations]
+        return float(np.average(losses[last], weights=np.diff(self.tokens, prepend=0.0)[last]))
 
     def peak_memory(self) -> dict[str, float]:
         """GiB at most, by pipeline stage (`pp0`, ...) or of the reporting rank (`rank`); empty if unknown."""
@@ -121,21 +115,13 @@ class Run:
 
     def traces(self) -> dict[int, Path]:
         """Trace files by step."""
-        found = {}
-        for path in (self.folder / TRACES).glob("step-*.json"):
-            number = path.stem.removeprefix("step-")
-            if number.isdecimal():
-                found[int(number)] = path
-        return dict(sorted(found.items()))
+        found = {path.stem.removeprefix("step-"): path for path in (self.folder / TRACES).glob("step-*.json")}
+        return {int(step): found[step] for step in sorted(filter(str.isdecimal, found), key=int)}
 
     @cached_property
     def _new_steps(self) -> Floats:
         """float64 (records,), steps from each record's predecessor to it."""
         return np.diff([r["step"] for r in self.records], prepend=0).astype(float)
-
-    @cached_property
-    def _new_tokens(self) -> Floats:
-        return np.diff(self.tokens, prepend=0.0)
 
 
 def open_runs(folders: Sequence[Path]) -> list[Run]:

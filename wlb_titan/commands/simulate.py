@@ -10,19 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from wlb_titan.commands.console import make_console, print_choice, show_table, warnings_once
-from wlb_titan.commands.job import (
-    OVERRIDABLE,
-    Asked,
-    cluster_option,
-    describe_job,
-    gpus_option,
-    lengths_option,
-    load_job,
-    model_option,
-    words_argument,
-)
-from wlb_titan.commands.plan import STEPS
+from wlb_titan.commands.console import print_choice, say, show_table, warnings_once
+from wlb_titan.commands.errors import writing
+from wlb_titan.commands.job import Asked, describe_job, load_job
+from wlb_titan.commands.options import OVERRIDABLE, of_job, report_option, steps_option
 from wlb_titan.cost.attention_choice import named_attention
 from wlb_titan.cost.attention_hopper import KERNELS
 from wlb_titan.errors import PlanError
@@ -42,18 +33,14 @@ SECONDS_BETWEEN_LINES = 5.0  # of its progress
 
 
 @click.command(context_settings=OVERRIDABLE)
-@words_argument
-@lengths_option
-@model_option
-@cluster_option
+@of_job
 @click.option(
     "--policies",
     metavar="PACKING[:SHARDING[:ORDER]],...",
     help=f"Side by side; the first is the baseline.  [default: {DEFAULT_POLICIES}; plain and the policy that "
     "is chosen after --, if one is]",
 )
-@click.option("--steps", type=STEPS, default=20, show_default=True, help="Steps to simulate.")
-@gpus_option
+@steps_option(20, "Steps to simulate.")
 @click.option("--offload", type=float, metavar="SHARE", help="Of kept activations, to the host's memory.")
 @click.option(
     "--tensor-overlap",
@@ -78,7 +65,6 @@ SECONDS_BETWEEN_LINES = 5.0  # of its progress
     "--search-seconds",
     type=click.FloatRange(1, 86400),
     default=300.0,
-    show_default=True,
     help="With --search: rank what was found by then.",
 )
 @click.option(
@@ -88,7 +74,7 @@ SECONDS_BETWEEN_LINES = 5.0  # of its progress
     help="With --search: write its winner as a file that extends the given one, or has torchtitan's base of "
     "config.json's sizes; `megatron` prints it as arguments of Megatron-LM.",
 )
-@click.option("--report", type=click.Path(path_type=Path), metavar="DIR", help="Draw DIR/report.html.")
+@report_option
 @click.option(
     "--trace", type=click.Path(path_type=Path), metavar="FILE", help="Timeline for ui.perfetto.dev."
 )
@@ -125,6 +111,7 @@ def simulate(
     """
     from wlb_titan.commands.megatron import megatron_arguments
     from wlb_titan.commands.report.page import typed
+    from wlb_titan.commands.report.simulate import remarks, table_rows
     from wlb_titan.commands.simulate_toml import MEGATRON, check_writable, write_winner
     from wlb_titan.simulator.scenario import Scenario
 
@@ -149,7 +136,9 @@ def simulate(
             decided = dict.fromkeys(scenario.under(policy).policy for policy in compared)
             plans = {policy: scenario.plans(policy, steps) for policy in decided}
             predictions = {policy: scenario.simulate(policy, planned) for policy, planned in plans.items()}
-            _print(scenario, plans, predictions)
+            say(describe_job(scenario.job, scenario.documents))
+            show_table(table_rows(scenario, plans, predictions))
+            say(*remarks(predictions))
     if not search:
         _export(scenario, plans, predictions, choices, report, trace, typed(words, lengths, model))
     elif write is not None and write.name == MEGATRON:
@@ -180,18 +169,6 @@ def _told(job: Job, given: Mapping[str, Any]) -> Job:
     return replace(job, **changes)
 
 
-def _print(
-    scenario: Scenario, plans: dict[Policy, list[Plan]], predictions: dict[Policy, Prediction]
-) -> None:
-    from wlb_titan.commands.report.simulate import remarks, table_rows
-
-    console = make_console()
-    console.print(describe_job(scenario.job, scenario.documents), markup=False, soft_wrap=True)
-    show_table(console, table_rows(scenario, plans, predictions))
-    for line in remarks(predictions):
-        console.print(line, markup=False, soft_wrap=True)
-
-
 def _print_search(
     scenario: Scenario, policies: list[Policy], steps: int, gpus: int | None, seconds: float
 ) -> Search:
@@ -209,22 +186,17 @@ def _print_search(
         return now - begin < seconds
 
     result = search(scenario, gpus or scenario.job.degrees.ranks, policies, steps, goes_on)
-    console = make_console()
-    console.print(describe_job(scenario.job, scenario.documents), markup=False, soft_wrap=True)
-    show_table(console, search_rows(result)[:SHOWN])
-    console.print(
+    say(describe_job(scenario.job, scenario.documents))
+    show_table(search_rows(result)[:SHOWN])
+    say(
         f"{len(result.found)} candidates were planned and fit; {result.slower} would be slower than the best "
         f"even if they were perfectly balanced, {result.too_large} need more memory and {result.refused} are "
-        "not possible.",
-        soft_wrap=True,
+        "not possible."
     )
     if result.untried:
-        console.print(
-            f"{result.untried} were not tried in the {seconds:.0f} s of --search-seconds.", soft_wrap=True
-        )
-    console.print(gain(result), markup=False, soft_wrap=True)
-    for line in remarks({found.policy: found.prediction for found in result.found[:1]}):
-        console.print(line, markup=False, soft_wrap=True)
+        say(f"{result.untried} were not tried in the {seconds:.0f} s of --search-seconds.")
+    best = result.found[0]
+    say(gain(result), *remarks({best.job.policy: best}))
     return result
 
 
@@ -237,7 +209,6 @@ def _export(
     trace: Path | None,
     what: str,
 ) -> None:
-    from wlb_titan.errors import PlanError
     from wlb_titan.simulator.timeline import step_timeline
     from wlb_titan.timeline import write_trace
 
@@ -249,10 +220,8 @@ def _export(
         typical = int(abs(prediction.seconds - prediction.seconds.mean()).argmin())
         steps[policy] = step_timeline(predictions[policy].job, plans[policy][typical], str(policy))
     if trace is not None:
-        try:
+        with writing(f"--trace: {trace}"):
             write_trace([span for spans, _ in steps.values() for span in spans], trace)
-        except OSError as error:
-            raise PlanError(f"The timeline cannot be written to {trace}: {error.strerror}.") from error
         click.echo(f"Timeline: {trace} (open it at https://ui.perfetto.dev)")
     if report is not None:
         from wlb_titan.commands.report.simulate import write_report

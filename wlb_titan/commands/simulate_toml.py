@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from wlb_titan.commands.errors import writing
 from wlb_titan.commands.job import Asked
 from wlb_titan.commands.report.simulate import gain
 from wlb_titan.config.build import Entry
@@ -27,10 +28,9 @@ MEGATRON = "megatron"
 
 
 def check_writable(path: Path, asked: Asked, strangers: list[str]) -> None:
-    """Raises PlanError, before anything is searched, if a winner could not be written.
+    """Raises PlanError, before anything is searched, if a winner could not be written to `path`.
 
     Args:
-        path: path of the file to write.
         strangers: names of options that were given and that no key says.
     """
     if path.name == MEGATRON:
@@ -51,14 +51,12 @@ def write_winner(path: Path, asked: Asked, result: Search) -> None:
     of the command line.
 
     Raises:
-        PlanError: the file cannot be written.
-        UserError: there is no base of these sizes.
+        UserError: the file cannot be written, or there is no base of these sizes.
         ConfigError: what the file sets besides does not go together with the winner, such as a key of another
             packing policy; nothing is written then.
     """
     config = asked.file or asked.model
     best = result.found[0]
-    prediction = best.prediction
     values: dict[str, Any] = {"dump_folder": f"outputs/{path.stem}", **asked.changes}
     if asked.file is not None:
         parent = os.path.relpath(asked.file.resolve(), path.resolve().parent)
@@ -73,17 +71,15 @@ def write_winner(path: Path, asked: Asked, result: Search) -> None:
     head = (
         f"The fastest of {len(result.found)} candidates of `wlb-titan simulate {config} --search --gpus "
         f"{best.job.degrees.ranks}`.",
-        f"Predicted on {best.job.cluster.name}: {prediction.seconds.mean():.3f} s a step, "
-        f"{prediction.tokens_per_second:,.0f} tokens/s, {prediction.mfu:.1%} MFU,",
-        f"{prediction.peak_memory.total / 2**30:.1f} GiB on the fullest GPU.",
+        f"Predicted on {best.job.cluster.name}: {best.seconds.mean():.3f} s a step, "
+        f"{best.tokens_per_second:,.0f} tokens/s, {best.mfu:.1%} MFU,",
+        f"{best.peak_memory.total / 2**30:.1f} GiB on the fullest GPU.",
         gain(result),
     )
     entries = [Entry(tuple(key.split(".")), value, SOURCE, to_text(value)) for key, value in values.items()]
     text = "".join(f"# {line}\n" for line in head) + document(entries)
-    try:
+    with writing(f"--write: {path}"):
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"--write: {path} cannot be written: {error.strerror}.") from error
     try:
         _check(path, best.job)
     except ConfigError as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from wlb_titan.commands.console import warnings_once
+from wlb_titan.commands.options import OVERRIDABLE, of_file
 from wlb_titan.errors import EXIT_AGAIN
 
 SCRIPT = """\
@@ -36,15 +37,22 @@ PATIENCE = 120
 """Seconds that srun gives other tasks when one has ended; they end by themselves within seconds."""
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
-@click.argument("file", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
+@click.command(context_settings=OVERRIDABLE)
+@of_file
+@click.option("--gpus", type=click.IntRange(1), default=8, help="Of a node; a process each.")
 @click.option(
-    "--gpus", type=click.IntRange(1), default=8, show_default=True, help="Of a node; a process each."
+    "--nodes",
+    type=click.IntRange(0),
+    default=0,
+    show_default=False,
+    help="As many as the degrees need, if not given.",
 )
-@click.option("--nodes", type=click.IntRange(0), default=0, help="As many as the degrees need, if not given.")
 @click.option(
-    "--min-nodes", type=click.IntRange(0), default=0, help="With which it goes on if others are lost."
+    "--min-nodes",
+    type=click.IntRange(0),
+    default=0,
+    show_default=False,
+    help="With which it goes on if others are lost.",
 )
 @click.option(
     "--restarts",
@@ -52,12 +60,11 @@ PATIENCE = 120
     default=0,
     help="How often the nodes start their processes again, from the newest checkpoint.",
 )
-@click.option("--time", default="24:00:00", show_default=True, help="Limit of the job's wall time.")
+@click.option("--time", default="24:00:00", help="Limit of the job's wall time.")
 @click.option(
     "--notice",
     type=click.IntRange(1),
     default=300,
-    show_default=True,
     help="Seconds before the limit when the run is told to stop: more than a step and saving take.",
 )
 @click.option("-o", "own", multiple=True, metavar="NAME=VALUE", help="Another option of sbatch.")

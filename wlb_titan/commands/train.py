@@ -9,15 +9,16 @@ from pathlib import Path
 import click
 
 from wlb_titan.commands.console import warnings_once
+from wlb_titan.commands.options import OVERRIDABLE, of_file
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
-@click.argument("file", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
+@click.command(context_settings=OVERRIDABLE)
+@of_file
 @click.option(
     "--nproc",
     type=click.IntRange(0),
     default=0,
+    show_default=False,
     metavar="N",
     help="Processes; as many as the parallel degrees need, if not given.",
 )

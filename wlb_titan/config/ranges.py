@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -25,6 +26,18 @@ from wlb_titan.errors import UserError
 
 Table = Mapping[type, Mapping[str, tuple[BaseMetadata | GroupedMetadata, ...]]]
 """Class -> field -> its range."""
+
+KINDS: dict[type, tuple[str, Callable[[Any, Any], bool], str]] = {
+    Ge: ("ge", operator.ge, "at least {}"),
+    Gt: ("gt", operator.gt, "above {}"),
+    Le: ("le", operator.le, "at most {}"),
+    Lt: ("lt", operator.lt, "below {}"),
+    MultipleOf: ("multiple_of", lambda value, unit: value % unit == 0, "a multiple of {}"),
+    MinLen: ("min_length", lambda value, least: len(value) >= least, "at least {} long"),
+}
+"""Kind of a limit -> where its bound stands, whether a value keeps to it, and what messages say."""
+
+NAMED: dict[BaseMetadata, str] = {Le(math.inf): "inf for no bound", MinLen(1): "not empty"}
 
 LARGEST_INTEGER = 2**63 - 1
 
@@ -105,7 +118,7 @@ def _flat(metadata: Iterable[Any]) -> Iterator[BaseMetadata]:
     for item in metadata:
         if isinstance(item, GroupedMetadata):
             yield from _flat(item)
-        elif isinstance(item, Ge | Gt | Le | Lt | MultipleOf | MinLen):
+        elif type(item) in KINDS:
             yield item
 
 
@@ -131,38 +144,12 @@ def _objection(value: object, limits: tuple[BaseMetadata, ...]) -> str:
 
 
 def _holds(value: Any, limit: BaseMetadata) -> bool:
-    match limit:
-        case Ge(ge=bound):
-            return bool(value >= bound)
-        case Gt(gt=bound):
-            return bool(value > bound)
-        case Le(le=bound):
-            return bool(value <= bound)
-        case Lt(lt=bound):
-            return bool(value < bound)
-        case MultipleOf(multiple_of=unit):
-            return bool(value % unit == 0)
-        case MinLen(min_length=least):
-            return len(value) >= least
-    return True
+    name, holds, _ = KINDS[type(limit)]
+    return bool(holds(value, getattr(limit, name)))
 
 
 def _words(limit: BaseMetadata) -> str:
-    match limit:
-        case Ge(ge=bound):
-            return f"at least {bound}"
-        case Gt(gt=bound):
-            return f"above {bound}"
-        case Le(le=math.inf):
-            return "inf for no bound"
-        case Le(le=bound):
-            return f"at most {bound}"
-        case Lt(lt=bound):
-            return f"below {bound}"
-        case MultipleOf(multiple_of=unit):
-            return f"a multiple of {unit}"
-        case MinLen(min_length=1):
-            return "not empty"
-        case MinLen(min_length=least):
-            return f"at least {least} long"
-    raise AssertionError(limit)
+    if limit in NAMED:
+        return NAMED[limit]
+    name, _, words = KINDS[type(limit)]
+    return words.format(getattr(limit, name))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import lcm
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Interval
 
@@ -20,7 +20,7 @@ from wlb_titan.config.settings import WlbSettings
 from wlb_titan.cost.cluster import load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.hugging_face import read_config
-from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS, ModelShape
+from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.memory.settings import MemorySettings
@@ -68,6 +68,13 @@ class FullAC:
 @dataclass(kw_only=True, slots=True)
 class SelectiveDocumentAC:
     """Matrix products in part, attention not."""
+
+
+CHECKPOINTING: dict[type, Literal["selective", "full", "none"]] = {
+    SelectiveDocumentAC: "selective",
+    FullAC: "full",
+    type(None): "none",
+}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -125,21 +132,17 @@ def sketched_job(name: str, config: Sketch, gpus: int | None) -> Job:
     Raises:
         PlanError: the settings do not fit each other.
     """
-    model = model_of(name)
+    model = read_config(Path(name))[0] if name.endswith(JSON) else PAPER_MODELS[name.partition("-")[0]]
     training, keys, total = config.training, config.parallelism, config.training.global_batch_size
-    others = (
-        keys.tensor_parallel_degree
-        * keys.context_parallel_degree
-        * keys.pipeline_parallel_degree
-        * keys.data_parallel_replicate_degree
-    )
-    shard = keys.data_parallel_shard_degree
+    tensor, context = keys.tensor_parallel_degree, keys.context_parallel_degree
+    pipeline, replicate = keys.pipeline_parallel_degree, keys.data_parallel_replicate_degree
+    shard, left = keys.data_parallel_shard_degree, (gpus or 1) // (tensor * context * pipeline * replicate)
     degrees = Degrees(
-        tensor=keys.tensor_parallel_degree,
-        context=keys.context_parallel_degree,
-        pipeline=keys.pipeline_parallel_degree,
-        shard=max((gpus or 1) // others, 1) if shard == -1 else shard,
-        replicate=keys.data_parallel_replicate_degree,
+        tensor=tensor,
+        context=context,
+        pipeline=pipeline,
+        shard=max(left, 1) if shard == -1 else shard,
+        replicate=replicate,
         expert=keys.expert_parallel_degree,
     )
     schedule = keys.pipeline_parallel_schedule
@@ -149,15 +152,8 @@ def sketched_job(name: str, config: Sketch, gpus: int | None) -> Job:
             setting="parallelism.pipeline_parallel_schedule",
         )
     chunks = 1 if schedule in ONE_STAGE or degrees.pipeline == 1 else 2
-    recomputed = config.activation_checkpoint
-    memory = MemorySettings(
-        checkpointing="none"
-        if recomputed is None
-        else "full"
-        if isinstance(recomputed, FullAC)
-        else "selective",
-        window=training.seq_len,
-    )
+    checkpointing = CHECKPOINTING[type(config.activation_checkpoint)]
+    memory = MemorySettings(checkpointing=checkpointing, window=training.seq_len)
     return Job(
         model=model,
         degrees=degrees,
@@ -180,8 +176,3 @@ def sketched_job(name: str, config: Sketch, gpus: int | None) -> Job:
         memory=memory,
         memory_unknown="a model with experts" if model.experts else "",
     )
-
-
-def model_of(name: str) -> ModelShape:
-    """The sizes of a model, named as in `sketch_of`."""
-    return read_config(Path(name))[0] if name.endswith(JSON) else PAPER_MODELS[name.partition("-")[0]]

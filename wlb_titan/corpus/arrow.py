@@ -41,6 +41,9 @@ class ArrowShard:
         column: holds one list of token ids a document.
         checked: whether `write_checks` has written checksums beside it.
 
+    Attributes:
+        file: the bytes of the file.
+
     Raises:
         CorpusError: the file cannot be read, is damaged, or has no such column of integers.
     """
@@ -49,15 +52,15 @@ class ArrowShard:
         self.path = path
         self._column = column
         if checked:
-            self._file = CheckedPages(path, map_file(path.with_suffix(SUMS), "<u4"))
+            self.file = CheckedPages(path, map_file(path.with_suffix(SUMS), "<u4"))
             batches = map_file(batches_file(path, column), "<i8").reshape(-1, len(BATCH_COLUMNS))
-            self._head = int(batches[0, 4]) if len(batches) else len(self._file.pages)
-            self._file.check(0, self._head, "its head")
+            self._head = int(batches[0, 4]) if len(batches) else len(self.file.pages)
+            self.file.check(0, self._head, "its head")
         else:
             batches, self._head = find_batches(path, column)
-            self._file = CheckedPages(path, None)
+            self.file = CheckedPages(path, None)
         try:
-            self._schema = pa.ipc.read_schema(pa.py_buffer(self._file.pages[: self._head]))
+            self._schema = pa.ipc.read_schema(pa.py_buffer(self.file.pages[: self._head]))
         except (OSError, pa.ArrowInvalid) as error:
             raise CorpusError(f"{path} cannot be read ({error}).") from error
         wide, self._dtype = _list_type(self._schema, column, path)
@@ -66,42 +69,36 @@ class ArrowShard:
         self._firsts = np.concatenate([[0], np.cumsum(batches[:, 0])])
         self.documents = int(self._firsts[-1])
         self.tokens = int(batches[:, 1].sum())
-        pages = self._file.pages
+        pages = self.file.pages
         self._offsets_at = batches[:, 2] // self._offset_size
         self._offsets = _seen_as(pages, np.dtype(np.int64 if wide else np.int32))
         self._values_at = batches[:, 3] // self._dtype.itemsize
         self._values = _seen_as(pages, self._dtype)
 
     def lengths(self, rows: Ints) -> Ints:
-        batches = np.searchsorted(self._firsts, rows, side="right") - 1
-        places = self._offsets_at[batches] + (rows - self._firsts[batches])
+        _, places = self._places(rows)
         for edge in (0, 1):
-            self._file.check_places((places + edge) * self._offset_size, "lengths of documents")
+            self.file.check_places((places + edge) * self._offset_size, "lengths of documents")
         lengths: Ints = (self._offsets[places + 1] - self._offsets[places]).astype(np.int64)
         return lengths
 
-    def run_of_lengths(self, start: int, stop: int) -> Ints:
-        return self.lengths(np.arange(start, stop))
-
     def read(self, row: int, start: int, length: int) -> Tokens:
-        batch = int(np.searchsorted(self._firsts, row, side="right")) - 1
-        place = int(self._offsets_at[batch]) + (row - int(self._firsts[batch]))
+        batch, place = (int(found[0]) for found in self._places(np.array([row])))
         what = f"document {row}"
-        self._file.check(place * self._offset_size, (place + 1) * self._offset_size, what)
+        self.file.check(place * self._offset_size, (place + 1) * self._offset_size, what)
         begin = int(self._values_at[batch] + self._offsets[place]) + start
         size = self._dtype.itemsize
-        self._file.check(begin * size, (begin + length) * size, what)
+        self.file.check(begin * size, (begin + length) * size, what)
         return self._values[begin : begin + length]
 
     def read_several(self, rows: Ints) -> tuple[Tokens, Ints]:
         """The lists of several rows, one after the other, and int64 (n,), the length of each."""
         counts = self.lengths(rows)
-        batches = np.searchsorted(self._firsts, rows, side="right") - 1
-        places = self._offsets_at[batches] + (rows - self._firsts[batches])
+        batches, places = self._places(rows)
         begins = self._values_at[batches] + self._offsets[places]
         within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
         values = np.repeat(begins, counts) + within
-        self._file.check_places(values * self._dtype.itemsize, f"{self._column} of documents")
+        self.file.check_places(values * self._dtype.itemsize, f"{self._column} of documents")
         return self._values[values], counts
 
     def source(self, row: int) -> str:
@@ -109,13 +106,14 @@ class ArrowShard:
             return f"{self.path.name}[{row}]"
         batch = int(np.searchsorted(self._firsts, row, side="right")) - 1
         begin, end = self._batches[batch, 4:6].tolist()
-        self._file.check(begin, end, f"the source of document {row}")
-        records = pa.ipc.read_record_batch(pa.py_buffer(self._file.pages[begin:end]), self._schema)
+        self.file.check(begin, end, f"the source of document {row}")
+        records = pa.ipc.read_record_batch(pa.py_buffer(self.file.pages[begin:end]), self._schema)
         return str(records.column("source")[row - int(self._firsts[batch])].as_py())
 
-    def damaged_blocks(self) -> list[int]:
-        """The numbers of all blocks that are not what was written."""
-        return self._file.damaged_blocks()
+    def _places(self, rows: Ints) -> tuple[Ints, Ints]:
+        """int64 (n,) each: the batch that has a row, and the place of the row's first offset."""
+        batches = np.searchsorted(self._firsts, rows, side="right") - 1
+        return batches, self._offsets_at[batches] + (rows - self._firsts[batches])
 
 
 def columns_of(path: Path) -> list[str]:

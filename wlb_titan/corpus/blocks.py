@@ -56,26 +56,21 @@ class CheckedPages:
         Raises:
             CorpusError: the file is not what was written.
         """
-        blocks = slice(begin // BLOCK, -(-end // BLOCK))
-        if self._unseen[blocks].any():
-            self._compare(np.flatnonzero(self._unseen[blocks]) + blocks.start, what)
+        self._check(np.arange(begin // BLOCK, -(-end // BLOCK)), what)
 
     def check_places(self, places: Ints, what: str) -> None:
         """`check` of the blocks that hold these bytes, int64 (n,)."""
-        if self._sums is not None:
-            blocks = places // BLOCK
-            unseen = self._unseen[blocks]
-            if unseen.any():
-                self._compare(np.unique(blocks[unseen]), what)
+        self._check(places // BLOCK, what)
 
     def damaged_blocks(self) -> list[int]:
         """The numbers of all blocks that are not what was written."""
         sums = () if self._sums is None else self._sums
         return [block for block, wanted in enumerate(sums) if self._sum(block) != wanted]
 
-    def _compare(self, blocks: Ints, what: str) -> None:
-        assert self._sums is not None
-        for block in blocks.tolist():
+    def _check(self, blocks: Ints, what: str) -> None:
+        if self._sums is None:
+            return
+        for block in np.unique(blocks[self._unseen[blocks]]).tolist():
             if self._sum(block) != self._sums[block]:
                 raise damaged(
                     self._path,
@@ -90,7 +85,11 @@ class CheckedPages:
 def damaged(path: Path, what: str) -> CorpusError:
     """The error for a file of a prepared corpus that is not what was written."""
     return CorpusError(
-        f"The corpus {path.parent} is damaged: {path.name}, {what}. Copy it again from where it came, or "
-        f"make it again with `wlb-titan prepare {path.parent} --overwrite`; `wlb-titan prepare "
+        f"The corpus {path.parent} is damaged: {path.name}, {what}. {again(path.parent)}; `wlb-titan prepare "
         f"{path.parent} --verify` names all damage."
     )
+
+
+def again(folder: Path) -> str:
+    """What to do with a prepared corpus that is not what was written, as a sentence without its end."""
+    return f"Copy it again from where it came, or make it again with `wlb-titan prepare {folder} --overwrite`"

@@ -25,6 +25,7 @@ import numpy as np
 
 from wlb_titan.arrays import Bools, Ints
 from wlb_titan.corpus.arrow import SPANS, ArrowShard
+from wlb_titan.corpus.blocks import again
 from wlb_titan.corpus.folder import partial_folder
 from wlb_titan.corpus.foreign import fingerprint_of_files, open_foreign
 from wlb_titan.corpus.manifest import MANIFEST_FILE, TOKENIZER_FOLDER, Manifest
@@ -290,10 +291,7 @@ def _no_corpus(path: Path) -> str:
 
 
 def _mismatch(path: Path, what: str) -> CorpusError:
-    return CorpusError(
-        f"The corpus {path} does not match its manifest: {what}. Copy it again from where it came, or make "
-        f"it again with `wlb-titan prepare {path} --overwrite`."
-    )
+    return CorpusError(f"The corpus {path} does not match its manifest: {what}. {again(path)}.")
 
 
 def _check_files(path: Path, manifest: Manifest) -> None:

@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from wlb_titan.arrays import Ints
-from wlb_titan.corpus.shards import Tokens, map_file
+from wlb_titan.corpus.shards import TokenFile, map_file
 from wlb_titan.errors import CorpusError
 
 TOKEN_TYPES = {2: "<u2", 4: "<u4"}
 
 
-class DatatroveShard:
-    """NAME.ds and NAME.ds.index. See `Shard`.
+class DatatroveShard(TokenFile):
+    """NAME.ds and NAME.ds.index.
 
     Raises:
         CorpusError: the index is missing, or the two do not belong together.
@@ -46,22 +46,8 @@ class DatatroveShard:
             )
         self._values = map_file(path, dtype)
 
-    def lengths(self, rows: Ints) -> Ints:
-        return self._ends[rows] - self._begins(rows)
-
-    def run_of_lengths(self, start: int, stop: int) -> Ints:
-        before = self._ends[start - 1 : start] if start else np.zeros(1, dtype=np.int64)
-        return np.diff(self._ends[start:stop], prepend=before)
-
-    def read(self, row: int, start: int, length: int) -> Tokens:
-        begin = (int(self._ends[row - 1]) if row else 0) + start
-        return self._values[begin : begin + length]
-
-    def source(self, row: int) -> str:
-        return f"{self.path.name}[{row}]"
-
-    def _begins(self, rows: Ints) -> Ints:
-        return np.where(rows > 0, self._ends[rows - 1], 0)
+    def bounds(self, rows: Ints) -> tuple[Ints, Ints]:
+        return np.where(rows > 0, self._ends[rows - 1], 0), self._ends[rows]
 
 
 class DatatroveMask(DatatroveShard):

@@ -1,12 +1,12 @@
 """From texts to documents of token ids, a bounded amount of text at a time."""
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from operator import itemgetter
 
 import numpy as np
 
-from wlb_titan.corpus.pieces import split
 from wlb_titan.corpus.sources import Source, Unreadable
 from wlb_titan.corpus.tokenizer import CorpusTokenizer
 
@@ -15,6 +15,16 @@ PIECE_CHARACTERS = 1_000_000
 
 BATCH_CHARACTERS = 2_000_000
 """Text tokenized at a time; the tokenizer takes about 40 bytes a character while it works."""
+
+MOST_UNBROKEN = 4096
+"""Longest run of characters without white space, or of white space alone, that is tokenized as a whole: the
+time of byte-pair encoding grows with the square of a word's length."""
+
+TRAINING_CHARACTERS = 8_000_000
+"""Text that the BPE is trained on: enough for some ten thousand entries, and trained in about a second."""
+
+TRAINING_DOCUMENTS = 64
+"""At least so many documents share that text (if there are so many), however long the first ones are."""
 
 
 class Documents:
@@ -36,6 +46,8 @@ class Documents:
         empty: number of documents left out because they hold white space only.
         unreadable: what could not be read. A document is made of the rest, if there is any.
     """
+
+    cut = skipped = 0  # as `Conversations` are
 
     def __init__(
         self,
@@ -95,3 +107,54 @@ def _batches(pieces: Iterator[tuple[int, str]], size: int) -> Iterator[list[tupl
             batch, characters = [], 0
     if batch:
         yield batch
+
+
+def split(text: str, size: int, unbroken: int = MOST_UNBROKEN) -> Iterator[str]:
+    """Cut `text` into pieces of at most `size` characters, behind a line's end wherever a piece has one, and
+    into shorter ones where no white space comes, or nothing else, for `unbroken` characters.
+
+    An empty text is one empty piece.
+
+    >>> list(split("ab ACGTACGTA cd", 100, unbroken=4))
+    ['ab ACGT', 'ACGT', 'A cd']
+    """
+    start = 0
+    for run in re.finditer(rf"\S{{{unbroken}}}|\s{{{unbroken}}}", text):
+        yield from split_at_lines(text[start : run.end()], size)
+        start = run.end()
+    if start < len(text) or not text:
+        yield from split_at_lines(text[start:], size)
+
+
+def split_at_lines(text: str, size: int) -> Iterator[str]:
+    """Cut `text` into pieces of at most `size` characters, behind a line's end wherever a piece has one.
+
+    An empty text is one empty piece.
+
+    >>> list(split_at_lines("ab\\ncd\\nefghijkl", 6))
+    ['ab\\ncd\\n', 'efghij', 'kl']
+    """
+    start = 0
+    while len(text) - start > size:
+        end = text.rfind("\n", start, start + size) + 1 or start + size
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def training_texts(source: Source, order: Iterable[int]) -> Iterator[str]:
+    """A sample of the source of at most `TRAINING_CHARACTERS`, from the first documents of `order`."""
+    share = TRAINING_CHARACTERS // max(1, min(len(source), TRAINING_DOCUMENTS))
+    missing = TRAINING_CHARACTERS
+    for document in order:
+        room = min(share, missing)
+        for text in source.read(document):
+            if isinstance(text, Unreadable):
+                continue
+            yield from split(text[:room], room)
+            missing -= len(text[:room])
+            room -= len(text[:room])
+            if room == 0:
+                break
+        if missing == 0:
+            return

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from wlb_titan.corpus.arrow import ArrowShard, columns_of
 from wlb_titan.corpus.datatrove import DatatroveMask, DatatroveShard
-from wlb_titan.corpus.masks import Mask, TokenMask, chosen_column, column_mask
+from wlb_titan.corpus.masks import Mask, TokenMask, chosen_column
 from wlb_titan.corpus.megatron import MegatronShard
 from wlb_titan.corpus.shards import Shard
 from wlb_titan.errors import CorpusError
@@ -34,7 +34,7 @@ class Foreign:
 
     Attributes:
         shards: files of documents.
-        masks: label mask of each shard; None learns every token.
+        masks: label mask of each shard, as a `Corpus` has them.
         files: all that is read.
         mask: what says what is learned, as it goes into the fingerprint; empty without a mask.
     """
@@ -80,8 +80,12 @@ def _dataset(folder: Path, column: str, mask: str) -> Foreign:
     shards = [ArrowShard(file, column) for file in files]
     named = chosen_column(folder, columns_of(files[0]), mask)
     if named is None:
-        return Foreign(shards, [None] * len(shards), files)
-    masks = [column_mask(file, shard, named) for file, shard in zip(files, shards, strict=True)]
+        return Foreign(shards, (), files)
+    labels = named.endswith("labels")
+    masks = [
+        TokenMask(ArrowShard(file, named), shard, labels=labels, name=f"{named!r} of {file}")
+        for file, shard in zip(files, shards, strict=True)
+    ]
     return Foreign(shards, masks, files, named)
 
 
@@ -107,7 +111,7 @@ def _indexed(prefixes: Sequence[Path], mask: str) -> Foreign:
     shards = [MegatronShard(prefix) for prefix in prefixes]
     files = [Path(f"{prefix}{ending}") for prefix in prefixes for ending in (".bin", ".idx")]
     if mask in ("auto", "none"):
-        return Foreign(shards, [None] * len(shards), files)
+        return Foreign(shards, (), files)
     theirs = _prefixes(Path(mask).absolute())
     if len(theirs) != len(prefixes):
         raise CorpusError(

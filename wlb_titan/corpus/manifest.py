@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import json
 import typing
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,20 +136,6 @@ class Manifest:
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise CorpusError(f"{path} is damaged: it lists {name!r}, outside the folder; {again}.")
         return manifest
-
-
-def facts_of_files(folder: Path, files: Iterable[Path]) -> dict[str, Any]:
-    """`files` and `checksums` of a manifest.
-
-    Args:
-        files: all in it that belong to it, the manifest left out.
-    """
-    names = {path.relative_to(folder).as_posix(): path for path in sorted(files)}
-    whole = {name: path for name, path in names.items() if not name.endswith((".arrow", ".sums"))}
-    return {
-        "files": {name: path.stat().st_size for name, path in names.items()},
-        "checksums": {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in whole.items()},
-    }
 
 
 def _hash(values: dict[str, Any]) -> str:

@@ -90,13 +90,13 @@ class TokenMask:
                 f"{tokens.documents:,}; write both from the same documents."
             )
         for start in range(0, tokens.documents, BLOCK):
-            stop = min(start + BLOCK, tokens.documents)
-            own, theirs = values.run_of_lengths(start, stop), tokens.run_of_lengths(start, stop)
+            rows = np.arange(start, min(start + BLOCK, tokens.documents))
+            own, theirs = values.lengths(rows), tokens.lengths(rows)
             if (different := np.flatnonzero(own != theirs)).size:
-                row = start + int(different[0])
+                place = int(different[0])
                 raise CorpusError(
-                    f"The mask {name} has {own[different[0]]:,} values for document {row} "
-                    f"({tokens.source(row)}), which has {theirs[different[0]]:,} tokens; it must have one "
+                    f"The mask {name} has {own[place]:,} values for document {start + place} "
+                    f"({tokens.source(start + place)}), which has {theirs[place]:,} tokens; it must have one "
                     "for each token."
                 )
         self._values = values
@@ -131,12 +131,6 @@ class TokenMask:
             f"{where} is {token}, and its label in {self._name} is {value}; a label is the token at its own "
             f"place, or {IGNORED}. Labels that are shifted by one already must be shifted back."
         )
-
-
-def column_mask(path: Path, tokens: ArrowShard, column: str) -> TokenMask:
-    """The mask in a column of a dataset of Hugging Face's; labels where the column is called so."""
-    labels = column.endswith("labels")
-    return TokenMask(ArrowShard(path, column), tokens, labels=labels, name=f"{column!r} of {path}")
 
 
 def chosen_column(path: Path, columns: Sequence[str], wanted: str) -> str | None:

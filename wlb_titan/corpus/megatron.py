@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from wlb_titan.arrays import Ints
-from wlb_titan.corpus.shards import Tokens, map_file
+from wlb_titan.corpus.shards import TokenFile, map_file
 from wlb_titan.errors import CorpusError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -32,8 +32,8 @@ HEADER = struct.Struct("<9sQBQQ")
 TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
 
-class MegatronShard:
-    """PREFIX.bin and PREFIX.idx. See `Shard`.
+class MegatronShard(TokenFile):
+    """PREFIX.bin and PREFIX.idx.
 
     Raises:
         CorpusError: a file is missing, damaged or of another version.
@@ -76,23 +76,11 @@ class MegatronShard:
         self.documents = sequences if self._lengths is not None else ends - 1
         self.tokens = last // dtype.itemsize
 
-    def lengths(self, rows: Ints) -> Ints:
+    def bounds(self, rows: Ints) -> tuple[Ints, Ints]:
         if self._lengths is not None:
-            return self._lengths[rows].astype(np.int64)
-        return (self._byte(rows + 1) - self._byte(rows)) // self._itemsize
-
-    def run_of_lengths(self, start: int, stop: int) -> Ints:
-        if self._lengths is not None:
-            return self._lengths[start:stop].astype(np.int64)
-        return np.diff(self._byte(np.arange(start, stop + 1))) // self._itemsize
-
-    def read(self, row: int, start: int, length: int) -> Tokens:
-        first = int(self._begins[row]) if self._lengths is not None else int(self._byte(np.array([row]))[0])
-        begin = first // self._itemsize + start
-        return self._values[begin : begin + length]
-
-    def source(self, row: int) -> str:
-        return f"{self.path.name}[{row}]"
+            begins = self._begins[rows] // self._itemsize
+            return begins, begins + self._lengths[rows]
+        return self._byte(rows) // self._itemsize, self._byte(rows + 1) // self._itemsize
 
     def _byte(self, rows: Ints) -> Ints:
         """The first byte of documents of several sequences; of the one past the last, the file's end."""

@@ -4,36 +4,18 @@ Each document becomes the tokens of its text and one end-of-text token; no token
 texts, settings and library versions give the same corpus, byte for byte.
 """
 
-import hashlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from wlb_titan.corpus.arrow import write_checks
-from wlb_titan.corpus.chat import Conversations
 from wlb_titan.corpus.corpus import Corpus
-from wlb_titan.corpus.documents import Documents
-from wlb_titan.corpus.existing import complete_corpus
 from wlb_titan.corpus.folder import written_whole
-from wlb_titan.corpus.manifest import (
-    DOCUMENTS_FILE,
-    FORMAT_VERSION,
-    MASKED_VERSION,
-    TOKENIZER_FOLDER,
-    UNREADABLE_FILE,
-    Manifest,
-    facts_of_files,
-)
+from wlb_titan.corpus.manifest import DOCUMENTS_FILE, TOKENIZER_FOLDER, UNREADABLE_FILE
 from wlb_titan.corpus.replace import check_replaceable, output_folder
 from wlb_titan.corpus.settings import DEFAULT_VOCAB_SIZE, PrepareSettings
-from wlb_titan.corpus.sources import open_source
-from wlb_titan.corpus.tokenizer import CorpusTokenizer, copy_tokenizer, train_tokenizer, training_texts
-from wlb_titan.corpus.writer import DocumentWriter
 from wlb_titan.errors import CorpusError
-
-CACHE_FOLDER = "cache"
 
 Report = Callable[[str, int, int], None]
 """Told of progress: what is being done, how much of it is done, how much there is (0: not known)."""
@@ -73,9 +55,41 @@ def prepare_corpus(
     return Corpus.open(output)
 
 
+def complete_corpus(settings: PrepareSettings, output: Path) -> Corpus | None:
+    """The corpus that `output` holds, or None where nothing lies in the way of making one.
+
+    Raises:
+        CorpusError: `output` holds a corpus made with other settings, a damaged one, or other files.
+    """
+    check_replaceable(output)
+    if not output.exists() or not any(output.iterdir()):
+        return None
+    corpus = Corpus.open(output)
+    assert corpus.manifest is not None
+    wanted, found = settings.resolved(), corpus.manifest.settings
+    differences = [
+        f"{name} is {found.get(name)!r} there, and {wanted.get(name)!r} was asked for"
+        for name in {**wanted, **found}
+        if found.get(name) != wanted.get(name)
+    ]
+    if differences:
+        raise CorpusError(
+            f"{output} holds a corpus that was made with other settings: {'; '.join(differences)}. "
+            "Add --overwrite to replace it, or name another folder."
+        )
+    return corpus
+
+
 def _write_corpus(settings: PrepareSettings, folder: Path, report: Report) -> None:
+    # Here, not above: `datasets` takes seconds to import, which `--help` and a corpus that is there save.
+    from wlb_titan.corpus.chat import Conversations
+    from wlb_titan.corpus.documents import Documents, training_texts
+    from wlb_titan.corpus.sources import open_source
+    from wlb_titan.corpus.tokenizer import CorpusTokenizer, copy_tokenizer, train_tokenizer
+    from wlb_titan.corpus.writer import DocumentWriter, write_manifest
+
     report("Finding documents", 0, 0)
-    cache = folder / CACHE_FOLDER
+    cache = folder / "cache"
     source = open_source(settings, cache)
     order = np.random.default_rng(settings.seed).permutation(len(source)).tolist()
 
@@ -104,51 +118,23 @@ def _write_corpus(settings: PrepareSettings, folder: Path, report: Report) -> No
             report("Tokenizing", min(writer.tokens, settings.max_tokens), settings.max_tokens)
             if writer.tokens >= settings.max_tokens:
                 break
-    _complete(settings, folder, tokenizer, documents, writer)
-
-
-def _complete(
-    settings: PrepareSettings,
-    folder: Path,
-    tokenizer: CorpusTokenizer,
-    documents: Documents | Conversations,
-    writer: DocumentWriter,
-) -> None:
-    """Writes what a corpus has besides documents and tokenizer; the manifest last."""
     unreadable = sorted(f"{entry}\n" for entry in documents.unreadable)
-    cut = documents.cut if isinstance(documents, Conversations) else 0
-    skipped = documents.skipped if isinstance(documents, Conversations) else 0
     if not writer.documents:
         first = f" (the first: {documents.unreadable[0]})" if unreadable else ""
         raise CorpusError(
             f"The source {settings.source} has no text: {documents.empty:,} documents are empty, "
-            f"{skipped:,} too long and {len(unreadable):,} cannot be read{first}."
+            f"{documents.skipped:,} too long and {len(unreadable):,} cannot be read{first}."
         )
     if unreadable:
         (folder / UNREADABLE_FILE).write_text("".join(unreadable), encoding="utf-8")
-    shutil.rmtree(folder / CACHE_FOLDER, ignore_errors=True)
-    write_checks(folder / DOCUMENTS_FILE)
-    files = [
-        *folder.glob("*.arrow"),
-        *folder.glob("*.batches"),
-        *folder.glob("*.sums"),
-        *(folder / TOKENIZER_FOLDER).iterdir(),
-    ]
-    files += [folder / UNREADABLE_FILE] if unreadable else []
-    Manifest(
-        format_version=MASKED_VERSION if settings.chat else FORMAT_VERSION,
-        learned_tokens=writer.learned,
-        cut_documents=cut,
-        skipped_documents=skipped,
-        fingerprint=hashlib.sha256(tokenizer.digest + writer.digest()).hexdigest()[:16],
-        documents=writer.documents,
-        tokens=writer.tokens,
+    shutil.rmtree(cache, ignore_errors=True)
+    write_manifest(
+        folder,
+        writer,
+        tokenizer,
+        settings.resolved(),
+        cut_documents=documents.cut,
+        skipped_documents=documents.skipped,
         empty_documents=documents.empty,
         unreadable=len(unreadable),
-        vocab_size=tokenizer.vocab_size,
-        end_of_text=tokenizer.end_of_text,
-        end_of_text_id=tokenizer.end_of_text_id,
-        tokenizer_sha256=tokenizer.digest.hex(),
-        settings=settings.resolved(),
-        **facts_of_files(folder, files),
-    ).save(folder)
+    )

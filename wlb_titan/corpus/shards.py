@@ -39,10 +39,6 @@ class Shard(Protocol):
         """int64 (n,), tokens of each of these documents."""
         ...
 
-    def run_of_lengths(self, start: int, stop: int) -> Ints:
-        """int64 (stop - start,), tokens of consecutive documents."""
-        ...
-
     def read(self, row: int, start: int, length: int) -> Tokens:
         """(length,) of the file's own integer type: tokens of a document, a read-only view of the file."""
         ...
@@ -50,6 +46,28 @@ class Shard(Protocol):
     def source(self, row: int) -> str:
         """Where the document came from, as far as the file tells."""
         ...
+
+
+class TokenFile(Shard):
+    """A shard whose file holds nothing but tokens. Those who inherit set its attributes and `_values`, all
+    tokens, and say where documents lie."""
+
+    _values: Tokens
+
+    def bounds(self, rows: Ints) -> tuple[Ints, Ints]:
+        """int64 (n,) each: the first token of each of these documents, and the first one after it."""
+        raise NotImplementedError
+
+    def lengths(self, rows: Ints) -> Ints:
+        begins, ends = self.bounds(rows)
+        return ends - begins
+
+    def read(self, row: int, start: int, length: int) -> Tokens:
+        begin = int(self.bounds(np.array([row]))[0][0]) + start
+        return self._values[begin : begin + length]
+
+    def source(self, row: int) -> str:
+        return f"{self.path.name}[{row}]"
 
 
 class Lengths:
@@ -92,7 +110,7 @@ class Lengths:
         number = int(np.searchsorted(self.firsts, start, side="right")) - 1
         while start < stop:
             first, end = int(self.firsts[number]), min(stop, int(self.firsts[number + 1]))
-            parts.append(self._shards[number].run_of_lengths(start - first, end - first))
+            parts.append(self._shards[number].lengths(np.arange(start - first, end - first)))
             start, number = end, number + 1
         return np.concatenate(parts) if len(parts) != 2 else parts[1]
 

@@ -11,11 +11,10 @@ import os
 import stat
 import sysconfig
 from array import array
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, filterfalse
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -70,13 +69,6 @@ def open_source(settings: PrepareSettings, cache: Path) -> Source:
         return Files(python_documents(by_package=settings.granularity == "package"))
     if spec.kind == "text":
         return Files(text_documents(Path(spec.location)), within=Path(spec.location).resolve())
-    if spec.kind == "jsonl" and Path(spec.location).is_dir():
-        files = sorted(Path(spec.location).glob("*.jsonl"))
-        if not files:
-            raise CorpusError(
-                f"The source jsonl:{spec.location} has no files *.jsonl, so there is nothing to read."
-            )
-        return Joined([JsonLines(path, spec.field, chat=settings.chat) for path in files])
     if spec.kind == "jsonl":
         return JsonLines(Path(spec.location), spec.field, chat=settings.chat)
     return Rows(spec, cache, chat=settings.chat)
@@ -171,48 +163,56 @@ def _name(root: Path, path: Path) -> str:
 
 
 class JsonLines:
-    """One document a line of a file of JSON objects, which need to have nothing but the field in common.
+    """One document a line of files of JSON objects, which need to have nothing but the field in common.
 
-    The file is read once to find where its lines begin, when that is first asked for. (`datasets` would parse
-    all of it into one table, and refuse a file whose other fields change their type.)
+    The files are read once to find where their lines begin, when that is first asked for. (`datasets` would
+    parse all of it into one table, and refuse a file whose other fields change their type.)
 
     Args:
+        location: a file, or a folder of *.jsonl, which are read in the order of their names.
         field: the one that holds the text.
         chat: whether it holds a conversation, which is read as of `conversation`.
     """
 
-    def __init__(self, path: Path, field: str, *, chat: bool = False) -> None:
-        if not path.is_file():
-            raise CorpusError(f"The source jsonl:{path} needs a file, and there is none.")
-        self._path = path
+    def __init__(self, location: Path, field: str, *, chat: bool = False) -> None:
+        self._paths = sorted(location.glob("*.jsonl")) if location.is_dir() else [location]
+        if not self._paths:
+            raise CorpusError(f"The source jsonl:{location} has no files *.jsonl, so there is nothing in it.")
+        for path in self._paths:
+            if not path.is_file():
+                raise CorpusError(f"The source jsonl:{path} needs a file, and there is none.")
         self._field = field
         self._chat = chat
 
     @cached_property
-    def _lines(self) -> tuple[array[int], array[int]]:
-        """Number, from 1, and first byte of each line that is not blank.
+    def _lines(self) -> tuple[array[int], array[int], array[int]]:
+        """File, number from 1 in it, and first byte of each line that is not blank.
 
-        Arrays, not lists, as a file may have a hundred million lines.
+        Arrays, not lists, as files may have a hundred million lines.
         """
-        numbers, begins = array("q"), array("q")
-        start = 0
-        with self._path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.isspace():
-                    numbers.append(number)
-                    begins.append(start)
-                start += len(line)
-        return numbers, begins
+        files, numbers, begins = array("l"), array("q"), array("q")
+        for place, path in enumerate(self._paths):
+            start = 0
+            with path.open("rb") as file:
+                for number, line in enumerate(file, start=1):
+                    if not line.isspace():
+                        files.append(place)
+                        numbers.append(number)
+                        begins.append(start)
+                    start += len(line)
+        return files, numbers, begins
 
     def __len__(self) -> int:
         return len(self._lines[0])
 
     def name(self, document: int) -> str:
-        return f"{self._path.name}:{self._lines[0][document]}"
+        files, numbers, _ = self._lines
+        return f"{self._paths[files[document]].name}:{numbers[document]}"
 
     def read(self, document: int) -> Iterator[str | Unreadable]:
-        with self._path.open("rb") as file:
-            file.seek(self._lines[1][document])
+        files, _, begins = self._lines
+        with self._paths[files[document]].open("rb") as file:
+            file.seek(begins[document])
             line = file.readline().rstrip()
         try:
             yield (conversation if self._chat else _text_of)(json.loads(line), self._field)
@@ -220,32 +220,6 @@ class JsonLines:
             yield Unreadable(self.name(document), "too deeply nested")
         except ValueError as error:
             yield Unreadable(self.name(document), str(error))
-
-
-class Joined:
-    """Several sources, one after the other."""
-
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self._sources = sources
-
-    @cached_property
-    def _firsts(self) -> list[int]:
-        return list(accumulate((len(source) for source in self._sources), initial=0))
-
-    def __len__(self) -> int:
-        return self._firsts[-1]
-
-    def name(self, document: int) -> str:
-        source, place = self._place(document)
-        return source.name(place)
-
-    def read(self, document: int) -> Iterator[str | Unreadable]:
-        source, place = self._place(document)
-        return source.read(place)
-
-    def _place(self, document: int) -> tuple[Source, int]:
-        number = bisect_right(self._firsts, document) - 1
-        return self._sources[number], document - self._firsts[number]
 
 
 def conversation(record: object, field: str) -> str:

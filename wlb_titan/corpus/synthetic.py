@@ -7,14 +7,12 @@ from pathlib import Path
 import numpy as np
 
 from wlb_titan.arrays import Ints
-from wlb_titan.corpus.arrow import write_checks
 from wlb_titan.corpus.corpus import Corpus
 from wlb_titan.corpus.folder import written_whole
-from wlb_titan.corpus.manifest import DOCUMENTS_FILE, TOKENIZER_FOLDER, Manifest, facts_of_files
-from wlb_titan.corpus.replace import LOCK_FILE
+from wlb_titan.corpus.manifest import DOCUMENTS_FILE, TOKENIZER_FOLDER
 from wlb_titan.corpus.settings import MIN_VOCAB_SIZE
 from wlb_titan.corpus.tokenizer import CorpusTokenizer, train_tokenizer
-from wlb_titan.corpus.writer import DocumentWriter
+from wlb_titan.corpus.writer import DocumentWriter, write_manifest
 
 SIGMA = 1.5
 """Of the logarithm of a length."""
@@ -58,19 +56,5 @@ def write_synthetic_corpus(path: Path, lengths: Ints) -> Corpus:
         with DocumentWriter(folder / DOCUMENTS_FILE) as writer:
             for number, length in enumerate(lengths.tolist()):
                 writer.add(f"synthetic {number}", zeros[:length])
-        write_checks(folder / DOCUMENTS_FILE)
-        files = [file for file in folder.rglob("*") if file.is_file() and file.name != LOCK_FILE]
-        Manifest(
-            fingerprint=writer.digest().hex()[:16],
-            documents=writer.documents,
-            tokens=writer.tokens,
-            empty_documents=0,
-            unreadable=0,
-            vocab_size=tokenizer.vocab_size,
-            end_of_text=tokenizer.end_of_text,
-            end_of_text_id=tokenizer.end_of_text_id,
-            tokenizer_sha256=tokenizer.digest.hex(),
-            settings={"source": "synthetic"},
-            **facts_of_files(folder, files),
-        ).save(folder)
+        write_manifest(folder, writer, tokenizer, {"source": "synthetic"}, empty_documents=0, unreadable=0)
     return Corpus.open(path)

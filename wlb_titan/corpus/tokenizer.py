@@ -3,14 +3,12 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from wlb_titan.corpus.pieces import split
-from wlb_titan.corpus.sources import Source, Unreadable
 from wlb_titan.errors import CorpusError
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -20,12 +18,6 @@ BESIDE = (TEMPLATE_FILE, "special_tokens_map.json", "generation_config.json")
 """Files that a tokenizer may have besides."""
 
 TRAINED_END_OF_TEXT = "<|endoftext|>"
-
-TRAINING_CHARACTERS = 8_000_000
-"""Text that the BPE is trained on: enough for some ten thousand entries, and trained in about a second."""
-
-TRAINING_DOCUMENTS = 64
-"""At least so many documents share that text (if there are so many), however long the first ones are."""
 
 
 class CorpusTokenizer:
@@ -131,21 +123,3 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
         "add_eos_token": False,
     }
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def training_texts(source: Source, order: Iterable[int]) -> Iterator[str]:
-    """A sample of the source of at most `TRAINING_CHARACTERS`, from the first documents of `order`."""
-    share = TRAINING_CHARACTERS // max(1, min(len(source), TRAINING_DOCUMENTS))
-    missing = TRAINING_CHARACTERS
-    for document in order:
-        room = min(share, missing)
-        for text in source.read(document):
-            if isinstance(text, Unreadable):
-                continue
-            yield from split(text[:room], room)
-            missing -= len(text[:room])
-            room -= len(text[:room])
-            if room == 0:
-                break
-        if missing == 0:
-            return

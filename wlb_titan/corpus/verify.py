@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from wlb_titan.corpus.arrow import ArrowShard
-from wlb_titan.corpus.blocks import BLOCK
+from wlb_titan.corpus.blocks import BLOCK, again
 from wlb_titan.corpus.corpus import Corpus
 from wlb_titan.corpus.masks import SpanMask
 from wlb_titan.corpus.vocabulary import check_ids
@@ -34,19 +34,15 @@ def verify(folder: str | Path, report: Callable[[str, int, int], None]) -> Corpu
     shards = [shard for shard in corpus.shards if isinstance(shard, ArrowShard)]
     wrong = []
     for shard in shards:
-        blocks = shard.damaged_blocks()
-        if blocks:
+        if blocks := shard.file.damaged_blocks():
             places = ", ".join(f"{block * BLOCK:,}" for block in blocks[:5])
             wrong.append(f"{shard.path.name} in {len(blocks):,} blocks of {BLOCK:,} bytes, from {places}")
     if wrong:
-        raise CorpusError(
-            f"The corpus {corpus.path} is damaged: {'; '.join(wrong)}. Copy it again from where it came, or "
-            f"make it again with `wlb-titan prepare {corpus.path} --overwrite`."
-        )
+        raise CorpusError(f"The corpus {corpus.path} is damaged: {'; '.join(wrong)}. {again(corpus.path)}.")
     digests, done = b"", 0
     for shard, mask, first in zip(shards, corpus.masks, corpus.lengths.firsts, strict=False):
         digest = hashlib.sha256()
-        for row, length in enumerate(shard.run_of_lengths(0, shard.documents).tolist()):
+        for row, length in enumerate(shard.lengths(np.arange(shard.documents)).tolist()):
             tokens = shard.read(row, 0, length)
             check_ids(tokens, manifest.vocab_size, corpus, int(first) + row)
             digest.update(length.to_bytes(8, "little"))
@@ -57,9 +53,9 @@ def verify(folder: str | Path, report: Callable[[str, int, int], None]) -> Corpu
             report("Reading tokens", done, manifest.tokens)
         digests += digest.digest()
     whole = hashlib.sha256(bytes.fromhex(manifest.tokenizer_sha256) + digests).hexdigest()[:16]
-    if whole != manifest.fingerprint and manifest.settings.get("source") != "synthetic":
+    if whole != manifest.fingerprint:
         raise CorpusError(
             f"The corpus {corpus.path} is damaged: its tokens have the fingerprint {whole}, the manifest "
-            f"says {manifest.fingerprint}. Copy it again from where it came."
+            f"says {manifest.fingerprint}. {again(corpus.path)}."
         )
     return corpus

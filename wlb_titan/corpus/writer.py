@@ -1,15 +1,19 @@
-"""Writing documents into an Arrow file with the `datasets` library."""
+"""Writing documents into an Arrow file with the `datasets` library, and the manifest of a corpus."""
 
 import hashlib
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow as pa
 from datasets.arrow_writer import ArrowWriter
 
-from wlb_titan.corpus.arrow import SPANS, TOKENS
+from wlb_titan.corpus.arrow import SPANS, TOKENS, write_checks
+from wlb_titan.corpus.manifest import DOCUMENTS_FILE, FORMAT_VERSION, MASKED_VERSION, Manifest
+from wlb_titan.corpus.replace import LOCK_FILE
+from wlb_titan.corpus.tokenizer import CorpusTokenizer
 
 FEATURES = {
     TOKENS: datasets.List(datasets.Value("int32")),
@@ -31,7 +35,8 @@ class DocumentWriter:
     def __init__(self, path: Path, *, masked: bool = False, batch_tokens: int = RECORD_BATCH_TOKENS) -> None:
         features = FEATURES | ({SPANS: datasets.List(datasets.Value("int32"))} if masked else {})
         self._writer = ArrowWriter(stream=path.open("wb"), features=datasets.Features(features))
-        self._spans: list[np.ndarray] | None = [] if masked else None
+        self.masked = masked
+        self._spans: list[np.ndarray] = []
         self._batch_tokens = batch_tokens
         self._names: list[str] = []
         self._tokens: list[np.ndarray] = []
@@ -43,13 +48,13 @@ class DocumentWriter:
 
     def add(self, name: str, tokens: np.ndarray, spans: np.ndarray | None = None) -> None:
         """Append a document: where it comes from, its int32 token ids, of masked ones the int32 spans."""
-        assert (spans is None) == (self._spans is None)
+        assert (spans is not None) == self.masked
         self._names.append(name)
         self._tokens.append(tokens)
         self._waiting += len(tokens)
         self._hash.update(len(tokens).to_bytes(8, "little"))
         self._hash.update(tokens.tobytes())
-        if spans is not None and self._spans is not None:
+        if spans is not None:
             self._spans.append(spans)
             self._hash.update(spans.tobytes())
             self.learned += int(spans[1::2].sum() - spans[::2].sum())
@@ -68,7 +73,7 @@ class DocumentWriter:
             "length": pa.array(np.array([len(tokens) for tokens in self._tokens], dtype=np.int32)),
             "source": pa.array(self._names, pa.string()),
         }
-        if self._spans is not None:
+        if self.masked:
             columns[SPANS] = _lists(self._spans)
             self._spans = []
         self._writer.write_table(pa.table(columns), writer_batch_size=len(self._names))
@@ -83,6 +88,40 @@ class DocumentWriter:
         if kind is None and self._names:
             self._flush()
         self._writer.finalize()
+
+
+def write_manifest(
+    folder: Path,
+    writer: DocumentWriter,
+    tokenizer: CorpusTokenizer,
+    settings: dict[str, Any],
+    **counts: Any,
+) -> None:
+    """Completes the corpus in a folder by checksums, and by the manifest at last.
+
+    Args:
+        writer: has written its documents.
+        settings, counts: of the manifest; `counts` are of documents that are not as they were.
+    """
+    write_checks(folder / DOCUMENTS_FILE)
+    there = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != LOCK_FILE]
+    files = {path.relative_to(folder).as_posix(): path for path in there}
+    whole = {name: path for name, path in files.items() if not name.endswith((".arrow", ".sums"))}
+    Manifest(
+        format_version=MASKED_VERSION if writer.masked else FORMAT_VERSION,
+        fingerprint=hashlib.sha256(tokenizer.digest + writer.digest()).hexdigest()[:16],
+        documents=writer.documents,
+        tokens=writer.tokens,
+        learned_tokens=writer.learned,
+        vocab_size=tokenizer.vocab_size,
+        end_of_text=tokenizer.end_of_text,
+        end_of_text_id=tokenizer.end_of_text_id,
+        tokenizer_sha256=tokenizer.digest.hex(),
+        settings=settings,
+        files={name: path.stat().st_size for name, path in files.items()},
+        checksums={name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in whole.items()},
+        **counts,
+    ).save(folder)
 
 
 def _lists(arrays: list[np.ndarray]) -> pa.ListArray:

@@ -16,12 +16,7 @@ from wlb_titan.documents.mixture import Lengths
 
 
 def is_held_out(rows: Ints, share: float) -> Bools:
-    """bool (n,), whether documents are held out, by their rows.
-
-    Args:
-        rows: int64 (n,).
-        share: share of the documents that is held out, from 0 to 1.
-    """
+    """bool (n,), whether documents are held out, by their rows, int64 (n,), and the share that is."""
     with np.errstate(over="ignore"):
         bits = rows.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
         bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -32,14 +27,8 @@ def is_held_out(rows: Ints, share: float) -> Bools:
 
 
 class Divided:
-    """The lengths of documents that are, or are not, held out; 0 for the others. See `Lengths`.
-
-    Args:
-        lengths: tokens of all documents.
-        share: that is held out.
-        held_out: whether those are kept, or the others.
-        rows: only documents of these rows are kept; all if None.
-    """
+    """The lengths of documents that are, or are not, held out, as far as they are in `rows`; 0 for the
+    others. See `Lengths`."""
 
     def __init__(self, lengths: Lengths, share: float, *, held_out: bool, rows: range | None = None) -> None:
         self._lengths = lengths

@@ -108,7 +108,7 @@ class Mixture:
 
     def __init__(self, lengths: Lengths, sources: Sequence[Source] = (), *, seed: int | None) -> None:
         self._lengths = lengths
-        self._seed = seed
+        self.seed = seed
         self.documents = len(lengths)
         self.sources = tuple(sources) or (Source(name="", documents=self.documents),)
         self.tokens = 0
@@ -118,9 +118,9 @@ class Mixture:
         whole = sum(source.weight for source in self.sources)
         first = longest = 0
         for number, source in enumerate(self.sources):
-            facts = _scan(lengths, first, source)
-            self.tokens, longest = self.tokens + facts.tokens, max(longest, facts.longest)
-            self._parts += _parts(number, source, first, facts, source.weight / whole)
+            parts, top = _parts(lengths, first, number, source, source.weight / whole)
+            self.tokens, longest = self.tokens + sum(part.tokens for part in parts), max(longest, top)
+            self._parts += parts
             first += source.documents
         if longest < 2:
             raise PlanError("All documents have one token, so there is no next token to learn to predict.")
@@ -138,8 +138,8 @@ class Mixture:
         for number, mine, before in self._divided(ids):
             part = self._parts[number]
             epochs, places = np.divmod(before, part.count)
-            if self._seed is not None:
-                places = permuted(places, part.count, self._seed + (number << 32), epochs)
+            if self.seed is not None:
+                places = permuted(places, part.count, self.seed + (number << 32), epochs)
             found = part.first + (places if part.rows is None else part.rows[places].astype(np.int64))
             lengths = np.asarray(self._lengths[found], dtype=np.int64)
             if part.below is not None:
@@ -229,20 +229,20 @@ def _multiplied(numbers: Ints, share: int) -> Ints:
     return numbers // UNIT * share + numbers % UNIT * share // UNIT
 
 
-@dataclass(slots=True)
-class _Facts:
-    tokens: int
-    longest: int
-    long_tokens: int
-    long_rows: NDArray[np.integer[Any]]
-
-
 def _blocks(lengths: Lengths, start: int, stop: int) -> Iterator[tuple[int, NDArray[Any]]]:
     for begin in range(start, stop, BLOCK):
         yield begin, np.asarray(lengths[begin : min(begin + BLOCK, stop)])
 
 
-def _scan(lengths: Lengths, first: int, source: Source) -> _Facts:
+def _parts(
+    lengths: Lengths, first: int, number: int, source: Source, share: float
+) -> tuple[list[_Part], int]:
+    """The parts of a source, and tokens of its longest document.
+
+    Args:
+        first: corpus row of its first document.
+        share: of the mixture's tokens.
+    """
     tokens = longest = long_tokens = 0
     rows: list[NDArray[np.integer[Any]]] = []
     for begin, block in _blocks(lengths, first, first + source.documents):
@@ -266,26 +266,10 @@ def _scan(lengths: Lengths, first: int, source: Source) -> _Facts:
             f"{source.long_length:,} tokens (the longest has {longest:,}), so "
             "long_share cannot be met. Set another long_length."
         )
-    return _Facts(tokens, longest, long_tokens, np.concatenate(rows) if rows else np.empty(0, np.int32))
-
-
-def _parts(number: int, source: Source, first: int, facts: _Facts, share: float) -> list[_Part]:
-    if source.long_length is None or source.long_share is None:
-        return [_Part(number, first, source.documents, share, facts.tokens)]
-    long = _Part(
-        number,
-        first,
-        len(facts.long_rows),
-        share * source.long_share,
-        facts.long_tokens,
-        rows=facts.long_rows,
-    )
-    short = _Part(
-        number,
-        first,
-        source.documents,
-        share * (1 - source.long_share),
-        facts.tokens - facts.long_tokens,
-        below=source.long_length,
-    )
-    return [long, short]
+    if source.long_share is None:
+        return [_Part(number, first, source.documents, share, tokens)], longest
+    found, of_long, rest = np.concatenate(rows), source.long_share, tokens - long_tokens
+    return [
+        _Part(number, first, len(found), share * of_long, long_tokens, rows=found),
+        _Part(number, first, source.documents, share * (1 - of_long), rest, below=source.long_length),
+    ], longest

@@ -12,16 +12,14 @@ begin within the next 4 tokens.
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from wlb_titan.arrays import Bools, Ints
-from wlb_titan.documents.mixture import Lengths, Mixture, Source
+from wlb_titan.documents.mixture import Mixture
 from wlb_titan.errors import PlanError
 from wlb_titan.plan import ID, LENGTH, START
 
@@ -33,48 +31,34 @@ SMALLEST_BLOCK = 1 << 8
 CACHED_BLOCKS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
+class _Block(NamedTuple):
     """Consecutive documents of the stream, laid out as one long line of tokens.
 
     Attributes:
         first: id of the first document.
-        ends: int64 (documents,), tokens of the block up to and including each document.
+        begins: int64 (documents + 1,), tokens of the block before each document, and all of them.
     """
 
     first: int
-    ends: Ints
-
-    def begin(self, place: int) -> int:
-        """Tokens of the block before the document at `place`."""
-        return int(self.ends[place - 1]) if place else 0
+    begins: Ints
 
 
 class DocumentStream:
     """Documents of a corpus, shuffled anew every epoch, without end.
 
     Args:
-        lengths: tokens of every corpus row; a document of 0 tokens is passed over.
+        mixture: the order of the documents; those of 0 tokens are passed over.
         window: context window in tokens, at least 2; `arrive` cuts longer documents into such pieces.
-        seed: seed of the epochs' orders; None keeps the corpus' own order in every epoch.
-        sources: the mixture's; none is one source of all documents.
 
     Raises:
-        PlanError: the corpus is empty, or a length is negative, or no document has two tokens (then
-            there is no token to predict), or the window is below 2.
+        PlanError: the window is below 2.
     """
 
-    def __init__(
-        self, lengths: Lengths, *, window: int, seed: int | None, sources: Sequence[Source] = ()
-    ) -> None:
+    def __init__(self, mixture: Mixture, window: int) -> None:
         if window < 2:
             raise PlanError(
                 f"The context window is {window} tokens; it must be at least 2.", setting="training.seq_len"
             )
-        self.seed = seed
-        self._begin(Mixture(lengths, sources, seed=seed), window)
-
-    def _begin(self, mixture: Mixture, window: int) -> None:
         self.mixture = mixture
         self.window = window
         self._block_size = min(max(self.documents, SMALLEST_BLOCK), BLOCK)
@@ -84,9 +68,7 @@ class DocumentStream:
 
     def anew(self) -> DocumentStream:
         """A stream of these documents at its beginning, for another reader."""
-        other = copy.copy(self)
-        other._begin(self.mixture, self.window)
-        return other
+        return DocumentStream(self.mixture, self.window)
 
     @property
     def documents(self) -> int:
@@ -123,10 +105,10 @@ class DocumentStream:
         parts = [np.empty((0, 3), dtype=np.int64)]
         while tokens:
             block, first = self._here()
-            begin = block.begin(first) + self._offset
-            end = min(begin + tokens, int(block.ends[-1]))
-            last = int(np.searchsorted(block.ends, end, side="left"))  # the document of the last token
-            ends = np.minimum(block.ends[first : last + 1], end)
+            begin = int(block.begins[first]) + self._offset
+            end = min(begin + tokens, int(block.begins[-1]))
+            last = int(np.searchsorted(block.begins[1:], end, side="left"))  # the document of the last token
+            ends = np.minimum(block.begins[first + 1 : last + 2], end)
             pieces = np.zeros((last + 1 - first, 3), dtype=np.int64)
             pieces[:, ID] = np.arange(self._next, self._next + len(pieces))
             pieces[0, START] = self._offset
@@ -144,7 +126,7 @@ class DocumentStream:
         if not self._offset:
             return 0
         block, place = self._here()
-        length = int(block.ends[place]) - block.begin(place)
+        length = int(block.begins[place + 1] - block.begins[place])
         stop = min(length, -(-self._offset // self.window) * self.window)
         skipped = stop - self._offset
         self._move(block, np.array([self._next, self._offset, skipped]))
@@ -170,10 +152,10 @@ class DocumentStream:
         parts = [np.empty((0, 3), dtype=np.int64)]
         while tokens > 0:
             block, first = self._here()
-            begin = block.begin(first) + self._offset
-            end = min(begin + tokens, int(block.ends[-1]))
-            last = int(np.searchsorted(block.ends, end, side="left"))
-            lengths = np.diff(block.ends[first : last + 1], prepend=begin)
+            begin = int(block.begins[first]) + self._offset
+            end = min(begin + tokens, int(block.begins[-1]))
+            last = int(np.searchsorted(block.begins[1:], end, side="left"))
+            lengths = np.diff(block.begins[first + 1 : last + 2], prepend=begin)
             counts = -(-lengths // self.window)
             place = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
             pieces = np.empty((len(place), 3), dtype=np.int64)
@@ -198,7 +180,7 @@ class DocumentStream:
         """Sets the next token behind a piece of a document of the block."""
         id_, offset = int(piece[ID]), int(piece[START] + piece[LENGTH])
         place = id_ - block.first
-        if offset == int(block.ends[place]) - block.begin(place):
+        if offset == block.begins[place + 1] - block.begins[place]:
             id_, offset = id_ + 1, 0
         self._next, self._offset = id_, offset
 
@@ -207,7 +189,7 @@ class DocumentStream:
         while True:
             number, place = divmod(self._next, self._block_size)
             block = self._block(number)
-            if block.begin(place) + self._offset < block.ends[-1]:
+            if block.begins[place] + self._offset < block.begins[-1]:
                 return block, place
             self._next, self._offset = (number + 1) * self._block_size, 0  # only empty documents are left
 
@@ -215,7 +197,8 @@ class DocumentStream:
         if (block := self._blocks.get(number)) is None:
             first = number * self._block_size
             ids = np.arange(first, first + self._block_size)
-            block = self._blocks[number] = _Block(first, np.cumsum(self.lengths_of(ids)))
+            begins = np.concatenate([[0], np.cumsum(self.lengths_of(ids))])
+            block = self._blocks[number] = _Block(first, begins)
             while len(self._blocks) > CACHED_BLOCKS:
                 self._blocks.popitem(last=False)
         self._blocks.move_to_end(number)

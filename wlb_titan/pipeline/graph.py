@@ -20,7 +20,7 @@ have one graph and differ only in times.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,8 +32,7 @@ from wlb_titan.plan import Action
 Times = Floats
 
 
-@dataclass(frozen=True, slots=True)
-class PassTimes:
+class PassTimes(NamedTuple):
     """How long the passes take, all float64 (stages, micro-batches, k) in one unit, in the order of running.
 
     Attributes:

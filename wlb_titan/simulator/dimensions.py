@@ -39,8 +39,7 @@ def together(job: Job, seconds: Floats, numbers: Ints) -> Floats:
     """
     apart = [one for one in own_dimensions(job.degrees.own) if one.divides == "data"]
     if not apart:
-        slowest: Floats = seconds.max(axis=1)
-        return slowest
+        return np.asarray(seconds.max(axis=1))
     each = seconds.reshape(len(seconds), *(one.degree for one in apart), -1).max(axis=-1)
     clock, ends = np.zeros(each.shape[1:]), []
     for number, of_step in zip(numbers, each, strict=True):

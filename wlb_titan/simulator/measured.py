@@ -15,15 +15,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from wlb_titan.arrays import Floats
+from wlb_titan.arrays import Bools, Floats, Ints
 from wlb_titan.cost.cluster import Cluster, Link
-from wlb_titan.cost.passes import MicroBatches
 from wlb_titan.job import Job
-from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import ByPass, MicroBatch, Plan, micro_batches_of
-from wlb_titan.simulator.planned import attention_seconds, passing
+from wlb_titan.simulator.planned import pass_seconds
 
 HALVES = {"F": [0], "L": [0], "FB": [0, 1, 2], "B": [1, 2], "R": [1, 2], "I": [1], "W": [2]}
 """What a kind of pass is of forward passes, inputs and weights; several it is in the shares predicted."""
@@ -72,54 +69,42 @@ class Measured:
     """What takes the place of predicted passes.
 
     Attributes:
-        times: times of all passes, float64 (stages, micro-batches of all steps, 1), in the plans' order.
+        seconds: float64 (3, stages, micro-batches of all steps), of all passes as `pass_seconds` has them, in
+            the plans' order.
         known: bool (stages, micro-batches of all steps), whether a rank with this pass ran.
         step: int64 (micro-batches of all steps,), the step of each, from 0.
         optimizer: float64 (steps,), of the slowest rank that ran.
     """
 
-    times: PassTimes
-    known: NDArray[np.bool_]
-    step: NDArray[np.int64]
+    seconds: Floats
+    known: Bools
+    step: Ints
     optimizer: Floats
-
-    def in_runs(self, n: int) -> PassTimes:
-        """float64 (stages, n, k), n micro-batches a run, as the simulator has them."""
-        arrays = (self.times.forward, self.times.inputs, self.times.weights)
-        return PassTimes(*(a.reshape(len(a), -1, n).swapaxes(1, 2) for a in arrays))
 
     def of(self, steps: Sequence[int]) -> Measured:
         """Some of the steps, by rising number."""
         own = np.isin(self.step, steps)
-        arrays = (self.times.forward, self.times.inputs, self.times.weights)
         numbers = np.searchsorted(steps, self.step[own])
-        times = PassTimes(*(a[:, own] for a in arrays))
-        return Measured(times, self.known[:, own], numbers, self.optimizer[list(steps)])
+        return Measured(self.seconds[:, :, own], self.known[:, own], numbers, self.optimizer[list(steps)])
 
 
 def measured(job: Job, plans: Sequence[Plan], steps: Sequence[Sequence[MeasuredStep]]) -> Measured:
-    """The passes of planned steps.
-
-    Args:
-        job: the job.
-        plans: plans of the steps.
-        steps: ranks that ran each plan, at least one.
-    """
+    """The passes of planned steps, from the ranks that ran each of them, at least one."""
     quiet = job.on(without_waiting(job.cluster))
-    packs = _Packs.of(plans)
-    slowest, waiting = _predicted(quiet, packs), _predicted(job, packs)
-    found = _Found(packs, len(job.layers))
-    own = {cp: _predicted(quiet, packs, cp) for cp in {rank.cp for ranks in steps for rank in ranks}}
+    packs = micro_batches_of(plans)
+    step = [number for number, plan in enumerate(plans) for _ in plan.micro_batches]
+    slowest, waiting = pass_seconds(quiet, packs), pass_seconds(job, packs)
+    found = _Found(packs, step, len(job.layers))
+    own = {cp: pass_seconds(quiet, packs, cp) for cp in {rank.cp for ranks in steps for rank in ranks}}
     for number, ranks in enumerate(steps):
         for rank in ranks:
             found.add(number, rank, own[rank.cp])
-    passes = found.scaled(np.stack(slowest))
+    passes = found.scaled(slowest)
     seconds = np.stack([_filled(*one, job.layers) for one in zip(passes, slowest, strict=True)])
-    forward, inputs, weights = seconds + np.stack(waiting) - np.stack(slowest)
     return Measured(
-        times=PassTimes(forward[..., None], inputs[..., None], weights[..., None]),
+        seconds=seconds + waiting - slowest,
         known=np.asarray(np.isfinite(passes).all(axis=0)),
-        step=np.array(packs.step),
+        step=np.array(step),
         optimizer=np.array([max(rank.optimizer for rank in ranks) for ranks in steps]),
     )
 
@@ -130,65 +115,42 @@ def without_waiting(cluster: Cluster) -> Cluster:
     return replace(cluster, node=free, network=free)
 
 
-class _Packs(NamedTuple):
-    """The micro-batches of all steps, in the plans' order, and their steps."""
-
-    by_pass: ByPass[list[MicroBatch]]
-    step: list[int]
-
-    @classmethod
-    def of(cls, plans: Sequence[Plan]) -> _Packs:
-        step = [number for number, plan in enumerate(plans) for _ in plan.micro_batches]
-        return cls(micro_batches_of(plans), step)
-
-    def places(self) -> dict[tuple[int, int, int], int]:
-        """Where a micro-batch stands, by step, data-parallel rank and place in the rank's order."""
-        numbered = enumerate(zip(self.step, self.by_pass.forward, strict=True))
-        return {(step, m.dp_rank, m.index): place for place, (step, m) in numbered}
-
-
 class _Found:
     """What ranks measured of forward passes, inputs and weights, the longest of each pass.
+
+    Args:
+        packs: micro-batches of all steps.
+        step: the step of each.
 
     Attributes:
         passes: float64 (3, stages, micro-batches), nan where none ran.
         predicted: what is predicted of the ranks that ran it, the most of them, in the same shape.
     """
 
-    def __init__(self, packs: _Packs, stages: int) -> None:
-        self.passes = np.full((3, stages, len(packs.step)), np.nan)
+    def __init__(self, packs: ByPass[list[MicroBatch]], step: Sequence[int], stages: int) -> None:
+        self.passes = np.full((3, stages, len(step)), np.nan)
         self.predicted = np.zeros_like(self.passes)
-        self._places = packs.places()
-        self._apart = not packs.by_pass.same
+        numbered = enumerate(zip(step, packs.forward, strict=True))
+        self._places = {(step, m.dp_rank, m.index): place for place, (step, m) in numbered}
+        self._apart = not packs.same
 
-    def add(self, step: int, rank: MeasuredStep, own: Sequence[Floats]) -> None:
-        """One step of one rank.
-
-        Args:
-            step: from 0.
-            rank: what it measured.
-            own: what is predicted of its passes.
-        """
+    def add(self, step: int, rank: MeasuredStep, own: Floats) -> None:
+        """One step of one rank; `own` is what is predicted of its passes."""
         sums: dict[tuple[int, int, int], float] = defaultdict(float)
         for kind, stage, micro_batch, _, seconds, _ in rank.passes:
             place = self._places[step, rank.dp, micro_batch]
             # A loss is of forward passes, unless backward passes have micro-batches of their own.
             halves = HALVES["R" if kind == "L" and self._apart else kind]
-            shares = np.array([own[half][stage, place] for half in halves])
+            shares = own[halves, stage, place]
             for half, share in zip(halves, (shares / shares.sum()).tolist(), strict=True):
                 sums[half, stage, place] += share * seconds
         for where, seconds in sums.items():
             self.passes[where] = np.fmax(self.passes[where], seconds)
-            half, stage, place = where
-            self.predicted[where] = max(self.predicted[where], own[half][stage, place])
+            self.predicted[where] = max(self.predicted[where], own[where])
 
     def scaled(self, slowest: Floats) -> Floats:
-        """The passes, of the slowest context-parallel rank where only others ran: float64 (3, stages,
-        micro-batches).
-
-        Args:
-            slowest: what is predicted of it, of the same shape.
-        """
+        """The passes, float64 (3, stages, micro-batches), scaled to the slowest context-parallel rank where
+        only others ran; `slowest` is what is predicted of it."""
         mine = np.where(self.predicted > 0, self.predicted, slowest)
         return self.passes * np.maximum(slowest / np.maximum(mine, TINY), 1.0)
 
@@ -213,36 +175,3 @@ def _unlike(stage: int, other: int, layers: Sequence[int]) -> tuple[bool, bool, 
     """How different two stages are: in being the last, which has the head, in layers, in place."""
     last = len(layers) - 1
     return stage != other, (stage == last) != (other == last), abs(layers[stage] - layers[other]), other
-
-
-def _predicted(job: Job, packs: _Packs, context_rank: int | None = None) -> tuple[Floats, Floats, Floats]:
-    """Seconds of forward, inputs and weights, float64 (stages, micro-batches) each, on the slowest
-    context-parallel rank or on one of them."""
-    forward = packs.by_pass.forward
-    result = np.empty((3, len(job.layers), len(forward)))
-    for sharers in {m.sharers for m in forward}:
-        own = [i for i, m in enumerate(forward) if m.sharers == sharers]
-        shared = job.merged[sharers]
-        found = packs.by_pass.each(_passing, own, shared, context_rank)
-        times = shared.packing.pass_times(shared, found)
-        for half, array in enumerate((times.forward, times.inputs, times.weights)):
-            result[half][:, own] = array[..., 0]
-    of_forward, inputs, weights = result
-    return of_forward, inputs, weights
-
-
-def _passing(
-    all_: Sequence[MicroBatch], numbers: Sequence[int], job: Job, context_rank: int | None
-) -> MicroBatches:
-    """Some of the micro-batches, as arrays (n, 1)."""
-    micro_batches = [all_[number] for number in numbers]
-    found = passing(micro_batches, job).in_runs(len(micro_batches))
-    if context_rank is None:
-        return found
-    own = []
-    for m in micro_batches:
-        attention = attention_seconds(m, job)
-        before = (m.dp_rank - m.merged.start) * (len(attention) // m.sharers) if m.merged else 0
-        own.append(attention[before + context_rank if len(attention) > 1 else 0])
-    forward, backward = np.array(own).T[..., None]
-    return replace(found, forward=forward, backward=backward)

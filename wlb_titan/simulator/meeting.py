@@ -41,8 +41,7 @@ class Replica(NamedTuple):
         """float64 (actions,), when each action ends that does not begin before `earliest`, of the same
         shape."""
         ends = self.graph.ends(self.times, self.delays, earliest[:, None], self.backward_delays)
-        found: Floats = ends[:, 0]
-        return found
+        return np.asarray(ends[:, 0])
 
 
 def ends_together(replicas: Sequence[Replica]) -> list[Floats]:

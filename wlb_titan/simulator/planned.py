@@ -15,9 +15,9 @@ from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import LENGTH, ByPass, MicroBatch
 
 
-def passing(micro_batches: Sequence[MicroBatch], job: Job) -> MicroBatches:
-    """Planned micro-batches, as arrays (n,)."""
-    attention = np.array([attention_seconds(m, job).max(axis=0) for m in micro_batches])
+def passing(micro_batches: Sequence[MicroBatch], job: Job, context_rank: int | None = None) -> MicroBatches:
+    """Planned micro-batches, as arrays (n,), on the slowest context-parallel rank or on a given one."""
+    attention = np.array([_on_rank(attention_seconds(m, job), m, context_rank) for m in micro_batches])
     tokens = np.array([m.shared_length for m in micro_batches], dtype=np.float64)
     exchange = np.array([job.exchanging.seconds(travelling(m, job)) for m in micro_batches])
     return MicroBatches(tokens, attention[:, 0], attention[:, 1], *exchange.T)
@@ -29,6 +29,14 @@ def attention_seconds(micro_batch: MicroBatch, job: Job) -> Floats:
         documents = (whole(micro_batch.documents[:, LENGTH]),)
         return job.latency.seconds(after(documents, micro_batch.prefix))
     return job.strategy.seconds(after(micro_batch.ranks, micro_batch.prefix))
+
+
+def _on_rank(attention: Floats, micro_batch: MicroBatch, context_rank: int | None) -> Floats:
+    """Seconds of both passes, float64 (2,), of all ranks' as `attention_seconds` has them."""
+    if context_rank is None or len(attention) == 1:
+        return np.asarray(attention.max(axis=0))
+    first = (micro_batch.dp_rank - micro_batch.merged.start) if micro_batch.merged else 0
+    return np.asarray(attention[first * (len(attention) // micro_batch.sharers) + context_rank])
 
 
 def travelling(micro_batch: MicroBatch, job: Job) -> tuple[int, ...]:
@@ -49,7 +57,7 @@ def keys_of(micro_batch: MicroBatch, job: Job) -> KeyShares:
 def planned_times(
     job: Job, micro_batches: ByPass[Sequence[MicroBatch]], run: int
 ) -> tuple[PassTimes, ByPass[Floats]]:
-    """The passes of planned micro-batches, also of those that data-parallel ranks share.
+    """The passes of planned micro-batches, `run` to a pipeline run.
 
     Returns:
         Seconds, float64 (stages, n, k), and tokens of each data-parallel rank, float64 (n, k).
@@ -58,20 +66,33 @@ def planned_times(
     def tokens(packs: Sequence[MicroBatch]) -> Floats:
         return np.array([m.length for m in packs], dtype=np.float64).reshape(-1, run).T
 
+    return in_runs(pass_seconds(job, micro_batches), run), micro_batches.each(tokens)
+
+
+def pass_seconds(
+    job: Job, micro_batches: ByPass[Sequence[MicroBatch]], context_rank: int | None = None
+) -> Floats:
+    """float64 (3, stages, micro-batches), seconds of forward passes, inputs and weights, also of those that
+    data-parallel ranks share; on the slowest context-parallel rank or on a given one."""
     sharers = np.array([m.sharers for m in micro_batches.forward])
     found = np.empty((3, len(job.layers), len(sharers)))
     for ranks in np.unique(sharers).tolist():
         (own,) = np.nonzero(sharers == ranks)
         shared = job.merged[ranks]
-        packs = micro_batches.each(_some, own.tolist(), shared)
-        times = shared.packing.pass_times(shared, packs)
-        found[:, :, own] = [array[:, 0] for array in (times.forward, times.inputs, times.weights)]
-    runs = found.reshape(3, len(job.layers), -1, run).swapaxes(2, 3)
-    return PassTimes(*runs), micro_batches.each(tokens)
+        packs = micro_batches.each(_some, own.tolist(), shared, context_rank)
+        found[:, :, own] = [times[:, 0] for times in shared.packing.pass_times(shared, packs)]
+    return found
 
 
-def _some(micro_batches: Sequence[MicroBatch], numbers: Sequence[int], job: Job) -> MicroBatches:
-    return passing([micro_batches[number] for number in numbers], job).in_runs(1)
+def in_runs(seconds: Floats, run: int) -> PassTimes:
+    """Seconds as of `pass_seconds`, `run` micro-batches to a pipeline run: arrays (stages, n, k)."""
+    return PassTimes(*seconds.reshape(*seconds.shape[:2], -1, run).swapaxes(2, 3))
+
+
+def _some(
+    micro_batches: Sequence[MicroBatch], numbers: Sequence[int], job: Job, context_rank: int | None
+) -> MicroBatches:
+    return passing([micro_batches[number] for number in numbers], job, context_rank).in_runs(1)
 
 
 def transfer_seconds(job: Job, tokens: Floats) -> Floats:

@@ -8,6 +8,7 @@ passes of one stage, and so of one rank, whose own order has to keep to them; it
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from functools import partial
 from typing import Literal
@@ -59,23 +60,40 @@ def run_flows(
         float64 (steps x replicas,), seconds, and what a rank computes of them on average.
     """
     seconds, busy = [], []
-    for first, plan in zip(range(0, len(plans) * job.degrees.data, job.degrees.data), plans, strict=True):
-        replicas = replicas_of(job, plan, times, delays, backward_delays, first)
+    for number, plan in enumerate(plans):
+        k = slice(number * job.degrees.data, (number + 1) * job.degrees.data)
+        own = PassTimes(*(array[..., k] for array in times))
+        replicas = replicas_of(job, plan, own, delays[:, k], backward_delays[:, k])
         seconds += [float(ends.max()) for ends in ends_together(replicas)]
         busy += [float(replica.graph.busy(replica.times).mean()) for replica in replicas]
     return np.array(seconds), np.array(busy)
 
 
 def replicas_of(
-    job: Job, plan: Plan, times: PassTimes, delays: Floats, backward_delays: Floats, first: int = 0
+    job: Job,
+    plan: Plan,
+    times: PassTimes,
+    delays: Floats,
+    backward_delays: Floats,
+    places: slice = slice(None),
 ) -> list[Replica]:
-    """The replicas of one plan; arguments as of `run_flows`, in which theirs are from number `first` on."""
+    """The replicas of one plan, in one run of the pipeline.
+
+    Args:
+        times, delays, backward_delays: as of `run_flows`, of these replicas.
+        places: which of a replica's micro-batches go through in this run.
+    """
     replicas = []
     for rank in range(job.degrees.data):
-        k = slice(first + rank, first + rank + 1)
-        own = PassTimes(*(a[:, :, k] for a in (times.forward, times.inputs, times.weights)))
-        graph = replica_graph(job, plan, rank)
-        replicas.append(Replica(graph, own, delays[:, k], backward_delays[:, k], plan.replica(rank)))
+        k = slice(rank, rank + 1)
+        own = PassTimes(*(array[..., k] for array in times))
+        packs = plan.replica(rank).each(operator.getitem, places)
+        graph = (
+            PipelineGraph(job.shape, len(packs.forward))
+            if plan.flows is None
+            else replica_graph(job, plan, rank)
+        )
+        replicas.append(Replica(graph, own, delays[:, k], backward_delays[:, k], packs))
     return replicas
 
 

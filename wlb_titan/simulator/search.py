@@ -1,4 +1,4 @@
-"""Degrees, schedules and policies that fit memory, ranked by predicted tokens per second.
+"""Degrees, schedules and policies that fit memory, ranked by predicted FLOPs per second.
 
 Degrees of tensor and context parallelism are powers of two, tensor parallelism within a node and a divisor of
 the heads; pipelines have at most a stage for every layer; what is left is data parallelism. Where there are
@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.policies import Policy
 from wlb_titan.simulator.scenario import Scenario
-from wlb_titan.simulator.step import Prediction, tokens_per_second
+from wlb_titan.simulator.step import Prediction, step_seconds
 
 SEARCHED = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 MOST_CHUNKS = 8
@@ -38,29 +39,11 @@ SAMPLE = 4096  # documents whose mean work stands for all
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A candidate that fits."""
-
-    job: Job
-    policy: Policy
-    prediction: Prediction
-
-    @property
-    def pipeline(self) -> str:
-        """Schedule and stages a rank, such as "Interleaved1F1B x 4", or that there is none."""
-        return _pipeline(self.job)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.prediction.tokens_per_second
-
-
-@dataclass(frozen=True, slots=True)
 class Search:
     """What a search came to.
 
     Attributes:
-        found: candidates that fit, the fastest first.
+        found: predictions of the candidates that fit, the fastest first, each with its `job`.
         configured: the job as it was given, under the policy that is fastest there; None if it is of another
             number of GPUs, does not fit, or cannot run any of them.
         too_large: candidates of which not even plain micro-batches fit memory.
@@ -69,8 +52,8 @@ class Search:
         untried: those for which there was no time.
     """
 
-    found: list[Found]
-    configured: Found | None
+    found: list[Prediction]
+    configured: Prediction | None
     too_large: int
     refused: int
     slower: int
@@ -102,13 +85,13 @@ def search(
         except PlanError:
             refused += 1
     bounds.sort(key=lambda candidate: -candidate[0])
-    found: list[Found] = []
+    found: list[Prediction] = []
     fastest, planned = 0.0, 0
     for rank, (bound, job) in enumerate(bounds):
         if bound < fastest and planned >= LEAST:
             slower = len(bounds) - rank
             break
-        if not goes_on(f"{job.degrees}, {_pipeline(job)}"):
+        if not goes_on(f"{job.degrees}, {pipeline_words(job)}"):
             untried = len(bounds) - rank
             break
         if job.fitting.longest is None:
@@ -121,7 +104,7 @@ def search(
             continue
         planned += 1
         found += tried
-        fastest = max([fastest, *(one.tokens_per_second for one in tried)])
+        fastest = max([fastest, *(one.flops_per_second for one in tried)])
     if not found:
         raise PlanError(
             f"Nothing fits {gpus} GPUs of {scenario.job.cluster.memory / 1e9:g} GB: {too_large} ways to "
@@ -129,7 +112,7 @@ def search(
             f"{scenario.job.micro_batches} micro-batches of {scenario.job.window:,} tokens. Take more GPUs, "
             "full activation checkpointing or a shorter context window."
         )
-    found.sort(key=lambda one: -one.tokens_per_second)
+    found.sort(key=lambda one: -one.flops_per_second)
     configured = _configured(scenario, gpus, policies, steps)
     return Search(found, configured, too_large, refused, slower, untried)
 
@@ -199,36 +182,42 @@ def _schedules(job: Job, degrees: Degrees) -> Iterator[tuple[str, int]]:
     for schedule in SEARCHED:
         if "ZeroBubble" in schedule and not job.shape.splits:
             continue
-        chunks = {"1F1B": [1], "ZBVZeroBubble": [2]}.get(schedule, list(_powers_of_two(most))[1:])
+        chunks = {"1F1B": [1], "ZBVZeroBubble": [2]}.get(schedule, _powers_of_two(most)[1:])
         yield from ((schedule, each) for each in chunks if each <= max(most, 1))
 
 
-def _average_window(scenario: Scenario) -> tuple[Floats, ...]:
-    """Tokens and attention of the average window, on one head: what `_if_balanced` scales."""
+class _Window(NamedTuple):
+    """An average window, float64 (1, 1) each: tokens, seconds of attention on one head, the model's FLOPs."""
+
+    tokens: Floats
+    forward: Floats
+    backward: Floats
+    flops: Floats
+
+
+def _average_window(scenario: Scenario) -> _Window:
     job = scenario.job
     lengths = scenario.documents.sample()[:SAMPLE]
     whole, rest = lengths // job.window, lengths % job.window
     pieces = np.concatenate([np.full(int(whole.sum()), job.window), rest[rest > 0]])
     one_head = replace(job.latency, heads=1)
-    forward, backward = one_head.work(pieces, pieces).sum(axis=1) * (job.window / pieces.sum())
-    return tuple(np.array([[value]]) for value in (float(job.window), forward, backward))
+    everything = [pieces.sum(), *one_head.work(pieces, pieces).sum(axis=1), job.model.flops(pieces)]
+    return _Window(*(np.array([[value * job.window / pieces.sum()]]) for value in everything))
 
 
-def _if_balanced(job: Job, window: tuple[Floats, ...]) -> float:
-    """Tokens per second of a step of equal micro-batches whose attention context parallelism shares equally,
+def _if_balanced(job: Job, window: _Window) -> float:
+    """FLOPs per second of a step of equal micro-batches whose attention context parallelism shares equally,
     of which nothing travels, as under `hybrid` nothing may have to."""
-    n = job.replica_micro_batches
     share = job.latency.heads / job.degrees.context
-    tokens, forward, backward = (np.repeat(array, n, axis=0) for array in window)
+    tokens, forward, backward, flops = (np.repeat(a, job.replica_micro_batches, axis=0) for a in window)
     none = np.zeros_like(tokens)
-    return tokens_per_second(
-        job, MicroBatches(tokens, forward * share, backward * share, moving=none, repeated=none, latency=none)
-    )
+    passing = MicroBatches(tokens, forward * share, backward * share, none, none, none)
+    return float(flops.sum() * job.degrees.data / step_seconds(job, passing))
 
 
-def _tried(scenario: Scenario, policies: list[Policy], steps: int) -> list[Found]:
+def _tried(scenario: Scenario, policies: list[Policy], steps: int) -> list[Prediction]:
     """The job under each policy, those that fit."""
-    found: list[Found] = []
+    found: list[Prediction] = []
     refused: list[PlanError] = []
     for policy in policies:
         try:
@@ -237,30 +226,28 @@ def _tried(scenario: Scenario, policies: list[Policy], steps: int) -> list[Found
             refused.append(error)
             continue
         if prediction.fits:
-            found.append(Found(prediction.job, prediction.job.policy, prediction))
+            found.append(prediction)
     if len(refused) == len(policies):
         raise refused[0]
     return found
 
 
-def _configured(scenario: Scenario, gpus: int, policies: list[Policy], steps: int) -> Found | None:
+def _configured(scenario: Scenario, gpus: int, policies: list[Policy], steps: int) -> Prediction | None:
     job = scenario.job
     if job.degrees.ranks != gpus or job.fitting.longest is None:
         return None
     try:
-        return max(_tried(scenario, policies, steps), key=lambda one: one.tokens_per_second, default=None)
+        return max(_tried(scenario, policies, steps), key=lambda one: one.flops_per_second, default=None)
     except PlanError:
         return None
 
 
-def _pipeline(job: Job) -> str:
+def pipeline_words(job: Job) -> str:
+    """Schedule and stages a rank, such as "Interleaved1F1B x 4", or that there is none."""
     if job.degrees.pipeline == 1:
         return "no pipeline"
     return job.schedule + (f" x {job.chunks}" if job.chunks > 1 else "")
 
 
-def _powers_of_two(most: int) -> Iterator[int]:
-    degree = 1
-    while degree <= most:
-        yield degree
-        degree *= 2
+def _powers_of_two(most: int) -> list[int]:
+    return [1 << n for n in range(most.bit_length())]

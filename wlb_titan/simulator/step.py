@@ -29,9 +29,8 @@ from wlb_titan.pipeline.schedule import rank_actions
 from wlb_titan.plan import ByPass, Plan, micro_batches_of
 from wlb_titan.simulator.dimensions import meetings, own_weights, together, with_dimensions
 from wlb_titan.simulator.measured import Measured
-from wlb_titan.simulator.planned import planned_times, transfer_seconds
+from wlb_titan.simulator.planned import in_runs, planned_times, transfer_seconds
 from wlb_titan.simulator.replicas import flow_memory, replica_memory, run_flows
-from wlb_titan.summary import rate_error
 
 OPTIMIZER_READS_AND_WRITES = 7  # weight, gradient and two moments in, weight and two moments out
 
@@ -69,19 +68,9 @@ class Prediction:
         return float(self.tokens.sum() / self.seconds.sum())
 
     @property
-    def relative_error(self) -> float:
-        """Standard error of `tokens_per_second` over its value, as far as these steps tell; at least two."""
-        return rate_error(self.tokens, self.seconds)
-
-    @property
     def flops_per_second(self) -> float:
         """FLOPs of the model a second, all GPUs together."""
         return float(self.flops.sum() / self.seconds.sum())
-
-    @property
-    def flops_error(self) -> float:
-        """Standard error of `flops_per_second` over its value."""
-        return rate_error(self.flops, self.seconds)
 
     @property
     def mfu(self) -> float:
@@ -138,7 +127,7 @@ def simulate(job: Job, plans: Sequence[Plan], measured: Measured | None = None) 
     times, both_tokens = planned_times(job, micro_batches_of(plans), run)  # steps x replicas x runs
     times, tokens = with_dimensions(job, times), both_tokens.forward
     if measured is not None:
-        times = measured.in_runs(run)
+        times = in_runs(measured.seconds, run)
     if job.degrees.pipeline == 1 and job.degrees.shard > 1:
         times = _slowest_of_shards(times, job, runs)
     delays = transfer_seconds(job, tokens)
@@ -182,8 +171,8 @@ def _joined(steps: Sequence[Ints], parts: Sequence[Prediction]) -> Prediction:
     return replace(parts[0], memory=memory, longest=max(part.longest for part in parts), **arrays)
 
 
-def tokens_per_second(job: Job, passing: MicroBatches) -> float:
-    """Tokens a second of a step in which every replica's micro-batches take the same.
+def step_seconds(job: Job, passing: MicroBatches) -> float:
+    """Seconds of a step in which every replica's micro-batches take the same.
 
     Args:
         passing: arrays (n, 1), all micro-batches of one replica, which go through the pipeline in one run.
@@ -194,15 +183,13 @@ def tokens_per_second(job: Job, passing: MicroBatches) -> float:
     times = with_dimensions(job, pass_times(job, passing))
     ends = PipelineGraph(job.shape, len(passing.tokens)).ends(times, transfer_seconds(job, passing.tokens))
     seconds = ends.max() + _communication(job, times)[0] + _optimizer(job)
-    seconds += sum(found.seconds / found.every for found in meetings(job))
-    return float(passing.tokens.sum() * job.degrees.data / seconds)
+    return float(seconds + sum(found.seconds / found.every for found in meetings(job)))
 
 
 def peak_memory(job: Job, plans: Sequence[Plan], tokens: Ints, runs: int) -> tuple[RankMemory, ...]:
     """The largest peak of each pipeline rank over the steps of replicas.
 
     Args:
-        plans: plans of the steps.
         tokens: int64 (n, k * runs), of the micro-batches of each run, in the order of running.
         runs: runs of each step of a replica. From the second on, gradients of the first are there, reduced.
     """
@@ -256,25 +243,22 @@ def _slowest_of_shards(times: PassTimes, job: Job, runs: int) -> PassTimes:
         most = groups.max(axis=3, keepdims=True)
         return np.broadcast_to(most, groups.shape).reshape(array.shape)
 
-    return PassTimes(slowest(times.forward), slowest(times.inputs), slowest(times.weights))
+    return PassTimes(*map(slowest, times))
 
 
 def _communication(job: Job, times: PassTimes) -> Floats:
     """float64 (k,), seconds of data-parallel communication of each run's slowest rank that nothing hides."""
     if job.degrees.sharding_ranks * job.degrees.replicate == 1:
         return np.zeros(times.forward.shape[2])
-    slowest: Floats = np.max([_exposed(job, times, rank) for rank in range(job.degrees.pipeline)], axis=0)
-    return slowest
+    # The stages of a rank communicate one by one.
+    of_ranks = [
+        np.sum([_exposed(job, times, stage) for stage in job.shape.stages_of(rank)], axis=0)
+        for rank in range(job.degrees.pipeline)
+    ]
+    return np.asarray(np.max(of_ranks, axis=0))
 
 
-def _exposed(job: Job, times: PassTimes, rank: int) -> Floats:
-    """Communication seconds of one pipeline rank that no pass hides; its stages communicate one by one."""
-    stages = [_exposed_of_stage(job, times, stage) for stage in job.shape.stages_of(rank)]
-    seconds: Floats = np.sum(stages, axis=0)
-    return seconds
-
-
-def _exposed_of_stage(job: Job, times: PassTimes, stage: int) -> Floats:
+def _exposed(job: Job, times: PassTimes, stage: int) -> Floats:
     """Communication seconds of one stage that no pass hides."""
     gather, reduce = _gather_and_reduce(job, stage)
     in_forward = np.zeros(times.forward.shape[1:])  # of the k-th micro-batch to pass a stage
@@ -286,17 +270,14 @@ def _exposed_of_stage(job: Job, times: PassTimes, stage: int) -> Floats:
     if job.memory.reshards(job.degrees):
         in_forward[:] = gather
         in_backward += gather
-    seconds: Floats
     if not job.overlap:
-        seconds = in_forward.sum(axis=0) + in_backward.sum(axis=0)
-        return seconds
+        return np.asarray(in_forward.sum(axis=0) + in_backward.sum(axis=0))
     layers = max(job.layers[stage], 1)
     in_forward[0] -= gather / layers
     in_backward[-1] -= reduce / layers
     forward, backward = times.forward[stage], times.inputs[stage] + times.weights[stage]
     beyond = np.maximum(in_forward - forward, 0) + np.maximum(in_backward - backward, 0)
-    seconds = beyond.sum(axis=0) + (gather + reduce) / layers
-    return seconds
+    return np.asarray(beyond.sum(axis=0) + (gather + reduce) / layers)
 
 
 def _gather_and_reduce(job: Job, stage: int) -> tuple[float, float]:

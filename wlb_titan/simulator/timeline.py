@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,11 +12,11 @@ from wlb_titan.arrays import Bools, Floats
 from wlb_titan.job import Job
 from wlb_titan.memory.peak import weighted_tokens
 from wlb_titan.packing.slim.slices import ReplicaPacks, kind, passes_of
-from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
+from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import LENGTH, Action, MicroBatch, Plan
 from wlb_titan.simulator.measured import Measured
 from wlb_titan.simulator.meeting import Replica, ends_together
-from wlb_titan.simulator.planned import keys_of, planned_times, transfer_seconds
+from wlb_titan.simulator.planned import in_runs, keys_of, planned_times, transfer_seconds
 from wlb_titan.simulator.replicas import cache_bytes, replicas_of
 from wlb_titan.timeline import Span
 
@@ -59,54 +58,26 @@ def step_timeline(
     Returns:
         A slice for each pass, on the track of its pipeline rank, and each rank's memory.
     """
-    if plan.flows is not None:
-        steps = _together(job, plan, name, measured)
-        steps = steps if dp_rank is None else [steps[dp_rank]]
-    else:
-        ranks = range(job.degrees.data) if dp_rank is None else [dp_rank]
-        steps = [_in_runs(job, plan, name, rank, measured) for rank in ranks]
-    return max(steps, key=lambda step: max(piece.start + piece.duration for piece in step[0]))
-
-
-def _together(job: Job, plan: Plan, name: str, measured: Measured | None) -> list[Step]:
-    """Every replica of a step of MicroPacks, of which they may share some."""
-    run = len(plan.of_rank(0))
+    number = len(plan.of_rank(0))
+    run = number if plan.flows is not None else job.run or number
     times, tokens = planned_times(job, plan.by_pass, run)
     if measured is not None:
-        times = measured.in_runs(run)
-    replicas = replicas_of(job, plan, times, *tokens.each(partial(transfer_seconds, job)))
-    steps = []
-    for rank, (replica, ends) in enumerate(zip(replicas, ends_together(replicas), strict=True)):
-        picture = _Picture(job, name)
-        picture.add(replica, ends, _known(measured, rank * run, run))
-        steps.append(picture.step())
-    return steps
-
-
-def _in_runs(job: Job, plan: Plan, name: str, dp_rank: int, measured: Measured | None) -> Step:
-    """One replica, run after run."""
-    micro_batches = plan.replica(dp_rank)
-    number = len(micro_batches.forward)
-    run = job.run or number
-    graph = PipelineGraph(job.shape, run)
-    picture = _Picture(job, name)
+        times = in_runs(measured.seconds, run)
+    delays = tokens.each(partial(transfer_seconds, job))
+    pictures = [_Picture(job, name) for _ in range(job.degrees.data)]
     for first in range(0, number, run):
-        here = micro_batches.each(operator.getitem, slice(first, first + run))
-        times, tokens = planned_times(job, here, run)
-        before = dp_rank * number + first
-        if measured is not None:
-            k = slice(before // run, before // run + 1)
-            every = measured.in_runs(run)
-            times = PassTimes(*(a[:, :, k] for a in (every.forward, every.inputs, every.weights)))
-        replica = Replica(graph, times, *tokens.each(partial(transfer_seconds, job)), here)
-        (ends,) = ends_together([replica])
-        picture.add(replica, ends, _known(measured, before, run))
-    return picture.step()
-
-
-def _known(measured: Measured | None, first: int, n: int) -> Bools | None:
-    """bool (stages, n), which passes of these micro-batches ran."""
-    return None if measured is None else measured.known[:, first : first + n]
+        k = slice(first // run, None, number // run)  # of every replica
+        own = PassTimes(*(array[..., k] for array in times))
+        ahead, back = (seconds[:, k] for seconds in delays)
+        replicas = replicas_of(job, plan, own, ahead, back, slice(first, first + run))
+        for rank, ends in enumerate(ends_together(replicas)):
+            before = rank * number + first
+            known = None if measured is None else measured.known[:, before : before + run]
+            pictures[rank].add(replicas[rank], ends, known)
+    steps = [picture.step() for picture in pictures]
+    if dp_rank is not None:
+        return steps[dp_rank]
+    return max(steps, key=lambda step: max(piece.start + piece.duration for piece in step[0]))
 
 
 class _Picture:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from wlb_titan.commands.report.charts import Curves, bars, lines
 from wlb_titan.commands.report.estimate import Estimate, cost, gained
-from wlb_titan.commands.report.page import Card, Page, Try, section, table, typed
+from wlb_titan.commands.report.page import Card, Try, section, table, typed, write_page
 from wlb_titan.commands.report.pipeline import pipeline_charts
 from wlb_titan.commands.run_folder import CONFIG, Run, differences
 from wlb_titan.config.values import shown
@@ -29,45 +29,33 @@ def setting_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
 def figure_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
     """A row for each figure; those that no run has are left out."""
     tokens = float(min(run.tokens[-1] for run in runs))  # that all have trained on
-    figures: list[tuple[str, list[float | None], str]] = [
-        ("steps", [run.records[-1]["step"] for run in runs], ",d"),
-        ("tokens", [run.tokens[-1] for run in runs], ",.0f"),
-        (f"loss after {tokens:,.0f} tokens", [run.loss_at(tokens) for run in runs], ".4f"),
-        ("MFU", [getattr(run.rate("mfu_documents"), "value", None) for run in runs], ".1%"),
-        ("imbalance, predicted", [run.mean("imbalance") for run in runs], ".3f"),
-        ("imbalance, measured", [run.mean("measured_imbalance") for run in runs], ".3f"),
-        ("imbalance of context-parallel ranks", [run.mean("imbalance_cp") for run in runs], ".3f"),
-        ("bubble, measured", [run.mean("bubble") for run in runs], ".1%"),
-        ("tokens in pieces cut at their begin", [run.mean("cut_share") for run in runs], ".1%"),
-        ("keys that a token attends to", [run.mean("keys_per_token") for run in runs], ",.0f"),
-        ("delay, iterations", [run.mean("delay_mean") for run in runs], ".2f"),
-        ("peak memory, GiB", [max(run.peak_memory().values(), default=None) for run in runs], ".2f"),
+    figures: list[tuple[str, str, Callable[[Run], float | Estimate | None]]] = [
+        ("steps", ",d", lambda run: run.records[-1]["step"]),
+        ("tokens", ",.0f", lambda run: run.tokens[-1]),
+        (f"loss after {tokens:,.0f} tokens", ".4f", lambda run: run.loss_at(tokens)),
+        ("model TFLOP/s", ",.3g", lambda run: run.rate("model_tflops")),
+        ("tokens a second", ",.0f", lambda run: run.rate("tokens_per_second")),
+        ("MFU", ".1%", lambda run: getattr(run.rate("mfu_documents"), "value", None)),
+        ("imbalance, predicted", ".3f", lambda run: run.mean("imbalance")),
+        ("imbalance, measured", ".3f", lambda run: run.mean("measured_imbalance")),
+        ("imbalance of context-parallel ranks", ".3f", lambda run: run.mean("imbalance_cp")),
+        ("bubble, measured", ".1%", lambda run: run.mean("bubble")),
+        ("tokens in pieces cut at their begin", ".1%", lambda run: run.mean("cut_share")),
+        ("keys that a token attends to", ",.0f", lambda run: run.mean("keys_per_token")),
+        ("delay, iterations", ".2f", lambda run: run.mean("delay_mean")),
+        ("peak memory, GiB", ".2f", lambda run: max(run.peak_memory().values(), default=None)),
     ]
-    rates = [
-        {"figure": name} | {run.name: _rate(run, key, form) for run in runs}
-        for name, key, form in (
-            ("model TFLOP/s", "model_tflops", ",.3g"),
-            ("tokens a second", "tokens_per_second", ",.0f"),
-        )
-        if any(run.rate(key) is not None for run in runs)
-    ]
-    others = [
-        {"figure": name}
-        | {
-            run.name: NOT_KNOWN if value is None else format(value, form)
-            for run, value in zip(runs, values, strict=True)
-        }
-        for name, values, form in figures
-        if any(value is not None for value in values)
-    ]
-    return [*others[:3], *rates, *others[3:]]
+    rows = [{"figure": name} | {run.name: _cell(of(run), form) for run in runs} for name, form, of in figures]
+    return [row for row in rows if any(row[run.name] != NOT_KNOWN for run in runs)]
 
 
-def _rate(run: Run, key: str, form: str) -> str:
-    """A mean rate with its standard error."""
-    if (rate := run.rate(key)) is None:
+def _cell(value: float | Estimate | None, form: str) -> str:
+    """A figure; a mean rate with its standard error."""
+    if value is None:
         return NOT_KNOWN
-    return format(rate.value, form) + (f" ±{rate.error / rate.value:.1%}" if rate.error is not None else "")
+    if not isinstance(value, Estimate):
+        return format(value, form)
+    return format(value.value, form) + ("" if value.relative is None else f" ±{value.relative:.1%}")
 
 
 def remarks(runs: Sequence[Run]) -> list[str]:
@@ -112,8 +100,12 @@ def write_report(folder: Path, runs: Sequence[Run]) -> Path:
     settings = setting_rows(runs)
     losses = {run.name: (run.tokens, run.series("loss")[1]) for run in runs}
     measured = {run.name: run.series("measured_imbalance") for run in runs}
-    passes = {run.name: run.validation_losses for run in runs}
+    passes = {
+        run.name: ([one["step"] for one in run.validations], [one["loss"] for one in run.validations])
+        for run in runs
+    }
     timelines = traced_steps(runs)
+    corpora = {Path(str(run.settings.get("wlb.corpus.path", "runs"))).name for run in runs}
     sections = [
         section("What differs", "", table(settings) if settings else "No setting."),
         section("Figures", " ".join(remarks(runs)), table(figure_rows(runs))),
@@ -144,15 +136,14 @@ def write_report(folder: Path, runs: Sequence[Run]) -> Path:
         section("Memory", MEMORY, *_memory(runs)),
     ]
     best = max(runs[1:] or runs, key=lambda run: getattr(_gain(run, runs[0])[0], "value", 0.0))
-    page = Page(
-        title=f"{' and '.join(sorted(_corpora(runs)))}: {len(runs)} runs side by side",
+    return write_page(
+        folder,
+        title=f"{' and '.join(sorted(corpora))}: {len(runs)} runs side by side",
         answer=_answer(best, runs[0]),
-        about="",
         cards=[_card(run, runs[0]) for run in runs],
         tries=_tries(best, runs[0]),
         sections=sections,
     )
-    return page.write(folder)
 
 
 BALANCE = "By the plan and, in traced steps, by measured times. The line on a bar is the standard error."
@@ -160,10 +151,6 @@ SPEED = "Bars are without the first step, which has the start in it; the line on
 STEP = "Measured passes: a row is a rank. Time is relative to the work of a rank, as documents differ."
 LOSS = "By tokens is the fair one: steps of policies differ in their tokens. Dots are validation passes."
 MEMORY = "The most of any rank of a pipeline stage; on a CPU Python and its libraries are in it."
-
-
-def _corpora(runs: Sequence[Run]) -> set[str]:
-    return {Path(str(run.settings.get("wlb.corpus.path", "runs"))).name for run in runs}
 
 
 def _gain(run: Run, first: Run) -> tuple[Estimate | None, str]:

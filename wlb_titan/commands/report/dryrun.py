@@ -30,12 +30,12 @@ def print_rank(result: dict[str, Any], world_size: int) -> None:
         markup=False,
         soft_wrap=True,
     )
-    show_table(console, memory_rows(result))
+    show_table(memory_rows(result))
     console.print("At the traced peak:")
     for entry in result["largest"][:LARGEST]:
         console.print(f"  {entry['gib']:8.3f} GiB  {entry['tensors']:4} x {entry['what']}", markup=False)
     if result["collectives"]:
-        show_table(console, collective_rows(result["collectives"]))
+        show_table(collective_rows(result["collectives"]))
 
 
 def memory_rows(result: dict[str, Any]) -> list[dict[str, str]]:

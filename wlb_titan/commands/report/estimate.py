@@ -40,6 +40,11 @@ class Estimate(NamedTuple):
             return Estimate(ratio)
         return Estimate(ratio, ratio * math.hypot(self.error / self.value, base.error / base.value))
 
+    @property
+    def relative(self) -> float | None:
+        """Standard error over the value."""
+        return None if self.error is None else self.error / self.value
+
     def text(self, form: str, unit: str = "") -> str:
         """`1.05x ±0.04` of `.2f` and `x`."""
         return f"{self.value:{form}}{unit}" + ("" if self.error is None else f" ±{self.error:{form}}")

@@ -9,10 +9,11 @@ from __future__ import annotations
 import html
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from wlb_titan.commands.errors import writing
 from wlb_titan.commands.job import describe_job
 from wlb_titan.commands.report.charts import color
 from wlb_titan.commands.report.words import WORDS
@@ -45,56 +46,45 @@ class Try(NamedTuple):
     command: str
 
 
-@dataclass(frozen=True)
-class Page:
-    """A page.
+def write_page(
+    folder: Path,
+    *,
+    title: str,
+    answer: str,
+    about: str = "",
+    cards: Sequence[Card],
+    tries: Sequence[Try],
+    sections: Sequence[str],
+) -> Path:
+    """Writes `folder`/report.html, and returns its path; the folder is made if it is not there.
 
-    Attributes:
-        title: title of the page and of its window.
-        answer: one sentence.
-        about: what it is about, in small print.
-        cards: in the order of the palette.
-        tries: what to do next.
-        sections: sections as `section` makes them.
+    The answer is one sentence, `about` in small print, cards are in the palette's order, and sections as
+    `section` makes them.
+
+    Raises:
+        UserError: vl-convert is not installed, or the folder cannot be written to.
     """
-
-    title: str
-    answer: str
-    about: str
-    cards: Sequence[Card]
-    tries: Sequence[Try]
-    sections: Sequence[str]
-
-    def write(self, folder: Path) -> Path:
-        """Writes `folder`/report.html, and returns its path; the folder is made if it is not there.
-
-        Raises:
-            PlanError: vl-convert is not installed, or the folder cannot be written to.
-        """
-        try:
-            import vl_convert
-        except ModuleNotFoundError as error:
-            raise PlanError(
-                "A report needs vl-convert. Install it with: pip install 'wlb-titan[report]'"
-            ) from error
-        tries = "".join(f"<p>{_safe(one.why)}</p><pre>{_safe(one.command)}</pre>" for one in self.tries)
-        text = (
-            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{_safe(self.title)}</title><style>{STYLE.read_text()}</style></head><body><main>"
-            f'<h1>{_safe(self.title)}</h1><p class="answer">{_safe(self.answer)}</p>'
-            f'<p class="about">{_safe(self.about)}</p>'
-            f'<div class="cards">{"".join(map(_card, range(len(self.cards)), self.cards))}</div>'
-            f"<section><h2>Try next</h2>{tries}</section>{''.join(self.sections)}</main>"
-            f"<script>{vl_convert.javascript_bundle()}</script><script>{DRAW}</script></body></html>\n"
-        )
-        path = folder / "report.html"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise PlanError(f"The report cannot be written to {folder}: {error.strerror}.") from error
-        return path
+    try:
+        import vl_convert
+    except ModuleNotFoundError as error:
+        raise PlanError(
+            "A report needs vl-convert. Install it with: pip install 'wlb-titan[report]'"
+        ) from error
+    commands = "".join(f"<p>{_safe(one.why)}</p><pre>{_safe(one.command)}</pre>" for one in tries)
+    text = (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{_safe(title)}</title><style>{STYLE.read_text()}</style></head><body><main>"
+        f'<h1>{_safe(title)}</h1><p class="answer">{_safe(answer)}</p><p class="about">{_safe(about)}</p>'
+        f'<div class="cards">{"".join(map(_card, range(len(cards)), cards))}</div>'
+        f"<section><h2>Try next</h2>{commands}</section>{''.join(sections)}</main>"
+        f"<script>{vl_convert.javascript_bundle()}</script><script>{DRAW}</script></body></html>\n"
+    )
+    path = folder / "report.html"
+    with writing(f"--report: {path}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return path
 
 
 def _safe(text: str) -> str:

@@ -20,7 +20,7 @@ from wlb_titan.commands.report.charts import (
     number,
 )
 from wlb_titan.commands.report.estimate import Estimate
-from wlb_titan.commands.report.page import Card, Page, Try, choice_section, described, section, table
+from wlb_titan.commands.report.page import Card, Try, choice_section, described, section, table, write_page
 from wlb_titan.commands.report.pipeline import pipeline_charts
 from wlb_titan.commands.report.ranks import RankTimes, heat_maps, rank_rows
 from wlb_titan.documents import Documents
@@ -100,7 +100,8 @@ def write_report(
         sections.append(section("Context-parallel ranks", RANKS + job.latency.source, *heat_maps(times)))
         sections.append(section("Context parallelism", "", table(rank_rows(times, job))))
     corpus, about = described(job, documents)
-    page = Page(
+    return write_page(
+        folder,
         title=f"How {corpus} packs",
         answer=f"{answer}.",
         about=about,
@@ -122,7 +123,6 @@ def write_report(
         ],
         sections=sections,
     )
-    return page.write(folder)
 
 
 WORK = "Pale: the mean work of a step's micro-batches, the dots. Red: what all others wait for the largest."

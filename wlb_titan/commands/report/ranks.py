@@ -10,12 +10,13 @@ import numpy as np
 
 from wlb_titan.arrays import Floats
 from wlb_titan.commands.report.charts import chart, text
-from wlb_titan.context import STRATEGIES, after
+from wlb_titan.context import STRATEGIES
 from wlb_titan.cost.attention_latency import slowest
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.plan import LENGTH, MicroBatch, imbalance_degree
+from wlb_titan.simulator.planned import attention_seconds, travelling
 
 SHOWN = 200  # micro-batches
 DRAWN = 64  # of them
@@ -60,26 +61,21 @@ def rank_times(micro_batches: Sequence[MicroBatch], job: Job) -> list[RankTimes]
     for policy in STRATEGIES.candidates:
         try:
             under = replace(job, sharding=job.sharding.named(policy))
-            strategy = under.strategy
-            assert strategy is not None
-            shardings = [
-                strategy.shard(m.documents[:, LENGTH], m.length, slices=m.elsewhere) for m in micro_batches
-            ]
+            packs = [_sharded(m, under) for m in micro_batches]
         except PlanError:
             continue
-        seconds = np.array(
-            [
-                strategy.seconds(after(sharding, m.prefix))
-                for (_, sharding), m in zip(shardings, micro_batches, strict=True)
-            ]
-        )
-        travelling = [
-            strategy.travelling(sharding, m.length, m.elsewhere)
-            for (_, sharding), m in zip(shardings, micro_batches, strict=True)
-        ]
-        exchange = np.array([under.exchanging.in_all_passes(tokens) for tokens in travelling])
-        result.append(RankTimes(policy, [name for name, _ in shardings], seconds, *exchange.T))
+        seconds = np.array([attention_seconds(m, under) for m in packs])
+        exchange = np.array([under.exchanging.in_all_passes(travelling(m, under)) for m in packs])
+        result.append(RankTimes(policy, [str(m.sharding) for m in packs], seconds, *exchange.T))
     return result
+
+
+def _sharded(micro_batch: MicroBatch, job: Job) -> MicroBatch:
+    """A micro-batch as the job's sharding policy divides it."""
+    assert job.strategy is not None
+    lengths = micro_batch.documents[:, LENGTH]
+    name, ranks = job.strategy.shard(lengths, micro_batch.length, slices=micro_batch.elsewhere)
+    return replace(micro_batch, sharding=name, ranks=tuple(ranks))
 
 
 def planned_rank_times(job: Job, documents: Documents, steps: int) -> list[RankTimes]:
@@ -125,7 +121,8 @@ def heat_maps(times: Sequence[RankTimes]) -> list[str]:
 
     An even colour is balance. All policies share one scale, so that they can be compared by eye.
     """
-    relative = [_relative(one)[:DRAWN] for one in times]
+    seconds = [one.seconds[:DRAWN].sum(axis=2) for one in times]
+    relative = [own / own.mean(axis=1, keepdims=True) for own in seconds]
     ends = [min(0.95, *map(np.min, relative)), max(1.05, *map(np.max, relative))]
     scale = {"scheme": "redblue", "reverse": True, "domainMid": 1, "domain": ends}
     legend = {"title": "time / mean", "orient": "bottom", "gradientLength": 120}
@@ -143,9 +140,3 @@ def heat_maps(times: Sequence[RankTimes]) -> list[str]:
         title = f"{one.policy}: slowest rank {one.slowest * 1e3:.2f} ms on average"
         charts.append(chart(title, spec, max(60, 12 * image.shape[1])))
     return charts
-
-
-def _relative(one: RankTimes) -> Floats:
-    """float64 (micro-batches, ranks), a rank's time over the mean of its micro-batch."""
-    seconds = one.seconds.sum(axis=2)
-    return np.asarray(seconds / seconds.mean(axis=1, keepdims=True))

@@ -8,10 +8,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from wlb_titan.commands.console import make_console
+from wlb_titan.commands.console import make_console, say
 from wlb_titan.commands.report.charts import bars
 from wlb_titan.commands.report.estimate import Estimate, cost, gained
-from wlb_titan.commands.report.page import Page, Try, described, section, table
+from wlb_titan.commands.report.page import Try, described, section, table, write_page
 from wlb_titan.commands.report.pipeline import PASSES, pipeline_charts
 from wlb_titan.commands.report.simulate import card, speedup
 from wlb_titan.documents import Documents
@@ -47,8 +47,7 @@ class Rehearsal:
 
 def table_rows(results: Sequence[Rehearsal]) -> list[dict[str, str]]:
     """A row a policy: rehearsed, with the standard error over the steps, and predicted beside it."""
-    ran = [(one, one.rehearsed, one.predicted) for one in results if one.rehearsed and one.predicted]
-    base = ran[0][1]
+    ran = [(one, one.rehearsed, one.predicted) for one in results if one.rehearsed]
     return [
         {
             "policy": one.policy,
@@ -60,8 +59,8 @@ def table_rows(results: Sequence[Rehearsal]) -> list[dict[str, str]]:
             "MFU": f"{mine.mfu:.1%}",
             "bubble": f"{mine.bubble:.1%}",
             "predicted bubble": f"{predicted.bubble:.1%}",
-            "FLOPs x": speedup(mine, base).text(".3f"),
-            "tokens x": f"{mine.tokens_per_second / base.tokens_per_second:.3f}",
+            "FLOPs x": speedup(mine, ran[0][1]).text(".3f"),
+            "tokens x": f"{mine.tokens_per_second / ran[0][1].tokens_per_second:.3f}",
         }
         for one, mine, predicted in ran
     ]
@@ -69,7 +68,7 @@ def table_rows(results: Sequence[Rehearsal]) -> list[dict[str, str]]:
 
 def figures(prediction: Prediction) -> dict[str, Any]:
     """The JSON's figures: seconds of each step, and what follows from them."""
-    several = len(prediction.seconds) > 1
+    tokens, flops = (Estimate.rate(a, prediction.seconds) for a in (prediction.tokens, prediction.flops))
     return {
         "seconds": prediction.seconds.tolist(),
         "pipeline_seconds": prediction.pipeline.tolist(),
@@ -77,10 +76,10 @@ def figures(prediction: Prediction) -> dict[str, Any]:
         "optimizer_seconds": prediction.optimizer.tolist(),
         "tokens": prediction.tokens.tolist(),
         "flops": prediction.flops.tolist(),
-        "tokens_per_second": prediction.tokens_per_second,
-        "tokens_relative_error": prediction.relative_error if several else None,
-        "flops_per_second": prediction.flops_per_second,
-        "flops_relative_error": prediction.flops_error if several else None,
+        "tokens_per_second": tokens.value,
+        "tokens_relative_error": tokens.relative,
+        "flops_per_second": flops.value,
+        "flops_relative_error": flops.relative,
         "mfu": prediction.mfu,
         "bubble": prediction.bubble,
         "peak_gib": [rank.total / 2**30 for rank in prediction.memory],
@@ -89,10 +88,8 @@ def figures(prediction: Prediction) -> dict[str, Any]:
 
 def print_rank(one: Rehearsal, rank: dict[str, Any]) -> None:
     """What a rank ran and what it took; or its error."""
-    console = make_console()
-    console.print(f"Rank {rank['rank']} of {one.job.degrees.ranks}", style="bold", end="")
-    for line in rank_lines(rank):
-        console.print(line, markup=False, soft_wrap=True)
+    make_console().print(f"Rank {rank['rank']} of {one.job.degrees.ranks}", style="bold", end="")
+    say(*rank_lines(rank))
 
 
 def rank_lines(rank: dict[str, Any]) -> list[str]:
@@ -125,20 +122,18 @@ def rank_lines(rank: dict[str, Any]) -> list[str]:
 def write_report(folder: Path, results: Sequence[Rehearsal], typed: str) -> Path:
     """Draws what was rehearsed."""
     sections, cards, answer = [], [], "No rank came through."
-    ran = {
-        one.policy: (one, one.rehearsed, one.predicted) for one in results if one.rehearsed and one.predicted
-    }
+    ran = {one.policy: one for one in results if one.rehearsed}
     if ran:
         base = next(iter(ran))
-        gains = {policy: speedup(mine, ran[base][1]) for policy, (_, mine, _) in ran.items()}
+        gains = {policy: speedup(one.rehearsed, ran[base].rehearsed) for policy, one in ran.items()}
         best = max(gains, key=lambda policy: gains[policy].value)
         timelines: dict[str, list[Span]] = {}
-        for policy, (one, mine, predicted) in ran.items():
+        for policy, one in ran.items():
             timelines[f"{policy}, rehearsed"] = typical_step(one, measured=True)
             timelines[f"{policy}, predicted"] = typical_step(one, measured=False)
-            beside = f"{mine.seconds.mean() / predicted.seconds.mean():.2f}x the predicted time"
-            cards.append(card(policy, mine, gains[policy], base, beside))
-        answer = f"{gained(best, gains[best], base)}; {cost(ran[best][1].bubble, None)}"
+            times = one.rehearsed.seconds.mean() / one.predicted.seconds.mean()
+            cards.append(card(policy, one.rehearsed, gains[policy], base, f"{times:.2f}x the predicted time"))
+        answer = f"{gained(best, gains[best], base)}; {cost(ran[best].rehearsed.bubble, None)}"
         sections = [
             section("Steps put together", TOGETHER, table(table_rows(results))),
             section("What it gains", f"Over {base}.", bars("FLOPs a second, times", gains)),
@@ -149,7 +144,8 @@ def write_report(folder: Path, results: Sequence[Rehearsal], typed: str) -> Path
         sections.append(section(one.policy, "Each rank ran alone.", table(rows)))
     search = f"wlb-titan simulate {typed} --search"
     corpus, about = described(results[0].job, results[0].documents)
-    page = Page(
+    return write_page(
+        folder,
         title=f"Rehearsed on one device: {corpus}",
         answer=answer,
         about=about,
@@ -157,7 +153,6 @@ def write_report(folder: Path, results: Sequence[Rehearsal], typed: str) -> Path
         tries=[Try("What other degrees and schedules are predicted to be worth:", search)],
         sections=sections,
     )
-    return page.write(folder)
 
 
 TOGETHER = "Passes as measured, communication as the cluster's file has it; ± is the standard error."
@@ -166,7 +161,6 @@ STEP = "A row is a pipeline rank, a box a pass: strong where it was measured, pa
 
 def typical_step(one: Rehearsal, *, measured: bool) -> list[Span]:
     """The slowest replica's passes in the step that comes nearest to the mean of those rehearsed."""
-    assert one.rehearsed is not None and one.measured is not None
     seconds = one.rehearsed.seconds
     number = int(abs(seconds - seconds.mean()).argmin())
     passes = one.measured.of([number]) if measured else None

@@ -9,14 +9,14 @@ import numpy as np
 
 from wlb_titan.commands.report.charts import PALETTE, bars, lines, stacked
 from wlb_titan.commands.report.estimate import Estimate, cost, gained
-from wlb_titan.commands.report.page import Card, Page, Try, choice_section, described, section, table
+from wlb_titan.commands.report.page import Card, Try, choice_section, described, section, table, write_page
 from wlb_titan.commands.report.pipeline import pipeline_charts
 from wlb_titan.memory.peak import GIB, TERMS
 from wlb_titan.plan import Plan
 from wlb_titan.policies import Policy
 from wlb_titan.simulator.choice import Choice
 from wlb_titan.simulator.scenario import Scenario, network_sensitivity
-from wlb_titan.simulator.search import Search
+from wlb_titan.simulator.search import Search, pipeline_words
 from wlb_titan.simulator.step import Prediction
 from wlb_titan.simulator.timeline import MemoryCurve, Step
 
@@ -80,22 +80,25 @@ def gain(result: Search) -> str:
     best, own = result.found[0], result.configured
     if own is None:
         return "The configured degrees are of other GPUs or do not fit, so there is no gain to name."
-    faster = best.tokens_per_second / own.tokens_per_second
-    words = [f"{one.job.degrees}, {one.pipeline}, {one.policy}" for one in (best, own)]
-    return f"The best ({words[0]}) is {faster:.2f}x as fast as the configured job at its best ({words[1]})."
+    words = [f"{one.job.degrees}, {pipeline_words(one.job)}, {one.job.policy}" for one in (best, own)]
+    return (
+        f"The best ({words[0]}) does {best.flops_per_second / own.flops_per_second:.2f}x the FLOPs and "
+        f"{best.tokens_per_second / own.tokens_per_second:.2f}x the tokens a second of the configured job at "
+        f"its best ({words[1]})."
+    )
 
 
 def search_rows(result: Search) -> list[dict[str, str]]:
     """Headings and cells of the candidates, the fastest first."""
-    best = result.found[0].tokens_per_second
+    best = result.found[0].flops_per_second
     return [
         {
             "degrees": str(found.job.degrees),
-            "schedule": found.pipeline,
-            "policy": str(found.policy),
+            "schedule": pipeline_words(found.job),
+            "policy": str(found.job.policy),
             "L_max": f"{found.job.longest_micro_batch:,}",
-            **_figures(found.prediction),
-            "of best": f"{found.tokens_per_second / best:.1%}",
+            **_figures(found),
+            "of best": f"{found.flops_per_second / best:.1%}",
         }
         for found in result.found
     ]
@@ -141,7 +144,8 @@ def write_report(
         section("Peak memory", PEAK, *(_peak_memory(name, one) for name, one in named.items())),
     ]
     corpus, about = described(scenario.job, scenario.documents)
-    page = Page(
+    return write_page(
+        folder,
         title=f"What balance is worth: {corpus}",
         answer=f"{gained(best, gains[best], base)}; {cost(named[best].bubble, waited)}",
         about=about,
@@ -152,7 +156,6 @@ def write_report(
         tries=_tries(best, named[best], typed),
         sections=sections,
     )
-    return page.write(folder)
 
 
 OVER = "Over {}. The line on a bar is the standard error, as far as these steps tell it."
