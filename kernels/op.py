@@ -5,7 +5,6 @@ It is an op of torch's dispatcher, so torch.compile, selective activation checkp
 what the segments hold: document lengths that change every step recompile nothing.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import dispatch
-from .options import SCHEMA, Saved, options_of
+from .options import SCHEMA, Saved, op_arguments, options_of
 from .segments import check_sinks, check_tensors
 
 
@@ -58,11 +57,15 @@ def varlen_attention(
     not supported, or if a segment is out of range, overlaps another, or has fewer keys than queries though
     attention is causal.
     """
-    if scale is None:
-        scale = 1.0 / math.sqrt(q.shape[-1])
-    out, lse = torch.ops.wlb_titan.varlen_attention.default(
-        q, k, v, segments, scale, causal, window, deterministic, implementation
+    arguments = op_arguments(
+        q,
+        scale=scale,
+        causal=causal,
+        window=window,
+        deterministic=deterministic,
+        implementation=implementation,
     )
+    out, lse = torch.ops.wlb_titan.varlen_attention.default(q, k, v, segments, *arguments)
     if sinks is not None:
         check_sinks(sinks, q)
         # exp(lse) grows by exp(sink): the output fades by what share of the sum is left to the keys.

@@ -1,7 +1,8 @@
 """The options of a call of the op, and what its forward pass leaves for the backward pass."""
 
+import math
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -23,6 +24,20 @@ class Options(NamedTuple):
 
 SCHEMA = "float scale, bool causal, int? window, bool deterministic, str implementation"
 """`Options` among the arguments of an op."""
+
+
+def op_arguments(
+    q: Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    deterministic: bool = True,
+    implementation: str = "auto",
+) -> tuple[Any, ...]:
+    """Keywords of `varlen_attention` as the arguments of SCHEMA, for every op that has these."""
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    return scale, causal, window, deterministic, implementation
 
 
 @cache

@@ -13,7 +13,7 @@ from functools import cache, cached_property
 from wlb_titan.context import ALL_KEYS, STRATEGIES, ContextStrategy, Exchange, KeyShares
 from wlb_titan.context.exchange import ExchangeCost
 from wlb_titan.cost.analytic import TokenSeconds
-from wlb_titan.cost.attention_choice import configured_device, configured_latency
+from wlb_titan.cost.attention_choice import configured_latency, measured_cluster
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.attention_profile import AttentionShape
 from wlb_titan.cost.cluster import Cluster, load_cluster
@@ -43,8 +43,6 @@ class Job:
     """Model, parallelism, policies and hardware of a training run.
 
     Attributes:
-        model: its shape.
-        degrees: degrees of parallelism.
         cluster: the hardware that predictions are for.
         window: context window in tokens.
         micro_batches: N, those of the whole job in one step (pipeline micro-batches x gradient accumulation x
@@ -200,8 +198,11 @@ class Job:
     @cached_property
     def merging(self) -> dict[int, Merging]:
         """What it means that so many data-parallel ranks share a micro-batch; empty where none do."""
-        held = self.token_bytes.held
-        return {n: Merging.of(job, held) for n, job in self.merged.items() if n > 1}
+        held, found = self.token_bytes.held, {}
+        for ranks, job in self.merged.items():
+            if ranks > 1 and job.strategy is not None:  # without which nothing is shared
+                found[ranks] = Merging(job.strategy, job.divisor, job.token_bytes.held / held)
+        return found
 
     @property
     def token_bytes(self) -> TokenBytes:
@@ -234,8 +235,8 @@ class Job:
             PlanError: the profile of [wlb.sharding] or of the cluster cannot be read.
         """
         tensor, context = self.degrees.tensor, self.degrees.context
-        device = configured_device(self.cluster, tensor, context, self.sharding.profile)
-        return TokenSeconds.of(self.model, device, tensor, context, self.exchanging.always.moving)
+        cluster = measured_cluster(self.cluster, self.sharding.profile)
+        return TokenSeconds.of(self.model, cluster, tensor, context, self.exchanging.always.moving)
 
     @cached_property
     def cost_model(self) -> CostModel:

@@ -71,7 +71,7 @@ class ReferenceTrainer(WritingTrainer):
             with torch.no_grad():
                 torch._foreach_copy_(model, weights)
             for micro_batch in plan.of_rank(rank):
-                total += self._forward_backward([items[micro_batch.documents.tobytes()]], labels)
+                total += self.forward_backward([items[micro_batch.documents.tobytes()]], labels)
             for weight, parameter in zip(weights, parameters, strict=True):
                 weight.grad = local(parameter.grad).clone()
             optimizer.param_groups[0]["lr"] = self.lr_schedulers.schedulers[0].get_last_lr()[0]
@@ -81,7 +81,7 @@ class ReferenceTrainer(WritingTrainer):
             self.average()
         with torch.no_grad():
             torch._foreach_copy_(model, self.weights[0])
-        self._log(step, total / config.replicas, torch.zeros(()), {})
+        self.report(step, total / config.replicas, torch.zeros(()), {})
         if self.step == config.training.steps:
             names = (name for name, _ in self.model_parts[0].named_parameters())
             saved = dict(zip(map(plain, names), model, strict=True))

@@ -31,7 +31,7 @@ VOCABULARY = 512  # the corpus has 500
 class SlimTrainer(WorkerTrainer):
     """Keeps the loss of its last step."""
 
-    def _log(self, step, loss, *arguments):
+    def report(self, step, loss, *arguments):
         self.loss = loss
 
 

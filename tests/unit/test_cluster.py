@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from wlb_titan.cost.analytic import Analytic, Device, TokenSeconds
+from wlb_titan.cost.analytic import Analytic, TokenSeconds
 from wlb_titan.cost.attention_choice import cluster_latency
 from wlb_titan.cost.attention_profile import AttentionShape
 from wlb_titan.cost.cluster import Link, cluster_of_device, load_cluster, shipped
@@ -95,22 +95,18 @@ def test_links(write):
     assert cluster.node.collective(8e9, 1) == 0
 
 
-def test_devices_have_the_links_of_their_degrees(write):
-    cluster = load_cluster(write(GOOD))
-    device = Device.of(cluster, tensor_parallel=8, context_parallel=2)
-    assert (device.tensor_bandwidth, device.context_bandwidth) == (400e9, 25e9)
-
-
 def test_the_parts_of_a_token_are_those_of_the_whole_model(write):
     shape = PAPER_MODELS["7B"]
-    device = Device.of(load_cluster(write(GOOD)), tensor_parallel=4, context_parallel=2)
-    token = TokenSeconds.of(shape, device, 4, 2)
-    whole = Analytic(shape, device, tensor_parallel=4, context_parallel=2)
+    cluster = load_cluster(write(GOOD))
+    token = TokenSeconds.of(shape, cluster, 4, 2)
+    whole = Analytic(shape, cluster, tensor_parallel=4, context_parallel=2)
     layer = token.matrices + token.elements + token.tensor + token.context
     assert whole.linear_forward == pytest.approx(32 * layer + token.head)
     assert token.matrices == pytest.approx(2 * (4 * 4096**2 + 3 * 4096 * 11008) / 8 / 6e14)
     assert token.head == pytest.approx(2 * 4096 * 32000 / 8 / 6e14)
     assert token.context == pytest.approx(2 * 2 * 4096 / 4 / 2 / 400e9)
+    # Tensor parallelism fills a node, so that context parallelism goes over the network.
+    assert TokenSeconds.of(shape, cluster, 8, 2).context == pytest.approx(2 * 2 * 4096 / 8 / 2 / 25e9)
 
 
 def test_a_profile_lies_beside_its_cluster(write, tmp_path):

@@ -162,6 +162,18 @@ def test_one_rank_s_weights_stay_whole_and_it_reduces_gradients_once(dryrun, tmp
     assert rank["traced"]["gathered"] > 2 * in_layers / 2**30  # bfloat16
 
 
+def test_a_table_that_embedding_and_head_share_counts_once(dryrun, tmp_path):
+    file, output = tmp_path / "tied.toml", tmp_path / "ranks.json"
+    base = 'base = "torchtitan.models.qwen3.config_registry:qwen3_debugmodel"'
+    file.write_text(ALONE.replace('base = "llama2_550m"', base))
+    result = dryrun(file, "--rank", "first", "--step", 1, "--output", output)
+    assert result.exit_code == 0, result.output
+    (rank,) = json.loads(output.read_text())
+    for term in ("weights", "optimizer"):
+        assert rank["predicted"][term] == pytest.approx(rank["traced"][term], rel=2e-3)
+    assert rank["predicted_gib"] == pytest.approx(rank["traced_gib"], rel=0.02)
+
+
 @pytest.mark.parametrize("case", SLICED)
 def test_slices_hold_what_is_predicted(dryrun, case, tmp_path):
     """On four layers, where the layer at hand counts for much: 8 % in place of 5. What bounds the plan is the

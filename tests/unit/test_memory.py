@@ -7,7 +7,7 @@ import pytest
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.fits import USABLE, Fitting, peak_memory
+from wlb_titan.memory.fits import USABLE, Fitting
 from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.packs import Passes
 from wlb_titan.memory.peak import GIB, MemoryJob, weighted_tokens
@@ -36,7 +36,7 @@ def memory_job(model, degrees, settings=None, schedule="1F1B", chunks=1, layers=
 
 def pipeline_memory(model, degrees, lengths, **job):
     """The peaks of a replica's micro-batches of these lengths."""
-    return peak_memory(memory_job(model, degrees, **job), Passes.of(lengths))
+    return Fitting(memory_job(model, degrees, **job), 1024, 1, 32, 0.0).peak(Passes.of(lengths))
 
 
 def peak_tokens(schedule, lengths, ranks=4, chunks=1):
@@ -168,7 +168,7 @@ def test_the_longest_micro_batch_that_fits():
     job = memory_job(MODEL, Degrees())
 
     def memory(length):
-        return peak_memory(job, Passes.of([length]))[0].total
+        return Fitting(job, 1024, 1, 32, 0.0).peak(Passes.of([length]))[0].total
 
     assert Fitting(job, 1024, 1, 32, memory(2 * 1024)).longest == 2 * 1024  # never more
     assert Fitting(job, 1024, 1, 32, USABLE * memory(1024)).longest is None  # no room is left

@@ -105,8 +105,11 @@ def test_a_schedule_that_the_planner_does_not_know_is_not_predicted(loaded):
 
 @pytest.mark.parametrize(
     "base",
-    ["llama3_debug", "torchtitan.models.qwen3.config_registry:qwen3_moe_debug"],
-    ids=["dense", "experts"],
+    [
+        "llama3_debug",
+        *(f"torchtitan.models.qwen3.config_registry:qwen3_{size}" for size in ("moe_debug", "0_6b")),
+    ],
+    ids=["dense", "experts", "tied"],
 )
 def test_the_weights_are_those_of_the_model(base):
     import torch

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from wlb_titan.context import STRATEGIES
-from wlb_titan.cost.analytic import Analytic, Device
-from wlb_titan.cost.attention_choice import cluster_latency, configured_device
+from wlb_titan.cost.analytic import Analytic
+from wlb_titan.cost.attention_choice import cluster_latency, measured_cluster
 from wlb_titan.cost.attention_fit import Point
 from wlb_titan.cost.attention_hopper import hopper
 from wlb_titan.cost.attention_latency import KernelCost, KeyTiling, Tiling
@@ -73,12 +73,12 @@ def test_measured_rates_take_the_place_of_the_clusters(profile, tmp_path):
     model = replace(PAPER_MODELS["7B"], kv_heads=4)
     sharding = STRATEGIES.configure("per_sequence", profile=str(path))
     job = Job(window=1024, micro_batches=4, model=model, sharding=sharding)
-    device = configured_device(job.cluster, 1, 1, job.sharding.profile)
+    device = measured_cluster(job.cluster, job.sharding.profile)
     assert device.linear_flops == pytest.approx(4e14)
     assert device.memory_bandwidth == pytest.approx(2e12)
     cluster = replace(load_cluster("h100_roce"), linear_flops=4e14, memory_bandwidth=2e12)
     measured = cost_model(str(path), job)
-    by_hand = Analytic(model, Device.of(cluster))
+    by_hand = Analytic(model, cluster)
     one = np.array([1])
     attention = model.layers * job.latency.work(one, one)[0]
     assert measured.forward(one) == pytest.approx(by_hand.linear_forward + attention, rel=1e-4)

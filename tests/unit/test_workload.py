@@ -6,9 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from wlb_titan.cost.analytic import Analytic, Device
+from wlb_titan.cost.analytic import Analytic
 from wlb_titan.cost.attention_latency import KernelCost, Tiling
 from wlb_titan.cost.attention_profile import AttentionShape, Entry, Profile
+from wlb_titan.cost.cluster import load_cluster
 from wlb_titan.cost.measured import Measured
 from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS
 from wlb_titan.cost.quadratic import Quadratic
@@ -18,13 +19,12 @@ from wlb_titan.job import Job
 
 SHAPE = PAPER_MODELS["7B"]
 JOB = Job(window=4096, micro_batches=1, model=SHAPE)
-PLAIN_DEVICE = Device(
+PLAIN = replace(
+    load_cluster("h100_roce"),
     attention_flops=1.0,
     attention_backward_flops=1.0,
     linear_flops=1.0,
     memory_bandwidth=np.inf,
-    tensor_bandwidth=np.inf,
-    context_bandwidth=np.inf,
 )
 
 
@@ -43,7 +43,7 @@ def test_quadratic():
 
 def test_analytic_counts_the_operations_of_llama2_7b():
     assert SHAPE.linear_weights == 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 4096 * 32000
-    model = Analytic(SHAPE, PLAIN_DEVICE)
+    model = Analytic(SHAPE, PLAIN)
     d = np.array([1000])
     attention = 2 * 1000**2 * 4096 * 32
     linear = 2 * SHAPE.linear_weights * 1000
@@ -61,7 +61,7 @@ def test_a_window_makes_the_work_of_its_layers_linear():
         assert squares == 2 * exact - (30 * min(7, d) + 2 * d)
     assert SHAPE.squares(lengths) == pytest.approx(32 * lengths**2)
     d = np.array([100_000])
-    model, full = Analytic(shape, PLAIN_DEVICE), Analytic(SHAPE, PLAIN_DEVICE)
+    model, full = Analytic(shape, PLAIN), Analytic(SHAPE, PLAIN)
     attention = [m.forward(d)[0] - m.linear_forward * d[0] for m in (model, full)]
     assert attention[0] == pytest.approx(attention[1] / 32, rel=0.01)
     assert shape.flops(d) < SHAPE.flops(d)

@@ -26,39 +26,6 @@ ATTENTION_BACKWARD = 2.5  # matrix products of the backward pass over those of t
 LINEAR_BACKWARD = 2.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Device:
-    """What a rank of a job achieves on this kind of work, not what data sheets promise.
-
-    Attributes:
-        attention_flops: achieved FLOP/s of causal attention, forward.
-        attention_backward_flops: the same of the backward pass.
-        linear_flops: achieved FLOP/s of matrix products.
-        memory_bandwidth: bytes per second of element-wise operators.
-        tensor_bandwidth: bytes per second of the links that tensor parallelism uses.
-        context_bandwidth: bytes/s of the links that context parallelism uses.
-    """
-
-    attention_flops: float
-    attention_backward_flops: float
-    linear_flops: float
-    memory_bandwidth: float
-    tensor_bandwidth: float
-    context_bandwidth: float
-
-    @classmethod
-    def of(cls, cluster: Cluster, *, tensor_parallel: int = 1, context_parallel: int = 1) -> Device:
-        """A GPU of a cluster, with the links that its groups of these degrees have."""
-        return cls(
-            attention_flops=cluster.attention_flops,
-            attention_backward_flops=cluster.attention_backward_flops,
-            linear_flops=cluster.linear_flops,
-            memory_bandwidth=cluster.memory_bandwidth,
-            tensor_bandwidth=cluster.link(tensor_parallel).bandwidth,
-            context_bandwidth=cluster.link(context_parallel, tensor_parallel).bandwidth,
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class TokenSeconds:
     """Forward seconds that one token of a micro-batch adds to one rank, in one layer but for `head`.
@@ -81,7 +48,7 @@ class TokenSeconds:
 
     @classmethod
     def of(
-        cls, shape: ModelShape, device: Device, tensor: int, context: int, exchange: float | None = None
+        cls, shape: ModelShape, cluster: Cluster, tensor: int, context: int, exchange: float | None = None
     ) -> TokenSeconds:
         """The seconds of one rank of a model.
 
@@ -98,14 +65,14 @@ class TokenSeconds:
         shared = 4 * shape.hidden * (tensor - 1) / tensor / context
         if exchange is None:
             received = shape.key_elements(tensor) * (context - 1) / context
-            exchange = BYTES * received / device.context_bandwidth
+            exchange = BYTES * received / cluster.link(context, tensor).bandwidth
         return cls(
-            matrices=2.0 * layer / ranks / device.linear_flops,
-            elements=BYTES * elements / ranks / device.memory_bandwidth,
-            tensor=BYTES * shared / device.tensor_bandwidth,
+            matrices=2.0 * layer / ranks / cluster.linear_flops,
+            elements=BYTES * elements / ranks / cluster.memory_bandwidth,
+            tensor=BYTES * shared / cluster.link(tensor).bandwidth,
             context=exchange,
-            experts=6.0 * shape.hidden * shape.routed_width / ranks / device.linear_flops,
-            head=2.0 * head / ranks / device.linear_flops,
+            experts=6.0 * shape.hidden * shape.routed_width / ranks / cluster.linear_flops,
+            head=2.0 * head / ranks / cluster.linear_flops,
         )
 
 
@@ -117,7 +84,7 @@ class Analytic(CostModel):
     2.9 s at 600 TFLOP/s.
 
     Args:
-        device: one of its ranks; None takes a GPU of the paper's cluster, `h100_roce`.
+        cluster: its hardware; None takes the paper's, `h100_roce`.
         tensor_parallel: degree; divides FLOPs and element-wise bytes, adds its collectives.
         context_parallel: the same.
         exchange: as of `TokenSeconds.of`.
@@ -129,21 +96,19 @@ class Analytic(CostModel):
     def __init__(
         self,
         shape: ModelShape,
-        device: Device | None = None,
+        cluster: Cluster | None = None,
         *,
         tensor_parallel: int = 1,
         context_parallel: int = 1,
         exchange: float | None = None,
     ) -> None:
-        device = device or Device.of(
-            load_cluster("h100_roce"), tensor_parallel=tensor_parallel, context_parallel=context_parallel
-        )
-        token = TokenSeconds.of(shape, device, tensor_parallel, context_parallel, exchange)
+        cluster = cluster or load_cluster("h100_roce")
+        token = TokenSeconds.of(shape, cluster, tensor_parallel, context_parallel, exchange)
         # Two matrix products, 2 FLOPs a multiplication, over half of the squares d x d.
         attention = shape.heads * shape.head_dims / (tensor_parallel * context_parallel)
         self._squares = shape.squares
-        self._attention_forward = attention / device.attention_flops
-        self._attention_backward = attention * ATTENTION_BACKWARD / device.attention_backward_flops
+        self._attention_forward = attention / cluster.attention_flops
+        self._attention_backward = attention * ATTENTION_BACKWARD / cluster.attention_backward_flops
         computed = (token.matrices + token.elements) * shape.layers + token.head
         communicated = (token.tensor + token.context) * shape.layers
         self.linear_forward = computed + communicated
@@ -151,13 +116,16 @@ class Analytic(CostModel):
 
     @classmethod
     def of(cls, config: CostModel.Config, job: CostJob) -> Analytic:
-        tensor, context = job.degrees.tensor, job.degrees.context
-        device = Device.of(job.cluster, tensor_parallel=tensor, context_parallel=context)
+        return cls.on(job.cluster, job)
+
+    @classmethod
+    def on(cls, cluster: Cluster, job: CostJob) -> Analytic:
+        """The model for a job on this cluster."""
         return cls(
             job.model,
-            device,
-            tensor_parallel=tensor,
-            context_parallel=context,
+            cluster,
+            tensor_parallel=job.degrees.tensor,
+            context_parallel=job.degrees.context,
             exchange=job.exchanging.always.moving,
         )
 

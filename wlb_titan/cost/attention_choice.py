@@ -6,7 +6,6 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
-from wlb_titan.cost.analytic import Device
 from wlb_titan.cost.attention_hopper import KERNELS, OWN, hopper
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.attention_profile import AttentionShape, Profile
@@ -43,16 +42,15 @@ def configured_latency(cluster: Cluster, shape: AttentionShape, profile: str) ->
         raise PlanError(str(error), setting="sharding.profile") from error
 
 
-def configured_device(cluster: Cluster, tensor: int, context: int, profile: str) -> Device:
-    """A rank at these degrees: the cluster's, at the rates of the profile that [wlb.sharding] or it names.
+def measured_cluster(cluster: Cluster, profile: str) -> Cluster:
+    """The cluster at the rates of the profile that [wlb.sharding] or it names; as it is where that has none.
 
     Raises:
         PlanError: the profile cannot be read.
     """
-    device = Device.of(cluster, tensor_parallel=tensor, context_parallel=context)
     name = profile or cluster.attention_profile
     measured = Profile.load(Path(name)).linear if name else None
-    return device if measured is None else measured.on(device)
+    return cluster if measured is None else measured.on(cluster)
 
 
 def cluster_latency(cluster: Cluster, shape: AttentionShape) -> AttentionLatency:

@@ -1,17 +1,9 @@
 """The hardware that a prediction is for, from a TOML file: the one home of such figures.
 
-    name = "H100 SXM 80 GB, 8 a node, RoCE"
-    [gpu]       memory, peak_flops, linear_flops, attention_flops, attention_backward_flops,
-                memory_bandwidth; optional: attention_profile (a file of `wlb-titan profile`), device (a part
-                of the name by which the driver knows the GPU), units (its multiprocessors)
-    [node]      gpus, bandwidth, latency          links within a node (NVLink)
-                host_bandwidth (optional)         of a GPU and its host's memory, for activation offload
-    [network]   bandwidth, latency                links between nodes
-
-in bytes, FLOP/s, bytes/s of one GPU, and seconds of one collective. All rates but the peak are what the
-device achieves on this kind of work, not what its data sheet promises. Ranks are laid out with tensor
-parallelism innermost, then context, data and pipeline parallelism, so that inner groups fill nodes (section
-6.1).
+FIGURES, OPTIONAL and TEXTS have the sections and keys of the file, docs/simulator.md has a whole one: bytes,
+FLOP/s, bytes/s of one GPU, and seconds of one collective. All rates but the peak are what the device achieves
+on this kind of work, not what its data sheet promises. Ranks are laid out with tensor parallelism innermost,
+then context, data and pipeline parallelism, so that inner groups fill nodes (section 6.1).
 """
 
 from __future__ import annotations

@@ -46,6 +46,7 @@ def _shape(read: dict[str, Any], kind: str) -> ModelShape:
         "kv_heads": int(read.get("num_key_value_heads") or heads),
         "head_dim": int(read.get("head_dim") or hidden // heads),
         "vocabulary": int(read["vocab_size"]),
+        "tied": bool(read.get("tie_word_embeddings", False)),
     }
     if kind in DENSE:
         return ModelShape(feed_forward=int(read["intermediate_size"]), **shape)

@@ -13,8 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from wlb_titan.cost.analytic import Device
-from wlb_titan.cost.cluster import Link
+from wlb_titan.cost.cluster import Cluster, Link
 
 Points = tuple[tuple[float, float], ...]
 """(size, seconds) of each measurement."""
@@ -56,9 +55,9 @@ class LinearProfile:
         fixed, each = line(self.gathers)
         return Link(1 / each, fixed)
 
-    def on(self, device: Device) -> Device:
-        """The device at the measured rates."""
-        return replace(device, linear_flops=self.matrix_flops, memory_bandwidth=self.element_bandwidth)
+    def on(self, cluster: Cluster) -> Cluster:
+        """The cluster at the measured rates."""
+        return replace(cluster, linear_flops=self.matrix_flops, memory_bandwidth=self.element_bandwidth)
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats
-from wlb_titan.cost.analytic import Analytic, Device
+from wlb_titan.cost.analytic import Analytic
+from wlb_titan.cost.attention_choice import measured_cluster
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.attention_profile import AttentionShape, Profile
 from wlb_titan.cost.workload import CostJob, CostModel
@@ -38,18 +39,8 @@ class Measured(CostModel):
     @classmethod
     def of(cls, config: Config, job: CostJob) -> Measured:
         tensor, context = job.degrees.tensor, job.degrees.context
-        profile = Profile.load(Path(config.file))
-        latency = profile.latency(AttentionShape.of(job.model, tensor, job.dtype))
-        device = Device.of(job.cluster, tensor_parallel=tensor, context_parallel=context)
-        if profile.linear is not None:
-            device = profile.linear.on(device)
-        linear = Analytic(
-            job.model,
-            device,
-            tensor_parallel=tensor,
-            context_parallel=context,
-            exchange=job.exchanging.always.moving,
-        )
+        latency = Profile.load(Path(config.file)).latency(AttentionShape.of(job.model, tensor, job.dtype))
+        linear = Analytic.on(measured_cluster(job.cluster, config.file), job)
         return cls(latency, job.model.layers, context, linear)
 
     def forward(self, lengths: NDArray[Any]) -> Floats:

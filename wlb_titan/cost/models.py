@@ -30,6 +30,7 @@ class ModelShape:
             output.
         windows: (keys, layers) for each sliding window: how many keys a query sees at most, its own included,
             and how many layers have it.
+        tied: whether embedding and head are one table.
     """
 
     layers: int
@@ -46,6 +47,7 @@ class ModelShape:
     v_head_dim: int | None = None
     projections: int | None = None
     windows: tuple[tuple[int, int], ...] = ()
+    tied: bool = False
 
     @property
     def head_dims(self) -> int:
@@ -107,8 +109,9 @@ def layer_parameters(model: ModelShape) -> int:
 
 def rank_parameters(model: ModelShape, layers: Sequence[int], stages: Sequence[int]) -> int:
     """Weights of some stages, embedding and head included where they have them."""
-    table = model.hidden * model.vocabulary
-    ends = (0 in stages) * table + (len(layers) - 1 in stages) * (table + model.hidden)
+    first, last = 0 in stages, len(layers) - 1 in stages
+    tables = 1 if first and last and model.tied else first + last
+    ends = tables * model.hidden * model.vocabulary + last * model.hidden
     return sum(layers[stage] for stage in stages) * layer_parameters(model) + ends
 
 

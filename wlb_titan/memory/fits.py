@@ -31,34 +31,6 @@ def usable_share(slices: bool) -> float:
     return USABLE_IN_SLICES if slices else USABLE
 
 
-def peak_memory(job: MemoryJob, passes: Passes) -> tuple[RankMemory, ...]:
-    """The peak memory of every pipeline rank over one step.
-
-    Args:
-        passes: passes of a replica, in the order of running. For the most that a length may need, n times
-            that length.
-
-    Raises:
-        PlanError: the schedule's order is not known.
-    """
-    packs = passes.packs.forward
-    run = len(packs.lengths) if passes.flow is not None or job.run is None else job.run
-    runs = [passes]
-    if run < len(packs.lengths):
-        assert passes.packs.same
-        cut = (slice(first, first + run) for first in range(0, len(packs.lengths), run))
-        runs = [Passes(passes.packs.each(PackSizes.part, which)) for which in cut]
-    result = []
-    for number in range(job.shape.ranks):
-        rank = job.rank(job, number)
-        peaks = [rank.peak(each, reduced=i > 0) for i, each in enumerate(runs)]
-        most = fullest(peaks)
-        for dimension in job.degrees.own:
-            most = dimension.make().memory(job, most)
-        result.append(most)
-    return tuple(result)
-
-
 def fullest(ranks: Sequence[RankMemory]) -> RankMemory:
     """The pipeline rank that needs most."""
     return max(ranks, key=lambda rank: rank.total)
@@ -87,10 +59,27 @@ class Fitting:
     def peak(self, passes: Passes) -> tuple[RankMemory, ...]:
         """The peak of each pipeline rank over a replica's step.
 
+        Args:
+            passes: in the order of running. For the most that a length may need, n times that length.
+
         Raises:
-            PlanError: it cannot be predicted for this schedule.
+            PlanError: the schedule's order is not known.
         """
-        return peak_memory(self.job, passes)
+        job, packs = self.job, passes.packs.forward
+        run = len(packs.lengths) if passes.flow is not None or job.run is None else job.run
+        runs = [passes]
+        if run < len(packs.lengths):
+            assert passes.packs.same
+            cut = (slice(first, first + run) for first in range(0, len(packs.lengths), run))
+            runs = [Passes(passes.packs.each(PackSizes.part, which)) for which in cut]
+        result = []
+        for number in range(job.shape.ranks):
+            rank = job.rank(job, number)
+            most = fullest([rank.peak(each, reduced=i > 0) for i, each in enumerate(runs)])
+            for dimension in job.degrees.own:
+                most = dimension.make().memory(job, most)
+            result.append(most)
+        return tuple(result)
 
     def document(self, tokens: int) -> tuple[RankMemory, ...]:
         """The peak of each pipeline rank with one document of so many tokens, all of its slices in flight."""

@@ -10,7 +10,8 @@ backward pass runs. The first backward layer of all has none of it. Where the sh
 step's last backward pass reduces: in those before it gradients add up in the reduction's type, and layers
 stay whole until their next forward pass.
 
-The chunked loss makes the head's gradient in each chunk, in both types, and adds it up.
+The chunked loss makes the head's gradient in each chunk, in both types, and adds it up. Where embedding and
+head are one table, FSDP has it once more in the compute type meanwhile, and a shard of its gradient.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ class Gathered:
         head = len(layers) - 1 in stages
         self._chunked_head = self._table if head and settings.loss_chunks > 1 else 0.0
         self._plain_head = self._table if head and settings.loss_chunks == 1 else 0.0
+        self._joined = 0.0
+        if model.tied:
+            self._joined = self._chunked_head * (compute + self._reduced / degrees.sharding_ranks)
         self._weight = model.hidden * max(model.feed_forward, model.heads * model.head_dim) / tensor
         # A rank gathers its share of a layer: by tensor parallelism, and of experts by expert parallelism.
         experts = model.expert_weights if degrees.expert > 1 else 0
@@ -79,7 +83,7 @@ class Gathered:
             yield token.loss, self.in_pipeline(went_back, in_loss=True)
             return
         head = self._chunked_head or self._plain_head
-        whole = head * self._whole if self._reshards else self._weights(0)
+        whole = (head * self._whole if self._reshards else self._weights(0)) + self._joined
         yield token.loss, whole + self._chunked_head * self._reduced
         copied = max(self._compute, self._sharded * 2 * self._reduced / self._degrees.sharding_ranks)
         yield token.head, whole + head * (2 * self._reduced + copied)

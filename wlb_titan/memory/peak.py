@@ -294,9 +294,6 @@ class MemoryJob:
     """What of a job decides about its memory.
 
     Attributes:
-        model: its shape.
-        degrees: degrees of parallelism.
-        settings: data types and checkpointing.
         shape: the pipeline; any of `pipeline.schedule.SCHEDULES`.
         layers: layers of each stage.
         tokens: what a rank holds of each token of a micro-batch, by how many data-parallel ranks share it and

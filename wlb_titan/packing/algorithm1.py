@@ -17,8 +17,7 @@ import heapq
 import numpy as np
 
 from wlb_titan.arrays import Floats, Ints
-
-REMAINS = -1
+from wlb_titan.packing.bins import REMAINS
 
 
 def pack(lengths: Ints, works: Floats, micro_batches: int, max_length: int) -> Ints:

@@ -70,7 +70,11 @@ class Milp:
             the solver calls a packing may miss a row by its tolerance.
         """
         begin = time.perf_counter()
-        highs, infinity = self._highs(), self._highspy.kHighsInf
+        highs, infinity = self._highspy.Highs(), self._highspy.kHighsInf
+        highs.setOptionValue("output_flag", False)
+        highs.setOptionValue("mip_rel_gap", self._gap)
+        highs.setOptionValue("threads", 1)
+        highs.setOptionValue("random_seed", 0)
         pairs = documents * packs
         columns = (1 + np.arange(pairs)).reshape(documents, packs).astype(np.int32)
         highs.addVars(1, np.array([z[0]]), np.array([min(z[1], infinity)]))
@@ -98,11 +102,3 @@ class Milp:
         if len(found) == 1 + pairs and found.any():
             packed = found[columns].argmax(axis=1).astype(np.int64)
         return packed, float(highs.getInfo().mip_dual_bound)
-
-    def _highs(self) -> Any:
-        highs = self._highspy.Highs()
-        highs.setOptionValue("output_flag", False)
-        highs.setOptionValue("mip_rel_gap", self._gap)
-        highs.setOptionValue("threads", 1)
-        highs.setOptionValue("random_seed", 0)
-        return highs

@@ -31,8 +31,6 @@ from wlb_titan.plugins import Family, Plugin, PluginConfig
 Pack = Ints
 """int64 (n, 4), columns ID, START, LENGTH, DELAY as in `MicroBatch.documents`."""
 
-Answer = Floats
-
 NO_PIPELINE = PipelineShape("1F1B", 1)
 
 MOST_TOKENS = 1 << 27
@@ -123,11 +121,11 @@ PassSeconds = Callable[[Packing], tuple[Floats, Floats]]
 unit; the latter of the packs of backward passes."""
 
 
-OnOneRank = Callable[[Callable[[], Answer]], Answer]
+OnOneRank = Callable[[Callable[[], Floats]], Floats]
 """Calls a function on one rank, and gives its result, float64 (n,), to all."""
 
 
-def here(ask: Callable[[], Answer]) -> Answer:
+def here(ask: Callable[[], Floats]) -> Floats:
     """The `OnOneRank` of a planner that is alone."""
     return ask()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from wlb_titan.cost.workload import CostModel, workload
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.packing.plain import Plain
 from wlb_titan.packing.policy import PackingJob, PackingPolicy
-from wlb_titan.plan import LENGTH, imbalance_degree
+from wlb_titan.plan import imbalance_degree
 
 STEPS = 32
 WARM_UP = 8  # steps in which queues fill
@@ -21,10 +22,8 @@ def mean_imbalance(policy: PackingPolicy, cost_model: CostModel) -> float:
     """The mean over some of the policy's next steps."""
     degrees = []
     for _ in range(WARM_UP + STEPS):
-        packs = policy.next().packs
-        works = workload(cost_model, np.concatenate([pack[:, LENGTH] for pack in packs]))
-        firsts = np.cumsum([0] + [len(pack) for pack in packs[:-1]])
-        degrees.append(imbalance_degree(np.add.reduceat(works, firsts)))
+        works = policy.next().work(partial(workload, cost_model))
+        degrees.append(imbalance_degree(works))
     return float(np.mean(degrees[WARM_UP:]))
 
 

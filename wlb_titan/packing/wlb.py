@@ -24,6 +24,7 @@ from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.packing import algorithm1, thresholds
 from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Waiting, delayed, restore, split
+from wlb_titan.packing.bins import REMAINS
 from wlb_titan.packing.policy import Packing, PackingJob, VariableLengthPolicy
 from wlb_titan.packing.trial import MOST_MICRO_BATCHES, imbalance_of_plain, mean_imbalance
 from wlb_titan.plan import ID, LENGTH, START
@@ -115,7 +116,7 @@ class Wlb(VariableLengthPolicy):
             self._micro_batches,
             self._max_length,
         )
-        packed = assigned != algorithm1.REMAINS
+        packed = assigned != REMAINS
         self._remained = documents[~packed]
         return Packing(split(delayed(documents[packed], iteration), assigned[packed], self._micro_batches))
 

@@ -29,8 +29,6 @@ from wlb_titan.errors import PlanError
 from wlb_titan.pipeline.schedule import PipelineShape, rank_actions
 from wlb_titan.plan import Action
 
-Times = Floats
-
 
 class PassTimes(NamedTuple):
     """How long the passes take, all float64 (stages, micro-batches, k) in one unit, in the order of running.
@@ -41,12 +39,12 @@ class PassTimes(NamedTuple):
         weights: W, the rest of it; B takes both.
     """
 
-    forward: Times
-    inputs: Times
-    weights: Times
+    forward: Floats
+    inputs: Floats
+    weights: Floats
 
     @classmethod
-    def equal_stages(cls, forward: Times, backward: Times, shape: PipelineShape) -> PassTimes:
+    def equal_stages(cls, forward: Floats, backward: Floats, shape: PipelineShape) -> PassTimes:
         """Stages that take equal times, and a backward pass half of which is the weights' gradient.
 
         Args:
@@ -56,13 +54,13 @@ class PassTimes(NamedTuple):
         half = np.broadcast_to(backward / (2 * shape.chunks), each)
         return cls(np.broadcast_to(forward / shape.chunks, each), half, half)
 
-    def of(self, action: Action) -> Times:
+    def of(self, action: Action) -> Floats:
         """float64 (k,), the times of an action."""
         where = action.stage, action.place
         if action.kind == "B":
-            total: Times = self.inputs[where] + self.weights[where]
+            total: Floats = self.inputs[where] + self.weights[where]
             return total
-        times: Times = {"F": self.forward, "I": self.inputs, "W": self.weights}[action.kind][where]
+        times: Floats = {"F": self.forward, "I": self.inputs, "W": self.weights}[action.kind][where]
         return times
 
 
@@ -104,10 +102,10 @@ class PipelineGraph:
     def ends(
         self,
         times: PassTimes,
-        delay: Times | float = 0.0,
-        earliest: Times | float = 0.0,
-        backward_delay: Times | float | None = None,
-    ) -> Times:
+        delay: Floats | float = 0.0,
+        earliest: Floats | float = 0.0,
+        backward_delay: Floats | float | None = None,
+    ) -> Floats:
         """When every action ends.
 
         Args:
@@ -132,7 +130,7 @@ class PipelineGraph:
             ends[number] += times.of(action)
         return ends[1:]
 
-    def step_times(self, forward: Times, backward: Times, orders: Ints) -> Times:
+    def step_times(self, forward: Floats, backward: Floats, orders: Ints) -> Floats:
         """How long the step takes in each of several orders, with equal stages and free communication.
 
         Args:
@@ -146,7 +144,7 @@ class PipelineGraph:
         times = PassTimes.equal_stages(forward[orders].T, backward[orders].T, self.shape)
         return np.asarray(self.ends(times).max(axis=0))
 
-    def busy(self, times: PassTimes) -> Times:
+    def busy(self, times: PassTimes) -> Floats:
         """float64 (ranks, k), how long each rank computes; the rest of the step is its bubble."""
         result = np.zeros((self.shape.ranks, times.forward.shape[2]))
         for action in self.actions:

@@ -46,9 +46,6 @@ BATCH = 64
 PASS_SECONDS = 5e-6
 """What evaluating one pass for BATCH orders takes; turns milliseconds into a number of evaluations."""
 
-Order = Ints
-Times = Floats
-
 
 class MicroBatchOrder(Plugin, ABC):
     """In which order a rank runs the micro-batches of a step.
@@ -76,7 +73,7 @@ class MicroBatchOrder(Plugin, ABC):
         self._shape = shape
 
     @abstractmethod
-    def places(self, forward: Times, backward: Times) -> Order:
+    def places(self, forward: Floats, backward: Floats) -> Ints:
         """The order in which a rank runs its micro-batches.
 
         Args:
@@ -91,21 +88,21 @@ class MicroBatchOrder(Plugin, ABC):
 class AsPacked(MicroBatchOrder):
     """As the packing policy made them, which is longest first for the policies that balance."""
 
-    def places(self, forward: Times, backward: Times) -> Order:
+    def places(self, forward: Floats, backward: Floats) -> Ints:
         return np.arange(len(forward))
 
 
 class LongestFirst(MicroBatchOrder):
     """The one with most work first."""
 
-    def places(self, forward: Times, backward: Times) -> Order:
+    def places(self, forward: Floats, backward: Floats) -> Ints:
         return np.argsort(-(forward + backward), kind="stable")
 
 
 class ShortestFirst(MicroBatchOrder):
     """The one with least work first."""
 
-    def places(self, forward: Times, backward: Times) -> Order:
+    def places(self, forward: Floats, backward: Floats) -> Ints:
         return np.argsort(forward + backward, kind="stable")
 
 
@@ -129,7 +126,7 @@ class Best(MicroBatchOrder):
                 "'longest_first'."
             )
 
-    def places(self, forward: Times, backward: Times) -> Order:
+    def places(self, forward: Floats, backward: Floats) -> Ints:
         n = len(forward)
         if self._shape.ranks == 1 or n < 2:
             return np.arange(n)
@@ -142,15 +139,15 @@ class Best(MicroBatchOrder):
         return _search(graph, forward, backward, starts, self._budget_ms)
 
 
-def hill(longest_first: Order) -> Order:
+def hill(longest_first: Ints) -> Ints:
     """The longest in the middle and ever shorter ones towards both ends: 3 2 1 0 -> 2 0 1 3 by rank."""
     return np.concatenate([longest_first[::2][::-1], longest_first[1::2]])
 
 
-def _search(graph: PipelineGraph, forward: Times, backward: Times, starts: Order, budget_ms: float) -> Order:
+def _search(graph: PipelineGraph, forward: Floats, backward: Floats, starts: Ints, budget_ms: float) -> Ints:
     """The best of `starts`, improved by random exchanges and moves as long as the budget lasts."""
     times = graph.step_times(forward, backward, starts)
-    best: Order = starts[times.argmin()]
+    best: Ints = starts[times.argmin()]
     shortest = times.min()
     random = np.random.default_rng(0)
     for _ in range(math.floor(budget_ms / 1e3 / (len(graph.actions) * PASS_SECONDS))):
@@ -161,7 +158,7 @@ def _search(graph: PipelineGraph, forward: Times, backward: Times, starts: Order
     return best
 
 
-def _variations(n: int, random: np.random.Generator) -> Order:
+def _variations(n: int, random: np.random.Generator) -> Ints:
     """int64 (BATCH, n): permutations that exchange two entries, or move one to before or behind another."""
     rows = np.arange(BATCH)
     one, other = random.integers(n, size=(2, BATCH))

@@ -15,8 +15,6 @@ from wlb_titan.errors import PlanError
 from wlb_titan.pipeline.order import LongestFirst, MicroBatchOrder
 from wlb_titan.pipeline.schedule import PipelineShape
 
-Times = Floats
-
 
 class PipelineRuns:
     """How the micro-batches of a data-parallel rank go through its pipeline.
@@ -33,7 +31,7 @@ class PipelineRuns:
         self._order: MicroBatchOrder = order.make(shape)
         self._longest_first = LongestFirst(LongestFirst.Config(), shape)
 
-    def arranged(self, assigned: list[list[int]], forward: Times, backward: Times) -> list[list[int]]:
+    def arranged(self, assigned: list[list[int]], forward: Floats, backward: Floats) -> list[list[int]]:
         """The packs of each data-parallel rank, in the order in which it runs them.
 
         Args:
@@ -56,7 +54,7 @@ class PipelineRuns:
         arranged: list[list[int]] = runs.reshape(len(assigned), count).tolist()
         return arranged
 
-    def _arranged_run(self, packs: Ints, forward: Times, backward: Times) -> Ints:
+    def _arranged_run(self, packs: Ints, forward: Floats, backward: Floats) -> Ints:
         """One run of all ranks: int64 (ranks, micro_batches) to the same in order."""
         if self._order.for_all and len(packs) > 1:
             packs = np.stack([_ordered(self._longest_first, row, forward, backward) for row in packs])
@@ -65,5 +63,5 @@ class PipelineRuns:
         return np.stack([_ordered(self._order, row, forward, backward) for row in packs])
 
 
-def _ordered(order: MicroBatchOrder, packs: Ints, forward: Times, backward: Times) -> Ints:
+def _ordered(order: MicroBatchOrder, packs: Ints, forward: Floats, backward: Floats) -> Ints:
     return packs[order.places(forward[packs], backward[packs])]

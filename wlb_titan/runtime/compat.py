@@ -279,6 +279,11 @@ class Dims(ParallelDims):
         own = math.prod(one.degree for one in self.own if one.divides == "data")
         return self.dp_replicate * self.dp_shard * own
 
+    def place(self, axis: str) -> int:
+        """This rank's place along a mesh axis; 0 where it has one rank only."""
+        mesh = self.get_optional_mesh(axis)
+        return 0 if mesh is None else mesh.get_local_rank()
+
     def _validate(self) -> None:
         ranks = self.world_size
         self.world_size = ranks // math.prod(one.degree for one in self.own)

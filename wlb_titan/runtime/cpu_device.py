@@ -13,11 +13,14 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import spmd_types as spmd
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 
 class CpuDeviceModule:
@@ -67,6 +70,14 @@ class GlooCollectives:
         )
         for output, part in zip(outputs, received.split([len(o) for o in outputs]), strict=True):
             output.copy_(part)
+
+
+def add_up_by_sums(parts: Sequence[nn.Module]) -> None:
+    """Has FSDP scale gradients by itself: gloo has no premultiplied sum."""
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
 
 
 def hide_accelerators() -> None:

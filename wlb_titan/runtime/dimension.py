@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,28 +43,50 @@ class Axis:
         return ()
 
 
-def axes_of(dims: Dims) -> list[tuple[int, Axis]]:
-    """The halves of a job's own dimensions of more than one rank, each after its steps between meetings."""
-    return [
-        (one.every, load(one.runtime)(one.config, dims.get_mesh(one.axis)))
-        for one in dims.own
-        if one.runtime and one.degree > 1
-    ]
+def meets(trainer: Trainer, every: int) -> bool:
+    """Whether ranks that meet every so many steps do so in this one: also in the last, which is saved."""
+    return trainer.step % every == 0 or trainer.step == trainer.config.training.steps
 
 
-def prepared(spec: ModelSpec, axes: Sequence[tuple[int, Axis]]) -> ModelSpec:
-    """A model whose parts are prepared by dimensions before they are parallelised.
+class Axes:
+    """The halves of a job's own dimensions of more than one rank, on this one."""
 
-    Args:
-        spec: model specification.
-        axes: as of `axes_of`; looked at when a part is parallelised.
-    """
-    parallelize = spec.parallelize_fn
+    def __init__(self) -> None:
+        self._axes: list[tuple[int, Axis]] = []  # each after its steps between meetings
 
-    def first(part: nn.Module, **arguments: Any) -> nn.Module:
-        for _, axis in axes:
-            axis.prepare(part)
-        result: nn.Module = parallelize(part, **arguments)
-        return result
+    def make(self, dims: Dims) -> None:
+        """Makes them, once the job's meshes are there."""
+        self._axes = [
+            (one.every, load(one.runtime)(one.config, dims.get_mesh(one.axis)))
+            for one in dims.own
+            if one.runtime and one.degree > 1
+        ]
 
-    return dataclasses.replace(spec, parallelize_fn=first)
+    def prepared(self, spec: ModelSpec) -> ModelSpec:
+        """A model whose parts they prepare before these are parallelised."""
+        parallelize = spec.parallelize_fn
+
+        def first(part: nn.Module, **arguments: Any) -> nn.Module:
+            for _, axis in self._axes:
+                axis.prepare(part)
+            result: nn.Module = parallelize(part, **arguments)
+            return result
+
+        return dataclasses.replace(spec, parallelize_fn=first)
+
+    def before_optimizer(self, trainer: Trainer) -> None:
+        for _, axis in self._axes:
+            axis.before_optimizer(trainer)
+
+    def after_optimizer(self, trainer: Trainer) -> None:
+        for every, axis in self._axes:
+            axis.after_optimizer(trainer, meets=meets(trainer, every))
+
+    def stop(self, trainer: Trainer) -> None:
+        """The run ends before its last step: those that did not meet in this one do so now."""
+        for every, axis in self._axes:
+            axis.after_optimizer(trainer, meets=not meets(trainer, every))
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for _, axis in self._axes:
+            yield from axis.tensors()

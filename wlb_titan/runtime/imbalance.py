@@ -10,6 +10,21 @@ import numpy as np
 from wlb_titan.context import ContextStrategy, after
 from wlb_titan.job import Job
 from wlb_titan.plan import Plan, imbalance_degree
+from wlb_titan.runtime.data.dataloader import Step
+
+
+def step_figures(step: Step, job: Job, shadow: Job | None) -> dict[str, Any]:
+    """What the plan of a step says of it, for metrics.jsonl; beside it that of the job's shadow."""
+    plan = step.plan
+    figures = {
+        "tokens": plan.tokens,
+        "labels": step.labels,
+        "padding": plan.padding,
+        **plan_figures(plan, job),
+    }
+    if step.shadow is not None and shadow is not None:
+        figures |= {f"shadow/{key}": value for key, value in plan_figures(step.shadow, shadow).items()}
+    return figures | step.source_figures
 
 
 def plan_figures(plan: Plan, job: Job) -> dict[str, Any]:
@@ -37,12 +52,8 @@ def rank_imbalance(plan: Plan, strategy: ContextStrategy | None) -> dict[str, An
     """Largest over mean predicted work at each level; 1.0 is perfect balance.
 
     Returns:
-        imbalance_dp: imbalance of the data-parallel ranks' sums.
-        imbalance_pp: imbalance of one data-parallel rank's micro-batches, mean over the ranks.
-        imbalance_cp: imbalance of the attention times of a micro-batch's context-parallel ranks, mean over
-            the micro-batches of a single data-parallel rank that the plan divides; only with context
-            parallelism, as is
-        sharding: how many of these are sharded by each policy.
+        What docs/metrics.md lists as `imbalance_dp`, `imbalance_pp` and, with context parallelism, as
+        `imbalance_cp` and `sharding`, of the micro-batches that the plan divides.
     """
     replicas = range(1 + max(m.dp_rank for m in plan.micro_batches))
     workloads = [

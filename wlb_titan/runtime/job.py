@@ -19,7 +19,7 @@ from wlb_titan.cost.dimension import TORCHTITAN
 from wlb_titan.job import Job
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.runtime.compat import Dims, batch_of
-from wlb_titan.runtime.pipeline.schedules import pipeline_shape, stage_names
+from wlb_titan.runtime.pipeline.schedules import canonical_name, stage_names
 from wlb_titan.runtime.shape import has_experts, has_latent_attention, model_shape
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ def configured_job(config: Trainer.Config, dims: ParallelDims) -> Job:
     memory = memory_settings(config)
     schedule, chunks, run, stage_layers = "1F1B", 1, None, ()
     if dims.pp_enabled:
-        shape = pipeline_shape(config.parallelism, model, config.activation_checkpoint)
-        schedule, chunks, run = shape.schedule, shape.chunks, batch.run
         names = stage_names(config.parallelism, model)
+        schedule = canonical_name(config.parallelism.pipeline_parallel_schedule)
+        chunks, run = len(names) // dims.pp, batch.run
         stage_layers = tuple(sum(name.startswith("layers.") for name in stage) for stage in names)
     degrees = {name: getattr(dims, one.axis) for name, one in TORCHTITAN.items()}
     if not has_experts(model):

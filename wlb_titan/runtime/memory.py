@@ -136,7 +136,7 @@ def measured_memory(dims: ParallelDims, device: torch.device) -> dict[str, float
     else:
         used = torch.accelerator.max_memory_allocated()
     peaks = torch.zeros(dims.pp, dtype=torch.float64, device=device)
-    peaks[dims.get_mesh("pp").get_local_rank() if dims.pp_enabled else 0] = used / GIB
+    peaks[dims.place("pp")] = used / GIB
     dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
     return {f"peak_memory_gib/pp{rank}": peak for rank, peak in enumerate(peaks.tolist())}
 

@@ -39,6 +39,7 @@ def model_shape(model: Decoder.Config) -> ModelShape:
         v_head_dim=v_head_dim,
         projections=_projections(attention),
         windows=tuple((window, layers) for window, layers in windows.items() if window is not None),
+        tied=model.enable_weight_tying,
     )
 
 

@@ -17,11 +17,14 @@ import torch.distributed as dist
 
 from wlb_titan.plan import Plan, imbalance_degree
 from wlb_titan.runtime.life.json_lines import warn_once
+from wlb_titan.runtime.metrics import metrics_rank
 from wlb_titan.runtime.pipeline.pass_timer import Pass, PassTimer
 from wlb_titan.timeline import COMPUTED, Span, write_trace
 
 if TYPE_CHECKING:
     from torchtitan.distributed import ParallelDims
+
+    from wlb_titan.runtime.trainer import Trainer
 
 FOLDER = "traces"
 
@@ -42,20 +45,16 @@ class StepTrace:
 
     Args:
         timer: that the passes are measured by.
-        every: steps between two traced ones; 0 traces none.
-        parallel_dims: degrees and meshes of the job.
-        writer: global rank that writes the traces and gets the figures.
-        folder: where they are written, as traces/step-N.json.
+        config: says how often; traces are written to its dump folder, as traces/step-N.json, by the rank
+            that gets the figures too.
     """
 
-    def __init__(
-        self, timer: PassTimer, *, every: int, parallel_dims: ParallelDims, writer: int, folder: str
-    ) -> None:
+    def __init__(self, timer: PassTimer, config: Trainer.Config, parallel_dims: ParallelDims) -> None:
         self._timer = timer
-        self._every = every
+        self._every = config.wlb.trace_every
         self._dims = parallel_dims
-        self._writer = writer
-        self._folder = os.path.join(folder, FOLDER)
+        self._writer = metrics_rank(parallel_dims, config.parallelism.pipeline_parallel_schedule)
+        self._folder = os.path.join(config.dump_folder, FOLDER)
         self._measuring = False
 
     def begin(self, step: int) -> None:
@@ -75,7 +74,7 @@ class StepTrace:
         if not self._measuring:
             return {}
         self._measuring = False
-        place = (self._place(axis) for axis in ("batch", "pp", "cp", "tp"))
+        place = (self._dims.place(axis) for axis in ("batch", "pp", "cp", "tp"))
         mine = RankPasses(*place, self._timer.stop())
         is_writer = dist.get_rank() == self._writer
         ranks: list[RankPasses] | None = [mine] * dist.get_world_size() if is_writer else None
@@ -92,10 +91,6 @@ class StepTrace:
         if self._dims.pp_enabled:
             figures["bubble"] = bubble(ranks)
         return figures
-
-    def _place(self, axis: str) -> int:
-        mesh = self._dims.get_optional_mesh(axis)
-        return mesh.get_local_rank() if mesh is not None else 0
 
 
 def measured_imbalance(ranks: Sequence[RankPasses], *, apart: bool = False) -> float:

@@ -8,61 +8,56 @@ it they are accumulated one by one.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.metrics import MetricsProcessor as TitanMetricsProcessor
 from torchtitan.components.validate import Validator as TitanValidator
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer as TorchtitanTrainer
 
 from wlb_titan.config.settings import WlbSettings
-from wlb_titan.packing.policy import here
+from wlb_titan.job import Job
 from wlb_titan.plan import Action, Flow
-from wlb_titan.runtime.advice import advice
 from wlb_titan.runtime.attention.implementation import compile_attention
 from wlb_titan.runtime.attention.kv_cache import KeyValueCache
 from wlb_titan.runtime.attention.merged import prepare_merging
-from wlb_titan.runtime.attention.module import DocumentAttention
 from wlb_titan.runtime.compat import Dims, batch_of
-from wlb_titan.runtime.data.corpus import open_corpus, training_documents
+from wlb_titan.runtime.cpu_device import add_up_by_sums
 from wlb_titan.runtime.data.dataloader import PlannedDataLoader, Step
-from wlb_titan.runtime.data.epochs import steps_of_epochs
 from wlb_titan.runtime.data.inputs import Item, grouped, to_device
-from wlb_titan.runtime.data.shared_answer import SharedAnswer
-from wlb_titan.runtime.data.tokenizer import Tokenizer
-from wlb_titan.runtime.dimension import Axis, axes_of, prepared
-from wlb_titan.runtime.export import complete_export
-from wlb_titan.runtime.imbalance import plan_figures
+from wlb_titan.runtime.decided import decided
+from wlb_titan.runtime.dimension import Axes
+from wlb_titan.runtime.imbalance import step_figures
 from wlb_titan.runtime.job import configured_job, parallel_dims
+from wlb_titan.runtime.life import told
 from wlb_titan.runtime.life.checkpoints import save_stopped
 from wlb_titan.runtime.life.timeouts import train_timeout
-from wlb_titan.runtime.loss import weighted
-from wlb_titan.runtime.memory import describe_memory, measured_memory
-from wlb_titan.runtime.metrics import MetricsProcessor, metrics_rank, spoken
-from wlb_titan.runtime.models.compile import allow_graphs, keep_inputs
+from wlb_titan.runtime.memory import measured_memory
+from wlb_titan.runtime.metrics import MetricsProcessor
+from wlb_titan.runtime.models.compile import prepare_compiling
+from wlb_titan.runtime.parts import tell_the_job, with_our_parts
 from wlb_titan.runtime.pipeline.pass_timer import PassTimer
-from wlb_titan.runtime.pipeline.regroup import regrouped_pipeline
 from wlb_titan.runtime.step_trace import StepTrace
 from wlb_titan.runtime.validator import Validator
-from wlb_titan.simulator.choice import Choice, choose
+from wlb_titan.simulator.choice import Choice
 
 
 class Trainer(TorchtitanTrainer):
-    """Trains on a prepared corpus under the packing and sharding policies of `config.wlb`."""
+    """Trains on a prepared corpus under the packing and sharding policies of `config.wlb`.
+
+    Attributes:
+        job: what trains.
+        shadow: the configured job where it is only planned; None where it trains.
+        choice: how the policies were chosen; None where they are configured.
+        axes: the dimensions of [[wlb.dimensions]] on this rank.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(TorchtitanTrainer.Config):
@@ -73,70 +68,28 @@ class Trainer(TorchtitanTrainer):
         validator: TitanValidator.Config = field(default_factory=Validator.Config)
 
     def __init__(self, config: Config) -> None:
-        corpus = open_corpus(config.wlb.corpus)
-        configured = configured_job(config, parallel_dims(config, int(os.environ["WORLD_SIZE"])))
-        self.job = configured.trained
-        self._shadow = configured if configured.packing.shadow else None
-        self._choice: Choice | None = None
-        config = dataclasses.replace(
-            config,
-            comm=dataclasses.replace(config.comm),
-            training=dataclasses.replace(config.training),
-            hf_assets_path=str(corpus.tokenizer_path),
-            tokenizer=Tokenizer.Config(),
-            dataloader=PlannedDataLoader.Config(
-                corpus=config.wlb.corpus,
-                job=self.job,
-                loss_weight=config.wlb.loss_weight,
-                hold_out=config.wlb.validation.hold_out,
-            ),
-            validator=Validator.Config(
-                enable=config.wlb.validation.enabled, freq=max(config.wlb.validation.every, 1)
-            ),
-            loss=weighted(config.loss) if config.wlb.loss_weight == "conversation" else config.loss,
-        )
-        assert config.model_spec is not None
-        stages: Any = config.model_spec.pipelining_fn
-        if self.job.packing.regroups:
-            stages = partial(regrouped_pipeline, stages)
-        if config.wlb.pipeline.check_lengths and stages is not None:
-            stages = partial(stages, check_lengths=True)
-        config.model_spec = dataclasses.replace(config.model_spec, pipelining_fn=stages)
-        self.axes: list[tuple[int, Axis]] = []  # of [[wlb.dimensions]], which `init_distributed` makes
-        if config.wlb.dimensions:
-            config.model_spec = prepared(config.model_spec, self.axes)
+        self._decide(configured_job(config, parallel_dims(config, int(os.environ["WORLD_SIZE"]))))
+        config = with_our_parts(config, self.job)
+        self.axes = Axes()
+        config.model_spec = self.axes.prepared(config.model_spec)
         super().__init__(config)
         self._cache: KeyValueCache | None = None  # of the step under way
         self._reduces = True
         self.timer = self.pp_schedule.timer if self.parallel_dims.pp_enabled else PassTimer(self.device)
-        self.step_trace = StepTrace(
-            self.timer,
-            every=config.wlb.trace_every,
-            parallel_dims=self.parallel_dims,
-            writer=metrics_rank(self.parallel_dims, config.parallelism.pipeline_parallel_schedule),
-            folder=config.dump_folder,
-        )
+        self.step_trace = StepTrace(self.timer, config, self.parallel_dims)
         if config.compile.enable:
-            allow_graphs(self.job)
-            keep_inputs()
-        self._prepare_merging()
+            prepare_compiling(self.job)
+        self.prepare_merging()
         if self.parallel_dims.pp_enabled:
             self.planned.lower = self.pp_schedule.lower
         if self.device.type == "cpu":
-            # gloo has no premultiplied sum, which FSDP would use for its gradient scaling.
-            for part in self.model_parts:
-                for module in part.modules():
-                    if isinstance(module, FSDPModule):
-                        module.set_force_sum_reduction_for_comms(True)
-
+            add_up_by_sums(self.model_parts)
         if config.validator.enable:
             self.validator.prepare(self)
 
-    def _prepare_merging(self) -> None:
-        """Groups of data-parallel ranks that may share micro-batches."""
-        comm = self.config.comm
-        timeout = timedelta(seconds=max(comm.init_timeout_seconds, comm.train_timeout_seconds))
-        prepare_merging(self.model_parts, self.job, self.parallel_dims, timeout)
+    def _decide(self, configured: Job, choice: Choice | None = None) -> None:
+        self.job, self.choice = configured.trained, choice
+        self.shadow = configured if configured.packing.shadow else None
 
     def init_distributed(self) -> ParallelDims:
         """Starts the process groups, and then chooses the policies, before anything is built from them."""
@@ -146,37 +99,19 @@ class Trainer(TorchtitanTrainer):
             base_folder=self.config.dump_folder,
         )
         dims = parallel_dims(self.config, world_size)
-        epochs = self.config.wlb.epochs
-        configured = self._shadow or self.job
-        if configured.undecided or epochs:
-            documents = training_documents(self.config.wlb)
-        if configured.undecided:
-            self._choice = choose(configured, documents, on_one_rank=SharedAnswer())
-            self.job = self._choice.job.trained
-            self._shadow = self._shadow and self._choice.job
-        if epochs:
-            # A solver that is stopped by its time limit finds other packings on other ranks.
-            shared = SharedAnswer() if self.job.packing.planning_seconds else here
-            self.config.training.steps = steps_of_epochs(self.job, documents, epochs, shared)
-            logger.info(f"wlb.epochs = {epochs} takes {self.config.training.steps:,} steps")
-        self._set_up_job(self.config, dims)
+        self._decide(*decided(self.config, self.shadow or self.job))
+        self.set_up(dims)
         return dims
 
-    def _set_up_job(self, config: Config, dims: Dims) -> None:
+    def set_up(self, dims: Dims) -> None:
         """Tells the parts of the trainer's own configuration what the job is."""
-        self.axes += axes_of(dims)
-        assert config.model_spec is not None
-        for _, attention, _, _ in config.model_spec.traverse(DocumentAttention.Config):
-            attention.context = self.job.sharding
-            attention.implementation = config.wlb.attention.implementation
-        config.comm.train_timeout_seconds, self._timeout_reason = train_timeout(config, self.job)
-        loader = config.dataloader
-        loader.job, loader.shadow = self.job, self._shadow
-        if dims.cp_enabled:
-            loader.context_rank = dims.get_mesh("cp").get_local_rank()
-        if dims.tp_enabled and config.parallelism.enable_sequence_parallel:
-            mesh = dims.get_mesh("tp")
-            loader.tensor_rank = mesh.get_local_rank(), mesh.size()
+        self.axes.make(dims)
+        self.config.comm.train_timeout_seconds, self.timeout_reason = train_timeout(self.config, self.job)
+        tell_the_job(self.config, self.job, self.shadow, dims)
+
+    def prepare_merging(self) -> None:
+        """Groups of data-parallel ranks that may share micro-batches."""
+        prepare_merging(self.model_parts, self.job, self.parallel_dims, self.config.comm)
 
     @property
     def planned(self) -> PlannedDataLoader:
@@ -193,10 +128,8 @@ class Trainer(TorchtitanTrainer):
             return False
         if self.goes_on(self.step):
             return True
-        for every, axis in self.axes:
-            axis.after_optimizer(self, meets=not self._meets(every))
-        saved = save_stopped(self.checkpointer, self.step, self._first_step)
-        logger.info(f"Stopped after step {self.step} of {self.config.training.steps}: {saved}.")
+        self.axes.stop(self)
+        save_stopped(self, self._first_step)
         return False
 
     def batch_generator(self, data_iterable: PlannedDataLoader) -> Iterator[Step]:
@@ -251,11 +184,10 @@ class Trainer(TorchtitanTrainer):
             losses = []
             for group in groups:
                 self._reduce_gradients(group is groups[-1])
-                losses.append(self._forward_backward(group, labels))
+                losses.append(self.forward_backward(group, labels))
         else:
             losses = [self._run_flow(step, step.flow, labels)]
-        for _, axis in self.axes:
-            axis.before_optimizer(self)
+        self.axes.before_optimizer(self)
         grad_norm = dist_utils.clip_grad_norm_(
             [parameter for part in self.model_parts for parameter in part.parameters()],
             self.config.training.max_norm,
@@ -265,20 +197,16 @@ class Trainer(TorchtitanTrainer):
         )
         self.checkpointer.maybe_wait_for_staging()
         self.optimizers.step()
-        for every, axis in self.axes:
-            axis.after_optimizer(self, meets=self._meets(every))
+        self.axes.after_optimizer(self)
         self.lr_schedulers.step()
         self.metrics_processor.count(step.plan.tokens, step.flops)
         if self.metrics_processor.should_log(self.step):
-            self._log(step, torch.stack(losses).sum() / apart, grad_norm, learning_rates)
+            self.report(step, torch.stack(losses).sum() / apart, grad_norm, learning_rates)
         self.step_trace.end(self.step, step.plan)  # where the step was not logged
 
-    def _meets(self, every: int) -> bool:
-        """Whether ranks that meet every so many steps do so in this one: also in the last, which is saved."""
-        return self.step % every == 0 or self.step == self.config.training.steps
-
     @property
-    def _compiled(self) -> bool:
+    def compiled(self) -> bool:
+        """Whether the model's blocks are."""
         return self.config.compile.enable and "model" in self.config.compile.components
 
     def _reduce_gradients(self, now: bool) -> None:
@@ -290,7 +218,7 @@ class Trainer(TorchtitanTrainer):
         while weights in bfloat16 have gradients in float32.
         """
         dims = self.parallel_dims
-        whole = dims.dp_shard * dims.cp == 1 and not (dims.ep_enabled or dims.pp_enabled or self._compiled)
+        whole = dims.dp_shard * dims.cp == 1 and not (dims.ep_enabled or dims.pp_enabled or self.compiled)
         if not whole or now is self._reduces:
             return
         self._reduces = now
@@ -298,7 +226,7 @@ class Trainer(TorchtitanTrainer):
             part.set_requires_gradient_sync(now)
             part.set_reshard_after_backward(now)
 
-    def _forward_backward(self, group: Sequence[Item], labels: torch.Tensor) -> torch.Tensor:
+    def forward_backward(self, group: Sequence[Item], labels: torch.Tensor) -> torch.Tensor:
         """The group's part of the loss: its sum on this rank over the labels of the whole job."""
         inputs, targets = [item for item, _ in group], [own for _, own in group]
         if not self.parallel_dims.pp_enabled:
@@ -308,20 +236,20 @@ class Trainer(TorchtitanTrainer):
         ).detach()
 
     def _run_flow(self, step: Step, flow: Flow, labels: torch.Tensor) -> torch.Tensor:
-        """A step of MicroPacks, whose passes run in the plan's order; as `_forward_backward`."""
+        """A step of MicroPacks, whose passes run in the plan's order; as `forward_backward`."""
         self._cache = KeyValueCache()
         try:
             if self.parallel_dims.pp_enabled:
                 self.pp_schedule.flow = flow
-                loss = self._forward_backward(step.items, labels)
+                loss = self.forward_backward(step.items, labels)
             else:
-                loss = self._run_alone(step.items, flow[0], labels)
+                loss = self.run_alone(step.items, flow[0], labels)
             self._cache.check_empty()
         finally:
             self._cache = None
         return loss
 
-    def _run_alone(self, items: list[Item], actions: Sequence[Action], labels: torch.Tensor) -> torch.Tensor:
+    def run_alone(self, items: list[Item], actions: Sequence[Action], labels: torch.Tensor) -> torch.Tensor:
         """A step without a pipeline: forward and backward passes one by one."""
         losses: dict[int, torch.Tensor] = {}
         total = torch.zeros((), device=self.device)
@@ -339,7 +267,7 @@ class Trainer(TorchtitanTrainer):
                     total += loss.detach()
         return total
 
-    def _log(
+    def report(
         self, step: Step, loss: torch.Tensor, grad_norm: torch.Tensor, learning_rates: dict[str, float]
     ) -> None:
         """Reports a step; every rank takes part."""
@@ -349,30 +277,14 @@ class Trainer(TorchtitanTrainer):
         if not math.isfinite(mean):
             raise RuntimeError(f"The loss of step {self.step} is {mean}; training stops.")
         seen = torch.tensor(self.ntokens_seen, dtype=torch.int64, device=self.device)
-        extra = {"n_tokens_seen": dist_utils.dist_sum(seen, mesh), **learning_rates}
-        self.metrics_processor.log(
-            self.step, mean, largest, float(grad_norm), extra | self._step_figures(step)
-        )
-
-    def _step_figures(self, step: Step) -> dict[str, Any]:
-        """What the plan of the current step says, for metrics.jsonl."""
-        plan = step.plan
-        return {
-            "tokens": plan.tokens,
-            "labels": step.labels,
-            "padding": plan.padding,
-            **plan_figures(plan, self.job),
-            **self._shadow_figures(step),
-            **step.source_figures,
-            **self.step_trace.end(self.step, plan),
+        figures = {
+            "n_tokens_seen": dist_utils.dist_sum(seen, mesh),
+            **learning_rates,
+            **step_figures(step, self.job, self.shadow),
+            **self.step_trace.end(self.step, step.plan),
             **measured_memory(self.parallel_dims, self.device),
         }
-
-    def _shadow_figures(self, step: Step) -> dict[str, Any]:
-        """What the configured policies would have made of it, where they only plan."""
-        if step.shadow is None:
-            return {}
-        return {f"shadow/{key}": value for key, value in plan_figures(step.shadow, self._shadow).items()}
+        self.metrics_processor.log(self.step, mean, largest, float(grad_norm), figures)
 
     def close(self) -> None:
         self.planned.close()
@@ -381,39 +293,8 @@ class Trainer(TorchtitanTrainer):
         super().close()
 
     def train(self) -> None:
-        logger.info(
-            f"Corpus {self.planned.corpus}: {len(self.planned.corpus):,} documents, "
-            f"{self.planned.corpus.lengths.sum():,} tokens"
-        )
-        if self._choice is not None:
-            for row in self._choice.rows():
-                logger.info(", ".join(f"{heading} {cell}" for heading, cell in row.items()))
-            for line in self._choice.remarks():
-                logger.info(line)
-        for line in describe_memory(self.job, training_documents(self.config.wlb, self.planned.corpus)):
-            logger.info(line)
-        for line in advice(self.job, compiled=self._compiled, on_gpu=self.device.type == "cuda"):
-            logger.info(line)
+        told.tell_beginning(self)
         compile_attention(self.config, self.job, self.device, self.config.dataloader.context_rank)
-        comm = self.config.comm
-        logger.info(
-            f"A rank that does not answer is given up after {comm.init_timeout_seconds} s in the first step, "
-            f"{comm.train_timeout_seconds} s from then on ({self._timeout_reason})"
-        )
+        told.tell_timeouts(self)
         super().train()
-        checkpoint, done = self.config.checkpoint, self.step >= self.config.training.steps
-        if done and checkpoint.last_save_in_hf and dist.get_rank() == 0:
-            folder = Path(self.config.dump_folder) / checkpoint.folder / f"step-{self.step}"
-            if checkpoint.enable and not checkpoint.load_only and folder.is_dir():
-                complete_export(folder, self.config, self.planned.corpus)
-        if done and self.planned.plan is not None:
-            took = spoken(time.monotonic() - self._began)
-            logger.info(
-                f"Done: step {self.step} was the last, after {took}. All is in {self.config.dump_folder}"
-            )
-        elif done:
-            logger.warning(
-                f"Nothing was left to do: the checkpoint in {self.config.dump_folder} is of step "
-                f"{self.step}, and training.steps is {self.config.training.steps}. Raise it to go on, or "
-                "name another dump_folder to start anew."
-            )
+        told.end(self, time.monotonic() - self._began)

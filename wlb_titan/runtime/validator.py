@@ -33,21 +33,10 @@ if TYPE_CHECKING:
     from wlb_titan.runtime.trainer import Trainer
 
 
-@dataclass(frozen=True)
-class Round:
-    """The documents of one source.
+def rounds_of(settings: WlbSettings) -> tuple[CorpusSettings, dict[str, Documents]]:
+    """What [wlb.validation] asks for: the corpus, and by the name of each source what it is validated on.
 
-    Attributes:
-        name: name of the source; empty where there is one only.
-        documents: their lengths; 0 for those that are not validated on.
-    """
-
-    name: str
-    documents: Documents
-
-
-def rounds_of(settings: WlbSettings) -> tuple[CorpusSettings, list[Round]]:
-    """What [wlb.validation] asks for: the corpus, and its rounds.
+    Where there is one source only its name is empty.
 
     Raises:
         UserError: the corpus cannot be opened, or nothing is held out of a source.
@@ -58,17 +47,17 @@ def rounds_of(settings: WlbSettings) -> tuple[CorpusSettings, list[Round]]:
             settings.corpus, path=validation.path, mask=validation.mask, sources=[]
         )
         corpus = open_corpus(corpus_settings)
-        return corpus_settings, [Round("", _documents(corpus, corpus.lengths))]
+        return corpus_settings, {"": _documents(corpus, corpus.lengths)}
     corpus = open_corpus(settings.corpus)
     sources = mixture_sources(settings.corpus, corpus)
-    rounds, first = [], 0
+    rounds, first = {}, 0
     for name, count in [(source.name, source.documents) for source in sources] or [("", len(corpus))]:
         rows = range(first, first + count)
         held = Divided(corpus.lengths, validation.hold_out, held_out=True, rows=rows)
-        rounds.append(Round(name, _documents(corpus, held)))
+        rounds[name] = _documents(corpus, held)
         first += count
         try:
-            rounds[-1].documents.mixture()
+            rounds[name].mixture()
         except PlanError as error:
             raise UserError(
                 f"wlb.validation.hold_out: of the {count:,} documents of {name or corpus} none with a token "
@@ -107,16 +96,16 @@ class Validator(titan.BaseValidator):
             micro_batches=job.degrees.data * (job.run or 1),
         )
         corpus, rounds = rounds_of(config.wlb)
-        for one in rounds:
+        for name, documents in rounds.items():
             loader = dataclasses.replace(
                 config.dataloader,
                 corpus=corpus,
                 job=once,
                 shadow=None,
                 hold_out=0.0,
-                documents=one.documents,
+                documents=documents,
             ).build(dp_world_size=job.degrees.data, dp_rank=self._parts["dp_rank"])
-            self._rounds.append((one.name, loader, iter(loader), loader.policy.steps))
+            self._rounds.append((name, loader, iter(loader), loader.policy.steps))
 
     def should_validate(self, step: int) -> bool:
         return super().should_validate(step) or step == self._last

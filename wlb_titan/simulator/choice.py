@@ -18,11 +18,12 @@ from math import isnan, nan
 
 import numpy as np
 
+from wlb_titan.arrays import Floats
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.memory.peak import GIB
-from wlb_titan.packing.policy import Answer, OnOneRank, here
+from wlb_titan.packing.policy import OnOneRank, here
 from wlb_titan.plugins import PluginConfig
 from wlb_titan.policies import Policy
 from wlb_titan.simulator.step import simulate
@@ -120,7 +121,7 @@ def choose(job: Job, documents: Documents, on_one_rank: OnOneRank = here) -> Cho
         )
     problems: dict[Policy, str] = {}
 
-    def ask() -> Answer:
+    def ask() -> Floats:
         found = [predicted(job, policy, documents) for policy in policies]
         problems.update({one.policy: one.problem for one in found})
         return np.array([one.figures for one in found]).ravel()

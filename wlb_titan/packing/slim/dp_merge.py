@@ -22,14 +22,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from wlb_titan.arrays import Floats, Ints
 from wlb_titan.context import ContextStrategy
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.layer import TokenBytes
 
 MOST_MERGED = 16
 """Documents of a step that are merged at the most."""
@@ -37,17 +36,6 @@ MOST_MERGED = 16
 LIGHT = 1 / 8
 """Of C: documents of less work do not decide on how many are merged, which steps of very many documents are
 planned quickly by."""
-
-
-class MergedJob(Protocol):
-    """What of a job decides about packs that ranks share."""
-
-    @property
-    def strategy(self) -> ContextStrategy | None: ...
-    @property
-    def divisor(self) -> int: ...
-    @property
-    def token_bytes(self) -> TokenBytes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +52,6 @@ class Merging:
     strategy: ContextStrategy
     divisor: int
     held: float
-
-    @classmethod
-    def of(cls, job: MergedJob, held: float) -> Merging:
-        """Of the job as such packs see it; `held` is what a token of a rank's own pack holds."""
-        assert job.strategy is not None
-        return cls(job.strategy, job.divisor, job.token_bytes.held / held)
 
 
 class Merge(NamedTuple):

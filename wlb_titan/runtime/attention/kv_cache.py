@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from wlb_titan.kernels.op import define, differentiate
-from wlb_titan.kernels.options import SCHEMA
+from wlb_titan.kernels.options import SCHEMA, op_arguments
 
 DOCUMENT, PREFIX, TOKENS, TOTAL = range(4)
 """Columns of `rows`, int64 (n, 4) on the CPU, of the documents of a micro-batch in their order: number of the
@@ -176,7 +176,7 @@ class _Document:
 
 def sliced_attention(
     q_LNH: Tensor, k_LNH: Tensor, v_LNH: Tensor, segments: Tensor, rows: Tensor, cache: Tensor, layer: Tensor,
-    *, call: int = 0, scale: float | None = None, window: int | None = None, implementation: str = "auto",
+    *, call: int = 0, **options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of a micro-batch with slices of documents; differentiable in q, k and v.
 
@@ -187,15 +187,13 @@ def sliced_attention(
         cache: `KeyValueCache.number` of the step.
         layer: int64 () on the CPU, different in every layer of the process.
         call: which call of the layer in this pass.
-        scale, window, implementation: as of `varlen_attention`.
+        options: scale, window, ..., as of `varlen_attention`.
 
     Returns:
         Output and log-sum-exp, as `varlen_attention`.
     """
-    scale = q_LNH.shape[-1] ** -0.5 if scale is None else scale
-    options = (scale, True, window, True, implementation)
     out, lse = torch.ops.wlb_titan.sliced_attention.default(
-        q_LNH, k_LNH, v_LNH, segments, rows, cache, layer, call, *options
+        q_LNH, k_LNH, v_LNH, segments, rows, cache, layer, call, *op_arguments(q_LNH, **options)
     )
     return out, lse
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.config import CommConfig
 from torchtitan.distributed import ParallelDims
 
 from wlb_titan.job import Job
@@ -17,7 +18,7 @@ from wlb_titan.runtime.compat import rank_layout
 
 
 def prepare_merging(
-    parts: Sequence[nn.Module], job: Job, parallel_dims: ParallelDims, timeout: timedelta
+    parts: Sequence[nn.Module], job: Job, parallel_dims: ParallelDims, comm: CommConfig
 ) -> None:
     """Prepares a model's attention for micro-batches that data-parallel ranks share, if there may be any.
 
@@ -25,9 +26,9 @@ def prepare_merging(
 
     Args:
         job: says how many ranks may share, and by which strategy.
-        parallel_dims: degrees and meshes of the job.
-        timeout: after which a rank that does not answer is given up.
+        comm: has the seconds after which a rank that does not answer is given up.
     """
+    timeout = timedelta(seconds=max(comm.init_timeout_seconds, comm.train_timeout_seconds))
     attentions = [m for part in parts for m in part.modules() if isinstance(m, DocumentAttention)]
     for sharers, merged in job.merged.items():
         if sharers > 1 and (mesh := merged_mesh(parallel_dims, sharers, timeout)) is not None:

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torchtitan.tools.logging import logger
 
 from wlb_titan.errors import UserError
 
 if TYPE_CHECKING:
-    from torchtitan.components.checkpoint import CheckpointManager
-
     from wlb_titan.runtime.trainer import Trainer
 
 METADATA = ".metadata"
@@ -108,23 +107,22 @@ def damage(checkpoint: Path) -> str:
     return ""
 
 
-def save_stopped(checkpointer: CheckpointManager, step: int, first: int) -> str:
-    """Saves a run that stops before its last step, as it saves itself every so many steps.
+def save_stopped(trainer: Trainer, first: int) -> None:
+    """Saves a run that stops before its last step, as it saves itself every so many steps, and tells of it.
 
     Args:
-        first: the first that was, by this process; at a smaller step nothing is new.
-
-    Returns:
-        What a person is told.
+        first: the first step that was, by this process; at a smaller one nothing is new.
     """
-    if not checkpointer.enable or checkpointer.load_only:
-        return "nothing is saved, as checkpoint.enable = false or load_only = true"
-    saved = step % checkpointer.interval == 0 or (step == 1 and checkpointer.enable_first_step_checkpoint)
-    if step >= first and not saved:
-        checkpointer.interval = 1
-        checkpointer.save(step)
-    checkpointer.maybe_wait_for_saving()
-    return "all is saved; start the job again to go on"
+    checkpointer, step = trainer.checkpointer, trainer.step
+    told = "nothing is saved, as checkpoint.enable = false or load_only = true"
+    if checkpointer.enable and not checkpointer.load_only:
+        saved = step % checkpointer.interval == 0 or (step == 1 and checkpointer.enable_first_step_checkpoint)
+        if step >= first and not saved:
+            checkpointer.interval = 1
+            checkpointer.save(step)
+        checkpointer.maybe_wait_for_saving()
+        told = "all is saved; start the job again to go on"
+    logger.info(f"Stopped after step {step} of {trainer.config.training.steps}: {told}.")
 
 
 def move_broken_aside(folder: Path, steps: Sequence[int]) -> None:

@@ -24,7 +24,6 @@ def dry_config(config: Trainer.Config, parallelised: Callable[[], Any]) -> Train
     """A job's configuration for a dry run.
 
     Args:
-        config: configuration of the job.
         parallelised: called when the model has been parallelised, before its parameters are allocated.
     """
     spec = config.model_spec

@@ -35,9 +35,7 @@ class DryTrainer(LoneTrainer):
     the parameters' allocation, the optimizer, the step.
 
     Args:
-        config: configuration of the job. Compilation, checkpoints and files are switched off in a copy.
-        rank: global rank.
-        world_size: processes of the job.
+        config: of the job. Compilation, checkpoints and files are switched off in a copy.
         device_bytes: memory of a GPU, which bounds plans; None is that of the configured cluster.
     """
 
@@ -98,7 +96,7 @@ class DryTrainer(LoneTrainer):
             if isinstance(value, torch.Tensor)
         ]
         trace.reassign(states, "optimizer")
-        trace.reassign((tensor for _, axis in self.axes for tensor in axis.tensors()), "dimensions")
+        trace.reassign(self.axes.tensors(), "dimensions")
         # What is made behind the passes of the first step is there in all passes of the next.
         beside = {term: trace.now().terms.get(term, 0) for term in ("optimizer", "dimensions")}
         passes.terms.update({term: bytes_ for term, bytes_ in beside.items() if bytes_})
@@ -116,17 +114,17 @@ class DryTrainer(LoneTrainer):
             "seconds": time.perf_counter() - begin,
         }
 
-    def _prepare_merging(self) -> None:
+    def prepare_merging(self) -> None:
         with unset_fake_temporarily():  # meshes are made from the values of tensors
-            super()._prepare_merging()
+            super().prepare_merging()
 
-    def _forward_backward(self, group: list[Item], labels: torch.Tensor) -> torch.Tensor:
+    def forward_backward(self, group: list[Item], labels: torch.Tensor) -> torch.Tensor:
         with self._traced_passes():
-            return super()._forward_backward(group, labels)
+            return super().forward_backward(group, labels)
 
-    def _run_alone(self, items: list[Item], actions: Sequence[Action], labels: torch.Tensor) -> torch.Tensor:
+    def run_alone(self, items: list[Item], actions: Sequence[Action], labels: torch.Tensor) -> torch.Tensor:
         with self._traced_passes():
-            return super()._run_alone(items, actions, labels)
+            return super().run_alone(items, actions, labels)
 
     @contextmanager
     def _traced_passes(self) -> Iterator[None]:

@@ -33,36 +33,15 @@ from wlb_titan.runtime.lone.process import answer, become_rank
 @click.option("--result", required=True, type=click.Path(path_type=Path), help="JSON file to write.")
 @click.argument("file")
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
-def main(
-    rank: int,
-    world_size: int,
-    step: int,
-    device_bytes: float,
-    result: Path,
-    file: str,
-    overrides: tuple[str, ...],
-) -> None:
+def main(rank: int, result: Path, **arguments: Any) -> None:
     """Runs one rank of FILE's job on fake tensors and writes what it found to a JSON file."""
-    answer(
-        rank,
-        result,
-        lambda: [
-            dry_rank(file, overrides, rank=rank, world_size=world_size, step=step, device_bytes=device_bytes)
-        ],
-    )
+    answer(rank, result, lambda: [dry_rank(rank, **arguments)])
 
 
 def dry_rank(
-    file: str, overrides: tuple[str, ...], *, rank: int, world_size: int, step: int, device_bytes: float
+    rank: int, *, file: str, overrides: tuple[str, ...], world_size: int, step: int, device_bytes: float
 ) -> dict[str, Any]:
-    """Builds one rank of a job and runs one planned step of it.
-
-    Args:
-        file: TOML file.
-        overrides: command-line words that win over it.
-        rank: global rank, of `world_size`.
-        step: step of the plan, from 1.
-        device_bytes: memory of a GPU, which bounds plans.
+    """Builds one rank of a job and runs one planned step of it; arguments as of the command.
 
     Returns:
         What `wlb-titan dryrun --output` writes of a rank; see docs/dryrun.md.

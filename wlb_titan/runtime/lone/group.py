@@ -64,13 +64,7 @@ class Traffic:
 
 
 class LoneGroup(dist.ProcessGroup):
-    """The group of one rank, as torch.distributed knows groups.
-
-    Args:
-        rank: rank of this process in the group.
-        size: ranks of the group.
-        traffic: counts.
-    """
+    """The group of one rank, as torch.distributed knows groups; `traffic` counts what it is asked for."""
 
     def __init__(self, rank: int, size: int, traffic: Traffic) -> None:
         super().__init__(rank, size)
@@ -217,15 +211,8 @@ class LoneGroup(dist.ProcessGroup):
 
 
 def start_lone_group(rank: int, world_size: int) -> Traffic:
-    """Makes this process one rank of a world that is not there.
-
-    Args:
-        rank: global rank.
-        world_size: processes of the job.
-
-    Returns:
-        What its groups are asked for from now on.
-    """
+    """Makes this process one rank of a world that is not there; gives what its groups are asked for from now
+    on."""
     traffic = Traffic()
 
     def make(store: Any, group_rank: int, group_size: int, timeout: Any) -> LoneGroup:

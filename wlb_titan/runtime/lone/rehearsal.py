@@ -28,9 +28,7 @@ class RehearsalTrainer(LoneTrainer):
     """One rank of a job, built as the job builds it, with weights made up.
 
     Args:
-        config: configuration of the job. Checkpoints and files are switched off in a copy.
-        rank: global rank.
-        world_size: processes of the job.
+        config: of the job. Checkpoints and files are switched off in a copy.
         memory: bytes that the rank may take.
 
     Raises:
@@ -96,8 +94,7 @@ class RehearsalTrainer(LoneTrainer):
         """Runs and measures one step."""
         self.step += 1
         self.gc_handler.run(self.step)
-        pp = self._coordinates().get("pp", 0)
-        prediction = check_planned_memory(self.job, planned.plan, self._replica, pp, self._memory)
+        prediction = check_planned_memory(self.job, planned.plan, self._replica, self._stage, self._memory)
         on_cpu = self.device.type == "cpu"
         if not on_cpu:
             torch.accelerator.reset_peak_memory_stats()
@@ -128,7 +125,7 @@ class RehearsalTrainer(LoneTrainer):
             "peak_gib": _peak(on_cpu) / GIB,
         }
 
-    def _log(self, step: Step, loss: torch.Tensor, grad_norm: torch.Tensor, *_: Any) -> None:
+    def report(self, step: Step, loss: torch.Tensor, grad_norm: torch.Tensor, *_: Any) -> None:
         """Keeps what has to be finite; nothing waits for it."""
         self._values = [loss.detach(), grad_norm.detach()]
 

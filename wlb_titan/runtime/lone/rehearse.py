@@ -52,15 +52,7 @@ def rehearse_rank(
     seconds: float,
     memory_gib: float | None,
 ) -> Iterator[dict[str, Any]]:
-    """Builds one rank of a job and runs planned steps of it.
-
-    Args:
-        rank: global rank, of `world_size`.
-        file: TOML file.
-        overrides: command-line words that win over it.
-        world_size: processes of the job.
-        first, warm_up, steps, seconds: as of `RehearsalTrainer.run`.
-        memory_gib: that the rank may take; None: all that the device has.
+    """Builds one rank of a job and runs planned steps of it; arguments as of the command.
 
     Yields:
         As `RehearsalTrainer.run`.

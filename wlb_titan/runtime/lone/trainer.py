@@ -14,6 +14,7 @@ from wlb_titan.memory.peak import GIB, TERMS
 from wlb_titan.plan import Plan
 from wlb_titan.runtime.compat import ranks_of_group
 from wlb_titan.runtime.data.dataloader import Step
+from wlb_titan.runtime.dimension import meets
 from wlb_titan.runtime.job import parallel_dims
 from wlb_titan.runtime.lone.memory_trace import local_tensor
 from wlb_titan.runtime.memory import planned_memory
@@ -25,9 +26,7 @@ class LoneTrainer(Trainer):
     """The rank's trainer, in a process group without other processes, which `start_group` starts.
 
     Args:
-        config: configuration of the job, as `lone_config` makes it.
-        rank: global rank.
-        world_size: processes of the job.
+        config: as `lone_config` makes it.
     """
 
     def __init__(self, config: Trainer.Config, *, rank: int, world_size: int) -> None:
@@ -46,17 +45,16 @@ class LoneTrainer(Trainer):
         self.start_group()
         dims = parallel_dims(self.config, self._world_size)
         dims.build_mesh()
-        self._set_up_job(self.config, dims)
+        self.set_up(dims)
         return dims
 
-    def _log(self, *arguments: Any) -> None:
+    def report(self, *arguments: Any) -> None:
         """Nothing is logged."""
 
     @property
     def _replica(self) -> int:
         """The data-parallel rank."""
-        mesh = self.parallel_dims.get_optional_mesh("batch")
-        return 0 if mesh is None else mesh.get_local_rank()
+        return self.parallel_dims.place("batch")
 
     def _steps(self, first: int) -> Iterator[Step]:
         """The planned steps from a number on, from 1; those before it are left out."""
@@ -87,7 +85,7 @@ class LoneTrainer(Trainer):
     @property
     def _stage(self) -> int:
         """The pipeline rank."""
-        return self._coordinates().get("pp", 0)
+        return self.parallel_dims.place("pp")
 
     def _coordinates(self) -> dict[str, int]:
         """This rank's place on each mesh axis that has more than one rank."""
@@ -112,7 +110,7 @@ class LoneTrainer(Trainer):
             {"kind": kind, "over": axis, "number": number, "gib": size / GIB}
             for (kind, axis), (number, size) in sorted(found.items(), key=lambda entry: -entry[1][1])
         ]
-        met = [one for one in meetings(self.job, self._stage) if self._meets(one.every)]
+        met = [one for one in meetings(self.job, self._stage) if meets(self, one.every)]
         predicted = {one.axis: {"predicted_gib": one.bytes_ / GIB} for one in met}
         return [entry | predicted.get(str(entry["over"]), {}) for entry in entries]
 

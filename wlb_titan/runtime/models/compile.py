@@ -16,6 +16,12 @@ from wlb_titan.job import Job
 from wlb_titan.runtime.compat import CustomGraphPass, get_custom_graph_passes, mark_unbacked
 
 
+def prepare_compiling(job: Job) -> None:
+    """Sets what torch.compile needs for the model of a job."""
+    allow_graphs(job)
+    keep_inputs()
+
+
 def allow_graphs(job: Job) -> None:
     """Lets compiled code have a graph for each set of collectives that a micro-batch may use.
 

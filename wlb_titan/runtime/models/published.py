@@ -32,7 +32,8 @@ def base_of(shape: ModelShape) -> str:
             except UserError:
                 continue
             assert config.model_spec is not None
-            if replace(model_shape(config.model_spec.model), projections=None) == shape:
+            sizes = replace(model_shape(config.model_spec.model), projections=None, tied=shape.tied)
+            if sizes == shape:
                 return f"{module}:{name}"
     raise UserError(
         "torchtitan has no base of this model's sizes, so that no TOML file could train it. Plans and "

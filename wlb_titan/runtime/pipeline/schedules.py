@@ -9,7 +9,6 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
 from torchtitan.models.common.decoder import Decoder
 
-from wlb_titan.pipeline.order import PipelineShape
 from wlb_titan.pipeline.schedule import ONE_STAGE
 from wlb_titan.runtime.compat import modules_of_stages, pipeline_metadata
 
@@ -127,21 +126,6 @@ def splits_backward(checkpointing: ActivationCheckpointingConfig | None) -> bool
     more for each of its weights, keeping all of it meanwhile, and under selective checkpointing it cannot.
     """
     return checkpointing is None
-
-
-def pipeline_shape(
-    parallelism: ParallelismConfig,
-    model: Decoder.Config,
-    checkpointing: ActivationCheckpointingConfig | None,
-) -> PipelineShape:
-    """The pipeline as the planner knows it."""
-    ranks = parallelism.pipeline_parallel_degree
-    return PipelineShape(
-        schedule=canonical_name(parallelism.pipeline_parallel_schedule),
-        ranks=ranks,
-        chunks=len(stage_names(parallelism, model)) // ranks,
-        splits=splits_backward(checkpointing),
-    )
 
 
 def canonical_name(name: str) -> str:
