@@ -49,7 +49,7 @@ class Gathered:
         self._chunked_head = self._table if head and settings.loss_chunks > 1 else 0.0
         self._plain_head = self._table if head and settings.loss_chunks == 1 else 0.0
         self._joined = 0.0
-        if model.tied:
+        if model.tied and 0 in stages:
             self._joined = self._chunked_head * (compute + self._reduced / degrees.sharding_ranks)
         self._weight = model.hidden * max(model.feed_forward, model.heads * model.head_dim) / tensor
         # A rank gathers its share of a layer: by tensor parallelism, and of experts by expert parallelism.
