@@ -70,7 +70,10 @@ class CheckedPages:
     def _check(self, blocks: Ints, what: str) -> None:
         if self._sums is None:
             return
-        for block in np.unique(blocks[self._unseen[blocks]]).tolist():
+        unseen = blocks[self._unseen[blocks]]
+        if not unseen.size:  # as in nearly every call
+            return
+        for block in np.unique(unseen).tolist():
             if self._sum(block) != self._sums[block]:
                 raise damaged(
                     self._path,

@@ -11,6 +11,7 @@ import os
 import stat
 import sysconfig
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -185,34 +186,34 @@ class JsonLines:
         self._chat = chat
 
     @cached_property
-    def _lines(self) -> tuple[array[int], array[int], array[int]]:
-        """File, number from 1 in it, and first byte of each line that is not blank.
+    def _lines(self) -> tuple[array[int], array[int], list[int]]:
+        """Number from 1 in its file and first byte of each line that is not blank, and how many such lines
+        come before each file.
 
         Arrays, not lists, as files may have a hundred million lines.
         """
-        files, numbers, begins = array("l"), array("q"), array("q")
-        for place, path in enumerate(self._paths):
+        numbers, begins = array("q"), array("q")
+        firsts = []
+        for path in self._paths:
+            firsts.append(len(numbers))
             start = 0
             with path.open("rb") as file:
                 for number, line in enumerate(file, start=1):
                     if not line.isspace():
-                        files.append(place)
                         numbers.append(number)
                         begins.append(start)
                     start += len(line)
-        return files, numbers, begins
+        return numbers, begins, firsts
 
     def __len__(self) -> int:
         return len(self._lines[0])
 
     def name(self, document: int) -> str:
-        files, numbers, _ = self._lines
-        return f"{self._paths[files[document]].name}:{numbers[document]}"
+        return f"{self._path(document).name}:{self._lines[0][document]}"
 
     def read(self, document: int) -> Iterator[str | Unreadable]:
-        files, _, begins = self._lines
-        with self._paths[files[document]].open("rb") as file:
-            file.seek(begins[document])
+        with self._path(document).open("rb") as file:
+            file.seek(self._lines[1][document])
             line = file.readline().rstrip()
         try:
             yield (conversation if self._chat else _text_of)(json.loads(line), self._field)
@@ -220,6 +221,9 @@ class JsonLines:
             yield Unreadable(self.name(document), "too deeply nested")
         except ValueError as error:
             yield Unreadable(self.name(document), str(error))
+
+    def _path(self, document: int) -> Path:
+        return self._paths[bisect_right(self._lines[2], document) - 1]
 
 
 def conversation(record: object, field: str) -> str:

@@ -49,8 +49,7 @@ def measured_cluster(cluster: Cluster, profile: str) -> Cluster:
         PlanError: the profile cannot be read.
     """
     name = profile or cluster.attention_profile
-    measured = Profile.load(Path(name)).linear if name else None
-    return cluster if measured is None else measured.on(cluster)
+    return Profile.load(Path(name)).on(cluster) if name else cluster
 
 
 def cluster_latency(cluster: Cluster, shape: AttentionShape) -> AttentionLatency:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from wlb_titan.arrays import Floats
 from wlb_titan.cost.attention_fit import COEFFICIENTS, Point, fit, predict, tilings
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, KeyTiling, Tiling
+from wlb_titan.cost.cluster import Cluster
 from wlb_titan.cost.linear_profile import LinearProfile
 from wlb_titan.errors import PlanError
 
@@ -192,6 +193,10 @@ class Profile:
             measured_to=max((point.kv_len for point in points), default=None),
             windows=shape.windows,
         )
+
+    def on(self, cluster: Cluster) -> Cluster:
+        """The cluster at the measured rates; as it is where only attention was measured."""
+        return cluster if self.linear is None else self.linear.on(cluster)
 
     def save(self, path: Path) -> None:
         """Writes the JSON file; one line for each entry."""

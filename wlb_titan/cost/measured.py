@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats
 from wlb_titan.cost.analytic import Analytic
-from wlb_titan.cost.attention_choice import measured_cluster
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.attention_profile import AttentionShape, Profile
 from wlb_titan.cost.workload import CostJob, CostModel
@@ -39,8 +38,9 @@ class Measured(CostModel):
     @classmethod
     def of(cls, config: Config, job: CostJob) -> Measured:
         tensor, context = job.degrees.tensor, job.degrees.context
-        latency = Profile.load(Path(config.file)).latency(AttentionShape.of(job.model, tensor, job.dtype))
-        linear = Analytic.on(measured_cluster(job.cluster, config.file), job)
+        profile = Profile.load(Path(config.file))
+        latency = profile.latency(AttentionShape.of(job.model, tensor, job.dtype))
+        linear = Analytic.on(profile.on(job.cluster), job)
         return cls(latency, job.model.layers, context, linear)
 
     def forward(self, lengths: NDArray[Any]) -> Floats:

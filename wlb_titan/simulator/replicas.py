@@ -83,16 +83,16 @@ def replicas_of(
         times, delays, backward_delays: as of `run_flows`, of these replicas.
         places: which of a replica's micro-batches go through in this run.
     """
+    ranks = range(job.degrees.data)
+    micro_batches = [plan.replica(rank).each(operator.getitem, places) for rank in ranks]
+    if plan.flows is None:
+        graphs = [PipelineGraph(job.shape, len(micro_batches[0].forward))] * len(ranks)
+    else:
+        graphs = [replica_graph(job, plan, rank) for rank in ranks]
     replicas = []
-    for rank in range(job.degrees.data):
+    for rank, graph, packs in zip(ranks, graphs, micro_batches, strict=True):
         k = slice(rank, rank + 1)
         own = PassTimes(*(array[..., k] for array in times))
-        packs = plan.replica(rank).each(operator.getitem, places)
-        graph = (
-            PipelineGraph(job.shape, len(packs.forward))
-            if plan.flows is None
-            else replica_graph(job, plan, rank)
-        )
         replicas.append(Replica(graph, own, delays[:, k], backward_delays[:, k], packs))
     return replicas
 
