@@ -6,12 +6,13 @@
 
 Backward: tiles are taken in the order of the list, each by the multiprocessor that is free first. A step of
 64 rows takes `step`. Its dQ is then added by a warp of its own, which waits for the tile's turn, sees it
-`poll` later and `free` after that gives the buffer back, so that the next step can hand over its own; the
-addition is `visible` to the next tile later still. Tiles wait for earlier ones of the list only, so one pass
-over the list is enough. Forward: blocks, masked blocks and tiles take what the benchmark's grid says, and are
-dealt to the multiprocessors as the kernel does. No memory is modelled: where a measurement lies far above its
-replay, the L2 cache is missed. What gluon_launch.division chooses to meet that cache, one head after the
-other and few heads side by side, is asked for by `blocks_first`, `pack` and `heads_at_a_time`.
+`poll` later and `free` after that gives the buffer back, so that another step can hand over its own: the
+next, or, of two buffers and warps, the one after. The addition is `visible` to the next tile later still.
+Tiles wait for earlier ones of the list only, so one pass over the list is enough. Forward: blocks, masked
+blocks and tiles take what the benchmark's grid says, and are dealt to the multiprocessors as the kernel does.
+No memory is modelled: where a measurement lies far above its replay, the L2 cache is missed. What
+gluon_launch.division chooses to meet that cache, one head after the other and few heads side by side, is
+asked for by `blocks_first`, `pack` and `heads_at_a_time`.
 
 `Forward()` and `Backward()` describe the kernels of this tree; their fields say what else can be asked. A
 change of the lists, the walk or the launch is judged by it before there is a GPU to measure it on.
@@ -101,9 +102,10 @@ class Backward:
     """The backward kernel, times in microseconds.
 
     step: of 64 rows and 128 keys. tile: start and end of a tile; reasoned, as 6 us were measured when each
-    was a program of its own, before whole lines were stored. poll, free, visible: see above; the warp that
-    adds is never the slower one without turns, so free <= visible, and free + poll <= step.
+    was a program of its own, before whole lines were stored. poll, free, visible: see above; the warps that
+    add are never the slower ones without turns, so free <= visible, and free + poll <= step.
     turns: dQ is added in turns, not in any order.
+    buffers: of dQ, each with a warp that adds.
     blocks_first: a program walks over blocks of queries and at each over its heads, instead of over heads.
     ask_early: the turn is asked for before the dQ is there.
     heads_at_a_time: as in `Forward`.
@@ -120,6 +122,7 @@ class Backward:
     free: float = 0.4
     visible: float = 1.2
     turns: bool = True
+    buffers: int = 2
     blocks_first: bool = True
     ask_early: bool = True
     heads_at_a_time: int = SECTION
@@ -173,39 +176,48 @@ class Backward:
     def program(self, items: list[tuple[int, int]], ready: np.ndarray, start: float) -> float:
         """When a program ends that starts then; `ready` (its heads, counters) is brought up to date.
 
-        In step i the consumers are done at r and the adding warp adds at a:
+        In step i the consumers are done at r and its adding warp adds at a, where n are the buffers:
 
-            r_i = max(r_i-1 + step, a_i-1 + free)
-            a_i = max(r_i, a_i-1 + visible, turn of i) + poll
+            r_i = max(r_i-1 + step, a_i-n + free)
+            a_i = max(r_i, a_i-n + visible, turn of i) + poll
 
         Both are maxima over paths of sums, so a_i is the latest of: r_0 and steps from there; and, for each
-        turn j that came earlier, additions one after the other from there, or steps from its freed buffer.
+        turn j that came earlier, additions of one warp after the other from there, or steps from its freed
+        buffer.
         """
-        computed, added, buffer = start, start, start
+        n = self.buffers
+        computed, added, buffer = start, np.full(n, start), np.full(n, start)  # of the next steps' warps
         for blocks, counter in items:
-            n = blocks * len(ready)
-            first = max(computed + self.step, buffer)
+            count = blocks * len(ready)
             if self.turns and counter >= 0:
                 window = ready[:, counter : counter + blocks][:, ::-1]
                 window = window.T if self.blocks_first else window
                 turn, poll, between = window.ravel() + self.poll, self.poll, self.visible + self.poll
                 asked = 0.0 if self.ask_early else self.poll
             else:
-                turn, poll, between, asked = np.full(n, -np.inf), 0.0, self.free, 0.0
-            turn[0] = max(turn[0], added + poll, first + asked)
-            place = np.arange(n)
-            walked = self.step * place
-            adds = np.maximum(
-                np.maximum.accumulate(turn - between * place) + between * place, first + asked + walked
-            )
-            handed = np.maximum.accumulate(adds - walked)[:-1] + walked[1:] + self.free - self.step
-            np.maximum(adds[1:], handed + asked, out=adds[1:])
-            computed = max(first + walked[-1], handed[-1]) if n > 1 else first
-            buffer = added = float(adds[-1]) + self.free
+                turn, poll, between, asked = np.full(count, -np.inf), 0.0, self.free, 0.0
+            here = min(n, count)
+            walked = self.step * np.arange(count)
+            first = np.full(count, -np.inf)
+            first[:here] = buffer[:here]
+            first[0] = max(first[0], computed + self.step)
+            first = np.maximum.accumulate(first - walked) + walked
+            turn[:here] = np.maximum(turn[:here], added[:here] + poll)
+            adds = np.maximum(turn, first + asked)
+            for warp in range(here):
+                own = adds[warp::n]
+                waited = between * np.arange(len(own))
+                adds[warp::n] = np.maximum.accumulate(own - waited) + waited
+            handed = np.maximum.accumulate(adds - walked)[:-n] + walked[n:] + self.free - n * self.step
+            np.maximum(adds[n:], handed + asked, out=adds[n:])
+            computed = max(first[-1], handed[-1]) if count > n else first[-1]
+            last = adds[count - here :]
+            visible = self.visible if self.turns and counter >= 0 else self.free
+            buffer = np.append(buffer[here:], last + self.free)
+            added = np.append(added[here:], last + visible)
             if self.turns and counter >= 0:
-                added = float(adds[-1]) + self.visible
                 window[:] = (adds + self.visible).reshape(window.shape)
-        return max(added, computed)
+        return max(added.max(), computed)
 
 
 def extent(segments: np.ndarray) -> tuple[int, int]:
@@ -281,6 +293,7 @@ FORWARD = {
 BACKWARD = {
     "then": Backward(
         tile=6.0,
+        buffers=1,
         blocks_first=False,
         ask_early=False,
         heads_at_a_time=0,
@@ -291,7 +304,7 @@ BACKWARD = {
     ),
     "tree": Backward(),
     "any order": Backward(turns=False),
-    "a program a tile": Backward(tile=6.0),
+    "one buffer": Backward(buffers=1),
     "one head": Backward(pack=False),
 }
 

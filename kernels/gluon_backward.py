@@ -55,15 +55,14 @@ ROWS = gl.constexpr(64)  # of one step, whose first token is a multiple of how m
 KV_READY = gl.constexpr(0)  # and the tile's numbers
 KV_FREE = gl.constexpr(1)
 DS_READY = gl.constexpr(2)
-DQ_FREE = gl.constexpr(3)
-DQ_READY = gl.constexpr(4)  # once an adding warp
-Q_READY = gl.constexpr(6)  # these three once a stage
-DO_READY = gl.constexpr(8)
-FREE = gl.constexpr(10)  # Q and dO
-BARRIERS = gl.constexpr(12)
-STAGES = gl.constexpr(2)
+DQ_FREE = gl.constexpr(3)  # these once a stage
+DQ_READY = gl.constexpr(5)
+Q_READY = gl.constexpr(7)
+DO_READY = gl.constexpr(9)
+FREE = gl.constexpr(11)  # Q and dO
+BARRIERS = gl.constexpr(13)
+STAGES = gl.constexpr(2)  # of Q and dO, dS and dQ, each of which has an adding warp
 CONSUMERS = gl.constexpr(2)
-ADDERS = gl.constexpr(2)
 
 
 # What the loader tells the others of a tile.
@@ -73,6 +72,13 @@ KV_END = gl.constexpr(2)
 ITEM_BEGIN = gl.constexpr(3)
 ITEM_END = gl.constexpr(4)
 NUMBERS = gl.constexpr(5)
+
+
+@gluon.jit
+def stage_and_phase(step):
+    """Of two stages, that of a step; without a division, which for numbers that might be negative takes
+    registers."""
+    return step & 1, (step >> 1) & 1
 
 
 @gluon.jit
@@ -100,11 +106,11 @@ def step_place(place, block, blocks, first_group, groups, HEADS_FIRST: gl.conste
 
 @gluon.jit
 def load_tile(
-    kv_begin, item_begin, item_end, program, items, groups, step, buffers, tensors,
+    kv_begin, item_begin, item_end, program, items, groups, step, bars, loaded, tensors,
     D: gl.constexpr, DV: gl.constexpr, SPLIT: gl.constexpr, PACK: gl.constexpr, HEADS_FIRST: gl.constexpr,
 ):  # fmt: skip
     """A tile's keys and values once, then Q, dO and their statistics step by step, counted from `step`."""
-    k_tile, v_tile, q_ring, do_ring, statistics, bound_ring, bars = buffers
+    k_tile, v_tile, q_ring, do_ring, statistics, bound_ring = loaded
     q, k, v, dout, lse_log2, delta, bounds = tensors
     kv_head = program // SPLIT
     mbarrier.expect(bars.index(KV_READY), (k.block_type.nbytes + v.block_type.nbytes) * 2)
@@ -116,8 +122,7 @@ def load_tile(
         for place in range(blocks * groups):
             at, group = step_place(place, block, blocks, program * groups, groups, HEADS_FIRST)
             row = at * ROWS  # in the packed order
-            stage = step % STAGES
-            phase = (step // STAGES) & 1
+            stage, phase = stage_and_phase(step)
             mbarrier.wait(bars.index(FREE + stage), phase ^ 1)
             mbarrier.expect(bars.index(Q_READY + stage), q.block_type.nbytes + 3 * lse_log2.block_type.nbytes)
             heads = [row // PACK, group * PACK, 0]
@@ -134,12 +139,11 @@ def load_tile(
 
 @gluon.jit
 def load(
-    lists, items, groups, work, buffers, tensors,
+    lists, items, groups, work, bars, loaded, tensors,
     D: gl.constexpr, DV: gl.constexpr, SPLIT: gl.constexpr, PACK: gl.constexpr, HEADS_FIRST: gl.constexpr,
 ):  # fmt: skip
     """The loader: takes the next tile of the list that nobody has, and tells the others."""
     tile_list, taken, tiles, programs, section = lists
-    bars = buffers[6]
     round = 0
     step = 0
     number = gl.atomic_add(taken, 1, sem="relaxed")
@@ -156,7 +160,7 @@ def load(
         give(item_end, work.index(ITEM_END))
         mbarrier.arrive(bars.index(KV_READY), count=1)
         step = load_tile(
-            kv_begin, item_begin, item_end, program, items, groups, step, buffers, tensors,
+            kv_begin, item_begin, item_end, program, items, groups, step, bars, loaded, tensors,
             D, DV, SPLIT, PACK, HEADS_FIRST,
         )  # fmt: skip
         number = gl.atomic_add(taken, 1, sem="relaxed")  # not sooner: see the forward's
@@ -169,8 +173,8 @@ def load(
 
 @gluon.jit
 def add_tile(
-    item_begin, item_end, program, items, groups, step, sums,
-    ADDER: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, HEADS_FIRST: gl.constexpr,
+    item_begin, item_end, program, items, groups, step, bars, sums,
+    STAGE: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, HEADS_FIRST: gl.constexpr,
     DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     """An adding warp's share of a tile: dQ of every other step, in two halves of the head dim, when it is its
@@ -179,23 +183,23 @@ def add_tile(
     To look for the turn, to add, and to pass the turn on are three round trips to memory, more than a step
     takes: so two warps add by turns, and each looks for its turn before the sum is there.
     """
-    dq_tile, bars, dq, turns, counters, all_groups = sums
+    dq_tile, dq, turns, counters, all_groups = sums
     for item in range(item_begin, item_end):
         block, blocks = item_blocks(items, item, ROWS // PACK)
         counter = turns + gl.load(items + item * 6 + 4)
         turn = gl.load(items + item * 6 + 5)
-        for place in range((step + ADDER) % ADDERS, blocks * groups, ADDERS):
+        for place in range((step + STAGE) % STAGES, blocks * groups, STAGES):
             at, group = step_place(place, block, blocks, program * groups, groups, HEADS_FIRST)
             if DETERMINISTIC:  # noqa: SIM102 - decided when compiling
                 if turn >= 0:
                     while gl.atomic_add(counter + group * counters + at, 0, sem="acquire") != turn:
                         pass
-            mbarrier.wait(bars.index(DQ_READY + ADDER), ((step + place) // ADDERS) & 1)
+            mbarrier.wait(bars.index(DQ_READY + STAGE), ((step + place) // STAGES) & 1)
             row = (at * all_groups + group) * (D // 2)
             for half in gl.static_range(2):
-                tma_add(dq, [row + half * (D // 4), 0], dq_tile.index(half))
+                tma_add(dq, [row + half * (D // 4), 0], dq_tile.index(2 * STAGE + half))
             wait_until_read()
-            mbarrier.arrive(bars.index(DQ_FREE), count=1)
+            mbarrier.arrive(bars.index(DQ_FREE + STAGE), count=1)
             if DETERMINISTIC:  # noqa: SIM102 - decided when compiling
                 if turn >= 0:
                     gl.atomic_add(counter + group * counters + at, wait_until_added(), sem="release")
@@ -205,12 +209,11 @@ def add_tile(
 
 @gluon.jit
 def add_dq(
-    items, groups, work, sums,
-    ADDER: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, HEADS_FIRST: gl.constexpr,
+    items, groups, work, bars, sums,
+    STAGE: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, HEADS_FIRST: gl.constexpr,
     DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     """An adding warp: its share of every tile."""
-    bars = sums[1]
     round = 0
     step = 0
     program = next_program(work, bars, round, 1)
@@ -219,8 +222,8 @@ def add_dq(
         item_end = given(work.index(ITEM_END), 1)
         mbarrier.arrive(bars.index(KV_FREE), count=1)  # of the numbers
         step = add_tile(
-            item_begin, item_end, program, items, groups, step, sums,
-            ADDER, D, PACK, HEADS_FIRST, DETERMINISTIC,
+            item_begin, item_end, program, items, groups, step, bars, sums,
+            STAGE, D, PACK, HEADS_FIRST, DETERMINISTIC,
         )  # fmt: skip
         round += 1
         program = next_program(work, bars, round, 1)
@@ -228,12 +231,12 @@ def add_dq(
 
 @gluon.jit
 def accumulate_tile(
-    work, items, groups, step, scale_log2, buffers,
+    work, items, groups, step, scale_log2, bars, loaded, ds_tile, dq_tile,
     PART: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PACK: gl.constexpr, HEADS_FIRST: gl.constexpr,
 ):  # fmt: skip
     """A consumer's share of a tile: dK and dV of keys PART * 64 ... PART * 64 + 63, and half of every step's
     dQ."""
-    k_tile, v_tile, q_ring, do_ring, statistics, bound_ring, bars, ds_tile, dq_tile = buffers
+    k_tile, v_tile, q_ring, do_ring, statistics, bound_ring = loaded
     TOKENS: gl.constexpr = ROWS // PACK
     HALF_D: gl.constexpr = D // 2
     FIRST_D: gl.constexpr = PART * HALF_D
@@ -259,8 +262,7 @@ def accumulate_tile(
         q_tail = gl.load(items + item * 6 + 2)
         q_end = gl.load(items + item * 6 + 3)
         for place in range(blocks * groups):  # one loop: nested, it would spill
-            stage = step % STAGES
-            phase = (step // STAGES) & 1
+            stage, phase = stage_and_phase(step)
             token = step_place(place, block, blocks, 0, groups, HEADS_FIRST)[0] * TOKENS
             queries = q_ring.index(stage).reshape([ROWS, D])
             do = do_ring.index(stage).reshape([ROWS, DV])
@@ -285,29 +287,28 @@ def accumulate_tile(
             dp = warpgroup_mma_wait(1, deps=[dp])
             row_delta = statistics.index(STAGES + stage).reshape([ROWS]).load(columns)
             ds = (p * (dp - row_delta[None, :])).to(dtype)
-            twin = step & 1  # of two buffers for dS: who hands over this step's has read the last but one's
-            ds_tile.index(2 * twin + PART).store(ds)
+            # Who hands over this step's dS has read the last but one's.
+            ds_tile.index(2 * stage + PART).store(ds)
             ds_left = gl.convert_layout(ds, ds_operand)
             fence_async_shared()
             mbarrier.arrive(bars.index(DS_READY), count=1)
             dv_acc, p_left = warpgroup_mma_wait(0, deps=[dv_acc, p_left])
             mbarrier.wait(bars.index(DS_READY), step & 1)
-            part = warpgroup_mma(
-                ds_tile.index(2 * twin).permute((1, 0)), k_tile.index(zero).slice(FIRST_D, HALF_D, 1),
-                no_dq, use_acc=False, is_async=True,
-            )  # fmt: skip
-            part = warpgroup_mma(
-                ds_tile.index(2 * twin + 1).permute((1, 0)), k_tile.index(1 + zero).slice(FIRST_D, HALF_D, 1),
-                part, is_async=True,
-            )  # fmt: skip
+            part = no_dq
+            for half in gl.static_range(2):
+                part = warpgroup_mma(
+                    ds_tile.index(2 * stage + half).permute((1, 0)),
+                    k_tile.index(half + zero).slice(FIRST_D, HALF_D, 1),
+                    part, use_acc=half > 0, is_async=True,
+                )  # fmt: skip
             dk_acc = warpgroup_mma(ds_left, queries, dk_acc, is_async=True)
-            mbarrier.wait(bars.index(DQ_FREE), (step & 1) ^ 1)
+            mbarrier.wait(bars.index(DQ_FREE + stage), phase ^ 1)
             part = warpgroup_mma_wait(1, deps=[part])
             # Each thread's values side by side: see dq_sums.py.
             part = part.reshape([4, 2, 8, HALF_D // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
-            dq_tile.index(PART).store(part.reshape([HALF_D // 2, 128]))
+            dq_tile.index(2 * stage + PART).store(part.reshape([HALF_D // 2, 128]))
             fence_async_shared()
-            mbarrier.arrive(bars.index(DQ_READY + step % ADDERS), count=1)
+            mbarrier.arrive(bars.index(DQ_READY + stage), count=1)
             dk_acc, ds_left = warpgroup_mma_wait(0, deps=[dk_acc, ds_left])
             mbarrier.arrive(bars.index(FREE + stage), count=1)
             step += 1
@@ -317,44 +318,62 @@ def accumulate_tile(
 
 @gluon.jit
 def accumulate(
-    items, groups, work, buffers, results,
+    items, groups, work, bars, loaded, handed, results,
     PART: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, SPLIT: gl.constexpr, PACK: gl.constexpr,
     HEADS_FIRST: gl.constexpr,
 ):  # fmt: skip
     """A consumer: its share of every tile."""
     dk, dv, kv_tokens, kv_heads, scale_log2 = results
-    bars = buffers[6]
+    ds_tile, dq_tile = handed
     round = 0
     step = 0
     while next_program(work, bars, round, 4) >= 0:
         dk_acc, dv_acc, step = accumulate_tile(
-            work, items, groups, step, scale_log2, buffers, PART, D, DV, PACK, HEADS_FIRST
-        )
+            work, items, groups, step, scale_log2, bars, loaded, ds_tile, dq_tile,
+            PART, D, DV, PACK, HEADS_FIRST,
+        )  # fmt: skip
         program = given(work.index(PROGRAM), 4)  # only now: while a tile is walked over, registers are short
         begin = given(work.index(KV_BEGIN), 4) + PART * KEYS
         end = given(work.index(KV_END), 4)
         mbarrier.arrive(bars.index(KV_FREE), count=1)
         kv_head = program // SPLIT
         first_row = program % SPLIT * kv_tokens
-        store_gradient(dk, dk_acc * (scale_log2 * LN_2), begin, end, first_row, kv_heads, kv_head, D)
-        store_gradient(dv, dv_acc, begin, end, first_row, kv_heads, kv_head, DV)
+        spare = ds_tile.index(2 * (step & 1) + PART)  # the next step's
+        store_gradient(dk, dk_acc * (scale_log2 * LN_2), begin, end, first_row, kv_heads, kv_head, spare, D)
+        store_gradient(dv, dv_acc, begin, end, first_row, kv_heads, kv_head, spare, DV)
         round += 1
 
 
 @gluon.jit
 def store_gradient(
-    x, values, begin, end, first_row, heads, head,
+    x, values, begin, end, first_row, heads, head, spare,
     DIM: gl.constexpr,
 ):  # fmt: skip
-    # As the forward's output, whole lines of memory; shared memory has no room for it in float32.
-    lines: gl.constexpr = (
-        gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-        if x.dtype.element_ty == gl.float32
-        else gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    )
-    values = gl.convert_layout(values.to(x.dtype.element_ty), lines)
-    row = begin + gl.arange(0, KEYS, layout=gl.SliceLayout(1, lines))
-    col = gl.arange(0, DIM, layout=gl.SliceLayout(0, lines))
+    """A consumer's rows of dK or dV. As the forward's output, in whole lines of memory: `spare`, of 64 keys
+    x 64, brings them together, but has no room for float32."""
+    whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    if x.dtype.element_ty == gl.float32:
+        store_columns(x, values, begin, end, first_row, heads, head, 0, DIM, whole)
+    elif DIM == 64:
+        spare.store(values.to(x.dtype.element_ty))
+        store_columns(x, spare.load(lines), begin, end, first_row, heads, head, 0, DIM, lines)
+    else:
+        halves = values.to(x.dtype.element_ty).reshape([KEYS, 2, 64]).permute((0, 2, 1))
+        left, right = gl.split(halves)
+        spare.store(left)
+        store_columns(x, spare.load(lines), begin, end, first_row, heads, head, 0, DIM, lines)
+        spare.store(right)
+        store_columns(x, spare.load(lines), begin, end, first_row, heads, head, 64, DIM, lines)
+
+
+@gluon.jit
+def store_columns(
+    x, values, begin, end, first_row, heads, head, first,
+    DIM: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    row = begin + gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
+    col = first + gl.arange(0, values.shape[1], layout=gl.SliceLayout(0, layout))
     at = ((first_row + row).to(gl.int64)[:, None] * heads + head) * DIM + col[None, :]
     gl.store(x + at, values, mask=(row < end)[:, None])
 
@@ -381,15 +400,14 @@ def gluon_backward_kernel(
     statistics = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, ROWS], lse_log2.layout)
     bound_ring = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 1, ROWS], bounds.layout)
     ds_tile = gl.allocate_shared_memory(q.dtype, [4, KEYS, ROWS], gl.NVMMASharedLayout(128, 16, 2))
-    dq_tile = gl.allocate_shared_memory(gl.float32, [2, D // 4, 128], dq.layout)
+    dq_tile = gl.allocate_shared_memory(gl.float32, [2 * STAGES, D // 4, 128], dq.layout)
     bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
     mbarrier.init(bars.index(KV_READY), count=2)
-    mbarrier.init(bars.index(KV_FREE), count=CONSUMERS + ADDERS)
+    mbarrier.init(bars.index(KV_FREE), count=CONSUMERS + STAGES)
     mbarrier.init(bars.index(DS_READY), count=CONSUMERS)
-    mbarrier.init(bars.index(DQ_FREE), count=1)
-    for adder in gl.static_range(ADDERS):
-        mbarrier.init(bars.index(DQ_READY + adder), count=CONSUMERS)
     for stage in gl.static_range(STAGES):
+        mbarrier.init(bars.index(DQ_FREE + stage), count=1)
+        mbarrier.init(bars.index(DQ_READY + stage), count=CONSUMERS)
         mbarrier.init(bars.index(Q_READY + stage), count=1)
         mbarrier.init(bars.index(FREE + stage), count=CONSUMERS)
         mbarrier.init(bars.index(DO_READY + stage), count=1)
@@ -397,18 +415,24 @@ def gluon_backward_kernel(
 
     groups: gl.constexpr = GROUP // SPLIT // PACK
     lists = (tile_list, taken, tiles, kv_heads * SPLIT, section)
-    loaded = (k_tile, v_tile, q_ring, do_ring, statistics, bound_ring, bars)
-    buffers = (k_tile, v_tile, q_ring, do_ring, statistics, bound_ring, bars, ds_tile, dq_tile)
+    loaded = (k_tile, v_tile, q_ring, do_ring, statistics, bound_ring)
+    handed = (ds_tile, dq_tile)
     results = (dk, dv, kv_tokens, kv_heads, scale_log2)
     tensors = (q, k, v, dout, lse_log2, delta, bounds)
-    sums = (dq_tile, bars, dq, turns, counters, kv_heads * GROUP // PACK)
+    sums = (dq_tile, dq, turns, counters, kv_heads * GROUP // PACK)
     gl.warp_specialize(
         [
-            (accumulate, (items, groups, work, buffers, results, 0, D, DV, SPLIT, PACK, HEADS_FIRST)),
-            (accumulate, (items, groups, work, buffers, results, 1, D, DV, SPLIT, PACK, HEADS_FIRST)),
-            (load, (lists, items, groups, work, loaded, tensors, D, DV, SPLIT, PACK, HEADS_FIRST)),
-            (add_dq, (items, groups, work, sums, 0, D, PACK, HEADS_FIRST, DETERMINISTIC)),
-            (add_dq, (items, groups, work, sums, 1, D, PACK, HEADS_FIRST, DETERMINISTIC)),
+            (
+                accumulate,
+                (items, groups, work, bars, loaded, handed, results, 0, D, DV, SPLIT, PACK, HEADS_FIRST),
+            ),
+            (
+                accumulate,
+                (items, groups, work, bars, loaded, handed, results, 1, D, DV, SPLIT, PACK, HEADS_FIRST),
+            ),
+            (load, (lists, items, groups, work, bars, loaded, tensors, D, DV, SPLIT, PACK, HEADS_FIRST)),
+            (add_dq, (items, groups, work, bars, sums, 0, D, PACK, HEADS_FIRST, DETERMINISTIC)),
+            (add_dq, (items, groups, work, bars, sums, 1, D, PACK, HEADS_FIRST, DETERMINISTIC)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

@@ -210,6 +210,7 @@ class Language:
     sum = staticmethod(lambda x, dim: x.sum(dim))
     exp2, log2 = staticmethod(torch.exp2), staticmethod(torch.log2)
     convert_layout = staticmethod(lambda x, layout: x)
+    split = staticmethod(lambda x: x.unbind(-1))
     program_id = staticmethod(lambda axis: torch.tensor(here.program[0]))
     num_programs = staticmethod(lambda axis: torch.tensor(here.program[1]))
     inline_asm_elementwise = staticmethod(inline_assembly)

@@ -159,7 +159,7 @@ QUERIES_FIRST = (("(-begin, haste, tile)", "(begin, tile)"),)
 
 @pytest.mark.parametrize(
     ("lengths", "heads", "slow"),
-    [([129] * 9, 1, {"lists": QUERIES_FIRST}), ([384], 5, {"heads_first": True})],
+    [([129] * 9, 2, {"lists": QUERIES_FIRST}), ([384], 5, {"heads_first": True})],
     ids=["documents that share tiles", "heads that share keys"],
 )
 def test_turns_are_not_waited_for_in_a_row(monkeypatch, lengths, heads, slow):
@@ -211,18 +211,18 @@ BACKWARD_MUTANTS = {
         "mbarrier.arrive(bars.index(DS_READY), count=1)\n",
     ),
     "no fence after dQ": (
-        "fence_async_shared()\nmbarrier.arrive(bars.index(DQ_READY + step % ADDERS), count=1)\n",
-        "mbarrier.arrive(bars.index(DQ_READY + step % ADDERS), count=1)\n",
+        "fence_async_shared()\nmbarrier.arrive(bars.index(DQ_READY + stage), count=1)\n",
+        "mbarrier.arrive(bars.index(DQ_READY + stage), count=1)\n",
     ),
-    "dS written while it is read": ("twin = step & 1", "twin = 0"),
+    "dS written while it is read": ("ds_tile.index(2 * stage +", "ds_tile.index("),
     "dS read before the other's is there": ("mbarrier.wait(bars.index(DS_READY), step & 1)\n", ""),
-    "dQ written while it is added": ("mbarrier.wait(bars.index(DQ_FREE), (step & 1) ^ 1)\n", ""),
+    "dQ written while it is added": ("mbarrier.wait(bars.index(DQ_FREE + stage), phase ^ 1)\n", ""),
     "dQ given back before it is read": (
-        "wait_until_read()\nmbarrier.arrive(bars.index(DQ_FREE), count=1)\n",
-        "mbarrier.arrive(bars.index(DQ_FREE), count=1)\nwait_until_read()\n",
+        "wait_until_read()\nmbarrier.arrive(bars.index(DQ_FREE + STAGE), count=1)\n",
+        "mbarrier.arrive(bars.index(DQ_FREE + STAGE), count=1)\nwait_until_read()\n",
     ),
     "dQ added before it is there": (
-        "mbarrier.wait(bars.index(DQ_READY + ADDER), ((step + place) // ADDERS) & 1)\n",
+        "mbarrier.wait(bars.index(DQ_READY + STAGE), ((step + place) // STAGES) & 1)\n",
         "",
     ),
     "K and V loaded over": (
@@ -230,7 +230,7 @@ BACKWARD_MUTANTS = {
         "give(program, work.index(PROGRAM))\n",
     ),
     "K, V and their numbers not waited for": ("mbarrier.wait(bars.index(KV_READY), round & 1)\n", ""),
-    "K and V released by one consumer": ("count=CONSUMERS + ADDERS", "count=1 + ADDERS"),
+    "K and V released by one consumer": ("count=CONSUMERS + STAGES", "count=1 + STAGES"),
     "numbers released before they are read": (
         "end = given(work.index(KV_END), 4)\nmbarrier.arrive(bars.index(KV_FREE), count=1)\n",
         "mbarrier.arrive(bars.index(KV_FREE), count=1)\nend = given(work.index(KV_END), 4)\n",
@@ -243,8 +243,8 @@ BACKWARD_MUTANTS = {
         "dk_acc, dv_acc, step = accumulate_tile(",
         "dk_acc, dv_acc, _ = accumulate_tile(",
     ),
-    "one warp is told of every sum": ("DQ_READY + step % ADDERS", "DQ_READY"),
-    "the steps of the other warp": ("(step + ADDER) % ADDERS, blocks", "ADDER, blocks"),
+    "one warp is told of every sum": ("DQ_READY + stage), count=1", "DQ_READY), count=1"),
+    "the steps of the other warp": ("(step + STAGE) % STAGES, blocks", "STAGE, blocks"),
     "Q released before dK is done": (
         "dk_acc, ds_left = warpgroup_mma_wait(0, deps=[dk_acc, ds_left])\n"
         "mbarrier.arrive(bars.index(FREE + stage), count=1)\n",
@@ -265,6 +265,11 @@ BACKWARD_MUTANTS = {
     ),
     "rows are tokens": ("gl.arange(0, ROWS, layout=columns) // PACK", "gl.arange(0, ROWS, layout=columns)"),
     "another pack's queries": ("heads = [row // PACK, group * PACK, 0]", "heads = [row // PACK, group, 0]"),
+    "sums of the other warp": ("dq_tile.index(2 * STAGE + half)", "dq_tile.index(half)"),
+    "gradients by a buffer of dS that is read": (
+        "ds_tile.index(2 * (step & 1) + PART)",
+        "ds_tile.index(2 * (1 - step & 1) + PART)",
+    ),
     "sums of another group": ("(at * all_groups + group)", "(at * all_groups + (group ^ 1))"),
 }
 LIST_MUTANTS = {

@@ -48,63 +48,59 @@ def event_by_event(kernel, lists: KeyTiles, heads: int, order: list[tuple[int, i
             for block, head in walk:
                 yield (head, row[4] + block, row[5]) if kernel.turns and row[5] >= 0 else None
 
-    def next_add(state):
-        """When this program's next dQ is added; never, if it is not its turn yet."""
-        wanted = state["steps"][0]
-        done = max(state["done"] + kernel.step, state["buffer"])
-        if wanted is None:
-            return done, max(done, state["adder"])
-        head, counter, turn = wanted
-        if values[head, counter] != turn:
-            return done, np.inf
-        asked = state["adder"] if kernel.ask_early else max(done, state["adder"])
-        return done, max(done, max(asked, visible[head, counter]) + kernel.poll)
+    def next_adds(state):
+        """(When it is added, which) of each warp's next dQ; never, if it is not its turn yet."""
+        for i in sorted(state["next"]):
+            if i < len(state["steps"]) and i - 1 in state["done"]:
+                buffer, adder = state["warps"][i % kernel.buffers]
+                done = state["done"][i] = max(state["done"][i - 1] + kernel.step, buffer)
+                if (wanted := state["steps"][i]) is None:
+                    yield max(done, adder), i
+                elif values[wanted[:2]] == wanted[2]:
+                    asked = adder if kernel.ask_early else max(done, adder)
+                    yield max(done, max(asked, visible[wanted[:2]]) + kernel.poll), i
+        if min(state["next"]) >= len(state["steps"]):
+            yield max(state["done"][len(state["steps"]) - 1], *(adder for _, adder in state["warps"])), None
+
+    def soonest(state):
+        return min(next_adds(state), default=(np.inf, None), key=lambda entry: entry[0])
 
     todo = list(order)
     while todo or running:
         if todo and free:
             start = min(free)
-            if all(
-                min(next_add(s)[1] if s["steps"] else s["end"], s["end"]) >= start for s in running.values()
-            ):
+            if all(soonest(state)[0] >= start for state in running.values()):
                 free.remove(start)
                 tile, program = todo.pop(0)
                 at = start + kernel.tile
                 running[tile, program] = {
                     "steps": list(steps_of(tile, program)),
-                    "done": at,
-                    "adder": at,
-                    "buffer": at,
-                    "end": at,
+                    "done": {-1: at},
+                    "next": list(range(kernel.buffers)),
+                    "warps": [(at, at)] * kernel.buffers,
                 }
-                if running[tile, program]["steps"]:
-                    running[tile, program]["end"] = np.inf
                 continue
-        key, state = min(
-            running.items(), key=lambda entry: next_add(entry[1])[1] if entry[1]["steps"] else entry[1]["end"]
-        )
-        if not state["steps"]:
-            free.append(state["end"])
-            ends.append(state["end"])
+        key, state = min(running.items(), key=lambda entry: soonest(entry[1])[0])
+        at, i = soonest(state)
+        assert np.isfinite(at), "every program waits for another"
+        if i is None:
+            free.append(at)
+            ends.append(at)
             del running[key]
             continue
-        done, added = next_add(state)
-        assert np.isfinite(added), "every program waits for another"
-        wanted = state["steps"].pop(0)
-        state |= {"done": done, "buffer": added + kernel.free, "adder": added + kernel.free}
+        wanted, warp = state["steps"][i], i % kernel.buffers
+        state["next"][warp] += kernel.buffers
+        state["warps"][warp] = at + kernel.free, at + (kernel.free if wanted is None else kernel.visible)
         if wanted is not None:
-            head, counter, _ = wanted
-            state["adder"] = added + kernel.visible
-            values[head, counter] += 1
-            visible[head, counter] = state["adder"]
-        if not state["steps"]:
-            state["end"] = max(state["done"], state["adder"])
+            values[wanted[:2]] += 1
+            visible[wanted[:2]] = at + kernel.visible
     return max(ends)
 
 
 @given(
     lengths=st.lists(st.integers(1, 700), min_size=1, max_size=6),
     turns=st.booleans(),
+    buffers=st.integers(1, 3),
     blocks_first=st.booleans(),
     ask_early=st.booleans(),
     items_up=st.booleans(),
@@ -122,7 +118,7 @@ def test_backward_is_what_happens_event_by_event(replay, lengths, items_up, heav
 
 def test_backward_by_hand(replay):
     """A document of 256: four blocks of queries see its first tile of keys, two the second."""
-    kernel = replay.Backward(step=2.0, tile=10.0, poll=0.5, free=0.5, visible=1.0, ask_early=False)
+    kernel = replay.Backward(step=2.0, tile=10.0, poll=0.5, free=0.5, visible=1.0, ask_early=False, buffers=1)
     lists = lists_of([256])
     # One unit: ten, and a step each time; the last addition is seen half a microsecond after its step, and
     # done one later. Then the second tile likewise, whose turns have all come.
