@@ -15,20 +15,32 @@ ROWS = 64  # of a block
 WIDTH = 128  # of a row of the sums
 
 
-def no_sums(q: Tensor, pack: int) -> Tensor:
-    """Zeros for the blocks of 64 rows of q (Tq, Nq, D), in this order: (n, WIDTH) float32."""
+def no_sums(q: Tensor, pack: int, edges: Tensor | None = None) -> Tensor:
+    """For the blocks of 64 rows of q (Tq, Nq, D), in this order: (n, WIDTH) float32, of zeros.
+
+    edges: (e,) int64, if not all must be zeros, but these: blocks of 64 / pack tokens.
+    """
     tokens, heads, dim = q.shape
-    blocks = triton.cdiv(tokens, ROWS // pack) * (heads // pack)
-    return q.new_zeros(blocks * ROWS * dim // WIDTH, WIDTH, dtype=torch.float32)
+    blocks = triton.cdiv(tokens, ROWS // pack)
+    shape = blocks * (heads // pack) * ROWS * dim // WIDTH, WIDTH
+    if edges is None:
+        return q.new_zeros(shape, dtype=torch.float32)
+    sums = q.new_empty(shape, dtype=torch.float32)
+    sums.view(blocks, -1).index_fill_(0, edges, 0)
+    return sums
 
 
-def gradient(sums: Tensor, q: Tensor, pack: int, scale: float) -> Tensor:
-    """dQ (Tq, Nq, D) of its sums, scaled, in the dtype of q."""
+def gradient(sums: Tensor, q: Tensor, bounds: Tensor, pack: int, scale: float) -> Tensor:
+    """dQ (Tq, Nq, D) of its sums, scaled, in the dtype of q.
+
+    bounds: (2, Tq) int32 of `tiles.row_bounds`; rows without keys are zero, whatever their sums.
+    """
     tokens, heads, dim = q.shape
     dq = q.new_empty(q.shape)
     dq_kernel[(triton.cdiv(tokens, ROWS // pack), heads // pack)](
         sums=sums,
         dq=dq,
+        bounds=bounds,
         tokens=tokens,
         heads=heads,
         scale=scale,
@@ -41,7 +53,7 @@ def gradient(sums: Tensor, q: Tensor, pack: int, scale: float) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def dq_kernel(sums, dq, tokens, heads, scale, D: tl.constexpr, PACK: tl.constexpr):
+def dq_kernel(sums, dq, bounds, tokens, heads, scale, D: tl.constexpr, PACK: tl.constexpr):
     """One block of 64 rows: so many tokens, and PACK heads."""
     block = tl.program_id(0).to(tl.int64) * (heads // PACK) + tl.program_id(1)
     values = tl.load(sums + block * (64 * D) + tl.arange(0, 64 * D))
@@ -50,5 +62,8 @@ def dq_kernel(sums, dq, tokens, heads, scale, D: tl.constexpr, PACK: tl.constexp
     row = tl.arange(0, 64)
     token = tl.program_id(0) * (64 // PACK) + row // PACK
     head = tl.program_id(1) * PACK + row % PACK
+    first = tl.load(bounds + token, mask=token < tokens, other=0)
+    last = tl.load(bounds + tokens + token, mask=token < tokens, other=0)
+    values = tl.where((first < last)[:, None], values, 0.0)
     at = (token.to(tl.int64) * heads + head)[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(dq + at, values.to(dq.dtype.element_ty), mask=(token < tokens)[:, None])

@@ -37,11 +37,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .gluon_common import (
+    after_others,
     give,
     given,
     tile_and_head,
     tma_add,
     tma_load,
+    tma_store,
     wait_until_added,
     wait_until_read,
     zero_here,
@@ -178,7 +180,7 @@ def add_tile(
     DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     """An adding warp's share of a tile: dQ of every other step, in two halves of the head dim, when it is its
-    turn.
+    turn. The first to have a block stores it (tiles.key_tiles).
 
     To look for the turn, to add, and to pass the turn on are three round trips to memory, more than a step
     takes: so two warps add by turns, and each looks for its turn before the sum is there.
@@ -186,23 +188,35 @@ def add_tile(
     dq_tile, dq, turns, counters, all_groups = sums
     for item in range(item_begin, item_end):
         block, blocks = item_blocks(items, item, ROWS // PACK)
+        begin = gl.load(items + item * 6)
+        end = gl.load(items + item * 6 + 3)
         counter = turns + gl.load(items + item * 6 + 4)
         turn = gl.load(items + item * 6 + 5)
         for place in range((step + STAGE) % STAGES, blocks * groups, STAGES):
             at, group = step_place(place, block, blocks, program * groups, groups, HEADS_FIRST)
-            if DETERMINISTIC:  # noqa: SIM102 - decided when compiling
+            count = 1
+            if DETERMINISTIC:
+                first = at * (ROWS // PACK)
+                count = ((first < begin) | (first + ROWS // PACK > end)).to(gl.int32)
                 if turn >= 0:
-                    while gl.atomic_add(counter + group * counters + at, 0, sem="acquire") != turn:
-                        pass
+                    count = gl.atomic_add(counter + group * counters + at, 0, sem="acquire")
+                    while count >> 1 != turn:
+                        count = gl.atomic_add(counter + group * counters + at, 0, sem="acquire")
+                    count = after_others(count)
             mbarrier.wait(bars.index(DQ_READY + STAGE), ((step + place) // STAGES) & 1)
             row = (at * all_groups + group) * (D // 2)
             for half in gl.static_range(2):
-                tma_add(dq, [row + half * (D // 4), 0], dq_tile.index(2 * STAGE + half))
+                if (count & 1) == 1:
+                    tma_add(dq, [row + half * (D // 4), 0], dq_tile.index(2 * STAGE + half))
+                else:
+                    tma_store(dq, [row + half * (D // 4), 0], dq_tile.index(2 * STAGE + half))
             wait_until_read()
             mbarrier.arrive(bars.index(DQ_FREE + STAGE), count=1)
             if DETERMINISTIC:  # noqa: SIM102 - decided when compiling
                 if turn >= 0:
-                    gl.atomic_add(counter + group * counters + at, wait_until_added(), sem="release")
+                    # By two, and odd from the first on.
+                    raised = wait_until_added() + 2 - (count & 1)
+                    gl.atomic_add(counter + group * counters + at, raised, sem="release")
         step += blocks * groups
     return step
 
@@ -388,8 +402,9 @@ def gluon_backward_kernel(
     """All tiles of 128 keys, for each key head and each of SPLIT parts of the query heads that share it, by
     any number of programs.
 
-    Writes dk (SPLIT, Tk, Nkv, D) and dv (SPLIT, Tk, Nkv, DV), to be summed over the parts, and adds to dq,
-    as dq_sums.py says. taken: (1,) int32, zero. turns: (Nq, counters) int32, `first_turns` for every head.
+    Writes dk (SPLIT, Tk, Nkv, D) and dv (SPLIT, Tk, Nkv, DV), to be summed over the parts, and dq, as
+    dq_sums.py says, where edges must be zero before (tiles.key_tiles), and all if not DETERMINISTIC.
+    taken: (1,) int32, zero. turns: (Nq, counters) int32, `first_turns` for every head.
     Launched with four warps, those of the first consumer.
     """
     work = gl.allocate_shared_memory(gl.int32, [NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))

@@ -12,7 +12,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # renamed in Triton 3.9
+# Renamed in Triton 3.9.
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 @builtin
@@ -25,20 +27,34 @@ def tma_add(descriptor, coordinates, source, _semantic=None):
 
 @gluon.jit
 def wait_until_read():
-    """Until this warp's TMA additions have read their shared memory."""
+    """Until this warp's TMA stores and additions have read their shared memory."""
     tma.store_wait(0)
 
 
 @gluon.jit
 def wait_until_added():
-    """Until this warp's TMA additions are in global memory; returns 1, for a use that must come after.
+    """Until this warp's TMA stores and additions are in global memory; returns 1, for a use that must come
+    after.
 
-    In assembly, because Triton 3.6 only waits for the reads. One lane issued the additions; all of them wait.
+    In assembly, because Triton 3.6 only waits for the reads. One lane issued them; all lanes wait.
     """
     return gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, $1;",
         "=r,r",
         [1],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def after_others(number):
+    """The number, which others raised: what this warp adds from now on comes after what they had added."""
+    return gl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.u32 $0, $1;",
+        "=r,r",
+        [number],
         dtype=gl.int32,
         is_pure=False,
         pack=1,

@@ -103,12 +103,12 @@ def backward(
     divided = divided or division(schedule, q_heads, kv_heads, multiprocessors(q.device))
     split, pack, heads_first, section = divided
     lists = schedule.key_tiles(ROWS // pack, KEYS, turn_rows=ROWS // pack)
-    tiles, items, first_turns = lists.tiles, lists.items, lists.first_turns
+    tiles, items, first_turns, edges = lists[:4]
     lse_log2, delta = row_statistics(dout, dlse, out, lse, pack)
     dtype = torch.float32 if split > 1 else q.dtype
     dk = k.new_empty((split, *k.shape), dtype=dtype)
     dv = v.new_empty((split, *v.shape), dtype=dtype)
-    sums = no_sums(q, pack)
+    sums = no_sums(q, pack, edges if options.deterministic else None)
     turns = first_turns.expand(q_heads // pack, -1).clone() if options.deterministic else first_turns
     gluon_backward_kernel[(min(multiprocessors(q.device), len(tiles) * kv_heads * split),)](
         q=packed_descriptor(q, pack),
@@ -141,7 +141,7 @@ def backward(
         num_warps=4,
         enable_fp_fusion=True,
     )
-    dq = gradient(sums, q, pack, options.scale)
+    dq = gradient(sums, q, schedule.bounds, pack, options.scale)
     if split == 1:
         return dq, dk[0], dv[0]
     return dq, dk.sum(0).to(k.dtype), dv.sum(0).to(v.dtype)

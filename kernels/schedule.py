@@ -33,6 +33,7 @@ class KeyTiles(NamedTuple):
     tiles: Tensor
     items: Tensor
     first_turns: Tensor
+    edges: Tensor
     heaviest: int
     steps: int
 

@@ -30,7 +30,8 @@ Lists are in chains: tiles that share keys (or, of key tiles, queries) follow on
 heaviest tile first. Side by side in time they find what they share in the L2 cache; heaviest first across
 documents, each would read its own from memory.
 
-All lists are int32. Positions are tokens; the kernels multiply by the heads that share a tile.
+All lists are int32, but for `edges`, by which torch indexes. Positions are tokens; the kernels multiply by
+the heads that share a tile.
 """
 
 from typing import NamedTuple
@@ -143,12 +144,13 @@ class KeyTiles(NamedTuple):
 
     tiles: (n, 4) kv_begin, kv_end, item_begin, item_end, in chains: tiles that share a segment follow one
     another in the order of their keys, the chain with the heaviest tile first. items: (m, 6) q_begin, q_full,
-    q_tail, q_end, turns, turn. first_turns: (c,).
+    q_tail, q_end, turns, turn. first_turns: (c,). edges: (e,), blocks in which a segment begins or ends.
     """
 
     tiles: np.ndarray
     items: np.ndarray
     first_turns: np.ndarray
+    edges: np.ndarray
 
 
 def key_tiles(
@@ -167,16 +169,22 @@ def key_tiles(
     Keys that nobody sees lie in tiles without items, because their gradient must be written too.
 
     Turns, if turn_rows > 0, fix the order in which tiles add to the same rows of dQ: an item adds to block b
-    of `turn_rows` rows when counter `turns` + b has come to `turn`, and then raises it by one. Counters start
-    at first_turns. Turns follow the list, so a tile waits for earlier ones only; and it first adds what later
-    ones wait for, or neighbours that share tiles would wait in one chain through the whole batch. An item
-    whose rows no other tile sees has turn -1 and waits for nobody. Counters belong to a segment: of the rows
-    of two segments in one block, each is given something else than zero by its own segment's tiles only.
+    of `turn_rows` rows when counter `turns` + b has come to twice its `turn`, or one more, and then raises it
+    by two. Counters start at first_turns. Turns follow the list, so a tile waits for earlier ones only; and
+    it first adds what later ones wait for, or neighbours that share tiles would wait in one chain through the
+    whole batch. An item whose rows no other tile sees has turn -1 and waits for nobody. Counters belong to a
+    segment: of the rows of two segments in one block, each is given something else than zero by its own
+    segment's tiles only.
+
+    dQ has no zeros to begin with but in `edges`, blocks that a segment does not fill, to which those of
+    another may add at any time. Elsewhere the first tile does not add but store. A counter is odd when its
+    block has something. Blocks that are filled by the rows of an item that waits for nobody have nothing.
     """
     if tokens % ROW_ALIGNMENT != 0:
         raise ValueError(f"tiles of {tokens} query tokens are not a multiple of {ROW_ALIGNMENT}")
     if kv_tokens == 0:
-        return KeyTiles(np.zeros((0, 4), np.int32), np.zeros((0, 6), np.int32), np.zeros(0, np.int32))
+        tiles, items = np.zeros((0, 4), np.int32), np.zeros((0, 6), np.int32)
+        return KeyTiles(tiles, items, np.zeros(0, np.int32), np.zeros(0, np.int64))
     used = (segments[:, 1] > 0) & (segments[:, 3] > 0)
     q_start, q_len, kv_start, kv_len = segments[used].astype(np.int64).T
     order = np.argsort(q_start, kind="stable")
@@ -227,8 +235,10 @@ def key_tiles(
 
     turns = np.zeros_like(segment)
     turn = np.full_like(segment, -1)
-    first_turns = np.zeros(0, np.int32)
+    first_turns, edges = np.zeros(0, np.int32), np.zeros(0, np.int64)
     if turn_rows:
+        ends = np.concatenate([q0, q1])
+        edges = ends[ends % turn_rows > 0] // turn_rows
         counters, first_turns = _counters(q0, q1, t1, shift, first_tile, count, visibility.reach, turn_rows)
         waits = count[segment] > 1
         turns[waits] = counters[segment[waits]]
@@ -246,7 +256,7 @@ def key_tiles(
     np.add.at(spans, np.maximum(first_tile + count - 1, first_tile), -1)
     chain, heaviest = _chains(work, linked=np.cumsum(spans)[: len(t0) - 1] > 0)
     tiles = tiles[np.lexsort((chain, -heaviest))]
-    return KeyTiles(tiles.astype(np.int32), items.astype(np.int32), first_turns)
+    return KeyTiles(tiles.astype(np.int32), items.astype(np.int32), first_turns, edges)
 
 
 def steps(lists: KeyTiles, rows: int) -> np.ndarray:
@@ -261,7 +271,7 @@ def _counters(q0, q1, t1, shift, first_tile, count, reach: int, rows: int) -> tu
 
     A segment has one counter for each block of `rows` that it touches, if several tiles see it. The tiles
     that add to a block follow one another; the first of them is 0 but for windows, which leave the earlier
-    keys behind.
+    keys behind. First values are twice that, and odd if the segment does not fill the block.
     """
     block, after = q0 // rows, -(-q1 // rows)
     blocks = np.where(count > 1, after - block, 0)
@@ -270,7 +280,8 @@ def _counters(q0, q1, t1, shift, first_tile, count, reach: int, rows: int) -> tu
     number = np.arange(len(segment)) - np.repeat(start - block, blocks)
     row = np.maximum(number * rows, q0[segment])
     gone = np.searchsorted(t1, row + 1 + shift[segment] - reach, side="right") - first_tile[segment]
-    return start - block, np.maximum(gone, 0).astype(np.int32)
+    fills = (row == number * rows) & (row + rows <= q1[segment])
+    return start - block, (2 * np.maximum(gone, 0) + ~fills).astype(np.int32)
 
 
 def _chains(work: np.ndarray, linked: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

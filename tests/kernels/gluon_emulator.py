@@ -106,14 +106,17 @@ def tma_load(descriptor: Descriptor, corner, bar: Barrier, target: Shared) -> No
 
 
 class Addition:
-    """One TMA addition: reads its buffer at some time, and adds at a later one."""
+    """One TMA addition, or store: reads its buffer at some time, and adds at a later one."""
 
-    def __init__(self, descriptor: Descriptor, corner, source: Shared):
+    def __init__(self, descriptor: Descriptor, corner, source: Shared, adds: bool):
         self.descriptor, self.place, self.source = descriptor, tuple(map(int, corner)), source
+        self.adds = adds
         self.read, self.added = source.history.read(asynchronous=True), Access()
         self.box: Tensor | None = None
         self.is_added, self.machine = False, here.machine
-        places = source.data != 0  # adding zeros disturbs nobody
+        if here.acquired:
+            self.machine.races.add("a turn that has come is followed by an addition without a fence")
+        places = (source.data != 0) | (not adds)  # adding zeros disturbs nobody
         earlier = descriptor.additions.setdefault(self.place, [])
         if self.machine.ordered and any((at & places).any() for x, at in earlier if not x.ordered()):
             self.machine.races.add("nothing orders two additions to one place")
@@ -125,14 +128,18 @@ class Addition:
         self.machine.copy(self.add)
 
     def add(self) -> None:
-        self.descriptor.add(self.place, self.box)
+        self.descriptor.add(self.place, self.box, self.adds)
         self.is_added = True
 
 
-def tma_add(descriptor: Descriptor, corner, source: Shared) -> None:
+def tma_add(descriptor: Descriptor, corner, source: Shared, adds: bool = True) -> None:
     count_work()
-    here.additions.append(Addition(descriptor, corner, source))
+    here.additions.append(Addition(descriptor, corner, source, adds))
     here.machine.pause()
+
+
+def tma_store(descriptor: Descriptor, corner, source: Shared) -> None:
+    tma_add(descriptor, corner, source, adds=False)
 
 
 def wait_for_additions(to_be_added: bool) -> None:
@@ -151,6 +158,8 @@ def wait_for_additions(to_be_added: bool) -> None:
 def inline_assembly(text, constraints, args, dtype, is_pure, pack):
     if "cp.async.bulk.wait_group 0" in text:
         wait_for_additions(to_be_added=True)
+    elif "fence.proxy.async.global" in text:
+        here.acquired = False
     else:
         assert text == "mov.u32 $0, $1;"
     return args[0]
@@ -238,6 +247,7 @@ class Language:
         before = pointer.flat[at].clone()
         pointer.flat[at] += value
         here.polled = at, int(before)
+        here.acquired |= sem == "acquire"
         tick()
         return before
 
@@ -275,7 +285,11 @@ def _modules() -> dict[str, ModuleType]:
     def jit(*args, **_):
         return args[0] if args else lambda function: function
 
-    tma = SimpleNamespace(async_load=tma_load, store_wait=lambda _: wait_for_additions(to_be_added=False))
+    tma = SimpleNamespace(
+        async_load=tma_load,
+        async_store=tma_store,
+        store_wait=lambda _: wait_for_additions(to_be_added=False),
+    )
     hopper = module(
         "hopper",
         mbarrier=MBarrier,

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-here = threading.local()  # this thread's: machine, task, clock, products, additions, unfenced, program
+here = threading.local()  # what belongs to a thread: see `enter`
 
 # Who goes on next, of those that can: the one with the largest key. A task is a partition of a program, or a
 # copy, which is what the copy engine does on its own time. Each of these is adverse to other mistakes.
@@ -118,7 +118,7 @@ class Machine:
 
 def enter(machine: Machine, task: Task) -> None:
     here.machine, here.task, here.clock, here.program = machine, task, task.clock, task.program
-    here.products, here.additions, here.unfenced, here.polled = [], [], [], None
+    here.products, here.additions, here.unfenced, here.polled, here.acquired = [], [], [], None, False
     tick()
 
 
@@ -254,9 +254,10 @@ class Descriptor:
         box[tuple(map(slice, found.shape))] = found
         return box
 
-    def add(self, corner, box: Tensor) -> None:
+    def add(self, corner, box: Tensor, to_what_is_there: bool) -> None:
         found = self.view[self.inside(corner)]
-        found += box[tuple(map(slice, found.shape))]
+        box = box[tuple(map(slice, found.shape))]
+        found.copy_(found + box if to_what_is_there else box)
 
 
 class Pointer:

@@ -36,12 +36,13 @@ def statistics(dout, dlse, out, lse, pack):
     return lse_log2, delta
 
 
-def gradient(sums, q, pack, scale):
+def gradient(sums, q, bounds, pack, scale):
     """dq_sums.gradient, likewise."""
     tokens, heads, dim = q.shape
     blocks = sums.view(-1, heads // pack, 2, dim // 16, 4, 8, 4, 2, 2).permute(0, 4, 7, 5, 1, 2, 3, 6, 8)
     rows = blocks.reshape(-1, 64 // pack, pack, heads // pack, dim).transpose(2, 3)
-    return (rows.reshape(-1, heads, dim)[:tokens] * scale).to(q.dtype)
+    rows = rows.reshape(-1, heads, dim)[:tokens] * scale
+    return torch.where((bounds[0] < bounds[1])[:, None, None], rows, 0.0).to(q.dtype)
 
 
 def run(
@@ -256,9 +257,14 @@ BACKWARD_MUTANTS = {
         "+ 2 * lse_log2.block_type.nbytes",
     ),
     "rows of the next item counted": ("gl.where((row >= q_begin) & (row < q_end), last, 0)", "last"),
-    "turn not waited for": ('0, sem="acquire") != turn', '0, sem="acquire") == -1'),
-    "turn passed on before the addition": (", wait_until_added(), sem", ", 1, sem"),
-    "turn not passed on": (", wait_until_added(), sem", ", 0 * wait_until_added(), sem"),
+    "turn not waited for": ("while count >> 1 != turn:", "while count == -1:"),
+    "turn passed on before the addition": ("= wait_until_added() + 2", "= 3"),
+    "turn not passed on": (", raised, sem", ", 0 * raised, sem"),
+    "additions not kept behind the turn": ("count = after_others(count)\n", ""),
+    "never the first": ("raised = wait_until_added() + 2 - (count & 1)", "raised = wait_until_added() + 1"),
+    "added to nothing": ("if (count & 1) == 1:", "if True:"),
+    "stored over the other document's": ("((first < begin) |", "((first < 0) |"),
+    "stored over the next document's": ("(first + ROWS // PACK > end))", "(first < 0))"),
     "turns of another group": (
         "counter + group * counters + at, 0",
         "counter + (group ^ 1) * counters + at, 0",
@@ -280,6 +286,8 @@ LIST_MUTANTS = {
         "(tile - first_tile[segment])[waits] + 1",
     ),
     "short documents wait for nobody": ("waits = count[segment] > 1", "waits = count[segment] > 2"),
+    "the last block of a document not zero": ("ends = np.concatenate([q0, q1])", "ends = q0"),
+    "a document's first tile stores over others": ("(row == number * rows) &", "True &"),
     "segments share their counters": ("start = np.cumsum(blocks) - blocks", "start = 0 * blocks"),
 }
 
@@ -291,7 +299,7 @@ MUTANT_CASES = (
     (packed([420, 165]), (585, 585), (2, 1), (64, 64), {"units": 3, "visibility": Visibility(window=230)}),
     (packed([128] * 4), (512, 512), (2, 1), (128, 128), {"units": 1}),
     (PARTIAL, (80, 1140), (1, 1), (64, 64), {"visibility": Visibility(causal=False)}),
-    (packed([70, 9, 60]), (139, 139), (8, 2), (64, 64), {"units": 2}),
+    (packed([70, 9, 60, 21]), (160, 160), (8, 2), (64, 64), {"units": 2}),
 )
 
 

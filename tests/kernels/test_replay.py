@@ -32,7 +32,7 @@ def lists_of(lengths: list[int]) -> KeyTiles:
 
 def event_by_event(kernel, lists: KeyTiles, heads: int, order: list[tuple[int, int]], each: int, units: int):
     """Microseconds of a launch, of which every program asks the counters themselves for its turn."""
-    values = np.tile(lists.first_turns, (heads, 1))
+    values = np.tile(lists.first_turns // 2, (heads, 1))
     visible = np.zeros(values.shape)
     free, running, ends = [0.0] * units, {}, []
 

@@ -78,7 +78,7 @@ def test_key_tiles_cover_every_pair_once(case, visibility, tokens, block_n, turn
     mask = mask_of(segments, q_tokens, kv_tokens, visibility)
     found = np.zeros_like(mask, dtype=int)
     keys = np.zeros(kv_tokens, int)
-    key_tiles, items, _ = tiles.key_tiles(
+    key_tiles, items, *_ = tiles.key_tiles(
         segments, kv_tokens, visibility, tokens=tokens, block_n=block_n, turn_rows=8 if turns else 0
     )
     for kv_begin, kv_end, item_begin, item_end in key_tiles:
@@ -101,25 +101,37 @@ def test_turns_order_all_that_is_added_to_a_row(case, visibility, block_n, rows)
     """In the order of the list no tile waits; and what waits for nobody shares no row with another tile."""
     segments, q_tokens, kv_tokens = case
     mask = mask_of(segments, q_tokens, kv_tokens, visibility)
-    key_tiles, items, counters = tiles.key_tiles(
+    key_tiles, items, counters, edges = tiles.key_tiles(
         segments, kv_tokens, visibility, tokens=rows, block_n=block_n, turn_rows=rows
     )
     counters = counters.copy()
-    adds = np.zeros(q_tokens, int)  # tiles that add to a row without a turn
-    ordered = np.full(q_tokens, -1)  # the counter that orders what is added to a row
+    sums = np.full((-(-q_tokens // rows), rows), np.nan)  # tiles that have added to a row
+    sums[edges] = 0
+    owner = np.full(sums.shape, -1)  # whose turns order what is added to a row: a counter's, or one item's
+    stored = np.zeros(len(sums), bool)
     for kv_begin, kv_end, item_begin, item_end in key_tiles:
-        for q_begin, _, _, q_end, turns, turn in items[item_begin:item_end]:
-            seen = q_begin + np.flatnonzero(mask[q_begin:q_end, kv_begin:kv_end].any(1))
-            if turn < 0:
-                adds[seen] += 1
-                continue
+        for item in range(item_begin, item_end):
+            q_begin, _, _, q_end, turns, turn = items[item]
+            seen = np.zeros(sums.size, bool)
+            seen[q_begin:q_end] = mask[q_begin:q_end, kv_begin:kv_end].any(1)
+            seen = seen.reshape(sums.shape)
             for block in range(q_begin // rows, -(-q_end // rows)):
-                assert counters[turns + block] == turn
-                counters[turns + block] += 1
-                own = seen[seen // rows == block]
-                assert np.isin(ordered[own], [-1, turns + block]).all()
-                ordered[own] = turns + block
-    assert (adds <= 1).all() and not ((adds == 1) & (ordered >= 0)).any()
+                store, name = q_begin <= block * rows and (block + 1) * rows <= q_end, len(counters) + item
+                if turn >= 0:
+                    name = turns + block
+                    assert counters[name] // 2 == turn
+                    store = counters[name] % 2 == 0
+                    counters[name] += 3 if store else 2
+                assert np.isin(owner[block][seen[block]], [-1, name]).all()
+                owner[block][seen[block]] = name
+                assert not store or not stored[block]
+                stored[block] |= store
+                sums[block] = seen[block] + (0 if store else sums[block])
+    adds = np.zeros(sums.size, int)
+    for kv_begin, kv_end, *_ in key_tiles:
+        adds[:q_tokens] += mask[:, kv_begin:kv_end].any(1)
+    assert (sums.ravel() == adds)[adds > 0].all()
+    assert all(len(set(row[row >= 0])) <= 1 for row in owner[stored]), "nobody else adds to what is stored"
 
 
 def waits(lists: tiles.KeyTiles, rows: int) -> int:
@@ -168,7 +180,7 @@ def test_a_window_makes_the_work_linear():
     got = tiles.query_tiles(packed([65536]).numpy(), 65536, Visibility(window=4096), tokens=128)
     seen, shared = got[:, 5] - got[:, 2], got[:, 4] - got[:, 3]
     assert seen.max() == 4096 + 127 and shared.max() == 4096 - 127
-    _, items, _ = tiles.key_tiles(
+    _, items, *_ = tiles.key_tiles(
         packed([65536]).numpy(), 65536, Visibility(window=4096), tokens=64, block_n=128
     )
     assert (items[:, 3] - items[:, 0]).max() == 4096 + 127
