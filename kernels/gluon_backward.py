@@ -18,8 +18,9 @@ as dV takes P': shared memory, not the tensor cores, is what a step is short of.
 The order of the sums of dK and dV is that of the tile list. dQ is summed in float32 by TMA reductions, and if
 DETERMINISTIC in the order of the list as well: every step's rows of a segment have a counter, the adding warp
 waits until the tiles before it have raised it to its turn (tiles.key_tiles), and raises it when its sum has
-arrived. Queries are walked from the last to the first: tiles of one document that start together then meet
-each block one after the other.
+arrived; the first to come stores. Each of the two has a buffer, so that the consumers go on while one waits.
+Queries are walked from the last to the first: tiles of one document that start together then meet each block
+one after the other.
 
 Persistent, as the forward: the loader takes the next tile of the list that nobody has, by a counter in global
 memory, and leaves what the others need to know beside the keys; these arrive while dK and dV of the last tile
