@@ -7,10 +7,10 @@ tokens: no tile then waits for a turn that heavier ones pass on only at the end 
 64 of the keys each; one warp loads; two add dQ to global memory. Scores are computed as keys x queries, so
 that P' stays in registers as the left operand of the next product. Per step:
 
-    issue S' = K Q';  issue dP' = V dO';  wait for S';  P' = exp2(...);  issue dV += P' dO
+    wait for S' = K Q';  issue dP' = V dO';  P' = exp2(...);  issue dV += P' dO
     wait for dP';  dS' = P' * (dP' - delta), to shared memory;  wait for dV
     when both consumers' dS' is there:  issue dQ = dS K, each half of the head dim;  issue dK += dS' Q
-    wait for dQ alone, and give it to the adding warp;  wait for dK: Q and dO are free
+    wait for dQ, and give it to the adding warp;  issue the next step's S';  wait for dK
 
 dQ takes dS' from shared memory, where both consumers' halves are; dK takes a consumer's own from registers,
 as dV takes P': shared memory, not the tensor cores, is what a step is short of.
@@ -276,19 +276,24 @@ def accumulate_tile(
         q_full = gl.load(items + item * 6 + 1)
         q_tail = gl.load(items + item * 6 + 2)
         q_end = gl.load(items + item * 6 + 3)
+        final = step + blocks * groups - 1
+        stage, phase = stage_and_phase(step)
+        mbarrier.wait(bars.index(Q_READY + stage), phase)
+        queries = q_ring.index(stage).reshape([ROWS, D])
+        keys = k_tile.index(PART)
+        s = warpgroup_mma(keys, queries.permute((1, 0)), nothing, use_acc=False, is_async=True)
         for place in range(blocks * groups):  # one loop: nested, it would spill
             stage, phase = stage_and_phase(step)
             token = step_place(place, block, blocks, 0, groups, HEADS_FIRST)[0] * TOKENS
             queries = q_ring.index(stage).reshape([ROWS, D])
             do = do_ring.index(stage).reshape([ROWS, DV])
             zero = zero_here()
-            keys = k_tile.index(PART + zero)
-            values = v_tile.index(PART + zero)
-            mbarrier.wait(bars.index(Q_READY + stage), phase)
-            s = warpgroup_mma(keys, queries.permute((1, 0)), nothing, use_acc=False, is_async=True)
             mbarrier.wait(bars.index(DO_READY + stage), phase)
+            s = warpgroup_mma_wait(0, deps=[s])
+            if place > 0:
+                mbarrier.arrive(bars.index(FREE + (stage ^ 1)), count=1)  # the last step's
+            values = v_tile.index(PART + zero)
             dp = warpgroup_mma(values, do.permute((1, 0)), nothing, use_acc=False, is_async=True)
-            s = warpgroup_mma_wait(1, deps=[s])
             lse = statistics.index(stage).reshape([ROWS]).load(columns)
             p = gl.exp2(s * scale_log2 - lse[None, :])
             if (token < q_full) | (token + TOKENS > q_tail):
@@ -324,9 +329,16 @@ def accumulate_tile(
             dq_tile.index(2 * stage + PART).store(part.reshape([HALF_D // 2, 128]))
             fence_async_shared()
             mbarrier.arrive(bars.index(DQ_READY + stage), count=1)
-            dk_acc, ds_left = warpgroup_mma_wait(0, deps=[dk_acc, ds_left])
-            mbarrier.arrive(bars.index(FREE + stage), count=1)
+            # After an item's last step the same S' again: products must not be under way in one branch alone.
+            following, its_phase = stage_and_phase(gl.minimum(step + 1, final))
+            mbarrier.wait(bars.index(Q_READY + following), its_phase)
+            queries = q_ring.index(following).reshape([ROWS, D])
+            keys = k_tile.index(PART + zero_here())
+            s = warpgroup_mma(keys, queries.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            dk_acc, ds_left = warpgroup_mma_wait(1, deps=[dk_acc, ds_left])
             step += 1
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(bars.index(FREE + (final & 1)), count=1)
 
     return dk_acc, dv_acc, step
 

@@ -246,12 +246,18 @@ BACKWARD_MUTANTS = {
     ),
     "one warp is told of every sum": ("DQ_READY + stage), count=1", "DQ_READY), count=1"),
     "the steps of the other warp": ("(step + STAGE) % STAGES, blocks", "STAGE, blocks"),
-    "Q released before dK is done": (
-        "dk_acc, ds_left = warpgroup_mma_wait(0, deps=[dk_acc, ds_left])\n"
-        "mbarrier.arrive(bars.index(FREE + stage), count=1)\n",
-        "mbarrier.arrive(bars.index(FREE + stage), count=1)\n"
-        "dk_acc, ds_left = warpgroup_mma_wait(0, deps=[dk_acc, ds_left])\n",
+    "Q released before the last S of an item": (
+        "s = warpgroup_mma_wait(0, deps=[s])\nmbarrier.arrive(bars.index(FREE + (final & 1)), count=1)\n",
+        "mbarrier.arrive(bars.index(FREE + (final & 1)), count=1)\ns = warpgroup_mma_wait(0, deps=[s])\n",
     ),
+    "Q released while it is still used": ("FREE + (stage ^ 1)", "FREE + stage"),
+    "Q not released": ("if place > 0:", "if place > 1:"),
+    "Q of the first step not waited for": ("mbarrier.wait(bars.index(Q_READY + stage), phase)\n", ""),
+    "Q of the next step not waited for": (
+        "mbarrier.wait(bars.index(Q_READY + following), its_phase)\n",
+        "",
+    ),
+    "dK used before its wait": ("dk_acc, ds_left = warpgroup_mma_wait(1, deps=[dk_acc, ds_left])\n", ""),
     "statistics' bytes not expected": (
         "+ 3 * lse_log2.block_type.nbytes",
         "+ 2 * lse_log2.block_type.nbytes",
