@@ -9,7 +9,10 @@ import pytest
 from forking import ForkServer
 from hypothesis import settings
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # this file comes first, before anything asks for a device
+# This file comes first, before anything asks for a device, or imports torch. A second thread would only wait
+# for the core that the other worker has, or another process of the job.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples in every run, so that a change is judged by itself; others in `make counterexamples`. No
 # deadlines: on a busy machine any example may be slow.

@@ -168,7 +168,6 @@ def environment() -> dict[str, str]:
     own.append(TESTS.parent / "examples" / "own_policies")
     path = filter(None, [*map(str, own), os.environ.get("PYTHONPATH", "")])
     return {
-        "OMP_NUM_THREADS": "1",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # to ask for GPUs without CUDA, which would not survive a fork
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path),

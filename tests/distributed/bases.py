@@ -15,12 +15,26 @@ VOCABULARY = 512
 
 
 def llama():
+    """`checkpointed` without activation checkpointing, which would take a third of a step."""
+    config = checkpointed()
+    config.activation_checkpoint = None
+    return config
+
+
+def checkpointed():
     """The debug model with two of its four layers, and few more tokens than the corpus has."""
     config = base_config("llama3_debug")
     model = config.model_spec.model
     model.layers = model.layers[:2]
     model.vocab_size = model.tok_embeddings.num_embeddings = model.lm_head.out_features = VOCABULARY
     config.loss.loss_fn.global_vocab_size = VOCABULARY
+    return config
+
+
+def one_layer():
+    """For what takes long for each layer, as compiling does."""
+    config = checkpointed()
+    del config.model_spec.model.layers[1:]
     return config
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from bases import llama
+from bases import checkpointed
 
 from wlb_titan.runtime.trainer import Trainer
 
@@ -36,7 +36,7 @@ def four():
 
 def counted(times):
     """The multi-process tests' model, each of its two layers so many times."""
-    base = llama()
+    base = checkpointed()
     model = base.model_spec.model
     model.layers = [layer for layer in model.layers for _ in range(times)]
     return CountingTrainer.Config(**{f.name: getattr(base, f.name) for f in dataclasses.fields(base)})

@@ -16,7 +16,7 @@ from forking import ForkServer, Job, Rank
 TESTS = Path(__file__).parent
 CONFIG = TESTS / "experiment.toml"
 TIMEOUT = 240  # seconds for one experiment
-AT_ONCE = 2  # experiments: a rank often waits for others, and rank 0 for two seconds at its end
+AT_ONCE = 3  # experiments: a rank often waits for others, and rank 0 for two seconds at its end
 
 
 @dataclass
@@ -126,6 +126,17 @@ class Lab:
             running.append((experiment, self.start(processes, experiment)))
         while running:
             finish(*running.popleft())
+
+
+def beside_one_process(
+    server: ForkServer, folder: Path, cases: Mapping[str, dict], processes: int = 4
+) -> dict:
+    """Runs these cases, arguments of `plan_worker.run_case`, in so many processes; their records by name."""
+    jobs, results, log = (folder / f"{processes}_ranks.{kind}" for kind in ("jobs", "results", "log"))
+    jobs.write_text(json.dumps({"results": str(results), "cases": cases}))
+    codes = server.start([Rank([str(jobs)], log)] * processes, "plan_worker").wait(500)
+    assert not any(codes), f"exit codes {codes}: {first_failure(log)}"
+    return json.loads(results.read_text())
 
 
 def finish(experiment: Experiment, job: Job) -> None:

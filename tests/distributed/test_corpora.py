@@ -10,7 +10,7 @@ import torch
 
 from wlb_titan.corpus import Corpus
 
-STEPS = ("--training.steps", "10", "--wlb.packing.policy", "wlb_lazy")
+STEPS = ("--training.steps", "6", "--wlb.packing.policy", "wlb_lazy")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_losses_are_those_of_the_prepared_corpus(lab, corpora):
     ]
     lab.run(1, experiments)
     losses = [experiment.losses() for experiment in experiments]
-    assert len(losses[0]) == 10
+    assert len(losses[0]) == 6
     assert losses[1:] == [losses[0]] * 3
 
 

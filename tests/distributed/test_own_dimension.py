@@ -7,7 +7,7 @@ from lab import CONFIG, layout
 from probing import WEIGHTS
 
 COMMON = (
-    *("--training.seq_len", "512", "--training.steps", "5", "--checkpoint.enable", "true"),
+    *("--training.seq_len", "512", "--training.steps", "3", "--checkpoint.enable", "true"),
     *("--wlb.packing.cost_model", "quadratic:1,1000"),
 )
 

@@ -4,13 +4,14 @@ import json
 from collections import Counter
 
 import pytest
-from forking import Rank
-from lab import first_failure, layout, make_corpus
+from lab import beside_one_process, layout, make_corpus
 
-INTERLEAVED = {"schedule": "Interleaved1F1B", "pp": 2}
+INTERLEAVED = {"schedule": "Interleaved1F1B", "pp": 2, "layers": 4}
 CASES = {
-    "pp4": {"pp": 4, "slim": {"micropacks": 11, "slack": 1}, "steps": 2},
-    "pp2_dp2": {"pp": 2, "dp": 2, "slim": {"micropacks": 7}, "checkpointing": "selective"},
+    # First: in one process, groups of all earlier cases take their time while it compiles.
+    "pp2_dp2_compiled": {"pp": 2, "dp": 2, "slim": {"micropacks": 6}, "compiled": True},
+    "pp4": {"pp": 4, "layers": 4, "slim": {"micropacks": 11, "slack": 1}, "steps": [1, 2]},
+    "pp2_dp2": {"pp": 2, "dp": 2, "layers": 4, "slim": {"micropacks": 7}, "checkpointing": "selective"},
     "pp2_dp2_interleaved": {**INTERLEAVED, "dp": 2, "slim": {"micropacks": 6}, "checkpointing": "full"},
     "pp2_tp2": {"pp": 2, "tp": 2, "slim": {"micropacks": 8}, "checkpointing": "full"},
     "pp2_cp2_interleaved": {
@@ -21,7 +22,6 @@ CASES = {
         "checkpointing": "selective",
     },
     "pp2_cp2_ulysses": {"pp": 2, "cp": 2, "slim": {"micropacks": 8}, "sharding": {"name": "ulysses"}},
-    "pp2_dp2_compiled": {"pp": 2, "dp": 2, "slim": {"micropacks": 6}, "compiled": True},
     "cp2_tp2": {"cp": 2, "tp": 2, "slim": {"micropacks": 6}, "sharding": {"name": "per_document"}},
     "cp4_groups": {
         "cp": 4,
@@ -29,13 +29,18 @@ CASES = {
         "sharding": {"name": "hybrid", "gather_groups": 2},
         "checkpointing": "full",
     },
-    "pp4_asymmetric": {"pp": 4, "slim": {"micropacks": 9, "asymmetric": True}, "checkpointing": "full"},
+    "pp4_asymmetric": {
+        "pp": 4,
+        "layers": 4,
+        "slim": {"micropacks": 9, "asymmetric": True},
+        "checkpointing": "full",
+    },
     "pp2_dp2_interleaved_asymmetric": {
         **INTERLEAVED,
         "dp": 2,
         "slim": {"micropacks": 6, "asymmetric": True},
         "checkpointing": "full",
-        "steps": 2,
+        "steps": [1, 2],
     },
     "pp2_tp2_asymmetric": {
         "pp": 2,
@@ -55,9 +60,10 @@ CASES = {
 # The longest document is beyond a data-parallel rank's share of the work.
 MERGE = {"micropacks": 6, "dp_merge": True, "cost_model": "quadratic:1,10"}
 MERGED = {
-    "pp2_dp2_merged": {"pp": 2, "dp": 2, "slim": MERGE, "checkpointing": "selective"},
+    "pp2_dp2_merged": {"pp": 2, "dp": 2, "layers": 4, "slim": MERGE, "checkpointing": "selective"},
     "pp2_dp2_merged_interleaved": {**INTERLEAVED, "dp": 2, "slim": MERGE, "checkpointing": "full"},
-    "dp4_merged_compiled": {"dp": 4, "slim": MERGE, "compiled": True},
+    "dp2_merged_compiled": {"dp": 2, "layers": 1, "slim": MERGE, "compiled": True},
+    "dp4_merged": {"dp": 4, "slim": MERGE},
     "dp4_hsdp_merged": {"dp": 2, "replicate": 2, "slim": {**MERGE, "cost_model": "quadratic:1,100"}},
     "dp2_cp2_merged": {
         "dp": 2,
@@ -76,16 +82,15 @@ def results(tmp_path_factory, fork_server):
     folder = tmp_path_factory.mktemp("slim")
     make_corpus(folder / "documents.jsonl", folder / "corpus")
     make_corpus(folder / "outliers.jsonl", folder / "outliers", lengths=([125] + [8] * 40) * 10)
-    jobs, results = folder / "jobs.json", folder / "results.json"
-    cases = [
-        {"name": name, "corpus": str(folder / ("outliers" if name in MERGED else "corpus")), **case}
-        for name, case in CASES.items()
-    ]
-    jobs.write_text(json.dumps({"results": str(results), "cases": cases}))
-    log = folder / "slim.log"
-    codes = fork_server.start([Rank([str(jobs)], log)] * 4, "slim_worker").wait(500)
-    assert not any(codes), f"exit codes {codes}: {first_failure(log)}"
-    return json.loads(results.read_text())
+    corpora = {name: str(folder / ("outliers" if name in MERGED else "corpus")) for name in CASES}
+    runs = {
+        name: {"corpus": corpora[name], "folder": str(folder / name), **case} for name, case in CASES.items()
+    }
+    pair = {"dp2_merged_compiled": runs.pop("dp2_merged_compiled")}
+    return {
+        **beside_one_process(fork_server, folder, pair, processes=2),
+        **beside_one_process(fork_server, folder, runs),
+    }
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -107,7 +112,7 @@ def test_documents_were_sliced(results):
 
 def test_documents_were_shared(results):
     groups = {name: {tuple(ranks) for ranks in results[name][0]["merged"]} for name in MERGED}
-    assert groups.pop("dp4_merged_compiled") == {(0, 1, 2, 3)}
+    assert groups.pop("dp4_merged") == {(0, 1, 2, 3)}
     assert set(map(frozenset, groups.values())) == {frozenset({(0, 1)})}
 
 

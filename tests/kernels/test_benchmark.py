@@ -95,7 +95,7 @@ def test_a_run_loses_nothing_and_resumes(rehearse, benchmark, tmp_path):
     rows, text = rehearse("--stages", "check", "--limit", "0.3")
     assert len(rows) == 3 and all(row["error"].startswith("killed after") for row in rows)
     assert "WRONG triton [2, 1, 16, 16] : killed after" in text
-    rows, text = rehearse("--stages", "check", "turns", "time", "--retry")
+    rows, text = rehearse("--stages", "check", "turns", "time", "--retry", "--limit", "600")
     assert not [row for row in rows if "error" in row]
     assert [row["kind"] for row in rows if "seconds" in row] == ["ceiling", "ends", "check", "turns", "time"]
     checks = [row for row in rows if row["kind"] == "check" and "case" in row]

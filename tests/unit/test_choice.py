@@ -69,6 +69,7 @@ def test_a_section_that_names_a_policy_keeps_it(job):
 def test_what_does_not_fit_is_not_chosen(job, choice):
     by_policy = {one.policy: one for one in choice.candidates}
     enough = by_policy[Policy("plain", "per_sequence")].memory
+    job = job.under(Policy("auto", "per_sequence"))
     small = job.on(replace(job.cluster, memory=enough))
     found = choose(small, DOCUMENTS)
     assert found.candidates[0].memory <= enough
@@ -110,7 +111,7 @@ def test_all_ranks_choose_by_the_figures_of_one(job, choice, monkeypatch):
 
 def test_settings_that_candidates_have_are_passed_on(job):
     packing = replace(job.packing, cost_model="quadratic:1,500", max_length=20000, tail="drop")
-    found = choose(replace(job, packing=packing), DOCUMENTS).job.packing
+    found = choose(replace(job, packing=packing).under(Policy("auto", "hybrid")), DOCUMENTS).job.packing
     assert found.cost_model == "quadratic:1,500"
     lazy = job.under(AUTO).packing.named("auto")
     assert replace(lazy, max_length=20000).named("wlb_lazy").max_length == 20000

@@ -1,8 +1,8 @@
-"""Trains steps of slices in many layouts, one after the other in the same processes, beside a plain process.
+"""Trains planned steps in many layouts, one after the other in the same processes, beside a plain process.
 
-`slim_worker.py JOBS.json`, with what torchrun sets in the environment. The file holds "results" (the file to
-write) and "cases" (a name, a corpus and arguments each). The plain process has every document of a step
-whole and by itself, and slices nothing.
+`plan_worker.py JOBS.json`, with what torchrun sets in the environment. The file holds "results" (the file to
+write) and "cases" (arguments by name). The plain process has every document of a step whole and by itself: it
+knows no packing, no sharding and no slices.
 """
 
 from __future__ import annotations
@@ -17,63 +17,74 @@ use_cpu_without_accelerator()
 
 import numpy as np  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from lab import CONFIG  # noqa: E402
 from pipeline_reference import Reference, Sequence, differences  # noqa: E402
 from pipeline_worker import WorkerTrainer, added_up, gathered, make_config  # noqa: E402
 from torchtitan.components.loss import IGNORE_INDEX  # noqa: E402
 
 from wlb_titan.context import STRATEGIES  # noqa: E402
 from wlb_titan.packing import POLICIES  # noqa: E402
-from wlb_titan.plan import ID, PREFIX, START, TOTAL  # noqa: E402
+from wlb_titan.plan import ID, LENGTH, START  # noqa: E402
+from wlb_titan.runtime.models.load import load_config  # noqa: E402
 
 VOCABULARY = 512  # the corpus has 500
+DEGREES = {
+    "pp": "pipeline_parallel_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+    "dp": "data_parallel_shard_degree",
+    "replicate": "data_parallel_replicate_degree",
+}
 
 
-class SlimTrainer(WorkerTrainer):
-    """Keeps the loss of its last step."""
+class PlanTrainer(WorkerTrainer):
+    """Keeps its part of the loss of its last step."""
 
     def report(self, step, loss, *arguments):
         self.loss = loss
+        super().report(step, loss, *arguments)
 
 
-def build(
-    corpus, name, *, schedule="1F1B", pp=1, cp=1, tp=1, dp=1, replicate=1, sharding, slim, compiled, **options
-):
-    degrees = {
-        "pipeline_parallel_degree": pp,
-        "context_parallel_degree": cp,
-        "tensor_parallel_degree": tp,
-        "data_parallel_shard_degree": dp,
-        "data_parallel_replicate_degree": replicate,
-    }
-    folder = os.path.join(os.path.dirname(corpus), "runs", name)
+def configuration(words=(), **options):
+    """That of `experiment.toml` with these overrides, or that of a step in slices."""
+    config = load_config(CONFIG, words, int(os.environ["WORLD_SIZE"])).config if words else sliced(**options)
+    config.optimizer.param_groups[0].optimizer_kwargs["lr"] = 0.0
+    config.training.max_norm = 1e9  # gradients as they are, not clipped
+    config.metrics.log_freq = 1
+    config.comm.trace_buf_size = 0  # as of `make_config`
+    return config
+
+
+def sliced(corpus, folder, *, schedule="1F1B", layers=2, sharding=None, slim, compiled=False, **options):
+    degrees = {name: options.pop(short, 1) for short, name in DEGREES.items()}
     config = make_config(
         corpus,
         folder,
-        layers=4,
+        layers=layers,
         schedule=schedule,
         degrees=degrees,
-        micro_batches=4 // (dp * replicate),
+        micro_batches=4 // (degrees[DEGREES["dp"]] * degrees[DEGREES["replicate"]]),
         vocabulary=VOCABULARY,
         **options,
     )
-    config.optimizer.param_groups[0].optimizer_kwargs["lr"] = 0.0
-    config.training.max_norm = 1e9
-    config.metrics.log_freq = 1
     config.compile.enable, config.compile.backend = compiled, "aot_eager"
     config.wlb.packing = POLICIES.configure("slim", **{"cost_model": "quadratic:1,1000", **slim})
-    config.wlb.sharding = STRATEGIES.configure(**sharding)
-    return config, SlimTrainer(config)
+    config.wlb.sharding = STRATEGIES.configure(**sharding or {"name": "per_sequence"})
+    return config
 
 
 def whole_documents(trainer, plan):
     """The pieces that a plan trains, each as a sequence of its own."""
     sequences = []
     for m in plan.packs:
-        for document, slices in zip(m.documents, m.slices, strict=True):
-            if slices[PREFIX] > 0:
+        slices = m.slices
+        if slices is None:  # PREFIX and TOTAL of pieces that are whole
+            slices = np.stack([np.zeros(len(m.documents), int), m.documents[:, LENGTH]], axis=1)
+        for document, (prefix, total) in zip(m.documents, slices, strict=True):
+            if prefix > 0:
                 continue
             (row,) = trainer.planned._planner.rows_of(document[[ID]])
-            start, length = int(document[START]), int(slices[TOTAL])
+            start, length = int(document[START]), int(total)
             corpus = trainer.planned.corpus
             stop = min(start + length + 1, int(corpus.lengths[row]))
             read = np.array(corpus.tokens(row, start, stop - start), dtype=np.int64)
@@ -84,17 +95,18 @@ def whole_documents(trainer, plan):
     return sequences
 
 
-def run_case(*, corpus, name, steps=1, sharding=None, slim=None, compiled=False, **options):
-    """Records of steps: loss and its reference, the worst error of a gradient, and how long packs are."""
-    config, trainer = build(
-        corpus, name, sharding=sharding or {"name": "per_sequence"}, slim=slim, compiled=compiled, **options
-    )
+def run_case(*, steps=(1,), **options):
+    """Of each of these steps loss and reference, the worst error of a gradient, and how long packs are."""
+    config = configuration(**options)
+    trainer = PlanTrainer(config)
     weights = gathered(trainer, lambda p: p)
     reference = Reference(config, weights) if weights else None
     last = not trainer.parallel_dims.pp_enabled or trainer.pp_has_last_stage
     records, loader = [], iter(trainer.planned)
-    for number in range(steps):
-        trainer.step = number + 1
+    for trainer.step in range(1, max(steps) + 1):
+        if trainer.step not in steps:
+            next(loader)
+            continue
         trainer.train_step(loader)
         plan = trainer.planned.plan
         record = {"loss": added_up(trainer, [trainer.loss] if last else [])}
@@ -115,8 +127,8 @@ def main():
     with open(sys.argv[1]) as file:
         jobs = json.load(file)
     results = {}
-    for case in jobs["cases"]:
-        results[case["name"]] = run_case(**case)
+    for name, case in jobs["cases"].items():
+        results[name] = run_case(**case)
         if dist.get_rank() == 0:
             with open(jobs["results"], "w") as file:
                 json.dump(results, file)
