@@ -3,32 +3,36 @@
     python benchmarks/rehearsal.py --output benchmarks/results/cpu/rehearsal.json
 
 Each case is a small job of 2 or 4 processes that trains for real (`torchx run wlb.train`, every step traced),
-and then is rehearsed, every rank of it, as many at a time as the job has running: what shares memory and
-caches in the job does so in the rehearsal too. Of the same steps are compared
+and its rehearsal, every rank of it, as many at a time as the job has running: what shares memory and caches
+in the job does so in the rehearsal too. Of the same steps are compared
 
-- passes: seconds that a rank's passes take in a step, by the clock and of the processor; the latter leave out
-  when a pass waits for a core, such as while the loader prepares the next step. Only without context, tensor
-  and data parallelism, whose collectives are waited for within a job's passes;
+- passes: seconds that a rank's passes take in a step, rehearsed over the job's by the clock and of the
+  processor; the latter leave out what a pass waits for a core or, in a collective, for other ranks;
 - steps: from metrics.jsonl, and put together from the rehearsed passes, with communication by a cluster file
   that is measured first: all-gathers and sends of two processes that multiply in between as a layer does,
   small ones for the latency and large ones for the bandwidth. So the latency has in it what processes wait
   for each other, and what a sleeping one takes to wake up. Processes beyond the cores share them: such a step
   takes at least all their work over the cores.
 
-Times are means over the steps. A machine that others share is not equally fast all the time, so job and
-rehearsal take turns, `--rounds` times, and each difference stands beside its least and largest of a round.
-Everything wants idle cores; the load is printed and kept beside the results.
+A machine that others share is not equally fast all the time. So two jobs and two rehearsals of the same steps
+take turns of a few seconds: one runs and the others are stopped where they are. Steps of a job in which a
+turn ended are left out. A figure is the median over the steps of both rehearsals over both jobs; beside it
+is its noise floor: the second job over the first, and the second rehearsal over the first.
+Everything wants idle cores; the load is kept beside the results.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +44,13 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 
-from wlb_titan.timeline import read_trace
+from wlb_titan.arrays import Floats
+from wlb_titan.timeline import COMPUTED, read_trace
 
 FILE = "train_configs/cpu_debug.toml"
 BIN = Path(sys.executable).parent
+CORES = len(os.sched_getaffinity(0))
+TURN = 12.0  # seconds, longer than a step
 PP, CP, TP = (f"--parallelism.{axis}_parallel_degree" for axis in ("pipeline", "context", "tensor"))
 DP = "--parallelism.data_parallel_shard_degree"
 LAZY = ("--wlb.packing.policy", "wlb_lazy", "--wlb.pipeline.order", "best")
@@ -62,60 +69,95 @@ REPEATS = 60
 LAYER = (1024, 768, 768)  # of a product that takes about as long as a layer's pass
 
 
-def train(words: Sequence[str], folder: Path, steps: int) -> tuple[dict[int, float], dict[int, list[Any]]]:
-    """A job's seconds by step, and spans of the passes of all its ranks."""
-    settings = ["--dump_folder", str(folder), "--training.steps", str(steps), "--metrics.log_freq", "1"]
-    settings += ["--wlb.trace_every", "1", "--checkpoint.enable", "false", *words]
-    _run([str(BIN / "torchx"), "run", "wlb.train", "--config", FILE, "--", *settings])
+def compare(case: str, cluster: Path, folder: Path, first: int, steps: int, window: int) -> dict[str, Any]:
+    """What two jobs and two rehearsals say of the steps from `first` on, and what is predicted of them."""
+    words = [*CASES[case], "--wlb.cluster", str(cluster), "--wlb.device", "cpu"]
+    words += ["--training.seq_len", str(window)]
+    folders = [folder / name for name in ("job", "rehearsal", "second_job", "second_rehearsal")]
+    last, at_once = first + steps - 1, str(CORES)
+    commands = []
+    for own in folders:
+        own.mkdir(parents=True)
+        if own.name.endswith("job"):
+            settings = ["--dump_folder", str(own), "--training.steps", str(last), "--metrics.log_freq", "1"]
+            settings += ["--wlb.trace_every", "1", "--checkpoint.enable", "false", *words]
+            commands.append([str(BIN / "torchx"), "run", "wlb.train", "--config", FILE, "--", *settings])
+        else:
+            options = ["--rank", "all", "--at-once", at_once, "--step", str(first), "--steps", str(steps)]
+            options += ["--seconds", "36000", "--output", str(own / "rehearsal.json"), *words]
+            commands.append([str(BIN / "wlb-titan"), "rehearse", FILE, *options])
+    _in_turns(commands, folders)
+    jobs = [_of_job(own, first, last) for own in folders[::2]]
+    rehearsals = [_of_rehearsal(own) for own in folders[1::2]]
+    return {"jobs": jobs, "rehearsals": rehearsals, "load": os.getloadavg()[0]}
+
+
+def _in_turns(commands: list[list[str]], folders: list[Path]) -> None:
+    """Runs commands to their ends, each in its folder's log, one at a time."""
+    running = []
+    try:
+        for command, folder in zip(commands, folders, strict=True):
+            with open(folder / "log", "w") as log:
+                running.append(subprocess.Popen(command, stdout=log, stderr=log))
+            _signal(running[-1], signal.SIGSTOP)
+        while any(process.poll() is None for process in running):
+            for process, folder in zip(running, folders, strict=True):
+                if process.poll() is None:
+                    _signal(process, signal.SIGCONT)
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(TURN)
+                    _signal(process, signal.SIGSTOP)
+                if process.poll():
+                    raise SystemExit(f"{folder.name} failed:\n{(folder / 'log').read_text()[-4000:]}")
+    finally:
+        for process in running:
+            _signal(process, signal.SIGKILL)
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    for own in list(_tree(process.pid)) if process.poll() is None else ():
+        with suppress(ProcessLookupError):
+            os.kill(own, number)
+
+
+def _tree(process: int) -> Iterator[int]:
+    """A process and all that it started."""
+    yield process
+    for children in Path(f"/proc/{process}/task").glob("*/children"):
+        with suppress(OSError):  # it has ended
+            for child in children.read_text().split():
+                yield from _tree(int(child))
+
+
+def _of_job(folder: Path, first: int, last: int) -> dict[str, Any]:
+    """Of each step its `seconds`, and of each rank's passes in it their sums by the `clock` and of the
+    `processor`, None where a turn ended within."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     seconds = {record["step"]: record["seconds"] for record in records}
-    return seconds, {step: read_trace(folder / "traces" / f"step-{step}.json") for step in seconds}
+    found: dict[str, Any] = {"seconds": [], "clock": [], "processor": []}
+    for step in range(first, last + 1):
+        sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for span in read_trace(folder / "traces" / f"step-{step}.json"):
+            of_rank = sums[span.process, span.track]
+            of_rank[0] += span.duration
+            of_rank[1] += float(span.args[COMPUTED])
+        whole = seconds[step] < TURN
+        found["seconds"].append(seconds[step] if whole else None)
+        found["clock"].append([sums[place][0] if whole else None for place in sorted(sums)])
+        found["processor"].append([sums[place][1] for place in sorted(sums)])
+    return found
 
 
-def rehearse(words: Sequence[str], folder: Path, first: int, steps: int, at_once: int) -> dict[str, Any]:
-    output = folder / "rehearsal.json"
-    options = ["--rank", "all", "--at-once", str(at_once), "--step", str(first), "--steps", str(steps)]
-    _run([str(BIN / "wlb-titan"), "rehearse", FILE, *options, "--output", str(output), *words])
-    (found,) = json.loads(output.read_text())["policies"]
-    return dict(found)
-
-
-def compare(name: str, cluster: Path, folder: Path, first: int, steps: int, window: int) -> dict[str, Any]:
-    """What both say of the steps from `first` on."""
-    words = [*CASES[name], "--wlb.cluster", str(cluster), "--wlb.device", "cpu"]
-    words += ["--training.seq_len", str(window)]
-    taken, traces = train(words, folder / "job", first + steps - 1)
-    processes = len({(span.process, span.track) for span in traces[first]})
-    cores = len(os.sched_getaffinity(0))
-    found = rehearse(words, folder, first, steps, min(processes, cores))
-    counted = range(first, first + steps)
-    measured = np.array([taken[step] for step in counted])
-    rehearsed = np.array(found["rehearsed"]["seconds"])
-    busy = np.sum(
-        [[sum(p[4] for p in step["passes"]) for step in rank["steps"]] for rank in found["ranks"]], axis=0
-    )
-    rehearsed = np.maximum(rehearsed, busy / cores)
-    result = {
-        "processes": processes,
-        "measured_seconds": measured.tolist(),
-        "rehearsed_seconds": rehearsed.tolist(),
-        "predicted_seconds": found["predicted"]["seconds"],
-        "passes": [],
+def _of_rehearsal(folder: Path) -> dict[str, Any]:
+    """The same; the seconds of steps are put together, and those `predicted` of them."""
+    (found,) = json.loads((folder / "rehearsal.json").read_text())["policies"]
+    passes = [[sum(one[4] for one in step["passes"]) for step in rank["steps"]] for rank in found["ranks"]]
+    by_step = np.transpose(passes)
+    return {
+        "seconds": np.maximum(found["rehearsed"]["seconds"], by_step.sum(axis=1) / CORES).tolist(),
+        "processor": by_step.tolist(),
+        "predicted": found["predicted"]["seconds"],
     }
-    if name.startswith("pipeline, "):
-        for rank in found["ranks"]:
-            track = f"pp {rank['coordinates']['pp']}"
-            spans = [[s for s in traces[step] if s.track == track] for step in counted]
-            result["passes"].append(
-                {
-                    "rank": rank["rank"],
-                    "measured": [sum(s.duration for s in own) for own in spans],
-                    "rehearsed": [sum(p[4] for p in step["passes"]) for step in rank["steps"]],
-                    "measured_processor": [sum(s.args["processor_seconds"] for s in own) for own in spans],
-                    "rehearsed_processor": [sum(p[5] for p in step["passes"]) for step in rank["steps"]],
-                }
-            )
-    return result
 
 
 def write_cluster(path: Path) -> dict[str, float]:
@@ -188,76 +230,69 @@ def _communicate(rank: int, queue: Any) -> None:
     dist.destroy_process_group()
 
 
-def _run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}")
-
-
 def show(cases: dict[str, Any]) -> None:
-    heads = (
-        "job",
-        "processes",
-        "step, s",
-        "rehearsed",
-        "predicted",
-        "passes of each rank",
-        "of the processor",
-    )
-    table = Table(*heads, title="over the job's; in brackets the least and the largest of a round")
+    heads = ("job", "steps", "step, s", "rehearsed", "predicted", "passes by the clock", "of the processor")
+    table = Table(*heads, title="over the job's; in brackets the second job over the first, and rehearsals")
     for name, one in cases.items():
-        rounds = one["rounds"]
-        measured = np.concatenate([each["measured_seconds"] for each in rounds])
-        error = measured.std(ddof=1) / len(measured) ** 0.5 if len(measured) > 1 else float("nan")
-        ranks = range(len(rounds[0]["passes"]))
+        jobs, rehearsals = (
+            {kind: np.array([each[kind] for each in one[which]], float) for kind in one[which][0]}
+            for which in ("jobs", "rehearsals")
+        )
+        passes = [
+            ", ".join(
+                _over(rehearsals["processor"][..., rank], jobs[kind][..., rank])
+                for rank in range(jobs[kind].shape[2])
+            )
+            for kind in ("clock", "processor")
+        ]
+        whole = np.isfinite(jobs["seconds"]).all(axis=0)
         table.add_row(
-            *(name, str(rounds[0]["processes"]), f"{measured.mean():.3f} ±{error:.3f}"),
-            *(_over(rounds, f"{kind}_seconds", "measured_seconds") for kind in ("rehearsed", "predicted")),
-            *(
-                ", ".join(
-                    _over([each["passes"][rank] for each in rounds], f"rehearsed{kind}", f"measured{kind}")
-                    for rank in ranks
-                )
-                for kind in ("", "_processor")
-            ),
+            *(name, str(whole.sum()), f"{jobs['seconds'][:, whole].mean():.3f}"),
+            _over(rehearsals["seconds"], jobs["seconds"]),
+            f"{_ratio(rehearsals['predicted'].sum(axis=0), jobs['seconds'].sum(axis=0)):+.1%}",
+            *passes,
         )
     Console(width=150).print(table)
 
 
-def _over(rounds: list[dict[str, Any]], some: str, others: str) -> str:
-    """How far the sum over all rounds lies from another's, and so of the rounds."""
-    sums = np.array([[sum(one[some]), sum(one[others])] for one in rounds])
-    whole, each = np.divide(*sums.sum(axis=0)) - 1, sums[:, 0] / sums[:, 1] - 1
-    return f"{whole:+.1%} [{each.min():+.0%}, {each.max():+.0%}]".replace("[", "\\[")
+def _over(some: Floats, others: Floats) -> str:
+    """How far some seconds, float64 (2, steps), lie from others, and the second of both from the first."""
+    own = (f"{_ratio(*each[::-1]):+.1%}" for each in (others, some))
+    return f"{_ratio(some.sum(axis=0), others.sum(axis=0)):+.1%} \\[{', '.join(own)}]"
+
+
+def _ratio(some: Floats, others: Floats) -> float:
+    return float(np.nanmedian(some / others)) - 1
 
 
 @click.command()
-@click.option("--steps", default=10, show_default=True, help="That are compared.")
+@click.option("--steps", default=20, show_default=True, help="That are compared.")
 @click.option("--first", default=3, show_default=True, help="Of them.")
-@click.option("--window", default=8192, show_default=True, help="Context window in tokens.")
-@click.option("--rounds", default=3, show_default=True, help="Of job and rehearsal.")
+@click.option("--window", default=4096, show_default=True, help="Context window in tokens.")
 @click.option("--only", multiple=True, type=click.Choice(list(CASES)), help="These cases.")
-@click.option("--output", type=click.Path(path_type=Path), help="JSON file for the results.")
-def main(
-    steps: int, first: int, window: int, rounds: int, only: tuple[str, ...], output: Path | None
-) -> None:
-    results: dict[str, Any] = {}
+@click.option(
+    "--output", type=click.Path(path_type=Path), help="JSON file for the results; it may have others."
+)
+def main(steps: int, first: int, window: int, only: tuple[str, ...], output: Path | None) -> None:
+    record: dict[str, Any] = {"cores": CORES, "cases": {}}
+    if output is not None and output.exists():
+        record = json.loads(output.read_text())
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        cluster = folder / "cluster.toml"
-        figures = write_cluster(cluster)
         for case in only or CASES:
-            results[case] = {"words": CASES[case], "rounds": []}
-            for number in range(rounds):
-                own = folder / f"{len(results)}-{number}"
-                own.mkdir()
-                found = compare(case, cluster, own, first, steps, window) | {"load": os.getloadavg()[0]}
-                results[case]["rounds"].append(found)
-                print(f"{case}, round {number + 1}: done, load {found['load']:.1f}", flush=True)
+            cluster = Path(name) / "cluster.toml"
+            communication = write_cluster(cluster)
+            found = compare(case, cluster, Path(name) / case, first, steps, window)
+            settings = {
+                "words": CASES[case],
+                "first": first,
+                "window": window,
+                "communication": communication,
+            }
+            record["cases"][case] = settings | found
+            print(f"{case}: done, load {found['load']:.1f}", flush=True)
             if output is not None:  # after each case, as all of them take long
-                record = {"cores": os.cpu_count(), "communication": figures, "cases": results}
-                output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    show(results)
+                output.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    show(record["cases"])
 
 
 if __name__ == "__main__":

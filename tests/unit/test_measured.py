@@ -154,6 +154,23 @@ def test_a_micro_batch_in_one_piece_is_divided_and_one_context_parallel_rank_sca
     np.testing.assert_allclose(found[1] + found[2], predicted[1] + predicted[2])
 
 
+def test_ranks_of_a_micro_batch_wait_for_each_other_between_collectives(documents):
+    job = job_of("context")
+    (plan,) = plans = job.plans(documents, 1)
+    pieces = np.random.default_rng(0).uniform(1, 2, (2, len(plan.micro_batches), 3))
+    ranks = [
+        MeasuredStep(
+            0, cp, [Pass("FB", 0, i, 0.0, sum(x), pieces=x) for i, x in enumerate(own.tolist())], 0.5
+        )
+        for cp, own in enumerate(pieces)
+    ]
+    found, waiting = (
+        measured(job.on(c), plans, [ranks]).seconds for c in (without_waiting(job.cluster), job.cluster)
+    )
+    np.testing.assert_allclose(found.sum(axis=(0, 1)), pieces.max(axis=0).sum(axis=1))
+    assert (waiting > found).any()
+
+
 def test_orders_of_passes_are_the_plans(documents):
     """The graph of a step put together is the one that the job runs: of slices the plan's own."""
     job = job_of("slices")

@@ -144,6 +144,7 @@ def test_the_winner_of_a_search_is_a_file_that_trains(config, tmp_path):
     resolved.check(validate_inputs)  # the corpus is that of the file which it extends
     job = job_of(resolved.config, parallel_dims(resolved.config, 8))
     assert (str(job.degrees), str(job.policy), job.micro_batches) == (degrees, policy, 8)
+    assert not job.overlap  # on the CPU
     assert f"Predicted on {job.cluster.name}" in best.read_text()
     again = run(config, *words, "--write", best)
     assert again.exit_code == 2 and "best.toml exists" in again.output
@@ -225,7 +226,9 @@ def test_a_published_model_by_its_config(tmp_path):
     result = run(published, *words, "--write", tmp_path / "best.toml")
     assert result.exit_code == 0, result.output
     config = load_config(tmp_path / "best.toml", world_size=8).config
-    model = job_of(config, parallel_dims(config, 8)).model
+    job = job_of(config, parallel_dims(config, 8))
+    assert job.overlap
+    model = job.model
     assert replace(model, projections=None) == read_config(published)[0]
     degree = config.parallelism.context_parallel_degree
     assert f"--context-parallel-size {degree}\n" in megatron.stdout

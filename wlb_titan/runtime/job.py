@@ -51,10 +51,11 @@ def configured_job(config: Trainer.Config, dims: ParallelDims) -> Job:
     if not has_experts(model):
         degrees["expert"] = 1  # a dense model has nothing to spread
     job_degrees = Degrees(**degrees, own=tuple(wlb.dimensions))
+    cluster = wlb.cluster or cluster_at_hand(wlb.device)
     return Job(
         model=model_shape(model),
         degrees=job_degrees,
-        cluster=load_cluster(wlb.cluster or cluster_at_hand(wlb.device)),
+        cluster=load_cluster(cluster),
         dtype=config.training.mixed_precision_param,
         window=batch.window,
         micro_batches=batch.total or batch.run * job_degrees.data,
@@ -68,6 +69,7 @@ def configured_job(config: Trainer.Config, dims: ParallelDims) -> Job:
         stage_layers=stage_layers,
         memory=memory,
         memory_unknown=_memory_unknown(model),
+        overlap="cpu" not in (wlb.device, cluster),  # without streams FSDP waits for each collective
         tensor_overlap=1.0 if config.compile.enable_async_tensor_parallel else 0.0,
     )
 

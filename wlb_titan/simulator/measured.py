@@ -4,13 +4,14 @@ A rank that ran alone (`wlb-titan rehearse`) tells how long its passes compute; 
 them, tensor- and context-parallel collectives, is added as it is predicted. A pass of a rank that did not run
 takes what is predicted, times measured over predicted of the same micro-batch on the stage that is most like
 its own: stages of equal layers take the same. Where that micro-batch was not run either, all of the stage's
-decide. Of context-parallel ranks the slowest counts; if it did not run, the one that did is scaled to it.
+decide. Of context- and tensor-parallel ranks that ran the slower one counts between any two collectives, in
+which they wait for each other; if the slowest context-parallel rank did not run, another is scaled to it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -38,6 +39,7 @@ class Pass(NamedTuple):
         start: seconds since the timer was switched on.
         seconds: duration.
         computed: processor time of the thread that ran it; None on an accelerator.
+        pieces: `seconds` divided where collectives were; empty where that was not measured.
     """
 
     kind: str
@@ -46,6 +48,7 @@ class Pass(NamedTuple):
     start: float
     seconds: float
     computed: float | None = None
+    pieces: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +100,7 @@ def measured(job: Job, plans: Sequence[Plan], steps: Sequence[Sequence[MeasuredS
     found = _Found(packs, step, len(job.layers))
     own = {cp: pass_seconds(quiet, packs, cp) for cp in {rank.cp for ranks in steps for rank in ranks}}
     for number, ranks in enumerate(steps):
-        for rank in ranks:
-            found.add(number, rank, own[rank.cp])
+        found.add(number, ranks, own)
     passes = found.scaled(slowest)
     seconds = np.stack([_filled(*one, job.layers) for one in zip(passes, slowest, strict=True)])
     return Measured(
@@ -116,7 +118,7 @@ def without_waiting(cluster: Cluster) -> Cluster:
 
 
 class _Found:
-    """What ranks measured of forward passes, inputs and weights, the longest of each pass.
+    """What ranks measured of forward passes, inputs and weights.
 
     Args:
         packs: micro-batches of all steps.
@@ -134,25 +136,34 @@ class _Found:
         self._places = {(step, m.dp_rank, m.index): place for place, (step, m) in numbered}
         self._apart = not packs.same
 
-    def add(self, step: int, rank: MeasuredStep, own: Floats) -> None:
-        """One step of one rank; `own` is what is predicted of its passes."""
-        sums: dict[tuple[int, int, int], float] = defaultdict(float)
-        for kind, stage, micro_batch, _, seconds, _ in rank.passes:
-            place = self._places[step, rank.dp, micro_batch]
+    def add(self, step: int, ranks: Sequence[MeasuredStep], own: Mapping[int, Floats]) -> None:
+        """One step of its ranks; `own` is what is predicted of the passes of a context-parallel rank."""
+        ran: dict[tuple[int, str, int, int], list[tuple[int, Pass]]] = defaultdict(list)
+        for rank in ranks:
+            for one in rank.passes:
+                ran[rank.dp, one.kind, one.stage, one.micro_batch].append((rank.cp, one))
+        for (dp, kind, stage, micro_batch), of_pass in ran.items():
             # A loss is of forward passes, unless backward passes have micro-batches of their own.
             halves = HALVES["R" if kind == "L" and self._apart else kind]
-            shares = own[halves, stage, place]
-            for half, share in zip(halves, (shares / shares.sum()).tolist(), strict=True):
-                sums[half, stage, place] += share * seconds
-        for where, seconds in sums.items():
-            self.passes[where] = np.fmax(self.passes[where], seconds)
-            self.predicted[where] = max(self.predicted[where], own[where])
+            where = halves, stage, self._places[step, dp, micro_batch]
+            predicted = np.max([own[cp][where] for cp, _ in of_pass], axis=0)
+            seconds = _together([one for _, one in of_pass])
+            self.passes[where] = np.nan_to_num(self.passes[where]) + seconds * predicted / predicted.sum()
+            self.predicted[where] = predicted
 
     def scaled(self, slowest: Floats) -> Floats:
         """The passes, float64 (3, stages, micro-batches), scaled to the slowest context-parallel rank where
         only others ran; `slowest` is what is predicted of it."""
         mine = np.where(self.predicted > 0, self.predicted, slowest)
         return self.passes * np.maximum(slowest / np.maximum(mine, TINY), 1.0)
+
+
+def _together(ran: Sequence[Pass]) -> float:
+    """Seconds of one pass on ranks that wait for each other in every collective."""
+    pieces = [one.pieces or [one.seconds] for one in ran]
+    if len({len(own) for own in pieces}) > 1:  # some have more collectives
+        return max(one.seconds for one in ran)
+    return float(np.max(pieces, axis=0).sum())
 
 
 def _filled(found: Floats, predicted: Floats, layers: Sequence[int]) -> Floats:

@@ -142,24 +142,27 @@ def without_answers(measured: Sequence[Pass]) -> tuple[list[Pass], float, float]
         measured: passes, answers and the step.
 
     Returns:
-        Passes; and seconds of the step, and of what comes behind its last pass: clipping and optimizer.
+        Passes, in pieces; and seconds of the step, and of what comes behind its last pass: clipping and
+        optimizer.
     """
     answers = sorted((one.start, one.seconds) for one in measured if one.kind == ANSWER)
     starts = [start for start, _ in answers]
 
-    def net(start: float, end: float) -> float:
+    def pieces(start: float, end: float) -> list[float]:
         within = answers[bisect.bisect_left(starts, start) : bisect.bisect_left(starts, end)]
-        return end - start - sum(seconds for _, seconds in within)
+        begins = [start, *(begin + seconds for begin, seconds in within)]
+        ends = [*(begin for begin, _ in within), end]
+        return [end - begin for begin, end in zip(begins, ends, strict=True)]
 
-    passes = [
-        one._replace(seconds=net(one.start, one.start + one.seconds))
-        for one in measured
-        if one.kind not in (ANSWER, STEP)
-    ]
+    passes = []
+    for one in measured:
+        if one.kind not in (ANSWER, STEP):
+            own = pieces(one.start, one.start + one.seconds)
+            passes.append(one._replace(seconds=sum(own), pieces=own))
     (step,) = (one for one in measured if one.kind == STEP)
     end = step.start + step.seconds
     last = max((one.start + one.seconds for one in measured if one.kind not in (ANSWER, STEP)), default=end)
-    return passes, net(step.start, end), net(last, end)
+    return passes, sum(pieces(step.start, end)), sum(pieces(last, end))
 
 
 def _out_of_memory(error: BaseException) -> bool:
