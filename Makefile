@@ -56,9 +56,9 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Two files at a time, those with jobs of several processes first: where such a job waits, the other file goes on.
+# Three files at a time, those with jobs of several processes first: where such a job waits, the others go on.
 test: $(READY)
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/distributed tests/drills tests/kernels tests/unit
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder tests/distributed tests/drills tests/kernels tests/unit
 
 # What only a GPU can show, in ten minutes on one; docs/gpu_tests.md. `make test` runs on the CPU everywhere.
 test-gpu: $(READY)
