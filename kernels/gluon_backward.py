@@ -291,7 +291,7 @@ def accumulate_tile(
             mbarrier.wait(bars.index(DO_READY + stage), phase)
             s = warpgroup_mma_wait(0, deps=[s])
             if place > 0:
-                mbarrier.arrive(bars.index(FREE + (stage ^ 1)), count=1)  # the last step's
+                mbarrier.arrive(bars.index(FREE + (stage ^ 1)), count=1)  # the step's before
             values = v_tile.index(PART + zero)
             dp = warpgroup_mma(values, do.permute((1, 0)), nothing, use_acc=False, is_async=True)
             lse = statistics.index(stage).reshape([ROWS]).load(columns)
