@@ -50,7 +50,7 @@ from wlb_titan.timeline import COMPUTED, read_trace
 FILE = "train_configs/cpu_debug.toml"
 BIN = Path(sys.executable).parent
 CORES = len(os.sched_getaffinity(0))
-TURN = 12.0  # seconds, longer than a step
+TURN = 6.0  # seconds, longer than a step
 PP, CP, TP = (f"--parallelism.{axis}_parallel_degree" for axis in ("pipeline", "context", "tensor"))
 DP = "--parallelism.data_parallel_shard_degree"
 LAZY = ("--wlb.packing.policy", "wlb_lazy", "--wlb.pipeline.order", "best")
@@ -266,9 +266,9 @@ def _ratio(some: Floats, others: Floats) -> float:
 
 
 @click.command()
-@click.option("--steps", default=20, show_default=True, help="That are compared.")
+@click.option("--steps", default=24, show_default=True, help="That are compared.")
 @click.option("--first", default=3, show_default=True, help="Of them.")
-@click.option("--window", default=4096, show_default=True, help="Context window in tokens.")
+@click.option("--window", default=2048, show_default=True, help="Context window in tokens.")
 @click.option("--only", multiple=True, type=click.Choice(list(CASES)), help="These cases.")
 @click.option(
     "--output", type=click.Path(path_type=Path), help="JSON file for the results; it may have others."

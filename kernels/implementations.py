@@ -6,10 +6,10 @@
 | triton         | Triton                          | Triton: dK and dV, then dQ   | sm_80 or later     |
 | gluon          | Gluon, FlashAttention-3's order | Gluon: all three in one pass | sm_90, D 64 or 128 |
 
-"auto" takes what was measured fastest, forward and backward by themselves: on Hopper with head dim 128 Gluon
-forward (1.16 to 1.76 times Triton's speed in all 32 cases timed on an H100), and backward Gluon for long
-segments, Triton for short ones; other head dims were not timed, so Triton. On the CPU the reference; under
-Triton's interpreter (TRITON_INTERPRET=1) Triton for float16 and float32, as that computes bfloat16 wrongly.
+"auto" takes what was measured fastest: on Hopper with head dim 128 Gluon, which took less time than Triton in
+all cases timed on an H100, forward and backward; other head dims were not timed, so Triton. On the CPU the
+reference; under Triton's interpreter (TRITON_INTERPRET=1) Triton for float16 and float32, as that computes
+bfloat16 wrongly.
 """
 
 from functools import cache

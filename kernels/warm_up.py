@@ -6,9 +6,8 @@ queries of very long ones, are attended to, one, two, four ... until all multipr
 splitting.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from . import dispatch
 from .configs import LONG, choose
 from .implementations import chosen, device_of
-from .measure import Shape
+from .measure import Shape, make_inputs
 from .options import Options, Saved
 
 SHORT = 128  # tokens of a document whose keys are one tile
@@ -31,21 +30,27 @@ def warm_up(
 
     shape: heads and head dims as a call of the op has them. options: of its calls; the scale does not matter.
     """
-    calls = configurations(shape, options, dtype, device)
+    found = configurations(shape, options, dtype, device)
+    launches = {"forward": _forward, "backward": _backward}
     with ThreadPoolExecutor(THREADS) as pool:
-        running = [pool.submit(call) for call in calls.values()]
+        running = [
+            pool.submit(launches[one[0]], segments, shape, options, dtype, device)
+            for one, segments in found.items()
+        ]
         for number, done in enumerate(as_completed(running), start=1):
             done.result()
-            yield number, len(calls)
+            yield number, len(found)
 
 
 def configurations(
     shape: Shape, options: Options, dtype: torch.dtype, device: torch.device
-) -> dict[tuple, Callable[[], None]]:
-    """All configurations, each with a call that launches it; none where the reference computes everything."""
+) -> dict[tuple, Tensor]:
+    """All configurations, "forward" or "backward" first, each with segments that choose it; none where the
+    reference computes everything.
+    """
     dims, facts = (shape.dim, shape.v_dim), device_of(device)
     which = chosen(options.implementation, dims, dtype, facts)
-    found: dict[tuple, Callable[[], None]] = {}
+    found: dict[tuple, Tensor] = {}
     if which == "reference":
         return found
     from .gluon_launch import HEADS_FIRST, division, multiprocessors
@@ -56,7 +61,7 @@ def configurations(
         split, number = 2, 1
         while split > 1 and (length == SHORT or options.visibility.reach >= length):
             segments = make(number, length)
-            tokens = int(segments[:, 1].sum()), number * length
+            tokens = int(segments[:, 1].sum()), int((segments[:, 2] + segments[:, 3]).max())
             schedule = schedule_of(segments, *tokens, device, options.visibility)
             split, number = 1, 2 * number
             if which == "triton":
@@ -67,16 +72,15 @@ def configurations(
             else:
                 forward, backward = None, division(schedule, shape.q_heads, shape.kv_heads, units)[:3]
                 split = backward[0]
-            arguments = segments, shape, options, dtype, device
-            found.setdefault(("forward", forward), partial(_forward, *arguments))
-            found.setdefault(("backward", *backward), partial(_backward, *arguments))
+            found.setdefault(("forward", forward), segments)
+            found.setdefault(("backward", *backward), segments)
     return found
 
 
 def documents(number: int, length: int) -> Tensor:
-    """Segments of so many whole documents."""
-    begins = torch.arange(number, dtype=torch.int32) * length
-    lengths = torch.full_like(begins, length)
+    """Segments of so many whole documents, a token longer, so that neighbours share tiles."""
+    begins = torch.arange(number, dtype=torch.int32) * (length + 1)
+    lengths = torch.full_like(begins, length + 1)
     return torch.stack([begins, lengths, begins, lengths], dim=1)
 
 
@@ -88,7 +92,7 @@ def chunk(number: int, length: int) -> Tensor:
 def _forward(
     segments: Tensor, shape: Shape, options: Options, dtype: torch.dtype, device: torch.device
 ) -> None:
-    q, k, v, _ = _tensors(segments, shape, dtype, device)
+    q, k, v, _ = make_inputs(segments, shape, dtype, str(device))
     dispatch.forward(q, k, v, segments, options)
 
 
@@ -96,19 +100,7 @@ def _backward(
     segments: Tensor, shape: Shape, options: Options, dtype: torch.dtype, device: torch.device
 ) -> None:
     """With a gradient of the log-sum-exp, as models with sinks have one, and without."""
-    q, k, v, out = _tensors(segments, shape, dtype, device)
+    q, k, v, out = make_inputs(segments, shape, dtype, str(device))
     lse = q.new_zeros(q.shape[1], q.shape[0], dtype=torch.float32)
     for dlse in (None, lse):
         dispatch.backward(out, dlse, Saved(q, k, v, out, lse), segments, options)
-
-
-def _tensors(segments: Tensor, shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """Zeros for q, k, v and the output."""
-    q_tokens, kv_tokens = int(segments[:, 1].sum()), int((segments[:, 2] + segments[:, 3]).max())
-    sizes = (
-        (q_tokens, shape.q_heads, shape.dim),
-        (kv_tokens, shape.kv_heads, shape.dim),
-        (kv_tokens, shape.kv_heads, shape.v_dim),
-        (q_tokens, shape.q_heads, shape.v_dim),
-    )
-    return tuple(torch.zeros(size, dtype=dtype, device=device) for size in sizes)

@@ -8,6 +8,10 @@ import torch
 from oracle import attention_and_lse, compare, packed, random_inputs, with_gradients
 from wlb_titan.kernels import varlen_attention
 from wlb_titan.kernels.implementations import chosen, device_of
+from wlb_titan.kernels.measure import Shape
+from wlb_titan.kernels.options import Options
+from wlb_titan.kernels.segments import CAUSAL, Visibility
+from wlb_titan.kernels.self_check import check_kernels
 
 IMPLEMENTATIONS = ("triton", "gluon")
 TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 4e-3}
@@ -94,3 +98,15 @@ def test_as_the_reference_computes_it_and_again_bit_for_bit(target, case, implem
     got, again = (with_gradients(attend[implementation], *tensors) for _ in range(2))
     compare(got, with_gradients(attend["reference"], *(x.double() for x in tensors)), TOLERANCE[dtype])
     assert all(torch.equal(got[name], again[name]) for name in got)
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("heads", [(8, 1), (4, 4)], ids=str)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_check_before_a_job_finds_every_configuration_right(target, implementation, heads, dims):
+    device = torch.device(target.device)
+    dtype = target.pick(cuda=torch.bfloat16, cpu=torch.float16)
+    skip_unless_it_runs(implementation, dims, dtype, device)
+    visibility = target.pick(cuda=CAUSAL, cpu=Visibility(window=40))
+    options = Options(dims[0] ** -0.5, visibility, implementation=implementation)
+    assert 0 < check_kernels(Shape(*heads, *dims), options, dtype, device) < TOLERANCE[dtype]

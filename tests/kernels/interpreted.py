@@ -13,11 +13,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from oracle import attention_and_lse, compare, packed, poisoned, random_inputs, side_by_side, with_gradients
 from test_tiles import VISIBILITIES, segment_lists
-from wlb_titan.kernels import dq_sums, triton_launch, varlen_attention
+from wlb_titan.kernels import dq_sums, gluon_launch, triton_launch, varlen_attention
 from wlb_titan.kernels.configs import Config, choose
+from wlb_titan.kernels.measure import Shape
 from wlb_titan.kernels.options import Options, Saved
 from wlb_titan.kernels.schedule import schedule_of
 from wlb_titan.kernels.segments import CAUSAL, Visibility
+from wlb_titan.kernels.self_check import check_kernels
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_interpreter.py"
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
@@ -238,3 +240,12 @@ def test_op_copies_no_operand_that_tma_can_read():
     assert triton_launch.aligned(one_head).stride()[1] == 64
     odd = torch.randn(20 * 2 * 64 + 1)[1:].view(20, 2, 64)
     assert triton_launch.aligned(odd).data_ptr() != odd.data_ptr()
+
+
+def test_the_check_before_a_job_finds_the_kernels_right(monkeypatch):
+    monkeypatch.setattr(gluon_launch, "multiprocessors", lambda device: 2)
+    options = Options(
+        0.25, Visibility(window=40), implementation="triton"
+    )  # no long documents, which take long
+    error = check_kernels(Shape(2, 1, 16, 16), options, torch.float16, torch.device("cpu"))
+    assert 0 < error < TOLERANCE[torch.float16]

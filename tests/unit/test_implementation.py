@@ -1,15 +1,19 @@
 """What computes attention: the rule, and that [wlb.attention] implementation reaches every call."""
 
 import typing
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from wlb_titan.kernels import dispatch, gluon_launch, reference, triton_launch
 from wlb_titan.kernels.implementations import IMPLEMENTATIONS, Device, chosen
+from wlb_titan.kernels.measure import Shape
+from wlb_titan.kernels.self_check import KernelError
 
 from wlb_titan.config.settings import AttentionSettings
 from wlb_titan.context import segments, segments_after, whole
+from wlb_titan.errors import UserError
 
 HOPPER, AMPERE, UNKNOWN, CPU = Device("cuda", (9, 0)), Device("cuda", (8, 0)), Device("cuda"), Device("cpu")
 BF16 = torch.bfloat16
@@ -138,3 +142,38 @@ def test_kernels_are_compiled_for_the_heads_that_a_rank_has(policy, settings, ex
     shapes = [attention_shape(job, rank) for rank in range(4)]
     assert [(shape.q_heads, shape.kv_heads) for shape in shapes] == expected
     assert windows(job) == [None, 512, 128]
+
+
+def test_kernels_that_do_not_work_on_a_gpu_end_the_job(monkeypatch):
+    from wlb_titan.runtime.attention import implementation
+
+    checked = []
+
+    def check(shape, options, dtype, device):
+        checked.append((shape, options.visibility.window, options.implementation, dtype))
+        if options.visibility.window == 512:
+            raise KernelError("dq is 0.3 of its norm away")
+        return 0.003
+
+    settings = AttentionSettings(implementation="auto")
+    config = SimpleNamespace(
+        training=SimpleNamespace(mixed_precision_param="bfloat16"), wlb=SimpleNamespace(attention=settings)
+    )
+    shape = Shape(8, 2, 128, 128)
+    for name, value in {
+        "check_implementation": lambda *_: "gluon",
+        "device_of": lambda _: HOPPER,
+        "attention_shape": lambda *_: shape,
+        "windows": lambda _: [None, 512],
+        "warm_up": lambda *_: iter([(1, 1)]),
+        "check_kernels": check,
+    }.items():
+        monkeypatch.setattr(implementation, name, value)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(
+        UserError, match=r"'gluon' with a window of 512 .* NVIDIA H100: dq is 0.3 .* \"triton\""
+    ):
+        implementation.compile_attention(config, None, torch.device("cuda"), 0)
+    assert checked == [(shape, None, "auto", BF16), (shape, 512, "auto", BF16)]

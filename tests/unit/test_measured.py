@@ -171,6 +171,23 @@ def test_ranks_of_a_micro_batch_wait_for_each_other_between_collectives(document
     assert (waiting > found).any()
 
 
+def test_collectives_that_were_counted_take_the_place_of_predicted_ones(documents):
+    job = job_of("tensor")
+    (plan,) = plans = job.plans(documents, 1)
+    ranks = ran(job, plan, 0, plans)
+
+    def with_waits(seconds):
+        passes = [[one._replace(waited=seconds * (1 + rank.cp)) for one in rank.passes] for rank in ranks]
+        counted = [replace(rank, passes=own) for rank, own in zip(ranks, passes, strict=True)]
+        return measured(job, plans, [counted]).seconds
+
+    free = measured(replace(job, tensor_overlap=1.0), plans, [ranks]).seconds
+    assert (measured(job, plans, [ranks]).seconds.sum(axis=0) > free.sum(axis=0)).all()
+    np.testing.assert_allclose(with_waits(0.0), free)
+    # Forward and backward each waited; of two context-parallel ranks the one that waits longer counts.
+    np.testing.assert_allclose(with_waits(0.5).sum(axis=0), free.sum(axis=0) + 2 * 0.5 * 2)
+
+
 def test_orders_of_passes_are_the_plans(documents):
     """The graph of a step put together is the one that the job runs: of slices the plan's own."""
     job = job_of("slices")

@@ -207,9 +207,10 @@ def test_answers_are_taken_out_of_what_they_lie_in():
         Pass(ANSWER, 0, 0, 4.5, 0.5),  # of clipping
         Pass(STEP, 0, 0, 0.0, 6.0),
     ]
-    passes, seconds, optimizer = without_answers(measured)
+    passes, seconds, optimizer = without_answers(measured, [8.0, 0.25, 0.5, 16.0])
     assert [(one.kind, one.seconds) for one in passes] == [("F", 1.25), ("B", 1.0)]
     assert [one.pieces for one in passes] == [[0.5, 0.5, 0.25], [1.0]]
+    assert [one.waited for one in passes] == [0.75, 0]
     assert (seconds, optimizer) == (4.5, 1.5)
     assert all(one.start <= other.start for one, other in pairwise(passes))
     assert np.isclose(sum(one.seconds for one in passes) + optimizer, 3.75)

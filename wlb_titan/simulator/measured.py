@@ -1,11 +1,13 @@
 """The passes of a step from measurements of some of its ranks.
 
-A rank that ran alone (`wlb-titan rehearse`) tells how long its passes compute; what it would wait for within
-them, tensor- and context-parallel collectives, is added as it is predicted. A pass of a rank that did not run
-takes what is predicted, times measured over predicted of the same micro-batch on the stage that is most like
-its own: stages of equal layers take the same. Where that micro-batch was not run either, all of the stage's
-decide. Of context- and tensor-parallel ranks that ran the slower one counts between any two collectives, in
-which they wait for each other; if the slowest context-parallel rank did not run, another is scaled to it.
+A rank that ran alone (`wlb-titan rehearse`) tells how long its passes compute, and which collectives of
+tensor parallelism they ask for, which take what the cluster does for their bytes. What it would wait for
+within them besides, context and expert parallelism's collectives, is added as it is predicted. A pass of a
+rank that did not run takes what is predicted, times measured over predicted of the same micro-batch on the
+stage that is most like its own: stages of equal layers take the same. Where that micro-batch was not run
+either, all of the stage's decide. Of context- and tensor-parallel ranks that ran the slower one counts
+between any two collectives, in which they wait for each other; if the slowest context-parallel rank did not
+run, another is scaled to it.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ class Pass(NamedTuple):
         seconds: duration.
         computed: processor time of the thread that ran it; None on an accelerator.
         pieces: `seconds` divided where collectives were; empty where that was not measured.
+        waited: seconds that the tensor-parallel collectives it asked for take; None where that is not known.
     """
 
     kind: str
@@ -49,6 +52,7 @@ class Pass(NamedTuple):
     seconds: float
     computed: float | None = None
     pieces: Sequence[float] = ()
+    waited: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,10 @@ def measured(job: Job, plans: Sequence[Plan], steps: Sequence[Sequence[MeasuredS
     quiet = job.on(without_waiting(job.cluster))
     packs = micro_batches_of(plans)
     step = [number for number, plan in enumerate(plans) for _ in plan.micro_batches]
-    slowest, waiting = pass_seconds(quiet, packs), pass_seconds(job, packs)
+    # Collectives that were counted are not predicted once more.
+    counted = any(one.waited is not None for ranks in steps for rank in ranks for one in rank.passes)
+    slowest = pass_seconds(quiet, packs)
+    waiting = pass_seconds(replace(job, tensor_overlap=1.0) if counted else job, packs)
     found = _Found(packs, step, len(job.layers))
     own = {cp: pass_seconds(quiet, packs, cp) for cp in {rank.cp for ranks in steps for rank in ranks}}
     for number, ranks in enumerate(steps):
@@ -147,7 +154,7 @@ class _Found:
             halves = HALVES["R" if kind == "L" and self._apart else kind]
             where = halves, stage, self._places[step, dp, micro_batch]
             predicted = np.max([own[cp][where] for cp, _ in of_pass], axis=0)
-            seconds = _together([one for _, one in of_pass])
+            seconds = _together([one for _, one in of_pass]) + max(one.waited or 0.0 for _, one in of_pass)
             self.passes[where] = np.nan_to_num(self.passes[where]) + seconds * predicted / predicted.sum()
             self.predicted[where] = predicted
 

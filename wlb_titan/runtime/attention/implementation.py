@@ -18,6 +18,7 @@ from wlb_titan.kernels.implementations import Device, chosen, device_of
 from wlb_titan.kernels.measure import Shape
 from wlb_titan.kernels.options import Options
 from wlb_titan.kernels.segments import Visibility
+from wlb_titan.kernels.self_check import KernelError, check_kernels
 from wlb_titan.kernels.warm_up import warm_up
 from wlb_titan.runtime.shape import model_shape
 
@@ -53,27 +54,44 @@ def check_implementation(config: Trainer.Config, device: Device | None = None) -
 
 
 def compile_attention(config: Trainer.Config, job: Job, device: torch.device, context_rank: int) -> None:
-    """Compiles the kernels that the job's attention can meet, where it has some; every rank takes part.
+    """Compiles the kernels that the job's attention can meet, where it has some, and checks them on each GPU.
 
-    The first rank of each machine compiles, and the others find its kernels in Triton's cache.
+    Every rank takes part. The first of each machine compiles, and the others find its kernels in Triton's
+    cache.
+
+    Raises:
+        UserError: the kernels are wrong on this rank's GPU, or hang there.
     """
     which = check_implementation(config, device_of(device))
     logger.info(f"Attention: {which}")
     if which == "reference" or device.type != "cuda":  # an interpreter compiles nothing
         return
-    first = int(os.environ["LOCAL_RANK"]) == 0
+    shape, first = attention_shape(job, context_rank), int(os.environ["LOCAL_RANK"]) == 0
+    dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
+    calls = {
+        "" if window is None else f" with a window of {window}": Options(
+            shape.dim**-0.5, Visibility(window=window), implementation=config.wlb.attention.implementation
+        )
+        for window in windows(job)
+    }
     for turn in (True, False):
         if turn is first:
             begin = time.perf_counter()
-            for window in windows(job):
-                visibility = Visibility(window=window)
-                options = Options(1.0, visibility, implementation=config.wlb.attention.implementation)
-                dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
-                for done, of in warm_up(attention_shape(job, context_rank), options, dtype, device):
-                    kind = "" if window is None else f" with a window of {window}"
+            for kind, options in calls.items():
+                for done, of in warm_up(shape, options, dtype, device):
                     seconds = time.perf_counter() - begin
                     logger.info(f"Attention kernels{kind}: {done} of {of} compiled, {seconds:.1f} s")
         dist.barrier()
+    for kind, options in calls.items():
+        try:
+            error = check_kernels(shape, options, dtype, device)
+        except KernelError as wrong:
+            gpu, other = torch.cuda.get_device_name(device), "triton" if which == "gluon" else "reference"
+            raise UserError(
+                f"wlb.attention.implementation: the kernels of {which!r}{kind} do not work on this {gpu}: "
+                f'{wrong}. Set it to "{other}", and report it, please.'
+            ) from wrong
+        logger.info(f"Attention kernels{kind}: right on this GPU, at most {error:.2%} from the reference")
 
 
 def attention_shape(job: Job, context_rank: int) -> Shape:

@@ -35,12 +35,14 @@ class Traffic:
         calls, bytes_: by kind of collective and name of group; bytes of the larger of what goes in and what
             comes out.
         timer: measures the answers while it is on; to be set once there is one.
+        answered: kind, name of group and bytes of each that was measured, in their order.
     """
 
     def __init__(self) -> None:
         self.calls: Counter[tuple[str, str]] = Counter()
         self.bytes_: Counter[tuple[str, str]] = Counter()
         self.timer: PassTimer | None = None
+        self.answered: list[tuple[str, str, int]] = []
 
     def clear(self) -> None:
         self.calls.clear()
@@ -56,9 +58,12 @@ class Traffic:
         self, kind: str, group: str, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
     ) -> Iterator[None]:
         """Counts a collective, and measures what answers it within, where it is on the passes' own stream."""
+        bytes_ = max(_bytes(sent), _bytes(received))
         self.calls[kind, group] += 1
-        self.bytes_[kind, group] += max(_bytes(sent), _bytes(received))
+        self.bytes_[kind, group] += bytes_
         timed = self.timer is not None and self.timer.here()
+        if timed:
+            self.answered.append((kind, group, bytes_))
         with torch.no_grad(), self.timer.time(ANSWER, 0, 0) if timed else nullcontext():
             yield
 

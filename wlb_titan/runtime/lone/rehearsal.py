@@ -99,6 +99,7 @@ class RehearsalTrainer(LoneTrainer):
         if not on_cpu:
             torch.accelerator.reset_peak_memory_stats()
         self._values = []
+        self._traffic.answered.clear()
         self.timer.start()
         try:
             with self.timer.time(STEP, 0, 0):
@@ -110,7 +111,7 @@ class RehearsalTrainer(LoneTrainer):
                 f"Step {planned.plan.iteration + 1} does not fit {self._memory / GIB:.2f} GiB: it ran out of "
                 f"memory, and the prediction is {prediction or 'not known'}."
             ) from error
-        passes, seconds, optimizer = without_answers(self.timer.stop())
+        passes, seconds, optimizer = without_answers(self.timer.stop(), self._waits())
         if not all(bool(value.isfinite().all()) for value in self._values):
             raise UserError(
                 f"Step {planned.plan.iteration + 1} has values that are not finite, on weights and data that "
@@ -129,36 +130,53 @@ class RehearsalTrainer(LoneTrainer):
         """Keeps what has to be finite; nothing waits for it."""
         self._values = [loss.detach(), grad_norm.detach()]
 
+    def _waits(self) -> list[float]:
+        """Seconds that the cluster takes for each collective that was answered, of tensor parallelism; others
+        hide behind passes or are predicted."""
+        ranks, names = self.job.degrees.tensor, self._group_names()
+        link = self.job.cluster.link(ranks)
+        return [
+            link.collective(bytes_ * (2 if kind == "all-reduce" else 1), ranks)
+            if names.get(group) == "tp"
+            else 0.0
+            for kind, group, bytes_ in self._traffic.answered
+        ]
+
     def _device_name(self) -> str:
         if self.device.type == "cpu":
             return f"CPU, {torch.get_num_threads()} thread"
         return torch.cuda.get_device_name(self.device)
 
 
-def without_answers(measured: Sequence[Pass]) -> tuple[list[Pass], float, float]:
+def without_answers(measured: Sequence[Pass], waits: Sequence[float]) -> tuple[list[Pass], float, float]:
     """What a step's passes take without the answers of the rank's group.
 
     Args:
         measured: passes, answers and the step.
+        waits: seconds that a pass waits for each answer in the job.
 
     Returns:
         Passes, in pieces; and seconds of the step, and of what comes behind its last pass: clipping and
         optimizer.
     """
-    answers = sorted((one.start, one.seconds) for one in measured if one.kind == ANSWER)
-    starts = [start for start, _ in answers]
+    answers = [one for one in measured if one.kind == ANSWER]
+    starts = [one.start for one in answers]
+
+    def among(start: float, end: float) -> slice:
+        return slice(bisect.bisect_left(starts, start), bisect.bisect_left(starts, end))
 
     def pieces(start: float, end: float) -> list[float]:
-        within = answers[bisect.bisect_left(starts, start) : bisect.bisect_left(starts, end)]
-        begins = [start, *(begin + seconds for begin, seconds in within)]
-        ends = [*(begin for begin, _ in within), end]
+        within = answers[among(start, end)]
+        begins = [start, *(one.start + one.seconds for one in within)]
+        ends = [*(one.start for one in within), end]
         return [end - begin for begin, end in zip(begins, ends, strict=True)]
 
     passes = []
     for one in measured:
         if one.kind not in (ANSWER, STEP):
-            own = pieces(one.start, one.start + one.seconds)
-            passes.append(one._replace(seconds=sum(own), pieces=own))
+            place = one.start, one.start + one.seconds
+            own, waited = pieces(*place), sum(waits[among(*place)])
+            passes.append(one._replace(seconds=sum(own), pieces=own, waited=waited))
     (step,) = (one for one in measured if one.kind == STEP)
     end = step.start + step.seconds
     last = max((one.start + one.seconds for one in measured if one.kind not in (ANSWER, STEP)), default=end)
