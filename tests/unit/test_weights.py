@@ -6,6 +6,9 @@ import pytest
 from click.testing import CliRunner
 
 from wlb_titan.commands.main import main
+from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+
+use_cpu_without_accelerator()
 
 LLAMA_8B = {
     "hidden_size": 4096,
@@ -164,12 +167,9 @@ def test_an_exported_model_has_the_same_logits_in_transformers(base, corpora, tm
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from wlb_titan.corpus import Corpus
-    from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
-
-    use_cpu_without_accelerator()
     import torch
 
+    from wlb_titan.corpus import Corpus
     from wlb_titan.runtime.attention.module import DocumentMask
     from wlb_titan.runtime.export import complete_export
     from wlb_titan.runtime.models.registry import base_config
