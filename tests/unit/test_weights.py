@@ -164,10 +164,9 @@ def test_a_folder_that_is_not_there(corpora, tmp_path):
 @pytest.mark.parametrize("base", ["llama3_debug", "torchtitan.models.qwen3.config_registry:qwen3_debugmodel"])
 def test_an_exported_model_has_the_same_logits_in_transformers(base, corpora, tmp_path):
     """Trained from nothing, so that config.json is written here; in float32."""
+    import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    import torch
 
     from wlb_titan.corpus import Corpus
     from wlb_titan.runtime.attention.module import DocumentMask
