@@ -56,8 +56,8 @@ def check_implementation(config: Trainer.Config, device: Device | None = None) -
 def compile_attention(config: Trainer.Config, job: Job, device: torch.device, context_rank: int) -> None:
     """Compiles the kernels that the job's attention can meet, where it has some, and checks them on each GPU.
 
-    Every rank takes part. The first of each machine compiles, and the others find its kernels in Triton's
-    cache.
+    Every rank takes part. The first of each machine goes first, and the others find its kernels in Triton's
+    cache. A launch that hangs is found before any collective could wait for it.
 
     Raises:
         UserError: the kernels are wrong on this rank's GPU, or hang there.
@@ -66,32 +66,34 @@ def compile_attention(config: Trainer.Config, job: Job, device: torch.device, co
     logger.info(f"Attention: {which}")
     if which == "reference" or device.type != "cuda":  # an interpreter compiles nothing
         return
-    shape, first = attention_shape(job, context_rank), int(os.environ["LOCAL_RANK"]) == 0
-    dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
-    calls = {
-        "" if window is None else f" with a window of {window}": Options(
-            shape.dim**-0.5, Visibility(window=window), implementation=config.wlb.attention.implementation
-        )
-        for window in windows(job)
-    }
+    first = int(os.environ["LOCAL_RANK"]) == 0
     for turn in (True, False):
         if turn is first:
-            begin = time.perf_counter()
-            for kind, options in calls.items():
-                for done, of in warm_up(shape, options, dtype, device):
-                    seconds = time.perf_counter() - begin
-                    logger.info(f"Attention kernels{kind}: {done} of {of} compiled, {seconds:.1f} s")
+            for window in windows(job):
+                _prepare(config, attention_shape(job, context_rank), window, which, device)
         dist.barrier()
-    for kind, options in calls.items():
-        try:
-            error = check_kernels(shape, options, dtype, device)
-        except KernelError as wrong:
-            gpu, other = torch.cuda.get_device_name(device), "triton" if which == "gluon" else "reference"
-            raise UserError(
-                f"wlb.attention.implementation: the kernels of {which!r}{kind} do not work on this {gpu}: "
-                f'{wrong}. Set it to "{other}", and report it, please.'
-            ) from wrong
-        logger.info(f"Attention kernels{kind}: right on this GPU, at most {error:.2%} from the reference")
+
+
+def _prepare(
+    config: Trainer.Config, shape: Shape, window: int | None, which: str, device: torch.device
+) -> None:
+    """Compiles and checks what layers with a window run."""
+    visibility, implementation = Visibility(window=window), config.wlb.attention.implementation
+    options = Options(shape.dim**-0.5, visibility, implementation=implementation)
+    dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
+    what = "Attention kernels" if window is None else f"Attention kernels with a window of {window}"
+    begin = time.perf_counter()
+    for done, of in warm_up(shape, options, dtype, device):
+        logger.info(f"{what}: {done} of {of} compiled, {time.perf_counter() - begin:.1f} s")
+    try:
+        error = check_kernels(shape, options, dtype, device)
+    except KernelError as wrong:
+        gpu, other = torch.cuda.get_device_name(device), "triton" if which == "gluon" else "reference"
+        raise UserError(
+            f"wlb.attention.implementation: {what.lower()} ({which}) do not work on this {gpu}: {wrong}. "
+            f'Set it to "{other}", and report it, please.'
+        ) from wrong
+    logger.info(f"{what}: right on this GPU, at most {error:.2%} from the reference")
 
 
 def attention_shape(job: Job, context_rank: int) -> Shape:
