@@ -17,6 +17,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from wlb_titan.corpus.synthetic import write_synthetic_corpus  # noqa: E402
+from wlb_titan.cost.cluster import load_cluster  # noqa: E402
 from wlb_titan.runtime.lone.group import ANSWER, LoneGroup, Traffic  # noqa: E402
 from wlb_titan.runtime.lone.rehearsal import STEP, without_answers  # noqa: E402
 from wlb_titan.runtime.lone.trainer import LoneTrainer  # noqa: E402
@@ -87,6 +88,17 @@ def test_a_rank_moves_what_a_dry_run_says_and_measures_every_pass(forked_ranks, 
     seconds = [one[4] for one in step["passes"]]
     assert all(math.isfinite(one) and one > 0 for one in seconds)
     assert sum(seconds) + step["optimizer"] <= step["seconds"] * 1.001
+    # What passes wait for are the collectives of tensor parallelism; six, of gradients and their norm, come later.
+    link = load_cluster("cpu").link(2)
+    asked = [
+        each["number"]
+        * link.collective(each["gib"] * 2**30 * (1 + (each["kind"] == "all-reduce")) / each["number"], 2)
+        for each in rank["collectives"]
+        if each["over"] == "tp"
+    ]
+    assert bool(asked) == (TP in JOBS[case])
+    later = 8 * link.latency if asked else 0
+    assert sum(asked) - later <= sum(one[7] for one in step["passes"]) <= sum(asked) * (1 + 1e-9)
 
 
 def test_the_report_the_table_and_the_policies(forked_ranks, job, tmp_path):
