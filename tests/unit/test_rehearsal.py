@@ -88,7 +88,7 @@ def test_a_rank_moves_what_a_dry_run_says_and_measures_every_pass(forked_ranks, 
     seconds = [one[4] for one in step["passes"]]
     assert all(math.isfinite(one) and one > 0 for one in seconds)
     assert sum(seconds) + step["optimizer"] <= step["seconds"] * 1.001
-    # What passes wait for are the collectives of tensor parallelism; six, of gradients and their norm, come later.
+    # Passes wait for tensor parallelism; six of its collectives, of gradients and their norm, come later.
     link = load_cluster("cpu").link(2)
     asked = [
         each["number"]
