@@ -18,7 +18,7 @@ from .implementations import chosen, device_of
 from .measure import Shape, make_inputs
 from .options import Options, Saved
 
-SHORT = 128  # tokens of a document whose keys are one tile
+SHORT = 128  # tokens of three documents, whose keys are one tile
 FEW = 128  # queries of a chunk
 THREADS = 8  # that compile side by side
 
@@ -57,7 +57,7 @@ def configurations(
     from .schedule import schedule_of
 
     units = multiprocessors(device)
-    for make, length in ((documents, SHORT), (documents, LONG), (chunk, HEADS_FIRST)):
+    for make, length in ((neighbours, SHORT), (documents, LONG), (chunk, HEADS_FIRST)):
         split, number = 2, 1
         while split > 1 and (length == SHORT or options.visibility.reach >= length):
             segments = make(number, length)
@@ -78,10 +78,15 @@ def configurations(
 
 
 def documents(number: int, length: int) -> Tensor:
-    """Segments of so many whole documents, a token longer, so that neighbours share tiles."""
+    """Segments of so many whole documents, a token longer, which no tile is."""
     begins = torch.arange(number, dtype=torch.int32) * (length + 1)
     lengths = torch.full_like(begins, length + 1)
     return torch.stack([begins, lengths, begins, lengths], dim=1)
+
+
+def neighbours(number: int, length: int) -> Tensor:
+    """Segments of three times so many whole documents, three of which share a tile."""
+    return documents(3 * number, length // 3 - 1)
 
 
 def chunk(number: int, length: int) -> Tensor:
