@@ -280,7 +280,7 @@ def test_interleaved_stages_each_communicate():
 def test_without_a_pipeline_every_micro_batch_communicates():
     cluster = replace(CLUSTER, network=Link(1e8, 0.0), node=Link(1e8, 1e-3))
     weights = 4 * (LAYER + 2 * 8) + 2 * 8 * 32 + 8
-    collectives = 4 + 2  # the layers, the embedding, and norm and head
+    collectives = 4 + 1  # the layers, and both ends
     gather, reduce = (weights * size / 2 / 1e8 + collectives * 1e-3 for size in (2, 4))
 
     def communication(degrees, micro_batches, **settings):

@@ -159,8 +159,7 @@ def _repeated(job: PassJob, micro_batches: MicroBatches, forward: Floats) -> Flo
     # Keys, the attention's output and the MLP's second product, of all seven.
     repeated = (keys + queries + model.feed_forward) / (2 * (keys + queries) + 3 * model.feed_forward)
     each = token.matrices * repeated + token.elements + _tensor(job) / 2
-    links = micro_batches.latency * (micro_batches.repeated > 0)
-    seconds: Floats = micro_batches.tokens * each + micro_batches.repeated + links
+    seconds: Floats = micro_batches.tokens * each + micro_batches.repeated
     return seconds
 
 

@@ -283,13 +283,13 @@ def _exposed(job: Job, times: PassTimes, stage: int) -> Floats:
 def _gather_and_reduce(job: Job, stage: int) -> tuple[float, float]:
     """Seconds of gathering the weights of a stage, and of reducing their gradients.
 
-    A collective for each layer, one for the embedding and one for last norm and head. Under expert
-    parallelism a layer's experts have one of their own, over the ranks that hold the same ones.
+    A collective for each layer, and one for embedding, last norm and head where the stage has them. Under
+    expert parallelism a layer's experts have one of their own, over the ranks that hold the same ones.
     """
     degrees, layers = job.degrees, job.layers[stage]
     everything = rank_parameters(job.model, job.layers, [stage])
     experts = layers * job.model.expert_weights if degrees.expert > 1 else 0
-    groups = layers + (stage == 0) + (stage == len(job.layers) - 1)
+    groups = layers + (stage in (0, len(job.layers) - 1))
     gather, reduce = _collectives(
         job, (everything - experts) / degrees.tensor, groups, degrees.sharding_ranks, degrees.strides["cp"]
     )
