@@ -6,6 +6,7 @@ compared with the reference.
 """
 
 import time
+from collections.abc import Iterator
 from types import ModuleType
 
 import torch
@@ -21,6 +22,8 @@ ROWS = 64  # of a head that are compared together: what a kernel writes at once
 TOLERANCE = 0.02  # rounding to bfloat16 leaves 0.003
 PATIENCE = 120.0  # seconds; a launch takes milliseconds, but others may have the GPU
 
+Place = tuple[slice, slice]  # tokens and heads of a tensor
+
 
 class KernelError(Exception):
     """What the kernels compute on this device is wrong, or does not end."""
@@ -35,28 +38,38 @@ def check_kernels(shape: Shape, options: Options, dtype: torch.dtype, device: to
 
     Raises KernelError if it is more than TOLERANCE, or if a launch has not ended after PATIENCE.
     """
-    group, largest = shape.q_heads // shape.kv_heads, 0.0
+    largest = 0.0
+    # A forward and a backward that the same segments choose run together.
     for segments in dict.fromkeys(configurations(shape, options, dtype, device).values()):
         q, k, v, dout = make_inputs(segments, shape, dtype, str(device))
         dlse = dout[:, :, 0].float().T.contiguous()  # as good as any noise
         got = _both_passes(dispatch, q, k, v, dout, dlse, segments, options)
         _wait(device)
-        for index in sorted({0, len(segments) // 2, len(segments) - 1}):
-            q_start, q_len, kv_start, kv_len = segments[index].tolist()
-            alone = torch.tensor([[0, q_len, 0, kv_len]], dtype=torch.int32)
-            for head in range(shape.kv_heads):  # one at a time, for the memory that the reference takes
-                queries = slice(q_start, q_start + q_len), slice(head * group, (head + 1) * group)
-                keys = slice(kv_start, kv_start + kv_len), slice(head, head + 1)
-                given = q[queries], k[keys], v[keys], dout[queries], dlse[queries[::-1]]
-                for name, want in _both_passes(reference, *given, alone, options).items():
-                    error = _error(got[name][keys if name in ("dk", "dv") else queries], want)
-                    if not error <= TOLERANCE:  # nor is NaN
-                        raise KernelError(
-                            f"{name} is {error:.2g} of its norm away from the reference, in {ROWS} rows of a "
-                            f"segment with {q_len} queries and {kv_len} keys ({shape.name})"
-                        )
-                    largest = max(largest, error)
+        for alone, queries, keys in _parts(segments, shape):
+            given = q[queries], k[keys], v[keys], dout[queries], dlse[queries[::-1]]
+            for name, want in _both_passes(reference, *given, alone, options).items():
+                error = _error(got[name][keys if name in ("dk", "dv") else queries], want)
+                if not error <= TOLERANCE:  # nor is NaN
+                    _, q_len, _, kv_len = alone[0].tolist()
+                    raise KernelError(
+                        f"{name} is {error:.2g} of its norm away from the reference, in {ROWS} rows of a "
+                        f"segment with {q_len} queries and {kv_len} keys ({shape.name})"
+                    )
+                largest = max(largest, error)
     return largest
+
+
+def _parts(segments: Tensor, shape: Shape) -> Iterator[tuple[Tensor, Place, Place]]:
+    """The first, the middle and the last segment, by themselves, and their queries and keys; a key head at a
+    time, for the memory that the reference takes.
+    """
+    group = shape.q_heads // shape.kv_heads
+    for index in sorted({0, len(segments) // 2, len(segments) - 1}):
+        q_start, q_len, kv_start, kv_len = segments[index].tolist()
+        alone = torch.tensor([[0, q_len, 0, kv_len]], dtype=torch.int32)
+        for head in range(shape.kv_heads):
+            queries = slice(q_start, q_start + q_len), slice(head * group, (head + 1) * group)
+            yield alone, queries, (slice(kv_start, kv_start + kv_len), slice(head, head + 1))
 
 
 def _both_passes(

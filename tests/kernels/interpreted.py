@@ -244,8 +244,7 @@ def test_op_copies_no_operand_that_tma_can_read():
 
 def test_the_check_before_a_job_finds_the_kernels_right(monkeypatch):
     monkeypatch.setattr(gluon_launch, "multiprocessors", lambda device: 2)
-    options = Options(
-        0.25, Visibility(window=40), implementation="triton"
-    )  # no long documents, which take long
+    # With a short window no long documents are among the configurations, which take long.
+    options = Options(0.25, Visibility(window=40), implementation="triton")
     error = check_kernels(Shape(2, 1, 16, 16), options, torch.float16, torch.device("cpu"))
     assert 0 < error < TOLERANCE[torch.float16]

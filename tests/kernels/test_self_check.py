@@ -12,6 +12,7 @@ from wlb_titan.kernels.segments import Visibility
 
 CPU = torch.device("cpu")
 SHAPE = Shape(4, 2, 16, 24)
+OPTIONS = Options(0.25)
 SEGMENTS = {
     "documents": packed([129, 70, 1, 200]),
     "chunk": torch.tensor([[0, 128, 0, 700]], dtype=torch.int32),
@@ -37,7 +38,7 @@ class Broken:
         return tuple(self._changed(*one) for one in found)
 
 
-def check(monkeypatch, segments, kernels, options=Options(0.25)):  # noqa: B008
+def check(monkeypatch, segments, kernels, options=OPTIONS):
     monkeypatch.setattr(self_check, "configurations", lambda *arguments: {("forward",): segments})
     monkeypatch.setattr(self_check, "dispatch", kernels)
     return self_check.check_kernels(SHAPE, options, torch.float32, CPU)

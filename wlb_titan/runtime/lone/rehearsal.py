@@ -131,16 +131,17 @@ class RehearsalTrainer(LoneTrainer):
         self._values = [loss.detach(), grad_norm.detach()]
 
     def _waits(self) -> list[float]:
-        """Seconds that the cluster takes for each collective that was answered, of tensor parallelism; others
-        hide behind passes or are predicted."""
+        """Seconds that a pass waits for each collective that was answered: of tensor parallelism what does not
+        hide under products; the others hide behind passes or are predicted."""
         ranks, names = self.job.degrees.tensor, self._group_names()
-        link = self.job.cluster.link(ranks)
-        return [
-            link.collective(bytes_ * (2 if kind == "all-reduce" else 1), ranks)
-            if names.get(group) == "tp"
-            else 0.0
-            for kind, group, bytes_ in self._traffic.answered
-        ]
+        link, exposed = self.job.cluster.link(ranks), 1 - self.job.tensor_overlap
+
+        def seconds(kind: str, group: str, bytes_: int) -> float:
+            if names.get(group) != "tp":
+                return 0.0
+            return exposed * link.collective(bytes_ * (2 if kind == "all-reduce" else 1), ranks)
+
+        return [seconds(*one) for one in self._traffic.answered]
 
     def _device_name(self) -> str:
         if self.device.type == "cpu":
@@ -159,23 +160,23 @@ def without_answers(measured: Sequence[Pass], waits: Sequence[float]) -> tuple[l
         Passes, in pieces; and seconds of the step, and of what comes behind its last pass: clipping and
         optimizer.
     """
-    answers = [one for one in measured if one.kind == ANSWER]
-    starts = [one.start for one in answers]
+    answers = list(zip((one for one in measured if one.kind == ANSWER), waits, strict=True))
+    starts = [one.start for one, _ in answers]
 
-    def among(start: float, end: float) -> slice:
-        return slice(bisect.bisect_left(starts, start), bisect.bisect_left(starts, end))
+    def within(start: float, end: float) -> list[tuple[Pass, float]]:
+        return answers[bisect.bisect_left(starts, start) : bisect.bisect_left(starts, end)]
 
     def pieces(start: float, end: float) -> list[float]:
-        within = answers[among(start, end)]
-        begins = [start, *(one.start + one.seconds for one in within)]
-        ends = [*(one.start for one in within), end]
+        between = [one for one, _ in within(start, end)]
+        begins = [start, *(one.start + one.seconds for one in between)]
+        ends = [*(one.start for one in between), end]
         return [end - begin for begin, end in zip(begins, ends, strict=True)]
 
     passes = []
     for one in measured:
         if one.kind not in (ANSWER, STEP):
             place = one.start, one.start + one.seconds
-            own, waited = pieces(*place), sum(waits[among(*place)])
+            own, waited = pieces(*place), sum(wait for _, wait in within(*place))
             passes.append(one._replace(seconds=sum(own), pieces=own, waited=waited))
     (step,) = (one for one in measured if one.kind == STEP)
     end = step.start + step.seconds
