@@ -131,8 +131,8 @@ class RehearsalTrainer(LoneTrainer):
         self._values = [loss.detach(), grad_norm.detach()]
 
     def _waits(self) -> list[float]:
-        """Seconds that a pass waits for each collective that was answered: of tensor parallelism what does not
-        hide under products; the others hide behind passes or are predicted."""
+        """Seconds that a pass waits for each collective that was answered: of tensor parallelism what does
+        not hide under products; the others hide behind passes or are predicted."""
         ranks, names = self.job.degrees.tensor, self._group_names()
         link, exposed = self.job.cluster.link(ranks), 1 - self.job.tensor_overlap
 
