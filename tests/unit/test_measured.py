@@ -188,6 +188,20 @@ def test_collectives_that_were_counted_take_the_place_of_predicted_ones(document
     np.testing.assert_allclose(with_waits(0.5).sum(axis=0), free.sum(axis=0) + 2 * 0.5 * 2)
 
 
+@pytest.mark.parametrize("name", ["data", "context"])
+def test_where_nothing_runs_behind_passes_no_communication_is_predicted_besides(name, documents):
+    job = replace(job_of(name), overlap=False)
+    (plan,) = plans = job.plans(documents, 1)
+    ranks = ran(job, plan, 0, plans)
+    waits = [replace(rank, passes=[one._replace(waited=0.25) for one in rank.passes]) for rank in ranks]
+    quiet = simulate(job.on(without_waiting(job.cluster)), plans)
+    found, predicted = (simulate(job, plans, measured(job, plans, [own])) for own in (waits, ranks))
+    assert found.communication == 0 and predicted.communication > 0
+    # Of each micro-batch of the slowest replica the forward pass waited, and the backward pass.
+    waited = 2 * 0.25 * len(plan.micro_batches) / job.degrees.data
+    np.testing.assert_allclose(found.pipeline, quiet.pipeline + waited, rtol=2e-3)
+
+
 def test_orders_of_passes_are_the_plans(documents):
     """The graph of a step put together is the one that the job runs: of slices the plan's own."""
     job = job_of("slices")

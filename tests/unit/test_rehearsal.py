@@ -87,18 +87,17 @@ def test_a_rank_moves_what_a_dry_run_says_and_measures_every_pass(forked_ranks, 
     )
     seconds = [one[4] for one in step["passes"]]
     assert all(math.isfinite(one) and one > 0 for one in seconds)
-    assert sum(seconds) + step["optimizer"] <= step["seconds"] * 1.001
-    # Passes wait for tensor parallelism; six of its collectives, of gradients and their norm, come later.
+    waited = sum(one[7] for one in step["passes"])
+    assert sum(seconds) + waited + step["optimizer"] <= step["seconds"] * 1.001
+    # On a CPU passes wait for every collective but what stages send; those outside passes are at the end.
     link = load_cluster("cpu").link(2)
-    asked = [
+    asked = sum(
         each["number"]
         * link.collective(each["gib"] * 2**30 * (1 + (each["kind"] == "all-reduce")) / each["number"], 2)
         for each in rank["collectives"]
-        if each["over"] == "tp"
-    ]
-    assert bool(asked) == (TP in JOBS[case])
-    later = 8 * link.latency if asked else 0
-    assert sum(asked) - later <= sum(one[7] for one in step["passes"]) <= sum(asked) * (1 + 1e-9)
+        if each["kind"] not in ("send", "receive")
+    )
+    assert asked / 2 < waited < asked <= (waited + step["optimizer"]) * (1 + 1e-9)
 
 
 def test_the_report_the_table_and_the_policies(forked_ranks, job, tmp_path):
@@ -219,10 +218,10 @@ def test_answers_are_taken_out_of_what_they_lie_in():
         Pass(ANSWER, 0, 0, 4.5, 0.5),  # of clipping
         Pass(STEP, 0, 0, 0.0, 6.0),
     ]
-    passes, seconds, optimizer = without_answers(measured, [8.0, 0.25, 0.5, 16.0])
+    passes, seconds, optimizer = without_answers(measured, [0, 0.25, 0.5, 16.0])
     assert [(one.kind, one.seconds) for one in passes] == [("F", 1.25), ("B", 1.0)]
     assert [one.pieces for one in passes] == [[0.5, 0.5, 0.25], [1.0]]
     assert [one.waited for one in passes] == [0.75, 0]
-    assert (seconds, optimizer) == (4.5, 1.5)
+    assert (seconds, optimizer) == (4.5 + 16.75, 1.5 + 16.0)
     assert all(one.start <= other.start for one, other in pairwise(passes))
-    assert np.isclose(sum(one.seconds for one in passes) + optimizer, 3.75)
+    assert np.isclose(sum(one.seconds for one in passes) + optimizer, 3.75 + 16)

@@ -1,8 +1,8 @@
 """The passes of a step from measurements of some of its ranks.
 
-A rank that ran alone (`wlb-titan rehearse`) tells how long its passes compute, and which collectives of
-tensor parallelism they ask for, which take what the cluster does for their bytes. What it would wait for
-within them besides, context and expert parallelism's collectives, is added as it is predicted. A pass of a
+A rank that ran alone (`wlb-titan rehearse`) tells how long its passes compute, and which collectives they ask
+for, which take what the cluster does for their bytes: those of tensor parallelism, and where nothing runs
+behind passes all others too. What it would wait for besides is added as it is predicted. A pass of a
 rank that did not run takes what is predicted, times measured over predicted of the same micro-batch on the
 stage that is most like its own: stages of equal layers take the same. Where that micro-batch was not run
 either, all of the stage's decide. Of context- and tensor-parallel ranks that ran the slower one counts
@@ -42,7 +42,7 @@ class Pass(NamedTuple):
         seconds: duration.
         computed: processor time of the thread that ran it; None on an accelerator.
         pieces: `seconds` divided where collectives were; empty where that was not measured.
-        waited: seconds that the tensor-parallel collectives it asked for take; None where that is not known.
+        waited: seconds that the collectives it asked for are waited for; None where that is not known.
     """
 
     kind: str
@@ -81,18 +81,26 @@ class Measured:
         known: bool (stages, micro-batches of all steps), whether a rank with this pass ran.
         step: int64 (micro-batches of all steps,), the step of each, from 0.
         optimizer: float64 (steps,), of the slowest rank that ran.
+        rest: the job without the communication that was counted.
     """
 
     seconds: Floats
     known: Bools
     step: Ints
     optimizer: Floats
+    rest: Job
 
     def of(self, steps: Sequence[int]) -> Measured:
         """Some of the steps, by rising number."""
         own = np.isin(self.step, steps)
         numbers = np.searchsorted(steps, self.step[own])
-        return Measured(self.seconds[:, :, own], self.known[:, own], numbers, self.optimizer[list(steps)])
+        return replace(
+            self,
+            seconds=self.seconds[:, :, own],
+            known=self.known[:, own],
+            step=numbers,
+            optimizer=self.optimizer[list(steps)],
+        )
 
 
 def measured(job: Job, plans: Sequence[Plan], steps: Sequence[Sequence[MeasuredStep]]) -> Measured:
@@ -101,9 +109,10 @@ def measured(job: Job, plans: Sequence[Plan], steps: Sequence[Sequence[MeasuredS
     packs = micro_batches_of(plans)
     step = [number for number, plan in enumerate(plans) for _ in plan.micro_batches]
     # Collectives that were counted are not predicted once more.
-    counted = any(one.waited is not None for ranks in steps for rank in ranks for one in rank.passes)
-    slowest = pass_seconds(quiet, packs)
-    waiting = pass_seconds(replace(job, tensor_overlap=1.0) if counted else job, packs)
+    rest = job
+    if any(one.waited is not None for ranks in steps for rank in ranks for one in rank.passes):
+        rest = replace(job, tensor_overlap=1.0) if job.overlap else quiet
+    slowest, waiting = pass_seconds(quiet, packs), pass_seconds(rest, packs)
     found = _Found(packs, step, len(job.layers))
     own = {cp: pass_seconds(quiet, packs, cp) for cp in {rank.cp for ranks in steps for rank in ranks}}
     for number, ranks in enumerate(steps):
@@ -115,6 +124,7 @@ def measured(job: Job, plans: Sequence[Plan], steps: Sequence[Sequence[MeasuredS
         known=np.asarray(np.isfinite(passes).all(axis=0)),
         step=np.array(step),
         optimizer=np.array([max(rank.optimizer for rank in ranks) for ranks in steps]),
+        rest=rest,
     )
 
 

@@ -142,8 +142,9 @@ def simulate(job: Job, plans: Sequence[Plan], measured: Measured | None = None) 
     numbers = np.array([plan.iteration + 1 for plan in plans])
     pipeline = together(job, by_replica, numbers)
     busy = busy.reshape(len(plans), -1).sum(axis=1) / replicas
-    communication = _communication(job, times).reshape(len(plans), replicas, runs).sum(axis=2).min(axis=1)
-    communication += sum(found.seconds * (numbers % found.every == 0) for found in meetings(job))
+    rest = job if measured is None else measured.rest
+    communication = _communication(rest, times).reshape(len(plans), replicas, runs).sum(axis=2).min(axis=1)
+    communication += sum(found.seconds * (numbers % found.every == 0) for found in meetings(rest))
     optimizer = np.full(len(plans), _optimizer(job)) if measured is None else measured.optimizer
     lengths = [plan.document_lengths for plan in plans]
     return Prediction(

@@ -6,13 +6,13 @@ receive, normal noise. Zeros would not do: a GPU multiplies them faster than num
 was asked for are counted, by kind and group.
 
 A collective's answer takes time that is not the collective's, a copy within the device. It is measured as
-passes are, and taken out of them.
+passes are, and taken out of them. What the collective itself would take is for the trainer to say (`wait`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -35,14 +35,14 @@ class Traffic:
         calls, bytes_: by kind of collective and name of group; bytes of the larger of what goes in and what
             comes out.
         timer: measures the answers while it is on; to be set once there is one.
-        answered: kind, name of group and bytes of each that was measured, in their order.
+        wait: is told kind, name of group and bytes of each answer that is measured, before it ends.
     """
 
     def __init__(self) -> None:
         self.calls: Counter[tuple[str, str]] = Counter()
         self.bytes_: Counter[tuple[str, str]] = Counter()
         self.timer: PassTimer | None = None
-        self.answered: list[tuple[str, str, int]] = []
+        self.wait: Callable[[str, str, int], None] = lambda kind, group, bytes_: None
 
     def clear(self) -> None:
         self.calls.clear()
@@ -62,10 +62,10 @@ class Traffic:
         self.calls[kind, group] += 1
         self.bytes_[kind, group] += bytes_
         timed = self.timer is not None and self.timer.here()
-        if timed:
-            self.answered.append((kind, group, bytes_))
         with torch.no_grad(), self.timer.time(ANSWER, 0, 0) if timed else nullcontext():
             yield
+            if timed:
+                self.wait(kind, group, bytes_)
 
 
 class LoneGroup(dist.ProcessGroup):

@@ -13,6 +13,7 @@ import torch
 
 from wlb_titan.errors import UserError
 from wlb_titan.memory.peak import GIB
+from wlb_titan.runtime.compat import ranks_of_group
 from wlb_titan.runtime.data.dataloader import Step
 from wlb_titan.runtime.lone.group import ANSWER, start_lone_group
 from wlb_titan.runtime.lone.trainer import LoneTrainer, lone_config
@@ -40,10 +41,11 @@ class RehearsalTrainer(LoneTrainer):
         changed = lone_config(config)
         changed = dataclasses.replace(changed, metrics=dataclasses.replace(changed.metrics, log_freq=1))
         super().__init__(changed, rank=rank, world_size=world_size)
-        self._traffic.timer = self.timer
+        self._traffic.timer, self._traffic.wait = self.timer, self._wait
         # On the CPU all runs in this thread: its own time has nothing in it of what others do there.
         self.timer.clock = time.thread_time
         self._values: list[torch.Tensor] = []
+        self._waits: list[float] = []
 
     def start_group(self) -> None:
         """One that answers at once with finite data; the job is refused here, before the model is built."""
@@ -99,7 +101,7 @@ class RehearsalTrainer(LoneTrainer):
         if not on_cpu:
             torch.accelerator.reset_peak_memory_stats()
         self._values = []
-        self._traffic.answered.clear()
+        self._waits = []
         self.timer.start()
         try:
             with self.timer.time(STEP, 0, 0):
@@ -111,7 +113,7 @@ class RehearsalTrainer(LoneTrainer):
                 f"Step {planned.plan.iteration + 1} does not fit {self._memory / GIB:.2f} GiB: it ran out of "
                 f"memory, and the prediction is {prediction or 'not known'}."
             ) from error
-        passes, seconds, optimizer = without_answers(self.timer.stop(), self._waits())
+        passes, seconds, optimizer = without_answers(self.timer.stop(), self._waits)
         if not all(bool(value.isfinite().all()) for value in self._values):
             raise UserError(
                 f"Step {planned.plan.iteration + 1} has values that are not finite, on weights and data that "
@@ -130,18 +132,29 @@ class RehearsalTrainer(LoneTrainer):
         """Keeps what has to be finite; nothing waits for it."""
         self._values = [loss.detach(), grad_norm.detach()]
 
-    def _waits(self) -> list[float]:
-        """Seconds that a pass waits for each collective that was answered: of tensor parallelism what does
-        not hide under products; the others hide behind passes or are predicted."""
-        ranks, names = self.job.degrees.tensor, self._group_names()
-        link, exposed = self.job.cluster.link(ranks), 1 - self.job.tensor_overlap
+    def _wait(self, kind: str, group: str, bytes_: int) -> None:
+        """Keeps the seconds that the job waits for a collective; on a CPU waits as long, as a core that has
+        rested is slower at first."""
+        seconds = self._exposed(kind, group) * self._seconds(kind, group, bytes_)
+        self._waits.append(seconds)
+        if self.device.type == "cpu":
+            time.sleep(seconds)
 
-        def seconds(kind: str, group: str, bytes_: int) -> float:
-            if names.get(group) != "tp":
-                return 0.0
-            return exposed * link.collective(bytes_ * (2 if kind == "all-reduce" else 1), ranks)
+    def _exposed(self, kind: str, group: str) -> float:
+        """The share of a collective's seconds that is waited for where it is asked for: of tensor parallelism
+        what does not hide under products. Others hide behind passes or are predicted, unless nothing runs
+        behind passes; what stages send is in the pipeline's graph."""
+        if self._axes.get(group) == "tp":
+            return 1 - self.job.tensor_overlap
+        return float(not self.job.overlap and kind not in ("send", "receive"))
 
-        return [seconds(*one) for one in self._traffic.answered]
+    def _seconds(self, kind: str, group: str, bytes_: int) -> float:
+        """Seconds of a collective, as the cluster file has it."""
+        ranks = ranks_of_group(group)
+        if len(ranks) == 1:
+            return 0.0
+        link = self.job.cluster.link(len(ranks), ranks[1] - ranks[0])
+        return link.collective(bytes_ * (2 if kind == "all-reduce" else 1), len(ranks))
 
     def _device_name(self) -> str:
         if self.device.type == "cpu":
@@ -157,8 +170,8 @@ def without_answers(measured: Sequence[Pass], waits: Sequence[float]) -> tuple[l
         waits: seconds that a pass waits for each answer in the job.
 
     Returns:
-        Passes, in pieces; and seconds of the step, and of what comes behind its last pass: clipping and
-        optimizer.
+        Passes, in pieces; and seconds of the step with all that it waits for, and of what comes behind its
+        last pass, clipping and optimizer, with what is waited for outside passes.
     """
     answers = list(zip((one for one in measured if one.kind == ANSWER), waits, strict=True))
     starts = [one.start for one, _ in answers]
@@ -181,7 +194,8 @@ def without_answers(measured: Sequence[Pass], waits: Sequence[float]) -> tuple[l
     (step,) = (one for one in measured if one.kind == STEP)
     end = step.start + step.seconds
     last = max((one.start + one.seconds for one in measured if one.kind not in (ANSWER, STEP)), default=end)
-    return passes, sum(pieces(step.start, end)), sum(pieces(last, end))
+    outside = sum(waits) - sum(one.waited or 0.0 for one in passes)
+    return passes, sum(pieces(step.start, end)) + sum(waits), sum(pieces(last, end)) + outside
 
 
 def _out_of_memory(error: BaseException) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -100,10 +101,9 @@ class LoneTrainer(Trainer):
         Args:
             counted: number and bytes, by kind and name of process group.
         """
-        names = self._group_names()
         found: dict[tuple[str, str], tuple[int, int]] = {}
         for (kind, group), (number, size) in counted.items():
-            key = kind, names.get(group) or self._named_by_ranks(group)
+            key = kind, self._axes.get(group) or self._named_by_ranks(group)
             before = found.get(key, (0, 0))
             found[key] = (before[0] + number, before[1] + size)
         entries = [
@@ -114,7 +114,8 @@ class LoneTrainer(Trainer):
         predicted = {one.axis: {"predicted_gib": one.bytes_ / GIB} for one in met}
         return [entry | predicted.get(str(entry["over"]), {}) for entry in entries]
 
-    def _group_names(self) -> dict[str, str]:
+    @cached_property
+    def _axes(self) -> dict[str, str]:
         """Mesh axes by the names of their process groups; an axis has a group in each of several meshes."""
         meshes = list(self.parallel_dims.get_all_one_dimensional_meshes().items())
         named = {mesh.get_group().group_name: axis for axis, mesh in meshes}
