@@ -9,10 +9,10 @@ in the job does so in the rehearsal too. Of the same steps are compared
 - passes: seconds that a rank's passes take in a step, rehearsed over the job's by the clock and of the
   processor; the latter leave out what a pass waits for a core or, in a collective, for other ranks;
 - steps: from metrics.jsonl, and put together from the rehearsed passes, with communication by a cluster file
-  that is measured first: all-gathers and sends of two processes that multiply in between as a layer does,
-  small ones for the latency and large ones for the bandwidth. So the latency has in it what processes wait
-  for each other, and what a sleeping one takes to wake up. Processes beyond the cores share them: such a step
-  takes at least all their work over the cores.
+  that is measured first: all-gathers, reduce-scatters and sends of two processes that multiply in between as
+  a layer does, small ones for the latency and large ones for the bandwidth, from when the later process
+  calls. So the latency has in it what a sleeping process takes to wake up. Processes beyond the cores share
+  them: such a step takes at least all their work over the cores.
 
 A machine that others share is not equally fast all the time. So two jobs and two rehearsals of the same steps
 take turns of a few seconds: one runs and the others are stopped where they are. Steps of a job in which a
@@ -65,7 +65,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "pipeline and context, wlb_lazy": (PP, "2", CP, "2", *LAZY, "--wlb.sharding.policy", "hybrid"),
 }
 SMALL, LARGE = 1 << 10, 1 << 23  # bytes
-REPEATS = 60
+REPEATS, WARM_UP = 100, 4
 LAYER = (1024, 768, 768)  # of a product that takes about as long as a layer's pass
 
 
@@ -175,17 +175,18 @@ def write_cluster(path: Path) -> dict[str, float]:
     head = head.replace("cpu_attention.json", str(shipped / "cpu_attention.json"))
     node, network = (
         f"bandwidth = {figures[f'{kind}_bandwidth']:g}\nlatency = {figures[f'{kind}_latency']:g}\n"
-        for kind in ("gather", "send")
+        for kind in ("collective", "send")
     )
     path.write_text(f"{head}[node]\ngpus = 2\n{node}\n[network]\n{network}")
     return figures
 
 
 def _communicate(rank: int, queue: Any) -> None:
-    """Latency in seconds and bytes/s of all-gathers and of sends between two processes.
+    """Latency in seconds and bytes/s of collectives, all-gathers and reduce-scatters by turns, and of sends
+    between two processes.
 
-    Of an all-gather what both processes spend in it on average, early or late; of a send the time from its
-    call until the other process has it, which waits for it.
+    Of a collective the time from when both processes have called it, of a send that from its call until the
+    other process has it, which waits for it.
     """
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29517"}
@@ -195,32 +196,30 @@ def _communicate(rank: int, queue: Any) -> None:
     x, y = torch.randn(rows, inner), torch.randn(inner, columns)
 
     def seconds(kind: str, bytes_: int) -> float:
-        own, all_ = (
-            torch.zeros(bytes_ // 16, dtype=torch.float64),
-            torch.zeros(bytes_ // 8, dtype=torch.float64),
-        )
+        own, all_ = (torch.zeros(bytes_ // size, dtype=torch.float64) for size in (16, 8))
         taken = []
-        for _ in range(REPEATS):
+        for turn in range(REPEATS):
             dist.barrier()
-            if kind == "gather" or rank == 0:
+            if kind == "collective" or rank == 0:
                 x @ y
             begin = all_[0] = time.perf_counter()
-            if kind == "gather":
+            if kind == "collective" and turn % 2:
                 dist.all_gather_into_tensor(all_, own)
+            elif kind == "collective":
+                dist.reduce_scatter_tensor(own, all_)
             elif rank == 0:
                 dist.send(all_, 1)
             else:
                 dist.recv(all_, 0)
                 begin = float(all_[0])  # of the other process, by the same clock
             taken.append(time.perf_counter() - begin)
-        mean = torch.tensor(np.mean(taken))
-        if kind == "gather":
-            dist.all_reduce(mean)
-            mean /= 2
-        return float(mean)
+        each = torch.tensor(taken[WARM_UP:])
+        if kind == "collective":
+            dist.all_reduce(each, dist.ReduceOp.MIN)  # of the process that called it later
+        return float(each.mean())
 
     figures = {}
-    for kind, share in (("gather", 0.5), ("send", 1.0)):  # of the bytes in all, what a process gets
+    for kind, share in (("collective", 0.5), ("send", 1.0)):  # of the bytes in all, what a process gets
         latency = seconds(kind, SMALL)
         figures[f"{kind}_latency"] = latency
         figures[f"{kind}_bandwidth"] = share * LARGE / max(seconds(kind, LARGE) - latency, 1e-9)

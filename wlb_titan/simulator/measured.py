@@ -5,9 +5,9 @@ for, which take what the cluster does for their bytes: those of tensor paralleli
 behind passes all others too. What it would wait for besides is added as it is predicted. A pass of a
 rank that did not run takes what is predicted, times measured over predicted of the same micro-batch on the
 stage that is most like its own: stages of equal layers take the same. Where that micro-batch was not run
-either, all of the stage's decide. Of context- and tensor-parallel ranks that ran the slower one counts
-between any two collectives, in which they wait for each other; if the slowest context-parallel rank did not
-run, another is scaled to it.
+either, all of the stage's decide. Of context- and tensor-parallel ranks that ran, and of FSDP's where nothing
+hides its collectives, the slower one counts between any two collectives, in which they wait for each other;
+if the slowest context-parallel rank did not run, another is scaled to it.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def measured(job: Job, plans: Sequence[Plan], steps: Sequence[Sequence[MeasuredS
     if any(one.waited is not None for ranks in steps for rank in ranks for one in rank.passes):
         rest = replace(job, tensor_overlap=1.0) if job.overlap else quiet
     slowest, waiting = pass_seconds(quiet, packs), pass_seconds(rest, packs)
-    found = _Found(packs, step, len(job.layers))
+    found = _Found(job, packs, step)
     own = {cp: pass_seconds(quiet, packs, cp) for cp in {rank.cp for ranks in steps for rank in ranks}}
     for number, ranks in enumerate(steps):
         found.add(number, ranks, own)
@@ -138,6 +138,7 @@ class _Found:
     """What ranks measured of forward passes, inputs and weights.
 
     Args:
+        job: whose ranks ran.
         packs: micro-batches of all steps.
         step: the step of each.
 
@@ -146,27 +147,30 @@ class _Found:
         predicted: what is predicted of the ranks that ran it, the most of them, in the same shape.
     """
 
-    def __init__(self, packs: ByPass[list[MicroBatch]], step: Sequence[int], stages: int) -> None:
-        self.passes = np.full((3, stages, len(step)), np.nan)
+    def __init__(self, job: Job, packs: ByPass[list[MicroBatch]], step: Sequence[int]) -> None:
+        self.passes = np.full((3, len(job.layers), len(step)), np.nan)
         self.predicted = np.zeros_like(self.passes)
         numbered = enumerate(zip(step, packs.forward, strict=True))
         self._places = {(step, m.dp_rank, m.index): place for place, (step, m) in numbered}
         self._apart = not packs.same
+        # Data-parallel ranks that meet in FSDP's collectives, if nothing hides these.
+        self._meeting = 1 if job.overlap or job.degrees.pipeline > 1 else job.degrees.shard
 
     def add(self, step: int, ranks: Sequence[MeasuredStep], own: Mapping[int, Floats]) -> None:
         """One step of its ranks; `own` is what is predicted of the passes of a context-parallel rank."""
-        ran: dict[tuple[int, str, int, int], list[tuple[int, Pass]]] = defaultdict(list)
+        ran: dict[tuple[int, str, int, int], list[tuple[MeasuredStep, Pass]]] = defaultdict(list)
         for rank in ranks:
             for one in rank.passes:
-                ran[rank.dp, one.kind, one.stage, one.micro_batch].append((rank.cp, one))
-        for (dp, kind, stage, micro_batch), of_pass in ran.items():
+                ran[rank.dp // self._meeting, one.kind, one.stage, one.micro_batch].append((rank, one))
+        for (_, kind, stage, micro_batch), of_pass in ran.items():
             # A loss is of forward passes, unless backward passes have micro-batches of their own.
             halves = HALVES["R" if kind == "L" and self._apart else kind]
-            where = halves, stage, self._places[step, dp, micro_batch]
-            predicted = np.max([own[cp][where] for cp, _ in of_pass], axis=0)
             seconds = _together([one for _, one in of_pass]) + max(one.waited or 0.0 for _, one in of_pass)
-            self.passes[where] = np.nan_to_num(self.passes[where]) + seconds * predicted / predicted.sum()
-            self.predicted[where] = predicted
+            for dp in {rank.dp for rank, _ in of_pass}:
+                where = halves, stage, self._places[step, dp, micro_batch]
+                predicted = np.max([own[rank.cp][where] for rank, _ in of_pass if rank.dp == dp], axis=0)
+                self.passes[where] = np.nan_to_num(self.passes[where]) + seconds * predicted / predicted.sum()
+                self.predicted[where] = predicted
 
     def scaled(self, slowest: Floats) -> Floats:
         """The passes, float64 (3, stages, micro-batches), scaled to the slowest context-parallel rank where
