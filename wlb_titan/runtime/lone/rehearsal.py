@@ -133,8 +133,8 @@ class RehearsalTrainer(LoneTrainer):
         self._values = [loss.detach(), grad_norm.detach()]
 
     def _wait(self, kind: str, group: str, bytes_: int) -> None:
-        """Keeps the seconds that the job waits for a collective; on a CPU waits as long, since a core that has
-        waited is slower at first."""
+        """Keeps the seconds that the job waits for a collective; on a CPU waits as long, since a core that
+        has waited is slower at first."""
         exposed = self._exposed(kind, group)
         seconds = exposed * self._seconds(kind, group, bytes_) if exposed else 0.0
         self._waits.append(seconds)

@@ -5,8 +5,8 @@ on the device at hand; its weights are made up, and its process group answers at
 up too (`runtime/lone/group.py`). Whole planned steps run, and every pass of every micro-batch is measured.
 `wlb-titan rehearse` starts one such process for each rank that is asked for.
 
-What differs from the job: no other rank is waited for, weights are not trained, and values that come from other
-ranks are not theirs, so that experts get as many tokens as this rank sends.
+What differs from the job: no other rank is waited for, weights are not trained, and values that come from
+other ranks are not theirs, so that experts get as many tokens as this rank sends.
 """
 
 from __future__ import annotations
