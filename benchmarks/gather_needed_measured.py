@@ -29,6 +29,7 @@ from wlb_titan.context.all_gather import AllGather
 from wlb_titan.cost.attention_hopper import hopper
 from wlb_titan.plan import Slices
 from wlb_titan.runtime.attention.all_gather import AllGatherAttention
+from wlb_titan.runtime.attention.meshes import divided
 
 HEADS, DIM = 4, 64
 LINK = 2e9  # bytes/s that the sharding weighs travelling keys with
@@ -76,7 +77,8 @@ def compare(lengths: np.ndarray, mesh: DeviceMesh, device: torch.device, repeats
     strategy: AllGather = config.make(ranks, hopper(DIM, HEADS), moves)
     _, sharding = strategy.shard(lengths, total)
     everything = Slices(np.zeros_like(lengths), np.ones(len(lengths), dtype=np.bool_))
-    attention = AllGatherAttention(config, mesh)
+    meshes = [divided(np.arange(ranks), sizes) for sizes in strategy.meshes]
+    attention = AllGatherAttention(config, *meshes)
     generator = torch.Generator().manual_seed(mesh.get_local_rank())
     tensors = [
         torch.randn(total // ranks, HEADS, DIM, generator=generator).to(device).requires_grad_()

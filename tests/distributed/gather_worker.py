@@ -7,7 +7,7 @@ largest difference of outputs and gradients of each, and which levels of groups 
 import json
 import os
 import sys
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -19,6 +19,12 @@ from wlb_titan.context import STRATEGIES, MoveSeconds, segments, sequence_positi
 from wlb_titan.cost.attention_hopper import hopper
 from wlb_titan.plan import Slices
 from wlb_titan.runtime.attention.all_gather import AllGatherAttention
+from wlb_titan.runtime.attention.meshes import divided
+
+
+@cache
+def meshes(ranks, levels):
+    return [divided(np.arange(ranks), {"cp": size}) for size in levels]
 
 
 def difference(policy, lengths, token_seconds, gather_groups, sliced, mesh):
@@ -49,7 +55,8 @@ def difference(policy, lengths, token_seconds, gather_groups, sliced, mesh):
     mine = [x.detach()[own].requires_grad_() for x in everything]
     attend = partial(varlen_attention, segments=torch.from_numpy(mask.segments), return_lse=True)
     exchange = tuple(torch.from_numpy(array) for array in mask.exchange)
-    out, _ = AllGatherAttention(config, mesh)(*mine, exchange, attend, wants_lse=False)
+    attention = AllGatherAttention(config, *meshes(ranks, strategy.levels))
+    out, _ = attention(*mine, exchange, attend, wants_lse=False)
     gradients = torch.autograd.grad(out, mine, gradient[own])
     pairs = zip((out, *gradients), (expected, *expected_gradients), strict=True)
     # A rank may have nothing but padding.

@@ -189,20 +189,6 @@ def run_case(corpus, *, name, steps, evaluate=(), cp=1, dp=1, replicate=1, **opt
     return records
 
 
-def run_mismatch(corpus, *, name, lengths, others, **options):
-    """A step with `check_lengths` in which pipeline rank 2 has the lengths `others`; returns the message."""
-    _, trainer = build(corpus, name, **options)
-    trainer.pp_schedule.check_lengths = True
-    mine = others if dist.get_rank() == 2 else lengths
-    try:
-        train_step(trainer, step_data(0, mine, 1), 0)
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        trainer.close()
-    return "nothing was noticed"
-
-
 def run_drill(corpus, *, name, victim, signal_number, **options):
     """The second step, in which rank `victim` gets a signal in its second forward pass.
 
@@ -292,9 +278,7 @@ def main():
         jobs = json.load(file)
     results = {}
     for case in jobs["cases"]:
-        run = {"case": run_case, "mismatch": run_mismatch, "drill": run_drill, "soak": run_soak}[
-            case.pop("kind")
-        ]
+        run = {"case": run_case, "drill": run_drill, "soak": run_soak}[case.pop("kind")]
         results[case["name"]] = run(jobs["corpus"], **case)
         if dist.get_rank() == 0:
             with open(jobs["results"], "w") as file:

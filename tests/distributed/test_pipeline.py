@@ -83,10 +83,6 @@ CASES = {
     },
 }
 BFLOAT16 = {"schedule": "1F1B", "layers": 2, "pp": 2, "dp": 2, "steps": FEW[:1], "dtype": "bfloat16"}
-MISMATCHES = {
-    "length": ([64, 128, 32, 64], [64, 128, 256, 64]),
-    "number": ([64, 128, 32, 64], [64, 128, 32, 64, 64]),
-}
 
 
 @pytest.fixture(scope="module")
@@ -109,9 +105,6 @@ def results(folder, fork_server, drills):  # which mostly wait
     cases = [
         {"kind": "case", "name": name, **case} for name, case in (CASES | {"bfloat16": BFLOAT16}).items()
     ]
-    for name, (lengths, others) in MISMATCHES.items():
-        both = {"lengths": lengths, "others": others}
-        cases.append({"kind": "mismatch", "name": name, "schedule": "1F1B", "layers": 4, "pp": 4, **both})
     job, log, results = start(fork_server, folder, "cases", cases, processes=4)
     codes = job.wait(500)
     if any(codes):
@@ -143,16 +136,6 @@ def test_bfloat16_passes_between_stages(results):
     (record,) = results["bfloat16"]
     assert record["loss"] == pytest.approx(record["reference"], rel=1e-3)
     assert 1e-4 < record["error"] < 0.1
-
-
-def test_a_length_that_differs_is_caught_and_both_sides_are_named(results):
-    assert "micro-batch 2 is 32 tokens long on pipeline rank 1 (global rank 1)" in results["length"]
-    assert "256 on pipeline rank 2 (global rank 2)" in results["length"]
-
-
-def test_a_number_of_micro_batches_that_differs_is_caught(results):
-    assert "pipeline rank 1 (global rank 1) has 4 micro-batches" in results["number"]
-    assert "pipeline rank 2 (global rank 2) has 5" in results["number"]
 
 
 TIMEOUT = 20  # seconds, of communication in the drills

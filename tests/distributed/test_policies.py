@@ -36,8 +36,8 @@ RUNS = {
     "pp2_cp2_wlb_lazy": (
         "wlb_lazy",
         (
-            *(*layout(pp=2, cp=2), *sharding("hybrid"), "--wlb.pipeline.check_lengths", "true"),
-            *("--wlb.pipeline.order", "best", "--wlb.trace_every", "2"),
+            *(*layout(pp=2, cp=2), *sharding("hybrid"), "--wlb.pipeline.order", "best"),
+            *("--wlb.trace_every", "2"),
         ),
     ),
     "pp2_tp2_wlb": ("wlb", (*layout(pp=2, tp=2), "--wlb.pipeline.order", "shortest_first")),

@@ -52,7 +52,6 @@ length_multiple = 24
 profile = "{folder}/profile.json"
 {sharding}
 [wlb.pipeline]
-check_lengths = true
 {order}
 [training]
 seq_len = 768

@@ -14,7 +14,7 @@ has are those gathered, document by document, the padding, and those of its own 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -114,6 +114,10 @@ class AllGather(ContextStrategy):
     def levels(self) -> tuple[int, ...]:
         """Sizes of the groups of neighbours within which documents may be exchanged; see `layout.spans`."""
         return self.group_sizes(self.ranks)
+
+    @property
+    def meshes(self) -> Sequence[Mapping[str, int]]:
+        return tuple({"cp": size} for size in self.levels)
 
     def travelling(self, sharding: Sharding, total: int, slices: Slices | None = None) -> tuple[int, ...]:
         most = self._sent(sharding, slices)[:-1].max(axis=1)

@@ -9,7 +9,7 @@ planning needs no torch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -197,6 +197,15 @@ class ContextStrategy(Plugin, ABC):
     def divisor(self) -> int:
         """What the tokens of a micro-batch must be a multiple of."""
         return self.ranks
+
+    @property
+    def meshes(self) -> Sequence[Mapping[str, int]]:
+        """The meshes that its `attention` is made with, each by names and sizes of its axes.
+
+        Ranks of the last axis are neighbours. A mesh smaller than all of the ranks is one of several side by
+        side, that in which the rank is.
+        """
+        return ({"cp": self.ranks},)
 
     def check(self, model: ModelShape, tensor: int) -> None:
         """Refuses a model whose heads this strategy cannot share.

@@ -15,7 +15,7 @@ Example: 4 ranks in groups of 2, one document of 16 tokens: group 0 has tokens 0
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -58,6 +58,10 @@ class UlyssesGather(ContextStrategy):
     @property
     def divisor(self) -> int:
         return math.lcm(2 * self._groups, self.ranks)
+
+    @property
+    def meshes(self) -> Sequence[Mapping[str, int]]:
+        return ({"cp_between": self._groups, "cp_within": self._within},)
 
     def check(self, model: ModelShape, tensor: int) -> None:
         if self.ranks % self._within:

@@ -63,10 +63,6 @@ class MicroBatchOrder(Plugin, ABC):
 
         family = ORDERS
 
-        check_lengths: bool = False
-        """Compare the micro-batches' lengths between pipeline ranks once a step, to find ranks that follow
-        different plans; costs a small all-gather."""
-
     for_all: ClassVar[bool] = False
 
     def __init__(self, config: Any, shape: PipelineShape) -> None:

@@ -35,7 +35,8 @@ from wlb_titan.plan import Action, Flow
 
 Kind = Literal["F", "B"]
 FLOW_SCHEDULES = ("1F1B", "Interleaved1F1B")
-"""The schedules whose place PackFlow takes: of one and of several stages a rank."""
+"""The schedules whose place PackFlow takes: of one and of several stages a rank. Both put stage s on rank
+s mod ranks, which `runtime.pipeline.packflow.PackFlowSchedule` relies on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,8 @@ from torch._subclasses.fake_tensor import (
 
 # What a functional collective returns until it is waited for; the tensor inside is the one that is allocated.
 # Without it: the trace of a dry run counts such results when they are waited for.
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
+# And the all-to-all of Ulysses, with its gradient. Without it: an autograd function of two of dist's own.
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_to_all_single_autograd
 
 # Calls a function of ours in place of a layer, without changing the names of its weights. Without it: a
 # module of our own, and its prefix in the names of checkpoints.
@@ -80,8 +81,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 
 # The process group of a name that a functional collective has. Without it: a dry run names groups that are
-# none of the mesh's axes by a number.
-from torch.distributed.distributed_c10d import _resolve_process_group
+# none of the mesh's axes by a number. And all groups of this rank. Without it: those of its meshes, of which
+# FSDP makes one.
+from torch.distributed.distributed_c10d import _resolve_process_group, _world
 
 # Raises where a step was interrupted with receives under way. Without it: drop the check.
 from torch.distributed.pipelining._recv_buffers import _ensure_recv_infos_drained as ensure_receives_drained
@@ -206,6 +208,11 @@ def ranks_of_group(name: str) -> list[int]:
     return dist.get_process_group_ranks(_resolve_process_group(name))
 
 
+def process_groups() -> list[dist.ProcessGroup]:
+    """Those of this rank that wait for others; torch's fake ones wait for nobody."""
+    return [group for group, (backend, _) in _world.pg_map.items() if backend != "fake"]
+
+
 __all__ = [
     "AsyncCollectiveTensor",
     "BaseDataLoader",
@@ -221,6 +228,7 @@ __all__ = [
     "ScheduleAction",
     "StageMeta",
     "TensorMeta",
+    "all_to_all_single_autograd",
     "batch_of",
     "build_pipeline_schedule",
     "checkpoint_wrapper",
@@ -234,6 +242,7 @@ __all__ = [
     "modules_of_stages",
     "owner_of",
     "pipeline_metadata",
+    "process_groups",
     "ranks_of_group",
     "rotary_length",
     "set_rotary_length",

@@ -27,8 +27,6 @@ def with_our_parts(config: Trainer.Config, job: Job) -> Trainer.Config:
     stages: Any = spec.pipelining_fn
     if job.packing.regroups:
         stages = partial(regrouped_pipeline, stages)
-    if wlb.pipeline.check_lengths and stages is not None:
-        stages = partial(stages, check_lengths=True)
     return dataclasses.replace(
         config,
         comm=dataclasses.replace(config.comm),
@@ -45,7 +43,7 @@ def with_our_parts(config: Trainer.Config, job: Job) -> Trainer.Config:
 
 
 def tell_the_job(config: Trainer.Config, job: Job, shadow: Job | None, dims: Dims) -> None:
-    """Tells attention and loader what the job is, and this rank's place in it.
+    """Tells the loader what the job is, and this rank's place in it; and attention what computes it.
 
     Args:
         config: as of `with_our_parts`; is changed.
@@ -53,7 +51,6 @@ def tell_the_job(config: Trainer.Config, job: Job, shadow: Job | None, dims: Dim
     """
     assert config.model_spec is not None
     for _, attention, _, _ in config.model_spec.traverse(DocumentAttention.Config):
-        attention.context = job.sharding
         attention.implementation = config.wlb.attention.implementation
     loader = config.dataloader
     loader.job, loader.shadow = job, shadow

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+import torch.distributed.config as dist_config
 from torchtitan.components.metrics import MetricsProcessor as TitanMetricsProcessor
 from torchtitan.components.validate import Validator as TitanValidator
 from torchtitan.distributed import ParallelDims
@@ -27,7 +28,7 @@ from wlb_titan.job import Job
 from wlb_titan.plan import Action, Flow
 from wlb_titan.runtime.attention.implementation import compile_attention
 from wlb_titan.runtime.attention.kv_cache import KeyValueCache
-from wlb_titan.runtime.attention.merged import prepare_merging
+from wlb_titan.runtime.attention.meshes import context_meshes, prepare_attention
 from wlb_titan.runtime.compat import Dims, batch_of
 from wlb_titan.runtime.cpu_device import add_up_by_sums
 from wlb_titan.runtime.data.dataloader import PlannedDataLoader, Step
@@ -38,7 +39,7 @@ from wlb_titan.runtime.imbalance import step_figures
 from wlb_titan.runtime.job import configured_job, parallel_dims
 from wlb_titan.runtime.life import told
 from wlb_titan.runtime.life.checkpoints import save_stopped
-from wlb_titan.runtime.life.timeouts import train_timeout
+from wlb_titan.runtime.life.timeouts import first_timeout, set_timeouts, train_timeout
 from wlb_titan.runtime.memory import measured_memory
 from wlb_titan.runtime.metrics import MetricsProcessor
 from wlb_titan.runtime.models.compile import prepare_compiling
@@ -79,7 +80,7 @@ class Trainer(TorchtitanTrainer):
         self.step_trace = StepTrace(self.timer, config, self.parallel_dims)
         if config.compile.enable:
             prepare_compiling(self.job)
-        self.prepare_merging()
+        prepare_attention(self.model_parts, self.job, self._meshes)
         if self.parallel_dims.pp_enabled:
             self.planned.lower = self.pp_schedule.lower
         if self.device.type == "cpu":
@@ -98,20 +99,19 @@ class Trainer(TorchtitanTrainer):
             enable_cpu_backend=self.config.training.enable_cpu_offload,
             base_folder=self.config.dump_folder,
         )
+        dist_config.pipeline_per_edge_p2p = True  # or a send waits behind receives from other ranks
         dims = parallel_dims(self.config, world_size)
         self._decide(*decided(self.config, self.shadow or self.job))
         self.set_up(dims)
         return dims
 
     def set_up(self, dims: Dims) -> None:
-        """Tells the parts of the trainer's own configuration what the job is."""
+        """Makes what all ranks make together, and tells the parts of the configuration what the job is."""
+        dims.build_mesh()
         self.axes.make(dims)
+        self._meshes = context_meshes(self.job, dims)
         self.config.comm.train_timeout_seconds, self.timeout_reason = train_timeout(self.config, self.job)
         tell_the_job(self.config, self.job, self.shadow, dims)
-
-    def prepare_merging(self) -> None:
-        """Groups of data-parallel ranks that may share micro-batches."""
-        prepare_merging(self.model_parts, self.job, self.parallel_dims, self.config.comm)
 
     @property
     def planned(self) -> PlannedDataLoader:
@@ -124,6 +124,8 @@ class Trainer(TorchtitanTrainer):
     """Asked on every rank between two steps: whether a step follows on the one of this number."""
 
     def should_continue_training(self) -> bool:
+        if self.step == self._first_step:  # torchtitan has waited for all ranks
+            self._give_up_after(self.config.comm.train_timeout_seconds)
         if not super().should_continue_training():
             return False
         if self.goes_on(self.step):
@@ -131,6 +133,10 @@ class Trainer(TorchtitanTrainer):
         self.axes.stop(self)
         save_stopped(self, self._first_step)
         return False
+
+    def _give_up_after(self, seconds: int) -> None:
+        """Every group but that which writes checkpoints beside training, for as long as disks take."""
+        set_timeouts(seconds, without=getattr(self.checkpointer, "pg", None))
 
     def batch_generator(self, data_iterable: PlannedDataLoader) -> Iterator[Step]:
         """The loader's steps; the metrics get the seconds that each was waited for."""
@@ -240,7 +246,7 @@ class Trainer(TorchtitanTrainer):
         self._cache = KeyValueCache()
         try:
             if self.parallel_dims.pp_enabled:
-                self.pp_schedule.flow = flow
+                self.pp_schedule.lowered = step.lowered
                 loss = self.forward_backward(step.items, labels)
             else:
                 loss = self.run_alone(step.items, flow[0], labels)
@@ -293,6 +299,7 @@ class Trainer(TorchtitanTrainer):
         super().close()
 
     def train(self) -> None:
+        self._give_up_after(first_timeout(self.config.comm))
         told.tell_beginning(self)
         compile_attention(self.config, self.job, self.device, self.config.dataloader.context_rank)
         told.tell_timeouts(self)

@@ -35,6 +35,10 @@ class TwoLevel(PerDocument):
                 setting="sharding.within",
             )
 
+    @property
+    def meshes(self):
+        return ({"between": self.ranks // self._within, "within": self._within},)
+
     def exchange(self, model, tensor):
         once = super().exchange(model, tensor)
         keys, between = once.keys, self.ranks // self._within

@@ -3,14 +3,12 @@
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from wlb_titan.runtime.attention.axes import two_axes
-
 
 class TwoLevelAttention:
     """This rank's queries and everybody's keys, which come in two steps."""
 
     def __init__(self, config, mesh):
-        self._mesh = two_axes(mesh, config.within)
+        self._mesh = mesh
         self._groups = config.gather_groups
 
     def __call__(self, q, k, v, exchange, attend, *, wants_lse):

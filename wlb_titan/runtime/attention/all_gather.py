@@ -23,16 +23,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from wlb_titan.context.all_gather import AllGather
-from wlb_titan.runtime.attention.axes import neighbours
 from wlb_titan.runtime.attention.module import Attend, Attended
 
 
 class AllGatherAttention:
     """This rank's queries, and the keys of their documents."""
 
-    def __init__(self, config: AllGather.Config, mesh: DeviceMesh) -> None:
-        self._groups = config.gather_groups
-        self._meshes = [neighbours(mesh, size) for size in config.owner.group_sizes(mesh.size())]
+    def __init__(self, config: AllGather.Config, *meshes: DeviceMesh) -> None:
+        self._groups, self._meshes = config.gather_groups, meshes
 
     def __call__(
         self,

@@ -13,8 +13,8 @@ Shape suffixes: B batch (1: a micro-batch is one packed sequence), L tokens, N h
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.module import Module
 
-from wlb_titan.context import STRATEGIES, ContextStrategy
+from wlb_titan.context import ContextStrategy
 from wlb_titan.kernels import varlen_attention
 from wlb_titan.plugins import load
 from wlb_titan.runtime.attention.kv_cache import sliced_attention
@@ -62,11 +62,11 @@ class ContextAttention(Protocol):
     """The half of a context-parallel strategy that moves tensors; made once for each attention layer.
 
     Args:
-        mesh: the cp mesh axis; or, of micro-batches that data-parallel ranks share, all of their
-            context-parallel ranks.
+        meshes: those that the strategy's `meshes` names, of the cp mesh axis; or, of micro-batches that
+            data-parallel ranks share, of all of their context-parallel ranks.
     """
 
-    def __init__(self, config: ContextStrategy.Config, mesh: DeviceMesh) -> None: ...
+    def __init__(self, config: ContextStrategy.Config, *meshes: DeviceMesh) -> None: ...
 
     def __call__(
         self,
@@ -94,9 +94,6 @@ class DocumentAttention(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        context: ContextStrategy.Config = field(default_factory=lambda: STRATEGIES.configure("per_sequence"))
-        """The context-parallel strategy; the trainer fills in [wlb.sharding]."""
-
         window: int | None = None
         """Keys that a query sees at most, the last ones of its document, its own included; None for all."""
 
@@ -105,7 +102,6 @@ class DocumentAttention(Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self._config = config.context
         self._options = {"window": config.window, "implementation": config.implementation}
         self._context: dict[int, ContextAttention] = {}  # by how many data-parallel ranks share a micro-batch
         # By which a slice finds what earlier ones left here.
@@ -113,18 +109,16 @@ class DocumentAttention(Module):
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
         """Leaves `forward` as it is: tensors of other ranks come in by the strategy."""
-        if parallel_dims.cp_enabled:
-            self.share(1, self._config, parallel_dims.get_mesh("cp"))
 
-    def share(self, sharers: int, config: ContextStrategy.Config, mesh: DeviceMesh) -> None:
+    def share(self, sharers: int, config: ContextStrategy.Config, meshes: Sequence[DeviceMesh]) -> None:
         """Prepares for micro-batches that so many data-parallel ranks share.
 
         Args:
-            sharers: their number.
+            sharers: their number; 1 for micro-batches of one.
             config: settings of the context-parallel strategy of such micro-batches.
-            mesh: the ranks that share them, one axis.
+            meshes: as of `ContextAttention`.
         """
-        self._context[sharers] = load(config.owner.attention)(config, mesh)
+        self._context[sharers] = load(config.owner.attention)(config, *meshes)
 
     def forward(
         self,

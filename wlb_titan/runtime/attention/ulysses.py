@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 
 from wlb_titan.context.ulysses import Ulysses, head_shares
 from wlb_titan.runtime.attention.module import Attend, Attended
+from wlb_titan.runtime.compat import all_to_all_single_autograd
 
 
 class UlyssesAttention:

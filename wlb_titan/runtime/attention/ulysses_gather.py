@@ -12,7 +12,6 @@ from wlb_titan.context.all_gather import PerDocument
 from wlb_titan.context.ulysses import Ulysses
 from wlb_titan.context.ulysses_gather import UlyssesGather
 from wlb_titan.runtime.attention.all_gather import AllGatherAttention
-from wlb_titan.runtime.attention.axes import two_axes
 from wlb_titan.runtime.attention.module import Attend, Attended
 from wlb_titan.runtime.attention.ulysses import UlyssesAttention
 
@@ -21,9 +20,8 @@ class UlyssesGatherAttention:
     """The group's tokens and this rank's share of the heads, and everybody's keys of these heads."""
 
     def __init__(self, config: UlyssesGather.Config, mesh: DeviceMesh) -> None:
-        axes = two_axes(mesh, config.within)
-        self._gather = AllGatherAttention(PerDocument.Config(), axes["cp_between"])
-        self._ulysses = UlyssesAttention(Ulysses.Config(), axes["cp_within"])
+        self._gather = AllGatherAttention(PerDocument.Config(), mesh["cp_between"])
+        self._ulysses = UlyssesAttention(Ulysses.Config(), mesh["cp_within"])
 
     def __call__(
         self,

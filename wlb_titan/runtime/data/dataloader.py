@@ -48,6 +48,7 @@ class Step:
         state_after: state of the planners, as JSON.
         shadow: what the job's shadow would have made of the step; None without one.
         flow: the order of this data-parallel rank's passes; None leaves it to the schedule.
+        lowered: what runs them in that order, of the loader's `lower`.
     """
 
     plan: Plan
@@ -58,6 +59,7 @@ class Step:
     flops: float
     state_after: dict[str, str]
     flow: Flow | None = None
+    lowered: Any = None
     shadow: Plan | None = None
 
 
@@ -69,7 +71,7 @@ class PlannedDataLoader(BaseDataLoader):
     sequence's end.
 
     Attributes:
-        lower: makes ready what runs an order of passes, ahead of its step; to be set with a pipeline.
+        lower: makes what runs an order of passes, ahead of its step; to be set with a pipeline.
         plan: plan of the step being served.
     """
 
@@ -98,7 +100,7 @@ class PlannedDataLoader(BaseDataLoader):
         self.corpus = open_corpus(config.corpus)
         self.plan: Plan | None = None
         self._context_rank, self._tensor_rank = config.context_rank, config.tensor_rank
-        self.lower: Callable[[Flow], None] = lambda flow: None
+        self.lower: Callable[[Flow], Any] = lambda flow: None
         self._job = config.job
         self._by_document = config.loss_weight == "conversation"
         self._dp_rank = dp_rank
@@ -148,8 +150,6 @@ class PlannedDataLoader(BaseDataLoader):
         if "shadow" in self._planners:
             shadow = self._planners["shadow"].next(sharded=[self._dp_rank])
         flow = None if plan.flows is None else plan.flows[self._dp_rank]
-        if flow is not None:
-            self.lower(flow)
         own = plan.replica(self._dp_rank)
         packs = [micro_batch for of_pass in own.apart for micro_batch in of_pass]
         sliced = [(m.documents, m.slices) for m in packs if m.slices is not None]
@@ -167,6 +167,7 @@ class PlannedDataLoader(BaseDataLoader):
             flops=self._job.model.flops(plan.document_lengths),
             state_after=self._save(),
             flow=flow,
+            lowered=None if flow is None else self.lower(flow),
             shadow=shadow,
         )
 

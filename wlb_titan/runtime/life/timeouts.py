@@ -7,14 +7,17 @@ on a longer micro-batch, through the whole depth of a pipeline.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch.distributed as dist
 from torchtitan.config import CommConfig
 
 from wlb_titan.cost.passes import JobCost
 from wlb_titan.cost.workload import workload
 from wlb_titan.job import Job
+from wlb_titan.runtime.compat import process_groups
 
 if TYPE_CHECKING:
     from wlb_titan.runtime.trainer import Trainer
@@ -22,6 +25,22 @@ if TYPE_CHECKING:
 GRAPHS = 6  # that a compiled model needs in all, each forward and backward
 COMPILE_SECONDS = 90  # of one of them, at the most seen
 STEPS = 10  # predicted steps that a rank may fall behind
+
+
+def set_timeouts(seconds: int, without: dist.ProcessGroup | None = None) -> None:
+    """Has every process group of this rank give others up after so many seconds, `without` one of them.
+
+    By itself torch gives those of a mesh, and those that FSDP makes, their backend's default, and torchtitan
+    tells only some of them in its first step, and none before it.
+    """
+    for group in process_groups():
+        if group is not without:
+            dist.set_timeout(timedelta(seconds=seconds), group)
+
+
+def first_timeout(comm: CommConfig) -> int:
+    """Seconds after which a collective is given up until the first step is done: never fewer than later."""
+    return max(comm.init_timeout_seconds, comm.train_timeout_seconds)
 
 
 def train_timeout(config: Trainer.Config, job: Job) -> tuple[int, str]:

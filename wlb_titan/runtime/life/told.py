@@ -11,6 +11,7 @@ from torchtitan.tools.logging import logger
 from wlb_titan.runtime.advice import advice
 from wlb_titan.runtime.data.corpus import training_documents
 from wlb_titan.runtime.export import complete_export
+from wlb_titan.runtime.life.timeouts import first_timeout
 from wlb_titan.runtime.memory import describe_memory
 from wlb_titan.runtime.metrics import spoken
 
@@ -37,7 +38,7 @@ def tell_timeouts(trainer: Trainer) -> None:
     """When a rank that does not answer is given up."""
     comm = trainer.config.comm
     logger.info(
-        f"A rank that does not answer is given up after {comm.init_timeout_seconds} s in the first step, "
+        f"A rank that does not answer is given up after {first_timeout(comm)} s in the first step, "
         f"{comm.train_timeout_seconds} s from then on ({trainer.timeout_reason})"
     )
 

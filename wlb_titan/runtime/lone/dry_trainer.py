@@ -15,11 +15,7 @@ from torchtitan.distributed import utils as dist_utils
 from wlb_titan.errors import UserError
 from wlb_titan.memory.peak import GIB
 from wlb_titan.plan import Action
-from wlb_titan.runtime.compat import (
-    DataDependentOutputException,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
+from wlb_titan.runtime.compat import DataDependentOutputException, FakeTensorMode
 from wlb_titan.runtime.data.inputs import Item
 from wlb_titan.runtime.lone.dry_model import AttentionOfSlices, dry_config
 from wlb_titan.runtime.lone.memory_trace import MemoryTrace
@@ -113,10 +109,6 @@ class DryTrainer(LoneTrainer):
             "collectives": self._collectives(trace.collectives),
             "seconds": time.perf_counter() - begin,
         }
-
-    def prepare_merging(self) -> None:
-        with unset_fake_temporarily():  # meshes are made from the values of tensors
-            super().prepare_merging()
 
     def forward_backward(self, group: list[Item], labels: torch.Tensor) -> torch.Tensor:
         with self._traced_passes():

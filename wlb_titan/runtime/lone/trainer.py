@@ -45,7 +45,6 @@ class LoneTrainer(Trainer):
         torch.autograd.set_multithreading_enabled(False)
         self.start_group()
         dims = parallel_dims(self.config, self._world_size)
-        dims.build_mesh()
         self.set_up(dims)
         return dims
 
@@ -143,7 +142,6 @@ def lone_config(config: Trainer.Config) -> Trainer.Config:
             config.wlb,
             trace_every=0,
             epochs=0,
-            pipeline=dataclasses.replace(config.wlb.pipeline, check_lengths=False),
             validation=dataclasses.replace(config.wlb.validation, every=0),
         ),
         validator=dataclasses.replace(config.validator, enable=False),

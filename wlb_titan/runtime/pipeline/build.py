@@ -10,10 +10,8 @@ hidden states and their gradients is communicated.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,7 +27,7 @@ from torchtitan.tools.logging import logger
 
 from wlb_titan.plan import Flow
 from wlb_titan.runtime.compat import PipelineSchedule, build_pipeline_schedule, split_into_stages
-from wlb_titan.runtime.pipeline.packflow import PackFlowSchedule, packs_of
+from wlb_titan.runtime.pipeline.packflow import PackFlowSchedule
 from wlb_titan.runtime.pipeline.pass_timer import PassTimer
 from wlb_titan.runtime.pipeline.schedules import (
     SPLITS_BACKWARD,
@@ -40,9 +38,6 @@ from wlb_titan.runtime.pipeline.schedules import (
     stage_names,
 )
 from wlb_titan.runtime.pipeline.stage import Layout, PlannedStage
-
-FLOWS = 16
-"""Orders of passes whose lowered schedules are kept."""
 
 
 def pipeline(
@@ -60,13 +55,11 @@ def pipeline(
     loss_fn: LossFunction,
     stage_class: Callable[..., PlannedStage] = PlannedStage,
     flow_class: type[PackFlowSchedule] = PackFlowSchedule,
-    check_lengths: bool = False,
 ) -> Pipeline:
     """torchtitan's `pipeline_llm`, with stages that take their shapes from the plan.
 
     Args besides torchtitan's:
         stage_class, flow_class: make a stage, and the schedule of an order of passes.
-        check_lengths: as of `PlannedSchedule`.
 
     Raises:
         ValueError: the schedule cannot run, with the reason; or the model does not fit its stages.
@@ -123,12 +116,10 @@ def pipeline(
             parallelism=parallelism, local_batch_size=micro_batches, stages=planned, loss_fn=timed_loss
         )
 
-    def schedule_in(flow: Flow) -> PipelineSchedule:
+    def lower(flow: Flow) -> PackFlowSchedule:
         return flow_class(planned, flow, timed_loss)
 
-    schedule = PlannedSchedule(
-        planned, schedule_of, schedule_in, timer, parallel_dims.cp, check_lengths=check_lengths
-    )
+    schedule = PlannedSchedule(planned, schedule_of, lower, timer, parallel_dims.cp)
     return schedule, parts, any(s.is_first for s in planned), any(s.is_last for s in planned)
 
 
@@ -159,56 +150,47 @@ class PlannedSchedule:
 
     Args:
         schedule_of: makes the schedule for a number of micro-batches, or raises ValueError.
-        schedule_in: makes the schedule for an order of passes.
+        lower: makes the schedule of an order of passes.
         timer: that the stages measure their passes by.
         context_parallel: ranks that share the tokens of a micro-batch.
-        check_lengths: compare the lengths with those of the other ranks of the pipeline before each step, at
-            the price of one small all-gather.
 
     Attributes:
-        timer, check_lengths: the same.
-        flow: the order of passes of the next step's MicroPacks; None leaves it to the schedule.
+        lower: the same. Another thread may call it ahead of the step: for 256 MicroPacks on 16 ranks it takes
+            a second.
+        timer: the same.
+        lowered: the schedule of the next step's MicroPacks, of `lower`; None leaves the order to torch's own.
     """
 
     def __init__(
         self,
         stages: Sequence[PlannedStage],
         schedule_of: Callable[[int], PipelineSchedule],
-        schedule_in: Callable[[Flow], PipelineSchedule],
+        lower: Callable[[Flow], PackFlowSchedule],
         timer: PassTimer,
         context_parallel: int,
-        *,
-        check_lengths: bool,
     ) -> None:
-        self.timer = timer
+        self.lower, self.timer = lower, timer
         self._context_parallel = context_parallel
-        self.check_lengths = check_lengths
         self._stages = stages
         self._schedule_of = schedule_of
         self._schedules: dict[int, PipelineSchedule] = {}
-        self._schedule_in = lru_cache(maxsize=FLOWS)(schedule_in)
-        self.flow: Flow | None = None
-
-    def lower(self, flow: Flow) -> None:
-        """Makes the schedule of an order of passes, which `step` then has. Another thread may do so ahead of
-        the step: for 256 MicroPacks on 16 ranks it takes a second."""
-        self._schedule_in(flow)
+        self.lowered: PackFlowSchedule | None = None
 
     def step(self, *, kwarg_mbs: list[dict[str, Any]], **arguments: Any) -> None:
         """Runs forward and backward of all micro-batches; gradients are added to the parameters'.
 
         Args:
             kwarg_mbs: the model's keyword arguments for each micro-batch, among them "positions",
-                (1, tokens of this context-parallel rank). Under a flow whose backward passes have others
+                (1, tokens of this context-parallel rank). Under an order whose backward passes have others
                 these come behind those of forward passes, here and in what follows.
             arguments: arguments of torch's schedules: arg_mbs, target_mbs, losses, loss_kwargs.
 
         Raises:
             ValueError: the schedule cannot run this number of micro-batches, or a length does not suit the
                 ranks.
-            RuntimeError: a stage or the communication failed, or `check_lengths` found a difference.
+            RuntimeError: a stage or the communication failed.
         """
-        with self._prepared(kwarg_mbs, self.flow) as (schedule, number):
+        with self._prepared(kwarg_mbs, self.lowered) as (schedule, number):
             schedule.step(kwarg_mbs=kwarg_mbs, **{**arguments, "return_outputs": False})
         self.timer.first += number
 
@@ -219,17 +201,15 @@ class PlannedSchedule:
 
     @contextmanager
     def _prepared(
-        self, kwarg_mbs: list[dict[str, Any]], flow: Flow | None
+        self, kwarg_mbs: list[dict[str, Any]], lowered: PackFlowSchedule | None
     ) -> Iterator[tuple[PipelineSchedule, int]]:
         """The schedule for these micro-batches, and how many it runs; an error gets a note that says how far
         this rank came."""
         lengths = [kwargs["positions"].shape[1] * self._context_parallel for kwargs in kwarg_mbs]
-        if self.check_lengths:
-            check_equal_lengths(lengths, self._stages[0].group)
-        number = len(lengths) if flow is None else packs_of(flow)
-        if flow is None and number not in self._schedules:
+        number = len(lengths) if lowered is None else lowered.packs
+        if lowered is None and number not in self._schedules:
             self._schedules[number] = self._schedule_of(number)
-        schedule = self._schedules[number] if flow is None else self._schedule_in(flow)
+        schedule = lowered or self._schedules[number]
         for stage in self._stages:
             stage.set_micro_batch_lengths(lengths[:number], lengths[-number:])
         try:
@@ -246,29 +226,3 @@ class PlannedSchedule:
 
 Pipeline = tuple[PlannedSchedule, list[nn.Module], bool, bool]
 """The schedule, this rank's parts of the model, and whether they hold the first and the last stage."""
-
-
-def check_equal_lengths(lengths: list[int], group: dist.ProcessGroup) -> None:
-    """Compares the micro-batches' lengths with those of the group's other ranks.
-
-    Raises:
-        RuntimeError: on every rank, naming the two ranks of the first difference and what each has.
-    """
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, lengths, group=group)
-    for rank, (one, other) in enumerate(itertools.pairwise(gathered)):
-        if one == other:
-            continue
-        sides = [
-            f"pipeline rank {r} (global rank {dist.get_global_rank(group, r)})" for r in (rank, rank + 1)
-        ]
-        if len(one) != len(other):
-            raise RuntimeError(
-                f"{sides[0]} has {len(one)} micro-batches in this step and {sides[1]} has {len(other)}: they "
-                "do not follow the same plan"
-            )
-        i = next(i for i in range(len(one)) if one[i] != other[i])
-        raise RuntimeError(
-            f"micro-batch {i} is {one[i]} tokens long on {sides[0]} and {other[i]} on {sides[1]}: they do "
-            "not follow the same plan"
-        )

@@ -21,8 +21,14 @@ class PackFlowSchedule(PipelineScheduleRuntime):
     of a rank's stages at the begin, in the order of the stages, and the reductions at the end, from the last
     stage to the first. These are alike on all data-parallel ranks, however their passes are ordered.
 
+    A new schedule tells the stages which ranks have which stage. So another thread may make it while a step
+    runs only because FLOW_SCHEDULES, and no other schedule, put stages on ranks as it does: in a loop.
+
     Args:
         loss_fn: computes loss and metrics from the last stage's output and the labels.
+
+    Attributes:
+        packs: micro-batches, of forward and as many of backward passes.
     """
 
     def __init__(
@@ -35,9 +41,10 @@ class PackFlowSchedule(PipelineScheduleRuntime):
             loss, _ = loss_fn(*args, **kwargs)
             return loss
 
+        self.packs = 1 + max(action.place for action in flow[0])
         super().__init__(
             list(stages),
-            n_microbatches=packs_of(flow),
+            n_microbatches=self.packs,
             loss_fn=loss_alone,
             scale_grads=False,
             max_active_stages=len(stages),
@@ -49,7 +56,7 @@ class PackFlowSchedule(PipelineScheduleRuntime):
         self.pipeline_order = order
         self._prepare_schedule_with_comms(order)
 
-
-def packs_of(flow: Flow) -> int:
-    """Micro-batches of an order of passes, of forward and as many of backward passes."""
-    return 1 + max(action.place for action in flow[0])
+    def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
+        """Once for all schedules of these stages: torch asks and connects their ranks, and waits for them."""
+        if self._stages[0]._inference_mode is None:
+            super()._initialize_stages(*args, **kwargs)

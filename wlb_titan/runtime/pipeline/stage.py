@@ -100,7 +100,6 @@ class PlannedStage(PipelineStage):
         self._backward_metas: list[StageMeta] = []
         # Complete, so torch has nothing to infer: the lengths that count are those told before each step.
         self._user_meta = self._meta(math.lcm(tokens.ranks, hidden.ranks))
-        self._sharded = [module for module in submodule.modules() if isinstance(module, FSDPModule)]
         self._runtime_validate = True  # torch's own check, which it makes only when debugging
         self.act_send_info = {0: [] if self.is_last else [stage_index + 1]}
 
@@ -188,9 +187,8 @@ class PlannedStage(PipelineStage):
         A backward pass split in two knows parameters by their whole tensors: a resharded one would silently
         get no gradient. Where the parameters are whole already, nothing happens.
         """
-        if self.is_last and self.has_backward:
-            for module in self._sharded:
-                module.unshard()
+        if self.is_last and self.has_backward and isinstance(self.submod.lm_head, FSDPModule):
+            self.submod.lm_head.unshard()  # the norm is in its group
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
