@@ -26,6 +26,7 @@ def sharding(policy: str) -> tuple[str, str]:
 
 GROUPS = ("--wlb.sharding.gather_groups", "2")
 COMPILED = ("--compile.enable", "true", "--compile.backend", "aot_eager")
+HEAD_APART = '[["tok_embeddings", "layers.0", "layers.1"], ["norm", "lm_head"]]'
 # name -> (packing policy, overrides)
 RUNS = {
     **{f"cp4_{policy}": ("wlb", (*layout(cp=4), *sharding(policy))) for policy in SHARDING},
@@ -55,6 +56,14 @@ RUNS = {
     "cp4_ulysses_gather": (
         "wlb_lazy",
         (*layout(cp=4), *sharding("ulysses_gather"), "--wlb.sharding.within", "2"),
+    ),
+    # Groups within context parallelism, which the stage without attention makes too, and then another one.
+    "pp2_cp2_head_apart": (
+        "wlb",
+        (
+            *(*layout(pp=2, cp=2), *sharding("ulysses_gather"), "--checkpoint.async_mode", "async"),
+            *("--parallelism.module_fqns_per_model_part", HEAD_APART),
+        ),
     ),
     "dp2_cp2_ulysses": ("wlb_lazy", (*layout(dp=2, cp=2), *sharding("ulysses"))),
     "pp2_cp2_ulysses": ("fixed_greedy", (*layout(pp=2, cp=2), *sharding("ulysses"))),

@@ -1,7 +1,8 @@
 """Slices of documents under every parallelism give the losses and gradients of one process without any."""
 
 import json
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 
 import pytest
 from lab import beside_one_process, layout, make_corpus
@@ -73,6 +74,10 @@ MERGED = {
         "checkpointing": "selective",
     },
     "dp2_tp2_merged": {"dp": 2, "tp": 2, "slim": MERGE},
+    # The last rank, or the last two, have nobody to share with, but make the others' groups with them.
+    "dp3_merged": {"dp": 3, "slim": MERGE},
+    "dp3_merged_milp": {"dp": 3, "slim": {**MERGE, "solver": "milp", "time_limit": 0.5}},
+    "dp6_merged": {"dp": 6, "layers": 1, "slim": MERGE},
 }
 CASES |= MERGED
 
@@ -86,11 +91,15 @@ def results(tmp_path_factory, fork_server):
     runs = {
         name: {"corpus": corpora[name], "folder": str(folder / name), **case} for name, case in CASES.items()
     }
-    pair = {"dp2_merged_compiled": runs.pop("dp2_merged_compiled")}
-    return {
-        **beside_one_process(fork_server, folder, pair, processes=2),
-        **beside_one_process(fork_server, folder, runs),
-    }
+    by_processes = defaultdict(dict)
+    for name, run in runs.items():
+        by_processes[math.prod(run.get(axis, 1) for axis in ("pp", "dp", "replicate", "cp", "tp"))][name] = (
+            run
+        )
+    results = {}
+    for processes, some in by_processes.items():
+        results |= beside_one_process(fork_server, folder, some, processes)
+    return results
 
 
 @pytest.mark.parametrize("name", CASES)

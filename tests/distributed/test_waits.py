@@ -1,6 +1,7 @@
 """The host never waits for the device in a step that is not logged."""
 
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -11,7 +12,19 @@ from watching import FILE, Watch
 
 from wlb_titan.runtime.data.inputs import to_device
 
-LAYOUTS = {"cp2": {"cp": 2}, "pp2": {"pp": 2}, "tp2": {"tp": 2}}
+SLIM = ("--wlb.packing.policy", "slim", "--parallelism.pipeline_parallel_schedule", "1F1B")
+LAYOUTS = {
+    "cp2": layout(cp=2),
+    "pp2": layout(pp=2),
+    "tp2": layout(tp=2),
+    # An order of passes for each step, and groups of all kinds.
+    "pp2_dp2_slim": (
+        *(*layout(pp=2, dp=2), *SLIM, "--wlb.packing.micropacks", "6", "--wlb.packing.dp_merge", "true"),
+        *("--wlb.packing.solver", "milp", "--checkpoint.async_mode", "async"),
+        *("--comm.init_timeout_seconds", "200", "--comm.train_timeout_seconds", "130"),
+    ),
+}
+RANKS = [(name, rank) for name in LAYOUTS for rank in range(4 if "slim" in name else 2)]
 
 
 @pytest.fixture(scope="module")
@@ -19,23 +32,38 @@ def runs(lab):
     experiments = {
         name: lab.experiment(
             f"watched_{name}",
-            *("--base", "watching:config", *layout(**degrees), "--wlb.packing.policy", "wlb_lazy"),
+            *("--base", "watching:config", "--wlb.packing.policy", "wlb_lazy", *words),
             *("--training.steps", "3", "--metrics.log_freq", "100"),
         )
-        for name, degrees in LAYOUTS.items()
+        for name, words in LAYOUTS.items()
     }
-    lab.run(2, list(experiments.values()))
+    lab.run(4, [experiments["pp2_dp2_slim"]])
+    lab.run(2, [experiment for name, experiment in experiments.items() if name != "pp2_dp2_slim"])
     return experiments
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("rank", [0, 1])
+def steps(run, rank):
+    return [json.loads(line) for line in (run.folder / FILE.format(rank=rank)).read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("name", "rank"), RANKS)
 def test_only_the_logged_step_waits(runs, name, rank):
-    lines = (runs[name].folder / FILE.format(rank=rank)).read_text().splitlines()
-    first, second, third = (json.loads(line) for line in lines)
+    first, second, third = steps(runs[name], rank)
     assert first["waits"], "the first step is logged, so something must have been noticed"
     assert min(second["operations"], third["operations"]) > 500
     assert second["waits"] == third["waits"] == []
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_every_group_waits_as_long_as_is_said(runs, rank):
+    """Those of the meshes, FSDP's, from stage to stage, of ranks that share and the solver's; but not that in
+    which a checkpoint is written meanwhile."""
+    run = runs["pp2_dp2_slim"]
+    first, second, third = (Counter(step["timeouts"]) for step in steps(run, rank))
+    assert first.pop(1800) == second.pop(1800) == third.pop(1800) == 1
+    assert first.keys() == {200} and second.keys() == third.keys() == {130}
+    assert second[130] == first[200] + 2 == third[130], "two stages send each other both ways"
+    assert "given up after 200 s in the first step, 130 s from then on" in run.log.read_text()
 
 
 class Copies(Watch):

@@ -13,6 +13,7 @@ from bases import llama
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 
+from wlb_titan.runtime.compat import process_groups
 from wlb_titan.runtime.trainer import Trainer
 
 FILE = "waits-{rank}.jsonl"
@@ -60,6 +61,7 @@ class WatchingTrainer(Trainer):
         pass
 
     def train_step(self, data_iterator):
+        timeouts = [seconds(group) for group in process_groups()]
         compiled = []
         knobs.runtime.jit_post_compile_hook = lambda **what: compiled.append(what["repr"])
         with noticed_by_cuda() as by_cuda, Watch() as watch:
@@ -70,10 +72,17 @@ class WatchingTrainer(Trainer):
             "operations": watch.operations,
             "longest": self.planned.plan.longest,
             "compiled": compiled,
+            "timeouts": timeouts,
         }
         lines = path.read_text().splitlines() if path.exists() else []
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join([*lines, json.dumps(record)]) + "\n")
+
+
+def seconds(group):
+    """After which a process group gives others up."""
+    (backend,) = {group._get_backend(device) for device in group._device_types}
+    return backend.options._timeout.total_seconds()
 
 
 def config() -> WatchingTrainer.Config:
