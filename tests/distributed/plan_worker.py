@@ -63,7 +63,7 @@ def sliced(corpus, folder, *, schedule="1F1B", layers=2, sharding=None, slim, co
         layers=layers,
         schedule=schedule,
         degrees=degrees,
-        micro_batches=max(4 // (degrees[DEGREES["dp"]] * degrees[DEGREES["replicate"]]), 1),
+        micro_batches=-(-4 // (degrees[DEGREES["dp"]] * degrees[DEGREES["replicate"]])),
         vocabulary=VOCABULARY,
         **options,
     )

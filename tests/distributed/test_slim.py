@@ -121,7 +121,7 @@ def test_documents_were_sliced(results):
 
 def test_documents_were_shared(results):
     groups = {name: {tuple(ranks) for ranks in results[name][0]["merged"]} for name in MERGED}
-    assert groups.pop("dp4_merged") == {(0, 1, 2, 3)}
+    assert groups.pop("dp4_merged") == groups.pop("dp6_merged") == {(0, 1, 2, 3)}
     assert set(map(frozenset, groups.values())) == {frozenset({(0, 1)})}
 
 

@@ -17,6 +17,8 @@ Overridden or set on torch's own classes, without an import, and covered by the 
   the asymmetric partition make logits that nobody needs.
 - `PipelineStage._user_meta`: what a stage's maker says of shapes; complete, so that nothing is inferred.
   Without it: pass `input_args` and `output_args` to torch's constructor.
+- `PipelineScheduleMulti._initialize_stages`, `PipelineStage._inference_mode`: how a new schedule connects the
+  ranks of its stages, and what it leaves with them. Without them: each step in slices waits for that.
 - `CheckpointWrapper.checkpoint_fn` (torch.distributed.algorithms): how a block is checkpointed, where
   torchtitan sets no early stop. Without it: no early stop, at the price of one matrix product a layer.
 - `AllToAllTokenDispatcher._sync_token_count_exchange`: how many tokens go to which expert-parallel rank,
