@@ -4,17 +4,59 @@ Ranks that share a GPU are NCCL's own experiment (NCCL_MULTI_RANK_GPU_ENABLE), i
 room hang: each job has its time limit. Time is not measured here.
 """
 
+import json
+import math
+
 import pytest
 from lab import first_failure, layout
+from watching import FILE
 
+SLIM = (
+    *("--wlb.packing.policy", "slim", "--wlb.packing.micropacks", "6"),
+    *("--parallelism.pipeline_parallel_schedule", "1F1B"),
+)
+THREE = ("--training.local_batch_size", "3", "--training.global_batch_size", "3")
+ALONE = {
+    "lazy": (),
+    "slim": SLIM,
+    "slim_three": (*SLIM, *THREE),
+    "deep": (),  # six layers
+}
+"""What one process trains."""
+GATHER = ("--wlb.sharding.policy", "ulysses_gather", "--wlb.sharding.within", "2")
+HEAD_APART = '[["tok_embeddings", "layers.0", "layers.1"], ["norm", "lm_head"]]'
+ASYMMETRIC = ("--wlb.packing.asymmetric", "true", "--activation_checkpoint.class", "FullAC")
 LAYOUTS = {
-    "cp2": {"cp": 2},
-    "dp2": {"dp": 2},
-    "pp2": {"pp": 2},
-    "tp2": {"tp": 2},
-    "pp2_cp2": {"pp": 2, "cp": 2},
-    "dp2_cp2": {"dp": 2, "cp": 2},
-    "cp2_tp2": {"cp": 2, "tp": 2},
+    "cp2": ("lazy", {"cp": 2}, ()),
+    "dp2": ("lazy", {"dp": 2}, ()),
+    "pp2": ("lazy", {"pp": 2}, ()),
+    "tp2": ("lazy", {"tp": 2}, ()),
+    "pp2_cp2": ("lazy", {"pp": 2, "cp": 2}, ()),
+    "dp2_cp2": ("lazy", {"dp": 2, "cp": 2}, ()),
+    "cp2_tp2": ("lazy", {"cp": 2, "tp": 2}, ()),
+    # Groups that only some of the ranks are in, or ask for.
+    "cp4_hybrid": ("lazy", {"cp": 4}, ()),
+    "cp4_ulysses_gather": ("lazy", {"cp": 4}, GATHER),
+    "pp2_cp2_head_apart": (
+        "lazy",
+        {"pp": 2, "cp": 2},
+        (
+            *(*GATHER, "--checkpoint.async_mode", "async"),
+            *("--parallelism.module_fqns_per_model_part", HEAD_APART),
+        ),
+    ),
+    "dp3_slim": (
+        "slim_three",
+        {"dp": 3},
+        (*SLIM, "--wlb.packing.dp_merge", "true", "--training.global_batch_size", "3"),
+    ),
+    "pp2_cp2_asymmetric": ("slim", {"pp": 2, "cp": 2}, (*SLIM, *ASYMMETRIC)),
+    # Sends to one rank beside receives from another.
+    "pp3_interleaved": (
+        "deep",
+        {"pp": 3},
+        ("--parallelism.pipeline_parallel_schedule", "Interleaved1F1B", "--training.local_batch_size", "4"),
+    ),
 }
 COMMON = (
     *("--training.steps", "3", "--wlb.packing.policy", "wlb_lazy", "--metrics.log_freq", "1"),
@@ -33,20 +75,43 @@ def run(lab, target, name, processes, *words):
 
 @pytest.fixture(scope="module")
 def one_process(lab, target):
-    return run(lab, target, "one_process", 1)
+    known = {}
+
+    def metrics(name):
+        if name not in known:
+            known[name] = run(lab, target, f"alone_{name}", 1, *base(target, name), *ALONE[name])
+        return known[name]
+
+    return metrics
 
 
-@pytest.mark.timeout(2 * SECONDS)
+def base(target, name):
+    return ("--base", target.base("deep_llama")) if name == "deep" else ()
+
+
+@pytest.mark.timeout(3 * SECONDS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_losses_equal_one_process(lab, target, one_process, name):
-    degrees = LAYOUTS[name]
-    metrics = run(lab, target, name, 2 ** len(degrees), *layout(**degrees))
+    alone, degrees, words = LAYOUTS[name]
+    ranks = math.prod(degrees.values())
+    metrics = run(lab, target, name, ranks, *base(target, alone), *layout(**degrees), *words)
     for key, rel in (
         ("loss", target.pick(cuda=5e-3, cpu=1e-4)),
         ("grad_norm", target.pick(cuda=5e-2, cpu=1e-3)),
     ):
-        assert [r[key] for r in metrics] == pytest.approx([r[key] for r in one_process], rel=rel), key
+        expected = [record[key] for record in one_process(alone)]
+        assert [record[key] for record in metrics] == pytest.approx(expected, rel=rel), key
     assert len(metrics) == 3
+
+
+@pytest.mark.timeout(2 * SECONDS)
+def test_slices_go_through_a_pipeline_without_waiting(lab, target):
+    watched = ("--base", target.pick(cuda="gpu_bases:watched_llama", cpu="watching:config"))
+    run(lab, target, "watched", 2, *watched, *layout(pp=2), *SLIM, "--metrics.log_freq", "100")
+    for rank in range(2):
+        lines = (lab.folder / "watched" / FILE.format(rank=rank)).read_text().splitlines()
+        first, *others = (json.loads(line)["waits"] for line in lines)
+        assert first and others == [[], []]
 
 
 def test_a_job_for_the_cpu_leaves_gpus_alone(lab):
