@@ -1,6 +1,5 @@
 """Bases of the tests: models cut down to a size that trains on a CPU in a second."""
 
-import copy
 import dataclasses
 import functools
 
@@ -36,14 +35,6 @@ def one_layer():
     """For what takes long for each layer, as compiling does."""
     config = checkpointed()
     del config.model_spec.model.layers[1:]
-    return config
-
-
-def deep_llama():
-    """Six layers, for two stages on each of three ranks."""
-    config = llama()
-    model = config.model_spec.model
-    model.layers = copy.deepcopy(model.layers) + copy.deepcopy(model.layers) + model.layers
     return config
 
 

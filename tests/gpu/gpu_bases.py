@@ -16,15 +16,6 @@ def llama():
     return _small(base_config("llama2_550m"))
 
 
-def deep_llama():
-    """Six layers, for two stages on each of three ranks."""
-    config = base_config("llama2_550m")
-    layers = config.model_spec.model.layers[:6]
-    config = _small(config)
-    config.model_spec.model.layers = layers
-    return config
-
-
 def qwen3():
     """16 heads of 128, two of them on a key head."""
     return _small(qwen3_registry.qwen3_0_6b())

@@ -20,11 +20,11 @@ ALONE = {
     "lazy": (),
     "slim": SLIM,
     "slim_three": (*SLIM, *THREE),
-    "deep": (),  # six layers
 }
 """What one process trains."""
 GATHER = ("--wlb.sharding.policy", "ulysses_gather", "--wlb.sharding.within", "2")
 HEAD_APART = '[["tok_embeddings", "layers.0", "layers.1"], ["norm", "lm_head"]]'
+THREE_STAGES = '[["tok_embeddings", "layers.0"], ["layers.1"], ["norm", "lm_head"]]'
 ASYMMETRIC = ("--wlb.packing.asymmetric", "true", "--activation_checkpoint.class", "FullAC")
 LAYOUTS = {
     "cp2": ("lazy", {"cp": 2}, ()),
@@ -51,11 +51,14 @@ LAYOUTS = {
         (*SLIM, "--wlb.packing.dp_merge", "true", "--training.global_batch_size", "3"),
     ),
     "pp2_cp2_asymmetric": ("slim", {"pp": 2, "cp": 2}, (*SLIM, *ASYMMETRIC)),
-    # Sends to one rank beside receives from another.
-    "pp3_interleaved": (
-        "deep",
+    # The one in the middle sends to one rank and receives from another.
+    "pp3": (
+        "lazy",
         {"pp": 3},
-        ("--parallelism.pipeline_parallel_schedule", "Interleaved1F1B", "--training.local_batch_size", "4"),
+        (
+            *("--parallelism.pipeline_parallel_schedule", "1F1B"),
+            *("--parallelism.module_fqns_per_model_part", THREE_STAGES),
+        ),
     ),
 }
 COMMON = (
@@ -79,14 +82,10 @@ def one_process(lab, target):
 
     def metrics(name):
         if name not in known:
-            known[name] = run(lab, target, f"alone_{name}", 1, *base(target, name), *ALONE[name])
+            known[name] = run(lab, target, f"alone_{name}", 1, *ALONE[name])
         return known[name]
 
     return metrics
-
-
-def base(target, name):
-    return ("--base", target.base("deep_llama")) if name == "deep" else ()
 
 
 @pytest.mark.timeout(3 * SECONDS)
@@ -94,7 +93,7 @@ def base(target, name):
 def test_losses_equal_one_process(lab, target, one_process, name):
     alone, degrees, words = LAYOUTS[name]
     ranks = math.prod(degrees.values())
-    metrics = run(lab, target, name, ranks, *base(target, alone), *layout(**degrees), *words)
+    metrics = run(lab, target, name, ranks, *layout(**degrees), *words)
     for key, rel in (
         ("loss", target.pick(cuda=5e-3, cpu=1e-4)),
         ("grad_norm", target.pick(cuda=5e-2, cpu=1e-3)),
