@@ -18,6 +18,7 @@ same for all, "length", "padding" and "workload" are a rank's own share. Under t
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
@@ -300,6 +301,20 @@ class Plan:
     def replica(self, dp_rank: int) -> ByPass[tuple[MicroBatch, ...]]:
         """Those of its forward and of its backward passes."""
         return self.by_pass.each(lambda all_: tuple(m for m in all_ if m.dp_rank == dp_rank))
+
+    def digest(self, before: int) -> int:
+        """48 bits, which float64 holds exactly, that tell this plan and all before it from others.
+
+        What not all ranks know is left out of it: how others divide their micro-batches.
+
+        Args:
+            before: digest of the plan before this one.
+        """
+        found = hashlib.blake2b(str(before).encode(), digest_size=6)
+        for m in (m for of_pass in self.by_pass.apart for m in of_pass):
+            found.update(str((m.dp_rank, m.index, m.length, m.padding, m.merged)).encode())
+            found.update(m.documents.tobytes() + (b"" if m.slices is None else m.slices.tobytes()))
+        return int(found.hexdigest(), 16)
 
     def to_json(self) -> dict[str, Any]:
         record: dict[str, Any] = {

@@ -163,7 +163,7 @@ class Family:
 
 @cache
 def _installed(group: str) -> tuple[EntryPoint, ...]:
-    return tuple(entry_points(group=group))
+    return tuple(sorted(entry_points(group=group)))  # on each host they are listed in another order
 
 
 def load(target: str) -> Any:

@@ -9,7 +9,7 @@ import pytest
 from wlb_titan.cost.analytic import Analytic, TokenSeconds
 from wlb_titan.cost.attention_choice import cluster_latency
 from wlb_titan.cost.attention_profile import AttentionShape
-from wlb_titan.cost.cluster import Link, cluster_of_device, load_cluster, shipped
+from wlb_titan.cost.cluster import Link, cluster_of_device, cluster_of_gpu, load_cluster, shipped
 from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.errors import PlanError
 
@@ -67,6 +67,15 @@ def test_shipped_clusters_are_found_by_their_gpus_name():
     assert cluster_of_device("NVIDIA H100 80GB HBM3") == "h100_roce"
     assert cluster_of_device("NVIDIA H200") == "h200"
     assert cluster_of_device("NVIDIA RTX A6000") is None
+    assert cluster_of_device("NVIDIA GH200 480GB") is None  # 96 GB, not the 141 of an H200
+
+
+def test_a_gpu_has_no_more_memory_than_it_has():
+    assert cluster_of_gpu("NVIDIA H200", 2**37) == replace(load_cluster("h200"), memory=2**37)
+    assert cluster_of_gpu("NVIDIA H200", 2**38) == load_cluster("h200")
+    unknown = cluster_of_gpu("NVIDIA RTX A6000", 48e9)
+    assert (unknown.memory, unknown.peak_flops) == (48e9, load_cluster("h100_roce").peak_flops)
+    assert "RTX A6000" in unknown.name
 
 
 def test_a_gpu_of_half_the_multiprocessors_and_rate_takes_twice_as_long(write):

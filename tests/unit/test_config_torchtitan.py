@@ -172,7 +172,7 @@ WRONG = {
     ),
     "one process for all ranks": (
         {"t": 'base = "llama3_debug"\ncomm.mode = "local_tensor"'},
-        ['t.toml:2: comm.mode = "local_tensor": "local_tensor" lets one process'],
+        ['t.toml:2: comm.mode = "local_tensor": each rank here is a process'],
     ),
     "torchtitan's sharding of tokens": (
         {"t": 'base = "llama3_debug"\nparallelism.context_parallel_load_balancer = "ptrr"'},

@@ -210,6 +210,23 @@ data_parallel_shard_degree = 2
 """
 
 
+@pytest.mark.parametrize(
+    "packing",
+    [
+        ("--wlb.packing.policy", "fixed_solver", "--wlb.packing.time_limit", 5),
+        ("--wlb.packing.policy", "slim", "--wlb.packing.solver", "milp", "--wlb.packing.time_limit", 5),
+    ],
+    ids=["fixed_solver", "slim"],
+)
+def test_a_solver_is_asked_by_a_rank_that_is_alone(dryrun, small, packing, tmp_path):
+    output = tmp_path / "ranks.json"
+    words = ("--rank", "last", "--step", 1, "--wlb.packing.cost_model", "quadratic:1,40")
+    result = dryrun(small, *words, *packing, "--output", output)
+    assert result.exit_code == 0, result.output
+    (rank,) = json.loads(output.read_text())
+    assert rank["traced_gib"] > 0
+
+
 @pytest.mark.parametrize("checkpointing", ["selective", "none"])
 def test_keys_travel_and_lie_as_predicted(dryrun, checkpointing, tmp_path):
     """Among pairs and among all four ranks: gathered in forward passes and, if checkpointed, once more."""

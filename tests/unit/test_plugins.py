@@ -52,6 +52,17 @@ def test_a_policy_is_found_by_an_entry_point(monkeypatch):
     assert Policy.parse("backwards:hybrid").packing == "backwards"
 
 
+def test_candidates_come_in_one_order_on_all_hosts(monkeypatch):
+    points = [EntryPoint(name, "toys:Reversed", "wlb_titan.packing") for name in ("b_own", "a_own")]
+    found = []
+    for listing in (points, points[::-1]):
+        plugins._installed.cache_clear()
+        monkeypatch.setattr(plugins, "entry_points", lambda group, listing=listing: listing)
+        found.append(POLICIES.candidates)
+    plugins._installed.cache_clear()
+    assert found[0] == found[1] and found[0][-2:] == ["a_own", "b_own"]
+
+
 def test_a_strategy_of_one_s_own_passes_planner_memory_and_simulator():
     job = Job(window=4096, micro_batches=4, degrees=Degrees(context=4, pipeline=2))
     scenario = Scenario(job, Documents(lengths=np.full(100, 4096)))

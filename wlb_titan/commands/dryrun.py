@@ -13,6 +13,7 @@ import click
 from wlb_titan.commands import lone_ranks as lone
 from wlb_titan.commands.options import OVERRIDABLE, json_option, of_file
 from wlb_titan.commands.report.dryrun import print_rank
+from wlb_titan.cost.cluster import UNKNOWN, cluster_of_device
 from wlb_titan.memory.fits import usable_share
 from wlb_titan.memory.peak import GIB
 
@@ -62,14 +63,15 @@ def dryrun(
     resolved = load_config(file, words, world_size)
     config = resolved.config
     # torchtitan takes seconds to import, so that is left until the file has been found good.
-    from wlb_titan.runtime.job import cluster_at_hand
+    from wlb_titan.runtime.job import gpu_at_hand
 
     memory = None if device_gib is None else device_gib * GIB
     job = lone.configured_job(config, world_size, memory)
     world_size = job.degrees.ranks
     numbers = lone.rank_numbers(ranks, world_size, job.degrees.pipeline)
     if not config.wlb.cluster:  # the ranks' processes do not see the device
-        words += ["--wlb.cluster", cluster_at_hand(config.wlb.device)]
+        gpu = gpu_at_hand(config.wlb.device)
+        words += ["--wlb.cluster", (cluster_of_device(gpu[0]) or UNKNOWN) if gpu else "cpu"]
     with tempfile.TemporaryDirectory(prefix="wlb-dryrun-") as folder:
         words += [
             "--dump_folder",
@@ -77,7 +79,8 @@ def dryrun(
             *lone.corpus_words(resolved, job.micro_batches, step, Path(folder)),
         ]
         if job.undecided:
-            job = lone.decided_job(load_config(file, words, world_size).config, world_size, memory)
+            config = load_config(file, words, world_size).config
+            job = lone.decided_job(config, world_size, job.cluster.memory)
             words += lone.policy_words(str(job.policy))
         slices = job.packing.owner.slices
         bound = "" if slices else f", micro-batches of at most {job.longest_micro_batch:,} tokens"

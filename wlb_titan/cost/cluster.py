@@ -9,6 +9,7 @@ then context, data and pipeline parallelism, so that inner groups fill nodes (se
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from dataclasses import dataclass, replace
 from functools import cache
@@ -37,6 +38,9 @@ OPTIONAL = {
     ("node", "host_bandwidth"): (1e6, 1e15, "bytes/s"),
 }
 TEXTS = (("", "name"), ("gpu", "attention_profile"), ("gpu", "device"))
+
+UNKNOWN = "h100_roce"
+"""Whose rates stand for those of a GPU that no shipped cluster knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +119,21 @@ def shipped() -> tuple[str, ...]:
 
 
 def cluster_of_device(name: str) -> str | None:
-    """The shipped cluster whose [gpu] device is a part of a GPU's name; None if there is none."""
+    """The shipped cluster whose [gpu] device is a whole word of a GPU's name, or several; None if there is
+    none. So a "GH200" is no H200, of whose memory it has two thirds."""
     known = ((cluster, load_cluster(cluster).device) for cluster in shipped())
-    return next((cluster for cluster, device in known if device and device in name), None)
+    whole = (cluster for cluster, device in known if device and re.search(rf"\b{re.escape(device)}\b", name))
+    return next(whole, None)
+
+
+def cluster_of_gpu(name: str, memory: float) -> Cluster:
+    """The hardware of a GPU of this name and so many bytes: that of its shipped cluster, with no more memory
+    than that; of a GPU that none knows its own memory, and the rates of another."""
+    known = cluster_of_device(name)
+    cluster = load_cluster(known or UNKNOWN)
+    if known:
+        return replace(cluster, memory=min(cluster.memory, memory))
+    return replace(cluster, name=f"{name} with the rates of {cluster.name}", memory=memory)
 
 
 def load_cluster(name: str) -> Cluster:

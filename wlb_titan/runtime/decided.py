@@ -1,19 +1,28 @@
-"""What a configuration leaves open until the ranks have met: policies that are `auto`, steps of epochs.
+"""What a configuration leaves open until the ranks have met: hardware, policies that are `auto`, epochs.
 
-All ranks decide the same.
+All ranks decide the same, and compare what they plan: as each plans by itself, nothing else would notice.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
+from wlb_titan.cost.cluster import Cluster, cluster_of_device, cluster_of_gpu
+from wlb_titan.documents import Documents
+from wlb_titan.errors import UserError
 from wlb_titan.job import Job
+from wlb_titan.memory.peak import GIB
 from wlb_titan.packing.policy import here
 from wlb_titan.runtime.data.corpus import training_documents
 from wlb_titan.runtime.data.epochs import steps_of_epochs
 from wlb_titan.runtime.data.shared_answer import SharedAnswer
+from wlb_titan.runtime.job import gpu_at_hand
 from wlb_titan.simulator.choice import Choice, choose
 
 if TYPE_CHECKING:
@@ -21,11 +30,20 @@ if TYPE_CHECKING:
 
 
 def decided(config: Trainer.Config, job: Job) -> tuple[Job, Choice | None]:
-    """A configured job with its policies chosen, and how they were; `training.steps` is set to those of
-    `wlb.epochs`."""
-    choice, epochs = None, config.wlb.epochs
-    if job.undecided or epochs:
-        documents = training_documents(config.wlb)
+    """A configured job on the hardware of all ranks, with its policies chosen, and how they were;
+    `training.steps` is set to those of `wlb.epochs`.
+
+    Raises:
+        UserError: ranks have different jobs or documents.
+    """
+    choice, epochs, documents = None, config.wlb.epochs, training_documents(config.wlb)
+    gpus = _gathered(None if config.wlb.cluster else gpu_at_hand(config.wlb.device))
+    if all(gpus):
+        cluster, warning = common_cluster(gpus)
+        if warning and dist.get_rank() == 0:
+            logger.warning(warning)
+        job = job.on(cluster)
+    check_same(_facts(job, documents))
     if job.undecided:
         choice = choose(job, documents, on_one_rank=SharedAnswer())
         job = choice.job
@@ -35,3 +53,54 @@ def decided(config: Trainer.Config, job: Job) -> tuple[Job, Choice | None]:
         config.training.steps = steps_of_epochs(job.trained, documents, epochs, shared)
         logger.info(f"wlb.epochs = {epochs} takes {config.training.steps:,} steps")
     return job, choice
+
+
+def common_cluster(gpus: Sequence[tuple[str, int]]) -> tuple[Cluster, str]:
+    """What is planned for on GPUs of these names and bytes where no cluster is named: the first's hardware
+    with the least memory. And what to warn of, empty for nothing."""
+    names, cluster = {name for name, _ in gpus}, cluster_of_gpu(gpus[0][0], min(bytes_ for _, bytes_ in gpus))
+    if len(names) == 1 and cluster_of_device(*names):
+        return cluster, ""
+    return cluster, (
+        f"No one cluster that ships has {' and '.join(sorted(names))}: planned for is {cluster.name}, with "
+        f"the least memory there is, {cluster.memory / GIB:.1f} GiB. Name the hardware with [wlb] cluster."
+    )
+
+
+def check_same(mine: Mapping[str, Any]) -> None:
+    """Compares what every rank has of these. Every rank takes part.
+
+    Raises:
+        UserError: ranks differ; names them, and what the first of them has.
+    """
+    (first_host, first), *_ = ranks = _gathered((socket.gethostname(), mine))
+    different = [rank for rank, (_, its) in enumerate(ranks) if its != first]
+    if not different:
+        return
+    host, its = ranks[different[0]]
+    what = "; ".join(f"{key} is {its[key]}, not {first[key]}" for key in mine if its[key] != first[key])
+    more = ", ..." * (len(different) > 8)
+    raise UserError(
+        f"Rank {', '.join(map(str, different[:8]))}{more} (host {host}) would not train what rank 0 (host "
+        f"{first_host}) does: {what}. Each rank plans by itself, so all need the same configuration, corpus, "
+        "profiles and packages, and no policy may plan by rank."
+    )
+
+
+def _facts(job: Job, documents: Documents) -> dict[str, str]:
+    """What plans follow from."""
+    facts = {field.name: repr(getattr(job, field.name)) for field in fields(job)}
+    facts["cluster"] = repr(replace(job.cluster, attention_profile=""))  # which lies where packages do
+    facts["attention"] = repr(job.strategy and job.latency)
+    facts["auto"] = repr(
+        [one.family.candidates for one in (job.packing, job.sharding) if one.owner.automatic]
+    )
+    facts["corpus"] = f"{documents.fingerprint} of {len(documents.lengths):,} documents"
+    facts["corpus order"] = repr((documents.seed, documents.sources))
+    return facts
+
+
+def _gathered(mine: Any) -> list[Any]:
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    return ranks

@@ -13,12 +13,12 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common import CosSinRoPE
 from torchtitan.models.common.decoder import Decoder
 
-from wlb_titan.cost.cluster import cluster_of_device, load_cluster
+from wlb_titan.cost.cluster import Cluster, cluster_of_gpu, load_cluster
 from wlb_titan.cost.degrees import Degrees, own_dimensions
 from wlb_titan.cost.dimension import TORCHTITAN
 from wlb_titan.job import Job
 from wlb_titan.memory.settings import MemorySettings
-from wlb_titan.runtime.compat import Dims, batch_of
+from wlb_titan.runtime.compat import Dims, batch_of, device_bytes
 from wlb_titan.runtime.pipeline.schedules import canonical_name, stage_names
 from wlb_titan.runtime.shape import has_experts, has_latent_attention, model_shape
 
@@ -51,11 +51,11 @@ def configured_job(config: Trainer.Config, dims: ParallelDims) -> Job:
     if not has_experts(model):
         degrees["expert"] = 1  # a dense model has nothing to spread
     job_degrees = Degrees(**degrees, own=tuple(wlb.dimensions))
-    cluster = wlb.cluster or cluster_at_hand(wlb.device)
+    cluster = load_cluster(wlb.cluster) if wlb.cluster else cluster_at_hand(wlb.device)
     return Job(
         model=model_shape(model),
         degrees=job_degrees,
-        cluster=load_cluster(cluster),
+        cluster=cluster,
         dtype=config.training.mixed_precision_param,
         window=batch.window,
         micro_batches=batch.total or batch.run * job_degrees.data,
@@ -69,7 +69,8 @@ def configured_job(config: Trainer.Config, dims: ParallelDims) -> Job:
         stage_layers=stage_layers,
         memory=memory,
         memory_unknown=_memory_unknown(model),
-        overlap="cpu" not in (wlb.device, cluster),  # without streams FSDP waits for each collective
+        # Without streams FSDP waits for each collective.
+        overlap=wlb.device != "cpu" and cluster != load_cluster("cpu"),
         tensor_overlap=1.0 if config.compile.enable_async_tensor_parallel else 0.0,
     )
 
@@ -93,11 +94,17 @@ def parallel_dims(config: Trainer.Config, world_size: int | None = None) -> Dims
     return Dims.of(config.parallelism, world_size or degrees_product(config), own)
 
 
-def cluster_at_hand(device: str = "auto") -> str:
-    """The shipped cluster whose GPUs are like this machine's; `h100_roce` for a GPU that is not known."""
+def gpu_at_hand(device: str = "auto") -> tuple[str, int] | None:
+    """Name and bytes of this process's GPU; None on the CPU."""
     if device == "cpu" or not torch.cuda.is_available():
-        return "cpu"
-    return cluster_of_device(torch.cuda.get_device_name(0)) or "h100_roce"
+        return None
+    return torch.cuda.get_device_name(0), device_bytes()
+
+
+def cluster_at_hand(device: str = "auto") -> Cluster:
+    """The hardware that this process sees."""
+    gpu = gpu_at_hand(device)
+    return load_cluster("cpu") if gpu is None else cluster_of_gpu(*gpu)
 
 
 def memory_settings(config: Trainer.Config) -> MemorySettings:

@@ -16,6 +16,7 @@ from wlb_titan.memory.fits import fullest
 from wlb_titan.memory.packs import Passes
 from wlb_titan.memory.peak import GIB, TERMS, RankMemory
 from wlb_titan.plan import Plan
+from wlb_titan.runtime.decided import check_same
 from wlb_titan.simulator.replicas import flow_memory, replica_memory
 
 FIRST_STEPS = 12
@@ -125,8 +126,9 @@ def describe_memory(job: Job, documents: Documents) -> list[str]:
     return [f"Predicted peak memory, {most}: {_in_short(rank)}" for rank in ranks]
 
 
-def measured_memory(dims: ParallelDims, device: torch.device) -> dict[str, float]:
-    """GiB by pipeline rank, the most of its ranks. Call it on every rank.
+def measured_memory(dims: ParallelDims, device: torch.device, digest: int) -> dict[str, float]:
+    """GiB by pipeline rank, the most of its ranks. Call it on every rank; in passing they compare `digest`,
+    that of their plans, and raise UserError if one has another.
 
     Of an accelerator what was allocated at most since the last report; of the CPU what the process has had
     resident at most since it started, the libraries included.
@@ -135,10 +137,14 @@ def measured_memory(dims: ParallelDims, device: torch.device) -> dict[str, float
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     else:
         used = torch.accelerator.max_memory_allocated()
-    peaks = torch.zeros(dims.pp, dtype=torch.float64, device=device)
+    peaks = torch.zeros(dims.pp + 2, dtype=torch.float64, device=device)
+    peaks[-2:] = torch.tensor([digest, -digest])
     peaks[dims.place("pp")] = used / GIB
     dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
-    return {f"peak_memory_gib/pp{rank}": peak for rank, peak in enumerate(peaks.tolist())}
+    *found, largest, least = peaks.tolist()
+    if largest != -least:
+        check_same({"the digest of its steps up to this one": digest})
+    return {f"peak_memory_gib/pp{rank}": peak for rank, peak in enumerate(found)}
 
 
 def _in_short(rank: RankMemory) -> str:

@@ -17,11 +17,21 @@ from torchtitan.tools.logging import logger
 from wlb_titan.runtime.compat import metrics_rank_of
 from wlb_titan.runtime.life.dump_folder import METRICS_FILE, VALIDATION_FILE
 from wlb_titan.runtime.life.json_lines import JsonLines, warn_once
+from wlb_titan.runtime.pipeline.schedules import canonical_name
+
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+"""Schedules whose last stage is on the first pipeline rank."""
 
 
 def metrics_rank(parallel_dims: Any, schedule: str) -> int:
     """The one rank that knows the loss and reports it: the first of the last pipeline stage."""
-    return metrics_rank_of(parallel_dims=parallel_dims, pp_schedule=schedule)
+    return metrics_rank_of(parallel_dims=parallel_dims, pp_schedule=_shape(parallel_dims, schedule))
+
+
+def _shape(parallel_dims: Any, schedule: str) -> str:
+    """The name by which torchtitan's metrics know a schedule: of those in a V only one, spelled like this."""
+    in_v = parallel_dims.pp_enabled and canonical_name(schedule) in V_SHAPED
+    return V_SHAPED[0] if in_v else schedule
 
 
 class MetricsProcessor(titan.MetricsProcessor):
@@ -37,8 +47,9 @@ class MetricsProcessor(titan.MetricsProcessor):
     def __init__(
         self, config: Config, *, parallel_dims: Any, dump_folder: str, pp_schedule: str, **kwargs: Any
     ):
+        shape = _shape(parallel_dims, pp_schedule)
         super().__init__(
-            config, parallel_dims=parallel_dims, dump_folder=dump_folder, pp_schedule=pp_schedule, **kwargs
+            config, parallel_dims=parallel_dims, dump_folder=dump_folder, pp_schedule=shape, **kwargs
         )
         self._reports = torch.distributed.get_rank() == metrics_rank(parallel_dims, pp_schedule)
         # torchtitan knows the peak of accelerators only and takes an A100's otherwise.
@@ -121,10 +132,15 @@ class MetricsProcessor(titan.MetricsProcessor):
         return (self.last_step - step) * (now - then) / (step - first)
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
-        """Reports a validation pass: torchtitan's way, and as a line of validation.jsonl."""
-        super().log_validation(loss, step, extra_metrics)
+        """Reports a validation pass, as a line of validation.jsonl too.
+
+        torchtitan's would begin to count time and peak memory anew, between two reports of steps.
+        """
+        extra = extra_metrics or {}
+        self.logger.log({"validation_metrics/loss": loss, **extra}, step)
         if self._reports:
-            self._validation_lines.write({"step": step, "loss": loss, **(extra_metrics or {})})
+            self._validation_lines.write({"step": step, "loss": loss, **extra})
+            logger.info(f"validation after step {step} | loss {loss:8.5f}")
 
     def close(self) -> None:
         super().close()

@@ -288,7 +288,7 @@ class Trainer(TorchtitanTrainer):
             **learning_rates,
             **step_figures(step, self.job, self.shadow),
             **self.step_trace.end(self.step, step.plan),
-            **measured_memory(self.parallel_dims, self.device),
+            **measured_memory(self.parallel_dims, self.device, step.digest),
         }
         self.metrics_processor.log(self.step, mean, largest, float(grad_norm), figures)
 

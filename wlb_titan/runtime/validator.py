@@ -9,6 +9,7 @@ round of its own.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -117,7 +118,11 @@ class Validator(titan.BaseValidator):
 
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
-        """One round through all documents, in evaluation mode; the metrics get the losses."""
+        """One round through all documents, in evaluation mode; the metrics get the losses, and its time is
+        none of the steps' between which it lies."""
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+        begin, metrics = time.perf_counter(), self._parts["metrics_processor"]
         for part in model_parts:
             part.eval()
         mesh = self._parts["parallel_dims"].get_optional_mesh("loss")
@@ -138,7 +143,8 @@ class Validator(titan.BaseValidator):
         for part in model_parts:
             part.train()
         extra = losses if len(losses) > 1 else None
-        self._parts["metrics_processor"].log_validation(total / max(labels, 1e-9), step, extra)
+        metrics.log_validation(total / max(labels, 1e-9), step, extra)
+        metrics.time_last_log += time.perf_counter() - begin
 
     def _loss(self, group: Sequence[Item], model_parts: list[nn.Module]) -> torch.Tensor:
         """The sum of the losses of this rank's part of a group; 0 where it has no last stage."""

@@ -185,10 +185,10 @@ def _check_settings(config: Trainer.Config) -> None:
             "debug.spmd_typechecking: torchtitan cannot follow the layouts of tensors through document "
             "attention; set it to false."
         )
-    if config.comm.mode == "local_tensor":
+    if config.comm.mode != "default":
         raise UserError(
-            'comm.mode: "local_tensor" lets one process stand for all ranks, but each rank here has '
-            'micro-batches of its own; set it to "default".'
+            "comm.mode: each rank here is a process with micro-batches of its own, and all of them "
+            'communicate by torch\'s own process groups; set it to "default".'
         )
     if config.validator.enable:
         raise UserError(

@@ -46,6 +46,7 @@ class Step:
         own_labels: the same of those in `items`.
         flops: FLOPs of the model on the documents of the whole job.
         state_after: state of the planners, as JSON.
+        digest: of the plans up to this one, as of `Plan.digest`.
         shadow: what the job's shadow would have made of the step; None without one.
         flow: the order of this data-parallel rank's passes; None leaves it to the schedule.
         lowered: what runs them in that order, of the loader's `lower`.
@@ -58,6 +59,7 @@ class Step:
     own_labels: float
     flops: float
     state_after: dict[str, str]
+    digest: int
     flow: Flow | None = None
     lowered: Any = None
     shadow: Plan | None = None
@@ -91,6 +93,9 @@ class PlannedDataLoader(BaseDataLoader):
         """The tensor-parallel rank where hidden states are divided among them, and how many do so."""
 
         loss_weight: str = "token"
+        alone: bool = False
+        """Whether the other ranks are not there, and a solver is asked here."""
+
         hold_out: float = 0.0
         documents: Documents | None = None
         """Other ones of the corpus than those that are trained on."""
@@ -105,11 +110,12 @@ class PlannedDataLoader(BaseDataLoader):
         self._by_document = config.loss_weight == "conversation"
         self._dp_rank = dp_rank
         documents = config.documents or documents_of(config.corpus, self.corpus, config.hold_out)
-        self._planner = _planner(config.job, documents)
+        self._planner = _planner(config, config.job, documents)
         self._planners = {"planner": self._planner}
         if config.shadow is not None:
-            self._planners["shadow"] = _planner(config.shadow, documents)
+            self._planners["shadow"] = _planner(config, config.shadow, documents)
         self._state = self._save()
+        self._digest = 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="planner")
 
     def __iter__(self) -> Iterator[Step]:
@@ -149,6 +155,7 @@ class PlannedDataLoader(BaseDataLoader):
         plan, shadow = self._planner.next(sharded=[self._dp_rank]), None
         if "shadow" in self._planners:
             shadow = self._planners["shadow"].next(sharded=[self._dp_rank])
+        self._digest = plan.digest(self._digest)
         flow = None if plan.flows is None else plan.flows[self._dp_rank]
         own = plan.replica(self._dp_rank)
         packs = [micro_batch for of_pass in own.apart for micro_batch in of_pass]
@@ -166,6 +173,7 @@ class PlannedDataLoader(BaseDataLoader):
             own_labels=sum(total_weight(labels) for _, labels in items),
             flops=self._job.model.flops(plan.document_lengths),
             state_after=self._save(),
+            digest=self._digest,
             flow=flow,
             lowered=None if flow is None else self.lower(flow),
             shadow=shadow,
@@ -214,7 +222,7 @@ class PlannedDataLoader(BaseDataLoader):
         return before * self._job.degrees.context + self._context_rank
 
 
-def _planner(job: Job, documents: Documents) -> Planner:
+def _planner(config: PlannedDataLoader.Config, job: Job, documents: Documents) -> Planner:
     # A solver that is stopped by its time limit finds other packings on other ranks.
-    shared = SharedAnswer() if job.packing.planning_seconds else here
-    return job.planner(documents, on_one_rank=shared)
+    shares = job.packing.planning_seconds and not config.alone
+    return job.planner(documents, on_one_rank=SharedAnswer() if shares else here)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 def tell_beginning(trainer: Trainer) -> None:
     """The corpus, what was chosen, and what memory and time are predicted."""
+    if not logger.isEnabledFor(logging.INFO):
+        return  # nobody reads it on this rank, and whole steps are planned for it
     corpus, choice, job = trainer.planned.corpus, trainer.choice, trainer.job
     logger.info(f"Corpus {corpus}: {len(corpus):,} documents, {corpus.lengths.sum():,} tokens")
     if choice is not None:

@@ -46,6 +46,7 @@ class LoneTrainer(Trainer):
         self.start_group()
         dims = parallel_dims(self.config, self._world_size)
         self.set_up(dims)
+        self.config.dataloader.alone = True
         return dims
 
     def report(self, *arguments: Any) -> None:
