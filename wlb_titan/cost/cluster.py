@@ -119,16 +119,15 @@ def shipped() -> tuple[str, ...]:
 
 
 def cluster_of_device(name: str) -> str | None:
-    """The shipped cluster whose [gpu] device is a whole word of a GPU's name, or several; None if there is
-    none. So a "GH200" is no H200, of whose memory it has two thirds."""
+    """The shipped cluster whose [gpu] device is in a GPU's name, in whole words; None if there is none."""
     known = ((cluster, load_cluster(cluster).device) for cluster in shipped())
     whole = (cluster for cluster, device in known if device and re.search(rf"\b{re.escape(device)}\b", name))
     return next(whole, None)
 
 
 def cluster_of_gpu(name: str, memory: float) -> Cluster:
-    """The hardware of a GPU of this name and so many bytes: that of its shipped cluster, with no more memory
-    than that; of a GPU that none knows its own memory, and the rates of another."""
+    """The shipped cluster of a GPU's name, with at most so many bytes; where there is none another's rates
+    with this memory."""
     known = cluster_of_device(name)
     cluster = load_cluster(known or UNKNOWN)
     if known:

@@ -92,11 +92,10 @@ def _facts(job: Job, documents: Documents) -> dict[str, str]:
     facts = {field.name: repr(getattr(job, field.name)) for field in fields(job)}
     facts["cluster"] = repr(replace(job.cluster, attention_profile=""))  # which lies where packages do
     facts["attention"] = repr(job.strategy and job.latency)
-    facts["auto"] = repr(
-        [one.family.candidates for one in (job.packing, job.sharding) if one.owner.automatic]
-    )
+    auto = (one for one in (job.packing, job.sharding) if one.owner.automatic)
+    facts["auto"] = repr([one.family.candidates for one in auto])
     facts["corpus"] = f"{documents.fingerprint} of {len(documents.lengths):,} documents"
-    facts["corpus order"] = repr((documents.seed, documents.sources))
+    facts["order of documents"] = repr((documents.seed, documents.sources))
     return facts
 
 

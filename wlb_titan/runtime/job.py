@@ -13,7 +13,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common import CosSinRoPE
 from torchtitan.models.common.decoder import Decoder
 
-from wlb_titan.cost.cluster import Cluster, cluster_of_gpu, load_cluster
+from wlb_titan.cost.cluster import cluster_of_gpu, load_cluster
 from wlb_titan.cost.degrees import Degrees, own_dimensions
 from wlb_titan.cost.dimension import TORCHTITAN
 from wlb_titan.job import Job
@@ -51,7 +51,8 @@ def configured_job(config: Trainer.Config, dims: ParallelDims) -> Job:
     if not has_experts(model):
         degrees["expert"] = 1  # a dense model has nothing to spread
     job_degrees = Degrees(**degrees, own=tuple(wlb.dimensions))
-    cluster = load_cluster(wlb.cluster) if wlb.cluster else cluster_at_hand(wlb.device)
+    gpu = None if wlb.cluster else gpu_at_hand(wlb.device)
+    cluster = cluster_of_gpu(*gpu) if gpu else load_cluster(wlb.cluster or "cpu")
     return Job(
         model=model_shape(model),
         degrees=job_degrees,
@@ -99,12 +100,6 @@ def gpu_at_hand(device: str = "auto") -> tuple[str, int] | None:
     if device == "cpu" or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_name(0), device_bytes()
-
-
-def cluster_at_hand(device: str = "auto") -> Cluster:
-    """The hardware that this process sees."""
-    gpu = gpu_at_hand(device)
-    return load_cluster("cpu") if gpu is None else cluster_of_gpu(*gpu)
 
 
 def memory_settings(config: Trainer.Config) -> MemorySettings:
