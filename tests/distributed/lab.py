@@ -90,10 +90,13 @@ class Lab:
         experiment: Experiment,
         environment: Mapping[str, str] | None = None,
         fresh: bool = False,
+        of_last: Sequence[str] = (),
     ) -> Job:
-        """Starts an experiment in so many processes; the rest as of `ForkServer.start`."""
+        """Starts an experiment in so many processes, with overrides of the last one alone; the rest as of
+        `ForkServer.start`."""
         words = ["--config", str(CONFIG), *experiment.words()]
-        ranks = [Rank(words, experiment.log)] * processes
+        ranks = [Rank(words, experiment.log)] * (processes - 1)
+        ranks.append(Rank([*words, *of_last], experiment.log))
         return self._server.start(ranks, environment={**self.environment, **(environment or {})}, fresh=fresh)
 
     def start_and_kill(self, processes: int, experiment: Experiment, step: int) -> int:

@@ -9,7 +9,9 @@ import time
 
 import pytest
 from forking import environment
-from lab import CONFIG
+from lab import CONFIG, make_corpus
+
+from wlb_titan.errors import EXIT_USER_ERROR
 
 LAYOUT = ("--parallelism.data_parallel_shard_degree", "2", "--training.local_batch_size", "2")
 
@@ -54,6 +56,38 @@ def test_one_process_whose_port_is_taken_says_so(lab):
     log = experiment.log.read_text()
     assert "EADDRINUSE" in log.splitlines()[-1] and port in log and "Traceback" in log
     assert "other ranks" not in log
+
+
+def ends(job, experiment, *words):
+    """That a job of two ranks ends with the same error of both, which has these words."""
+    codes = job.wait(120)
+    log = experiment.log.read_text()
+    assert EXIT_USER_ERROR in codes and 0 not in codes, log
+    (error,) = [line for line in log.splitlines() if line.startswith("error: ")]
+    assert all(word in error for word in ("Rank 1 (host ", "would not train what rank 0", *words)), error
+    assert "Traceback" not in log
+
+
+def test_a_rank_with_another_corpus_ends_the_job_before_a_step(lab):
+    make_corpus(lab.folder / "other.jsonl", lab.folder / "other", [50] * 40)
+    experiment = lab.experiment("another_corpus", *LAYOUT)
+    job = lab.start(2, experiment, of_last=("--wlb.corpus.path", str(lab.folder / "other")))
+    ends(job, experiment, "corpus is ", " of 40 documents, not ", " of 400 documents")
+    assert not (experiment.folder / "metrics.jsonl").exists()
+
+
+def test_a_rank_with_other_settings_ends_the_job_before_a_step(lab):
+    experiment = lab.experiment("another_policy", *LAYOUT)
+    job = lab.start(2, experiment, of_last=("--wlb.packing.policy", "wlb_lazy"))
+    ends(job, experiment, "packing is WlbLazy.Config(", ", not Plain.Config(")
+
+
+def test_a_rank_that_plans_otherwise_ends_the_job_at_the_next_report(lab):
+    """One step, which is not reported; the next ones are the same again."""
+    words = ("--wlb.packing.policy", "toys:ByRank", "--metrics.log_freq", "3", "--training.steps", "9")
+    experiment = lab.experiment("by_rank", *LAYOUT, *words)
+    ends(lab.start(2, experiment), experiment, "the digest of its steps")
+    assert [record["step"] for record in experiment.metrics()] == [1]
 
 
 @pytest.mark.timeout(300)

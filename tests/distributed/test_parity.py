@@ -7,6 +7,14 @@ LAYOUTS = {
     "pp2_cp2": {"pp": 2, "cp": 2},
     "pp2_dp2": {"pp": 2, "dp": 2},
     "cp2_tp2": {"cp": 2, "tp": 2},
+    "pp2_cp2_v": {"pp": 2, "cp": 2},
+}
+WORDS = {
+    # Its last stage is on the first rank. A layer a stage, and the ends without one.
+    "pp2_cp2_v": (
+        *("--parallelism.pipeline_parallel_schedule", "dualpipev"),
+        *("--parallelism.pipeline_parallel_layers_per_stage", "1"),
+    ),
 }
 
 
@@ -17,7 +25,8 @@ VALIDATION = ("--wlb.validation.hold_out", "0.1", "--wlb.validation.every", "5")
 @pytest.fixture(scope="module")
 def runs(lab):
     experiments = {
-        name: lab.experiment(name, *layout(**degrees), *VALIDATION) for name, degrees in LAYOUTS.items()
+        name: lab.experiment(name, *layout(**degrees), *VALIDATION, *WORDS.get(name, ()))
+        for name, degrees in LAYOUTS.items()
     }
     lab.run(4, list(experiments.values()))
     experiments["one_process"] = lab.experiment("one_process", *VALIDATION)
@@ -42,6 +51,18 @@ def test_validation_losses_equal_one_process(runs):
     assert losses["one_process"][1] < losses["one_process"][0]
     for name in LAYOUTS:
         assert losses[name] == pytest.approx(losses["one_process"], rel=1e-4)
+
+
+def test_a_validation_between_two_reports_is_no_time_of_steps(lab):
+    experiment = lab.experiment(
+        "clocked",
+        *("--base", "clocked:config", "--training.steps", "6", "--metrics.log_freq", "2"),
+        *("--wlb.validation.hold_out", "0.1", "--wlb.validation.every", "3"),
+    )
+    lab.run(1, [experiment])
+    assert [record["step"] for record in experiment.validation()] == [1, 3, 6]
+    records = experiment.metrics()
+    assert [(record["step"], record["seconds"]) for record in records] == [(s, 1.0) for s in (1, 2, 4, 6)]
 
 
 def test_something_is_learned(runs):
