@@ -1,7 +1,8 @@
 """The job: everything besides the documents that its plans and predictions follow from.
 
 It is put together once, from a configuration (`runtime/job.py`) or from options (`commands`), and is the only
-way to a planner. So `plan`, `simulate`, `dryrun` and training make the same plans from the same TOML file.
+way to a planner. So `plan`, `simulate`, `dryrun` and training make the same plans from the same TOML file, if
+it names the cluster or they see the same GPUs.
 """
 
 from __future__ import annotations

@@ -5,9 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 from torch import nn
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    ScheduleDualPipeV,
+    ScheduleZBVZeroBubble,
+    get_schedule_class,
+)
 from torchtitan.config import CompileConfig, ParallelismConfig
 
+from wlb_titan.runtime.metrics import metrics_rank
 from wlb_titan.runtime.pipeline.schedules import (
     SPLITS_BACKWARD,
     TORCH_SCHEDULES,
@@ -65,6 +71,14 @@ def test_names_are_spelled_in_any_case():
     assert canonical_name("interleaved1f1b") == "Interleaved1F1B"
     with pytest.raises(ValueError, match=r"'PipelineScheduleSingle'.*GPipe"):
         canonical_name("PipelineScheduleSingle")
+
+
+@pytest.mark.parametrize("name", TORCH_SCHEDULES)
+def test_the_loss_is_reported_by_a_rank_that_has_the_last_stage(name):
+    v_shaped = issubclass(get_schedule_class(name), ScheduleZBVZeroBubble | ScheduleDualPipeV)
+    for spelled in (name, name.lower()):
+        dims = SimpleNamespace(pp_enabled=True, pp=2, world_size=8)
+        assert metrics_rank(dims, spelled) == (0 if v_shaped else 4)
 
 
 def test_a_schedule_from_a_file_is_refused():

@@ -120,8 +120,12 @@ def test_a_job_for_the_cpu_leaves_gpus_alone(lab):
     assert "mfu_documents" not in experiment.metrics()[-1]  # of a CPU the peak is not known, of a GPU it is
 
 
-def test_more_processes_than_gpus_are_refused(lab, target):
-    experiment = lab.experiment("too_many", *COMMON)
-    codes = lab.start(1, experiment, environment={"LOCAL_WORLD_SIZE": "99"}).wait(SECONDS)
+@pytest.mark.parametrize("visible", ["0,1", "0"])
+def test_more_processes_than_gpus_are_refused_unless_each_is_shown_its_own(lab, target, visible):
+    experiment = lab.experiment(f"too_many_{visible}", *COMMON)
+    shown = {"CUDA_VISIBLE_DEVICES": target.pick(cuda=visible, cpu="")}
+    codes = lab.start(1, experiment, environment={"LOCAL_WORLD_SIZE": "99", **shown}, fresh=True).wait(
+        SECONDS
+    )
     message = "error: " in experiment.log.read_text() and "99 processes and" in experiment.log.read_text()
-    assert (codes != [0]) == message == target.pick(cuda=True, cpu=False)
+    assert (codes != [0]) == message == target.pick(cuda=visible == "0,1", cpu=False)

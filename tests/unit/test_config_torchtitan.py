@@ -174,6 +174,10 @@ WRONG = {
         {"t": 'base = "llama3_debug"\ncomm.mode = "local_tensor"'},
         ['t.toml:2: comm.mode = "local_tensor": each rank here is a process'],
     ),
+    "one process without others": (
+        {"t": 'base = "llama3_debug"\ncomm.mode = "fake_backend"'},
+        ['t.toml:2: comm.mode = "fake_backend": each rank here is a process'],
+    ),
     "torchtitan's sharding of tokens": (
         {"t": 'base = "llama3_debug"\nparallelism.context_parallel_load_balancer = "ptrr"'},
         ["t.toml:2: parallelism.context_parallel_load_balancer = ", "no effect", "wlb.sharding.policy"],

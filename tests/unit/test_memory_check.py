@@ -1,5 +1,6 @@
 """A configuration that cannot fit its devices is refused with the arithmetic."""
 
+import logging
 from dataclasses import replace
 
 import numpy as np
@@ -155,3 +156,42 @@ def test_a_run_is_told_what_would_make_it_faster(loaded):
     assert advice(large, compiled=False, on_gpu=True) == []
     tight = small.on(replace(small.cluster, memory=small.cluster.memory / 8))
     assert advice(tight, compiled=True, on_gpu=True) == []
+
+
+def test_a_gpu_that_no_cluster_knows_counts_with_its_own_memory(loaded, monkeypatch):
+    gpu = "NVIDIA RTX A6000", 48 * GIB
+    monkeypatch.setattr("wlb_titan.runtime.job.gpu_at_hand", lambda device: gpu)
+    own, named = loaded(PIPELINE.replace('wlb.cluster = "h100_roce"', "")), loaded(PIPELINE)
+    assert (own.cluster.memory, named.cluster.memory) == (48 * GIB, 80e9)
+    assert own.overlap and "RTX A6000" in own.cluster.name
+
+
+@pytest.mark.parametrize(
+    ("others", "memory", "words"),
+    [
+        ([("NVIDIA H100 80GB HBM3", 79 * GIB)], 80e9, None),
+        ([("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 40 * GIB)], 40 * GIB, ["MIG", "40.0 GiB"]),
+        ([("NVIDIA H200", 139 * GIB)] * 2, 80e9, ["HBM3 and NVIDIA H200:", "for is H100", "[wlb] cluster"]),
+        ([("NVIDIA L40S", 44 * GIB)], 44 * GIB, ["HBM3 and NVIDIA L40S:", "44.0 GiB"]),
+    ],
+)
+def test_different_gpus_are_planned_for_as_rank_0_s_with_the_least_memory(others, memory, words):
+    from wlb_titan.runtime.decided import common_cluster
+
+    cluster, warning = common_cluster([("NVIDIA H100 80GB HBM3", 79 * GIB), *others])
+    assert (cluster.memory, cluster.gpus_per_node) == (memory, 8)
+    assert bool(warning) == bool(words) and all(word in warning for word in words or ())
+
+
+def test_gpus_that_no_cluster_knows_are_warned_of():
+    from wlb_titan.runtime.decided import common_cluster
+
+    cluster, warning = common_cluster([("NVIDIA GH200 480GB", 95 * GIB), ("NVIDIA GH200 480GB", 94 * GIB)])
+    assert cluster.memory == 94 * GIB and "GH200" in warning and "[wlb] cluster" in warning
+
+
+def test_a_rank_that_logs_nothing_plans_nothing_to_tell_of(caplog):
+    from wlb_titan.runtime.life.told import tell_beginning
+
+    caplog.set_level(logging.WARNING)
+    tell_beginning(object())

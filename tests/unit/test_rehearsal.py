@@ -122,6 +122,13 @@ def test_the_report_the_table_and_the_policies(forked_ranks, job, tmp_path):
     assert "plain:per_sequence, rehearsed: " in page and 'class="answer">' in page
 
 
+def test_a_solver_is_asked_by_the_rank_that_is_alone(forked_ranks, job):
+    solver = ("--wlb.packing.policy", "fixed_solver", "--wlb.packing.time_limit", 1)
+    steps = ("--steps", 1, "--warm-up", 0, "--step", 1, PP, 2)
+    result = command("rehearse", job, "--rank", "first", *steps, *solver)
+    assert result.exit_code == 0, result.output
+
+
 def test_what_does_not_fit_is_said_in_the_predictions_words(forked_ranks, job):
     result = command("rehearse", job, "--rank", "first", "--memory-gib", 0.001)
     assert result.exit_code == 1

@@ -62,16 +62,6 @@ def test_compiling_and_solving_are_added(config):
     assert "compiling" in reason and "solver" in reason
 
 
-def test_a_synchronous_checkpoint_is_waited_for(config):
-    plain, _ = train_timeout(config)
-    config.checkpoint.enable = True
-    waiting, reason = train_timeout(config)
-    config.checkpoint.async_mode = "async"
-    assert train_timeout(config)[0] == plain
-    # All 7 B weights and both moments, by one rank.
-    assert waiting - plain == pytest.approx(12 * 6.74e9 / 5e7, rel=0.01) and "checkpoint" in reason
-
-
 def test_the_user_s_bound_holds(config):
     config.comm.train_timeout_seconds, config.compile.enable = 7, True
     assert train_timeout(config) == (7, "as comm.train_timeout_seconds says")

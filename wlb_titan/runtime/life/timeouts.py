@@ -14,7 +14,6 @@ import numpy as np
 import torch.distributed as dist
 from torchtitan.config import CommConfig
 
-from wlb_titan.cost.models import rank_parameters
 from wlb_titan.cost.passes import JobCost
 from wlb_titan.cost.workload import workload
 from wlb_titan.job import Job
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
 GRAPHS = 6  # that a compiled model needs in all, each forward and backward
 COMPILE_SECONDS = 90  # of one of them, at the most seen
-STATE = 12  # bytes of a weight in a checkpoint, with both of AdamW's moments
-WRITTEN = 5e7  # bytes/s that a rank writes, if many crowd a shared file system: the first wait for the last
 STEPS = 10  # predicted steps that a rank may fall behind
 
 
@@ -51,7 +48,7 @@ def train_timeout(config: Trainer.Config, job: Job) -> tuple[int, str]:
 
     What the user set (`comm.train_timeout_seconds`) holds. Otherwise torchtitan's default, or ten times the
     predicted step if that is longer, and with torch.compile besides the time of all its graphs; and what
-    planning a step and writing a synchronous checkpoint may take.
+    planning a step may take.
     """
     default = CommConfig().train_timeout_seconds
     if config.comm.train_timeout_seconds != default:
@@ -61,12 +58,6 @@ def train_timeout(config: Trainer.Config, job: Job) -> tuple[int, str]:
     if config.compile.enable:
         seconds += GRAPHS * COMPILE_SECONDS
         reasons.append(f"{GRAPHS * COMPILE_SECONDS} for compiling")
-    if config.checkpoint.enable and config.checkpoint.async_mode == "disabled":
-        weights, degrees = rank_parameters(job.model, job.layers, range(len(job.layers))), job.degrees
-        sharers = degrees.tensor * degrees.context * degrees.pipeline * degrees.shard
-        writing = STATE * weights / sharers / WRITTEN
-        seconds += writing
-        reasons += [f"{writing:.0f} for writing a checkpoint"] * (writing >= 1)
     if planning := job.packing.planning_seconds:
         seconds += planning
         reasons.append(f"{planning:.0f} for the solver")
