@@ -31,10 +31,7 @@ if TYPE_CHECKING:
 
 def decided(config: Trainer.Config, job: Job) -> tuple[Job, Choice | None]:
     """A configured job on the hardware of all ranks, with its policies chosen, and how they were;
-    `training.steps` is set to those of `wlb.epochs`.
-
-    Raises:
-        UserError: ranks have different jobs or documents.
+    `training.steps` is set to those of `wlb.epochs`. Raises UserError where ranks differ.
     """
     choice, epochs, documents = None, config.wlb.epochs, training_documents(config.wlb)
     gpus = _gathered(None if config.wlb.cluster else gpu_at_hand(config.wlb.device))
@@ -57,7 +54,7 @@ def decided(config: Trainer.Config, job: Job) -> tuple[Job, Choice | None]:
 
 def common_cluster(gpus: Sequence[tuple[str, int]]) -> tuple[Cluster, str]:
     """What is planned for on GPUs of these names and bytes where no cluster is named: the first's hardware
-    with the least memory. And what to warn of, empty for nothing."""
+    with the least memory; and a warning, empty for none."""
     names, cluster = {name for name, _ in gpus}, cluster_of_gpu(gpus[0][0], min(bytes_ for _, bytes_ in gpus))
     if len(names) == 1 and cluster_of_device(*names):
         return cluster, ""
@@ -73,12 +70,14 @@ def check_same(mine: Mapping[str, Any]) -> None:
     Raises:
         UserError: ranks differ; names them, and what the first of them has.
     """
-    (first_host, first), *_ = ranks = _gathered((socket.gethostname(), mine))
+    ranks = _gathered((socket.gethostname(), mine))
+    first_host, first = ranks[0]
     different = [rank for rank, (_, its) in enumerate(ranks) if its != first]
     if not different:
         return
     host, its = ranks[different[0]]
-    what = "; ".join(f"{key} is {its[key]}, not {first[key]}" for key in mine if its[key] != first[key])
+    both = [(key, its.get(key), first.get(key)) for key in first | its]
+    what = "; ".join(f"{key} is {one}, not {other}" for key, one, other in both if one != other)
     more = ", ..." * (len(different) > 8)
     raise UserError(
         f"Rank {', '.join(map(str, different[:8]))}{more} (host {host}) would not train what rank 0 (host "
