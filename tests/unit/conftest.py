@@ -29,6 +29,7 @@ SLOW = {
     "test_rotary.py",
     "test_same_plans.py",
     "test_simulate_command.py",
+    "test_stop.py",
     "test_timeouts.py",
     "test_weights.py",
 }

@@ -39,7 +39,7 @@ GRACE = 3.0  # seconds for a rank to say what it has met itself, after another h
 HEARD = 2.5  # seconds in which all others have looked, before the store may go with this host
 LOST = 30.0  # seconds without the store after which its host is taken for gone
 CONNECT = timedelta(seconds=120)
-SECONDS_WHILE_ALL_WAIT = 0.05  # between looks, until it is agreed when to stop
+SECONDS_WHILE_ALL_WAIT = 0.5  # between looks, until it is agreed when to stop
 
 EXIT_FAILED = 1
 EXIT_STOPPED = 128 + signal.SIGTERM
@@ -111,11 +111,12 @@ class Alarm:
             if self._store is not None:
                 self._store.set(name, json.dumps(found))
             return found
-        deadline = time.monotonic() + timeout
+        deadline, pause = time.monotonic() + timeout, 0.05
         while not self._store.check([name]):  # `wait` would keep the watching thread from the store
             if time.monotonic() > deadline:
                 raise UserError(f"Rank 0 has not said {name!r} within {timeout:.0f} s; look at its log.")
-            time.sleep(0.05)
+            time.sleep(pause)
+            pause = min(2 * pause, SECONDS_BETWEEN_LOOKS)
         return json.loads(self._store.get(name))
 
     def fail(self, error: BaseException) -> None:
@@ -161,18 +162,19 @@ class Alarm:
             # A launcher that was killed while the ranks stop leaves them to it.
             if os.getppid() != self._launcher and not self.stop.is_asked:
                 self._stop("ends, as its launcher is gone", EXIT_STOPPED)
+            for number in signals:
+                self._hear(number)
+            failure = None
             try:
-                for number in signals:
-                    self._hear(number)
                 self.stop.look()
-                failed = self._store is not None and self._store.check(["failed"])
+                if self._store is not None and self._store.check(["failed"]):
+                    failure = json.loads(self._store.get("failed"))
                 seen = time.monotonic()
-            except Exception:
-                failed = False
+            except Exception:  # the next look may find the store again
                 if time.monotonic() - seen > LOST and not self._closed.is_set():
                     self._stop(f"ends, as rank 0's host has not answered for {LOST:.0f} s", EXIT_FAILED)
-            if failed:
-                self._follow(json.loads(self._store.get("failed")))
+            if failure is not None:
+                self._follow(failure)
 
     def _hear(self, number: int) -> None:
         """Takes a signal as its sender means it."""

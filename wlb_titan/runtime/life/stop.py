@@ -6,12 +6,13 @@ thread, so that a step costs a lock, and nothing is exchanged before somebody as
 
     stop            why, by the first that was asked
     begun/<rank>    the step that a rank had begun when it saw that; it begins no other before the answer
-    told            how many ranks have said so
-    last            the largest of these, by the rank that is the last to say it: the last step of all
+    last            the largest of these, by rank 0 when all have said theirs: the last step of all
 
 No rank waits for one that waits: whoever stands between two steps has entered all collectives of those
 before, so that others can end theirs; and what they had begun is said by their alarms' threads, which no
 collective holds up.
+
+A call of the store may fail: what it was to do is done at the next look, and twice does no harm.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import signal
 import threading
 import time
 
-from torch.distributed import Store
+from torch.distributed import HashStore, Store
 from torchtitan.tools.logging import logger
 
 from wlb_titan.errors import EXIT_AGAIN, UserError
@@ -42,22 +43,24 @@ class Stop:
     def __init__(self, rank: int, world_size: int, store: Store | None) -> None:
         self.status = 0
         self._rank = rank
-        self._world_size = world_size
-        self._store = store
+        self._store = store or HashStore()
+        self._all_begun = [f"begun/{one}" for one in range(world_size)]
         self._deadline = float("inf")
         self._begun = 0
+        self._wish = ""
         self._frozen = False
+        self._told = False
         self._last: int | None = None
         self._changed = threading.Condition()
 
     @property
     def is_asked(self) -> bool:
-        return self._frozen
+        return self._frozen or self._wish != ""
 
     @property
     def is_undecided(self) -> bool:
         """Whether some ranks may wait for the others' answer."""
-        return self._frozen and self._last is None
+        return self.is_asked and self._last is None
 
     def after(self, seconds: float) -> None:
         """Has the run stop so many seconds from now; rank 0's clock counts."""
@@ -75,42 +78,43 @@ class Stop:
             return step < self._last
 
     def ask(self, why: str, status: int) -> None:
-        """Asks all ranks to stop; a second reason changes nothing."""
-        asked = json.dumps({"why": why, "status": status})
-        if self._store is not None:
-            self._store.compare_set("stop", "", asked)
-        else:
-            self._freeze(asked)
-            self._decide(self._begun)
+        """Asks all ranks to stop, from the next look on; a second reason changes nothing."""
+        self._wish = self._wish or json.dumps({"why": why, "status": status})
 
     def look(self) -> None:
-        """What the alarm's thread does at each of its looks."""
+        """What the alarm's thread does at each of its looks; where the store fails, the next one goes on."""
         if time.monotonic() > self._deadline:
-            self._deadline = float("inf")
             self.ask("wlb.stop_after", EXIT_AGAIN)
-        if self._store is None or self._last is not None:
+        store = self._store
+        if self._last is not None:
             return
-        if not self._frozen and self._store.check(["stop"]):
-            self._tell(self._store, self._freeze(self._store.get("stop").decode()))
-        if self._frozen and self._store.check(["last"]):
-            self._decide(int(self._store.get("last")))
+        if not self._frozen and (self._wish or store.check(["stop"])):
+            self._freeze(store.compare_set("stop", "", self._wish).decode())  # what was asked first
+        if not self._frozen:
+            return
+        if not self._told:
+            self._tell()
+        if self._rank == 0 and store.check(self._all_begun):
+            store.set("last", str(max(map(int, store.multi_get(self._all_begun)))))
+        if store.check(["last"]):
+            self._decide(int(store.get("last")))
 
     def leave(self) -> None:
         """Answers before anybody asks: this rank has done its last step, and looks no more."""
         with self._changed:
-            told, self._frozen = self._frozen, True
-        if self._store is not None and not told:
-            with contextlib.suppress(Exception):  # the store's host may be done already
-                self._tell(self._store, self._begun)
+            self._frozen = True
+        with contextlib.suppress(Exception):  # the store's host may be done already
+            if not self._told:
+                self._tell()
+            if self._rank == 0 and self._last is None:
+                self._store.set("last", str(self._begun))  # of all, as none ends its last step alone
 
-    def _tell(self, store: Store, begun: int) -> None:
-        store.set(f"begun/{self._rank}", str(begun))
-        if store.add("told", 1) == self._world_size:
-            all_begun = store.multi_get([f"begun/{rank}" for rank in range(self._world_size)])
-            store.set("last", str(max(map(int, all_begun))))
+    def _tell(self) -> None:
+        self._store.set(self._all_begun[self._rank], str(self._begun))
+        self._told = True
 
-    def _freeze(self, asked: str) -> int:
-        """Begins no step from now on; the one that was begun."""
+    def _freeze(self, asked: str) -> None:
+        """Begins no step from now on."""
         found = json.loads(asked)
         with self._changed:
             self._frozen = True
@@ -118,7 +122,6 @@ class Stop:
         logger.info(
             f"{found['why']}: the run ends after the step under way; a second signal ends it at once."
         )
-        return self._begun
 
     def _decide(self, last: int) -> None:
         with self._changed:

@@ -1,0 +1,176 @@
+"""A store that fails for a moment, or for good, costs no signal and no rank's answer, and hangs nobody."""
+
+import queue
+import signal
+
+import pytest
+from torch.distributed import HashStore
+
+from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+
+use_cpu_without_accelerator()
+
+from wlb_titan.errors import EXIT_AGAIN  # noqa: E402
+from wlb_titan.runtime.life import alarm as alarm_module  # noqa: E402
+from wlb_titan.runtime.life.alarm import Alarm  # noqa: E402
+from wlb_titan.runtime.life.stop import Stop  # noqa: E402
+
+RANKS = 3
+PATIENCE = 60
+
+
+class Flaky:
+    """A store of which some calls raise.
+
+    Args:
+        fails: says of each call, by its name and its number among all, whether it raises.
+        done: whether a call that raises is carried out all the same, and only its answer is lost.
+    """
+
+    def __init__(self, store, fails, done=False):
+        self._store, self._fails, self._done, self.calls = store, fails, done, 0
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            number, self.calls = self.calls, self.calls + 1
+            failed = self._fails(name, number)
+            answer = getattr(self._store, name)(*arguments) if self._done or not failed else None
+            if failed:
+                raise RuntimeError("the store does not answer")
+            return answer
+
+        return call
+
+
+def looked(stops, times=4):
+    """All alarms' threads look so many times; what raises is looked at again, as theirs does."""
+    for _ in range(times):
+        for stop in stops:
+            try:
+                stop.look()
+            except RuntimeError:
+                continue
+
+
+def stopped(store_of):
+    """The last step that each rank says, of ranks that had begun steps 3, 4 and 5 when the second was asked."""
+    stops = [Stop(rank, RANKS, store_of(rank)) for rank in range(RANKS)]
+    for rank, stop in enumerate(stops):
+        assert stop.goes_on(2 + rank)
+    stops[1].ask("SIGUSR1", EXIT_AGAIN)
+    looked(stops)
+    return [None if stop.is_undecided else (stop.status, stop.goes_on(4), stop.goes_on(5)) for stop in stops]
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["not-done", "unanswered"])
+def test_whatever_call_of_the_store_fails_once_all_ranks_stop_after_the_same_step(done):
+    for rank in range(RANKS):
+        shared, number, calls = HashStore(), 0, 1
+        while number < calls:
+            flaky = Flaky(shared, lambda name, call, number=number: call == number, done)
+            ends = stopped(
+                lambda one, rank=rank, flaky=flaky, shared=shared: flaky if one == rank else shared
+            )
+            assert ends == [(EXIT_AGAIN, True, False)] * RANKS, (rank, number, ends)
+            shared, number, calls = HashStore(), number + 1, flaky.calls
+
+
+def test_one_rank_needs_no_store():
+    stop = Stop(0, 1, None)
+    assert stop.goes_on(2)
+    stop.ask("SIGTERM", 143)
+    looked([stop])
+    assert (stop.status, stop.goes_on(2), stop.goes_on(3)) == (143, True, False)
+
+
+def test_rank_0_has_answered_for_all_when_it_has_done_its_last_step():
+    """Others in that step, who are asked then, do not wait for it."""
+    shared = HashStore()
+    stops = [Stop(rank, 2, shared) for rank in range(2)]
+    assert all(stop.goes_on(7) for stop in stops)
+    stops[0].leave()
+    stops[1].ask("SIGTERM", 143)
+    looked(stops[1:])
+    assert not stops[1].goes_on(8)
+
+
+@pytest.fixture
+def watching(monkeypatch):
+    """Opens alarms of two ranks' jobs on a store of the test's, and tells with what status they end."""
+    monkeypatch.setattr(alarm_module, "GRACE", 0.0)
+    monkeypatch.setattr(alarm_module, "SECONDS_BETWEEN_LOOKS", 0.01)
+    ended = queue.Queue()
+
+    def watching(store):
+        monkeypatch.setattr(alarm_module, "_store", lambda rank: store)
+        alarm = Alarm(0, 2)
+
+        def end(code):
+            alarm._closed.set()
+            ended.put(code)
+
+        monkeypatch.setattr(alarm_module, "_end", end)
+        return alarm, ended
+
+    return watching
+
+
+def test_a_failure_that_cannot_be_read_at_once_is_followed_all_the_same(watching):
+    """The store holds that another rank has failed, and goes away for a moment when it is asked what failed."""
+    shared, failures = HashStore(), []
+
+    def fails(name, number):
+        if name == "get":
+            failures.append(number)
+        return name == "get" and len(failures) == 1
+
+    shared.set("failed", '{"rank": 1, "host": "other", "message": "met its test"}')
+    alarm, ended = watching(Flaky(shared, fails))
+    with alarm:
+        assert ended.get(timeout=PATIENCE) == alarm_module.EXIT_FAILED
+    assert len(failures) == 2
+
+
+def test_a_signal_that_the_store_does_not_take_at_once_is_not_lost(watching):
+    shared, failures = HashStore(), []
+
+    def fails(name, number):
+        if name == "compare_set":
+            failures.append(number)
+        return name == "compare_set" and len(failures) == 1
+
+    alarm, _ = watching(Flaky(shared, fails))
+    other = Stop(1, 2, shared)
+    with alarm:
+        assert alarm.stop.goes_on(2) and other.goes_on(2)
+        signal.raise_signal(signal.SIGUSR1)
+        while not other.status:
+            other.look()
+        assert not alarm.stop.goes_on(3) and alarm.stop.status == EXIT_AGAIN
+    assert len(failures) == 2
+
+
+def test_a_store_that_is_gone_for_good_ends_the_rank(watching, monkeypatch):
+    monkeypatch.setattr(alarm_module, "LOST", 0.0)
+    monkeypatch.setattr(alarm_module, "HEARD", 0.0)
+    alarm, ended = watching(Flaky(HashStore(), lambda name, number: True))
+    with alarm:
+        assert ended.get(timeout=PATIENCE) == alarm_module.EXIT_FAILED
+
+
+def test_a_rank_asks_for_what_rank_0_finds_out_less_and_less_often(monkeypatch):
+    """So that thousands of ranks leave the store in peace while rank 0 reads checkpoints."""
+    monkeypatch.setattr(alarm_module, "_store", lambda rank: HashStore())
+    alarm = Alarm(1, 2)
+    now, pauses = [0.0], []
+
+    def sleep(seconds):
+        pauses.append(seconds)
+        now[0] += seconds
+        if now[0] > 60:
+            alarm._store.set("fact", "7")
+
+    monkeypatch.setattr(alarm_module.time, "sleep", sleep)
+    monkeypatch.setattr(alarm_module.time, "monotonic", lambda: now[0])
+    assert alarm.share("fact", lambda: 0) == 7
+    assert len(pauses) < 100
