@@ -4,6 +4,10 @@
   end (`runtime/life/stop.py`). A second one ends them at once.
 - What starting again cannot mend is not started again: a user's mistake, and a run that was asked to stop.
 - Its exit status is that of the rank that failed first, or 128 and the number of the signal it was sent.
+- A host whose ranks have ended waits for the others: it may hold the store in which they still look.
+
+These are private members of torch's agent, which has no other place for it. The list in `runtime/compat.py` has
+them too, without an import, and its test covers them: a launcher need not load torchtitan to start ranks.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from wlb_titan.errors import EXIT_AGAIN, EXIT_USER_ERROR, ONE_REQUEST
 
 POLITE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 PATIENCE = 600  # seconds
+LAST_WORDS = 10  # seconds in which ranks of other hosts hear of a failure and end
 STOPPED = (EXIT_AGAIN, 128 + signal.SIGTERM)  # of a rank that was asked to stop
 FINAL = (EXIT_USER_ERROR, *STOPPED)
 
@@ -45,7 +50,10 @@ def run(words: Sequence[str]) -> int:
     agent = Agent(config, str(program), arguments)
     handlers = {number: signal.signal(number, agent.hear) for number in _heard()}
     try:
-        return agent.status_of(agent.run())
+        result = agent.run()
+        status = agent.status_of(result)
+        agent.await_others(result)
+        return status
     except SignalException as end:
         number = agent.asked or end.sigval
         print(f"The job was ended by {signal.Signals(number).name}.", file=sys.stderr)
@@ -87,11 +95,16 @@ class Agent(LocalElasticAgent):
             max_restarts=config.max_restarts,
             monitor_interval=config.monitor_interval,
             local_addr=config.local_addr,
+            event_log_handler=config.event_log_handler,
             numa_options=config.numa_options,
+            duplicate_stdout_filters=config.duplicate_stdout_filters,
+            duplicate_stderr_filters=config.duplicate_stderr_filters,
+            virtual_local_rank=config.virtual_local_rank,
         )
         super().__init__(
             spec,
             config.logs_specs,
+            start_method=config.start_method,
             log_line_prefix_template=config.log_line_prefix_template,
             shutdown_timeout=config.shutdown_timeout,
         )
@@ -125,6 +138,15 @@ class Agent(LocalElasticAgent):
             how = f"killed by {signal.Signals(-first.exitcode).name}"
         print(f"The job failed: rank {rank} ({how}).", file=sys.stderr)
         return max(first.exitcode, 1)
+
+    def await_others(self, result: RunResult | None) -> None:
+        """Waits until the ranks of all hosts have ended, as torch does where all steps are done: not long if
+        they failed, as a host may be lost."""
+        if result is None or not result.is_failed():
+            return
+        if any(failure.exitcode not in STOPPED for failure in result.failures.values()):
+            self._exit_barrier_timeout = LAST_WORDS
+        self._exit_barrier()
 
     def leave(self) -> None:
         """Tells the other hosts that this one has ended."""

@@ -3,6 +3,7 @@
 A failure after an upgrade names what changed; wlb_titan/runtime/compat.py says what it is for and what to do.
 """
 
+import ast
 import hashlib
 import importlib.util
 import inspect
@@ -21,6 +22,7 @@ import torch  # noqa: E402
 import torch.distributed.pipelining.stage as stage_module  # noqa: E402
 import torchtitan  # noqa: E402
 import torchtitan.distributed.pipeline_parallel as titan_pipeline  # noqa: E402
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent  # noqa: E402
 from torch.distributed.pipelining import PipelineStage  # noqa: E402
 from torchtitan.components.validate import Validator  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
@@ -28,6 +30,7 @@ from torchtitan.distributed.utils import init_fake_mode  # noqa: E402
 from torchtitan.models.common.decoder import Decoder  # noqa: E402
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
+from wlb_titan.launch import elastic  # noqa: E402
 
 from wlb_titan.runtime import compat  # noqa: E402
 from wlb_titan.runtime.life import console  # noqa: E402
@@ -99,6 +102,17 @@ OF_SCHEDULE = {
     "_compute_loss": "self output target loss_kwargs",
     "_initialize_stages": "self args kwargs target loss_kwargs",
 }
+OF_AGENT = {
+    "_stop_workers": "self worker_group",
+    "_monitor_workers": "self worker_group",
+    "_shutdown": "self death_sig timeout",
+    "_exit_barrier": "self",
+    "_worker_group": None,
+    "_pcontext": None,
+    "_remaining_restarts": None,
+    "_exit_barrier_timeout": None,
+}
+"""Private members of torch's agent in `launch/elastic.py`; None for an attribute."""
 DISPATCHER = "self num_local_tokens_per_expert_E num_global_tokens_per_local_expert_EP_e ep_size"
 ATTRIBUTES = (
     "args_recv_info",
@@ -193,6 +207,24 @@ def test_a_schedule_s_methods_take_what_they_took(name):
     assert parameters(getattr(compat.PipelineScheduleRuntime, name)) == OF_SCHEDULE[name]
     assert "self._internal_losses.append" in inspect.getsource(compat.PipelineSchedule)
     assert not Decoder._skip_lm_head
+
+
+@pytest.mark.parametrize("name", OF_AGENT)
+def test_an_agent_s_private_members_are_what_they_were(name):
+    """It reads each of its attributes itself, in its own code or its base's."""
+    if OF_AGENT[name] is not None:
+        assert parameters(getattr(LocalElasticAgent, name)) == OF_AGENT[name]
+    sources = [inspect.getsource(kind) for kind in LocalElasticAgent.__mro__[:2]]
+    assert any(f"self.{name}" in source for source in sources)
+
+
+def test_every_private_member_of_the_agent_is_in_the_contract():
+    tree = ast.parse(inspect.getsource(elastic))
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    used |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    theirs = "".join(inspect.getsource(kind) for kind in LocalElasticAgent.__mro__[:2])
+    private = {name for name in used if name.startswith("_") and not name.startswith("__")}
+    assert {name for name in private if f"self.{name}" in theirs} == OF_AGENT.keys()
 
 
 def test_a_dispatcher_s_overridden_method_takes_what_it_took():

@@ -1,5 +1,7 @@
-"""The TorchX components: what they submit, and how they refuse."""
+"""The TorchX components: what they submit, and how they refuse. The agent of a host: what it hands on, and
+how it ends beside others."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -10,13 +12,16 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from forking import Rank
-from torch.distributed.run import parse_args
+from forking import Rank, free_port
+from torch.distributed.elastic.agent.server import WorkerSpec
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import config_from_args, parse_args
 from torchx.runner import get_runner
 from torchx.schedulers.local_scheduler import SignalException
 from torchx.specs.file_linter import validate
 from wlb_titan.launch import in_torchx
-from wlb_titan.launch.job import hosts_of
+from wlb_titan.launch.elastic import Agent
+from wlb_titan.launch.job import AGENT, hosts_of
 from wlb_titan.launch.spread import spread
 
 from wlb_titan.commands.main import main
@@ -268,6 +273,38 @@ def test_the_batch_script_for_slurm_is_one_component_and_goes_on_by_itself(tmp_p
     assert (agent.rdzv_endpoint, agent.rdzv_id) == ("node1:24711", "4711.0")
     assert (agent.module, agent.training_script) == (True, "wlb_titan.runtime.train")
     assert agent.training_script_args == ["--config", SEVEN_B, "--wlb.corpus.path", str(tmp_path / "corpus")]
+
+
+def test_the_agent_hands_on_all_that_torchrun_would():
+    words = ["--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+    words += ["--virtual_local_rank", "--start_method", "forkserver", "--max_restarts", "3"]
+    words += ["--duplicate_stdout_filters", "loss", "--duplicate_stderr_filters", "error,warning"]
+    words += ["--event_log_handler", "console", "--role", "trainer", "--monitor_interval", "0.5"]
+    config, program, arguments = config_from_args(parse_args([*words, "script.py"]))
+    agent = Agent(config, program, arguments)
+    spec = agent.get_worker_group().spec
+    both = {field.name for field in dataclasses.fields(WorkerSpec)}
+    both &= {field.name for field in dataclasses.fields(LaunchConfig)}
+    assert len(both) > 5
+    assert {name: getattr(spec, name) for name in both} == {name: getattr(config, name) for name in both}
+    assert agent._start_method == "forkserver"
+    agent.leave()
+
+
+@pytest.mark.parametrize(("status", "told"), [(75, ""), (1, "The job failed: rank 0 (exit code 1).")])
+def test_a_host_that_ends_waits_for_the_others_which_need_its_store(status, told, fork_server, tmp_path):
+    """The first has ended a while when the second's rank ends, with the same status. It used to find the
+    rendezvous gone, and ended with 1 after a run that all had saved."""
+    script = tmp_path / "rank.py"
+    script.write_text(f"import sys, time; time.sleep(3 * int(sys.argv[1])); sys.exit({status})")
+    endpoint, logs = f"localhost:{free_port()}", [tmp_path / f"host{number}.log" for number in range(2)]
+    words = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_id", "parting"]
+    words += ["--rdzv_endpoint", endpoint, "--rdzv_conf"]
+    hosts = [Rank([*words, f"is_host={1 - late}", str(script), str(late)], logs[late]) for late in range(2)]
+    job = fork_server.start(hosts, AGENT, together=False)
+    assert job.wait(300) == [status, status], [log.read_text() for log in logs]
+    assert "lost each other" not in "".join(log.read_text() for log in logs)
+    assert told in "".join(log.read_text() for log in logs)
 
 
 FAKE_SLURM = {

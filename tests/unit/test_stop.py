@@ -53,7 +53,7 @@ def looked(stops, times=4):
 
 
 def stopped(store_of):
-    """The last step that each rank says, of ranks that had begun steps 3, 4 and 5 when the second was asked."""
+    """What each rank says of steps 5 and 6, and its status; they had begun 3, 4 and 5 when one was asked."""
     stops = [Stop(rank, RANKS, store_of(rank)) for rank in range(RANKS)]
     for rank, stop in enumerate(stops):
         assert stop.goes_on(2 + rank)
@@ -116,7 +116,7 @@ def watching(monkeypatch):
 
 
 def test_a_failure_that_cannot_be_read_at_once_is_followed_all_the_same(watching):
-    """The store holds that another rank has failed, and goes away for a moment when it is asked what failed."""
+    """The store knows that another rank has failed, and does not answer at first when it is asked why."""
     shared, failures = HashStore(), []
 
     def fails(name, number):

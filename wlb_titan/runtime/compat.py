@@ -28,6 +28,9 @@ Overridden or set on torch's own classes, without an import, and covered by the 
   meshes of a job with dimensions of its own (`Dims`). Without them: no [[wlb.dimensions]].
 - `PipelineStage._prepare_forward_infra`, `_prepare_backward_infra`, `_pre_metadata_inference_backup`,
   `_post_metadata_inference_cleanup`: torch's inference of shapes, which `PlannedStage` leaves out.
+- `LocalElasticAgent._stop_workers`, `_monitor_workers`, `_shutdown`, `_exit_barrier`, `_worker_group`,
+  `_pcontext`, `_remaining_restarts`, `_exit_barrier_timeout`: how a host's ranks are stopped, started again
+  and waited for (`launch/elastic.py`). Without them: torchrun, which passes no signal on politely.
 
 What torchtitan's main branch of August 2026 calls otherwise is read here only, each with its name there: the
 batch (`batch_of`), the length of rotary tables, the class of data loaders, the device's module. Beyond names

@@ -191,7 +191,8 @@ class Alarm:
         """Ends this rank, as another has failed."""
         if self._closed.wait(GRACE):
             return
-        if failure["host"] != self._host and os.environ.get("LOCAL_RANK", "0") == "0" and not self._failed:
+        first = self._rank % int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == 0  # LOCAL_RANK may be virtual
+        if failure["host"] != self._host and first and not self._failed:
             print(
                 f"error: rank {failure['rank']} on host {failure['host']}: {failure['message']}\n"
                 f"The ranks of host {self._host} end, too.",
