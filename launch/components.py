@@ -39,7 +39,7 @@ def train(
         name: name of the job
         h: named resource of a host, instead of cpu, gpu and memMB
         cpu: CPU cores a host
-        gpu: GPUs a host, as the scheduler is to reserve them
+        gpu: GPUs a host, as the scheduler is to reserve them; none where wlb.device = "cpu"
         memMB: memory a host in MiB
         max_retries: how often the scheduler starts a failed job again
         restarts: how often the hosts start their processes again, from the newest checkpoint
@@ -65,7 +65,7 @@ def train(
         name=name,
         h=h,
         cpu=cpu,
-        gpu=gpu,
+        gpu=0 if hosts.on_cpu else gpu,
         memMB=memMB,
         j=f"{min_nodes or nodes}:{nodes}x{hosts.processes}",
         max_retries=max_retries,

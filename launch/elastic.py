@@ -6,8 +6,8 @@
 - Its exit status is that of the rank that failed first, or 128 and the number of the signal it was sent.
 - A host whose ranks have ended waits for the others: it may hold the store in which they still look.
 
-These are private members of torch's agent, which has no other place for it. The list in `runtime/compat.py` has
-them too, without an import, and its test covers them: a launcher need not load torchtitan to start ranks.
+Torch's agent has only private members for this. The list in `runtime/compat.py` has them too, and its test
+covers them; nothing is imported from there, as a launcher need not load torchtitan to start ranks.
 """
 
 from __future__ import annotations

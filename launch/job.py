@@ -14,10 +14,11 @@ LAST_CALL = 10
 
 
 class Hosts(NamedTuple):
-    """Hosts of a job, and processes on each."""
+    """Hosts of a job, and processes on each; whether these want the CPU where there are GPUs."""
 
     nodes: int
     processes: int
+    on_cpu: bool
 
 
 def hosts_of(
@@ -70,7 +71,7 @@ def hosts_of(
         resolved.check(lambda config: validate(config, world_size))
     for fewer in range(min_nodes or nodes, nodes):
         _check_fewer(config, overrides, world_size, fewer * world_size // nodes)
-    return Hosts(nodes, world_size // nodes)
+    return Hosts(nodes, world_size // nodes, on_cpu=resolved.config.wlb.device == "cpu")
 
 
 def _check_fewer(config: str, overrides: Sequence[str], world_size: int, fewer: int) -> None:

@@ -124,6 +124,24 @@ def test_slurm_job_spreads_the_ranks_over_the_hosts():
     assert "--partition=gpu" in script
 
 
+@pytest.mark.parametrize(("device", "asked"), [("auto", True), ("cpu", False)])
+def test_a_job_on_the_cpu_asks_slurm_for_no_gpu(device, asked):
+    words = [
+        "--config",
+        SEVEN_B,
+        "--nodes",
+        "8",
+        "--gpu",
+        "8",
+        "--image",
+        IMAGE,
+        "--",
+        "--wlb.device",
+        device,
+    ]
+    assert ("gpus-per-task" in str(dryrun("wlb.train", words, "slurm", partition="any"))) is asked
+
+
 @pytest.mark.parametrize("image", [".", IMAGE], ids=["here", "image"])
 @pytest.mark.parametrize("command", ["prepare", "plan", "simulate", "dryrun"])
 def test_commands_get_their_arguments_and_the_interpreter_that_runs(command, image):
@@ -252,6 +270,11 @@ def test_the_batch_script_for_slurm_is_one_component_and_goes_on_by_itself(tmp_p
         **{"time": "8:00:00", "signal": "USR1@300", "requeue": "", "open-mode": "append"},
         **{"output": "%x-%j.out", "partition": "gpu", "exclusive": ""},
     }
+    words = ["slurm", CONFIG, "--gpus", "2", "--wlb.corpus.path", str(tmp_path / "corpus")]
+    on_cpu = CliRunner().invoke(main, words)
+    assert on_cpu.exit_code == 0, on_cpu.output
+    assert "--nodes=2" in on_cpu.stdout and "--nproc_per_node 2" in on_cpu.stdout
+    assert "gpu" not in "".join(line for line in on_cpu.stdout.splitlines() if "#SBATCH" in line)
     for name, text in FAKE_SLURM.items():
         (tmp_path / name).write_text("#!/bin/bash\n" + text)
         (tmp_path / name).chmod(0o755)

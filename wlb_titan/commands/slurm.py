@@ -39,7 +39,12 @@ PATIENCE = 120
 
 @click.command(context_settings=OVERRIDABLE)
 @of_file
-@click.option("--gpus", type=click.IntRange(1), default=8, help="Of a node; a process each.")
+@click.option(
+    "--gpus",
+    type=click.IntRange(1),
+    default=8,
+    help='Of a node; a process each. Where wlb.device = "cpu": processes, and no GPU is asked for.',
+)
 @click.option(
     "--nodes",
     type=click.IntRange(0),
@@ -88,7 +93,7 @@ def slurm(
     from wlb_titan.launch.job import AGENT, PROGRAM, hosts_of, restart_words
 
     with warnings_once():
-        nodes, processes = hosts_of(
+        nodes, processes, on_cpu = hosts_of(
             str(file),
             overrides,
             nodes=nodes,
@@ -101,7 +106,7 @@ def slurm(
         "job-name": file.stem,
         "nodes": str(nodes),
         "ntasks-per-node": "1",
-        "gpus-per-node": str(processes),
+        **({} if on_cpu else {"gpus-per-node": str(processes)}),
         "time": time,
         "signal": f"USR1@{notice}",
         "requeue": "",
