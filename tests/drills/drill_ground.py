@@ -130,9 +130,9 @@ class Drill(Run):
         await_(happened, self.log)
 
 
-def await_(happened: Callable[[], bool], log: Callable[[], str]) -> None:
-    """Waits until something has happened; fails with a log if it does not."""
-    deadline = time.monotonic() + PATIENCE
+def await_(happened: Callable[[], bool], log: Callable[[], str], patience: float = PATIENCE) -> None:
+    """Waits until something has happened; fails with a log if it does not within so many seconds."""
+    deadline = time.monotonic() + patience
     while not happened():
         assert time.monotonic() < deadline, log()
         time.sleep(0.02)
