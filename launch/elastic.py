@@ -12,6 +12,7 @@ covers them; nothing is imported from there, as a launcher need not load torchti
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -52,7 +53,8 @@ def run(words: Sequence[str]) -> int:
     try:
         result = agent.run()
         status = agent.status_of(result)
-        agent.await_others(result)
+        with contextlib.suppress(SignalException):  # too late to stop anything
+            agent.await_others(result)
         return status
     except SignalException as end:
         number = agent.asked or end.sigval

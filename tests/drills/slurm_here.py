@@ -13,16 +13,15 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from drill_ground import await_
 from forking import free_port
 
-DAEMONS = ("munged", "slurmctld", "slurmd")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "srun")
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # where a user's own PATH may not look
-PATIENCE = 60  # seconds in which its daemons are up, or all its processes gone
 
 CONFIG = """
 ClusterName=drill
@@ -102,7 +101,7 @@ def slurm(folder: Path) -> Iterator[Slurm]:
 
     The folder's path is short: munge's socket lies in it.
     """
-    if lacking := [name for name in DAEMONS if shutil.which(name, path=PATH) is None]:
+    if lacking := [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]:
         pytest.skip(f"no {', '.join(lacking)} on this machine: apt-get install slurm-wlm munge")
     host = socket.gethostname().partition(".")[0]
     try:
@@ -128,19 +127,16 @@ def slurm(folder: Path) -> Iterator[Slurm]:
     key.write_bytes(os.urandom(128))
     here = Slurm(folder)
     munge = {"socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed", "key-file": "key"}
-    daemons = [
-        here.start(
-            "munged", "--foreground", "--force", *(f"--{k}={folder}/munge.{v}" for k, v in munge.items())
-        )
-    ]
+    files = [f"--{option}={folder}/munge.{file}" for option, file in munge.items()]
+    daemons = [here.start("munged", "--foreground", "--force", *files)]
     try:
-        await_(lambda: (folder / "munge.socket").exists(), here)
+        await_(lambda: (folder / "munge.socket").exists(), here.logs)
         daemons.append(here.start("slurmctld", "-D"))
         daemons += [here.start("slurmd", "-D", "-N", name) for name in (host, f"{host}-2")]
-        await_(lambda: is_ready(here), here)
+        await_(lambda: is_ready(here), here.logs)
         yield here
     finally:
-        await_(lambda: not killed(here, daemons), here)
+        await_(lambda: not killed(here, daemons), here.logs)
 
 
 def is_ready(here: Slurm) -> bool:
@@ -161,10 +157,3 @@ def killed(here: Slurm, daemons: list[subprocess.Popen]) -> list[int]:
     for daemon in daemons:
         daemon.poll()
     return found
-
-
-def await_(happened, here: Slurm) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not happened():
-        assert time.monotonic() < deadline, here.logs()
-        time.sleep(0.1)

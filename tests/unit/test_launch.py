@@ -316,10 +316,11 @@ def test_the_agent_hands_on_all_that_torchrun_would():
 
 @pytest.mark.parametrize(("status", "told"), [(75, ""), (1, "The job failed: rank 0 (exit code 1).")])
 def test_a_host_that_ends_waits_for_the_others_which_need_its_store(status, told, fork_server, tmp_path):
-    """The first has ended a while when the second's rank ends, with the same status. It used to find the
-    rendezvous gone, and ended with 1 after a run that all had saved."""
+    """The first has ended a while when the second's rank ends, with the same status; then it is told to stop,
+    too late to change its own. The second used to find the rendezvous gone, and ended with 1 after a run that
+    all had saved."""
     script = tmp_path / "rank.py"
-    script.write_text(f"import sys, time; time.sleep(3 * int(sys.argv[1])); sys.exit({status})")
+    script.write_text(PARTING.format(status=status))
     endpoint, logs = f"localhost:{free_port()}", [tmp_path / f"host{number}.log" for number in range(2)]
     words = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_id", "parting"]
     words += ["--rdzv_endpoint", endpoint, "--rdzv_conf"]
@@ -330,6 +331,17 @@ def test_a_host_that_ends_waits_for_the_others_which_need_its_store(status, told
     assert told in "".join(log.read_text() for log in logs)
 
 
+PARTING = """
+import os, pathlib, signal, sys, time
+first = pathlib.Path(__file__).with_name("first")
+if sys.argv[1] == "0":
+    first.write_text(str(os.getppid()))
+else:
+    time.sleep(3)
+    os.kill(int(first.read_text()), signal.SIGUSR1)
+    time.sleep(1)
+sys.exit({status})
+"""
 FAKE_SLURM = {
     "srun": 'printf "%s\\n" "$@" > started; exit "$STATUS"',
     "scontrol": 'case "$*" in "show hostnames node[1-8]") printf "node1\\nnode2\\n";; '
