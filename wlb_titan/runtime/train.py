@@ -73,7 +73,8 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
     config = resolved.config
     if not on_cpu:
         processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
-        if gpus == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ","):
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        if gpus == 1 and shown and "," not in shown:
             processes = 1  # the launcher shows each of them a GPU of its own
         resolved.check(lambda config: validate_devices(config, processes, gpus))
         if config.wlb.device == "cpu":
