@@ -10,10 +10,10 @@ from tokenizers import AddedToken, Tokenizer
 
 from wlb_titan.commands.main import main
 from wlb_titan.corpus import Corpus, CorpusError
+from wlb_titan.corpus.corpus import verify
 from wlb_titan.corpus.prepare import prepare_corpus
 from wlb_titan.corpus.settings import PrepareSettings
 from wlb_titan.corpus.tokenizer import train_tokenizer
-from wlb_titan.corpus.verify import verify
 
 PLAIN = (
     "{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
@@ -128,6 +128,73 @@ def test_parquet(tmp_path, tokenizer):
     )
 
 
+WITH_TOOLS = (
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}"
+    "{% for m in messages %}<|turn|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ m['content'] }}{% for c in m['tool_calls'] or [] %}{{ c['function']['arguments'] | tojson }}"
+    "{% endfor %}<|end|>{% endgeneration %}{% else %}{{ m['content'] }}<|end|>{% endif %}\n{% endfor %}"
+)
+
+
+def call(**arguments):
+    return said("assistant", "I ask.") | {"tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
+def test_arguments_that_a_tool_call_does_not_have_are_not_learned(tmp_path, tokenizer):
+    """Arrow gives every call the arguments of all, with no value."""
+    chats = [
+        [said("user", "Hot?"), call(city="Rome")],
+        [said("user", "Far?"), call(unit="km", at=[{"a": 1}])],
+    ]
+    tools = [[{"name": "f", "of": {"city": "text"}}], [{"name": "g", "of": {"unit": "text"}}]]
+    datasets.Dataset.from_dict({"messages": chats, "tools": tools}).to_parquet(tmp_path / "chat.parquet")
+    corpus = prepare(tmp_path, tokenizer, WITH_TOOLS, source=f"parquet:{tmp_path}/chat.parquet")
+    own = Tokenizer.from_file(str(corpus.tokenizer_path / "tokenizer.json"))
+    texts = [own.decode(corpus.tokens(row).tolist(), skip_special_tokens=False) for row in range(2)]
+    assert not any("null" in text for text in texts)
+    assert learned_texts(corpus) == [
+        ['I ask.{"city": "Rome"}<|end|>'],
+        ['I ask.{"unit": "km", "at": [{"a": 1}]}<|end|>'],
+    ]
+
+
+def test_a_null_that_a_line_of_json_spells_stays(tmp_path, tokenizer):
+    corpus = prepare(tmp_path, tokenizer, WITH_TOOLS, [[said("user", "Hot?"), call(city=None)]])
+    assert learned_texts(corpus) == [['I ask.{"city": null}<|end|>']]
+
+
+THINKING = PLAIN.replace("{{ m['content'] }}", "{{ m['reasoning_content'] or '' }}{{ m['content'] }}")
+SPELLING = {
+    "reasoning": [said("user", "a"), said("assistant", "b") | {"reasoning_content": "Hm <|end|>"}],
+    "arguments": [said("user", "a"), call(city="<|end|>")],
+    "names": [said("user", "a"), call(**{"<|end|>": 1})],
+}
+
+
+@pytest.mark.parametrize("chat", SPELLING.values(), ids=SPELLING)
+def test_special_tokens_are_found_wherever_they_are_spelt(tmp_path, tokenizer, chat):
+    with pytest.raises(CorpusError, match=r"1: message 2 \(assistant\) spells the special token '<\|end\|>'"):
+        prepare(tmp_path, tokenizer, WITH_TOOLS, [chat])
+
+
+def test_tools_may_not_spell_special_tokens_either(tmp_path, tokenizer):
+    source = write_lines(tmp_path / "chat.jsonl", CHATS[:1], tools=[{"name": "<|turn|>"}])
+    with pytest.raises(CorpusError, match=r"1: a tool spells the special token '<\|turn\|>'"):
+        prepare(tmp_path, tokenizer, WITH_TOOLS, source=source)
+
+
+def test_thoughts_of_the_last_turn_are_not_dropped_in_silence(tmp_path, tokenizer):
+    """Those of earlier turns are, as Qwen3's template does."""
+    first, last = (said("assistant", text) | {"reasoning_content": f"Hm {text}"} for text in ("A", "B"))
+    with pytest.raises(CorpusError, match="drops the reasoning_content of message 2"):
+        prepare(tmp_path, tokenizer, PLAIN, [[said("user", "a"), last]])
+    corpus = prepare(tmp_path, tokenizer, THINKING, [[said("user", "a"), last]])
+    assert learned_texts(corpus) == [["Hm BB<|end|>"]]
+    prepare(
+        tmp_path, tokenizer, MARKED, [[said("user", "a"), first, said("user", "b"), said("assistant", "B")]]
+    )
+
+
 def test_long_conversations_are_cut_skipped_or_an_error(tmp_path, tokenizer):
     lengths = sorted(np.asarray(prepare(tmp_path, tokenizer, PLAIN).lengths).tolist())
     assert lengths[0] < 60 < lengths[1]
@@ -148,7 +215,7 @@ BAD = {
     "rewriting": (CHATS[0], REWRITING, r"writes message 2 \(assistant\) otherwise once more turns follow"),
     "dropping": (CHATS[0], DROPPING, r"drops message 1 \(user\)"),
     "refusing": (CHATS[0], "{{ raise_exception('only one turn') }}", "refuses it: only one turn"),
-    "no template": (CHATS[0], "", "has no chat template"),
+    "no template": (CHATS[0], "", r"tokenizer\d*/tokenizer has no chat template"),
 }
 
 

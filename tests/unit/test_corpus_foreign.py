@@ -87,6 +87,19 @@ def test_a_megatron_dataset_without_ends_of_documents(builder, tmp_path):
     assert content(Corpus.open(tmp_path / "d")) == DOCUMENTS[:2]
 
 
+def test_megatron_documents_of_no_and_of_two_sequences(builder, tmp_path):
+    """As many documents as sequences, and yet not one each."""
+    import torch
+
+    file = builder(str(tmp_path / "d.bin"))
+    for document in ([[5, 6], [7]], [], [[8]]):
+        for sequence in document:
+            file.add_item(torch.tensor(sequence))
+        file.end_document()
+    file.finalize(str(tmp_path / "d.idx"))
+    assert content(Corpus.open(tmp_path / "d")) == [[5, 6, 7], [], [8]]
+
+
 @pytest.mark.parametrize("token_size", [2, 4])
 def test_datatroves_tokenized_files(tmp_path, token_size):
     files = {"00001_x.ds": DOCUMENTS[3:], "00000_x.ds": DOCUMENTS[:3]}
@@ -150,6 +163,13 @@ def test_a_dataset_of_splits_names_them(tmp_path):
     assert content(Corpus.open(tmp_path / "d" / "test")) == DOCUMENTS
 
 
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"splits": 3}'])
+def test_a_damaged_list_of_splits(tmp_path, content):
+    (tmp_path / "dataset_dict.json").write_text(content)
+    with pytest.raises(CorpusError, match=r"dataset_dict\.json is damaged"):
+        Corpus.open(tmp_path)
+
+
 @settings(max_examples=50)
 @given(st.lists(st.lists(st.integers(0, 5), max_size=8), min_size=1, max_size=5), st.data())
 def test_lengths_of_many_shards_are_those_of_one_array(lengths, data):
@@ -181,6 +201,17 @@ def test_the_fingerprint_follows_the_content_and_not_the_place(builder, tmp_path
     assert fingerprint("b", DOCUMENTS) == first
     assert fingerprint("c", [*DOCUMENTS[:3], [9] * 39 + [8], *DOCUMENTS[4:]]) != first
     assert fingerprint("d", [*DOCUMENTS, [1]]) != first
+
+
+def test_another_column_is_another_corpus(tmp_path):
+    columns = {"input_ids": DOCUMENTS, "others": [tokens[::-1] for tokens in DOCUMENTS], "loss_mask": MASKS}
+    datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "d")
+    opened = [
+        Corpus.open(tmp_path / "d", column=column, mask=mask).fingerprint
+        for column in ("input_ids", "others")
+        for mask in ("none", "auto")
+    ]
+    assert len(set(opened)) == 4
 
 
 def test_ids_beyond_the_vocabulary_are_found(builder, tmp_path):

@@ -39,6 +39,7 @@ def test_a_document_is_trained_on_or_held_out():
     assert (some[0:1000] > 0).nonzero()[0].tolist() == [
         r for r in range(100, 200) if is_held_out(rows, 0.3)[r]
     ]
+    assert not Divided(lengths, 0.3, held_out=True, rows=range(0))[:].any()
 
 
 @settings(max_examples=80, deadline=None)

@@ -33,6 +33,18 @@ def test_paper_meets_what_is_stated_of_a_window_of_128k():
     assert pieces.max() == window
 
 
+@pytest.mark.parametrize(
+    ("name", "median", "long", "longest"), [("wlbllm", 3227, 0.13, 124913), ("prolong", 1914, 0.03, 340149)]
+)
+def test_histograms_have_the_median_and_the_tail_of_the_files_that_were_counted(name, median, long, longest):
+    for seed in (1, 2):
+        lengths = NAMED[name].draw(seed=seed)
+        assert np.median(lengths) == pytest.approx(median, rel=0.03)
+        assert lengths[lengths >= 65536].sum() / lengths.sum() == pytest.approx(long, abs=0.005)
+        assert lengths.min() >= 1 and 0.99 * longest < lengths.max() <= longest
+        assert abs(np.corrcoef(lengths[:-1], lengths[1:])[0, 1]) < 0.01, "in an order of lengths"
+
+
 def test_lengths_are_drawn_the_same_each_time():
     first, name = named_or_read("code")
     assert np.array_equal(first, named_or_read("code")[0]) and "Python files" in name
@@ -40,5 +52,7 @@ def test_lengths_are_drawn_the_same_each_time():
 
 
 def test_a_name_that_is_neither_is_refused():
-    with pytest.raises(PlanError, match=r"called 'wbe', .* one of web, code, chat, paper, nor a file"):
+    with pytest.raises(
+        PlanError, match=r"called 'wbe', .* one of web, code, chat, paper, wlbllm, prolong, nor a file"
+    ):
         named_or_read("wbe")

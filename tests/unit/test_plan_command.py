@@ -208,7 +208,7 @@ def test_bad_options(lengths, options, message):
     assert_refused(run("--lengths", lengths, *ARGUMENTS, *options), message)
 
 
-@pytest.mark.parametrize("name", ["web", "code", "paper"])
+@pytest.mark.parametrize("name", ["web", "code", "paper", "wlbllm", "prolong"])
 def test_named_lengths(name):
     result = run("--lengths", name, *ARGUMENTS, "--steps", 2)
     assert result.exit_code == 0, result.output

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from wlb_titan.commands.main import main
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.folder import partial_folder, written_whole
-from wlb_titan.corpus.prepare import prepare_corpus
+from wlb_titan.corpus.prepare import prepare_corpus, shuffled
 from wlb_titan.corpus.settings import PrepareSettings
 
 FILES = {f"{number:02}.txt": f"Document {number} says {'la ' * number}.\n" for number in range(40)}
@@ -58,8 +58,6 @@ def test_the_corpus_holds_every_text_once_in_shuffled_order(settings, tmp_path):
     assert unreadable == "picture.png: not UTF-8: invalid start byte at byte 0\n"
     assert sorted(os.listdir(corpus.path)) == [
         "documents.arrow",
-        "documents.batches",
-        "documents.sums",
         "manifest.json",
         "tokenizer",
         "unreadable.txt",
@@ -72,6 +70,13 @@ def test_the_same_settings_give_the_same_bytes(settings, tmp_path):
     second = prepare_corpus(settings, tmp_path / "b")
     assert first.manifest == second.manifest
     assert (first.path / "documents.arrow").read_bytes() == (second.path / "documents.arrow").read_bytes()
+
+
+def test_the_order_takes_eight_bytes_a_document():
+    order = shuffled(1000, 3)
+    assert memoryview(order).nbytes == 8 * 1000
+    assert sorted(order) == list(range(1000)) != list(order)
+    assert {type(number) for number in order} == {int}
 
 
 def test_another_seed_gives_another_order_and_fingerprint(settings, texts, tmp_path):
@@ -169,6 +174,20 @@ def test_other_settings_need_overwrite(settings, texts, tmp_path):
     assert replaced.manifest.vocab_size == 280
     assert mapped.tolist() == kept, "a corpus in use must not change under its reader"
     assert sorted(os.listdir(tmp_path)) == ["corpus", "texts"]
+
+
+def test_a_tokenizer_that_was_edited_is_another_setting(settings, texts, tmp_path):
+    tokenizer = prepare_corpus(settings, tmp_path / "made for its tokenizer").tokenizer_path
+    own = PrepareSettings(source=f"text:{texts}", tokenizer=str(tokenizer))
+    prepare_corpus(own, tmp_path / "corpus")
+    (tokenizer / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(CorpusError, match=r"tokenizer/chat_template.jinja was another file then. Add --over"):
+        prepare_corpus(own, tmp_path / "corpus")
+    prepare_corpus(own, tmp_path / "corpus", overwrite=True)
+    config = tokenizer / "tokenizer_config.json"
+    config.write_text(config.read_text() + "\n")
+    with pytest.raises(CorpusError, match=r"settings: tokenizer/tokenizer_config.json was another file then"):
+        prepare_corpus(own, tmp_path / "corpus")
 
 
 def test_a_failed_overwrite_keeps_the_old_corpus(settings, tmp_path):
@@ -356,6 +375,7 @@ def test_the_summary_names_the_first_unreadable_files_only(tmp_path):
     ("options", "message"),
     [
         (["--source", "csv:a.csv"], "'csv:a.csv' is not a source"),
+        (["--source", "data/chat.jsonl#body"], "For this file write jsonl:data/chat.jsonl#body."),
         (["--source", "text:/nowhere"], "needs a folder"),
         (["--tokenizer", "/nowhere"], "The tokenizer folder /nowhere has no tokenizer.json"),
         (["--granularity", "line"], "Invalid value for '--granularity'"),

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from wlb_titan.corpus import Corpus, CorpusError
+from wlb_titan.corpus.corpus import verify as read_through
 from wlb_titan.corpus.manifest import UNREADABLE_FILE
 from wlb_titan.corpus.prepare import Report, complete_corpus, prepare_corpus
 from wlb_titan.corpus.replace import output_folder
@@ -123,11 +124,9 @@ def prepare(
 
 
 def _verify(output: Path) -> None:
-    from wlb_titan.corpus.verify import verify
-
     begin = time.monotonic()
     with progress(Console(stderr=True, highlight=False)) as report:
-        corpus = verify(output, report)
+        corpus = read_through(output, report)
     counts = f"{len(corpus):,} documents, {corpus.lengths.sum():,} tokens"
     click.echo(f"{corpus.path} is whole: {counts}, read in {time.monotonic() - begin:.1f} s.")
 

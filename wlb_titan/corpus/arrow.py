@@ -1,9 +1,8 @@
 """Arrow files with a column of token lists, as the `datasets` library writes them.
 
 A file is a row of record batches, each with the offsets of its lists and their values. What is kept of a
-batch are six numbers (`BATCH_COLUMNS`); everything else is looked up in the mapped pages. They are found by
-going through the file's messages with pyarrow, which trusts what it reads; for a prepared corpus they lie
-beside the file, with checksums of its blocks, so that no damaged byte reaches pyarrow or the model.
+batch are six numbers (`BATCH_COLUMNS`), found by going through the headers with pyarrow; everything else is
+looked up in the mapped pages.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Ints
-from wlb_titan.corpus.blocks import CheckedPages, block_sums
 from wlb_titan.corpus.shards import Tokens, map_file
 from wlb_titan.errors import CorpusError
 
@@ -27,68 +25,44 @@ of its message and the first after it."""
 TOKENS, SPANS = "input_ids", "learned"
 """Columns of a prepared corpus: token ids; of chat data which of them are learned, as `SpanMask` reads it."""
 
-SUMS = ".sums"
-"""Ending of the file with the checksums: uint32, one a block."""
-
-BATCHES = ".batches"
-"""Ending of the file with the batches: int64, `BATCH_COLUMNS` of each."""
-
 
 class ArrowShard:
     """One Arrow file in stream format. See `Shard`.
 
     Args:
         column: holds one list of token ids a document.
-        checked: whether `write_checks` has written checksums beside it.
-
-    Attributes:
-        file: the bytes of the file.
 
     Raises:
         CorpusError: the file cannot be read, is damaged, or has no such column of integers.
     """
 
-    def __init__(self, path: Path, column: str = TOKENS, *, checked: bool = False) -> None:
+    def __init__(self, path: Path, column: str = TOKENS) -> None:
         self.path = path
         self._column = column
-        if checked:
-            self.file = CheckedPages(path, map_file(path.with_suffix(SUMS), "<u4"))
-            batches = map_file(batches_file(path, column), "<i8").reshape(-1, len(BATCH_COLUMNS))
-            self._head = int(batches[0, 4]) if len(batches) else len(self.file.pages)
-            self.file.check(0, self._head, "its head")
-        else:
-            batches, self._head = find_batches(path, column)
-            self.file = CheckedPages(path, None)
-        try:
-            self._schema = pa.ipc.read_schema(pa.py_buffer(self.file.pages[: self._head]))
-        except (OSError, pa.ArrowInvalid) as error:
-            raise CorpusError(f"{path} cannot be read ({error}).") from error
+        self._schema, self._batches = find_batches(path, column)
         wide, self._dtype = _list_type(self._schema, column, path)
-        self._offset_size = 8 if wide else 4
-        self._batches = batches
-        self._firsts = np.concatenate([[0], np.cumsum(batches[:, 0])])
+        self._firsts = np.concatenate([[0], np.cumsum(self._batches[:, 0])])
         self.documents = int(self._firsts[-1])
-        self.tokens = int(batches[:, 1].sum())
-        pages = self.file.pages
-        self._offsets_at = batches[:, 2] // self._offset_size
-        self._offsets = _seen_as(pages, np.dtype(np.int64 if wide else np.int32))
-        self._values_at = batches[:, 3] // self._dtype.itemsize
-        self._values = _seen_as(pages, self._dtype)
+        self.tokens = int(self._batches[:, 1].sum())
+        self._pages = map_file(path)
+        offset_type = np.dtype(np.int64 if wide else np.int32)
+        self._offsets_at = self._batches[:, 2] // offset_type.itemsize
+        self._offsets = _seen_as(self._pages, offset_type)
+        self._values_at = self._batches[:, 3] // self._dtype.itemsize
+        self._values = _seen_as(self._pages, self._dtype)
 
     def lengths(self, rows: Ints) -> Ints:
-        _, places = self._places(rows)
-        for edge in (0, 1):
-            self.file.check_places((places + edge) * self._offset_size, "lengths of documents")
+        batches, places = self._places(rows)
         lengths: Ints = (self._offsets[places + 1] - self._offsets[places]).astype(np.int64)
+        if ((lengths < 0) | (lengths > self._batches[batches, 1])).any():
+            raise self._damaged()
         return lengths
 
     def read(self, row: int, start: int, length: int) -> Tokens:
         batch, place = (int(found[0]) for found in self._places(np.array([row])))
-        what = f"document {row}"
-        self.file.check(place * self._offset_size, (place + 1) * self._offset_size, what)
         begin = int(self._values_at[batch] + self._offsets[place]) + start
-        size = self._dtype.itemsize
-        self.file.check(begin * size, (begin + length) * size, what)
+        if not 0 <= begin <= begin + length <= len(self._values):
+            raise self._damaged()
         return self._values[begin : begin + length]
 
     def read_several(self, rows: Ints) -> tuple[Tokens, Ints]:
@@ -96,24 +70,29 @@ class ArrowShard:
         counts = self.lengths(rows)
         batches, places = self._places(rows)
         begins = self._values_at[batches] + self._offsets[places]
+        if ((begins < 0) | (begins + counts > len(self._values))).any():
+            raise self._damaged()
         within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        values = np.repeat(begins, counts) + within
-        self.file.check_places(values * self._dtype.itemsize, f"{self._column} of documents")
-        return self._values[values], counts
+        return self._values[np.repeat(begins, counts) + within], counts
 
     def source(self, row: int) -> str:
         if "source" not in self._schema.names:
             return f"{self.path.name}[{row}]"
         batch = int(np.searchsorted(self._firsts, row, side="right")) - 1
         begin, end = self._batches[batch, 4:6].tolist()
-        self.file.check(begin, end, f"the source of document {row}")
-        records = pa.ipc.read_record_batch(pa.py_buffer(self.file.pages[begin:end]), self._schema)
+        records = pa.ipc.read_record_batch(pa.py_buffer(self._pages[begin:end]), self._schema)
         return str(records.column("source")[row - int(self._firsts[batch])].as_py())
 
     def _places(self, rows: Ints) -> tuple[Ints, Ints]:
         """int64 (n,) each: the batch that has a row, and the place of the row's first offset."""
         batches = np.searchsorted(self._firsts, rows, side="right") - 1
         return batches, self._offsets_at[batches] + (rows - self._firsts[batches])
+
+    def _damaged(self) -> CorpusError:
+        return CorpusError(
+            f"{self.path} is damaged: offsets of its lists {self._column!r} point outside them. Copy it "
+            "again from where it came, or write it again."
+        )
 
 
 def columns_of(path: Path) -> list[str]:
@@ -125,23 +104,11 @@ def columns_of(path: Path) -> list[str]:
         raise CorpusError(f"{path} cannot be read ({error}).") from error
 
 
-def batches_file(path: Path, column: str) -> Path:
-    """Where the batches of a column of a prepared file of documents stand."""
-    return path.with_suffix(BATCHES if column == TOKENS else f".{column}{BATCHES}")
-
-
-def write_checks(path: Path) -> None:
-    """Writes beside a file of documents what `ArrowShard(checked=True)` reads: batches and checksums."""
-    for column in {TOKENS, SPANS} & set(columns_of(path)):
-        find_batches(path, column)[0].astype("<i8").tofile(batches_file(path, column))
-    block_sums(path).astype("<u4").tofile(path.with_suffix(SUMS))
-
-
-def find_batches(path: Path, column: str) -> tuple[Ints, int]:
+def find_batches(path: Path, column: str) -> tuple[pa.Schema, Ints]:
     """Goes through the messages of a file.
 
     Returns:
-        int64 (batches, 6), `BATCH_COLUMNS` of those that have documents; and the first byte after the schema.
+        The file's schema, and int64 (batches, 6), `BATCH_COLUMNS` of the batches that have documents.
 
     Raises:
         CorpusError: the file cannot be read, is compressed, or has no such column of integers.
@@ -152,10 +119,11 @@ def find_batches(path: Path, column: str) -> tuple[Ints, int]:
             base, size = file.read_buffer().address, file.size()
             file.seek(0)
             with pa.ipc.open_stream(file) as stream:
-                wide, _ = _list_type(stream.schema, column, path)
-                head = end = file.tell()
+                schema, end = stream.schema, file.tell()
+                wide, _ = _list_type(schema, column, path)
                 for records in stream:
                     begin, end = end, file.tell()
+                    records.validate()
                     if not records.num_rows:
                         continue
                     lists = records.column(column)
@@ -168,7 +136,7 @@ def find_batches(path: Path, column: str) -> tuple[Ints, int]:
                     batches.append((len(lists), tokens, first, at[1], begin, end))
     except (OSError, pa.ArrowInvalid) as error:
         raise CorpusError(f"{path} cannot be read ({error}).") from error
-    return np.array(batches, dtype=np.int64).reshape(-1, len(BATCH_COLUMNS)), head
+    return schema, np.array(batches, dtype=np.int64).reshape(-1, len(BATCH_COLUMNS))
 
 
 def _seen_as(pages: NDArray[np.uint8], dtype: np.dtype[Any]) -> NDArray[Any]:

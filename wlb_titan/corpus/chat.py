@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ AT_ONCE = 256
 """Conversations tokenized together."""
 
 ASSISTANT = "assistant"
+THOUGHT = "reasoning_content"
 Message = dict[str, Any]
 Spans = list[tuple[int, int]]
 """Begin and end of what is learned, in characters."""
@@ -40,12 +41,13 @@ class ChatTemplate:
 
     Args:
         options: values that the template reads besides, such as `enable_thinking`.
+        file: a file with another template.
 
     Raises:
         CorpusError: there is no template, or `transformers`, which renders it, is not installed.
     """
 
-    def __init__(self, tokenizer: Path, options: dict[str, Any]) -> None:
+    def __init__(self, tokenizer: Path, options: dict[str, Any], file: Path | None = None) -> None:
         try:
             from transformers.utils.chat_template_utils import render_jinja_template
         except ImportError as error:
@@ -54,7 +56,7 @@ class ChatTemplate:
                 '"wlb-titan[chat]"`.'
             ) from error
         self._render = render_jinja_template
-        self._template, special = _read_template(tokenizer)
+        self._template, special = _read_template(tokenizer, file)
         self._options = special | options
         self.marked = bool(re.search(r"\{%-?\s*generation\s*-?%\}", self._template))
 
@@ -75,6 +77,12 @@ class ChatTemplate:
                         "it; use a template that writes every turn (--chat-template FILE)"
                     )
                 place = found + len(part.strip())
+        thought = messages[-1].get(THOUGHT)  # of earlier turns, templates drop it on purpose
+        if isinstance(thought, str) and thought.strip() not in text:
+            raise ValueError(
+                f"the chat template drops the {THOUGHT} of message {len(messages)}; take it out, or use a "
+                "template that writes it (--chat-template FILE)"
+            )
         if self.marked:
             return text, spans
         return text, [
@@ -129,8 +137,8 @@ class Conversations:
     Args:
         source: where they are read, one a document, as JSON.
         order: their numbers.
-        tokenizer: folder with the tokenizer and its template.
-        settings: what to do with long ones.
+        tokenizer: the corpus' own folder with the tokenizer.
+        settings: with the template, and what to do with long ones.
 
     Attributes:
         cut: conversations of which the end was left out.
@@ -139,11 +147,16 @@ class Conversations:
 
     empty = 0
 
-    def __init__(self, source: Source, order: list[int], tokenizer: Path, settings: PrepareSettings) -> None:
+    def __init__(
+        self, source: Source, order: Sequence[int], tokenizer: Path, settings: PrepareSettings
+    ) -> None:
+        assert settings.tokenizer is not None  # of chat data it is given
         self._source = source
         self._order = order
         self._settings = settings
-        self._template = ChatTemplate(tokenizer, dict(settings.template_options))
+        self._template = ChatTemplate(
+            Path(settings.tokenizer), dict(settings.template_options), settings.template_file
+        )
         self._tokenizer = Tokenizer.from_file(str(tokenizer / TOKENIZER_FILE))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -189,8 +202,9 @@ class Conversations:
             raise CorpusError(f"{name}: {read.reason}.")
         try:
             record = json.loads(read)
-            messages = checked(record["messages"], self._special)
-            text, spans = self._template.render(messages, record["tools"] or None)
+            messages, tools = checked(record["messages"], self._special), record["tools"] or None
+            check_spelling(tools, self._special, "a tool")
+            text, spans = self._template.render(messages, tools)
             text.encode("utf-8")  # JSON can spell half a surrogate pair, which is no character
             return text, spans
         except ValueError as error:
@@ -222,15 +236,34 @@ def checked(messages: Any, special: list[str]) -> list[Message]:
         texts = _texts(message)
         if not any(text.strip() for text in texts) and not message.get("tool_calls"):
             raise ValueError(f"message {number} ({message['role']}) is empty")
-        if spelt := [token for token in special if any(token in text for text in texts)]:
-            raise ValueError(
-                f"message {number} ({message['role']}) spells the special token {spelt[0]!r}, which the "
-                "template alone may write; take it out of the text"
-            )
+        check_spelling(message, special, f"message {number} ({message['role']})")
         result.append(message)
     if all(message["role"] != ASSISTANT for message in result):
         raise ValueError(f'no message is of the role "{ASSISTANT}", so nothing would be learned')
     return result
+
+
+def check_spelling(value: Any, special: list[str], what: str) -> None:
+    """Raises ValueError if a text anywhere in a JSON value spells a special token."""
+    texts = "\n".join(_strings(value))
+    if spelt := [token for token in special if token in texts]:
+        raise ValueError(
+            f"{what} spells the special token {spelt[0]!r}, which the template alone may write; take it out "
+            "of the text"
+        )
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All texts in a JSON value, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield key
+            yield from _strings(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _strings(inner)
 
 
 def _texts(message: Message) -> list[str]:
@@ -249,14 +282,14 @@ def _learned(offsets: list[tuple[int, int]], spans: Spans) -> np.ndarray:
     return learned
 
 
-def _read_template(tokenizer: Path) -> tuple[str, dict[str, str]]:
+def _read_template(tokenizer: Path, file: Path | None) -> tuple[str, dict[str, str]]:
     """The template, and the special tokens that it may name."""
     config = json.loads((tokenizer / CONFIG_FILE).read_text(encoding="utf-8"))
     template = config.get("chat_template")
     if isinstance(template, list):
         template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
-    if (tokenizer / TEMPLATE_FILE).is_file():
-        template = (tokenizer / TEMPLATE_FILE).read_text(encoding="utf-8")
+    if file is not None or (tokenizer / TEMPLATE_FILE).is_file():
+        template = (file or tokenizer / TEMPLATE_FILE).read_text(encoding="utf-8")
     if not template:
         raise CorpusError(
             f"The tokenizer {tokenizer} has no chat template, so nothing says how a conversation is "

@@ -4,20 +4,19 @@ A corpus that `wlb-titan prepare` made is a folder:
 
     documents.arrow    one row a document: input_ids (list of int32), length (int32), source (where the text
                        came from); of chat data also learned (list of int32, spans as of `SpanMask`). Readable
-                       with `datasets.Dataset.from_file`. Older corpora may have documents-00000.arrow,
-                       documents-00001.arrow, ...
+                       with `datasets.Dataset.from_file`.
     tokenizer/         tokenizer.json and tokenizer_config.json
     unreadable.txt     files and records that could not be read, if there were any
-    *.batches          of each file of documents: where its record batches lie
-    *.sums             of each: a checksum of every block, compared when it is first read
-    manifest.json      counts, settings, sizes and checksums of the files above; written last
+    manifest.json      counts, settings, sizes and SHA-256 of the files above; written last
+
+On opening, all sizes are compared, and the SHA-256 of all but the documents; theirs by `verify`.
 
 Others are opened as `foreign` says. All files are memory-mapped: a slice of tokens is a view of the mapped
 pages, and the processes of a machine share one copy in the page cache.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,10 +24,9 @@ import numpy as np
 
 from wlb_titan.arrays import Bools, Ints
 from wlb_titan.corpus.arrow import SPANS, ArrowShard
-from wlb_titan.corpus.blocks import again
 from wlb_titan.corpus.folder import partial_folder
 from wlb_titan.corpus.foreign import fingerprint_of_files, open_foreign
-from wlb_titan.corpus.manifest import MANIFEST_FILE, TOKENIZER_FOLDER, Manifest
+from wlb_titan.corpus.manifest import DOCUMENTS_FILE, MANIFEST_FILE, TOKENIZER_FOLDER, Manifest
 from wlb_titan.corpus.masks import Mask, SpanMask
 from wlb_titan.corpus.shards import Lengths, Shard, Tokens
 from wlb_titan.errors import CorpusError
@@ -58,7 +56,7 @@ class Corpus:
     Attributes:
         path: where it lies, absolute.
         lengths: the number of tokens of each document; an int64 array to look at (see `Lengths`).
-        fingerprint: 16 hexadecimal digits that identify token ids and order of the documents.
+        fingerprint: 16 hexadecimal digits that identify token ids, label mask and order of the documents.
         tokenizer: None where it is not known, which is enough to plan and not to train.
         shards: its files.
         masks: label mask of each file; None learns every token.
@@ -114,7 +112,7 @@ class Corpus:
             raise CorpusError(_no_corpus(path))
         if not sum(shard.tokens for shard in found.shards):
             raise CorpusError(f"{path} holds no tokens; write it again.")
-        fingerprint = fingerprint_of_files(found.files, found.mask)
+        fingerprint = fingerprint_of_files(found.files, found.read_as)
         facts = tokenizer_facts(Path(tokenizer)) if tokenizer else None
         return cls(path, found.shards, fingerprint, facts, masks=found.masks)
 
@@ -242,7 +240,8 @@ def tokenizer_facts(folder: Path) -> TokenizerFacts:
 
 def _open_prepared(path: Path, tokenizer: str, mask: str) -> Corpus:
     manifest = Manifest.load(path)
-    _check_files(path, manifest)
+    for damage in manifest.damage(path, whole=False):
+        raise _damaged(path, damage)
     if mask not in ("auto", "none"):
         raise CorpusError(
             f"The corpus {path} was prepared and knows itself what is learned; `mask` is {mask!r}, and can "
@@ -256,21 +255,46 @@ def _open_prepared(path: Path, tokenizer: str, mask: str) -> Corpus:
             setting="corpus.tokenizer",
         )
     try:
-        files = [path / name for name in manifest.document_files]
-        shards = [ArrowShard(file, checked=manifest.checked) for file in files]
-        masks = [SpanMask(ArrowShard(file, SPANS, checked=True)) for file in files if manifest.masked]
+        shard = ArrowShard(path / DOCUMENTS_FILE)
+        masks = [SpanMask(ArrowShard(path / DOCUMENTS_FILE, SPANS))] if manifest.masked else []
     except CorpusError as error:
-        raise _mismatch(path, str(error)) from error
-    counts = (sum(shard.documents for shard in shards), sum(shard.tokens for shard in shards))
-    expected = (manifest.documents, manifest.tokens)
-    if counts != expected:
-        raise _mismatch(
+        raise _damaged(path, str(error).rstrip(".")) from error
+    if (shard.documents, shard.tokens) != (manifest.documents, manifest.tokens):
+        raise _damaged(
             path,
-            f"it holds {counts[0]:,} documents and {counts[1]:,} tokens, the manifest says "
-            f"{expected[0]:,} and {expected[1]:,}",
+            f"it holds {shard.documents:,} documents and {shard.tokens:,} tokens, the manifest says "
+            f"{manifest.documents:,} and {manifest.tokens:,}",
         )
     facts = TokenizerFacts(path / TOKENIZER_FOLDER, manifest.tokenizer_sha256, manifest.vocab_size)
-    return Corpus(path, shards, manifest.fingerprint, facts, manifest, masks=masks if mask == "auto" else ())
+    fingerprint = manifest.fingerprint
+    if masks and mask == "none":
+        masks, fingerprint = [], hashlib.sha256(f"{fingerprint} unmasked".encode()).hexdigest()[:16]
+    return Corpus(path, [shard], fingerprint, facts, manifest, masks=masks)
+
+
+def verify(path: Path, report: Callable[[str, int, int], None]) -> Corpus:
+    """Reads a prepared corpus through, to find all damage before a run does.
+
+    Args:
+        report: told of progress: what is done, how many bytes of it are done, and how many there are.
+
+    Raises:
+        CorpusError: it is damaged; the message names every file that is.
+    """
+    path = path.absolute()
+    if not (path / MANIFEST_FILE).is_file():
+        Corpus.open(path)  # says what is wrong where there is no corpus at all
+        raise CorpusError(f"{path} was not made by `wlb-titan prepare`, so nothing says what it should be.")
+    manifest, done = Manifest.load(path), 0
+
+    def read(size: int) -> None:
+        nonlocal done
+        done += size
+        report("Reading bytes", done, sum(manifest.files.values()))
+
+    if damage := list(manifest.damage(path, whole=True, read=read)):
+        raise _damaged(path, "; ".join(damage))
+    return Corpus.open(path)
 
 
 def _no_corpus(path: Path) -> str:
@@ -290,18 +314,8 @@ def _no_corpus(path: Path) -> str:
     )
 
 
-def _mismatch(path: Path, what: str) -> CorpusError:
-    return CorpusError(f"The corpus {path} does not match its manifest: {what}. {again(path)}.")
-
-
-def _check_files(path: Path, manifest: Manifest) -> None:
-    for name, size in manifest.files.items():
-        file = path / name
-        if not file.is_file():
-            raise _mismatch(path, f"the file {name} is missing")
-        if file.stat().st_size != size:
-            raise _mismatch(path, f"the file {name} has {file.stat().st_size:,} bytes instead of {size:,}")
-    wanted = {**manifest.checksums, f"{TOKENIZER_FOLDER}/tokenizer.json": manifest.tokenizer_sha256}
-    for name, checksum in wanted.items():
-        if not (path / name).is_file() or hashlib.sha256((path / name).read_bytes()).hexdigest() != checksum:
-            raise _mismatch(path, f"{name} was changed")
+def _damaged(path: Path, what: str) -> CorpusError:
+    return CorpusError(
+        f"The corpus {path} is damaged: {what}. Copy it again from where it came, or make it again with "
+        f"`wlb-titan prepare {path} --overwrite`; `wlb-titan prepare {path} --verify` names all damage."
+    )

@@ -1,7 +1,7 @@
 """From texts to documents of token ids, a bounded amount of text at a time."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
 
@@ -52,7 +52,7 @@ class Documents:
     def __init__(
         self,
         source: Source,
-        order: list[int],
+        order: Sequence[int],
         tokenizer: CorpusTokenizer,
         *,
         piece_characters: int = PIECE_CHARACTERS,

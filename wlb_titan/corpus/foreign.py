@@ -16,6 +16,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from wlb_titan.corpus.arrow import ArrowShard, columns_of
 from wlb_titan.corpus.datatrove import DatatroveMask, DatatroveShard
@@ -36,13 +37,13 @@ class Foreign:
         shards: files of documents.
         masks: label mask of each shard, as a `Corpus` has them.
         files: all that is read.
-        mask: what says what is learned, as it goes into the fingerprint; empty without a mask.
+        read_as: what of the files is tokens and what mask, for the fingerprint.
     """
 
     shards: Sequence[Shard]
     masks: Sequence[Mask | None]
     files: Sequence[Path]
-    mask: str = ""
+    read_as: str = ""
 
 
 def open_foreign(path: Path, column: str, mask: str) -> Foreign | None:
@@ -59,8 +60,7 @@ def open_foreign(path: Path, column: str, mask: str) -> Foreign | None:
         CorpusError: the files are damaged, or do not hold documents of token ids, or masks that do not fit.
     """
     if (path / "dataset_dict.json").is_file():
-        splits = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8")).get("splits", [])
-        named = ", ".join(str(path / split) for split in splits)
+        named = ", ".join(str(path / split) for split in _read_json(path / "dataset_dict.json", "splits"))
         raise CorpusError(
             f"{path} holds a dataset of several splits; name the folder of one of them: {named}."
         )
@@ -80,13 +80,13 @@ def _dataset(folder: Path, column: str, mask: str) -> Foreign:
     shards = [ArrowShard(file, column) for file in files]
     named = chosen_column(folder, columns_of(files[0]), mask)
     if named is None:
-        return Foreign(shards, (), files)
+        return Foreign(shards, (), files, column)
     labels = named.endswith("labels")
     masks = [
         TokenMask(ArrowShard(file, named), shard, labels=labels, name=f"{named!r} of {file}")
         for file, shard in zip(files, shards, strict=True)
     ]
-    return Foreign(shards, masks, files, named)
+    return Foreign(shards, masks, files, f"{column} {named}")
 
 
 def _tokenized(files: Sequence[Path], mask: str) -> Foreign:
@@ -138,21 +138,35 @@ def _prefixes(path: Path) -> list[Path]:
 
 
 def _data_files(folder: Path) -> list[Path]:
+    file = folder / "state.json"
     try:
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        return [folder / entry["filename"] for entry in state["_data_files"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorpusError(
-            f"{folder / 'state.json'} is damaged ({error!r}); save the dataset again."
-        ) from error
+        return [folder / entry["filename"] for entry in _read_json(file, "_data_files")]
+    except (KeyError, TypeError) as error:
+        raise _damaged(file, error) from error
 
 
-def fingerprint_of_files(files: Iterable[Path], mask: str = "") -> str:
-    """16 hexadecimal digits of names, sizes, and pages spread over each file, as hashing all takes hours.
+def _read_json(file: Path, key: str) -> list[Any]:
+    """The list that a JSON object has under a key."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))[key]
+        if not isinstance(found, list):
+            raise TypeError(f"{key} is no list")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _damaged(file, error) from error
+    return found
+
+
+def _damaged(file: Path, error: Exception) -> CorpusError:
+    return CorpusError(f"{file} is damaged ({error!r}); save the dataset again.")
+
+
+def fingerprint_of_files(files: Iterable[Path], read_as: str = "") -> str:
+    """16 hexadecimal digits of names, sizes, and pages spread over each file, as hashing all takes hours, and
+    of what is read of them.
 
     They do not change when the files are copied elsewhere.
     """
-    digest = hashlib.sha256(mask.encode())
+    digest = hashlib.sha256(read_as.encode())
     for file in files:
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}\0".encode())

@@ -7,20 +7,15 @@ import dataclasses
 import hashlib
 import json
 import typing
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from wlb_titan.errors import CorpusError
 
-FORMAT_VERSION = 3
-"""1 was a corpus with all documents in `documents.arrow`, 2 one in parts; neither had checksums."""
-
-MASKED_VERSION = 4
-"""As FORMAT_VERSION, with a label mask: who knows version 3 only would learn every token."""
-
-KNOWN_VERSIONS = (1, 2, FORMAT_VERSION, MASKED_VERSION)
-FIRST_WITH_CHECKSUMS = 3
+FORMAT_VERSION = 5
+READ_AT_ONCE = 1 << 22  # bytes
 
 DOCUMENTS_FILE = "documents.arrow"
 TOKENIZER_FOLDER = "tokenizer"
@@ -33,7 +28,7 @@ class Manifest:
     """The content of `manifest.json`."""
 
     format_version: int = FORMAT_VERSION
-    """Version of the folder's layout and of this file. A reader takes versions that it knows only."""
+    """Version of the folder's layout and of this file. A reader takes its own only."""
 
     fingerprint: str
     """16 hexadecimal digits that identify the content: tokenizer, token ids and order of the documents."""
@@ -43,6 +38,9 @@ class Manifest:
 
     tokens: int
     """Number of tokens in all documents, end-of-text tokens included."""
+
+    masked: bool = False
+    """Whether the documents have a label mask."""
 
     learned_tokens: int = 0
     """Tokens that are learned, of a corpus with a label mask."""
@@ -77,23 +75,26 @@ class Manifest:
     files: dict[str, int]
     """Every other file of the corpus: path inside the folder -> size in bytes."""
 
-    checksums: dict[str, str] = dataclasses.field(default_factory=dict)
-    """SHA-256 of those that are read as a whole; documents have checksums by block, in *.sums."""
+    digests: dict[str, str]
+    """SHA-256 of each of them, in hexadecimal."""
 
-    @property
-    def checked(self) -> bool:
-        """Whether the documents have checksums."""
-        return self.format_version >= FIRST_WITH_CHECKSUMS
+    def damage(
+        self, folder: Path, *, whole: bool, read: Callable[[int], None] = lambda size: None
+    ) -> Iterator[str]:
+        """Says of each file in `folder` that is not what was written in which way.
 
-    @property
-    def masked(self) -> bool:
-        """Whether the documents have a label mask."""
-        return self.format_version == MASKED_VERSION
-
-    @property
-    def document_files(self) -> list[str]:
-        """The files with the documents, in the order of these."""
-        return sorted(name for name in self.files if name.endswith(".arrow"))
+        Args:
+            whole: also compare the documents' digest, which takes long; else only their size.
+            read: told of the bytes of each part of a file that was read.
+        """
+        for name, size in self.files.items():
+            file = folder / name
+            if not file.is_file():
+                yield f"the file {name} is missing"
+            elif file.stat().st_size != size:
+                yield f"the file {name} has {file.stat().st_size:,} bytes instead of {size:,}"
+            elif (whole or name != DOCUMENTS_FILE) and digest(file, read) != self.digests.get(name):
+                yield f"{name} was changed"
 
     def save(self, folder: Path) -> None:
         """Write the manifest into `folder`, with a hash of itself."""
@@ -116,13 +117,12 @@ class Manifest:
             version = values["format_version"]
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise CorpusError(f"{path} is damaged ({error!r}); {again}.") from error
-        if version not in KNOWN_VERSIONS:
+        if version != FORMAT_VERSION:
             raise CorpusError(
-                f"{folder} has corpus format version {version}, but this wlb_titan reads the versions "
-                f"{', '.join(map(str, KNOWN_VERSIONS))}; {again}, or use the wlb_titan that made it."
+                f"{folder} has corpus format version {version}, but this wlb_titan reads version "
+                f"{FORMAT_VERSION}; {again}, or use the wlb_titan that made it."
             )
-        wanted = values.pop("manifest_sha256", None)
-        if version >= FIRST_WITH_CHECKSUMS and wanted != _hash(values):
+        if values.pop("manifest_sha256", None) != _hash(values):
             raise CorpusError(f"{path} is damaged: it is not what was written; {again}.")
         hints = typing.get_type_hints(cls)
         for name, value in values.items():
@@ -136,6 +136,16 @@ class Manifest:
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise CorpusError(f"{path} is damaged: it lists {name!r}, outside the folder; {again}.")
         return manifest
+
+
+def digest(file: Path, read: Callable[[int], None] = lambda size: None) -> str:
+    """SHA-256 of a file in hexadecimal; `read` is told of the bytes of each part that was read."""
+    result = hashlib.sha256()
+    with file.open("rb") as stream:
+        while part := stream.read(READ_AT_ONCE):
+            result.update(part)
+            read(len(part))
+    return result.hexdigest()
 
 
 def _hash(values: dict[str, Any]) -> str:

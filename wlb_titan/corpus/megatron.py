@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from wlb_titan.arrays import Ints
-from wlb_titan.corpus.shards import TokenFile, map_file
+from wlb_titan.corpus.shards import BLOCK, TokenFile, map_file
 from wlb_titan.errors import CorpusError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -71,7 +71,8 @@ class MegatronShard(TokenFile):
         self._values = map_file(self.path, dtype)
         self._end = last
         # Most often each document is one sequence, and then there is nothing to look up.
-        self._lengths = lengths if ends - 1 in (0, sequences) else None
+        single = ends <= 1 or (ends - 1 == sequences and _consecutive(firsts))
+        self._lengths = lengths if single else None
         self._firsts = firsts
         self.documents = sequences if self._lengths is not None else ends - 1
         self.tokens = last // dtype.itemsize
@@ -89,3 +90,12 @@ class MegatronShard(TokenFile):
         result = np.full(len(rows), self._end, dtype=np.int64)
         result[inside] = self._begins[sequences[inside]]
         return result
+
+
+def _consecutive(firsts: Ints) -> bool:
+    """Whether these are 0, 1, 2, ... They are not where one document has no sequences and another has two."""
+    for at in range(0, len(firsts), BLOCK):
+        block = firsts[at : at + BLOCK]
+        if (block != np.arange(at, at + len(block))).any():
+            return False
+    return True

@@ -4,7 +4,10 @@ Each document becomes the tokens of its text and one end-of-text token; no token
 texts, settings and library versions give the same corpus, byte for byte.
 """
 
+from __future__ import annotations
+
 import shutil
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +15,13 @@ import numpy as np
 
 from wlb_titan.corpus.corpus import Corpus
 from wlb_titan.corpus.folder import written_whole
-from wlb_titan.corpus.manifest import DOCUMENTS_FILE, TOKENIZER_FOLDER, UNREADABLE_FILE
+from wlb_titan.corpus.manifest import (
+    DOCUMENTS_FILE,
+    TOKENIZER_FOLDER,
+    UNREADABLE_FILE,
+    Manifest,
+    digest,
+)
 from wlb_titan.corpus.replace import check_replaceable, output_folder
 from wlb_titan.corpus.settings import DEFAULT_VOCAB_SIZE, PrepareSettings
 from wlb_titan.errors import CorpusError
@@ -72,12 +81,35 @@ def complete_corpus(settings: PrepareSettings, output: Path) -> Corpus | None:
         for name in {**wanted, **found}
         if found.get(name) != wanted.get(name)
     ]
+    differences += _changed_tokenizer(settings, corpus.manifest)
     if differences:
         raise CorpusError(
             f"{output} holds a corpus that was made with other settings: {'; '.join(differences)}. "
             "Add --overwrite to replace it, or name another folder."
         )
     return corpus
+
+
+def _changed_tokenizer(settings: PrepareSettings, manifest: Manifest) -> list[str]:
+    """Says of each file of the user's tokenizer that is not what the corpus was made with so."""
+    if settings.tokenizer is None:
+        return []
+    # Here, not above: `tokenizers` takes its time to import.
+    from wlb_titan.corpus.tokenizer import tokenizer_files
+
+    files = tokenizer_files(Path(settings.tokenizer), settings.template_file)
+    now = {f"{TOKENIZER_FOLDER}/{name}": digest(path) for name, path in files.items() if path.is_file()}
+    then = {name for name in manifest.digests if name.startswith(f"{TOKENIZER_FOLDER}/")}
+    return [
+        f"{name} was another file then"
+        for name in sorted(now.keys() | then)
+        if now.get(name) != manifest.digests.get(name)
+    ]
+
+
+def shuffled(documents: int, seed: int) -> array[int]:
+    """The numbers of documents in a random order: 8 bytes each, as there may be hundreds of millions."""
+    return array("q", np.random.default_rng(seed).permutation(documents).astype(np.int64).tobytes())
 
 
 def _write_corpus(settings: PrepareSettings, folder: Path, report: Report) -> None:
@@ -91,12 +123,11 @@ def _write_corpus(settings: PrepareSettings, folder: Path, report: Report) -> No
     report("Finding documents", 0, 0)
     cache = folder / "cache"
     source = open_source(settings, cache)
-    order = np.random.default_rng(settings.seed).permutation(len(source)).tolist()
+    order = shuffled(len(source), settings.seed)
 
     report("Preparing the tokenizer", 0, 0)
     if settings.tokenizer is not None:
-        template = Path(settings.chat_template) if settings.chat_template else None
-        copy_tokenizer(Path(settings.tokenizer), folder / TOKENIZER_FOLDER, template)
+        copy_tokenizer(Path(settings.tokenizer), folder / TOKENIZER_FOLDER, settings.template_file)
     else:
         vocabulary = settings.vocab_size or DEFAULT_VOCAB_SIZE
         train_tokenizer(training_texts(source, order), vocabulary, folder / TOKENIZER_FOLDER)

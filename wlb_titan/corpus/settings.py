@@ -52,7 +52,9 @@ class SourceSpec:
         name = re.fullmatch(r"([^,@]+)(?:,([^,@]+))?(?:@([^@]+))?", location)
         if kind == "hf" and name and field:
             return cls(kind, name[1], field, name[2], name[3] or "train")
-        raise CorpusError(f"{text!r} is not a source of documents; the sources are {SOURCES}.")
+        ending = Path(text.partition("#")[0]).suffix.removeprefix(".")
+        advice = f" For this file write {ending}:{text}." if ending in ("jsonl", "parquet") else ""
+        raise CorpusError(f"{text!r} is not a source of documents; the sources are {SOURCES}.{advice}")
 
     def absolute(self) -> str:
         """The description with an absolute path, so that it means the same from every folder."""
@@ -139,6 +141,11 @@ class PrepareSettings:
     def spec(self) -> SourceSpec:
         """`source`, taken apart."""
         return SourceSpec.parse(self.source, "messages" if self.chat else "text")
+
+    @property
+    def template_file(self) -> Path | None:
+        """`chat_template`."""
+        return Path(self.chat_template) if self.chat_template else None
 
     def _check_chat(self, kind: str) -> None:
         given = (self.chat_template, *self.template_options, self.max_length)

@@ -12,7 +12,7 @@ import stat
 import sysconfig
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import filterfalse
@@ -241,8 +241,21 @@ def _field_of(record: object, field: str) -> Any:
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
     if field not in record:
-        raise ValueError(f"no field {field!r}; it has {', '.join(record)}")
+        raise ValueError(f"no field {field!r}; it has {', '.join(record)}{_advice(field, record)}")
     return record[field]
+
+
+def _advice(field: str, fields: Iterable[str]) -> str:
+    """What to do where that field is missing and these are there."""
+    chat = "; for conversations add --chat" if field == "text" and "messages" in fields else ""
+    return f"{chat}; another field is named after a #, as in --source jsonl:FILE#FIELD"
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without keys that have no value: Arrow gives every struct of a column the keys of all."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _text_of(record: object, field: str) -> str:
@@ -266,8 +279,8 @@ class Rows:
         columns = self._rows.features
         if spec.field not in columns:
             raise CorpusError(
-                f"{spec.location} has no field {spec.field!r}; it has {', '.join(columns)}. Name the field "
-                f"that holds the text after a #, as in --source {spec.kind}:{spec.location}#FIELD."
+                f"{spec.location} has no field {spec.field!r}; it has {', '.join(columns)}"
+                f"{_advice(spec.field, columns)}."
             )
         kind = getattr(columns[spec.field], "dtype", type(columns[spec.field]).__name__)
         if not chat and kind not in ("string", "large_string", "null"):
@@ -286,7 +299,10 @@ class Rows:
     def read(self, document: int) -> Iterator[str | Unreadable]:
         try:
             row = self._rows[document]
-            yield conversation(row, self._field) if self._chat else row[self._field] or ""
+            if self._chat:
+                yield conversation({key: _without_nulls(value) for key, value in row.items()}, self._field)
+            else:
+                yield row[self._field] or ""
         except (ValueError, pa.ArrowException) as error:  # UnicodeDecodeError among the first
             yield Unreadable(self.name(document), str(error))
 

@@ -85,17 +85,26 @@ def _end_of_text(config: Path) -> str:
     return token
 
 
+def tokenizer_files(folder: Path, template: Path | None = None) -> dict[str, Path]:
+    """The files of the user's tokenizer that a corpus copies, by their names there.
+
+    Args:
+        template: a file with another chat template.
+    """
+    there = {name: folder / name for name in (TOKENIZER_FILE, CONFIG_FILE, *BESIDE)}
+    files = {name: path for name, path in there.items() if path.is_file()}
+    return files if template is None else files | {TEMPLATE_FILE: template}
+
+
 def copy_tokenizer(source: Path, folder: Path, template: Path | None = None) -> None:
-    """Copy the files of the user's tokenizer into the corpus, with another chat template if one is given."""
+    """Copy `tokenizer_files` into the corpus."""
     CorpusTokenizer(source)  # complains about a tokenizer that cannot be used before anything is copied
     folder.mkdir()
-    for name in (TOKENIZER_FILE, CONFIG_FILE, *(name for name in BESIDE if (source / name).is_file())):
-        shutil.copyfile(source / name, folder / name)
-    if template is not None:
+    for name, path in tokenizer_files(source, template).items():
         try:
-            shutil.copyfile(template, folder / TEMPLATE_FILE)
+            shutil.copyfile(path, folder / name)
         except OSError as error:
-            raise CorpusError(f"The chat template {template} cannot be read: {error.strerror}.") from error
+            raise CorpusError(f"{path} cannot be copied into the corpus: {error.strerror}.") from error
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None:

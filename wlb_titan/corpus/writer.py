@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 from datasets.arrow_writer import ArrowWriter
 
-from wlb_titan.corpus.arrow import SPANS, TOKENS, write_checks
-from wlb_titan.corpus.manifest import DOCUMENTS_FILE, FORMAT_VERSION, MASKED_VERSION, Manifest
+from wlb_titan.corpus.arrow import SPANS, TOKENS
+from wlb_titan.corpus.manifest import Manifest, digest
 from wlb_titan.corpus.replace import LOCK_FILE
 from wlb_titan.corpus.tokenizer import CorpusTokenizer
 
@@ -97,21 +97,19 @@ def write_manifest(
     settings: dict[str, Any],
     **counts: Any,
 ) -> None:
-    """Completes the corpus in a folder by checksums, and by the manifest at last.
+    """Completes the corpus in a folder by its manifest.
 
     Args:
         writer: has written its documents.
         settings, counts: of the manifest; `counts` are of documents that are not as they were.
     """
-    write_checks(folder / DOCUMENTS_FILE)
     there = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != LOCK_FILE]
     files = {path.relative_to(folder).as_posix(): path for path in there}
-    whole = {name: path for name, path in files.items() if not name.endswith((".arrow", ".sums"))}
     Manifest(
-        format_version=MASKED_VERSION if writer.masked else FORMAT_VERSION,
         fingerprint=hashlib.sha256(tokenizer.digest + writer.digest()).hexdigest()[:16],
         documents=writer.documents,
         tokens=writer.tokens,
+        masked=writer.masked,
         learned_tokens=writer.learned,
         vocab_size=tokenizer.vocab_size,
         end_of_text=tokenizer.end_of_text,
@@ -119,7 +117,7 @@ def write_manifest(
         tokenizer_sha256=tokenizer.digest.hex(),
         settings=settings,
         files={name: path.stat().st_size for name, path in files.items()},
-        checksums={name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in whole.items()},
+        digests={name: digest(path) for name, path in files.items()},
         **counts,
     ).save(folder)
 

@@ -34,7 +34,7 @@ class Divided:
         self._lengths = lengths
         self._share = share
         self._held_out = held_out
-        self._rows = rows or range(len(lengths))
+        self._rows = range(len(lengths)) if rows is None else rows
 
     def __len__(self) -> int:
         return len(self._lengths)

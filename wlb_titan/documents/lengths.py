@@ -1,6 +1,6 @@
 """Document lengths without a corpus: from a text file, one a line, or of a named distribution.
 
-Named distributions are log-normal, which documents of most collections nearly are: exp(normal(log median,
+Most of the named ones are log-normal, which documents of most collections nearly are: exp(normal(log median,
 sigma)), whole tokens, at least MINIMUM. Where the two numbers come from:
 
 - `web`: English web pages of RedPajama-V2's head and middle, deduplicated: 14.5 billion documents of 20.5
@@ -13,6 +13,10 @@ sigma)), whole tokens, at least MINIMUM. Where the two numbers come from:
   and one of 4,300 above 32,768.
 - `paper`: found for this project so that the WLB-LLM paper's facts about its training data hold in a window
   of 128K (`benchmarks/reproduce/lengths.py`); the paper itself gives no distribution.
+
+Two are histograms of what an open implementation of WLB-LLM, DistCA's baseline, samples documents from
+(github.com/hao-ai-lab/DistCA, distca/simulator/data): `wlbllm` of dist_wlbllm.json, 99,519 documents, and
+`prolong` of dist_prolong.json, 77,932 documents.
 """
 
 from __future__ import annotations
@@ -53,11 +57,46 @@ class LogNormal:
         return np.maximum(lengths.astype(np.int64), MINIMUM)
 
 
-NAMED = {
+class Histogram:
+    """Documents counted by length, spread evenly within each bin.
+
+    Args:
+        bins: the shortest length of each bin and how many documents it has, ascending.
+        longest: tokens of the longest document, in the last bin.
+        median: tokens, as the documents that were counted have it.
+        source: where they come from, for reports.
+    """
+
+    def __init__(self, bins: dict[int, int], longest: int, median: float, source: str) -> None:
+        self.median = median
+        self.source = source
+        self._edges = [*bins, longest + 1]
+        self._below = np.cumsum([0, *bins.values()]) / sum(bins.values())
+
+    def draw(self, documents: int = DRAWN, seed: int = 1) -> Ints:
+        """int64 (documents,), tokens: evenly spaced quantiles in a random order, so that a bin of a few long
+        documents has its share in every draw."""
+        quantiles = (np.random.default_rng(seed).permutation(documents) + 0.5) / documents
+        return np.interp(quantiles, self._below, self._edges).astype(np.int64)
+
+
+_WLBLLM = {
+    1: 221, 16: 270, 32: 510, 64: 965, 128: 2008, 256: 3902, 512: 7998, 1024: 15705, 2048: 15688,
+    3072: 16113, 4096: 15655, 5120: 16049, 6144: 2074, 8192: 786, 12288: 245, 16384: 303, 24576: 146,
+    32768: 216, 49152: 137, 65536: 318, 98304: 210,
+}  # fmt: skip
+_PROLONG = {
+    512: 11641, 1024: 29949, 2048: 13497, 3072: 7514, 4096: 4750, 5120: 3045, 6144: 3438, 8192: 2535,
+    12288: 795, 16384: 460, 24576: 147, 32768: 90, 49152: 24, 65536: 20, 98304: 10, 131072: 17,
+}  # fmt: skip
+
+NAMED: dict[str, LogNormal | Histogram] = {
     "web": LogNormal(459, 1.5, "web pages as in RedPajama-V2"),
     "code": LogNormal(1580, 1.37, "Python files"),
     "chat": LogNormal(700, 1.1, "made-up conversations"),
     "paper": LogNormal(2000, 1.6, "as the WLB-LLM paper describes its training data"),
+    "wlbllm": Histogram(_WLBLLM, 124913, 3227, "lengths in DistCA's dist_wlbllm.json"),
+    "prolong": Histogram(_PROLONG, 340149, 1914, "lengths in DistCA's dist_prolong.json"),
 }
 
 

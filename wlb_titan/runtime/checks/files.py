@@ -47,7 +47,7 @@ def validate_corpus(config: Any) -> Corpus:
                 f"{vocabulary}` or fewer, or choose another base."
             )
         for part in corpus.parts or (corpus,):
-            if part.manifest is None or not part.manifest.checked:
+            if part.manifest is None:
                 check_sample(part, tokenizer.vocab_size)
     except (CorpusError, PlanError) as error:
         if error.setting:
