@@ -2,6 +2,8 @@
 
 import ast
 import re
+import sys
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -108,6 +110,29 @@ def test_every_package_is_installed():
     assert set(project["packages"]) == names | {"wlb_titan.kernels", "wlb_titan.launch"}
 
 
+def test_every_dependency_is_declared():
+    project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
+    declared = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in lines} | {"wlb_titan"}
+    distributions = packages_distributions()
+    for room in ("wlb_titan", "kernels", "launch"):
+        for file in (ROOT / room).rglob("*.py"):
+            for name in top_level(file) - set(sys.stdlib_module_names):
+                found = {one.replace("-", "_") for one in distributions[name]}
+                assert declared & found, f"{file.relative_to(ROOT)} imports {name}"
+
+
+def top_level(path: Path) -> set[str]:
+    """The packages that a file imports."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.add(node.module)
+    return {name.split(".")[0] for name in names}
+
+
 def modules_of(path: Path, known: set[str]) -> set[str]:
     """The modules of ours that a file imports when it runs, inside functions too."""
     tree = ast.parse(path.read_text())
@@ -139,3 +164,10 @@ def test_no_module_imports_itself_by_way_of_others():
             del imported[name]
     # What is left imports each other, or something that does.
     assert not imported, f"in circles: {sorted(imported)}"
+
+
+def test_every_benchmark_is_listed():
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    programs = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
+    assert {name for name in programs if f"`{name}`" not in page} == set()
+    assert set(re.findall(r"^\| `(\w+\.py)`", page, re.MULTILINE)) <= programs
