@@ -40,13 +40,14 @@ COLLECTIONS = (PYTHON, "paper", "wlbllm", "prolong")
 LONG = 65536  # tokens
 HEAD = """# What big jobs are predicted to reach
 
-Made by `python benchmarks/predicted.py`, {steps} steps each. No row was measured: all are predictions of the simulator
-([simulator.md](simulator.md)) for {cluster}. To measure the first and last rank of a job on one GPU:
-[rehearsal.md](rehearsal.md).
+Made by `python benchmarks/predicted.py`, {steps} steps each. No row was measured: all are predictions of the
+simulator ([simulator.md](simulator.md)) for {cluster}. To measure a job's first and last rank on one
+GPU: [rehearsal.md](rehearsal.md).
 
-MFU counts the FLOPs that document masks leave, over that GPU's peak. FLOPs x and tokens x, a second, are over the first row
-of a file. *Cut* is the share of tokens in pieces that begin in mid-document, *keys* what a token attends to: policies that
-keep documents whole train more FLOPs in a token. Documents: this machine's Python files, as `make train` prepares them.
+MFU counts the FLOPs that document masks leave, over that GPU's peak. FLOPs x and tokens x, a second, are over
+the first row of a file. *Cut* is the share of tokens in pieces that begin in mid-document, *keys* what a token
+attends to: policies that keep documents whole train more FLOPs in a token. Documents: this machine's Python
+files, as `make train` prepares them.
 
 | file | GPUs | policy | MFU | TFLOP/s a GPU | FLOPs x | tokens x | bubble | cut | keys |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
@@ -54,9 +55,9 @@ keep documents whole train more FLOPs in a token. Documents: this machine's Pyth
 LENGTHS = """
 ## By lengths of documents
 
-FLOPs x of `{first}` and of `{second}` over `{plain}`, under other distributions of lengths
-([simulator.md](simulator.md#lengths-without-a-corpus)). Their tokens in documents of 64K and more: {long}.
-`wlb-titan simulate FILE --lengths NAME --policies {policies}` shows one of them.
+FLOPs a second of `{first}` and of `{second}` over `{plain}` on the same documents: those above, and
+three distributions of lengths ([simulator.md](simulator.md#lengths-without-a-corpus)). Of their tokens {long}
+are in documents of 64K and more. One of them: `wlb-titan simulate FILE --lengths NAME --policies {policies}`.
 
 """
 
@@ -101,12 +102,14 @@ def predicted(file: str, documents: Documents, steps: int) -> list[dict[str, Any
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Lines of Markdown, one a policy."""
-    return "".join(
-        f"| {row['file']} | {row['gpus']} | `{row['policy']}` | {row['mfu']:.1%} | "
-        f"{row['flops_per_second'] / row['gpus'] / 1e12:,.4g} | {row['flops_x']:.3f} | {row['tokens_x']:.3f} | "
-        f"{row['bubble']:.1%} | {row['cut']:.1%} | {row['keys']:,.0f} |\n"
-        for row in rows
-    )
+    lines = []
+    for row in rows:
+        cells = [row["file"], str(row["gpus"]), f"`{row['policy']}`", f"{row['mfu']:.1%}"]
+        cells += [f"{row['flops_per_second'] / row['gpus'] / 1e12:,.4g}"]
+        cells += [f"{row['flops_x']:.3f}", f"{row['tokens_x']:.3f}"]
+        cells += [f"{row['bubble']:.1%}", f"{row['cut']:.1%}", f"{row['keys']:,.0f}"]
+        lines.append(f"| {' | '.join(cells)} |\n")
+    return "".join(lines)
 
 
 def by_lengths(results: dict[str, list[list[dict[str, Any]]]]) -> str:
@@ -119,6 +122,25 @@ def by_lengths(results: dict[str, list[list[dict[str, Any]]]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def written(results: dict[str, Any]) -> str:
+    """The page."""
+    rows = [row for own in results["rows"][PYTHON] for row in own]
+    shares = [f"{long:.0%} ({name})" for name, long in results["long"].items()]
+    first, second = BALANCED
+    return (
+        HEAD.format(steps=results["steps"], cluster=rows[0]["cluster"])
+        + table(rows)
+        + LENGTHS.format(
+            first=first,
+            second=second,
+            plain=PLAIN,
+            long=", ".join(shares),
+            policies=",".join(map(str, (PLAIN, first, second))),
+        )
+        + by_lengths(results["rows"])
+    )
+
+
 @click.command()
 @click.option("--files", default=",".join(FILES), help="TOML files, with commas between them.")
 @click.option("--steps", default=20, show_default=True)
@@ -126,27 +148,18 @@ def by_lengths(results: dict[str, list[list[dict[str, Any]]]]) -> str:
 @click.option("--output", type=click.Path(path_type=Path), default=RESULTS, help="JSON file for the rows.")
 def main(files: str, steps: int, page: Path, output: Path) -> None:
     use_cpu_without_accelerator()
-    results: dict[str, list[list[dict[str, Any]]]] = {}
-    shares = []
+    results: dict[str, Any] = {"steps": steps, "rows": {}, "long": {}}
     for collection in COLLECTIONS:
         documents = documents_of(collection)
         lengths = np.asarray(documents.lengths)
-        shares.append(f"{collection} {lengths[lengths >= LONG].sum() / lengths.sum():.0%}")
-        print(shares[-1])
-        results[collection] = []
+        results["long"][collection] = float(lengths[lengths >= LONG].sum() / lengths.sum())
+        results["rows"][collection] = []
         for file in files.split(","):
             rows = predicted(file, documents, steps)
-            results[collection].append(rows)
-            print(table(rows), end="", flush=True)
-    main_rows = [row for rows in results[PYTHON] for row in rows]
-    text = HEAD.format(steps=steps, cluster=main_rows[0]["cluster"]) + table(main_rows)
-    first, second = BALANCED
-    policies = ",".join(map(str, (PLAIN, *BALANCED)))
-    text += LENGTHS.format(
-        first=first, second=second, plain=PLAIN, long=", ".join(shares), policies=policies
-    ) + by_lengths(results)
-    page.write_text(text, encoding="utf-8")
-    output.write_text(json.dumps({"steps": steps, "results": results}, indent=1) + "\n", encoding="utf-8")
+            results["rows"][collection].append(rows)
+            print(f"{collection}\n{table(rows)}", end="", flush=True)
+    output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    page.write_text(written(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -182,6 +182,17 @@ def figure_12(setting: Setting, steps: int) -> dict[str, Any]:
     return {name: speedups(configuration(setting, name), policies, steps) for name in PAPER_DEGREES}
 
 
+def other_lengths(setting: Setting, steps: int) -> dict[str, Any]:
+    """7B-128K on lengths of an open implementation of WLB-LLM, and their tokens in long documents."""
+    result = {}
+    for name in ("paper", "wlbllm", "prolong"):
+        lengths = documents(name)
+        one = configuration(setting, "7B-128K", lengths=name)
+        result[name] = speedups(one, (WLB, OURS[1], SLIM), steps)
+        result[name]["long"] = float(lengths[lengths >= WINDOW // 2].sum() / lengths.sum())
+    return result
+
+
 def figure_13(setting: Setting, steps: int) -> dict[str, Any]:
     """One optimization after the other, 7B-128K."""
     policies = (

@@ -25,9 +25,9 @@ PLACES = 32  # positions of a window over which length is averaged
 
 
 @cache
-def documents(seed: int = 1) -> Ints:
+def documents(name: str = "paper") -> Ints:
     """int64 (DOCUMENTS,), tokens of the corpus' documents."""
-    return NAMED["paper"].draw(DOCUMENTS, seed)
+    return NAMED[name].draw(DOCUMENTS)
 
 
 def carried(lengths: Ints, window: int) -> Ints:
@@ -47,9 +47,9 @@ def dropped(lengths: Ints, window: int) -> Ints:
 
 
 @cache
-def loaded(window: int) -> Ints:
+def loaded(window: int, name: str) -> Ints:
     """int64, the pieces that all policies pack."""
-    return carried(documents(), window)
+    return carried(documents(name), window)
 
 
 def by_position(pieces: Ints, window: int) -> NDArray[np.float64]:

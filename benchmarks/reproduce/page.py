@@ -33,6 +33,7 @@ def write_page(results: Results) -> Path:
         _figure_3(results),
         _table_2(results),
         _figure_12(results),
+        _other_lengths(results),
         _figures_13_to_15(results),
         _others(results),
         _scale(results),
@@ -256,6 +257,31 @@ Speedup over Plain-4D. The last three columns are this project's: `wlb_lazy` pac
 ![Figure 12](reproduction/figure_12.svg)
 
 {WHY["figure_12"]}"""
+
+
+def _other_lengths(results: Results) -> str:
+    names = next(iter(results["settings"].values()))["other_lengths"]
+    rows = [
+        [
+            f"`{name}`",
+            f"{found['long']:.0%}",
+            *(
+                _range(*span(results, lambda s, n=name, k=k: s["other_lengths"][n][k]))
+                for k in (WLB, BEST, SLIM)
+            ),
+        ]
+        for name, found in names.items()
+    ]
+    return f"""## Figure 12 on other lengths
+
+The paper states little of its data, and the gain follows from it. [DistCA](https://github.com/hao-ai-lab/DistCA), which has an
+open implementation of WLB-LLM as its baseline, takes lengths with fewer long documents
+([simulator.md](simulator.md#lengths-without-a-corpus)). 7B-128K, speedup over Plain-4D on the same lengths
+(`python benchmarks/reproduce/run.py --only other_lengths`):
+
+{_table(["lengths", "tokens in documents of 64K and more", "WLB-LLM", "wlb_lazy, hybrid, best", "slim, hybrid"], rows)}
+
+[predicted.md](predicted.md#by-lengths-of-documents) has six files of `train_configs` on the same lengths."""
 
 
 def _figures_13_to_15(results: Results) -> str:

@@ -95,6 +95,7 @@ def scenario(
     *,
     micro_batches: int | None = None,
     packing: PackingPolicy.Config | None = None,
+    lengths: str = "paper",
 ) -> Scenario:
     """A job of the paper on the corpus, with the least activation checkpointing that fits.
 
@@ -104,6 +105,7 @@ def scenario(
         window: context window in tokens.
         micro_batches: of a global batch; PP x DP if not given, as in the paper.
         packing: settings of the policies that have them.
+        lengths: name of the documents' distribution.
     """
     pipelined = degrees.pipeline > 1
     job = Job(
@@ -126,7 +128,7 @@ def scenario(
     packing = replace(packing or POLICIES.configure("wlb"), cost_model="simulated")
     if packing.name in POLICIES.having("max_length"):
         packing = replace(packing, max_length=job.fitting.longest or window)
-    return Scenario(replace(job, packing=packing), Documents(lengths=loaded(window), seed=None))
+    return Scenario(replace(job, packing=packing), Documents(lengths=loaded(window, lengths), seed=None))
 
 
 def configuration(setting: Setting, name: str, **changes) -> Scenario:

@@ -38,6 +38,7 @@ EVERYWHERE: dict[str, Callable[[Setting, int], Any]] = {
     "figure_7": lambda setting, steps: experiments.figure_7(setting),
     "figure_10": lambda setting, steps: experiments.figure_10(setting),
     "figure_12": experiments.figure_12,
+    "other_lengths": experiments.other_lengths,
     "figure_13": lambda setting, steps: experiments.figure_13(setting, 2 * steps),
     "figure_14": experiments.figure_14,
     "figure_15": lambda setting, steps: experiments.figure_15(setting, 2 * steps),

@@ -5,7 +5,9 @@ import hashlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import datasets
@@ -15,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from wlb_titan.corpus import Corpus, CorpusError, Manifest
+from wlb_titan.corpus.arrow import SPANS, TOKENS, find_batches
 from wlb_titan.corpus.corpus import verify
 from wlb_titan.corpus.manifest import _hash, digest
 from wlb_titan.corpus.writer import DocumentWriter
@@ -264,34 +267,53 @@ def test_manifest_round_trip(corpus_folder, tmp_path):
     assert Manifest.load(tmp_path) == manifest
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_every_flipped_bit_is_found_by_verify(masked_folder, data):
-    """Who reads the corpus all the same has a CorpusError, or as many tokens as there were."""
-    corpus_folder = masked_folder
-    whole = Corpus.open(corpus_folder)
-    verify(corpus_folder, lambda *report: None)
-    name = data.draw(st.sampled_from([*whole.manifest.files, "manifest.json"]))
-    content = (corpus_folder / name).read_bytes()
-    place = data.draw(st.integers(0, 8 * len(content) - 1))
-    damaged = bytearray(content)
-    damaged[place // 8] ^= 1 << place % 8
-    (corpus_folder / name).write_bytes(damaged)
-    try:
+    """Of any file of the corpus."""
+    name = data.draw(st.sampled_from([*Manifest.load(masked_folder).files, "manifest.json"]))
+    size = 8 * (masked_folder / name).stat().st_size
+    with flipped(masked_folder / name, data.draw(st.integers(0, size - 1))):
         with pytest.raises(CorpusError, match=r"damaged|format version") as caught:
-            verify(corpus_folder, lambda *report: None)
-        assert str(corpus_folder) in str(caught.value) and name.split("/")[-1] in str(caught.value)
+            verify(masked_folder, lambda *report: None)
+        assert str(masked_folder) in str(caught.value)
+        assert name in str(caught.value) or name == "manifest.json"
+    assert len(verify(masked_folder, lambda *report: None)) == 5
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_who_reads_damaged_documents_has_an_error_or_as_many_tokens(masked_folder, data):
+    """Of lengths, tokens and spans; headers are pyarrow's to read."""
+    file = masked_folder / "documents.arrow"
+    _, batches = find_batches(file, data.draw(st.sampled_from([TOKENS, SPANS])))
+    documents, tokens, offsets_at, values_at = data.draw(st.sampled_from(batches[:, :4].tolist()))
+    at = st.integers(32 * (offsets_at // 4), 32 * (offsets_at // 4 + documents + 1) - 1)
+    values = st.integers(8 * values_at, 8 * (values_at + 4 * tokens) - 1) if tokens else at
+    with flipped(file, data.draw(at | values)):
         try:
-            corpus = Corpus.open(corpus_folder)
+            corpus = Corpus.open(masked_folder)
             lengths = np.asarray(corpus.lengths)
-            assert sum(len(corpus.tokens(row)) for row in range(len(corpus))) == lengths.sum() == 51
+            assert [len(corpus.tokens(row)) for row in range(5)] == lengths.tolist()
+            assert lengths.sum() == 51
             for row, length in enumerate(lengths.tolist()):
                 corpus.learned(row, 0, length)
             corpus.count_learned(np.arange(5), np.zeros(5, dtype=np.int64), lengths)
         except CorpusError as error:
-            assert str(corpus_folder) in str(error)
+            assert str(masked_folder) in str(error)
+
+
+@contextmanager
+def flipped(file: Path, bit: int) -> Iterator[None]:
+    """A file in which one bit is not what it was."""
+    content = file.read_bytes()
+    damaged = bytearray(content)
+    damaged[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(damaged)
+    try:
+        yield
     finally:
-        (corpus_folder / name).write_bytes(content)
+        file.write_bytes(content)
 
 
 def test_verify_names_every_damaged_file(corpus_folder):

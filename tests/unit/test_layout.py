@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 from importlib.metadata import packages_distributions
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -112,7 +113,7 @@ def test_every_package_is_installed():
 
 def test_every_dependency_is_declared():
     project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
+    lines = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
     declared = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in lines} | {"wlb_titan"}
     distributions = packages_distributions()
     for room in ("wlb_titan", "kernels", "launch"):

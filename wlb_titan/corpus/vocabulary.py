@@ -27,7 +27,8 @@ def check_ids(tokens: Tokens, vocabulary: int, corpus: Corpus, row: int) -> None
         if not 0 <= found < vocabulary:
             raise CorpusError(
                 f"Document {row} ({corpus.source(row)}) of {corpus} has the token id {found}, but the "
-                f"vocabulary has {vocabulary:,} entries. The corpus was made with another tokenizer."
+                f"vocabulary has {vocabulary:,} entries. The corpus is damaged, or was made with another "
+                "tokenizer."
             )
 
 
