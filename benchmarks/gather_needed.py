@@ -15,7 +15,7 @@ packing, documents of web pages or code. With TP 1 context parallelism of up to 
 - ulysses, ulysses_gather: for comparison; a dash where the heads do not suffice
 
 GB are what a rank receives in a layer for a micro-batch, forward; GiB the fullest GPU's peak, `!` where it is
-over its 74.5 GiB.
+over its memory.
 """
 
 from __future__ import annotations

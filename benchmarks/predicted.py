@@ -41,8 +41,8 @@ LONG = 65536  # tokens
 HEAD = """# What big jobs are predicted to reach
 
 Made by `python benchmarks/predicted.py`, {steps} steps each. No row was measured: all are predictions of the
-simulator ([simulator.md](simulator.md)) for {cluster}. To measure a job's first and last rank on one
-GPU: [rehearsal.md](rehearsal.md).
+simulator ([simulator.md](simulator.md)) for {cluster}.
+To measure a job's first and last rank on one GPU: [rehearsal.md](rehearsal.md).
 
 MFU counts the FLOPs that document masks leave, over that GPU's peak. FLOPs x and tokens x, a second, are over
 the first row of a file. *Cut* is the share of tokens in pieces that begin in mid-document, *keys* what a token
@@ -55,9 +55,10 @@ files, as `make train` prepares them.
 LENGTHS = """
 ## By lengths of documents
 
-FLOPs a second of `{first}` and of `{second}` over `{plain}` on the same documents: those above, and
-three distributions of lengths ([simulator.md](simulator.md#lengths-without-a-corpus)). Of their tokens {long}
-are in documents of 64K and more. One of them: `wlb-titan simulate FILE --lengths NAME --policies {policies}`.
+FLOPs a second of `{first}` and of `{second}` over `{plain}` on the same documents: those
+above, and three distributions of lengths ([simulator.md](simulator.md#lengths-without-a-corpus)). Tokens in
+documents of 64K and more: {long}. One of them:
+`wlb-titan simulate FILE --lengths NAME --policies {policies}`.
 
 """
 

@@ -24,11 +24,12 @@ from pathlib import Path
 import numpy as np
 
 from wlb_titan.arrays import Ints
-from wlb_titan.corpus.shards import BLOCK, TokenFile, map_file
+from wlb_titan.corpus.shards import TokenFile, map_file
 from wlb_titan.errors import CorpusError
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
+BLOCK = 1 << 16  # documents looked at together, as many as a cache holds
 TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
 
@@ -94,8 +95,5 @@ class MegatronShard(TokenFile):
 
 def _consecutive(firsts: Ints) -> bool:
     """Whether these are 0, 1, 2, ... They are not where one document has no sequences and another has two."""
-    for at in range(0, len(firsts), BLOCK):
-        block = firsts[at : at + BLOCK]
-        if (block != np.arange(at, at + len(block))).any():
-            return False
-    return True
+    blocks = (firsts[at : at + BLOCK + 1] for at in range(0, len(firsts) - 1, BLOCK))
+    return all((np.diff(block) == 1).all() for block in blocks)
