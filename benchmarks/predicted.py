@@ -45,9 +45,9 @@ simulator ([simulator.md](simulator.md)) for {cluster}.
 To measure a job's first and last rank on one GPU: [rehearsal.md](rehearsal.md).
 
 MFU counts the FLOPs that document masks leave, over that GPU's peak. FLOPs x and tokens x, a second, are over
-the first row of a file. *Cut* is the share of tokens in pieces that begin in mid-document, *keys* what a token
-attends to: policies that keep documents whole train more FLOPs in a token. Documents: this machine's Python
-files, as `make train` prepares them.
+the first row of a file. *Cut* is the share of tokens in pieces that begin in mid-document, *keys* what a
+token attends to: policies that keep documents whole train more FLOPs in a token. Documents: this machine's
+Python files, as `make train` prepares them.
 
 | file | GPUs | policy | MFU | TFLOP/s a GPU | FLOPs x | tokens x | bubble | cut | keys |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |

@@ -38,13 +38,20 @@ EVERYWHERE: dict[str, Callable[[Setting, int], Any]] = {
     "figure_7": lambda setting, steps: experiments.figure_7(setting),
     "figure_10": lambda setting, steps: experiments.figure_10(setting),
     "figure_12": experiments.figure_12,
-    "other_lengths": experiments.other_lengths,
     "figure_13": lambda setting, steps: experiments.figure_13(setting, 2 * steps),
     "figure_14": experiments.figure_14,
     "figure_15": lambda setting, steps: experiments.figure_15(setting, 2 * steps),
     "delay": lambda setting, steps: experiments.token_delay(setting, 2 * steps),
 }
 """What is simulated under every setting."""
+
+UNDER_ONE: dict[str, Callable[[Setting, int], Any]] = {
+    "figure_6": lambda setting, steps: experiments.figure_6(setting, 2 * steps),
+    "other_lengths": experiments.other_lengths,
+    "scale": lambda setting, steps: experiments.scale(setting, 3),
+    "speed": lambda setting, steps: experiments.speed(setting),
+}
+"""What is simulated under `ONE`."""
 
 
 def measured(steps: int) -> dict[str, Any]:
@@ -76,14 +83,16 @@ def measured(steps: int) -> dict[str, Any]:
             flush=True,
         )
         if number == ONE:
-            results["figure_6"] = experiments.figure_6(setting, 2 * steps)
-            results["scale"] = experiments.scale(setting, 3)
-            results["speed"] = experiments.speed(setting)
+            results |= {name: simulated(setting, steps) for name, simulated in UNDER_ONE.items()}
     return results
 
 
 def again(results: dict[str, Any], name: str, steps: int) -> None:
-    """One of `EVERYWHERE` anew, under the settings as they were calibrated."""
+    """One of these anew, under the settings as they were calibrated."""
+    if name in UNDER_ONE:
+        one = list(results["settings"].values())[results["setup"]["one"]]["setting"]
+        results[name] = UNDER_ONE[name](Setting(**one), steps)
+        return
     for key, found in results["settings"].items():
         begin = time.perf_counter()
         found[name] = EVERYWHERE[name](Setting(**found["setting"]), steps)
@@ -94,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=int, default=40, help="steps simulated for each bar of a figure")
     parser.add_argument("--page-only", action="store_true", help="draw and write from the last results")
-    parser.add_argument("--only", choices=EVERYWHERE, help="simulate this anew and keep the other results")
+    parser.add_argument("--only", choices=[*EVERYWHERE, *UNDER_ONE], help="simulate this anew, keep the rest")
     arguments = parser.parse_args()
     path = RESULTS / "reproduction.json"
     if arguments.page_only or arguments.only:
