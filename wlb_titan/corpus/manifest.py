@@ -81,7 +81,7 @@ class Manifest:
     def damage(
         self, folder: Path, *, whole: bool, read: Callable[[int], None] = lambda size: None
     ) -> Iterator[str]:
-        """Says of each file in `folder` that is not what was written in which way.
+        """How the files in `folder` differ from what was written: a few words for each that does.
 
         Args:
             whole: also compare the documents' digest, which takes long; else only their size.

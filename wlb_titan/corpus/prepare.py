@@ -91,8 +91,8 @@ def complete_corpus(settings: PrepareSettings, output: Path) -> Corpus | None:
 
 
 def _changed_tokenizer(settings: PrepareSettings, manifest: Manifest) -> list[str]:
-    """Says of each file of the user's tokenizer that is not what the corpus was made with so."""
-    if settings.tokenizer is None:
+    """Names the files of the user's tokenizer, if it is there, that are not those of the corpus."""
+    if settings.tokenizer is None or not Path(settings.tokenizer).is_dir():
         return []
     # Here, not above: `tokenizers` takes its time to import.
     from wlb_titan.corpus.tokenizer import tokenizer_files
