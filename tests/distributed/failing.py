@@ -1,10 +1,13 @@
-"""A base whose trainer fails on rank 1 in step 2; TOML files of the tests name it as `failing:config`."""
+"""What fails on rank 1: in step 2 the trainer of a base, which tests name as `failing:config`; as a worker,
+where a case says so."""
 
 import dataclasses
+import os
 from dataclasses import dataclass
 
 import torch
 from bases import llama
+from cases import run_cases
 
 from wlb_titan.runtime.trainer import Trainer
 
@@ -23,3 +26,14 @@ class FailingTrainer(Trainer):
 def config() -> FailingTrainer.Config:
     base = llama()
     return FailingTrainer.Config(**{f.name: getattr(base, f.name) for f in dataclasses.fields(base)})
+
+
+def run_case(name, aborts):
+    if aborts and torch.distributed.get_rank() == 1:
+        os.abort()
+    return name
+
+
+def main():
+    torch.distributed.init_process_group("gloo")
+    run_cases(run_case)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,15 +131,54 @@ class Lab:
             finish(*running.popleft())
 
 
-def beside_one_process(
-    server: ForkServer, folder: Path, cases: Mapping[str, dict], processes: int = 4
-) -> dict:
-    """Runs these cases, arguments of `plan_worker.run_case`, in so many processes; their records by name."""
-    jobs, results, log = (folder / f"{processes}_ranks.{kind}" for kind in ("jobs", "results", "log"))
+class Cases(UserDict):
+    """What cases have recorded that a worker runs one after the other in the same processes, by name.
+
+    A rank that dies costs its own case, and whoever asks for that fails with its message; those after it go
+    on in new processes.
+    """
+
+    def __init__(self, server: ForkServer, folder: Path) -> None:
+        """`folder` is for what the workers read and write."""
+        super().__init__()
+        self._server, self._folder, self._died = server, folder, dict[str, str]()
+
+    def run(
+        self,
+        cases: Mapping[str, dict],
+        processes: int = 4,
+        program: str = "plan_worker",
+        timeout: float = 500,
+    ) -> None:
+        """Runs cases, whose arguments the worker knows, in so many processes; `timeout` seconds for a job."""
+        left = dict(cases)
+        while left:
+            name = f"{processes}_ranks_{next(iter(left))}"
+            job, log, results = start_cases(self._server, self._folder / name, left, processes, program)
+            codes = job.wait(timeout)
+            self.update(json.loads(results.read_text()) if results.exists() else {})
+            if any(codes) or not self.keys() >= left.keys():
+                died = next((case for case in left if case not in self), [*left][-1])
+                self.pop(died, None)
+                self._died[died] = f"{died}: exit codes {codes}: {first_failure(log)}"
+            left = {case: left[case] for case in left if case not in self and case not in self._died}
+
+    def __missing__(self, name: str) -> None:
+        raise AssertionError(self._died[name])
+
+
+def start_cases(
+    server: ForkServer,
+    stem: Path,
+    cases: Mapping[str, dict],
+    processes: int,
+    program: str,
+    together: bool = True,
+) -> tuple[Job, Path, Path]:
+    """Starts a worker on cases; the job, its log, and where its results will be."""
+    jobs, log, results = (stem.with_suffix(f".{kind}") for kind in ("jobs", "log", "results"))
     jobs.write_text(json.dumps({"results": str(results), "cases": cases}))
-    codes = server.start([Rank([str(jobs)], log)] * processes, "plan_worker").wait(500)
-    assert not any(codes), f"exit codes {codes}: {first_failure(log)}"
-    return json.loads(results.read_text())
+    return server.start([Rank([str(jobs)], log)] * processes, program, together), log, results
 
 
 def finish(experiment: Experiment, job: Job) -> None:
@@ -148,9 +187,9 @@ def finish(experiment: Experiment, job: Job) -> None:
 
 
 def first_failure(log: Path) -> str:
-    """What a log says from the first traceback on, or else its end."""
+    """What a log says from the line before the first traceback on, or else its end."""
     text = log.read_text() if log.exists() else ""
-    found = re.search("terminate called|Fatal Python error|Traceback", text)
+    found = re.search("(.*\n)?.*(terminate called|Fatal Python error|Traceback)", text)
     return text[found.start() :][:12000] if found else text[-12000:]
 
 

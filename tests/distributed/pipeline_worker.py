@@ -1,8 +1,8 @@
 """Runs pipeline cases one after the other in the same processes and compares each with one plain process.
 
-Its one argument is a JSON file, and its environment as torchrun sets it. The file holds "corpus" (a trainer
-needs one, but the micro-batches are made here), "results" (the file to write) and "cases" (a kind, a name and
-arguments each).
+Its one argument is a JSON file, and its environment as torchrun sets it. The file holds "results" (the file
+to write) and "cases" (by name: a kind, and arguments). Each case has a "corpus": a trainer needs one, but the
+micro-batches are made here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import ctypes
 import dataclasses
 import gc
 import itertools
-import json
 import os
 import sys
 import time
@@ -25,6 +24,7 @@ use_cpu_without_accelerator()
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from cases import run_cases  # noqa: E402
 from pipeline_reference import (  # noqa: E402
     VOCABULARY,
     Reference,
@@ -274,15 +274,8 @@ def added_up(trainer, losses):
 
 
 def main():
-    with open(sys.argv[1]) as file:
-        jobs = json.load(file)
-    results = {}
-    for case in jobs["cases"]:
-        run = {"case": run_case, "drill": run_drill, "soak": run_soak}[case.pop("kind")]
-        results[case["name"]] = run(jobs["corpus"], **case)
-        if dist.get_rank() == 0:
-            with open(jobs["results"], "w") as file:
-                json.dump(results, file)
+    kinds = {"case": run_case, "drill": run_drill, "soak": run_soak}
+    run_cases(lambda kind, **case: kinds[kind](**case))
     # Meshes keep the process groups of all cases alive, and their threads would go on while the interpreter
     # and the C++ library are taken down under them, which may abort.
     sys.stdout.flush()

@@ -1,15 +1,12 @@
 """Trains planned steps in many layouts, one after the other in the same processes, beside a plain process.
 
-`plan_worker.py JOBS.json`, with what torchrun sets in the environment. The file holds "results" (the file to
-write) and "cases" (arguments by name). The plain process has every document of a step whole and by itself: it
-knows no packing, no sharding and no slices.
+`plan_worker.py JOBS.json`, as `pipeline_worker`; the arguments of cases are those of `run_case`. The plain
+process has every document of a step whole and by itself: it knows no packing, no sharding and no slices.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
@@ -17,6 +14,7 @@ use_cpu_without_accelerator()
 
 import numpy as np  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from cases import run_cases  # noqa: E402
 from lab import CONFIG  # noqa: E402
 from pipeline_reference import Reference, Sequence, differences  # noqa: E402
 from pipeline_worker import WorkerTrainer, added_up, gathered, make_config  # noqa: E402
@@ -95,7 +93,7 @@ def whole_documents(trainer, plan):
     return sequences
 
 
-def run_case(*, steps=(1,), **options):
+def run_case(*, name, steps=(1,), **options):
     """Of each of these steps loss and reference, the worst error of a gradient, and how long packs are."""
     config = configuration(**options)
     trainer = PlanTrainer(config)
@@ -124,14 +122,7 @@ def run_case(*, steps=(1,), **options):
 
 
 def main():
-    with open(sys.argv[1]) as file:
-        jobs = json.load(file)
-    results = {}
-    for name, case in jobs["cases"].items():
-        results[name] = run_case(**case)
-        if dist.get_rank() == 0:
-            with open(jobs["results"], "w") as file:
-                json.dump(results, file)
+    run_cases(run_case)
     dist.destroy_process_group()
 
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 from forking import environment
-from lab import CONFIG, make_corpus
+from lab import CONFIG, Cases, make_corpus
 
 from wlb_titan.errors import EXIT_USER_ERROR
 
@@ -45,6 +45,14 @@ def test_a_failing_rank_ends_the_job_with_its_own_error(lab):
     assert job.returncode != 0
     assert "rank 1 has met its test" in output
     assert "step 1 of" in output
+
+
+def test_a_rank_that_aborts_costs_its_own_case(fork_server, tmp_path):
+    results = Cases(fork_server, tmp_path)
+    results.run({name: {"aborts": name == "b"} for name in "abc"}, processes=2, program="failing")
+    assert dict(results) == {"a": "a", "c": "c"}
+    with pytest.raises(AssertionError, match=r"b: exit codes \[.*, -6\](.|\n)*Fatal Python error: Aborted"):
+        results["b"]
 
 
 def test_one_process_whose_port_is_taken_says_so(lab):

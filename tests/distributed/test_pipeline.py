@@ -1,11 +1,9 @@
 """Pipelines over micro-batches whose lengths and number change at every step equal one process."""
 
-import json
 import signal
 
 import pytest
-from forking import Rank
-from lab import first_failure, make_corpus
+from lab import Cases, make_corpus, start_cases
 
 CHANGING = [[64, 128, 256, 72], [200, 16, 32, 128, 64]]
 SHORT = [[64, 128, 32, 96]]
@@ -92,24 +90,13 @@ def folder(tmp_path_factory):
     return folder
 
 
-def start(fork_server, folder, name, cases, processes, together=True):
-    """Starts the worker on these cases; the job, its log, and where its results will be."""
-    results, jobs, log = (folder / f"{name}.{kind}" for kind in ("results", "jobs", "log"))
-    jobs.write_text(json.dumps({"corpus": str(folder / "corpus"), "results": str(results), "cases": cases}))
-    ranks = [Rank([str(jobs)], log)] * processes
-    return fork_server.start(ranks, program="pipeline_worker", together=together), log, results
-
-
 @pytest.fixture(scope="module")
 def results(folder, fork_server, drills):  # which mostly wait
-    cases = [
-        {"kind": "case", "name": name, **case} for name, case in (CASES | {"bfloat16": BFLOAT16}).items()
-    ]
-    job, log, results = start(fork_server, folder, "cases", cases, processes=4)
-    codes = job.wait(500)
-    if any(codes):
-        pytest.fail(f"exit codes {codes}: {first_failure(log)}", pytrace=False)
-    return json.loads(results.read_text())
+    common = {"kind": "case", "corpus": str(folder / "corpus")}
+    results = Cases(fork_server, folder)
+    cases = {name: {**common, **case} for name, case in (CASES | {"bfloat16": BFLOAT16}).items()}
+    results.run(cases, program="pipeline_worker")
+    return results
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -146,9 +133,10 @@ def drills(folder, fork_server):
     """Two jobs at once, of two ranks each, of which one gets a signal: the job and its log by signal."""
     started = {}
     for number in (signal.SIGKILL, signal.SIGSTOP):
-        case = {"kind": "drill", "name": f"drill_{number}", "schedule": "1F1B", "layers": 2, "pp": 2}
-        case |= {"victim": 1, "signal_number": number, "timeout": TIMEOUT}
-        job, log, _ = start(fork_server, folder, case["name"], [case], processes=2, together=False)
+        case = {"kind": "drill", "corpus": str(folder / "corpus"), "schedule": "1F1B", "layers": 2, "pp": 2}
+        cases = {f"drill_{number}": case | {"victim": 1, "signal_number": number, "timeout": TIMEOUT}}
+        stem = folder / f"drill_{number}"
+        job, log, _ = start_cases(fork_server, stem, cases, 2, "pipeline_worker", together=False)
         started[number] = job, log
     yield started
     for job, _ in started.values():

@@ -4,7 +4,7 @@ import json
 from collections import Counter
 
 import pytest
-from lab import beside_one_process, layout
+from lab import Cases, layout
 
 COMMON = (
     *("--training.seq_len", "512", "--training.steps", "2"),
@@ -94,8 +94,10 @@ def results(lab, folder, fork_server):
         cases[name] = {"words": words, "steps": STEPS[name]}
     by_two = {name: case for name, case in cases.items() if "compiled" in name or "groups" in name}
     by_four = {name: case for name, case in cases.items() if name not in by_two}
-    pairs = beside_one_process(fork_server, folder, by_two, processes=2)
-    return pairs | beside_one_process(fork_server, folder, by_four)
+    results = Cases(fork_server, folder)
+    results.run(by_two, processes=2)
+    results.run(by_four)
+    return results
 
 
 def metrics(run):

@@ -5,7 +5,7 @@ import math
 from collections import Counter, defaultdict
 
 import pytest
-from lab import beside_one_process, layout, make_corpus
+from lab import Cases, layout, make_corpus
 
 INTERLEAVED = {"schedule": "Interleaved1F1B", "pp": 2, "layers": 4}
 CASES = {
@@ -96,9 +96,9 @@ def results(tmp_path_factory, fork_server):
         by_processes[math.prod(run.get(axis, 1) for axis in ("pp", "dp", "replicate", "cp", "tp"))][name] = (
             run
         )
-    results = {}
+    results = Cases(fork_server, folder)
     for processes, some in by_processes.items():
-        results |= beside_one_process(fork_server, folder, some, processes)
+        results.run(some, processes)
     return results
 
 
