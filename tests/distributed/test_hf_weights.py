@@ -20,8 +20,6 @@ from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
 use_cpu_without_accelerator()
 
-from wlb_titan.runtime.sample import Sampler  # noqa: E402
-
 LAYERS, DIM, HEADS, KEY_HEADS, HIDDEN, VOCABULARY = 2, 128, 4, 2, 384, 512
 HEAD = DIM // HEADS
 ROPE = {
@@ -173,10 +171,6 @@ def test_the_first_loss_is_that_of_the_published_weights(lab, published):
     assert theirs.decode(theirs("w001 w002")["input_ids"]) == "w001 w002"
     model, info = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and model.dtype == torch.float32
-    ids = theirs("w001 w002", return_tensors="pt")["input_ids"]
-    followed = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
-    sampled = "".join(Sampler(alone.folder).sample("w001 w002", 8, 0.0, 0))
-    assert sampled and theirs.decode(followed, clean_up_tokenization_spaces=False).startswith(sampled)
     moved = model.model.norm.weight - weights["model.norm.weight"]
     assert 0 < moved.abs().max() < 0.1, "the weights are not those that were trained"
     # What that is worth: without the scaling of the rotary positions the loss is another.

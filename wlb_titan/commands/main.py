@@ -19,7 +19,6 @@ SUBCOMMANDS = {
     "dryrun": "Run a step of a big job on this machine, without its GPUs.",
     "rehearse": "Measure a job of many devices on this one.",
     "compare": "Put the metrics of training runs side by side.",
-    "sample": "Let a trained model go on with a text, to look at.",
     "profile": "Measure this device's attention, for planning.",
 }
 """A module here and the command of its name in it, with its line in `wlb-titan --help`."""

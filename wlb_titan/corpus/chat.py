@@ -91,14 +91,6 @@ class ChatTemplate:
             if message["role"] == ASSISTANT
         ]
 
-    def prompt(self, messages: list[Message]) -> str:
-        """The text of a conversation up to where the assistant goes on.
-
-        Raises:
-            ValueError: the template refuses it.
-        """
-        return self._rendered(messages, None, prompt=True)[0]
-
     def _turn(self, messages: list[Message], number: int, tools: Any, text: str) -> tuple[int, int]:
         """Where a turn of the assistant lies in the text of the whole conversation."""
         before, _ = self._rendered(messages[:number], tools, prompt=True)
