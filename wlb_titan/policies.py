@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from wlb_titan.context import STRATEGIES
@@ -24,12 +25,23 @@ class Policy(NamedTuple):
         Raises:
             UserError: a part is not known.
         """
-        parts = [part.strip() for part in text.split(":")]
-        if len(parts) > 3:
-            raise PlanError(f"{text!r} has too many parts; a policy is packing[:sharding[:order]].")
-        for part, family in zip(parts, (POLICIES, STRATEGIES, ORDERS), strict=False):
-            family.find(part)
-        return cls(*parts)
+        return cls(*policy_parts(text))
 
     def __str__(self) -> str:
         return ":".join(self if self.order != "as_packed" else self[:2])
+
+
+def policy_parts(text: str) -> list[str]:
+    """One to three names: `wlb:adaptive`, or classes in full, `own.packing:Reversed:own.sharding:TwoLevel`.
+
+    Raises:
+        UserError: a part is not known.
+    """
+    # A class begins with a capital letter, and so the colon before it separates no parts.
+    parts = [part.strip() for part in re.split(r":(?!\s*[A-Z])", text)]
+    families = (POLICIES, STRATEGIES, ORDERS)
+    if len(parts) > len(families):
+        raise PlanError(f"{text!r} has too many parts; a policy is packing[:sharding[:order]].")
+    for part, family in zip(parts, families, strict=False):
+        family.find(part)
+    return parts

@@ -63,8 +63,10 @@ def write_trace(spans: Iterable[Span], path: str | os.PathLike[str]) -> None:
                 "args": dict(piece.args),
             }
         )
-    with open(path, "w") as file:
+    new = f"{os.fspath(path)}.new"  # who reads never finds a part
+    with open(new, "w") as file:
         json.dump({"displayTimeUnit": "ms", "traceEvents": names + events}, file)
+    os.replace(new, path)
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[Span]:

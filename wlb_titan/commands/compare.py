@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from wlb_titan.commands.console import say, show_table
+from wlb_titan.commands.console import say, show_table, warnings_once
+from wlb_titan.commands.errors import check_outputs
 from wlb_titan.commands.options import report_option
 
 
@@ -22,16 +23,18 @@ def compare(folders: tuple[Path, ...], report: Path | None) -> None:
     wlb-titan compare outputs/cpu_debug outputs/cpu_balanced --report outputs/compare
 
     First comes what differs in their configurations. The loss is compared after equally many tokens. Times
-    leave out each run's first logged step, which has the start in it. docs/metrics.md explains the figures.
+    leave out what is logged first after each start, which is in it. docs/metrics.md explains the figures.
     """
     from wlb_titan.commands.report.compare import figure_rows, remarks, setting_rows
     from wlb_titan.commands.run_folder import open_runs
 
+    check_outputs(report=report)
     runs = open_runs(folders)
     if settings := setting_rows(runs):
         show_table(settings)
-    show_table(figure_rows(runs))
-    say(*remarks(runs))
+    with warnings_once():
+        show_table(figure_rows(runs))
+        say(*remarks(runs))
     if report is not None:
         from wlb_titan.commands.report.compare import write_report
 

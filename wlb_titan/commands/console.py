@@ -35,12 +35,13 @@ def _table(rows: Sequence[dict[str, str]]) -> Table:
     """A table of rows that have the same headings; figures to the right."""
     import rich.box
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=rich.box.SIMPLE_HEAD)
     for heading in rows[0]:
-        table.add_column(heading, justify="left" if heading in TEXTS else "right", no_wrap=True)
+        table.add_column(Text(heading), justify="left" if heading in TEXTS else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*row.values())
+        table.add_row(*map(Text, row.values()))  # as they are: brackets are no markup
     return table
 
 

@@ -6,16 +6,26 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from wlb_titan.commands import lone_ranks as lone
+from wlb_titan.commands.errors import check_outputs
 from wlb_titan.commands.options import OVERRIDABLE, json_option, of_file
 from wlb_titan.commands.report.dryrun import print_rank
 from wlb_titan.cost.cluster import UNKNOWN, cluster_of_device
 from wlb_titan.memory.fits import usable_share
 from wlb_titan.memory.peak import GIB
+from wlb_titan.policies import policy_parts
+
+if TYPE_CHECKING:
+    from wlb_titan.documents import Documents
+    from wlb_titan.job import Job
+    from wlb_titan.plan import MicroBatch
+
+PLANNED = 24
+"""Steps of which the fullest is run, as many as `auto` plans; queues of balancing policies fill in 8."""
 
 
 @click.command(context_settings=OVERRIDABLE)
@@ -28,7 +38,11 @@ from wlb_titan.memory.peak import GIB
 )
 @lone.world_size_option
 @click.option(
-    "--step", type=click.IntRange(min=1), default=lone.DEFAULT_STEP, help="Step of the plan to run."
+    "--step",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help=f"Step of the plan to run.  [default: of the first {PLANNED} the one with the longest micro-batch, "
+    "on the first and last rank of its pipeline]",
 )
 @click.option(
     "--device-gib",
@@ -43,7 +57,7 @@ def dryrun(
     ranks: str,
     policy: str | None,
     world_size: int | None,
-    step: int,
+    step: int | None,
     device_gib: float | None,
     output: Path | None,
 ) -> None:
@@ -59,16 +73,19 @@ def dryrun(
     """
     from wlb_titan.runtime.models.load import load_config
 
-    words = [*overrides, *lone.policy_words(policy)]
+    check_outputs(output=output)
+    words = [*overrides, *lone.policy_words(policy_parts(policy) if policy else [])]
     resolved = load_config(file, words, world_size)
     config = resolved.config
     # torchtitan takes seconds to import, so that is left until the file has been found good.
+    from wlb_titan.runtime.data.corpus import training_documents
     from wlb_titan.runtime.job import gpu_at_hand
 
     memory = None if device_gib is None else device_gib * GIB
     job = lone.configured_job(config, world_size, memory)
     world_size = job.degrees.ranks
     numbers = lone.rank_numbers(ranks, world_size, job.degrees.pipeline)
+    chosen = ""
     if not config.wlb.cluster:  # the ranks' processes do not see the device
         gpu = gpu_at_hand(config.wlb.device)
         words += ["--wlb.cluster", (cluster_of_device(gpu[0]) or UNKNOWN) if gpu else "cpu"]
@@ -76,15 +93,20 @@ def dryrun(
         words += [
             "--dump_folder",
             folder,
-            *lone.corpus_words(resolved, job.micro_batches, step, Path(folder)),
+            *lone.corpus_words(resolved, job.micro_batches, step or PLANNED, Path(folder)),
         ]
         if job.undecided:
             config = load_config(file, words, world_size).config
             job = lone.decided_job(config, world_size, job.cluster.memory)
-            words += lone.policy_words(str(job.policy))
+            words += lone.policy_words(job.policy)
         slices = job.packing.owner.slices
+        if step is None:
+            step, longest = _fullest(job, training_documents(load_config(file, words, world_size).config.wlb))
+            chosen = f" It has the longest micro-batch of the first steps, {longest.length:,} tokens."
+            if ranks == lone.DEFAULT_RANKS:
+                numbers = job.degrees.ends_of(longest.dp_rank)
         bound = "" if slices else f", micro-batches of at most {job.longest_micro_batch:,} tokens"
-        click.echo(f"Step {step} of {file}{bound}.")
+        click.echo(f"Step {step} of {file} under {job.policy}{bound}.{chosen}")
         # An accelerator that is there is not used: tensors have no memory, and the trace is of the CPU.
         command = lone.RankCommand(
             "wlb_titan.runtime.lone.dryrun",
@@ -102,6 +124,15 @@ def dryrun(
         _say_whether_it_fits(results, device_gib, usable_share(slices))
     if any("error" in result for result in results):
         sys.exit(1)
+
+
+def _fullest(job: Job, documents: Documents) -> tuple[int, MicroBatch]:
+    """The longest micro-batch of the first steps, after its step, from 1."""
+    planner = job.planner(documents)
+    steps = lone.DEFAULT_STEP if job.packing.planning_seconds else PLANNED  # where a step takes seconds
+    plans = [planner.next(sharded=()) for _ in range(steps)]
+    micro_batches = ((step, m) for step, plan in enumerate(plans, start=1) for m in plan.micro_batches)
+    return max(micro_batches, key=lambda found: found[1].length)
 
 
 def _say_whether_it_fits(results: list[dict[str, Any]], device_gib: float, usable: float) -> None:

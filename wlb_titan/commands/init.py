@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from wlb_titan.commands.errors import writing
+from wlb_titan.config.values import to_text
 from wlb_titan.errors import UserError
 
 EXPERIMENT = """\
@@ -16,7 +17,7 @@ base = "{base}" # {base_note}
 dump_folder = "outputs/first" # metrics, checkpoints, traces
 
 [wlb.corpus]
-path = "{corpus}" # made by `wlb-titan prepare`; formats of others are read as they are
+path = {corpus} # made by `wlb-titan prepare`; formats of others are read as they are
 
 [wlb.packing]
 policy = "wlb_lazy" # micro-batches of equal work; "plain": of equal token counts
@@ -89,4 +90,4 @@ def experiment(file: str, corpus: str, gpus: int, cores: int) -> str:
             "training": "",
             "devices": "",
         }
-    return EXPERIMENT.format(file=file, corpus=corpus, processes=processes, **machine)
+    return EXPERIMENT.format(file=file, corpus=to_text(corpus), processes=processes, **machine)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from wlb_titan.config import Resolved
     from wlb_titan.job import Job
 
+DEFAULT_RANKS = "first,last"
 DEFAULT_STEP = 9
 """By then the queues of balancing policies have filled."""
 
@@ -32,7 +34,7 @@ SYNTHETIC_TOKENS = 1 << 26
 rank_option = click.option(
     "--rank",
     "ranks",
-    default="first,last",
+    default=DEFAULT_RANKS,
     metavar="N,...",
     help="Global ranks to run, each in a process of its own: numbers, first and last of the job, all-stages "
     "(one of each pipeline rank), all.",
@@ -56,6 +58,7 @@ class RankCommand:
         words: overrides of the configuration.
         environment: variables over those of this process.
         limit: seconds after which the process is stopped; None: never.
+        running: the processes that were started.
     """
 
     module: str
@@ -64,33 +67,47 @@ class RankCommand:
     words: list[str]
     environment: Mapping[str, str]
     limit: float | None = None
+    running: list[subprocess.Popen[str]] = field(default_factory=list, init=False)
 
     def run(self, ranks: Sequence[int], folder: Path, at_once: int) -> list[dict[str, Any]]:
-        """Runs it for each rank and returns their results; `error` of one says what went wrong."""
+        """Runs it for each rank and returns their results; `error` of one says what went wrong.
+
+        No process outlives it, whatever ends it; SIGTERM does so as Ctrl-C would.
+        """
+        former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         with ThreadPoolExecutor(at_once) as pool:
-            return list(pool.map(lambda rank: self._run(rank, folder), ranks))
+            try:
+                return list(pool.map(lambda rank: self._run(rank, folder), ranks))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in self.running:
+                    process.kill()
+                raise
+            finally:
+                signal.signal(signal.SIGTERM, former)
 
     def _run(self, rank: int, folder: Path) -> dict[str, Any]:
         result = folder / f"rank{rank}.json"
         result.unlink(missing_ok=True)
         command = [sys.executable, "-m", self.module, "--rank", str(rank), "--result", str(result)]
         command += [str(word) for option in self.options.items() for word in option]
-        try:
-            process = subprocess.run(
-                [*command, str(self.file), *self.words],
-                env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(self.environment),
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=self.limit,
-            )
-        except subprocess.TimeoutExpired:
-            error = f"the process was stopped after {self.limit:.0f} s"
-        else:
-            tail = process.stderr.strip()[-2000:]
-            error = f"the process ended with exit code {process.returncode}: {tail}" * (
-                process.returncode != 0
-            )
+        process = subprocess.Popen(
+            [*command, str(self.file), *self.words],
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(self.environment),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        with process:
+            self.running.append(process)
+            try:
+                tail = process.communicate(timeout=self.limit)[1].strip()[-2000:]
+                error = f"the process ended with exit code {process.returncode}: {tail}" * (
+                    process.returncode != 0
+                )
+            except subprocess.TimeoutExpired:
+                process.kill()
+                error = f"the process was stopped after {self.limit:.0f} s"
         found: dict[str, Any] = {"rank": rank}
         if result.exists():
             found = json.loads(result.read_text(encoding="utf-8"))
@@ -128,15 +145,12 @@ def write_json(output: Path, results: Any) -> None:
         output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
-def policy_words(policy: str | None) -> list[str]:
-    """Overrides of the configuration; an unknown policy is refused with the configuration."""
-    if policy is None:
-        return []
+def policy_words(parts: Sequence[str]) -> list[str]:
+    """Overrides that set packing, sharding and order, as far as they are given; the packing is trained then,
+    and no shadow."""
     keys = ("--wlb.packing.policy", "--wlb.sharding.policy", "--wlb.pipeline.order")
-    parts = [part.strip() for part in policy.split(":")]
-    if len(parts) > len(keys):
-        raise UserError(f"--policy: {policy!r} has too many parts; a policy is packing[:sharding[:order]].")
-    return [word for key, part in zip(keys, parts, strict=False) for word in (key, part)]
+    words = [word for key, part in zip(keys, parts, strict=False) for word in (key, part)]
+    return [*words, "--wlb.packing.shadow", "false"] if parts else []
 
 
 def rank_numbers(ranks: str, world_size: int, stages: int) -> list[int]:
@@ -174,7 +188,7 @@ def corpus_words(resolved: Resolved, micro_batches: int, step: int, folder: Path
         step: step of the plan that is reached.
     """
     from wlb_titan.corpus.synthetic import SHAPE, long_tailed_lengths, write_synthetic_corpus
-    from wlb_titan.runtime.checks.config import validate_corpus
+    from wlb_titan.runtime.checks.files import validate_corpus
 
     corpus = resolved.config.wlb.corpus
     paths = [source.path for source in corpus.sources] or [corpus.path]
@@ -192,4 +206,5 @@ def corpus_words(resolved: Resolved, micro_batches: int, step: int, folder: Path
     tokens = min((step + 1) * micro_batches * window, SYNTHETIC_TOKENS)
     write_synthetic_corpus(folder / "corpus", long_tailed_lengths(tokens, window))
     alone = ["--wlb.corpus.sources", "[]"] if corpus.sources else []
-    return ["--wlb.corpus.path", str(folder / "corpus"), "--wlb.corpus.tokenizer", "", *alone]
+    path = str(folder / "corpus")
+    return ["--wlb.corpus.path", path, "--wlb.corpus.tokenizer", "", "--wlb.corpus.mask", "auto", *alone]

@@ -33,7 +33,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in SUBCOMMANDS:
             return None
-        return getattr(importlib.import_module(f"wlb_titan.commands.{cmd_name}"), cmd_name)
+        command: click.Command = getattr(importlib.import_module(f"wlb_titan.commands.{cmd_name}"), cmd_name)
+        return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

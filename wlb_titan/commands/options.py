@@ -10,6 +10,7 @@ import click
 
 from wlb_titan.cost.cluster import shipped
 from wlb_titan.documents.lengths import NAMED
+from wlb_titan.errors import ConfigError
 
 OVERRIDABLE = {"ignore_unknown_options": True, "show_default": True}
 """Of a command: options that click does not know are overrides of the configuration and are passed through;
@@ -18,23 +19,35 @@ OVERRIDABLE = {"ignore_unknown_options": True, "show_default": True}
 Command = Callable[..., Any]
 
 
+class TomlFile(click.Path):
+    """A file that is there, which is seen before torch is imported; raises ConfigError if it is not."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if str(value).startswith("--"):
+            raise ConfigError(
+                f"{value}: the file comes first, without an option's name: {ctx.command_path} FILE "
+                "[--SECTION.KEY VALUE]..."
+            )
+        if not Path(value).exists():
+            raise ConfigError(f"{value}: there is no file {value}.")
+        return super().convert(value, param, ctx)
+
+
 def of_file(command: Command) -> Command:
     """The arguments `file` and `overrides`."""
     overrides = click.argument(
         "overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]..."
     )
-    return click.argument("file", type=click.Path(path_type=Path))(overrides(command))
+    return click.argument("file", type=TomlFile(), metavar="FILE")(overrides(command))
 
 
 def of_job(command: Command) -> Command:
     """What `wlb_titan.commands.job.load_job` takes."""
     options = (
-        click.argument(
-            "words",
-            nargs=-1,
-            type=click.UNPROCESSED,
-            metavar="[FILE.toml|config.json] [-- --SECTION.KEY VALUE ...]",
-        ),
+        of_file,
         click.option(
             "--lengths",
             metavar="|".join([*NAMED, "FILE"]),
@@ -42,16 +55,9 @@ def of_job(command: Command) -> Command:
             "or a text file with one document's length in tokens a line.",
         ),
         click.option(
-            "--model",
-            metavar="SIZE-WINDOW",
-            default="7B-128K",
-            help="Without FILE.toml: the row of the paper's Table 1.",
-        ),
-        click.option(
             "--cluster",
             metavar="NAME|FILE.toml",
-            help=f"{', '.join(shipped())} or a file like theirs (docs/simulator.md).  [default: wlb.cluster, "
-            "or without FILE.toml h100_roce]",
+            help=f"{', '.join(shipped())} or a file like theirs (docs/simulator.md).  [default: wlb.cluster]",
         ),
         click.option("--gpus", type=click.IntRange(1, 1 << 20), help="GPUs of the job."),
     )

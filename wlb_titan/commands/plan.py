@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from wlb_titan.commands.console import print_choice, say, show_table, warnings_once
-from wlb_titan.commands.errors import writing
+from wlb_titan.commands.errors import check_outputs, writing
 from wlb_titan.commands.job import describe_job, load_job
 from wlb_titan.commands.options import OVERRIDABLE, of_job, report_option, steps_option
 from wlb_titan.errors import PlanError, UserError
@@ -31,30 +31,31 @@ if TYPE_CHECKING:
 @click.option("--output", type=click.Path(path_type=Path), help="Write the plans, one JSON object a line.")
 @report_option
 def plan(
-    words: tuple[str, ...],
+    file: Path,
+    overrides: tuple[str, ...],
     compare: str | None,
     steps: int,
     output: Path | None,
     report: Path | None,
     **options: Any,
 ) -> None:
-    """Plan the packing of documents without training, and print how balanced it is.
+    """Plan the packing of FILE's job without training, and print how balanced it is.
 
-    Either from a training configuration and its corpus (FILE.toml), or from document lengths, or both. Any
-    key of the configuration can be given after --, as in training:
+    The documents are those of the file's corpus, or of --lengths, which needs none:
 
     \b
     wlb-titan plan train.toml --compare plain,wlb,wlb_lazy --report outputs/plan
-    wlb-titan plan --lengths FILE --output plan.jsonl -- --wlb.packing.policy wlb \\
-        --training.seq_len 65536 --wlb.packing.cost_model quadratic:0.9e6,4e10
+    wlb-titan plan train_configs/llama2_7b_128k.toml --lengths FILE --output plan.jsonl \\
+        --wlb.packing.policy wlb --wlb.packing.cost_model quadratic:0.9e6,4e10
 
     The imbalance of a step is the largest over the mean work of its micro-batches; a delay is the number of
     iterations between a document's arrival and its training, averaged over tokens.
     """
     from wlb_titan.simulator.choice import choose
 
+    check_outputs(output=output, report=report)
     with warnings_once():
-        asked = load_job(words, **options)
+        asked = load_job(file, overrides, **options)
     documents = asked.documents
     with warnings_once(), asked.placed():
         candidates = _jobs(asked.job, compare)
@@ -78,11 +79,10 @@ def plan(
         say(f"Context parallelism: attention of a layer by {jobs[-1].latency.source}")
         show_table(rank_rows(times, jobs[-1]))
     if report is not None:
-        from wlb_titan.commands.report.page import typed
         from wlb_titan.commands.report.plan import write_report
 
-        what = typed(words, **options)
-        click.echo(f"Report: {write_report(report, jobs, documents, summaries, times, choices, what)}")
+        drawn = write_report(report, jobs, documents, summaries, times, choices, asked.typed)
+        click.echo(f"Report: {drawn}")
 
 
 def _jobs(job: Job, compare: str | None) -> list[Job]:

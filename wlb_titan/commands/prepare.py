@@ -206,8 +206,8 @@ def print_summary(corpus: Corpus, console: Console) -> None:
         "left out": f"{manifest.empty_documents:,} empty documents, {manifest.unreadable:,} unreadable ones",
     }
     if manifest.masked:
-        share = manifest.learned_tokens / manifest.tokens
-        lines["learned"] = f"{manifest.learned_tokens:,} tokens, {share:.1%} of all"
+        learned = manifest.learned_tokens / manifest.tokens
+        lines["learned"] = f"{manifest.learned_tokens:,} tokens, {learned:.1%} of all"
         lines["too long"] = f"{manifest.cut_documents:,} cut, {manifest.skipped_documents:,} left out"
         lines["vocabulary"] = f"{manifest.vocab_size:,} entries"
     for name, value in lines.items():

@@ -29,7 +29,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 MOST = 1024  # elements of a head
 
 
-class HeadDims(click.ParamType):
+class HeadDims(click.ParamType):  # type: ignore[type-arg]
     """`128`, or `192/128` where values have another head dim than queries and keys."""
 
     name = "D[/DV]"

@@ -73,7 +73,8 @@ def gather_points(grid: LinearGrid, device: str, ranks: int) -> list[Point]:
         ranks: processes, at least 2.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_gather, args=(grid.bytes_, device, ranks, folder), nprocs=ranks, join=True)
+        arguments = (grid.bytes_, device, ranks, folder)
+        mp.spawn(_gather, args=arguments, nprocs=ranks)  # type: ignore[attr-defined, no-untyped-call]
         lines = (Path(folder) / "points").read_text().splitlines()
     return [(float(size), float(seconds)) for size, seconds in map(str.split, lines)]
 

@@ -12,11 +12,12 @@ import click
 
 from wlb_titan.commands import lone_ranks as lone
 from wlb_titan.commands.console import say, show_table, warnings_once
+from wlb_titan.commands.errors import check_outputs
 from wlb_titan.commands.job import describe_job
 from wlb_titan.commands.options import OVERRIDABLE, json_option, of_file, report_option
-from wlb_titan.commands.report.page import typed
-from wlb_titan.commands.report.rehearse import Rehearsal, figures, print_rank, table_rows, write_report
+from wlb_titan.commands.report.rehearse import Ran, Rehearsal, figures, print_rank, table_rows, write_report
 from wlb_titan.errors import UserError
+from wlb_titan.policies import policy_parts
 
 GRACE = 60.0
 """Seconds over --seconds after which a rank that is within a step is stopped."""
@@ -92,6 +93,7 @@ def rehearse(
     """
     from wlb_titan.runtime.models.load import load_config
 
+    check_outputs(output=output, report=report)
     if warm_up >= first:
         raise UserError(
             f"--warm-up: {warm_up} steps do not fit before step {first}; --step names a later one."
@@ -100,14 +102,14 @@ def rehearse(
     if memory_gib is not None:
         options["--memory-gib"] = memory_gib
     resolved = load_config(file, overrides, world_size)
-    results = []
+    results: list[Rehearsal] = []
     with tempfile.TemporaryDirectory(prefix="wlb-rehearsal-") as name, warnings_once():
         folder = Path(name)
         words = [*overrides, "--dump_folder", name]
         micro_batches = lone.configured_job(resolved.config, world_size).micro_batches
         words += lone.corpus_words(resolved, micro_batches, first + steps, folder)
-        for policy in policies.split(",") if policies else [None]:
-            one = _planned(file, [*words, *lone.policy_words(policy)], world_size, first, steps)
+        for parts in [policy_parts(one) for one in policies.split(",")] if policies else [[]]:
+            one = _planned(file, [*words, *lone.policy_words(parts)], world_size, first, steps)
             numbers = lone.rank_numbers(ranks, one.job.degrees.ranks, one.job.degrees.pipeline)
             if not results:
                 say(describe_job(one.job, one.documents))
@@ -116,20 +118,19 @@ def rehearse(
                 "wlb_titan.runtime.lone.rehearse",
                 {"--world-size": one.job.degrees.ranks, **options},
                 file,
-                [*words, *lone.policy_words(one.policy)],
+                [*words, *lone.policy_words(one.job.policy)],
                 {"CUDA_VISIBLE_DEVICES": ""} if resolved.config.wlb.device == "cpu" else {},
                 seconds + GRACE,
             )
             results.append(_put_together(one, command.run(numbers, folder, at_once)))
             for rank in results[-1].ranks:
                 print_rank(results[-1], rank)
-    if any(one.rehearsed for one in results):
+    if any(one.ran for one in results):
         show_table(table_rows(results))
     if output is not None:
         _write(output, file, results)
     if report is not None:
-        what = typed([str(file), *overrides])
-        click.echo(f"Report: {write_report(report, results, what)}")
+        click.echo(f"Report: {write_report(report, results, [str(file), *overrides])}")
     if any("error" in rank for one in results for rank in one.ranks):
         sys.exit(1)
 
@@ -161,18 +162,14 @@ def _put_together(one: Rehearsal, ranks: list[dict[str, Any]]) -> Rehearsal:
             at, step = rank["coordinates"], rank["steps"][number]
             dp = at.get("dp_replicate", 0) * shards + at.get("dp_shard", 0)
             passes = [Pass(*fields) for fields in step["passes"]]
+            planned = [m.length for m in one.plans[number].of_rank(dp)]
+            assert step["lengths"] == planned, f"rank {rank['rank']} ran another plan than the one measured"
             of_ranks.append(MeasuredStep(dp, at.get("cp", 0), passes, step["optimizer"]))
         steps.append(of_ranks)
     plans = one.plans[: len(steps)]
     found = measured(one.job, plans, steps)
-    return replace(
-        one,
-        plans=plans,
-        ranks=ranks,
-        measured=found,
-        rehearsed=simulate(one.job, plans, found),
-        predicted=simulate(one.job, plans),
-    )
+    ran_so = Ran(found, simulate(one.job, plans, found), simulate(one.job, plans))
+    return replace(one, plans=plans, ranks=ranks, ran=ran_so)
 
 
 def _write(output: Path, file: Path, results: list[Rehearsal]) -> None:
@@ -184,8 +181,8 @@ def _write(output: Path, file: Path, results: list[Rehearsal]) -> None:
                 "degrees": str(one.job.degrees),
                 "cluster": one.job.cluster.name,
                 "documents": one.documents.name,
-                "rehearsed": one.rehearsed and figures(one.rehearsed),
-                "predicted": one.predicted and figures(one.predicted),
+                "rehearsed": one.ran and figures(one.ran.rehearsed),
+                "predicted": one.ran and figures(one.ran.predicted),
                 "ranks": one.ranks,
             }
             for one in results

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from wlb_titan.arrays import Floats
+from wlb_titan.arrays import Bools, Floats
 from wlb_titan.commands.report.estimate import Estimate
 from wlb_titan.config.sources import leaves, read_sources
 from wlb_titan.errors import UserError
 from wlb_titan.simulator.replay import replayed_seconds
-from wlb_titan.timeline import read_trace
+from wlb_titan.timeline import Span, read_trace
 
 CONFIG, METRICS, VALIDATION, TRACES = "config.toml", "metrics.jsonl", "validation.jsonl", "traces"
 """What wlb_titan.runtime writes into a dump folder."""
@@ -59,8 +60,8 @@ class Run:
 
     @cached_property
     def seconds(self) -> Floats:
-        """float64 (records,), wall time from each record's predecessor to it."""
-        return np.array([r["seconds"] for r in self.records]) * self._new_steps
+        """float64 (records,), wall time of the steps that each record covers."""
+        return np.array([r["seconds"] * r["steps"] for r in self.records])
 
     @cached_property
     def tokens(self) -> Floats:
@@ -68,9 +69,11 @@ class Run:
         return np.cumsum(np.array([r["tokens_per_second"] for r in self.records]) * self.seconds)
 
     @property
-    def settled(self) -> slice:
-        """Records whose time counts: all but the first, which has the start in it; that if it is alone."""
-        return slice(1 if len(self.records) > 1 else 0, None)
+    def settled(self) -> Bools:
+        """bool (records,), whose time counts: all but the first of each process, which has the start in it;
+        these if there are no others."""
+        settled = np.array([not r.get("start") for r in self.records])
+        return settled if settled.any() else ~settled
 
     def rate(self, key: str) -> Estimate | None:
         """Mean over the settled records' time of a record's rate; None where not all records have it. Fewer
@@ -86,13 +89,13 @@ class Run:
     def replayed(self) -> tuple[Floats, Floats]:
         """Traced steps that were logged by themselves, float64 each: the model's TFLOPs, and the seconds
         that their measured passes are worth with a device for each process; empty where that is not known."""
-        alone = {r["step"]: r for r, new in zip(self.records, self._new_steps, strict=True) if new == 1}
+        alone = {r["step"]: r for r in self.records if r["steps"] == 1}
         found = []
-        for step, path in self.traces().items():
+        for step in self.traced:
             record = alone.get(step)
-            if record is None or "model_tflops" not in record:
+            if record is None or "model_tflops" not in record or not (spans := self.trace(step)):
                 continue
-            if (seconds := replayed_seconds(read_trace(path))) is not None:
+            if (seconds := replayed_seconds(spans)) is not None:
                 found.append((record["model_tflops"] * record["seconds"], seconds))
         flops, taken = zip(*found, strict=True) if found else ((), ())
         return np.array(flops, dtype=float), np.array(taken, dtype=float)
@@ -108,20 +111,24 @@ class Run:
     def peak_memory(self) -> dict[str, float]:
         """GiB at most, by pipeline stage (`pp0`, ...) or of the reporting rank (`rank`); empty if unknown."""
         prefix = "peak_memory_gib/"
-        keys = sorted({k for r in self.records for k in r if k.startswith(prefix)})
+        keys = sorted({k for r in self.records for k in r if k.startswith(prefix)}, key=lambda k: (len(k), k))
         peaks = {key.removeprefix(prefix): float(self.series(key)[1].max()) for key in keys}
         own = max((float(r.get("memory_gib", 0)) for r in self.records), default=0.0)
         return peaks or ({"rank": own} if own > 0 else {})
 
-    def traces(self) -> dict[int, Path]:
-        """Trace files by step."""
-        found = {path.stem.removeprefix("step-"): path for path in (self.folder / TRACES).glob("step-*.json")}
-        return {int(step): found[step] for step in sorted(filter(str.isdecimal, found), key=int)}
-
     @cached_property
-    def _new_steps(self) -> Floats:
-        """float64 (records,), steps from each record's predecessor to it."""
-        return np.diff([r["step"] for r in self.records], prepend=0).astype(float)
+    def traced(self) -> list[int]:
+        """Steps that have a trace."""
+        names = [path.stem.removeprefix("step-") for path in (self.folder / TRACES).glob("step-*.json")]
+        return sorted(map(int, filter(str.isdecimal, names)))
+
+    def trace(self, step: int) -> list[Span]:
+        """The trace of a step; empty, with a warning, where it cannot be read."""
+        try:
+            return read_trace(self.folder / TRACES / f"step-{step}.json")
+        except UserError as error:
+            warnings.warn(f"{error} It is left out.", stacklevel=2)
+            return []
 
 
 def open_runs(folders: Sequence[Path]) -> list[Run]:
@@ -151,7 +158,7 @@ def open_run(folder: Path, name: str) -> Run:
             if file == METRICS and not hint:
                 hint = " The run has not finished its first step, or did not get that far."
             raise UserError(f"{folder}: {file}, {what}, is missing.{hint}")
-    records = _json_lines(folder / METRICS, ("step", "loss", "seconds", "tokens_per_second"))
+    records = _json_lines(folder / METRICS, ("step", "steps", "loss", "seconds", "tokens_per_second"))
     if not records:
         raise UserError(f"{folder / METRICS}: no step has been logged yet.")
     validation = folder / VALIDATION

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from wlb_titan.commands.console import print_choice, say, show_table, warnings_once
-from wlb_titan.commands.errors import writing
-from wlb_titan.commands.job import Asked, describe_job, load_job
+from wlb_titan.commands.errors import check_outputs, writing
+from wlb_titan.commands.job import describe_job, load_job
 from wlb_titan.commands.options import OVERRIDABLE, of_job, report_option, steps_option
 from wlb_titan.cost.attention_choice import named_attention
 from wlb_titan.cost.attention_hopper import KERNELS
-from wlb_titan.errors import PlanError
+from wlb_titan.errors import PlanError, UserError
 
 if TYPE_CHECKING:
     from wlb_titan.job import Job
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from wlb_titan.simulator.search import Search
     from wlb_titan.simulator.step import Prediction
 
-DEFAULT_POLICIES = "plain:per_sequence,fixed_greedy:per_sequence,wlb:adaptive,wlb_lazy:hybrid:best"
+SEARCH_SECONDS = 300.0
 SHOWN = 12  # of a search
 SECONDS_BETWEEN_LINES = 5.0  # of its progress
 
@@ -37,8 +37,7 @@ SECONDS_BETWEEN_LINES = 5.0  # of its progress
 @click.option(
     "--policies",
     metavar="PACKING[:SHARDING[:ORDER]],...",
-    help=f"Side by side; the first is the baseline.  [default: {DEFAULT_POLICIES}; plain and the policy that "
-    "is chosen after --, if one is]",
+    help="Side by side; the first is the baseline.  [default: plain and the file's own]",
 )
 @steps_option(20, "Steps to simulate.")
 @click.option("--offload", type=float, metavar="SHARE", help="Of kept activations, to the host's memory.")
@@ -64,97 +63,115 @@ SECONDS_BETWEEN_LINES = 5.0  # of its progress
 @click.option(
     "--search-seconds",
     type=click.FloatRange(1, 86400),
-    default=300.0,
-    help="With --search: rank what was found by then.",
+    help=f"With --search: rank what was found by then.  [default: {SEARCH_SECONDS:g}]",
 )
 @click.option(
     "--write",
     type=click.Path(path_type=Path),
-    metavar="FILE.toml|megatron",
-    help="With --search: write its winner as a file that extends the given one, or has torchtitan's base of "
-    "config.json's sizes; `megatron` prints it as arguments of Megatron-LM.",
+    metavar="BEST.toml",
+    help="With --search: write its winner as a file that extends the given one.",
 )
 @report_option
 @click.option(
     "--trace", type=click.Path(path_type=Path), metavar="FILE", help="Timeline for ui.perfetto.dev."
 )
 def simulate(
-    words: tuple[str, ...],
+    file: Path,
+    overrides: tuple[str, ...],
     policies: str | None,
     steps: int,
+    lengths: str | None,
+    cluster: str | None,
     gpus: int | None,
     search: bool,
-    search_seconds: float,
+    search_seconds: float | None,
     write: Path | None,
     report: Path | None,
     trace: Path | None,
-    lengths: str | None,
-    model: str,
-    cluster: str | None,
     **options: Any,
 ) -> None:
-    """Predict step time, tokens/s, MFU and memory of a job on a cluster, for several policies.
+    """Predict step time, tokens/s, MFU and memory of FILE's job on a cluster, for several policies.
 
-    Either from a training configuration and its corpus (FILE.toml), or from document lengths, or both. Any
-    key of the configuration can be given after --, as in training:
+    The documents are those of the file's corpus, or of --lengths, which needs none:
 
     \b
     wlb-titan simulate train_configs/llama2_7b_128k.toml --report outputs/simulated
-    wlb-titan simulate train_configs/llama2_7b_128k.toml --lengths web -- --training.seq_len 65536
-    wlb-titan simulate --lengths paper --model 70B-128K --policies plain,wlb:adaptive
-    wlb-titan simulate --lengths FILE --model 7B-128K --search --gpus 64
+    wlb-titan simulate train_configs/llama2_7b_128k.toml --lengths web --training.seq_len 65536
+    wlb-titan simulate train_configs/llama2_70b_128k.toml --lengths paper --policies plain,wlb:adaptive
+    wlb-titan simulate train_configs/llama2_7b_128k.toml --lengths FILE --search --gpus 64
 
     The speedup of a policy is in FLOPs a second: tokens of documents that are cut are cheaper.
 
     The bubble is the share of a step in which a rank waits; the last column says what a policy gains over
     the first one if the network between nodes were half as fast. docs/simulator.md explains the model.
     """
-    from wlb_titan.commands.megatron import megatron_arguments
-    from wlb_titan.commands.report.page import typed
     from wlb_titan.commands.report.simulate import remarks, table_rows
-    from wlb_titan.commands.simulate_toml import MEGATRON, check_writable, write_winner
+    from wlb_titan.commands.simulate_toml import check_writable, write_winner
+    from wlb_titan.policies import Policy
     from wlb_titan.simulator.scenario import Scenario
 
-    if write is not None and not search:
-        raise PlanError("--write writes what --search found; add --search.")
+    _check_options(search, write=write, search_seconds=search_seconds, report=report, trace=trace)
+    check_outputs(write=write, report=report, trace=trace)
     given = {name: value for name, value in options.items() if value is not None and value is not False}
     with warnings_once():
-        job = load_job(words, lengths=lengths, model=model, cluster=cluster, gpus=None if search else gpus)
-    compared = _policies(policies, job)
-    if search and (fixed := [key for key in job.changes if key.endswith("_parallel_degree")]):
+        asked = load_job(file, overrides, lengths=lengths, cluster=cluster, gpus=None if search else gpus)
+    compared = [Policy.parse(one) for one in policies.split(",")] if policies else None
+    compared = list(dict.fromkeys(compared or [Policy("plain"), asked.job.policy]))
+    if search and (fixed := [key for key in asked.changes if key.endswith("_parallel_degree")]):
         raise PlanError(f"--search tries all degrees of --gpus GPUs; leave out {', '.join(fixed)}.")
     if write is not None:
-        check_writable(write, job, list(given))
-    with warnings_once(), job.placed():
-        scenario = Scenario(_told(job.job, given), job.documents)
-        choices = [] if search else [choice for policy in compared if (choice := scenario.choice(policy))]
-        for choice in choices:
-            print_choice(choice)
+        check_writable(write, list(given))
+    with warnings_once(), asked.placed():
+        scenario = Scenario(_told(asked.job, given), asked.documents)
         if search:
-            result = _print_search(scenario, compared, steps, gpus, search_seconds)
+            result = _print_search(scenario, compared, steps, gpus, search_seconds or SEARCH_SECONDS)
         else:
-            decided = dict.fromkeys(scenario.under(policy).policy for policy in compared)
-            plans = {policy: scenario.plans(policy, steps) for policy in decided}
-            predictions = {policy: scenario.simulate(policy, planned) for policy, planned in plans.items()}
+            plans, predictions, impossible = _predicted(scenario, compared, steps)
+            possible = [policy for policy in compared if policy not in impossible]
+            choices = [choice for policy in possible if (choice := scenario.choice(policy))]
+            for choice in choices:
+                print_choice(choice)
             say(describe_job(scenario.job, scenario.documents))
-            show_table(table_rows(scenario, plans, predictions))
-            say(*remarks(predictions))
+            show_table(table_rows(scenario, plans, predictions, impossible))
+            say(*remarks(predictions, impossible))
     if not search:
-        _export(scenario, plans, predictions, choices, report, trace, typed(words, lengths, model))
-    elif write is not None and write.name == MEGATRON:
-        click.echo(megatron_arguments(result.found[0].job))
+        _export(scenario, plans, predictions, impossible, choices, report, trace, asked.typed)
     elif write is not None:
-        write_winner(write, job, result)
+        write_winner(write, asked, result)
         click.echo(f"Written: {write}; `wlb-titan config check {write}`")
 
 
-def _policies(text: str | None, asked: Asked) -> list[Policy]:
-    """The policies to compare: as given, or the usual ones, or the one that an override chooses."""
-    from wlb_titan.policies import Policy
+def _check_options(search: bool, **given: Any) -> None:
+    """Refuses options that would do nothing."""
+    for name, value in given.items():
+        of_search = name in ("write", "search_seconds")
+        if value is not None and of_search != search:
+            why = "is of a search; add --search" if of_search else "draws policies; leave out --search"
+            raise PlanError(f"--{name.replace('_', '-')} {why}.")
 
-    if text is None and "wlb.packing.policy" in asked.changes:
-        return list(dict.fromkeys([Policy("plain"), asked.job.policy]))
-    return list(dict.fromkeys(Policy.parse(one) for one in (text or DEFAULT_POLICIES).split(",")))
+
+def _predicted(
+    scenario: Scenario, policies: Sequence[Policy], steps: int
+) -> tuple[dict[Policy, list[Plan]], dict[Policy, Prediction], dict[Policy, UserError]]:
+    """Plans and predictions by policy, and why others are not possible.
+
+    Raises:
+        UserError: the job's own policy is not, or none is.
+    """
+    plans, predictions, impossible = {}, {}, {}
+    for policy in policies:
+        try:
+            decided = scenario.under(policy).policy
+            if decided not in predictions:
+                planned = scenario.plans(decided, steps)
+                plans[decided], predictions[decided] = planned, scenario.simulate(decided, planned)
+        except UserError as error:
+            if policy == scenario.job.policy:
+                raise
+            impossible[policy] = error
+    if not predictions:
+        raise next(iter(impossible.values()))
+    return plans, predictions, impossible
 
 
 def _told(job: Job, given: Mapping[str, Any]) -> Job:
@@ -204,10 +221,11 @@ def _export(
     scenario: Scenario,
     plans: dict[Policy, list[Plan]],
     predictions: dict[Policy, Prediction],
+    impossible: dict[Policy, UserError],
     choices: list[Choice],
     report: Path | None,
     trace: Path | None,
-    what: str,
+    typed: Sequence[str],
 ) -> None:
     from wlb_titan.simulator.timeline import step_timeline
     from wlb_titan.timeline import write_trace
@@ -226,4 +244,5 @@ def _export(
     if report is not None:
         from wlb_titan.commands.report.simulate import write_report
 
-        click.echo(f"Report: {write_report(report, scenario, plans, predictions, steps, choices, what)}")
+        drawn = write_report(report, scenario, plans, predictions, impossible, steps, choices, typed)
+        click.echo(f"Report: {drawn}")

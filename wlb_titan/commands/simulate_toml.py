@@ -10,33 +10,21 @@ from wlb_titan.commands.errors import writing
 from wlb_titan.commands.job import Asked
 from wlb_titan.commands.report.simulate import gain
 from wlb_titan.config.build import Entry
-from wlb_titan.config.sketch import DEFAULT_CLUSTER, JSON
 from wlb_titan.config.values import to_text
 from wlb_titan.config.writing import document
-from wlb_titan.errors import ConfigError, PlanError
+from wlb_titan.errors import ConfigError, PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.simulator.search import Search
 
 SOURCE = "searched"
-CHECKPOINTING: dict[str, dict[str, Any]] = {
-    "selective": {"activation_checkpoint.class": "SelectiveDocumentAC"},
-    "full": {"activation_checkpoint.class": "FullAC"},
-    "none": {"activation_checkpoint": None},
-}
-MEGATRON = "megatron"
-"""Takes the place of a file's name: the winner is printed as arguments of Megatron-LM."""
 
 
-def check_writable(path: Path, asked: Asked, strangers: list[str]) -> None:
+def check_writable(path: Path, strangers: list[str]) -> None:
     """Raises PlanError, before anything is searched, if a winner could not be written to `path`.
 
     Args:
         strangers: names of options that were given and that no key says.
     """
-    if path.name == MEGATRON:
-        return
-    if asked.file is None and not asked.model.endswith(JSON):
-        raise PlanError("--write: name the TOML file that the new one shall extend, or a config.json.")
     if path.exists():
         raise PlanError(f"--write: {path} exists; name another file, or remove it.")
     if strangers:
@@ -47,29 +35,19 @@ def check_writable(path: Path, asked: Asked, strangers: list[str]) -> None:
 def write_winner(path: Path, asked: Asked, result: Search) -> None:
     """Writes a file that trains as the fastest job found, and loads it to see that.
 
-    It extends the file that was searched from, or has the base of the config.json's sizes, with the changes
-    of the command line.
+    It extends the file that was searched from, with the changes of the command line.
 
     Raises:
-        UserError: the file cannot be written, or there is no base of these sizes.
+        UserError: the file cannot be written.
         ConfigError: what the file sets besides does not go together with the winner, such as a key of another
             packing policy; nothing is written then.
     """
-    config = asked.file or asked.model
     best = result.found[0]
-    values: dict[str, Any] = {"dump_folder": f"outputs/{path.stem}", **asked.changes}
-    if asked.file is not None:
-        parent = os.path.relpath(asked.file.resolve(), path.resolve().parent)
-        values = {"extends": Path(parent).as_posix(), **values}
-    else:
-        from wlb_titan.runtime.models.published import base_of
-
-        values = {"base": base_of(best.job.model), **values, "training.seq_len": best.job.window}
-        values["wlb.cluster"] = asked.resolved.config.wlb.cluster or DEFAULT_CLUSTER
-        values |= CHECKPOINTING[best.job.memory.checkpointing]
+    parent = Path(os.path.relpath(asked.file.resolve(), path.resolve().parent)).as_posix()
+    values: dict[str, Any] = {"extends": parent, "dump_folder": f"outputs/{path.stem}", **asked.changes}
     values |= winner_values(best.job)
     head = (
-        f"The fastest of {len(result.found)} candidates of `wlb-titan simulate {config} --search --gpus "
+        f"The fastest of {len(result.found)} candidates of `wlb-titan simulate {asked.file} --search --gpus "
         f"{best.job.degrees.ranks}`.",
         f"Predicted on {best.job.cluster.name}: {best.seconds.mean():.3f} s a step, "
         f"{best.tokens_per_second:,.0f} tokens/s, {best.mfu:.1%} MFU,",
@@ -82,10 +60,10 @@ def write_winner(path: Path, asked: Asked, result: Search) -> None:
         path.write_text(text, encoding="utf-8")
     try:
         _check(path, best.job)
-    except ConfigError as error:
+    except UserError as error:
         path.unlink()
         raise ConfigError(
-            f"--write: the fastest job cannot be written as a file that extends {config}: {error}"
+            f"--write: the fastest job cannot be written as a file that extends {asked.file}: {error}"
         ) from error
 
 

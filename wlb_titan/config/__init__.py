@@ -2,8 +2,7 @@
 
 The files, bottom to top: `values` (one value and its type), `classes` (dataclasses by name), `sources` (what
 the user wrote), `build` (that over a base), `blame` (whose fault a rejected value is), `writing` (TOML out),
-`load` (all together). `settings` holds our own sections; `sketch` is a job without a file. Nothing here
-imports torchtitan.
+`load` (all together). `settings` holds our own sections. Nothing here imports torchtitan.
 """
 
 from wlb_titan.config.load import Resolved, resolve

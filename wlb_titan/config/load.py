@@ -108,11 +108,10 @@ class Resolved:
         return f"{file}: {message}" + (f" Written are {', '.join(written)}." if written else "")
 
 
-def resolve(path: str | Path | None, overrides: Sequence[str], base_config: Callable[[str], Any]) -> Resolved:
+def resolve(path: str | Path, overrides: Sequence[str], base_config: Callable[[str], Any]) -> Resolved:
     """Lays command-line overrides over a TOML file, with all that it extends, over its base.
 
     Args:
-        path: the TOML file; None: there is none, and the words name a base.
         base_config: makes a fresh dataclass instance of a base's name; raises UserError for an unknown one.
 
     Raises:

@@ -53,16 +53,15 @@ class Sources:
     """The strongest layer's `base`, None if no layer has one."""
 
 
-def read_sources(path: str | Path | None, overrides: Sequence[str] = ()) -> Sources:
-    """Read a TOML file, if there is one, all that it extends, and command-line overrides.
+def read_sources(path: str | Path, overrides: Sequence[str] = ()) -> Sources:
+    """Read a TOML file, all that it extends, and command-line overrides.
 
     Raises:
         ConfigError: a file is missing, unreadable or not TOML, `extends` runs in a circle, or an override
             lacks a key or a value.
     """
     layers, base = [], None
-    files = () if path is None else _file_chain(Path(path))
-    for layer in (*reversed(_command_line(overrides)), *files):
+    for layer in (*reversed(_command_line(overrides)), *_file_chain(Path(path))):
         children = dict(layer.children)
         children.pop("extends", None)
         own_base = children.pop("base", None)

@@ -105,6 +105,14 @@ class Degrees:
         places: tuple[Ints, ...] = np.unravel_index(ranks, tuple(self.layout.values()))
         return [axis for axis, place in zip(self.layout, places, strict=True) if len(set(place.tolist())) > 1]
 
+    def ends_of(self, replica: int) -> list[int]:
+        """The first rank of the first and of the last pipeline rank that run a data-parallel rank's
+        micro-batches."""
+        axes = [one.axis for one in self.dimensions if one.divides == "data"]
+        places = np.unravel_index(replica, [self.layout[axis] for axis in axes])
+        begin = sum(int(place) * self.strides[axis] for axis, place in zip(axes, places, strict=True))
+        return sorted({begin, begin + (self.pipeline - 1) * self.strides["pp"]})
+
     def check_ranks(self, gpus: int) -> None:
         """Raises PlanError where the degrees do not multiply to the GPUs that there are."""
         if self.ranks != gpus:

@@ -174,11 +174,6 @@ def rotary_length(rope: Configurable.Config) -> int:
     return length
 
 
-def set_rotary_length(rope: Configurable.Config, positions: int) -> None:
-    """Has a rotary table be of so many positions."""
-    rope.max_seq_len = positions
-
-
 def device_bytes() -> int:
     """Memory of this process's device. On main there is no `device_module`: ask `get_device_info`."""
     total: int = titan_utils.device_module.get_device_properties(0).total_memory
@@ -250,7 +245,6 @@ __all__ = [
     "process_groups",
     "ranks_of_group",
     "rotary_length",
-    "set_rotary_length",
     "split_into_stages",
     "unset_fake_temporarily",
 ]

@@ -114,7 +114,8 @@ class MetricsProcessor(titan.MetricsProcessor):
         except OSError as error:
             warn_once(f"TensorBoard's or W&B's log cannot be written: {error}. Training goes on without.")
         if self._reports:
-            self._lines.write(record)
+            start = {"start": True} if self._first is None else {}  # this process's first line
+            self._lines.write({**record, "steps": steps, **start})
             logger.info(_console_line(record, self.last_step, self._seconds_left(step)))
         self._steps = self._tokens = 0
         self._flops = 0.0

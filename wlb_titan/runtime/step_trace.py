@@ -16,6 +16,7 @@ import numpy as np
 import torch.distributed as dist
 
 from wlb_titan.plan import Plan, imbalance_degree
+from wlb_titan.runtime.life.dump_folder import TRACES
 from wlb_titan.runtime.life.json_lines import warn_once
 from wlb_titan.runtime.metrics import metrics_rank
 from wlb_titan.runtime.pipeline.pass_timer import Pass, PassTimer
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from torchtitan.distributed import ParallelDims
 
     from wlb_titan.runtime.trainer import Trainer
-
-FOLDER = "traces"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class StepTrace:
         self._every = config.wlb.trace_every
         self._dims = parallel_dims
         self._writer = metrics_rank(parallel_dims, config.parallelism.pipeline_parallel_schedule)
-        self._folder = os.path.join(config.dump_folder, FOLDER)
+        self._folder = os.path.join(config.dump_folder, TRACES)
         self._measuring = False
 
     def begin(self, step: int) -> None:

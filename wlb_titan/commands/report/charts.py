@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -47,13 +48,15 @@ def chart(title: str, spec: Mapping[str, Any], height: float) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """Floats to five digits, so that pages are small."""
+    """Floats to five digits, so that pages are small; none where there is no finite one."""
     if isinstance(value, Mapping):
         return {key: _rounded(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [_rounded(one) for one in value]
     value = value.item() if isinstance(value, np.generic) else value
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+    if isinstance(value, float):  # JSON has neither NaN nor infinity
+        return float(f"{value:.5g}") if math.isfinite(value) else None
+    return value
 
 
 def color(number: int) -> str:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from wlb_titan.commands.report.charts import Curves, bars, lines
 from wlb_titan.commands.report.estimate import Estimate, cost, gained
-from wlb_titan.commands.report.page import Card, Try, section, table, typed, write_page
+from wlb_titan.commands.report.page import Card, Try, command, section, table, write_page
 from wlb_titan.commands.report.pipeline import pipeline_charts
 from wlb_titan.commands.run_folder import CONFIG, Run, differences
 from wlb_titan.config.values import shown
-from wlb_titan.timeline import Span, read_trace
+from wlb_titan.timeline import Span
 
 NOT_KNOWN = "–"
 RATES = {"model_tflops": "FLOPs", "tokens_per_second": "tokens"}
@@ -75,9 +75,9 @@ def remarks(runs: Sequence[Run]) -> list[str]:
                 f"With a device for each process, its measured passes are worth {worth.text('.2f', 'x')} the "
                 "FLOPs a second."
             )
-    corpora = {run.settings.get("wlb.corpus.path") for run in runs}
-    if len(corpora) > 1:
-        said.append("The corpora are not the same: losses say nothing about each other.")
+    corpora = [key for key in differences(runs) if key.startswith("wlb.corpus.") and key != "wlb.corpus.seed"]
+    if corpora:
+        said.append(f"{', '.join(corpora)} differ: losses say nothing about each other.")
     return said
 
 
@@ -184,13 +184,13 @@ def _card(run: Run, first: Run) -> Card:
 
 
 def _tries(run: Run, first: Run) -> list[Try]:
-    file = typed([str(run.folder / CONFIG)])
-    tries = [Try("What other degrees and schedules are worth to it:", f"wlb-titan simulate {file} --search")]
+    file = [str(run.folder / CONFIG)]
+    search = command("simulate", file, "--search")
+    tries = [Try("What other degrees and schedules are worth to it:", search)]
     ratio, _ = _gain(run, first)
     if ratio is not None and ratio.scatter:
         why = "Four times the steps, which halve the scatter; so for each run, which goes on where it ended:"
-        steps = 4 * int(run.records[-1]["step"])
-        more = f"wlb-titan train {file} --training.steps {steps}"
+        more = command("train", file, "--training.steps", str(4 * int(run.records[-1]["step"])))
         tries.insert(0, Try(why, more))
     return tries
 
@@ -215,16 +215,12 @@ def _memory(runs: Sequence[Run]) -> list[str]:
 
 
 def traced_steps(runs: Sequence[Run]) -> dict[str, list[Span]]:
-    """The last step that all runs traced, or each its own last one; the first data-parallel rank's passes.
-
-    Raises:
-        UserError: a trace cannot be read.
-    """
-    traced = [run for run in runs if run.traces()]
-    common = set.intersection(*(set(run.traces()) for run in traced)) if traced else set()
+    """The last step that all runs traced, or each its own last one; the first data-parallel rank's passes."""
+    traced = [run for run in runs if run.traced]
+    common = set.intersection(*(set(run.traced) for run in traced)) if traced else set()
     timelines = {}
     for run in traced:
-        step = max(common or run.traces())
-        spans = read_trace(run.traces()[step])
-        timelines[f"{run.name}, step {step}"] = [s for s in spans if s.process == spans[0].process]
+        step = max(common or run.traced)
+        if spans := run.trace(step):
+            timelines[f"{run.name}, step {step}"] = [s for s in spans if s.process == spans[0].process]
     return timelines

@@ -50,12 +50,12 @@ def memory_rows(result: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def _memory_row(term: str, predicted: float | None, traced: float | None) -> dict[str, str]:
-    both = predicted is not None and traced
+    difference = f"{predicted / traced - 1:+.1%}" if term == "total" and predicted and traced else ""
     return {
         "memory": term,
         "predicted GiB": "" if predicted is None else f"{predicted:.3f}",
         "traced GiB": "" if traced is None else f"{traced:.3f}",
-        "difference": f"{predicted / traced - 1:+.1%}" if term == "total" and both else "",
+        "difference": difference,
     }
 
 

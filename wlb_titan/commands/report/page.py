@@ -18,7 +18,6 @@ from wlb_titan.commands.job import describe_job
 from wlb_titan.commands.report.charts import color
 from wlb_titan.commands.report.words import WORDS
 from wlb_titan.documents import Documents
-from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.simulator.choice import Choice
 
@@ -62,14 +61,11 @@ def write_page(
     `section` makes them.
 
     Raises:
-        UserError: vl-convert is not installed, or the folder cannot be written to.
+        UserError: the folder cannot be written to.
     """
-    try:
-        import vl_convert
-    except ModuleNotFoundError as error:
-        raise PlanError(
-            "A report needs vl-convert. Install it with: pip install 'wlb-titan[report]'"
-        ) from error
+    import vl_convert
+
+    bundle = vl_convert.javascript_bundle()  # type: ignore[call-arg]
     commands = "".join(f"<p>{_safe(one.why)}</p><pre>{_safe(one.command)}</pre>" for one in tries)
     text = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -78,7 +74,7 @@ def write_page(
         f'<h1>{_safe(title)}</h1><p class="answer">{_safe(answer)}</p><p class="about">{_safe(about)}</p>'
         f'<div class="cards">{"".join(map(_card, range(len(cards)), cards))}</div>'
         f"<section><h2>Try next</h2>{commands}</section>{''.join(sections)}</main>"
-        f"<script>{vl_convert.javascript_bundle()}</script><script>{DRAW}</script></body></html>\n"
+        f"<script>{bundle}</script><script>{DRAW}</script></body></html>\n"
     )
     path = folder / "report.html"
     with writing(f"--report: {path}"):
@@ -135,17 +131,26 @@ def described(job: Job, documents: Documents) -> tuple[str, str]:
     return name, describe_job(job, replace(documents, name=name))
 
 
-def typed(words: Sequence[str], lengths: str | None = None, model: str = "", **_: object) -> str:
-    """What a command line names, for the commands to try next; of full paths the end.
+def command(name: str, typed: Sequence[str], *more: str) -> str:
+    """A command on what a command line named, which runs in the same folder; paths below it are short.
 
     Args:
-        words: a TOML file, if there is one, and overrides of it.
-        lengths, model: as of --lengths and --model.
+        typed: a TOML file, and overrides and options that the command has too.
     """
-    given = [*words, *(("--lengths", lengths) if lengths else ())]
-    if not words or words[0].startswith("--"):
-        given += ["--model", model]
-    return shlex.join("/".join(Path(word).parts[-2:]) if Path(word).is_absolute() else word for word in given)
+    here = f"{Path.cwd()}/"
+    return shlex.join(["wlb-titan", name, *(word.removeprefix(here) for word in typed), *more])
+
+
+def search_command(typed: Sequence[str], gpus: int) -> str:
+    """The search for other degrees, which takes none."""
+    kept, words = [], iter(typed)
+    for word in words:
+        key, equals, _ = word.partition("=")
+        if key.endswith("_parallel_degree"):
+            _ = equals or next(words)
+        else:
+            kept.append(word)
+    return command("simulate", kept, "--search", "--gpus", str(gpus))
 
 
 def choice_section(choice: Choice) -> str:

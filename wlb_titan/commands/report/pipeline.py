@@ -45,7 +45,7 @@ def _boxes(spans: Sequence[Span]) -> list[dict[str, Any]]:
             "time": MEASURED,
             **{key: value for key, value in s.args.items() if key != "pass"},
         }
-        for s in sorted(spans, key=lambda s: s.track)
+        for s in sorted(spans, key=lambda s: (len(s.track), s.track))  # pp 2 before pp 10
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,16 @@ from wlb_titan.commands.report.charts import (
     number,
 )
 from wlb_titan.commands.report.estimate import Estimate
-from wlb_titan.commands.report.page import Card, Try, choice_section, described, section, table, write_page
+from wlb_titan.commands.report.page import (
+    Card,
+    Try,
+    choice_section,
+    command,
+    described,
+    section,
+    table,
+    write_page,
+)
 from wlb_titan.commands.report.pipeline import pipeline_charts
 from wlb_titan.commands.report.ranks import RankTimes, heat_maps, rank_rows
 from wlb_titan.documents import Documents
@@ -64,7 +74,7 @@ def write_report(
     summaries: Mapping[str, Summary],
     times: Sequence[RankTimes] | None,
     choices: Sequence[Choice],
-    typed: str,
+    typed: Sequence[str],
 ) -> Path:
     """Draws what was planned.
 
@@ -73,7 +83,7 @@ def write_report(
         summaries: summary of each policy; `plain` is the picture before.
         times: times of the context-parallel ranks by sharding policy; None without context parallelism.
         choices: what `auto` stands for in a job, where it does.
-        typed: what the command line names, as of `page.typed`.
+        typed: what the command line names, as of `page.command`.
     """
     job = jobs[-1]
     imbalances = {name: Estimate.mean(one.imbalance) for name, one in summaries.items()}
@@ -118,7 +128,7 @@ def write_report(
             for name, one in summaries.items()
         ],
         tries=[
-            Try("What that is worth in time and memory:", f"wlb-titan simulate {typed}"),
+            Try("What that is worth in time and memory:", command("simulate", typed)),
             Try("To train so, in the TOML file:", f'[wlb.packing]\npolicy = "{best}"'),
         ],
         sections=sections,
@@ -170,7 +180,7 @@ def _work_of_steps(name: str, work: Floats, its: str, top: float) -> str:
     ]
     shown = work if work.shape[1] <= 16 else np.quantile(work, np.linspace(0, 1, 17), axis=1).T
     dots = [{"step": step, "work": w} for step, own in enumerate(shown.tolist()) for w in own]
-    axis = {"title": "work / mean", "domain": [0, top]}
+    axis: dict[str, Any] = {"title": "work / mean", "domain": [0, top]}
     bar = {"type": "bar", "width": {"expr": f"0.8 * width / {len(work)}"}}
     encoding = {"y": number("mean", **axis), "tooltip": hover("step", "mean", "largest", "waiting")}
     beyond = {

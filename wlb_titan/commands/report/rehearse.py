@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 from wlb_titan.commands.console import make_console, say
 from wlb_titan.commands.report.charts import bars
 from wlb_titan.commands.report.estimate import Estimate, cost, gained
-from wlb_titan.commands.report.page import Try, described, section, table, write_page
+from wlb_titan.commands.report.page import Try, described, search_command, section, table, write_page
 from wlb_titan.commands.report.pipeline import PASSES, pipeline_charts
 from wlb_titan.commands.report.simulate import card, speedup
 from wlb_titan.documents import Documents
@@ -31,8 +31,7 @@ class Rehearsal:
         policy: as it was asked for.
         job, documents, plans: what ran.
         ranks: results of the processes, also of those that failed.
-        measured: passes put together from them.
-        rehearsed, predicted: the steps with and without these; None where no rank came through.
+        ran: what they came to; None where no rank came through.
     """
 
     policy: str
@@ -40,14 +39,20 @@ class Rehearsal:
     documents: Documents
     plans: list[Plan]
     ranks: list[dict[str, Any]]
-    measured: Measured | None = None
-    rehearsed: Prediction | None = None
-    predicted: Prediction | None = None
+    ran: Ran | None = None
+
+
+class Ran(NamedTuple):
+    """Passes put together from those measured, and the steps with and without these."""
+
+    measured: Measured
+    rehearsed: Prediction
+    predicted: Prediction
 
 
 def table_rows(results: Sequence[Rehearsal]) -> list[dict[str, str]]:
     """A row a policy: rehearsed, with the standard error over the steps, and predicted beside it."""
-    ran = [(one, one.rehearsed, one.predicted) for one in results if one.rehearsed]
+    ran = [(one, one.ran.rehearsed, one.ran.predicted) for one in results if one.ran]
     return [
         {
             "policy": one.policy,
@@ -110,29 +115,34 @@ def rank_lines(rank: dict[str, Any]) -> list[str]:
         predicted = rank["predicted_gib"]
         lines.append(
             f" ({place or 'alone'}) on {rank['device']}: {runs}, all {len(passes)} passes of all "
-            f"micro-batches. Seconds a step: {took}, optimizer {optimizer:.3f}. Peak "
-            f"{max(step['peak_gib'] for step in steps):.2f} GiB"
-            + ("." if predicted is None else f", {predicted:.2f} predicted.")
+            f"micro-batches. Seconds a step: {took}, optimizer {optimizer:.3f}."
         )
+        if not rank["device"].startswith(
+            "CPU"
+        ):  # of which the process's peak is known, Python and its libraries included
+            peak = f" Peak {max(step['peak_gib'] for step in steps):.2f} GiB"
+            lines[-1] += f"{peak}." if predicted is None else f"{peak}, {predicted:.2f} predicted."
     if "error" in rank:
         lines.append(f" fails: {rank.get('traceback', '')}{rank['error']}")
     return lines
 
 
-def write_report(folder: Path, results: Sequence[Rehearsal], typed: str) -> Path:
+def write_report(folder: Path, results: Sequence[Rehearsal], typed: Sequence[str]) -> Path:
     """Draws what was rehearsed."""
     sections, cards, answer = [], [], "No rank came through."
-    ran = {one.policy: one for one in results if one.rehearsed}
+    ran = {one.policy: one.ran for one in results if one.ran}
     if ran:
         base = next(iter(ran))
         gains = {policy: speedup(one.rehearsed, ran[base].rehearsed) for policy, one in ran.items()}
         best = max(gains, key=lambda policy: gains[policy].value)
         timelines: dict[str, list[Span]] = {}
-        for policy, one in ran.items():
-            timelines[f"{policy}, rehearsed"] = typical_step(one, measured=True)
-            timelines[f"{policy}, predicted"] = typical_step(one, measured=False)
-            times = one.rehearsed.seconds.mean() / one.predicted.seconds.mean()
-            cards.append(card(policy, one.rehearsed, gains[policy], base, f"{times:.2f}x the predicted time"))
+        for one in results:
+            if one.ran:
+                timelines[f"{one.policy}, rehearsed"] = typical_step(one, one.ran, measured=True)
+                timelines[f"{one.policy}, predicted"] = typical_step(one, one.ran, measured=False)
+        for policy, (_, mine, predicted) in ran.items():
+            times = mine.seconds.mean() / predicted.seconds.mean()
+            cards.append(card(policy, mine, gains[policy], base, f"{times:.2f}x the predicted time"))
         answer = f"{gained(best, gains[best], base)}; {cost(ran[best].rehearsed.bubble, None)}"
         sections = [
             section("Steps put together", TOGETHER, table(table_rows(results))),
@@ -142,7 +152,7 @@ def write_report(folder: Path, results: Sequence[Rehearsal], typed: str) -> Path
     for one in results:
         rows = [{"rank": str(r["rank"]), "what it ran": " ".join(rank_lines(r)).strip()} for r in one.ranks]
         sections.append(section(one.policy, "Each rank ran alone.", table(rows)))
-    search = f"wlb-titan simulate {typed} --search"
+    search = search_command(typed, results[0].job.degrees.ranks)
     corpus, about = described(results[0].job, results[0].documents)
     return write_page(
         folder,
@@ -159,10 +169,10 @@ TOGETHER = "Passes as measured, communication as the cluster's file has it; ± i
 STEP = "A row is a pipeline rank, a box a pass: strong where it was measured, pale where a like pass was."
 
 
-def typical_step(one: Rehearsal, *, measured: bool) -> list[Span]:
+def typical_step(one: Rehearsal, ran: Ran, *, measured: bool) -> list[Span]:
     """The slowest replica's passes in the step that comes nearest to the mean of those rehearsed."""
-    seconds = one.rehearsed.seconds
+    seconds = ran.rehearsed.seconds
     number = int(abs(seconds - seconds.mean()).argmin())
-    passes = one.measured.of([number]) if measured else None
+    passes = ran.measured.of([number]) if measured else None
     spans, _ = step_timeline(one.job, one.plans[number], one.policy, measured=passes)
     return spans

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from wlb_titan.commands.report.charts import PALETTE, bars, lines, stacked
 from wlb_titan.commands.report.estimate import Estimate, cost, gained
-from wlb_titan.commands.report.page import Card, Try, choice_section, described, section, table, write_page
+from wlb_titan.commands.report.page import (
+    Card,
+    Try,
+    choice_section,
+    command,
+    described,
+    search_command,
+    section,
+    table,
+    write_page,
+)
 from wlb_titan.commands.report.pipeline import pipeline_charts
+from wlb_titan.errors import UserError
 from wlb_titan.memory.peak import GIB, TERMS
 from wlb_titan.plan import Plan
 from wlb_titan.policies import Policy
@@ -21,16 +32,21 @@ from wlb_titan.simulator.step import Prediction
 from wlb_titan.simulator.timeline import MemoryCurve, Step
 
 SLOWER = 2.0  # the network, in the sensitivity column
+NONE: Mapping[Policy, UserError] = {}
 
 
 def table_rows(
-    scenario: Scenario, plans: dict[Policy, list[Plan]], predictions: dict[Policy, Prediction]
+    scenario: Scenario,
+    plans: dict[Policy, list[Plan]],
+    predictions: dict[Policy, Prediction],
+    impossible: Iterable[Policy] = (),
 ) -> list[dict[str, str]]:
-    """Headings and cells of every policy, as the console and the page show them."""
+    """Headings and cells of every policy, as the console and the page show them; those that are not possible
+    have no figures."""
     slower = network_sensitivity(scenario, plans, SLOWER)
     first = next(iter(predictions))
     base = predictions[first]
-    return [
+    rows = [
         {
             "policy": str(policy),
             **_figures(one),
@@ -41,6 +57,7 @@ def table_rows(
         }
         for policy, one in predictions.items()
     ]
+    return rows + [dict.fromkeys(rows[0], "–") | {"policy": str(policy)} for policy in impossible]
 
 
 def _figures(one: Prediction) -> dict[str, str]:
@@ -59,9 +76,11 @@ def speedup(prediction: Prediction, baseline: Prediction) -> Estimate:
     return mine.over(base)
 
 
-def remarks(predictions: dict[Policy, Prediction]) -> list[str]:
-    """What a reader must know besides the table: what does not fit, and what is extrapolated."""
-    said = []
+def remarks(
+    predictions: Mapping[Policy, Prediction], impossible: Mapping[Policy, UserError] = NONE
+) -> list[str]:
+    """What a reader must know besides the table: what is not possible, does not fit or is extrapolated."""
+    said = [f"{policy} is not possible here: {error}" for policy, error in impossible.items()]
     for policy, prediction in predictions.items():
         if not prediction.fits:
             memory = prediction.job.cluster.memory / GIB
@@ -109,17 +128,19 @@ def write_report(
     scenario: Scenario,
     plans: dict[Policy, list[Plan]],
     predictions: dict[Policy, Prediction],
+    impossible: Mapping[Policy, UserError],
     steps: Mapping[Policy, Step],
     choices: Sequence[Choice],
-    typed: str,
+    typed: Sequence[str],
 ) -> Path:
     """Draws what was simulated.
 
     Args:
         plans, predictions: plans and predictions of each policy, the baseline first.
+        impossible: why other policies have none.
         steps: timeline and memory of a typical step of each policy.
         choices: what `auto` stands for in a policy, where it does.
-        typed: what the command line names, as of `page.typed`.
+        typed: what the command line names, as of `page.command`.
     """
     named = {str(policy): prediction for policy, prediction in predictions.items()}
     imbalances = {str(policy): float(np.mean([p.imbalance for p in own])) for policy, own in plans.items()}
@@ -134,7 +155,11 @@ def write_report(
     drawn = {str(policy): step for policy, step in steps.items()}
     sections = [
         *map(choice_section, choices),
-        section("Policies", " ".join(remarks(predictions)), table(table_rows(scenario, plans, predictions))),
+        section(
+            "Policies",
+            " ".join(remarks(predictions, impossible)),
+            table(table_rows(scenario, plans, predictions, impossible)),
+        ),
         section("What it gains", OVER.format(base), bars("FLOPs a second, times", gains)),
         section(
             "Where the time of a step goes", TIME, stacked("", "seconds", parts, totals=seconds, palette=BUSY)
@@ -178,12 +203,12 @@ def card(name: str, one: Prediction, gain: Estimate, base: str, *more: str) -> C
     return Card(name, gain.text(".2f", "x"), facts)
 
 
-def _tries(best: str, prediction: Prediction, typed: str) -> list[Try]:
+def _tries(best: str, prediction: Prediction, typed: Sequence[str]) -> list[Try]:
     why = "Other degrees and schedules of as many GPUs"
     why += f", as a GPU waits for {prediction.bubble:.0%} of the step:" if prediction.bubble >= 0.1 else ":"
-    tries = [Try(why, f"wlb-titan simulate {typed} --search")]
+    tries = [Try(why, search_command(typed, prediction.job.degrees.ranks))]
     if "--lengths" not in typed:
-        dryrun = f"wlb-titan dryrun {typed} --policy {best}"
+        dryrun = command("dryrun", typed, "--policy", best)
         tries.append(Try(f"Whether {best} runs, and what it takes, traced on this machine:", dryrun))
     return tries
 

@@ -37,20 +37,15 @@ def check_weights(model: Decoder.Config, folder: Path, corpus: Corpus) -> None:
     if not any(folder.glob("*.safetensors")):
         raise UserError(f"{KEY}: the folder {str(folder)!r} has no *.safetensors.")
     try:
-        theirs = _flat(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        theirs = read_description(folder / "config.json")
     except (OSError, ValueError) as error:
         raise UserError(
             f"{KEY}: which model the weights are of cannot be seen: {error}. Copy the config.json of the "
             "published model there."
         ) from error
-    differences = [
-        f"{name} is {theirs[name]} there and {value} in the base"
-        for name, value in described(model).items()
-        if name in theirs and theirs[name] != value
-    ]
-    if differences:
+    if differ := differences(model, theirs):
         raise UserError(
-            f"{KEY}: the weights in {str(folder)!r} are of another model: {'; '.join(differences)}. Choose "
+            f"{KEY}: the weights in {str(folder)!r} are of another model: {'; '.join(differ)}. Choose "
             "the base that is theirs."
         )
     tokenizer = folder / TOKENIZER
@@ -59,6 +54,15 @@ def check_weights(model: Decoder.Config, folder: Path, corpus: Corpus) -> None:
             f"wlb.corpus.path: the corpus {str(corpus.path)!r} has another tokenizer than the weights in "
             f"{str(folder)!r}; prepare one with `wlb-titan prepare NAME --tokenizer {folder}`."
         )
+
+
+def differences(model: Decoder.Config, theirs: dict[str, Any]) -> list[str]:
+    """What a model's description, as of `read_description`, says otherwise than a base."""
+    return [
+        f"{name} is {theirs[name]} there and {value} in the base"
+        for name, value in described(model).items()
+        if name in theirs and theirs[name] != value
+    ]
 
 
 def described(model: Decoder.Config) -> dict[str, Any]:
@@ -110,8 +114,9 @@ def described(model: Decoder.Config) -> dict[str, Any]:
     return values
 
 
-def _flat(config: dict[str, Any]) -> dict[str, Any]:
+def read_description(path: Path) -> dict[str, Any]:
     """A config.json with what it says of the rotary positions, which has moved between versions, on top."""
+    config = json.loads(path.read_text(encoding="utf-8"))
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     values = {name: value for name, value in {**config, **rope}.items() if value is not None}
     values["rope_type"] = rope.get("rope_type", rope.get("type", "default"))

@@ -185,7 +185,9 @@ class Alarm:
             self._stop(f"was told to stop at once ({signal.Signals(number).name})", 128 + number)
         if self._asked is None:
             self._asked = time.monotonic()
-            self.stop.ask(signal.Signals(number).name, status_of(number))
+            name = signal.Signals(number).name
+            # The launcher passes Ctrl-C on as SIGTERM.
+            self.stop.ask("Ctrl-C or SIGTERM" if number == signal.SIGTERM else name, status_of(number))
 
     def _follow(self, failure: dict[str, Any]) -> None:
         """Ends this rank, as another has failed."""

@@ -62,6 +62,7 @@ def start_log(rank: int, parallel_dims: Any, schedule: str) -> None:
     handler.addFilter(_applies)  # for those who log on loggers of their own
     root = logging.getLogger()
     root.handlers = [handler]
+    logging.raiseExceptions = False  # a log on a full disk: what training cannot do without is told
     reports = rank == metrics_rank(parallel_dims, schedule)
     root.setLevel(logging.INFO if reports else logging.WARNING)
 

@@ -3,7 +3,8 @@
 .lock              held by rank 0 of the run, which it names; the kernel lets go when that process is gone
 config.toml        every setting of the run, resolved
 metrics.jsonl      and validation.jsonl: a line a step
-former-1/          these three of a run that was here before, where a new one began from step 0
+traces/            step-N.json: timelines of traced steps
+former-1/          all these of a run that was here before, where a new one began from step 0
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ LOCK_FILE = ".lock"
 CONFIG_FILE = "config.toml"
 METRICS_FILE = "metrics.jsonl"
 VALIDATION_FILE = "validation.jsonl"
+TRACES = "traces"
 PATIENCE = 15.0  # seconds in which a run that was stopped just now may end
 
 
@@ -107,14 +109,14 @@ def begin(folder: Path, config: str, step: int) -> None:
         folder: the dump folder, whose lock is held.
         step: from which it goes on; 0 is a new run.
     """
-    names = [name for name in (METRICS_FILE, VALIDATION_FILE) if (folder / name).exists()]
-    if step == 0 and names:
+    if step == 0 and any((folder / name).exists() for name in (METRICS_FILE, VALIDATION_FILE)):
         number = 1
         while (aside := folder / f"former-{number}").exists():
             number += 1
         aside.mkdir()
-        for name in [*names, *([CONFIG_FILE] if (folder / CONFIG_FILE).exists() else [])]:
-            (folder / name).rename(aside / name)
+        for name in (METRICS_FILE, VALIDATION_FILE, CONFIG_FILE, TRACES):
+            if (folder / name).exists():
+                (folder / name).rename(aside / name)
     writing = folder / f".{CONFIG_FILE}.writing"
     writing.write_text(config, encoding="utf-8")
     writing.replace(folder / CONFIG_FILE)

@@ -60,7 +60,7 @@ def end(trainer: Trainer, seconds: float) -> None:
         logger.info(
             f"Done: step {trainer.step} was the last, after {spoken(seconds)}. All is in {config.dump_folder}"
         )
-    else:
+    elif dist.get_rank() == 0:
         logger.warning(
             f"Nothing was left to do: the checkpoint in {config.dump_folder} is of step "
             f"{trainer.step}, and training.steps is {config.training.steps}. Raise it to go on, or "

@@ -1,28 +1,33 @@
-"""The base of torchtitan's that has the sizes of a published model."""
+"""The base of a published model, by its config.json from Hugging Face's hub."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from dataclasses import replace
+from collections.abc import Callable
+from pathlib import Path
 
-from wlb_titan.cost.models import ModelShape
+from torchtitan.trainer import Trainer as TorchtitanTrainer
+
 from wlb_titan.errors import UserError
-from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
+from wlb_titan.runtime.checks.weights import differences, read_description
 
 REGISTRIES = ("torchtitan.models.llama3.config_registry", "torchtitan.models.qwen3.config_registry")
 
 
-def base_of(shape: ModelShape) -> str:
-    """The name of the first base with these sizes.
+def base_of(path: Path, base_config: Callable[[str], TorchtitanTrainer.Config]) -> TorchtitanTrainer.Config:
+    """The first base that differs in nothing that the config.json tells.
+
+    Args:
+        base_config: makes a base of its name.
 
     Raises:
-        UserError: there is none.
+        UserError: the file cannot be read, or there is none.
     """
-    use_cpu_without_accelerator()
-    from wlb_titan.runtime.models.registry import base_config
-    from wlb_titan.runtime.shape import model_shape
-
+    try:
+        theirs = read_description(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"the base {str(path)!r} cannot be read: {error}.") from error
     for module in REGISTRIES:
         for name, function in inspect.getmembers(importlib.import_module(module), inspect.isfunction):
             if function.__module__ != module or inspect.signature(function).parameters:
@@ -32,10 +37,9 @@ def base_of(shape: ModelShape) -> str:
             except UserError:
                 continue
             assert config.model_spec is not None
-            sizes = replace(model_shape(config.model_spec.model), projections=None, tied=shape.tied)
-            if sizes == shape:
-                return f"{module}:{name}"
+            if not differences(config.model_spec.model, theirs):
+                return config
     raise UserError(
-        "torchtitan has no base of this model's sizes, so that no TOML file could train it. Plans and "
-        "predictions hold; `--write megatron` prints the winner as arguments of Megatron-LM."
+        f"torchtitan has no base of the model that {str(path)!r} describes; name a registry function of your "
+        'own, as "package.module:function".'
     )

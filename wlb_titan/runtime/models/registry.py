@@ -2,7 +2,7 @@
 
 A base is a function without arguments that returns a torchtitan Trainer.Config. Ours are the functions
 below, by their short names; any other is named "package.module:function", torchtitan's own registry
-functions among them.
+functions among them, or by the config.json of a published model, which finds the one of its sizes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from functools import partial
+from pathlib import Path
 
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
@@ -23,6 +24,7 @@ from wlb_titan.runtime.life.console import drop_misleading_warnings
 from wlb_titan.runtime.metrics import MetricsProcessor
 from wlb_titan.runtime.models.activation_checkpoint import SelectiveDocumentAC
 from wlb_titan.runtime.models.adoption import adopt
+from wlb_titan.runtime.models.published import base_of
 from wlb_titan.runtime.models.variants import llama_spec
 from wlb_titan.runtime.trainer import Trainer
 
@@ -71,7 +73,7 @@ def base_config(name: str) -> Trainer.Config:
     """The configuration that a TOML file starts from.
 
     Args:
-        name: one of BASES, or "package.module:function".
+        name: one of BASES, "package.module:function", or the config.json of a published model.
 
     Raises:
         UserError: no such base, or it is not one that wlb_titan can train.
@@ -79,13 +81,15 @@ def base_config(name: str) -> Trainer.Config:
     drop_misleading_warnings()
     if name in BASES:
         return BASES[name]()
+    if name.endswith(".json"):
+        return base_of(Path(name), base_config)
     if ":" not in name:
         near = difflib.get_close_matches(name, BASES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise UserError(
             f"no base is called {name!r}: {hint}Known bases: {', '.join(BASES)}; or name any registry "
             'function as "package.module:function", such as '
-            '"torchtitan.models.llama3.config_registry:llama3_8b".'
+            '"torchtitan.models.llama3.config_registry:llama3_8b", or a published model\'s config.json.'
         )
     module_name, _, function_name = name.partition(":")
     try:
