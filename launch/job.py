@@ -57,8 +57,10 @@ def hosts_of(
             f"needed); got {nodes}, {min_nodes} and {processes}."
         )
     world_size = nodes * processes
+    if (here := gpus()) is None and _takes_the_cpu_at_hand(config, overrides):
+        overrides = [*overrides, "--wlb.cluster", "h100_roce"]  # as for any GPU that is not known
     resolved = load_config(config, overrides, world_size=world_size or None)
-    if (here := gpus()) is not None:
+    if here is not None:
         number = world_size or degrees_product(resolved.config)
         resolved.check(lambda config: validate_devices(config, number, here))
     if is_here:
@@ -72,6 +74,16 @@ def hosts_of(
     for fewer in range(min_nodes or nodes, nodes):
         _check_fewer(config, overrides, world_size, fewer * world_size // nodes)
     return Hosts(nodes, world_size // nodes, on_cpu=resolved.config.wlb.device == "cpu")
+
+
+def _takes_the_cpu_at_hand(config: str, overrides: Sequence[str]) -> bool:
+    """Whether a job for GPUs elsewhere would be checked on the times of a login node's CPU."""
+    from wlb_titan.config.sources import read_sources, written
+    from wlb_titan.runtime.job import cluster_at_hand
+
+    sources = read_sources(config, overrides)
+    named = written(sources, "wlb.cluster") or written(sources, "wlb.device") == "cpu"
+    return not named and cluster_at_hand() == "cpu"
 
 
 def _check_fewer(config: str, overrides: Sequence[str], world_size: int, fewer: int) -> None:

@@ -1,6 +1,7 @@
 """`--quick` (`make quick`) leaves out the files that take long: they import torchtitan, start processes, or
 prepare corpora."""
 
+import contextlib
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ SLOW = {
     "test_implementation.py",
     "test_launch.py",
     "test_memory_check.py",
+    "test_plan_command.py",
     "test_mixture_config.py",
     "test_prepare.py",
     "test_prepare_parallel.py",
@@ -48,12 +50,16 @@ def forked_ranks(fork_server, tmp_path, monkeypatch):
     """`dryrun` and `rehearse` with ranks that are forked: each would import torchtitan for seconds."""
     from wlb_titan.commands import lone_ranks
 
-    def run(command, **_):
-        python, option, program, *words = command
-        assert (python, option) == (sys.executable, "-m")
-        log = tmp_path / f"rank{words[words.index('--rank') + 1]}.log"
-        (code,) = fork_server.start([Rank(words, log)], program).wait(300)
-        return subprocess.CompletedProcess(command, code, "", log.read_text())
+    class Forked(contextlib.nullcontext):
+        def __init__(self, command, **_):
+            python, option, program, *words = command
+            assert (python, option) == (sys.executable, "-m")
+            self._log = tmp_path / f"rank{words[words.index('--rank') + 1]}.log"
+            self._job = fork_server.start([Rank(words, self._log)], program)
 
-    stand_in = SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired)
+        def communicate(self, timeout):
+            (self.returncode,) = self._job.wait(300)
+            return "", self._log.read_text()
+
+    stand_in = SimpleNamespace(**{**vars(subprocess), "Popen": Forked})
     monkeypatch.setattr(lone_ranks, "subprocess", stand_in)

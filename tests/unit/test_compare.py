@@ -17,8 +17,10 @@ from wlb_titan.timeline import Span, read_trace, write_trace
 CONFIG = 'base = "llama3_debug" # a.toml:1\ndump_folder = "{name}"\n[wlb.packing]\npolicy = "{policy}"\n'
 
 
-def record(step, loss=2.0, seconds=2.0, rate=100.0, **more):
-    return {"step": step, "loss": loss, "seconds": seconds, "tokens_per_second": rate, **more}
+def record(step, loss=2.0, seconds=2.0, rate=100.0, steps=1, **more):
+    start = {"start": True} if step == steps else {}  # the first line of a run
+    figures = {"loss": loss, "seconds": seconds, "tokens_per_second": rate}
+    return {"step": step, "steps": steps, **figures, **start, **more}
 
 
 @pytest.fixture
@@ -64,7 +66,7 @@ def test_tokens_and_seconds_are_those_of_the_steps_between_the_logged_ones(steps
     for number, (own_tokens, own_seconds, logged) in enumerate(steps, start=1):
         tokens, seconds, since = tokens + own_tokens, seconds + own_seconds, since + 1
         if logged or number == len(steps):
-            records.append(record(number, seconds=seconds / since, rate=tokens / seconds))
+            records.append(record(number, seconds=seconds / since, rate=tokens / seconds, steps=since))
             trained.append((sum(s[0] for s in steps[:number]), seconds))
             tokens, seconds, since = 0, 0.0, 0
     run = make_run(records)
@@ -161,7 +163,7 @@ WRONG = {
     "not JSON": (lambda a: (a / "metrics.jsonl").write_text("step 1\n"), "metrics.jsonl:1: this is not JSON"),
     "other JSON": (
         lambda a: (a / "metrics.jsonl").write_text("[]\n"),
-        "metrics.jsonl:1: step, loss, seconds",
+        "metrics.jsonl:1: step, steps, loss, seconds",
     ),
     "not TOML": (lambda a: (a / "config.toml").write_text("x"), "config.toml:1: this is not valid TOML"),
 }

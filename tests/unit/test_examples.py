@@ -13,6 +13,8 @@ from wlb_titan import plugins
 from wlb_titan.commands.main import main
 
 ROOT = Path(__file__).parents[2]
+TABLE_1 = ROOT / "train_configs" / "llama2_550m_64k.toml"
+CPU = ROOT / "train_configs" / "cpu_debug.toml"
 EXAMPLE = ROOT / "examples" / "own_policies"
 
 
@@ -73,7 +75,7 @@ def lengths(tmp_path):
 
 def test_plan_finds_them(command, lengths):
     result = command(
-        *("plan", "--lengths", lengths, "--training.seq_len", 4096, "--steps", 5),
+        *("plan", CPU, "--lengths", lengths, "--training.seq_len", 4096, "--steps", 5),
         *("--parallelism.context_parallel_degree", 4, "--wlb.packing.policy", "reversed"),
         *("--wlb.packing.every", 2, "--wlb.sharding.policy", "two_level"),
         *("--wlb.packing.cost_model", "tokens"),
@@ -86,7 +88,7 @@ def test_plan_finds_them(command, lengths):
 
 def test_auto_and_simulate_have_them_among_the_candidates(command, lengths):
     result = command(
-        *("simulate", "--lengths", lengths, "--model", "550M-64K", "--training.seq_len", 4096, "--steps", 2),
+        *("simulate", TABLE_1, "--lengths", lengths, "--training.seq_len", 4096, "--steps", 2),
         *("--policies", "auto:auto"),
     )
     assert result.returncode == 0, result.stderr
@@ -111,7 +113,7 @@ def test_their_keys_are_toml_keys(command_here, tmp_path):
 
 
 def test_without_it_they_are_not_there(lengths):
-    words = ["plan", "--lengths", lengths, "--wlb.packing.policy", "reversed"]
+    words = ["plan", CPU, "--lengths", lengths, "--wlb.packing.policy", "reversed"]
     result = subprocess.run(
         [sys.executable, "-m", "wlb_titan.commands.main", *map(str, words)],
         capture_output=True,

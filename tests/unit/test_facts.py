@@ -89,7 +89,7 @@ def test_a_second_look_imports_no_torch(tmp_path, cache):
     facts_of(FILES[0])
     code = (
         "import sys\nfrom wlb_titan.commands.job import load_job\n"
-        f"print(load_job([{str(FILES[0])!r}], lengths='web', model='').job.window)\n"
+        f"print(load_job({str(FILES[0])!r}, lengths='web').job.window)\n"
         "print('torch' in sys.modules, 'torchtitan' in sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -1,6 +1,9 @@
 """The pages of `plan`, `simulate` and `compare` in a browser, where one is installed (Debian: chromium)."""
 
+import html
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,8 +11,10 @@ from browser import CHROMIUM, Browser
 from click.testing import CliRunner
 
 from wlb_titan.commands.main import main
+from wlb_titan.commands.report.charts import lines
 from wlb_titan.commands.report.estimate import Estimate, cost, gained
-from wlb_titan.commands.report.page import typed
+from wlb_titan.commands.report.page import command, search_command
+from wlb_titan.commands.report.pipeline import pipeline_charts
 from wlb_titan.timeline import Span, write_trace
 
 WIDTHS = (1280, 390)  # of a desk and of a phone
@@ -29,11 +34,29 @@ def test_an_answer_says_whether_it_can_be_told_from_nothing():
     assert cost(None, 1.01) == "little is left for balance to gain."
 
 
-def test_what_to_try_next_has_no_full_path():
-    assert (
-        typed(["/home/me/jobs/train.toml", "--training.steps", "5"]) == "jobs/train.toml --training.steps 5"
+def test_what_to_try_next_runs_where_the_page_was_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    typed = [str(tmp_path / "jobs" / "train.toml"), "--wlb.cluster", "h200", "--lengths", "/far/lengths.txt"]
+    assert command("simulate", typed) == (
+        "wlb-titan simulate jobs/train.toml --wlb.cluster h200 --lengths /far/lengths.txt"
     )
-    assert typed((), "/home/me/x/lengths.txt", "7B-128K") == "--lengths x/lengths.txt --model 7B-128K"
+    degrees = ["--parallelism.tensor_parallel_degree", "2", "--parallelism.context_parallel_degree=4"]
+    searched = search_command(["a.toml", *degrees, "--training.steps", "5"], 64)
+    assert searched == "wlb-titan simulate a.toml --training.steps 5 --search --gpus 64"
+
+
+def test_a_diverged_run_is_drawn_as_far_as_it_goes():
+    page = lines("loss", "step", {"a": ((1, 2, 3), (2.0, float("nan"), float("inf")))})
+    spec = json.loads(
+        html.unescape(re.search(r"<script[^>]*>(.*?)</script>", page)[1]), parse_constant=pytest.fail
+    )
+    assert [row["value"] for row in spec["layer"][0]["data"]["values"]] == [2.0, None, None]
+
+
+def test_rows_of_a_pipeline_stand_by_number():
+    spans = [Span("dp 0", f"pp {rank}", "F0", rank, 1) for rank in range(12)]
+    drawn = pipeline_charts({"a": spans})
+    assert re.findall(r'"rank":"pp (\d+)"', drawn) == [str(rank) for rank in range(12)]
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +75,22 @@ def pages(tmp_path_factory):
     lengths = folder / "a<b>.txt"
     drawn = np.random.default_rng(0).lognormal(5.5, 1.3, 3000).astype(int).clip(2, 4000)
     lengths.write_text("".join(f"{length}\n" for length in drawn))
-    common = ["--lengths", lengths, "--report", "REPORT", "--steps", 6, "--training.seq_len", 4096, *PIPELINE]
+    file = Path(__file__).parents[2] / "train_configs" / "llama2_550m_64k.toml"
+    common = [
+        file,
+        "--lengths",
+        lengths,
+        "--report",
+        "REPORT",
+        "--steps",
+        6,
+        "--training.seq_len",
+        4096,
+        *PIPELINE,
+    ]
     commands = {
         "plan": ["plan", *common, "--compare", "plain,wlb,wlb_lazy"],
-        "simulate": ["simulate", *common, "--model", "550M-64K"],
+        "simulate": ["simulate", *common, "--policies", "plain,wlb,wlb_lazy"],
         "compare": [
             "compare",
             *(_run(folder / name, *more) for name, more in RUNS.items()),
@@ -94,7 +129,10 @@ def _run(folder, imbalance, tflops):
         "delay_mean": 0.5,
         "waiting_tokens": 5,
     }
-    records = [{"step": step, "model_tflops": tflops + step % 3, **common, **figures} for step in range(1, 9)]
+    records = [
+        {"step": step, "steps": 1, "model_tflops": tflops + step % 3, **common, **figures}
+        for step in range(1, 9)
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     spans = [Span("dp 0", f"pp {rank}", f"{kind}0", rank, 1) for kind in "FB" for rank in (0, 1)]
     write_trace(spans, folder / "traces" / "step-2.json")

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from rich.console import Console
 from wlb_titan.commands.console import show_table
 from wlb_titan.commands.main import main
 
+FILE = Path(__file__).parents[2] / "train_configs" / "llama2_7b_128k.toml"
 SHORT = ["--training.seq_len", "256", "--training.local_batch_size", "4"]
 SHORT += ["--parallelism.context_parallel_degree", "1", "--parallelism.pipeline_parallel_degree", "1"]
 ARGUMENTS = [*SHORT, "--wlb.packing.cost_model", "quadratic:2,100"]
@@ -26,7 +28,9 @@ def lengths(tmp_path):
 
 
 def run(*arguments):
-    return CliRunner().invoke(main, ["plan", *map(str, arguments)])
+    """Of Table 1's 7B-128K job, unless a file is named first."""
+    file = [] if str(arguments[0]).endswith(".toml") else [FILE]
+    return CliRunner().invoke(main, ["plan", *map(str, [*file, *arguments])])
 
 
 def written(path):
@@ -126,7 +130,8 @@ def test_the_solver_says_how_good_it_is(lengths):
 
 
 @pytest.mark.parametrize(("context_parallel", "charts"), [(1, 8), (2, 14)])
-def test_report_is_one_page(lengths, tmp_path, context_parallel, charts):
+def test_report_is_one_page(lengths, tmp_path, context_parallel, charts, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     arguments = ["--lengths", lengths, *ARGUMENTS, "--wlb.packing.policy", "wlb_lazy", "--steps", 30]
     result = run(
         *arguments, "--parallelism.context_parallel_degree", context_parallel, "--report", tmp_path / "r"
@@ -136,7 +141,8 @@ def test_report_is_one_page(lengths, tmp_path, context_parallel, charts):
     assert page.count('<div class="chart">') == charts
     assert "<h1>How lengths.txt packs</h1>" in page and str(tmp_path) not in page, "people share these pages"
     assert re.search(r'class="answer">Under wlb_lazy GPUs wait [\d.]+% of the time .* under plain', page)
-    assert "<pre>wlb-titan simulate " in page and " --lengths " in page
+    assert f"<pre>wlb-titan simulate {FILE} ".replace(":", ":<wbr>") in page
+    assert "<pre>wlb-titan simulate " in page and " --lengths lengths.txt" in page
 
 
 def test_report_draws_the_pipeline_before_and_after(tmp_path):
@@ -190,14 +196,10 @@ WLB = ["--wlb.packing.policy", "wlb"]
         ([*WLB, "--wlb.packing.max_length", "255"], "255 tokens, below the context window of 256"),
         (
             ["--parallelism.data_parallel_shard_degree", "3", "--training.global_batch_size", "4"],
-            "training.global_batch_size = 4: 4 micro-batches cannot be shared equally by 3",
+            "training.global_batch_size = 4: 4 micro-batches cannot be shared equally: ",
         ),
         (["--wlb.packing.cost_model", "quadratic:1"], "'quadratic:1' is malformed"),
-        (["--model", "8B"], "no model '8B'"),
-        (["--policy", "wlb"], "--policy is no option any more: .* --wlb.packing.policy"),
-        (["--thresholds", "100"], "--thresholds is no option any more: .* --wlb.packing.thresholds"),
-        (["--", "--steps", "5"], "--steps is an option of the command: write it before --"),
-        (["--stops", "100"], "no option --stops. Did you mean --steps"),
+        (["--policy", "wlb"], "there is no such key. Did you mean wlb.packing.policy"),
         (["--training.seqlen", "100"], "Did you mean training.seq_len"),
         (["--compare", "plain,wbl"], "no packing policy is called 'wbl'"),
         (["--compare", "plain,wlb", "--output", "x.jsonl"], "plans of one policy"),
@@ -220,7 +222,6 @@ def test_a_missing_file(tmp_path):
         run("--lengths", tmp_path / "none.txt", *ARGUMENTS),
         "neither a distribution of lengths called .*none.txt.* web, code, chat, paper",
     )
-    assert_refused(run(*ARGUMENTS), "Name a TOML file, or document lengths")
 
 
 def test_a_missing_profile_is_refused(lengths, tmp_path):

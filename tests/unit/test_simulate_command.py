@@ -15,10 +15,9 @@ from wlb_titan.commands.main import main
 from wlb_titan.commands.simulate_toml import write_winner
 from wlb_titan.corpus.prepare import prepare_corpus
 from wlb_titan.corpus.settings import PrepareSettings
-from wlb_titan.cost.hugging_face import read_config
-from wlb_titan.cost.models import PAPER_DEGREES
+from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS
 from wlb_titan.pipeline.schedule import layers_of_stages
-from wlb_titan.policies import Policy
+from wlb_titan.policies import Policy, policy_parts
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 from wlb_titan.runtime.models.load import load_config
 from wlb_titan.simulator.scenario import Scenario
@@ -45,11 +44,15 @@ def run(*arguments):
     return CliRunner().invoke(main, ["simulate", *map(str, arguments)])
 
 
-SMALL = ["--model", "550M-64K", "--training.seq_len", 16384, "--steps", 2]
+CONFIGS = Path(__file__).parents[2] / "train_configs"
+SMALL = [CONFIGS / "llama2_550m_64k.toml", "--training.seq_len", 16384, "--steps", 2]
+WIDE = CONFIGS / "llama2_7b_64k.toml"
 
 
 def test_table_report_and_timeline(lengths, tmp_path):
-    result = run("--lengths", lengths, *SMALL, "--report", tmp_path / "out", "--trace", tmp_path / "t.json")
+    policies = ["plain", "fixed_greedy", "wlb:adaptive", "wlb_lazy:hybrid:best"]
+    drawn = ["--report", tmp_path / "out", "--trace", tmp_path / "t.json"]
+    result = run(*SMALL, "--lengths", lengths, "--policies", ",".join(policies), *drawn)
     assert result.exit_code == 0, result.output
     assert "TP 2 x CP 2 x PP 4 x DP 2 = 32 GPUs" in result.output
     rows = [line.split() for line in result.output.splitlines() if re.match(r"\s+(plain|fixed|wlb)", line)]
@@ -97,7 +100,7 @@ def test_the_debug_model_on_cpus(config):
 
 
 def test_a_cluster_whose_profile_lacks_the_attention_says_how_to_measure_it(lengths):
-    result = run("--lengths", lengths, "--model", "7B-64K", "--cluster", "cpu", "--steps", 1)
+    result = run(WIDE, "--lengths", lengths, "--cluster", "cpu", "--steps", 1)
     assert result.exit_code == 0, result.output
     message = " ".join(result.stderr.split())
     assert "no attention of head dim 128" in message
@@ -107,7 +110,7 @@ def test_a_cluster_whose_profile_lacks_the_attention_says_how_to_measure_it(leng
 
 def test_search_ranks_what_fits(lengths):
     policies = "plain,wlb_lazy:adaptive"
-    result = run("--lengths", lengths, *SMALL, "--search", "--gpus", 8, "--policies", policies)
+    result = run(*SMALL, "--lengths", lengths, "--search", "--gpus", 8, "--policies", policies)
     assert result.exit_code == 0, result.output
     shares = [float(share) for share in re.findall(r"(\d+\.\d)%\s*$", result.output, re.M)]
     assert len(shares) > 3
@@ -117,7 +120,7 @@ def test_search_ranks_what_fits(lengths):
 
 
 def test_search_says_what_the_best_gains():
-    result = run("--lengths", "web", *SMALL, "--search", "--policies", "plain,wlb_lazy:adaptive")
+    result = run(*SMALL, "--lengths", "web", "--search", "--policies", "plain,wlb_lazy:adaptive")
     assert result.exit_code == 0, result.output
     rule = r"does \d\.\d\dx the FLOPs and \d\.\d\dx the tokens a second of the configured job at its best \(T"
     assert re.search(rule, result.output)
@@ -151,8 +154,7 @@ def test_the_winner_of_a_search_is_a_file_that_trains(config, tmp_path):
 
 
 def test_every_pipeline_that_is_searched_can_be_written(config, tmp_path):
-    words = [str(config), "--training.global_batch_size", "8"]
-    asked = load_job(words, lengths=None, model="")
+    asked = load_job(config, ["--training.global_batch_size", "8"])
     model = replace(asked.job.model, layers=4)
     scenario = Scenario(replace(asked.job, model=model), asked.documents)
     piped = [each for each in candidates(scenario.job, 2) if each.degrees.pipeline == 2]
@@ -181,7 +183,7 @@ def test_stages_are_written_as_they_are_searched(layers, stages):
 
 def test_what_the_simulator_is_told_besides():
     def step(*options):
-        result = run("--lengths", "code", *SMALL, "--policies", "plain", *options)
+        result = run(*SMALL, "--lengths", "code", "--policies", "plain", *options)
         assert result.exit_code == 0, result.output
         return float(re.search(r"plain:per_sequence\s+(\S+)", result.output)[1])
 
@@ -189,60 +191,65 @@ def test_what_the_simulator_is_told_besides():
     assert step("--tensor-overlap", 1) < step()
     assert step("--attention", "flash_attention_3") < step("--attention", "flash_attention_2")
     assert step(*nothing, "--offload", 1) >= step(*nothing)
-    refused = run("--lengths", "code", *SMALL, "--parallelism.expert_parallel_degree", 2)
-    assert refused.exit_code == 2 and "a layer has 0 experts" in refused.stderr
 
 
 @pytest.mark.parametrize("row", PAPER_DEGREES)
-def test_a_row_of_table_1_is_the_job_of_its_file(row):
-    file = Path(__file__).parents[2] / f"train_configs/llama2_{row.lower().replace('-', '_')}.toml"
-    words = ["--training.seq_len", "65536", "--wlb.packing.policy", "wlb"]
-    by_name = load_job(words, lengths="web", model=row)
-    by_file = load_job([str(file), *words], lengths="web", model="")
-    model = by_file.job.model
-    assert model.projections == by_name.job.model.attention_weights
-    assert by_name.job == replace(by_file.job, model=replace(model, projections=None))
+def test_the_shipped_files_are_the_rows_of_table_1(row):
+    size, _, window = row.partition("-")
+    job = load_job(CONFIGS / f"llama2_{row.lower().replace('-', '_')}.toml", lengths="web").job
+    assert job.degrees == PAPER_DEGREES[row]
+    assert replace(job.model, projections=None) == PAPER_MODELS[size]
+    assert job.window == int(window.removesuffix("K")) * 1024
+    assert job.replica_micro_batches == job.degrees.pipeline
 
 
-def test_an_override_chooses_what_is_compared():
-    result = run("--lengths", "web", *SMALL, "--wlb.packing.policy", "wlb_lazy")
-    assert re.findall(r"^ +(\w+:\w+)", result.stdout, re.M) == ["plain:per_sequence", "wlb_lazy:per_sequence"]
+def test_the_files_own_policies_are_compared_with_plain(config):
+    own = ("--wlb.packing.policy", "wlb_lazy", "--wlb.sharding.policy", "ulysses")
+    for result in (run(*SMALL, "--lengths", "web", *own), run(config, "--steps", 1, *own)):
+        rows = re.findall(r"^ +(\w+:\w+)", result.stdout, re.M)
+        assert rows == ["plain:per_sequence", "wlb_lazy:ulysses"], result.output
+
+
+def test_a_policy_that_is_not_possible_is_a_row_with_a_note(config):
+    """All but few documents are as long as the window, so that no thresholds let outliers leave."""
+    long = ["--training.seq_len", 64, "--steps", 1]
+    result = run(config, *long, "--policies", "plain,wlb,wlb_lazy")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"^ +wlb:per_sequence +–", result.stdout, re.M)
+    assert "wlb:per_sequence is not possible here: No thresholds for 2 queues" in result.stdout
+    own = run(config, *long, "--wlb.packing.policy", "wlb")
+    assert own.exit_code == 2 and "No thresholds for 2 queues" in own.stderr
+
+
+def test_full_class_names_are_policies():
+    name = "toys:Reversed"
+    assert policy_parts(f"{name}:hybrid:best") == [name, "hybrid", "best"]
+    result = run(*SMALL, "--lengths", "web", "--policies", f"plain,{name}:hybrid")
+    assert result.exit_code == 0 and f"{name}:hybrid" in result.stdout, result.output
 
 
 LLAMA3_8B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "num_hidden_layers": 32, "vocab_size": 128256,
-    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8, "num_hidden_layers": 32, "vocab_size": 128256, "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "max_position_embeddings": 131072,
+    "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                     "original_max_position_embeddings": 8192, "rope_type": "llama3"},
 }  # fmt: skip
 
 
-def test_a_published_model_by_its_config(tmp_path):
+def test_a_published_models_config_is_a_base(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     published = tmp_path / "config.json"
     published.write_text(json.dumps(LLAMA3_8B))
-    words = ["--lengths", "web", "--search", "--gpus", 8, "--steps", 1, "--policies", "wlb_lazy:hybrid"]
-    words += ["--training.seq_len", 32768]
-    megatron = run(published, *words, "--write", "megatron")
-    assert "--num-query-groups 8\n" in megatron.stdout and "--seq-length 32768\n" in megatron.stdout
-    result = run(published, *words, "--write", tmp_path / "best.toml")
-    assert result.exit_code == 0, result.output
-    config = load_config(tmp_path / "best.toml", world_size=8).config
-    job = job_of(config, parallel_dims(config, 8))
-    assert job.overlap
-    model = job.model
-    assert replace(model, projections=None) == read_config(published)[0]
-    degree = config.parallelism.context_parallel_degree
-    assert f"--context-parallel-size {degree}\n" in megatron.stdout
+    model = load_config(config, ["--base", "config.json"]).config.model_spec
+    assert (model.name, model.flavor) == ("llama3", "8B")
     for change, message in (
-        ({"model_type": "gpt2"}, "'gpt2', of which the sizes are not read"),
-        ({"hidden_size": None}, "a size is missing or is no number"),
-        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window is set"),
+        ({"num_hidden_layers": 30}, "torchtitan has no base of the model that 'config.json' describes"),
+        (None, "cannot be read"),
     ):
-        published.write_text(json.dumps(LLAMA3_8B | change))
-        refused = run(published, "--lengths", "web")
+        published.write_text(json.dumps(LLAMA3_8B | change) if change else "[")
+        refused = run(config, "--base", "config.json", "--lengths", "web")
         assert refused.exit_code == 2 and message in " ".join(refused.stderr.split()), refused.output
-    published.write_text(json.dumps(LLAMA3_8B | {"num_hidden_layers": 30}))
-    unknown = run(published, *words, "--write", tmp_path / "other.toml")
-    assert unknown.exit_code == 2 and "no base of this model's sizes" in " ".join(unknown.stderr.split())
 
 
 def test_lengths_take_the_place_of_a_configurations_corpus(config):
@@ -254,31 +261,35 @@ def test_lengths_take_the_place_of_a_configurations_corpus(config):
 def test_predictions_beyond_the_measured_range_say_so(tmp_path):
     path = tmp_path / "long.txt"
     path.write_text("262144\n" * 64)
-    result = run("--lengths", path, "--steps", 1, "--policies", "plain", "--training.seq_len", "262144")
+    result = run(*SMALL, "--lengths", path, "--steps", 1, "--policies", "plain", "--training.seq_len", 262144)
     assert "up to 131,072 keys" in result.output and "these times are extrapolated" in result.output
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "Name a TOML file, or document lengths"),
-        (["--lengths", "L", "--policies", "plane"], "no packing policy is called 'plane'"),
-        (["--lengths", "L", "--policies", "wlb:best"], "no sharding policy is called 'best'"),
-        (["--lengths", "L", "--cluster", "tpu"], "cluster file tpu cannot be read"),
-        (["--lengths", "L", "--gpus", "100"], "is 64 GPUs, and the job has 100"),
-        (["--lengths", "L", "--parallelism.tensor_parallel_degree", "5"], "32 heads cannot be divided"),
-        (["--lengths", "L", "--parallelism.pipeline_parallel_schedule", "Mine"], '"Mine": no schedule'),
-        (["--lengths", "L", "--tensor-parallel", "4"], "-- --parallelism.tensor_parallel_degree VALUE"),
-        (["--lengths", "L", "--model", "8B-64K"], "no model '8B-64K'"),
-        (["--lengths", "L", "--write", "x.toml"], "add --search"),
-        (["--lengths", "L", "--search", "--write", "x.toml"], "name the TOML file that the new"),
+        (["--config", "C"], "the file comes first, without an option's name: main simulate FILE"),
+        (["nowhere.toml"], "there is no file nowhere.toml"),
+        (["W", "--lengths", "L", "--policies", "plane"], "no packing policy is called 'plane'"),
+        (["W", "--lengths", "L", "--policies", "wlb:best"], "no sharding policy is called 'best'"),
+        (["W", "--lengths", "L", "--cluster", "tpu"], "cluster file tpu cannot be read"),
+        (["W", "--lengths", "L", "--gpus", "100"], "100 processes do not fit the degrees"),
+        (["W", "--lengths", "L", "--parallelism.tensor_parallel_degree", "5"], "(5) must divide n_heads (32)"),
+        (["C", "--write", "x.toml"], "--write is of a search; add --search"),
+        (["C", "--search-seconds", "5"], "--search-seconds is of a search; add --search"),
+        (["C", "--search", "--report", "r"], "--report draws policies; leave out --search"),
+        (["C", "--search", "--trace", "t.json"], "--trace draws policies; leave out --search"),
+        (["C", "--search", "--write", "none/x.toml"], "--write: none/x.toml cannot be written: there is"),
+        (["C", "--trace", "none/t.json"], "--trace: none/t.json cannot be written: there is no folder none"),
+        (["C", "--report", "L"], "cannot be written"),
         (["C", "--search", "--offload", "0.5", "--write", "y.toml"], "no key says what --offload changed"),
         (["C", "--search", "--parallelism.tensor_parallel_degree", "2"], "leave out parallelism.tensor_par"),
-        (["--lengths", "nowhere.txt"], "neither a distribution of lengths called 'nowhere.txt'"),
-        (["--lengths", "L", "--model", "70B-64K", "--search", "--gpus", "8"], "Nothing fits 8 GPUs"),
+        (["W", "--lengths", "nowhere.txt"], "neither a distribution of lengths called 'nowhere.txt'"),
+        (["W", "--lengths", "L", "--search", "--gpus", "1"], "Nothing fits 1 GPUs"),
     ],
 )  # fmt: skip
 def test_mistakes(lengths, config, arguments, message):
-    result = run(*({"L": lengths, "C": config}.get(argument, argument) for argument in arguments))
+    named = {"L": lengths, "C": config, "W": WIDE}
+    result = run(*(named.get(argument, argument) for argument in arguments))
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.output.split())

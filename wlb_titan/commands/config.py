@@ -51,7 +51,7 @@ def check(file: Path, overrides: tuple[str, ...], world_size: int | None, device
             facts.resolved.check(lambda config: _check_files(config, facts))
         else:
             _check_with_torch(_load(file, overrides, world_size), world_size, device_gib)
-    click.echo(f"OK {file}: {summary(facts.resolved.config, world_size)}")
+    click.echo(f"OK {file}: {summary(facts, world_size)}")
 
 
 def _check_files(config: Any, facts: Facts) -> None:
@@ -91,23 +91,14 @@ def _load(file: Path, overrides: tuple[str, ...], world_size: int | None) -> Res
         return load_config(file, overrides, world_size)
 
 
-def summary(config: Any, world_size: int | None) -> str:
+def summary(facts: Facts, world_size: int | None) -> str:
     """The essential numbers of a configuration in one line."""
-    degrees = config.parallelism
-    others = (
-        degrees.pipeline_parallel_degree * degrees.context_parallel_degree * degrees.tensor_parallel_degree
-    )
-    shard: int | str = degrees.data_parallel_shard_degree
-    if shard == -1:
-        shard = world_size // (others * degrees.data_parallel_replicate_degree) if world_size else "auto"
-    replicate = degrees.data_parallel_replicate_degree
-    data_parallel = shard if replicate == 1 else f"{replicate} x {shard}"
+    config, degrees = facts.resolved.config, facts.job.degrees
+    open_degree = world_size is None and config.parallelism.data_parallel_shard_degree == -1
     epochs = config.wlb.epochs
-    length = f"{epochs} epochs" if epochs else f"{config.training.steps} steps"
+    length = f"{epochs} epoch{'s' * (epochs > 1)}" if epochs else f"{config.training.steps} steps"
     return (
-        f"model {config.model_spec.name} {config.model_spec.flavor}, "
-        f"PP {degrees.pipeline_parallel_degree} x DP {data_parallel} x CP {degrees.context_parallel_degree} "
-        f"x TP {degrees.tensor_parallel_degree}, seq_len {config.training.seq_len}, "
-        f"{length}, packing {config.wlb.packing.name}, "
-        f"sharding {config.wlb.sharding.name}"
+        f"model {config.model_spec.name} {config.model_spec.flavor}, {degrees} = {degrees.ranks} processes"
+        f"{' or a multiple' if open_degree else ''}, seq_len {config.training.seq_len}, {length}, "
+        f"packing {config.wlb.packing.name}, sharding {config.wlb.sharding.name}"
     )

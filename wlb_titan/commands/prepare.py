@@ -11,6 +11,7 @@ import click
 import numpy as np
 import rich.box
 import rich.progress
+from click.core import ParameterSource
 from rich.bar import Bar
 from rich.console import Console
 from rich.table import Table
@@ -105,6 +106,10 @@ def prepare(
     one; run the same command again. If the corpus is there already, nothing is done.
     """
     if verify:
+        context = click.get_current_context()
+        given = [p for p in context.params if context.get_parameter_source(p) is ParameterSource.COMMANDLINE]
+        if others := [f"--{p.replace('_', '-')}" for p in given if p not in ("output", "verify")]:
+            raise CorpusError(f"--verify only reads a corpus; leave out {', '.join(others)}.")
         _verify(output)
         return
     settings = PrepareSettings(template_options=_template_options(template_options), **options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from pathlib import Path
@@ -15,6 +14,8 @@ import torch
 from wlb_titan import __version__
 from wlb_titan.commands import profile_linear as linear
 from wlb_titan.commands.console import say, show_table
+from wlb_titan.commands.errors import check_outputs
+from wlb_titan.commands.options import TomlFile
 from wlb_titan.cost.attention_profile import AttentionShape, Entry, Profile, fitted
 from wlb_titan.cost.linear_profile import LinearProfile
 from wlb_titan.errors import UserError
@@ -22,6 +23,7 @@ from wlb_titan.kernels import grid
 from wlb_titan.kernels.grid import programs_at_a_time
 from wlb_titan.kernels.implementations import chosen, device_of
 from wlb_titan.kernels.measure import Shape
+from wlb_titan.runtime.models.facts import facts_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -46,20 +48,23 @@ class HeadDims(click.ParamType):  # type: ignore[type-arg]
 
 
 @click.command()
+@click.argument("file", type=TomlFile(), required=False, metavar="[FILE]")
 @click.option(
     "--head-dim",
     type=HeadDims(),
     multiple=True,
-    help="Of queries and keys, and of values if they have another; may be repeated.  [default: 128]",
+    help="Of queries and keys, and of values if theirs is another; may be repeated.  [default: FILE's; 128]",
 )
 @click.option(
     "--group",
     type=click.IntRange(1, 1024),
     multiple=True,
-    help="Query heads that share a key head (grouped-query attention); may be repeated.  [default: 1]",
+    help="Query heads that share a key head (grouped-query attention); may be repeated.  [default: FILE's; 1]",
 )
 @click.option(
-    "--dtype", type=click.Choice(list(DTYPES)), help="[default: bfloat16 on a GPU, float32 on the CPU]"
+    "--dtype",
+    type=click.Choice(list(DTYPES)),
+    help="[default: FILE's; or bfloat16 on a GPU, else float32]",
 )
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True)
 @click.option(
@@ -70,30 +75,33 @@ class HeadDims(click.ParamType):  # type: ignore[type-arg]
     help="Where the profile goes: JSON, for [wlb.sharding] profile.",
 )
 def profile(
+    file: Path | None,
     head_dim: tuple[tuple[int, int], ...],
     group: tuple[int, ...],
     dtype: str | None,
     device: str,
     output: Path,
 ) -> None:
-    """Measure the attention kernels of this device and everything else that a layer does, for planning.
+    """Measure the attention of FILE's model on this device and all else that a layer does, for planning.
 
     Times forward and backward of wlb_titan's attention for segments of many shapes, fits the latency model to
     them and writes both as JSON, with the implementation that was measured. Takes about two minutes on a GPU
     and one on the CPU, for each head dim and group. Then matrix products, element-wise operators and, between
     the GPUs of a machine, all-gathers. Nothing else should use the device meanwhile.
     """
-    if not os.access(output if output.exists() else output.absolute().parent, os.W_OK):
-        raise UserError(f"--output {output} cannot be written.")  # before minutes are spent on it
+    check_outputs(output=output)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("There is no CUDA device here. Use --device cpu to profile the reference attention.")
-    dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
+    shape = AttentionShape(dtype="bfloat16" if device == "cuda" else "float32")
+    if file is not None:
+        shape = facts_of(file).job.attention_shape
+    dtype = dtype or shape.dtype
     units = programs_at_a_time(device)
     entries: list[Entry] = []
-    for dim, v_dim in head_dim or ((128, 128),):
-        for heads_per_key in group or (1,):
+    for dim, v_dim in head_dim or ((shape.head_dim, shape.v_head_dim or shape.head_dim),):
+        for heads_per_key in group or (shape.group,):
             entries += _measure(dim, v_dim, heads_per_key, dtype, device, units)
     software = f"torch {torch.__version__}, wlb_titan {__version__}"
     result = Profile(_name(device), units, software, tuple(entries), _measure_linear(dtype, device))

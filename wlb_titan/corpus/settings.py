@@ -163,6 +163,8 @@ class PrepareSettings:
             )
         if self.too_long not in TOO_LONG:
             raise CorpusError(f"too_long is {self.too_long!r}, but must be one of {', '.join(TOO_LONG)}.")
+        if self.too_long != "error" and self.max_length is None:
+            raise CorpusError("--too-long is about conversations beyond --max-length; set that, or neither.")
         if self.max_length is not None and self.max_length < 2:
             raise CorpusError(f"max_length is {self.max_length}, but must be at least 2.")
 

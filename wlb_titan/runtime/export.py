@@ -33,7 +33,12 @@ ROPE = ("rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_
 
 
 def complete_export(folder: Path, config: Trainer.Config, corpus: Corpus) -> None:
-    """Writes beside the weights in a folder what makes a model of them."""
+    """Writes beside the weights in a folder what makes a model of them.
+
+    The ranks' own shards, of which torchtitan has put the weights together, go: they are as large again.
+    """
+    if any(folder.glob("*.safetensors")):
+        shutil.rmtree(folder / "sharded", ignore_errors=True)
     assert config.model_spec is not None
     checkpoint, published = config.checkpoint, None
     if checkpoint.initial_load_in_hf and checkpoint.initial_load_path:

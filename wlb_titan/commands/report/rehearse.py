@@ -117,9 +117,7 @@ def rank_lines(rank: dict[str, Any]) -> list[str]:
             f" ({place or 'alone'}) on {rank['device']}: {runs}, all {len(passes)} passes of all "
             f"micro-batches. Seconds a step: {took}, optimizer {optimizer:.3f}."
         )
-        if not rank["device"].startswith(
-            "CPU"
-        ):  # of which the process's peak is known, Python and its libraries included
+        if not rank["device"].startswith("CPU"):  # whose peak has Python and its libraries in it
             peak = f" Peak {max(step['peak_gib'] for step in steps):.2f} GiB"
             lines[-1] += f"{peak}." if predicted is None else f"{peak}, {predicted:.2f} predicted."
     if "error" in rank:

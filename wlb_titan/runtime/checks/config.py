@@ -20,7 +20,7 @@ from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.kernels.implementations import Device
 from wlb_titan.runtime.attention.implementation import check_implementation
-from wlb_titan.runtime.checks.files import validate_corpus, validate_plan
+from wlb_titan.runtime.checks.files import check_resumed, validate_corpus, validate_plan
 from wlb_titan.runtime.checks.optimizer import check_optimizer
 from wlb_titan.runtime.checks.weights import check_weights
 from wlb_titan.runtime.compat import Dims, batch_of
@@ -81,7 +81,8 @@ def validate_files(config: Trainer.Config, world_size: int | None = None) -> Non
     find out itself, before it."""
     corpus = validate_inputs(config)
     validate_plan(config.wlb, corpus, job_of(config, parallel_dims(config, world_size)))
-    beginning(config)
+    if beginning(config).step >= 0:
+        check_resumed(config, corpus)
 
 
 def validate_devices(config: Trainer.Config, processes: int, gpus: int) -> None:

@@ -6,12 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from wlb_titan.config.settings import WlbSettings
+from wlb_titan.config.sources import Sources, read_sources, written
+from wlb_titan.config.values import shown
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.vocabulary import check_sample
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.runtime.data.corpus import mixture_sources, open_corpus, open_source, training_documents
+from wlb_titan.runtime.life.dump_folder import CONFIG_FILE
 from wlb_titan.simulator.choice import choose
+
+CORPUS = ("path", "column", "mask")
+TOTAL = "training.global_batch_size"
 
 
 def need_torch(config: Any) -> bool:
@@ -54,6 +60,47 @@ def validate_corpus(config: Any) -> Corpus:
             raise
         raise UserError(f"{key}: {error}") from error
     return corpus
+
+
+def check_resumed(config: Any, corpus: Corpus) -> None:
+    """Refuses to go on from a checkpoint with another stream of tokens than the run's config.toml tells.
+
+    Raises UserError with the key that was changed. A former corpus that is gone is left to the planner.
+    """
+    file = Path(config.dump_folder) / CONFIG_FILE
+    if not file.is_file():
+        return
+    before, wlb = read_sources(file), config.wlb
+    now = {
+        "training.seq_len": config.training.seq_len,
+        "training.global_batch_size": config.training.global_batch_size,
+        "wlb.packing.policy": wlb.packing.name,
+        "wlb.validation.hold_out": wlb.validation.hold_out,
+        "wlb.corpus.seed": wlb.corpus.seed,
+        **{f"wlb.corpus.{name}": getattr(wlb.corpus, name) for name in CORPUS},
+    }
+    if -1 in (now[TOTAL], written(before, TOTAL)):
+        del now[TOTAL]
+    if wlb.corpus.sources or _fingerprint(before) in ("", corpus.fingerprint):
+        now = {key: value for key, value in now.items() if key.rpartition(".")[2] not in CORPUS}
+    for key, value in now.items():
+        former = written(before, key)
+        if former not in (None, value):
+            raise UserError(
+                f"{key}: the run in {config.dump_folder} was trained with {shown(former)} ({file}), without "
+                "which its checkpoint cannot go on. Set that, or name another dump_folder to start anew."
+            )
+
+
+def _fingerprint(settings: Sources) -> str:
+    """Of the corpus that settings name; empty where it cannot be opened."""
+    names = (*CORPUS, "tokenizer")
+    try:
+        return Corpus.open(
+            **{name: str(written(settings, f"wlb.corpus.{name}")) for name in names}
+        ).fingerprint
+    except UserError:
+        return ""
 
 
 def validate_plan(wlb: WlbSettings, corpus: Corpus, job: Job) -> None:
