@@ -87,4 +87,4 @@ test-triton36: $(TRITON36)/.ready
 	PYTHONPATH=$(TRITON36) $(BIN)/pytest -n 2 tests/kernels/test_compile.py tests/kernels/test_interpreter.py
 
 clean:
-	rm -rf $(VENV) outputs
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache

@@ -72,8 +72,12 @@ def test_no_whole_checkpoint(ground, undisturbed):
 def test_figures_of_a_former_run_are_kept(ground, undisturbed):
     copy = copy_of(undisturbed, ground, "former", keep=0)
     lines = (copy / "metrics.jsonl").read_text()
-    job = ground.run("former", "--training.steps", "2")
+    (copy / "traces").mkdir()
+    (copy / "traces" / "step-8.json").write_text("of the former run")
+    job = ground.run("former", "--training.steps", "2", "--wlb.trace_every", "2")
     assert job.codes == [0, 0], job.log()
     assert (copy / "former-1" / "metrics.jsonl").read_text() == lines
     assert "steps = 8" in (copy / "former-1" / "config.toml").read_text()
+    assert [path.name for path in (copy / "former-1" / "traces").iterdir()] == ["step-8.json"]
+    assert [path.name for path in (copy / "traces").iterdir()] == ["step-2.json"], "and nothing half written"
     assert [json.loads(line)["step"] for line in (copy / "metrics.jsonl").read_text().splitlines()] == [1, 2]

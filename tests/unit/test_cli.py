@@ -51,6 +51,18 @@ def test_help_imports_nothing_heavy():
     assert not HEAVY & imported
 
 
+@pytest.mark.parametrize("words", [["nowhere.toml"], ["--config", "job.toml"]], ids=" ".join)
+def test_a_file_that_is_not_there_is_told_without_torch(words):
+    code = (
+        "import sys\nfrom wlb_titan.commands.main import main\n"
+        f"try: main(['train', *{words!r}])\n"
+        "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "2 False\n"
+    assert "no file nowhere.toml" in result.stderr or "the file comes first" in result.stderr
+
+
 def test_version():
     result = CliRunner().invoke(main, ["--version"])
     assert result.output == f"wlb-titan, version {__version__}\n"

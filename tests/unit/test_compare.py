@@ -83,6 +83,31 @@ def test_rates_leave_the_first_record_out_and_weigh_by_time():
     assert run.rate("model_tflops") is None, "an older run has no such figure"
 
 
+def test_a_resumed_run_counts_its_starts_steps_once(folder):
+    """Stopped after step 27 and started again: the line of step 30 is about three steps, and has the start."""
+    lines = [record(step, seconds=5, steps=10) for step in (10, 20)]
+    lines += [record(30, seconds=23, rate=20, steps=3, start=True), record(40, seconds=5, steps=10)]
+    run = make_run(lines)
+    assert run.seconds.sum() == 3 * 50 + 69
+    assert run.rate("tokens_per_second").value == 100, "of what was logged first nothing counts"
+    assert run.tokens[-1] == 3 * 5000 + 20 * 69
+
+
+def test_a_broken_trace_is_left_out_with_a_warning(folder, tmp_path):
+    path = folder("a", [record(step, model_tflops=1.0) for step in (1, 2)])
+    (path / "traces").mkdir()
+    write_trace([Span("dp 0", "pp 0", "F0", 0, 1)], path / "traces" / "step-1.json")
+    (path / "traces" / "step-2.json").write_text('{"traceEvents": [')
+    text = output(path, "--report", tmp_path / "page")
+    assert "step-2.json: this is not a trace" in text and "It is left out." in text and "Report:" in text
+
+
+def test_another_mask_is_another_corpus(folder):
+    masked = CONFIG + '[wlb.corpus]\nmask = "none"\n'
+    text = output(folder("a", [record(1)]), folder("b", [record(1)], config=masked))
+    assert "wlb.corpus.mask differ: losses say nothing about each other." in text
+
+
 def rates(*tflops):
     return [record(i, seconds=1, model_tflops=rate) for i, rate in enumerate((1, *tflops), start=1)]
 

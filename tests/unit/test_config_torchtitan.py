@@ -321,14 +321,19 @@ def test_a_right_file(here):
     assert result.stdout.startswith("OK t.toml: model ")
     assert result.stdout.count("\n") == 1
     for words in (
-        "PP 2 x DP 4 x CP 1 x TP 1",
+        "TP 1 x CP 1 x PP 2 x DP 4 = 8 processes",
         "seq_len 2048",
         "7 steps",
         "packing plain",
         "sharding per_sequence",
     ):
         assert words in result.stdout
-    assert "DP auto" in run("check", file).stdout
+    assert "DP 1 = 2 processes or a multiple," in run("check", file).stdout
+    averaged = write(
+        here, {"own": content + '\n[[wlb.dimensions]]\nname = "averaging:Averaging"\ndegree = 2'}
+    )
+    said = run("check", averaged, "--world-size", "8", "--wlb.epochs", "1").stdout
+    assert "PP 2 x DP 2 x AVERAGING 2 = 8 processes" in said and "1 epoch," in said
 
 
 def test_show(here):

@@ -1,6 +1,11 @@
 """`wlb-titan dryrun`: what it traces beside what is predicted, its report, its files and its errors."""
 
 import json
+import os
+import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +77,7 @@ def test_ulysses_holds_and_moves_what_is_predicted(dryrun, context, tmp_path):
 @pytest.mark.parametrize("words", [[], BALANCED], ids=["plain", "balanced"])
 def test_the_predicted_peak_is_the_traced_one(dryrun, words, tmp_path):
     output = tmp_path / "ranks.json"
-    result = dryrun(*TABLE_1, *words, "--output", output, "--device-gib", 80)
+    result = dryrun(*TABLE_1, *words, "--step", 9, "--output", output, "--device-gib", 80)
     assert result.exit_code == 0, result.output
     assert "log-normal" in result.stderr  # there is no corpus
     assert "it fits" in result.stdout
@@ -257,9 +262,8 @@ def small(tmp_path_factory):
 
 
 def test_a_rank_that_fails_says_how_and_the_command_fails(dryrun, small):
-    result = dryrun(
-        small, "--rank", "first,3", "--wlb.packing.policy", "wlb", "--wlb.packing.max_length", 200
-    )
+    short = ("--wlb.packing.policy", "wlb", "--wlb.packing.max_length", 200)
+    result = dryrun(small, "--step", 9, "--rank", "first,3", *short)
     assert result.exit_code == 1
     assert "Rank 0 of 8 fails" in result.stdout and "Rank 3 of 8 fails" in result.stdout
     assert "max_length is 200 tokens, below the context window of 256" in result.stdout
@@ -280,6 +284,53 @@ def test_mistakes_are_refused_before_anything_starts(dryrun, small, words, messa
     result = dryrun(small, *words)
     assert result.exit_code == 2, result.output
     assert message in result.stderr
+
+
+def test_without_a_step_the_fullest_is_run(dryrun, small, tmp_path):
+    """The longest micro-batch of the first 24 steps, on both ends of its pipeline; the output says so."""
+    output = tmp_path / "ranks.json"
+    shadow = ("--wlb.packing.shadow", "true")  # of the file: what --policy names is trained
+    replicas = ("--parallelism.data_parallel_shard_degree", 2)
+    words = (*replicas, *shadow, "--policy", "wlb_lazy", "--output", output)
+    result = dryrun(small, *words)
+    assert result.exit_code == 0, result.output
+    rule = r"Step (\d+) of .* under wlb_lazy:per_sequence, .* longest .*, ([\d,]+) tokens"
+    said = re.search(rule, result.stdout)
+    step, longest = int(said[1]), int(said[2].replace(",", ""))
+    first, last = json.loads(output.read_text())
+    assert max(first["lengths"]) == longest and first["lengths"] == last["lengths"]
+    assert (first["coordinates"]["pp"], last["coordinates"]["pp"]) == (0, 1)
+    for other in (1, 9):
+        assert dryrun(small, *words, "--rank", "0,4", "--step", other).exit_code == 0
+        lengths = [length for rank in json.loads(output.read_text()) for length in rank["lengths"]]
+        assert max(lengths) <= longest if other != step else max(lengths) == longest
+
+
+def test_a_mask_that_has_a_name_is_not_of_the_synthetic_corpus(dryrun, small):
+    result = dryrun(small, "--wlb.corpus.mask", "loss_mask", "--rank", "first", "--step", 1)
+    assert result.exit_code == 0, result.output
+
+
+def test_sigterm_ends_the_ranks(tmp_path):
+    """Ranks that would sleep for minutes: those under way end, and those that wait do not begin."""
+    script = (
+        "import os, signal, sys, threading\nfrom pathlib import Path\n"
+        "from wlb_titan.commands.lone_ranks import RankCommand\n"
+        f"command = RankCommand('sleeping', {{}}, Path('x'), [], {{'PYTHONPATH': {str(tmp_path)!r}}})\n"
+        f"command.run([0, 1, 2], Path({str(tmp_path)!r}), 2)\n"
+    )
+    (tmp_path / "sleeping.py").write_text(
+        "import os, pathlib, sys, time\n"
+        f"pathlib.Path({str(tmp_path)!r}, str(os.getpid()) + '.pid').touch()\ntime.sleep(600)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script])
+    while len(pids := list(tmp_path.glob("*.pid"))) < 2:
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(60) == 143
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid.stem), 0)
 
 
 def test_the_corpus_is_used_where_there_is_one(small, tmp_path):

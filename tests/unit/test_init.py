@@ -18,8 +18,10 @@ from wlb_titan.runtime.models.load import load_config  # noqa: E402
 )
 def test_the_experiment_is_valid_on_any_machine(tmp_path, gpus, cores, processes):
     file = tmp_path / "job.toml"
-    file.write_text(experiment(str(file), "corpus", gpus, cores))
+    corpus = 'a "corpus" \\ of mine'
+    file.write_text(experiment(str(file), corpus, gpus, cores))
     config = load_config(file, world_size=processes).config
+    assert config.wlb.corpus.path == corpus
     assert degrees_product(config) == processes
     assert config.training.mixed_precision_param == ("bfloat16" if gpus else "float32")
 

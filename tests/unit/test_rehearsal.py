@@ -16,8 +16,10 @@ use_cpu_without_accelerator()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from wlb_titan.commands.lone_ranks import policy_words  # noqa: E402
 from wlb_titan.corpus.synthetic import write_synthetic_corpus  # noqa: E402
 from wlb_titan.cost.cluster import load_cluster  # noqa: E402
+from wlb_titan.policies import Policy  # noqa: E402
 from wlb_titan.runtime.lone.group import ANSWER, LoneGroup, Traffic  # noqa: E402
 from wlb_titan.runtime.lone.rehearsal import STEP, without_answers  # noqa: E402
 from wlb_titan.runtime.lone.trainer import LoneTrainer  # noqa: E402
@@ -104,7 +106,8 @@ def test_the_report_the_table_and_the_policies(forked_ranks, job, tmp_path):
     output = tmp_path / "out.json"
     result = command(
         *("rehearse", job, "--rank", "all-stages", "--steps", 2, "--step", 3, PP, 2, "--report", tmp_path),
-        *("--policies", "plain,wlb_lazy:per_sequence:best", "--output", output),
+        *("--policies", "plain:per_sequence:as_packed,wlb_lazy:per_sequence:best", "--output", output),
+        *("--wlb.pipeline.order", "best"),  # of the file, which is not that of the first
     )
     assert result.exit_code == 0, result.output
     plain, lazy = json.loads(output.read_text())["policies"]
@@ -135,9 +138,20 @@ def test_what_does_not_fit_is_said_in_the_predictions_words(forked_ranks, job):
     assert "cannot fit" in result.stdout and "tokens in flight" in result.stdout
 
 
+def test_policies_are_passed_on_as_keys():
+    """All three, so that none is the file's: also where a class is named in full."""
+    policy = Policy("own.packing:Reversed", "per_sequence", "as_packed")
+    assert policy_words(policy) == [
+        *("--wlb.packing.policy", "own.packing:Reversed", "--wlb.sharding.policy", "per_sequence"),
+        *("--wlb.pipeline.order", "as_packed", "--wlb.packing.shadow", "false"),
+    ]
+    assert policy_words([]) == []
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--output", "/nowhere/x.json"], "there is no folder /nowhere"),
         (["--rank", "7"], "'7' is none of the job's 1 ranks"),
         (["--warm-up", "9"], "9 steps do not fit before step 9"),
         (["--policies", "plain,wlbb"], "wlbb"),

@@ -274,7 +274,7 @@ def test_predictions_beyond_the_measured_range_say_so(tmp_path):
         (["W", "--lengths", "L", "--policies", "wlb:best"], "no sharding policy is called 'best'"),
         (["W", "--lengths", "L", "--cluster", "tpu"], "cluster file tpu cannot be read"),
         (["W", "--lengths", "L", "--gpus", "100"], "100 processes do not fit the degrees"),
-        (["W", "--lengths", "L", "--parallelism.tensor_parallel_degree", "5"], "(5) must divide n_heads (32)"),
+        (["W", "--lengths", "L", "--parallelism.tensor_parallel_degree", "5"], "(5) must divide n_heads"),
         (["C", "--write", "x.toml"], "--write is of a search; add --search"),
         (["C", "--search-seconds", "5"], "--search-seconds is of a search; add --search"),
         (["C", "--search", "--report", "r"], "--report draws policies; leave out --search"),

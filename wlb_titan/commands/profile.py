@@ -59,7 +59,7 @@ class HeadDims(click.ParamType):  # type: ignore[type-arg]
     "--group",
     type=click.IntRange(1, 1024),
     multiple=True,
-    help="Query heads that share a key head (grouped-query attention); may be repeated.  [default: FILE's; 1]",
+    help="Query heads to a key head (grouped-query attention); may be repeated.  [default: FILE's; 1]",
 )
 @click.option(
     "--dtype",
