@@ -5,6 +5,9 @@ No rank waits for the timeout of a collective: a drill would take longer than `d
 
 from __future__ import annotations
 
+import errno
+import io
+import logging
 import random
 import shutil
 import signal
@@ -112,3 +115,22 @@ def test_token_ids_that_cannot_be_are_named(ground):
     job = ground.run("damaged", "--wlb.corpus.path", str(damaged))
     assert 2 in job.codes and "has the token id 2139062143" in job.log() and str(damaged) in job.log()
     assert "Traceback" not in job.log()
+
+
+def test_a_log_on_a_full_disk_says_nothing(capsys, monkeypatch):
+    """torchtitan's structured log lies in the dump folder; Python would print each failure at length."""
+    from wlb_titan.runtime.life import console
+
+    class Full(io.TextIOBase):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+    monkeypatch.setattr(console, "metrics_rank", lambda *_: 0)
+    console.start_log(0, None, "1F1B")
+    root.addHandler(logging.StreamHandler(Full()))
+    root.warning("A checkpoint cannot be saved")
+    said = capsys.readouterr()
+    assert "cannot be saved" in said.out and said.err == ""

@@ -84,7 +84,7 @@ def test_rates_leave_the_first_record_out_and_weigh_by_time():
 
 
 def test_a_resumed_run_counts_its_starts_steps_once(folder):
-    """Stopped after step 27 and started again: the line of step 30 is about three steps, and has the start."""
+    """Stopped after step 27 and started again: the line of step 30 is about three steps."""
     lines = [record(step, seconds=5, steps=10) for step in (10, 20)]
     lines += [record(30, seconds=23, rate=20, steps=3, start=True), record(40, seconds=5, steps=10)]
     run = make_run(lines)

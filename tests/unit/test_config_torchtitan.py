@@ -329,11 +329,10 @@ def test_a_right_file(here):
     ):
         assert words in result.stdout
     assert "DP 1 = 2 processes or a multiple," in run("check", file).stdout
-    averaged = write(
-        here, {"own": content + '\n[[wlb.dimensions]]\nname = "averaging:Averaging"\ndegree = 2'}
-    )
+    own = content + '\n[[wlb.dimensions]]\nname = "toys:Apart"\ndegree = 2'
+    averaged = write(here, {"own": own})
     said = run("check", averaged, "--world-size", "8", "--wlb.epochs", "1").stdout
-    assert "PP 2 x DP 2 x AVERAGING 2 = 8 processes" in said and "1 epoch," in said
+    assert "PP 2 x DP 2 x APART 2 = 8 processes" in said and "1 epoch," in said
 
 
 def test_show(here):

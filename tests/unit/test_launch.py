@@ -263,6 +263,7 @@ def test_the_batch_script_for_slurm_is_one_component_and_goes_on_by_itself(tmp_p
     words = ["slurm", SEVEN_B, "--time", "8:00:00", "-o", "partition=gpu", "-o", "exclusive"]
     script = CliRunner().invoke(main, [*words, "--wlb.corpus.path", str(tmp_path / "corpus")])
     assert script.exit_code == 0, script.output
+    assert script.stderr == "", "nothing about this machine's CPU"
     lines = [line.removeprefix("#SBATCH --") for line in script.stdout.splitlines() if "#SBATCH" in line]
     options = dict(line.partition("=")[::2] for line in lines)
     assert options == {

@@ -280,14 +280,7 @@ def test_few_steps_carry_their_standard_error(lengths):
 
 
 def test_tables_stay_whole_where_there_is_no_room():
-    rows = [
-        {
-            "policy": "wlb_lazy",
-            "imbalance": "1.003",
-            "degrees": "TP 8 x CP 2 x PP 4 x DP 16",
-            "path": "/a[/b]",
-        }
-    ]
+    rows = [{"policy": "wlb_lazy", "degrees": "TP 8 x CP 2 x PP 4 x DP 16", "setting": "/a[/b] [bold]"}]
     for terminal, width in ((False, 20), (True, 20), (True, 200)):
         console = Console(file=io.StringIO(), force_terminal=terminal, width=width, no_color=True)
         show_table(rows, console)
