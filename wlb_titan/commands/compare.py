@@ -35,7 +35,7 @@ def compare(folders: tuple[Path, ...], report: Path | None) -> None:
     with warnings_once():
         show_table(figure_rows(runs))
         say(*remarks(runs))
-    if report is not None:
-        from wlb_titan.commands.report.compare import write_report
+        if report is not None:
+            from wlb_titan.commands.report.compare import write_report
 
-        click.echo(f"Report: {write_report(report, runs)}")
+            click.echo(f"Report: {write_report(report, runs)}")
