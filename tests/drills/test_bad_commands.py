@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from click.testing import CliRunner
 
 from wlb_titan.commands.main import main
 
+CONFIGS = Path(__file__).parents[2] / "train_configs"
 AREA = "planner, simulator and other commands"
 ROOMY = "--training.seq_len 256 --parallelism.context_parallel_degree 1"
 HUGE = "99999999999999999999"
@@ -43,21 +45,21 @@ CLUSTERS = {
 PLAN = [
     "plan",
     "plan nowhere.toml",
-    "plan --lengths nowhere.txt " + ROOMY,
-    "plan --lengths . " + ROOMY,
-    f"plan --lengths good.txt --training.seq_len {HUGE}",
-    f"plan --lengths good.txt {ROOMY} --training.local_batch_size {HUGE}",
-    f"plan --lengths good.txt {ROOMY} --training.local_batch_size 100000",
+    "plan good.toml --lengths nowhere.txt " + ROOMY,
+    "plan good.toml --lengths . " + ROOMY,
+    f"plan good.toml --lengths good.txt --training.seq_len {HUGE}",
+    f"plan good.toml --lengths good.txt {ROOMY} --training.local_batch_size {HUGE}",
+    f"plan good.toml --lengths good.txt {ROOMY} --training.local_batch_size 100000",
     *(
-        f"plan --lengths good.txt {ROOMY} {options}"
+        f"plan good.toml --lengths good.txt {ROOMY} {options}"
         for options in (
-            *("--steps 0", f"--steps {HUGE}", "--compare plain,nope", "--cluster nope", "--model nope"),
-            *("--model 7B", "--gpus 3", "--output /nowhere/plan.jsonl", "--report good.txt", "--policy wlb"),
+            *("--steps 0", f"--steps {HUGE}", "--compare plain,nope", "--cluster nope"),
+            *("--gpus 3", "--output /nowhere/plan.jsonl", "--report good.txt", "--policy wlb"),
             *("--tail drop", "--stops 5", "--wlb", "--training.seqlen 5", "--dump_folder x"),
         )
     ),
     *(
-        f"plan --lengths good.txt {ROOMY} -- --wlb.{options.replace('--', '--wlb.')}"
+        f"plan good.toml --lengths good.txt {ROOMY} --wlb.{options.replace('--', '--wlb.')}"
         for options in (
             *("corpus.seed -1", "packing.policy nope", "packing.tail nope"),
             *("sharding.policy nope", "pipeline.order nope"),
@@ -84,21 +86,21 @@ PLAN = [
         )
     ),
     *(
-        f"plan --lengths good.txt {ROOMY} -- --parallelism.{options}"
+        f"plan good.toml --lengths good.txt {ROOMY} --parallelism.{options}"
         for options in (
             *("context_parallel_degree 300", "data_parallel_shard_degree 0", "pipeline_parallel_degree 100"),
             "data_parallel_shard_degree 3 --training.global_batch_size 4",
         )
     ),
-    *(f"plan --lengths lengths-{name} {ROOMY}" for name in LENGTHS_FILES if name not in ("gap",)),
-    *(f"plan --lengths good.txt {ROOMY} --cluster cluster-{name}" for name in CLUSTERS),
+    *(f"plan good.toml --lengths lengths-{name} {ROOMY}" for name in LENGTHS_FILES if name not in ("gap",)),
+    *(f"plan good.toml --lengths good.txt {ROOMY} --cluster cluster-{name}" for name in CLUSTERS),
 ]
 
 SIMULATE = [
     "simulate",
     "simulate nowhere.toml",
     *(
-        f"simulate --lengths good.txt --model 550M-64K {options}"
+        f"simulate table.toml --lengths good.txt {options}"
         for options in (
             *("--policies nope", "--policies plain:nope", "--policies plain:adaptive:best:more"),
             *("--gpus 7", "--gpus 0", "--steps 0", "--chunks 2", "--trace /nowhere/trace.json"),
@@ -115,7 +117,7 @@ SIMULATE = [
             *("--wlb.packing.policy wlb --wlb.packing.max_length 1", "--training.seq_len many"),
         )
     ),
-    *(f"simulate --lengths good.txt --cluster cluster-{name}" for name in CLUSTERS),
+    *(f"simulate table.toml --lengths good.txt --cluster cluster-{name}" for name in CLUSTERS),
 ]
 
 OTHERS = [
@@ -145,6 +147,8 @@ OTHERS = [
     "prepare c --tokenizer nowhere",
     "prepare c --verify",
     "prepare good.txt --verify",
+    "prepare c --verify --overwrite",
+    "prepare c --too-long skip",
     f"prepare {'x' * 300}",
     "profile --head-dim 1000000 --output p.json",
     "profile --head-dim 0 --output p.json",
@@ -163,6 +167,7 @@ def folder(tmp_path_factory):
     lengths = (np.random.default_rng(0).pareto(1.0, 3000) * 12 + 2).clip(2, 250).astype(int)
     (folder / "good.txt").write_text("\n".join(map(str, lengths)) + "\n")
     (folder / "good.toml").write_text('base = "llama3_debug"\n')
+    (folder / "table.toml").write_text(f'extends = "{CONFIGS / "llama2_550m_64k.toml"}"\n')
     for name, content in LENGTHS_FILES.items():
         (folder / f"lengths-{name}").write_bytes(content)
     for name, content in CLUSTERS.items():
