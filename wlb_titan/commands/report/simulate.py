@@ -208,7 +208,7 @@ def _tries(best: str, prediction: Prediction, typed: Sequence[str]) -> list[Try]
     why += f", as a GPU waits for {prediction.bubble:.0%} of the step:" if prediction.bubble >= 0.1 else ":"
     tries = [Try(why, search_command(typed, prediction.job.degrees.ranks))]
     if "--lengths" not in typed:
-        dryrun = command("dryrun", typed, "--policy", best)
+        dryrun = command("dryrun", typed, "--policy", ":".join(prediction.job.policy))
         tries.append(Try(f"Whether {best} runs, and what it takes, traced on this machine:", dryrun))
     return tries
 
