@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from wlb_titan.cost.cluster import UNKNOWN
 from wlb_titan.errors import UserError
 
 PROGRAM = "wlb_titan.runtime.train"
@@ -58,7 +59,7 @@ def hosts_of(
         )
     world_size = nodes * processes
     if (here := gpus()) is None and _takes_the_cpu_at_hand(config, overrides):
-        overrides = [*overrides, "--wlb.cluster", "h100_roce"]  # as for any GPU that is not known
+        overrides = [*overrides, "--wlb.cluster", UNKNOWN]
     resolved = load_config(config, overrides, world_size=world_size or None)
     if here is not None:
         number = world_size or degrees_product(resolved.config)
@@ -79,11 +80,11 @@ def hosts_of(
 def _takes_the_cpu_at_hand(config: str, overrides: Sequence[str]) -> bool:
     """Whether a job for GPUs elsewhere would be checked on the times of a login node's CPU."""
     from wlb_titan.config.sources import read_sources, written
-    from wlb_titan.runtime.job import cluster_at_hand
+    from wlb_titan.runtime.job import gpu_at_hand
 
     sources = read_sources(config, overrides)
     named = written(sources, "wlb.cluster") or written(sources, "wlb.device") == "cpu"
-    return not named and cluster_at_hand() == "cpu"
+    return not named and gpu_at_hand() is None
 
 
 def _check_fewer(config: str, overrides: Sequence[str], world_size: int, fewer: int) -> None:

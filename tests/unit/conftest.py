@@ -52,6 +52,7 @@ def forked_ranks(fork_server, tmp_path, monkeypatch):
 
     class Forked(contextlib.nullcontext):
         def __init__(self, command, **_):
+            super().__init__()
             python, option, program, *words = command
             assert (python, option) == (sys.executable, "-m")
             self._log = tmp_path / f"rank{words[words.index('--rank') + 1]}.log"
