@@ -31,8 +31,9 @@ def dry_run(name: str, kind: str) -> list[dict[str, Any]]:
         path, words = (own, []) if own.exists() else (path, BALANCED)
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "ranks.json"
-        command = [sys.executable, "-m", "wlb_titan.commands.main", "dryrun", str(path), *words, "--step", "9"]
-        subprocess.run([*command, "--output", str(output)], check=True, stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "wlb_titan.commands.main", "dryrun", str(path), *words]
+        options = ["--step", "9", "--output", str(output)]
+        subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL)
         ranks: list[dict[str, Any]] = json.loads(output.read_text())
     return ranks
 
