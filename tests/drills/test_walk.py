@@ -29,7 +29,12 @@ def says(*words: object, code: int = 0) -> str:
 def started(log: Path, *words: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "wlb_titan.commands.main", *words]
     with log.open("wb") as file:
-        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, preexec_fn=hears_ctrl_c)
+
+
+def hears_ctrl_c() -> None:
+    """Also where these drills run behind a shell's `&`, which has SIGINT ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.timeout(1800)
