@@ -117,7 +117,7 @@ def scenario(size: str, window: int, data: str) -> Scenario:
     )
     for checkpointing in ("none", "selective", "full"):
         job = replace(job, memory=MemorySettings(checkpointing=checkpointing, window=window))
-        if job.fitting.longest is not None:
+        if job.fitting.windows_fit:
             break
     return Scenario(job, Documents(lengths=lengths(data, window), name=data, seed=None))
 

@@ -34,6 +34,9 @@ Cost = Callable[[Ints], Floats]
 SWAPS = 1000
 """Most swaps between a heaviest and a lightest micro-batch."""
 
+LOOKED_AT = 256
+"""Sequences of either that are looked at for a swap, spread over all that it has."""
+
 ENOUGH = 1e-3
 """Largest over mean work, minus one, from which on nothing is swapped."""
 
@@ -138,21 +141,25 @@ def balance(
             f"tokens_per_rank, which is {limit:,}."
         )
     if micro_batches == "auto":
-        counts = range(max(-(-int(units.tokens.sum()) // (limit * ranks)), 1), most + 1)
+        alone = int((2 * units.tokens > limit).sum())  # no two of these fit together
+        needed = max(-(-int(units.tokens.sum()) // limit), alone)
+        least = min(max(-(-needed // ranks), 1), most)
     elif 1 <= micro_batches <= most:
-        counts = range(micro_batches, micro_batches + 1)
+        least = most = micro_batches
     else:
         raise PlanError(
             f"micro_batches is {micro_batches!r}; for {len(units.tokens)} sequences or groups on {ranks} "
             f'ranks it can be from 1 to {most}, or "auto".'
         )
-    for count in counts:
-        if (bins := _dealt(units, ranks * count, limit)) is not None:
-            return _assignment(units, bins, ranks, count)
-    raise PlanError(
-        f"{int(units.tokens.sum()):,} tokens do not fit into {counts[-1] if counts else most} micro-batches "
-        f"of {limit:,} tokens on {ranks} ranks. Allow more of one of the three."
-    )
+    found = _fewest(lambda count: _dealt(units, ranks * count, limit), least, most)
+    if found is None:
+        raise PlanError(
+            f"{int(units.tokens.sum()):,} tokens do not fit into {most} micro-batches of {limit:,} tokens on "
+            f"{ranks} ranks. Allow more of one of the three."
+        )
+    count, bins = found
+    _even_out(units, bins, limit)
+    return _assignment(units, bins, ranks, count)
 
 
 @dataclass(frozen=True)
@@ -211,6 +218,21 @@ def _whole_numbers(name: str, values: Sequence[int] | NDArray[Any], *, least: in
     return numbers.astype(np.int64)
 
 
+def _fewest(
+    deal: Callable[[int], list[list[int]] | None], least: int, most: int
+) -> tuple[int, list[list[int]]] | None:
+    """The fewest of `least` to `most` micro-batches into which sequences can be dealt, and these; None if not
+    even most do. As if more always did where fewer do, so that it takes few tries."""
+    best, middle = None, least
+    while least <= most:
+        if (bins := deal(middle)) is not None:
+            best, most = (middle, bins), middle - 1
+        else:
+            least = middle + 1
+        middle = (least + most) // 2
+    return best
+
+
 def _dealt(units: _Units, count: int, limit: int) -> list[list[int]] | None:
     """The units in so many bins of at most `limit` tokens, one at least in each; None if they do not fit."""
     for order in (np.argsort(-units.work, kind="stable"), np.argsort(-units.tokens, kind="stable")):
@@ -220,7 +242,6 @@ def _dealt(units: _Units, count: int, limit: int) -> list[list[int]] | None:
             dealt: list[list[int]] = [[] for _ in range(count)]
             for unit, number in zip(order.tolist(), placed.tolist(), strict=True):
                 dealt[number].append(unit)
-            _even_out(units, dealt, limit)
             return dealt
     return None
 
@@ -235,13 +256,14 @@ def _even_out(units: _Units, bins: list[list[int]], limit: int) -> None:
         if loads[high] <= mean * (1 + ENOUGH):
             return
         gap = loads[high] - loads[low]
-        given, taken = np.array(bins[high]), np.array([*bins[low], -1])  # -1: nothing, a move
-        taken_work = np.append(units.work[bins[low]], 0.0)
-        taken_tokens = np.append(units.tokens[bins[low]], 0)
+        given, other = np.array(_spread(bins[high])), _spread(bins[low])
+        taken = np.array([*other, -1])  # -1: nothing, a move
+        taken_work = np.append(units.work[other], 0.0)
+        taken_tokens = np.append(units.tokens[other], 0)
         moved = units.work[given][:, None] - taken_work
         tokens = units.tokens[given][:, None] - taken_tokens
         fits = (filled[low] + tokens <= limit) & (filled[high] - tokens <= limit)
-        if len(given) == 1:
+        if len(bins[high]) == 1:
             fits[:, -1] = False
         better = fits & (moved > 0) & (moved < gap)
         if not better.any():
@@ -258,6 +280,11 @@ def _even_out(units: _Units, bins: list[list[int]], limit: int) -> None:
         loads[low] += moved[row, column]
         filled[high] -= tokens[row, column]
         filled[low] += tokens[row, column]
+
+
+def _spread(members: list[int]) -> list[int]:
+    """Some of a bin's units, spread over all of them."""
+    return members[:: -(-len(members) // LOOKED_AT)]
 
 
 def _assignment(units: _Units, bins: list[list[int]], ranks: int, count: int) -> Assignment:

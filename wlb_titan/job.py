@@ -65,6 +65,8 @@ class Job:
         routing_imbalance: tokens that the busiest rank's experts get over those of the mean rank.
         attention: the attention of one layer on one tensor-parallel rank; None: as [wlb.sharding] profile
             says, or the cluster's.
+        planned: data-parallel ranks that are planned, where some stand for all of them; None: all.
+            `micro_batches` are theirs.
 
     Raises:
         PlanError: the degrees do not divide the model or the micro-batches, a policy cannot run here, or a
@@ -91,6 +93,7 @@ class Job:
     tensor_overlap: float = 0.0
     routing_imbalance: float = 1.0
     attention: AttentionLatency | None = None
+    planned: int | None = None
 
     def __post_init__(self) -> None:
         for dimension in self.degrees.dimensions:
@@ -107,9 +110,25 @@ class Job:
         self.packing.check(self)
 
     @property
+    def replicas(self) -> int:
+        """Data-parallel ranks that plans are for."""
+        return self.planned or self.degrees.data
+
+    @property
     def replica_micro_batches(self) -> int:
         """Micro-batches of one data-parallel rank in a step."""
-        return self.micro_batches // self.degrees.data
+        return self.micro_batches // self.replicas
+
+    def sample(self, most: int) -> Job:
+        """This job with only as many data-parallel ranks planned as have `most` micro-batches in a step.
+
+        It is one at least. What ranks hold and communicate stays what it is among all of them. Those of
+        dimensions of one's own meet in their own way, and so all are planned.
+        """
+        planned = self.replicas
+        while planned % 2 == 0 and planned * self.replica_micro_batches > most and not self.degrees.own:
+            planned //= 2
+        return replace(self, planned=planned, micro_batches=planned * self.replica_micro_batches)
 
     @property
     def policy(self) -> Policy:
@@ -186,7 +205,7 @@ class Job:
         sharding = self.sharding
         if self.strategy is None:
             sharding = STRATEGIES.configure("per_document", profile=self.sharding.profile)
-        for ranks in group_sizes(self.degrees.data):
+        for ranks in group_sizes(self.replicas):
             degrees = replace(self.degrees, context=ranks * self.degrees.context)
             try:
                 jobs[ranks] = replace(self, degrees=degrees, sharding=sharding)
@@ -258,9 +277,8 @@ class Job:
             rank=self.packing.rank_memory,
         )
         usable = self.cluster.memory * usable_share(self.packing.owner.slices)
-        return Fitting(
-            job, self.window, self.replica_micro_batches, self.divisor, usable, not self.memory_unknown
-        )
+        known = not self.memory_unknown and self.cluster != load_cluster("cpu")
+        return Fitting(job, self.window, self.replica_micro_batches, self.divisor, usable, known)
 
     @property
     def most_in_flight(self) -> int | None:
@@ -298,7 +316,8 @@ class Job:
             cost_model=self.cost_model,
             longest=self.longest_micro_batch,
             divisor=self.divisor,
-            data_parallel=self.degrees.data,
+            least=self.degrees.context,
+            data_parallel=self.replicas,
             pipeline=self.shape,
             in_flight=lambda: self.most_in_flight,
             peak=None if self.memory_unknown else lambda passes: fullest(self.fitting.peak(passes)),
@@ -317,7 +336,7 @@ class Job:
         """
         planner = self.planner(documents)
         for _ in range(after):
-            planner.next()
+            planner.next(sharded=())
         return [planner.next() for _ in range(steps)]
 
     def under(self, policy: Policy) -> Job:

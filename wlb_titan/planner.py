@@ -1,7 +1,8 @@
 """The planner: from the lengths of a corpus to one `Plan` a step, the same on every rank.
 
-Lengths, settings and state fix the plan, so nothing is communicated, and the state to save is a cursor
-and the pieces that wait, the same on every rank: a job can go on with another data-parallel degree.
+Lengths, settings and state fix the plan, so nothing is communicated. The state to save is a cursor and the
+pieces that wait, the same on every rank, and nothing that is worked out: whatever a job goes on with, degrees
+or policy, it trains the documents that were left.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from wlb_titan.packing.policy import Packing
 from wlb_titan.pipeline.runs import PipelineRuns
 from wlb_titan.plan import ID, LENGTH, START, MicroBatch, Plan
 
-STATE_VERSION = 2  # 1: epochs in an order that was stored
+STATE_VERSION = (
+    3  # 1: epochs in an order that was stored; 2: policies kept what waits, and settings were facts
+)
 
 
 class Planner:
@@ -147,8 +150,8 @@ class Planner:
             iteration=self._iteration,
             micro_batches=micro_batches,
             plan_ms=(time.perf_counter() - begin) * 1e3,
-            waiting_documents=waiting.size,
-            waiting_tokens=int(waiting.sum()),
+            waiting_documents=len(waiting),
+            waiting_tokens=int(waiting[:, LENGTH].sum()),
             lost_tokens=packing.lost_tokens,
             gap=packing.gap,
             flows=flows,
@@ -158,27 +161,35 @@ class Planner:
         return plan
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers, strings and lists: all that the coming plans depend on besides the arguments."""
+        """Numbers, strings, lists, and arrays that are not written to afterwards: all that the coming plans
+        depend on besides the arguments. In JSON arrays are lists."""
         return {
             "version": STATE_VERSION,
             **self._facts(),
+            **self._way(),
             "iteration": self._iteration,
             "stream": self._stream.state_dict(),
+            "waiting": self._policy.waiting,
             "packing": self._policy.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where `state_dict` was taken. Degrees of parallelism may differ, N may not.
+        """Continues where `state_dict` was taken, with all documents that were left then.
+
+        Call it before the first step. Under another policy or number of micro-batches what waited comes first
+        once more; all other settings and all degrees may be others too.
 
         Raises:
-            PlanError: another version of the state wrote it, or it is of another corpus, seed, window,
-                number of micro-batches or packing policy; the message names both values.
+            PlanError: another version of the state wrote it, or it is of another corpus, mixture, seed or
+                window; the message names both values.
         """
-        if (version := state.get("version")) != STATE_VERSION:
+        if (version := state.get("version")) not in (2, STATE_VERSION):
             raise PlanError(
-                f"The saved planner state has version {version}, and this wlb_titan reads version "
+                f"The saved planner state has version {version}, and this wlb_titan reads versions 2 and "
                 f"{STATE_VERSION}. Continue with the version that wrote it, or start anew."
             )
+        if version == 2:
+            state = _of_version_2(state)
         for fact, value in self._facts().items():
             if state.get(fact, value) != value:  # an older version knew fewer
                 raise PlanError(
@@ -188,23 +199,25 @@ class Planner:
                 )
         self._iteration = int(state["iteration"])
         self._stream.load_state_dict(state["stream"])
-        self._policy.load_state_dict(state["packing"])
+        waiting = np.array(state["waiting"], dtype=np.int64).reshape(-1, 4)
+        if all(state[name] == value for name, value in self._way().items()):
+            self._policy.load_state_dict({**state["packing"], "waiting": waiting})
+        else:
+            self._stream.give_back(waiting[:, : LENGTH + 1])
 
     def _facts(self) -> dict[str, Any]:
-        """What a state cannot be continued without."""
-        facts = {
+        """What fixes the stream of tokens: a state cannot be continued without."""
+        return {
             "corpus_fingerprint": self._fingerprint,
             "documents": self._stream.documents,
             "mixture": self._stream.mixture.facts(),
             "seed": self._stream.mixture.seed,
             "context_window": self._job.window,
-            "micro_batches": self._job.micro_batches,
-            "packing_policy": self._packing.name,
-            **self._policy.facts(self._packing),
         }
-        if not (self.fixed_length or self._policy.slices):  # as it came out, where the settings leave it open
-            facts["max_length"] = self._job.longest // self._job.divisor * self._job.divisor
-        return facts
+
+    def _way(self) -> dict[str, Any]:
+        """How the stream becomes steps: under another one the policy's own state says nothing."""
+        return {"packing_policy": self._packing.name, "micro_batches": self._job.micro_batches}
 
     def _micro_batches_of(
         self,
@@ -253,6 +266,15 @@ class Planner:
             *(dp_rank, index, own, padding, work, documents, sharding, ranks, slices, merged),
             one_pass=packing.one_pass,
         )
+
+
+def _of_version_2(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state of this version from one in which policies kept what waits themselves."""
+    packing = state["packing"]
+    parts = [packing.get("remained", []), packing.get("queued", []), packing.get("waiting", [])]
+    parts += [pack for step in packing.get("ready", []) for pack in step]
+    kept = {} if "remained" in packing else {"packing_policy": state["packing_policy"]}
+    return {**state, "packing_policy": "", **kept, "waiting": [row for part in parts for row in part]}
 
 
 def sharing_ranks(assigned: Sequence[Sequence[int]], packs: int) -> list[range]:

@@ -127,7 +127,7 @@ def scenario(
             break
     packing = replace(packing or POLICIES.configure("wlb"), cost_model="simulated")
     if packing.name in POLICIES.having("max_length"):
-        packing = replace(packing, max_length=job.fitting.longest or window)
+        packing = replace(packing, max_length=job.fitting.longest)
     return Scenario(replace(job, packing=packing), Documents(lengths=loaded(window, lengths), seed=None))
 
 

@@ -108,7 +108,7 @@ def test_wlb_is_algorithm_1(job):
         # Behind a backlog the stream slows down, so that memory stays bounded; the paper knows no backlog.
         assume(sum(document.length for document in literal.Remained_Doc) <= n * job["window"])
         budget = n * job["window"] - surplus
-        pieces = arriving.arrive(budget, at_least=n)
+        pieces = arriving.arrive(budget, lambda read: arriving.has_label(read).sum() >= n)
         surplus = int(pieces[:, LENGTH].sum()) - budget
         batch = [Document((id_, start), length) for id_, start, length in pieces.tolist()]
         expected = literal.step(batch)

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import make_planner
 
+from wlb_titan.cost.cluster import load_cluster
 from wlb_titan.errors import PlanError
 from wlb_titan.packing import POLICIES
+from wlb_titan.packing.wlb import PATIENCE
 from wlb_titan.plan import DELAY, ID, LENGTH, START
 
 pytestmark = pytest.mark.filterwarnings("ignore:With the thresholds")  # of corpora that hypothesis makes up
@@ -29,6 +31,10 @@ PACKINGS = {
     "wlb_lazy": POLICIES.configure("wlb_lazy", max_delay=5),
     "wlb_lazy-tight": POLICIES.configure("wlb_lazy", max_length=WINDOW + 16),
 }
+SLICED = {
+    "slim": POLICIES.configure("slim", micropacks=6, slack=0),
+    "slim-merged": POLICIES.configure("slim", micropacks=6, slack=0, dp_merge=True),
+}
 every_policy = pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS)
 without_solver = pytest.mark.parametrize(
     "packing", [p for name, p in PACKINGS.items() if name != "fixed_solver"],
@@ -39,6 +45,11 @@ without_solver = pytest.mark.parametrize(
 corpora = st.lists(
     st.one_of(st.integers(1, 12), st.integers(1, 40), st.integers(30, 150)), min_size=8, max_size=60
 ).filter(lambda lengths: sum(length > 1 for length in lengths) >= len(lengths) // 2)
+
+
+def saved(job):
+    """A planner's state, as a checkpoint has it."""
+    return json.loads(json.dumps(job.state_dict(), default=np.ndarray.tolist))
 
 
 def planner(packing, lengths, micro_batches=4, **changes):
@@ -71,7 +82,8 @@ def assert_conserved(job, plans):
     lost = sum(plan.lost_tokens for plan in plans)
     cursor = job._stream.state_dict()
     streamed = int(job._stream.lengths_of(np.arange(cursor["document"])).sum())
-    assert trained + lost + plans[-1].waiting_tokens == streamed + cursor["offset"]
+    left = plans[-1].waiting_tokens + int(cursor["first"][:, LENGTH].sum())
+    assert trained + lost + left == streamed + cursor["offset"]
 
 
 @every_policy
@@ -129,14 +141,14 @@ def test_a_saved_state_gives_the_same_future(packing, lengths, before):
     job = planner(packing, lengths)
     for _ in range(before):
         job.next()
-    state = json.loads(json.dumps(job.state_dict()))
+    state = saved(job)
     again = planner(packing, lengths, data_parallel=2, context_parallel=2)
     again.load_state_dict(state)
     for _ in range(6):
         ours, theirs = job.next(), again.next()
         assert ours.iteration == theirs.iteration
         assert contents(ours) == contents(theirs)
-    assert job.state_dict() == again.state_dict()
+    assert saved(job) == saved(again)
 
 
 @without_solver
@@ -235,14 +247,14 @@ def test_memory_stays_constant(packing):
     for step in range(1200):
         job.next()
         if step % 100 == 99:
-            sizes.append(len(json.dumps(job.state_dict())))
+            sizes.append(len(json.dumps(saved(job))))
     assert max(sizes[6:]) < 1.5 * max(sizes[:6]) + 500
 
 
 def test_states_that_cannot_be_continued_are_refused():
     lengths = np.random.default_rng(8).integers(1, 90, 50)
     packing = PACKINGS["wlb"]
-    state = planner(packing, lengths).state_dict()
+    state = saved(planner(packing, lengths))
     for changes, message in [
         ({"seed": 8}, "its seed is 7, and this job's is 8"),
         ({"fingerprint": "other"}, "corpus fingerprint is 'corpus', and this job's is 'other'"),
@@ -250,14 +262,112 @@ def test_states_that_cannot_be_continued_are_refused():
             {"window": 32, "packing": POLICIES.configure("plain")},
             "context window is 64, and this job's is 32",
         ),
-        ({"micro_batches": 8}, "micro batches is 4, and this job's is 8"),
-        ({"packing": PACKINGS["wlb_lazy"]}, "packing policy is 'wlb', and this job's is 'wlb_lazy'"),
     ]:
         with pytest.raises(PlanError, match=message):
             planner(**{"packing": packing, "lengths": lengths, **changes}).load_state_dict(state)
     for version in (1, 99):  # 1: epochs in an order that was stored
-        with pytest.raises(PlanError, match=f"has version {version}, and this wlb_titan reads version 2"):
+        with pytest.raises(
+            PlanError, match=f"has version {version}, and this wlb_titan reads versions 2 and 3"
+        ):
             planner(packing, lengths).load_state_dict({**state, "version": version})
+
+
+GOES_ON = [
+    ("plain", "wlb"),
+    ("fixed_greedy-3", "plain-drop"),
+    ("wlb", "slim"),
+    ("wlb_lazy", "fixed_greedy-3"),
+]
+GOES_ON += [(name, name) for name in ("plain", "fixed_greedy-3", "wlb", "wlb_lazy", "slim")]
+
+
+@pytest.mark.filterwarnings("ignore:Queues lose")
+@pytest.mark.parametrize(("before", "after"), GOES_ON)
+@pytest.mark.parametrize("micro_batches", [8, 4])
+def test_a_job_goes_on_with_the_documents_that_were_left(before, after, micro_batches):
+    """Half of its nodes are lost; thresholds and L_max are worked out again, and come out otherwise. The
+    policy, which `auto` chooses, and the number of micro-batches may be others too."""
+    automatic = {"wlb": {"thresholds": "auto"}}
+    lengths = np.random.default_rng(5).lognormal(2.8, 1.0, 300).astype(int).clip(1, 150)
+
+    def made(name, number, ranks, memory):
+        return planner(
+            replace((PACKINGS | SLICED)[name], **automatic.get(name, {})),
+            lengths,
+            number,
+            data_parallel=ranks,
+            context_parallel=8 // ranks,
+            cost="quadratic:1,40" if ranks == 4 else "quadratic:1,4000",  # as one that follows the degrees
+            cluster=replace(load_cluster("h100_roce"), memory=memory),
+            sharding="per_document",
+        )
+
+    job = made(before, 8, 4, 160e9)
+    plans = [job.next() for _ in range(5)]
+    again = made(after, micro_batches, 2, 1e9 if after in ("wlb", "wlb_lazy") else 160e9)
+    if before == after == "wlb":
+        assert (job._job.longest, again._job.longest) == (2 * WINDOW, WINDOW)
+        assert job.policy.thresholds != again.policy.thresholds
+    again.load_state_dict(saved(job))
+    plans += [again.next() for _ in range(2)]
+    assert_conserved(again, plans)
+    third = made(before, 8, 4, 160e9)  # also what was given back is saved
+    third.load_state_dict(saved(again))
+    assert_conserved(third, plans + [third.next() for _ in range(12)])
+
+
+def test_a_state_of_the_version_before_is_gone_on_from():
+    """Policies kept what waits themselves, and every setting stood in the state."""
+    lengths = np.random.default_rng(5).integers(1, 90, 200)
+    for name in ("fixed_greedy-3", "wlb", "wlb_lazy"):
+        job = planner(PACKINGS[name], lengths)
+        plans = [job.next() for _ in range(4)]
+        state, policy = saved(job), job.policy
+        waiting, packing = state.pop("waiting"), state["packing"]
+        if name == "wlb":
+            packing |= {"remained": policy._remained.tolist(), "queued": waiting[packing["remained"] :]}
+        elif name == "wlb_lazy":
+            packing |= {"waiting": waiting}
+        else:
+            ready = [[pack.tolist() for pack in step] for step in policy._ready]
+            packing |= {"remained": policy._remained.tolist(), "ready": ready}
+        del state["stream"]["first"]
+        again = planner(PACKINGS[name], lengths)
+        again.load_state_dict({**state, "version": 2, "max_length": 128, "tolerance": 0.1})
+        assert_conserved(again, plans + [again.next() for _ in range(8)])
+
+
+hostile = st.one_of(
+    st.lists(st.integers(1, 10), min_size=60, max_size=90),
+    st.lists(
+        st.sampled_from([1, 2, 3, WINDOW - 1, WINDOW, WINDOW + 1, WINDOW + 3]), min_size=30, max_size=60
+    ),
+).filter(lambda lengths: sum(length > 1 for length in lengths) >= len(lengths) // 2)
+
+
+@pytest.mark.parametrize("packing", (PACKINGS | SLICED).values(), ids=PACKINGS | SLICED)
+@settings(max_examples=12)
+@given(lengths=hostile, context=st.sampled_from([1, 2, 4, 8]), ranks=st.sampled_from([1, 2]))
+def test_every_rank_has_tokens_whatever_the_lengths(packing, lengths, context, ranks):
+    """Tiny documents, cut tails, windows of one document; by the cost short documents are nearly nothing."""
+    arguments = {"context_parallel": context, "data_parallel": ranks, "sharding": "per_document"}
+    if ranks == 1 and packing.merges is True:
+        packing = replace(packing, dp_merge=False)
+    if packing.name in ("wlb", "wlb_lazy"):
+        packing = replace(packing, max_length=WINDOW)
+    job = planner(packing, lengths, cost="quadratic:1,0.001", **arguments)
+    plans = [job.next() for _ in range(6)]
+    for micro_batch in (m for plan in plans for m in plan.micro_batches):
+        assert micro_batch.documents[:, LENGTH].sum() >= context * micro_batch.sharers
+
+
+def test_wlb_leaves_no_short_document_behind():
+    """Where micro-batches have no room beyond a window, the shortest would come last in every step."""
+    lengths = np.random.default_rng(0).lognormal(np.log(0.2 * 512), 1, 2000).clip(1, 512).astype(int)
+    packing = POLICIES.configure("wlb", thresholds=[384], max_length=512)
+    job = planner(packing, lengths, window=512)
+    late = [job.next().max_delay for _ in range(120)]
+    assert PATIENCE <= max(late) <= PATIENCE + 4
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def _widths(
     largest = shares[chosen, np.arange(len(rows))].max(axis=1, initial=0.0)
     computed = (rest + np.where(chosen == len(sizes), cut_work, work[rows]).sum(axis=1)) / ranks
     travelling = (chosen[:, None] == np.arange(len(choices))[:, None]) @ lengths[rows] * choices / ranks
-    moved = travelling @ per_token + (travelling > 0) @ each
+    moved = (travelling * per_token + (travelling > 0) * each).sum(axis=1)
     return widths, np.maximum(computed, largest) + GAP * largest + moved
 
 

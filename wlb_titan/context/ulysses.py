@@ -97,7 +97,7 @@ class Ulysses(ContextStrategy):
     def seconds(self, sharding: Sharding) -> Floats:
         """Every rank attends to all tokens with its heads; the one with most of them is the slowest."""
         documents = _documents(np.concatenate(sharding))
-        shares = head_shares(self.latency.heads, self.latency.heads, self.ranks)
+        shares = head_shares(self.latency.heads, self.latency.heads // self.latency.group, self.ranks)
         heads = [share.query_heads for share in shares]
         seconds = {n: replace(self.latency, heads=n).seconds((documents,))[0] for n in set(heads)}
         return np.array([seconds[n] for n in heads])

@@ -87,7 +87,7 @@ class UlyssesGather(ContextStrategy):
     def seconds(self, sharding: Sharding) -> Floats:
         """Seconds of the group's queries, with a rank's share of the heads."""
         groups = self._of_groups(sharding)
-        shares = head_shares(self.latency.heads, self.latency.heads, self._within)
+        shares = head_shares(self.latency.heads, self.latency.heads // self.latency.group, self._within)
         heads = [share.query_heads for share in shares]
         seconds = {n: replace(self.latency, heads=n).seconds(groups) for n in set(heads)}
         return np.array([seconds[n][group] for group in range(self._groups) for n in heads])

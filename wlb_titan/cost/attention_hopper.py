@@ -117,7 +117,13 @@ def hopper(head_dim: float, heads: int, *, group: int = 1, kernel: str = OWN) ->
         for tiling, fitted in zip(cut, (known.forward, known.backward), strict=True)
     )
     return AttentionLatency(
-        forward, backward, MULTIPROCESSORS, heads, known.source, measured_to=known.longest
+        forward,
+        backward,
+        MULTIPROCESSORS,
+        heads,
+        known.source,
+        measured_to=known.longest,
+        group=group,
     )
 
 

@@ -281,7 +281,10 @@ class KernelCost:
 
     def _of_tiles(self, counts: Floats) -> Floats:
         """float64 (n,), seconds of tiles that are counted so, (3, n)."""
-        return np.array([self.tile, self.block, self.masked]) @ counts
+        # Not by a matrix product: BLAS rounds otherwise on other CPUs, and plans are to be the same on all.
+        tiles, blocks, masked = counts
+        seconds: Floats = self.tile * tiles + self.block * blocks + self.masked * masked
+        return seconds
 
     def longest_tile(self, q_len: NDArray[Any], kv_len: NDArray[Any], window: int | None = None) -> Floats:
         """float64 (n,), seconds of the largest tile that a segment can have, for all heads of a program."""
@@ -306,6 +309,7 @@ class AttentionLatency:
         measured_to: keys of the longest segment that was measured; beyond it predictions extrapolate. None
             where it is not known.
         windows: (keys, share of the layers) for each sliding window that layers have; see `ModelShape`.
+        group: query heads that share a key head.
     """
 
     forward: KernelCost
@@ -315,6 +319,7 @@ class AttentionLatency:
     source: str
     measured_to: int | None = None
     windows: tuple[tuple[int, float], ...] = ()
+    group: int = 1
 
     def work(self, q_len: NDArray[Any], kv_len: NDArray[Any]) -> Floats:
         """float64 (2, n), seconds that each segment adds to the forward and to the backward of its rank."""

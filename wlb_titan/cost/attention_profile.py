@@ -192,6 +192,7 @@ class Profile:
             f"profile of {self.device}",
             measured_to=max((point.kv_len for point in points), default=None),
             windows=shape.windows,
+            group=shape.group,
         )
 
     def on(self, cluster: Cluster) -> Cluster:

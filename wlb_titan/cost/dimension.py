@@ -139,7 +139,7 @@ class _Data(Dimension):
     divides = "data"
 
     def check(self, job: Any) -> None:
-        ranks = job.degrees.data
+        ranks = job.replicas
         if job.micro_batches < 1 or job.micro_batches % ranks:
             raise PlanError(
                 f"{job.micro_batches} micro-batches cannot be shared equally by {ranks} data-parallel ranks; "

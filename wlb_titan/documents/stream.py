@@ -3,7 +3,7 @@
 The order of the documents is a mixture's (`mixture`): a document's id is its place in it, counted from 0. The
 stream looks lengths up a block of documents at a time and keeps a few blocks, so it takes the same memory for
 10^3 and for 10^10 documents. All that has to be saved is where the next token lies: a document's id and an
-offset in it.
+offset in it; and pieces that were given back (`give_back`), which come before it.
 
 Example: three documents of 5, 2 and 4 tokens, not shuffled, window 4. `arrive(4)` gives [(0, 0, 4)], the
 first piece of document 0; the next `arrive(4)` gives [(0, 4, 1), (1, 0, 2), (2, 0, 4)]: the pieces that
@@ -13,7 +13,7 @@ begin within the next 4 tokens.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,6 +65,7 @@ class DocumentStream:
         self._blocks: OrderedDict[int, _Block] = OrderedDict()
         self._next = 0  # id of the document that holds the next token
         self._offset = 0  # the next token's place in it
+        self._first: Pieces = np.empty((0, 3), dtype=np.int64)  # given back, to come before it
 
     def anew(self) -> DocumentStream:
         """A stream of these documents at its beginning, for another reader."""
@@ -100,10 +101,33 @@ class DocumentStream:
             result[~result] = single[:, START] + 1 < self.lengths_of(single[:, ID])
         return result
 
+    def labelled(self, pieces: Ints) -> Ints:
+        """int64 (n,), tokens of each piece that has a token to predict, 0 of others."""
+        return np.where(self.has_label(pieces), pieces[:, LENGTH], 0)
+
+    def give_back(self, pieces: Pieces) -> None:
+        """Takes pieces back that were read before and are still to be trained: they come next, in order."""
+        pieces = np.concatenate([pieces, self._first])
+        self._first = pieces[np.lexsort((pieces[:, START], pieces[:, ID]))]
+
+    def _returned(self, tokens: int) -> Pieces:
+        """Of the pieces given back those that begin within the next `tokens` tokens."""
+        begins = np.cumsum(self._first[:, LENGTH]) - self._first[:, LENGTH]
+        count = int(np.searchsorted(begins, tokens, side="left"))
+        pieces, self._first = self._first[:count], self._first[count:]
+        return pieces
+
     def fill(self, tokens: int) -> Pieces:
         """Exactly the next `tokens` tokens; a document cut at the end goes on with the next call."""
-        parts = [np.empty((0, 3), dtype=np.int64)]
-        while tokens:
+        pieces = self._returned(tokens).copy()
+        tokens -= int(pieces[:, LENGTH].sum())
+        if tokens < 0:
+            rest = pieces[-1:].copy()
+            pieces[-1, LENGTH] += tokens
+            rest[0, START:] += pieces[-1, LENGTH], -pieces[-1, LENGTH]
+            self.give_back(rest)
+        parts = [pieces]
+        while tokens > 0:
             block, first = self._here()
             begin = int(block.begins[first]) + self._offset
             end = min(begin + tokens, int(block.begins[-1]))
@@ -121,9 +145,10 @@ class DocumentStream:
     def skip_rest(self) -> int:
         """Passes over the rest of a piece that `fill` cut; returns how many tokens that were.
 
-        Of a document longer than the window only the rest up to the next multiple of the window goes.
+        Of a document longer than the window only the rest up to the next multiple of the window goes. What
+        was given back stays.
         """
-        if not self._offset:
+        if not self._offset or len(self._first):
             return 0
         block, place = self._here()
         length = int(block.begins[place + 1] - block.begins[place])
@@ -132,24 +157,23 @@ class DocumentStream:
         self._move(block, np.array([self._next, self._offset, skipped]))
         return skipped
 
-    def arrive(self, tokens: int, *, at_least: int = 0) -> Pieces:
+    def arrive(self, tokens: int, enough: Callable[[Pieces], bool] = lambda pieces: True) -> Pieces:
         """The whole documents, in pieces of at most the window, that begin within the next `tokens` tokens.
 
         The last piece may reach past `tokens`; the stream goes on after it.
 
         Args:
             tokens: budget; the caller takes what was read too much off the next one.
-            at_least: pieces with a label that must be among them, whatever the budget.
+            enough: whether pieces are enough; until they are it goes on, whatever the budget.
         """
-        parts = [self._arrive(tokens)]
-        labelled = int(self.has_label(parts[0]).sum())
-        while labelled < at_least:
-            parts.append(self._arrive(1))
-            labelled += int(self.has_label(parts[-1]).sum())
-        return np.concatenate(parts)
+        pieces = self._arrive(tokens)
+        while not enough(pieces):
+            pieces = np.concatenate([pieces, self._arrive(1)])
+        return pieces
 
     def _arrive(self, tokens: int) -> Pieces:
-        parts = [np.empty((0, 3), dtype=np.int64)]
+        parts = [self._returned(tokens)]
+        tokens -= int(parts[0][:, LENGTH].sum())
         while tokens > 0:
             block, first = self._here()
             begin = int(block.begins[first]) + self._offset
@@ -171,10 +195,11 @@ class DocumentStream:
         return np.concatenate(parts)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"document": self._next, "offset": self._offset}
+        return {"document": self._next, "offset": self._offset, "first": self._first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._next, self._offset = int(state["document"]), int(state["offset"])
+        self._first = np.array(state.get("first", []), dtype=np.int64).reshape(-1, 3)
 
     def _move(self, block: _Block, piece: Ints) -> None:
         """Sets the next token behind a piece of a document of the block."""

@@ -14,7 +14,8 @@ from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import Action, ByPass
 
 USABLE = 0.9
-"""Share of a device's memory that predictions may fill: the rest is for what they do not count."""
+"""Share of a device's memory that predictions may fill, wherever something is chosen, searched, packed or
+refused by them: the rest is for what they do not count."""
 
 USABLE_IN_SLICES = 0.85
 """The same where documents are sliced: packs of ever other lengths leave more fragments. Reserved and
@@ -46,7 +47,7 @@ class Fitting:
         number: number of a replica's micro-batches in a step.
         divisor: tokens that a micro-batch is a multiple of.
         usable: bytes of a device that predictions may fill.
-        known: whether memory is predicted for the model.
+        known: whether memory bounds micro-batches: it is predicted for the model, and there is a device.
     """
 
     job: MemoryJob
@@ -55,6 +56,11 @@ class Fitting:
     divisor: int
     usable: float
     known: bool = True
+
+    @property
+    def room(self) -> str:
+        """What there is to fill, for messages."""
+        return f"the {self.usable / GIB:.1f} GiB of a device that may be filled"
 
     def peak(self, passes: Passes) -> tuple[RankMemory, ...]:
         """The peak of each pipeline rank over a replica's step.
@@ -86,24 +92,29 @@ class Fitting:
         return self.peak(one_document(tokens, self.job.shape))
 
     @cached_property
-    def longest(self) -> int | None:
+    def longest(self) -> int:
         """The default of L_max: tokens of the longest micro-batches of which a step is predicted to fit, a
-        multiple of `divisor`, at least a window and at most two; None if not even windows fit.
+        multiple of `divisor`, at least a window and at most two.
 
-        Where memory cannot be predicted for the model or its schedule it is two windows.
+        Where nothing is known to bound it, it is two windows.
         """
-
-        def fits(parts: int) -> bool:
-            step = Passes.of([parts * self.divisor] * self.number)
-            return fullest(self.peak(step)).total <= self.usable
-
         shortest, most = -(-self.window // self.divisor), LONGEST * self.window // self.divisor
+        longest = _most(self._fits, shortest, most) if self.windows_fit else shortest
+        return longest * self.divisor
+
+    @cached_property
+    def windows_fit(self) -> bool:
+        """Whether a step of micro-batches of a window each fits, as far as is known."""
+        return self._fits(-(-self.window // self.divisor))
+
+    def _fits(self, parts: int) -> bool:
+        """Whether a step of micro-batches of `parts` times the divisor fits, as far as is known."""
+        if not self.known:
+            return True
         try:
-            if self.known:
-                return _most(fits, shortest, most) * self.divisor if fits(shortest) else None
-        except PlanError:
-            pass  # of this schedule memory is not predicted
-        return most * self.divisor
+            return fullest(self.peak(Passes.of([parts * self.divisor] * self.number))).total <= self.usable
+        except PlanError:  # of this schedule memory is not predicted
+            return True
 
     @cached_property
     def most_in_flight(self) -> int:
@@ -116,9 +127,9 @@ class Fitting:
         if most.total > self.usable:
             raise PlanError(
                 f"A document of {self.window:,} tokens has all of its slices in flight when its backward "
-                f"pass begins, which does not fit the {self.usable / GIB:.1f} GiB of a device that may be "
-                f"filled in any order of passes:\n{most.explain()}\nRaise a degree of parallelism, save more "
-                "with activation checkpointing, or shorten the context window.",
+                f"pass begins, which does not fit {self.room} in any order of passes:\n{most.explain()}\n"
+                "Raise a degree of parallelism, save more with activation checkpointing, or shorten the "
+                "context window.",
                 setting="training.seq_len",
             )
         return _most(

@@ -1,7 +1,8 @@
 """The packing loop of the paper's Algorithm 1, lines 18 to 35.
 
-Documents come longest first. Each goes to the micro-batch of least work; if it does not fit there, to the
-shortest micro-batch; if it does not fit there either, it remains. Ties go to the lower index.
+Documents come longest first, but for those that have waited too long. Each goes to the micro-batch of least
+work; if it does not fit there, to the shortest micro-batch; if it does not fit there either, it remains. Ties
+go to the lower index.
 
 The paper's text and equation 2 bound a micro-batch by "at most L_max" where the pseudo-code has "<"; here it
 is at most L_max, else a document of a full window would never fit where L_max is the window.
@@ -27,7 +28,7 @@ def pack(lengths: Ints, works: Floats, micro_batches: int, max_length: int) -> I
     [0, 1, 1, REMAINS]: the last finds 6 and 7 tokens, and 3 more fit nowhere.
 
     Args:
-        lengths: int64 (n,), tokens, descending, each at most `max_length`.
+        lengths: int64 (n,), tokens in the order of packing, each at most `max_length`.
         works: float64 (n,), W_a + W_l of each document, positive.
         micro_batches: N.
         max_length: L_max in tokens.

@@ -9,7 +9,8 @@ import numpy as np
 
 from wlb_titan.arrays import Ints
 from wlb_titan.documents.stream import DocumentStream
-from wlb_titan.packing.policy import Pack
+from wlb_titan.packing.least import fills
+from wlb_titan.packing.policy import Pack, PackingJob
 from wlb_titan.plan import DELAY, LENGTH
 
 Waiting = Ints
@@ -24,27 +25,33 @@ class Arrivals:
     """Cuts the stream into global batches of micro_batches x window tokens.
 
     A document belongs to the batch in which its first token lies, whole: batches differ by less than one
-    window, and keep to their size on average. There are always N documents with a token to predict, those
+    window, and keep to their size on average. There is always enough for N micro-batches (`least`), those
     that wait counted, which is nearly always so by itself, as documents are at most a window long.
     """
 
-    def __init__(self, stream: DocumentStream, *, micro_batches: int) -> None:
+    def __init__(self, stream: DocumentStream, job: PackingJob) -> None:
         self._stream = stream
-        self._micro_batches = micro_batches
+        self._micro_batches, self._least = job.micro_batches, job.least
         self._surplus = 0  # tokens by which the last batch went past its end
         self.iteration = 0
 
-    def next(self, *, labelled: int, left: int) -> Waiting:
+    def next(self, waiting: Waiting = NOTHING, left: int = 0) -> Waiting:
         """The pieces of the next global batch, in stream order.
 
         Args:
-            labelled: pieces with a token to predict that wait.
+            waiting: pieces that have arrived before and may be packed with these.
             left: tokens that did not fit into the last step. What exceeds a global batch makes the next one
                 smaller, or else packs that are hardly longer than the window would leave ever more.
         """
         size = self._micro_batches * self._stream.window
         budget = max(size - self._surplus - max(left - size, 0), 0)
-        pieces = self._stream.arrive(budget, at_least=self._micro_batches - labelled)
+        before = self._stream.labelled(waiting)
+
+        def enough(pieces: Ints) -> bool:
+            tokens = np.concatenate([before, self._stream.labelled(pieces)])
+            return fills(tokens, self._least) >= self._micro_batches
+
+        pieces = self._stream.arrive(budget, enough)
         self._surplus = int(pieces[:, LENGTH].sum()) - budget
         batch = arrived(pieces, self.iteration)
         self.iteration += 1
@@ -70,11 +77,6 @@ def delayed(packed: Waiting, iteration: int) -> Pack:
     documents = packed.copy()
     documents[:, DELAY] = iteration - packed[:, ARRIVAL]
     return documents
-
-
-def restore(rows: list[list[int]]) -> Waiting:
-    """Waiting pieces from the plain lists of a saved state."""
-    return np.array(rows, dtype=np.int64).reshape(-1, 4)
 
 
 def split(documents: Pack, assigned: Ints, packs: int) -> list[Pack]:

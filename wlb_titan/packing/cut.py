@@ -17,7 +17,6 @@ from wlb_titan.cost.workload import CostModel, workload
 from wlb_titan.packing.arrivals import Waiting
 from wlb_titan.plan import LENGTH, START
 
-SHORTEST = 2  # tokens that a cut document keeps, so that it has one to predict
 ROUNDS = 4  # attention of a tail is less than it was, so the mean sinks, and one round does not level all
 
 
@@ -36,7 +35,7 @@ class Packed(NamedTuple):
 
 
 def level_by_cutting(
-    packed: Packed, micro_batches: int, max_length: int, cost_model: CostModel, limit: float
+    packed: Packed, micro_batches: int, max_length: int, cost_model: CostModel, limit: float, least: int = 2
 ) -> Packed:
     """Cuts documents of micro-batches whose work is above `limit` times the mean, down to the mean.
 
@@ -48,6 +47,7 @@ def level_by_cutting(
         max_length: L_max in tokens.
         cost_model: W_a + W_l.
         limit: largest over mean work that is left as it is.
+        least: tokens that a cut document keeps; with two it has one to predict.
 
     Returns:
         The same tokens; a tail has the id and arrival of its document.
@@ -59,22 +59,22 @@ def level_by_cutting(
         heavy = np.flatnonzero(loads > limit * mean)
         if not len(heavy):
             break
-        candidates = np.flatnonzero(np.isin(assigned, heavy) & (documents[:, LENGTH] > SHORTEST))
+        candidates = np.flatnonzero(np.isin(assigned, heavy) & (documents[:, LENGTH] > least))
         if not len(candidates):
             break
         candidates = candidates[np.lexsort((-documents[candidates, LENGTH], assigned[candidates]))]
         givers, longest = np.unique(assigned[candidates], return_index=True)
         cut = candidates[longest]
         tokens = np.bincount(assigned, documents[:, LENGTH], micro_batches)
-        least = float(workload(cost_model, np.ones(1, dtype=np.int64))[0])  # work of a token at least
-        room = np.maximum(max_length - tokens, 0) * least
+        lightest = float(workload(cost_model, np.ones(1, dtype=np.int64))[0])  # work of a token at least
+        room = np.maximum(max_length - tokens, 0) * lightest
         takers = np.argsort(loads, kind="stable")
         wanted = np.minimum(np.maximum(mean - loads, 0), room)[takers]
         giver, taker, until = _transfers(loads[givers] - mean, wanted)
         if not len(giver):
             break
         lengths = documents[cut[giver], LENGTH]
-        stops = _shortened(lengths, works[cut[giver]], until, cost_model)
+        stops = _shortened(lengths, works[cut[giver]], until, cost_model, least)
         first = np.diff(giver, prepend=-1) > 0
         ends = np.where(first, lengths, np.roll(stops, 1))
         tails = documents[cut[giver]]
@@ -109,9 +109,9 @@ def _transfers(given: Floats, wanted: Floats) -> tuple[Ints, Ints, Floats]:
     return giver, taker, ends - (give - given)[giver]
 
 
-def _shortened(lengths: Ints, works: Floats, less: Floats, cost_model: CostModel) -> Ints:
-    """The smallest lengths at which documents have lost no more than `less` work; at least `SHORTEST`."""
-    low, high = np.full(len(lengths), SHORTEST, dtype=np.int64), lengths.copy()
+def _shortened(lengths: Ints, works: Floats, less: Floats, cost_model: CostModel, least: int) -> Ints:
+    """The smallest lengths, at least `least`, at which documents have lost no more than `less` work."""
+    low, high = np.full(len(lengths), least, dtype=np.int64), lengths.copy()
     while (low < high).any():
         middle = (low + high) // 2
         enough = works - workload(cost_model, middle) <= less

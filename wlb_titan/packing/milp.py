@@ -3,6 +3,9 @@
 The variables are z, which is made least, and x_ij, document i in pack j, document by document:
 
     minimise z   subject to   sum_j x_ij = 1,   and rows   sum_i c_i x_ij + k z <= limit   of single packs
+
+It is bounded in time, the making of the model included, and in size: by the time that it takes to write down
+`MOST_VARIABLES`, a few tenths of a second, the limit may be overrun.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ import numpy as np
 
 from wlb_titan.arrays import Floats, Ints
 from wlb_titan.errors import PlanError
+
+MOST_VARIABLES = 1 << 18
+"""Pairs of a document and a pack; of more nothing is looked for."""
 
 
 class Row(NamedTuple):
@@ -56,34 +62,39 @@ class Milp:
         *,
         start: tuple[Ints, float] | None,
         z: tuple[float, float] = (0.0, np.inf),
-        upper: Floats | None = None,
+        fixed: tuple[int, int] | None = None,
     ) -> tuple[Ints | None, float]:
         """Looks for a packing.
 
         Args:
             start: a packing, int64 (documents,), and its z.
             z: between what it lies.
-            upper: float64 (documents, packs), 0 where a document may not go.
+            fixed: a document, and the pack that it stays in.
 
         Returns:
             int64 (documents,), the best packing found, if any, and a bound that no packing's z is below. What
             the solver calls a packing may miss a row by its tolerance.
         """
-        begin = time.perf_counter()
+        begin, pairs = time.perf_counter(), documents * packs
+        if pairs > MOST_VARIABLES:
+            return None, 0.0
         highs, infinity = self._highspy.Highs(), self._highspy.kHighsInf
         highs.setOptionValue("output_flag", False)
         highs.setOptionValue("mip_rel_gap", self._gap)
         highs.setOptionValue("threads", 1)
         highs.setOptionValue("random_seed", 0)
-        pairs = documents * packs
         columns = (1 + np.arange(pairs)).reshape(documents, packs).astype(np.int32)
         highs.addVars(1, np.array([z[0]]), np.array([min(z[1], infinity)]))
-        highs.addVars(pairs, np.zeros(pairs), np.ones(pairs) if upper is None else upper.ravel())
+        upper = np.ones((documents, packs))
+        if fixed is not None:
+            upper[fixed[0]] = np.arange(packs) == fixed[1]
+        highs.addVars(pairs, np.zeros(pairs), upper.ravel())
         highs.changeColCost(0, 1.0)
         whole = np.full(pairs, self._highspy.HighsVarType.kInteger)
         highs.changeColsIntegrality(pairs, columns.ravel(), whole)
-        for row in columns:
-            highs.addRow(1.0, 1.0, packs, row, np.ones(packs))
+        starts = np.arange(documents, dtype=np.int32) * packs
+        each = np.ones(documents)
+        highs.addRows(documents, each, each, pairs, starts, columns.ravel(), np.ones(pairs))
         for pack, limit, values, level in rows:
             index = np.ascontiguousarray(columns[:, pack])
             if level is not None:
@@ -96,7 +107,9 @@ class Milp:
             found[columns[np.arange(documents), start[0]]] = 1.0
             solution.col_value = found.tolist()
             highs.setSolution(solution)
-        highs.setOptionValue("time_limit", max(begin + self._time_limit - time.perf_counter(), 0.0))
+        if (left := begin + self._time_limit - time.perf_counter()) <= 0:
+            return None, 0.0
+        highs.setOptionValue("time_limit", left)
         highs.run()
         found, packed = np.array(highs.getSolution().col_value), None
         if len(found) == 1 + pairs and found.any():

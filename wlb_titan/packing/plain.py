@@ -23,8 +23,6 @@ class Plain(PackingPolicy):
 
     @dataclass(kw_only=True, slots=True)
     class Config(PackingPolicy.Config):
-        free = (*PackingPolicy.Config.free, "cost_model")
-
         tail: Literal["carry", "drop"] = "carry"
         """What happens to the rest of a document that a window's end cuts. `carry` makes it the next window's
         first document, `drop` leaves it out, as in the paper, and counts the tokens lost."""

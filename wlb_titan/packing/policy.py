@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import numpy as np
@@ -17,7 +17,6 @@ from wlb_titan.cost.passes import MicroBatches, PassJob, pass_times
 from wlb_titan.cost.workload import CostModel
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.fits import LONGEST
 from wlb_titan.memory.packs import Passes
 from wlb_titan.memory.peak import Rank, RankMemory
 from wlb_titan.memory.settings import MemorySettings
@@ -59,7 +58,7 @@ class Packing:
 
     Attributes:
         packs: one array of documents for each of the N micro-batches; each holds at least one piece with a
-            token to predict.
+            token to predict, and `PackingJob.least` tokens.
         lost_tokens: tokens that this step's packing left out for good.
         gap: how far the largest work of a solver's packing may be above the least possible, relatively; 0
             is a proven optimum.
@@ -116,9 +115,9 @@ class Packing:
         return [(self.packs[pack], self.slices[pack]) for pack in packs]
 
 
-PassSeconds = Callable[[Packing], tuple[Floats, Floats]]
-"""float64 (packs,) each: how long forward and backward passes take on each rank that has a pack, in any
-unit; the latter of the packs of backward passes."""
+PassSeconds = Callable[[Packing, Ints], tuple[Floats, Floats]]
+"""float64 (n,) each: how long forward and backward passes of the packs with these numbers take on each rank
+that has one, in any unit; the latter of the packs of backward passes."""
 
 
 OnOneRank = Callable[[Callable[[], Floats]], Floats]
@@ -139,6 +138,7 @@ class PackingJob:
         micro_batches: N, those of the whole job in one step.
         cost_model: W_a + W_l.
         divisor: micro-batches are padded up to a multiple of it.
+        least: tokens that a micro-batch has at least without its padding: one for each context-parallel rank.
         longest: tokens that a micro-batch may have.
         data_parallel: degree.
         pipeline: through which each data-parallel rank's micro-batches go; of one rank where there is none.
@@ -157,6 +157,7 @@ class PackingJob:
     cost_model: CostModel
     longest: int
     divisor: int = 1
+    least: int = 1
     data_parallel: int = 1
     pipeline: PipelineShape = NO_PIPELINE
     in_flight: Callable[[], int | None] = lambda: None
@@ -204,9 +205,6 @@ class PackingPolicy(Plugin, ABC):
         """[wlb.packing]: how the documents of a global batch become micro-batches."""
 
         family = POLICIES
-
-        free: ClassVar[tuple[str, ...]] = ("length_multiple", "shadow")
-        """Settings that a run may change when it goes on from a checkpoint; see `PackingPolicy.facts`."""
 
         cost_model: Annotated[str, MinLen(1)] = "analytic"
         """What a document's work is predicted from: `analytic` (the model's shape, the parallel degrees and
@@ -257,12 +255,12 @@ class PackingPolicy(Plugin, ABC):
                 PlanError: it cannot pack for this job.
             """
 
-        def longest(self, window: int, fits: Callable[[], int | None]) -> int:
+        def longest(self, window: int, fits: Callable[[], int]) -> int:
             """Tokens that a micro-batch may have.
 
             Args:
                 window: context window in tokens.
-                fits: finds the longest of which a step is predicted to fit; None if not even windows do.
+                fits: finds the longest of which a step is predicted to fit, at least the window.
             """
             return window
 
@@ -290,25 +288,20 @@ class PackingPolicy(Plugin, ABC):
 
     @property
     def waiting(self) -> Ints:
-        """int64 (n,), lengths of the pieces that have arrived and not yet been packed."""
-        return np.empty(0, dtype=np.int64)
-
-    def facts(self, config: Any) -> dict[str, Any]:
-        """The settings that decide which tokens a step gets; a checkpoint is gone on from only with the same.
-
-        They are all of `config` but those that it calls free. Values that follow from the corpus or the
-        device where the user leaves them open are given as they came out. JSON-able.
-        """
-        names = [field.name for field in fields(config) if field.name not in config.free]
-        return {name: getattr(config, name) for name in names}
+        """int64 (n, 4), the pieces that have arrived and not yet been packed: columns ID, START, LENGTH and
+        the iteration of arrival. States keep the array, so it is not written to any more."""
+        return np.empty((0, 4), dtype=np.int64)
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """All that `next` depends on besides the stream and the settings; JSON-able."""
+        """All that `next` depends on besides the stream, the settings and what waits; JSON-able.
+
+        Nothing of it is worked out from settings, degrees or devices, which may be others afterwards.
+        """
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where `state_dict` was taken."""
+        """Continues where `state_dict` was taken, of which `state["waiting"]` is what waited then."""
 
 
 class VariableLengthPolicy(PackingPolicy):
@@ -318,11 +311,11 @@ class VariableLengthPolicy(PackingPolicy):
     class Config(PackingPolicy.Config):
         max_length: Annotated[int, Interval(ge=2, le=2 * MOST_TOKENS)] | None = None
         """L_max, tokens that a micro-batch may have; the bound that memory sets. "none" is the longest of
-        which a whole step is predicted to fit the device, at most two context windows, and two where there is
-        no device but the CPU."""
+        which a whole step is predicted to fit the device, from one context window to two, and two where there
+        is no device but the CPU."""
 
-        def longest(self, window: int, fits: Callable[[], int | None]) -> int:
-            return self.max_length if self.max_length is not None else fits() or LONGEST * window
+        def longest(self, window: int, fits: Callable[[], int]) -> int:
+            return self.max_length if self.max_length is not None else fits()
 
     variable_length = True
     balances = True

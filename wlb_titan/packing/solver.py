@@ -15,16 +15,12 @@ from wlb_titan.packing.fixed import FixedGreedy
 from wlb_titan.packing.milp import Milp, Row
 from wlb_titan.packing.policy import PackingJob
 
-MOST_VARIABLES = 1 << 18
-
 
 class FixedSolver(FixedGreedy):
     """As `fixed_greedy`, and then a MILP solver makes each packing better."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FixedGreedy.Config):
-        free = (*FixedGreedy.Config.free, "time_limit", "gap")
-
         time_limit: Annotated[float, Interval(gt=0, le=86400)] = 10.0
         """Seconds that the solver may take for the documents of one window. A solver that is stopped by the
         clock finds something else the next time, so a run cannot be repeated exactly."""
@@ -88,8 +84,7 @@ class Solver:
 
         Returns:
             int64 (n,), the best packing found, never worse than `start`; and the relative gap that remains
-            between it and what the solver could prove, 0 for a proven optimum. More than 2^18 pairs of a
-            document and a pack are not given to the solver.
+            between it and what the solver could prove, 0 for a proven optimum.
         """
         documents = len(lengths)
         share = lengths / window
@@ -99,11 +94,7 @@ class Solver:
         def largest(assigned: Ints) -> float:
             return float(np.bincount(assigned, work, packs).max())
 
-        if documents * packs > MOST_VARIABLES:  # to write it down alone would take longer than most limits
-            return start, max(0.0, 1 - least / largest(start))
-        upper = np.ones((documents, packs))
         longest = int(lengths.argmax())
-        upper[longest] = np.arange(packs) == start[longest]
         rows = (row for pack in range(packs) for row in (Row(pack, 1.0, share), Row(pack, 0.0, work, -1.0)))
         found, bound = self._milp(
             documents,
@@ -111,7 +102,7 @@ class Solver:
             rows,
             start=(start, largest(start)),
             z=(float(work.max()), float(packs)),
-            upper=upper,
+            fixed=(longest, int(start[longest])),
         )
         assigned = start
         if found is not None:

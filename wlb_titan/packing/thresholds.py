@@ -1,12 +1,14 @@
 """Thresholds of the queues of Algorithm 1: checked, or found for a corpus (`thresholds = "auto"`).
 
-They are found as the paper does it: the packing algorithm runs on a sample of the corpus with several
-thresholds, and those with the best balance at a low delay are taken. The candidates are multiples of an
-eighth of the window; what is least is delay + ((imbalance - 1) / tolerance)^2, averaged over steps,
-the price that `wlb_lazy` minimises.
+They are found much as the paper does it: several thresholds are tried on a sample of the corpus, and those
+with the best balance at a low delay are taken. The candidates are multiples of an eighth of the window; what
+is least is delay + ((imbalance - 1) / tolerance)^2, averaged over steps, the price that `wlb_lazy` minimises.
 
-Short documents are never outliers and serve to fill, so the trial runs pack long ones one by one and pour the
-short ones on top as a liquid. The sample is drawn with a fixed seed: all ranks find the same thresholds.
+The trial is a likeness of Algorithm 1. Its queues are the same. But long documents go to the least loaded
+micro-batch with room (`Bins.place`), and short ones, which are never outliers and serve to fill, are poured
+on top as a liquid; and what fits nowhere is left out, where the algorithm would pack it in the next step. So
+where L_max is near the window the delay comes out too low. The sample is drawn with a fixed seed: all ranks
+find the same thresholds.
 """
 
 from __future__ import annotations

@@ -4,9 +4,12 @@ Documents of at least L_1 tokens are outliers and wait, first in, first out, in 
 queue that holds N documents gives N of them to the step, one for each micro-batch; all other documents are
 packed in the step in which they arrive, by least work (see `algorithm1`).
 
-One rule is added, for a case of which the paper does not speak: where outliers leave a step with fewer than N
-documents that have a token to predict, the outliers that have waited longest join it, so that no micro-batch
-is ever empty. Every micro-batch has such a document, as the N longest go to N different ones.
+Two rules are added, for cases of which the paper does not speak:
+
+- Where outliers leave a step with too little for N micro-batches (`least`), those that have waited longest
+  join it. Every micro-batch has enough, as the N longest documents go to N different ones.
+- A document that fitted nowhere is packed again in the next step, but as one of the shortest it would come
+  last there too. After `PATIENCE` steps it comes first.
 """
 
 from __future__ import annotations
@@ -19,15 +22,18 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from annotated_types import Ge, Interval, MinLen
 
-from wlb_titan.arrays import Ints
 from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.packing import algorithm1, thresholds
-from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Waiting, delayed, restore, split
+from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Waiting, delayed, split
 from wlb_titan.packing.bins import REMAINS
+from wlb_titan.packing.least import fills, leading_first, topped_up
 from wlb_titan.packing.policy import Packing, PackingJob, VariableLengthPolicy
 from wlb_titan.packing.trial import MOST_MICRO_BATCHES, imbalance_of_plain, mean_imbalance
 from wlb_titan.plan import ID, LENGTH, START
+
+PATIENCE = 16
+"""Steps after which a document that fits nowhere comes first. With half as many the balance suffers."""
 
 
 class Wlb(VariableLengthPolicy):
@@ -39,8 +45,6 @@ class Wlb(VariableLengthPolicy):
 
     @dataclass(kw_only=True, slots=True)
     class Config(VariableLengthPolicy.Config):
-        free = (*VariableLengthPolicy.Config.free, "queues", "tolerance")
-
         thresholds: Annotated[list[Annotated[int, Ge(2)]], MinLen(1)] | Literal["auto"] = "auto"
         """Smallest length of the documents of each queue, L_1 < ... < L_n, at most the window. `auto` tries
         several on a sample of the corpus and takes the best."""
@@ -54,8 +58,8 @@ class Wlb(VariableLengthPolicy):
 
     def __init__(self, config: Config, stream: DocumentStream, job: PackingJob) -> None:
         self._stream = stream
-        self._arrivals = Arrivals(stream, micro_batches=job.micro_batches)
-        self._micro_batches = job.micro_batches
+        self._arrivals = Arrivals(stream, job)
+        self._micro_batches, self._least = job.micro_batches, job.least
         self._cost_model = job.cost_model
         self._max_length = self.bound(stream.window, job)
         self.thresholds = self._thresholds(config)
@@ -63,9 +67,6 @@ class Wlb(VariableLengthPolicy):
         self._remained: Waiting = NOTHING
         if config.thresholds == "auto":
             self._warn_if_queues_lose(config, job)
-
-    def facts(self, config: Config) -> dict[str, Any]:
-        return {**super().facts(config), "thresholds": self.thresholds}
 
     def _thresholds(self, config: Config) -> list[int]:
         sample, window = self._stream.mixture.sample(), self._stream.window
@@ -98,18 +99,22 @@ class Wlb(VariableLengthPolicy):
 
     def next(self) -> Packing:
         iteration = self._arrivals.iteration
-        labelled = self._stream.has_label(np.concatenate([self._remained, *self._queues]))
-        batch = self._arrivals.next(labelled=int(labelled.sum()), left=int(self._remained[:, LENGTH].sum()))
+        batch = self._arrivals.next(self.waiting, left=int(self._remained[:, LENGTH].sum()))
         pending = [self._remained, self._enqueue(batch)]
         for i, waiting in enumerate(self._queues):
             if len(waiting) >= self._micro_batches:
                 pending.append(waiting[: self._micro_batches])
                 self._queues[i] = waiting[self._micro_batches :]
         documents = np.concatenate(pending)
-        missing = self._micro_batches - int(self._stream.has_label(documents).sum())
-        if missing > 0:
+        tokens = self._stream.labelled(documents)
+        while (missing := self._micro_batches - fills(tokens, self._least)) > 0:
             documents = np.concatenate([documents, self._release_oldest(missing)])
-        documents = documents[np.argsort(-documents[:, LENGTH], kind="stable")]
+            tokens = self._stream.labelled(documents)
+        overdue = np.arange(len(documents)) < len(self._remained)
+        overdue &= iteration - documents[:, ARRIVAL] >= PATIENCE
+        order = np.lexsort((-documents[:, LENGTH], ~overdue))
+        order = leading_first(order, tokens >= self._least, self._micro_batches)
+        documents, tokens = documents[order], tokens[order]
         assigned = algorithm1.pack(
             documents[:, LENGTH],
             workload(self._cost_model, documents[:, LENGTH]),
@@ -118,7 +123,8 @@ class Wlb(VariableLengthPolicy):
         )
         packed = assigned != REMAINS
         self._remained = documents[~packed]
-        return Packing(split(delayed(documents[packed], iteration), assigned[packed], self._micro_batches))
+        assigned = topped_up(assigned[packed], tokens[packed], self._micro_batches, self._least)
+        return Packing(split(delayed(documents[packed], iteration), assigned, self._micro_batches))
 
     def _enqueue(self, documents: Waiting) -> Waiting:
         """Puts outliers into their queues and returns the others."""
@@ -138,20 +144,16 @@ class Wlb(VariableLengthPolicy):
         return waiting[oldest]
 
     @property
-    def waiting(self) -> Ints:
-        return np.concatenate([self._remained, *self._queues])[:, LENGTH]
+    def waiting(self) -> Waiting:
+        return np.concatenate([self._remained, *self._queues])
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "arrivals": self._arrivals.state_dict(),
-            "remained": self._remained.tolist(),
-            "queued": np.concatenate(self._queues).tolist(),
-        }
+        return {"arrivals": self._arrivals.state_dict(), "remained": len(self._remained)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._arrivals.load_state_dict(state["arrivals"])
-        # Thresholds may have changed, so the waiting outliers are queued anew, in stream order.
-        queued = restore(state["queued"])
+        # Thresholds may be others, so the waiting outliers are queued again, in stream order.
+        remained, queued = np.split(state["waiting"], [state["remained"]])
         self._queues = [NOTHING for _ in self.thresholds]
         freed = self._enqueue(queued[np.lexsort((queued[:, START], queued[:, ID]))])
-        self._remained = np.concatenate([restore(state["remained"]), freed])
+        self._remained = np.concatenate([remained, freed])

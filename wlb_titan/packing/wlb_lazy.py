@@ -54,9 +54,10 @@ from wlb_titan.arrays import Bools, Floats, Ints
 from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
-from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Waiting, delayed, restore, split
+from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Waiting, delayed, split
 from wlb_titan.packing.bins import REMAINS, Bins
 from wlb_titan.packing.cut import Packed, level_by_cutting
+from wlb_titan.packing.least import fills, leading_first, topped_up
 from wlb_titan.packing.policy import Packing, PackingJob, VariableLengthPolicy
 from wlb_titan.packing.trial import imbalance_of_plain
 from wlb_titan.plan import LENGTH
@@ -91,8 +92,9 @@ class WlbLazy(VariableLengthPolicy):
         if config.max_delay < 0:
             raise PlanError(f"max_delay is {config.max_delay} iterations; it must not be negative.")
         self._window = stream.window
-        self._arrivals = Arrivals(stream, micro_batches=job.micro_batches)
+        self._arrivals = Arrivals(stream, job)
         self._micro_batches = job.micro_batches
+        self._least = max(job.least, 2)  # so many have a token to predict
         self._cost_model = job.cost_model
         self._max_length = self.bound(stream.window, job)
         self._tolerance = config.tolerance * (1 + 4.5 / job.micro_batches)
@@ -104,31 +106,34 @@ class WlbLazy(VariableLengthPolicy):
     def next(self) -> Packing:
         iteration = self._arrivals.iteration
         # Longest first; of equal ones those that came last first, as the first ones are held back.
-        labelled = int(np.count_nonzero(self._waiting[:, LENGTH] > 1))
-        batch = self._arrivals.next(labelled=labelled, left=self._left)
-        pool = np.concatenate([batch, self._waiting])
+        pool = np.concatenate([self._arrivals.next(self._waiting, self._left), self._waiting])
         pool = pool[np.argsort(-pool[:, LENGTH], kind="stable")]
         works = workload(self._cost_model, pool[:, LENGTH])
         overdue = (iteration - pool[:, ARRIVAL] >= self._max_delay) & (pool[:, LENGTH] > 1)
         held, stop = self._choose(pool[:, LENGTH], works, overdue)
 
         first = held + np.argsort(~overdue[held:stop], kind="stable")  # overdue documents are packed first
+        first = leading_first(first, pool[:, LENGTH] >= self._least, self._micro_batches)
         documents, works = pool[first], works[first]
-        assigned = self._pack(documents[:, LENGTH], works, placed=int(overdue.sum()))
+        placed = int(np.flatnonzero(overdue[first]).max(initial=-1)) + 1
+        assigned = self._pack(documents[:, LENGTH], works, placed)
         packed = assigned != REMAINS
         self._waiting = np.concatenate([pool[:held], documents[~packed], pool[stop:]])
         self._left = int(documents[~packed, LENGTH].sum())
+        documents, works, assigned = documents[packed], works[packed], assigned[packed]
+        assigned = topped_up(assigned, _labelled(documents[:, LENGTH]), self._micro_batches, self._least)
         documents, works, assigned = level_by_cutting(
-            Packed(documents[packed], works[packed], assigned[packed]),
+            Packed(documents, works, assigned),
             self._micro_batches,
             self._max_length,
             self._cost_model,
             self._limit,
+            self._least,
         )
         return Packing(split(delayed(documents, iteration), assigned, self._micro_batches))
 
     def _choose(self, lengths: Ints, works: Floats, overdue: Bools) -> tuple[int, int]:
-        """The documents to run, from the first number to before the second; N with a label are among them.
+        """The documents to run, from the first number to before the second; they fill N micro-batches.
 
         Args:
             lengths: int64 (n,), tokens, descending.
@@ -145,7 +150,9 @@ class WlbLazy(VariableLengthPolicy):
     def _alone(self, lengths: Ints, works: Floats) -> tuple[int, float]:
         """The first of the N neighbours that are best run without any other document, and what that costs."""
         n = self._micro_batches
-        starts = np.arange(int(np.count_nonzero(lengths > 1)) - n + 1)
+        starts = np.arange(int(np.count_nonzero(lengths >= self._least)) - n + 1)
+        if not len(starts):
+            return 0, np.inf
         work, tokens = (np.concatenate([[0], np.cumsum(values)]) for values in (works, lengths))
         mean = (work[starts + n] - work[starts]) / n
         costs = self._cost(works[starts] / mean, tokens[-1] - (tokens[starts + n] - tokens[starts]))
@@ -157,7 +164,8 @@ class WlbLazy(VariableLengthPolicy):
 
         Arguments are those of `_choose`.
         """
-        most = int(np.count_nonzero(lengths > 1)) - self._micro_batches
+        most = fills(_labelled(lengths), self._least) - self._micro_batches
+        most = min(most, int(np.count_nonzero(lengths >= self._least)))
         if overdue.any():
             most = min(most, int(overdue.argmax()))
         holds = _candidates(most, max(self._micro_batches // 64, 1))
@@ -190,8 +198,8 @@ class WlbLazy(VariableLengthPolicy):
     def _pack(self, lengths: Ints, works: Floats, placed: int) -> Ints:
         """The bin of each document.
 
-        The first `placed`, all long ones, and N at least, are placed one by one, the rest is poured. The
-        first N documents with a label find N empty bins, so every micro-batch has one.
+        The first `placed`, all long ones, and N at least, are placed one by one, the rest, longest first, is
+        poured. The first N documents find N empty bins.
         """
         long = int(np.searchsorted(-lengths[placed:], -(self._window // PLACED), side="right"))
         long = max(placed + long, self._micro_batches)
@@ -203,20 +211,20 @@ class WlbLazy(VariableLengthPolicy):
         return np.concatenate([assigned, bins.pour(lengths[long:], works[long:], float(ceiling))])
 
     @property
-    def waiting(self) -> Ints:
-        return self._waiting[:, LENGTH]
+    def waiting(self) -> Waiting:
+        return self._waiting
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "arrivals": self._arrivals.state_dict(),
-            "waiting": self._waiting.tolist(),
-            "left": self._left,
-        }
+        return {"arrivals": self._arrivals.state_dict(), "left": self._left}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._arrivals.load_state_dict(state["arrivals"])
-        self._waiting = restore(state["waiting"])
-        self._left = int(state["left"])
+        self._waiting, self._left = state["waiting"], int(state["left"])
+
+
+def _labelled(lengths: Ints) -> Ints:
+    """int64 (n,), tokens of documents that surely have one to predict, 0 of others."""
+    return np.where(lengths > 1, lengths, 0)
 
 
 def _candidates(most: int, step: int) -> Ints:

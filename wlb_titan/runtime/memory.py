@@ -12,7 +12,7 @@ from torchtitan.distributed import ParallelDims
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
-from wlb_titan.memory.fits import fullest
+from wlb_titan.memory.fits import fullest, usable_share
 from wlb_titan.memory.packs import Passes
 from wlb_titan.memory.peak import GIB, TERMS, RankMemory
 from wlb_titan.plan import Plan
@@ -72,12 +72,12 @@ def check_memory(job: Job, device_bytes: int) -> None:
     ranks, what = predicted_window(job)
     if ranks is None:
         return
-    most = fullest(ranks)
-    if most.total > device_bytes:
+    most, (usable, room) = fullest(ranks), _room(job, device_bytes)
+    if most.total > usable:
         raise UserError(
-            f"parallelism: this cannot fit: a device has {device_bytes / GIB:.2f} GiB; with {what} the "
-            f"prediction is {_one_line(most)}. Raise a degree of parallelism, save more with "
-            "activation_checkpoint, or lower training.seq_len or training.local_batch_size."
+            f"parallelism: this cannot fit {room}; with {what} the prediction is {_one_line(most)}. Raise a "
+            "degree of parallelism, save more with activation_checkpoint, or lower training.seq_len or "
+            "training.local_batch_size."
         )
 
 
@@ -93,13 +93,19 @@ def check_planned_memory(job: Job, plan: Plan, replica: int, rank: int, device_b
     ranks = planned_memory(job, plan, replica)
     if ranks is None:
         return None
-    arithmetic = _one_line(ranks[rank])
-    if ranks[rank].total > device_bytes:
-        raise UserError(
-            f"Step {plan.iteration + 1} cannot fit {device_bytes / GIB:.2f} GiB; the prediction is "
-            f"{arithmetic}."
-        )
+    arithmetic, (usable, room) = _one_line(ranks[rank]), _room(job, device_bytes)
+    if ranks[rank].total > usable:
+        raise UserError(f"Step {plan.iteration + 1} cannot fit {room}; the prediction is {arithmetic}.")
     return arithmetic
+
+
+def _room(job: Job, device_bytes: int) -> tuple[float, str]:
+    """Bytes of a device that predictions may fill, and these in words."""
+    share = usable_share(job.packing.owner.slices)  # type: ignore[attr-defined]
+    words = (
+        f"{share:.0%} of a device's {device_bytes / GIB:.2f} GiB (the rest is for CUDA, NCCL and fragments)"
+    )
+    return share * device_bytes, words
 
 
 def describe_memory(job: Job, documents: Documents) -> list[str]:

@@ -7,7 +7,8 @@ the candidates, so nothing that is chosen is predicted to be slower. Not tried i
 (`fixed_solver`): a trial would take as long as many steps.
 
 Steps are compared by the model's FLOPs a second. Tokens a second would not tell in so few steps whether a
-policy is fast or holds back long documents, which have more work in fewer tokens.
+policy is fast or holds back long documents, which have more work in fewer tokens. Of a large job as many
+data-parallel ranks are planned as have `MOST_MICRO_BATCHES`, and stand for the others.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.memory.peak import GIB
 from wlb_titan.packing.policy import OnOneRank, here
+from wlb_titan.packing.trial import MOST_MICRO_BATCHES
 from wlb_titan.plugins import PluginConfig
 from wlb_titan.policies import Policy
 from wlb_titan.simulator.step import simulate
@@ -142,17 +144,18 @@ def predicted(job: Job, policy: Policy, documents: Documents) -> Candidate:
     """The steps of a job under one policy."""
     try:
         job = job.under(policy)
+        sample = job.sample(MOST_MICRO_BATCHES)
         with warnings.catch_warnings():  # it says so again once it is chosen
             warnings.simplefilter("ignore", UserWarning)
-            prediction = simulate(job, job.plans(documents, STEPS, after=WARM_UP))
+            prediction = simulate(sample, sample.plans(documents, STEPS, after=WARM_UP))
     except UserError as error:
         return Candidate(policy, problem=f"cannot run: {error}")
-    seconds = float(prediction.seconds.sum())
+    replicas = job.degrees.data / sample.replicas
     return Candidate(
         policy,
         seconds=float(prediction.seconds.mean()),
-        tokens_per_second=prediction.tokens_per_second,
-        flops_per_second=float(prediction.flops.sum()) / seconds,
+        tokens_per_second=prediction.tokens_per_second * replicas,
+        flops_per_second=prediction.flops_per_second * replicas,
         memory=prediction.peak_memory.total,
     )
 
@@ -163,8 +166,9 @@ def _judged(job: Job, candidate: Candidate) -> Candidate:
         return candidate
     if isnan(candidate.seconds):
         return replace(candidate, problem="cannot run, for a reason that rank 0 gives")
-    if not job.memory_unknown and candidate.memory > job.cluster.memory:
-        return replace(candidate, problem=f"does not fit a GPU's {job.cluster.memory / GIB:.1f} GiB")
+    fitting = job.under(candidate.policy).fitting
+    if not job.memory_unknown and candidate.memory > fitting.usable:
+        return replace(candidate, problem=f"does not fit {fitting.room}")
     return candidate
 
 

@@ -61,7 +61,7 @@ def run_flows(
     """
     seconds, busy = [], []
     for number, plan in enumerate(plans):
-        k = slice(number * job.degrees.data, (number + 1) * job.degrees.data)
+        k = slice(number * job.replicas, (number + 1) * job.replicas)
         own = PassTimes(*(array[..., k] for array in times))
         replicas = replicas_of(job, plan, own, delays[:, k], backward_delays[:, k])
         seconds += [float(ends.max()) for ends in ends_together(replicas)]
@@ -83,7 +83,7 @@ def replicas_of(
         times, delays, backward_delays: as of `run_flows`, of these replicas.
         places: which of a replica's micro-batches go through in this run.
     """
-    ranks = range(job.degrees.data)
+    ranks = range(job.replicas)
     micro_batches = [plan.replica(rank).each(operator.getitem, places) for rank in ranks]
     if plan.flows is None:
         graphs = [PipelineGraph(job.shape, len(micro_batches[0].forward))] * len(ranks)
@@ -108,7 +108,7 @@ def replica_memory(job: Job, plan: Plan, dp_rank: int) -> tuple[RankMemory, ...]
 
 def flow_memory(job: Job, plans: Sequence[Plan]) -> tuple[RankMemory, ...]:
     """The largest peak of each pipeline rank over all replicas and plans."""
-    peaks = [replica_memory(job, plan, rank) for plan in plans for rank in range(job.degrees.data)]
+    peaks = [replica_memory(job, plan, rank) for plan in plans for rank in range(job.replicas)]
     return tuple(fullest(ranks) for ranks in zip(*peaks, strict=True))
 
 

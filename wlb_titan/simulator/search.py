@@ -94,7 +94,7 @@ def search(
         if not goes_on(f"{job.degrees}, {pipeline_words(job)}"):
             untried = len(bounds) - rank
             break
-        if job.fitting.longest is None:
+        if not job.fitting.windows_fit:
             too_large += 1
             continue
         try:
@@ -234,7 +234,7 @@ def _tried(scenario: Scenario, policies: list[Policy], steps: int) -> list[Predi
 
 def _configured(scenario: Scenario, gpus: int, policies: list[Policy], steps: int) -> Prediction | None:
     job = scenario.job
-    if job.degrees.ranks != gpus or job.fitting.longest is None:
+    if job.degrees.ranks != gpus or not job.fitting.windows_fit:
         return None
     try:
         return max(_tried(scenario, policies, steps), key=lambda one: one.flops_per_second, default=None)

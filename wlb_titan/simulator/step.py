@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -89,7 +90,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        return self.peak_memory.total <= self.job.cluster.memory
+        return self.peak_memory.total <= self.job.fitting.usable
 
     @property
     def extrapolated(self) -> str | None:
@@ -122,7 +123,7 @@ def simulate(job: Job, plans: Sequence[Plan], measured: Measured | None = None) 
             known = None if measured is None else measured.of(steps.tolist())
             parts.append(simulate(job, [plans[step] for step in steps.tolist()], known))
         return _joined(alike, parts)
-    replicas, run = job.degrees.data, _run(job, plans)
+    replicas, run = job.replicas, _run(job, plans)
     runs = len(plans[0].micro_batches) // (replicas * run)
     times, both_tokens = planned_times(job, micro_batches_of(plans), run)  # steps x replicas x runs
     times, tokens = with_dimensions(job, times), both_tokens.forward
@@ -203,7 +204,7 @@ def peak_memory(job: Job, plans: Sequence[Plan], tokens: Ints, runs: int) -> tup
         candidates = {int(in_flight[:, 0].argmax())}
         if runs > 1:
             candidates.add(int(in_flight[:, 1:].max(axis=1).argmax()))
-        steps = [divmod(step, job.degrees.data) for step in candidates]
+        steps = [divmod(step, job.replicas) for step in candidates]
         peaks = [replica_memory(job, plans[step], replica)[rank] for step, replica in steps]
         result.append(fullest(peaks))
     return tuple(result)
@@ -214,8 +215,8 @@ def _check(job: Job, plans: Sequence[Plan]) -> None:
         raise PlanError("There is no plan to simulate.")
     micro_batches = plans[0].micro_batches
     planned = max(m.dp_rank for m in micro_batches) + 1
-    if planned != job.degrees.data:
-        raise PlanError(f"The plan is for {planned} data-parallel ranks, and the job has {job.degrees.data}.")
+    if planned != job.replicas:
+        raise PlanError(f"The plan is for {planned} data-parallel ranks, and the job has {job.replicas}.")
     first = micro_batches[0]
     sharing = 1 if first.ranks is None else len(first.ranks) // first.sharers
     if sharing != job.degrees.context:
@@ -225,7 +226,7 @@ def _check(job: Job, plans: Sequence[Plan]) -> None:
 
 
 def _run(job: Job, plans: Sequence[Plan]) -> int:
-    each = len(plans[0].micro_batches) // job.degrees.data
+    each = len(plans[0].micro_batches) // job.replicas
     run = job.run if job.run and plans[0].flows is None else each  # MicroPacks go through in one run
     if each % run:
         raise PlanError(
@@ -240,7 +241,7 @@ def _slowest_of_shards(times: PassTimes, job: Job, runs: int) -> PassTimes:
     def slowest(array: Floats) -> Floats:
         stages, n, _ = array.shape
         # Shards are the inner data-parallel ranks.
-        groups = array.reshape(stages, n, -1, job.degrees.shard, runs)
+        groups = array.reshape(stages, n, -1, gcd(job.degrees.shard, job.replicas), runs)
         most = groups.max(axis=3, keepdims=True)
         return np.broadcast_to(most, groups.shape).reshape(array.shape)
 

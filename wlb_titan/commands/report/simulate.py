@@ -83,8 +83,8 @@ def remarks(
     said = [f"{policy} is not possible here: {error}" for policy, error in impossible.items()]
     for policy, prediction in predictions.items():
         if not prediction.fits:
-            memory = prediction.job.cluster.memory / GIB
-            said.append(f"{policy} does not fit a GPU's {memory:.1f} GiB: {prediction.peak_memory.explain()}")
+            room = prediction.job.fitting.room
+            said.append(f"{policy} does not fit {room}: {prediction.peak_memory.explain()}")
     if all(prediction.job.degrees.ranks == 1 for prediction in predictions.values()):
         said.append(
             "One GPU waits for no other, so balance saves it no time: what a balanced policy gains is whole "

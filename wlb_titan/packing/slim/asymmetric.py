@@ -33,6 +33,7 @@ from wlb_titan.packing.slim.slices import (
     Slice,
     WorkOf,
     check_count,
+    most_slices,
     none_empty,
     piece_numbers,
     work_table,
@@ -48,14 +49,17 @@ class Line:
             its begin, so that the first tokens of a document cost least.
         longest: tokens of the longest document.
         grain: tokens; within a document cuts are at multiples of it.
+        least: tokens of a piece, at most `grain`.
     """
 
-    def __init__(self, work_of: WorkOf, longest: int, grain: int) -> None:
-        self._work_of, self._grain = work_of, grain
+    def __init__(self, work_of: WorkOf, longest: int, grain: int, least: int = 1) -> None:
+        self._work_of, self._grain, self._least = work_of, grain, least
         self._table = work_table(work_of, longest, grain)
 
     def cut(self, lengths: Ints, count: int) -> list[MicroPack]:
-        """Cuts the line into pieces of equal work, as near as the grain allows and none of them empty.
+        """Cuts the line into pieces of equal work, as near as the grain allows and none of them too short.
+
+        A document that is too short by itself goes with what lies before it.
 
         Args:
             lengths: int64 (n,), tokens of the documents, in the order of the line.
@@ -67,15 +71,15 @@ class Line:
         Raises:
             PlanError: there are fewer grains than pieces.
         """
-        units = -(-lengths // self._grain)
-        check_count(lengths, units, self._grain, count)
+        units = most_slices(lengths, self._grain, self._least)
+        check_count(lengths, units, self._least, count)
         works = self._work_of(lengths)
         ends = np.cumsum(works)
         wanted = ends[-1] * np.arange(1, count) / count
         document = np.minimum(np.searchsorted(ends, wanted, side="right"), len(lengths) - 1)
         within = wanted - (ends - works)[document]
-        above = np.clip(np.searchsorted(self._table, within), 1, units[document])
-        beyond = np.where(above == units[document], works[document], self._table[above])
+        above = np.clip(np.searchsorted(self._table, within), 1, np.maximum(units[document], 1))
+        beyond = np.where(above >= units[document], works[document], self._table[above])
         places = above - (within - self._table[above - 1] < beyond - within)
         places += (np.cumsum(units) - units)[document]
         end = int(units.sum())
@@ -90,9 +94,11 @@ class Line:
             first = 0
             while first < own:
                 last = min(own, places[number + 1] - begin)
-                pieces[number].append(Slice(document, first * grain, min(last * grain, length)))
+                pieces[number].append(Slice(document, first * grain, length if last == own else last * grain))
                 first = last
                 number += begin + last == places[number + 1]
+            if not own:
+                pieces[min(number, len(pieces) - 1)].append(Slice(document, 0, length))
             begin += own
         return pieces
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +29,7 @@ import numpy as np
 from wlb_titan.arrays import Floats, Ints
 from wlb_titan.context import ContextStrategy
 from wlb_titan.errors import PlanError
+from wlb_titan.packing.least import topped_up
 
 MOST_MERGED = 16
 """Documents of a step that are merged at the most."""
@@ -114,6 +115,21 @@ def shares(works: Floats, ranks: int, merged: int = 0, capacity: float | None = 
     for load, rank in least:
         loads[rank] = load
     return Shares([np.array(rows, dtype=np.int64) for rows in own], tuple(merges), loads)
+
+
+def whole_shares(works: Floats, lengths: Ints, ranks: int, least: int) -> Shares:
+    """Phase 1 without merging, in which every rank gets at least so many tokens.
+
+    Args:
+        lengths: int64 (n,), tokens of the documents; enough for all ranks (`least.fills`).
+    """
+    found = shares(works, ranks)
+    assigned = np.repeat(np.arange(ranks), [len(rows) for rows in found.own])
+    rows = np.concatenate(found.own)
+    better = topped_up(assigned, lengths[rows], ranks, least)
+    return (
+        found if better is assigned else replace(found, own=[rows[better == rank] for rank in range(ranks)])
+    )
 
 
 def best_shares(works: Floats, ranks: int) -> Shares | None:

@@ -19,6 +19,9 @@ from wlb_titan.plan import LENGTH
 Timed = tuple[Packing, Floats, Floats]
 """A step's packs, and float64 (packs,) how long forward and backward passes of each take."""
 
+LOOKED_AT = 4
+"""Packs, of those that as many ranks share, by which the times of all of them are estimated."""
+
 
 class Flows:
     """Which kind of pass runs when, on all data-parallel ranks, as the slowest of them needs.
@@ -29,7 +32,8 @@ class Flows:
     mean over the ranks.
 
     Attributes:
-        limit: tokens that a pipeline rank may have in flight; None for no limit.
+        limit: tokens that a pipeline rank may have in flight, the mean data-parallel rank's; None for no
+            limit.
     """
 
     def __init__(self, job: PackingJob) -> None:
@@ -65,7 +69,23 @@ class Flows:
     def timed(self, packing: Packing) -> Timed:
         """A step, with predicted times where they are known and work where not."""
         predict = self._job.pass_seconds
-        return packing, *(predict(packing) if predict else packing.pass_work(self._job.cost_model))
+        if predict is None:
+            return packing, *packing.pass_work(self._job.cost_model)
+        return packing, *predict(packing, np.arange(len(packing.packs)))
+
+    def estimated(self, packing: Packing) -> Timed:
+        """As `timed`, but predicted of a few packs only: the others that as many ranks share take as long by
+        their work. To divide each pack over its ranks takes milliseconds, and a large job has thousands."""
+        forward, backward = packing.pass_work(self._job.cost_model)
+        if self._job.pass_seconds is not None:
+            for sharers in np.unique(packing.sharers):
+                (own,) = np.nonzero(packing.sharers == sharers)
+                few = own[:: -(-len(own) // LOOKED_AT)]
+                for works, seconds in zip(
+                    (forward, backward), self._job.pass_seconds(packing, few), strict=True
+                ):
+                    works[own] *= seconds.sum() / works[few].sum()
+        return packing, forward, backward
 
     def seconds(self, steps: Sequence[Timed], slack: int) -> float:
         """How long steps take whose slowest data-parallel rank is waited for."""

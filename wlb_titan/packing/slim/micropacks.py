@@ -2,9 +2,10 @@
 
 A document of more work than a pack's target T = total / M is cut into k = ceil(work / T) slices, each of
 which leads a pack of its own: slim packs, and a mix of the last slice and whole short documents. What is left
-of the M packs holds whole short documents. Since cuts can be anywhere, only the sums count: the k packs of a
-document can share its work and that of the short documents that ride with it equally, as long as these fit
-beside its last slice. So a cut document is a slot of size k, a pack without one a slot of size 1, and
+of the M packs holds whole short documents; one of fewer tokens than a pack needs has none to itself. Since
+cuts can be anywhere, only the sums count: the k packs of a document can share its work and that of the short
+documents that ride with it equally, as long as these fit beside its last slice. So a cut document is a slot
+of size k, a pack without one a slot of size 1, and
 
     level of a slot = work in it / size        minimise the largest level
 
@@ -26,6 +27,7 @@ from typing import Protocol
 import numpy as np
 
 from wlb_titan.arrays import Floats, Ints
+from wlb_titan.errors import PlanError
 from wlb_titan.packing.slim.slices import MicroPack, PrefixWork, Slice, check_count
 
 WIDER = (1.0, 1.01, 1.02, 1.05, 1.1, 1.2, 1.35, 1.5, 2.0)
@@ -75,25 +77,28 @@ def micropacks(
     Args:
         lengths: int64 (n,), tokens of the documents.
         works: float64 (n,), their work.
-        count: M, packs; each holds at least one token.
+        count: M, packs; each holds at least `prefix_work.least` tokens.
         place: puts short documents beside slices; None is `place_greedily`.
 
     Raises:
         PlanError: there are fewer tokens than M packs need at this grain.
     """
-    order = np.argsort(-works, kind="stable")
-    most = prefix_work.most_slices(lengths)[order]
-    check_count(lengths, most, prefix_work.grain, count)
+    most = prefix_work.most_slices(lengths)
+    check_count(lengths, most, prefix_work.least, count)
+    order = np.lexsort((-works, most == 0))
+    most = most[order]
     sorted_works = works[order]
     best: list[MicroPack] = []
     lowest = np.inf
     for parts in _numbers_of_slices(sorted_works, most, count):
-        whole = parts == 1
+        whole = parts <= 1
         slots = Slots(
             np.append(sorted_works[~whole], np.zeros(count - int(parts[~whole].sum()))),
             np.append(parts[~whole], np.ones(count - int(parts[~whole].sum()), dtype=np.int64)),
         )
-        placed = _placed(slots, sorted_works[whole], place or place_greedily)
+        placed = _placed(
+            slots, sorted_works[whole], lengths[order][whole], prefix_work.least, place or place_greedily
+        )
         if placed is None:
             continue
         levels = (slots.work + np.bincount(placed, sorted_works[whole], len(slots.size))) / slots.size
@@ -102,7 +107,10 @@ def micropacks(
             best = _packs(order, lengths, works, parts, slots, placed, prefix_work)
         if lowest <= LEVEL * works.sum() / count:
             break
-    assert best, "with no document cut, everything fits"
+    if not best:
+        raise PlanError(
+            f"Documents too short for a MicroPack find no place beside others in {count} of them."
+        )
     return best
 
 
@@ -127,30 +135,36 @@ def place_greedily(slots: Slots, works: Floats) -> Ints | None:
 def _numbers_of_slices(works: Floats, most: Ints, count: int) -> Iterator[Ints]:
     """Ways to cut documents: int64 (n,) each, slices of every document; the last one cuts the least.
 
-    There are never more cut documents' packs than `count`, and never fewer whole documents than other packs.
+    There are never more cut documents' packs than `count`, and never fewer whole documents than other packs,
+    those that cannot have one to themselves (`most` 0) left out.
     """
     found = 0
     for wider in (*WIDER, np.inf):
         target = wider * works.sum() / count
-        parts = np.clip(np.ceil(works / target * (1 - 1e-9)).astype(np.int64), 1, most)
+        parts = np.minimum(np.maximum(np.ceil(works / target * (1 - 1e-9)).astype(np.int64), 1), most)
         if int(parts[parts > 1].sum()) > count:
             continue
-        while int(parts.sum()) < count:
-            parts[np.where(parts < most, works / parts, -np.inf).argmax()] += 1
+        while int(parts.sum()) < min(count, int(most.sum())):
+            parts[np.where(parts < most, works / np.maximum(parts, 1), -np.inf).argmax()] += 1
         found += 1
         if found <= TRIED or wider == np.inf:
             yield parts
 
 
-def _placed(slots: Slots, works: Floats, place: Placing) -> Ints | None:
-    """The slot of each whole document; None where they do not fit, or a pack would be empty."""
+def _placed(slots: Slots, works: Floats, lengths: Ints, least: int, place: Placing) -> Ints | None:
+    """The slot of each whole document; None where they do not fit, or a pack would have too few tokens."""
     alone = np.flatnonzero(slots.size == 1)
-    if len(works) == len(alone):
-        return alone
+    leading = int((lengths >= least).sum())  # the first of them
+    if leading == len(alone):
+        taken = slots.work.copy()
+        taken[alone] = works[:leading]
+        rest = works[leading:]
+        behind = place(Slots(taken, slots.size), rest) if len(rest) else alone[:0]
+        return None if behind is None else np.concatenate([alone, behind])
     if (placed := place(slots, works)) is None:
         return None
-    filled = np.bincount(placed, minlength=len(slots.size))
-    return placed if filled[alone].all() else None
+    filled = np.bincount(placed, lengths, len(slots.size))
+    return placed if (filled[alone] >= least).all() else None
 
 
 def _packs(
@@ -164,7 +178,7 @@ def _packs(
 ) -> list[MicroPack]:
     """The packs of a placing: cut documents, heaviest first, then the packs of whole ones."""
     riders: list[list[int]] = [[] for _ in slots.size]
-    for document, slot in zip(order[parts == 1].tolist(), placed.tolist(), strict=True):
+    for document, slot in zip(order[parts <= 1].tolist(), placed.tolist(), strict=True):
         riders[slot].append(document)
     beside = [float(works[documents].sum()) for documents in riders]
     packs: list[MicroPack] = []

@@ -10,6 +10,7 @@ document leaves something of a pack for its last slice:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -25,15 +26,21 @@ class SolvedPlacing:
     """Puts short documents into slots by a solver; where it finds nothing in time, greedily.
 
     Args:
-        time_limit: seconds for one placing.
+        time_limit: seconds for all placings of a step.
         gap: relative distance between solution and bound at which to stop.
+        placings: among which the time is shared out. A step may have more, while there is time.
 
     Raises:
         PlanError: highspy is not installed.
     """
 
-    def __init__(self, time_limit: float, gap: float) -> None:
-        self._milp = Milp(time_limit, gap, user="The solver of slim", setting="packing.solver")
+    def __init__(self, time_limit: float, gap: float, placings: int = 1) -> None:
+        self._milp = Milp(time_limit / placings, gap, user="The solver of slim", setting="packing.solver")
+        self._time_limit, self._end = time_limit, np.inf
+
+    def begin(self) -> None:
+        """Begins a step: from now on its time counts."""
+        self._end = time.perf_counter() + self._time_limit
 
     def __call__(self, slots: Slots, works: Floats) -> tuple[Ints | None, float]:
         """As `Placing`, and how far the placing may be from the best, relatively; 0 is a proven optimum."""
@@ -54,7 +61,9 @@ class SolvedPlacing:
                     yield Row(slot, work / (size - 1) - SLIVER, share)
 
         start = None if greedy is None else (greedy, level(greedy))
-        solved, bound = self._milp(len(works), count, rows(), start=start)
+        solved, bound = None, 0.0
+        if time.perf_counter() < self._end:
+            solved, bound = self._milp(len(works), count, rows(), start=start)
         if solved is None or not _fits(slots, works, solved):
             solved = greedy
         if solved is None:

@@ -14,7 +14,7 @@ from wlb_titan.cost.workload import workload
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.policy import Pack, Packing, PackingJob
 from wlb_titan.packing.slim.asymmetric import Line, asymmetric
-from wlb_titan.packing.slim.dp_merge import Merge, Shares, best_shares, numbers_of_packs, shares
+from wlb_titan.packing.slim.dp_merge import Merge, Shares, best_shares, numbers_of_packs, whole_shares
 from wlb_titan.packing.slim.flow import Flows
 from wlb_titan.packing.slim.micropacks import Placing, micropacks, place_greedily
 from wlb_titan.packing.slim.slices import MicroPack, PrefixWork, Slice
@@ -31,6 +31,17 @@ class Packer(Protocol):
     def __call__(self, batch: Pack, count: int, place: Placing = place_greedily) -> Packing: ...
 
 
+def at_most(packer: Packer, batch: Pack, count: int, place: Placing = place_greedily) -> Packing:
+    """The packs of a batch, half as many on all ranks, and half of these, while it has too few tokens."""
+    while True:
+        try:
+            return packer(batch, count, place)
+        except PlanError:
+            if count == 1:
+                raise
+            count //= 2
+
+
 class SymmetricPacker:
     """Packs of which both passes run, those of documents that ranks share (`dp_merge.py`) among them.
 
@@ -42,15 +53,15 @@ class SymmetricPacker:
 
     def __init__(self, job: PackingJob, window: int, merges: bool | Literal["auto"], flows: Flows) -> None:
         self._job, self._merges, self._flows = job, merges, flows
-        divisors = {1: job.divisor} | {size: merging.divisor for size, merging in job.merging.items()}
         # By how many data-parallel ranks share a pack, as that decides on what lengths are rounded to.
-        self._prefix_work = {
-            size: PrefixWork(job.cost_model, window, each) for size, each in divisors.items()
+        self._prefix_work = {1: PrefixWork(job.cost_model, window, job.divisor, job.least)} | {
+            size: PrefixWork(job.cost_model, window, merging.divisor, merging.strategy.ranks)
+            for size, merging in job.merging.items()
         }
 
     def __call__(self, batch: Pack, count: int, place: Placing = place_greedily) -> Packing:
         works = workload(self._job.cost_model, batch[:, LENGTH])
-        found = shares(works, self._job.data_parallel)
+        found = whole_shares(works, batch[:, LENGTH], self._job.data_parallel, self._job.least)
         merged = best_shares(works, self._job.data_parallel) if self._job.merging else None
         if merged is not None:
             found, packing = self._better(batch, works, merged, found, count)
@@ -70,7 +81,9 @@ class SymmetricPacker:
         if self._merges is True:
             return merged, sharing
         alone = self._packed(batch, works, whole, count, place_greedily)
-        merging, not_merging = (self._flows.seconds([self._flows.timed(one)], 0) for one in (sharing, alone))
+        merging, not_merging = (
+            self._flows.seconds([self._flows.estimated(one)], 0) for one in (sharing, alone)
+        )
         return (merged, sharing) if merging < not_merging else (whole, alone)
 
     def _packed(self, batch: Pack, works: Floats, found: Shares, count: int, place: Placing) -> Packing:
@@ -98,6 +111,8 @@ class SymmetricPacker:
         """The packs of merged documents, each a slice of equal work."""
         tables = [self._prefix_work[len(merge.ranks)] for merge in found.merges]
         lengths = [int(batch[merge.document, LENGTH]) for merge in found.merges]
+        if any(length < table.least for length, table in zip(lengths, tables, strict=True)):
+            raise PlanError("A document has fewer tokens than there are ranks to share it.")
         # The last slice is about half as long as the mean one, and each rank must get something of it.
         most = [max(length // (2 * table.grain), 1) for length, table in zip(lengths, tables, strict=True)]
         numbers = numbers_of_packs(works, most, found, count)
@@ -113,12 +128,16 @@ class AsymmetricPacker:
     def __init__(self, job: PackingJob, window: int) -> None:
         self._job = job
         model, divisor = job.cost_model, job.divisor
-        self._lines = Line(model.forward, window, divisor), Line(model.recomputed, window, divisor)
+        self._lines = (
+            Line(model.forward, window, divisor, job.least),
+            Line(model.recomputed, window, divisor, job.least),
+        )
 
     def __call__(self, batch: Pack, count: int, place: Placing = place_greedily) -> Packing:
         works = workload(self._job.cost_model, batch[:, LENGTH])
         passes: list[list[tuple[Pack, Ints]]] = [[], []]
-        for own in shares(works, self._job.data_parallel).own:
+        found = whole_shares(works, batch[:, LENGTH], self._job.data_parallel, self._job.least)
+        for own in found.own:
             documents = batch[own]
             cut = asymmetric(documents[:, LENGTH], works[own], self._lines, count)
             for all_, packs in zip(passes, cut, strict=True):

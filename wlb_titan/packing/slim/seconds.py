@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from wlb_titan.arrays import Floats
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.context import ContextStrategy, after, whole
 from wlb_titan.context.exchange import ExchangeCost
 from wlb_titan.cost.passes import MicroBatches, PassJob
@@ -39,14 +39,14 @@ class PackSeconds:
 
     job: PackJob
 
-    def __call__(self, packing: Packing) -> tuple[Floats, Floats]:
-        """float64 (packs,) each, forward and backward through all stages."""
-        forward, backward = np.empty((2, len(packing.packs)))
-        for ranks in np.unique(packing.sharers).tolist():
-            (own,) = np.nonzero(packing.sharers == ranks)
+    def __call__(self, packing: Packing, packs: Ints) -> tuple[Floats, Floats]:
+        """float64 (n,) each, forward and backward of the numbered packs through all stages."""
+        forward, backward = np.empty((2, len(packs)))
+        sharers = packing.sharers[packs]
+        for ranks in np.unique(sharers).tolist():
+            (own,) = np.nonzero(sharers == ranks)
             job: PackJob = self.job.merged[ranks]
-            packs = packing.by_pass.each(_passing, job, own.tolist())
-            times = job.packing.pass_times(job, packs)
+            times = job.packing.pass_times(job, packing.by_pass.each(_passing, job, packs[own].tolist()))
             forward[own] = times.forward.sum(axis=0)[0]
             backward[own] = (times.inputs + times.weights).sum(axis=0)[0]
         return forward, backward

@@ -198,22 +198,28 @@ def none_empty(places: Ints, end: int) -> Ints:
     return moved
 
 
-def check_count(lengths: Ints, most: Ints, grain: int, count: int) -> None:
+def most_slices(lengths: Ints, grain: int, least: int) -> Ints:
+    """int64 (n,), slices that documents can be cut into at multiples of `grain`, each of `least` tokens.
+
+    The last one has what is left. 0 of documents of fewer tokens, which have to go with others.
+    """
+    return np.maximum((lengths - least) // grain + 1, 0)
+
+
+def check_count(lengths: Ints, most: Ints, least: int, count: int) -> None:
     """Checks that documents can be cut into so many MicroPacks.
 
     Args:
         lengths: int64 (n,), tokens of the documents.
         most: int64 (n,), slices that each can be cut into.
-        grain: tokens that a slice has at least.
+        least: tokens that a MicroPack has at least.
 
     Raises:
         PlanError: they cannot.
     """
-    if int(most.sum()) < count:
+    if (int(most.sum()) or int(lengths.sum() >= least)) < count:
         raise PlanError(
-            f"{len(lengths)} documents of {int(lengths.sum())} tokens cannot be cut into {count} MicroPacks: "
-            f"a slice has at least {grain} tokens. Use fewer of them or a larger global batch.",
-            setting="packing.micropacks",
+            f"{len(lengths)} documents of {int(lengths.sum())} tokens cannot be cut into {count} MicroPacks."
         )
 
 
@@ -226,20 +232,21 @@ class PrefixWork:
         cost_model: predicts the work of whole documents, both passes together.
         longest: tokens of the longest document.
         grain: tokens, at least 1.
+        least: tokens of a slice, at most `grain`.
     """
 
-    def __init__(self, cost_model: CostModel, longest: int, grain: int) -> None:
-        self.grain = grain
+    def __init__(self, cost_model: CostModel, longest: int, grain: int, least: int = 1) -> None:
+        self.grain, self.least = grain, least
         self._table = work_table(partial(workload, cost_model), longest, grain)
 
     def most_slices(self, lengths: Ints) -> Ints:
         """int64 (n,), slices that documents can be cut into."""
-        return -(-lengths // self.grain)
+        return most_slices(lengths, self.grain, self.least)
 
     def cuts(self, length: int, shares: Floats) -> list[int]:
         """Where a document is cut so that its slices' work is as near to `shares` as the grain allows.
 
-        Every slice but the last is a multiple of the grain, and none is empty.
+        Every slice but the last is a multiple of the grain, and none has fewer than `least` tokens.
 
         Args:
             length: tokens of the document.
@@ -248,7 +255,7 @@ class PrefixWork:
         Returns:
             k + 1 numbers from 0 to `length`.
         """
-        most = -(-length // self.grain)
+        most = max(int(self.most_slices(np.array(length))), 1)
         wanted = np.cumsum(shares[:-1])
         above = np.searchsorted(self._table[: most + 1], wanted)  # first place with at least so much work
         above = np.clip(above, 1, most)

@@ -8,11 +8,13 @@ it packs and runs ahead of time, and takes the fewest that fit and come within 1
 packs lose time that the model of work does not know.
 
 A document stays whole in memory until its last slice went back, and beside it what its packs hold besides. So
-a step is predicted before it is given out, and one that does not fit is packed again with more packs.
+a step is predicted before it is given out, and one that does not fit is packed again with more packs; if it
+fits with none, it is given out as it needs least: a prediction ends no run.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,7 +34,7 @@ from wlb_titan.packing.slim.dependencies import dependencies, in_own_order
 from wlb_titan.packing.slim.flow import Flows
 from wlb_titan.packing.slim.micropacks import MOST_TRIED, Placing, Slots, place_greedily
 from wlb_titan.packing.slim.micropacks_milp import SolvedPlacing
-from wlb_titan.packing.slim.phases import AsymmetricPacker, Packer, SymmetricPacker
+from wlb_titan.packing.slim.phases import AsymmetricPacker, Packer, SymmetricPacker, at_most
 from wlb_titan.packing.slim.regrouped import RegroupedRank, regrouped_times
 from wlb_titan.packing.slim.step_peak import step_peak
 from wlb_titan.packing.slim.trials import SLACKS, Trials, numbers_tried
@@ -54,17 +56,11 @@ class Slim(PackingPolicy):
         slack: packs in flight beyond what 1F1B needs.
 
     Raises:
-        PlanError: memory does not hold a document of the context window, or there are too few tokens.
+        PlanError: memory does not hold a document of the context window.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(PackingPolicy.Config):
-        free = (
-            *PackingPolicy.Config.free,
-            *("cost_model", "micropacks", "slack", "tokens_in_flight", "dp_merge", "solver", "time_limit"),
-            *("gap", "asymmetric"),
-        )
-
         micropacks: Annotated[int, Interval(ge=1, le=MOST_MICROPACKS)] | Literal["auto"] = "auto"
         """MicroPacks of a data-parallel rank in a step. More of them leave a smaller bubble and are shorter.
         `auto` tries several on the first documents and takes the fewest that are predicted to come within 1 %
@@ -75,9 +71,9 @@ class Slim(PackingPolicy):
         less for each other. `auto` tries some with each number of MicroPacks."""
 
         tokens_in_flight: Annotated[int, Ge(1)] | Literal["least"] | None = None
-        """Most tokens that a pipeline rank may have in flight, whatever `slack` says; but always as many as
-        one document has. "none" is what is predicted to fit the device's memory, "least" the fewest with
-        which steps are predicted to take at most 1 % longer."""
+        """Most tokens that a pipeline rank may have in flight, that of the mean data-parallel rank, whatever
+        `slack` says; but always as many as one document has. "none" is what is predicted to fit the device's
+        memory, "least" the fewest with which steps are predicted to take at most 1 % longer."""
 
         dp_merge: bool | Literal["auto"] = "auto"
         """Whether several data-parallel ranks share a document of more work than one of them should have in
@@ -182,7 +178,7 @@ class Slim(PackingPolicy):
 
     def __init__(self, config: Config, stream: DocumentStream, job: PackingJob) -> None:
         self._config, self._job = config, job
-        self._arrivals = Arrivals(stream, micro_batches=job.micro_batches)
+        self._arrivals = Arrivals(stream, job)
         self._flows = Flows(job)
         self._packer: Packer = (
             AsymmetricPacker(job, stream.window)
@@ -192,8 +188,9 @@ class Slim(PackingPolicy):
         self._solve: SolvedPlacing | None = None
         self._gap: float | None = None
         self._flow: Flow = ()  # of the step that `next` gave last
+        self._warned = False
         if config.solver == "milp":
-            self._solve = SolvedPlacing(config.time_limit / (job.data_parallel * MOST_TRIED), config.gap)
+            self._solve = SolvedPlacing(config.time_limit, config.gap, job.data_parallel * MOST_TRIED)
         self._settle(stream)
 
     def next(self) -> Packing:
@@ -201,39 +198,46 @@ class Slim(PackingPolicy):
         if self._solve is None:
             return self._fitting(batch, place_greedily)
         self._gap = 0.0
+        self._solve.begin()
         packing = self._fitting(batch, self._solved)
         return replace(packing, gap=self._gap)
 
     def _fitting(self, batch: Pack, place: Placing) -> Packing:
-        """The packs of a step that fits memory, M of a rank or as many more as it takes; and the order of
-        their passes.
+        """The packs of a step and the order of their passes.
 
-        Raises:
-            PlanError: it fits with no number of packs; with the arithmetic of the one that needs least.
+        They are M of a rank; more where these do not fit memory, as many as fit or else as need least; fewer
+        where the documents have too few tokens.
         """
-        least: RankMemory | None = None
+        least: tuple[RankMemory, Packing, Flow] | None = None
         for count in dict.fromkeys(round(self.micropacks * times) for times in MORE):
             try:
-                packing = self._packer(batch, count, place)
+                packing = (self._packer if least else partial(at_most, self._packer))(batch, count, place)
             except PlanError:
-                if least is None:
-                    raise
                 break  # the documents have too few tokens for so many
             works = packing.pass_work(self._job.cost_model)
             self._flow = self._flows.of((packing, *works), self.slack).flow
             peak = step_peak(packing, self._flow, self._job)
             if peak is None or peak.total <= self._job.usable:
                 return packing
-            if least is None or peak.total < least.total:
-                least = peak
+            if least is None or peak.total < least[0].total:
+                least = peak, packing, self._flow
         assert least is not None
-        raise PlanError(
-            f"Step {self._arrivals.iteration} does not fit the {self._job.usable / GIB:.1f} GiB of a device "
-            f"that may be filled, with {self.micropacks} MicroPacks of a rank or with more. It needs at "
-            f"least:\n{least.explain()}\nRaise a degree of parallelism, save more with activation "
-            "checkpointing, or shorten the context window.",
-            setting="packing.micropacks",
-        )
+        peak, packing, self._flow = least
+        self._warn(peak)
+        return packing
+
+    def _warn(self, peak: RankMemory) -> None:
+        """Says once that a step is not predicted to fit."""
+        if not self._warned:
+            warnings.warn(
+                f"Step {self._arrivals.iteration} is not predicted to fit the {self._job.usable / GIB:.1f} "
+                f"GiB of a device that may be filled, with {self.micropacks} MicroPacks of a rank or with "
+                f"more, and runs as it needs least. More steps may; this is said once.\n{peak.explain()}\n"
+                "If memory runs out, raise a degree of parallelism, save more with activation checkpointing, "
+                "or shorten the context window.",
+                stacklevel=3,
+            )
+        self._warned = True
 
     def flows(
         self, packing: Packing, forward: Floats, backward: Floats, ranks: Collection[int]
@@ -270,7 +274,7 @@ class Slim(PackingPolicy):
         if len(numbers) == len(slacks) == 1 and not least:
             self.micropacks, self.slack = numbers[0], slacks[0]
             return
-        arrivals = Arrivals(stream.anew(), micro_batches=self._job.micro_batches)
+        arrivals = Arrivals(stream.anew(), self._job)
         trials = Trials(partial(_batch, arrivals), self._packer, self._flows, self._job, numbers, slacks)
         self.micropacks, self.slack = trials.micropacks, trials.slack
         if least:
@@ -280,4 +284,4 @@ class Slim(PackingPolicy):
 def _batch(arrivals: Arrivals) -> Pack:
     """The documents of the next step, all of them."""
     iteration = arrivals.iteration
-    return delayed(arrivals.next(labelled=0, left=0), iteration)
+    return delayed(arrivals.next(), iteration)

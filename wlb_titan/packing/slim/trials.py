@@ -13,7 +13,7 @@ from functools import cache
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.policy import Pack, PackingJob
 from wlb_titan.packing.slim.flow import Flows, Timed
-from wlb_titan.packing.slim.phases import Packer
+from wlb_titan.packing.slim.phases import Packer, at_most
 
 NUMBERS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16)
 """MicroPacks that are tried, relative to the context windows of a data-parallel rank in a step."""
@@ -43,9 +43,6 @@ class Trials:
 
     Attributes:
         micropacks, slack: what was chosen.
-
-    Raises:
-        PlanError: the documents have too few tokens for any of the numbers.
     """
 
     def __init__(
@@ -63,10 +60,10 @@ class Trials:
         found: dict[tuple[int, int], float] = {}
         for count in numbers:
             try:
-                packings = [packer(batch, count) for batch in batches]
+                packings = [
+                    packer(batch, count) if found else at_most(packer, batch, count) for batch in batches
+                ]
             except PlanError:  # the documents have too few tokens for so many
-                if not found:
-                    raise
                 break
             self._tried[count] = [flows.timed(packing) for packing in packings]
             for slack in slacks:

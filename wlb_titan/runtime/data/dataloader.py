@@ -45,7 +45,7 @@ class Step:
         labels: what the sum of losses is divided by: tokens with a label in the whole job, or their weights.
         own_labels: the same of those in `items`.
         flops: FLOPs of the model on the documents of the whole job.
-        state_after: state of the planners, as JSON.
+        state_after: state of the planners.
         digest: of the plans up to this one, as of `Plan.digest`.
         shadow: what the job's shadow would have made of the step; None without one.
         flow: the order of this data-parallel rank's passes; None leaves it to the schedule.
@@ -58,7 +58,7 @@ class Step:
     labels: float
     own_labels: float
     flops: float
-    state_after: dict[str, str]
+    state_after: dict[str, dict[str, Any]]
     digest: int
     flow: Flow | None = None
     lowered: Any = None
@@ -136,20 +136,21 @@ class PlannedDataLoader(BaseDataLoader):
         self._thread.shutdown()
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(self._state)
+        """The state of each planner, as JSON."""
+        return {name: json.dumps(state, default=np.ndarray.tolist) for name, state in self._state.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues after the step that the state was saved at. Call it before iterating.
 
         Raises:
-            PlanError: the state belongs to another corpus, seed or context window.
+            PlanError: the state belongs to another corpus, mixture, seed or context window.
         """
         for name in self._planners.keys() & state_dict.keys():  # a shadow may have begun since
             self._planners[name].load_state_dict(json.loads(state_dict[name]))
         self._state = self._save()
 
-    def _save(self) -> dict[str, str]:
-        return {name: json.dumps(planner.state_dict()) for name, planner in self._planners.items()}
+    def _save(self) -> dict[str, dict[str, Any]]:
+        return {name: planner.state_dict() for name, planner in self._planners.items()}
 
     def _prepare(self) -> Step:
         plan, shadow = self._planner.next(sharded=[self._dp_rank]), None
