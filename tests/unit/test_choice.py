@@ -13,6 +13,7 @@ from wlb_titan.cost.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
+from wlb_titan.memory.fits import USABLE
 from wlb_titan.packing import POLICIES
 from wlb_titan.policies import Policy
 from wlb_titan.simulator.choice import choose, predicted
@@ -59,6 +60,25 @@ def test_what_travels_is_weighed(job):
         assert choice.job.policy.sharding == best
 
 
+def test_a_large_job_is_tried_on_some_of_its_data_parallel_ranks(monkeypatch):
+    """And not sharded while queues fill: so few micro-batches are divided over context-parallel ranks."""
+    large = Job(window=16384, micro_batches=512, degrees=Degrees(context=2, shard=256))
+    small = replace(large, micro_batches=64, planned=32)
+    assert large.sample(64) == small and small.sample(64) == small
+    divided = []
+    strategy = type(large.strategy)
+    shard = strategy.shard
+    monkeypatch.setattr(strategy, "shard", lambda self, *a, **k: divided.append(1) or shard(self, *a, **k))
+    found = predicted(large, Policy("plain", "per_sequence"), DOCUMENTS)
+    assert len(divided) == 64 * 16
+    plans = small.plans(DOCUMENTS, 16, after=8)
+    tokens = sum(plan.tokens for plan in plans) / 16
+    assert found.tokens_per_second == pytest.approx(8 * tokens / found.seconds)
+    # Weights are divided among all ranks, so a device holds what it holds in the large job.
+    alone = replace(large, micro_batches=64, degrees=Degrees(context=2, shard=32))
+    assert found.memory < predicted(alone, Policy("plain", "per_sequence"), DOCUMENTS).memory
+
+
 def test_a_section_that_names_a_policy_keeps_it(job):
     for policy in (Policy("wlb_lazy", "auto"), Policy("auto", "ulysses")):
         candidates = choose(job.under(policy), DOCUMENTS).candidates
@@ -70,11 +90,12 @@ def test_what_does_not_fit_is_not_chosen(job, choice):
     by_policy = {one.policy: one for one in choice.candidates}
     enough = by_policy[Policy("plain", "per_sequence")].memory
     job = job.under(Policy("auto", "per_sequence"))
-    small = job.on(replace(job.cluster, memory=enough))
-    found = choose(small, DOCUMENTS)
-    assert found.candidates[0].memory <= enough
-    too_large = [one for one in found.candidates if one.memory > enough]
-    assert too_large and all("does not fit a GPU's" in one.problem for one in too_large)
+    mean = np.mean([enough, max(one.memory for one in choice.candidates)])
+    found = choose(job.under(AUTO).on(replace(job.cluster, memory=mean / USABLE)), DOCUMENTS)
+    assert found.candidates[0].memory <= mean
+    too_large = [one for one in found.candidates if one.memory > mean]
+    assert any(one.memory < mean / USABLE for one in too_large)  # it would be within the whole device
+    assert too_large and all("of a device that may be filled" in one.problem for one in too_large)
     assert any("does not fit" in line for line in found.remarks())
     assert {row["peak GiB"][-1] for row in found.rows()[-len(too_large) :]} == {"!"}
     with pytest.raises(PlanError, match=r"finds no policy to choose: .*does not fit"):

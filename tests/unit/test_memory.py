@@ -171,7 +171,10 @@ def test_the_longest_micro_batch_that_fits():
         return Fitting(job, 1024, 1, 32, 0.0).peak(Passes.of([length]))[0].total
 
     assert Fitting(job, 1024, 1, 32, memory(2 * 1024)).longest == 2 * 1024  # never more
-    assert Fitting(job, 1024, 1, 32, USABLE * memory(1024)).longest is None  # no room is left
+    tight = Fitting(job, 1024, 1, 32, USABLE * memory(1024))  # not even windows leave enough room
+    assert tight.longest == 1024 and not tight.windows_fit
+    unknown = Fitting(job, 1024, 1, 32, USABLE * memory(1024), known=False)
+    assert unknown.longest == 2 * 1024 and unknown.windows_fit
     for windows in (1.0, 1.3, 1.77):
         usable = memory(int(windows * 1024))
         longest = Fitting(job, 1024, 1, 32, usable).longest

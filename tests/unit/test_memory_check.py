@@ -48,16 +48,23 @@ policy = "wlb"
 
 def test_what_cannot_fit_is_refused_with_the_arithmetic(loaded):
     from wlb_titan.errors import UserError
+    from wlb_titan.memory.fits import USABLE
     from wlb_titan.runtime.memory import check_memory, predicted_memory
 
     job = loaded(PIPELINE)
     ranks = predicted_memory(job, [job.window] * 8)
     most = max(ranks, key=lambda rank: rank.total)
     assert [rank.layers for rank in ranks] == [8, 9, 8, 7]
-    check_memory(job, most.total)
+    enough = most.total / USABLE + 1
+    check_memory(job, enough)
     with pytest.raises(UserError) as error:
-        check_memory(job, most.total - GIB // 10)
+        check_memory(job, enough - GIB // 10)
     message = str(error.value)
+    # What is refused, and where L_max is no longer than a window, is one limit.
+    for memory, refused in ((enough, False), (enough - GIB // 10, True)):
+        tight = job.on(replace(job.cluster, memory=memory))
+        assert tight.fitting.windows_fit != refused
+        assert job.window <= tight.longest_micro_batch < 1.1 * job.window
     assert f"pipeline rank {most.rank}: {most.total / GIB:.2f} GiB" in message
     assert "activations" in message and "optimizer" in message and "\n" not in message
 
@@ -90,8 +97,11 @@ def test_the_default_of_max_length_is_what_is_predicted_to_fit(loaded):
     user = PIPELINE + f"max_length = {window + 4096}\n"
     assert bounded(0.8 * enough, user) == window + 4096
     assert bounded(0.8 * enough, PIPELINE.replace('"wlb"', '"plain"')) == window
-    # Where not even windows fit, training is refused; a plan is made as if there were room.
-    assert bounded(0.1 * enough) == 2 * window
+    assert bounded(0.1 * enough) == window  # which training refuses
+    # Without a device but the CPU there is nothing to fill, but where its memory is said.
+    on_cpu = loaded(PIPELINE.replace("h100_roce", "cpu"))
+    assert on_cpu.longest_micro_batch == 2 * window
+    assert on_cpu.on(replace(on_cpu.cluster, memory=0.1 * enough)).longest_micro_batch == window
 
 
 def test_a_schedule_that_the_planner_does_not_know_is_not_predicted(loaded):

@@ -122,18 +122,18 @@ def test_experts_are_spread_over_powers_of_two(scenario):
 
 
 def test_micro_batches_are_as_long_as_memory_allows(scenario):
-    def longest(memory):
-        return scenario.job.on(replace(scenario.job.cluster, memory=memory)).fitting.longest
+    def fitting(memory):
+        return scenario.job.on(replace(scenario.job.cluster, memory=memory)).fitting
 
     assert scenario.job.fitting.longest == 2 * 16384
-    assert longest(scenario.job.cluster.memory / 100) is None
+    assert fitting(scenario.job.cluster.memory / 100).longest == 16384
     # It is what a policy packs by, if the user has set no bound.
     each = scenario.job.replica_micro_batches
     passes = Passes.of([int(1.5 * 16384)] * each)
     memory = max(rank.total for rank in scenario.job.fitting.peak(passes)) / USABLE
     small = scenario.on(scenario.job.on(replace(scenario.job.cluster, memory=memory)))
     bound = small.job.fitting.longest
-    assert bound == longest(memory) == int(1.5 * 16384)
+    assert bound == fitting(memory).longest == int(1.5 * 16384)
     assert max(m.length for plan in small.plans(LAZY, 2) for m in plan.micro_batches) <= bound
 
 
@@ -143,6 +143,10 @@ def test_search_finds_the_fastest_that_fits(scenario):
     assert rates == sorted(rates, reverse=True)
     assert {found.job.policy for found in result.found} == {PLAIN, LAZY}
     assert all(found.fits for found in result.found)
+    most = max(found.peak_memory.total for found in result.found)
+    barely = scenario.job.on(replace(scenario.job.cluster, memory=most / 0.95))
+    searched = search(scenario.on(barely), 4, [PLAIN], steps=1).found
+    assert all(found.peak_memory.total <= USABLE * most / 0.95 for found in searched)
     with pytest.raises(PlanError, match="Nothing fits 4 GPUs"):
         tiny = scenario.job.on(replace(scenario.job.cluster, memory=1e8))
         search(scenario.on(tiny), 4, [PLAIN], steps=1)

@@ -36,9 +36,9 @@ class FixedGreedy(PackingPolicy):
 
     The packs are sorted by work and dealt out N at a time, so that the packs of one step are alike. The paper
     does not say which packs share a step, but its imbalance of 1.22, 1.11 and 1.08 over 2, 4 and 8 global
-    batches (Table 2) needs this: on our lengths it is 1.23, 1.12 and 1.06, and 1.35, 1.32 and 1.31 where packs
-    are dealt in the order of the stream. The price is that heavy steps come before light ones. Documents arrive
-    when their global batches are read, so the delay of the k-th step after that is k.
+    batches (Table 2) needs this: on our lengths it is 1.23, 1.12 and 1.06, and dealt in the order of the
+    stream 1.35, 1.32 and 1.31. The price is that heavy steps come before light ones. Documents arrive when
+    their global batches are read, so the delay of the k-th step after that is k.
 
     Raises:
         PlanError: there are fewer than one global batch.
