@@ -171,7 +171,7 @@ def test_resumes_where_it_was_saved():
     lengths = np.random.default_rng(0).integers(2, 150, size=40)
     one, again = planner(lengths, data_parallel=2), planner(lengths, data_parallel=2)
     one.next()
-    again.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    again.load_state_dict(json.loads(json.dumps(one.state_dict(), default=np.ndarray.tolist)))
     expected, plan = one.next().to_json(), again.next().to_json()
     assert plan | {"plan_ms": 0} == expected | {"plan_ms": 0}
     assert {"documents", "workload", "index"} <= plan["backward"][0].keys()

@@ -102,3 +102,20 @@ def test_examples_of_the_page_run_and_import_neither_torch_nor_datasets():
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout
     assert not {"torch", "torchtitan", "datasets", "pyarrow"} & set(loaded.split())
+
+
+def test_few_counts_are_tried_and_few_pairs_looked_at(monkeypatch):
+    """Of sequences beyond half of the limit each needs a micro-batch, and no swap looks at thousands."""
+    from wlb_titan import balancing
+
+    tries, dealt, sizes, spread = [], balancing._dealt, [], balancing._spread
+    monkeypatch.setattr(balancing, "_dealt", lambda units, *a: tries.append(1) or dealt(units, *a))
+    monkeypatch.setattr(balancing, "_spread", lambda units: sizes.append(len(spread(units))) or spread(units))
+    lengths = np.random.default_rng(0).integers(501, 600, 400)
+    plan = wlb_titan.balance(lengths, ranks=2, tokens_per_rank=1000)
+    assert plan.work.shape == (2, 200) and len(tries) == 1
+    tries.clear()
+    plan = wlb_titan.balance(lengths // 3 * 2, ranks=2, tokens_per_rank=1000)
+    assert plan.work.shape == (2, 100) and len(tries) <= 10
+    wlb_titan.balance(np.random.default_rng(0).lognormal(5, 1, 3000).astype(int) + 1, ranks=2)
+    assert max(sizes) == 250 <= balancing.LOOKED_AT  # of 1,500

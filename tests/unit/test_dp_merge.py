@@ -15,6 +15,7 @@ from wlb_titan.cost.cluster import Link
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
+from wlb_titan.packing.policy import Packing, PackingJob
 from wlb_titan.packing.slim.dp_merge import (
     LIGHT,
     MOST_MERGED,
@@ -24,6 +25,8 @@ from wlb_titan.packing.slim.dp_merge import (
     numbers_of_packs,
     shares,
 )
+from wlb_titan.packing.slim.flow import LOOKED_AT, Flows
+from wlb_titan.packing.slim.seconds import PackSeconds
 from wlb_titan.packing.slim.slices import sliced_document
 from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.plan import ID, LENGTH, PREFIX, START, TOTAL
@@ -233,7 +236,7 @@ def test_a_rank_of_the_group_has_the_share_that_it_asks_for():
 def test_resumes_where_it_was_saved():
     made, again = (planner(one_long() * 2, data_parallel=4, seed=3, slim=ALWAYS) for _ in range(2))
     made.next()
-    again.load_state_dict(json.loads(json.dumps(made.state_dict())))
+    again.load_state_dict(json.loads(json.dumps(made.state_dict(), default=np.ndarray.tolist)))
     following = [one.next().to_json() | {"plan_ms": 0} for one in (made, again)]
     assert following[0] == following[1]
 
@@ -347,6 +350,34 @@ def test_auto_shares_where_that_is_predicted_to_be_faster():
     slow = replace(fast.cluster, node=Link(1e3, 1.0), network=Link(1e3, 1.0))
     _, plans = predicted(auto, cluster=slow)
     assert not any(m.merged for m in plans[0].micro_batches)
+
+
+def test_auto_asks_for_the_times_of_few_packs():
+    """However many data-parallel ranks there are."""
+    auto = replace(ALWAYS, dp_merge="auto")
+    asked = []
+
+    class Counted(PackSeconds):
+        def __call__(self, packing, packs):
+            asked.append((len(packs), len(packing.packs)))
+            return super().__call__(packing, packs)
+
+    job, plans = predicted(auto)
+    flows = Flows(PackingJob(
+        window=job.window, micro_batches=job.micro_batches, cost_model=job.cost_model, longest=job.window,
+        data_parallel=job.degrees.data, pass_seconds=Counted(job), merging=job.merging,
+    ))  # fmt: skip
+    packs = [m for m in plans[0].packs]
+    assigned = [
+        [number for number, m in enumerate(packs) if rank in (m.merged or [m.dp_rank])]
+        for rank in range(job.degrees.data)
+    ]
+    packing = Packing([m.documents for m in packs], slices=[m.slices for m in packs], assigned=assigned)
+    _, forward, backward = flows.estimated(packing)
+    assert all(few <= LOOKED_AT for few, _ in asked)
+    _, exact, _ = flows.timed(packing)
+    np.testing.assert_allclose(forward, exact, rtol=0.3)
+    assert asked[-1] == (len(packs), len(packs)) and (backward > forward).all()
 
 
 def test_every_rank_of_the_group_holds_all_keys_and_a_share_of_the_activations():

@@ -267,7 +267,7 @@ def test_resumes_where_it_was_saved():
     job, again = planner(lengths, data_parallel=2), planner(lengths, data_parallel=2)
     for _ in range(3):
         job.next()
-    again.load_state_dict(json.loads(json.dumps(job.state_dict())))
+    again.load_state_dict(json.loads(json.dumps(job.state_dict(), default=np.ndarray.tolist)))
 
     def without_time(plan):
         return plan.to_json() | {"plan_ms": 0}
@@ -369,3 +369,22 @@ def test_a_step_that_does_not_fit_is_packed_again_with_more_packs():
     with warnings.catch_warnings(action="error"):  # said once
         policy.next()
     assert len(first.packs) > 4
+
+
+def test_a_solver_is_asked_about_no_more_than_it_can_write_down_in_time(monkeypatch):
+    """In size, and in the time of the whole step."""
+    from wlb_titan.packing import milp
+
+    asked = []
+    run = milp.Milp.__call__
+    monkeypatch.setattr(milp.Milp, "__call__", lambda *a, **k: asked.append(1) or run(*a, **k))
+    works = np.sort(np.random.default_rng(0).uniform(1, 2, 40))[::-1]
+    slots = Slots(np.zeros(8), np.ones(8, dtype=np.int64))
+    solve = SolvedPlacing(100.0, 0.5, placings=1)
+    monkeypatch.setattr(milp, "MOST_VARIABLES", 40 * 8 - 1)
+    placed, gap = solve(slots, works)
+    assert (placed == place_greedily(slots, works)).all() and 0 <= gap < 0.2
+    monkeypatch.setattr("wlb_titan.packing.slim.micropacks_milp.time.perf_counter", lambda: 0.0)
+    solve.begin()
+    monkeypatch.setattr("wlb_titan.packing.slim.micropacks_milp.time.perf_counter", lambda: 101.0)
+    assert (solve(slots, works)[0] == placed).all() and len(asked) == 1

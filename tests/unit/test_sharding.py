@@ -447,3 +447,16 @@ def test_the_fastest_sharding_of_a_slice_is_that_with_its_prefix(lengths, ranks,
         p: context.after(s.shard(lengths, total, slices=slices)[1], prefixes) for p, s in strategies.items()
     }
     check_fastest(strategies, shards)
+
+
+@pytest.mark.parametrize(("heads", "group", "ranks", "most"), [(32, 8, 3, 16), (24, 3, 5, 6), (32, 4, 4, 8)])
+def test_ulysses_is_predicted_with_the_heads_that_a_rank_runs(heads, group, ranks, most):
+    """Key heads go whole to a rank, with all their queries, where there are enough of them."""
+    latency = hopper(128, heads, group=group)
+    strategy = STRATEGIES.configure("ulysses").make(ranks, latency)
+    runs = [strategy.heads(heads, heads // group, rank)[0] for rank in range(ranks)]
+    assert max(runs) == most
+    _, sharding = strategy.shard(np.array([4096, 512]), 4608 // ranks * ranks + ranks * (4608 % ranks > 0))
+    whole = (np.array([[0, 0, 4096], [1, 0, 512]]),)
+    expected = [replace(latency, heads=n).seconds(whole)[0] for n in runs]
+    np.testing.assert_allclose(strategy.seconds(sharding), expected)
