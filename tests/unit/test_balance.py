@@ -117,5 +117,11 @@ def test_few_counts_are_tried_and_few_pairs_looked_at(monkeypatch):
     tries.clear()
     plan = wlb_titan.balance(lengths // 3 * 2, ranks=2, tokens_per_rank=1000)
     assert plan.work.shape == (2, 100) and len(tries) <= 10
-    wlb_titan.balance(np.random.default_rng(0).lognormal(5, 1, 3000).astype(int) + 1, ranks=2)
-    assert max(sizes) == 250 <= balancing.LOOKED_AT  # of 1,500
+    lengths = np.random.default_rng(0).permutation(3000) + 1
+    units = balancing._units(lengths, wlb_titan.causal(), None, None)
+    bins = [list(range(1000)), list(range(1000, 3000))]
+    balancing._even_out(units, bins, int(lengths.sum()))
+    assert sorted(itertools.chain(*bins)) == list(range(3000))
+    assert 100 < max(sizes) <= balancing.LOOKED_AT
+    work = [units.work[members].sum() for members in bins]
+    assert max(work) < 1.01 * min(work)

@@ -20,7 +20,7 @@ Timed = tuple[Packing, Floats, Floats]
 """A step's packs, and float64 (packs,) how long forward and backward passes of each take."""
 
 LOOKED_AT = 4
-"""Packs, of those that as many ranks share, by which the times of all of them are estimated."""
+"""Heaviest packs, of those that as many ranks share, by which the times of all of them are estimated."""
 
 
 class Flows:
@@ -80,7 +80,7 @@ class Flows:
         if self._job.pass_seconds is not None:
             for sharers in np.unique(packing.sharers):
                 (own,) = np.nonzero(packing.sharers == sharers)
-                few = own[:: -(-len(own) // LOOKED_AT)]
+                few = own[np.argsort(-forward[own], kind="stable")[:LOOKED_AT]]
                 for works, seconds in zip(
                     (forward, backward), self._job.pass_seconds(packing, few), strict=True
                 ):
