@@ -181,6 +181,12 @@ def start_cases(
     return server.start([Rank([str(jobs)], log)] * processes, program, together), log, results
 
 
+def assert_met(met: Mapping) -> None:
+    """What `recording.Recorder.met` found is calls that all meet."""
+    assert met["calls"] > 0
+    assert met["unmet"] is None, met["unmet"]
+
+
 def finish(experiment: Experiment, job: Job) -> None:
     codes = job.wait(TIMEOUT)
     assert not any(codes), f"{experiment.folder.name}: exit codes {codes}: {first_failure(experiment.log)}"

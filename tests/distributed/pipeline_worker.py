@@ -32,6 +32,7 @@ from pipeline_reference import (  # noqa: E402
     step_data,
     valid_tokens,
 )
+from recording import RECORDER  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
@@ -174,7 +175,7 @@ def run_case(corpus, *, name, steps, evaluate=(), cp=1, dp=1, replicate=1, **opt
         record = {"step": step}
         if step in evaluate:
             losses = [] if trainer.pp_has_last_stage else None
-            with torch.no_grad(), trainer.train_context():
+            with RECORDER, torch.no_grad(), trainer.train_context():
                 trainer.pp_schedule.eval(**processed(trainer, data[rank]), losses=losses)
             record["eval"] = added_up(trainer, losses) / int(valid_tokens(data))
             record["eval_reference"] = reference.step(data, backward=False)[0] if reference else None
@@ -185,6 +186,7 @@ def run_case(corpus, *, name, steps, evaluate=(), cp=1, dp=1, replicate=1, **opt
             record["reference"], expected = reference.step(data)
             record["error"], record["worst"] = differences(gradients, expected)
         records.append(record)
+    records[-1]["met"] = RECORDER.met()
     trainer.close()
     return records
 
@@ -252,7 +254,8 @@ def memory_in_use():
 def train_step(trainer, data, rank):
     """Forward and backward of rank `rank`'s micro-batches; returns the losses on the last stage."""
     losses = [] if trainer.pp_has_last_stage else None
-    with trainer.train_context():
+    RECORDER.latest = lambda: trainer.timer.latest
+    with RECORDER, trainer.train_context():
         trainer.pp_schedule.step(
             **processed(trainer, data[rank]),
             losses=losses,

@@ -18,6 +18,7 @@ from cases import run_cases  # noqa: E402
 from lab import CONFIG  # noqa: E402
 from pipeline_reference import Reference, Sequence, differences  # noqa: E402
 from pipeline_worker import WorkerTrainer, added_up, gathered, make_config  # noqa: E402
+from recording import RECORDER  # noqa: E402
 from torchtitan.components.loss import IGNORE_INDEX  # noqa: E402
 
 from wlb_titan.context import STRATEGIES  # noqa: E402
@@ -105,7 +106,9 @@ def run_case(*, name, steps=(1,), **options):
         if trainer.step not in steps:
             next(loader)
             continue
-        trainer.train_step(loader)
+        RECORDER.latest = lambda: trainer.timer.latest
+        with RECORDER:
+            trainer.train_step(loader)
         plan = trainer.planned.plan
         record = {"loss": added_up(trainer, [trainer.loss] if last else [])}
         gradients = gathered(trainer, lambda p: p.grad)
@@ -117,6 +120,7 @@ def run_case(*, name, steps=(1,), **options):
             record["longest_document"] = int(plan.document_lengths.max())
             record["merged"] = [list(m.merged) for m in plan.packs if m.merged]
         records.append(record)
+    records[-1]["met"] = RECORDER.met()
     trainer.close()
     return records
 

@@ -1,9 +1,12 @@
 """Document attention inside torchtitan's models: as their own attention there, and the same on two ranks."""
 
+import json
+
 import bases
 import pytest
+import recording
 import torch
-from lab import layout
+from lab import assert_met, layout
 from torchtitan.distributed.utils import get_spmd_backend, set_spmd_backend
 
 from wlb_titan.runtime.attention.module import DocumentMask
@@ -42,7 +45,8 @@ def runs(lab):
         seeds[model].folder = lab.folder / f"seed_{model}"
         seed = ("--checkpoint.initial_load_path", str(seeds[model].folder / "checkpoint" / "step-0"))
         alone[model] = lab.experiment(f"{model}_one_process", *base, *layout(), *seed)
-        parallel[model] = lab.experiment(f"{model}_cp2", *base, *PARALLEL[model], *seed)
+        recorded = ("--base", f"recording:{model}", *COMMON)
+        parallel[model] = lab.experiment(f"{model}_cp2", *recorded, *PARALLEL[model], *seed)
     lab.run(1, [*seeds.values(), *alone.values()])
     lab.run(2, list(parallel.values()))
     return alone, parallel
@@ -56,6 +60,12 @@ def test_losses_equal_one_process(runs, model):
     # gpt_oss' experts compute in bfloat16: sums in another order round to other numbers.
     tolerance = 1e-3 if model == "gpt_oss" else 1e-4
     assert parallel[model].losses() == pytest.approx(alone[model].losses(), rel=tolerance)
+
+
+@pytest.mark.parametrize("model", PARALLEL)
+def test_all_calls_meet(runs, model):
+    _, parallel = runs
+    assert_met(json.loads((parallel[model].folder / recording.FILE).read_text()))
 
 
 LENGTHS = (40, 7, 81)

@@ -3,7 +3,7 @@
 import signal
 
 import pytest
-from lab import Cases, make_corpus, start_cases
+from lab import Cases, assert_met, make_corpus, start_cases
 
 CHANGING = [[64, 128, 256, 72], [200, 16, 32, 128, 64]]
 SHORT = [[64, 128, 32, 96]]
@@ -104,6 +104,11 @@ def test_losses_equal_one_process(results, name):
     records = results[name]
     assert len(records) == len(CASES[name]["steps"])
     assert [r["loss"] for r in records] == pytest.approx([r["reference"] for r in records], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_calls_meet(results, name):
+    assert_met(results[name][-1]["met"])
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -4,7 +4,7 @@ import json
 from collections import Counter
 
 import pytest
-from lab import Cases, layout
+from lab import Cases, assert_met, layout
 
 COMMON = (
     *("--training.seq_len", "512", "--training.steps", "2"),
@@ -110,6 +110,11 @@ def test_losses_equal_one_process(results, name):
     records = results[name]
     assert len(records) == len(STEPS[name])
     assert [r["loss"] for r in records] == pytest.approx([r["reference"] for r in records], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_all_calls_meet(results, name):
+    assert_met(results[name][-1]["met"])
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -5,7 +5,7 @@ import math
 from collections import Counter, defaultdict
 
 import pytest
-from lab import Cases, layout, make_corpus
+from lab import Cases, assert_met, layout, make_corpus
 
 INTERLEAVED = {"schedule": "Interleaved1F1B", "pp": 2, "layers": 4}
 CASES = {
@@ -106,6 +106,11 @@ def results(tmp_path_factory, fork_server):
 def test_losses_equal_one_process(results, name):
     records = results[name]
     assert [r["loss"] for r in records] == pytest.approx([r["reference"] for r in records], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_calls_meet(results, name):
+    assert_met(results[name][-1]["met"])
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from wlb_titan.commands import lone_ranks as lone
+from wlb_titan.commands.all_ranks import alike, calls_of_all
 from wlb_titan.commands.errors import check_outputs
 from wlb_titan.commands.options import OVERRIDABLE, json_option, of_file
-from wlb_titan.commands.report.dryrun import print_rank
+from wlb_titan.commands.report.dryrun import print_rank, print_ranks
 from wlb_titan.cost.cluster import UNKNOWN, cluster_of_device
 from wlb_titan.memory.fits import usable_share
 from wlb_titan.memory.peak import GIB
 from wlb_titan.policies import policy_parts
+from wlb_titan.simulator.calls import RankCalls, unmet
 
 if TYPE_CHECKING:
     from wlb_titan.documents import Documents
@@ -66,7 +69,8 @@ def dryrun(
     Each rank that is asked for is built and parallelised as the job builds it, on tensors that have shapes
     but no memory and in a process group that has no other processes, and runs a whole planned step: forward,
     backward, clipping, optimizer. Reported are its parameters, its collectives, the traced peak of its
-    memory beside the predicted one, and any error as the job would meet it.
+    memory beside the predicted one, and any error as the job would meet it. With --rank all ranks that do the
+    same run once, and the collectives, sends and receives of all ranks are held against each other.
 
     Takes some seconds to a minute a rank, and about 1 GiB of memory. Nothing is trained, loaded or saved. If
     the corpus is not on this machine, documents of synthetic lengths take its place.
@@ -100,13 +104,18 @@ def dryrun(
             job = lone.decided_job(config, world_size, job.cluster.memory)
             words += lone.policy_words(job.policy)
         slices = job.packing.owner.slices
+        documents = training_documents(load_config(file, words, world_size).config.wlb)
         if step is None:
-            step, longest = _fullest(job, training_documents(load_config(file, words, world_size).config.wlb))
+            step, longest = _fullest(job, documents)
             chosen = f" It has the longest micro-batch of the first steps, {longest.length:,} tokens."
             if ranks == lone.DEFAULT_RANKS:
                 numbers = job.degrees.ends_of(longest.dp_rank)
         bound = "" if slices else f", micro-batches of at most {job.longest_micro_batch:,} tokens"
         click.echo(f"Step {step} of {file} under {job.policy}{bound}.{chosen}")
+        same = {}
+        if ranks == "all":
+            same = alike(job.trained, job.trained.plans(documents, 1, after=step - 1)[0])
+            numbers = sorted(set(same.values()))
         # An accelerator that is there is not used: tensors have no memory, and the trace is of the CPU.
         command = lone.RankCommand(
             "wlb_titan.runtime.lone.dryrun",
@@ -116,13 +125,21 @@ def dryrun(
             {"CUDA_VISIBLE_DEVICES": ""},
         )
         results = command.run(numbers, Path(folder), os.cpu_count() or 1)
+    calls = {
+        result["rank"]: RankCalls.from_json(result.pop("calls")) for result in results if "calls" in result
+    }
     if output is not None:
         lone.write_json(output, results)
     for result in results:
-        print_rank(result, world_size)
+        if not same or "error" in result:
+            print_rank(result, world_size)
+    problem = None
+    if same and len(calls) == len(results):
+        print_ranks(results, calls, same)
+        problem = _say_whether_calls_meet(calls_of_all(calls, same, job.degrees))
     if device_gib is not None:
         _say_whether_it_fits(results, device_gib, usable_share(slices))
-    if any("error" in result for result in results):
+    if problem or any("error" in result for result in results):
         sys.exit(1)
 
 
@@ -133,6 +150,17 @@ def _fullest(job: Job, documents: Documents) -> tuple[int, MicroBatch]:
     plans = [planner.next(sharded=()) for _ in range(steps)]
     micro_batches = ((step, m) for step, plan in enumerate(plans, start=1) for m in plan.micro_batches)
     return max(micro_batches, key=lambda found: found[1].length)
+
+
+def _say_whether_calls_meet(calls: Mapping[int, RankCalls]) -> str | None:
+    """Says it, and returns what does not meet."""
+    problem = unmet(calls, queue_per_edge=True)
+    number = sum(len(one.calls) for one in calls.values())
+    if problem is None:
+        click.echo(f"\nAll {number:,} calls of {len(calls)} ranks meet, in the order that NCCL keeps.")
+    else:
+        click.echo(f"\nThe job would hang or fail: {problem}")
+    return problem
 
 
 def _say_whether_it_fits(results: list[dict[str, Any]], device_gib: float, usable: float) -> None:

@@ -48,6 +48,7 @@ it
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -213,6 +214,30 @@ def process_groups() -> list[dist.ProcessGroup]:
     return [group for group, (backend, _) in _world.pg_map.items() if backend != "fake"]
 
 
+def groups_made() -> tuple[int, dict[str, list[int]]]:
+    """How many process groups this rank took part in making, as a member or not; and by name, in the order of
+    making, the global ranks of those that it is in.
+
+    Without `_world`: a dry run does not compare in which order ranks make groups.
+    """
+    groups = {name: list(_world.pg_group_ranks[group]) for group, name in _world.pg_names.items()}
+    return _world.group_count, groups
+
+
+def place_in_batch() -> int | None:
+    """Which operation of the `batch_isend_irecv` under way this is, from 0; None outside of one.
+
+    Reads two of its local variables. Without them: sends and receives count as issued one by one.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not dist.batch_isend_irecv.__code__:
+        frame = frame.f_back
+    if frame is None:
+        return None
+    here = frame.f_locals
+    return next(i for i, one in enumerate(here["p2p_op_list"]) if one is here["p2p_op"])
+
+
 __all__ = [
     "AsyncCollectiveTensor",
     "BaseDataLoader",
@@ -236,12 +261,14 @@ __all__ = [
     "done_work",
     "ensure_receives_drained",
     "get_custom_graph_passes",
+    "groups_made",
     "in_backward_pass",
     "mark_unbacked",
     "metrics_rank_of",
     "modules_of_stages",
     "owner_of",
     "pipeline_metadata",
+    "place_in_batch",
     "process_groups",
     "ranks_of_group",
     "rotary_length",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wlb_titan.commands.console import make_console, show_table
+from wlb_titan.simulator.calls import RankCalls
 
 LARGEST = 8  # groups of tensors that are named
 
@@ -36,6 +38,33 @@ def print_rank(result: dict[str, Any], world_size: int) -> None:
         console.print(f"  {entry['gib']:8.3f} GiB  {entry['tensors']:4} x {entry['what']}", markup=False)
     if result["collectives"]:
         show_table(collective_rows(result["collectives"]))
+
+
+def print_ranks(
+    results: Sequence[dict[str, Any]], calls: Mapping[int, RankCalls], same: Mapping[int, int]
+) -> None:
+    """A row for each rank that was run: who does the same, its memory and its calls.
+
+    Args:
+        results: as of `print_rank`, without errors.
+        same: for each rank of the job the one that was run for it.
+    """
+    alike: dict[int, list[int]] = {}
+    for rank, first in same.items():
+        alike.setdefault(first, []).append(rank)
+    show_table(
+        [
+            {
+                "rank": str(result["rank"]),
+                "place": ", ".join(f"{axis} {number}" for axis, number in result["coordinates"].items()),
+                "ranks that do the same": str(len(alike[result["rank"]])),
+                "micro-batches": f"{len(result['lengths'])}, up to {max(result['lengths']):,} tokens",
+                "traced GiB": f"{result['traced_gib']:.2f}",
+                "calls": f"{len(calls[result['rank']].calls):,}",
+            }
+            for result in results
+        ]
+    )
 
 
 def memory_rows(result: dict[str, Any]) -> list[dict[str, str]]:

@@ -17,6 +17,7 @@ from wlb_titan.memory.peak import GIB
 from wlb_titan.plan import Action
 from wlb_titan.runtime.compat import DataDependentOutputException, FakeTensorMode
 from wlb_titan.runtime.data.inputs import Item
+from wlb_titan.runtime.lone.calls import CallLog
 from wlb_titan.runtime.lone.dry_model import AttentionOfSlices, dry_config
 from wlb_titan.runtime.lone.memory_trace import MemoryTrace
 from wlb_titan.runtime.lone.trainer import LoneTrainer
@@ -70,7 +71,8 @@ class DryTrainer(LoneTrainer):
         lengths = [m.length for m in mine]
         parameters = [p for part in self.model_parts for p in part.parameters()]
         buffers = [b for part in self.model_parts for b in part.buffers()]
-        trace = self._trace = MemoryTrace(self._fake, _weight_shapes(parameters))
+        calls = CallLog(lambda: self.timer.latest)
+        trace = self._trace = MemoryTrace(self._fake, _weight_shapes(parameters), calls)
         for term, tensors in (("weights", parameters), ("rotary", buffers)):
             for tensor in tensors:
                 trace.add(tensor, term)
@@ -106,7 +108,8 @@ class DryTrainer(LoneTrainer):
                 {"gib": size / GIB, "tensors": number, "what": what} for size, number, what in passes.largest
             ],
             **self._predicted(planned.plan),
-            "collectives": self._collectives(trace.collectives),
+            "collectives": self._collectives(calls.collectives),
+            "calls": calls.of_rank().to_json(),
             "seconds": time.perf_counter() - begin,
         }
 

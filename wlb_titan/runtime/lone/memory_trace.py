@@ -15,26 +15,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from wlb_titan.runtime.compat import AsyncCollectiveTensor, FakeTensor, FakeTensorMode, in_backward_pass
+from wlb_titan.runtime.lone.calls import CallLog
 
 SNAPSHOT_STEP = 1.002
 """A peak this much above the last one is looked at again: taking it apart costs more than an operation."""
-
-COLLECTIVES = {
-    "allgather": "all-gather",
-    "reducescatter": "reduce-scatter",
-    "allreduce": "all-reduce",
-    "alltoall": "all-to-all",
-    "broadcast": "broadcast",
-    "send": "send",
-    "recv": "receive",
-}
-"""How the operations' names begin, without underscores, and what they are called here."""
 
 GATHERED, FORWARD, BACKWARD = "gathered", "activations", "backward"
 
@@ -70,19 +59,24 @@ class MemoryTrace(TorchDispatchMode):
     Args:
         fake: the mode of the rank's tensors. DTensor works out shapes on tensors of a mode of its own.
         weight_shapes: shapes of whole weights, as this rank has them between gathering and freeing them.
+        calls: gets the collectives, sends and receives.
 
     Attributes:
         current: bytes alive.
         highest: the most bytes that were alive at any time.
         peak: what was alive then, or at a moment with 0.2 % less.
-        collectives: number and bytes by kind and group: of the larger of what goes in and what comes out.
     """
 
-    def __init__(self, fake: FakeTensorMode, weight_shapes: Iterable[tuple[int, ...]] = ()) -> None:
+    def __init__(
+        self,
+        fake: FakeTensorMode,
+        weight_shapes: Iterable[tuple[int, ...]] = (),
+        calls: CallLog | None = None,
+    ) -> None:
         super().__init__()
         self.current = self.highest = 0
         self.peak = Snapshot()
-        self.collectives: dict[tuple[str, str], tuple[int, int]] = {}
+        self._calls = calls
         self._fake = fake
         self._storages: dict[int, _Storage] = {}
         self._resizable: set[int] = set()
@@ -119,8 +113,8 @@ class MemoryTrace(TorchDispatchMode):
             return NotImplemented  # DTensor goes on to operations on local tensors, which come back here
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self._count(func, args, kwargs, result)
+        if self._calls is not None and func.namespace in ("c10d", "_c10d_functional"):
+            self._calls.note(func, args, kwargs, result)
         if func.namespace == "fsdp":  # writes into tensors that it is given
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, torch.Tensor):
@@ -148,17 +142,6 @@ class MemoryTrace(TorchDispatchMode):
         shape = tuple(tensor.shape)
         is_buffer = len(shape) == 1 and tensor.is_floating_point() and tensor.numel() > 1 << 16
         return is_buffer or shape in self._weight_shapes or shape[::-1] in self._weight_shapes
-
-    def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        name = func._schema.name.partition("::")[2].strip("_").replace("_", "")
-        kind = next((kind for prefix, kind in COLLECTIVES.items() if name.startswith(prefix)), None)
-        if kind is None:  # waiting, and what autograd needs
-            return
-        # Each by itself: some collectives are given what they write into beside what they read.
-        size = max(_bytes(tree_leaves(one)) for one in (*args, *kwargs.values(), result))
-        key = kind, _group(args)
-        number, total = self.collectives.get(key, (0, 0))
-        self.collectives[key] = (number + 1, total + size)
 
     def _freed(self, key: int) -> None:
         entry = self._storages.pop(key, None)
@@ -205,17 +188,3 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
-
-
-def _group(args: Iterable[Any]) -> str:
-    """The name of the process group among a collective's arguments."""
-    for value in reversed(list(args)):
-        if isinstance(value, str):  # functional collectives name it, after the reduction
-            return value
-        if isinstance(value, torch.ScriptObject) and value._type().name() == "ProcessGroup":
-            return dist.ProcessGroup.unbox(value).group_name
-    return ""
-
-
-def _bytes(leaves: Iterable[Any]) -> int:
-    return sum(t.numel() * t.element_size() for t in leaves if isinstance(t, torch.Tensor))

@@ -24,12 +24,14 @@ class PassTimer:
         on: whether passes are measured.
         first: number of the first micro-batch of the run at hand; a step may have several runs.
         clock: clock of passes on the CPU, in seconds.
+        latest: the latest pass that began, measured or not.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.on = False
         self.clock: Callable[[], float] = time.perf_counter
         self.first = 0
+        self.latest = "the beginning"
         self._device = device
         self._start: Any = None
         self._stream: torch.Stream | None = None
@@ -47,6 +49,7 @@ class PassTimer:
     @contextmanager
     def time(self, kind: str, stage: int, micro_batch: int) -> Iterator[None]:
         """Measures what runs within; `micro_batch` counts from the run's first."""
+        self.latest = f"{kind}{self.first + micro_batch} of stage {stage}"
         if not self.on:
             yield
             return

@@ -1,0 +1,123 @@
+"""Whether all that ranks of a test's job ask of their process groups meets, by NCCL's rules and not gloo's.
+
+Hooks of the process groups see every call of the main thread, on any backend: those of the threads that plan
+ahead or save checkpoints have groups of their own. `recording:NAME` is the base `bases:NAME` whose trainer
+writes what `met` returns into its dump folder.
+"""
+
+import dataclasses
+import json
+import threading
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import bases
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+
+from wlb_titan.runtime.compat import groups_made, place_in_batch
+from wlb_titan.runtime.lone.calls import site
+from wlb_titan.runtime.trainer import Trainer
+from wlb_titan.simulator.calls import RECEIVE, SEND, Call, RankCalls, unmet
+
+HOOK = 4711  # any number that torch's own hooks do not have
+KINDS = {
+    "SEND": SEND,
+    "RECV": RECEIVE,
+    "ALLREDUCE": "all-reduce",
+    "ALLREDUCE_COALESCED": "all-reduce",
+    "ALLGATHER": "all-gather",
+    "ALLGATHER_BASE": "all-gather",
+    "ALLGATHER_COALESCED": "all-gather",
+    "ALLGATHER_INTO_TENSOR_COALESCED": "all-gather",
+    "REDUCE_SCATTER": "reduce-scatter",
+    "REDUCE_SCATTER_BASE": "reduce-scatter",
+    "REDUCE_SCATTER_TENSOR_COALESCED": "reduce-scatter",
+    "ALLTOALL": "all-to-all",
+    "ALLTOALL_BASE": "all-to-all",
+}
+FILE = "calls.json"
+
+
+class Recorder:
+    """Keeps the calls that are made within `with`."""
+
+    def __init__(self):
+        self.latest = lambda: ""
+        self._hooked, self._on, self._batches, self._calls = set(), False, 0, []
+
+    def __enter__(self):
+        for group, name in list(_world.pg_names.items()):
+            if name not in self._hooked and len(_world.pg_group_ranks[group]) > 1:
+                group.register_pre_hook(HOOK, partial(self._keep, name))
+                self._hooked.add(name)
+        self._on = True
+
+    def __exit__(self, *_):
+        self._on = False
+
+    def _keep(self, name, call):
+        if not self._on or threading.current_thread() is not threading.main_thread():
+            return
+        kind = KINDS.get(call.name.name, call.name.name.lower())
+        place = place_in_batch() if kind in (SEND, RECEIVE) else None
+        self._batches += place == 0
+        tensors = [*call.input_tensors, *call.output_tensors]
+        sizes = [sum(t.nbytes for t in one) for one in (call.input_tensors, call.output_tensors)]
+        dtype = str(tensors[0].dtype) if tensors else ""
+        batch = 0 if place is None else self._batches
+        where = f"{self.latest()}, {site()}"
+        self._calls.append((name, call.root, Call(kind, 0, *sizes, dtype, -1, batch, where)))
+
+    def _of_rank(self):
+        made, ranks = groups_made()
+        groups = {name: tuple(members) for name, members in ranks.items() if len(members) > 1}
+        numbers = {name: number for number, name in enumerate(groups)}
+        calls = [
+            call._replace(group=numbers[name], peer=-1 if root < 0 else groups[name][root])
+            for name, root, call in self._calls
+        ]
+        return RankCalls(made, list(groups.values()), calls)
+
+    def met(self):
+        """The number of calls of all ranks since the last time, and what does not meet; on rank 0."""
+        mine, self._calls = self._of_rank().to_json(), []
+        everything = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(mine, everything)
+        if everything is None:
+            return None
+        ranks = {rank: RankCalls.from_json(one) for rank, one in enumerate(everything)}
+        calls = sum(len(one.calls) for one in ranks.values())
+        return {"calls": calls, "unmet": unmet(ranks, queue_per_edge=False)}
+
+
+RECORDER = Recorder()
+
+
+class RecordingTrainer(Trainer):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        pass
+
+    def train_step(self, data_iterator):
+        RECORDER.latest = lambda: self.timer.latest
+        with RECORDER:
+            super().train_step(data_iterator)
+
+    def close(self):
+        met = RECORDER.met() if torch.distributed.is_initialized() else None
+        if met is not None:
+            (Path(self.config.dump_folder) / FILE).write_text(json.dumps(met))
+        super().close()
+
+
+def __getattr__(name):
+    def base():
+        config = getattr(bases, name)()
+        return RecordingTrainer.Config(
+            **{f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+        )
+
+    return base

@@ -1,0 +1,282 @@
+"""Whether the calls that all ranks of a job make of their process groups meet, by the rules of NCCL.
+
+A rank's calls are played in the order in which it makes them, all ranks at the same time:
+
+- A process group is made by all ranks of the job, one group after the other.
+- A group's calls are done in the order in which each member makes them. A collective begins when all members
+  have come to it, with the same kind, dtype and sizes; a rank goes on when its collective is done, since a
+  job that needs two communicators at a time may hang under NCCL.
+- Sends and receives wait in a queue, and the rank goes on. They leave it in order, those that were issued
+  together at the same time, each when the other side has come to it with as many bytes. The queue is the
+  group's, or one for each direction between two ranks where a pipeline's stages have groups of their own.
+
+Two ranks that send to each other before they receive, in one queue, wait for ever; gloo lets this pass:
+
+    rank 0: send to 1, receive from 1        rank 1: send to 0, receive from 0
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+SEND, RECEIVE, MAKING = "send", "receive", "making of the process group"
+OTHER_SIDE = {SEND: RECEIVE, RECEIVE: SEND}
+
+
+class Call(NamedTuple):
+    """One call that a rank makes of a process group.
+
+    Attributes:
+        kind: "all-gather", "send", ...
+        group: which of the rank's groups.
+        sent, received: bytes.
+        dtype: as torch names it.
+        peer: global rank of the other side, or of a collective's root; -1 without one.
+        batch: sends and receives that are issued together have the same number; 0: by itself.
+        place: where it is made, for people.
+    """
+
+    kind: str
+    group: int
+    sent: int = 0
+    received: int = 0
+    dtype: str = ""
+    peer: int = -1
+    batch: int = 0
+    place: str = ""
+
+    def __str__(self) -> str:
+        if self.kind in (MAKING, "barrier"):
+            return self.kind + (f" ({self.place})" if self.place else "")
+        where = {SEND: f" to rank {self.peer}", RECEIVE: f" from rank {self.peer}"}.get(self.kind, "")
+        bytes_ = (
+            f"{self.sent:,} bytes"
+            if self.received in (0, self.sent)
+            else (
+                f"{self.received:,} bytes" if not self.sent else f"{self.sent:,} to {self.received:,} bytes"
+            )
+        )
+        return f"{self.kind}{where} of {bytes_} {self.dtype} ({self.place})"
+
+
+@dataclass(frozen=True)
+class RankCalls:
+    """The calls of one rank.
+
+    Attributes:
+        made: process groups in the making of which it took part, as a member or not.
+        groups: global ranks of each group that it is in, in the order in which they were made.
+        calls: in the order in which they are made.
+    """
+
+    made: int
+    groups: Sequence[tuple[int, ...]]
+    calls: Sequence[Call]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists and numbers, with each place once."""
+        places = {call.place: number for number, call in enumerate(self.calls)}
+        return {
+            "made": self.made,
+            "groups": self.groups,
+            "places": places,
+            "calls": [[*call[:-1], places[call.place]] for call in self.calls],
+        }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> RankCalls:
+        """What `to_json` wrote."""
+        places = {number: place for place, number in record["places"].items()}
+        calls = [Call(*facts, place=places[place]) for *facts, place in record["calls"]]
+        return cls(record["made"], [tuple(members) for members in record["groups"]], calls)
+
+
+def unmet(ranks: Mapping[int, RankCalls], *, queue_per_edge: bool) -> str | None:
+    """What does not meet: a call that ranks make differently, or who waits for whom; None if all calls meet.
+
+    Args:
+        ranks: calls of every rank of the job, by global rank.
+        queue_per_edge: whether each direction between two ranks has a queue of its own.
+    """
+    made: dict[int, list[int]] = defaultdict(list)
+    for rank, own in ranks.items():
+        made[own.made].append(rank)
+    if len(made) > 1:
+        counts = "; ".join(f"{number} by {_named(group)}" for number, group in sorted(made.items()))
+        return f"Process groups are not made by all ranks together, but {counts}."
+    return _Play(ranks, queue_per_edge).run()
+
+
+class Communicator(NamedTuple):
+    """What has a queue on each of its ranks.
+
+    Attributes:
+        ranks: the group's members, or the two ends of an edge with a queue of its own.
+        group: the group's members, and its number among groups of the same members.
+    """
+
+    ranks: tuple[int, ...]
+    group: tuple[tuple[int, ...], int]
+
+
+class _Play:
+    """The calls under way.
+
+    Attributes:
+        queues: by communicator and rank what is not done, in order: calls that are issued together.
+        blocked: the communicator of the collective that a rank has come to.
+    """
+
+    def __init__(self, ranks: Mapping[int, RankCalls], queue_per_edge: bool) -> None:
+        self._per_edge = queue_per_edge
+        self._groups = {rank: list(_numbered(own.groups)) for rank, own in ranks.items()}
+        self._calls = {rank: _with_making(own) for rank, own in ranks.items()}
+        self.queues: dict[Communicator, dict[int, deque[list[Call]]]] = {}
+        self.blocked: dict[int, Communicator] = {}
+
+    def run(self) -> str | None:
+        ready = deque(self._calls)
+        while ready:
+            rank = ready.popleft()
+            for call in self._calls[rank]:
+                communicator = self._queue(rank, call)
+                if call.kind not in OTHER_SIDE:
+                    self.blocked[rank] = communicator
+                problem, freed = self._settle(communicator)
+                if problem:
+                    return problem
+                ready += [other for other in freed if other != rank]
+                if rank in self.blocked:
+                    break
+        stuck = sorted({*self.blocked, *(rank for _, rank in self._waiting())})
+        return self._circle(stuck[0]) if stuck else None
+
+    def _queue(self, rank: int, call: Call) -> Communicator:
+        """Puts a call in its queue."""
+        group = self._groups[rank][call.group]
+        ranks = group[0]
+        if call.kind in OTHER_SIDE and self._per_edge:
+            ranks = (rank, call.peer) if call.kind == SEND else (call.peer, rank)
+        communicator = Communicator(ranks, group)
+        if communicator not in self.queues:
+            self.queues[communicator] = {member: deque() for member in ranks}
+        queue = self.queues[communicator][rank]
+        if call.batch and queue and queue[-1][-1].batch == call.batch:
+            queue[-1].append(call)
+        else:
+            queue.append([call])
+        return communicator
+
+    def _settle(self, communicator: Communicator) -> tuple[str | None, list[int]]:
+        """Does what can be done in a communicator; what is wrong with it, and the ranks that go on."""
+        queues = self.queues[communicator]
+        while True:
+            heads = {rank: queue[0] for rank, queue in queues.items() if queue}
+            if all(map(self._is_at, queues.values())):
+                if problem := _difference({rank: head[0] for rank, head in heads.items()}):
+                    return problem, []
+                for rank, queue in queues.items():
+                    queue.popleft()
+                    del self.blocked[rank]
+                return None, list(queues)
+            pair = next(_pairs(heads), None)
+            if pair is None:
+                return None, []
+            (rank, call), (peer, other) = pair
+            if (call.sent, call.dtype) != (other.received, other.dtype):
+                return _different(rank, call, peer, other), []
+            for end, done in pair:
+                heads[end].remove(done)
+                if not heads[end]:
+                    queues[end].popleft()
+
+    def _waiting(self) -> Iterator[tuple[Communicator, int]]:
+        """Communicators and ranks where something is not done."""
+        for communicator, queues in self.queues.items():
+            for rank, queue in queues.items():
+                if queue:
+                    yield communicator, rank
+
+    def _circle(self, rank: int) -> str:
+        """Who waits for whom, from a rank on."""
+        seen: list[int] = []
+        lines = []
+        while rank not in seen:
+            seen.append(rank)
+            communicator = self._held_up(rank)
+            if communicator is None:
+                return "; ".join([*lines, f"rank {rank} makes no call any more that would end this"]) + "."
+            queues = self.queues[communicator]
+            call = queues[rank][0][0]
+            others = (
+                [call.peer] if call.kind in OTHER_SIDE else [r for r in queues if not self._is_at(queues[r])]
+            )
+            over = "" if call.kind in OTHER_SIDE else f" over {_named(communicator.ranks)}"
+            lines.append(f"rank {rank} waits for rank {others[0]} in {call}{over}")
+            rank = others[0]
+        return "; ".join([*lines, f"and so on from rank {rank}"]) + "."
+
+    def _held_up(self, rank: int) -> Communicator | None:
+        """Where a rank waits: in a collective, or else in a queue."""
+        if rank in self.blocked:
+            return self.blocked[rank]
+        return next((one for one, waiting in self._waiting() if waiting == rank), None)
+
+    @staticmethod
+    def _is_at(queue: deque[list[Call]]) -> bool:
+        """Whether a rank has come to a collective."""
+        return bool(queue) and queue[0][0].kind not in OTHER_SIDE
+
+
+def _numbered(groups: Sequence[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Each group's members, and its number among those of the same members."""
+    seen: dict[tuple[int, ...], int] = defaultdict(int)
+    for members in groups:
+        yield members, seen[members]
+        seen[members] += 1
+
+
+def _with_making(own: RankCalls) -> Iterator[Call]:
+    """A rank's calls after the making of its groups, which all members take part in in one order."""
+    yield from (Call(MAKING, number) for number in range(len(own.groups)))
+    yield from own.calls
+
+
+def _pairs(heads: Mapping[int, list[Call]]) -> Iterator[tuple[tuple[int, Call], tuple[int, Call]]]:
+    """Sends, with their ranks, and the receives that they meet."""
+    for rank, calls in heads.items():
+        for call in calls:
+            if call.kind == SEND:
+                for other in heads.get(call.peer, ()):
+                    if other.kind == RECEIVE and other.peer == rank:
+                        yield (rank, call), (call.peer, other)
+                        break
+
+
+def _difference(calls: Mapping[int, Call]) -> str | None:
+    """In what the members of a collective differ; `calls` by rank."""
+    (first, one), *others = calls.items()
+    for rank, other in others:
+        if _facts(other) != _facts(one):
+            return _different(first, one, rank, other)
+    sent, received = (sum(getattr(call, way) for call in calls.values()) for way in ("sent", "received"))
+    if one.kind == "all-to-all" and sent != received:
+        return f"{_named(list(calls))} send {sent:,} bytes and receive {received:,} in {one}."
+    return None
+
+
+def _facts(call: Call) -> tuple[object, ...]:
+    """What is the same for all members of a collective."""
+    uneven = call.kind in ("all-to-all", "gather", "scatter")
+    return call.kind, call.dtype, call.peer, *(() if uneven else (call.sent, call.received))
+
+
+def _different(rank: int, call: Call, other_rank: int, other: Call) -> str:
+    return f"Rank {rank} and rank {other_rank} differ where they meet: {call}, and {other}."
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
