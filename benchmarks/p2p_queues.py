@@ -1,12 +1,12 @@
-"""What it costs a pipeline that all which a rank sends and receives goes through one queue, as in one NCCL group.
+"""What it costs a pipeline that all of a rank's sends and receives go through one queue, as in one NCCL group.
 
     python benchmarks/p2p_queues.py --output benchmarks/results/cpu/p2p_queues.json
 
-takes the lists of computations, sends and receives that torch makes of an interleaved schedule. A forward pass
-through a stage takes 1 unit, a backward pass 2, a transfer as given. A computation begins when the rank's one
-before it and the transfer that it needs have ended; a transfer when, on both sides, the computation before it in
-the list and the transfer before it in its queue have. There is one queue for a rank, or one for each direction
-between two ranks (torch's `pipeline_per_edge_p2p`, which jobs on GPUs have).
+takes the lists of computations, sends and receives that torch makes of an interleaved schedule. A forward
+pass through a stage takes 1 unit, a backward pass 2, a transfer as given. A computation begins when the
+rank's one before it and the transfer that it needs have ended; a transfer when, on both sides, the
+computation before it in the list and the transfer before it in its queue have. There is one queue for a rank,
+or one for each direction between two ranks (torch's `pipeline_per_edge_p2p`, which our jobs have).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def step_units(shape: PipelineShape, micro_batches: int, transfer: float, one_qu
         for rank in range(shape.ranks)
     }
     waits: dict[Any, set[Any]] = defaultdict(set)
-    for rank, actions in _add_send_recv(order, shape.rank_of, shape.stages).items():
+    for actions in _add_send_recv(order, shape.rank_of, shape.stages).values():
         computation: Any = None
         queues: dict[Any, Any] = {}
         for action in actions:
