@@ -1,4 +1,4 @@
-"""What it costs a pipeline that all of a rank's sends and receives go through one queue, as in one NCCL group.
+"""What it costs a pipeline that all of a rank's sends and receives go through one queue, as in an NCCL group.
 
     python benchmarks/p2p_queues.py --output benchmarks/results/cpu/p2p_queues.json
 
