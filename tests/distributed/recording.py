@@ -11,6 +11,7 @@ import threading
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import bases
 import torch
@@ -49,14 +50,30 @@ class Recorder:
         self._hooked, self._on, self._batches, self._calls = set(), False, 0, []
 
     def __enter__(self):
-        for group, name in list(_world.pg_names.items()):
-            if name not in self._hooked and len(_world.pg_group_ranks[group]) > 1:
-                group.register_pre_hook(HOOK, partial(self._keep, name))
-                self._hooked.add(name)
+        self._look()
+        # Schedules split groups for each edge in their first step, and use them at once.
+        self._split = mock.patch.object(dist, "split_group", self._looking(dist.split_group))
+        self._split.start()
         self._on = True
 
     def __exit__(self, *_):
         self._on = False
+        self._split.stop()
+
+    def _looking(self, split_group):
+        def split(*args, **kwargs):
+            found = split_group(*args, **kwargs)
+            self._look()
+            return found
+
+        return split
+
+    def _look(self):
+        """Hooks on the groups that there are now."""
+        for group, name in list(_world.pg_names.items()):
+            if name not in self._hooked and len(_world.pg_group_ranks[group]) > 1:
+                group.register_pre_hook(HOOK, partial(self._keep, name))
+                self._hooked.add(name)
 
     def _keep(self, name, call):
         if not self._on or threading.current_thread() is not threading.main_thread():

@@ -349,6 +349,53 @@ def test_the_corpus_is_used_where_there_is_one(small, tmp_path):
     assert rank["coordinates"] == {"pp": 1, "cp": 1, "tp": 1}
 
 
+REPLICAS = (
+    *("--parallelism.pipeline_parallel_degree", 1, "--parallelism.data_parallel_shard_degree", 2),
+    *("--wlb.packing.policy", "wlb_lazy", "--wlb.sharding.policy", "hybrid", "--step", 2),
+)
+
+
+def test_ranks_that_are_not_run_do_what_is_said_of_them(dryrun, small, monkeypatch):
+    """Every rank of two replicas is run, and its calls are those that follow from the one like it."""
+    from wlb_titan.commands import dryrun as command
+    from wlb_titan.commands.all_ranks import alike, calls_of_all
+
+    said, ran = {}, {}
+    monkeypatch.setattr(command, "alike", lambda *job: said.update(alike(*job)) or {r: r for r in said})
+    monkeypatch.setattr(
+        command, "calls_of_all", lambda own, same, degrees: ran.update(own) or _of(own, degrees)
+    )
+
+    def _of(own, degrees):
+        found = calls_of_all({first: own[first] for first in said.values()}, said, degrees)
+        for rank, calls in found.items():
+            assert calls.groups == own[rank].groups, rank
+            assert calls.calls == own[rank].calls, rank
+        return found
+
+    result = dryrun(small, *REPLICAS, "--rank", "all")
+    assert result.exit_code == 0, result.output
+    assert len(ran) == 8 > len(set(said.values())) >= 2
+    assert f"All {sum(len(own.calls) for own in ran.values()):,} calls of 8 ranks meet" in result.stdout
+
+
+def test_calls_that_do_not_meet_fail_the_command(dryrun, small, monkeypatch):
+    """One of the ranks that are run leaves out the first of its calls."""
+    from dataclasses import replace
+
+    from wlb_titan.commands import dryrun as command
+    from wlb_titan.commands.all_ranks import calls_of_all
+
+    def without_one(own, same, degrees):
+        found = calls_of_all(own, same, degrees)
+        return found | {5: replace(found[5], calls=found[5].calls[1:])}
+
+    monkeypatch.setattr(command, "calls_of_all", without_one)
+    result = dryrun(small, "--rank", "all")
+    assert result.exit_code == 1, result.output
+    assert "would hang or fail" in result.stdout and "ank 5" in result.stdout
+
+
 def test_synthetic_lengths_have_a_long_tail():
     from wlb_titan.corpus.synthetic import long_tailed_lengths
 
