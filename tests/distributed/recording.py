@@ -13,13 +13,13 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-import bases
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from wlb_titan.runtime.compat import groups_made, place_in_batch
 from wlb_titan.runtime.lone.calls import site
+from wlb_titan.runtime.models.registry import base_config
 from wlb_titan.runtime.trainer import Trainer
 from wlb_titan.simulator.calls import RECEIVE, SEND, Call, RankCalls, unmet
 
@@ -132,7 +132,7 @@ class RecordingTrainer(Trainer):
 
 def __getattr__(name):
     def base():
-        config = getattr(bases, name)()
+        config = base_config(f"bases:{name}")
         return RecordingTrainer.Config(
             **{f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
         )
