@@ -137,6 +137,8 @@ SLICED = {
     "shared": (
         *("--parallelism.data_parallel_shard_degree", 2, "--training.global_batch_size", 4),
         *("--wlb.packing.dp_merge", "true", "--wlb.packing.cost_model", "quadratic:1,200"),
+        # A group of all ranks of the job would be the one that FSDP has.
+        *("--parallelism.tensor_parallel_degree", 2),
     ),
     "asymmetric": (
         *("--parallelism.pipeline_parallel_degree", 2, "--training.global_batch_size", 2),
