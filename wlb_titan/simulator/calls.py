@@ -90,7 +90,7 @@ class RankCalls:
     def from_json(cls, record: Mapping[str, Any]) -> RankCalls:
         """What `to_json` wrote."""
         places = {number: place for place, number in record["places"].items()}
-        calls = [Call(*facts, place=places[place]) for *facts, place in record["calls"]]
+        calls = [Call(*facts, places[place]) for *facts, place in record["calls"]]
         return cls(record["made"], [tuple(members) for members in record["groups"]], calls)
 
 
@@ -203,7 +203,7 @@ class _Play:
     def _circle(self, rank: int) -> str:
         """Who waits for whom, from a rank on."""
         seen: list[int] = []
-        lines = []
+        lines: list[str] = []
         while rank not in seen:
             seen.append(rank)
             communicator = self._held_up(rank)
