@@ -90,7 +90,7 @@ class RankCalls:
     def from_json(cls, record: Mapping[str, Any]) -> RankCalls:
         """What `to_json` wrote."""
         places = {number: place for place, number in record["places"].items()}
-        calls = [Call(*facts, places[place]) for *facts, place in record["calls"]]
+        calls = [Call._make([*facts, places[place]]) for *facts, place in record["calls"]]
         return cls(record["made"], [tuple(members) for members in record["groups"]], calls)
 
 
