@@ -75,8 +75,8 @@ def test_the_walk(tmp_path, monkeypatch):
 
     refused = says("train", "job.toml", *SMALL, "--training.seq_len", 256, code=2)
     assert "command line: training.seq_len = 256: the run in outputs/first was trained with 512" in refused
-    moved = says("train", "job.toml", *SMALL, "--wlb.packing.policy", "plain", code=2)
-    assert 'wlb.packing.policy = "plain": the run in outputs/first was trained with "wlb_lazy"' in moved
+    moved = says("train", "job.toml", *SMALL, "--wlb.corpus.seed", 7, code=2)
+    assert "wlb.corpus.seed = 7: the run in outputs/first was trained with" in moved
 
     export = ["--checkpoint.last_save_in_hf", "true"]
     assert started(log, "train", "job.toml", *SMALL, *export).wait(600) == 0, log.read_text()

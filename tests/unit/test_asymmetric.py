@@ -248,13 +248,18 @@ def test_as_much_is_in_flight_as_with_full_checkpointing():
         ({"pipeline": 1}, "there is no pipeline", "packing.asymmetric"),
         ({"packing": slim(solver="milp")}, "has nothing to solve", "packing.solver"),
         ({"packing": slim(dp_merge=True)}, "all documents lie in one line", "packing.dp_merge"),
-        ({"packing": slim(micropacks=300)}, "cannot be cut into 300 MicroPacks", "packing.micropacks"),
     ],
 )
 def test_what_cannot_be_is_named(changes, message, setting):
     with pytest.raises(PlanError, match=message) as error:
         planner([64, 10, 10, 10], **changes).next()
     assert error.value.setting == setting
+
+
+def test_a_line_too_short_for_the_packs_asked_for_has_fewer():
+    plan = planner([64, 10, 10, 10], packing=slim(micropacks=300)).next()
+    assert len(plan.micro_batches) == len(plan.backward) < 300
+    assert all(m.length > m.padding for m in plan.micro_batches)
 
 
 def test_auto_finds_a_number_of_packs():

@@ -77,7 +77,6 @@ PARAMETERS = {
     "process_groups": "",
     "ranks_of_group": "name",
     "rotary_length": "rope",
-    "set_rotary_length": "rope positions",
     "split_into_stages": "whole_model pp_mesh pp_schedule device module_names_per_stage get_mesh",
     "unset_fake_temporarily": "",
 }

@@ -17,7 +17,6 @@ from wlb_titan.runtime.life.dump_folder import CONFIG_FILE
 from wlb_titan.simulator.choice import choose
 
 CORPUS = ("path", "column", "mask")
-TOTAL = "training.global_batch_size"
 
 
 def need_torch(config: Any) -> bool:
@@ -73,14 +72,10 @@ def check_resumed(config: Any, corpus: Corpus) -> None:
     before, wlb = read_sources(file), config.wlb
     now = {
         "training.seq_len": config.training.seq_len,
-        "training.global_batch_size": config.training.global_batch_size,
-        "wlb.packing.policy": wlb.packing.name,
         "wlb.validation.hold_out": wlb.validation.hold_out,
         "wlb.corpus.seed": wlb.corpus.seed,
         **{f"wlb.corpus.{name}": getattr(wlb.corpus, name) for name in CORPUS},
     }
-    if -1 in (now[TOTAL], written(before, TOTAL)):
-        del now[TOTAL]
     if wlb.corpus.sources or _fingerprint(before) in ("", corpus.fingerprint):
         now = {key: value for key, value in now.items() if key.rpartition(".")[2] not in CORPUS}
     for key, value in now.items():
