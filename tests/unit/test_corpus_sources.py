@@ -149,7 +149,8 @@ def test_jsonl_takes_one_field_and_minds_no_others(here):
     assert reasons.pop("a.jsonl:6").startswith("Unterminated string")
     assert reasons.pop("a.jsonl:8").endswith("surrogates not allowed")
     assert reasons == {
-        "a.jsonl:4": "no field 'body'; it has extra, more",
+        "a.jsonl:4": "no field 'body'; it has extra, more; another field is named after a #, as in "
+        "--source jsonl:FILE#FIELD",
         "a.jsonl:5": "the field 'body' holds int, not text",
         "a.jsonl:7": "not a JSON object",
     }

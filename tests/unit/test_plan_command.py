@@ -235,17 +235,15 @@ def test_a_missing_profile_is_refused(lengths, tmp_path):
 def test_what_planning_finds_wrong_is_said_with_its_place(lengths, tmp_path):
     (tmp_path / "train.toml").write_text(
         'base = "llama3_debug"\n[training]\nseq_len = 256\nlocal_batch_size = 4\n'
-        '[wlb.corpus]\npath = "corpus"\n[wlb.packing]\npolicy = "slim"\nmicropacks = 5000\n'
+        '[wlb.corpus]\npath = "corpus"\n[wlb.packing]\npolicy = "wlb"\nthresholds = [300]\n'
     )
     few = ("--lengths", lengths, "--steps", 1)
+    assert_refused(run(tmp_path / "train.toml", *few), r"train\.toml:9: wlb\.packing\.thresholds = \[300\]: ")
     assert_refused(
-        run(tmp_path / "train.toml", *few),
-        r"train\.toml:9: wlb\.packing\.micropacks = 5000: .* cannot be cut into 5000",
+        run(tmp_path / "train.toml", *few, "--wlb.packing.thresholds", "[400]"),
+        r"command line: wlb\.packing\.thresholds = \[400\]: ",
     )
-    assert_refused(
-        run(tmp_path / "train.toml", *few, "--wlb.packing.micropacks", 6000),
-        "command line: wlb.packing.micropacks = 6000: .* into 6000",
-    )
+    few = (*few, "--wlb.packing.thresholds", "[200]")
     assert_refused(
         run(tmp_path / "train.toml", *few, "--training.global_batch_size", 10**6),
         "--lengths: The corpus has 3000 documents",

@@ -133,7 +133,7 @@ def test_a_solver_is_asked_by_the_rank_that_is_alone(forked_ranks, job):
 
 
 def test_what_does_not_fit_is_said_in_the_predictions_words(forked_ranks, job):
-    result = command("rehearse", job, "--rank", "first", "--memory-gib", 0.001)
+    result = command("rehearse", job, "--rank", "first", "--memory-gib", 0.01)
     assert result.exit_code == 1
     assert "cannot fit" in result.stdout and "tokens in flight" in result.stdout
 
