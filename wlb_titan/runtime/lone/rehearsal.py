@@ -17,7 +17,7 @@ from wlb_titan.runtime.compat import ranks_of_group
 from wlb_titan.runtime.data.dataloader import Step
 from wlb_titan.runtime.lone.group import ANSWER, start_lone_group
 from wlb_titan.runtime.lone.trainer import LoneTrainer, lone_config
-from wlb_titan.runtime.memory import check_memory, check_planned_memory
+from wlb_titan.runtime.memory import check_planned_memory
 from wlb_titan.runtime.trainer import Trainer
 from wlb_titan.simulator.measured import Pass
 
@@ -31,9 +31,6 @@ class RehearsalTrainer(LoneTrainer):
     Args:
         config: of the job. Checkpoints and files are switched off in a copy.
         memory: bytes that the rank may take.
-
-    Raises:
-        UserError: the job is predicted not to fit this memory.
     """
 
     def __init__(self, config: Trainer.Config, *, rank: int, world_size: int, memory: int) -> None:
@@ -48,8 +45,7 @@ class RehearsalTrainer(LoneTrainer):
         self._waits: list[float] = []
 
     def start_group(self) -> None:
-        """One that answers at once with finite data; the job is refused here, before the model is built."""
-        check_memory(self.job, self._memory)
+        """One that answers at once with finite data."""
         self._traffic = start_lone_group(self._rank, self._world_size)
 
     def run(self, first: int, warm_up: int, steps: int, seconds: float) -> Iterator[dict[str, Any]]:

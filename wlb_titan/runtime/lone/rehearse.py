@@ -67,7 +67,9 @@ def rehearse_rank(
     import torch
 
     from wlb_titan.runtime.compat import device_bytes
+    from wlb_titan.runtime.job import job_of, parallel_dims
     from wlb_titan.runtime.lone.rehearsal import RehearsalTrainer
+    from wlb_titan.runtime.memory import check_memory
     from wlb_titan.runtime.models.load import load_config
 
     logging.getLogger().setLevel(logging.ERROR)
@@ -79,8 +81,10 @@ def rehearse_rank(
     if memory_gib is not None:
         if memory_gib * GIB > memory:
             raise UserError(f"--memory-gib: the device has {memory / GIB:.2f} GiB, less than {memory_gib:g}.")
-        _limit(int(memory_gib * GIB), memory, on_cpu)
-        memory = int(memory_gib * GIB)
+        whole, memory = memory, int(memory_gib * GIB)
+    check_memory(job_of(config, parallel_dims(config, world_size)), memory)
+    if memory_gib is not None:
+        _limit(memory, whole, on_cpu)
     trainer = RehearsalTrainer(config, rank=rank, world_size=world_size, memory=memory)
     try:
         yield from trainer.run(first, warm_up, steps, seconds)
