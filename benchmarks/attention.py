@@ -6,11 +6,11 @@
     TRITON_INTERPRET=1 python benchmarks/attention.py --device cpu   # a rehearsal, tiny, interpreted
 
 First the device's ceilings; then all kernels are compiled, many processes at once; then every implementation
-is checked (attention_check.py), after launches that could hang have been seen to end; then what was right is
-timed, the most telling shapes first, ours in turns with FlashAttention-4's if it is installed, twice, which
-shows the noise; last the grid that the latency model is fitted to, and the packs that check the fit
-(attention_grid.py). Each job is one
-implementation and shape (heads and head dims) in a process of its own (attention_job.py), killed after
+is checked as a job does (kernels/self_check.py), after launches that could hang have been seen to end; then
+what was right is timed, the most telling shapes first, ours in turns with FlashAttention-4's if it is
+installed, twice, which shows the noise; last the grid that the latency model is fitted to, and the packs that
+check the fit (attention_grid.py). Each job is one implementation and shape (heads and head dims) in a process
+of its own (attention_job.py), killed after
 `--limit` seconds: a kernel that hangs or breaks the GPU costs its own job. Every row is appended to
 <output>/attention.jsonl as soon as it is there, and a second call does only what is missing; `--retry` does
 again what ended badly. TFLOP/s count the operations of the real mask, 2 x pairs x heads x (D + Dv) forward,
@@ -32,7 +32,8 @@ from pathlib import Path
 from attention_grid import SEEDS, report
 from attention_job import FA4, PEERS
 from attention_peers import has_fa4
-from wlb_titan.kernels.grid import ROUNDS
+
+from wlb_titan.commands.profile_attention import ROUNDS
 
 JOB = Path(__file__).with_name("attention_job.py")
 OURS = ("gluon", "triton")
@@ -48,7 +49,7 @@ TINY = {"shapes": [[2, 1, 64, 64]], "groups": "ac", "scale": 256}  # of a rehear
 
 
 def supports(implementation: str, shape: list[int]) -> bool:
-    return not implementation.startswith("gluon") or set(shape[2:]) <= {64, 128}
+    return implementation != "gluon" or set(shape[2:]) <= {64, 128}
 
 
 def jobs(stages: list[str], device: str) -> Iterator[dict]:
@@ -65,14 +66,14 @@ def jobs(stages: list[str], device: str) -> Iterator[dict]:
                 if supports(name, shape):
                     yield {"kind": kind, "implementation": name, "shape": shape} | common
     for shape in time_shapes if "turns" in stages else ():
-        ours = ("gluon", "gluon, any order") if supports("gluon", shape) and not tiny else ("triton",)
+        ours = ("gluon",) if supports("gluon", shape) and not tiny else ("triton",)
         others = () if tiny else ("triton", "cuDNN dense", *(FA4 if has_fa4() else ()))
         names = list(dict.fromkeys((*ours, *others)))
         groups = TINY["groups"] if tiny else "abcd"
         job = {"implementation": ours[0], "names": names, "groups": groups}
         yield {"kind": "turns", "shape": shape} | job | common
     for shape in time_shapes if "time" in stages else ():
-        for name in (*OURS, "gluon, any order", *(() if tiny else PEERS)):
+        for name in (*OURS, *(() if tiny else PEERS)):
             if supports(name, shape):
                 groups = TINY["groups"] if tiny else GROUPS
                 yield {"kind": "time", "implementation": name, "shape": shape, "groups": groups} | common
@@ -117,11 +118,12 @@ class Results:
 
     def right(self, implementation: str, dims: list[int]) -> bool:
         """Whether checks of these head dims were made and found nothing; want of memory proves nothing."""
-        name = implementation.split(", ")[0]
         rows = [
             row
             for row in self.rows
-            if row["kind"] in ("ends", "check") and row["implementation"] == name and row["shape"][2:] == dims
+            if row["kind"] in ("ends", "check")
+            and row["implementation"] == implementation
+            and row["shape"][2:] == dims
         ]
         bad = [
             row for row in rows if row.get("wrong") or "OutOfMemory" not in row.get("error", "OutOfMemory")

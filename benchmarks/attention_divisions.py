@@ -4,7 +4,7 @@
 
 For each number of heads and each case of attention_cases.py a row a division, the shipped one first, in
 milliseconds of the whole backward (statistics before and dQ's order after it included). Every division's
-gradients are compared with the shipped one's, and computed twice where they must repeat bit for bit.
+gradients are compared with the shipped one's, and computed twice: they must repeat bit for bit.
 """
 
 import argparse
@@ -18,9 +18,11 @@ import torch
 from attention_cases import Case, cases
 from wlb_titan.kernels import gluon_launch
 from wlb_titan.kernels.gluon_launch import Division
-from wlb_titan.kernels.measure import Shape, make_inputs, time_call
+from wlb_titan.kernels.inputs import Shape, make_inputs
 from wlb_titan.kernels.options import Options, Saved
 from wlb_titan.kernels.schedule import schedule_of
+
+from wlb_titan.commands.profile_attention import time_call
 
 GROUPS = "abcdf"
 
@@ -36,33 +38,31 @@ def others(group: int, kv_heads: int) -> list[Division]:
 
 
 def rows(case: Case, shape: Shape, end: float) -> Iterator[dict]:
-    """A row for each division, until `end`; the shipped one also with dQ in any order."""
+    """A row for each division, until `end`."""
     q, k, v, dout = make_inputs(case.segments, shape, torch.bfloat16, "cuda")
     schedule = schedule_of(case.segments, q.shape[0], k.shape[0], q.device)
-    ordered = Options(scale=shape.dim**-0.5)
-    saved = Saved(q, k, v, *gluon_launch.forward(q, k, v, schedule, ordered))
+    options = Options(scale=shape.dim**-0.5)
+    saved = Saved(q, k, v, *gluon_launch.forward(q, k, v, schedule, options))
     units = gluon_launch.multiprocessors(q.device)
     shipped = gluon_launch.division(schedule, shape.q_heads, shape.kv_heads, units)
     want = None
-    for number, divided in enumerate([shipped, *others(shape.q_heads // shape.kv_heads, shape.kv_heads)]):
-        for options in (ordered, ordered._replace(deterministic=False)) if number == 0 else (ordered,):
-            if time.monotonic() > end:
-                return
-            call = partial(gluon_launch.backward, dout, None, saved, schedule, options, divided)
-            got, again = call(), call()
-            want = want or got
-            error = max(
-                ((a.float() - b).norm() / b.float().norm()).item() for a, b in zip(got, want, strict=True)
-            )
-            repeats = all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
-            yield {
-                "case": case.name,
-                "shape": [*shape],
-                **divided._asdict(),
-                "deterministic": options.deterministic,
-                "ms": time_call(call, "cuda", 50),
-                "wrong": not error <= 1e-2 or (options.deterministic and not repeats),
-            }
+    for divided in [shipped, *others(shape.q_heads // shape.kv_heads, shape.kv_heads)]:
+        if time.monotonic() > end:
+            return
+        call = partial(gluon_launch.backward, dout, None, saved, schedule, options, divided)
+        got, again = call(), call()
+        want = want or got
+        error = max(
+            ((a.float() - b).norm() / b.float().norm()).item() for a, b in zip(got, want, strict=True)
+        )
+        repeats = all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+        yield {
+            "case": case.name,
+            "shape": [*shape],
+            **divided._asdict(),
+            "ms": time_call(call, "cuda", 50),
+            "wrong": not error <= 1e-2 or not repeats,
+        }
 
 
 def main() -> None:

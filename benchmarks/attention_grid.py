@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from attention_cases import WINDOW, lognormal
 from torch import Tensor
-from wlb_titan.kernels.grid import CPU_GRID, GPU_GRID, GridCase
-from wlb_titan.kernels.measure import Shape
+from wlb_titan.kernels.inputs import Shape
 
 from wlb_titan import context
+from wlb_titan.commands.profile_attention import CPU_GRID, GPU_GRID, GridCase
 from wlb_titan.context import Sharding
 from wlb_titan.cost.attention_profile import AttentionShape, Profile, fitted
 

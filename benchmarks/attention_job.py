@@ -20,12 +20,22 @@ from functools import partial
 import attention_peers as peers
 import torch
 from attention_cases import Case, cases, whole
-from attention_check import check, check_cases, check_million
 from attention_grid import grid_cases, packs
 from torch import Tensor
 from wlb_titan.kernels import varlen_attention
-from wlb_titan.kernels.grid import GridCase, programs_at_a_time
-from wlb_titan.kernels.measure import Shape, flops, make_inputs, time_attention, time_call, time_graph
+from wlb_titan.kernels.inputs import Shape, make_inputs
+from wlb_titan.kernels.options import Options
+from wlb_titan.kernels.segments import Visibility
+from wlb_titan.kernels.self_check import check_kernels, compare, masks, rich_segments, units
+
+from wlb_titan.commands.profile_attention import (
+    GridCase,
+    flops,
+    programs_at_a_time,
+    time_attention,
+    time_call,
+    time_graph,
+)
 
 TINY_GROUPS = "e"  # cases so short that Python would be timed: CUDA graphs
 MILLION = "a million tokens"
@@ -64,10 +74,10 @@ def run(job: dict) -> Iterator[dict]:
                 )
     elif job["kind"] == "check":
         seed = time.time_ns() % 2**31
-        for name, (segments, options) in check_cases(scale).items():
-            work = partial(check, implementation, segments, options, shape, dtype, device, seed)
-            if name not in skip:
-                yield {"case": name} | guarded(work)
+        for mask in masks(scale):
+            if str(mask) not in skip:
+                work = partial(check, implementation, mask, shape, dtype, device, scale, seed)
+                yield {"case": str(mask)} | guarded(work)
         if device == "cuda" and (shape.q_heads, shape.dim) == (32, 128) and MILLION not in skip:
             yield {"case": MILLION} | guarded(partial(check_million, implementation, shape, device))
     elif job["kind"] == "grid":
@@ -128,6 +138,41 @@ def ends(implementation: str, segments, shape: Shape, dtype: torch.dtype, device
     return {}
 
 
+def check(
+    implementation: str,
+    mask: Visibility,
+    shape: Shape,
+    dtype: torch.dtype,
+    device: str,
+    scale: int,
+    seed: int,
+) -> dict:
+    """The largest error in a job's own check, beside the reference. KernelError for what is wrong."""
+    options, on = Options(shape.dim**-0.5, mask, implementation), torch.device(device)
+    segments = rich_segments(shape.kv_heads, units(on), scale)
+    error = check_kernels(shape, options, dtype, on, segments=segments, judge="reference", seed=seed)
+    return {"wrong": [], "largest": error}
+
+
+def check_million(implementation: str, shape: Shape, device: str, tokens: int = 2**20) -> dict:
+    """A tensor of more than 2**32 elements: the last document of 1,024, forward and backward.
+
+    Nothing before it is compared; the point is addresses that overflow 32 bits.
+    """
+    length = min(1024, tokens)
+    segments = whole([length] * (tokens // length))
+    q, k, v, dout = make_inputs(segments, shape, torch.bfloat16, device)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = varlen_attention(*leaves, segments, implementation=implementation)
+    names = ("out", "dq", "dk", "dv")
+    got = dict(zip(names, (out, *torch.autograd.grad(out, leaves, dout)), strict=True))
+    last = [x[-length:].detach().float().requires_grad_() for x in (q, k, v)]
+    want = varlen_attention(*last, whole([length]), implementation="reference")
+    wanted = (want, *torch.autograd.grad(want, last, dout[-length:].float()))
+    ends = {name: x[-length:].detach() for name, x in got.items()}
+    return {"wrong": [], "largest": compare(ends, dict(zip(names, wanted, strict=True)), MILLION)}
+
+
 def in_turns(names: list[str], case: Case, shape: Shape, dtype: torch.dtype, device: str) -> dict:
     """Forward and backward ms of each implementation that can run the case, by round: none has the machine in
     another state than the others, and a round differs from the next by noise alone.
@@ -166,10 +211,9 @@ def make_call(implementation: str, case: Case, q, k, v) -> peers.Call:
             deterministic="deterministic" in implementation,
             repack="re-pack" in implementation,
         )
-    name, _, unordered = implementation.partition(", ")
 
     def call():
-        return varlen_attention(q, k, v, case.segments, implementation=name, deterministic=not unordered)
+        return varlen_attention(q, k, v, case.segments, implementation=implementation)
 
     call.leaves = (q, k, v)
     return call

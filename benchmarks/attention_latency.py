@@ -38,10 +38,10 @@ from attention_replay import (
     read,
 )
 from wlb_titan.kernels.gluon_launch import division, packed
-from wlb_titan.kernels.grid import GridCase
 from wlb_titan.kernels.schedule import schedule_of
 from wlb_titan.kernels.tiles import steps
 
+from wlb_titan.commands.profile_attention import GridCase
 from wlb_titan.cost.attention_fit import non_negative
 from wlb_titan.cost.attention_hopper import hopper
 from wlb_titan.cost.attention_latency import AttentionLatency
@@ -101,7 +101,7 @@ def measured_divisions(folder: Path) -> list[str]:
         q_tokens, kv_tokens = extent(pieces)
         schedule = schedule_of(case.segments, q_tokens, kv_tokens, torch.device("cpu"))
         sharding = [np.stack([0 * pieces[:, 0], pieces[:, 3] - pieces[:, 1], pieces[:, 1]], axis=1)]
-        of_case = [row for row in rows if row["case"] == case.name and row.get("deterministic")]
+        of_case = [row for row in rows if row["case"] == case.name and row.get("deterministic", True)]
         for heads in dict.fromkeys(tuple(row["shape"][:2]) for row in of_case):
             divided = division(schedule, *heads, UNITS)._asdict()
             same = [

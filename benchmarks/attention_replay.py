@@ -28,12 +28,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from attention_cases import cases
-from wlb_titan.kernels.gluon_launch import FORWARD as SHAPES
 from wlb_titan.kernels.gluon_launch import KEYS, LEAST_PACKED, ROWS, SECTION, packed, parts
-from wlb_titan.kernels.grid import GridCase
 from wlb_titan.kernels.segments import CAUSAL
 from wlb_titan.kernels.tiles import MASK_COST, KeyTiles, key_tiles, query_tiles, steps
 from wlb_titan.kernels.triton_launch import section as l2_section
+
+from wlb_titan.commands.profile_attention import GridCase
 
 UNITS = 132  # multiprocessors of an H100
 DIM = 128
@@ -85,7 +85,7 @@ class Forward:
         """int64 (n, 3), of tiles and heads in the order in which they are dealt: 1, blocks, masked ones."""
         q_tokens, kv_tokens = extent(segments)
         pack = packed(heads // kv_heads) if self.pack else 1
-        tiles = query_tiles(segments, q_tokens, tokens=SHAPES[DIM][0] * ROWS // pack)
+        tiles = query_tiles(segments, q_tokens, tokens=2 * ROWS // pack)
         if self.heaviest_first:
             shared = tiles[:, 4] - tiles[:, 3]
             work = shared + MASK_COST * (tiles[:, 5] - tiles[:, 2] - shared)

@@ -3,9 +3,10 @@ table.
 
     python benchmarks/attention_tune.py --minutes 9 [--dims 128 64] [--output tune.json]
 
-One pass at a time (forward, key_tiles, query_tiles), for each head dim and for long and short segments,
-grouped heads (32:4). A configuration that does not compile, does not fit or computes something else than the
-first one is reported and dropped. Ends with lines to paste into kernels/configs.py.
+One pass at a time (forward, key_tiles, query_tiles), for each head dim, on long segments and on short ones,
+grouped heads (32:4); the table has one configuration for both. A configuration that does not compile, does
+not fit or computes something else than the first one is reported and dropped. Ends with lines to paste into
+kernels/configs.py.
 """
 
 import argparse
@@ -19,9 +20,11 @@ from attention_cases import lognormal, short, whole
 from torch import Tensor
 from wlb_titan.kernels import triton_launch
 from wlb_titan.kernels.configs import Config, choose
-from wlb_titan.kernels.measure import Shape, make_inputs, time_call
+from wlb_titan.kernels.inputs import Shape, make_inputs
 from wlb_titan.kernels.options import Options
 from wlb_titan.kernels.schedule import schedule_of
+
+from wlb_titan.commands.profile_attention import time_call
 
 OPTIONS = Options(scale=0.1)
 PASSES = ("forward", "key_tiles", "query_tiles")
@@ -31,9 +34,8 @@ SEGMENTS = {
 }
 
 
-def candidates(which: str, dim: int, long: bool) -> list[Config]:
+def candidates(which: str, dim: int) -> list[Config]:
     """The table's own configuration first, then the shapes that compiled for sm_90 with few or no spills."""
-    packs = (1,) if long else (1, 8)
     shapes = {
         "forward": [(128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 2), (64, 128, 4, 2), (64, 64, 4, 3)],
         "key_tiles": [(128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 8, 2)],
@@ -41,14 +43,10 @@ def candidates(which: str, dim: int, long: bool) -> list[Config]:
     }[which]
     if dim <= 64:
         shapes = [*shapes, *[(m, n, w, s + 1) for m, n, w, s in shapes]]
+    found = [Config(*shape) for shape in shapes]
     if which == "key_tiles":
-        found = [Config(*shape, one_loop=one) for shape in shapes for one in (False, True)]
-        found += [
-            Config(m, 128, 8, 2, transposed=True, one_loop=one) for m in (32, 64) for one in (False, True)
-        ]
-    else:
-        found = [Config(*shape, pack=pack) for shape in shapes for pack in packs]
-    return list(dict.fromkeys([choose(which, (dim, dim), long, tma=True), *found]))
+        found += [Config(m, 128, 8, 2, transposed=True) for m in (32, 64)]
+    return list(dict.fromkeys([choose(which, (dim, dim), tma=True), *found]))
 
 
 def calls(shape: Shape, segments: Tensor) -> dict[str, Callable[[Config], tuple[Tensor, ...]]]:
@@ -57,7 +55,7 @@ def calls(shape: Shape, segments: Tensor) -> dict[str, Callable[[Config], tuple[
     schedule = schedule_of(segments, q.shape[0], k.shape[0], q.device)
     out, lse = triton_launch.forward(q, k, v, schedule, OPTIONS, tma=True)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    statistics = triton_launch.row_statistics(dout, None, out, lse, 1)
+    statistics = triton_launch.row_statistics(dout, None, out, lse)
 
     def forward(config: Config):
         return triton_launch.forward(q, k, v, schedule, OPTIONS, tma=True, config=config)
@@ -67,7 +65,7 @@ def calls(shape: Shape, segments: Tensor) -> dict[str, Callable[[Config], tuple[
         return dk, dv
 
     def query_tiles(config: Config):
-        triton_launch.query_tiles_pass(dout, q, k, v, dq, statistics, 1, schedule, OPTIONS, True, config)
+        triton_launch.query_tiles_pass(dout, q, k, v, dq, statistics, schedule, OPTIONS, True, config)
         return (dq,)
 
     return {"forward": forward, "key_tiles": key_tiles, "query_tiles": query_tiles}
@@ -103,7 +101,7 @@ def main() -> None:
         for long, segments in SEGMENTS.items():
             by_pass = calls(Shape(32, 4, dim, dim), segments)
             for which in PASSES:
-                rows = list(tune(by_pass[which], candidates(which, dim, long), end))
+                rows = list(tune(by_pass[which], candidates(which, dim), end))
                 label = {"pass": which, "dim": dim, "long": long}
                 for row in rows:
                     print(f"{which:11} {dim:4} {'long' if long else 'short':5}", row, flush=True)

@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from wlb_titan.kernels import varlen_attention
-from wlb_titan.kernels.measure import Shape, make_inputs
+from wlb_titan.kernels.inputs import Shape, make_inputs
 
 from wlb_titan.context import STRATEGIES, Sharding, segments
 from wlb_titan.cost.attention_latency import slowest

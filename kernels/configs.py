@@ -1,84 +1,73 @@
-"""Tile shapes and launch options by pass, head dim, GQA group and class of length.
+"""Tile shapes and launch options of the Triton kernels, by pass and head dim.
 
-Never by exact length: those change every step, and each new configuration is a compilation. The shapes were
-chosen by cross-compiling for sm_90 (registers, spills, shared memory, programs per multiprocessor);
-docs/kernels.md has the figures. `benchmarks/attention_tune.py` times the alternatives on a GPU and prints a
-new table.
+Never by lengths: those change every step, and each new configuration is a compilation. The shapes were chosen
+by cross-compiling for sm_90 (registers, spills, shared memory, programs per multiprocessor); docs/kernels.md
+has the figures. `benchmarks/attention_tune.py` times the alternatives on a GPU and prints a new table.
 """
 
 from dataclasses import dataclass
-
-LONG = 2048  # mean keys of a segment from which its attention counts as long
 
 
 @dataclass(frozen=True)
 class Config:
     """One kernel's shape.
 
-    block_m: rows of a query tile, tokens x packed heads. block_n: keys of a block. pack: most query heads
-    that share a tile (the greatest power of two that divides the group is used, if less). transposed: keys x
-    rows scores in the key-tile pass. one_loop: mask every row there, to save registers.
+    block_m: rows of a query tile. block_n: keys of a block. transposed: keys x rows scores in the key-tile
+    pass.
     """
 
     block_m: int
     block_n: int
     warps: int
     stages: int
-    pack: int = 1
     transposed: bool = False
-    one_loop: bool = False
-
-    def heads_per_tile(self, group: int) -> int:
-        """Query heads in one tile for `group` query heads per key head."""
-        return min(self.pack, group & -group)
 
 
 HEAD_DIMS = (64, 96, 128, 192, 256)  # the classes: the larger of D and Dv, rounded up
 LATENT = (192, 128)  # and a class of its own: D and Dv of multi-head latent attention
 
-# (pass, head dim class): the configuration for long segments, and for short ones.
 _HOPPER = {
-    ("forward", 64): (Config(128, 128, 8, 3), Config(64, 128, 4, 2, pack=8)),
-    ("forward", 96): (Config(128, 128, 8, 2), Config(128, 64, 8, 3, pack=8)),
-    ("forward", 128): (Config(128, 128, 8, 2), Config(128, 64, 8, 3, pack=8)),
-    ("forward", LATENT): (Config(128, 128, 8, 2), Config(128, 64, 8, 3, pack=8)),
-    ("forward", 192): (Config(128, 64, 8, 2), Config(128, 64, 8, 2, pack=8)),
-    ("forward", 256): (Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
-    ("key_tiles", 64): (Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
-    ("key_tiles", 96): (Config(128, 64, 8, 2, one_loop=True), Config(128, 64, 8, 2, one_loop=True)),
-    ("key_tiles", 128): (Config(128, 64, 8, 2), Config(128, 64, 8, 2, one_loop=True)),
-    ("key_tiles", LATENT): (Config(128, 64, 8, 2, one_loop=True), Config(128, 64, 8, 2, one_loop=True)),
-    ("key_tiles", 192): (Config(128, 64, 8, 1, one_loop=True), Config(128, 64, 8, 1, one_loop=True)),
-    ("key_tiles", 256): (Config(64, 32, 8, 1, one_loop=True), Config(64, 32, 8, 1, one_loop=True)),
-    ("query_tiles", 64): (Config(128, 128, 8, 2), Config(128, 128, 8, 2, pack=8)),
-    ("query_tiles", 96): (Config(128, 64, 8, 3), Config(128, 64, 8, 3)),
-    ("query_tiles", 128): (Config(128, 64, 8, 3), Config(64, 64, 4, 2, pack=8)),
-    ("query_tiles", LATENT): (Config(128, 64, 8, 2), Config(128, 64, 8, 2)),
-    ("query_tiles", 192): (Config(128, 32, 8, 2), Config(128, 32, 8, 2)),
-    ("query_tiles", 256): (Config(128, 32, 8, 2), Config(64, 32, 4, 2)),
+    ("forward", 64): Config(128, 128, 8, 3),
+    ("forward", 96): Config(128, 128, 8, 2),
+    ("forward", 128): Config(128, 128, 8, 2),
+    ("forward", LATENT): Config(128, 128, 8, 2),
+    ("forward", 192): Config(128, 64, 8, 2),
+    ("forward", 256): Config(128, 64, 8, 2),
+    ("key_tiles", 64): Config(128, 64, 8, 2),
+    ("key_tiles", 96): Config(128, 64, 8, 2),
+    ("key_tiles", 128): Config(128, 64, 8, 2),
+    ("key_tiles", LATENT): Config(128, 64, 8, 2),
+    ("key_tiles", 192): Config(128, 64, 8, 1),
+    ("key_tiles", 256): Config(64, 32, 8, 1),
+    ("query_tiles", 64): Config(128, 128, 8, 2),
+    ("query_tiles", 96): Config(128, 64, 8, 3),
+    ("query_tiles", 128): Config(128, 64, 8, 3),
+    ("query_tiles", LATENT): Config(128, 64, 8, 2),
+    ("query_tiles", 192): Config(128, 32, 8, 2),
+    ("query_tiles", 256): Config(128, 32, 8, 2),
 }
 
 # Smaller tiles for 100 KB of shared memory (sm_86, sm_89) and loads by cp.async (sm_80 too).
 _AMPERE = {
-    ("forward", 64): (Config(128, 64, 4, 3), Config(64, 64, 4, 3, pack=8)),
-    ("forward", 128): (Config(128, 32, 4, 3), Config(64, 32, 4, 3, pack=8)),
-    ("forward", 256): (Config(64, 32, 4, 1), Config(64, 32, 4, 1, pack=8)),
-    ("key_tiles", 64): (Config(32, 128, 8, 2, transposed=True), Config(32, 64, 4, 2, transposed=True)),
-    ("key_tiles", 128): (Config(32, 64, 4, 2, transposed=True), Config(32, 64, 4, 2, transposed=True)),
-    ("key_tiles", 256): (Config(32, 32, 4, 1, transposed=True), Config(32, 32, 4, 1, transposed=True)),
-    ("query_tiles", 64): (Config(64, 64, 4, 2), Config(64, 64, 4, 2, pack=8)),
-    ("query_tiles", 128): (Config(64, 32, 4, 2), Config(64, 32, 4, 2, pack=8)),
-    ("query_tiles", 256): (Config(32, 32, 4, 1), Config(32, 32, 4, 1, pack=8)),
+    ("forward", 64): Config(128, 64, 4, 3),
+    ("forward", 128): Config(128, 32, 4, 3),
+    ("forward", 256): Config(64, 32, 4, 1),
+    ("key_tiles", 64): Config(32, 128, 8, 2, transposed=True),
+    ("key_tiles", 128): Config(32, 64, 4, 2, transposed=True),
+    ("key_tiles", 256): Config(32, 32, 4, 1, transposed=True),
+    ("query_tiles", 64): Config(64, 64, 4, 2),
+    ("query_tiles", 128): Config(64, 32, 4, 2),
+    ("query_tiles", 256): Config(32, 32, 4, 1),
 }
 
 
-def choose(which: str, dims: tuple[int, int], long: bool, tma: bool) -> Config:
+def choose(which: str, dims: tuple[int, int], tma: bool) -> Config:
     """The configuration of a pass: "forward", "key_tiles" (dK, dV) or "query_tiles" (dQ).
 
-    dims: D and Dv. long: whether the mean segment sees at least `LONG` keys.
+    dims: D and Dv. tma: whether tiles are loaded by TMA.
     """
     table = _HOPPER if tma else _AMPERE
     head_dim: object = dims
     if (which, dims) not in table:
         head_dim = next(d for d in HEAD_DIMS if max(dims) <= d and (which, d) in table)
-    return table[which, head_dim][0 if long else 1]
+    return table[which, head_dim]

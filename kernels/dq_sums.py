@@ -15,16 +15,14 @@ ROWS = 64  # of a block
 WIDTH = 128  # of a row of the sums
 
 
-def no_sums(q: Tensor, pack: int, edges: Tensor | None = None) -> Tensor:
-    """For the blocks of 64 rows of q (Tq, Nq, D), in this order: (n, WIDTH) float32, of zeros.
+def no_sums(q: Tensor, pack: int, edges: Tensor) -> Tensor:
+    """For the blocks of 64 rows of q (Tq, Nq, D), in this order: (n, WIDTH) float32, zero in `edges` only.
 
-    edges: (e,) int64, if not all must be zeros, but these: blocks of 64 / pack tokens.
+    edges: (e,) int64, blocks of 64 / pack tokens.
     """
     tokens, heads, dim = q.shape
     blocks = triton.cdiv(tokens, ROWS // pack)
     shape = blocks * (heads // pack) * ROWS * dim // WIDTH, WIDTH
-    if edges is None:
-        return q.new_zeros(shape, dtype=torch.float32)
     sums = q.new_empty(shape, dtype=torch.float32)
     sums.view(blocks, -1).index_fill_(0, edges, 0)
     return sums

@@ -1,10 +1,10 @@
 """Forward in Gluon, in the order of FlashAttention-3 (Shah et al. 2024), which Triton's own pipeliner cannot
 express.
 
-One warp loads queries, keys and values by TMA into rings of buffers; two or three consumers compute, each 64
-rows of the tile. While one computes its softmax the others' matrix products keep the tensor cores busy; and
-within one, the scores of the next block are issued together with the output of the last, so that the softmax
-between them overlaps with a product:
+One warp loads queries, keys and values by TMA into rings of buffers; two consumers compute, each 64 rows of
+the tile. While one computes its softmax the other's matrix products keep the tensor cores busy; and within
+one, the scores of the next block are issued together with the output of the last, so that the softmax between
+them overlaps with a product:
 
     S_0 = Q K_0';  P_0 = softmax(S_0);  then for each block i = 1, 2, ...
         issue S_i = Q K_i';  issue O += P_{i-1} V_{i-1}
@@ -14,10 +14,11 @@ Rows of a tile are tokens and the PACK query heads of each that share a key head
 and head r % PACK: keys and values are loaded once for all of them, and tiles hold few tokens, so that little
 of what is computed is masked away.
 
-Persistent: one program a multiprocessor. Its first tile is that of its own number, and then its loader takes
-the next of the list that nobody has, by a counter in global memory, while the consumers are still at the
-last blocks; they find the number beside the queries. With two buffers of both, the next tile's loads run
-under this one's end. Who computes a tile does not change its sums: results repeat bit for bit.
+Persistent: one program a multiprocessor. Its loader takes the next tile of the list that nobody has, by a
+counter in global memory, while the consumers are still at the last blocks; they find the number beside the
+queries. With two buffers of both, the next tile's loads run under this one's end. The first tile is taken so
+too: a program that gets its multiprocessor late, as where a collective holds it, leaves the heavy tiles to
+others. Who computes a tile does not change its sums: results repeat bit for bit.
 """
 
 import triton.experimental.gluon.language as gl
@@ -32,16 +33,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .gluon_common import give, given, tile_and_head, tma_load
 
 ROWS = gl.constexpr(64)  # of one consumer: the M of a wgmma
+CONSUMERS = gl.constexpr(2)
 Q_STAGES = gl.constexpr(2)
+STAGES = gl.constexpr(2)  # of keys and values
 
-# Barriers, all in one allocation: every buffer that a partition is given costs its threads a register.
+# Barriers, each kind in an allocation of its own: see the backward's.
 Q_READY = gl.constexpr(0)
-Q_FREE = gl.constexpr(2)
-K_READY = gl.constexpr(4)  # these four once a stage of keys and values, of which there are 3 at most
-K_FREE = gl.constexpr(7)
-V_READY = gl.constexpr(10)
-V_FREE = gl.constexpr(13)
-BARRIERS = gl.constexpr(16)
+Q_FREE = gl.constexpr(1)
+K_READY = gl.constexpr(2)
+K_FREE = gl.constexpr(3)
+V_READY = gl.constexpr(4)
+V_FREE = gl.constexpr(5)
 LN_2 = gl.constexpr(0.6931471805599453)
 
 
@@ -59,14 +61,12 @@ def work_of(number, tile_list, tiles, groups, section, BLOCK_N: gl.constexpr):
 @gluon.jit
 def load(
     work, rings, taken, q, k, v,
-    D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    PACK: gl.constexpr, CONSUMERS: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr,
 ):  # fmt: skip
     """The loader: every tile's number and Q, and every block's K and V, as buffers fall free."""
     tile_list, tiles, groups, section = work
     numbers, q_ring, k_ring, v_ring, bars = rings
-    programs = gl.num_programs(0)
-    number = gl.program_id(0)
+    number = gl.atomic_add(taken, 1, sem="relaxed")
     round = 0
     step = 0
     while number < tiles * groups:
@@ -74,41 +74,41 @@ def load(
         q_begin = gl.load(row)
         kv_head = group * PACK // GROUP
         q_stage = round % Q_STAGES
-        mbarrier.wait(bars.index(Q_FREE + q_stage), ((round // Q_STAGES) & 1) ^ 1)
+        mbarrier.wait(bars[Q_FREE].index(q_stage), ((round // Q_STAGES) & 1) ^ 1)
         give(number, numbers.index(q_stage))
-        mbarrier.arrive(bars.index(Q_READY + q_stage), count=1)
-        mbarrier.expect(bars.index(Q_READY + q_stage), q.block_type.nbytes * CONSUMERS)
+        mbarrier.arrive(bars[Q_READY].index(q_stage), count=1)
+        mbarrier.expect(bars[Q_READY].index(q_stage), q.block_type.nbytes * CONSUMERS)
         for part in gl.static_range(CONSUMERS):
             tma_load(
-                q, [q_begin + part * (ROWS // PACK), group * PACK, 0], bars.index(Q_READY + q_stage),
+                q, [q_begin + part * (ROWS // PACK), group * PACK, 0], bars[Q_READY].index(q_stage),
                 q_ring.index(q_stage * CONSUMERS + part),
             )  # fmt: skip
         for i in range(blocks):
             stage = step % STAGES
             phase = (step // STAGES) & 1
             start = kv_begin + i * BLOCK_N
-            mbarrier.wait(bars.index(K_FREE + stage), phase ^ 1)
-            mbarrier.expect(bars.index(K_READY + stage), k.block_type.nbytes)
-            tma_load(k, [start, kv_head * D], bars.index(K_READY + stage), k_ring.index(stage))
-            mbarrier.wait(bars.index(V_FREE + stage), phase ^ 1)
-            mbarrier.expect(bars.index(V_READY + stage), v.block_type.nbytes)
-            tma_load(v, [start, kv_head * DV], bars.index(V_READY + stage), v_ring.index(stage))
+            mbarrier.wait(bars[K_FREE].index(stage), phase ^ 1)
+            mbarrier.expect(bars[K_READY].index(stage), k.block_type.nbytes)
+            tma_load(k, [start, kv_head * D], bars[K_READY].index(stage), k_ring.index(stage))
+            mbarrier.wait(bars[V_FREE].index(stage), phase ^ 1)
+            mbarrier.expect(bars[V_READY].index(stage), v.block_type.nbytes)
+            tma_load(v, [start, kv_head * DV], bars[V_READY].index(stage), v_ring.index(stage))
             step += 1
         # Not sooner: who takes a tile while it has most of another to do leaves the others without.
-        number = programs + gl.atomic_add(taken, 1, sem="relaxed")
+        number = gl.atomic_add(taken, 1, sem="relaxed")
         round += 1
     last = round % Q_STAGES
-    mbarrier.wait(bars.index(Q_FREE + last), ((round // Q_STAGES) & 1) ^ 1)
+    mbarrier.wait(bars[Q_FREE].index(last), ((round // Q_STAGES) & 1) ^ 1)
     give(-1, numbers.index(last))
-    mbarrier.arrive(bars.index(Q_READY + last), count=1)
-    mbarrier.expect(bars.index(Q_READY + last), 0)
+    mbarrier.arrive(bars[Q_READY].index(last), count=1)
+    mbarrier.expect(bars[Q_READY].index(last), 0)
 
 
 @gluon.jit
 def next_number(numbers, bars, round):
     """Waits for a round's Q and returns the number of its tile; -1 if there is none left."""
     q_stage = round % Q_STAGES
-    mbarrier.wait(bars.index(Q_READY + q_stage), (round // Q_STAGES) & 1)
+    mbarrier.wait(bars[Q_READY].index(q_stage), (round // Q_STAGES) & 1)
     return given(numbers.index(q_stage), 4)
 
 
@@ -132,8 +132,7 @@ def online_softmax(
 @gluon.jit
 def attend(
     work, rings, results,
-    PART: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    PACK: gl.constexpr, CONSUMERS: gl.constexpr,
+    PART: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr, PACK: gl.constexpr,
 ):  # fmt: skip
     """A consumer: rows PART * 64 ... PART * 64 + 63 of every tile."""
     tile_list, tiles, groups, section = work
@@ -167,12 +166,12 @@ def attend(
         q_stage = round % Q_STAGES
         queries = q_ring.index(q_stage * CONSUMERS + PART).reshape([ROWS, D])
         stage = step % STAGES
-        mbarrier.wait(bars.index(K_READY + stage), (step // STAGES) & 1)
+        mbarrier.wait(bars[K_READY].index(stage), (step // STAGES) & 1)
         s = warpgroup_mma(
             queries, k_ring.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True
         )
         s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(bars.index(K_FREE + stage), count=1)
+        mbarrier.arrive(bars[K_FREE].index(stage), count=1)
         p, m, l_sum, _ = online_softmax(
             s, kv_begin, shared_begin, shared_end, first, last, m, l_sum, scale_log2, BLOCK_N, s_layout
         )
@@ -182,28 +181,28 @@ def attend(
             before_phase = (step // STAGES) & 1
             step += 1
             stage = step % STAGES
-            mbarrier.wait(bars.index(K_READY + stage), (step // STAGES) & 1)
+            mbarrier.wait(bars[K_READY].index(stage), (step // STAGES) & 1)
             s = warpgroup_mma(
                 queries, k_ring.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True
             )
-            mbarrier.wait(bars.index(V_READY + before), before_phase)
+            mbarrier.wait(bars[V_READY].index(before), before_phase)
             o = warpgroup_mma(p, v_ring.index(before), o, is_async=True)
             s = warpgroup_mma_wait(1, deps=[s])
-            mbarrier.arrive(bars.index(K_FREE + stage), count=1)
+            mbarrier.arrive(bars[K_FREE].index(stage), count=1)
             next_p, m, l_sum, alpha = online_softmax(
                 s, kv_begin + i * BLOCK_N, shared_begin, shared_end, first, last, m, l_sum, scale_log2,
                 BLOCK_N, s_layout,
             )  # fmt: skip
             o, p = warpgroup_mma_wait(0, deps=[o, p])
-            mbarrier.arrive(bars.index(V_FREE + before), count=1)
+            mbarrier.arrive(bars[V_FREE].index(before), count=1)
             o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
             p = gl.convert_layout(next_p.to(dtype), p_layout)
 
-        mbarrier.arrive(bars.index(Q_FREE + q_stage), count=1)
-        mbarrier.wait(bars.index(V_READY + stage), (step // STAGES) & 1)
+        mbarrier.arrive(bars[Q_FREE].index(q_stage), count=1)
+        mbarrier.wait(bars[V_READY].index(stage), (step // STAGES) & 1)
         o = warpgroup_mma(p, v_ring.index(stage), o, is_async=True)
         o = warpgroup_mma_wait(0, deps=[o])
-        mbarrier.arrive(bars.index(V_FREE + stage), count=1)
+        mbarrier.arrive(bars[V_FREE].index(stage), count=1)
         step += 1
 
         empty = l_sum == 0.0
@@ -227,48 +226,43 @@ def attend(
 def gluon_forward_kernel(
     q, k, v, out, lse, tile_list, taken, bounds, tiles, section, q_tokens, q_heads, scale_log2, out_stride_t,
     out_stride_h,
-    D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    PACK: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr,
 ):  # fmt: skip
-    """out (Tq, Nq, DV) and lse (Nq, Tq), by any number of programs; tiles of CONSUMERS * 64 rows, PACK of
-    them a token. taken: (1,) int32, zero. Launched with four warps, those of the first consumer.
+    """out (Tq, Nq, DV) and lse (Nq, Tq), by any number of programs; tiles of 128 rows, PACK of them a token.
+    taken: (1,) int32, zero. Launched with four warps, those of the first consumer.
     """
     numbers = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_ring = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS, ROWS // PACK, PACK, D], q.layout)
     k_ring = gl.allocate_shared_memory(k.dtype, [STAGES, BLOCK_N, D], k.layout)
     v_ring = gl.allocate_shared_memory(v.dtype, [STAGES, BLOCK_N, DV], v.layout)
-    bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
+    layout: gl.constexpr = mbarrier.MBarrierLayout()
+    bars = (
+        gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], layout),
+        gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], layout),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout),
+    )
     for stage in gl.static_range(Q_STAGES):
-        mbarrier.init(bars.index(Q_READY + stage), count=2)
-        mbarrier.init(bars.index(Q_FREE + stage), count=CONSUMERS)
+        mbarrier.init(bars[Q_READY].index(stage), count=2)
+        mbarrier.init(bars[Q_FREE].index(stage), count=CONSUMERS)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(bars.index(K_READY + stage), count=1)
-        mbarrier.init(bars.index(K_FREE + stage), count=CONSUMERS)
-        mbarrier.init(bars.index(V_READY + stage), count=1)
-        mbarrier.init(bars.index(V_FREE + stage), count=CONSUMERS)
+        mbarrier.init(bars[K_READY].index(stage), count=1)
+        mbarrier.init(bars[K_FREE].index(stage), count=CONSUMERS)
+        mbarrier.init(bars[V_READY].index(stage), count=1)
+        mbarrier.init(bars[V_FREE].index(stage), count=CONSUMERS)
     fence_async_shared()
 
     work = (tile_list, tiles, q_heads // PACK, section)
     rings = (numbers, q_ring, k_ring, v_ring, bars)
     results = (out, lse, bounds, q_tokens, scale_log2, out_stride_t, out_stride_h)
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (attend, (work, rings, results, 0, D, DV, BLOCK_N, STAGES, PACK, CONSUMERS)),
-                (attend, (work, rings, results, 1, D, DV, BLOCK_N, STAGES, PACK, CONSUMERS)),
-                (load, (work, rings, taken, q, k, v, D, DV, BLOCK_N, STAGES, GROUP, PACK, CONSUMERS)),
-            ],
-            [4, 1],
-            [REGISTERS, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (attend, (work, rings, results, 0, D, DV, BLOCK_N, STAGES, PACK, CONSUMERS)),
-                (attend, (work, rings, results, 1, D, DV, BLOCK_N, STAGES, PACK, CONSUMERS)),
-                (attend, (work, rings, results, 2, D, DV, BLOCK_N, STAGES, PACK, CONSUMERS)),
-                (load, (work, rings, taken, q, k, v, D, DV, BLOCK_N, STAGES, GROUP, PACK, CONSUMERS)),
-            ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, 24],
-        )
+    gl.warp_specialize(
+        [
+            (attend, (work, rings, results, 0, D, DV, BLOCK_N, PACK)),
+            (attend, (work, rings, results, 1, D, DV, BLOCK_N, PACK)),
+            (load, (work, rings, taken, q, k, v, D, DV, BLOCK_N, GROUP, PACK)),
+        ],
+        [4, 1],
+        [240, 24],
+    )

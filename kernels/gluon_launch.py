@@ -14,9 +14,10 @@ from .gluon_backward import gluon_backward_kernel
 from .gluon_forward import gluon_forward_kernel
 from .options import Options, Saved
 from .schedule import Schedule
+from .segments import Visibility
 from .triton_launch import LOG2_E, aligned, result, row_statistics
 
-ROWS = 64  # of one consumer, and of a step of the backward
+ROWS = 64  # of one of the forward's two consumers, and of a step of the backward
 KEYS = 128  # of a block of the forward, and of a tile of the backward
 PACK = 8  # most query heads in a tile of the forward, and in a step of the backward
 LEAST_PACKED = 4  # in a step of the backward: packs of two spill registers in its loop
@@ -24,8 +25,6 @@ SECTION = 8  # key heads side by side: 132 multiprocessors leave each 16 program
 HEADS_FIRST = 12_288  # mean keys from which the backward walks over one query head after the other
 SIDE_BY_SIDE = 1 << 18  # tokens times query heads of the key heads whose backwards run side by side
 MOST_SIDE_BY_SIDE = 16  # key heads
-# By the larger of D and Dv: consumers, registers a thread of each, and stages of keys and values.
-FORWARD = {64: (3, 160, 3), 128: (2, 240, 2)}
 
 
 class Division(NamedTuple):
@@ -42,19 +41,24 @@ class Division(NamedTuple):
     section: int
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, options: Options) -> tuple[Tensor, Tensor]:
-    """Output (Tq, Nq, Dv) and log-sum-exp (Nq, Tq) float32."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, options: Options, programs: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output (Tq, Nq, Dv) and log-sum-exp (Nq, Tq) float32.
+
+    programs: how many do the work, at most; `multiprocessors` unless told, and the result is the same.
+    """
     (q_tokens, q_heads, dim), (kv_tokens, kv_heads, v_dim) = q.shape, v.shape
     if kv_tokens == 0 or q_tokens == 0:
         return q.new_zeros(q_tokens, q_heads, v_dim), q.new_full((q_heads, q_tokens), torch.inf).float()
-    consumers, registers, stages = FORWARD[max(dim, v_dim)]
     q, k, v = (aligned(x) for x in (q, k, v))
     out = q.new_empty(q_tokens, q_heads, v_dim)
     lse = q.new_empty(q_heads, q_tokens, dtype=torch.float32)
     group = q_heads // kv_heads
     pack = packed(group)
-    tiles = schedule.query_tiles(consumers * ROWS // pack)
-    gluon_forward_kernel[(min(multiprocessors(q.device), len(tiles) * q_heads // pack),)](
+    tiles = schedule.query_tiles(2 * ROWS // pack)
+    programs = programs or multiprocessors(q.device)
+    gluon_forward_kernel[(min(programs, len(tiles) * q_heads // pack),)](
         q=packed_descriptor(q, pack),
         k=descriptor(k, KEYS),
         v=descriptor(v, KEYS),
@@ -71,11 +75,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, options: Option
         D=dim,
         DV=v_dim,
         BLOCK_N=KEYS,
-        STAGES=stages,
         GROUP=group,
         PACK=pack,
-        CONSUMERS=consumers,
-        REGISTERS=registers,
         num_warps=4,
         enable_fp_fusion=True,
     )
@@ -89,10 +90,11 @@ def backward(
     schedule: Schedule,
     options: Options,
     divided: Division | None = None,
+    programs: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v for those of the output and, unless None, of the log-sum-exp.
 
-    divided: how to divide the work; `division` unless told.
+    divided: how to divide the work; `division` unless told. programs: as of `forward`.
     """
     q, k, v, out, lse = saved
     (q_tokens, q_heads, dim), (kv_tokens, kv_heads, v_dim) = q.shape, v.shape
@@ -103,14 +105,15 @@ def backward(
     divided = divided or division(schedule, q_heads, kv_heads, multiprocessors(q.device))
     split, pack, heads_first, section = divided
     lists = schedule.key_tiles(ROWS // pack, KEYS, turn_rows=ROWS // pack)
-    tiles, items, first_turns, edges = lists[:4]
+    tiles, items, first_turns, edges, *_ = lists
     lse_log2, delta = row_statistics(dout, dlse, out, lse, pack)
     dtype = torch.float32 if split > 1 else q.dtype
     dk = k.new_empty((split, *k.shape), dtype=dtype)
     dv = v.new_empty((split, *v.shape), dtype=dtype)
-    sums = no_sums(q, pack, edges if options.deterministic else None)
-    turns = first_turns.expand(q_heads // pack, -1).clone() if options.deterministic else first_turns
-    gluon_backward_kernel[(min(multiprocessors(q.device), len(tiles) * kv_heads * split),)](
+    sums = no_sums(q, pack, edges)
+    turns = first_turns.expand(q_heads // pack, -1).clone()
+    programs = programs or multiprocessors(q.device)
+    gluon_backward_kernel[(min(programs, len(tiles) * kv_heads * split),)](
         q=packed_descriptor(q, pack),
         k=descriptor(k, ROWS),
         v=descriptor(v, ROWS),
@@ -122,7 +125,6 @@ def backward(
         delta=row_descriptor(delta, q_tokens * pack),
         tile_list=tiles,
         items=items,
-        taken=torch.zeros(1, dtype=torch.int32, device=q.device),
         turns=turns,
         bounds=row_descriptor(schedule.packed_bounds(pack), q_tokens * pack),
         tiles=len(tiles),
@@ -137,7 +139,6 @@ def backward(
         SPLIT=split,
         PACK=pack,
         HEADS_FIRST=heads_first,
-        DETERMINISTIC=options.deterministic,
         num_warps=4,
         enable_fp_fusion=True,
     )
@@ -172,6 +173,17 @@ def division(schedule: Schedule, q_heads: int, kv_heads: int, units: int) -> Div
     fits = 2 ** max(0, round(log2(SIDE_BY_SIDE / (schedule.key.q_tokens * group))))
     section = max(SECTION // group, min(fits, MOST_SIDE_BY_SIDE))
     return Division(1, pack, False, min(kv_heads, section))
+
+
+def divisions(q_heads: int, kv_heads: int, visibility: Visibility) -> list[Division]:
+    """All that `division` chooses from, whatever the segments, but for their sections."""
+    group, section = q_heads // kv_heads, min(kv_heads, SECTION)
+    splits = [2**i for i in range(group.bit_length()) if group % 2**i == 0]
+    found = [Division(1, packed(group, LEAST_PACKED), False, section)]
+    found += [Division(split, 1, False, section) for split in splits[1:]]
+    if visibility.reach >= HEADS_FIRST:
+        found += [Division(split, 1, True, section) for split in splits if split < group]
+    return found
 
 
 def parts(heaviest: int, mean: float, group: int) -> int:

@@ -1,4 +1,4 @@
-"""The implementation that computes a call: a rule on head dims, dtype and device, which needs no tensors.
+"""What computes a call of the op, by a rule on pass, head dims, dtype and device; and the call.
 
 | implementation | forward                         | backward                     | needs              |
 |----------------|---------------------------------|------------------------------|--------------------|
@@ -7,15 +7,24 @@
 | gluon          | Gluon, FlashAttention-3's order | Gluon: all three in one pass | sm_90, D 64 or 128 |
 
 "auto" takes what was measured fastest: on Hopper with head dim 128 Gluon, which took less time than Triton in
-all cases timed on an H100, forward and backward; other head dims were not timed, so Triton. On the CPU the
-reference; under Triton's interpreter (TRITON_INTERPRET=1) Triton for float16 and float32, as that computes
-bfloat16 wrongly.
+all cases timed on an H100, forward and backward; other head dims were not timed, so Triton. Gluon's backward
+only where a record says that it passed its trial (record.py), because its warps meet in ways that only such a
+GPU can show to be right; elsewhere Triton's, which needs the same of a forward. On the CPU the reference;
+under Triton's interpreter (TRITON_INTERPRET=1) Triton for float16 and float32, as that computes bfloat16
+wrongly.
 """
 
-from functools import cache
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+
+from . import record, reference
+from .options import Options, Saved
+from .segments import check_segments
+from .shadow import shadow
 
 IMPLEMENTATIONS = ("auto", "reference", "triton", "gluon")
 MAX_HEAD_DIM = 256
@@ -27,12 +36,14 @@ class Device(NamedTuple):
     """What the rule has to know of a device.
 
     type: as of torch.device. capability: of a GPU, None where it is not known yet, which excludes nothing.
-    interpreted: whether Triton is there and runs its kernels on the CPU, for tests.
+    interpreted: whether Triton is there and runs its kernels on the CPU, for tests. passed: head dims, D and
+    Dv, and dtypes for which Gluon's backward has passed its trial there.
     """
 
     type: str
     capability: tuple[int, int] | None = None
     interpreted: bool = False
+    passed: frozenset[tuple[tuple[int, int], torch.dtype]] = frozenset()
 
     @property
     def tma(self) -> bool:
@@ -42,15 +53,16 @@ class Device(NamedTuple):
 
 @cache
 def device_of(device: torch.device) -> Device:
-    """The facts of a device that is there; asked for once."""
+    """The facts of a device that is there; asked for once, and again after `device_of.cache_clear()`."""
     if device.type == "cuda":
-        return Device("cuda", torch.cuda.get_device_capability(device))
+        found = Device("cuda", torch.cuda.get_device_capability(device))
+        return found._replace(passed=record.passed(device)) if found.tma else found
     return Device(device.type, interpreted=_interpreting())
 
 
 @cache
-def chosen(implementation: str, dims: tuple[int, int], dtype: torch.dtype, device: Device) -> str:
-    """What runs where a caller asks for `implementation`.
+def chosen(which: str, implementation: str, dims: tuple[int, int], dtype: torch.dtype, device: Device) -> str:
+    """What runs a pass, "forward" or "backward", where a caller asks for `implementation`.
 
     dims: D of queries and keys, and Dv of values.
 
@@ -85,7 +97,8 @@ def chosen(implementation: str, dims: tuple[int, int], dtype: torch.dtype, devic
             if dim not in GLUON_HEAD_DIMS:
                 raise ValueError(f"the Gluon kernels have head dims {GLUON_HEAD_DIMS}, but {name} has {dim}")
     if implementation == "auto":
-        return "gluon" if device.tma and dims == MEASURED_FASTEST else "triton"
+        fastest = device.tma and dims == MEASURED_FASTEST
+        return "gluon" if fastest and (which == "forward" or (dims, dtype) in device.passed) else "triton"
     return implementation
 
 
@@ -95,3 +108,66 @@ def _interpreting() -> bool:
     except ImportError:
         return False
     return knobs.runtime.interpret
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, options: Options, **how: Any
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp (Nq, Tq), for tensors that segments.check_tensors has accepted.
+
+    how: keywords of gluon_launch.forward, where that runs.
+
+    Raises ValueError for an implementation that cannot run them and for segments that cannot be attended (for
+    the kernels, once for each schedule).
+    """
+    implementation = _chosen("forward", q, v, options)
+    if implementation == "reference":
+        check_segments(segments.numpy(), q.shape[0], k.shape[0], options.visibility.causal)
+        return reference.forward(q, k, v, segments, options)
+    from .schedule import schedule_of  # only here: Triton may be absent
+
+    with current(q.device):
+        schedule = schedule_of(segments, q.shape[0], k.shape[0], q.device, options.visibility)
+        if implementation == "gluon":
+            from . import gluon_launch
+
+            return gluon_launch.forward(q, k, v, schedule, options, **how)
+        from . import triton_launch
+
+        return triton_launch.forward(q, k, v, schedule, options, tma=device_of(q.device).tma)
+
+
+def backward(
+    dout: Tensor, dlse: Tensor | None, saved: Saved, segments: Tensor, options: Options, **how: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v for those of the output and, unless None, of the log-sum-exp.
+
+    how: keywords of gluon_launch.backward, where that runs.
+    """
+    q, k, v, _, _ = saved
+    implementation = _chosen("backward", q, v, options)
+    if implementation == "reference":
+        return reference.backward(dout, dlse, saved, segments, options)
+    from .schedule import schedule_of
+
+    with current(q.device):
+        schedule = schedule_of(segments, q.shape[0], k.shape[0], q.device, options.visibility)
+        from . import triton_launch
+
+        tma = device_of(q.device).tma
+        by_triton = partial(triton_launch.backward, dout, dlse, saved, schedule, options, tma=tma)
+        if implementation == "triton":
+            return by_triton()
+        from . import gluon_launch
+
+        return shadow.compare(gluon_launch.backward(dout, dlse, saved, schedule, options, **how), by_triton)
+
+
+def _chosen(which: str, q: Tensor, v: Tensor, options: Options) -> str:
+    dims = q.shape[2], v.shape[2]
+    return chosen(which, options.implementation, dims, q.dtype, device_of(q.device))
+
+
+def current(device: torch.device) -> AbstractContextManager:
+    """Makes a GPU the current one: Triton launches on that, wherever the tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import dispatch
+from . import implementations
 from .options import SCHEMA, Saved, op_arguments, options_of
 from .segments import check_sinks, check_tensors
 
@@ -27,7 +27,6 @@ def varlen_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
-    deterministic: bool = True,
     implementation: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of packed documents, or of one context-parallel rank's share of them.
@@ -43,8 +42,9 @@ def varlen_attention(
     sinks: (Nq,) floating point, one logit a head that takes part in the softmax without a value (gpt-oss);
     differentiable.
     return_lse: give the log-sum-exp of the scores (natural logarithm, sinks included) too; differentiable.
-    deterministic: whether gradients repeat bit for bit. Only "gluon" is any faster without.
     implementation: what computes it, one of implementations.IMPLEMENTATIONS; "auto" chooses.
+
+    Gradients repeat bit for bit.
 
     Returns (Tq, Nq, Dv) in the dtype of q, and if return_lse (Nq, Tq) float32, +inf for padding. Softmax and
     sums are computed in float32 (float64 for float64 inputs).
@@ -62,7 +62,6 @@ def varlen_attention(
         scale=scale,
         causal=causal,
         window=window,
-        deterministic=deterministic,
         implementation=implementation,
     )
     out, lse = torch.ops.wlb_titan.varlen_attention.default(q, k, v, segments, *arguments)
@@ -79,7 +78,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, segments: Tensor, scale: float, *arguments: Any
 ) -> tuple[Tensor, Tensor]:
     check_tensors(q, k, v, segments, scale)
-    return dispatch.forward(q, k, v, segments, options_of(scale, *arguments))
+    return implementations.forward(q, k, v, segments, options_of(scale, *arguments))
 
 
 def _forward_fake(q, k, v, segments, scale, *arguments):
@@ -93,7 +92,7 @@ def _backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     segments: Tensor, *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return dispatch.backward(dout, dlse, Saved(q, k, v, out, lse), segments, options_of(*arguments))
+    return implementations.backward(dout, dlse, Saved(q, k, v, out, lse), segments, options_of(*arguments))
 
 
 def _backward_fake(dout, dlse, q, k, v, *_):

@@ -12,17 +12,16 @@ from .segments import CAUSAL, Visibility
 class Options(NamedTuple):
     """The arguments of `varlen_attention` that say what is computed, and by what.
 
-    scale: positive factor on the scores. visibility: which keys of its segment a query sees. deterministic:
-    whether gradients repeat bit for bit. implementation: one of implementations.IMPLEMENTATIONS.
+    scale: positive factor on the scores. visibility: which keys of its segment a query sees.
+    implementation: one of implementations.IMPLEMENTATIONS.
     """
 
     scale: float
     visibility: Visibility = CAUSAL
-    deterministic: bool = True
     implementation: str = "auto"
 
 
-SCHEMA = "float scale, bool causal, int? window, bool deterministic, str implementation"
+SCHEMA = "float scale, bool causal, int? window, str implementation"
 """`Options` among the arguments of an op."""
 
 
@@ -32,20 +31,17 @@ def op_arguments(
     scale: float | None = None,
     causal: bool = True,
     window: int | None = None,
-    deterministic: bool = True,
     implementation: str = "auto",
 ) -> tuple[Any, ...]:
     """Keywords of `varlen_attention` as the arguments of SCHEMA, for every op that has these."""
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    return scale, causal, window, deterministic, implementation
+    return scale, causal, window, implementation
 
 
 @cache
-def options_of(
-    scale: float, causal: bool, window: int | None, deterministic: bool, implementation: str
-) -> Options:
+def options_of(scale: float, causal: bool, window: int | None, implementation: str) -> Options:
     """The options as an op has them."""
-    return Options(scale, Visibility(causal, window), deterministic, implementation)
+    return Options(scale, Visibility(causal, window), implementation)
 
 
 class Saved(NamedTuple):

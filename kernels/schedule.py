@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import tiles
-from .configs import LONG
 from .segments import CAUSAL, Visibility, check_segments
 
 
@@ -27,17 +26,6 @@ class Key(NamedTuple):
     stream: int
 
 
-class KeyTiles(NamedTuple):
-    """As tiles.KeyTiles, on the device; and the steps of the heaviest tile and of all (tiles.steps)."""
-
-    tiles: Tensor
-    items: Tensor
-    first_turns: Tensor
-    edges: Tensor
-    heaviest: int
-    steps: int
-
-
 class Schedule:
     """Tile lists of `segments` ((S, 4) int32) on `key.device`, each made when first asked for.
 
@@ -49,18 +37,13 @@ class Schedule:
         self.segments, self.key = segments, key
         self._packed_bounds: dict[int, Tensor] = {}
         self._query_tiles: dict[int, Tensor] = {}
-        self._key_tiles: dict[tuple[int, int, int], KeyTiles] = {}
+        self._key_tiles: dict[tuple[int, int, int], tiles.KeyTiles] = {}
 
     @cached_property
     def mean_keys(self) -> float:
         """Keys of a query's segment, or of its window, in the mean over queries."""
         q_len, kv_len = self.segments[:, 1].astype(np.int64), self.segments[:, 3].astype(np.int64)
         return float(q_len @ np.minimum(kv_len, self.key.visibility.reach) / max(1, q_len.sum()))
-
-    @property
-    def long(self) -> bool:
-        """Whether they are `LONG` or more."""
-        return self.mean_keys >= LONG
 
     @cached_property
     def bounds(self) -> Tensor:
@@ -81,8 +64,8 @@ class Schedule:
             self._query_tiles[tokens] = tiles.send(found, self.key.device)
         return self._query_tiles[tokens]
 
-    def key_tiles(self, tokens: int, block_n: int, turn_rows: int = 0) -> KeyTiles:
-        """See tiles.key_tiles."""
+    def key_tiles(self, tokens: int, block_n: int, turn_rows: int = 0) -> tiles.KeyTiles:
+        """See there."""
         shape = (tokens, block_n, turn_rows)
         if shape not in self._key_tiles:
             found = tiles.key_tiles(
@@ -93,9 +76,7 @@ class Schedule:
                 block_n=block_n,
                 turn_rows=turn_rows,
             )
-            steps = tiles.steps(found, tokens)
-            on_device = (tiles.send(x, self.key.device) for x in found)
-            self._key_tiles[shape] = KeyTiles(*on_device, int(steps.max(initial=0)), int(steps.sum()))
+            self._key_tiles[shape] = found.to(self.key.device)
         return self._key_tiles[shape]
 
 

@@ -1,113 +1,208 @@
-"""Are the kernels right on this device, and do they end? Asked before a job's first step.
+"""Are the kernels right on this device, do they repeat, and do they end?
 
 Which GPU, driver and compiler a job meets cannot be known before, and a wrong gradient shows in no loss curve
-for a long time. So every configuration that the job's segments can choose attends to noise once, and is
-compared with the reference.
+for a long time. So every way in which the backward may divide its work attends to the same noise, on segments
+that need all of it: tiles that wait for many turns, several tiles a program, blocks that need no mask, short
+documents that share tiles, padding, chunks that share keys; keys and values side by side in one row, as
+context parallelism gathers them. New tensors are full of NaN, all rows are compared, and everything is done
+twice: the same bits.
 """
 
 import time
 from collections.abc import Iterator
-from types import ModuleType
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from . import dispatch, reference
-from .measure import Shape, make_inputs
+from . import implementations
+from .implementations import chosen, device_of
+from .inputs import Shape, make_inputs
 from .options import Options, Saved
-from .warm_up import configurations
+from .segments import CAUSAL, Visibility
+from .warm_up import ways
 
-ROWS = 64  # of a head that are compared together: what a kernel writes at once
-TOLERANCE = 0.02  # rounding to bfloat16 leaves 0.003
+TOLERANCE = 1e-2  # of a whole tensor, norm over norm; rounding to bfloat16 leaves 0.003
+ROW_TOLERANCE = 5e-2  # of any row of a token and head, over its norm or the mean row's, whichever is more
 PATIENCE = 120.0  # seconds; a launch takes milliseconds, but others may have the GPU
-
-Place = tuple[slice, slice]  # tokens and heads of a tensor
+LONG = (3000, 1, 5, 130, 4000, 777)
+CHUNKS = ((300, 900), (400, 2500))  # queries and keys of two chunks of one document
+SHORT = (300, 64, 9)  # and these again, until all multiprocessors have some tiles
+TILES = 4  # of 128 keys, for each program
 
 
 class KernelError(Exception):
-    """What the kernels compute on this device is wrong, or does not end."""
+    """What the kernels compute on this device is wrong, differs when repeated, or does not end."""
 
 
-def check_kernels(shape: Shape, options: Options, dtype: torch.dtype, device: torch.device) -> float:
-    """Runs both passes of every configuration, with a gradient of the log-sum-exp.
+class Given(NamedTuple):
+    """What is attended to. k, v: side by side. dlse: (Nq, Tq) float32, the log-sum-exp's gradient."""
 
-    shape: heads and head dims as a call of the op has them. options: of its calls.
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
+    segments: Tensor
 
-    Returns the largest error of output and gradients in any ROWS rows of a head, over the norm of these rows.
 
-    Raises KernelError if it is more than TOLERANCE, or if a launch has not ended after PATIENCE.
+def rich_segments(kv_heads: int, units: int, scale: int = 1) -> Tensor:
+    """Segments for so many key heads and multiprocessors; lengths are divided by `scale`."""
+    rows, q, k = [], 0, 0
+
+    def add(q_len: int, kv_len: int) -> None:
+        nonlocal q, k
+        rows.append([q, q_len, k, kv_len])
+        q, k = q + q_len, k + kv_len
+
+    for length in LONG:
+        add(*[max(1, length // scale)] * 2)
+        q, k = q + len(rows), k + 1  # padding
+    for q_len, kv_len in CHUNKS:
+        add(q_len // scale, kv_len // scale)
+        k = rows[len(LONG)][2]
+    k += CHUNKS[-1][1] // scale
+    while k < TILES * units * 128 // (kv_heads * scale):
+        for length in SHORT:
+            add(*[max(1, length // scale)] * 2)
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def masks(scale: int = 1) -> list[Visibility]:
+    """All kinds, windows divided by `scale`."""
+    windows = [Visibility(window=max(1, window // scale)) for window in (130, 1024)]
+    return [CAUSAL, *windows, Visibility(causal=False)]
+
+
+def given(segments: Tensor, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Given:
+    """Noise for these segments."""
+    q, k, v, dout = make_inputs(segments, shape, dtype, str(device), seed)
+    widths = [x.shape[1] * x.shape[2] for x in (k, v)]
+    both = torch.cat([k.flatten(1), v.flatten(1)], dim=1).split(widths, dim=1)
+    k, v = (x.unflatten(1, like.shape[1:]) for x, like in zip(both, (k, v), strict=True))
+    return Given(q, k, v, dout, dout[:, :, 0].float().T.contiguous(), segments)  # as good as any noise
+
+
+def attend(given: Given, options: Options, programs: int | None = None, **how) -> dict[str, Tensor]:
+    """Output, log-sum-exp (0 for padding) and gradients, on memory full of NaN.
+
+    programs, how: keywords of gluon_launch.forward and backward, where these run.
+
+    Raises KernelError if a launch has not ended after PATIENCE.
     """
+    q, k, v, dout, dlse, segments = given
+    if programs is not None:
+        how["programs"] = programs
+    with poisoned():
+        out, lse = implementations.forward(
+            q, k, v, segments, options, **({} if programs is None else {"programs": programs})
+        )
+        saved = Saved(q, k, v, out, lse)
+        dq, dk, dv = implementations.backward(dout, dlse, saved, segments, options, **how)
+    _wait(q.device)
+    lse = torch.where(torch.isposinf(lse), 0.0, lse).T  # of tokens, as all else
+    return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+
+def check_kernels(
+    shape: Shape,
+    options: Options,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    segments: Tensor | None = None,
+    judge: str | None = None,
+    seed: int = 0,
+) -> float:
+    """Runs both passes in every way that the backward has, twice.
+
+    shape: heads and head dims as a call of the op has them. options: of its calls. segments: rich ones unless
+    told. judge: the implementation to compare with; unless told, Triton's for Gluon's backward, as its
+    programs share nothing, and the reference for Triton's.
+
+    Returns the largest error of an output or gradient, norm over norm.
+
+    Raises KernelError if one is more than TOLERANCE, or ROW_TOLERANCE in any row, or differs when repeated,
+    or if a launch has not ended after PATIENCE.
+    """
+    dims = shape.dim, shape.v_dim
+    gluon = chosen("backward", options.implementation, dims, dtype, device_of(device)) == "gluon"
+    segments = rich_segments(shape.kv_heads, units(device)) if segments is None else segments
+    noise = given(segments, shape, dtype, device, seed)
+    want = wanted(noise, options, judge or ("triton" if gluon else "reference"))
     largest = 0.0
-    # A forward and a backward that the same segments choose run together.
-    for segments in dict.fromkeys(configurations(shape, options, dtype, device).values()):
-        q, k, v, dout = make_inputs(segments, shape, dtype, str(device))
-        dlse = dout[:, :, 0].float().T.contiguous()  # as good as any noise
-        got = _both_passes(dispatch, q, k, v, dout, dlse, segments, options)
-        _wait(device)
-        for alone, queries, keys in _parts(segments, shape):
-            given = q[queries], k[keys], v[keys], dout[queries], dlse[queries[::-1]]
-            for name, want in _both_passes(reference, *given, alone, options).items():
-                error = _error(got[name][keys if name in ("dk", "dv") else queries], want)
-                if not error <= TOLERANCE:  # nor is NaN
-                    _, q_len, _, kv_len = alone[0].tolist()
-                    raise KernelError(
-                        f"{name} is {error:.2g} of its norm away from the reference, in {ROWS} rows of a "
-                        f"segment with {q_len} queries and {kv_len} keys ({shape.name})"
-                    )
-                largest = max(largest, error)
+    for how in ways(shape, options, dtype, device):
+        got = attend(noise, options, **how)
+        largest = max(largest, compare(got, want, f"{shape.name}, {how.get('divided', 'undivided')}"))
+        same(got, attend(noise, options, **how), "is repeated")
     return largest
 
 
-def _parts(segments: Tensor, shape: Shape) -> Iterator[tuple[Tensor, Place, Place]]:
-    """The first, the middle and the last segment, by themselves, and their queries and keys; a key head at a
-    time, for the memory that the reference takes.
-    """
-    group = shape.q_heads // shape.kv_heads
-    for index in sorted({0, len(segments) // 2, len(segments) - 1}):
-        q_start, q_len, kv_start, kv_len = segments[index].tolist()
-        alone = torch.tensor([[0, q_len, 0, kv_len]], dtype=torch.int32)
-        for head in range(shape.kv_heads):
-            queries = slice(q_start, q_start + q_len), slice(head * group, (head + 1) * group)
-            yield alone, queries, (slice(kv_start, kv_start + kv_len), slice(head, head + 1))
+def wanted(given: Given, options: Options, judge: str) -> dict[str, Tensor]:
+    """What another implementation says; the reference in float32."""
+    if judge == "reference":
+        q, k, v, dout, dlse, segments = given
+        given = Given(q.float(), k.float(), v.float(), dout.float(), dlse, segments)
+    return attend(given, options._replace(implementation=judge))
 
 
-def _both_passes(
-    module: ModuleType,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    dlse: Tensor,
-    segments: Tensor,
-    options: Options,
-) -> dict[str, Tensor]:
-    out, lse = module.forward(q, k, v, segments, options)
-    gradients = module.backward(dout, dlse, Saved(q, k, v, out, lse), segments, options)
-    return dict(zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True))
+def compare(got: dict[str, Tensor], want: dict[str, Tensor], where: str) -> float:
+    """The largest error of a whole tensor, norm over norm. Raises KernelError: see `check_kernels`."""
+    largest = 0.0
+    for name, expected in want.items():
+        whole, row = errors(got[name].float(), expected.float())
+        if not (whole <= TOLERANCE and row <= ROW_TOLERANCE):  # nor is NaN
+            raise KernelError(f"{name} is {whole:.2g} of its norm wrong, and {row:.2g} in one row ({where})")
+        largest = max(largest, whole)
+    return largest
 
 
-def _error(got: Tensor, want: Tensor) -> float:
-    """Of (tokens, heads, dim), at worst over ROWS tokens of a head."""
-    wrong, size = _norms(got.float() - want.float()), _norms(want.float())
-    # What nearly cancels, or is not seen, is measured against what is usual.
-    return float((wrong / size.clamp(min=0.1 * float(size.square().mean().sqrt()))).max())
+def same(got: dict[str, Tensor], again: dict[str, Tensor], when: str) -> None:
+    """Raises KernelError unless all bits are the same."""
+    for name, x in got.items():
+        if not torch.equal(x, again[name]):
+            rows = int((x != again[name]).reshape(x.shape[0], -1).any(1).sum())
+            raise KernelError(f"{name} differs in {rows} of {x.shape[0]} tokens when it {when}")
 
 
-def _norms(x: Tensor) -> Tensor:
-    blocks = pad(x, (0, 0, 0, 0, 0, -len(x) % ROWS)).unflatten(0, (-1, ROWS))
-    return torch.linalg.vector_norm(blocks, dim=(1, 3))
+def errors(got: Tensor, want: Tensor) -> tuple[float, float]:
+    """Relative error of the whole, and the largest of a row (all dimensions but the last)."""
+    got, want = (x.unsqueeze(-1) if x.dim() == 2 else x for x in (got, want))
+    difference, size = (got - want).norm(dim=-1), want.norm(dim=-1)
+    usual = max(size.square().mean().sqrt().item(), 1e-6)
+    whole = difference.norm() / max(size.norm().item(), 1e-6)
+    return float(whole), float((difference / size.clamp(min=usual)).max())
+
+
+def units(device: torch.device) -> int:
+    """Multiprocessors of a GPU; of a CPU, where the kernels are tried on few tokens, one."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """New tensors are full of NaN until something writes them."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
 def _wait(device: torch.device) -> None:
     """Until the device has done what was launched on it."""
     if device.type != "cuda":
         return
-    with dispatch.current(device):
+    with implementations.current(device):
         done = torch.cuda.Event()
         done.record()
         end = time.monotonic() + PATIENCE
         while not done.query():
             if time.monotonic() > end:
                 raise KernelError(f"a launch has not ended after {PATIENCE:.0f} s")
-            time.sleep(0.01)
+            time.sleep(0.001)

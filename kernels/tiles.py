@@ -144,13 +144,21 @@ class KeyTiles(NamedTuple):
 
     tiles: (n, 4) kv_begin, kv_end, item_begin, item_end, in chains: tiles that share a segment follow one
     another in the order of their keys, the chain with the heaviest tile first. items: (m, 6) q_begin, q_full,
-    q_tail, q_end, turns, turn. first_turns: (c,). edges: (e,), blocks in which a segment begins or ends.
+    q_tail, q_end, turns, turn. first_turns: (c,), the last of which is 0 and no counter. edges: (e,), blocks
+    in which a segment begins or ends.
+    heaviest: steps of the heaviest tile. steps: of all.
     """
 
-    tiles: np.ndarray
-    items: np.ndarray
-    first_turns: np.ndarray
-    edges: np.ndarray
+    tiles: np.ndarray | Tensor
+    items: np.ndarray | Tensor
+    first_turns: np.ndarray | Tensor
+    edges: np.ndarray | Tensor
+    heaviest: int = 0
+    steps: int = 0
+
+    def to(self, device: torch.device) -> "KeyTiles":
+        """The same lists there."""
+        return KeyTiles(*(send(x, device) for x in self[:4]), self.heaviest, self.steps)
 
 
 def key_tiles(
@@ -240,6 +248,7 @@ def key_tiles(
         ends = np.concatenate([q0, q1])
         edges = ends[ends % turn_rows > 0] // turn_rows
         counters, first_turns = _counters(q0, q1, t1, shift, first_tile, count, visibility.reach, turn_rows)
+        first_turns = np.append(first_turns, np.int32(0))
         waits = count[segment] > 1
         turns[waits] = counters[segment[waits]]
         turn[waits] = (tile - first_tile[segment])[waits]
@@ -256,7 +265,9 @@ def key_tiles(
     np.add.at(spans, np.maximum(first_tile + count - 1, first_tile), -1)
     chain, heaviest = _chains(work, linked=np.cumsum(spans)[: len(t0) - 1] > 0)
     tiles = tiles[np.lexsort((chain, -heaviest))]
-    return KeyTiles(tiles.astype(np.int32), items.astype(np.int32), first_turns, edges)
+    lists = KeyTiles(tiles.astype(np.int32), items.astype(np.int32), first_turns, edges)
+    each = steps(lists, tokens)
+    return lists._replace(heaviest=int(each.max(initial=0)), steps=int(each.sum()))
 
 
 def steps(lists: KeyTiles, rows: int) -> np.ndarray:

@@ -21,7 +21,7 @@ from .triton_common import (
     no_rows,
     scaled,
     store_rows,
-    tile_and_group,
+    tile_and_head,
     times_transposed,
 )
 
@@ -42,8 +42,8 @@ def statistics_kernel(
     head = tl.program_id(1)
     outputs = (out, None, out_stride_t, out_stride_h, q_tokens)
     gradients = (dout, None, dout_stride_t, dout_stride_h, q_tokens)
-    o = load_piece(outputs, out, token, head, BLOCK_M, 1, DV, 0, BLOCK_DV, TMA=False)
-    do = load_piece(gradients, dout, token, head, BLOCK_M, 1, DV, 0, BLOCK_DV, TMA=False)
+    o = load_piece(outputs, out, token, head, BLOCK_M, DV, 0, BLOCK_DV, TMA=False)
+    do = load_piece(gradients, dout, token, head, BLOCK_M, DV, 0, BLOCK_DV, TMA=False)
     row = (token + tl.arange(0, BLOCK_M)).to(tl.int64)
     mask = row < q_tokens
     at = (head // PACK).to(tl.int64) * row_length + row * PACK + head % PACK
@@ -68,46 +68,39 @@ def load_statistic(x, row, group, rows, row_length, ROWS: tl.constexpr, TMA: tl.
 
 @triton.jit
 def key_tile_step(
-    q, dout, statistics, bounds, keys, values, kv_begin, token, begin, end, pack_group, dk, dv, scale_log2,
+    q, dout, statistics, bounds, keys, values, kv_begin, token, begin, end, head, dk, dv, scale_log2,
     q_tokens,
     D: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    REST_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACK: tl.constexpr,
-    MASKED: tl.constexpr, TRANSPOSED: tl.constexpr, TMA: tl.constexpr,
+    REST_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
-    """Add what BLOCK_M query rows from `token` (if MASKED, only tokens begin ... end) give to a key tile's dk
-    and dv.
+    """Add what BLOCK_M query rows from `token`, only tokens begin ... end, give to a key tile's dk and dv.
 
     statistics: (lse_log2, delta, row_length). TRANSPOSED computes the scores as keys x rows, so that P^T and
     dS^T need no transposition: better for few rows and many keys.
     """
-    head = pack_group * PACK
-    row = token * PACK
-    rows = q_tokens * PACK
     lse_log2, delta, row_length = statistics
-    queries = load_rows(q, token, head, BLOCK_M, PACK, D, BLOCK_D, REST_D, TMA)
-    lse = load_statistic(lse_log2, row, pack_group, rows, row_length, BLOCK_M, TMA)
-    if MASKED:
-        at = token + tl.arange(0, BLOCK_M) // PACK
-        inside = (at >= begin) & (at < end)
-        first = tl.load(bounds + at, mask=inside, other=0)
-        last = tl.load(bounds + q_tokens + at, mask=inside, other=0)
-        key = kv_begin + tl.arange(0, BLOCK_N)
+    queries = load_rows(q, token, head, BLOCK_M, D, BLOCK_D, REST_D, TMA)
+    lse = load_statistic(lse_log2, token, head, q_tokens, row_length, BLOCK_M, TMA)
+    at = token + tl.arange(0, BLOCK_M)
+    inside = (at >= begin) & (at < end)
+    first = tl.load(bounds + at, mask=inside, other=0)
+    last = tl.load(bounds + q_tokens + at, mask=inside, other=0)
+    key = kv_begin + tl.arange(0, BLOCK_N)
     if TRANSPOSED:
         p = tl.exp2(times_transposed(keys, queries) * scale_log2 - lse[None, :])
-        if MASKED:
-            p = tl.where((key[:, None] >= first[None, :]) & (key[:, None] < last[None, :]), p, 0.0)
-        do = load_rows(dout, token, head, BLOCK_M, PACK, DV, BLOCK_DV, REST_DV, TMA)
+        p = tl.where((key[:, None] >= first[None, :]) & (key[:, None] < last[None, :]), p, 0.0)
+        do = load_rows(dout, token, head, BLOCK_M, DV, BLOCK_DV, REST_DV, TMA)
         dv = add_product(dv, p.to(do[0].dtype), do)
-        row_delta = load_statistic(delta, row, pack_group, rows, row_length, BLOCK_M, TMA)
+        row_delta = load_statistic(delta, token, head, q_tokens, row_length, BLOCK_M, TMA)
         ds = (p * (times_transposed(values, do) - row_delta[None, :])).to(queries[0].dtype)
         dk = add_product(dk, ds, queries)
     else:
         p = tl.exp2(times_transposed(queries, keys) * scale_log2 - lse[:, None])
-        if MASKED:
-            p = tl.where((key[None, :] >= first[:, None]) & (key[None, :] < last[:, None]), p, 0.0)
-        do = load_rows(dout, token, head, BLOCK_M, PACK, DV, BLOCK_DV, REST_DV, TMA)
+        p = tl.where((key[None, :] >= first[:, None]) & (key[None, :] < last[:, None]), p, 0.0)
+        do = load_rows(dout, token, head, BLOCK_M, DV, BLOCK_DV, REST_DV, TMA)
         dv = add_product(dv, p.T.to(do[0].dtype), do)
-        row_delta = load_statistic(delta, row, pack_group, rows, row_length, BLOCK_M, TMA)
+        row_delta = load_statistic(delta, token, head, q_tokens, row_length, BLOCK_M, TMA)
         ds = (p * (times_transposed(do, values) - row_delta[:, None])).to(queries[0].dtype)
         dk = add_product(dk, ds.T, queries)
     return dk, dv
@@ -120,25 +113,24 @@ def key_tile_kernel(
     lse_log2, delta, row_length, tile_list, items, bounds, tiles, section, q_tokens, kv_tokens, kv_heads,
     scale, scale_log2,
     D: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    REST_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACK: tl.constexpr,
-    GROUP: tl.constexpr, TRANSPOSED: tl.constexpr, ONE_LOOP: tl.constexpr, TMA: tl.constexpr,
+    REST_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    TRANSPOSED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """dk (Tk, Nkv, D) and dv (Tk, Nkv, DV): one program per key tile and key head.
 
-    ONE_LOOP masks all rows, also those that see the whole tile: one loop needs fewer registers than two.
+    All rows are masked, also those that see the whole tile: one loop needs fewer registers than two.
     """
-    tile, kv_head = tile_and_group(kv_heads, tiles, section)
+    tile, kv_head = tile_and_head(kv_heads, tiles, section)
     kv_begin = tl.load(tile_list + tile * 4)
     kv_end = tl.load(tile_list + tile * 4 + 1)
     item_begin = tl.load(tile_list + tile * 4 + 2)
     item_end = tl.load(tile_list + tile * 4 + 3)
     keys = load_rows(
-        (k, k_rest, k_stride_t, k_stride_h, kv_tokens), kv_begin, kv_head, BLOCK_N, 1, D, BLOCK_D, REST_D, TMA
+        (k, k_rest, k_stride_t, k_stride_h, kv_tokens), kv_begin, kv_head, BLOCK_N, D, BLOCK_D, REST_D, TMA
     )
     values = load_rows(
-        (v, v_rest, v_stride_t, v_stride_h, kv_tokens), kv_begin, kv_head, BLOCK_N, 1, DV, BLOCK_DV, REST_DV,
-        TMA,
-    )  # fmt: skip
+        (v, v_rest, v_stride_t, v_stride_h, kv_tokens), kv_begin, kv_head, BLOCK_N, DV, BLOCK_DV, REST_DV, TMA
+    )
     queries = (q, q_rest, q_stride_t, q_stride_h, q_tokens)
     gradients = (dout, dout_rest, dout_stride_t, dout_stride_h, q_tokens)
     statistics = (lse_log2, delta, row_length)
@@ -147,38 +139,19 @@ def key_tile_kernel(
     dv_acc = no_rows(BLOCK_N, BLOCK_DV, REST_DV)
     for item in range(item_begin, item_end):
         q_begin = tl.load(items + item * 6)
-        q_full = tl.load(items + item * 6 + 1)
-        q_tail = tl.load(items + item * 6 + 2)
         q_end = tl.load(items + item * 6 + 3)
-        if ONE_LOOP:
-            q_full = q_end
-            q_tail = q_end
-        # TMA reads statistics from multiples of 16 bytes only; rows before q_begin are masked.
-        aligned = q_begin // 4 * 4
-        head_end = aligned + tl.cdiv(q_full - aligned, BLOCK_M // PACK) * (BLOCK_M // PACK)
-        masked_rows = head_end - aligned + q_end - q_tail
-        for pack_group in range(kv_head * (GROUP // PACK), (kv_head + 1) * (GROUP // PACK)):
-            for offset in tl.range(0, masked_rows, BLOCK_M // PACK):
-                in_head = aligned + offset < head_end
-                token = tl.where(in_head, aligned + offset, q_tail + offset - (head_end - aligned))
-                begin = tl.where(in_head, q_begin, q_tail)
-                end = tl.where(in_head, q_full, q_end)
+        for head in range(kv_head * GROUP, (kv_head + 1) * GROUP):
+            # TMA reads statistics from multiples of 16 bytes only; rows before q_begin are masked.
+            for token in tl.range(q_begin // 4 * 4, q_end, BLOCK_M):
                 dk_acc, dv_acc = key_tile_step(
-                    queries, gradients, statistics, bounds, keys, values, kv_begin, token, begin, end,
-                    pack_group, dk_acc, dv_acc, scale_log2, q_tokens, D, BLOCK_D, REST_D, DV, BLOCK_DV,
-                    REST_DV, BLOCK_M, BLOCK_N, PACK, MASKED=True, TRANSPOSED=TRANSPOSED, TMA=TMA,
+                    queries, gradients, statistics, bounds, keys, values, kv_begin, token, q_begin, q_end,
+                    head, dk_acc, dv_acc, scale_log2, q_tokens, D, BLOCK_D, REST_D, DV, BLOCK_DV, REST_DV,
+                    BLOCK_M, BLOCK_N, TRANSPOSED=TRANSPOSED, TMA=TMA,
                 )  # fmt: skip
-            if not ONE_LOOP:
-                for token in tl.range(q_full, q_tail, BLOCK_M // PACK):
-                    dk_acc, dv_acc = key_tile_step(
-                        queries, gradients, statistics, bounds, keys, values, kv_begin, token, token, q_end,
-                        pack_group, dk_acc, dv_acc, scale_log2, q_tokens, D, BLOCK_D, REST_D, DV, BLOCK_DV,
-                        REST_DV, BLOCK_M, BLOCK_N, PACK, MASKED=False, TRANSPOSED=TRANSPOSED, TMA=TMA,
-                    )  # fmt: skip
 
     dk_acc = scaled(dk_acc, scale)
-    store_rows(dk, dk_acc, kv_begin, kv_head, dk_stride_t, dk_stride_h, kv_end, 1, D, BLOCK_D, REST_D)
-    store_rows(dv, dv_acc, kv_begin, kv_head, dv_stride_t, dv_stride_h, kv_end, 1, DV, BLOCK_DV, REST_DV)
+    store_rows(dk, dk_acc, kv_begin, kv_head, dk_stride_t, dk_stride_h, kv_end, D, BLOCK_D, REST_D)
+    store_rows(dv, dv_acc, kv_begin, kv_head, dv_stride_t, dv_stride_h, kv_end, DV, BLOCK_DV, REST_DV)
 
 
 @triton.jit
@@ -188,12 +161,12 @@ def query_tile_step(
     REST_DV: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add what the keys start ... start + BLOCK_N give to one query tile's dQ."""
-    keys = load_rows(k, start, kv_head, BLOCK_N, 1, D, BLOCK_D, REST_D, TMA)
+    keys = load_rows(k, start, kv_head, BLOCK_N, D, BLOCK_D, REST_D, TMA)
     p = tl.exp2(times_transposed(queries, keys) * scale_log2 - lse[:, None])
     if MASKED:
         key = start + tl.arange(0, BLOCK_N)
         p = tl.where((key[None, :] >= first[:, None]) & (key[None, :] < last[:, None]), p, 0.0)
-    values = load_rows(v, start, kv_head, BLOCK_N, 1, DV, BLOCK_DV, REST_DV, TMA)
+    values = load_rows(v, start, kv_head, BLOCK_N, DV, BLOCK_DV, REST_DV, TMA)
     ds = p * (times_transposed(do, values) - row_delta[:, None])
     return add_product(acc, ds.to(keys[0].dtype), keys)
 
@@ -204,32 +177,28 @@ def query_tile_kernel(
     dout, dout_rest, dout_stride_t, dout_stride_h, dq, dq_stride_t, dq_stride_h, lse_log2, delta, row_length,
     tile_list, bounds, tiles, section, q_tokens, kv_tokens, q_heads, scale, scale_log2,
     D: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    REST_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACK: tl.constexpr,
-    STATISTICS_PACK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
+    REST_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
-    """dq (Tq, Nq, D): one program per query tile and head group, over the same tiles as the forward."""
-    tile, pack_group = tile_and_group(q_heads // PACK, tiles, section)
+    """dq (Tq, Nq, D): one program per query tile and head, over the same tiles as the forward."""
+    tile, head = tile_and_head(q_heads, tiles, section)
     q_begin = tl.load(tile_list + tile * 6)
     q_end = tl.load(tile_list + tile * 6 + 1)
     kv_begin, full_begin, full_end, masked_keys = key_range(tile_list + tile * 6, BLOCK_N)
-    head = pack_group * PACK
     kv_head = head // GROUP
 
-    row = tl.arange(0, BLOCK_M)
-    token = q_begin + row // PACK
+    token = q_begin + tl.arange(0, BLOCK_M)
     inside = token < q_end
     first = tl.load(bounds + token, mask=inside, other=0)
     last = tl.load(bounds + q_tokens + token, mask=inside, other=0)
-    row_head = head + row % PACK
-    at = (row_head // STATISTICS_PACK).to(tl.int64) * row_length
-    at += token * STATISTICS_PACK + row_head % STATISTICS_PACK
+    at = head.to(tl.int64) * row_length + token
     lse = tl.load(lse_log2 + at, mask=inside, other=float("inf"))
     row_delta = tl.load(delta + at, mask=inside, other=0.0)
     queries = load_rows(
-        (q, q_rest, q_stride_t, q_stride_h, q_tokens), q_begin, head, BLOCK_M, PACK, D, BLOCK_D, REST_D, TMA
+        (q, q_rest, q_stride_t, q_stride_h, q_tokens), q_begin, head, BLOCK_M, D, BLOCK_D, REST_D, TMA
     )
     do = load_rows(
-        (dout, dout_rest, dout_stride_t, dout_stride_h, q_tokens), q_begin, head, BLOCK_M, PACK, DV, BLOCK_DV,
+        (dout, dout_rest, dout_stride_t, dout_stride_h, q_tokens), q_begin, head, BLOCK_M, DV, BLOCK_DV,
         REST_DV, TMA,
     )  # fmt: skip
     keys = (k, k_rest, k_stride_t, k_stride_h, kv_tokens)
@@ -248,4 +217,4 @@ def query_tile_kernel(
             BLOCK_D, REST_D, DV, BLOCK_DV, REST_DV, BLOCK_N, MASKED=True, TMA=TMA,
         )  # fmt: skip
     acc = scaled(acc, scale)
-    store_rows(dq, acc, q_begin, head, dq_stride_t, dq_stride_h, q_end, PACK, D, BLOCK_D, REST_D)
+    store_rows(dq, acc, q_begin, head, dq_stride_t, dq_stride_h, q_end, D, BLOCK_D, REST_D)

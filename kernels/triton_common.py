@@ -1,17 +1,13 @@
-"""Common parts of the Triton kernels: how a tile's rows map to memory, and loads with or without TMA.
-
-The heads of a query tile: PACK query heads that share one key head are interleaved in the rows, row r of a
-tile being token q_begin + r // PACK of head group * PACK + r % PACK. With PACK 8, sixteen query tokens fill
-128 rows.
+"""Common parts of the Triton kernels: loads and stores of tiles, with or without TMA.
 
 A head dim is one or two powers of two, BLOCK and REST: 128 is 128 and nothing, 192 is 128 and 64, 96 is 64
 and 32. Tiles of such rows are tuples of one or two tensors, so that products have no column of padding; only
 head dims that two powers do not make are filled up with zeros.
 
 TMA descriptors (Hopper) are two-dimensional where they can be: (tokens, heads * dim) with blocks of one head,
-which go from shared memory to wgmma as they are. With PACK > 1, or where zeros are filled up, they are
-(tokens, heads, dim): the copy engine gathers the heads of a tile, and the tile takes a detour through
-registers. Without TMA (sm_80, sm_89) the same argument is a plain pointer, and a mask does the padding.
+which go from shared memory to wgmma as they are. Where zeros are filled up they are (tokens, heads, dim), and
+the tile takes a detour through registers. Without TMA (sm_80, sm_89) the same argument is a plain pointer,
+and a mask does the padding.
 """
 
 import triton
@@ -21,17 +17,16 @@ import triton.language as tl
 @triton.jit
 def load_rows(
     x, token, head,
-    ROWS: tl.constexpr, PACK: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
-    TMA: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """(ROWS, BLOCK) of an operand and, if REST > 0, (ROWS, REST) beside it, as a tuple: tokens from `token`
-    on, PACK heads from `head` on; zeros past the end and DIM.
+    on; zeros past the end and DIM.
 
     x: (pointer or descriptor, the same for REST, stride of a token, stride of a head, tokens).
     """
-    piece = load_piece(x, x[0], token, head, ROWS, PACK, DIM, 0, BLOCK, TMA)
-    if REST > 0:
-        pieces = (piece, load_piece(x, x[1], token, head, ROWS, PACK, DIM, BLOCK, REST, TMA))
+    piece = load_piece(x, x[0], token, head, ROWS, DIM, 0, BLOCK, TMA)
+    if REST > 0:  # noqa: SIM108 - decided when compiling
+        pieces = (piece, load_piece(x, x[1], token, head, ROWS, DIM, BLOCK, REST, TMA))
     else:
         pieces = (piece,)
     return pieces
@@ -40,19 +35,18 @@ def load_rows(
 @triton.jit
 def load_piece(
     x, source, token, head,
-    ROWS: tl.constexpr, PACK: tl.constexpr, DIM: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
-    TMA: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Columns FIRST ... FIRST + BLOCK of `load_rows`, by their descriptor, or the pointer, `source`."""
-    if TMA and PACK == 1 and FIRST + BLOCK <= DIM:
+    if TMA and FIRST + BLOCK <= DIM:
         rows = source.load([token, head * DIM + FIRST])
     elif TMA:
         rows = source.load([token, head, FIRST]).reshape(ROWS, BLOCK)
     else:
         row = tl.arange(0, ROWS)
         col = FIRST + tl.arange(0, BLOCK)
-        t = (token + row // PACK).to(tl.int64)
-        at = t * x[2] + (head + row % PACK) * x[3]
+        t = (token + row).to(tl.int64)
+        at = t * x[2] + head * x[3]
         mask = (t < x[4])[:, None] & (col < DIM)[None, :]
         rows = tl.load(source + at[:, None] + col[None, :], mask=mask, other=0.0)
     return rows
@@ -61,23 +55,23 @@ def load_piece(
 @triton.jit
 def store_rows(
     x, pieces, token, head, stride_token, stride_head, end,
-    PACK: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """Store a tile where the token is before `end` and the column before DIM."""
-    store_piece(x, pieces[0], token, head, stride_token, stride_head, end, PACK, DIM, 0, BLOCK)
+    store_piece(x, pieces[0], token, head, stride_token, stride_head, end, DIM, 0, BLOCK)
     if REST > 0:
-        store_piece(x, pieces[1], token, head, stride_token, stride_head, end, PACK, DIM, BLOCK, REST)
+        store_piece(x, pieces[1], token, head, stride_token, stride_head, end, DIM, BLOCK, REST)
 
 
 @triton.jit
 def store_piece(
     x, values, token, head, stride_token, stride_head, end,
-    PACK: tl.constexpr, DIM: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    DIM: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, values.shape[0])
     col = FIRST + tl.arange(0, BLOCK)
-    t = (token + row // PACK).to(tl.int64)
-    at = t * stride_token + (head + row % PACK) * stride_head
+    t = (token + row).to(tl.int64)
+    at = t * stride_token + head * stride_head
     mask = (t < end)[:, None] & (col < DIM)[None, :]
     tl.store(x + at[:, None] + col[None, :], values.to(x.dtype.element_ty), mask=mask)
 
@@ -112,15 +106,15 @@ def scaled(x, factor):
 
 
 @triton.jit
-def tile_and_group(groups, tiles, section):
-    """This program's row of the tile list and its group of heads.
+def tile_and_head(heads, tiles, section):
+    """This program's row of the tile list and its head.
 
-    `section` groups at a time run through the whole list, so that the keys of so many heads stay in the L2
+    `section` heads at a time run through the whole list, so that the keys of so many heads stay in the L2
     cache; within a section all heads of the heaviest tile come first.
     """
     program = tl.program_id(0)
     number = program // (tiles * section)
-    width = tl.minimum(section, groups - number * section)
+    width = tl.minimum(section, heads - number * section)
     rest = program - number * tiles * section
     return rest // width, number * section + rest % width
 

@@ -1,4 +1,4 @@
-"""Forward: one program per query tile and head group; online softmax over blocks of keys (FlashAttention-2).
+"""Forward: one program per query tile and head; online softmax over blocks of keys (FlashAttention-2).
 
 Two loops: first the blocks that all rows of the tile see whole, with no mask at all, then the rest with each
 row's bounds. The heaviest documents' tiles come first, so the last programs to start are short. Nothing is
@@ -19,7 +19,7 @@ from .triton_common import (
     no_rows,
     scaled,
     store_rows,
-    tile_and_group,
+    tile_and_head,
     times_transposed,
 )
 
@@ -31,7 +31,7 @@ def attend_block(
     REST_DV: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: keys start ... start + BLOCK_N."""
-    keys = load_rows(k, start, kv_head, BLOCK_N, 1, D, BLOCK_D, REST_D, TMA)
+    keys = load_rows(k, start, kv_head, BLOCK_N, D, BLOCK_D, REST_D, TMA)
     scores = times_transposed(queries, keys)
     if MASKED:
         key = start + tl.arange(0, BLOCK_N)
@@ -46,7 +46,7 @@ def attend_block(
     alpha = tl.exp2(m - base)
     l_sum = l_sum * alpha + tl.sum(p, 1)
     acc = scaled(acc, alpha[:, None])
-    values = load_rows(v, start, kv_head, BLOCK_N, 1, DV, BLOCK_DV, REST_DV, TMA)
+    values = load_rows(v, start, kv_head, BLOCK_N, DV, BLOCK_DV, REST_DV, TMA)
     acc = add_product(acc, p.to(values[0].dtype), values)
     return m_new, l_sum, acc
 
@@ -57,23 +57,21 @@ def forward_kernel(
     out, out_stride_t, out_stride_h, lse, tile_list, bounds, tiles, section, q_tokens, kv_tokens, q_heads,
     scale_log2,
     D: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    REST_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACK: tl.constexpr,
-    GROUP: tl.constexpr, TMA: tl.constexpr,
+    REST_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """out (Tq, Nq, DV) and lse (Nq, Tq) float32, natural logarithm, +inf for padding."""
-    tile, pack_group = tile_and_group(q_heads // PACK, tiles, section)
+    tile, head = tile_and_head(q_heads, tiles, section)
     q_begin = tl.load(tile_list + tile * 6)
     q_end = tl.load(tile_list + tile * 6 + 1)
     kv_begin, full_begin, full_end, masked_keys = key_range(tile_list + tile * 6, BLOCK_N)
-    head = pack_group * PACK
     kv_head = head // GROUP
 
-    row = tl.arange(0, BLOCK_M)
-    token = q_begin + row // PACK
+    token = q_begin + tl.arange(0, BLOCK_M)
     first = tl.load(bounds + token, mask=token < q_end, other=0)
     last = tl.load(bounds + q_tokens + token, mask=token < q_end, other=0)
     queries = load_rows(
-        (q, q_rest, q_stride_t, q_stride_h, q_tokens), q_begin, head, BLOCK_M, PACK, D, BLOCK_D, REST_D, TMA
+        (q, q_rest, q_stride_t, q_stride_h, q_tokens), q_begin, head, BLOCK_M, D, BLOCK_D, REST_D, TMA
     )
     keys = (k, k_rest, k_stride_t, k_stride_h, kv_tokens)
     values = (v, v_rest, v_stride_t, v_stride_h, kv_tokens)
@@ -96,7 +94,7 @@ def forward_kernel(
     empty = l_sum == 0.0
     l_sum = tl.where(empty, 1.0, l_sum)
     acc = scaled(acc, 1.0 / l_sum[:, None])
-    store_rows(out, acc, q_begin, head, out_stride_t, out_stride_h, q_end, PACK, DV, BLOCK_DV, REST_DV)
+    store_rows(out, acc, q_begin, head, out_stride_t, out_stride_h, q_end, DV, BLOCK_DV, REST_DV)
     natural = tl.where(empty, float("inf"), (m + tl.log2(l_sum)) * 0.6931471805599453)
-    at = (head + row % PACK).to(tl.int64) * q_tokens + token
+    at = head.to(tl.int64) * q_tokens + token
     tl.store(lse + at, natural, mask=token < q_end)

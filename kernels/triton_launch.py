@@ -31,33 +31,29 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Output (Tq, Nq, Dv) and log-sum-exp (Nq, Tq) float32. tma: load by TMA (sm_90)."""
     (q_tokens, q_heads, dim), (kv_tokens, kv_heads, v_dim) = q.shape, v.shape
-    group = q_heads // kv_heads
     tma = tma and k.numel() > 0  # nothing can be described of an empty tensor
-    config = config or choose("forward", (dim, v_dim), schedule.long, tma)
-    pack = config.heads_per_tile(group)
-    tokens = config.block_m // pack
+    config = config or choose("forward", (dim, v_dim), tma)
     q, k, v = (aligned(x) for x in (q, k, v))
     out = q.new_empty(q_tokens, q_heads, v_dim)
     lse = q.new_empty(q_heads, q_tokens, dtype=torch.float32)
-    tiles = schedule.query_tiles(tokens)
+    tiles = schedule.query_tiles(config.block_m)
     if len(tiles) == 0:
         return out, lse
-    forward_kernel[(len(tiles) * q_heads // pack,)](
-        **operand("q", q, tokens, pack, tma),
-        **operand("k", k, config.block_n, 1, tma),
-        **operand("v", v, config.block_n, 1, tma),
+    forward_kernel[(len(tiles) * q_heads,)](
+        **operand("q", q, config.block_m, tma),
+        **operand("k", k, config.block_n, tma),
+        **operand("v", v, config.block_n, tma),
         **result("out", out),
         lse=lse,
         tile_list=tiles,
         bounds=schedule.bounds,
         tiles=len(tiles),
-        section=section(k, v, q_heads // pack // kv_heads),
+        section=section(k, v, q_heads // kv_heads),
         q_tokens=q_tokens,
         kv_tokens=kv_tokens,
         q_heads=q_heads,
         scale_log2=options.scale * LOG2_E,
-        PACK=pack,
-        GROUP=group,
+        GROUP=q_heads // kv_heads,
         TMA=tma,
         **head_dims(dim, v_dim),
         **tile_shape(config),
@@ -79,19 +75,18 @@ def backward(
     """Gradients of q, k and v for those of the output and, unless None, of the log-sum-exp."""
     dims = saved.q.shape[2], saved.v.shape[2]
     tma = tma and saved.q.numel() > 0 and saved.k.numel() > 0  # nothing can be described of an empty tensor
-    key_config = key_config or choose("key_tiles", dims, schedule.long, tma)
-    query_config = query_config or choose("query_tiles", dims, schedule.long, tma)
+    key_config = key_config or choose("key_tiles", dims, tma)
+    query_config = query_config or choose("query_tiles", dims, tma)
     dout, q, k, v, out = (aligned(x) for x in (dout, saved.q, saved.k, saved.v, saved.out))
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    pack = key_config.heads_per_tile(q.shape[1] // k.shape[1])
-    statistics = row_statistics(dout, dlse, out, saved.lse, pack)
+    statistics = row_statistics(dout, dlse, out, saved.lse)
     key_tiles_pass(dout, q, k, v, dk, dv, statistics, schedule, options, tma, key_config)
-    query_tiles_pass(dout, q, k, v, dq, statistics, pack, schedule, options, tma, query_config)
+    query_tiles_pass(dout, q, k, v, dq, statistics, schedule, options, tma, query_config)
     return dq, dk, dv
 
 
 def row_statistics(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, pack: int
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, pack: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Log-sum-exp in base 2, and delta less dlse, both (Nq / pack, Tq * pack) float32.
 
@@ -123,26 +118,24 @@ def row_statistics(
 
 def key_tiles_pass(dout, q, k, v, dk, dv, statistics, schedule, options, tma, config) -> None:
     """Fill dk and dv."""
-    q_heads, kv_heads = q.shape[1], k.shape[1]
-    group = q_heads // kv_heads
-    pack = config.heads_per_tile(group)
-    tokens = config.block_m // pack
+    kv_heads = k.shape[1]
+    group = q.shape[1] // kv_heads
     lse_log2, delta = statistics
     row_length = lse_log2.shape[1]
-    lists = schedule.key_tiles(tokens, config.block_n)
+    lists = schedule.key_tiles(config.block_m, config.block_n)
     tiles, items = lists.tiles, lists.items
     if len(tiles) == 0:
         return
     if tma:
         lse_log2, delta = (
-            TensorDescriptor(x, [x.shape[0], q.shape[0] * pack], [row_length, 1], [1, config.block_m])
+            TensorDescriptor(x, [x.shape[0], q.shape[0]], [row_length, 1], [1, config.block_m])
             for x in (lse_log2, delta)
         )
     key_tile_kernel[(len(tiles) * kv_heads,)](
-        **operand("q", q, tokens, pack, tma),
-        **operand("k", k, config.block_n, 1, tma),
-        **operand("v", v, config.block_n, 1, tma),
-        **operand("dout", dout, tokens, pack, tma),
+        **operand("q", q, config.block_m, tma),
+        **operand("k", k, config.block_n, tma),
+        **operand("v", v, config.block_n, tma),
+        **operand("dout", dout, config.block_m, tma),
         **result("dk", dk),
         **result("dv", dv),
         lse_log2=lse_log2,
@@ -158,31 +151,26 @@ def key_tiles_pass(dout, q, k, v, dk, dv, statistics, schedule, options, tma, co
         kv_heads=kv_heads,
         scale=options.scale,
         scale_log2=options.scale * LOG2_E,
-        PACK=pack,
         GROUP=group,
         TRANSPOSED=config.transposed,
-        ONE_LOOP=config.one_loop,
         TMA=tma,
         **head_dims(q.shape[2], v.shape[2]),
         **tile_shape(config),
     )
 
 
-def query_tiles_pass(dout, q, k, v, dq, statistics, statistics_pack, schedule, options, tma, config) -> None:
+def query_tiles_pass(dout, q, k, v, dq, statistics, schedule, options, tma, config) -> None:
     """Fill dq."""
     q_heads, kv_heads = q.shape[1], k.shape[1]
-    group = q_heads // kv_heads
-    pack = config.heads_per_tile(group)
-    tokens = config.block_m // pack
     lse_log2, delta = statistics
-    tiles = schedule.query_tiles(tokens)
+    tiles = schedule.query_tiles(config.block_m)
     if len(tiles) == 0:
         return
-    query_tile_kernel[(len(tiles) * q_heads // pack,)](
-        **operand("q", q, tokens, pack, tma),
-        **operand("k", k, config.block_n, 1, tma),
-        **operand("v", v, config.block_n, 1, tma),
-        **operand("dout", dout, tokens, pack, tma),
+    query_tile_kernel[(len(tiles) * q_heads,)](
+        **operand("q", q, config.block_m, tma),
+        **operand("k", k, config.block_n, tma),
+        **operand("v", v, config.block_n, tma),
+        **operand("dout", dout, config.block_m, tma),
         **result("dq", dq),
         lse_log2=lse_log2,
         delta=delta,
@@ -190,15 +178,13 @@ def query_tiles_pass(dout, q, k, v, dq, statistics, statistics_pack, schedule, o
         tile_list=tiles,
         bounds=schedule.bounds,
         tiles=len(tiles),
-        section=section(k, v, q_heads // pack // kv_heads),
+        section=section(k, v, q_heads // kv_heads),
         q_tokens=q.shape[0],
         kv_tokens=k.shape[0],
         q_heads=q_heads,
         scale=options.scale,
         scale_log2=options.scale * LOG2_E,
-        PACK=pack,
-        STATISTICS_PACK=statistics_pack,
-        GROUP=group,
+        GROUP=q_heads // kv_heads,
         TMA=tma,
         **head_dims(q.shape[2], v.shape[2]),
         **tile_shape(config),
@@ -217,16 +203,16 @@ def aligned(x: Tensor) -> Tensor:
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
-def operand(name: str, x: Tensor, tokens: int, heads: int, tma: bool) -> dict[str, object]:
-    """The arguments by which a kernel loads tiles of `tokens` x `heads` x whole head dim of x: x, or its
-    descriptors for both parts of the head dim, and strides (triton_common.load_rows).
+def operand(name: str, x: Tensor, tokens: int, tma: bool) -> dict[str, object]:
+    """The arguments by which a kernel loads tiles of `tokens` x whole head dim of x: x, or its descriptors of
+    both parts of the head dim, and strides (triton_common.load_rows).
     """
     dim = x.shape[2]
     block, rest = parts(dim)
     source, second = x, x if rest else None
     if tma:
-        source = descriptor(x, tokens, heads, block, padded=block > dim)
-        second = descriptor(x, tokens, heads, rest, padded=block + rest > dim) if rest else None
+        source = descriptor(x, tokens, block, padded=block > dim)
+        second = descriptor(x, tokens, rest, padded=block + rest > dim) if rest else None
     return {
         name: source,
         f"{name}_rest": second,
@@ -235,12 +221,12 @@ def operand(name: str, x: Tensor, tokens: int, heads: int, tma: bool) -> dict[st
     }
 
 
-def descriptor(x: Tensor, tokens: int, heads: int, columns: int, padded: bool) -> TensorDescriptor:
-    """For tiles of so many columns; three-dimensional if their heads or zeros have to be brought together."""
-    if heads == 1 and not padded:
+def descriptor(x: Tensor, tokens: int, columns: int, padded: bool) -> TensorDescriptor:
+    """For tiles of so many columns of one head; three-dimensional if zeros are filled up."""
+    if not padded:
         shape = [x.shape[0], x.shape[1] * x.shape[2]]
         return TensorDescriptor(x, shape, [x.stride(0), 1], [tokens, columns])
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [tokens, heads, columns])
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [tokens, 1, columns])
 
 
 def result(name: str, x: Tensor) -> dict[str, object]:

@@ -220,8 +220,6 @@ class Language:
     exp2, log2 = staticmethod(torch.exp2), staticmethod(torch.log2)
     convert_layout = staticmethod(lambda x, layout: x)
     split = staticmethod(lambda x: x.unbind(-1))
-    program_id = staticmethod(lambda axis: torch.tensor(here.program[0]))
-    num_programs = staticmethod(lambda axis: torch.tensor(here.program[1]))
     inline_asm_elementwise = staticmethod(inline_assembly)
 
     @staticmethod
@@ -365,6 +363,7 @@ class Emulated:
         self.programs = programs
         self.races: set[str] = set()
         self.waited = 0  # products and additions of others that a program has waited for, at most
+        self.work: dict[int, int] = {}  # products and additions of each program
 
     def __getitem__(self, grid: tuple[int]) -> Callable:
         return lambda **arguments: self.launch(arguments)
@@ -377,6 +376,7 @@ class Emulated:
         def program() -> None:
             self.function(**arguments)
             self.waited = max(self.waited, here.clock.get(WORK, 0) - here.task.own_work)
+            self.work[here.program[0]] = here.task.own_work
 
         launch = Task("launch", (self.programs, self.programs), {})
         enter(machine, launch)

@@ -5,7 +5,9 @@ short segments already have full, masked, partial and merged tiles; the interpre
 float32 only: it computes bfloat16 products wrongly without a word.
 """
 
+import math
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,13 +15,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from oracle import attention_and_lse, compare, packed, poisoned, random_inputs, side_by_side, with_gradients
 from test_tiles import VISIBILITIES, segment_lists
-from wlb_titan.kernels import dq_sums, gluon_launch, triton_launch, varlen_attention
+from wlb_titan.kernels import dq_sums, triton_launch, varlen_attention
 from wlb_titan.kernels.configs import Config, choose
-from wlb_titan.kernels.measure import Shape
+from wlb_titan.kernels.inputs import Shape
 from wlb_titan.kernels.options import Options, Saved
 from wlb_titan.kernels.schedule import schedule_of
 from wlb_titan.kernels.segments import CAUSAL, Visibility
-from wlb_titan.kernels.self_check import check_kernels
+from wlb_titan.kernels.self_check import check_kernels, rich_segments
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_interpreter.py"
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
@@ -81,21 +83,10 @@ def check(
 
 @st.composite
 def configs(draw):
-    """One for each pass: tiles of 16 or 32, packed heads, both forms of the key-tile pass."""
+    """One for each pass: tiles of 16 or 32, both forms of the key-tile pass."""
     size = st.sampled_from([16, 32])
-    forward, query = (
-        Config(draw(size), draw(size), 4, 1, pack=draw(st.sampled_from([1, 2, 4]))) for _ in range(2)
-    )
-    key = Config(
-        draw(size),
-        draw(size),
-        4,
-        1,
-        pack=draw(st.sampled_from([1, 2, 4])),
-        transposed=draw(st.booleans()),
-        one_loop=draw(st.booleans()),
-    )
-    return {"forward": forward, "key": key, "query": query}
+    forward, key, query = (Config(draw(size), draw(size), 4, 1) for _ in range(3))
+    return {"forward": forward, "key": replace(key, transposed=draw(st.booleans())), "query": query}
 
 
 # No shrinking: one example takes a second or more.
@@ -117,11 +108,7 @@ def test_ragged(case, visibility, configs, heads, dims, dtype, tma, seed):
 
 
 SMALL = {"forward": Config(32, 32, 4, 1), "key": Config(32, 32, 4, 1), "query": Config(32, 32, 4, 1)}
-PACKED = {
-    "forward": Config(32, 32, 4, 1, pack=8),
-    "key": Config(64, 32, 4, 1, pack=8),
-    "query": Config(64, 32, 4, 1, pack=4),
-}
+GROUPED = {"forward": Config(32, 32, 4, 1), "key": Config(64, 32, 4, 1), "query": Config(64, 32, 4, 1)}
 WIDE = {name: Config(64, 64, 4, 1) for name in SMALL}
 CASES = {
     "one_token": (packed([1]), 1, 1),
@@ -139,9 +126,9 @@ CASES = {
 
 @pytest.mark.parametrize("case", [name for name in CASES if name != "ragged"])
 def test_shapes(case):
-    """Every case with one head a group in float32 by TMA, and with packed heads in float16 by pointers."""
+    """Every case with one head a group in float32 by TMA, and with eight in float16 by pointers."""
     check(*CASES[case], (2, 2), (16, 16), torch.float32, tma=True, **SMALL)
-    check(*CASES[case], (8, 1), (16, 16), torch.float16, tma=False, **PACKED)
+    check(*CASES[case], (8, 1), (16, 16), torch.float16, tma=False, **GROUPED)
 
 
 @pytest.mark.parametrize("visibility", [*VISIBILITIES, Visibility(window=100)], ids=str)
@@ -149,7 +136,7 @@ def test_masks(visibility):
     """Blocks that are masked at their start, at their end, at both and not at all, by either pass's loops."""
     options = {"visibility": visibility}
     check(*CASES["ragged"], (4, 1), (16, 16), torch.float32, tma=True, **WIDE, **options)
-    check(*CASES["two_chunks"], (8, 1), (16, 16), torch.float16, tma=False, **PACKED, **options)
+    check(*CASES["two_chunks"], (8, 1), (16, 16), torch.float16, tma=False, **GROUPED, **options)
 
 
 @pytest.mark.parametrize("tma", [True, False], ids=["tma", "pointers"])
@@ -157,15 +144,22 @@ def test_masks(visibility):
 def test_shapes_as_shipped(dims, tma):
     """The tables' own configurations, on segments of some tiles each."""
     segments = torch.tensor([[0, 70, 0, 70], [70, 60, 70, 150]], dtype=torch.int32)
-    done = []
-    for long in (True, False):
-        configs = {
-            name: choose(which, dims, long, tma)
-            for name, which in (("forward", "forward"), ("key", "key_tiles"), ("query", "query_tiles"))
-        }
-        if configs not in done:
-            check(segments, 130, 230, (2, 1), dims, torch.float16, tma=tma, **configs)
-        done.append(configs)
+    names = (("forward", "forward"), ("key", "key_tiles"), ("query", "query_tiles"))
+    configs = {name: choose(which, dims, tma) for name, which in names}
+    check(segments, 130, 230, (2, 1), dims, torch.float16, tma=tma, **configs)
+
+
+@pytest.mark.parametrize("pack", [1, 4, 8])
+def test_row_statistics(pack):
+    """In the order of the Gluon backward's steps, where heads are packed."""
+    out, dout = (torch.randn(37, 8, 24, dtype=torch.float16) for _ in range(2))
+    lse, dlse = (torch.randn(8, 37) for _ in range(2))
+    lse[:, 5], dlse[:, 5] = torch.inf, torch.nan
+    delta = (out.float() * dout.float()).sum(-1).T - torch.where(torch.isinf(lse), 0.0, dlse)
+    got = triton_launch.row_statistics(dout, dlse, out, lse, pack)
+    for rows, want in zip(got, (lse * math.log2(math.e), delta), strict=True):
+        packed_rows = want.view(8 // pack, pack, 37).transpose(1, 2).flatten(1)
+        torch.testing.assert_close(rows[:, : 37 * pack], packed_rows)
 
 
 @pytest.mark.parametrize(("dim", "pack"), [(64, 1), (128, 2), (64, 8)])
@@ -181,7 +175,7 @@ def test_sums_of_dq(dim, pack):
     tokens = 64 // pack
     blocks = torch.nn.functional.pad(want, (0, 0, 0, 0, 0, -150 % tokens)).view(-1, tokens, 3, pack, dim)
     rows = blocks.transpose(1, 2).reshape(-1, 3, 4, 2, 8, 2, dim // 16, 4, 2)
-    sums = rows.permute(0, 1, 5, 6, 2, 4, 7, 3, 8).reshape(dq_sums.no_sums(q, pack).shape)
+    sums = rows.permute(0, 1, 5, 6, 2, 4, 7, 3, 8).reshape(-1, dq_sums.WIDTH)
     want[40] = 0.0
     torch.testing.assert_close(dq_sums.gradient(sums, q, bounds, pack, 0.5), (0.5 * want).half())
 
@@ -242,9 +236,8 @@ def test_op_copies_no_operand_that_tma_can_read():
     assert triton_launch.aligned(odd).data_ptr() != odd.data_ptr()
 
 
-def test_the_check_before_a_job_finds_the_kernels_right(monkeypatch):
-    monkeypatch.setattr(gluon_launch, "multiprocessors", lambda device: 2)
-    # With a short window no long documents are among the configurations, which take long.
+def test_the_check_before_a_job_finds_the_kernels_right():
     options = Options(0.25, Visibility(window=40), implementation="triton")
-    error = check_kernels(Shape(2, 1, 16, 16), options, torch.float16, torch.device("cpu"))
+    segments = rich_segments(2, units=1, scale=20)
+    error = check_kernels(Shape(4, 2, 16, 16), options, torch.float16, torch.device("cpu"), segments=segments)
     assert 0 < error < TOLERANCE[torch.float16]

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from oracle import packed, visible
-from wlb_titan.kernels.grid import GPU_GRID
-from wlb_titan.kernels.measure import Shape, flops, pairs, time_attention
+from wlb_titan.kernels.inputs import Shape
 from wlb_titan.kernels.segments import check_segments
 
+from wlb_titan.commands.profile_attention import GPU_GRID, flops, pairs, time_attention
 from wlb_titan.cost.attention_fit import Point, predict, tilings
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost
 from wlb_titan.cost.attention_profile import Profile
@@ -99,13 +99,13 @@ def test_a_run_loses_nothing_and_resumes(rehearse, benchmark, tmp_path):
     assert not [row for row in rows if "error" in row]
     assert [row["kind"] for row in rows if "seconds" in row] == ["ceiling", "ends", "check", "turns", "time"]
     checks = [row for row in rows if row["kind"] == "check" and "case" in row]
-    assert len(checks) == 10 and not any(row["wrong"] for row in checks)
-    assert set(checks[0]["errors"]) == {"out", "lse", "dq", "dk", "dv", "dsinks"}
+    assert len(checks) == 4 and not any(row["wrong"] for row in checks)
+    assert all(0 < row["largest"] < 1e-2 for row in checks)
     (timed,) = [row for row in rows if row["kind"] == "time" and "case" in row]
     assert timed["forward_tflops"] > 0 and timed["backward_ms"] > 0
     (turns,) = [row["times"]["triton"] for row in rows if "times" in row]
     assert len(turns) == 2 and min(turns[0] + turns[1]) > 0 and "Noise: equal work timed twice" in text
-    assert "checks: 10 cases, 0 bad" in text and "128 documents of 512; heads 2:1" in text
+    assert "checks: 4 cases, 0 bad" in text and "128 documents of 512; heads 2:1" in text
     again, _ = rehearse("--stages", "check", "turns", "time")
     assert again == rows
     with (tmp_path / "attention.jsonl").open("a") as file:
@@ -122,22 +122,11 @@ def test_only_what_is_right_is_timed(benchmark, tmp_path):
     job = {"kind": "check", "implementation": "gluon", "shape": [8, 1, 64, 64]}
     assert not results.right("gluon", [64, 64])
     results.add(job, {"case": "ragged", "wrong": []})
-    assert results.right("gluon", [64, 64]) and results.right("gluon, any order", [64, 64])
+    assert results.right("gluon", [64, 64])
     results.add(job, {"case": "a million tokens", "error": "OutOfMemoryError: ..."})
     assert results.right("gluon", [64, 64])
     results.add(job | {"shape": [4, 4, 64, 64]}, {"case": "ragged", "wrong": ["dq"]})
     assert not results.right("gluon", [64, 64])
-
-
-def test_the_check_sees_four_wrong_rows(benchmark):
-    """Of 80,000: the norm of the whole does not."""
-    import attention_check
-
-    want = torch.randn(10_000, 8, 16)
-    got = want.clone()
-    got[500, :4] = 0
-    whole, row = attention_check._errors(got, want)
-    assert whole < attention_check.TOLERANCE and row > attention_check.ROW_TOLERANCE
 
 
 def test_jobs(benchmark):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from oracle import attention, attention_and_lse, compare, packed, random_inputs, with_gradients
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from wlb_titan.kernels import dispatch, varlen_attention
+from wlb_titan.kernels import implementations, reference, varlen_attention
 
 # Two chunks of one document, padding (rows 9 and 12), a one-token segment, unsorted rows, an empty one.
 SHARD = torch.tensor(
@@ -94,15 +94,15 @@ def test_gradcheck(mask):
 
 def test_op_is_well_formed():
     q, k, v, _ = random_inputs(13, 12, 4, 2, 8, 6, torch.float32)
-    inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), SHARD, 0.3, True, 4, True, "auto")
+    inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), SHARD, 0.3, True, 4, "auto")
     torch.library.opcheck(torch.ops.wlb_titan.varlen_attention.default, inputs)
 
 
 def test_backward_finds_the_forwards_schedule(monkeypatch):
     """Autograd gives the backward the same segments tensor, so that its lookup is the quick one."""
     seen = []
-    monkeypatch.setattr(dispatch.reference, "forward", lambda *a: seen.append(a[3]) or real_forward(*a))
-    monkeypatch.setattr(dispatch.reference, "backward", lambda *a: seen.append(a[3]) or real_backward(*a))
+    monkeypatch.setattr(reference, "forward", lambda *a: seen.append(a[3]) or real_forward(*a))
+    monkeypatch.setattr(reference, "backward", lambda *a: seen.append(a[3]) or real_backward(*a))
     q, k, v, _ = random_inputs(13, 12, 4, 2, 8, 8, torch.float32)
     segments = SHARD.clone()
     for attend in (varlen_attention, lambda *x: checkpoint(varlen_attention, *x, use_reentrant=False)):
@@ -110,11 +110,11 @@ def test_backward_finds_the_forwards_schedule(monkeypatch):
     assert len(seen) == 5 and all(x is segments for x in seen)
 
 
-real_forward, real_backward = dispatch.reference.forward, dispatch.reference.backward
+real_forward, real_backward = reference.forward, reference.backward
 
 
 def test_kernels_are_launched_on_the_tensors_device():
-    guard = dispatch.current(torch.device("cuda", 3))
+    guard = implementations.current(torch.device("cuda", 3))
     assert isinstance(guard, torch.cuda.device) and guard.idx == 3
 
 

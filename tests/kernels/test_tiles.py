@@ -101,7 +101,7 @@ def test_turns_order_all_that_is_added_to_a_row(case, visibility, block_n, rows)
     """In the order of the list no tile waits; and what waits for nobody shares no row with another tile."""
     segments, q_tokens, kv_tokens = case
     mask = mask_of(segments, q_tokens, kv_tokens, visibility)
-    key_tiles, items, counters, edges = tiles.key_tiles(
+    key_tiles, items, counters, edges, *_ = tiles.key_tiles(
         segments, kv_tokens, visibility, tokens=rows, block_n=block_n, turn_rows=rows
     )
     counters = counters.copy()
@@ -246,7 +246,7 @@ def test_a_dropped_schedule_needs_no_garbage_collector():
     gc.disable()
     try:
         first = schedule_of(packed([7, 5]), 12, 12, torch.device("cpu"))
-        first.query_tiles(64), first.key_tiles(64, 128), first.bounds, first.long
+        first.query_tiles(64), first.key_tiles(64, 128), first.bounds
         dropped = weakref.ref(first)
         del first
         for n in range(64):

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from crosscompile import recording, version
-from wlb_titan.kernels import dispatch, dq_sums, gluon_launch, triton_launch, warm_up
+from wlb_titan.kernels import dq_sums, gluon_launch, implementations, triton_launch, warm_up
 from wlb_titan.kernels.implementations import GLUON_HEAD_DIMS, Device
-from wlb_titan.kernels.measure import Shape
+from wlb_titan.kernels.inputs import Shape
 from wlb_titan.kernels.options import Options, Saved
 from wlb_titan.kernels.segments import Visibility
 
@@ -30,8 +30,9 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
-    for module in (dispatch, warm_up):
-        monkeypatch.setattr(module, "device_of", lambda device: Device("cuda", (9, 0)))
+    passed = frozenset({((128, 128), torch.bfloat16)})
+    for module in (implementations, warm_up):
+        monkeypatch.setattr(module, "device_of", lambda device: Device("cuda", (9, 0), passed=passed))
     monkeypatch.setattr(gluon_launch, "multiprocessors", lambda device: 132)
 
 
@@ -92,9 +93,9 @@ def test_no_segments_choose_what_was_not_warmed_up(name, implementation):
         lse = torch.empty(shape.q_heads, q_tokens)
 
         def attend():
-            dispatch.forward(q, k, v, segments, options)
+            implementations.forward(q, k, v, segments, options)
             saved = Saved(q, k, v, dout, lse)
-            dispatch.backward(dout, lse if wants_lse else None, saved, segments, options)
+            implementations.backward(dout, lse if wants_lse else None, saved, segments, options)
 
         assert versions(attend) <= warm
 
@@ -103,11 +104,10 @@ def test_no_segments_choose_what_was_not_warmed_up(name, implementation):
 
 def test_what_is_warmed_up():
     """For Qwen3 0.6B: groups in two parts or one, and of very long documents one head after the other."""
-    options = Options(0.1)
-    found = warm_up.configurations(Shape(16, 8, 128, 128), options, torch.bfloat16, CPU)
-    assert list(found) == [
-        ("forward", None),
-        ("backward", 2, 1, False),
-        ("backward", 1, 1, False),
-        ("backward", 1, 1, True),
-    ]
+    given = torch.bfloat16, CPU
+    shape = Shape(16, 8, 128, 128)
+    found = [way["divided"][:3] for way in warm_up.ways(shape, Options(0.1), *given)]
+    assert found == [(1, 1, False), (2, 1, False), (1, 1, True)]
+    windowed = Options(0.1, Visibility(window=4096))
+    assert len(warm_up.ways(shape, windowed, *given)) == 2
+    assert warm_up.ways(shape, Options(0.1, implementation="triton"), *given) == [{}]

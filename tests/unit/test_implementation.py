@@ -6,17 +6,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from wlb_titan.kernels import dispatch, gluon_launch, reference, triton_launch
+from wlb_titan.kernels import gluon_launch, implementations, reference, triton_launch
 from wlb_titan.kernels.implementations import IMPLEMENTATIONS, Device, chosen
-from wlb_titan.kernels.measure import Shape
+from wlb_titan.kernels.inputs import Shape
 from wlb_titan.kernels.self_check import KernelError
 
 from wlb_titan.config.settings import AttentionSettings
 from wlb_titan.context import segments, segments_after, whole
 from wlb_titan.errors import UserError
 
-HOPPER, AMPERE, UNKNOWN, CPU = Device("cuda", (9, 0)), Device("cuda", (8, 0)), Device("cuda"), Device("cpu")
 BF16 = torch.bfloat16
+HOPPER, AMPERE, UNKNOWN, CPU = Device("cuda", (9, 0)), Device("cuda", (8, 0)), Device("cuda"), Device("cpu")
+PASSED = HOPPER._replace(passed=frozenset({((128, 128), BF16)}))
 SHORT, LONG = 256, 2048  # tokens of a document, whose attention counts as short or long
 
 
@@ -27,7 +28,8 @@ def test_the_key_takes_what_the_kernels_have():
 @pytest.mark.parametrize(
     ("wish", "dim", "device", "expected"),
     [
-        ("auto", 128, HOPPER, "gluon"),
+        ("auto", 128, HOPPER, "gluon, then triton"),
+        ("auto", 128, PASSED, "gluon"),
         ("auto", 64, HOPPER, "triton"),
         ("auto", 128, AMPERE, "triton"),
         ("auto", 128, UNKNOWN, "triton"),
@@ -39,7 +41,12 @@ def test_the_key_takes_what_the_kernels_have():
     ],
 )
 def test_what_is_chosen(wish, dim, device, expected):
-    assert chosen(wish, (dim, dim), BF16, device) == expected
+    found = [chosen(which, wish, (dim, dim), BF16, device) for which in ("forward", "backward")]
+    assert ", then ".join(dict.fromkeys(found)) == expected
+
+
+def test_a_record_is_of_head_dims_and_dtype():
+    assert chosen("backward", "auto", (128, 128), torch.float16, PASSED) == "triton"
 
 
 @pytest.mark.parametrize(
@@ -56,7 +63,7 @@ def test_what_is_chosen(wish, dim, device, expected):
 )
 def test_what_is_refused(wish, dim, dtype, device, reason):
     with pytest.raises(ValueError, match=reason):
-        chosen(wish, (dim, dim), dtype, device)
+        chosen("forward", wish, (dim, dim), dtype, device)
 
 
 @pytest.fixture
@@ -75,7 +82,7 @@ def on_hopper(monkeypatch):
     for module, name in ((gluon_launch, "gluon"), (triton_launch, "triton")):
         monkeypatch.setattr(module, "forward", launch(name, reference.forward))
         monkeypatch.setattr(module, "backward", launch(name, reference.backward))
-    monkeypatch.setattr(dispatch, "device_of", lambda device: HOPPER)
+    monkeypatch.setattr(implementations, "device_of", lambda device: HOPPER)
     return ran
 
 
@@ -109,7 +116,7 @@ def test_it_reaches_every_call(on_hopper, sliced, compiled):
     for implementation in ("triton", "gluon"):
         assert passes(on_hopper, implementation, SHORT, sliced, compiled) == (implementation, implementation)
     if not compiled:
-        assert passes(on_hopper, "auto", SHORT, sliced, compiled) == ("gluon", "gluon")
+        assert passes(on_hopper, "auto", SHORT, sliced, compiled) == ("gluon", "triton")
 
 
 @pytest.mark.parametrize(
@@ -161,7 +168,7 @@ def test_kernels_that_do_not_work_on_a_gpu_end_the_job(monkeypatch):
     )
     shape = Shape(8, 2, 128, 128)
     for name, value in {
-        "check_implementation": lambda *_: "gluon",
+        "check_implementation": lambda *_: ("gluon", "gluon"),
         "device_of": lambda _: HOPPER,
         "attention_shape": lambda *_: shape,
         "windows": lambda _: [None, 512],

@@ -28,7 +28,7 @@ MAY_USE = {
     "config": {"tomli"},
     "runtime": {"torch", "torchtitan", "numpy", "click", "tokenizers", "wlb_titan.kernels"},
     "commands": {
-        *("torch", "numpy", "tomli", "click", "rich", "vl_convert", "tokenizers"),
+        *("torch", "triton", "numpy", "tomli", "click", "rich", "vl_convert", "tokenizers"),
         *("wlb_titan.kernels", "wlb_titan.launch"),
     },
 }

@@ -184,7 +184,7 @@ def test_errors_compare_prediction_and_measurement(profile):
 
 def test_grids_have_no_case_twice_and_none_with_fewer_keys_than_queries():
     pytest.importorskip("wlb_titan.kernels")
-    from wlb_titan.kernels.grid import CPU_GRID, GPU_GRID
+    from wlb_titan.commands.profile_attention import CPU_GRID, GPU_GRID
 
     for grid in (CPU_GRID, GPU_GRID):
         cases = list(grid.cases(grid.heads))

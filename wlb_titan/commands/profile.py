@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from wlb_titan import __version__
+from wlb_titan.commands import profile_attention as grid
 from wlb_titan.commands import profile_linear as linear
 from wlb_titan.commands.console import say, show_table
 from wlb_titan.commands.errors import check_outputs
@@ -19,10 +20,9 @@ from wlb_titan.commands.options import TomlFile
 from wlb_titan.cost.attention_profile import AttentionShape, Entry, Profile, fitted
 from wlb_titan.cost.linear_profile import LinearProfile
 from wlb_titan.errors import UserError
-from wlb_titan.kernels import grid
-from wlb_titan.kernels.grid import programs_at_a_time
+from wlb_titan.kernels import record
 from wlb_titan.kernels.implementations import chosen, device_of
-from wlb_titan.kernels.measure import Shape
+from wlb_titan.kernels.inputs import Shape
 from wlb_titan.runtime.models.facts import facts_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -87,7 +87,8 @@ def profile(
     Times forward and backward of wlb_titan's attention for segments of many shapes, fits the latency model to
     them and writes both as JSON, with the implementation that was measured. Takes about two minutes on a GPU
     and one on the CPU, for each head dim and group. Then matrix products, element-wise operators and, between
-    the GPUs of a machine, all-gathers. Nothing else should use the device meanwhile.
+    the GPUs of a machine, all-gathers. Nothing else should use the device meanwhile. On Hopper it first tries
+    Gluon's backward pass and records for training what came of it (docs/kernels.md).
     """
     check_outputs(output=output)
     if device == "auto":
@@ -98,9 +99,12 @@ def profile(
     if file is not None:
         shape = facts_of(file).job.attention_shape
     dtype = dtype or shape.dtype
-    units = programs_at_a_time(device)
+    head_dims = head_dim or ((shape.head_dim, shape.v_head_dim or shape.head_dim),)
+    for dims in head_dims:
+        _try_gluon(dims, DTYPES[dtype], torch.device(device))
+    units = grid.programs_at_a_time(device)
     entries: list[Entry] = []
-    for dim, v_dim in head_dim or ((shape.head_dim, shape.v_head_dim or shape.head_dim),):
+    for dim, v_dim in head_dims:
         for heads_per_key in group or (shape.group,):
             entries += _measure(dim, v_dim, heads_per_key, dtype, device, units)
     software = f"torch {torch.__version__}, wlb_titan {__version__}"
@@ -109,6 +113,22 @@ def profile(
     print_table(result)
     click.echo(_rates(result.linear))
     click.echo(f"Wrote {output}")
+
+
+def _try_gluon(dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+    """Has Gluon's backward tried on this GPU, where `auto` would take it and nothing is recorded yet."""
+    facts = device_of(device)
+    if chosen("backward", "auto", dims, dtype, facts._replace(passed=frozenset({(dims, dtype)}))) != "gluon":
+        return
+    of = record.subject(device, dims, dtype)
+    found = record.verdict(of)
+    if found is None and (trial := record.trial(of, device)) is not None:
+        say(f"Trying Gluon's backward on {of}: some minutes, in a process of its own")
+        while found is None:
+            found = trial.verdict(seconds=60.0)
+        device_of.cache_clear()
+    assert found is not None
+    say("Gluon's backward has passed" if found.passed else f"Triton's backward is taken: {found.reason}")
 
 
 def _name(device: str) -> str:
@@ -123,8 +143,9 @@ def _measure(dim: int, v_dim: int, group: int, dtype: str, device: str, units: i
     shape = Shape(heads, heads // group, dim, v_dim)
     measured = AttentionShape(dim, heads, group, dtype, v_head_dim=None if v_dim == dim else v_dim)
     cases = list(cases_of.cases(heads))
-    kind = chosen("auto", (dim, v_dim), DTYPES[dtype], device_of(torch.device(device)))
-    label = f"head dim {measured.dims}, group {group}, {dtype}, {kind}"
+    rule = "auto", (dim, v_dim), DTYPES[dtype], device_of(torch.device(device))
+    kinds = chosen("forward", *rule), chosen("backward", *rule)
+    label = f"head dim {measured.dims}, group {group}, {dtype}, {' and '.join(dict.fromkeys(kinds))}"
     rounds: list[list[tuple[float, float]]] = []
     begin = time.monotonic()
     while len(rounds) < grid.ROUNDS and (not rounds or time.monotonic() - begin < grid.SECONDS):
@@ -135,7 +156,7 @@ def _measure(dim: int, v_dim: int, group: int, dtype: str, device: str, units: i
                     for case in bar
                 ]
             )
-    return fitted(measured, cases, np.median(rounds, axis=0), units, (kind, kind))
+    return fitted(measured, cases, np.median(rounds, axis=0), units, kinds)
 
 
 def _measure_linear(dtype: str, device: str) -> LinearProfile:

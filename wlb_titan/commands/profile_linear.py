@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn.functional import linear, rms_norm, silu
 
-from wlb_titan.kernels.measure import time_call
+from wlb_titan.commands.profile_attention import time_call
 
 Point = tuple[float, float]
 GATHERS = 20  # calls of each size, of which the median counts

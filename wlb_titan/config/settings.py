@@ -96,9 +96,17 @@ class AttentionSettings:
     """[wlb.attention]: what computes the attention of every layer."""
 
     implementation: Literal["auto", "reference", "triton", "gluon"] = "auto"
-    """`auto`: what was measured fastest on the device at hand; the run says which. `reference`: plain
-    PyTorch, on any device. `triton`: GPUs of compute capability 8.0 or later. `gluon`: Hopper, head dims 64
-    and 128."""
+    """`auto`: what was measured fastest on the device at hand, Gluon's backward where a record says that it
+    passed its trial there; the run says which. `reference`: plain PyTorch, on any device. `triton`: GPUs of
+    compute capability 8.0 or later. `gluon`: Hopper, head dims 64 and 128."""
+
+    verify: bool = False
+    """Where nothing is recorded of Gluon's backward, the first rank of each machine tries it at the job's
+    start, some minutes in a process of its own, and records what came of it."""
+
+    compare_every: Annotated[int, Ge(0)] = 1000
+    """Every so many steps one layer's backward pass by Gluon is computed by Triton too. The metrics get their
+    difference, and above 2 % the run ends. 0: never."""
 
 
 @dataclass(kw_only=True, slots=True)

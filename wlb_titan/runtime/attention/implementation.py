@@ -1,5 +1,5 @@
-"""The implementation of the job's attention: refused before anything is built, compiled before the first
-step."""
+"""The implementation of the job's attention: refused before anything is built, tried, compiled and checked
+before the first step, and compared with another within the run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ import torch.distributed as dist
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools.logging import logger
 
+from wlb_titan.config.settings import AttentionSettings
 from wlb_titan.errors import UserError
 from wlb_titan.job import Job
+from wlb_titan.kernels import record
 from wlb_titan.kernels.implementations import Device, chosen, device_of
-from wlb_titan.kernels.measure import Shape
+from wlb_titan.kernels.inputs import Shape
 from wlb_titan.kernels.options import Options
 from wlb_titan.kernels.segments import Visibility
 from wlb_titan.kernels.self_check import KernelError, check_kernels
+from wlb_titan.kernels.shadow import TOLERANCE, shadow
 from wlb_titan.kernels.warm_up import warm_up
 from wlb_titan.runtime.shape import model_shape
 
@@ -26,7 +29,12 @@ if TYPE_CHECKING:
     from wlb_titan.runtime.trainer import Trainer
 
 
-def check_implementation(config: Trainer.Config, device: Device | None = None) -> str:
+POLL = (
+    20.0  # seconds that ranks wait at a time for a machine's trial: each is a collective, which may time out
+)
+
+
+def check_implementation(config: Trainer.Config, device: Device | None = None) -> tuple[str, str]:
     """What computes forward and backward passes.
 
     Args:
@@ -36,14 +44,12 @@ def check_implementation(config: Trainer.Config, device: Device | None = None) -
         UserError: it cannot run the model's attention.
     """
     wish = config.wlb.attention.implementation
-    assert config.model_spec is not None
-    shape = model_shape(config.model_spec.model)
-    dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
+    dims, dtype = _dims(config), TORCH_DTYPE_MAP[config.training.mixed_precision_param]
     if device is None:
         anywhere = wish in ("auto", "reference")
         device = Device("cpu" if anywhere or config.wlb.device == "cpu" else "cuda")
     try:
-        return chosen(wish, (shape.head_dim, shape.v_head_dim or shape.head_dim), dtype, device)
+        return chosen("forward", wish, dims, dtype, device), chosen("backward", wish, dims, dtype, device)
     except ValueError as error:
         if device.type == "cuda" and dtype not in (torch.float16, torch.bfloat16):
             raise UserError(
@@ -51,6 +57,12 @@ def check_implementation(config: Trainer.Config, device: Device | None = None) -
                 'to "bfloat16", or wlb.attention.implementation to "reference", which is slow.'
             ) from error
         raise UserError(f"wlb.attention.implementation: {error}.") from error
+
+
+def _dims(config: Trainer.Config) -> tuple[int, int]:
+    assert config.model_spec is not None
+    shape = model_shape(config.model_spec.model)
+    return shape.head_dim, shape.v_head_dim or shape.head_dim
 
 
 def compile_attention(config: Trainer.Config, job: Job, device: torch.device, context_rank: int) -> None:
@@ -62,16 +74,45 @@ def compile_attention(config: Trainer.Config, job: Job, device: torch.device, co
     Raises:
         UserError: the kernels are wrong on this rank's GPU, or hang there.
     """
-    which = check_implementation(config, device_of(device))
-    logger.info(f"Attention: {which}")
-    if which == "reference" or device.type != "cuda":  # an interpreter compiles nothing
-        return
     first = int(os.environ["LOCAL_RANK"]) == 0
+    if config.wlb.attention.verify and device.type == "cuda":
+        _try_gluon(config, device, first)
+    forward, backward = check_implementation(config, device_of(device))
+    logger.info(f"Attention: {forward if forward == backward else f'{forward} forward, {backward} backward'}")
+    if forward != backward:
+        of = _subject(config, device)
+        known = record.verdict(of)
+        what = (
+            "has not been tried here; `wlb-titan profile` or wlb.attention.verify tries it"
+            if known is None
+            else f"was refused: {known.reason} (remove {of.path} to try it again)"
+        )
+        logger.info(f"Gluon's backward pass, which is faster than Triton's, {what}. {of}")
+    if forward == "reference" or device.type != "cuda":  # an interpreter compiles nothing
+        return
     for turn in (True, False):
         if turn is first:
             for window in windows(job):
-                _prepare(config, attention_shape(job, context_rank), window, which, device)
+                _prepare(config, attention_shape(job, context_rank), window, backward, device)
         dist.barrier()
+
+
+def _subject(config: Trainer.Config, device: torch.device) -> record.Subject:
+    return record.subject(device, _dims(config), TORCH_DTYPE_MAP[config.training.mixed_precision_param])
+
+
+def _try_gluon(config: Trainer.Config, device: torch.device, first: bool) -> None:
+    """Has Gluon's backward tried by the first rank of each machine that would take it but for a record."""
+    missing = first and check_implementation(config, device_of(device)) == ("gluon", "triton")
+    trial = record.trial(_subject(config, device), device) if missing else None
+    running = torch.ones((), dtype=torch.int32, device=device)
+    while running:
+        if trial is not None and (found := trial.verdict(POLL)) is not None:
+            logger.info(f"Gluon's backward pass, tried here: {'right' if found.passed else found.reason}")
+            trial = None
+        running.fill_(trial is not None)
+        dist.all_reduce(running)
+    device_of.cache_clear()
 
 
 def _prepare(
@@ -93,7 +134,31 @@ def _prepare(
             f"wlb.attention.implementation: {what.lower()} ({which}) do not work on this {gpu}: {wrong}. "
             f'Set it to "{other}", and report it, please.'
         ) from wrong
-    logger.info(f"{what}: right on this GPU, at most {error:.2%} from the reference")
+    logger.info(f"{what}: right on this GPU, within {error:.2%}")
+
+
+def ask_shadow(settings: AttentionSettings, step: int) -> bool:
+    """Whether the step's first backward pass by Gluon is computed by Triton too."""
+    asked = settings.compare_every > 0 and step % settings.compare_every == 0
+    if asked:
+        shadow.ask()
+    return asked
+
+
+def shadow_difference(step: int) -> float:
+    """How far this rank's two passes lie apart, norm over norm; -1 where Gluon ran none.
+
+    Raises:
+        RuntimeError: more than TOLERANCE.
+    """
+    difference = shadow.answer()
+    if difference is not None and not difference <= TOLERANCE:  # nor is NaN
+        raise RuntimeError(
+            f"In step {step} a layer's gradients by Gluon are {difference:.2g} of their norm away from those "
+            'by Triton; training stops. Set wlb.attention.implementation to "triton" and go on from the last '
+            "checkpoint, and report it, please."
+        )
+    return -1.0 if difference is None else difference
 
 
 def attention_shape(job: Job, context_rank: int) -> Shape:

@@ -1,0 +1,143 @@
+"""The trial of Gluon's backward on a GPU, for record.py: all that a race or a wrong layout would show in.
+
+    python -m wlb_titan.kernels.stress cuda:0 128 128 bfloat16
+
+For several numbers of heads, which between them pack and split in every way: self_check.py's comparison, with
+the reference as judge; the same bits whatever the number of programs, of which one alone runs as no other can
+race with it; the same bits in many launches, and beside a kernel that holds multiprocessors. n clean launches
+bound the rate of a race to 3 / n a launch (95 %).
+
+Exit status 0: passed. 75: could not be tried. Any other: the last line says why it was refused.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import globaltimer
+
+from . import implementations
+from .inputs import Shape
+from .options import Options, Saved
+from .record import NOT_TRIED
+from .segments import CAUSAL
+from .self_check import (
+    Given,
+    KernelError,
+    attend,
+    compare,
+    given,
+    masks,
+    rich_segments,
+    same,
+    units,
+    wanted,
+)
+from .warm_up import warm_up, ways
+
+LAYOUTS = ((16, 16), (32, 8), (32, 4), (40, 8))  # query and key heads; groups of 1, 4, 8 and 5
+PROGRAMS = (1, 2, 7, 64, 131, 132)
+REPEATS = 300  # of the rich segments, in each way
+SMALL_REPEATS = 30_000  # of some short documents, in all ways together
+HELD = 16  # multiprocessors
+HELD_NS = 20_000_000
+
+
+def trial(dims: tuple[int, int], dtype: torch.dtype, device: torch.device, say: Callable = print) -> None:
+    """All of it. Raises KernelError."""
+    options = Options(dims[0] ** -0.5, implementation="gluon")
+    layouts = [Shape(*heads, *dims) for heads in LAYOUTS]
+    for shape in layouts:
+        for done, every in warm_up(shape, options, dtype, device):
+            say(f"{shape.name}: {done} of {every} compiled")
+    for seed, shape in enumerate(layouts):
+        say(f"{shape.name}: right")
+        segments = rich_segments(shape.kv_heads, units(device))
+        for mask in masks():
+            noise = given(segments, shape, dtype, device, seed)
+            masked = options._replace(visibility=mask)
+            want = wanted(noise, masked, "reference")
+            for how in ways(shape, masked, dtype, device):
+                say(f"{shape.name}: {mask}, {how['divided']}")
+                got = attend(noise, masked, **how)
+                compare(got, want, f"{shape.name}, {mask}, {how['divided']}")
+                for programs in PROGRAMS:
+                    same(got, attend(noise, masked, programs, **how), f"is computed by {programs} programs")
+                same(got, beside(device, partial(attend, noise, masked, **how)), "shares the GPU")
+                if mask == CAUSAL:
+                    repeat(noise, masked, how, REPEATS)
+    small = [(shape, how) for shape in layouts for how in ways(shape, options, dtype, device)]
+    for shape, how in small:
+        say(f"{shape.name}: {how['divided']}, again and again")
+        segments = rich_segments(shape.kv_heads, 1, scale=16)
+        repeat(given(segments, shape, dtype, device), options, how, SMALL_REPEATS // len(small))
+
+
+def repeat(given: Given, options: Options, how: dict, times: int) -> None:
+    """Raises KernelError unless the backward's bits are always the same; compared on the device."""
+    q, k, v, dout, dlse, segments = given
+    saved = Saved(q, k, v, *implementations.forward(q, k, v, segments, options))
+    first = implementations.backward(dout, dlse, saved, segments, options, **how)
+    differs = torch.zeros((), dtype=torch.int64, device=q.device)
+    for _ in range(times):
+        again = implementations.backward(dout, dlse, saved, segments, options, **how)
+        differs += torch.stack([(a != b).any() for a, b in zip(first, again, strict=True)]).any()
+    if wrong := int(differs):
+        raise KernelError(f"gradients differ in {wrong} of {times} launches ({how['divided']})")
+
+
+def beside(device: torch.device, work: Callable[[], dict]) -> dict:
+    """What `work` gives while another kernel holds HELD multiprocessors, from before it to after it began."""
+    other = torch.cuda.Stream(device)
+    with torch.cuda.stream(other):
+        begins = torch.empty(HELD, dtype=torch.int64, device=device)
+        hold_kernel[(HELD,)](begins=begins, NANOSECONDS=HELD_NS, num_warps=32)
+    found = work()
+    torch.cuda.current_stream(device).wait_stream(other)
+    return found
+
+
+@triton.jit
+def hold_kernel(begins, NANOSECONDS: tl.constexpr):
+    """A program holds a multiprocessor for so long: the registers of its 32 warps leave no room for ours."""
+    begin = globaltimer()
+    while globaltimer() - begin < NANOSECONDS:
+        pass
+    tl.store(begins + tl.program_id(0), begin)
+
+
+def main(arguments: list[str]) -> int:
+    name, dim, v_dim, dtype = arguments
+    device = torch.device(name)
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    try:
+        torch.ones(1, device=device)
+    except Exception as error:
+        print(f"the GPU cannot be used beside this process: {error}".splitlines()[0])
+        return NOT_TRIED
+    try:
+        trial((int(dim), int(v_dim)), getattr(torch, dtype), device, say=lambda text: print(text, flush=True))
+    except torch.OutOfMemoryError as error:
+        print(str(error).splitlines()[0], flush=True)
+        os._exit(NOT_TRIED)
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}".splitlines()[0], flush=True)
+        os._exit(1)  # a launch may hang: leaving in any other way would wait for it
+    return 0
+
+
+def _leave_with_parent() -> None:
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

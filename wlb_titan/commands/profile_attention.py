@@ -1,0 +1,182 @@
+"""The time of the attention of given segments on this device, and the cases by which `wlb-titan profile` and
+benchmarks/attention.py fit a latency model to it: equal segments of many shapes.
+
+Most lengths are multiples of no tile's size: the model counts tiles on average over where segments begin.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wlb_titan.kernels import varlen_attention
+from wlb_titan.kernels.inputs import Shape, make_inputs
+
+ROUNDS = 3  # over all cases, some time apart: what disturbs the machine for a while does not reach the median
+SECONDS = 100.0  # after which no further round is begun
+MILLISECONDS = 40.0  # for which a case is run again and again in each round; its time is the median
+HOST_BOUND = 2.0  # milliseconds of a pass: below, the host may take longer than the GPU
+
+
+class GridCase(NamedTuple):
+    """`segments` equal segments, one after the other, of `q_len` queries and `kv_len` keys of their own."""
+
+    q_len: int
+    kv_len: int
+    segments: int
+
+    def rows(self) -> Tensor:
+        """int32 (segments, 4), as the op takes them."""
+        number = np.arange(self.segments)
+        ones = np.ones_like(number)
+        columns = (number * self.q_len, ones * self.q_len, number * self.kv_len, ones * self.kv_len)
+        return torch.from_numpy(np.stack(columns, axis=1).astype(np.int32))
+
+    def seconds(
+        self,
+        shape: Shape,
+        *,
+        dtype: torch.dtype,
+        device: str,
+        implementation: str = "auto",
+        milliseconds: float = MILLISECONDS,
+    ) -> tuple[float, float]:
+        """Seconds of the forward and of the backward."""
+        times = time_attention(
+            self.rows(),
+            shape,
+            dtype=dtype,
+            device=device,
+            implementation=implementation,
+            milliseconds=milliseconds,
+        )
+        return times[0] / 1e3, times[1] / 1e3
+
+
+class Grid(NamedTuple):
+    """Which cases are measured: each number of queries with each number of keys that is not smaller.
+
+    q_lens: queries of a segment; around multiples of 64 the steps between tiles show.
+    kv_lens: keys of a segment; it is measured with as many keys as queries besides.
+    keys: a case has as many segments as fit into so many keys, and one at least.
+    pairs: most pairs of a query and a key, times heads, in one call.
+    heads: query heads, where nothing else decides them.
+    """
+
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    keys: tuple[int, ...]
+    pairs: int
+    heads: int
+
+    def cases(self, heads: int) -> Iterator[GridCase]:
+        """All cases of so many query heads, each once."""
+        for q_len in self.q_lens:
+            for kv_len in sorted({q_len, *(k for k in self.kv_lens if k > q_len)}):
+                most = self.pairs // (q_len * kv_len * heads)
+                for segments in sorted({min(max(keys // kv_len, 1), most) for keys in self.keys} - {0}):
+                    yield GridCase(q_len, kv_len, segments)
+
+
+GPU_GRID = Grid(
+    q_lens=(1, 50, 65, 129, 300, 700, 1500, 4000, 16000),
+    kv_lens=(300, 1500, 6000, 24000, 96000),
+    keys=(1, 2**18),  # one segment, for which there are more units than tiles, and many
+    pairs=2**35,
+    heads=32,
+)
+CPU_GRID = Grid(
+    q_lens=(1, 16, 64, 128, 256, 257, 512, 1024),
+    kv_lens=(128, 512, 2048),
+    keys=(2**11, 2**12),
+    pairs=2**24,
+    heads=4,
+)
+
+
+def programs_at_a_time(device: str) -> int:
+    """Units of the latency model: a GPU's multiprocessors. The reference on a CPU runs block after block, and
+    torch's threads share each of them.
+    """
+    if torch.device(device).type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def pairs(segments: Tensor) -> int:
+    """How many (query, key) pairs the segments let meet."""
+    q_len, kv_len = segments.numpy().astype(np.int64).T[[1, 3]]
+    return int((q_len * kv_len - q_len * (q_len - 1) // 2).sum())
+
+
+def flops(segments: Tensor, shape: Shape) -> int:
+    """Operations of the forward's two products over the real mask; the backward's are 2.5 times that."""
+    return 2 * pairs(segments) * shape.q_heads * (shape.dim + shape.v_dim)
+
+
+def time_call(call: Callable[[], object], device: str, milliseconds: float = 200.0) -> float:
+    """Median milliseconds of a call, warmed up, of seven samples at least. CUDA: by events, with the L2 cache
+    cleared before each.
+    """
+    if torch.device(device).type == "cuda":
+        from triton.testing import do_bench
+
+        once = do_bench(call, warmup=1, rep=1, return_mode="median")
+        milliseconds = max(milliseconds, 7.5 * once)
+        return do_bench(call, warmup=milliseconds / 4, rep=milliseconds, return_mode="median")
+    call()
+    times, end = [], time.perf_counter() + milliseconds / 1e3
+    while not times or time.perf_counter() < end:
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e3)
+    return float(np.median(times))
+
+
+def time_graph(call: Callable[[], object], device: str, calls: int = 20) -> float:
+    """Milliseconds of a call on a GPU without the host's share: `calls` of them in one CUDA graph."""
+    stream = torch.cuda.Stream(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        for _ in range(3):  # compiles, and sends the tile lists, which are kept for each stream
+            call()
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(calls):
+                call()
+        return time_call(graph.replay, device) / calls
+
+
+def time_attention(
+    segments: Tensor,
+    shape: Shape,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cuda",
+    implementation: str = "auto",
+    milliseconds: float = 200.0,
+) -> tuple[float, float]:
+    """Milliseconds of the forward and of the backward of `varlen_attention`, tile lists already made.
+
+    Calls so short that a GPU would wait for the host are timed in CUDA graphs.
+    """
+    q, k, v, dout = make_inputs(segments, shape, dtype, device)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def attend() -> Tensor:
+        return varlen_attention(*leaves, segments, implementation=implementation)
+
+    with torch.no_grad():
+        forward = time_call(attend, device, milliseconds)
+    out = attend()
+    backward = time_call(
+        lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), device, milliseconds
+    )
+    if torch.device(device).type == "cuda" and min(forward, backward) < HOST_BOUND:
+        with torch.no_grad():
+            forward = time_graph(attend, device)
+        backward = time_graph(lambda: torch.autograd.grad(attend(), leaves, dout), device) - forward
+    return forward, backward
