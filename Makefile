@@ -62,7 +62,8 @@ test: $(READY)
 
 # What only a GPU can show, in ten minutes on one; docs/gpu_tests.md. `make test` runs on the CPU everywhere.
 test-gpu: $(READY)
-	$(BIN)/pytest -n 2 --dist loadfile --device cuda tests/gpu
+	$(BIN)/pytest -x --timeout 1200 --device cuda tests/gpu/test_trial.py
+	$(BIN)/pytest -n 2 --dist loadfile --device cuda tests/gpu --ignore tests/gpu/test_trial.py
 
 # For the developer's loop, in a minute: tests/unit/conftest.py says what it leaves out.
 quick: $(READY)

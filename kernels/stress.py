@@ -49,34 +49,39 @@ HELD = 16  # multiprocessors
 HELD_NS = 20_000_000
 
 
-def trial(dims: tuple[int, int], dtype: torch.dtype, device: torch.device, say: Callable = print) -> None:
+def trial(dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
     """All of it. Raises KernelError."""
     options = Options(dims[0] ** -0.5, implementation="gluon")
     layouts = [Shape(*heads, *dims) for heads in LAYOUTS]
     for shape in layouts:
         for done, every in warm_up(shape, options, dtype, device):
-            say(f"{shape.name}: {done} of {every} compiled")
+            print(f"{shape.name}: {done} of {every} compiled", flush=True)
     for seed, shape in enumerate(layouts):
-        say(f"{shape.name}: right")
         segments = rich_segments(shape.kv_heads, units(device))
+        noise = given(segments, shape, dtype, device, seed)
         for mask in masks():
-            noise = given(segments, shape, dtype, device, seed)
             masked = options._replace(visibility=mask)
             want = wanted(noise, masked, "reference")
             for how in ways(shape, masked, dtype, device):
-                say(f"{shape.name}: {mask}, {how['divided']}")
-                got = attend(noise, masked, **how)
-                compare(got, want, f"{shape.name}, {mask}, {how['divided']}")
-                for programs in PROGRAMS:
-                    same(got, attend(noise, masked, programs, **how), f"is computed by {programs} programs")
-                same(got, beside(device, partial(attend, noise, masked, **how)), "shares the GPU")
-                if mask == CAUSAL:
-                    repeat(noise, masked, how, REPEATS)
-    small = [(shape, how) for shape in layouts for how in ways(shape, options, dtype, device)]
-    for shape, how in small:
-        say(f"{shape.name}: {how['divided']}, again and again")
-        segments = rich_segments(shape.kv_heads, 1, scale=16)
-        repeat(given(segments, shape, dtype, device), options, how, SMALL_REPEATS // len(small))
+                print(f"{shape.name}: {mask}, {how['divided']}", flush=True)
+                try_way(noise, masked, want, how, REPEATS if mask == CAUSAL else 1)
+    every = [(shape, how) for shape in layouts for how in ways(shape, options, dtype, device)]
+    for shape, how in every:
+        print(f"{shape.name}: {how['divided']}, again and again", flush=True)
+        small = given(rich_segments(shape.kv_heads, 1, scale=16), shape, dtype, device)
+        repeat(small, options, how, SMALL_REPEATS // len(every))
+
+
+def try_way(given: Given, options: Options, want: dict[str, torch.Tensor], how: dict, repeats: int) -> None:
+    """One division of the backward's work: right, the same by any number of programs, beside another kernel
+    and again and again. Raises KernelError.
+    """
+    got = attend(given, options, **how)
+    compare(got, want, f"{options.visibility}, {how['divided']}")
+    for programs in PROGRAMS:
+        same(got, attend(given, options, programs, **how), f"is computed by {programs} programs")
+    same(got, beside(given.q.device, partial(attend, given, options, **how)), "shares the GPU")
+    repeat(given, options, how, repeats)
 
 
 def repeat(given: Given, options: Options, how: dict, times: int) -> None:
@@ -94,6 +99,8 @@ def repeat(given: Given, options: Options, how: dict, times: int) -> None:
 
 def beside(device: torch.device, work: Callable[[], dict]) -> dict:
     """What `work` gives while another kernel holds HELD multiprocessors, from before it to after it began."""
+    if device.type != "cuda":
+        return work()
     other = torch.cuda.Stream(device)
     with torch.cuda.stream(other):
         begins = torch.empty(HELD, dtype=torch.int64, device=device)
@@ -122,7 +129,7 @@ def main(arguments: list[str]) -> int:
         print(f"the GPU cannot be used beside this process: {error}".splitlines()[0])
         return NOT_TRIED
     try:
-        trial((int(dim), int(v_dim)), getattr(torch, dtype), device, say=lambda text: print(text, flush=True))
+        trial((int(dim), int(v_dim)), getattr(torch, dtype), device)
     except torch.OutOfMemoryError as error:
         print(str(error).splitlines()[0], flush=True)
         os._exit(NOT_TRIED)

@@ -10,8 +10,7 @@ from wlb_titan.kernels import varlen_attention
 from wlb_titan.kernels.implementations import chosen, device_of
 from wlb_titan.kernels.inputs import Shape
 from wlb_titan.kernels.options import Options
-from wlb_titan.kernels.segments import CAUSAL, Visibility
-from wlb_titan.kernels.self_check import check_kernels
+from wlb_titan.kernels.self_check import check_kernels, rich_segments, units
 
 IMPLEMENTATIONS = ("triton", "gluon")
 TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 4e-3}
@@ -22,7 +21,7 @@ MASKS = [{}, {"window": 1}, {"window": 100}, {"causal": False}]
 
 def skip_unless_it_runs(implementation, dims, dtype, device):
     try:
-        chosen(implementation, dims, dtype, device_of(device))
+        chosen("backward", implementation, dims, dtype, device_of(device))
     except ValueError as error:
         pytest.skip(str(error))
 
@@ -107,6 +106,7 @@ def test_the_check_before_a_job_finds_every_configuration_right(target, implemen
     device = torch.device(target.device)
     dtype = target.pick(cuda=torch.bfloat16, cpu=torch.float16)
     skip_unless_it_runs(implementation, dims, dtype, device)
-    visibility = target.pick(cuda=CAUSAL, cpu=Visibility(window=40))
-    options = Options(dims[0] ** -0.5, visibility, implementation=implementation)
-    assert 0 < check_kernels(Shape(*heads, *dims), options, dtype, device) < TOLERANCE[dtype]
+    options = Options(dims[0] ** -0.5, implementation=implementation)
+    segments = rich_segments(heads[1], units(device), target.pick(cuda=1, cpu=100))
+    error = check_kernels(Shape(*heads, *dims), options, dtype, device, segments=segments)
+    assert 0 < error < TOLERANCE[dtype]

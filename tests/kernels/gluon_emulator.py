@@ -347,7 +347,7 @@ def load_kernel(file: str, name: str, mutants: tuple[tuple[str, str], ...] = ())
 class Emulated:
     """Stands for a kernel: `Emulated(function)[grid](...)` runs it, and leaves `.races` and `.waited`.
 
-    Whatever the grid, `programs` run, all at once: the kernels' work is done by any number.
+    Whatever the grid, `programs` run, all at once: the kernels' work is done by any number. None: the grid's.
     """
 
     def __init__(
@@ -357,7 +357,7 @@ class Emulated:
         ordered: bool = False,
         order: str = "any",
         seed: int = 0,
-        programs: int = 3,
+        programs: int | None = 3,
     ):
         self.function, self.ordered, self.order, self.seed = function, ordered, order, seed
         self.programs = programs
@@ -366,9 +366,9 @@ class Emulated:
         self.work: dict[int, int] = {}  # products and additions of each program
 
     def __getitem__(self, grid: tuple[int]) -> Callable:
-        return lambda **arguments: self.launch(arguments)
+        return lambda **arguments: self.launch(self.programs or grid[0], arguments)
 
-    def launch(self, arguments: dict) -> None:
+    def launch(self, programs: int, arguments: dict) -> None:
         to_the_compiler = ("num_warps", "enable_fp_fusion")
         arguments = {name: self.argument(x) for name, x in arguments.items() if name not in to_the_compiler}
         machine = Machine(self.ordered, self.order, self.seed)
@@ -378,11 +378,11 @@ class Emulated:
             self.waited = max(self.waited, here.clock.get(WORK, 0) - here.task.own_work)
             self.work[here.program[0]] = here.task.own_work
 
-        launch = Task("launch", (self.programs, self.programs), {})
+        launch = Task("launch", (programs, programs), {})
         enter(machine, launch)
         with machine.until_all_have_ended():
-            for i in range(self.programs):
-                machine.start(program, name=f"program {i}", clock={}, program=(i, self.programs))
+            for i in range(programs):
+                machine.start(program, name=f"program {i}", clock={}, program=(i, programs))
             machine.pause(lambda: machine.tasks == [launch], "all programs and their copies")
         self.races |= machine.races
 

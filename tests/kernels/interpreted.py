@@ -238,6 +238,6 @@ def test_op_copies_no_operand_that_tma_can_read():
 
 def test_the_check_before_a_job_finds_the_kernels_right():
     options = Options(0.25, Visibility(window=40), implementation="triton")
-    segments = rich_segments(2, units=1, scale=20)
+    segments = rich_segments(2, units=1, scale=60)
     error = check_kernels(Shape(4, 2, 16, 16), options, torch.float16, torch.device("cpu"), segments=segments)
     assert 0 < error < TOLERANCE[torch.float16]

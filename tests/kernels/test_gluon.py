@@ -11,8 +11,10 @@ pytest.importorskip("triton")
 
 from gluon_emulator import KERNELS, Emulated, load_kernel, mutated
 from gluon_machine import ORDERS
-from wlb_titan.kernels import gluon_launch
+from wlb_titan.kernels import gluon_launch, implementations, self_check, stress, warm_up
 from wlb_titan.kernels import schedule as schedules
+from wlb_titan.kernels.implementations import Device
+from wlb_titan.kernels.inputs import Shape
 from wlb_titan.kernels.options import Options, Saved
 from wlb_titan.kernels.schedule import Key, Schedule
 from wlb_titan.kernels.segments import CAUSAL, Visibility
@@ -177,6 +179,40 @@ def test_turns_are_not_waited_for_in_a_row(monkeypatch, lengths, heads, slow):
     each_a_tile = {"units": 1, "programs": 10}
     assert run(monkeypatch, *case, **each_a_tile)[2] <= 16
     assert run(monkeypatch, *case, **each_a_tile, **slow)[2] > 30
+
+
+def try_way(monkeypatch, backward=()):
+    """One division's trial on a GPU (stress.py), on the emulated kernels and few tokens."""
+    options = {"programs": None, "order": "last program first"}
+    kernels = {
+        "gluon_forward_kernel": Emulated(load_kernel("gluon_forward", "gluon_forward_kernel"), **options),
+        "gluon_backward_kernel": Emulated(
+            load_kernel("gluon_backward", "gluon_backward_kernel", backward), **options
+        ),
+        "row_statistics": statistics,
+        "gradient": gradient,
+        "multiprocessors": lambda device: 3,
+    }
+    for name, value in kernels.items():
+        monkeypatch.setattr(gluon_launch, name, value)
+    monkeypatch.setattr(stress, "PROGRAMS", (1, 2, 7))
+    for module in (implementations, warm_up):
+        monkeypatch.setattr(module, "device_of", lambda device: Device("cuda", (9, 0)))
+    shape, cpu = Shape(8, 2, 64, 64), torch.device("cpu")
+    wish = Options(SCALE, implementation="gluon")
+    noise = self_check.given(self_check.rich_segments(2, units=0, scale=40), shape, torch.bfloat16, cpu)
+    way = warm_up.ways(shape, wish, torch.bfloat16, cpu)[0]
+    stress.try_way(noise, wish, self_check.wanted(noise, wish, "reference"), way, repeats=1)
+
+
+def test_a_trial_passes(monkeypatch):
+    try_way(monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["added to nothing", "turn not waited for", "rows of the next item counted"])
+def test_a_trial_refuses(monkeypatch, name):
+    with pytest.raises(self_check.KernelError):
+        try_way(monkeypatch, (BACKWARD_MUTANTS[name],))
 
 
 FORWARD_MUTANTS = {

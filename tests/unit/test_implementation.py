@@ -1,6 +1,8 @@
 """What computes attention: the rule, and that [wlb.attention] implementation reaches every call."""
 
+import sys
 import typing
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -183,3 +185,78 @@ def test_kernels_that_do_not_work_on_a_gpu_end_the_job(monkeypatch):
     with pytest.raises(UserError, match=reason):
         implementation.compile_attention(config, None, torch.device("cuda"), 0)
     assert checked == [(shape, None, "auto", BF16), (shape, 512, "auto", BF16)]
+
+
+def test_a_step_compares_gluons_backward_with_tritons(on_hopper, monkeypatch):
+    """One layer's, in the steps that are asked for; what is too far away ends the run."""
+    from wlb_titan.runtime.attention.implementation import ask_shadow, shadow_difference
+
+    settings = AttentionSettings(compare_every=3)
+    assert [step for step in range(1, 8) if ask_shadow(settings, step)] == [3, 6]
+    assert not ask_shadow(AttentionSettings(compare_every=0), 3)
+
+    def difference(step, layers=2):
+        asked = ask_shadow(settings, step)
+        ran = []
+        for _ in range(layers):
+            passes(on_hopper, "gluon", SHORT, False, False)
+            ran += on_hopper[1:]
+        return ran, shadow_difference(step) if asked else None
+
+    assert difference(2) == (["gluon"] * 2, None)
+    assert difference(3) == (["gluon", "triton", "gluon"], 0.0)
+    right = triton_launch.backward
+
+    def wrong(*tensors, factor, **options):
+        dq, dk, dv = right(*tensors, **options)
+        return dq, dk * factor, dv
+
+    monkeypatch.setattr(triton_launch, "backward", partial(wrong, factor=1.01))
+    assert difference(3)[1] == pytest.approx(0.01, rel=0.5)
+    for factor in (1.03, torch.nan):
+        monkeypatch.setattr(triton_launch, "backward", partial(wrong, factor=factor))
+        with pytest.raises(RuntimeError, match=r"step 6 a layer's gradients by Gluon .* \"triton\""):
+            difference(6)
+    ask_shadow(settings, 3)
+    passes(on_hopper, "reference", SHORT, False, False)
+    assert shadow_difference(3) == -1.0, "nothing was by Gluon"
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_machines_first_rank_tries_gluons_backward(monkeypatch, tmp_path, status):
+    """All ranks wait until it has ended, and go by what is recorded; said in the log."""
+    from wlb_titan.kernels import record
+
+    from wlb_titan.runtime.attention import implementation
+
+    logged = []
+    cpu = torch.device("cpu")
+    of = record.Subject("NVIDIA H100", "550.54", "3.9.0", "0" * 64, (128, 128), "bfloat16")
+    code = f"import time; time.sleep(1); print('dq is wrong'); raise SystemExit({status})"
+
+    def known(device):
+        found = record.verdict(of)
+        return PASSED if found and found.passed else HOPPER
+
+    known.cache_clear = lambda: None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(record, "trial", lambda *_: record.Trial(of, [sys.executable, "-c", code]))
+    monkeypatch.setattr(implementation, "POLL", 0.2)
+    monkeypatch.setattr(implementation, "device_of", known)
+    monkeypatch.setattr(implementation, "_dims", lambda config: (128, 128))
+    monkeypatch.setattr(implementation, "_subject", lambda *_: of)
+    monkeypatch.setattr(implementation.logger, "info", logged.append)
+    config = SimpleNamespace(
+        training=SimpleNamespace(mixed_precision_param="bfloat16"),
+        wlb=SimpleNamespace(attention=AttentionSettings(verify=True), device="auto"),
+    )
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        assert implementation.check_implementation(config, HOPPER) == ("gluon", "triton")
+        implementation._try_gluon(config, cpu, first=True)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert record.verdict(of) == record.Verdict(status == 0, "" if status == 0 else "dq is wrong")
+    after = implementation.check_implementation(config, implementation.device_of(cpu))
+    assert after == ("gluon", "triton" if status else "gluon")
+    assert logged == [f"Gluon's backward pass, tried here: {'dq is wrong' if status else 'right'}"]

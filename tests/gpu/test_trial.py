@@ -1,0 +1,149 @@
+"""Gluon's backward where nobody has tried it: run before all other tests on a new GPU, driver or Triton.
+
+    pytest -x --device cuda tests/gpu/test_trial.py
+
+In the order of what goes wrong first: launches end; they are right; they repeat, also beside others, and by
+any number of programs; what is broken on purpose is found; and what tools see in them.
+"""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gluon_emulator import KERNELS, mutated
+from oracle import packed
+from test_gluon import BACKWARD_MUTANTS
+from wlb_titan.kernels import gluon_launch, record, self_check, stress, warm_up
+from wlb_titan.kernels.inputs import Shape
+from wlb_titan.kernels.options import Options
+
+DIMS = (128, 128)
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RELAXED = ('raised, sem="release"', 'raised, sem="relaxed"')
+TOY = """
+import torch
+from wlb_titan.kernels.inputs import Shape
+from wlb_titan.kernels.options import Options
+from wlb_titan.kernels.self_check import check_kernels
+segments = torch.tensor([[0, 200, 0, 200], [200, 200, 200, 200]], dtype=torch.int32)
+options = Options(0.1, implementation="gluon")
+print(check_kernels(Shape(4, 1, 128, 128), options, torch.bfloat16, torch.device("cuda"), segments=segments))
+"""
+
+
+@pytest.fixture
+def way(target):
+    """Noise on rich segments, options, what is right, and a way to divide the backward. On a CPU in small,
+    and the reference's: it has one way, and is its own judge.
+    """
+    device = torch.device(target.device)
+    shape = target.pick(cuda=Shape(32, 4, *DIMS), cpu=Shape(4, 2, 16, 16))
+    dtype = target.pick(cuda=torch.bfloat16, cpu=torch.float32)
+    options = Options(shape.dim**-0.5, implementation=target.pick(cuda="gluon", cpu="reference"))
+    segments = self_check.rich_segments(shape.kv_heads, self_check.units(device), target.pick(cuda=1, cpu=20))
+    noise = self_check.given(segments, shape, dtype, device)
+    how = warm_up.ways(shape, options, dtype, device)[0]
+    return noise, options, self_check.wanted(noise, options, "reference"), {"divided": None} | how
+
+
+@pytest.mark.parametrize(("length", "documents"), [(129, 2032), (257, 1020)])
+def test_tiles_that_wait_for_each_other_end(target, monkeypatch, length, documents):
+    monkeypatch.setattr(self_check, "PATIENCE", 5.0)
+    device, segments = torch.device(target.device), packed([length] * target.pick(cuda=documents, cpu=3))
+    shape = target.pick(cuda=Shape(8, 2, *DIMS), cpu=Shape(4, 2, 16, 16))
+    dtype = target.pick(cuda=torch.bfloat16, cpu=torch.float32)
+    options = Options(0.1, implementation=target.pick(cuda="gluon", cpu="reference"))
+    list(warm_up.warm_up(shape, options, dtype, device))  # compiles, which takes more than PATIENCE
+    noise = self_check.given(segments, shape, dtype, device)
+    got = self_check.attend(noise, options)
+    self_check.compare(got, self_check.wanted(noise, options, "reference"), shape.name)
+
+
+def test_a_way_is_right_repeats_and_is_the_same_by_any_number_of_programs(way):
+    stress.try_way(*way, repeats=3)
+
+
+def test_it_repeats_while_memory_is_busy(way):
+    noise, options, _, how = way
+    got = self_check.attend(noise, options, **how)
+    if noise.q.is_cuda:
+        big, stream = torch.empty(2, 1 << 30, dtype=torch.uint8, device="cuda"), torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(200):
+                big[0].copy_(big[1])
+    for _ in range(3):
+        self_check.same(got, self_check.attend(noise, options, **how), "runs beside copies")
+
+
+def changed(tmp_path, mutant):
+    """The backward kernel after replacing some of its source."""
+    path = tmp_path / "changed.py"
+    path.write_text(mutated((KERNELS / "gluon_backward.py").read_text(), (mutant,)))
+    spec = importlib.util.spec_from_file_location("wlb_titan.kernels.changed", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.gluon_backward_kernel
+
+
+@pytest.mark.parametrize(
+    "mutant", [BACKWARD_MUTANTS["added to nothing"], RELAXED], ids=["no store", "relaxed"]
+)
+def test_what_is_broken_on_purpose_is_found(target, way, monkeypatch, tmp_path, mutant):
+    kernel = changed(tmp_path, mutant)
+    if target.device == "cpu":
+        pytest.skip("the kernel runs on a GPU alone; the emulator has its mutants")
+    monkeypatch.setattr(gluon_launch, "gluon_backward_kernel", kernel)
+    with pytest.raises(self_check.KernelError):
+        stress.try_way(*way, repeats=stress.REPEATS)
+
+
+def test_the_trial_passes(target):
+    """All of it, in a process of its own, as `wlb-titan profile` does; recorded for this very user."""
+    if target.device == "cpu":
+        pytest.skip("tests/kernels/test_record.py has it without a GPU")
+    device = torch.device("cuda", 0)
+    of = record.subject(device, DIMS, torch.bfloat16)
+    found = record.verdict(of)
+    trial = None if found is not None else record.trial(of, device)
+    while found is None:
+        found = trial.verdict(10.0)
+    assert found.passed, found.reason
+
+
+def run_toy(command: list[str], environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        [*command, sys.executable, "-c", TOY],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=540,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+def test_tritons_concurrency_sanitizer_finds_nothing(target, tmp_path):
+    triton = pytest.importorskip("triton")
+    if target.device == "cpu" or triton.__version__ < "3.9":
+        pytest.skip("needs a GPU and Triton 3.9")
+    run_toy([], {"TRITON_INSTRUMENTATION_MODE": "consan", "TRITON_CACHE_DIR": str(tmp_path)})
+
+
+def test_compute_sanitizer_finds_nothing(target):
+    if target.device == "cpu" or not shutil.which("compute-sanitizer"):
+        pytest.skip("needs a GPU and compute-sanitizer")
+    run_toy(["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "3"], {})
+
+
+def test_offsets_of_more_than_32_bits(target, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from attention_job import check_million
+
+    shape = target.pick(cuda=Shape(32, 4, *DIMS), cpu=Shape(4, 2, 16, 16))
+    implementation = target.pick(cuda="gluon", cpu="reference")
+    tokens = target.pick(cuda=2**20, cpu=2**11)
+    assert check_million(implementation, shape, target.device, tokens)["wrong"] == []
