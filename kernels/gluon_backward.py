@@ -54,16 +54,19 @@ KEYS = gl.constexpr(64)  # of one consumer: the M of a wgmma
 LN_2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(64)  # of one step, whose first token is a multiple of how many it has
 
-# Barriers, each kind in an allocation of its own: Triton takes a wait for an access to all of an allocation,
-# which conflicts with an arrival before it, and has all warps of a partition meet between the two.
+# Barriers, those of a ring of buffers in one allocation: where two are in one, Triton has the warps of a
+# partition meet between a wait for one and an arrival at the other. A ring's must; others would for nothing.
+KV = gl.constexpr(0)
 KV_READY = gl.constexpr(0)  # and the tile's numbers
 KV_FREE = gl.constexpr(1)
-DS_READY = gl.constexpr(2)
-DQ_FREE = gl.constexpr(3)  # these once a stage
-DQ_READY = gl.constexpr(4)
-Q_READY = gl.constexpr(5)
-DO_READY = gl.constexpr(6)
-FREE = gl.constexpr(7)  # Q and dO
+QUERIES = gl.constexpr(1)
+Q_READY = gl.constexpr(0)  # all of these once a stage
+DO_READY = gl.constexpr(2)
+FREE = gl.constexpr(4)  # Q and dO
+DS = gl.constexpr(2)  # one, and no ring
+DQ = gl.constexpr(3)
+DQ_READY = gl.constexpr(0)
+DQ_FREE = gl.constexpr(2)
 STAGES = gl.constexpr(2)  # of Q and dO, dS and dQ, each of which has an adding warp
 CONSUMERS = gl.constexpr(2)
 
@@ -87,7 +90,7 @@ def stage_and_phase(step):
 @gluon.jit
 def next_program(work, bars, round, WARPS: gl.constexpr):
     """Waits for a round's tile."""
-    mbarrier.wait(bars[KV_READY].index(0), round & 1)
+    mbarrier.wait(bars[KV].index(KV_READY), round & 1)
     return given(work.index(PROGRAM), WARPS)
 
 
@@ -116,26 +119,28 @@ def load_tile(
     k_tile, v_tile, q_ring, do_ring, statistics, bound_ring = loaded
     q, k, v, dout, lse_log2, delta, bounds = tensors
     kv_head = program // SPLIT
-    mbarrier.expect(bars[KV_READY].index(0), (k.block_type.nbytes + v.block_type.nbytes) * 2)
+    mbarrier.expect(bars[KV].index(KV_READY), (k.block_type.nbytes + v.block_type.nbytes) * 2)
     for half in gl.static_range(2):
-        tma_load(k, [kv_begin + half * KEYS, kv_head * D], bars[KV_READY].index(0), k_tile.index(half))
-        tma_load(v, [kv_begin + half * KEYS, kv_head * DV], bars[KV_READY].index(0), v_tile.index(half))
+        tma_load(k, [kv_begin + half * KEYS, kv_head * D], bars[KV].index(KV_READY), k_tile.index(half))
+        tma_load(v, [kv_begin + half * KEYS, kv_head * DV], bars[KV].index(KV_READY), v_tile.index(half))
     for item in range(item_begin, item_end):
         block, blocks = item_blocks(items, item, ROWS // PACK)
         for place in range(blocks * groups):
             at, group = step_place(place, block, blocks, program * groups, groups, HEADS_FIRST)
             row = at * ROWS  # in the packed order
             stage, phase = stage_and_phase(step)
-            mbarrier.wait(bars[FREE].index(stage), phase ^ 1)
-            mbarrier.expect(bars[Q_READY].index(stage), q.block_type.nbytes + 3 * lse_log2.block_type.nbytes)
+            q_ready = bars[QUERIES].index(Q_READY + stage)
+            do_ready = bars[QUERIES].index(DO_READY + stage)
+            mbarrier.wait(bars[QUERIES].index(FREE + stage), phase ^ 1)
+            mbarrier.expect(q_ready, q.block_type.nbytes + 3 * lse_log2.block_type.nbytes)
             heads = [row // PACK, group * PACK, 0]
-            tma_load(q, heads, bars[Q_READY].index(stage), q_ring.index(stage))
-            tma_load(lse_log2, [group, row], bars[Q_READY].index(stage), statistics.index(stage))
-            tma_load(bounds, [0, row], bars[Q_READY].index(stage), bound_ring.index(stage))
-            tma_load(bounds, [1, row], bars[Q_READY].index(stage), bound_ring.index(STAGES + stage))
-            mbarrier.expect(bars[DO_READY].index(stage), dout.block_type.nbytes + delta.block_type.nbytes)
-            tma_load(dout, heads, bars[DO_READY].index(stage), do_ring.index(stage))
-            tma_load(delta, [group, row], bars[DO_READY].index(stage), statistics.index(STAGES + stage))
+            tma_load(q, heads, q_ready, q_ring.index(stage))
+            tma_load(lse_log2, [group, row], q_ready, statistics.index(stage))
+            tma_load(bounds, [0, row], q_ready, bound_ring.index(stage))
+            tma_load(bounds, [1, row], q_ready, bound_ring.index(STAGES + stage))
+            mbarrier.expect(do_ready, dout.block_type.nbytes + delta.block_type.nbytes)
+            tma_load(dout, heads, do_ready, do_ring.index(stage))
+            tma_load(delta, [group, row], do_ready, statistics.index(STAGES + stage))
             step += 1
     return step
 
@@ -155,23 +160,23 @@ def load(
         kv_begin = gl.load(tile_list + tile * 4)
         item_begin = gl.load(tile_list + tile * 4 + 2)
         item_end = gl.load(tile_list + tile * 4 + 3)
-        mbarrier.wait(bars[KV_FREE].index(0), (round & 1) ^ 1)
+        mbarrier.wait(bars[KV].index(KV_FREE), (round & 1) ^ 1)
         give(program, work.index(PROGRAM))
         give(kv_begin, work.index(KV_BEGIN))
         give(gl.load(tile_list + tile * 4 + 1), work.index(KV_END))
         give(item_begin, work.index(ITEM_BEGIN))
         give(item_end, work.index(ITEM_END))
-        mbarrier.arrive(bars[KV_READY].index(0), count=1)
+        mbarrier.arrive(bars[KV].index(KV_READY), count=1)
         step = load_tile(
             kv_begin, item_begin, item_end, program, items, groups, step, bars, loaded, tensors,
             D, DV, SPLIT, PACK, HEADS_FIRST,
         )  # fmt: skip
         number = gl.atomic_add(taken, 1, sem="relaxed")  # not sooner: see the forward's
         round += 1
-    mbarrier.wait(bars[KV_FREE].index(0), (round & 1) ^ 1)
+    mbarrier.wait(bars[KV].index(KV_FREE), (round & 1) ^ 1)
     give(-1, work.index(PROGRAM))
-    mbarrier.arrive(bars[KV_READY].index(0), count=1)
-    mbarrier.expect(bars[KV_READY].index(0), 0)
+    mbarrier.arrive(bars[KV].index(KV_READY), count=1)
+    mbarrier.expect(bars[KV].index(KV_READY), 0)
 
 
 @gluon.jit
@@ -201,7 +206,7 @@ def add_tile(
                 while count >> 1 != turn:
                     count = gl.atomic_add(counter + group * counters + at, 0, sem="acquire")
                 count = after_others(count)
-            mbarrier.wait(bars[DQ_READY].index(STAGE), ((step + place) // STAGES) & 1)
+            mbarrier.wait(bars[DQ].index(DQ_READY + STAGE), ((step + place) // STAGES) & 1)
             row = (at * all_groups + group) * (D // 2)
             for half in gl.static_range(2):
                 if (count & 1) == 1:
@@ -209,7 +214,7 @@ def add_tile(
                 else:
                     tma_store(dq, [row + half * (D // 4), 0], dq_tile.index(2 * STAGE + half))
             wait_until_read()
-            mbarrier.arrive(bars[DQ_FREE].index(STAGE), count=1)
+            mbarrier.arrive(bars[DQ].index(DQ_FREE + STAGE), count=1)
             if turn >= 0:
                 # By two, and odd from the first on.
                 raised = wait_until_added() + 2 - (count & 1)
@@ -230,7 +235,7 @@ def add_dq(
     while program >= 0:
         item_begin = given(work.index(ITEM_BEGIN), 1)
         item_end = given(work.index(ITEM_END), 1)
-        mbarrier.arrive(bars[KV_FREE].index(0), count=1)  # of the numbers
+        mbarrier.arrive(bars[KV].index(KV_FREE), count=1)  # of the numbers
         step = add_tile(
             item_begin, item_end, program, items, groups, step, bars, sums,
             STAGE, D, PACK, HEADS_FIRST,
@@ -273,7 +278,7 @@ def accumulate_tile(
         q_end = gl.load(items + item * 6 + 3)
         final = step + blocks * groups - 1
         stage, phase = stage_and_phase(step)
-        mbarrier.wait(bars[Q_READY].index(stage), phase)
+        mbarrier.wait(bars[QUERIES].index(Q_READY + stage), phase)
         queries = q_ring.index(stage).reshape([ROWS, D])
         keys = k_tile.index(PART)
         s = warpgroup_mma(keys, queries.permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -283,10 +288,10 @@ def accumulate_tile(
             queries = q_ring.index(stage).reshape([ROWS, D])
             do = do_ring.index(stage).reshape([ROWS, DV])
             zero = zero_here()
-            mbarrier.wait(bars[DO_READY].index(stage), phase)
+            mbarrier.wait(bars[QUERIES].index(DO_READY + stage), phase)
             s = warpgroup_mma_wait(0, deps=[s])
             if place > 0:
-                mbarrier.arrive(bars[FREE].index(stage ^ 1), count=1)  # the step's before
+                mbarrier.arrive(bars[QUERIES].index(FREE + (stage ^ 1)), count=1)  # the step's before
             values = v_tile.index(PART + zero)
             dp = warpgroup_mma(values, do.permute((1, 0)), nothing, use_acc=False, is_async=True)
             lse = statistics.index(stage).reshape([ROWS]).load(columns)
@@ -306,9 +311,9 @@ def accumulate_tile(
             ds_tile.index(2 * stage + PART).store(ds)
             ds_left = gl.convert_layout(ds, ds_operand)
             fence_async_shared()
-            mbarrier.arrive(bars[DS_READY].index(0), count=1)
+            mbarrier.arrive(bars[DS].index(0), count=1)
             dv_acc, p_left = warpgroup_mma_wait(0, deps=[dv_acc, p_left])
-            mbarrier.wait(bars[DS_READY].index(0), step & 1)
+            mbarrier.wait(bars[DS].index(0), step & 1)
             part = no_dq
             for half in gl.static_range(2):
                 part = warpgroup_mma(
@@ -317,23 +322,23 @@ def accumulate_tile(
                     part, use_acc=half > 0, is_async=True,
                 )  # fmt: skip
             dk_acc = warpgroup_mma(ds_left, queries, dk_acc, is_async=True)
-            mbarrier.wait(bars[DQ_FREE].index(stage), phase ^ 1)
+            mbarrier.wait(bars[DQ].index(DQ_FREE + stage), phase ^ 1)
             part = warpgroup_mma_wait(1, deps=[part])
             # Each thread's values side by side: see dq_sums.py.
             part = part.reshape([4, 2, 8, HALF_D // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
             dq_tile.index(2 * stage + PART).store(part.reshape([HALF_D // 2, 128]))
             fence_async_shared()
-            mbarrier.arrive(bars[DQ_READY].index(stage), count=1)
+            mbarrier.arrive(bars[DQ].index(DQ_READY + stage), count=1)
             # After an item's last step the same S' again: products must not be under way in one branch alone.
             following, its_phase = stage_and_phase(gl.minimum(step + 1, final))
-            mbarrier.wait(bars[Q_READY].index(following), its_phase)
+            mbarrier.wait(bars[QUERIES].index(Q_READY + following), its_phase)
             queries = q_ring.index(following).reshape([ROWS, D])
             keys = k_tile.index(PART + zero_here())
             s = warpgroup_mma(keys, queries.permute((1, 0)), nothing, use_acc=False, is_async=True)
             dk_acc, ds_left = warpgroup_mma_wait(1, deps=[dk_acc, ds_left])
             step += 1
         s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(bars[FREE].index(final & 1), count=1)
+        mbarrier.arrive(bars[QUERIES].index(FREE + (final & 1)), count=1)
 
     return dk_acc, dv_acc, step
 
@@ -357,7 +362,7 @@ def accumulate(
         program = given(work.index(PROGRAM), 4)  # only now: while a tile is walked over, registers are short
         begin = given(work.index(KV_BEGIN), 4) + PART * KEYS
         end = given(work.index(KV_END), 4)
-        mbarrier.arrive(bars[KV_FREE].index(0), count=1)
+        mbarrier.arrive(bars[KV].index(KV_FREE), count=1)
         kv_head = program // SPLIT
         first_row = program % SPLIT * kv_tokens
         spare = ds_tile.index(2 * (step & 1) + PART)  # the next step's
@@ -424,28 +429,22 @@ def gluon_backward_kernel(
     bound_ring = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 1, ROWS], bounds.layout)
     ds_tile = gl.allocate_shared_memory(q.dtype, [4, KEYS, ROWS], gl.NVMMASharedLayout(128, 16, 2))
     dq_tile = gl.allocate_shared_memory(gl.float32, [2 * STAGES, D // 4, 128], dq.layout)
-    once: gl.constexpr = [1, 1]
-    staged: gl.constexpr = [STAGES, 1]
     layout: gl.constexpr = mbarrier.MBarrierLayout()
     bars = (
-        gl.allocate_shared_memory(gl.int64, once, layout),
-        gl.allocate_shared_memory(gl.int64, once, layout),
-        gl.allocate_shared_memory(gl.int64, once, layout),
-        gl.allocate_shared_memory(gl.int64, staged, layout),
-        gl.allocate_shared_memory(gl.int64, staged, layout),
-        gl.allocate_shared_memory(gl.int64, staged, layout),
-        gl.allocate_shared_memory(gl.int64, staged, layout),
-        gl.allocate_shared_memory(gl.int64, staged, layout),
+        gl.allocate_shared_memory(gl.int64, [2, 1], layout),
+        gl.allocate_shared_memory(gl.int64, [3 * STAGES, 1], layout),
+        gl.allocate_shared_memory(gl.int64, [1, 1], layout),
+        gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], layout),
     )
-    mbarrier.init(bars[KV_READY].index(0), count=2)
-    mbarrier.init(bars[KV_FREE].index(0), count=CONSUMERS + STAGES)
-    mbarrier.init(bars[DS_READY].index(0), count=CONSUMERS)
+    mbarrier.init(bars[KV].index(KV_READY), count=2)
+    mbarrier.init(bars[KV].index(KV_FREE), count=CONSUMERS + STAGES)
+    mbarrier.init(bars[DS].index(0), count=CONSUMERS)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(bars[DQ_FREE].index(stage), count=1)
-        mbarrier.init(bars[DQ_READY].index(stage), count=CONSUMERS)
-        mbarrier.init(bars[Q_READY].index(stage), count=1)
-        mbarrier.init(bars[FREE].index(stage), count=CONSUMERS)
-        mbarrier.init(bars[DO_READY].index(stage), count=1)
+        mbarrier.init(bars[DQ].index(DQ_FREE + stage), count=1)
+        mbarrier.init(bars[DQ].index(DQ_READY + stage), count=CONSUMERS)
+        mbarrier.init(bars[QUERIES].index(Q_READY + stage), count=1)
+        mbarrier.init(bars[QUERIES].index(FREE + stage), count=CONSUMERS)
+        mbarrier.init(bars[QUERIES].index(DO_READY + stage), count=1)
     fence_async_shared()
 
     groups: gl.constexpr = GROUP // SPLIT // PACK

@@ -37,13 +37,12 @@ CONSUMERS = gl.constexpr(2)
 Q_STAGES = gl.constexpr(2)
 STAGES = gl.constexpr(2)  # of keys and values
 
-# Barriers, each kind in an allocation of its own: see the backward's.
-Q_READY = gl.constexpr(0)
-Q_FREE = gl.constexpr(1)
-K_READY = gl.constexpr(2)
-K_FREE = gl.constexpr(3)
-V_READY = gl.constexpr(4)
-V_FREE = gl.constexpr(5)
+# Barriers, those of a ring of buffers in one allocation: see the backward's.
+Q = gl.constexpr(0)
+K = gl.constexpr(1)
+V = gl.constexpr(2)
+READY = gl.constexpr(0)  # all of these once a stage
+FREE = gl.constexpr(2)
 LN_2 = gl.constexpr(0.6931471805599453)
 
 
@@ -74,41 +73,41 @@ def load(
         q_begin = gl.load(row)
         kv_head = group * PACK // GROUP
         q_stage = round % Q_STAGES
-        mbarrier.wait(bars[Q_FREE].index(q_stage), ((round // Q_STAGES) & 1) ^ 1)
+        mbarrier.wait(bars[Q].index(FREE + q_stage), ((round // Q_STAGES) & 1) ^ 1)
         give(number, numbers.index(q_stage))
-        mbarrier.arrive(bars[Q_READY].index(q_stage), count=1)
-        mbarrier.expect(bars[Q_READY].index(q_stage), q.block_type.nbytes * CONSUMERS)
+        mbarrier.arrive(bars[Q].index(READY + q_stage), count=1)
+        mbarrier.expect(bars[Q].index(READY + q_stage), q.block_type.nbytes * CONSUMERS)
         for part in gl.static_range(CONSUMERS):
             tma_load(
-                q, [q_begin + part * (ROWS // PACK), group * PACK, 0], bars[Q_READY].index(q_stage),
+                q, [q_begin + part * (ROWS // PACK), group * PACK, 0], bars[Q].index(READY + q_stage),
                 q_ring.index(q_stage * CONSUMERS + part),
             )  # fmt: skip
         for i in range(blocks):
             stage = step % STAGES
             phase = (step // STAGES) & 1
             start = kv_begin + i * BLOCK_N
-            mbarrier.wait(bars[K_FREE].index(stage), phase ^ 1)
-            mbarrier.expect(bars[K_READY].index(stage), k.block_type.nbytes)
-            tma_load(k, [start, kv_head * D], bars[K_READY].index(stage), k_ring.index(stage))
-            mbarrier.wait(bars[V_FREE].index(stage), phase ^ 1)
-            mbarrier.expect(bars[V_READY].index(stage), v.block_type.nbytes)
-            tma_load(v, [start, kv_head * DV], bars[V_READY].index(stage), v_ring.index(stage))
+            mbarrier.wait(bars[K].index(FREE + stage), phase ^ 1)
+            mbarrier.expect(bars[K].index(READY + stage), k.block_type.nbytes)
+            tma_load(k, [start, kv_head * D], bars[K].index(READY + stage), k_ring.index(stage))
+            mbarrier.wait(bars[V].index(FREE + stage), phase ^ 1)
+            mbarrier.expect(bars[V].index(READY + stage), v.block_type.nbytes)
+            tma_load(v, [start, kv_head * DV], bars[V].index(READY + stage), v_ring.index(stage))
             step += 1
         # Not sooner: who takes a tile while it has most of another to do leaves the others without.
         number = gl.atomic_add(taken, 1, sem="relaxed")
         round += 1
     last = round % Q_STAGES
-    mbarrier.wait(bars[Q_FREE].index(last), ((round // Q_STAGES) & 1) ^ 1)
+    mbarrier.wait(bars[Q].index(FREE + last), ((round // Q_STAGES) & 1) ^ 1)
     give(-1, numbers.index(last))
-    mbarrier.arrive(bars[Q_READY].index(last), count=1)
-    mbarrier.expect(bars[Q_READY].index(last), 0)
+    mbarrier.arrive(bars[Q].index(READY + last), count=1)
+    mbarrier.expect(bars[Q].index(READY + last), 0)
 
 
 @gluon.jit
 def next_number(numbers, bars, round):
     """Waits for a round's Q and returns the number of its tile; -1 if there is none left."""
     q_stage = round % Q_STAGES
-    mbarrier.wait(bars[Q_READY].index(q_stage), (round // Q_STAGES) & 1)
+    mbarrier.wait(bars[Q].index(READY + q_stage), (round // Q_STAGES) & 1)
     return given(numbers.index(q_stage), 4)
 
 
@@ -166,12 +165,12 @@ def attend(
         q_stage = round % Q_STAGES
         queries = q_ring.index(q_stage * CONSUMERS + PART).reshape([ROWS, D])
         stage = step % STAGES
-        mbarrier.wait(bars[K_READY].index(stage), (step // STAGES) & 1)
+        mbarrier.wait(bars[K].index(READY + stage), (step // STAGES) & 1)
         s = warpgroup_mma(
             queries, k_ring.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True
         )
         s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(bars[K_FREE].index(stage), count=1)
+        mbarrier.arrive(bars[K].index(FREE + stage), count=1)
         p, m, l_sum, _ = online_softmax(
             s, kv_begin, shared_begin, shared_end, first, last, m, l_sum, scale_log2, BLOCK_N, s_layout
         )
@@ -181,28 +180,28 @@ def attend(
             before_phase = (step // STAGES) & 1
             step += 1
             stage = step % STAGES
-            mbarrier.wait(bars[K_READY].index(stage), (step // STAGES) & 1)
+            mbarrier.wait(bars[K].index(READY + stage), (step // STAGES) & 1)
             s = warpgroup_mma(
                 queries, k_ring.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True
             )
-            mbarrier.wait(bars[V_READY].index(before), before_phase)
+            mbarrier.wait(bars[V].index(READY + before), before_phase)
             o = warpgroup_mma(p, v_ring.index(before), o, is_async=True)
             s = warpgroup_mma_wait(1, deps=[s])
-            mbarrier.arrive(bars[K_FREE].index(stage), count=1)
+            mbarrier.arrive(bars[K].index(FREE + stage), count=1)
             next_p, m, l_sum, alpha = online_softmax(
                 s, kv_begin + i * BLOCK_N, shared_begin, shared_end, first, last, m, l_sum, scale_log2,
                 BLOCK_N, s_layout,
             )  # fmt: skip
             o, p = warpgroup_mma_wait(0, deps=[o, p])
-            mbarrier.arrive(bars[V_FREE].index(before), count=1)
+            mbarrier.arrive(bars[V].index(FREE + before), count=1)
             o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
             p = gl.convert_layout(next_p.to(dtype), p_layout)
 
-        mbarrier.arrive(bars[Q_FREE].index(q_stage), count=1)
-        mbarrier.wait(bars[V_READY].index(stage), (step // STAGES) & 1)
+        mbarrier.arrive(bars[Q].index(FREE + q_stage), count=1)
+        mbarrier.wait(bars[V].index(READY + stage), (step // STAGES) & 1)
         o = warpgroup_mma(p, v_ring.index(stage), o, is_async=True)
         o = warpgroup_mma_wait(0, deps=[o])
-        mbarrier.arrive(bars[V_FREE].index(stage), count=1)
+        mbarrier.arrive(bars[V].index(FREE + stage), count=1)
         step += 1
 
         empty = l_sum == 0.0
@@ -237,21 +236,18 @@ def gluon_forward_kernel(
     v_ring = gl.allocate_shared_memory(v.dtype, [STAGES, BLOCK_N, DV], v.layout)
     layout: gl.constexpr = mbarrier.MBarrierLayout()
     bars = (
-        gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], layout),
-        gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], layout),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout),
+        gl.allocate_shared_memory(gl.int64, [2 * Q_STAGES, 1], layout),
+        gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], layout),
+        gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], layout),
     )
     for stage in gl.static_range(Q_STAGES):
-        mbarrier.init(bars[Q_READY].index(stage), count=2)
-        mbarrier.init(bars[Q_FREE].index(stage), count=CONSUMERS)
+        mbarrier.init(bars[Q].index(READY + stage), count=2)
+        mbarrier.init(bars[Q].index(FREE + stage), count=CONSUMERS)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(bars[K_READY].index(stage), count=1)
-        mbarrier.init(bars[K_FREE].index(stage), count=CONSUMERS)
-        mbarrier.init(bars[V_READY].index(stage), count=1)
-        mbarrier.init(bars[V_FREE].index(stage), count=CONSUMERS)
+        mbarrier.init(bars[K].index(READY + stage), count=1)
+        mbarrier.init(bars[K].index(FREE + stage), count=CONSUMERS)
+        mbarrier.init(bars[V].index(READY + stage), count=1)
+        mbarrier.init(bars[V].index(FREE + stage), count=CONSUMERS)
     fence_async_shared()
 
     work = (tile_list, tiles, q_heads // PACK, section)

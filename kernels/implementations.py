@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from . import record, reference
+from .comparison import comparison
 from .options import Options, Saved
 from .segments import check_segments
-from .shadow import shadow
 
 IMPLEMENTATIONS = ("auto", "reference", "triton", "gluon")
 MAX_HEAD_DIM = 256
@@ -160,7 +160,9 @@ def backward(
             return by_triton()
         from . import gluon_launch
 
-        return shadow.compare(gluon_launch.backward(dout, dlse, saved, schedule, options, **how), by_triton)
+        return comparison.compare(
+            gluon_launch.backward(dout, dlse, saved, schedule, options, **how), by_triton
+        )
 
 
 def _chosen(which: str, q: Tensor, v: Tensor, options: Options) -> str:

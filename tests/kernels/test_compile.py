@@ -165,14 +165,14 @@ def check_turns(lines: list[str]) -> None:
     """A turn is passed on, and its counter released, only when the sums have arrived: the wait is not that
     for reads of shared memory. And what was acquired with a turn comes before what is then added or stored.
     """
-    releases = [i for i, line in enumerate(lines) if re.search(r"^(@\S+ )?(red|atom)\S*\.release\.gpu", line)]
+    releases = [i for i, line in enumerate(lines) if re.search(r"^(@\S+ )?(red|atom)\S*\.release\b", line)]
     sums = [i for i, line in enumerate(lines) if BULK.search(line)]
-    acquires = [line for line in lines if re.search(r"^(@\S+ )?(ld|atom)\S*\.acquire\.gpu", line)]
+    acquires = [line for line in lines if re.search(r"^(@\S+ )?(ld|atom)\S*\.acquire\b", line)]
     assert len(releases) >= 2 and len(sums) >= 8 and len(acquires) >= 2
     for i in releases:
         assert before(lines, i, r"cp\.async\.bulk\.wait_group 0", BULK), "\n".join(lines[i - 20 : i + 1])
     for i in sums:
-        assert before(lines, i, r"fence\.proxy\.async\.global", r"\.acquire\.gpu"), "\n".join(
+        assert before(lines, i, r"fence\.proxy\.async\.global", r"\.acquire\b"), "\n".join(
             lines[i - 40 : i + 1]
         )
 

@@ -189,19 +189,20 @@ def test_kernels_that_do_not_work_on_a_gpu_end_the_job(monkeypatch):
 
 def test_a_step_compares_gluons_backward_with_tritons(on_hopper, monkeypatch):
     """One layer's, in the steps that are asked for; what is too far away ends the run."""
-    from wlb_titan.runtime.attention.implementation import ask_shadow, shadow_difference
+    from wlb_titan.runtime.attention.implementation import ask_comparison, compared_difference
 
     settings = AttentionSettings(compare_every=3)
-    assert [step for step in range(1, 8) if ask_shadow(settings, step)] == [3, 6]
-    assert not ask_shadow(AttentionSettings(compare_every=0), 3)
+    assert [step for step in range(1, 8) if ask_comparison(settings, step)] == [3, 6]
+    assert compared_difference(6) == -1.0, "no pass came"
+    assert not ask_comparison(AttentionSettings(compare_every=0), 3)
 
     def difference(step, layers=2):
-        asked = ask_shadow(settings, step)
+        asked = ask_comparison(settings, step)
         ran = []
         for _ in range(layers):
             passes(on_hopper, "gluon", SHORT, False, False)
             ran += on_hopper[1:]
-        return ran, shadow_difference(step) if asked else None
+        return ran, compared_difference(step) if asked else None
 
     assert difference(2) == (["gluon"] * 2, None)
     assert difference(3) == (["gluon", "triton", "gluon"], 0.0)
@@ -217,9 +218,9 @@ def test_a_step_compares_gluons_backward_with_tritons(on_hopper, monkeypatch):
         monkeypatch.setattr(triton_launch, "backward", partial(wrong, factor=factor))
         with pytest.raises(RuntimeError, match=r"step 6 a layer's gradients by Gluon .* \"triton\""):
             difference(6)
-    ask_shadow(settings, 3)
+    ask_comparison(settings, 3)
     passes(on_hopper, "reference", SHORT, False, False)
-    assert shadow_difference(3) == -1.0, "nothing was by Gluon"
+    assert compared_difference(3) == -1.0, "nothing was by Gluon"
 
 
 @pytest.mark.parametrize("status", [0, 1])

@@ -26,7 +26,7 @@ from torchtitan.trainer import Trainer as TorchtitanTrainer
 from wlb_titan.config.settings import WlbSettings
 from wlb_titan.job import Job
 from wlb_titan.plan import Action, Flow
-from wlb_titan.runtime.attention.implementation import ask_shadow, compile_attention, shadow_difference
+from wlb_titan.runtime.attention.implementation import ask_comparison, compared_difference, compile_attention
 from wlb_titan.runtime.attention.kv_cache import KeyValueCache
 from wlb_titan.runtime.attention.meshes import context_meshes, prepare_attention
 from wlb_titan.runtime.compat import Dims, batch_of
@@ -177,7 +177,7 @@ class Trainer(TorchtitanTrainer):
         """
         step = next(data_iterator)
         self.step_trace.begin(self.step)
-        asked = ask_shadow(self.config.wlb.attention, self.step)
+        asked = ask_comparison(self.config.wlb.attention, self.step)
         self.optimizers.zero_grad()
         learning_rates = self.lr_schedulers.get_metrics()
         # A step without a learned token has a loss and gradients of 0, not 0 / 0.
@@ -207,7 +207,7 @@ class Trainer(TorchtitanTrainer):
         self.axes.after_optimizer(self)
         self.lr_schedulers.step()
         self.metrics_processor.count(step.plan.tokens, step.flops)
-        difference = shadow_difference(self.step) if asked else None
+        difference = compared_difference(self.step) if asked else None
         if self.metrics_processor.should_log(self.step):
             self.report(step, torch.stack(losses).sum() / apart, grad_norm, learning_rates, difference)
         self.step_trace.end(self.step, step.plan)  # where the step was not logged
@@ -283,7 +283,7 @@ class Trainer(TorchtitanTrainer):
         learning_rates: dict[str, float],
         difference: float | None = None,
     ) -> None:
-        """Reports a step; every rank takes part. difference: `shadow_difference`, where asked for."""
+        """Reports a step; every rank takes part. difference: `compared_difference`, where asked for."""
         mesh = self.parallel_dims.get_optional_mesh("loss")
         own_mean = loss * (step.labels / step.own_labels if step.own_labels else 0.0)
         mean, largest = dist_utils.dist_sum(loss, mesh), dist_utils.dist_max(own_mean, mesh)

@@ -16,12 +16,12 @@ from wlb_titan.config.settings import AttentionSettings
 from wlb_titan.errors import UserError
 from wlb_titan.job import Job
 from wlb_titan.kernels import record
+from wlb_titan.kernels.comparison import TOLERANCE, comparison
 from wlb_titan.kernels.implementations import Device, chosen, device_of
 from wlb_titan.kernels.inputs import Shape
 from wlb_titan.kernels.options import Options
 from wlb_titan.kernels.segments import Visibility
 from wlb_titan.kernels.self_check import KernelError, check_kernels
-from wlb_titan.kernels.shadow import TOLERANCE, shadow
 from wlb_titan.kernels.warm_up import warm_up
 from wlb_titan.runtime.shape import model_shape
 
@@ -137,21 +137,21 @@ def _prepare(
     logger.info(f"{what}: right on this GPU, within {error:.2%}")
 
 
-def ask_shadow(settings: AttentionSettings, step: int) -> bool:
+def ask_comparison(settings: AttentionSettings, step: int) -> bool:
     """Whether the step's first backward pass by Gluon is computed by Triton too."""
     asked = settings.compare_every > 0 and step % settings.compare_every == 0
     if asked:
-        shadow.ask()
+        comparison.ask()
     return asked
 
 
-def shadow_difference(step: int) -> float:
+def compared_difference(step: int) -> float:
     """How far this rank's two passes lie apart, norm over norm; -1 where Gluon ran none.
 
     Raises:
         RuntimeError: more than TOLERANCE.
     """
-    difference = shadow.answer()
+    difference = comparison.answer()
     if difference is not None and not difference <= TOLERANCE:  # nor is NaN
         raise RuntimeError(
             f"In step {step} a layer's gradients by Gluon are {difference:.2g} of their norm away from those "

@@ -15,7 +15,7 @@ TOLERANCE = 0.02  # of a gradient, norm over norm; rounding to bfloat16 leaves 0
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-class Shadow:
+class Comparison:
     """Of this process; its passes run in autograd's threads."""
 
     def __init__(self) -> None:
@@ -48,4 +48,4 @@ def _norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-shadow = Shadow()
+comparison = Comparison()
