@@ -23,15 +23,14 @@ from attention_cases import Case, cases, whole
 from attention_grid import grid_cases, packs
 from torch import Tensor
 from wlb_titan.kernels import varlen_attention
-from wlb_titan.kernels.inputs import Shape, make_inputs
+from wlb_titan.kernels.inputs import Shape, make_inputs, units
 from wlb_titan.kernels.options import Options
 from wlb_titan.kernels.segments import Visibility
-from wlb_titan.kernels.self_check import check_kernels, compare, masks, rich_segments, units
+from wlb_titan.kernels.self_check import check_kernels, compare, masks, rich_segments
 
 from wlb_titan.commands.profile_attention import (
     GridCase,
     flops,
-    programs_at_a_time,
     time_attention,
     time_call,
     time_graph,
@@ -260,7 +259,7 @@ def ceilings(device: str) -> dict:
     target = torch.empty_like(a)
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "units": programs_at_a_time(device),
+        "units": units(torch.device(device)),
         "dtype": "bfloat16" if device == "cuda" else "float16",  # of all other jobs
         "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
         "matmul_tflops": 2 * n**3 / time_call(lambda: a @ b, device) / 1e9,

@@ -38,3 +38,10 @@ def make_inputs(
         normal(kv_tokens, shape.kv_heads, shape.v_dim),
         normal(q_tokens, shape.q_heads, shape.v_dim),
     )
+
+
+def units(device: torch.device) -> int:
+    """Programs that run at a time: a GPU's multiprocessors. On a CPU the reference runs block after block."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,7 +61,15 @@ def subject(device: torch.device, dims: tuple[int, int], dtype: torch.dtype) -> 
     driver = re.search(r"\d+\.\d+(\.\d+)?", text)
     gpu = torch.cuda.get_device_name(device)
     name = str(dtype).removeprefix("torch.")
-    return Subject(gpu, driver[0] if driver else "unknown", version("triton"), sources(), dims, name)
+    return Subject(gpu, driver[0] if driver else "unknown", _triton(), sources(), dims, name)
+
+
+def _triton() -> str:
+    try:
+        from triton import __version__
+    except ImportError:
+        return "none"
+    return __version__
 
 
 @cache
@@ -132,7 +139,10 @@ class Trial:
                 return Verdict(False, lines[-1])
             died = f"ended by signal {-status}, after: {lines[-1]}" if status < 0 else lines[-1]
             found = Verdict(status == 0, "" if status == 0 else died)
-        write(self.of, found)
+        try:
+            write(self.of, found)
+        except OSError as error:
+            return Verdict(False, f"it cannot be recorded: {error}")
         return found
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import implementations
 from .implementations import chosen, device_of
-from .inputs import Shape, make_inputs
+from .inputs import Shape, make_inputs, units
 from .options import Options, Saved
 from .segments import CAUSAL, Visibility
 from .warm_up import ways
@@ -173,13 +173,6 @@ def errors(got: Tensor, want: Tensor) -> tuple[float, float]:
     usual = max(size.square().mean().sqrt().item(), 1e-6)
     whole = difference.norm() / max(size.norm().item(), 1e-6)
     return float(whole), float((difference / size.clamp(min=usual)).max())
-
-
-def units(device: torch.device) -> int:
-    """Multiprocessors of a GPU; of a CPU, where the kernels are tried on few tokens, one."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @contextmanager

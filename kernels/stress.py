@@ -23,7 +23,7 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 from . import implementations
-from .inputs import Shape
+from .inputs import Shape, units
 from .options import Options, Saved
 from .record import NOT_TRIED
 from .segments import CAUSAL
@@ -36,7 +36,6 @@ from .self_check import (
     masks,
     rich_segments,
     same,
-    units,
     wanted,
 )
 from .warm_up import warm_up, ways

@@ -19,7 +19,7 @@ from gluon_emulator import KERNELS, mutated
 from oracle import packed
 from test_gluon import BACKWARD_MUTANTS
 from wlb_titan.kernels import gluon_launch, record, self_check, stress, warm_up
-from wlb_titan.kernels.inputs import Shape
+from wlb_titan.kernels.inputs import Shape, units
 from wlb_titan.kernels.options import Options
 
 DIMS = (128, 128)
@@ -27,7 +27,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RELAXED = ('raised, sem="release"', 'raised, sem="relaxed"')
 TOY = """
 import torch
-from wlb_titan.kernels.inputs import Shape
+from wlb_titan.kernels.inputs import Shape, units
 from wlb_titan.kernels.options import Options
 from wlb_titan.kernels.self_check import check_kernels
 segments = torch.tensor([[0, 200, 0, 200], [200, 200, 200, 200]], dtype=torch.int32)
@@ -45,7 +45,7 @@ def way(target):
     shape = target.pick(cuda=Shape(32, 4, *DIMS), cpu=Shape(4, 2, 16, 16))
     dtype = target.pick(cuda=torch.bfloat16, cpu=torch.float32)
     options = Options(shape.dim**-0.5, implementation=target.pick(cuda="gluon", cpu="reference"))
-    segments = self_check.rich_segments(shape.kv_heads, self_check.units(device), target.pick(cuda=1, cpu=20))
+    segments = self_check.rich_segments(shape.kv_heads, units(device), target.pick(cuda=1, cpu=20))
     noise = self_check.given(segments, shape, dtype, device)
     how = warm_up.ways(shape, options, dtype, device)[0]
     return noise, options, self_check.wanted(noise, options, "reference"), {"divided": None} | how

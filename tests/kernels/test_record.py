@@ -118,6 +118,12 @@ def test_what_could_not_be_tried_is_not_recorded():
     assert record.verdict(record.subject(CUDA, DIMS, BF16)) is None
 
 
+def test_a_folder_that_cannot_be_written_is_no_record(tmp_path):
+    (tmp_path / "cache").write_text("a file in its place")
+    found = ended("")
+    assert not found.passed and "cannot be recorded" in found.reason and backward() == "triton"
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"of": {}, "passed": true, "reason": ""}'])
 def test_a_damaged_record_says_nothing(text):
     of = record.subject(CUDA, DIMS, BF16)

@@ -23,6 +23,7 @@ from wlb_titan.errors import UserError
 from wlb_titan.kernels import record
 from wlb_titan.kernels.implementations import chosen, device_of
 from wlb_titan.kernels.inputs import Shape
+from wlb_titan.kernels.inputs import units as device_units
 from wlb_titan.runtime.models.facts import facts_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -102,7 +103,7 @@ def profile(
     head_dims = head_dim or ((shape.head_dim, shape.v_head_dim or shape.head_dim),)
     for dims in head_dims:
         _try_gluon(dims, DTYPES[dtype], torch.device(device))
-    units = grid.programs_at_a_time(device)
+    units = device_units(torch.device(device))
     entries: list[Entry] = []
     for dim, v_dim in head_dims:
         for heads_per_key in group or (shape.group,):

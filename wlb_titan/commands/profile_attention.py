@@ -97,15 +97,6 @@ CPU_GRID = Grid(
 )
 
 
-def programs_at_a_time(device: str) -> int:
-    """Units of the latency model: a GPU's multiprocessors. The reference on a CPU runs block after block, and
-    torch's threads share each of them.
-    """
-    if torch.device(device).type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def pairs(segments: Tensor) -> int:
     """How many (query, key) pairs the segments let meet."""
     q_len, kv_len = segments.numpy().astype(np.int64).T[[1, 3]]
