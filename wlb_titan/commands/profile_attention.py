@@ -105,7 +105,7 @@ def pairs(segments: Tensor) -> int:
 
 def flops(segments: Tensor, shape: Shape) -> int:
     """Operations of the forward's two products over the real mask; the backward's are 2.5 times that."""
-    return 2 * pairs(segments) * shape.q_heads * (shape.dim + shape.v_dim)
+    return int(2 * pairs(segments) * shape.q_heads * (shape.dim + shape.v_dim))
 
 
 def time_call(call: Callable[[], object], device: str, milliseconds: float = 200.0) -> float:
@@ -117,9 +117,10 @@ def time_call(call: Callable[[], object], device: str, milliseconds: float = 200
 
         once = do_bench(call, warmup=1, rep=1, return_mode="median")
         milliseconds = max(milliseconds, 7.5 * once)
-        return do_bench(call, warmup=milliseconds / 4, rep=milliseconds, return_mode="median")
+        return float(do_bench(call, warmup=milliseconds / 4, rep=milliseconds, return_mode="median"))
     call()
-    times, end = [], time.perf_counter() + milliseconds / 1e3
+    times: list[float] = []
+    end = time.perf_counter() + milliseconds / 1e3
     while not times or time.perf_counter() < end:
         start = time.perf_counter()
         call()
@@ -129,7 +130,7 @@ def time_call(call: Callable[[], object], device: str, milliseconds: float = 200
 
 def time_graph(call: Callable[[], object], device: str, calls: int = 20) -> float:
     """Milliseconds of a call on a GPU without the host's share: `calls` of them in one CUDA graph."""
-    stream = torch.cuda.Stream(device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         for _ in range(3):  # compiles, and sends the tile lists, which are kept for each stream
@@ -158,7 +159,8 @@ def time_attention(
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
     def attend() -> Tensor:
-        return varlen_attention(*leaves, segments, implementation=implementation)
+        out: Tensor = varlen_attention(*leaves, segments, implementation=implementation)
+        return out
 
     with torch.no_grad():
         forward = time_call(attend, device, milliseconds)

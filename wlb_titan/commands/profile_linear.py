@@ -6,6 +6,7 @@
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,7 +46,7 @@ def matrix_points(grid: LinearGrid, dtype: torch.dtype, device: str, millisecond
                 x = torch.randn(tokens, inner, device=device, dtype=dtype)
                 weight = torch.randn(outer, inner, device=device, dtype=dtype)
                 with torch.no_grad():
-                    took = time_call(lambda x=x, weight=weight: linear(x, weight), device, milliseconds)
+                    took = time_call(partial(linear, x, weight), device, milliseconds)
                 yield 2.0 * tokens * inner * outer, took / 1e3
 
 
