@@ -256,6 +256,7 @@ def train_step(trainer, data, rank):
     losses = [] if trainer.pp_has_last_stage else None
     RECORDER.latest = lambda: trainer.timer.latest
     with RECORDER, trainer.train_context():
+        trainer.step_trace.begin(trainer.step)
         trainer.pp_schedule.step(
             **processed(trainer, data[rank]),
             losses=losses,

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-from wlb_titan.runtime.compat import groups_made, place_in_batch
-from wlb_titan.runtime.lone.calls import site
+from wlb_titan.runtime.compat import place_in_batch, ranks_of_group
+from wlb_titan.runtime.lone.calls import of_rank, site
 from wlb_titan.runtime.models.registry import base_config
 from wlb_titan.runtime.trainer import Trainer
 from wlb_titan.simulator.calls import RECEIVE, SEND, Call, RankCalls, unmet
@@ -86,21 +86,12 @@ class Recorder:
         dtype = str(tensors[0].dtype) if tensors else ""
         batch = 0 if place is None else self._batches
         where = f"{self.latest()}, {site()}"
-        self._calls.append((name, call.root, Call(kind, 0, *sizes, dtype, -1, batch, where)))
-
-    def _of_rank(self):
-        made, ranks = groups_made()
-        groups = {name: tuple(members) for name, members in ranks.items() if len(members) > 1}
-        numbers = {name: number for number, name in enumerate(groups)}
-        calls = [
-            call._replace(group=numbers[name], peer=-1 if root < 0 else groups[name][root])
-            for name, root, call in self._calls
-        ]
-        return RankCalls(made, list(groups.values()), calls)
+        peer = -1 if call.root < 0 else ranks_of_group(name)[call.root]
+        self._calls.append((name, Call(kind, 0, *sizes, dtype, peer, batch, where)))
 
     def met(self):
         """The number of calls of all ranks since the last time, and what does not meet; on rank 0."""
-        mine, self._calls = self._of_rank().to_json(), []
+        mine, self._calls = of_rank(self._calls).to_json(), []
         everything = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(mine, everything)
         if everything is None:

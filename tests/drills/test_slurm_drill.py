@@ -47,8 +47,9 @@ def test_a_job_whose_time_is_up_goes_back_into_the_queue_and_on(ground, request)
         )
         assert max(run.losses()) < 8
         await_(lambda: here.job(job)["JobState"] != "COMPLETING", log)
-        if here.job(job)["JobState"] == "PENDING":  # for two minutes, as Slurm has it
-            here.call("scontrol", "update", f"JobId={job}", "StartTime=now")
+        # Slurm waits two minutes, and refuses to start a job in the very second in which its last run ended.
+        if here.job(job)["JobState"] == "PENDING":
+            here.call("scontrol", "update", f"JobId={job}", "StartTime=now+5")
         await_(lambda: here.job(job)["JobState"] == "COMPLETED", log, STARTS)
         assert here.job(job)["ExitCode"] == "0:0"
         assert run.losses() == undisturbed.losses()

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from wlb_titan.cost.cluster import load_cluster
 from wlb_titan.documents import Documents
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
@@ -72,11 +73,13 @@ def test_what_cannot_fit_is_refused_with_the_arithmetic(loaded):
 def test_the_longest_micro_batch_counts_in_the_log(loaded):
     from wlb_titan.runtime.memory import describe_memory
 
-    job = loaded(PIPELINE)
+    assert loaded(PIPELINE).longest_micro_batch == 32768
+    roomy = replace(load_cluster("h100_roce"), memory=200 * GIB)
+    job = loaded(PIPELINE).on(roomy)
     assert job.longest_micro_batch == 2 * 32768
     lines = describe_memory(job, DOCUMENTS)
     assert len(lines) == 4 and all("micro-batches of 65536 tokens" in line for line in lines)
-    assert loaded(PIPELINE.replace('"wlb"', '"plain"')).longest_micro_batch == 32768
+    assert loaded(PIPELINE.replace('"wlb"', '"plain"')).on(roomy).longest_micro_batch == 32768
 
 
 def test_the_default_of_max_length_is_what_is_predicted_to_fit(loaded):
@@ -172,16 +175,20 @@ def test_a_gpu_that_no_cluster_knows_counts_with_its_own_memory(loaded, monkeypa
     gpu = "NVIDIA RTX A6000", 48 * GIB
     monkeypatch.setattr("wlb_titan.runtime.job.gpu_at_hand", lambda device: gpu)
     own, named = loaded(PIPELINE.replace('wlb.cluster = "h100_roce"', "")), loaded(PIPELINE)
-    assert (own.cluster.memory, named.cluster.memory) == (48 * GIB, 80e9)
+    assert (own.cluster.memory, named.cluster.memory) == (48 * GIB, load_cluster("h100_roce").memory)
     assert own.overlap and "RTX A6000" in own.cluster.name
 
 
 @pytest.mark.parametrize(
     ("others", "memory", "words"),
     [
-        ([("NVIDIA H100 80GB HBM3", 79 * GIB)], 80e9, None),
+        ([("NVIDIA H100 80GB HBM3", 79 * GIB)], 79 * GIB, None),
         ([("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 40 * GIB)], 40 * GIB, ["MIG", "40.0 GiB"]),
-        ([("NVIDIA H200", 139 * GIB)] * 2, 80e9, ["HBM3 and NVIDIA H200:", "for is H100", "[wlb] cluster"]),
+        (
+            [("NVIDIA H200", 139 * GIB)] * 2,
+            79 * GIB,
+            ["HBM3 and NVIDIA H200:", "is H100", "[wlb] cluster"],
+        ),
         ([("NVIDIA L40S", 44 * GIB)], 44 * GIB, ["HBM3 and NVIDIA L40S:", "44.0 GiB"]),
     ],
 )

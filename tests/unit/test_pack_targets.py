@@ -26,7 +26,14 @@ def lengths():
 
 def run(lengths, micro_batches, steps, policy, **settings):
     packing = POLICIES.configure(policy, **settings)
-    planner = make_planner(lengths, window=WINDOW, micro_batches=micro_batches, packing=packing, cost=WORK)
+    planner = make_planner(
+        lengths,
+        window=WINDOW,
+        micro_batches=micro_batches,
+        packing=packing,
+        cost=WORK,
+        memory_unknown="a GPU without bounds",
+    )
     for _ in range(8):
         planner.next()
     return Summary.of((planner.next() for _ in range(steps)), WINDOW).figures()

@@ -57,12 +57,13 @@ def planned(tmp_path, *options):
     """The micro-batches of 5 steps by (iteration, rank): (first document, work) of each, in order."""
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("\n".join(map(str, np.random.default_rng(1).integers(5, 256, 4000))) + "\n")
-    output = tmp_path / "plan.jsonl"
+    file, output = tmp_path / "job.toml", tmp_path / "plan.jsonl"
+    file.write_text('base = "llama3_debug"\n')
     words = ["--training.seq_len", "256", "--training.local_batch_size", "8", "--steps", "5"]
     words += ["--parallelism.data_parallel_shard_degree", "2", "--parallelism.pipeline_parallel_degree", "2"]
     words += ["--parallelism.context_parallel_degree", "1", "--wlb.packing.cost_model", "quadratic:1,10"]
     words += ["--output", str(output)]
-    result = CliRunner().invoke(main, ["plan", "--lengths", str(lengths), *words, *options])
+    result = CliRunner().invoke(main, ["plan", str(file), "--lengths", str(lengths), *words, *options])
     assert result.exit_code == 0, result.output
     plans = [json.loads(line) for line in output.read_text().splitlines()]
     return {

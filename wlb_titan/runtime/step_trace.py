@@ -57,7 +57,8 @@ class StepTrace:
         self._measuring = False
 
     def begin(self, step: int) -> None:
-        """Begins to measure if this step is due. Call it on every rank."""
+        """Numbers passes from 0 again, and measures them if this step is due. Call it on every rank."""
+        self._timer.first = 0
         if self._every > 0 and step % self._every == 0:
             dist.barrier()
             self._measuring = True

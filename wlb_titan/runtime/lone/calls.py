@@ -86,13 +86,14 @@ class CallLog:
             found[call.kind, group] = number + 1, total + max(call.sent, call.received)
         return found
 
-    def of_rank(self) -> RankCalls:
-        """All calls to groups of several ranks, and these groups."""
-        made, ranks = groups_made()
-        several = {name: tuple(members) for name, members in ranks.items() if len(members) > 1}
-        numbers = {name: number for number, name in enumerate(several)}
-        calls = [call._replace(group=numbers[group]) for group, call in self.calls if group in numbers]
-        return RankCalls(made, list(several.values()), calls)
+
+def of_rank(calls: Iterable[tuple[str, Call]]) -> RankCalls:
+    """A rank's calls to groups of several ranks, which come with the groups' names, and these groups."""
+    made, ranks = groups_made()
+    several = {name: tuple(members) for name, members in ranks.items() if len(members) > 1}
+    numbers = {name: number for number, name in enumerate(several)}
+    numbered = [call._replace(group=numbers[group]) for group, call in calls if group in numbers]
+    return RankCalls(made, list(several.values()), numbered)
 
 
 def site() -> str:

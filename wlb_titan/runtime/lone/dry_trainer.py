@@ -17,7 +17,7 @@ from wlb_titan.memory.peak import GIB
 from wlb_titan.plan import Action
 from wlb_titan.runtime.compat import DataDependentOutputException, FakeTensorMode
 from wlb_titan.runtime.data.inputs import Item
-from wlb_titan.runtime.lone.calls import CallLog
+from wlb_titan.runtime.lone.calls import CallLog, of_rank
 from wlb_titan.runtime.lone.dry_model import AttentionOfSlices, dry_config
 from wlb_titan.runtime.lone.memory_trace import MemoryTrace
 from wlb_titan.runtime.lone.trainer import LoneTrainer
@@ -109,7 +109,7 @@ class DryTrainer(LoneTrainer):
             ],
             **self._predicted(planned.plan),
             "collectives": self._collectives(calls.collectives),
-            "calls": calls.of_rank().to_json(),
+            "calls": of_rank(calls.calls).to_json(),
             "seconds": time.perf_counter() - begin,
         }
 

@@ -77,13 +77,12 @@ def rehearse_rank(
     on_cpu = not torch.accelerator.is_available()
     if on_cpu:
         torch.set_num_threads(1)
-    memory = device_bytes()
-    if memory_gib is not None:
-        if memory_gib * GIB > memory:
-            raise UserError(f"--memory-gib: the device has {memory / GIB:.2f} GiB, less than {memory_gib:g}.")
-        whole, memory = memory, int(memory_gib * GIB)
+    whole = device_bytes()
+    memory = whole if memory_gib is None else int(memory_gib * GIB)
+    if memory > whole:
+        raise UserError(f"--memory-gib: the device has {whole / GIB:.2f} GiB, less than {memory_gib:g}.")
     check_memory(job_of(config, parallel_dims(config, world_size)), memory)
-    if memory_gib is not None:
+    if memory < whole:
         _limit(memory, whole, on_cpu)
     trainer = RehearsalTrainer(config, rank=rank, world_size=world_size, memory=memory)
     try:

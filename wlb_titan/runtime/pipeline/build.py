@@ -215,11 +215,10 @@ class PlannedSchedule:
         try:
             yield schedule, number
         except Exception as error:
-            _, last_pass = max(stage.last_pass for stage in self._stages)
             error.add_note(
                 f"Global rank {dist.get_rank()} stopped in a step of {number} micro-batches; the last "
-                f"pass that it began was {last_pass}. If it waited for another rank, the cause is in that "
-                "rank's log."
+                f"pass that it began was {self.timer.latest}. If it waited for another rank, the cause is in "
+                "that rank's log."
             )
             raise
 

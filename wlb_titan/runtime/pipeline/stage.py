@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,7 +72,6 @@ class PlannedStage(PipelineStage):
 
     Attributes:
         micro_batch: the one that the latest pass was of.
-        last_pass: when the latest pass began, in seconds of time.monotonic(), and what it was.
     """
 
     def __init__(
@@ -95,7 +93,6 @@ class PlannedStage(PipelineStage):
         self._timer = timer
         self._splits_backward = splits_backward
         self.micro_batch = 0
-        self.last_pass: tuple[float, str] = (time.monotonic(), "none")
         self._metas: list[StageMeta] = []
         self._backward_metas: list[StageMeta] = []
         # Complete, so torch has nothing to infer: the lengths that count are those told before each step.
@@ -176,10 +173,6 @@ class PlannedStage(PipelineStage):
     def _begin(self, direction: str, micro_batch: int) -> None:
         self._stage_meta = (self._metas if direction == "forward" else self._backward_metas)[micro_batch]
         self.micro_batch = micro_batch
-        self.last_pass = (
-            time.monotonic(),
-            f"the {direction} pass of micro-batch {micro_batch} on stage {self.stage_index}",
-        )
 
     def _gather_parameters(self) -> None:
         """Undoes the resharding at the end of the chunked loss: of the last norm and the output layer.
