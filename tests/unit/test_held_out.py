@@ -42,6 +42,17 @@ def test_a_document_is_trained_on_or_held_out():
     assert not Divided(lengths, 0.3, held_out=True, rows=range(0))[:].any()
 
 
+def test_what_is_said_of_the_corpus_leaves_out_what_is_held_out():
+    lengths = np.full(1000, 10)
+    trained = Divided(lengths, 0.3, held_out=False)
+    sources = [Source(name=name, documents=500) for name in "ab"]
+    head, *of_sources = Documents(lengths=trained, sources=tuple(sources)).describe(64, 640)
+    kept = (trained[:] > 0).reshape(2, 500).sum(axis=1)
+    assert 0 < kept.sum() < 1000 and f" {kept.sum()} documents, {10 * kept.sum():,} tokens" in head
+    for line, documents in zip(of_sources, kept, strict=True):
+        assert f"has {documents} documents, {10 * documents:,} tokens" in line
+
+
 @settings(max_examples=80, deadline=None)
 @given(lengths=st.lists(st.integers(0, 200), min_size=4, max_size=60), micro_batches=st.integers(1, 5))
 def test_held_out_documents_are_read_once(lengths, micro_batches):

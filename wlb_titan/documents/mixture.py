@@ -178,11 +178,15 @@ class Mixture:
     def describe(self, tokens_a_step: int) -> list[str]:
         """A line a source: its share, and in how many steps it is read once. None of a single source."""
         lines = []
+        first = 0
         for number, source in enumerate(self.sources):
+            # Those that are held out have no tokens here.
+            documents = count_longer(self._lengths, 0, range(first, first + source.documents))
+            first += source.documents
             parts = [part for part in self._parts if part.source == number]
             share = sum(part.share for part in parts)
             line = (
-                f"{source.name}: {share:.1%} of the tokens; has {source.documents:,} documents, "
+                f"{source.name}: {share:.1%} of the tokens; has {documents:,} documents, "
                 f"{sum(part.tokens for part in parts):,} tokens"
             )
             if len(parts) == 2:
@@ -219,9 +223,10 @@ class Mixture:
         return [*counts, id_]
 
 
-def count_longer(lengths: Lengths, length: int) -> int:
-    """Documents of more than so many tokens."""
-    return sum(int(np.count_nonzero(block > length)) for _, block in _blocks(lengths, 0, len(lengths)))
+def count_longer(lengths: Lengths, length: int, rows: range | None = None) -> int:
+    """Documents of more than so many tokens, among all or some."""
+    rows = range(len(lengths)) if rows is None else rows
+    return sum(int(np.count_nonzero(block > length)) for _, block in _blocks(lengths, rows.start, rows.stop))
 
 
 def _multiplied(numbers: Ints, share: int) -> Ints:
