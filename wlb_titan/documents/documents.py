@@ -46,8 +46,7 @@ class Documents:
     def describe(self, window: int, tokens: int) -> list[str]:
         """A sentence on the corpus, and of a mixture one on each source."""
         mixture = self.mixture()
-        documents = count_longer(self.lengths, 0)  # those held out have no tokens here
         long = count_longer(self.lengths, window)
         cut = f", {long:,} of them longer than the window and cut" if long else ""
-        head = f"{self.name}: {documents:,} documents, {mixture.tokens:,} tokens{cut}."
+        head = f"{self.name}: {mixture.filled:,} documents, {mixture.tokens:,} tokens{cut}."
         return [head, *mixture.describe(tokens)]

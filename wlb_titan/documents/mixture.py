@@ -90,6 +90,7 @@ class _Part:
     count: int
     share: float  # of the mixture's tokens
     tokens: int  # of an epoch
+    documents: int  # that have some, and so are not held out
     rows: NDArray[np.integer[Any]] | None = None  # of those that are long, from `first`
     below: int | None = None  # only documents shorter than this; the place of another is empty
 
@@ -102,6 +103,11 @@ class Mixture:
         sources: what the rows belong to; none is one source of all.
         seed: seed of the epochs' orders; None keeps the order of the rows.
 
+    Attributes:
+        documents: number of rows.
+        filled: of those that have tokens.
+        tokens: of an epoch of all sources.
+
     Raises:
         PlanError: there is nothing to train on, a length is negative, or a source's settings cannot be met.
     """
@@ -111,7 +117,7 @@ class Mixture:
         self.seed = seed
         self.documents = len(lengths)
         self.sources = tuple(sources) or (Source(name="", documents=self.documents),)
-        self.tokens = 0
+        self.tokens = self.filled = 0
         if not self.documents:
             raise PlanError("The corpus has no documents, so there is nothing to plan.")
         self._parts: list[_Part] = []
@@ -120,6 +126,7 @@ class Mixture:
         for number, source in enumerate(self.sources):
             parts, top = _parts(lengths, first, number, source, source.weight / whole)
             self.tokens, longest = self.tokens + sum(part.tokens for part in parts), max(longest, top)
+            self.filled += sum(part.documents for part in parts)
             self._parts += parts
             first += source.documents
         if longest < 2:
@@ -178,17 +185,11 @@ class Mixture:
     def describe(self, tokens_a_step: int) -> list[str]:
         """A line a source: its share, and in how many steps it is read once. None of a single source."""
         lines = []
-        first = 0
         for number, source in enumerate(self.sources):
-            # Those that are held out have no tokens here.
-            documents = count_longer(self._lengths, 0, range(first, first + source.documents))
-            first += source.documents
             parts = [part for part in self._parts if part.source == number]
             share = sum(part.share for part in parts)
-            line = (
-                f"{source.name}: {share:.1%} of the tokens; has {documents:,} documents, "
-                f"{sum(part.tokens for part in parts):,} tokens"
-            )
+            documents, tokens = sum(part.documents for part in parts), sum(part.tokens for part in parts)
+            line = f"{source.name}: {share:.1%} of the tokens; has {documents:,} documents, {tokens:,} tokens"
             if len(parts) == 2:
                 long, short = (part.tokens / (part.share * tokens_a_step) for part in parts)
                 line += (
@@ -223,10 +224,9 @@ class Mixture:
         return [*counts, id_]
 
 
-def count_longer(lengths: Lengths, length: int, rows: range | None = None) -> int:
-    """Documents of more than so many tokens, among all or some."""
-    rows = range(len(lengths)) if rows is None else rows
-    return sum(int(np.count_nonzero(block > length)) for _, block in _blocks(lengths, rows.start, rows.stop))
+def count_longer(lengths: Lengths, length: int) -> int:
+    """Documents of more than so many tokens."""
+    return sum(int(np.count_nonzero(block > length)) for _, block in _blocks(lengths, 0, len(lengths)))
 
 
 def _multiplied(numbers: Ints, share: int) -> Ints:
@@ -248,7 +248,7 @@ def _parts(
         first: corpus row of its first document.
         share: of the mixture's tokens.
     """
-    tokens = longest = long_tokens = 0
+    tokens = documents = longest = long_tokens = 0
     rows: list[NDArray[np.integer[Any]]] = []
     for begin, block in _blocks(lengths, first, first + source.documents):
         if (shortest := int(block.min())) < 0:
@@ -257,6 +257,7 @@ def _parts(
                 f"Document {row} of the corpus has length {shortest}; lengths cannot be negative."
             )
         tokens += int(block.sum(dtype=np.int64))
+        documents += int(np.count_nonzero(block))
         longest = max(longest, int(block.max()))
         if source.long_length is not None:
             long = np.flatnonzero(block >= source.long_length)
@@ -272,9 +273,10 @@ def _parts(
             "long_share cannot be met. Set another long_length."
         )
     if source.long_share is None:
-        return [_Part(number, first, source.documents, share, tokens)], longest
-    found, of_long, rest = np.concatenate(rows), source.long_share, tokens - long_tokens
+        return [_Part(number, first, source.documents, share, tokens, documents)], longest
+    found, of_long, below = np.concatenate(rows), source.long_share, source.long_length
+    tokens, documents = tokens - long_tokens, documents - len(found)
     return [
-        _Part(number, first, len(found), share * of_long, long_tokens, rows=found),
-        _Part(number, first, source.documents, share * (1 - of_long), rest, below=source.long_length),
+        _Part(number, first, len(found), share * of_long, long_tokens, len(found), rows=found),
+        _Part(number, first, source.documents, share * (1 - of_long), tokens, documents, below=below),
     ], longest
