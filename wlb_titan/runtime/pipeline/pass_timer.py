@@ -40,7 +40,6 @@ class PassTimer:
     def start(self) -> None:
         """Begins to measure, at time 0."""
         self.on = True
-        self.first = 0
         self._passes = []
         if self._device.type != "cpu":
             self._stream = torch.accelerator.current_stream()
