@@ -82,13 +82,12 @@ def dryrun(
     resolved = load_config(file, words, world_size)
     config = resolved.config
     # torchtitan takes seconds to import, so that is left until the file has been found good.
-    from wlb_titan.runtime.data.corpus import training_documents
     from wlb_titan.runtime.job import gpu_at_hand
 
     memory = None if device_gib is None else device_gib * GIB
-    job = lone.configured_job(config, world_size, memory)
-    world_size = job.degrees.ranks
-    numbers = lone.rank_numbers(ranks, world_size, job.degrees.pipeline)
+    asked = lone.configured_job(config, world_size, memory)
+    world_size = asked.degrees.ranks
+    numbers = lone.rank_numbers(ranks, world_size, asked.degrees.pipeline)
     chosen = ""
     if not config.wlb.cluster:  # the ranks' processes do not see the device
         gpu = gpu_at_hand(config.wlb.device)
@@ -97,14 +96,12 @@ def dryrun(
         words += [
             "--dump_folder",
             folder,
-            *lone.corpus_words(resolved, job.micro_batches, step or PLANNED, Path(folder)),
+            *lone.corpus_words(resolved, asked.micro_batches, step or PLANNED, Path(folder)),
         ]
-        if job.undecided:
-            config = load_config(file, words, world_size).config
-            job = lone.decided_job(config, world_size, job.cluster.memory)
+        job, documents = lone.decided_job(file, words, world_size, asked.cluster.memory)
+        if asked.undecided:
             words += lone.policy_words(job.policy)
         slices = job.packing.owner.slices
-        documents = training_documents(load_config(file, words, world_size).config.wlb)
         if step is None:
             step, longest = _fullest(job, documents)
             chosen = f" It has the longest micro-batch of the first steps, {longest.length:,} tokens."

@@ -21,6 +21,7 @@ from wlb_titan.errors import UserError
 
 if TYPE_CHECKING:
     from wlb_titan.config import Resolved
+    from wlb_titan.documents import Documents
     from wlb_titan.job import Job
 
 DEFAULT_RANKS = "first,last"
@@ -114,25 +115,29 @@ class RankCommand:
         return found if "error" in found or not error else {**found, "error": error}
 
 
-def decided_job(config: Any, world_size: int | None, memory: float | None = None) -> Job:
-    """The job of a configuration at so many processes; of `auto`, what it chooses on the job's documents.
+def decided_job(
+    file: Path, words: Sequence[str], world_size: int | None, memory: float | None = None
+) -> tuple[Job, Documents]:
+    """The job of a file with overrides, at so many processes, and its documents; of `auto`, what it chooses.
 
     Args:
         memory: bytes of a GPU, if not the cluster's.
     """
     from wlb_titan.runtime.data.corpus import training_documents
+    from wlb_titan.runtime.models.load import load_config
     from wlb_titan.simulator.choice import choose
 
-    job = configured_job(config, world_size, memory)
+    config = load_config(file, words, world_size).config
+    job, documents = configured_job(config, world_size, memory), training_documents(config.wlb)
     if not job.undecided:
-        return job
-    choice = choose(job, training_documents(config.wlb))
+        return job, documents
+    choice = choose(job, documents)
     print_choice(choice)
-    return choice.job
+    return choice.job, documents
 
 
 def configured_job(config: Any, world_size: int | None, memory: float | None = None) -> Job:
-    """As `decided_job`, with `auto` in it where it was written."""
+    """The job of a configuration, with `auto` in it where it was written; `memory` as of `decided_job`."""
     from wlb_titan.runtime.job import degrees_product, job_of, parallel_dims
 
     job = job_of(config, parallel_dims(config, world_size or degrees_product(config)))

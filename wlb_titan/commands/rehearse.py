@@ -137,11 +137,7 @@ def rehearse(
 
 def _planned(file: Path, words: list[str], world_size: int | None, first: int, steps: int) -> Rehearsal:
     """A policy's job and the plans of its steps, which the ranks' processes make too."""
-    from wlb_titan.runtime.data.corpus import training_documents
-    from wlb_titan.runtime.models.load import load_config
-
-    config = load_config(file, words, world_size).config
-    job, documents = lone.decided_job(config, world_size), training_documents(config.wlb)
+    job, documents = lone.decided_job(file, words, world_size)
     plans = job.plans(documents, steps, after=first - 1)
     return Rehearsal(str(job.policy), job, documents, plans, [])
 
