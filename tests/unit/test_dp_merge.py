@@ -25,7 +25,7 @@ from wlb_titan.packing.slim.dp_merge import (
     numbers_of_packs,
     shares,
 )
-from wlb_titan.packing.slim.flow import LOOKED_AT, Flows
+from wlb_titan.packing.slim.flow import PREDICTED_IN_STEP, Flows
 from wlb_titan.packing.slim.seconds import PackSeconds
 from wlb_titan.packing.slim.slices import sliced_document
 from wlb_titan.packing.slim.slim import Slim
@@ -373,11 +373,12 @@ def test_auto_asks_for_the_times_of_few_packs():
         for rank in range(job.degrees.data)
     ]
     packing = Packing([m.documents for m in packs], slices=[m.slices for m in packs], assigned=assigned)
-    _, forward, backward = flows.estimated(packing)
-    assert all(few <= LOOKED_AT for few, _ in asked)
-    _, exact, _ = flows.timed(packing)
-    assert forward.sum() == pytest.approx(exact.sum(), rel=0.5)
-    assert asked[-1] == (len(packs), len(packs)) and (backward > forward).all()
+    _, forward, backward = flows.timed(packing, PREDICTED_IN_STEP)
+    assert len(packs) > PREDICTED_IN_STEP and all(few <= PREDICTED_IN_STEP for few, _ in asked)
+    _, exact, _ = flows.timed(packing, len(packs))
+    assert forward.sum() == pytest.approx(exact.sum(), rel=0.25)
+    assert (backward > forward).all()
+    np.testing.assert_array_equal(exact, Counted(job)(packing, np.arange(len(packs)))[0])
 
 
 def test_every_rank_of_the_group_holds_all_keys_and_a_share_of_the_activations():

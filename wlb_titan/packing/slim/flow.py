@@ -19,8 +19,11 @@ from wlb_titan.plan import LENGTH
 Timed = tuple[Packing, Floats, Floats]
 """A step's packs, and float64 (packs,) how long forward and backward passes of each take."""
 
-LOOKED_AT = 4
-"""Heaviest packs, of those that as many ranks share, by which the times of all of them are estimated."""
+PREDICTED = 64
+"""Packs that as many ranks share and of which times are predicted, for the choice of settings."""
+
+PREDICTED_IN_STEP = 4
+"""The same, for a choice in every step."""
 
 
 class Flows:
@@ -66,25 +69,25 @@ class Flows:
         )
         return packflow(packs, self._job.pipeline, slack=slack, limit=self.limit)
 
-    def timed(self, packing: Packing) -> Timed:
-        """A step, with predicted times where they are known and work where not."""
-        predict = self._job.pass_seconds
-        if predict is None:
-            return packing, *packing.pass_work(self._job.cost_model)
-        return packing, *predict(packing, np.arange(len(packing.packs)))
+    def timed(self, packing: Packing, predicted: int = PREDICTED) -> Timed:
+        """A step, with work where times are not known, and else with predicted times.
 
-    def estimated(self, packing: Packing) -> Timed:
-        """As `timed`, but predicted of a few packs only: the others that as many ranks share take as long by
-        their work. To divide each pack over its ranks takes milliseconds, and a large job has thousands."""
+        Of packs that as many ranks share, so many are predicted, from the least to the most work; the others
+        take as long for their work as those next to them. To divide a pack over its ranks takes milliseconds,
+        and a large job has thousands.
+        """
         forward, backward = packing.pass_work(self._job.cost_model)
         if self._job.pass_seconds is not None:
             for sharers in np.unique(packing.sharers):
                 (own,) = np.nonzero(packing.sharers == sharers)
-                few = own[np.argsort(-forward[own], kind="stable")[:LOOKED_AT]]
-                for works, seconds in zip(
-                    (forward, backward), self._job.pass_seconds(packing, few), strict=True
-                ):
-                    works[own] *= seconds.sum() / works[few].sum()
+                places = np.unique(np.linspace(0, len(own) - 1, predicted).round().astype(int))
+                some = own[np.argsort(forward[own], kind="stable")[places]]
+                found = self._job.pass_seconds(packing, some)
+                for times, seconds in zip((forward, backward), found, strict=True):
+                    rising = np.argsort(times[some])
+                    work = times[some][rising]
+                    times[own] *= np.interp(times[own], work, seconds[rising] / work)
+                    times[some] = seconds
         return packing, forward, backward
 
     def seconds(self, steps: Sequence[Timed], slack: int) -> float:

@@ -15,7 +15,7 @@ from wlb_titan.errors import PlanError
 from wlb_titan.packing.policy import Pack, Packing, PackingJob
 from wlb_titan.packing.slim.asymmetric import Line, asymmetric
 from wlb_titan.packing.slim.dp_merge import Merge, Shares, best_shares, numbers_of_packs, whole_shares
-from wlb_titan.packing.slim.flow import Flows
+from wlb_titan.packing.slim.flow import PREDICTED_IN_STEP, Flows
 from wlb_titan.packing.slim.micropacks import Placing, micropacks, place_greedily
 from wlb_titan.packing.slim.slices import MicroPack, PrefixWork, Slice
 from wlb_titan.plan import LENGTH, START
@@ -82,7 +82,7 @@ class SymmetricPacker:
             return merged, sharing
         alone = self._packed(batch, works, whole, count, place_greedily)
         merging, not_merging = (
-            self._flows.seconds([self._flows.estimated(one)], 0) for one in (sharing, alone)
+            self._flows.seconds([self._flows.timed(one, PREDICTED_IN_STEP)], 0) for one in (sharing, alone)
         )
         return (merged, sharing) if merging < not_merging else (whole, alone)
 
