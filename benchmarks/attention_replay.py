@@ -364,6 +364,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--forward", nargs="+", default=[], metavar="NAME=VALUE", help="one more column: fields changed"
     )
     parser.add_argument("--backward", nargs="+", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--units", type=int, default=UNITS, help="multiprocessors that do the work")
     options = parser.parse_args(arguments)
     forward = FORWARD | ({"asked": changed(Forward(), options.forward)} if options.forward else {})
     backward = BACKWARD | ({"asked": changed(Backward(), options.backward)} if options.backward else {})
@@ -373,7 +374,10 @@ def main(arguments: list[str] | None = None) -> None:
         for heads, rows in found.items():
             q_heads, kv_heads = map(int, heads.split(":"))
             for name, segments, *times in rows:
-                replayed = (kernel.milliseconds(segments, q_heads, kv_heads) for kernel in kernels.values())
+                replayed = (
+                    kernel.milliseconds(segments, q_heads, kv_heads, options.units)
+                    for kernel in kernels.values()
+                )
                 print(
                     f"{name + ', ' + heads:40}"
                     + "".join(f"{x:12.3f}" for x in (times[direction], *replayed)),

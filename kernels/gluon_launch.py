@@ -46,7 +46,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Output (Tq, Nq, Dv) and log-sum-exp (Nq, Tq) float32.
 
-    programs: how many do the work, at most; `multiprocessors` unless told, and the result is the same.
+    programs: how many do the work, at most; `most_programs` unless told, and the result is the same.
     """
     (q_tokens, q_heads, dim), (kv_tokens, kv_heads, v_dim) = q.shape, v.shape
     if kv_tokens == 0 or q_tokens == 0:
@@ -57,7 +57,7 @@ def forward(
     group = q_heads // kv_heads
     pack = packed(group)
     tiles = schedule.query_tiles(2 * ROWS // pack)
-    programs = programs or multiprocessors(q.device)
+    programs = programs or most_programs(q.device, options)
     gluon_forward_kernel[(min(programs, len(tiles) * q_heads // pack),)](
         q=packed_descriptor(q, pack),
         k=descriptor(k, KEYS),
@@ -102,7 +102,7 @@ def backward(
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     q, k, v, out, dout = (aligned(x) for x in (q, k, v, out, dout))
     group = q_heads // kv_heads
-    divided = divided or division(schedule, q_heads, kv_heads, multiprocessors(q.device))
+    divided = divided or division(schedule, q_heads, kv_heads, most_programs(q.device, options))
     split, pack, heads_first, section = divided
     lists = schedule.key_tiles(ROWS // pack, KEYS, turn_rows=ROWS // pack)
     tiles, items, first_turns, edges, *_ = lists
@@ -112,7 +112,7 @@ def backward(
     dv = v.new_empty((split, *v.shape), dtype=dtype)
     sums = no_sums(q, pack, edges)
     turns = first_turns.expand(q_heads // pack, -1).clone()
-    programs = programs or multiprocessors(q.device)
+    programs = programs or most_programs(q.device, options)
     gluon_backward_kernel[(min(programs, len(tiles) * kv_heads * split),)](
         q=packed_descriptor(q, pack),
         k=descriptor(k, ROWS),
@@ -198,6 +198,12 @@ def parts(heaviest: int, mean: float, group: int) -> int:
     while heaviest > mean * split and group % (2 * split) == 0:
         split *= 2
     return split
+
+
+def most_programs(device: torch.device, options: Options) -> int:
+    """One for each multiprocessor that is not left to other kernels: it fills the shared memory of one, and
+    stays to the end."""
+    return max(multiprocessors(device) - options.sm_margin, 1)
 
 
 @cache

@@ -28,6 +28,7 @@ def varlen_attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     implementation: str = "auto",
+    sm_margin: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of packed documents, or of one context-parallel rank's share of them.
 
@@ -43,6 +44,7 @@ def varlen_attention(
     differentiable.
     return_lse: give the log-sum-exp of the scores (natural logarithm, sinks included) too; differentiable.
     implementation: what computes it, one of implementations.IMPLEMENTATIONS; "auto" chooses.
+    sm_margin: multiprocessors left to other kernels, see `options.py`; the result is the same.
 
     Gradients repeat bit for bit.
 
@@ -63,6 +65,7 @@ def varlen_attention(
         causal=causal,
         window=window,
         implementation=implementation,
+        sm_margin=sm_margin,
     )
     out, lse = torch.ops.wlb_titan.varlen_attention.default(q, k, v, segments, *arguments)
     if sinks is not None:

@@ -13,15 +13,17 @@ class Options(NamedTuple):
     """The arguments of `varlen_attention` that say what is computed, and by what.
 
     scale: positive factor on the scores. visibility: which keys of its segment a query sees.
-    implementation: one of implementations.IMPLEMENTATIONS.
+    implementation: one of implementations.IMPLEMENTATIONS. sm_margin: multiprocessors that Gluon's kernels
+    leave to others, such as NCCL's; Triton's programs end one by one and let others in by themselves.
     """
 
     scale: float
     visibility: Visibility = CAUSAL
     implementation: str = "auto"
+    sm_margin: int = 0
 
 
-SCHEMA = "float scale, bool causal, int? window, str implementation"
+SCHEMA = "float scale, bool causal, int? window, str implementation, int sm_margin"
 """`Options` among the arguments of an op."""
 
 
@@ -32,16 +34,19 @@ def op_arguments(
     causal: bool = True,
     window: int | None = None,
     implementation: str = "auto",
+    sm_margin: int = 0,
 ) -> tuple[Any, ...]:
     """Keywords of `varlen_attention` as the arguments of SCHEMA, for every op that has these."""
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    return scale, causal, window, implementation
+    return scale, causal, window, implementation, sm_margin
 
 
 @cache
-def options_of(scale: float, causal: bool, window: int | None, implementation: str) -> Options:
+def options_of(
+    scale: float, causal: bool, window: int | None, implementation: str, sm_margin: int
+) -> Options:
     """The options as an op has them."""
-    return Options(scale, Visibility(causal, window), implementation)
+    return Options(scale, Visibility(causal, window), implementation, sm_margin)
 
 
 class Saved(NamedTuple):

@@ -65,6 +65,7 @@ class Job:
         routing_imbalance: tokens that the busiest rank's experts get over those of the mean rank.
         attention: the attention of one layer on one tensor-parallel rank; None: as [wlb.sharding] profile
             says, or the cluster's.
+        sm_margin: multiprocessors that attention leaves to other kernels.
         planned: data-parallel ranks that are planned, where some stand for all of them; None: all.
             `micro_batches` are theirs.
 
@@ -93,6 +94,7 @@ class Job:
     tensor_overlap: float = 0.0
     routing_imbalance: float = 1.0
     attention: AttentionLatency | None = None
+    sm_margin: int = 0
     planned: int | None = None
 
     def __post_init__(self) -> None:
@@ -165,7 +167,8 @@ class Job:
         """
         if self.attention is not None:
             return self.attention
-        return configured_latency(self.cluster, self.attention_shape, self.sharding.profile)
+        found = configured_latency(self.cluster, self.attention_shape, self.sharding.profile)
+        return replace(found, units=max(found.units - self.sm_margin, 1))
 
     @property
     def attention_shape(self) -> AttentionShape:

@@ -106,6 +106,30 @@ def run(
     return gradients, races, backward_kernel.waited, forward_kernel, backward_kernel
 
 
+def test_multiprocessors_are_left_to_other_kernels(monkeypatch):
+    """Of 5 as many as are asked for, and one works in any case."""
+    grids = []
+
+    class Launched:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda **arguments: None
+
+    monkeypatch.setattr(gluon_launch, "gluon_forward_kernel", Launched())
+    monkeypatch.setattr(gluon_launch, "gluon_backward_kernel", Launched())
+    monkeypatch.setattr(gluon_launch, "row_statistics", statistics)
+    monkeypatch.setattr(gluon_launch, "gradient", gradient)
+    monkeypatch.setattr(gluon_launch, "multiprocessors", lambda device: 5)
+    q, k, v, dout = random_inputs(1024, 1024, 4, 4, 64, 64, torch.bfloat16, seed=0)
+    schedule = Schedule(packed([1024]).numpy(), Key(1024, 1024, CAUSAL, q.device, 0))
+    for margin in (0, 2, 9):
+        wanted = Options(SCALE, sm_margin=margin)
+        out, lse = gluon_launch.forward(q, k, v, schedule, wanted)
+        lse.fill_(0.0)
+        gluon_launch.backward(dout, None, Saved(q, k, v, out.zero_(), lse), schedule, wanted)
+    assert grids == [(5,), (5,), (3,), (3,), (1,), (1,)]
+
+
 def changed_tiles(mutants) -> ModuleType:
     """kernels/tiles.py after replacing some of its text."""
     made = ModuleType("wlb_titan.kernels.changed_tiles")

@@ -12,6 +12,7 @@ from wlb_titan.cost.attention_profile import AttentionShape
 from wlb_titan.cost.cluster import Link, cluster_of_device, cluster_of_gpu, load_cluster, shipped
 from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.errors import PlanError
+from wlb_titan.job import Job
 
 GOOD = """
 name = "test"
@@ -146,3 +147,8 @@ def test_mistakes_are_named(write, old, new, message):
 def test_no_such_file():
     with pytest.raises(PlanError, match=r"there\.toml cannot be read.*h100_roce"):
         load_cluster("not/there.toml")
+
+
+def test_multiprocessors_that_are_left_to_others_compute_no_attention():
+    job = Job(window=65536, micro_batches=1)
+    assert replace(job, sm_margin=16).latency == replace(job.latency, units=116)

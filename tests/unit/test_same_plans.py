@@ -27,6 +27,7 @@ hold_out = 0.05
 mask = "none"
 every = 7
 [wlb.attention]
+sm_margin = 8
 implementation = "reference"
 [wlb.corpus]
 path = "not used"

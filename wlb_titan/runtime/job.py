@@ -72,6 +72,7 @@ def configured_job(config: Trainer.Config, dims: ParallelDims) -> Job:
         memory_unknown=_memory_unknown(model),
         # Without streams FSDP waits for each collective.
         overlap=wlb.device != "cpu" and cluster != load_cluster("cpu"),
+        sm_margin=wlb.attention.sm_margin,
         tensor_overlap=1.0 if config.compile.enable_async_tensor_parallel else 0.0,
     )
 

@@ -52,6 +52,7 @@ def tell_the_job(config: Trainer.Config, job: Job, shadow: Job | None, dims: Dim
     assert config.model_spec is not None
     for _, attention, _, _ in config.model_spec.traverse(DocumentAttention.Config):
         attention.implementation = config.wlb.attention.implementation
+        attention.sm_margin = config.wlb.attention.sm_margin
     loader = config.dataloader
     loader.job, loader.shadow = job, shadow
     loader.context_rank = dims.place("cp")

@@ -100,9 +100,16 @@ class DocumentAttention(Module):
         implementation: str = "auto"
         """What computes it; the trainer fills in [wlb.attention]."""
 
+        sm_margin: int = 0
+        """Multiprocessors that it leaves to other kernels; filled in like `implementation`."""
+
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self._options = {"window": config.window, "implementation": config.implementation}
+        self._options = {
+            "window": config.window,
+            "implementation": config.implementation,
+            "sm_margin": config.sm_margin,
+        }
         self._context: dict[int, ContextAttention] = {}  # by how many data-parallel ranks share a micro-batch
         # By which a slice finds what earlier ones left here.
         self._layer = torch.tensor(next(_layers), device="cpu")
