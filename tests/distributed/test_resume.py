@@ -55,6 +55,25 @@ def test_started_again_on_another_degree(lab, corpus, uninterrupted):
     assert validated[0][-1]["loss"] == pytest.approx(validated[1][-1]["loss"], rel=1e-4)
 
 
+def test_half_of_the_ranks_go_on_with_what_is_left(lab, corpus):
+    """With thresholds and L_max that come out by themselves."""
+    wlb = (*corpus, *OVERRIDES, "--wlb.packing.policy", "wlb")
+    whole = lab.experiment("on_two", *wlb, *layout(dp=2))
+    lab.run(2, [whole])
+    half = lab.experiment(
+        "on_one",
+        *(*wlb, *layout(dp=1)),
+        *("--checkpoint.initial_load_path", str(whole.folder / "checkpoint" / "step-4")),
+        *("--checkpoint.initial_load_model_only", "false"),
+    )
+    lab.run(1, [half])
+    left = whole.metrics()[4:]
+    assert left[0]["waiting_documents"] > 0 and len(half.metrics()) == len(left) > 1
+    for name in ("step", "tokens", "keys_per_token", "waiting_documents", "waiting_tokens"):
+        assert [record[name] for record in half.metrics()] == [record[name] for record in left]
+    assert half.losses() == pytest.approx(whole.losses()[4:], rel=1e-4)
+
+
 def test_another_seed_cannot_continue(lab, corpus, uninterrupted):
     experiment = lab.experiment(
         "other_seed",
