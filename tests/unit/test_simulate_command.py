@@ -54,7 +54,7 @@ def test_table_report_and_timeline(lengths, tmp_path):
     drawn = ["--report", tmp_path / "out", "--trace", tmp_path / "t.json"]
     result = run(*SMALL, "--lengths", lengths, "--policies", ",".join(policies), *drawn)
     assert result.exit_code == 0, result.output
-    assert "TP 2 x CP 2 x PP 4 x DP 2 = 32 GPUs" in result.output
+    assert "TP 2 x CP 2 x PP 4 x DP 2 = 32 ranks" in result.output
     rows = [line.split() for line in result.output.splitlines() if re.match(r"\s+(plain|fixed|wlb)", line)]
     assert [row[0] for row in rows] == [
         "plain:per_sequence",
@@ -89,7 +89,7 @@ def config(tmp_path_factory):
 def test_a_training_configuration(config):
     result = run(config, "--steps", 2, "--policies", "plain,wlb_lazy:hybrid", "--gpus", 4)
     assert result.exit_code == 0, result.output
-    assert "TP 1 x CP 2 x PP 2 x DP 1 = 4 GPUs, 1F1B, selective checkpointing" in result.output
+    assert "TP 1 x CP 2 x PP 2 x DP 1 = 4 ranks, 1F1B, selective checkpointing" in result.output
     assert "4 micro-batches a step, context window 8,192" in result.output
 
 

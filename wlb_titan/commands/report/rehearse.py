@@ -58,7 +58,7 @@ def table_rows(results: Sequence[Rehearsal]) -> list[dict[str, str]]:
             "policy": one.policy,
             "step, s": f"{mine.seconds.mean():.3f}",
             "predicted s": f"{predicted.seconds.mean():.3f}",
-            "TFLOP/s a GPU": f"{mine.flops_per_second / 1e12 / one.job.degrees.ranks:.4g}",
+            "TFLOP/s a rank": f"{mine.flops_per_second / 1e12 / one.job.degrees.ranks:.4g}",
             "predicted TFLOP/s": f"{predicted.flops_per_second / 1e12 / one.job.degrees.ranks:.4g}",
             "tokens/s": Estimate.rate(mine.tokens, mine.seconds).text(",.0f"),
             "MFU": f"{mine.mfu:.1%}",
