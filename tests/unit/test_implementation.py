@@ -68,6 +68,9 @@ def test_what_is_refused(wish, dim, dtype, device, reason):
         chosen("forward", wish, (dim, dim), dtype, device)
 
 
+MARGIN = 16
+
+
 @pytest.fixture
 def on_hopper(monkeypatch):
     """The CPU taken for a Hopper GPU, whose launches compute by the reference; and which of them ran."""
@@ -76,6 +79,7 @@ def on_hopper(monkeypatch):
     def launch(name, compute):
         def call(*tensors, **_):
             *inputs, schedule, options = tensors
+            assert options.sm_margin == MARGIN
             ran.append(name)
             return compute(*inputs, torch.from_numpy(schedule.segments.copy()), options)
 
@@ -94,7 +98,7 @@ def passes(ran, implementation, length, sliced, compiled):
     from wlb_titan.runtime.attention.module import DocumentAttention, DocumentMask
 
     cache = KeyValueCache()
-    layer = DocumentAttention.Config(implementation=implementation).build()
+    layer = DocumentAttention.Config(implementation=implementation, sm_margin=MARGIN).build()
     attend = torch.compile(layer, backend="aot_eager") if compiled else layer
     del ran[:]
     for tokens in [length // 2] * 2 if sliced else [length]:

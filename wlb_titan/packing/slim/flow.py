@@ -84,7 +84,7 @@ class Flows:
                 some = own[np.argsort(forward[own], kind="stable")[places]]
                 found = self._job.pass_seconds(packing, some)
                 for times, seconds in zip((forward, backward), found, strict=True):
-                    rising = np.argsort(times[some])
+                    rising = np.argsort(times[some])  # as np.interp wants it
                     work = times[some][rising]
                     times[own] *= np.interp(times[own], work, seconds[rising] / work)
                     times[some] = seconds
