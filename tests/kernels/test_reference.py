@@ -94,7 +94,7 @@ def test_gradcheck(mask):
 
 def test_op_is_well_formed():
     q, k, v, _ = random_inputs(13, 12, 4, 2, 8, 6, torch.float32)
-    inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), SHARD, 0.3, True, 4, "auto")
+    inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), SHARD, 0.3, True, 4, "auto", 0)
     torch.library.opcheck(torch.ops.wlb_titan.varlen_attention.default, inputs)
 
 
