@@ -1,10 +1,9 @@
 """Whether the balancing policies are ever worse than `plain`: imbalance on many corpora, windows and N.
 
     wlb-titan prepare FILES
-    wlb-titan prepare PACKAGES --granularity package
-    python benchmarks/packing_never_worse.py --files FILES --packages PACKAGES
+    python benchmarks/packing_never_worse.py --files FILES
 
-Six corpora are drawn, two are Python source. Work is that of the 7B model in FLOPs, as
+Six corpora are drawn, one is Python source. Work is that of the 7B model in FLOPs, as
 `common/packing.py` says.
 """
 
@@ -51,12 +50,12 @@ def measure(lengths: Any, policy: str, window: int, micro_batches: int, steps: i
 
 @click.command()
 @click.option("--files", help="Corpus of Python files.")
-@click.option("--packages", help="Corpus of Python packages.")
 @click.option("--steps", default=200, show_default=True)
-def main(files: str | None, packages: str | None, steps: int) -> None:
+def main(files: str | None, steps: int) -> None:
     """Compare imbalance, mean and 95th percentile."""
     corpora: dict[str, Any] = drawn()
-    corpora |= {n: Corpus.open(p).lengths for n, p in (("files", files), ("packages", packages)) if p}
+    if files:
+        corpora["files"] = Corpus.open(files).lengths
     rows = []
     print(f"{'corpus':18}{'window':>8}{'N':>4}" + "".join(f"{p:>20}{'delay':>7}" for p in COMPARED))
     for name, lengths in corpora.items():

@@ -2,7 +2,7 @@
 
 Never by lengths: those change every step, and each new configuration is a compilation. The shapes were chosen
 by cross-compiling for sm_90 (registers, spills, shared memory, programs per multiprocessor); docs/kernels.md
-has the figures. `benchmarks/attention_tune.py` times the alternatives on a GPU and prints a new table.
+has the figures.
 """
 
 from dataclasses import dataclass

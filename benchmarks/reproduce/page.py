@@ -1,31 +1,28 @@
-"""docs/reproduction.md and docs/paper_facts.md: the papers' figures, ours as ranges, and why they differ."""
+"""docs/reproduction.md: the papers' figures, ours as ranges, and why they differ."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import facts
 import numpy as np
 from pictures import fixed_4d
 
-WHY = facts.reasons()
+HERE = Path(__file__).parent
+WHY = tomllib.loads((HERE / "why.toml").read_text(encoding="utf-8"))
+"""Why our figures are others, by section of the page."""
+STATED = tomllib.loads((HERE / "stated.toml").read_text(encoding="utf-8"))
+"""What the papers state that stands beside ours: `text`, `value` and `calibrates`, by the keys of `OURS`."""
 DOCS = Path(__file__).parents[2] / "docs"
 BEST = "wlb_lazy:hybrid:best"
 SLIM = "slim:hybrid"
 Results = dict[str, Any]
-SHORT = {
-    "step_share": "a step of 7B-128K under WLB-LLM, seconds",
-    "original_imbalance": "7B-128K: imbalance of the original packing",
-    "large_job_slowest": "slowest GPU of the 8K-GPU job over the others, Figure 1",
-    "delay": "iterations that a token waits",
-}
-"""Of facts, for the overview."""
 
 
 def write_page(results: Results) -> Path:
-    """Writes both pages from the results of run.py; the path of the first."""
+    """Writes the page from the results of run.py; its path."""
     parts = [
         _head(results),
         _settings(results),
@@ -40,7 +37,6 @@ def write_page(results: Results) -> Path:
     ]
     page = DOCS / "reproduction.md"
     page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    (DOCS / "paper_facts.md").write_text(_facts(results) + "\n", encoding="utf-8")
     return page
 
 
@@ -73,7 +69,7 @@ OURS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "layer_adaptive_over_document": lambda s: s["figure_15"]["128K"]["adaptive_over_per_document"],
     "delay": lambda s: s["delay"],
 }
-"""What of a setting's results stands beside a fact's value, by the fact's key; a list where it is a range."""
+"""Our figure under one setting; a list where it is a range."""
 
 
 def span(results: Results, value: Callable[[dict[str, Any]], Any]) -> tuple[float, float]:
@@ -103,12 +99,12 @@ def _head(results: Results) -> str:
     setup = results["setup"]
     return f"""# The paper's tables and figures in simulation
 
-`python benchmarks/reproduce/run.py` writes this page, [paper_facts.md](paper_facts.md), `docs/reproduction/*.svg` and
+`python benchmarks/reproduce/run.py` writes this page, `docs/reproduction/*.svg` and
 `benchmarks/results/cpu/reproduction.json`. Nothing here was measured on a GPU: the paper's 32 to 256 H100s are
 simulated ([simulator.md](simulator.md)), {setup["steps"]} steps for each bar.
 
-The simulation is set up as the papers state; [paper_facts.md](paper_facts.md) lists their facts. What they do not
-state is given a range, and every result is a range over these {len(results["settings"])} combinations. "Deviation" is that
+The simulation is set up as the papers state. What they do not state is given a range, and every result is a
+range over these {len(results["settings"])} combinations. "Deviation" is that
 of the range's nearer end; "within" means that the paper's figure lies in the range."""
 
 
@@ -138,6 +134,11 @@ def _settings(results: Results) -> str:
     ]
     return f"""## What is assumed
 
+Not stated, and therefore a range: the attention kernel (FlashAttention-2 or -3 by their published dense and varlen times, or
+slower, as Table 2 has it), stages a rank (2 or 4), the share of tensor parallelism's communication that overlap does not hide
+(none or half), the steps that Figures 1 and 4 accumulate (one or four), and the rate of matrix products (that with which a step
+of 7B-128K takes 3.08 s, within 250 to 750 TFLOP/s; or 600, published).
+
 {_table(headings, rows)}
 
 The paper has a step of 3.08 s (20 ms of packing are 0.65 % of it), an imbalance of 1.44, a mean of 1.23, and 1.33 for
@@ -149,20 +150,18 @@ FlashAttention-2 and -3 by their published dense and varlen times (`wlb_titan/co
 
 
 def _overview(results: Results) -> str:
-    table = facts.load()[0]
     rows = []
     for key, value in OURS.items():
-        fact = table[key]
-        assert fact.value is not None
+        stated, theirs = STATED[key], STATED[key]["value"]
         low, high = span(results, value)
-        digits = 3 if round(fact.value, 2) != fact.value else 2
-        used = " (calibrates)" if fact.use == "calibrates" else ""
+        digits = 3 if round(theirs, 2) != theirs else 2
+        used = " (calibrates)" if stated.get("calibrates") else ""
         rows.append(
             [
-                SHORT.get(key, fact.text) + used,
-                f"{fact.value:.{digits}f}",
+                stated["text"] + used,
+                f"{theirs:.{digits}f}",
                 _range(low, high, digits),
-                deviation(low, high, fact.value),
+                deviation(low, high, theirs),
             ]
         )
     return f"""## Overview
@@ -428,44 +427,3 @@ sharding of its own replica alone ([architecture.md](architecture.md)); here one
 
 Speed: 100 steps of 70B-128K are planned in {speed["planning_seconds"]:.1f} processor seconds and simulated in
 {speed["simulating_seconds"]:.1f}, after {speed["tuning_seconds"]:.1f} in which Algorithm 1's thresholds are tuned."""
-
-
-MET = {
-    "position_ratio": lambda r: f"{r['figure_3']['carried']['position_ratio']:.2f}",
-    "position_peak": lambda r: f"at {r['figure_3']['carried']['position_peak']:.2f} of the window",
-    "below_half": lambda r: f"{r['figure_3']['carried']['below_half']:.0%}",
-}
-
-
-def _facts(results: Results) -> str:
-    table, unstated, sources = facts.load()
-    rows = []
-    for key, fact in table.items():
-        ours = ""
-        if key in OURS:
-            assert fact.value is not None
-            low, high = span(results, OURS[key])
-            ours = f"{_range(low, high)} ({deviation(low, high, fact.value)})"
-        elif key in MET:
-            ours = MET[key](results)
-        use = fact.use + (f": {fact.note}" if fact.note else "")
-        where = f"{'later version, ' if fact.source == 'later' else ''}{fact.section}"
-        rows.append([fact.text, where, use, ours])
-    ranges = [[entry["what"], entry["range"]] for entry in unstated]
-    return f"""# What the WLB-LLM papers state
-
-This page lists every fact of {sources["paper"]} and of {sources["later"]} on system, data and results,
-and what [the reproduction](reproduction.md) does with it. "Ours" is the range over all settings. The data is
-`benchmarks/reproduce/facts.toml`; `benchmarks/reproduce/run.py` writes this page. The later version was read without section
-numbers, so its sections are named.
-
-- "setting": it is simulated so.
-- "calibrates": a free number is chosen so that it holds.
-- "compared": our result stands beside it.
-- "algorithm": it says how a policy works; tests of the code check it.
-
-{_table(["fact", "section", "use", "ours"], rows)}
-
-Not stated, and therefore a range:
-
-{_table(["what", "range"], ranges)}"""

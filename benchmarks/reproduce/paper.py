@@ -1,7 +1,7 @@
 """The paper's jobs in simulation: one distribution of lengths, one cluster, one set of rules for all figures.
 
-What the papers state is in facts.toml, and is set up so. What they do not state is a range, and every result
-is a range over its combinations (`SETTINGS`):
+What the papers state of their system is set up so; their figures are in stated.toml. What they do not state
+is a range, and every result is a range over its combinations (`SETTINGS`):
 
 - the attention kernel: FlashAttention-2 or -3, by published dense and varlen times; or one so many times
   slower than FlashAttention-2 that the original packing's imbalance in forward latency is 1.44 (Table 2);

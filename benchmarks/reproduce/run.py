@@ -5,7 +5,7 @@
     python benchmarks/reproduce/run.py --only figure_12
 
 Writes benchmarks/results/cpu/reproduction.json, docs/reproduction.md and docs/reproduction/*.svg. What the
-papers state is in facts.toml, what is assumed in paper.py. Every experiment runs under every combination of
+papers state is in stated.toml, what is assumed in paper.py. Every experiment runs under every combination of
 what is not stated, and its results are ranges; what takes long and hardly depends on it, under `ONE` of them.
 """
 
