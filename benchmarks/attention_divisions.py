@@ -18,8 +18,7 @@ import torch
 from attention_cases import Case, cases
 from wlb_titan.kernels import gluon_launch
 from wlb_titan.kernels.gluon_launch import Division
-from wlb_titan.kernels.inputs import Shape, make_inputs
-from wlb_titan.kernels.options import Options, Saved
+from wlb_titan.kernels.options import Options, Saved, Shape, make_inputs
 from wlb_titan.kernels.schedule import schedule_of
 
 from wlb_titan.commands.profile_attention import time_call

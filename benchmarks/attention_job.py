@@ -23,8 +23,7 @@ from attention_cases import Case, cases, whole
 from attention_grid import grid_cases, packs
 from torch import Tensor
 from wlb_titan.kernels import varlen_attention
-from wlb_titan.kernels.inputs import Shape, make_inputs, units
-from wlb_titan.kernels.options import Options
+from wlb_titan.kernels.options import Options, Shape, make_inputs, units
 from wlb_titan.kernels.segments import Visibility
 from wlb_titan.kernels.self_check import check_kernels, compare, masks, rich_segments
 

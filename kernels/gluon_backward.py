@@ -324,7 +324,7 @@ def accumulate_tile(
             dk_acc = warpgroup_mma(ds_left, queries, dk_acc, is_async=True)
             mbarrier.wait(bars[DQ].index(DQ_FREE + stage), phase ^ 1)
             part = warpgroup_mma_wait(1, deps=[part])
-            # Each thread's values side by side: see dq_sums.py.
+            # Each thread's values side by side: see gluon_launch.py.
             part = part.reshape([4, 2, 8, HALF_D // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
             dq_tile.index(2 * stage + PART).store(part.reshape([HALF_D // 2, 128]))
             fence_async_shared()
@@ -416,7 +416,7 @@ def gluon_backward_kernel(
     any number of programs.
 
     Writes dk (SPLIT, Tk, Nkv, D) and dv (SPLIT, Tk, Nkv, DV), to be summed over the parts, and dq, as
-    dq_sums.py says, where edges must be zero before (tiles.key_tiles).
+    gluon_launch.py says, where edges must be zero before (tiles.key_tiles).
     turns: (Nq / PACK, counters) int32, `first_turns` for each group of heads; the last of the first row
     counts the tiles that are taken. Launched with four warps, those of the first consumer.
     """

@@ -14,7 +14,8 @@ under Triton's interpreter (TRITON_INTERPRET=1) Triton for float16 and float32, 
 wrongly.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -22,7 +23,6 @@ import torch
 from torch import Tensor
 
 from . import record, reference
-from .comparison import comparison
 from .options import Options, Saved
 from .segments import check_segments
 
@@ -30,6 +30,7 @@ IMPLEMENTATIONS = ("auto", "reference", "triton", "gluon")
 MAX_HEAD_DIM = 256
 GLUON_HEAD_DIMS = (64, 128)
 MEASURED_FASTEST = (128, 128)  # D and Dv for which Gluon was
+TOLERANCE = 0.02  # between two gradients, norm over norm; rounding to bfloat16 leaves 0.004
 
 
 class Device(NamedTuple):
@@ -173,3 +174,47 @@ def _chosen(which: str, q: Tensor, v: Tensor, options: Options) -> str:
 def current(device: torch.device) -> AbstractContextManager:
     """Makes a GPU the current one: Triton launches on that, wherever the tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+class Comparison:
+    """Gluon's backward beside Triton's within a run, on its own data and sizes, which no check knows before.
+
+    One backward pass, the next of any layer, is computed by both when it is asked for; the run goes on with
+    Gluon's. It finds what is wrong each time, not a rare race. A process has one, as passes run in autograd's
+    threads.
+    """
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._difference: Tensor | None = None
+
+    def ask(self) -> None:
+        """Compare the next backward pass."""
+        self._asked, self._difference = True, None
+
+    def compare(self, got: Gradients, judge: Callable[[], Gradients]) -> Gradients:
+        """`got`; compared with the judge's, where that was asked for."""
+        if self._asked:
+            self._asked = False
+            with suppress(torch.OutOfMemoryError):  # of what a run may do without
+                each = [_norm(a - b) / _norm(b).clamp(min=1e-30) for a, b in zip(got, judge(), strict=True)]
+                self._difference = torch.stack(each).max()
+        return got
+
+    def answer(self) -> float | None:
+        """The largest difference of a gradient; None where Gluon ran no pass, or there was no room.
+
+        Waits for the device.
+        """
+        self._asked = False
+        return None if self._difference is None else float(self._difference)
+
+
+def _norm(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+comparison = Comparison()

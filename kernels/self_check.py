@@ -1,4 +1,8 @@
-"""Are the kernels right on this device, do they repeat, and do they end?
+"""Compiles all kernels that an attention layer can meet, before it meets them, and checks them: are they right
+on this device, do they repeat, and do they end?
+
+A kernel is compiled for a configuration (configs.py; in Gluon's backward, gluon_launch.Division) and never
+for lengths, so any few tokens will do.
 
 Which GPU, driver and compiler a job meets cannot be known before, and a wrong gradient shows in no loss curve
 for a long time. So every way in which the backward may divide its work attends to the same noise, on segments
@@ -10,6 +14,7 @@ twice: the same bits.
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -18,11 +23,11 @@ from torch import Tensor
 
 from . import implementations
 from .implementations import chosen, device_of
-from .inputs import Shape, make_inputs, units
-from .options import Options, Saved
+from .options import Options, Saved, Shape, make_inputs, units
 from .segments import CAUSAL, Visibility
-from .warm_up import ways
 
+SEGMENTS = torch.tensor([[0, 128, 0, 128]], dtype=torch.int32)
+THREADS = 8  # that compile side by side
 TOLERANCE = 1e-2  # of a whole tensor, norm over norm; rounding to bfloat16 leaves 0.003
 ROW_TOLERANCE = 5e-2  # of any row of a token and head, over its norm or the mean row's, whichever is more
 PATIENCE = 120.0  # seconds; a launch takes milliseconds, but others may have the GPU
@@ -45,6 +50,46 @@ class Given(NamedTuple):
     dout: Tensor
     dlse: Tensor
     segments: Tensor
+
+
+def warm_up(
+    shape: Shape, options: Options, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[int, int]]:
+    """Launches every configuration of both passes; yields how many have been, of how many.
+
+    shape: heads and head dims as a call of the op has them. options: of its calls; the scale does not matter.
+    """
+    given = shape, options, dtype, device
+    with ThreadPoolExecutor(THREADS) as pool:
+        running = [pool.submit(_forward, *given)]
+        running += [pool.submit(_backward, *given, how) for how in ways(*given)]
+        for number, done in enumerate(as_completed(running), start=1):
+            done.result()
+            yield number, len(running)
+
+
+def ways(shape: Shape, options: Options, dtype: torch.dtype, device: torch.device) -> list[dict]:
+    """Keywords of implementations.backward for each way in which it may run, whatever the segments."""
+    which = chosen("backward", options.implementation, (shape.dim, shape.v_dim), dtype, device_of(device))
+    if which != "gluon":
+        return [{}]
+    from .gluon_launch import divisions
+
+    every = divisions(shape.q_heads, shape.kv_heads, options.visibility)
+    return [{"divided": divided} for divided in every]
+
+
+def _forward(shape: Shape, options: Options, dtype: torch.dtype, device: torch.device) -> None:
+    q, k, v, _ = make_inputs(SEGMENTS, shape, dtype, str(device))
+    implementations.forward(q, k, v, SEGMENTS, options)
+
+
+def _backward(shape: Shape, options: Options, dtype: torch.dtype, device: torch.device, how: dict) -> None:
+    """With a gradient of the log-sum-exp, as models with sinks have one, and without."""
+    q, k, v, out = make_inputs(SEGMENTS, shape, dtype, str(device))
+    lse = q.new_zeros(q.shape[1], q.shape[0], dtype=torch.float32)
+    for dlse in (None, lse):
+        implementations.backward(out, dlse, Saved(q, k, v, out, lse), SEGMENTS, options, **how)
 
 
 def rich_segments(kv_heads: int, units: int, scale: int = 1) -> Tensor:

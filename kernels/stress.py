@@ -23,8 +23,7 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 from . import implementations
-from .inputs import Shape, units
-from .options import Options, Saved
+from .options import Options, Saved, Shape, units
 from .record import NOT_TRIED
 from .segments import CAUSAL
 from .self_check import (
@@ -37,8 +36,9 @@ from .self_check import (
     rich_segments,
     same,
     wanted,
+    warm_up,
+    ways,
 )
-from .warm_up import warm_up, ways
 
 LAYOUTS = ((16, 16), (32, 8), (32, 4), (40, 8))  # query and key heads; groups of 1, 4, 8 and 5
 PROGRAMS = (1, 2, 7, 64, 131, 132)

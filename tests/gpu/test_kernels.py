@@ -8,8 +8,7 @@ import torch
 from oracle import attention_and_lse, compare, packed, random_inputs, with_gradients
 from wlb_titan.kernels import varlen_attention
 from wlb_titan.kernels.implementations import chosen, device_of
-from wlb_titan.kernels.inputs import Shape, units
-from wlb_titan.kernels.options import Options
+from wlb_titan.kernels.options import Options, Shape, units
 from wlb_titan.kernels.self_check import check_kernels, rich_segments
 
 IMPLEMENTATIONS = ("triton", "gluon")

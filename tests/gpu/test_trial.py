@@ -18,16 +18,15 @@ import torch
 from gluon_emulator import KERNELS, mutated
 from oracle import packed
 from test_gluon import BACKWARD_MUTANTS
-from wlb_titan.kernels import gluon_launch, record, self_check, stress, warm_up
-from wlb_titan.kernels.inputs import Shape, units
-from wlb_titan.kernels.options import Options
+from wlb_titan.kernels import gluon_launch, record, self_check, stress
+from wlb_titan.kernels.options import Options, Shape, units
 
 DIMS = (128, 128)
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RELAXED = ('raised, sem="release"', 'raised, sem="relaxed"')
 TOY = """
 import torch
-from wlb_titan.kernels.inputs import Shape, units
+from wlb_titan.kernels.options import Shape, units
 from wlb_titan.kernels.options import Options
 from wlb_titan.kernels.self_check import check_kernels
 segments = torch.tensor([[0, 200, 0, 200], [200, 200, 200, 200]], dtype=torch.int32)
@@ -47,7 +46,7 @@ def way(target):
     options = Options(shape.dim**-0.5, implementation=target.pick(cuda="gluon", cpu="reference"))
     segments = self_check.rich_segments(shape.kv_heads, units(device), target.pick(cuda=1, cpu=20))
     noise = self_check.given(segments, shape, dtype, device)
-    how = warm_up.ways(shape, options, dtype, device)[0]
+    how = self_check.ways(shape, options, dtype, device)[0]
     return noise, options, self_check.wanted(noise, options, "reference"), {"divided": None} | how
 
 
@@ -58,7 +57,7 @@ def test_tiles_that_wait_for_each_other_end(target, monkeypatch, length, documen
     shape = target.pick(cuda=Shape(8, 2, *DIMS), cpu=Shape(4, 2, 16, 16))
     dtype = target.pick(cuda=torch.bfloat16, cpu=torch.float32)
     options = Options(0.1, implementation=target.pick(cuda="gluon", cpu="reference"))
-    list(warm_up.warm_up(shape, options, dtype, device))  # compiles, which takes more than PATIENCE
+    list(self_check.warm_up(shape, options, dtype, device))  # compiles, which takes more than PATIENCE
     noise = self_check.given(segments, shape, dtype, device)
     got = self_check.attend(noise, options)
     self_check.compare(got, self_check.wanted(noise, options, "reference"), shape.name)

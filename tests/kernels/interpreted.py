@@ -15,10 +15,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from oracle import attention_and_lse, compare, packed, poisoned, random_inputs, side_by_side, with_gradients
 from test_tiles import VISIBILITIES, segment_lists
-from wlb_titan.kernels import dq_sums, triton_launch, varlen_attention
+from wlb_titan.kernels import gluon_launch, triton_launch, varlen_attention
 from wlb_titan.kernels.configs import Config, choose
-from wlb_titan.kernels.inputs import Shape
-from wlb_titan.kernels.options import Options, Saved
+from wlb_titan.kernels.options import Options, Saved, Shape
 from wlb_titan.kernels.schedule import schedule_of
 from wlb_titan.kernels.segments import CAUSAL, Visibility
 from wlb_titan.kernels.self_check import check_kernels, rich_segments
@@ -175,9 +174,9 @@ def test_sums_of_dq(dim, pack):
     tokens = 64 // pack
     blocks = torch.nn.functional.pad(want, (0, 0, 0, 0, 0, -150 % tokens)).view(-1, tokens, 3, pack, dim)
     rows = blocks.transpose(1, 2).reshape(-1, 3, 4, 2, 8, 2, dim // 16, 4, 2)
-    sums = rows.permute(0, 1, 5, 6, 2, 4, 7, 3, 8).reshape(-1, dq_sums.WIDTH)
+    sums = rows.permute(0, 1, 5, 6, 2, 4, 7, 3, 8).reshape(-1, gluon_launch.WIDTH)
     want[40] = 0.0
-    torch.testing.assert_close(dq_sums.gradient(sums, q, bounds, pack, 0.5), (0.5 * want).half())
+    torch.testing.assert_close(gluon_launch.gradient(sums, q, bounds, pack, 0.5), (0.5 * want).half())
 
 
 def test_op_runs_the_kernels_and_repeats_bit_for_bit():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from oracle import packed, visible
-from wlb_titan.kernels.inputs import Shape
+from wlb_titan.kernels.options import Shape
 from wlb_titan.kernels.segments import check_segments
 
 from wlb_titan.commands.profile_attention import GPU_GRID, flops, pairs, time_attention

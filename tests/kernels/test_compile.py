@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from crosscompile import SHARED_MEMORY, Launch, Report, compile_all, recording, version
 from triton.backends.compiler import GPUTarget
-from wlb_titan.kernels import dq_sums, gluon_launch, triton_launch
+from wlb_titan.kernels import gluon_launch, triton_launch
 from wlb_titan.kernels.implementations import GLUON_HEAD_DIMS
 from wlb_titan.kernels.options import Options, Saved
 from wlb_titan.kernels.schedule import schedule_of
@@ -78,7 +78,7 @@ def gluon_launches(dim: int, group: int, monkeypatch, units: int = 132) -> list[
     with (
         recording(gluon_launch, "gluon_forward_kernel", "gluon_backward_kernel") as recorded,
         recording(triton_launch, "statistics_kernel"),
-        recording(dq_sums, "dq_kernel"),
+        recording(gluon_launch, "dq_kernel"),
     ):
         wanted = Options(0.1)
         out, lse = gluon_launch.forward(q, k, v, schedule, wanted)
@@ -116,12 +116,12 @@ def test_gluon(dim, monkeypatch):
 
 def test_dq_of_its_sums():
     """Compiles; the interpreter checks what it computes."""
-    with recording(dq_sums, "dq_kernel") as recorded:
+    with recording(gluon_launch, "dq_kernel") as recorded:
         for dim, pack in product(GLUON_HEAD_DIMS, (1, 8)):
             q = torch.zeros(150, 8, dim, dtype=torch.bfloat16)
             bounds = torch.zeros(2, 150, dtype=torch.int32)
             edges = torch.zeros(0, dtype=torch.int64)
-            dq_sums.gradient(dq_sums.no_sums(q, pack, edges), q, bounds, pack, 0.5)
+            gluon_launch.gradient(gluon_launch.no_sums(q, pack, edges), q, bounds, pack, 0.5)
     for report in compile_all(recorded):
         assert not report.error and report.spills == 0, report.error
 
@@ -200,7 +200,7 @@ def test_no_version_follows_token_counts(monkeypatch):
         with (
             recording(triton_launch, *KERNELS) as recorded,
             recording(gluon_launch, "gluon_forward_kernel", "gluon_backward_kernel") as gluon,
-            recording(dq_sums, "dq_kernel") as ending,
+            recording(gluon_launch, "dq_kernel") as ending,
         ):
             for launch in (triton_launch, gluon_launch):
                 options = {"tma": True} if launch is triton_launch else {}

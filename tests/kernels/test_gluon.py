@@ -11,11 +11,10 @@ pytest.importorskip("triton")
 
 from gluon_emulator import KERNELS, Emulated, load_kernel, mutated
 from gluon_machine import ORDERS
-from wlb_titan.kernels import gluon_launch, implementations, self_check, stress, warm_up
+from wlb_titan.kernels import gluon_launch, implementations, self_check, stress
 from wlb_titan.kernels import schedule as schedules
 from wlb_titan.kernels.implementations import Device
-from wlb_titan.kernels.inputs import Shape
-from wlb_titan.kernels.options import Options, Saved
+from wlb_titan.kernels.options import Options, Saved, Shape
 from wlb_titan.kernels.schedule import Key, Schedule
 from wlb_titan.kernels.segments import CAUSAL, Visibility
 
@@ -39,7 +38,7 @@ def statistics(dout, dlse, out, lse, pack):
 
 
 def gradient(sums, q, bounds, pack, scale):
-    """dq_sums.gradient, likewise."""
+    """gluon_launch.gradient, likewise."""
     tokens, heads, dim = q.shape
     blocks = sums.view(-1, heads // pack, 2, dim // 16, 4, 8, 4, 2, 2).permute(0, 4, 7, 5, 1, 2, 3, 6, 8)
     rows = blocks.reshape(-1, 64 // pack, pack, heads // pack, dim).transpose(2, 3)
@@ -220,12 +219,12 @@ def try_way(monkeypatch, backward=()):
     for name, value in kernels.items():
         monkeypatch.setattr(gluon_launch, name, value)
     monkeypatch.setattr(stress, "PROGRAMS", (1, 2, 7))
-    for module in (implementations, warm_up):
+    for module in (implementations, self_check):
         monkeypatch.setattr(module, "device_of", lambda device: Device("cuda", (9, 0)))
     shape, cpu = Shape(8, 2, 64, 64), torch.device("cpu")
     wish = Options(SCALE, implementation="gluon")
     noise = self_check.given(self_check.rich_segments(2, units=0, scale=40), shape, torch.bfloat16, cpu)
-    way = warm_up.ways(shape, wish, torch.bfloat16, cpu)[0]
+    way = self_check.ways(shape, wish, torch.bfloat16, cpu)[0]
     stress.try_way(noise, wish, self_check.wanted(noise, wish, "reference"), way, repeats=1)
 
 

@@ -12,8 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from wlb_titan.kernels import implementations, reference, self_check
-from wlb_titan.kernels.inputs import Shape
-from wlb_titan.kernels.options import Options
+from wlb_titan.kernels.options import Options, Shape
 from wlb_titan.kernels.segments import CAUSAL, check_segments
 
 CPU = torch.device("cpu")

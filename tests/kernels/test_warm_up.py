@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from crosscompile import recording, version
-from wlb_titan.kernels import dq_sums, gluon_launch, implementations, triton_launch, warm_up
+from wlb_titan.kernels import gluon_launch, implementations, self_check, triton_launch
 from wlb_titan.kernels.implementations import GLUON_HEAD_DIMS, Device
-from wlb_titan.kernels.inputs import Shape
-from wlb_titan.kernels.options import Options, Saved
+from wlb_titan.kernels.options import Options, Saved, Shape
 from wlb_titan.kernels.segments import Visibility
 
 CPU = torch.device("cpu")
@@ -31,7 +30,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
     passed = frozenset({((128, 128), torch.bfloat16)})
-    for module in (implementations, warm_up):
+    for module in (implementations, self_check):
         monkeypatch.setattr(module, "device_of", lambda device: Device("cuda", (9, 0), passed=passed))
     monkeypatch.setattr(gluon_launch, "multiprocessors", lambda device: 132)
 
@@ -43,7 +42,7 @@ def versions(run):
             stack.enter_context(
                 recording(module, *(name for name in vars(module) if name.endswith("_kernel")))
             )
-            for module in (triton_launch, gluon_launch, dq_sums)
+            for module in (triton_launch, gluon_launch)
         ]
         run()
     return {repr(version(launch)) for launches in recorded for launch in launches}
@@ -75,7 +74,7 @@ def test_no_segments_choose_what_was_not_warmed_up(name, implementation):
     if implementation == "gluon" and shape.dim not in GLUON_HEAD_DIMS:
         return
     options = Options(0.1, Visibility(window=window), implementation=implementation)
-    warm = versions(lambda: list(warm_up.warm_up(shape, options, torch.bfloat16, CPU)))
+    warm = versions(lambda: list(self_check.warm_up(shape, options, torch.bfloat16, CPU)))
 
     @settings(max_examples=12, deadline=None)
     @given(segments_of_a_rank(), st.booleans())
@@ -106,8 +105,8 @@ def test_what_is_warmed_up():
     """For Qwen3 0.6B: groups in two parts or one, and of very long documents one head after the other."""
     given = torch.bfloat16, CPU
     shape = Shape(16, 8, 128, 128)
-    found = [way["divided"][:3] for way in warm_up.ways(shape, Options(0.1), *given)]
+    found = [way["divided"][:3] for way in self_check.ways(shape, Options(0.1), *given)]
     assert found == [(1, 1, False), (2, 1, False), (1, 1, True)]
     windowed = Options(0.1, Visibility(window=4096))
-    assert len(warm_up.ways(shape, windowed, *given)) == 2
-    assert warm_up.ways(shape, Options(0.1, implementation="triton"), *given) == [{}]
+    assert len(self_check.ways(shape, windowed, *given)) == 2
+    assert self_check.ways(shape, Options(0.1, implementation="triton"), *given) == [{}]

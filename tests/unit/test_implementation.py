@@ -10,7 +10,7 @@ import pytest
 import torch
 from wlb_titan.kernels import gluon_launch, implementations, reference, triton_launch
 from wlb_titan.kernels.implementations import IMPLEMENTATIONS, Device, chosen
-from wlb_titan.kernels.inputs import Shape
+from wlb_titan.kernels.options import Shape
 from wlb_titan.kernels.self_check import KernelError
 
 from wlb_titan.config.settings import AttentionSettings

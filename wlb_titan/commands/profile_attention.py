@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from wlb_titan.kernels import varlen_attention
-from wlb_titan.kernels.inputs import Shape, make_inputs
+from wlb_titan.kernels.options import Shape, make_inputs
 
 ROUNDS = 3  # over all cases, some time apart: what disturbs the machine for a while does not reach the median
 SECONDS = 100.0  # after which no further round is begun

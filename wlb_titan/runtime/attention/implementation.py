@@ -16,13 +16,10 @@ from wlb_titan.config.settings import AttentionSettings
 from wlb_titan.errors import UserError
 from wlb_titan.job import Job
 from wlb_titan.kernels import record
-from wlb_titan.kernels.comparison import TOLERANCE, comparison
-from wlb_titan.kernels.implementations import Device, chosen, device_of
-from wlb_titan.kernels.inputs import Shape
-from wlb_titan.kernels.options import Options
+from wlb_titan.kernels.implementations import TOLERANCE, Device, chosen, comparison, device_of
+from wlb_titan.kernels.options import Options, Shape
 from wlb_titan.kernels.segments import Visibility
-from wlb_titan.kernels.self_check import KernelError, check_kernels
-from wlb_titan.kernels.warm_up import warm_up
+from wlb_titan.kernels.self_check import KernelError, check_kernels, warm_up
 from wlb_titan.runtime.shape import model_shape
 
 if TYPE_CHECKING:
