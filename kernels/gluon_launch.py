@@ -2,8 +2,7 @@
 
 The backward's sums of dQ are float32, in an order of their own, and `dq_kernel` makes dQ of them. Each thread
 of a consumer finds its values side by side only in this order, and so hands a step's dQ to the copy engine by
-stores of 16 bytes that meet in no bank of shared memory. For 64 rows (64 / pack tokens with `pack` heads) they
-are
+stores of 16 bytes that meet in no bank of shared memory. For 64 rows, of `pack` heads each token, they are
 (half of D, 8 columns, warp, row of 8, lane of 4, row // 8 of the warp's 16, 2 columns).
 """
 

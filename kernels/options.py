@@ -1,5 +1,5 @@
-"""The options of a call of the op, what its forward pass leaves for the backward pass, the heads of a layer, and
-random tensors of these on which layers are measured and checked."""
+"""The options of a call of the op, what its forward pass leaves for the backward pass, the heads of a layer,
+and random tensors of these on which layers are measured and checked."""
 
 import math
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
-"""Compiles all kernels that an attention layer can meet, before it meets them, and checks them: are they right
-on this device, do they repeat, and do they end?
+"""Compiles all kernels that an attention layer can meet, before it meets them, and checks them: are they
+right on this device, do they repeat, and do they end?
 
 A kernel is compiled for a configuration (configs.py; in Gluon's backward, gluon_launch.Division) and never
 for lengths, so any few tokens will do.
