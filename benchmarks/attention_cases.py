@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from wlb_titan.kernels.inputs import Shape
 
 WINDOW = 65536
 
@@ -49,6 +50,17 @@ def shard(lengths: list[int], ranks: int, rank: int) -> Tensor:
                 q += end - begin
         kv += length
     return torch.tensor(rows, dtype=torch.int32)
+
+
+def pairs(segments: Tensor) -> int:
+    """How many (query, key) pairs the segments let meet."""
+    q_len, kv_len = segments.numpy().astype(np.int64).T[[1, 3]]
+    return int((q_len * kv_len - q_len * (q_len - 1) // 2).sum())
+
+
+def flops(segments: Tensor, shape: Shape) -> int:
+    """Operations of the forward's two products over the real mask; the backward's are 2.5 times that."""
+    return int(2 * pairs(segments) * shape.q_heads * (shape.dim + shape.v_dim))
 
 
 def lognormal(total: int, median: int, seed: int, longest: int) -> list[int]:

@@ -16,9 +16,9 @@ from torch import Tensor
 from wlb_titan.kernels.options import Shape
 
 from wlb_titan import context
-from wlb_titan.commands.profile_attention import CPU_GRID, GPU_GRID, GridCase
+from wlb_titan.commands.measure import CPU_GRID, GPU_GRID, GridCase
 from wlb_titan.context import Sharding
-from wlb_titan.cost.attention_profile import AttentionShape, Profile, fitted
+from wlb_titan.cost.profile import AttentionShape, Profile, fitted
 
 GOAL = 0.05  # error of a pack's forward and backward together
 SEEDS = 5  # and 20 packs
@@ -102,7 +102,7 @@ def report(rows: list[dict], folder: Path) -> list[str]:
         for entry in profile.entries:
             errors = np.abs(entry.errors(profile.units))
             lines.append(
-                f"  D {entry.dims}, group {entry.group}, {entry.direction}: {len(errors)} cases met within "
+                f"  {entry.shape.kind}, {entry.direction}: {len(errors)} cases met within "
                 f"{np.median(errors):.1%} in the median, {np.quantile(errors, 0.95):.1%} for 95 %"
             )
         timed = [

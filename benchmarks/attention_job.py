@@ -16,10 +16,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import attention_peers as peers
 import torch
-from attention_cases import Case, cases, whole
+from attention_cases import Case, cases, flops, whole
 from attention_grid import grid_cases, packs
 from torch import Tensor
 from wlb_titan.kernels import varlen_attention
@@ -27,13 +28,7 @@ from wlb_titan.kernels.options import Options, Shape, make_inputs, units
 from wlb_titan.kernels.segments import Visibility
 from wlb_titan.kernels.self_check import check_kernels, compare, masks, rich_segments
 
-from wlb_titan.commands.profile_attention import (
-    GridCase,
-    flops,
-    time_attention,
-    time_call,
-    time_graph,
-)
+from wlb_titan.commands.measure import MILLISECONDS, time_attention, time_call, time_graph
 
 TINY_GROUPS = "e"  # cases so short that Python would be timed: CUDA graphs
 MILLION = "a million tokens"
@@ -82,12 +77,13 @@ def run(job: dict) -> Iterator[dict]:
         for cut in grid_cases(shape, device, scale):
             name = f"{cut.q_len} queries, {cut.kv_len} keys, {cut.segments} segments"
             if name not in skip:
-                yield {"case": name, "cut": cut} | guarded(
-                    partial(time_cut, implementation, cut, shape, dtype, device)
-                )
+                how = {"dtype": dtype, "device": device, "milliseconds": MILLISECONDS}
+                work = partial(time_segments, implementation, cut.rows(), shape, **how)
+                yield {"case": name, "cut": cut} | guarded(work)
     elif job["kind"] == "packs":
         for pack in packs(scale, job["seeds"]):
-            work = partial(time_pack, implementation, pack.segments, shape, dtype, device)
+            how = {"dtype": dtype, "device": device}
+            work = partial(time_segments, implementation, pack.segments, shape, **how)
             if pack.name not in skip:
                 yield {"case": pack.name, "scale": scale} | guarded(work)
     else:
@@ -240,13 +236,8 @@ def measure(implementation: str, case: Case, shape: Shape, dtype: torch.dtype, d
     return row | ({"mask_ms": time_call(call.build_mask, device)} if hasattr(call, "build_mask") else {})
 
 
-def time_cut(implementation: str, cut: GridCase, shape: Shape, dtype: torch.dtype, device: str) -> dict:
-    times = cut.seconds(shape, dtype=dtype, device=device, implementation=implementation)
-    return {"forward_ms": times[0] * 1e3, "backward_ms": times[1] * 1e3}
-
-
-def time_pack(implementation: str, segments: Tensor, shape: Shape, dtype: torch.dtype, device: str) -> dict:
-    times = time_attention(segments, shape, dtype=dtype, device=device, implementation=implementation)
+def time_segments(implementation: str, segments: Tensor, shape: Shape, **how: Any) -> dict:
+    times = time_attention(segments, shape, implementation=implementation, **how)
     return {"forward_ms": times[0], "backward_ms": times[1]}
 
 

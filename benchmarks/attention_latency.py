@@ -3,9 +3,9 @@
     python benchmarks/attention_latency.py                               # what lies in results/nvidia_h100
     python benchmarks/attention_latency.py --rows FOLDER --kernels tree  # measured with the tree's kernels
 
-Prints what `OWN` of wlb_titan/cost/attention_hopper.py is made of, how well it describes the grid, and how
-well the 20 packs that are not in the grid are predicted: as a replay of the kernels that were measured, and
-as the planner does it, in closed form, of the tree's.
+Prints what `hopper` of wlb_titan/cost/attention_kernels.py is made of, how well it describes the grid, and
+how well the 20 packs that are not in the grid are predicted: as a replay of the kernels that were measured,
+and as the planner does it, in closed form, of the tree's.
 
 Features are tiles, blocks, programs and steps of the very lists that the kernels get, dealt to the
 multiprocessors as those kernels did (attention_replay.py). So times of earlier kernels tell those of the
@@ -41,9 +41,8 @@ from wlb_titan.kernels.gluon_launch import division, packed
 from wlb_titan.kernels.schedule import schedule_of
 from wlb_titan.kernels.tiles import steps
 
-from wlb_titan.commands.profile_attention import GridCase
-from wlb_titan.cost.attention_fit import non_negative
-from wlb_titan.cost.attention_hopper import hopper
+from wlb_titan.commands.measure import GridCase
+from wlb_titan.cost.attention_kernels import hopper, non_negative
 from wlb_titan.cost.attention_latency import AttentionLatency
 
 HOST = (0.5, 2.0)  # ms: forward and backward times below are the host's

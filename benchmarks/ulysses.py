@@ -9,15 +9,21 @@ sigma 1.6), cut at the context window. `ulysses_gather` exchanges heads within p
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import click
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).parent / "reproduce"))
+
+from table1 import PAPER_DEGREES
+
 from wlb_titan.cost.degrees import Degrees
-from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS
+from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job

@@ -14,12 +14,11 @@ from functools import cache, cached_property
 from wlb_titan.context import ALL_KEYS, STRATEGIES, ContextStrategy, Exchange, KeyShares
 from wlb_titan.context.exchange import ExchangeCost
 from wlb_titan.cost.analytic import TokenSeconds
-from wlb_titan.cost.attention_choice import configured_latency, measured_cluster
 from wlb_titan.cost.attention_latency import AttentionLatency
-from wlb_titan.cost.attention_profile import AttentionShape
 from wlb_titan.cost.cluster import Cluster, load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS, ModelShape
+from wlb_titan.cost.profile import AttentionShape, configured_latency, measured_cluster
 from wlb_titan.cost.workload import CostModel, cost_model
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
@@ -197,7 +196,7 @@ class Job:
         jobs = {1: self}
         if not self.packing.merges or (self.strategy is not None and not self.strategy.merges):
             return jobs
-        if self.degrees.apart > 1:
+        if self.degrees.own_data > 1:
             if self.packing.merges is True:
                 raise PlanError(
                     f"Data-parallel ranks of {self.degrees} have weights of their own and cannot share a "

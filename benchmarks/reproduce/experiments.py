@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from lengths import WINDOW, carried, documents, dropped, stated
 from paper import LLAMA_405B, Setting, attention, configuration, forward_imbalance, scenario
+from table1 import PAPER_DEGREES
 
 from wlb_titan.context import per_document, per_sequence
 from wlb_titan.cost.degrees import Degrees
-from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS
+from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.packing import POLICIES, PackingPolicy
 from wlb_titan.plan import DELAY, LENGTH
 from wlb_titan.policies import Policy

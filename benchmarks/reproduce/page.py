@@ -144,7 +144,7 @@ of 7B-128K takes 3.08 s, within 250 to 750 TFLOP/s; or 600, published).
 The paper has a step of 3.08 s (20 ms of packing are 0.65 % of it), an imbalance of 1.44, a mean of 1.23, and 1.33 for
 7B-128K. For every setting the rate of matrix products is chosen so that the step is met. In the settings "as in Table 2" the
 time of attention, a multiple of FlashAttention-2's published one, is chosen so that the imbalance is met. Kernels are
-FlashAttention-2 and -3 by their published dense and varlen times (`wlb_titan/cost/attention_hopper.py`).
+FlashAttention-2 and -3 by their published dense and varlen times (`benchmarks/reproduce/published_attention.py`).
 
 {WHY["settings"]}"""
 

@@ -24,12 +24,13 @@ from itertools import product
 
 import numpy as np
 from lengths import loaded
+from published_attention import published
+from table1 import PAPER_DEGREES
 
-from wlb_titan.cost.attention_hopper import hopper
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.cluster import load_cluster
 from wlb_titan.cost.degrees import Degrees
-from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS, ModelShape
+from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job
 from wlb_titan.memory.packs import Passes
@@ -79,11 +80,11 @@ SETTINGS = tuple(
 
 def attention(model: ModelShape, tensor: int, setting: Setting) -> AttentionLatency:
     """The attention of one layer on a rank."""
-    published = hopper(model.head_dim, model.heads // tensor, kernel=KERNELS[setting.kernel])
+    kernel = published(KERNELS[setting.kernel], model.head_dim, model.heads // tensor)
     return replace(
-        published,
-        forward=published.forward.slower(setting.slowdown),
-        backward=published.backward.slower(setting.slowdown),
+        kernel,
+        forward=kernel.forward.slower(setting.slowdown),
+        backward=kernel.backward.slower(setting.slowdown),
     )
 
 

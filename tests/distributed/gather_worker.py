@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from wlb_titan.kernels import varlen_attention
 
 from wlb_titan.context import STRATEGIES, MoveSeconds, segments, sequence_positions, whole
-from wlb_titan.cost.attention_hopper import hopper
+from wlb_titan.cost.attention_kernels import hopper
 from wlb_titan.plan import Slices
 from wlb_titan.runtime.attention.all_gather import AllGatherAttention
 from wlb_titan.runtime.attention.meshes import divided

@@ -13,10 +13,10 @@ from oracle import packed, visible
 from wlb_titan.kernels.options import Shape
 from wlb_titan.kernels.segments import check_segments
 
-from wlb_titan.commands.profile_attention import GPU_GRID, flops, pairs, time_attention
-from wlb_titan.cost.attention_fit import Point, predict, tilings
+from wlb_titan.commands.measure import GPU_GRID, time_attention
+from wlb_titan.cost.attention_kernels import Point, predict, tilings
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost
-from wlb_titan.cost.attention_profile import Profile
+from wlb_titan.cost.profile import Profile
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -56,15 +56,17 @@ def test_divisions_that_are_timed_can_run_and_differ_in_speed_only(benchmark, he
 
 
 def test_shards_add_up(benchmark):
-    import attention_cases
+    from attention_cases import pairs, shard, whole
 
     documents = [3000, 7, 640, 1]
-    shards = [attention_cases.shard(documents, 4, rank) for rank in range(4)]
-    assert sum(pairs(s) for s in shards) == pairs(attention_cases.whole(documents))
+    shards = [shard(documents, 4, rank) for rank in range(4)]
+    assert sum(pairs(s) for s in shards) == pairs(whole(documents))
     assert sum(int(s[:, 1].sum()) for s in shards) == sum(documents)
 
 
-def test_flops_count_the_real_mask():
+def test_flops_count_the_real_mask(benchmark):
+    from attention_cases import flops, pairs
+
     segments = torch.tensor([[0, 5, 0, 5], [5, 3, 2, 9], [8, 1, 11, 1]], dtype=torch.int32)
     assert pairs(segments) == int(visible(segments, 9, 12).sum())
     assert flops(segments, Shape(4, 2, 16, 8)) == 2 * pairs(segments) * 4 * (16 + 8)
@@ -78,7 +80,6 @@ def test_time_attention():
 @pytest.fixture
 def rehearse(benchmark, tmp_path, monkeypatch, capsys):
     """Runs the program on the CPU with interpreted kernels, one tiny case; its rows and what it printed."""
-    pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(benchmark, "TINY", {"shapes": [[2, 1, 16, 16]], "groups": "d", "scale": 256})
 

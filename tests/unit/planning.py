@@ -5,10 +5,17 @@ from dataclasses import replace
 import numpy as np
 
 from wlb_titan.context import STRATEGIES
+from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, Tiling
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
+
+_OWN_TILES = KernelCost(
+    Tiling(128, 128), launch=2.5e-5, key=0.0, segment=0.0, tile=2e-7, block=1.6e-6, masked=3e-7
+)
+UNMERGED = AttentionLatency(_OWN_TILES, replace(_OWN_TILES, block=4.7e-6), 132, 32, "own tiles")
+"""A kernel that does not merge short segments, about as fast as FlashAttention-3."""
 
 
 def make_planner(

@@ -1,16 +1,15 @@
 """Clusters: what ships, what a group of ranks communicates over, and files with mistakes."""
 
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
 from wlb_titan.cost.analytic import Analytic, TokenSeconds
-from wlb_titan.cost.attention_choice import cluster_latency
-from wlb_titan.cost.attention_profile import AttentionShape
 from wlb_titan.cost.cluster import Link, cluster_of_device, cluster_of_gpu, load_cluster, shipped
 from wlb_titan.cost.models import PAPER_MODELS
+from wlb_titan.cost.profile import AttentionShape, cluster_latency
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 
@@ -55,7 +54,7 @@ def test_a_file_in_the_folder_is_all_that_a_shipped_cluster_takes(tmp_path, monk
     folder.mkdir()
     new = GOOD.replace("[gpu]", '[gpu]\ndevice = "B300"\nunits = 148')
     (folder / "b300.toml").write_text(new)
-    monkeypatch.setattr("wlb_titan.cost.cluster.resources.files", lambda _: tmp_path)
+    monkeypatch.setattr("wlb_titan.cost.cluster.CLUSTERS", folder)
     shipped.cache_clear()
     try:
         assert shipped() == ("b300",) and cluster_of_device("NVIDIA B300 SXM6") == "b300"
@@ -113,10 +112,25 @@ def test_the_parts_of_a_token_are_those_of_the_whole_model(write):
     layer = token.matrices + token.elements + token.tensor + token.context
     assert whole.linear_forward == pytest.approx(32 * layer + token.head)
     assert token.matrices == pytest.approx(2 * (4 * 4096**2 + 3 * 4096 * 11008) / 8 / 6e14)
-    assert token.head == pytest.approx(2 * 4096 * 32000 / 8 / 6e14)
-    assert token.context == pytest.approx(2 * 2 * 4096 / 4 / 2 / 400e9)
-    # Tensor parallelism fills a node, so that context parallelism goes over the network.
-    assert TokenSeconds.of(shape, cluster, 8, 2).context == pytest.approx(2 * 2 * 4096 / 8 / 2 / 25e9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"linear_flops": 1.2e15}, {"matrices", "experts", "head"}),
+        ({"memory_bandwidth": 4e12}, {"elements"}),
+        ({"node": Link(800e9, 1e-5)}, {"tensor"}),  # which fills a node
+        ({"network": Link(50e9, 2e-5)}, {"context"}),
+        ({"node": Link(400e9, 1.0), "network": Link(25e9, 1.0), "attention_flops": 1.0}, set()),
+    ],
+)
+def test_twice_a_rate_halves_what_it_is_the_rate_of(write, changes, parts):
+    shape = replace(PAPER_MODELS["7B"], routed_width=8192)
+    cluster = load_cluster(write(GOOD))
+    clusters = cluster, replace(cluster, **changes)
+    before, after = (asdict(TokenSeconds.of(shape, one, 8, 2)) for one in clusters)
+    assert all(before.values())
+    assert after == pytest.approx({part: time / (1 + (part in parts)) for part, time in before.items()})
 
 
 def test_a_profile_lies_beside_its_cluster(write, tmp_path):
@@ -133,6 +147,8 @@ def test_a_profile_lies_beside_its_cluster(write, tmp_path):
         ("latency = 2e-5", "latency = -1", "[network] latency is -1 seconds"),
         ("latency = 2e-5", 'latency = "2e-5"', "[network] latency is '2e-5'; it must be a number"),
         ("memory = 80e9", "memory = inf", "[gpu] memory is inf"),
+        ("gpus = 8", "gpus = 8.5", "[node] gpus is 8.5; there is a whole number of GPUs"),
+        ("gpus = 8", "gpus = true", "[node] gpus is True; it must be a number of GPUs"),
         ("memory = 80e9", "memory = 80e9\nmemry = 1", "[gpu] memry is not known"),
         ('name = "test"', "colour = 3", "colour is not known"),
         ("[node]", "[node", "is not TOML"),

@@ -12,7 +12,7 @@ from wlb_titan.config.build import Builder
 from wlb_titan.config.settings import WlbSettings
 from wlb_titan.config.sources import read_sources
 from wlb_titan.context import STRATEGIES
-from wlb_titan.cost.attention_hopper import hopper
+from wlb_titan.cost.attention_kernels import hopper
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.errors import ConfigError, UserError

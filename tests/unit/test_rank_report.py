@@ -3,17 +3,16 @@
 import json
 
 import numpy as np
+import planning
 import pytest
 
 from wlb_titan.commands.report.ranks import heat_maps, rank_rows, rank_times
 from wlb_titan.context import STRATEGIES
-from wlb_titan.cost.attention_hopper import hopper
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.job import Job
 from wlb_titan.plan import LENGTH, MicroBatch
 
-LATENCY = hopper(128, 32, kernel="flash_attention_3")
-JOB = Job(window=4096, micro_batches=6, degrees=Degrees(context=4), attention=LATENCY)
+JOB = Job(window=4096, micro_batches=6, degrees=Degrees(context=4), attention=planning.UNMERGED)
 
 
 @pytest.fixture

@@ -107,9 +107,9 @@ EXCLUDED = {
 def folder(tmp_path_factory):
     """Two corpora, and a profile of the model's attention in float32."""
     from wlb_titan.corpus.synthetic import long_tailed_lengths, write_synthetic_corpus
-    from wlb_titan.cost.attention_fit import Point
+    from wlb_titan.cost.attention_kernels import Point
     from wlb_titan.cost.attention_latency import KernelCost, Tiling
-    from wlb_titan.cost.attention_profile import Entry, Profile
+    from wlb_titan.cost.profile import Entry, Profile
     from wlb_titan.runtime.models.registry import base_config
     from wlb_titan.runtime.shape import model_shape
 

@@ -15,7 +15,7 @@ from wlb_titan.context.document import per_document_round_robin
 from wlb_titan.context.hybrid import levels_of, tries
 from wlb_titan.context.layout import spans, widest_first
 from wlb_titan.context.ulysses import head_shares
-from wlb_titan.cost.attention_hopper import hopper
+from wlb_titan.cost.attention_kernels import hopper
 from wlb_titan.cost.attention_latency import slowest
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.errors import PlanError
@@ -25,7 +25,6 @@ from wlb_titan.plan import COUNT, DOCUMENT, LENGTH, OFFSET, Slices
 
 SHARDINGS = ("per_sequence", "per_document", "adaptive", "hybrid")
 LATENCY = hopper(128, 32)
-UNMERGED = hopper(128, 32, kernel="flash_attention_3")
 
 ragged = st.lists(
     st.one_of(st.integers(1, 9), st.integers(1, 300), st.sampled_from([1, 2, 7, 137, 2041, 20000])),
@@ -262,7 +261,7 @@ def test_the_examples_of_the_docstrings():
         [[0, 3, 4], [1, 1, 4]],
     ]
     lengths = np.array([8192, 100, 100])
-    assert [r.tolist() for r in hybrid(lengths, 8400, 2, UNMERGED)] == [
+    assert [r.tolist() for r in hybrid(lengths, 8400, 2, planning.UNMERGED)] == [
         [[0, 0, 2048], [0, 6144, 2048], [1, 0, 100]],
         [[0, 2048, 4096], [2, 0, 100]],
     ]
@@ -275,7 +274,7 @@ def check_fastest(strategies, shards):
         assert times[better] == min(times.values())
 
 
-@pytest.mark.parametrize("latency", [LATENCY, UNMERGED], ids=["merged", "unmerged"])
+@pytest.mark.parametrize("latency", [LATENCY, planning.UNMERGED], ids=["merged", "unmerged"])
 @given(lengths=ragged, ranks=degrees, extra=slack)
 @settings(max_examples=60)
 def test_hybrid_is_never_predicted_slower_than_adaptive_nor_adaptive_than_either(
@@ -289,7 +288,7 @@ def test_hybrid_is_never_predicted_slower_than_adaptive_nor_adaptive_than_either
     check_fastest(strategies, shards)
 
 
-@pytest.mark.parametrize("latency", [LATENCY, UNMERGED], ids=["merged", "unmerged"])
+@pytest.mark.parametrize("latency", [LATENCY, planning.UNMERGED], ids=["merged", "unmerged"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_hybrid_beats_adaptive_on_one_long_and_many_short_documents(latency, ranks):
     rng = np.random.default_rng(ranks)
@@ -350,7 +349,7 @@ def sharding_planner(policy):
         context_parallel=4,
         sharding=policy,
         cost="quadratic:1,0",
-        attention=UNMERGED,
+        attention=planning.UNMERGED,
     )
 
 
@@ -370,7 +369,7 @@ def test_one_rank_s_micro_batches_are_divided_as_all_would_be():
 @pytest.mark.parametrize("policy", SHARDINGS)
 def test_the_planner_shards_by_the_settings(policy):
     plan = sharding_planner(policy).next()
-    job = Job(window=4096, micro_batches=4, degrees=Degrees(context=4, shard=2), attention=UNMERGED)
+    job = Job(window=4096, micro_batches=4, degrees=Degrees(context=4, shard=2), attention=planning.UNMERGED)
     strategy = replace(job, sharding=STRATEGIES.configure(policy)).strategy
     for micro_batch in plan.micro_batches:
         _, expected = strategy.shard(micro_batch.documents[:, 2], micro_batch.length)

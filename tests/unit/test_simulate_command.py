@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import planning
 import pytest
 from click.testing import CliRunner
 
@@ -15,7 +16,8 @@ from wlb_titan.commands.main import main
 from wlb_titan.commands.simulate_toml import write_winner
 from wlb_titan.corpus.prepare import prepare_corpus
 from wlb_titan.corpus.settings import PrepareSettings
-from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS
+from wlb_titan.cost.models import PAPER_MODELS
+from wlb_titan.cost.profile import Entry, Profile
 from wlb_titan.pipeline.schedule import layers_of_stages
 from wlb_titan.policies import Policy, policy_parts
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
@@ -181,7 +183,7 @@ def test_stages_are_written_as_they_are_searched(layers, stages):
     )
 
 
-def test_what_the_simulator_is_told_besides():
+def test_what_the_simulator_is_told_besides(tmp_path):
     def step(*options):
         result = run(*SMALL, "--lengths", "code", "--policies", "plain", *options)
         assert result.exit_code == 0, result.output
@@ -189,15 +191,32 @@ def test_what_the_simulator_is_told_besides():
 
     nothing = ("--activation_checkpoint", "none")
     assert step("--tensor-overlap", 1) < step()
-    assert step("--attention", "flash_attention_3") < step("--attention", "flash_attention_2")
     assert step(*nothing, "--offload", 1) >= step(*nothing)
+    kernel = planning.UNMERGED
+    for name, factor in (("fast", 1), ("slow", 4)):
+        costs = {"forward": kernel.forward.slower(factor), "backward": kernel.backward.slower(factor)}
+        entries = [Entry(128, 1, "bfloat16", direction, cost, (), name) for direction, cost in costs.items()]
+        Profile("some GPU", kernel.units, "", tuple(entries)).save(tmp_path / f"{name}.json")
+    assert step("--attention", tmp_path / "fast.json") < step("--attention", tmp_path / "slow.json")
 
 
-@pytest.mark.parametrize("row", PAPER_DEGREES)
+TABLE_1 = {
+    "550M-64K": "TP 2 x CP 2 x PP 4 x DP 2",
+    "550M-128K": "TP 2 x CP 4 x PP 4 x DP 1",
+    "7B-64K": "TP 4 x CP 2 x PP 4 x DP 1",
+    "7B-128K": "TP 8 x CP 2 x PP 4 x DP 1",
+    "30B-64K": "TP 8 x CP 2 x PP 4 x DP 1",
+    "30B-128K": "TP 8 x CP 4 x PP 4 x DP 1",
+    "70B-64K": "TP 16 x CP 4 x PP 4 x DP 1",
+    "70B-128K": "TP 16 x CP 4 x PP 4 x DP 1",
+}
+
+
+@pytest.mark.parametrize("row", TABLE_1)
 def test_the_shipped_files_are_the_rows_of_table_1(row):
     size, _, window = row.partition("-")
     job = load_job(CONFIGS / f"llama2_{row.lower().replace('-', '_')}.toml", lengths="web").job
-    assert job.degrees == PAPER_DEGREES[row]
+    assert str(job.degrees) == TABLE_1[row]
     assert replace(job.model, projections=None) == PAPER_MODELS[size]
     assert job.window == int(window.removesuffix("K")) * 1024
     assert job.replica_micro_batches == job.degrees.pipeline

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 
 from wlb_titan.context import STRATEGIES, per_sequence
-from wlb_titan.cost.attention_choice import cluster_latency
 from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, Tiling
-from wlb_titan.cost.attention_profile import AttentionShape
 from wlb_titan.cost.cluster import Cluster, Link, load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.cost.passes import JobCost, MicroBatches, pass_times
+from wlb_titan.cost.profile import AttentionShape, cluster_latency
 from wlb_titan.cost.workload import workload
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job

@@ -7,7 +7,7 @@ import torch
 from wlb_titan.kernels import varlen_attention
 
 from wlb_titan import context
-from wlb_titan.cost.attention_hopper import hopper
+from wlb_titan.cost.attention_kernels import hopper
 
 LENGTHS = np.array([90, 7, 1, 40, 22])
 TOTAL = 168  # with padding

@@ -1,6 +1,5 @@
 """Cost models: hand-computed values, passes, profiles."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -8,10 +7,10 @@ import pytest
 
 from wlb_titan.cost.analytic import Analytic
 from wlb_titan.cost.attention_latency import KernelCost, Tiling
-from wlb_titan.cost.attention_profile import AttentionShape, Entry, Profile
 from wlb_titan.cost.cluster import load_cluster
 from wlb_titan.cost.measured import Measured
-from wlb_titan.cost.models import PAPER_DEGREES, PAPER_MODELS
+from wlb_titan.cost.models import PAPER_MODELS
+from wlb_titan.cost.profile import AttentionShape, Entry, Profile
 from wlb_titan.cost.quadratic import Quadratic
 from wlb_titan.cost.workload import cost_model, workload
 from wlb_titan.errors import PlanError, UserError
@@ -26,12 +25,6 @@ PLAIN = replace(
     linear_flops=1.0,
     memory_bandwidth=np.inf,
 )
-
-
-def row_of_table_1(name: str) -> Analytic:
-    degrees = PAPER_DEGREES[name]
-    shape = PAPER_MODELS[name.partition("-")[0]]
-    return Analytic(shape, tensor_parallel=degrees.tensor, context_parallel=degrees.context)
 
 
 def test_quadratic():
@@ -76,7 +69,7 @@ def test_values_may_have_another_head_dim():
 
 
 def test_attention_weighs_more_in_the_backward_pass():
-    model = row_of_table_1("7B-128K")
+    model = Analytic(SHAPE, tensor_parallel=8, context_parallel=2)
     long, short = np.array([131072]), np.full(128, 1024)
     assert model.forward(long).sum() / model.forward(short).sum() < (
         model.backward(long).sum() / model.backward(short).sum()
@@ -91,9 +84,10 @@ def test_communication_makes_the_linear_part_larger():
     assert parallel.forward(d)[0] < alone.forward(d)[0]
 
 
-@pytest.mark.parametrize("name", PAPER_DEGREES)
-def test_every_row_of_table_1_is_superlinear(name):
-    per_token = workload(row_of_table_1(name), np.array([1024, 65536])) / [1024, 65536]
+@pytest.mark.parametrize(("size", "tensor", "context"), [("550M", 2, 2), ("7B", 8, 2), ("70B", 16, 4)])
+def test_work_is_superlinear(size, tensor, context):
+    model = Analytic(PAPER_MODELS[size], tensor_parallel=tensor, context_parallel=context)
+    per_token = workload(model, np.array([1024, 65536])) / [1024, 65536]
     assert per_token[1] > 1.3 * per_token[0]
 
 
@@ -138,7 +132,7 @@ def test_a_missing_profile_is_refused(tmp_path):
 
 
 def test_a_foreign_profile_is_refused(profile):
-    with pytest.raises(PlanError, match="no attention of dtype float16"):
+    with pytest.raises(PlanError, match="no attention of .*float16"):
         cost_model(str(profile), replace(JOB, dtype="float16"))
 
 
@@ -147,10 +141,3 @@ def test_an_unknown_cost_model_is_refused_with_the_nearest():
         cost_model("analytical", JOB)
     with pytest.raises(PlanError, match="takes nothing after its name"):
         cost_model("analytic:3", JOB)
-
-
-def test_a_profile_of_another_schema_is_refused(profile):
-    record = json.loads(profile.read_text())
-    profile.write_text(json.dumps({**record, "schema": 99}))
-    with pytest.raises(PlanError, match="has schema 99"):
-        cost_model(str(profile), JOB)

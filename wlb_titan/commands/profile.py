@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,21 @@ import numpy as np
 import torch
 
 from wlb_titan import __version__
-from wlb_titan.commands import profile_attention as grid
-from wlb_titan.commands import profile_linear as linear
 from wlb_titan.commands.console import say, show_table
 from wlb_titan.commands.errors import check_outputs
+from wlb_titan.commands.measure import (
+    CPU_GRID,
+    CPU_LINEAR,
+    GPU_GRID,
+    GPU_LINEAR,
+    MILLISECONDS,
+    ROUNDS,
+    SECONDS,
+    measure_linear,
+    time_attention,
+)
 from wlb_titan.commands.options import TomlFile
-from wlb_titan.cost.attention_profile import AttentionShape, Entry, Profile, fitted
-from wlb_titan.cost.linear_profile import LinearProfile
+from wlb_titan.cost.profile import AttentionShape, Entry, LinearProfile, Profile, fitted
 from wlb_titan.errors import UserError
 from wlb_titan.kernels import record
 from wlb_titan.kernels.implementations import chosen, device_of
@@ -27,8 +36,6 @@ from wlb_titan.kernels.options import units as device_units
 from wlb_titan.runtime.models.facts import facts_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
 MOST = 1024  # elements of a head
 
 
@@ -96,7 +103,8 @@ def profile(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("There is no CUDA device here. Use --device cpu to profile the reference attention.")
-    shape = AttentionShape(dtype="bfloat16" if device == "cuda" else "float32")
+    on_gpu = device == "cuda"
+    shape = AttentionShape(dtype="bfloat16" if on_gpu else "float32")
     if file is not None:
         shape = facts_of(file).job.attention_shape
     dtype = dtype or shape.dtype
@@ -108,11 +116,18 @@ def profile(
     for dim, v_dim in head_dims:
         for heads_per_key in group or (shape.group,):
             entries += _measure(dim, v_dim, heads_per_key, dtype, device, units)
+    ranks = torch.cuda.device_count() if on_gpu else 1
+    linear = measure_linear(GPU_LINEAR if on_gpu else CPU_LINEAR, dtype, device, ranks)
+    name = (
+        torch.cuda.get_device_name()
+        if on_gpu
+        else (f"CPU {platform.machine()}, {torch.get_num_threads()} threads")
+    )
     software = f"torch {torch.__version__}, wlb_titan {__version__}"
-    result = Profile(_name(device), units, software, tuple(entries), _measure_linear(dtype, device))
+    result = Profile(name, units, software, tuple(entries), linear)
     result.save(output)
-    print_table(result)
-    click.echo(_rates(result.linear))
+    _print_table(result)
+    _print_rates(linear)
     click.echo(f"Wrote {output}")
 
 
@@ -121,10 +136,10 @@ def _try_gluon(dims: tuple[int, int], dtype: torch.dtype, device: torch.device) 
     facts = device_of(device)
     if chosen("backward", "auto", dims, dtype, facts._replace(passed=frozenset({(dims, dtype)}))) != "gluon":
         return
-    of = record.subject(device, dims, dtype)
-    found = record.verdict(of)
-    if found is None and (trial := record.trial(of, device)) is not None:
-        say(f"Trying Gluon's backward on {of}: some minutes, in a process of its own")
+    subject = record.subject(device, dims, dtype)
+    found = record.verdict(subject)
+    if found is None and (trial := record.trial(subject, device)) is not None:
+        say(f"Trying Gluon's backward on {subject}: some minutes, in a process of its own")
         while found is None:
             found = trial.verdict(seconds=60.0)
         device_of.cache_clear()
@@ -132,71 +147,35 @@ def _try_gluon(dims: tuple[int, int], dtype: torch.dtype, device: torch.device) 
     say("Gluon's backward has passed" if found.passed else f"Triton's backward is taken: {found.reason}")
 
 
-def _name(device: str) -> str:
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    return f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
-
-
 def _measure(dim: int, v_dim: int, group: int, dtype: str, device: str, units: int) -> list[Entry]:
-    cases_of = grid.GPU_GRID if device == "cuda" else grid.CPU_GRID
-    heads = -(-cases_of.heads // group) * group
+    grid = GPU_GRID if device == "cuda" else CPU_GRID
+    heads = -(-grid.heads // group) * group
     shape = Shape(heads, heads // group, dim, v_dim)
     measured = AttentionShape(dim, heads, group, dtype, v_head_dim=None if v_dim == dim else v_dim)
-    cases = list(cases_of.cases(heads))
+    cases = list(grid.cases(heads))
     rule = "auto", (dim, v_dim), DTYPES[dtype], device_of(torch.device(device))
     kinds = chosen("forward", *rule), chosen("backward", *rule)
-    label = f"head dim {measured.dims}, group {group}, {dtype}, {' and '.join(dict.fromkeys(kinds))}"
-    rounds: list[list[tuple[float, float]]] = []
-    begin = time.monotonic()
-    while len(rounds) < grid.ROUNDS and (not rounds or time.monotonic() - begin < grid.SECONDS):
-        with click.progressbar(cases, label=f"{label}, round {len(rounds) + 1}") as bar:
-            rounds.append(
-                [
-                    case.seconds(shape, dtype=DTYPES[dtype], device=device, milliseconds=grid.MILLISECONDS)
-                    for case in bar
-                ]
-            )
-    return fitted(measured, cases, np.median(rounds, axis=0), units, kinds)
-
-
-def _measure_linear(dtype: str, device: str) -> LinearProfile:
-    sizes = linear.GPU_GRID if device == "cuda" else linear.CPU_GRID
-    arguments = sizes, DTYPES[dtype], device, grid.MILLISECONDS
-    ranks = linear.devices(device)
-    return LinearProfile(
-        dtype=dtype,
-        matrices=tuple(linear.matrix_points(*arguments)),
-        elements=tuple(linear.element_points(*arguments)),
-        gathers=tuple(linear.gather_points(sizes, device, ranks)) if ranks > 1 else (),
-        ranks=ranks,
+    label = f"{measured.kind}, {' and '.join(dict.fromkeys(kinds))}"
+    timed = partial(
+        time_attention, shape=shape, dtype=DTYPES[dtype], device=device, milliseconds=MILLISECONDS
     )
+    rounds: list[list[tuple[float, float]]] = []
+    start = time.monotonic()
+    while len(rounds) < ROUNDS and (not rounds or time.monotonic() - start < SECONDS):
+        with click.progressbar(cases, label=f"{label}, round {len(rounds) + 1}") as bar:
+            rounds.append([timed(case.rows()) for case in bar])
+    return fitted(measured, cases, np.median(rounds, axis=0) / 1e3, units, kinds)
 
 
-def _rates(measured: LinearProfile | None) -> str:
-    """The measured rates under the names that they have in a cluster's file."""
-    assert measured is not None
-    lines = [
-        f"Matrix products and element-wise operators, {measured.dtype}: [gpu] linear_flops = "
-        f"{measured.matrix_flops:.3g}, memory_bandwidth = {measured.element_bandwidth:.3g}"
-    ]
-    if measured.link is not None:
-        lines.append(
-            f"All-gathers over {measured.ranks} GPUs: [node] bandwidth = {measured.link.bandwidth:.3g}, "
-            f"latency = {measured.link.latency:.2g}"
-        )
-    return "\n".join(lines)
-
-
-def print_table(result: Profile) -> None:
-    """Print the main coefficients, in microseconds, and how well all of them describe the measurements."""
+def _print_table(result: Profile) -> None:
+    """Prints the main coefficients, in microseconds, and how well all of them describe the measurements."""
     say(f"{result.device}: microseconds of a query head on one unit")
     rows = []
     for entry in result.entries:
         cost, errors = entry.cost, np.abs(entry.errors(result.units))
         rows.append(
             {
-                "D": entry.dims,
+                "D": entry.shape.dims,
                 "group": str(entry.group),
                 "dtype": entry.dtype,
                 "pass": entry.direction,
@@ -210,3 +189,16 @@ def print_table(result: Profile) -> None:
             }
         )
     show_table(rows)
+
+
+def _print_rates(measured: LinearProfile) -> None:
+    """Prints the measured rates under the names that they have in a cluster's file."""
+    click.echo(
+        f"Matrix products and element-wise operators, {measured.dtype}: [gpu] linear_flops = "
+        f"{measured.matrix_flops:.3g}, memory_bandwidth = {measured.element_bandwidth:.3g}"
+    )
+    if measured.link is not None:
+        click.echo(
+            f"All-gathers over {measured.ranks} GPUs: [node] bandwidth = {measured.link.bandwidth:.3g}, "
+            f"latency = {measured.link.latency:.2g}"
+        )

@@ -14,8 +14,7 @@ from wlb_titan.commands.console import print_choice, say, show_table, warnings_o
 from wlb_titan.commands.errors import check_outputs, writing
 from wlb_titan.commands.job import describe_job, load_job
 from wlb_titan.commands.options import OVERRIDABLE, of_job, report_option, steps_option
-from wlb_titan.cost.attention_choice import named_attention
-from wlb_titan.cost.attention_hopper import KERNELS
+from wlb_titan.cost.profile import Profile
 from wlb_titan.errors import PlanError, UserError
 
 if TYPE_CHECKING:
@@ -55,8 +54,9 @@ SECONDS_BETWEEN_LINES = 5.0  # of its progress
 )
 @click.option(
     "--attention",
-    metavar="NAME|FILE.json",
-    help=f"Times of attention: {', '.join(KERNELS)}, or a profile.  [default: as configured]",
+    type=click.Path(path_type=Path),
+    metavar="FILE.json",
+    help="Times of attention from this profile.  [default: as configured]",
 )
 @click.option("--no-overlap", is_flag=True, help="Gradients are reduced after the last backward pass.")
 @click.option("--search", is_flag=True, help="Try the degrees and schedules of --gpus GPUs, and rank them.")
@@ -182,7 +182,7 @@ def _told(job: Job, given: Mapping[str, Any]) -> Job:
     if "no_overlap" in given:
         changes["overlap"] = False
     if "attention" in given:
-        changes["attention"] = named_attention(given["attention"], job.attention_shape)
+        changes["attention"] = Profile.load(given["attention"]).latency(job.attention_shape)
     return replace(job, **changes)
 
 

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -75,17 +74,14 @@ class Tiling:
             for all but the tile in which the window begins to leave keys behind and the last.
         """
         queries, keys = np.asarray(q_len, dtype=np.float64), np.asarray(kv_len, dtype=np.float64)
-        own = self._own if window is None else partial(self._own_in_window, window=window)
-        if not self.merge_keys:
-            return own(queries, keys)
-        counts = np.empty((3, len(keys)))
-        merged = keys <= self.merge_keys
-        counts[:, merged] = self._merged(queries[merged], keys[merged], np.inf if window is None else window)
-        counts[:, ~merged] = own(queries[~merged], keys[~merged])
+        counts = self._own(queries, keys) if window is None else self._own_in_window(queries, keys, window)
+        merged = np.flatnonzero(keys <= self.merge_keys)
+        if len(merged):
+            counts[:, merged] = self._merged(queries[merged], keys[merged], window or np.inf)
         return counts
 
     def largest(self, q_len: NDArray[Any], kv_len: NDArray[Any], window: int | None = None) -> Floats:
-        """float64 (3, n), at most the `count` of one full tile whose last query is the last of `kv_len`."""
+        """float64 (3, n), the most that `count` can give for one tile with the segment's last query."""
         ones = np.ones(len(kv_len))
         masked = 1 + self.query_tile // self.key_block
         if window is not None:
@@ -94,17 +90,16 @@ class Tiling:
         return np.array([ones, blocks, ones * masked if window is None else np.minimum(blocks, masked)])
 
     def program(self, tile: Floats, work: Floats) -> Floats:
-        """float64 (n,), seconds of a program with a tile that takes so long for all its heads.
+        """float64 (n,), seconds of the longest program of each launch.
 
         Args:
-            tile: seconds of the longest tile of each launch.
-            work: seconds of all work of the launch, spread over the units.
+            tile: float64 (n,), seconds of its longest tile, for all heads of a program.
+            work: float64 (n,), seconds of all its work spread over the units.
         """
         return tile
 
     def _own_in_window(self, queries: Floats, keys: Floats, window: int) -> Floats:
-        """`count` of segments with their own tiles: first those that see all keys up to theirs, as `_own`
-        counts them, and then those that see the window before their first query and up to their last."""
+        """As `_own` in a window: tiles that see all keys up to theirs, then those that leave keys behind."""
         seen = keys - queries
         tiles = np.ceil(queries / self.query_tile)
         growing = np.clip(np.ceil((window - seen) / self.query_tile), 0, tiles)
@@ -116,7 +111,7 @@ class Tiling:
         return counts
 
     def _own(self, queries: Floats, keys: Floats) -> Floats:
-        """`count` of segments with their own tiles."""
+        """`count` where each segment has tiles of its own."""
         seen = keys - queries  # before the first query's own key
         tiles = np.ceil(queries / self.query_tile)
         blocks = self._blocks(seen, tiles - 1) + np.ceil(keys / self.key_block)
@@ -124,7 +119,7 @@ class Tiling:
         return np.array([tiles, blocks, blocks - unmasked])
 
     def _merged(self, queries: Floats, keys: Floats, window: float) -> Floats:
-        """`count` of segments that share tiles, on average over where tiles happen to begin.
+        """`count` where segments share tiles, on average over where tiles begin.
 
         A segment is charged the share of a tile that its queries fill; its keys once, and for each cut
         between tiles that falls into it those before the cut, in the window, once more; and half a block more
@@ -169,10 +164,7 @@ class KeyTiling(Tiling):
     __slots__ = ()
 
     def count(self, q_len: NDArray[Any], kv_len: NDArray[Any], window: int | None = None) -> Floats:
-        """Pairs of the segment and a tile, blocks that they walk over, and 0: masks hide behind products.
-
-        Args and Returns: as of `Tiling.count`.
-        """
+        """Pairs of the segment and a tile, blocks that they walk over, and 0: masks hide behind products."""
         queries, keys = np.asarray(q_len, dtype=np.float64), np.asarray(kv_len, dtype=np.float64)
         merged = np.flatnonzero(keys <= self.merge_keys)
         parts, rows = self._cut(queries, keys, window)
@@ -185,7 +177,7 @@ class KeyTiling(Tiling):
         return np.array([parts, blocks, np.zeros_like(parts)])
 
     def largest(self, q_len: NDArray[Any], kv_len: NDArray[Any], window: int | None = None) -> Floats:
-        """float64 (3, n), the `count` of a tile that all queries see, or as many as a window lets."""
+        """float64 (3, n), the `count` of a tile that all queries see, or as many as a window allows."""
         rows = q_len if window is None else np.minimum(q_len, window + self.key_block - 1)
         ones = np.ones(len(q_len))
         return np.array([ones, np.ceil(rows / self.query_tile), 0 * ones])
@@ -204,16 +196,16 @@ class KeyTiling(Tiling):
         """
         size = self.key_block
         seen = keys - queries  # before the first query's own key
-        after = np.ceil(keys / size)
+        tiles, by_all = np.ceil(keys / size), np.ceil(seen / size)
+        since = seen * by_all + size / 2 * (by_all + tiles - 1) * (tiles - by_all)
+        rows = keys * tiles - since
         if window is None:
-            by_all = np.ceil(seen / size)
-            since = seen * by_all + size / 2 * (by_all + after - 1) * (after - by_all)
-            return after, keys * after - since
-        behind = float(size - 1 + window)
-        first = np.maximum(np.floor((seen - behind) / size) + 1, 0)
-        until = _sum_of_lesser(keys, size, behind, first, after)
-        since = -_sum_of_lesser(-seen, -size, 0.0, first, after)
-        return after - first, until - since
+            return tiles, rows
+        behind = window + size - 1
+        first = np.maximum(np.floor((seen - behind) / size) + 1, 0)  # those before are seen by none
+        left = np.maximum(np.ceil((keys - behind) / size) - first, 0)  # those not seen by the last queries
+        unseen = left * (keys - behind - size * (first + (left - 1) / 2))
+        return tiles - first, rows - first * queries - unseen
 
     def _cut_anywhere(self, queries: Floats, keys: Floats, window: int | None) -> tuple[Floats, Floats]:
         """As `_cut`, of segments whose tiles begin anywhere: one more for every `key_block` keys, which those
@@ -234,28 +226,19 @@ class KeyTiling(Tiling):
         return parts - (1 - cut) * (1 - 1 / whole)
 
 
-def _sum_of_lesser(limit: Floats, each: float, plus: float, begin: Floats, end: Floats) -> Floats:
-    """Sum over j = begin .. end - 1 of min(limit, j x each + plus); `each` is not zero, begin <= end."""
-    turn = np.clip(np.ceil((limit - plus) / each), begin, end)  # from here on the other of the two is less
-    low, high = (begin, turn) if each > 0 else (turn, end)
-    line = each * (low + high - 1) * (high - low) / 2 + plus * (high - low)
-    return line + limit * (end - begin - (high - low))
-
-
 @dataclass(frozen=True, slots=True)
 class KernelCost:
     """What the pieces of one pass cost, in seconds; all but `launch` per query head, on one unit.
 
     Attributes:
-        tiling: how the kernel divides its work.
-        launch: fixed time of the whole pass.
-        key: seconds of each key that the rank has.
-        query: seconds of each query of a segment.
-        segment: seconds of each segment, for kernels that treat them one by one.
-        tile: seconds of each tile.
-        block: seconds of each block of a tile.
+        launch: the whole pass.
+        key: each key that the rank has.
+        segment: each segment, where a kernel treats them one by one.
+        tile: each tile.
+        block: each block of a tile.
         masked: what a block costs more if it must be masked.
-        tail: by what share of its longest program a launch ends after its work is spread evenly.
+        query: each query of a segment.
+        tail: the share of its longest program by which a launch ends later than evenly spread work does.
     """
 
     tiling: Tiling
@@ -276,11 +259,11 @@ class KernelCost:
     def work(self, q_len: NDArray[Any], kv_len: NDArray[Any], window: int | None = None) -> Floats:
         """float64 (n,), seconds of segments; see `Tiling.count`."""
         counts = self.tiling.count(q_len, kv_len, window)
-        seconds: Floats = self._of_tiles(counts) + self.segment + self.query * q_len
+        seconds: Floats = self._tile_seconds(counts) + self.segment + self.query * q_len
         return seconds
 
-    def _of_tiles(self, counts: Floats) -> Floats:
-        """float64 (n,), seconds of tiles that are counted so, (3, n)."""
+    def _tile_seconds(self, counts: Floats) -> Floats:
+        """float64 (n,), seconds of counted tiles, blocks and masked blocks (3, n)."""
         # Not by a matrix product: BLAS rounds otherwise on other CPUs, and plans are to be the same on all.
         tiles, blocks, masked = counts
         seconds: Floats = self.tile * tiles + self.block * blocks + self.masked * masked
@@ -288,11 +271,11 @@ class KernelCost:
 
     def longest_tile(self, q_len: NDArray[Any], kv_len: NDArray[Any], window: int | None = None) -> Floats:
         """float64 (n,), seconds of the largest tile that a segment can have, for all heads of a program."""
-        one = self._of_tiles(self.tiling.largest(q_len, kv_len, window)) + self.segment
+        one = self._tile_seconds(self.tiling.largest(q_len, kv_len, window)) + self.segment
         return one * self.tiling.heads_per_tile
 
     def ends(self, work: Floats, tile: Floats) -> Floats:
-        """float64 (n,), when launches end that have so much work, spread over the units, and such a tile."""
+        """float64 (n,), when launches end; `work` and `tile` as of `Tiling.program`."""
         program = self.tiling.program(tile, work)
         return np.maximum(work + self.tail * program, program)
 
@@ -302,13 +285,12 @@ class AttentionLatency:
     """Predicts the attention of one layer on one device; the mean layer, if some have sliding windows.
 
     Attributes:
-        forward, backward: the kernels of the two passes.
         units: programs that the device runs side by side: its multiprocessors.
         heads: query heads on this device (those of the model over the tensor-parallel degree).
         source: where the coefficients come from, for reports.
         measured_to: keys of the longest segment that was measured; beyond it predictions extrapolate. None
             where it is not known.
-        windows: (keys, share of the layers) for each sliding window that layers have; see `ModelShape`.
+        windows: (keys, share of the layers) for each sliding window.
         group: query heads that share a key head.
     """
 
@@ -329,7 +311,7 @@ class AttentionLatency:
         return result
 
     def _kinds(self) -> list[tuple[int | None, float]]:
-        """The window of each kind of layer, None for those without one, and their share of the layers."""
+        """Window and share of each kind of layer; None for layers without a window."""
         rest = 1.0 - sum(share for _, share in self.windows)
         return [*([(None, rest)] if rest > 1e-9 else []), *self.windows]
 
@@ -339,7 +321,7 @@ class AttentionLatency:
         return np.stack(passes) * (self.heads / self.units)
 
     def fixed(self, keys: Ints) -> Floats:
-        """float64 (ranks, 2), seconds of forward and backward that so many keys take, whoever sees them."""
+        """float64 (ranks, 2), seconds of both passes that do not depend on who sees the rank's `keys`."""
         launch, key = np.array([(kernel.launch, kernel.key) for kernel in (self.forward, self.backward)]).T
         seconds: Floats = launch + key * (keys * self.heads / self.units)[:, None]
         return seconds
@@ -349,7 +331,7 @@ class AttentionLatency:
 
         Args:
             sharding: per rank an int64 (m, 3), as the functions of `wlb_titan.context` make it.
-            held: int64 (ranks,), tokens whose keys each rank has; None: those of all ranks.
+            held: int64 (ranks,), keys that each rank has; None: those of all tokens.
         """
         ranks = len(sharding)
         pieces = np.concatenate(sharding)
@@ -372,8 +354,6 @@ def slowest(seconds: Floats) -> float:
     """What a layer waits for: the slowest rank's forward, and the slowest rank's backward.
 
     The ranks meet in a collective in each of the passes, so the two slowest need not be the same rank.
-
-    Args:
-        seconds: float64 (ranks, 2), of `AttentionLatency.seconds`.
+    `seconds` is that of `AttentionLatency.seconds`.
     """
     return float(seconds.max(axis=0).sum())

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from wlb_titan.arrays import Floats
 from wlb_titan.cost.analytic import Analytic
 from wlb_titan.cost.attention_latency import AttentionLatency
-from wlb_titan.cost.attention_profile import AttentionShape, Profile
+from wlb_titan.cost.profile import AttentionShape, Profile
 from wlb_titan.cost.workload import CostJob, CostModel
 
 

@@ -1,4 +1,4 @@
-"""The shape of a model, and the sizes and degrees of the paper's Table 1."""
+"""The shape of a model, and the sizes of the paper's Table 1."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats
-from wlb_titan.cost.degrees import Degrees
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,18 +17,16 @@ class ModelShape:
     """A LLaMA-style decoder.
 
     Attributes:
-        layers, hidden, heads, kv_heads, head_dim, feed_forward, vocabulary: as usual; `feed_forward` is the
-            inner width of the gated MLP, of a mixture of experts that of all experts which a token visits.
+        feed_forward: inner width of the gated MLP; in a mixture of experts, of all that a token visits.
         unvisited_weights: weights of one layer's experts that a token does not visit.
         experts: routed experts of a layer that has them; 0 in a dense model.
         routed_width: the part of `feed_forward` in routed experts, which expert parallelism spreads.
         visits: routed experts that a token visits; as `routed_width`, the mean over all layers.
-        v_head_dim: head dim of values; None where it is that of queries and keys, which it is not with
-            multi-head latent attention.
+        v_head_dim: head dim of values; None where it is that of queries and keys.
         projections: weights of a layer's attention; None where they are those of queries, keys, values and
-            output.
-        windows: (keys, layers) for each sliding window: how many keys a query sees at most, its own included,
-            and how many layers have it.
+            output, which they are not with multi-head latent attention.
+        windows: (keys, layers) for each sliding window: the most keys that a query sees, its own included,
+            and the layers that have it.
         tied: whether embedding and head are one table.
     """
 
@@ -131,15 +128,3 @@ PAPER_MODELS = {
 }
 """The sizes of the paper's Table 1. Only the 7B model is the published LLaMA2; of the others the paper says
 that layers and width are scaled in proportion, so these are shapes of that size."""
-
-PAPER_DEGREES = {
-    "550M-64K": Degrees(tensor=2, context=2, pipeline=4, shard=2),
-    "550M-128K": Degrees(tensor=2, context=4, pipeline=4),
-    "7B-64K": Degrees(tensor=4, context=2, pipeline=4),
-    "7B-128K": Degrees(tensor=8, context=2, pipeline=4),
-    "30B-64K": Degrees(tensor=8, context=2, pipeline=4),
-    "30B-128K": Degrees(tensor=8, context=4, pipeline=4),
-    "70B-64K": Degrees(tensor=16, context=4, pipeline=4),
-    "70B-128K": Degrees(tensor=16, context=4, pipeline=4),
-}
-"""The rows of Table 1. A global batch is of pipeline x data-parallel degree micro-batches."""

@@ -137,8 +137,7 @@ from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.utils import device_type
 
-from wlb_titan.cost.degrees import in_order
-from wlb_titan.cost.dimension import TORCHTITAN, Dimension
+from wlb_titan.cost.degrees import TORCHTITAN, Dimension, in_order
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer

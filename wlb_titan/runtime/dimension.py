@@ -31,12 +31,7 @@ class Axis:
         """Called in every step, after the last backward pass and before gradients are clipped."""
 
     def after_optimizer(self, trainer: Trainer, *, meets: bool) -> None:
-        """Called in every step.
-
-        Args:
-            trainer: with `model_parts` and `optimizers`.
-            meets: whether the ranks meet: every `every` steps, and before a checkpoint.
-        """
+        """Called in every step; `meets`: whether the ranks meet, as every `every` steps and before a save."""
 
     def tensors(self) -> Iterable[torch.Tensor]:
         """What it holds beside weights, gradients and the optimizer's state."""
@@ -48,14 +43,14 @@ def meets(trainer: Trainer, every: int) -> bool:
     return trainer.step % every == 0 or trainer.step == trainer.config.training.steps
 
 
-class Axes:
-    """The halves of a job's own dimensions of more than one rank, on this one."""
+class OwnAxes:
+    """The user's dimensions of parallelism ([[wlb.dimensions]]), as objects on this rank."""
 
     def __init__(self) -> None:
         self._axes: list[tuple[int, Axis]] = []  # each after its steps between meetings
 
     def make(self, dims: Dims) -> None:
-        """Makes them, once the job's meshes are there."""
+        """Makes those of more than one rank, once the job's meshes are there."""
         self._axes = [
             (one.every, load(one.runtime)(one.config, dims.get_mesh(one.axis)))
             for one in dims.own
@@ -66,13 +61,13 @@ class Axes:
         """A model whose parts they prepare before these are parallelised."""
         parallelize = spec.parallelize_fn
 
-        def first(part: nn.Module, **arguments: Any) -> nn.Module:
+        def prepare_first(part: nn.Module, **arguments: Any) -> nn.Module:
             for _, axis in self._axes:
                 axis.prepare(part)
             result: nn.Module = parallelize(part, **arguments)
             return result
 
-        return dataclasses.replace(spec, parallelize_fn=first)
+        return dataclasses.replace(spec, parallelize_fn=prepare_first)
 
     def before_optimizer(self, trainer: Trainer) -> None:
         for _, axis in self._axes:

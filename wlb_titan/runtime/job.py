@@ -14,8 +14,7 @@ from torchtitan.models.common import CosSinRoPE
 from torchtitan.models.common.decoder import Decoder
 
 from wlb_titan.cost.cluster import cluster_of_gpu, load_cluster
-from wlb_titan.cost.degrees import Degrees, own_dimensions
-from wlb_titan.cost.dimension import TORCHTITAN
+from wlb_titan.cost.degrees import TORCHTITAN, Degrees, own_dimensions
 from wlb_titan.job import Job
 from wlb_titan.memory.settings import MemorySettings
 from wlb_titan.runtime.compat import Dims, batch_of, device_bytes

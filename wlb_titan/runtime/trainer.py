@@ -34,7 +34,7 @@ from wlb_titan.runtime.cpu_device import add_up_by_sums
 from wlb_titan.runtime.data.dataloader import PlannedDataLoader, Step
 from wlb_titan.runtime.data.inputs import Item, grouped, to_device
 from wlb_titan.runtime.decided import decided
-from wlb_titan.runtime.dimension import Axes
+from wlb_titan.runtime.dimension import OwnAxes
 from wlb_titan.runtime.imbalance import step_figures
 from wlb_titan.runtime.job import configured_job, parallel_dims
 from wlb_titan.runtime.life import told
@@ -57,7 +57,6 @@ class Trainer(TorchtitanTrainer):
         job: what trains.
         shadow: the configured job where it is only planned; None where it trains.
         choice: how the policies were chosen; None where they are configured.
-        axes: the dimensions of [[wlb.dimensions]] on this rank.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -71,7 +70,7 @@ class Trainer(TorchtitanTrainer):
     def __init__(self, config: Config) -> None:
         self._decide(configured_job(config, parallel_dims(config, int(os.environ["WORLD_SIZE"]))))
         config = with_our_parts(config, self.job)
-        self.axes = Axes()
+        self.axes = OwnAxes()
         config.model_spec = self.axes.prepared(config.model_spec)
         super().__init__(config)
         self._cache: KeyValueCache | None = None  # of the step under way
@@ -183,8 +182,8 @@ class Trainer(TorchtitanTrainer):
         # A step without a learned token has a loss and gradients of 0, not 0 / 0.
         kind = torch.int64 if isinstance(step.labels, int) else torch.float32
         labels = torch.full((), step.labels or 1, dtype=kind, device=self.device)
-        if (apart := self.job.degrees.apart) > 1:  # the mean of their gradients is that of the whole job
-            labels = labels / apart
+        if (own_data := self.job.degrees.own_data) > 1:  # the mean of their gradients is the whole job's
+            labels = labels / own_data
         if step.flow is None:
             run = batch_of(self.config).run if self.parallel_dims.pp_enabled else 1
             groups = list(grouped(step.items, run))
@@ -209,7 +208,7 @@ class Trainer(TorchtitanTrainer):
         self.metrics_processor.count(step.plan.tokens, step.flops)
         difference = compared_difference(self.step) if asked else None
         if self.metrics_processor.should_log(self.step):
-            self.report(step, torch.stack(losses).sum() / apart, grad_norm, learning_rates, difference)
+            self.report(step, torch.stack(losses).sum() / own_data, grad_norm, learning_rates, difference)
         self.step_trace.end(self.step, step.plan)  # where the step was not logged
 
     @property

@@ -126,7 +126,7 @@ def candidates(job: Job, gpus: int) -> Iterator[Job]:
 
 def degrees_of(job: Job, gpus: int) -> Iterator[Degrees]:
     """Degrees that multiply to `gpus` and divide the model and the micro-batches; own dimensions stay."""
-    own, apart = job.degrees.own, job.degrees.apart
+    own, own_data = job.degrees.own, job.degrees.own_data
     gpus, rest = divmod(gpus, math.prod(one.degree for one in own))
     if rest:
         return
@@ -136,7 +136,7 @@ def degrees_of(job: Job, gpus: int) -> Iterator[Degrees]:
         for context in _powers_of_two(gpus // tensor):
             for pipeline in _powers_of_two(gpus // (tensor * context)):
                 shard, rest = divmod(gpus, tensor * context * pipeline)
-                data = shard * apart
+                data = shard * own_data
                 runs = not rest and job.micro_batches % data == 0
                 if not runs or job.micro_batches // data < pipeline or pipeline > job.model.layers:
                     continue

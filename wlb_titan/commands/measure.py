@@ -1,17 +1,25 @@
-"""The time of the attention of given segments on this device, and the cases by which `wlb-titan profile` and
-benchmarks/attention.py fit a latency model to it: equal segments of many shapes.
+"""Times on this device: attention of given segments, matrix products, element-wise operators, gathers.
 
-Most lengths are multiples of no tile's size: the model counts tiles on average over where segments begin.
+`wlb-titan profile` and benchmarks/attention.py fit a latency model of attention to the cases of a `Grid`:
+equal segments of many shapes. Most lengths are multiples of no tile's size, as the model counts tiles on
+average over where segments begin. The rest is for W_l (paper section 4.1, Figure 7).
 """
 
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor
+from torch.nn.functional import linear, rms_norm, silu
 
+from wlb_titan.cost.profile import LinearProfile
 from wlb_titan.kernels import varlen_attention
 from wlb_titan.kernels.options import Shape, make_inputs
 
@@ -19,6 +27,7 @@ ROUNDS = 3  # over all cases, some time apart: what disturbs the machine for a w
 SECONDS = 100.0  # after which no further round is begun
 MILLISECONDS = 40.0  # for which a case is run again and again in each round; its time is the median
 HOST_BOUND = 2.0  # milliseconds of a pass: below, the host may take longer than the GPU
+GATHERS = 20  # calls of each size, of which the median counts
 
 
 class GridCase(NamedTuple):
@@ -35,29 +44,9 @@ class GridCase(NamedTuple):
         columns = (number * self.q_len, ones * self.q_len, number * self.kv_len, ones * self.kv_len)
         return torch.from_numpy(np.stack(columns, axis=1).astype(np.int32))
 
-    def seconds(
-        self,
-        shape: Shape,
-        *,
-        dtype: torch.dtype,
-        device: str,
-        implementation: str = "auto",
-        milliseconds: float = MILLISECONDS,
-    ) -> tuple[float, float]:
-        """Seconds of the forward and of the backward."""
-        times = time_attention(
-            self.rows(),
-            shape,
-            dtype=dtype,
-            device=device,
-            implementation=implementation,
-            milliseconds=milliseconds,
-        )
-        return times[0] / 1e3, times[1] / 1e3
-
 
 class Grid(NamedTuple):
-    """Which cases are measured: each number of queries with each number of keys that is not smaller.
+    """Which attention is measured: each number of queries with each number of keys that is not smaller.
 
     q_lens: queries of a segment; around multiples of 64 the steps between tiles show.
     kv_lens: keys of a segment; it is measured with as many keys as queries besides.
@@ -97,15 +86,21 @@ CPU_GRID = Grid(
 )
 
 
-def pairs(segments: Tensor) -> int:
-    """How many (query, key) pairs the segments let meet."""
-    q_len, kv_len = segments.numpy().astype(np.int64).T[[1, 3]]
-    return int((q_len * kv_len - q_len * (q_len - 1) // 2).sum())
+class LinearGrid(NamedTuple):
+    """Which sizes of the rest are measured.
+
+    tokens: rows of an operand.
+    widths: widths of a layer and its MLP; matrices are products of tokens x width with width x width.
+    bytes_: that each rank brings to an all-gather.
+    """
+
+    tokens: tuple[int, ...]
+    widths: tuple[int, ...]
+    bytes_: tuple[int, ...]
 
 
-def flops(segments: Tensor, shape: Shape) -> int:
-    """Operations of the forward's two products over the real mask; the backward's are 2.5 times that."""
-    return int(2 * pairs(segments) * shape.q_heads * (shape.dim + shape.v_dim))
+GPU_LINEAR = LinearGrid((2048, 8192), (1024, 2048, 4096, 8192), (1 << 18, 1 << 21, 1 << 24, 1 << 26))
+CPU_LINEAR = LinearGrid((512, 2048), (256, 512, 1024), (1 << 14, 1 << 17, 1 << 20))
 
 
 def time_call(call: Callable[[], object], device: str, milliseconds: float = 200.0) -> float:
@@ -173,3 +168,68 @@ def time_attention(
             forward = time_graph(attend, device)
         backward = time_graph(lambda: torch.autograd.grad(attend(), leaves, dout), device) - forward
     return forward, backward
+
+
+def measure_linear(grid: LinearGrid, dtype: str, device: str, ranks: int) -> LinearProfile:
+    """Times of all but attention; of gathers too, where there are several `ranks`."""
+    matrices, elements = [], []
+    with torch.no_grad():
+        for tokens in grid.tokens:
+            for width in grid.widths:
+                x, y = torch.randn(2, tokens, width, device=device, dtype=getattr(torch, dtype))
+                for outer in grid.widths:
+                    weight = torch.randn(outer, width, device=device, dtype=x.dtype)
+                    took = time_call(partial(linear, x, weight), device, MILLISECONDS)
+                    matrices.append((2.0 * tokens * width * outer, took / 1e3))
+                for call, passes in (
+                    (lambda x=x, y=y: x + y, 3),  # reads and writes of an operand's bytes
+                    (lambda x=x: rms_norm(x, x.shape[-1:]), 2),
+                    (lambda x=x, y=y: silu(x) * y, 5),
+                ):
+                    took = time_call(call, device, MILLISECONDS)
+                    elements.append((float(passes * x.nbytes), took / 1e3))
+    gathers = gather_points(grid.bytes_, device, ranks) if ranks > 1 else ()
+    return LinearProfile(dtype, tuple(matrices), tuple(elements), tuple(gathers), ranks)
+
+
+def gather_points(sizes: tuple[int, ...], device: str, ranks: int) -> list[tuple[float, float]]:
+    """Bytes that each rank receives, and seconds, of all-gathers over `ranks` processes on this machine.
+
+    Args:
+        sizes: bytes that each rank brings.
+        device: "cuda" (NCCL, a device a rank) or "cpu" (gloo).
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (sizes, device, ranks, folder)
+        mp.spawn(_gather, args=arguments, nprocs=ranks)  # type: ignore[attr-defined, no-untyped-call]
+        lines = (Path(folder) / "points").read_text().splitlines()
+    return [(float(size), float(seconds)) for size, seconds in map(str.split, lines)]
+
+
+def _gather(rank: int, sizes: tuple[int, ...], device: str, ranks: int, folder: str) -> None:
+    """One rank of `gather_points`; the first writes what it measured."""
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    lines = []
+    for size in sizes:
+        mine = torch.zeros(size, dtype=torch.uint8, device=device)
+        everything = torch.empty(size * ranks, dtype=torch.uint8, device=device)
+        took = sorted(_gather_seconds(mine, everything) for _ in range(GATHERS))[GATHERS // 2]
+        lines.append(f"{size * (ranks - 1)} {took!r}")
+    if rank == 0:
+        (Path(folder) / "points").write_text("\n".join(lines))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _gather_seconds(mine: Tensor, everything: Tensor) -> float:
+    dist.barrier()
+    if mine.is_cuda:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    dist.all_gather_into_tensor(everything, mine)
+    if mine.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start

@@ -1,0 +1,371 @@
+"""The times that a job is predicted by: a device's profile, or else our kernels' on H100.
+
+A profile is what `wlb-titan profile` measured on a device, and the JSON file that keeps it:
+
+    {"schema": 2, "device": "NVIDIA H200", "units": 132, "software": "torch 2.11.0, wlb_titan 0.1.0",
+     "entries": [
+       {"head_dim": 128, "group": 8, "dtype": "bfloat16", "pass": "forward", "implementation": "gluon",
+        "tiles_of": "queries", "query_tile": 128, "key_block": 128, "merge_keys": 1024, "heads_per_tile": 1,
+        "launch": 2.1e-05, "key": 0.0, "query": 0.0, "segment": 0.0, "tile": 1.4e-06, "block": 1.5e-06,
+        "masked": 3.0e-07, "points": [[128, 128, 264, 32, 0.00012], ...]}],
+     "linear": {"dtype": "bfloat16", "ranks": 8, "matrices": [[FLOPs, seconds], ...], "elements": ..., ...}}
+
+"v_head_dim" is there besides where values have another head dim, and "linear" is missing in profiles of
+attention alone. Times are seconds; a point is q_len, kv_len, segments, heads, measured time.
+
+What is not attention is a line in each case, fixed + size x each seconds: FLOPs of matrix products, bytes
+that element-wise operators read and write, bytes that a rank receives in an all-gather. Planning takes the
+slopes, as rates. The fixed part of a gather is its latency; those of launches are small beside the
+micro-batches that planning is about.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wlb_titan.arrays import Floats
+from wlb_titan.cost.attention_kernels import COEFFICIENTS, Point, fit, hopper, predict, tilings
+from wlb_titan.cost.attention_latency import AttentionLatency, KernelCost, KeyTiling, Tiling
+from wlb_titan.cost.cluster import Cluster, Link, load_cluster
+from wlb_titan.cost.models import ModelShape
+from wlb_titan.errors import PlanError
+
+SCHEMA = 2
+PASSES = ("forward", "backward")
+TILES_OF = {"queries": Tiling, "keys": KeyTiling}
+
+Line = tuple[tuple[float, float], ...]
+"""(size, seconds) of each measurement."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """The attention of one layer on one device. The default is the paper's 7B model on one GPU.
+
+    Attributes:
+        head_dim: of queries and keys.
+        heads: query heads on the device: those of the model over the tensor-parallel degree.
+        group: query heads that share a key head.
+        dtype: data type of queries and keys, as torch names it.
+        v_head_dim: head dim of values, where it is another.
+        windows: (keys, share of the layers) for each sliding window.
+    """
+
+    head_dim: int = 128
+    heads: int = 32
+    group: int = 1
+    dtype: str = "bfloat16"
+    v_head_dim: int | None = None
+    windows: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def of(cls, model: ModelShape, tensor_parallel: int, dtype: str = "bfloat16") -> AttentionShape:
+        """The attention of one layer of a model on one tensor-parallel rank."""
+        return cls(
+            head_dim=model.head_dim,
+            heads=max(model.heads // tensor_parallel, 1),
+            group=model.heads // model.kv_heads,
+            dtype=dtype,
+            v_head_dim=None if model.v_head_dim == model.head_dim else model.v_head_dim,
+            windows=tuple((window, layers / model.layers) for window, layers in model.windows),
+        )
+
+    @property
+    def dims(self) -> str:
+        """Head dims as `wlb-titan profile` takes them: 128, or 192/128 where values have another."""
+        return str(self.head_dim) if self.v_head_dim is None else f"{self.head_dim}/{self.v_head_dim}"
+
+    @property
+    def kind(self) -> str:
+        """What of it a profile must have measured."""
+        return f"head dim {self.dims}, GQA group {self.group}, {self.dtype}"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One pass of one kind of attention.
+
+    Attributes:
+        head_dim, group, dtype, v_head_dim: as in `AttentionShape`.
+        direction: "forward" or "backward"; "pass" in the file.
+        cost: the coefficients fitted to the points.
+        implementation: which was measured: "gluon", "triton" or "reference".
+    """
+
+    head_dim: int
+    group: int
+    dtype: str
+    direction: str
+    cost: KernelCost
+    points: tuple[Point, ...]
+    implementation: str
+    v_head_dim: int | None = None
+
+    @property
+    def shape(self) -> AttentionShape:
+        return AttentionShape(self.head_dim, group=self.group, dtype=self.dtype, v_head_dim=self.v_head_dim)
+
+    def errors(self, units: int) -> Floats:
+        """float64 (points,), predicted over measured time minus 1."""
+        return predict(self.cost, self.points, units) / [point.seconds for point in self.points] - 1
+
+    def to_json(self) -> dict[str, Any]:
+        record = asdict(self)
+        record["pass"] = record.pop("direction")
+        record["tiles_of"] = "keys" if isinstance(self.cost.tiling, KeyTiling) else "queries"
+        cost = record.pop("cost")
+        record |= cost.pop("tiling") | {name: cost[name] for name in COEFFICIENTS}
+        return record
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> Entry:
+        if record["pass"] not in PASSES:
+            raise ValueError(f"pass {record['pass']!r} is neither forward nor backward")
+        sizes = {field.name: int(record[field.name]) for field in fields(Tiling)}
+        costs = {name: float(record[name]) for name in COEFFICIENTS}
+        return cls(
+            head_dim=int(record["head_dim"]),
+            group=int(record["group"]),
+            dtype=record["dtype"],
+            direction=record["pass"],
+            cost=KernelCost(TILES_OF[record["tiles_of"]](**sizes), **costs),
+            points=tuple(Point(*point) for point in record["points"]),
+            implementation=record["implementation"],
+            v_head_dim=record.get("v_head_dim"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LinearProfile:
+    """Everything but attention, measured on one device or between the devices of one node.
+
+    Attributes:
+        dtype: data type of the operands, as torch names it.
+        matrices: FLOPs and seconds.
+        elements: bytes and seconds.
+        gathers: bytes that each rank receives, and seconds; empty with one device.
+        ranks: ranks of the gathers.
+    """
+
+    dtype: str
+    matrices: Line
+    elements: Line
+    gathers: Line = ()
+    ranks: int = 1
+
+    @property
+    def matrix_flops(self) -> float:
+        """FLOP/s of matrix products."""
+        return 1 / line(self.matrices)[1]
+
+    @property
+    def element_bandwidth(self) -> float:
+        """Bytes/s of element-wise operators."""
+        return 1 / line(self.elements)[1]
+
+    @property
+    def link(self) -> Link | None:
+        """What the devices of the node communicate over; None if there was one device."""
+        if not self.gathers:
+            return None
+        fixed, each = line(self.gathers)
+        return Link(1 / each, fixed)
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> LinearProfile:
+        lines = {
+            name: tuple((float(size), float(seconds)) for size, seconds in record[name])
+            for name in ("matrices", "elements", "gathers")
+        }
+        return cls(record["dtype"], ranks=int(record["ranks"]), **lines)
+
+
+def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Fixed seconds and seconds a unit, by least squares of relative errors; neither below zero.
+
+    Args:
+        points: (size, seconds), of two sizes at least.
+
+    Example: 1 second and 2 seconds a unit:
+
+        >>> [round(value, 6) for value in line([(1, 3), (2, 5), (4, 9)])]
+        [1.0, 2.0]
+    """
+    sizes, seconds = np.array(points, dtype=np.float64).T
+    columns = np.stack([1 / seconds, sizes / seconds], axis=1)
+    fixed, each = np.linalg.lstsq(columns, np.ones(len(sizes)), rcond=None)[0]
+    if fixed >= 0 and each > 0:
+        return float(fixed), float(each)
+    return 0.0, float((columns[:, 1] @ np.ones(len(sizes))) / (columns[:, 1] @ columns[:, 1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What was measured on one device.
+
+    Attributes:
+        units: programs that it runs side by side.
+        software: versions that were measured.
+        entries: one for each pass and kind of attention.
+        linear: None where only attention was measured.
+    """
+
+    device: str
+    units: int
+    software: str
+    entries: tuple[Entry, ...]
+    linear: LinearProfile | None = None
+
+    def latency(self, shape: AttentionShape) -> AttentionLatency:
+        """The latency model of an attention that was measured.
+
+        Raises:
+            PlanError: it was not; the message says what was.
+        """
+        found = {entry.direction: entry for entry in self.entries if entry.shape.kind == shape.kind}
+        if missing := [direction for direction in PASSES if direction not in found]:
+            lacks = f"{missing[0]} pass of the attention" if found else "attention"
+            known = dict.fromkeys(entry.shape.kind for entry in self.entries)
+            raise PlanError(
+                f"The profile of {self.device} has no {lacks} of {shape.kind}; it has {'; '.join(known)}. "
+                f"Measure it: wlb-titan profile --head-dim {shape.dims} --group {shape.group} "
+                f"--dtype {shape.dtype} --output FILE"
+            )
+        return AttentionLatency(
+            found["forward"].cost,
+            found["backward"].cost,
+            self.units,
+            shape.heads,
+            f"profile of {self.device}",
+            measured_to=max((p.kv_len for entry in found.values() for p in entry.points), default=None),
+            windows=shape.windows,
+            group=shape.group,
+        )
+
+    def on(self, cluster: Cluster) -> Cluster:
+        """The cluster at the measured rates; as it is where only attention was measured."""
+        if self.linear is None:
+            return cluster
+        flops, bandwidth = self.linear.matrix_flops, self.linear.element_bandwidth
+        return replace(cluster, linear_flops=flops, memory_bandwidth=bandwidth)
+
+    def save(self, path: Path) -> None:
+        """Writes the JSON file; one line for each entry."""
+        head = {"schema": SCHEMA, "device": self.device, "units": self.units, "software": self.software}
+        entries = ",\n".join(json.dumps(entry.to_json()) for entry in self.entries)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        linear = "" if self.linear is None else f',\n"linear": {json.dumps(asdict(self.linear))}'
+        path.write_text(f'{json.dumps(head)[:-1]}, "entries": [\n{entries}\n]{linear}}}\n', encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        """Reads what `save` wrote.
+
+        Raises:
+            PlanError: there is no such file, or it is no profile of this schema.
+        """
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if record["schema"] != SCHEMA:
+                raise ValueError(f"its schema is {record['schema']}, not {SCHEMA}")
+            return cls(
+                device=record["device"],
+                units=int(record["units"]),
+                software=record["software"],
+                entries=tuple(map(Entry.from_json, record["entries"])),
+                linear=LinearProfile.from_json(record["linear"]) if "linear" in record else None,
+            )
+        except OSError as error:
+            raise PlanError(f"The profile {path} cannot be read: {error.strerror}.") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(
+                f"{path} is not a profile that this wlb_titan reads: {type(error).__name__} {error}. Measure "
+                "it again with `wlb-titan profile`."
+            ) from error
+
+
+def fitted(
+    shape: AttentionShape,
+    cases: Sequence[tuple[int, int, int]],
+    seconds: Floats,
+    units: int,
+    implementations: tuple[str, str],
+) -> list[Entry]:
+    """The entries of both passes that describe measured times best.
+
+    Args:
+        shape: what was measured; its heads are those of each case.
+        cases: (q_len, kv_len, segments) of each case.
+        seconds: float64 (cases, 2), of the forward and of the backward.
+        units: programs that the device runs side by side.
+        implementations: of forward and backward, as `tilings` names them.
+    """
+    entries = []
+    for number, (direction, name) in enumerate(zip(PASSES, implementations, strict=True)):
+        times = seconds[:, number].tolist()
+        points = tuple(Point(*case, shape.heads, time) for case, time in zip(cases, times, strict=True))
+        cost = fit(points, units, tilings(name, shape.group)[number])
+        entries.append(
+            Entry(shape.head_dim, shape.group, shape.dtype, direction, cost, points, name, shape.v_head_dim)
+        )
+    return entries
+
+
+def configured_latency(cluster: Cluster, shape: AttentionShape, profile: str) -> AttentionLatency:
+    """The attention of one layer, as [wlb.sharding] profile says or, where it is empty, the cluster.
+
+    Raises:
+        PlanError: the profile cannot be read, or lacks this attention.
+    """
+    if not profile:
+        return cluster_latency(cluster, shape)
+    try:
+        return Profile.load(Path(profile)).latency(shape)
+    except PlanError as error:
+        raise PlanError(str(error), setting="sharding.profile") from error
+
+
+def measured_cluster(cluster: Cluster, profile: str) -> Cluster:
+    """The cluster at the rates of the profile that [wlb.sharding] or it names, if there is one.
+
+    Raises:
+        PlanError: the profile cannot be read.
+    """
+    name = profile or cluster.attention_profile
+    return Profile.load(Path(name)).on(cluster) if name else cluster
+
+
+def cluster_latency(cluster: Cluster, shape: AttentionShape) -> AttentionLatency:
+    """The attention of one layer on a GPU of a cluster: by its profile, if that has such an attention, else
+    that of our kernels on an H100, scaled to the cluster's rates of attention."""
+    if cluster.attention_profile:
+        try:
+            return Profile.load(Path(cluster.attention_profile)).latency(shape)
+        except PlanError as error:
+            warnings.warn(
+                f"{error} Until then its times are those of H100, scaled to the attention rates of "
+                f"{cluster.name}.",
+                stacklevel=2,
+            )
+    head_dim = (shape.head_dim + (shape.v_head_dim or shape.head_dim)) / 2
+    ours = hopper(head_dim, shape.heads, group=shape.group)
+    derived = replace(ours, windows=shape.windows, units=cluster.units)
+    base = load_cluster("h100_roce")
+    units = cluster.units / base.units
+    forward = units * base.attention_flops / cluster.attention_flops
+    backward = units * base.attention_backward_flops / cluster.attention_backward_flops
+    if forward == backward == 1:
+        return derived
+    return replace(
+        derived,
+        forward=derived.forward.slower(forward),
+        backward=derived.backward.slower(backward),
+        source=f"{derived.source}, scaled to {cluster.name}",
+    )
