@@ -132,7 +132,7 @@ def test_a_missing_profile_is_refused(tmp_path):
 
 
 def test_a_foreign_profile_is_refused(profile):
-    with pytest.raises(PlanError, match="no attention of .*float16"):
+    with pytest.raises(PlanError, match=r"no attention of .*float16"):
         cost_model(str(profile), replace(JOB, dtype="float16"))
 
 
