@@ -96,6 +96,8 @@ def test_merged_segments_are_counted_as_the_kernels_merge_them(longest, error, w
     counted = Tiling(128, 128, merge_keys=1024).count(lengths, lengths, window).sum(axis=1)
     assert counted[0] == pytest.approx(len(listed), rel=0.03)
     assert counted[1] == pytest.approx(blocks_of(listed)[0], rel=error)
+    walked = KeyTiling(64, 128, 1024).count(lengths, lengths, window)[1].sum()
+    assert walked == pytest.approx(steps_of(segments, int(lengths.sum()), window)[1], rel=0.1)
     unmerged = Tiling(128, 128).count(lengths, lengths).sum(axis=1)
     assert unmerged[0] > 1.2 * counted[0] or longest == 900
 
@@ -123,16 +125,6 @@ def test_tiles_of_keys_are_walked_as_the_kernels_do(policy, window, queries):
         counted += KeyTiling(queries, 128, 1024).count(segments[:, 1], segments[:, 3], window)[:2].sum(axis=1)
         listed += steps_of(segments, int(lengths.sum()), window, queries)
     assert counted == pytest.approx(listed, rel=0.02)
-
-
-@pytest.mark.parametrize("window", [None, 200])
-@pytest.mark.parametrize("longest", [40, 300, 900])
-def test_merged_tiles_of_keys_are_walked_as_the_kernels_do(longest, window):
-    rng = np.random.default_rng(longest)
-    lengths = rng.integers(1, longest, 60000 // longest)
-    segments = context.segments(context.whole(lengths), lengths)
-    counted = KeyTiling(64, 128, 1024).count(lengths, lengths, window)[1].sum()
-    assert counted == pytest.approx(steps_of(segments, int(lengths.sum()), window)[1], rel=0.1)
 
 
 def test_a_program_has_as_many_heads_as_leave_it_shorter_than_the_launch():
@@ -299,12 +291,9 @@ def test_head_dim_64_takes_what_published_rates_say():
     assert small.backward.block / large.backward.block == pytest.approx(561 / 474 / 2, abs=1e-3)
 
 
-def test_tiles_and_blocks_must_divide():
+def test_the_passes_have_tilings_of_their_own_whose_tiles_and_blocks_divide():
     with pytest.raises(ValueError, match="96 queries and blocks of 128"):
         Tiling(96, 128)
-
-
-def test_different_tilings_of_the_passes_are_each_counted():
     forward = KernelCost(Tiling(128, 128), 0, 0, 0, 1, 0, 0)
     backward = KernelCost(Tiling(64, 64), 0, 0, 0, 1, 0, 0)
     latency = AttentionLatency(forward, backward, units=1, heads=2, source="test")

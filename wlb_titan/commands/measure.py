@@ -27,7 +27,7 @@ ROUNDS = 3  # over all cases, some time apart: what disturbs the machine for a w
 SECONDS = 100.0  # after which no further round is begun
 MILLISECONDS = 40.0  # for which a case is run again and again in each round; its time is the median
 HOST_BOUND = 2.0  # milliseconds of a pass: below, the host may take longer than the GPU
-GATHERS = 20  # calls of each size, of which the median counts
+GATHERS = 20  # calls of each size; their median counts
 
 
 class GridCase(NamedTuple):
@@ -49,8 +49,8 @@ class Grid(NamedTuple):
     """Which attention is measured: each number of queries with each number of keys that is not smaller.
 
     q_lens: queries of a segment; around multiples of 64 the steps between tiles show.
-    kv_lens: keys of a segment; it is measured with as many keys as queries besides.
-    keys: a case has as many segments as fit into so many keys, and one at least.
+    kv_lens: keys of a segment; it is also measured with as many keys as queries.
+    keys: a case has as many segments as fit into this number of keys, and one at least.
     pairs: most pairs of a query and a key, times heads, in one call.
     heads: query heads, where nothing else decides them.
     """
@@ -62,7 +62,7 @@ class Grid(NamedTuple):
     heads: int
 
     def cases(self, heads: int) -> Iterator[GridCase]:
-        """All cases of so many query heads, each once."""
+        """All cases with this number of query heads, each once."""
         for q_len in self.q_lens:
             for kv_len in sorted({q_len, *(k for k in self.kv_lens if k > q_len)}):
                 most = self.pairs // (q_len * kv_len * heads)
@@ -216,20 +216,21 @@ def _gather(rank: int, sizes: tuple[int, ...], device: str, ranks: int, folder: 
     for size in sizes:
         mine = torch.zeros(size, dtype=torch.uint8, device=device)
         everything = torch.empty(size * ranks, dtype=torch.uint8, device=device)
-        took = sorted(_gather_seconds(mine, everything) for _ in range(GATHERS))[GATHERS // 2]
-        lines.append(f"{size * (ranks - 1)} {took!r}")
+        seconds = []
+        for _ in range(GATHERS):
+            dist.barrier()
+            _wait_for(device)
+            start = time.perf_counter()
+            dist.all_gather_into_tensor(everything, mine)
+            _wait_for(device)
+            seconds.append(time.perf_counter() - start)
+        lines.append(f"{size * (ranks - 1)} {float(np.median(seconds))!r}")
     if rank == 0:
         (Path(folder) / "points").write_text("\n".join(lines))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _gather_seconds(mine: Tensor, everything: Tensor) -> float:
-    dist.barrier()
-    if mine.is_cuda:
+def _wait_for(device: str) -> None:
+    if device == "cuda":
         torch.cuda.synchronize()
-    start = time.perf_counter()
-    dist.all_gather_into_tensor(everything, mine)
-    if mine.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start

@@ -1,7 +1,7 @@
 """The time of the attention kernel on what one context-parallel rank holds (paper sections 5.2 and 5.3).
 
 A kernel cuts queries into tiles and walks over blocks of keys, so time follows tiles and blocks, not tokens:
-a tile with one query costs what a full one does, and a block on the diagonal costs its masking besides. A
+a tile with one query costs what a full one does, and a block on the diagonal costs its masking too. A
 backward pass may cut keys into tiles instead and walk over blocks of queries (`KeyTiling`). The time of a
 segment is a sum over its tiles,
 
@@ -44,7 +44,7 @@ class Tiling:
     Attributes:
         query_tile: query tokens of a tile.
         key_block: keys that a tile reads at a time; a multiple or a divisor of `query_tile`.
-        merge_keys: neighbouring segments of at most so many keys share tiles; 0 where each has its own.
+        merge_keys: neighbouring segments of at most this number of keys share tiles; 0: each has its own.
         heads_per_tile: query heads that one tile computes (packed GQA).
     """
 
@@ -136,8 +136,8 @@ class Tiling:
             ratio = self.query_tile // self.key_block
             return tiles * (np.ceil(keys / self.key_block) + ratio / 2 * (tiles + 1))
         ratio = self.key_block // self.query_tile
-        begin = np.ceil(keys / self.query_tile)
-        return _sum_of_ceilings(begin + tiles, ratio) - _sum_of_ceilings(begin, ratio)
+        first = np.ceil(keys / self.query_tile)
+        return _sum_of_ceilings(first + tiles, ratio) - _sum_of_ceilings(first, ratio)
 
 
 def _sum_of_ceilings(n: Floats, ratio: int) -> Floats:

@@ -36,7 +36,7 @@ class Link:
     latency: float = _figure("latency", 0, 1, "seconds")
 
     def collective(self, bytes_: float, ranks: int) -> float:
-        """Seconds of an all-gather or reduce-scatter of `bytes_` in all over so many ranks."""
+        """Seconds of an all-gather or reduce-scatter over `ranks`, of `bytes_` on all of them together."""
         if ranks == 1:
             return 0.0
         return bytes_ * (ranks - 1) / ranks / self.bandwidth + self.latency
@@ -81,7 +81,7 @@ class Cluster:
         """Seconds of an all-to-all without its latency, over neighbouring ranks that fill nodes.
 
         Every GPU sends what goes to other nodes through its own network card, and the rest meanwhile within
-        its node. `bytes_` are those of each rank, of which it sends an equal share to every rank.
+        its node. Each rank has `bytes_` and sends an equal share of them to every rank.
         """
         inside = min(ranks, self.gpus_per_node)
         near = bytes_ * (inside - 1) / ranks / self.node.bandwidth

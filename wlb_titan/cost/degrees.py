@@ -106,7 +106,8 @@ class Dimension(Plugin):
         return times
 
     def meeting(self, job: Job, weights: float) -> Meeting | None:
-        """What its ranks, with so many weights each, all-reduce every `every` steps; None for nothing."""
+        """What its ranks all-reduce every `every` steps; `weights` are the number of weights of each. None
+        for nothing."""
         return None
 
 

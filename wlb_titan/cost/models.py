@@ -48,7 +48,7 @@ class ModelShape:
 
     @property
     def head_dims(self) -> int:
-        """Head dim of queries and keys, and that of values besides."""
+        """Head dim of queries and keys plus that of values."""
         return self.head_dim + (self.v_head_dim or self.head_dim)
 
     def key_elements(self, tensor: int) -> float:

@@ -10,7 +10,7 @@ A profile is what `wlb-titan profile` measured on a device, and the JSON file th
         "masked": 3.0e-07, "points": [[128, 128, 264, 32, 0.00012], ...]}],
      "linear": {"dtype": "bfloat16", "ranks": 8, "matrices": [[FLOPs, seconds], ...], "elements": ..., ...}}
 
-"v_head_dim" is there besides where values have another head dim, and "linear" is missing in profiles of
+"v_head_dim" is null or missing where values have the same head dim, and "linear" is missing in profiles of
 attention alone. Times are seconds; a point is q_len, kv_len, segments, heads, measured time.
 
 What is not attention is a line in each case, fixed + size x each seconds: FLOPs of matrix products, bytes
@@ -343,8 +343,8 @@ def measured_cluster(cluster: Cluster, profile: str) -> Cluster:
 
 
 def cluster_latency(cluster: Cluster, shape: AttentionShape) -> AttentionLatency:
-    """The attention of one layer on a GPU of a cluster: by its profile, if that has such an attention, else
-    that of our kernels on an H100, scaled to the cluster's rates of attention."""
+    """The attention of one layer on a GPU of a cluster: by its profile, or where that lacks this attention by
+    our kernels on an H100, scaled to the cluster's rates."""
     if cluster.attention_profile:
         try:
             return Profile.load(Path(cluster.attention_profile)).latency(shape)

@@ -39,7 +39,7 @@ class Axis:
 
 
 def meets(trainer: Trainer, every: int) -> bool:
-    """Whether ranks that meet every so many steps do so in this one: also in the last, which is saved."""
+    """Whether ranks that meet every `every` steps do so in this one: also in the last, which is saved."""
     return trainer.step % every == 0 or trainer.step == trainer.config.training.steps
 
 
