@@ -151,7 +151,7 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     backward, ratios = backward_fit([x for x, _ in kept], np.array([ms for _, ms in kept]), then[1], around)
     print(
-        f"backward: step {backward.step:.3f}, program {backward.launch:g} us, "
+        f"backward: step {backward.step:.3f}, program {backward.tile:g} us, "
         f"query around it {around * 1e3 * UNITS:.4f} us"
     )
     print(f"  {len(kept)} of the grid met within {np.median(np.abs(ratios - 1)):.1%} in the median")
