@@ -23,7 +23,7 @@ from wlb_titan.cost.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.documents.lengths import NAMED
 from wlb_titan.job import Job
-from wlb_titan.memory.settings import MemorySettings
+from wlb_titan.memory.layer import MemorySettings
 from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.plan import Plan
 from wlb_titan.simulator.step import simulate

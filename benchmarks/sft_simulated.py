@@ -30,7 +30,7 @@ from wlb_titan.cost.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.documents.lengths import NAMED
 from wlb_titan.job import Job
-from wlb_titan.memory.settings import MemorySettings
+from wlb_titan.memory.layer import MemorySettings
 from wlb_titan.packing import POLICIES
 from wlb_titan.packing.plain import Plain
 from wlb_titan.packing.policy import Packing

@@ -27,7 +27,7 @@ from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
-from wlb_titan.memory.peak import GIB
+from wlb_titan.memory.rank import GIB
 from wlb_titan.policies import Policy
 from wlb_titan.simulator.scenario import Scenario
 

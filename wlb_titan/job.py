@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 from wlb_titan.context import ALL_KEYS, STRATEGIES, ContextStrategy, Exchange, KeyShares
 from wlb_titan.context.exchange import ExchangeCost
@@ -23,15 +23,13 @@ from wlb_titan.cost.workload import CostModel, cost_model
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.fits import Fitting, fullest, usable_share
-from wlb_titan.memory.layer import TokenBytes
-from wlb_titan.memory.peak import MemoryJob
-from wlb_titan.memory.settings import MemorySettings
+from wlb_titan.memory.layer import MemorySettings, TokenBytes
+from wlb_titan.memory.rank import MemoryJob
 from wlb_titan.packing import POLICIES, PackingPolicy
 from wlb_titan.packing.policy import OnOneRank, PackingJob, here
 from wlb_titan.packing.slim.dp_merge import Merging, group_sizes
 from wlb_titan.packing.slim.seconds import PackSeconds
-from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder
-from wlb_titan.pipeline.runs import PipelineRuns
+from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder, arranged
 from wlb_titan.pipeline.schedule import PipelineShape, layers_of_stages
 from wlb_titan.plan import Plan
 from wlb_titan.planner import Planner
@@ -220,10 +218,10 @@ class Job:
     @cached_property
     def merging(self) -> dict[int, Merging]:
         """What it means that so many data-parallel ranks share a micro-batch; empty where none do."""
-        held, found = self.token_bytes.held, {}
+        kept, found = self.token_bytes.kept_in_slices, {}
         for ranks, job in self.merged.items():
             if ranks > 1 and job.strategy is not None:  # without which nothing is shared
-                found[ranks] = Merging(job.strategy, job.divisor, job.token_bytes.held / held)
+                found[ranks] = Merging(job.strategy, job.divisor, job.token_bytes.kept_in_slices / kept)
         return found
 
     @property
@@ -311,7 +309,8 @@ class Job:
         assert not self.undecided, "no policy has been chosen for `auto`"
         pipeline = None
         if self.degrees.pipeline > 1:
-            pipeline = PipelineRuns(self.shape, self.run or self.replica_micro_batches, self.order)
+            order = self.order.make(self.shape)
+            pipeline = partial(arranged, order, self.run or self.replica_micro_batches)
         job = PackingJob(
             window=self.window,
             micro_batches=self.micro_batches,

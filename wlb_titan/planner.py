@@ -8,7 +8,7 @@ or policy, it trains the documents that were left.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing import PackingJob, PackingPolicy, assignment
 from wlb_titan.packing.policy import Packing
-from wlb_titan.pipeline.runs import PipelineRuns
 from wlb_titan.plan import ID, LENGTH, START, MicroBatch, Plan
 
 STATE_VERSION = (
@@ -33,7 +32,8 @@ class Planner:
 
     Args:
         strategy: divides each micro-batch over context-parallel ranks; None without context parallelism.
-        pipeline: how a data-parallel rank's micro-batches go through its pipeline; None without one.
+        pipeline: puts the packs of data-parallel ranks in the order in which they go through its pipeline, as
+            of `pipeline.order.arranged`; None without one.
 
     Raises:
         PlanError: the settings do not fit each other or the documents.
@@ -46,7 +46,7 @@ class Planner:
         packing: PackingPolicy.Config,
         *,
         strategy: ContextStrategy | None,
-        pipeline: PipelineRuns | None,
+        pipeline: Callable[[list[list[int]], Floats, Floats], list[list[int]]] | None,
     ) -> None:
         self._stream = DocumentStream(documents.mixture(), job.window)
         if self._stream.documents < job.micro_batches:
@@ -139,7 +139,7 @@ class Planner:
         else:
             assigned = assignment.in_order(self._job.micro_batches, self._job.data_parallel)
         if self._pipeline is not None and packing.assigned is None:
-            assigned = self._pipeline.arranged(assigned, forward, backward)
+            assigned = self._pipeline(assigned, forward, backward)
         micro_batches = self._micro_batches_of(packing, assigned, workloads, sharded)
         of_backward: tuple[MicroBatch, ...] = ()  # the same
         if packing.regrouped is not None:

@@ -33,8 +33,8 @@ from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job
-from wlb_titan.memory.packs import Passes
-from wlb_titan.memory.settings import MemorySettings
+from wlb_titan.memory.layer import MemorySettings
+from wlb_titan.memory.rank import Passes
 from wlb_titan.packing import POLICIES, PackingPolicy
 from wlb_titan.plan import LENGTH
 from wlb_titan.policies import Policy

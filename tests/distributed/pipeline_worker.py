@@ -14,7 +14,6 @@ import gc
 import itertools
 import os
 import sys
-import time
 from typing import ClassVar
 
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
@@ -139,21 +138,14 @@ def build(corpus, name, *, schedule, layers, pp, cp=1, tp=1, dp=1, replicate=1, 
 
 def processed(trainer, micro_batches):
     """What the trainer hands to the pipeline for these micro-batches."""
-    arguments, kwargs, targets = [], [], []
+    moved = []
     rank = trainer.config.dataloader.context_rank
     for s in micro_batches:
         strategy = trainer.job.strategy
         shards = strategy.shard(s.lengths, len(s.tokens))[1] if strategy is not None else None
         item = rank_item(s.tokens, s.labels, s.positions, s.lengths, strategy, shards, rank)
-        inputs, labels, extra = trainer.post_dataloading_process(*item)
-        arguments.append((inputs,))
-        kwargs.append(extra)
-        targets.append(labels)
-    return {
-        "arg_mbs": arguments if trainer.pp_has_first_stage else None,
-        "kwarg_mbs": kwargs,
-        "target_mbs": targets if trainer.pp_has_last_stage else None,
-    }
+        moved.append(trainer.post_dataloading_process(*item))
+    return moved
 
 
 def run_case(corpus, *, name, steps, evaluate=(), cp=1, dp=1, replicate=1, **options):
@@ -174,10 +166,9 @@ def run_case(corpus, *, name, steps, evaluate=(), cp=1, dp=1, replicate=1, **opt
         data = step_data(step, lengths, data_parallel)
         record = {"step": step}
         if step in evaluate:
-            losses = [] if trainer.pp_has_last_stage else None
             with RECORDER, torch.no_grad(), trainer.train_context():
-                trainer.pp_schedule.eval(**processed(trainer, data[rank]), losses=losses)
-            record["eval"] = added_up(trainer, losses) / int(valid_tokens(data))
+                loss = trainer.pp_schedule.eval(processed(trainer, data[rank]))
+            record["eval"] = added_up(trainer, loss) / int(valid_tokens(data))
             record["eval_reference"] = reference.step(data, backward=False)[0] if reference else None
         trainer.optimizers.zero_grad()
         record["loss"] = added_up(trainer, train_step(trainer, data, rank))
@@ -192,10 +183,7 @@ def run_case(corpus, *, name, steps, evaluate=(), cp=1, dp=1, replicate=1, **opt
 
 
 def run_drill(corpus, *, name, victim, signal_number, **options):
-    """The second step, in which rank `victim` gets a signal in its second forward pass.
-
-    The others print how long the step took, so that the test can tell when they noticed.
-    """
+    """The second step, in which rank `victim` gets a signal in its second forward pass."""
     _, trainer = build(corpus, name, **options)
     train_step(trainer, step_data(0, [64, 128, 32, 64], 1), 0)
     if dist.get_rank() == victim:
@@ -206,11 +194,7 @@ def run_drill(corpus, *, name, victim, signal_number, **options):
                 os.kill(os.getpid(), signal_number)
 
         trainer.model_parts[0].register_forward_pre_hook(strike)
-    begin = time.monotonic()
-    try:
-        train_step(trainer, step_data(1, [32, 256, 64, 128], 1), 0)
-    finally:
-        print(f"step ended after {time.monotonic() - begin:.1f} seconds", flush=True)
+    train_step(trainer, step_data(1, [32, 256, 64, 128], 1), 0)
 
 
 def run_soak(corpus, *, name, steps, multiple, cp=1, **options):
@@ -252,26 +236,17 @@ def memory_in_use():
 
 
 def train_step(trainer, data, rank):
-    """Forward and backward of rank `rank`'s micro-batches; returns the losses on the last stage."""
-    losses = [] if trainer.pp_has_last_stage else None
+    """Forward and backward of rank `rank`'s micro-batches; the sum of the losses on the last stage."""
     RECORDER.latest = lambda: trainer.timer.latest
     with RECORDER, trainer.train_context():
         trainer.step_trace.begin(trainer.step)
-        trainer.pp_schedule.step(
-            **processed(trainer, data[rank]),
-            losses=losses,
-            loss_kwargs={"global_valid_tokens": valid_tokens(data)},
-        )
-    return losses
+        return trainer.pp_schedule.step(processed(trainer, data[rank]), valid_tokens(data))
 
 
-def added_up(trainer, losses):
-    """The sum over micro-batches and ranks of losses, each counted once; needs every rank."""
-    mine = 0.0
-    if losses:
-        # A loss is a partial sum over data- and context-parallel ranks, and the same on tensor-parallel ones.
-        mine = sum(float(loss.to_local() if isinstance(loss, DTensor) else loss) for loss in losses)
-        mine /= trainer.parallel_dims.tp
+def added_up(trainer, loss):
+    """The sum over ranks of a loss, each counted once; needs every rank."""
+    # A partial sum over data- and context-parallel ranks, and the same on tensor-parallel ones.
+    mine = float(loss.to_local() if isinstance(loss, DTensor) else loss) / trainer.parallel_dims.tp
     total = torch.tensor(mine, dtype=torch.float64)
     dist.all_reduce(total)
     return float(total)

@@ -132,6 +132,7 @@ def test_bfloat16_passes_between_stages(results):
 
 
 TIMEOUT = 20  # seconds, of communication in the drills
+TIMED_OUT = re.compile(rf"Timed out waiting {TIMEOUT}000ms")
 
 
 @pytest.fixture(scope="module")
@@ -149,18 +150,13 @@ def drills(folder, fork_server):
         job.kill()
 
 
-def seconds_of_last_step(output):
-    (line,) = [line for line in output.splitlines() if line.startswith("step ended after")]
-    return float(line.split()[3])
-
-
 def test_a_killed_rank_ends_the_others_with_a_message(drills):
     job, log = drills[signal.SIGKILL]
     survivor, victim = job.wait(200)
     output = log.read_text()
     assert survivor != 0, output
     assert victim == -signal.SIGKILL
-    assert seconds_of_last_step(output) < TIMEOUT
+    assert not TIMED_OUT.search(output), output[-4000:]
     assert "Global rank 0 stopped in a step of 4 micro-batches" in output, output[-4000:]
     assert re.search(r"began was [FB][0-3] of stage 0", output), output[-4000:]
 
@@ -171,5 +167,5 @@ def test_a_stopped_rank_ends_the_others_within_the_timeout(drills):
     output = log.read_text()
     assert survivor != 0, output
     assert 1 not in job.codes
-    assert TIMEOUT - 1 < seconds_of_last_step(output) < TIMEOUT + 10
+    assert TIMED_OUT.search(output), output[-4000:]
     assert "Global rank 0 stopped in a step of 4 micro-batches" in output, output[-4000:]

@@ -13,12 +13,13 @@ from torch.distributed.pipelining.schedules import (
 )
 from torchtitan.config import CompileConfig, ParallelismConfig
 
+from wlb_titan.errors import PlanError
+from wlb_titan.pipeline.schedule import check_micro_batches
 from wlb_titan.runtime.metrics import metrics_rank
 from wlb_titan.runtime.pipeline.schedules import (
     SPLITS_BACKWARD,
     TORCH_SCHEDULES,
     canonical_name,
-    check_micro_batches,
     check_schedule,
 )
 
@@ -56,7 +57,7 @@ def test_numbers_of_micro_batches_are_refused_as_torch_would(name, ranks):
         if runs:
             check_micro_batches(name, ranks, stages, micro_batches)
         else:
-            with pytest.raises(ValueError, match=f"{name}.*{micro_batches}"):
+            with pytest.raises(PlanError, match=f"{name}.*{micro_batches}"):
                 check_micro_batches(name, ranks, stages, micro_batches)
 
 

@@ -16,8 +16,7 @@ from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.cost.workload import cost_model
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.layer import TokenBytes
-from wlb_titan.memory.settings import MemorySettings
+from wlb_titan.memory.layer import MemorySettings, TokenBytes
 from wlb_titan.packing.slim.asymmetric import Line, asymmetric, last_needed
 from wlb_titan.packing.slim.regrouped import regrouped_times
 from wlb_titan.packing.slim.slices import kind, piece_numbers

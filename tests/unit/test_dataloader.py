@@ -54,8 +54,8 @@ def test_orders_of_passes_are_lowered_in_the_planners_thread(policy, tmp_path):
     config = PlannedDataLoader.Config(corpus=CorpusSettings(path=str(tmp_path / "corpus")), job=job)
     loader = PlannedDataLoader(config, dp_world_size=1, dp_rank=0)
     lowered = []
-    loader.lower = lambda flow: lowered.append((flow, threading.current_thread().name.split("_")[0]))
-    step = next(iter(loader))
+    steps = loader.steps(lambda flow: lowered.append((flow, threading.current_thread().name.split("_")[0])))
+    step = next(steps)
     loader.close()
     if policy == "plain":
         assert step.flow is None and not lowered

@@ -8,10 +8,8 @@ from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.fits import USABLE, Fitting
-from wlb_titan.memory.layer import TokenBytes
-from wlb_titan.memory.packs import Passes
-from wlb_titan.memory.peak import GIB, MemoryJob, weighted_tokens
-from wlb_titan.memory.settings import MemorySettings
+from wlb_titan.memory.layer import MemorySettings, TokenBytes
+from wlb_titan.memory.rank import GIB, MemoryJob, Passes, weighted_tokens
 from wlb_titan.pipeline.schedule import PipelineShape, layers_of_stages, rank_actions
 from wlb_titan.plan import ByPass
 
@@ -124,21 +122,31 @@ def test_gradients_are_there_once_they_were_reduced():
     assert (few.tokens, many.tokens) == (64, 2 * 64000)
 
 
-@pytest.mark.parametrize(
-    ("checkpointing", "tp", "elements"),
-    [
-        # s, g, q, k and f of memory/layer.py: hidden 8, query and key widths 8 and 4, feed-forward 16.
-        ("none", 1, 4 * 8 + 2 * 8 + 4 * 16 + 2 * 4),
-        ("none", 2, 2 * 8 / 2 + 2 * 8 + 2 * 8 / 2 + 4 * 16 / 2 + 2 * 4 / 2),
-        ("selective", 1, 8 + (8 + 2 * 4) + 8 + 16),
-        ("full", 1, 8),
-    ],
-)
-def test_what_a_layer_keeps_of_a_token(checkpointing, tp, elements):
-    log_sum_exp = 4 * 2 / tp if checkpointing != "full" else 0
-    rotary = 4 * 4 if checkpointing == "none" else 0  # complex numbers of float32, of half the head dim
-    token = TokenBytes.of(MODEL, Degrees(tensor=tp), MemorySettings(checkpointing=checkpointing))
-    assert token.kept == elements * 2 + log_sum_exp + rotary
+@pytest.mark.parametrize("tp", [1, 2])
+def test_checkpointing_keeps_less_of_a_layer(tp):
+    kept = [
+        TokenBytes.of(MODEL, Degrees(tensor=tp), MemorySettings(checkpointing=kind)).kept
+        for kind in ("none", "selective", "full")
+    ]
+    assert kept[0] > kept[1] > kept[2] == 8 * 2 / tp  # the hidden state in bfloat16, of this rank's tokens
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_activations_grow_with_tokens_and_weights_shrink_with_shards(pipeline, checkpointing):
+    def ranks(length, shard):
+        settings = MemorySettings(checkpointing=checkpointing)
+        return pipeline_memory(
+            MODEL, Degrees(pipeline=pipeline, shard=shard), [length] * 4, settings=settings
+        )
+
+    for short, longer, sharded in zip(ranks(64000, 2), ranks(128000, 2), ranks(64000, 4), strict=True):
+        for term in ("activations", "backward", "loss"):
+            assert getattr(longer, term) == 2 * getattr(short, term)
+            assert getattr(sharded, term) == getattr(short, term)
+        for term in ("weights", "optimizer", "gradients"):
+            assert getattr(longer, term) == getattr(short, term)
+            assert 2 * getattr(sharded, term) == pytest.approx(getattr(short, term), abs=1)
 
 
 def test_keys_and_values_are_those_of_all_context_parallel_ranks():
@@ -193,6 +201,15 @@ def test_the_papers_largest_job_fits_its_gpus():
     assert "loss" not in explained
 
 
+def test_slices_have_an_order_of_their_own():
+    """On 3 ranks Interleaved1F1B cannot run the 16 slices of the imagined document; PackFlow can."""
+    job = memory_job(MODEL, Degrees(pipeline=3), schedule="Interleaved1F1B", chunks=2, layers=[1] * 6)
+    fitting = Fitting(job, 1024, 16, 32, 0.0)
+    assert [rank.tokens for rank in fitting.document(1024)] == [2 * 1024] * 3
+    with pytest.raises(PlanError, match="16 micro-batches on 3 ranks"):
+        fitting.peak(Passes.of([64] * 16))
+
+
 @pytest.mark.parametrize(
     ("layers", "stages", "expected"), [(32, 4, (8, 9, 8, 7)), (6, 2, (3, 3)), (3, 1, (3,)), (86, 2, (43, 43))]
 )
@@ -203,8 +220,8 @@ def test_layers_of_stages(layers, stages, expected):
 def test_refusals():
     with pytest.raises(PlanError, match=r"2 layers.*8 pipeline stages"):
         layers_of_stages(2, 8)
-    with pytest.raises(PlanError, match="'sometimes'"):
-        MemorySettings(checkpointing="sometimes")
+    with pytest.raises(PlanError, match=r"activations to offload is 1\.5"):
+        MemorySettings(offload=1.5)
     with pytest.raises(PlanError, match="DualPipeV"):
         pipeline_memory(MODEL, Degrees(pipeline=2), [8] * 4, schedule="DualPipeV", chunks=2)
     with pytest.raises(PlanError, match="pipeline parallel degree is 0"):

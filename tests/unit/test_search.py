@@ -12,8 +12,8 @@ from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.fits import USABLE
-from wlb_titan.memory.packs import Passes
-from wlb_titan.memory.settings import MemorySettings
+from wlb_titan.memory.layer import MemorySettings
+from wlb_titan.memory.rank import Passes
 from wlb_titan.policies import Policy
 from wlb_titan.simulator import search as searching
 from wlb_titan.simulator.scenario import Scenario, network_sensitivity

@@ -15,9 +15,8 @@ from wlb_titan.cost.profile import AttentionShape, cluster_latency
 from wlb_titan.cost.workload import workload
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
-from wlb_titan.memory.layer import TokenBytes
-from wlb_titan.memory.packs import Passes
-from wlb_titan.memory.settings import MemorySettings
+from wlb_titan.memory.layer import MemorySettings, TokenBytes
+from wlb_titan.memory.rank import Passes
 from wlb_titan.plan import MicroBatch, Plan
 from wlb_titan.simulator.planned import passing, transfer_seconds
 from wlb_titan.simulator.step import simulate

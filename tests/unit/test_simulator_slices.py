@@ -10,8 +10,7 @@ from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.layer import TokenBytes
-from wlb_titan.memory.settings import MemorySettings
+from wlb_titan.memory.layer import MemorySettings, TokenBytes
 from wlb_titan.packing.slim.slices import parts, piece_numbers
 from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.plan import LENGTH, TOTAL, Action, MicroBatch, Plan

@@ -18,7 +18,7 @@ from wlb_titan.commands.options import OVERRIDABLE, json_option, of_file
 from wlb_titan.commands.report.dryrun import print_rank, print_ranks
 from wlb_titan.cost.cluster import UNKNOWN, cluster_of_device
 from wlb_titan.memory.fits import usable_share
-from wlb_titan.memory.peak import GIB
+from wlb_titan.memory.rank import GIB
 from wlb_titan.policies import policy_parts
 from wlb_titan.simulator.calls import RankCalls, unmet
 

@@ -95,8 +95,8 @@ class Dimension(Plugin):
         """The peak of a pipeline rank with what the dimension changes in it.
 
         Args:
-            job: a `wlb_titan.memory.peak.MemoryJob`: model, degrees, data types.
-            peak: a `wlb_titan.memory.peak.RankMemory`, in bytes. What the dimension holds beside all passes
+            job: a `wlb_titan.memory.rank.MemoryJob`: model, degrees, data types.
+            peak: a `wlb_titan.memory.rank.RankMemory`, in bytes. What the dimension holds beside all passes
                 is the term `dimensions`.
         """
         return peak

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.packs import CachedSlice, PackSizes, Passes
-from wlb_titan.memory.peak import GIB, MemoryJob, RankMemory
+from wlb_titan.memory.rank import GIB, CachedSlice, MemoryJob, PackSizes, Passes, RankMemory
 from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import Action, ByPass
 
@@ -24,7 +23,7 @@ allocated memory were 12 % apart on an H100, against 3 % without slices."""
 LONGEST = 2
 """Context windows that a micro-batch may have at most, where the user sets no bound: as in WLB-LLM."""
 
-SLICES = 16  # of the document of which a step is imagined
+SLICES = 16  # of the document of an imagined step
 
 
 def usable_share(slices: bool) -> float:
@@ -39,12 +38,11 @@ def fullest(ranks: Sequence[RankMemory]) -> RankMemory:
 
 @dataclass(frozen=True)
 class Fitting:
-    """What of a job's steps fits a device.
+    """Which of a job's steps fit a device.
 
     Attributes:
-        job: whose steps they are.
         window: context window in tokens.
-        number: number of a replica's micro-batches in a step.
+        number: micro-batches of a replica in a step.
         divisor: tokens that a micro-batch is a multiple of.
         usable: bytes of a device that predictions may fill.
         known: whether memory bounds micro-batches: it is predicted for the model, and there is a device.
@@ -65,11 +63,8 @@ class Fitting:
     def peak(self, passes: Passes) -> tuple[RankMemory, ...]:
         """The peak of each pipeline rank over a replica's step.
 
-        Args:
-            passes: in the order of running. For the most that a length may need, n times that length.
-
         Raises:
-            PlanError: the schedule's order is not known.
+            PlanError: the schedule's order is not known, or it cannot run that many micro-batches.
         """
         job, packs = self.job, passes.packs.forward
         run = len(packs.lengths) if passes.flow is not None or job.run is None else job.run
@@ -88,16 +83,13 @@ class Fitting:
         return tuple(result)
 
     def document(self, tokens: int) -> tuple[RankMemory, ...]:
-        """The peak of each pipeline rank with one document of so many tokens, all of its slices in flight."""
+        """The peak of each pipeline rank with one document, all of its slices in flight."""
         return self.peak(one_document(tokens, self.job.shape))
 
     @cached_property
     def longest(self) -> int:
         """The default of L_max: tokens of the longest micro-batches of which a step is predicted to fit, a
-        multiple of `divisor`, at least a window and at most two.
-
-        Where nothing is known to bound it, it is two windows.
-        """
+        multiple of `divisor`, at least a window and at most two; two where memory is not known."""
         shortest, most = -(-self.window // self.divisor), LONGEST * self.window // self.divisor
         longest = _most(self._fits, shortest, most) if self.windows_fit else shortest
         return longest * self.divisor
@@ -113,7 +105,7 @@ class Fitting:
             return True
         try:
             return fullest(self.peak(Passes.of([parts * self.divisor] * self.number))).total <= self.usable
-        except PlanError:  # of this schedule memory is not predicted
+        except PlanError:  # the schedule's order is not known
             return True
 
     @cached_property
@@ -154,7 +146,7 @@ def one_document(tokens: int, shape: PipelineShape) -> Passes:
 
 
 def _most(fits: Callable[[int], bool], least: int, most: int) -> int:
-    """The largest number up to `most` of which `fits` holds, as it does of `least`."""
+    """The largest number up to `most` that fits, as `least` does."""
     if fits(most):
         return most
     while least < most:

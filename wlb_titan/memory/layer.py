@@ -1,6 +1,7 @@
-"""Bytes that a transformer layer and the loss hold of each token: the arithmetic below `peak.py`.
+"""Bytes of a transformer layer and of the loss: the arithmetic below `rank.py`.
 
-All figures are bytes on one GPU for each token of the micro-batch, of all context-parallel ranks together: a
+What they hold of tokens stands here, what FSDP has whole of weights and gradients at `FsdpWhole`. All figures
+are bytes on one GPU for each token of the micro-batch, of all context-parallel ranks together: a
 rank that holds one token in CP x TP counts a CP x TP-th of its bytes. In elements of the compute type:
 
     s   hidden state between blocks, divided by sequence parallelism     hidden / (CP x TP)
@@ -41,14 +42,53 @@ output, w1's and w2's outputs again; with `none` what is kept is not counted aga
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from wlb_titan.context import ALL_KEYS, Exchange, KeyShares, gathered
 from wlb_titan.cost.degrees import Degrees
-from wlb_titan.cost.models import ModelShape
-from wlb_titan.memory.settings import MemorySettings
+from wlb_titan.cost.models import ModelShape, layer_parameters, rank_parameters
+from wlb_titan.errors import PlanError
 
 FLOAT32 = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemorySettings:
+    """The settings of a training configuration that decide about memory, besides shape, degrees and lengths.
+
+    Attributes:
+        checkpointing: kind of activation checkpointing.
+        parameter_bytes: bytes of a weight as the optimizer keeps it, and of its gradient.
+        compute_bytes: bytes of a weight or an activation in forward and backward.
+        optimizer_bytes: bytes of a weight's state: AdamW has two moments in float32.
+        loss_chunks: pieces of a micro-batch of which the logits exist one at a time.
+        window: context window in tokens, for which every layer has a table of rotary factors.
+        rotary_bytes: bytes of such a table for each position and element of the head dim.
+        sequence_parallel: whether tensor parallelism divides the tokens of hidden states.
+        offload: share of what layers keep from forward to backward that lies in the host's memory meanwhile.
+        reshard: whether FSDP frees a layer's gathered weights after each pass. None is torchtitan's default:
+            not under pipeline parallelism, where micro-batches add up gradients before they are reduced.
+    """
+
+    checkpointing: Literal["none", "selective", "full"] = "selective"
+    parameter_bytes: int = 4
+    compute_bytes: int = 2
+    optimizer_bytes: int = 8
+    loss_chunks: int = 8
+    window: int = 0
+    rotary_bytes: int = 4
+    sequence_parallel: bool = True
+    offload: float = 0.0
+    reshard: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.offload <= 1:
+            raise PlanError(f"The share of activations to offload is {self.offload}; it is between 0 and 1.")
+
+    def reshards(self, degrees: Degrees) -> bool:
+        return degrees.pipeline == 1 if self.reshard is None else self.reshard
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +96,7 @@ class TokenBytes:
     """Bytes a token on one GPU, as the module describes them.
 
     Attributes:
-        hidden, gathered: s and g above.
+        hidden, hidden_gathered: s and g above.
         kept: bytes of one layer from its forward pass to its backward pass.
         offloaded: bytes of it that lie in the host's memory meanwhile and would be kept otherwise.
         forward: bytes of the layer whose forward pass runs, besides what it keeps.
@@ -72,7 +112,7 @@ class TokenBytes:
     """
 
     hidden: float
-    gathered: float
+    hidden_gathered: float
     kept: float
     offloaded: float
     forward: float
@@ -86,9 +126,8 @@ class TokenBytes:
     cached_gradients: float
 
     @property
-    def held(self) -> float:
-        """Bytes of one layer and a document in slices: all that it may hold of a token at once besides the
-        pass at hand."""
+    def kept_in_slices(self) -> float:
+        """All bytes that a layer may keep of a token of a document in slices, besides the pass at hand."""
         return self.kept + self.cached + self.cached_gradients
 
     @classmethod
@@ -100,13 +139,15 @@ class TokenBytes:
         exchange: Exchange | None = None,
         keys: KeyShares = ALL_KEYS,
     ) -> TokenBytes:
-        """Of a model at some degrees; without an `exchange` all ranks gather keys and values.
+        """Those of a model at some degrees.
 
-        A rank has `keys` of those of a micro-batch; of documents in slices all are cached.
+        Args:
+            exchange: of context parallelism; None: all ranks gather keys and values.
+            keys: what a rank has of a micro-batch's keys; of documents in slices all are cached.
         """
         cp, tp = degrees.context, degrees.tensor
         exchange = exchange or gathered(model, tp, cp)
-        layer = _Layer.of(model, degrees, settings, exchange, keys)
+        layer = _Layer(model, degrees, settings, exchange, keys)
         cached = exchange.keys * settings.compute_bytes
         forward, backward, attention = layer.passes(settings.checkpointing)
         kept = layer.kept(settings.checkpointing)
@@ -121,7 +162,7 @@ class TokenBytes:
             loss, head = states + max(loss, layer.g), states + head
         return cls(
             hidden=layer.s,
-            gathered=layer.g,
+            hidden_gathered=layer.g,
             kept=kept - offloaded,
             offloaded=offloaded,
             forward=forward + moving,
@@ -136,12 +177,10 @@ class TokenBytes:
         )
 
 
-@dataclass(frozen=True, slots=True)
 class _Layer:
     """The module's symbols in bytes, and what follows from them.
 
     Attributes:
-        s, g, q, k, f: as above.
         keys: K; without context parallelism the rotated keys and a copy of the values.
         gathering: what collectives bring of them, before it is in order.
         key_gradients: gradients of K and V, as attention gives them.
@@ -149,59 +188,35 @@ class _Layer:
         outputs: queries, and as many outputs, of the tokens that attention works on, where they are others
             than the rank's own.
         exchanged: what `selective` keeps of the ranks' exchange.
-        log_sum_exp: log-sum-exp of attention, in float32.
-        rotary: factors of the rank's tokens.
         shared_keys: whether context-parallel ranks exchange K and V.
         gathers: whether tensor-parallel ranks gather hidden states.
     """
 
-    s: float
-    g: float
-    q: float
-    k: float
-    f: float
-    keys: float
-    gathering: float
-    key_gradients: float
-    sent: float
-    outputs: float
-    exchanged: float
-    log_sum_exp: float
-    rotary: float
-    shared_keys: bool
-    gathers: bool
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         model: ModelShape,
         degrees: Degrees,
         settings: MemorySettings,
         exchange: Exchange,
-        held: KeyShares,
-    ) -> _Layer:
+        shares: KeyShares,
+    ) -> None:
         cp, tp, size = degrees.context, degrees.tensor, settings.compute_bytes
-        g = model.hidden * size / cp
-        k = model.kv_heads * model.head_dim * size / (cp * tp)
         all_keys = exchange.keys * size
-        gathers = tp > 1 and settings.sequence_parallel
-        return cls(
-            s=g / tp if gathers else g,
-            g=g,
-            q=model.heads * model.head_dim * size / (cp * tp),
-            k=k,
-            f=model.feed_forward * size / (cp * tp),
-            keys=2 * k if cp == 1 else all_keys * held.held,
-            gathering=2 * k if cp == 1 else all_keys * held.gathered,
-            key_gradients=all_keys * held.held,
-            sent=0.0 if cp == 1 else exchange.sent * size,
-            outputs=exchange.outputs * size,
-            exchanged=exchange.kept * size,
-            log_sum_exp=FLOAT32 * model.heads / (cp * tp),
-            rotary=settings.rotary_bytes * model.head_dim / cp,
-            shared_keys=cp > 1,
-            gathers=gathers,
-        )
+        self.shared_keys = cp > 1
+        self.gathers = tp > 1 and settings.sequence_parallel
+        self.g = model.hidden * size / cp
+        self.s = self.g / tp if self.gathers else self.g
+        self.q = model.heads * model.head_dim * size / (cp * tp)
+        self.k = model.kv_heads * model.head_dim * size / (cp * tp)
+        self.f = model.feed_forward * size / (cp * tp)
+        self.keys = all_keys * shares.held if self.shared_keys else 2 * self.k
+        self.gathering = all_keys * shares.gathered if self.shared_keys else 2 * self.k
+        self.key_gradients = all_keys * shares.held
+        self.sent = exchange.sent * size if self.shared_keys else 0.0
+        self.outputs = exchange.outputs * size
+        self.exchanged = exchange.kept * size
+        self.log_sum_exp = FLOAT32 * model.heads / (cp * tp)
+        self.rotary = settings.rotary_bytes * model.head_dim / cp
 
     def kept(self, checkpointing: str) -> float:
         s, g, q, f = self.s, self.g, self.q, self.f
@@ -218,8 +233,8 @@ class _Layer:
         return self.q + 2 * self.k
 
     def passes(self, checkpointing: str) -> tuple[float, float, float]:
-        """What is at hand at the fullest moment of a forward and of a backward pass, and in the backward pass
-        at that of attention's gradients, besides what is kept."""
+        """What is at hand besides what is kept: at the fullest moments of a forward and of a backward pass,
+        and at that of attention's gradients."""
         s, g, q, k, f = self.s, self.g, self.q, self.k, self.f
         gradients = g + 2 * q + 2 * self.outputs + self.key_gradients
         if checkpointing == "none":
@@ -243,3 +258,101 @@ class _Layer:
         attended = at_hand + output + self.keys - (0.0 if full else self.qkv)
         attention = attended + gradients - (0.0 if full else f)
         return forward, max(rotating, attended + max(moments), attention), attention
+
+
+class FsdpWhole:
+    """Bytes that FSDP has whole on a pipeline rank beside shards: weights for passes, gradients until they
+    are reduced.
+
+    Under pipeline parallelism micro-batches add up gradients before they are reduced: weights stay gathered
+    in the compute type, and gradients add up in the reduction's type from a stage's first backward pass on.
+
+    Without it a layer at a time is whole, and with several sharding ranks the one that is fetched meanwhile.
+    In a backward pass there is one weight's gradient at the fullest moment, the MLP's; the layer's gradients
+    are all there when they are copied to be reduced; and this copy, in the reduction's type, stays while the
+    next layer's backward pass runs. The first backward layer of all has none of it. Where the sharding degree
+    is 1 only a step's last backward pass reduces: in those before it gradients add up in the reduction's
+    type, and layers stay whole until their next forward pass.
+
+    The chunked loss makes the head's gradient in each chunk, in both types, and adds it up. Where embedding
+    and head are one table, FSDP has it once more in the compute type meanwhile, and a shard of its gradient.
+    """
+
+    def __init__(
+        self,
+        model: ModelShape,
+        degrees: Degrees,
+        settings: MemorySettings,
+        layers: Sequence[int],
+        stages: Sequence[int],
+    ) -> None:
+        tensor = degrees.tensor
+        self._pipelined, self._shards = degrees.pipeline > 1, degrees.sharding_ranks
+        self._layers, self._last = sum(layers), len(layers) - 1
+        self._reshards = settings.reshards(degrees)
+        self._compute, self._reduced = settings.compute_bytes, settings.parameter_bytes
+        # Of a rank alone whose weights have the compute type the shards are whole weights.
+        self._whole = self._compute if self._shards > 1 or self._compute != self._reduced else 0
+        # Weights in number from here on: of the embedding, of the head by the kind of loss, of the MLP's
+        # largest matrix, of a layer, of each stage.
+        self._table = model.hidden * model.vocabulary / tensor
+        head = self._table if self._last in stages else 0.0
+        self._chunked_head, self._plain_head = (head, 0.0) if settings.loss_chunks > 1 else (0.0, head)
+        self._tied = 0.0  # bytes of the table beside the first layer's
+        if model.tied and 0 in stages:
+            self._tied = self._chunked_head * (self._compute + self._reduced / self._shards)
+        self._matrix = model.hidden * max(model.feed_forward, model.heads * model.head_dim) / tensor
+        # A rank gathers its share of a layer: by tensor parallelism, and of experts by expert parallelism.
+        experts = model.expert_weights if degrees.expert > 1 else 0
+        less = experts / tensor - experts / degrees.expert
+        self._layer = layer_parameters(model) / tensor - less
+        self._held = {s: rank_parameters(model, layers, [s]) / tensor - layers[s] * less for s in stages}
+        self._own_layers = sum(layers[stage] for stage in stages)
+
+    def in_pipeline(self, went_back: Collection[int], *, in_loss: bool = False) -> float:
+        """In a pass through a stage of a pipeline; `went_back` has the stages with gradients."""
+        result = self._matrix * (self._compute + self._reduced)
+        head = self._chunked_head * self._reduced
+        if self._shards > 1:
+            result += head * (1 + in_loss + 2 / self._shards)
+        result += sum(self._held[stage] for stage in went_back) * self._reduced
+        if self._last in went_back:
+            result -= head
+        if not self._reshards:
+            return result + sum(self._held.values()) * self._whole
+        # The layer at hand and the one that is fetched ahead, and the ends of the model.
+        ends = sum(self._held.values()) - self._own_layers * self._layer
+        return result + (2 * self._layer + ends) * self._whole
+
+    def in_loss(self, token: TokenBytes, went_back: Collection[int]) -> Iterator[tuple[float, float]]:
+        """Bytes a token of the loss, and of weights and gradients: at softmax and at the head's gradient."""
+        if self._pipelined:
+            yield token.loss, self.in_pipeline(went_back, in_loss=True)
+            return
+        head = self._chunked_head or self._plain_head
+        whole = (head * self._whole if self._reshards else self.weights(0)) + self._tied
+        yield token.loss, whole + self._chunked_head * self._reduced
+        copied = max(self._compute, (self._shards > 1) * 2 * self._reduced / self._shards)
+        yield token.head, whole + head * (2 * self._reduced + copied)
+
+    def weights(self, layer: int) -> float:
+        """Without a pipeline: of a layer at hand, and of what is fetched meanwhile; layer 0 is the
+        embedding."""
+        if not self._reshards:
+            return sum(self._held.values()) * self._whole
+        fetched = (self._layer if layer else self._table) if self._shards > 1 else 0.0
+        return (self._layer + fetched) * self._whole
+
+    def in_backward(self, layer: int, *, behind: bool, first: bool, last: bool) -> float:
+        """Without a pipeline: in a layer's backward pass at its fullest moment or, `behind` it, where its
+        gradients are copied or added up; in a step's `first` or `last` backward pass."""
+        if self._shards > 1 or last:  # gradients are reduced
+            if behind:
+                return self.weights(layer) + self._layer * (self._compute + self._reduced)
+            before = self._plain_head if layer == self._layers - 1 else self._layer  # what is being reduced
+            return self.weights(layer) + self._matrix * self._compute + before * self._reduced
+        # Weights of this and all later layers, and if they are the first their gradients.
+        later = self._layers - layer
+        kept = later * self._layer * self._whole if self._reshards else self.weights(layer)
+        added = (later if behind else later - 1) * self._layer * self._reduced if first else 0.0
+        return kept + (self._layer if behind else self._matrix) * self._compute + added

@@ -17,9 +17,8 @@ from wlb_titan.cost.passes import MicroBatches, PassJob, pass_times
 from wlb_titan.cost.workload import CostModel
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.packs import Passes
-from wlb_titan.memory.peak import Rank, RankMemory
-from wlb_titan.memory.settings import MemorySettings
+from wlb_titan.memory.layer import MemorySettings
+from wlb_titan.memory.rank import Passes, RankMemory, RankPeak
 from wlb_titan.packing.slim.dp_merge import Merging
 from wlb_titan.packing.slim.slices import Parts, WorkOf, slice_work
 from wlb_titan.pipeline.graph import PassTimes
@@ -235,9 +234,9 @@ class PackingPolicy(Plugin, ABC):
             return False
 
         @property
-        def rank_memory(self) -> type[Rank]:
+        def rank_memory(self) -> type[RankPeak]:
             """What follows the memory of a rank that runs its packs."""
-            return Rank
+            return RankPeak
 
         def pass_times(self, job: PassJob, packs: ByPass[MicroBatches]) -> PassTimes:
             """How long its packs take, as of the function of this name."""

@@ -34,7 +34,6 @@ class PassTimes(NamedTuple):
     """How long the passes take, all float64 (stages, micro-batches, k) in one unit, in the order of running.
 
     Attributes:
-        forward: F.
         inputs: I, the part of a backward pass that the stage before waits for.
         weights: W, the rest of it; B takes both.
     """
@@ -69,17 +68,15 @@ class PipelineGraph:
 
     Args:
         micro_batches: n, at least 1.
-        actions: per rank what it runs, in order; None takes the schedule's own.
+        actions: what each rank runs, in order; None takes the schedule's own.
         needed: the last forward pass on the last stage that each backward pass waits for; None: its own
             micro-batch's.
 
     Attributes:
-        shape: the pipeline.
         actions: actions of all ranks, each after all that it waits for.
 
     Raises:
-        PlanError: the schedule is not known, or the actions wait for each other in a circle; the message
-            names those where it stands.
+        PlanError: the schedule is not known, or the actions wait for each other in a circle.
     """
 
     def __init__(
@@ -110,11 +107,11 @@ class PipelineGraph:
 
         Args:
             delay: time of data from one rank to the next: a number, or float64 (n, k) by micro-batch.
-            earliest: before which no action begins: a number, or float64 (actions, k).
-            backward_delay: time of gradients, as `delay`; None is `delay`.
+            earliest: when actions may begin: a number, or float64 (actions, k).
+            backward_delay: time of gradients; None is `delay`.
 
         Returns:
-            float64 (actions, k); the step takes the largest of them. An action starts its own time before.
+            float64 (actions, k); the step takes the largest of them.
         """
         back = delay if backward_delay is None else backward_delay
         forward, backward = (np.broadcast_to(each, times.forward.shape[1:]) for each in (delay, back))
@@ -134,8 +131,7 @@ class PipelineGraph:
         """How long the step takes in each of several orders, with equal stages and free communication.
 
         Args:
-            forward: float64 (n,), time of each micro-batch's forward pass through all stages of one rank.
-            backward: float64 (n,), of its backward pass.
+            forward, backward: float64 (n,), times of each micro-batch's passes through all stages of a rank.
             orders: int64 (k, n), permutations of the micro-batches.
 
         Returns:

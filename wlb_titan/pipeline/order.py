@@ -5,6 +5,11 @@ the times of its micro-batches' passes, and so orders can be compared before any
 the shortest step: it tries every order where there are few, and otherwise improves the best of the simple
 orders at random. Its effort is counted in passes evaluated and not in measured time, so that every rank finds
 the same order. Communication is taken to cost nothing, and the stages to take equal times.
+
+Ranks that share parameters (FSDP) meet in collectives at every layer of every micro-batch, so their k-th
+micro-batches should be alike. `longest_first` and `shortest_first` sort those of all ranks and so keep them
+alike; `best` is searched once for all of them, on the mean over the ranks of the longest, the second longest
+and so on, and every rank's k-th longest then runs at the same place.
 """
 
 from __future__ import annotations
@@ -50,9 +55,6 @@ PASS_SECONDS = 5e-6
 class MicroBatchOrder(Plugin, ABC):
     """In which order a rank runs the micro-batches of a step.
 
-    Raises:
-        PlanError: no such order can be found for this pipeline.
-
     Attributes:
         for_all: data-parallel ranks share one order, found for their mean; otherwise each has its own.
     """
@@ -73,8 +75,7 @@ class MicroBatchOrder(Plugin, ABC):
         """The order in which a rank runs its micro-batches.
 
         Args:
-            forward: float64 (n,), time of each micro-batch's forward pass through one rank, in any unit.
-            backward: float64 (n,), of its backward pass, in the same unit.
+            forward, backward: float64 (n,), times of each micro-batch's passes through one rank, in one unit.
 
         Returns:
             int64 (n,): a permutation; its i-th entry is the micro-batch that runs as the i-th.
@@ -92,7 +93,7 @@ class LongestFirst(MicroBatchOrder):
     """The one with most work first."""
 
     def places(self, forward: Floats, backward: Floats) -> Ints:
-        return np.argsort(-(forward + backward), kind="stable")
+        return longest_first(forward, backward)
 
 
 class ShortestFirst(MicroBatchOrder):
@@ -130,14 +131,51 @@ class Best(MicroBatchOrder):
         if n <= EXHAUSTIVE:
             orders = np.array(list(itertools.permutations(range(n))))
             return np.asarray(orders[graph.step_times(forward, backward, orders).argmin()])
-        longest_first = np.argsort(-(forward + backward), kind="stable")
-        starts = np.stack([np.arange(n), longest_first, longest_first[::-1], hill(longest_first)])
+        longest = longest_first(forward, backward)
+        starts = np.stack([np.arange(n), longest, longest[::-1], hill(longest)])
         return _search(graph, forward, backward, starts, self._budget_ms)
 
 
-def hill(longest_first: Ints) -> Ints:
+def arranged(
+    order: MicroBatchOrder, run: int, assigned: list[list[int]], forward: Floats, backward: Floats
+) -> list[list[int]]:
+    """The packs of each data-parallel rank, in the order in which it runs them.
+
+    Args:
+        run: micro-batches that go through the pipeline together; a step may have several runs.
+        assigned: numbers of each rank's packs, as they were packed; as many on every rank.
+        forward, backward: float64 (packs,), predicted times of each pack's passes, in one unit.
+
+    Raises:
+        PlanError: the packs of a rank cannot be divided into runs.
+    """
+    count = len(assigned[0])
+    if count % run:
+        raise PlanError(
+            f"The {count} micro-batches of a data-parallel rank cannot be divided into pipeline runs of "
+            f"{run}."
+        )
+    packs = np.array(assigned)
+    for first in range(0, count, run):
+        own = packs[:, first : first + run]
+        if order.for_all and len(own) > 1:
+            own = np.stack([row[longest_first(forward[row], backward[row])] for row in own])
+            own = own[:, order.places(forward[own].mean(axis=0), backward[own].mean(axis=0))]
+        else:
+            own = np.stack([row[order.places(forward[row], backward[row])] for row in own])
+        packs[:, first : first + run] = own
+    result: list[list[int]] = packs.tolist()
+    return result
+
+
+def longest_first(forward: Floats, backward: Floats) -> Ints:
+    """The micro-batches from the most work to the least."""
+    return np.argsort(-(forward + backward), kind="stable")
+
+
+def hill(longest: Ints) -> Ints:
     """The longest in the middle and ever shorter ones towards both ends: 3 2 1 0 -> 2 0 1 3 by rank."""
-    return np.concatenate([longest_first[::2][::-1], longest_first[1::2]])
+    return np.concatenate([longest[::2][::-1], longest[1::2]])
 
 
 def _search(graph: PipelineGraph, forward: Floats, backward: Floats, starts: Ints, budget_ms: float) -> Ints:

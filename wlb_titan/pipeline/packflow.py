@@ -36,7 +36,7 @@ from wlb_titan.plan import Action, Flow
 Kind = Literal["F", "B"]
 FLOW_SCHEDULES = ("1F1B", "Interleaved1F1B")
 """The schedules whose place PackFlow takes: of one and of several stages a rank. Both put stage s on rank
-s mod ranks, which `runtime.pipeline.packflow.PackFlowSchedule` relies on."""
+s mod ranks, which `runtime.pipeline.build.PackFlowSchedule` relies on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +59,6 @@ class Packs:
     order: Sequence[int]
     needed: Sequence[int]
 
-    @classmethod
-    def of(cls, forward: Floats, backward: Floats, tokens: Floats, sliced: Sequence[int]) -> Packs:
-        """Packs whose backward passes hold what their forward passes do.
-
-        Args:
-            sliced: the document of which each pack has a slice, -1 where it has none; see
-                `slices.backward_order`.
-        """
-        order, needed = backward_order(sliced), forward_needed(sliced)
-        return cls(forward, backward, tokens, tokens, order, needed)
-
 
 @dataclass(frozen=True, slots=True)
 class PackOrder:
@@ -78,21 +67,16 @@ class PackOrder:
     Attributes:
         flow: what each pipeline rank runs.
         seconds: time of the step, in the unit of the passes' times.
-        bubble: share of it in which a rank waits, on average.
-        tokens: most that a rank has in flight, averaged over its stages.
     """
 
     flow: Flow
     seconds: float
-    bubble: float
-    tokens: float
 
 
 def packflow(packs: Packs, shape: PipelineShape, *, slack: int = 0, limit: float | None = None) -> PackOrder:
     """The order of passes, by running them as the module says.
 
     Args:
-        packs: n forward and m backward passes.
         shape: the pipeline; its schedule's name is not looked at.
         slack: packs in flight beyond the need.
         limit: tokens that a rank may have in flight; None for no limit.
@@ -152,7 +136,6 @@ class _Run:
         self._ends: dict[str, list[list[float]]] = {k: [[] for _ in range(shape.stages)] for k in "FB"}
         self._free = [0.0] * ranks
         self._live = [0.0] * ranks
-        self._most = [0.0] * ranks
         self._done = {"F": [0] * ranks, "B": [0] * ranks}
         self._actions: list[list[Action]] = [[] for _ in range(ranks)]
 
@@ -163,14 +146,7 @@ class _Run:
             rank = min(ranks, key=lambda rank: nexts[rank][0])
             for changed in self._run(rank, *nexts[rank]):
                 nexts[changed] = self._next(changed)
-        seconds = max(self._free)
-        each = float(sum(self._forward) + sum(self._backward)) * self._shape.chunks
-        return PackOrder(
-            flow=tuple(map(tuple, self._actions)),
-            seconds=seconds,
-            bubble=1 - each / seconds if seconds else 0.0,
-            tokens=max(self._most),
-        )
+        return PackOrder(tuple(map(tuple, self._actions)), max(self._free))
 
     def _next(self, rank: int) -> tuple[float, Kind]:
         """When the rank can begin a pass, and which: at infinity where it waits for another rank."""
@@ -218,7 +194,6 @@ class _Run:
         if kind == "F":
             end = begin + self._forward[place]
             self._live[rank] += self._tokens[place]
-            self._most[rank] = max(self._most[rank], self._live[rank])
             self._actions[rank].append(Action("F", stage, place))
             neighbour = stage + 1
         else:

@@ -25,13 +25,16 @@ SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZe
 ONE_STAGE = ("GPipe", "1F1B")
 """Those that run one stage a rank; the others run several."""
 
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+"""Those whose stages go down the ranks and back up: rank 0 has the first and the last."""
+
 
 @dataclass(frozen=True, slots=True)
 class PipelineShape:
     """A pipeline's schedule and size.
 
     Attributes:
-        schedule: one of SCHEDULES, or any other name where its order is not asked for.
+        schedule: one of SCHEDULES, or another of torch's where its order is not asked for.
         ranks: pipeline-parallel degree.
         chunks: stages of each rank; 1 for GPipe and 1F1B, 2 for ZBVZeroBubble.
         splits: whether zero-bubble schedules run backward passes in two halves.
@@ -47,8 +50,8 @@ class PipelineShape:
         return self.ranks * self.chunks
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds a stage: in turn, but there and back again for ZBVZeroBubble."""
-        if self.schedule == "ZBVZeroBubble" and stage >= self.ranks:
+        """The rank that holds a stage."""
+        if self.schedule in V_SHAPED and stage >= self.ranks:
             return self.stages - 1 - stage
         return stage % self.ranks
 
@@ -80,15 +83,47 @@ def rank_actions(shape: PipelineShape, micro_batches: int, rank: int) -> Iterato
     """What a rank runs, in order.
 
     Raises:
-        PlanError: the schedule's order is not known, or it cannot run so many micro-batches or chunks.
+        PlanError: the schedule's order is not known, or it cannot run that many micro-batches or chunks.
     """
-    _check(shape, micro_batches)
+    _check(shape)
+    micro_batches_in_round(shape.schedule, shape.ranks, micro_batches)
     in_order = _v_shaped if shape.schedule == "ZBVZeroBubble" else _in_turn
     actions = in_order(shape, micro_batches, rank)
     return actions if shape.splits else _with_whole_backward(actions)
 
 
-def _check(shape: PipelineShape, n: int) -> None:
+def check_micro_batches(schedule: str, ranks: int, stages: int, n: int) -> None:
+    """Refuses a number of micro-batches that a schedule of torch cannot run.
+
+    Raises:
+        PlanError: with the reason and what can be done.
+    """
+    if schedule in ("1F1B", "DualPipeV") and n < stages:
+        raise PlanError(
+            f"{schedule} needs at least as many micro-batches as stages, and there are {n} for {stages} "
+            "stages; raise training.local_batch_size or choose GPipe, LoopedBFS or ZBVZeroBubble."
+        )
+    micro_batches_in_round(schedule, ranks, n)
+
+
+def micro_batches_in_round(schedule: str, ranks: int, n: int) -> int:
+    """How many micro-batches go through a rank's first stage before its next one gets any.
+
+    Raises:
+        PlanError: the schedule's rounds are not equal.
+    """
+    if not schedule.startswith("Interleaved"):
+        return n
+    rounds = max(1, n // ranks)
+    if n % rounds:
+        raise PlanError(
+            f"{schedule} runs {n} micro-batches on {ranks} ranks in {rounds} equal rounds, which they do not "
+            f"divide into. A multiple of {ranks} always does."
+        )
+    return n // rounds
+
+
+def _check(shape: PipelineShape) -> None:
     if shape.schedule not in SCHEDULES:
         raise PlanError(
             f"The order of actions is known of the schedules {', '.join(SCHEDULES)}, and the pipeline's is "
@@ -99,12 +134,6 @@ def _check(shape: PipelineShape, n: int) -> None:
         raise PlanError(
             f"{shape.schedule} runs {chunks} stage{'s' if chunks > 1 else ''} a rank, not {shape.chunks}. "
             "Change the number of stages or the schedule."
-        )
-    rounds = max(1, n // shape.ranks)
-    if shape.schedule.startswith("Interleaved") and n % rounds:
-        raise PlanError(
-            f"{shape.schedule} runs {n} micro-batches on {shape.ranks} ranks in {rounds} equal rounds, which "
-            f"they do not divide into. A multiple of {shape.ranks} always does."
         )
 
 
@@ -122,11 +151,10 @@ def _in_turn(shape: PipelineShape, n: int, rank: int) -> Iterator[Action]:
     """
     ranks, chunks = shape.ranks, shape.chunks
     zero_bubble = shape.schedule == "InterleavedZeroBubble"
-    ahead, in_round = ranks - 1 - rank, n
+    ahead, in_round = ranks - 1 - rank, micro_batches_in_round(shape.schedule, ranks, n)
     if shape.schedule == "GPipe":
         ahead = n
     elif shape.schedule != "1F1B":
-        in_round = n // max(1, n // ranks)
         ahead = (chunks - 1) * in_round + (1 if zero_bubble else 2) * ahead
     total = n * chunks
     ahead = min(ahead, total)
@@ -156,10 +184,8 @@ def _in_turn(shape: PipelineShape, n: int, rank: int) -> Iterator[Action]:
 
 
 def _v_shaped(shape: PipelineShape, n: int, rank: int) -> Iterator[Action]:
-    """ZBVZeroBubble: stages go down the ranks and back up, so that rank 0 has the first and the last.
-
-    Torch makes the order for at least 2 ranks - 1 micro-batches and leaves out those that there are not.
-    """
+    """ZBVZeroBubble. Torch makes the order for at least 2 ranks - 1 micro-batches and leaves out those that
+    there are not."""
     return (action for action in _v_shaped_full(shape, max(2 * shape.ranks - 1, n), rank) if action.place < n)
 
 

@@ -17,7 +17,7 @@ from wlb_titan.cost.cluster import Cluster, cluster_of_device, cluster_of_gpu
 from wlb_titan.documents import Documents
 from wlb_titan.errors import UserError
 from wlb_titan.job import Job
-from wlb_titan.memory.peak import GIB
+from wlb_titan.memory.rank import GIB
 from wlb_titan.packing.policy import here
 from wlb_titan.runtime.data.corpus import training_documents
 from wlb_titan.runtime.data.epochs import steps_of_epochs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -13,24 +14,21 @@ from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.memory.fits import fullest, usable_share
-from wlb_titan.memory.packs import Passes
-from wlb_titan.memory.peak import GIB, TERMS, RankMemory
+from wlb_titan.memory.rank import GIB, TERMS, Passes, RankMemory
 from wlb_titan.plan import Plan
 from wlb_titan.runtime.decided import check_same
 from wlb_titan.simulator.replicas import flow_memory, replica_memory
 
 FIRST_STEPS = 12
-"""That are planned to tell how much memory steps of slices take."""
+"""Steps of slices that are planned to tell how much memory they take."""
 
 MOST_REPLICAS = 64
-"""Of these steps, data-parallel ranks that are looked at: one takes some milliseconds."""
+"""Data-parallel ranks that are looked at in these steps: one takes some milliseconds."""
 
 
 def predicted_memory(job: Job, lengths: Sequence[int]) -> tuple[RankMemory, ...] | None:
-    """The peak of each pipeline rank with micro-batches of these lengths; None where it is not known.
-
-    Not known are models with experts or latent attention, and schedules whose order of passes the planner
-    does not know.
+    """The peak of each pipeline rank with micro-batches of these lengths; None where it is not known: for
+    models with experts or latent attention, and schedules whose order of passes the planner does not know.
     """
     return _known(job, lambda: job.fitting.peak(Passes.of(lengths)))
 
@@ -38,19 +36,6 @@ def predicted_memory(job: Job, lengths: Sequence[int]) -> tuple[RankMemory, ...]
 def planned_memory(job: Job, plan: Plan, replica: int) -> tuple[RankMemory, ...] | None:
     """The peak of each pipeline rank with the micro-batches that a plan gives one data-parallel rank."""
     return _known(job, lambda: replica_memory(job, plan, replica))
-
-
-def predicted_window(job: Job) -> tuple[tuple[RankMemory, ...] | None, str]:
-    """The least that a step's peak may be: that of micro-batches of a window each or, where documents are
-    sliced, of a document of the window, all of whose slices are in flight when its backward pass begins.
-
-    Returns:
-        As of `predicted_memory`; and of what it is.
-    """
-    if job.packing.owner.slices:  # type: ignore[attr-defined]
-        return _known(job, lambda: job.fitting.document(job.window)), f"a document of {job.window} tokens"
-    windows = [job.window] * job.replica_micro_batches
-    return predicted_memory(job, windows), f"micro-batches of {job.window} tokens"
 
 
 def _known(job: Job, memory: Callable[[], tuple[RankMemory, ...]]) -> tuple[RankMemory, ...] | None:
@@ -63,13 +48,18 @@ def _known(job: Job, memory: Callable[[], tuple[RankMemory, ...]]) -> tuple[Rank
 
 
 def check_memory(job: Job, device_bytes: int) -> None:
-    """Refuses what cannot fit: a step of micro-batches that are no longer than the context window, or in
-    slices a document of it.
+    """Refuses what cannot fit: a step of micro-batches of a context window each or, where documents are
+    sliced, of a document of the window, all of whose slices are in flight when its backward pass begins.
 
     Raises:
         UserError: with the arithmetic of the pipeline rank that needs most.
     """
-    ranks, what = predicted_window(job)
+    if job.packing.owner.slices:  # type: ignore[attr-defined]
+        what = f"a document of {job.window} tokens"
+        ranks = _known(job, lambda: job.fitting.document(job.window))
+    else:
+        what = f"micro-batches of {job.window} tokens"
+        ranks = predicted_memory(job, [job.window] * job.replica_micro_batches)
     if ranks is None:
         return
     most, (usable, room) = fullest(ranks), _room(job, device_bytes)
@@ -109,12 +99,11 @@ def _room(job: Job, device_bytes: int) -> tuple[float, str]:
 
 
 def describe_memory(job: Job, documents: Documents) -> list[str]:
-    """A line on each pipeline rank's predicted peak, with micro-batches as long as they may become.
-
-    Where documents are sliced, that of the largest of the first steps.
+    """A line on each pipeline rank's predicted peak, with micro-batches as long as they may become or, where
+    documents are sliced, in the largest of the first steps.
 
     Raises:
-        PlanError: one of these cannot be planned so that it fits.
+        PlanError: one of these steps cannot be planned so that it fits.
     """
     ranks: tuple[RankMemory, ...] | None
     if job.packing.owner.slices:  # type: ignore[attr-defined]
@@ -132,12 +121,26 @@ def describe_memory(job: Job, documents: Documents) -> list[str]:
     return [f"Predicted peak memory, {most}: {_in_short(rank)}" for rank in ranks]
 
 
-def measured_memory(dims: ParallelDims, device: torch.device, digest: int) -> dict[str, float]:
-    """GiB by pipeline rank, the most of its ranks. Call it on every rank; in passing they compare `digest`,
-    that of their plans, and raise UserError if one has another.
+def advise_checkpointing(job: Job) -> list[str]:
+    """A line where a run without activation checkpointing is predicted to fit."""
+    if job.memory.checkpointing == "none" or job.packing.owner.slices:  # type: ignore[attr-defined]
+        return []
+    bare = replace(job, memory=replace(job.memory, checkpointing="none"))
+    ranks = predicted_memory(bare, [job.longest_micro_batch] * job.replica_micro_batches)
+    if ranks is None or (most := fullest(ranks).total) > bare.fitting.usable:
+        return []
+    return [
+        f'activation_checkpoint = "none" is predicted to fit: {most / GIB:.2f} of '
+        f"{job.cluster.memory / GIB:.2f} GiB. It repeats no forward pass, and takes half of the host's time."
+    ]
 
-    Of an accelerator what was allocated at most since the last report; of the CPU what the process has had
-    resident at most since it started, the libraries included.
+
+def measured_memory(dims: ParallelDims, device: torch.device, digest: int) -> dict[str, float]:
+    """The largest GiB of the ranks of each pipeline rank. Call it on every rank; in passing they compare
+    `digest`, that of their plans, and raise UserError if one has another.
+
+    Of an accelerator it is what was allocated at most since the last report; of the CPU what the process has
+    had resident at most since it started, the libraries included.
     """
     if device.type == "cpu":
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -14,13 +14,11 @@ import torch
 from torchtitan.components import metrics as titan
 from torchtitan.tools.logging import logger
 
+from wlb_titan.pipeline.schedule import V_SHAPED
 from wlb_titan.runtime.compat import metrics_rank_of
 from wlb_titan.runtime.life.dump_folder import METRICS_FILE, VALIDATION_FILE
 from wlb_titan.runtime.life.json_lines import JsonLines, warn_once
 from wlb_titan.runtime.pipeline.schedules import canonical_name
-
-V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-"""Schedules whose last stage is on the first pipeline rank."""
 
 
 def metrics_rank(parallel_dims: Any, schedule: str) -> int:

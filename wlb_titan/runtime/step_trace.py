@@ -1,4 +1,5 @@
-"""The measured side of a step: every `trace_every` steps a trace of all ranks' passes, bubble and imbalance.
+"""The measured side of a step: times of passes, and every `trace_every` steps a trace of all ranks' passes,
+bubble and imbalance.
 
 A traced step begins with a barrier, so that all ranks count from one moment, and ends with one gather of the
 passes to the rank that reports. All other steps pay nothing.
@@ -7,25 +8,102 @@ passes to the rank that reports. All other steps pay nothing.
 from __future__ import annotations
 
 import os
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from wlb_titan.plan import Plan, imbalance_degree
 from wlb_titan.runtime.life.dump_folder import TRACES
 from wlb_titan.runtime.life.json_lines import warn_once
 from wlb_titan.runtime.metrics import metrics_rank
-from wlb_titan.runtime.pipeline.pass_timer import Pass, PassTimer
+from wlb_titan.simulator.measured import Pass
 from wlb_titan.timeline import COMPUTED, Span, write_trace
 
 if TYPE_CHECKING:
     from torchtitan.distributed import ParallelDims
 
     from wlb_titan.runtime.trainer import Trainer
+
+
+class PassTimer:
+    """Measures while it is on, and costs next to nothing while it is off.
+
+    On an accelerator by events in the stream, so that nothing waits for them until the step is over; on the
+    CPU by the clock. What a pass waits for *within* itself is part of its time: the collectives of FSDP,
+    context and tensor parallelism. What it waits for *before* it starts, the neighbour stage's tensors, is
+    not.
+
+    Attributes:
+        first: number of the first micro-batch of the run at hand, which the trainer sets: a step may have
+            several runs.
+        clock: clock of passes on the CPU, in seconds.
+        latest: the latest pass that began, measured or not.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.on = False
+        self.clock: Callable[[], float] = time.perf_counter
+        self.first = 0
+        self.latest = "the beginning"
+        self._device = device
+        self._start: Any = None
+        self._stream: torch.Stream | None = None
+        self._passes: list[tuple[str, int, int, Any, Any]] = []
+
+    def start(self) -> None:
+        """Begins to measure, at time 0."""
+        self.on = True
+        if self._device.type != "cpu":
+            self._stream = torch.accelerator.current_stream()
+        self._start = self._mark()
+
+    @contextmanager
+    def time(self, kind: str, stage: int, micro_batch: int) -> Iterator[None]:
+        """Measures what runs within; `micro_batch` counts from the run's first."""
+        self.latest = f"{kind}{self.first + micro_batch} of stage {stage}"
+        if not self.on:
+            yield
+            return
+        begin = self._mark()
+        yield
+        self._passes.append((kind, stage, self.first + micro_batch, begin, self._mark()))
+
+    def measures_this_stream(self) -> bool:
+        """Whether it is on and what starts now would run on the passes' stream."""
+        return self.on and (self._stream is None or torch.accelerator.current_stream() == self._stream)
+
+    def stop(self) -> list[Pass]:
+        """Ends measuring and waits for the accelerator; returns the passes in the order of their ends."""
+        self.on = False
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+        passes = [
+            Pass(
+                *(kind, stage, micro_batch, self._seconds(self._start, begin), self._seconds(begin, end)),
+                end[1] - begin[1] if self._device.type == "cpu" else None,
+            )
+            for kind, stage, micro_batch, begin, end in self._passes
+        ]
+        self._passes = []
+        return passes
+
+    def _mark(self) -> Any:
+        """A point in time: seconds and this thread's, or an event in the stream."""
+        if self._device.type == "cpu":
+            return self.clock(), time.thread_time()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, begin: Any, end: Any) -> float:
+        return end[0] - begin[0] if self._device.type == "cpu" else begin.elapsed_time(end) / 1e3
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +118,7 @@ class RankPasses:
 
 
 class StepTrace:
-    """Measures some of the steps.
-
-    Args:
-        timer: that the passes are measured by.
-        config: says how often; traces are written to its dump folder, as traces/step-N.json, by the rank
-            that gets the figures too.
-    """
+    """Measures every `trace_every`-th step; the rank that reports writes traces/step-N.json."""
 
     def __init__(self, timer: PassTimer, config: Trainer.Config, parallel_dims: ParallelDims) -> None:
         self._timer = timer
@@ -57,19 +129,18 @@ class StepTrace:
         self._measuring = False
 
     def begin(self, step: int) -> None:
-        """Numbers passes from 0 again, and measures them if this step is due. Call it on every rank."""
-        self._timer.first = 0
+        """Measures the passes if this step is due. Call it on every rank."""
         if self._every > 0 and step % self._every == 0:
             dist.barrier()
             self._measuring = True
             self._timer.start()
 
     def end(self, step: int, plan: Plan) -> dict[str, float]:
-        """Ends measuring; does nothing if the step is not measured. Call it on every rank.
+        """Ends measuring. Call it on every rank.
 
         Returns:
-            on the writer the figures of a measured step: "measured_imbalance", and with pipeline
-            parallelism "bubble"; nothing else.
+            On the writer the figures of a measured step: "measured_imbalance", and with pipeline parallelism
+            "bubble". Otherwise nothing.
         """
         if not self._measuring:
             return {}

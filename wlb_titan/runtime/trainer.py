@@ -44,8 +44,8 @@ from wlb_titan.runtime.memory import measured_memory
 from wlb_titan.runtime.metrics import MetricsProcessor
 from wlb_titan.runtime.models.compile import prepare_compiling
 from wlb_titan.runtime.parts import tell_the_job, with_our_parts
-from wlb_titan.runtime.pipeline.pass_timer import PassTimer
-from wlb_titan.runtime.step_trace import StepTrace
+from wlb_titan.runtime.pipeline.build import PackFlowSchedule
+from wlb_titan.runtime.step_trace import PassTimer, StepTrace
 from wlb_titan.runtime.validator import Validator
 from wlb_titan.simulator.choice import Choice
 
@@ -73,15 +73,12 @@ class Trainer(TorchtitanTrainer):
         self.axes = OwnAxes()
         config.model_spec = self.axes.prepared(config.model_spec)
         super().__init__(config)
-        self._cache: KeyValueCache | None = None  # of the step under way
         self._reduces = True
         self.timer = self.pp_schedule.timer if self.parallel_dims.pp_enabled else PassTimer(self.device)
         self.step_trace = StepTrace(self.timer, config, self.parallel_dims)
         if config.compile.enable:
             prepare_compiling(self.job)
         prepare_attention(self.model_parts, self.job, self._meshes)
-        if self.parallel_dims.pp_enabled:
-            self.planned.lower = self.pp_schedule.lower
         if self.device.type == "cpu":
             add_up_by_sums(self.model_parts)
         if config.validator.enable:
@@ -145,7 +142,7 @@ class Trainer(TorchtitanTrainer):
         return self._timed_steps(data_iterable)
 
     def _timed_steps(self, data_iterable: PlannedDataLoader) -> Iterator[Step]:
-        steps = iter(data_iterable)
+        steps = data_iterable.steps(self.lower)
         while True:
             begin = time.perf_counter()
             step = next(steps)
@@ -153,20 +150,11 @@ class Trainer(TorchtitanTrainer):
             yield step
 
     def post_dataloading_process(
-        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
+        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, cache: KeyValueCache | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Starts the copies of a micro-batch to the device; see `to_device`."""
         self.ntokens_seen += labels.shape[1]  # 0 where only the backward pass has labels
-        cache = self._cache.number if self._cache is not None else None
-        return to_device(input_dict, labels, self.device, cache)
-
-    def forward_backward_step(self, **arguments: Any) -> torch.Tensor:
-        if self.parallel_dims.pp_enabled:
-            return super().forward_backward_step(**arguments)
-        with self.timer.time("FB", 0, 0):
-            loss = super().forward_backward_step(**arguments)
-        self.timer.first += 1
-        return loss
+        return to_device(input_dict, labels, self.device, cache.number if cache is not None else None)
 
     def train_step(self, data_iterator: Iterator[Step]) -> None:
         """One optimizer step; only a step that is logged or traced waits for the device.
@@ -188,8 +176,9 @@ class Trainer(TorchtitanTrainer):
             run = batch_of(self.config).run if self.parallel_dims.pp_enabled else 1
             groups = list(grouped(step.items, run))
             losses = []
-            for group in groups:
+            for number, group in enumerate(groups):
                 self._reduce_gradients(group is groups[-1])
+                self.timer.first = number * run
                 losses.append(self.forward_backward(group, labels))
         else:
             losses = [self._run_flow(step, step.flow, labels)]
@@ -233,30 +222,45 @@ class Trainer(TorchtitanTrainer):
             part.set_requires_gradient_sync(now)
             part.set_reshard_after_backward(now)
 
-    def forward_backward(self, group: Sequence[Item], labels: torch.Tensor) -> torch.Tensor:
-        """The group's part of the loss: its sum on this rank over the labels of the whole job."""
-        inputs, targets = [item for item, _ in group], [own for _, own in group]
+    @property
+    def lower(self) -> Callable[[Flow], PackFlowSchedule] | None:
+        """Makes what runs an order of passes in the pipeline; None without one."""
+        return self.pp_schedule.lower if self.parallel_dims.pp_enabled else None
+
+    def forward_backward(
+        self,
+        group: Sequence[Item],
+        labels: torch.Tensor,
+        cache: KeyValueCache | None = None,
+        lowered: PackFlowSchedule | None = None,
+    ) -> torch.Tensor:
+        """The group's part of the loss: its sum on this rank over the labels of the whole job.
+
+        Args:
+            cache, lowered: keys of a step in slices, and what runs its passes in the plan's order.
+        """
         if not self.parallel_dims.pp_enabled:
-            (inputs,), (targets,) = inputs, targets
-        return self.forward_backward_step(
-            input_dict=inputs, labels=targets, global_valid_tokens=labels
-        ).detach()
+            ((item, targets),) = group
+            with self.timer.time("FB", 0, 0):
+                loss = self.forward_backward_step(input_dict=item, labels=targets, global_valid_tokens=labels)
+            return loss.detach()
+        moved = [self.post_dataloading_process(*item, cache) for item in group]
+        with self.train_context():
+            return self.pp_schedule.step(moved, labels, lowered).detach()
 
     def _run_flow(self, step: Step, flow: Flow, labels: torch.Tensor) -> torch.Tensor:
         """A step of MicroPacks, whose passes run in the plan's order; as `forward_backward`."""
-        self._cache = KeyValueCache()
-        try:
-            if self.parallel_dims.pp_enabled:
-                self.pp_schedule.lowered = step.lowered
-                loss = self.forward_backward(step.items, labels)
-            else:
-                loss = self.run_alone(step.items, flow[0], labels)
-            self._cache.check_empty()
-        finally:
-            self._cache = None
+        cache = KeyValueCache()
+        if self.parallel_dims.pp_enabled:
+            loss = self.forward_backward(step.items, labels, cache, step.lowered)
+        else:
+            loss = self.run_alone(step.items, flow[0], labels, cache)
+        cache.check_empty()
         return loss
 
-    def run_alone(self, items: list[Item], actions: Sequence[Action], labels: torch.Tensor) -> torch.Tensor:
+    def run_alone(
+        self, items: list[Item], actions: Sequence[Action], labels: torch.Tensor, cache: KeyValueCache
+    ) -> torch.Tensor:
         """A step without a pipeline: forward and backward passes one by one."""
         losses: dict[int, torch.Tensor] = {}
         total = torch.zeros((), device=self.device)
@@ -264,7 +268,7 @@ class Trainer(TorchtitanTrainer):
             self._reduce_gradients(number == len(actions))
             with self.timer.time(kind, 0, place), self.train_context():
                 if kind == "F":
-                    inputs, targets, extra = self.post_dataloading_process(*items[place])
+                    inputs, targets, extra = self.post_dataloading_process(*items[place], cache)
                     hidden = self.model_parts[0](inputs, **extra)
                     losses[place], _ = self.loss_fn(hidden, targets, labels, positions=extra["positions"])
                     del hidden

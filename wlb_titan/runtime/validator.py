@@ -155,12 +155,5 @@ class Validator(titan.BaseValidator):
                 ((inputs, targets, extra),) = moved
                 loss, _ = self._parts["loss_fn"](model_parts[0](inputs, **extra), targets)
                 return loss.detach()
-            last = self._parts["pp_has_last_stage"]
-            losses: list[torch.Tensor] | None = [] if last else None
-            schedule.eval(
-                arg_mbs=[(inputs,) for inputs, _, _ in moved] if self._parts["pp_has_first_stage"] else None,
-                kwarg_mbs=[extra for _, _, extra in moved],
-                target_mbs=[targets for _, targets, _ in moved] if last else None,
-                losses=losses,
-            )
-        return torch.stack(losses).sum().to(self._device) if losses else torch.zeros((), device=self._device)
+            loss: torch.Tensor = schedule.eval(moved)
+            return loss

@@ -23,7 +23,7 @@ from wlb_titan.arrays import Floats
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
-from wlb_titan.memory.peak import GIB
+from wlb_titan.memory.rank import GIB
 from wlb_titan.packing.policy import OnOneRank, here
 from wlb_titan.packing.trial import MOST_MICRO_BATCHES
 from wlb_titan.plugins import PluginConfig

@@ -19,9 +19,7 @@ from wlb_titan.arrays import Floats
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.fits import fullest
-from wlb_titan.memory.packs import Passes
-from wlb_titan.memory.peak import RankMemory
-from wlb_titan.memory.slice_cache import SliceCache
+from wlb_titan.memory.rank import Passes, RankMemory, SliceCache
 from wlb_titan.packing.slim.asymmetric import last_needed
 from wlb_titan.packing.slim.slices import parts, piece_numbers, replica_passes
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph

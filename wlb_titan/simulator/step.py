@@ -24,7 +24,7 @@ from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.fits import fullest
-from wlb_titan.memory.peak import RankMemory, weighted_tokens
+from wlb_titan.memory.rank import RankMemory, weighted_tokens
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.pipeline.schedule import rank_actions
 from wlb_titan.plan import ByPass, Plan, micro_batches_of

@@ -10,7 +10,7 @@ import numpy as np
 
 from wlb_titan.arrays import Bools, Floats
 from wlb_titan.job import Job
-from wlb_titan.memory.peak import weighted_tokens
+from wlb_titan.memory.rank import weighted_tokens
 from wlb_titan.packing.slim.slices import ReplicaPacks, kind, passes_of
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import LENGTH, Action, MicroBatch, Plan
@@ -109,7 +109,7 @@ class _Picture:
         for rank in range(job.degrees.pipeline):
             numbers = [i for i, a in enumerate(replica.graph.actions) if job.shape.rank_of(a.stage) == rank]
             actions = [replica.graph.actions[i] for i in numbers]
-            held = weighted_tokens(actions, kept, memory.weights(job.layers))
+            held = weighted_tokens(actions, kept, memory.kept_layers(job.layers))
             cached = cache_bytes(job, actions, passes)
             self._seconds[rank].extend(self._begin + ends[i] for i in numbers)
             self._bytes[rank].extend(own + more for own, more in zip(held, cached, strict=True))

@@ -22,7 +22,7 @@ from wlb_titan.commands.report.page import (
 )
 from wlb_titan.commands.report.pipeline import pipeline_charts
 from wlb_titan.errors import UserError
-from wlb_titan.memory.peak import GIB, TERMS
+from wlb_titan.memory.rank import GIB, TERMS
 from wlb_titan.plan import Plan
 from wlb_titan.policies import Policy
 from wlb_titan.simulator.choice import Choice

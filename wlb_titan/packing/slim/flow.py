@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats
-from wlb_titan.memory.peak import RankMemory
+from wlb_titan.memory.rank import RankMemory
 from wlb_titan.packing.policy import Packing, PackingJob
 from wlb_titan.packing.slim.dependencies import dependencies
 from wlb_titan.packing.slim.step_peak import step_peak

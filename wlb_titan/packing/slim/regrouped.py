@@ -14,8 +14,7 @@ import numpy as np
 from wlb_titan.cost.analytic import BYTES
 from wlb_titan.cost.passes import MicroBatches, PassJob, pass_times
 from wlb_titan.memory.layer import TokenBytes
-from wlb_titan.memory.packs import Passes
-from wlb_titan.memory.peak import Moment, Rank
+from wlb_titan.memory.rank import Moment, Passes, RankPeak
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import ByPass
 
@@ -44,7 +43,7 @@ def regrouped_times(job: PassJob, packs: ByPass[MicroBatches]) -> PassTimes:
     )
 
 
-class RegroupedRank(Rank):
+class RegroupedRank(RankPeak):
     """A rank that keeps hidden states, and puts those of a backward pass together."""
 
     loss_in_forward = False
@@ -54,18 +53,20 @@ class RegroupedRank(Rank):
         return token.hidden
 
     @staticmethod
-    def weights(layers: Sequence[int]) -> Sequence[int]:
+    def kept_layers(layers: Sequence[int]) -> Sequence[int]:
         return kept_states(layers)
 
     def _inputs(self, passes: Passes) -> float:
         return sum(map(self._of_packs, passes.packs))
 
     def _kept(self, token: TokenBytes, stage: int) -> float:
-        return self.layer_bytes(token) * self.weights(self._job.layers)[stage]
+        return self.layer_bytes(token) * self.kept_layers(self._job.layers)[stage]
 
     def _forward(self, token: TokenBytes, stage: int, length: int, went_back: set[int]) -> Iterator[Moment]:
         handed_on = self._output(token, stage)
-        yield Moment(0, length * (token.forward + handed_on), 0, self._gathered.in_pipeline(went_back), 0)
+        yield Moment(
+            backward=length * (token.forward + handed_on), gathered=self._whole.in_pipeline(went_back)
+        )
 
     def _backward(
         self,
@@ -75,7 +76,7 @@ class RegroupedRank(Rank):
         beside: float,
         made: float,
         went_back: set[int],
-        whole: tuple[Callable[[int], float], Callable[[int], float]],
+        whole: Callable[..., float],
     ) -> Iterator[Moment]:
         """A backward pass with tokens of several forward passes, and with the loss."""
         layers = max(self._job.layers[stage], 1)
@@ -83,7 +84,7 @@ class RegroupedRank(Rank):
         at_hand, loss = length * (ends + token.backward), 0.0
         if stage == self._last and token.loss > token.backward:
             at_hand, loss = length * ends, length * token.loss
-        gathered = self._gathered.in_pipeline(went_back, in_loss=loss > 0)
+        gathered = self._whole.in_pipeline(went_back, in_loss=loss > 0)
         yield Moment(0, at_hand, loss, gathered, made / layers)
         if made:
             freed = length * self._kept(token, stage) * (layers - 1) / layers

@@ -25,7 +25,7 @@ from wlb_titan.arrays import Floats, Ints
 from wlb_titan.context import KeyShares
 from wlb_titan.cost.workload import CostModel, workload
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.packs import CachedSlice, PackSizes, Passes
+from wlb_titan.memory.rank import CachedSlice, PackSizes, Passes
 from wlb_titan.plan import (
     ID,
     LENGTH,

@@ -27,7 +27,7 @@ from wlb_titan.arrays import Floats, Ints
 from wlb_titan.cost.passes import MicroBatches, PassJob, pass_times
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.peak import GIB, Rank, RankMemory
+from wlb_titan.memory.rank import GIB, RankMemory, RankPeak
 from wlb_titan.packing.arrivals import Arrivals, delayed
 from wlb_titan.packing.policy import CheckedJob, Pack, Packing, PackingJob, PackingPolicy
 from wlb_titan.packing.slim.dependencies import dependencies, in_own_order
@@ -109,8 +109,8 @@ class Slim(PackingPolicy):
             return self.asymmetric
 
         @property
-        def rank_memory(self) -> type[Rank]:
-            return RegroupedRank if self.asymmetric else Rank
+        def rank_memory(self) -> type[RankPeak]:
+            return RegroupedRank if self.asymmetric else RankPeak
 
         def pass_times(self, job: PassJob, packs: ByPass[MicroBatches]) -> PassTimes:
             return regrouped_times(job, packs) if self.asymmetric else pass_times(job, packs.forward)

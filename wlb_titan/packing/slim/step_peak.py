@@ -8,8 +8,7 @@ import numpy as np
 
 from wlb_titan.context import ALL_KEYS
 from wlb_titan.memory.fits import fullest
-from wlb_titan.memory.packs import Passes
-from wlb_titan.memory.peak import RankMemory
+from wlb_titan.memory.rank import Passes, RankMemory
 from wlb_titan.packing.policy import Packing, PackingJob
 from wlb_titan.packing.slim.dependencies import dependencies, in_own_order
 from wlb_titan.packing.slim.slices import ReplicaPacks, passes_of

@@ -19,6 +19,7 @@ from wlb_titan.config.values import shown
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.kernels.implementations import Device
+from wlb_titan.pipeline.schedule import check_micro_batches
 from wlb_titan.runtime.attention.implementation import check_implementation
 from wlb_titan.runtime.checks.files import check_resumed, validate_corpus, validate_plan
 from wlb_titan.runtime.checks.optimizer import check_optimizer
@@ -34,7 +35,7 @@ from wlb_titan.runtime.metrics import MetricsProcessor
 from wlb_titan.runtime.models.adoption import WHAT_TO_DO, has_adapters, unsupported
 from wlb_titan.runtime.pipeline.build import pipeline
 from wlb_titan.runtime.pipeline.schedules import (
-    check_micro_batches,
+    canonical_name,
     check_schedule,
     check_stages,
     stage_names,
@@ -307,7 +308,7 @@ def _check_pipeline(config: Trainer.Config, dims: ParallelDims) -> None:
         packing = config.wlb.packing
         if not packing.owner.slices or packing.shadow or config.wlb.validation.enabled:
             check_micro_batches(
-                config.parallelism.pipeline_parallel_schedule,
+                canonical_name(config.parallelism.pipeline_parallel_schedule),
                 dims.pp,
                 len(stage_names(config.parallelism, config.model_spec.model)),
                 batch_of(config).run,

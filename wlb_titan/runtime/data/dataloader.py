@@ -49,7 +49,7 @@ class Step:
         digest: of the plans up to this one, as of `Plan.digest`.
         shadow: what the job's shadow would have made of the step; None without one.
         flow: the order of this data-parallel rank's passes; None leaves it to the schedule.
-        lowered: what runs them in that order, of the loader's `lower`.
+        lowered: what runs them in that order in a pipeline.
     """
 
     plan: Plan
@@ -73,7 +73,6 @@ class PlannedDataLoader(BaseDataLoader):
     sequence's end.
 
     Attributes:
-        lower: makes what runs an order of passes, ahead of its step; to be set with a pipeline.
         plan: plan of the step being served.
     """
 
@@ -105,7 +104,6 @@ class PlannedDataLoader(BaseDataLoader):
         self.corpus = open_corpus(config.corpus)
         self.plan: Plan | None = None
         self._context_rank, self._tensor_rank = config.context_rank, config.tensor_rank
-        self.lower: Callable[[Flow], Any] = lambda flow: None
         self._job = config.job
         self._by_document = config.loss_weight == "conversation"
         self._dp_rank = dp_rank
@@ -119,10 +117,14 @@ class PlannedDataLoader(BaseDataLoader):
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="planner")
 
     def __iter__(self) -> Iterator[Step]:
-        ahead = self._thread.submit(self._prepare)
+        return self.steps()
+
+    def steps(self, lower: Callable[[Flow], Any] | None = None) -> Iterator[Step]:
+        """The steps; `lower` makes what runs an order of passes, in the planner's thread."""
+        ahead = self._thread.submit(self._prepare, lower)
         while True:
             step = ahead.result()
-            ahead: Future[Step] = self._thread.submit(self._prepare)
+            ahead: Future[Step] = self._thread.submit(self._prepare, lower)
             self.plan, self._state = step.plan, step.state_after
             yield step
 
@@ -152,7 +154,7 @@ class PlannedDataLoader(BaseDataLoader):
     def _save(self) -> dict[str, dict[str, Any]]:
         return {name: planner.state_dict() for name, planner in self._planners.items()}
 
-    def _prepare(self) -> Step:
+    def _prepare(self, lower: Callable[[Flow], Any] | None) -> Step:
         plan, shadow = self._planner.next(sharded=[self._dp_rank]), None
         if "shadow" in self._planners:
             shadow = self._planners["shadow"].next(sharded=[self._dp_rank])
@@ -176,7 +178,7 @@ class PlannedDataLoader(BaseDataLoader):
             state_after=self._save(),
             digest=self._digest,
             flow=flow,
-            lowered=None if flow is None else self.lower(flow),
+            lowered=None if flow is None or lower is None else lower(flow),
             shadow=shadow,
         )
 

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
-from wlb_titan.runtime.advice import advice
 from wlb_titan.runtime.data.corpus import training_documents
 from wlb_titan.runtime.export import complete_export
 from wlb_titan.runtime.life.timeouts import first_timeout
-from wlb_titan.runtime.memory import describe_memory
+from wlb_titan.runtime.memory import advise_checkpointing, describe_memory
 from wlb_titan.runtime.metrics import spoken
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def tell_beginning(trainer: Trainer) -> None:
             logger.info(line)
     for line in describe_memory(job, training_documents(trainer.config.wlb, corpus)):
         logger.info(line)
-    for line in advice(job, compiled=trainer.compiled, on_gpu=trainer.device.type == "cuda"):
+    for line in advise_checkpointing(job):
         logger.info(line)
 
 

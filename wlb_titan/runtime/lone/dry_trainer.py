@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torchtitan.distributed import utils as dist_utils
 
 from wlb_titan.errors import UserError
-from wlb_titan.memory.peak import GIB
+from wlb_titan.memory.rank import GIB
 from wlb_titan.plan import Action
+from wlb_titan.runtime.attention.kv_cache import KeyValueCache
 from wlb_titan.runtime.compat import DataDependentOutputException, FakeTensorMode
 from wlb_titan.runtime.data.inputs import Item
 from wlb_titan.runtime.lone.calls import CallLog, of_rank
@@ -113,22 +114,30 @@ class DryTrainer(LoneTrainer):
             "seconds": time.perf_counter() - begin,
         }
 
-    def forward_backward(self, group: list[Item], labels: torch.Tensor) -> torch.Tensor:
-        with self._traced_passes():
-            return super().forward_backward(group, labels)
+    def forward_backward(
+        self,
+        group: Sequence[Item],
+        labels: torch.Tensor,
+        cache: KeyValueCache | None = None,
+        lowered: Any = None,
+    ) -> torch.Tensor:
+        with self._traced_passes(cache):
+            return super().forward_backward(group, labels, cache, lowered)
 
-    def run_alone(self, items: list[Item], actions: Sequence[Action], labels: torch.Tensor) -> torch.Tensor:
-        with self._traced_passes():
-            return super().run_alone(items, actions, labels)
+    def run_alone(
+        self, items: list[Item], actions: Sequence[Action], labels: torch.Tensor, cache: KeyValueCache
+    ) -> torch.Tensor:
+        with self._traced_passes(cache):
+            return super().run_alone(items, actions, labels, cache)
 
     @contextmanager
-    def _traced_passes(self) -> Iterator[None]:
+    def _traced_passes(self, cache: KeyValueCache | None) -> Iterator[None]:
         """The passes, in the fake mode, which the optimizer has to do without: in an active one DTensor would
         work out shapes on tensors of the rank's own mode, and the trace would count them.
 
         Their peak is kept, and another one begins behind them.
         """
-        with self._fake, AttentionOfSlices(self._cache, self._trace):
+        with self._fake, AttentionOfSlices(cache, self._trace):
             yield
         if self._trace.highest > self._passes_peak:
             self._passes, self._passes_peak = self._trace.peak, self._trace.highest

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from wlb_titan.runtime.compat import done_work
-from wlb_titan.runtime.pipeline.pass_timer import PassTimer
+from wlb_titan.runtime.step_trace import PassTimer
 
 BACKEND = "lone"
 DEVICES = ["cpu", "cuda"]
@@ -61,7 +61,7 @@ class Traffic:
         bytes_ = max(_bytes(sent), _bytes(received))
         self.calls[kind, group] += 1
         self.bytes_[kind, group] += bytes_
-        timed = self.timer is not None and self.timer.here()
+        timed = self.timer is not None and self.timer.measures_this_stream()
         with torch.no_grad(), self.timer.time(ANSWER, 0, 0) if timed else nullcontext():
             yield
             if timed:

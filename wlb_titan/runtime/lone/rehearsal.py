@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from wlb_titan.errors import UserError
-from wlb_titan.memory.peak import GIB
+from wlb_titan.memory.rank import GIB
 from wlb_titan.runtime.compat import ranks_of_group
 from wlb_titan.runtime.data.dataloader import Step
 from wlb_titan.runtime.lone.group import ANSWER, start_lone_group

@@ -20,7 +20,7 @@ from typing import Any
 import click
 
 from wlb_titan.errors import UserError
-from wlb_titan.memory.peak import GIB
+from wlb_titan.memory.rank import GIB
 from wlb_titan.runtime.lone.process import answer, become_rank
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
 
-from wlb_titan.memory.peak import GIB, TERMS
+from wlb_titan.memory.rank import GIB, TERMS
 from wlb_titan.plan import Plan
 from wlb_titan.runtime.compat import ranks_of_group
 from wlb_titan.runtime.data.dataloader import Step
@@ -59,7 +59,7 @@ class LoneTrainer(Trainer):
 
     def _steps(self, first: int) -> Iterator[Step]:
         """The planned steps from a number on, from 1; those before it are left out."""
-        steps = iter(self.planned)
+        steps = self.planned.steps(self.lower)
         for _ in range(first - 1):
             next(steps)
         return steps

@@ -1,4 +1,1 @@
-"""The pipeline as torch runs it, for micro-batches of any length.
-
-Read `build` first, then `schedules`, `stage`, `packflow` and `regroup`.
-"""
+"""The pipeline as torch runs it. Read `build` first, then `schedules`, `stage` and `regroup`."""

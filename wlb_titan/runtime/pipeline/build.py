@@ -25,19 +25,179 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ParallelizeFunction
 from torchtitan.tools.logging import logger
 
+from wlb_titan.pipeline.schedule import check_micro_batches
 from wlb_titan.plan import Flow
-from wlb_titan.runtime.compat import PipelineSchedule, build_pipeline_schedule, split_into_stages
-from wlb_titan.runtime.pipeline.packflow import PackFlowSchedule
-from wlb_titan.runtime.pipeline.pass_timer import PassTimer
+from wlb_titan.runtime.compat import (
+    ComputationType,
+    PipelineSchedule,
+    PipelineScheduleRuntime,
+    ScheduleAction,
+    build_pipeline_schedule,
+    split_into_stages,
+)
 from wlb_titan.runtime.pipeline.schedules import (
     SPLITS_BACKWARD,
     canonical_name,
-    check_micro_batches,
     check_schedule,
     splits_backward,
     stage_names,
 )
 from wlb_titan.runtime.pipeline.stage import Layout, PlannedStage
+from wlb_titan.runtime.step_trace import PassTimer
+
+KINDS = {"F": ComputationType.FORWARD, "B": ComputationType.FULL_BACKWARD}
+
+Moved = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
+"""A micro-batch on the device, as of `to_device`: this context-parallel rank's tokens, their labels, and the
+model's keyword arguments, among them "positions", (1, tokens)."""
+
+
+class PackFlowSchedule(PipelineScheduleRuntime):
+    """torch's schedule of explicit actions, made from an order of passes.
+
+    torch adds sends and receives where they cannot wait for each other, and FSDP's collectives: the gathers
+    of a rank's stages at the begin, in the order of the stages, and the reductions at the end, from the last
+    stage to the first. These are alike on all data-parallel ranks, however their passes are ordered.
+
+    A new schedule tells the stages which ranks have which stage. So another thread may make it while a step
+    runs only because FLOW_SCHEDULES, and no other schedule, put stages on ranks as it does: in a loop.
+
+    Args:
+        loss_fn: computes loss and metrics from the last stage's output and the labels.
+
+    Attributes:
+        packs: micro-batches, of forward and as many of backward passes.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[PlannedStage],
+        flow: Flow,
+        loss_fn: Callable[..., tuple[torch.Tensor, dict[str, Any]]],
+    ) -> None:
+        def loss_alone(*args: Any, **kwargs: Any) -> torch.Tensor:
+            loss, _ = loss_fn(*args, **kwargs)
+            return loss
+
+        self.packs = 1 + max(action.place for action in flow[0])
+        super().__init__(
+            list(stages),
+            n_microbatches=self.packs,
+            loss_fn=loss_alone,
+            scale_grads=False,
+            max_active_stages=len(stages),
+        )
+        order = {
+            rank: [ScheduleAction(stage, KINDS[kind], place) for kind, stage, place in actions]
+            for rank, actions in enumerate(flow)
+        }
+        self.pipeline_order = order
+        self._prepare_schedule_with_comms(order)
+
+    def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
+        """Once for all schedules of these stages: torch asks and connects their ranks, and waits for them."""
+        if self._stages[0]._inference_mode is None:
+            super()._initialize_stages(*args, **kwargs)
+
+
+class PlannedSchedule:
+    """What the trainer and the validator call: runs the micro-batches of a step, whatever their lengths.
+
+    torch's schedules are made for a fixed number of micro-batches; one is kept for each number seen. They are
+    never asked for outputs: those of different lengths could not be joined.
+
+    Args:
+        schedule_of: makes the schedule for a number of micro-batches, or raises PlanError.
+        lower: makes the schedule of an order of passes. Another thread may call it ahead of the step: for 256
+            MicroPacks on 16 ranks it takes a second.
+        timer: measures the stages' passes.
+        context_parallel: ranks that share the tokens of a micro-batch.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[PlannedStage],
+        schedule_of: Callable[[int], PipelineSchedule],
+        lower: Callable[[Flow], PackFlowSchedule],
+        timer: PassTimer,
+        context_parallel: int,
+    ) -> None:
+        self.lower, self.timer = lower, timer
+        self._context_parallel = context_parallel
+        self._stages = stages
+        self._has_first = any(stage.is_first for stage in stages)
+        self._has_last = any(stage.is_last for stage in stages)
+        self._schedule_of = schedule_of
+        self._schedules: dict[int, PipelineSchedule] = {}
+
+    def step(
+        self, micro_batches: Sequence[Moved], labels: torch.Tensor, lowered: PackFlowSchedule | None = None
+    ) -> torch.Tensor:
+        """Runs forward and backward of all micro-batches; gradients are added to the parameters'.
+
+        Args:
+            micro_batches: under an order whose backward passes have others these come behind those of forward
+                passes.
+            labels: what the sum of losses is divided by.
+            lowered: schedule of an order of passes, made by `lower`; None leaves the order to torch's own.
+
+        Returns:
+            The sum of the losses; 0 on ranks without the last stage.
+
+        Raises:
+            RuntimeError: a stage or the communication failed.
+        """
+        arguments, losses = self._arguments(micro_batches)
+        with self._prepared(micro_batches, lowered) as schedule:
+            schedule.step(**arguments, loss_kwargs={"global_valid_tokens": labels})
+        return self._sum(losses)
+
+    def eval(self, micro_batches: Sequence[Moved]) -> torch.Tensor:
+        """Runs forward only; the sum of the losses as of `step`, not divided."""
+        arguments, losses = self._arguments(micro_batches)
+        with self._prepared(micro_batches, None) as schedule:
+            schedule.eval(**arguments)
+        return self._sum(losses)
+
+    def _arguments(self, micro_batches: Sequence[Moved]) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """The arguments of torch's schedules, and the list that the losses go into."""
+        losses: list[torch.Tensor] = []
+        return {
+            "arg_mbs": [(inputs,) for inputs, _, _ in micro_batches] if self._has_first else None,
+            "kwarg_mbs": [extra for _, _, extra in micro_batches],
+            "target_mbs": [targets for _, targets, _ in micro_batches] if self._has_last else None,
+            "losses": losses if self._has_last else None,
+            "return_outputs": False,
+        }, losses
+
+    def _sum(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        device = self._stages[0].device
+        return torch.stack(list(losses)).sum().to(device) if losses else torch.zeros((), device=device)
+
+    @contextmanager
+    def _prepared(
+        self, micro_batches: Sequence[Moved], lowered: PackFlowSchedule | None
+    ) -> Iterator[PipelineSchedule]:
+        """The schedule for these micro-batches; an error gets a note that says how far this rank came."""
+        lengths = [extra["positions"].shape[1] * self._context_parallel for _, _, extra in micro_batches]
+        number = len(lengths) if lowered is None else lowered.packs
+        if lowered is None and number not in self._schedules:
+            self._schedules[number] = self._schedule_of(number)
+        for stage in self._stages:
+            stage.set_micro_batch_lengths(lengths[:number], lengths[-number:])
+        try:
+            yield lowered or self._schedules[number]
+        except Exception as error:
+            error.add_note(
+                f"Global rank {dist.get_rank()} stopped in a step of {number} micro-batches; the last "
+                f"pass that it began was {self.timer.latest}. If it waited for another rank, the cause is in "
+                "that rank's log."
+            )
+            raise
+
+
+Pipeline = tuple[PlannedSchedule, list[nn.Module], bool, bool]
+"""The schedule, this rank's parts of the model, and whether they hold the first and the last stage."""
 
 
 def pipeline(
@@ -58,8 +218,9 @@ def pipeline(
 ) -> Pipeline:
     """torchtitan's `pipeline_llm`, with stages that take their shapes from the plan.
 
-    Args besides torchtitan's:
-        stage_class, flow_class: make a stage, and the schedule of an order of passes.
+    Args:
+        stage_class, flow_class: make a stage, and the schedule of an order of passes. The others are
+            torchtitan's.
 
     Raises:
         ValueError: the schedule cannot run, with the reason; or the model does not fit its stages.
@@ -106,12 +267,13 @@ def pipeline(
     ]
 
     last = planned[-1] if planned[-1].is_last else planned[0]
-    timed_loss = timer.timed(loss_fn, lambda: ("L", last.stage_index, last.micro_batch))
+
+    def timed_loss(*args: Any, **kwargs: Any) -> Any:
+        with timer.time("L", last.stage_index, last.micro_batch):
+            return loss_fn(*args, **kwargs)
 
     def schedule_of(micro_batches: int) -> PipelineSchedule:
-        check_micro_batches(
-            parallelism.pipeline_parallel_schedule, parallel_dims.pp, len(names), micro_batches
-        )
+        check_micro_batches(name, parallel_dims.pp, len(names), micro_batches)
         return build_pipeline_schedule(
             parallelism=parallelism, local_batch_size=micro_batches, stages=planned, loss_fn=timed_loss
         )
@@ -140,88 +302,3 @@ def stage_layouts(
         Layout(cp, (), torch.int64),
         Layout(cp * parallel_dims.tp if sequence_parallel else cp, (model_config.dim,), hidden_dtype),
     )
-
-
-class PlannedSchedule:
-    """What the trainer and the validator call: runs the micro-batches of a step, whatever their lengths.
-
-    torch's schedules are made for a fixed number of micro-batches; one is kept for each number seen. They are
-    never asked for outputs: those of different lengths could not be joined.
-
-    Args:
-        schedule_of: makes the schedule for a number of micro-batches, or raises ValueError.
-        lower: makes the schedule of an order of passes.
-        timer: that the stages measure their passes by.
-        context_parallel: ranks that share the tokens of a micro-batch.
-
-    Attributes:
-        lower: the same. Another thread may call it ahead of the step: for 256 MicroPacks on 16 ranks it takes
-            a second.
-        timer: the same.
-        lowered: the schedule of the next step's MicroPacks, of `lower`; None leaves the order to torch's own.
-    """
-
-    def __init__(
-        self,
-        stages: Sequence[PlannedStage],
-        schedule_of: Callable[[int], PipelineSchedule],
-        lower: Callable[[Flow], PackFlowSchedule],
-        timer: PassTimer,
-        context_parallel: int,
-    ) -> None:
-        self.lower, self.timer = lower, timer
-        self._context_parallel = context_parallel
-        self._stages = stages
-        self._schedule_of = schedule_of
-        self._schedules: dict[int, PipelineSchedule] = {}
-        self.lowered: PackFlowSchedule | None = None
-
-    def step(self, *, kwarg_mbs: list[dict[str, Any]], **arguments: Any) -> None:
-        """Runs forward and backward of all micro-batches; gradients are added to the parameters'.
-
-        Args:
-            kwarg_mbs: the model's keyword arguments for each micro-batch, among them "positions",
-                (1, tokens of this context-parallel rank). Under an order whose backward passes have others
-                these come behind those of forward passes, here and in what follows.
-            arguments: arguments of torch's schedules: arg_mbs, target_mbs, losses, loss_kwargs.
-
-        Raises:
-            ValueError: the schedule cannot run this number of micro-batches, or a length does not suit the
-                ranks.
-            RuntimeError: a stage or the communication failed.
-        """
-        with self._prepared(kwarg_mbs, self.lowered) as (schedule, number):
-            schedule.step(kwarg_mbs=kwarg_mbs, **{**arguments, "return_outputs": False})
-        self.timer.first += number
-
-    def eval(self, *, kwarg_mbs: list[dict[str, Any]], **arguments: Any) -> None:
-        """Runs forward only; the losses go into `losses`, the outputs are not kept. Otherwise as `step`."""
-        with self._prepared(kwarg_mbs, None) as (schedule, _):
-            schedule.eval(kwarg_mbs=kwarg_mbs, **{**arguments, "return_outputs": False})
-
-    @contextmanager
-    def _prepared(
-        self, kwarg_mbs: list[dict[str, Any]], lowered: PackFlowSchedule | None
-    ) -> Iterator[tuple[PipelineSchedule, int]]:
-        """The schedule for these micro-batches, and how many it runs; an error gets a note that says how far
-        this rank came."""
-        lengths = [kwargs["positions"].shape[1] * self._context_parallel for kwargs in kwarg_mbs]
-        number = len(lengths) if lowered is None else lowered.packs
-        if lowered is None and number not in self._schedules:
-            self._schedules[number] = self._schedule_of(number)
-        schedule = lowered or self._schedules[number]
-        for stage in self._stages:
-            stage.set_micro_batch_lengths(lengths[:number], lengths[-number:])
-        try:
-            yield schedule, number
-        except Exception as error:
-            error.add_note(
-                f"Global rank {dist.get_rank()} stopped in a step of {number} micro-batches; the last "
-                f"pass that it began was {self.timer.latest}. If it waited for another rank, the cause is in "
-                "that rank's log."
-            )
-            raise
-
-
-Pipeline = tuple[PlannedSchedule, list[nn.Module], bool, bool]
-"""The schedule, this rank's parts of the model, and whether they hold the first and the last stage."""

@@ -33,8 +33,7 @@ from wlb_titan.packing.slim.moves import TokenMoves, token_moves
 from wlb_titan.plan import ByPass, MicroBatch
 from wlb_titan.runtime.compat import checkpoint_wrapper
 from wlb_titan.runtime.data.inputs import REGROUPING, Item, on_host
-from wlb_titan.runtime.pipeline.build import Pipeline
-from wlb_titan.runtime.pipeline.packflow import PackFlowSchedule
+from wlb_titan.runtime.pipeline.build import PackFlowSchedule, Pipeline
 from wlb_titan.runtime.pipeline.stage import PlannedStage
 
 

@@ -1,4 +1,4 @@
-"""Pipeline schedules: which run micro-batches of different lengths, and which are refused and why."""
+"""The keys of [parallelism] that say how a pipeline runs: schedules and stages, and which are refused."""
 
 from __future__ import annotations
 
@@ -9,27 +9,15 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
 from torchtitan.models.common.decoder import Decoder
 
-from wlb_titan.pipeline.schedule import ONE_STAGE
+from wlb_titan.pipeline.schedule import ONE_STAGE, SCHEDULES
 from wlb_titan.runtime.compat import modules_of_stages, pipeline_metadata
 
-TORCH_SCHEDULES = (
-    "GPipe",
-    "1F1B",
-    "Interleaved1F1B",
-    "LoopedBFS",
-    "InterleavedZeroBubble",
-    "ZBVZeroBubble",
-    "DualPipeV",
-)
+TORCH_SCHEDULES = (*SCHEDULES, "LoopedBFS", "DualPipeV")
 SPLITS_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 def check_schedule(parallelism: ParallelismConfig, compile_config: CompileConfig) -> None:
-    """Checks what holds for every step.
-
-    Raises:
-        ValueError: the schedule is not one that runs here; the message says why.
-    """
+    """Raises ValueError for a schedule that no step can run."""
     if parallelism.pipeline_parallel_schedule_csv:
         raise ValueError(
             "a schedule read from a CSV file is for one number of micro-batches and is not supported; name "
@@ -43,32 +31,9 @@ def check_schedule(parallelism: ParallelismConfig, compile_config: CompileConfig
         )
 
 
-def check_micro_batches(name: str, ranks: int, stages: int, micro_batches: int) -> None:
-    """Checks whether a schedule can run a number of micro-batches.
-
-    Raises:
-        ValueError: it cannot; the message says why and what can be done.
-    """
-    name = canonical_name(name)
-    if name in ("1F1B", "DualPipeV") and micro_batches < stages:
-        raise ValueError(
-            f"{name} needs at least as many micro-batches as stages, and there are {micro_batches} for "
-            f"{stages} stages; raise training.local_batch_size or choose GPipe, LoopedBFS or ZBVZeroBubble"
-        )
-    rounds = max(1, micro_batches // ranks)
-    if name in ("Interleaved1F1B", "InterleavedZeroBubble") and micro_batches % rounds:
-        raise ValueError(
-            f"{name} runs {micro_batches} micro-batches on {ranks} ranks in {rounds} equal rounds, which "
-            f"they do not divide into; a multiple of {ranks} always does"
-        )
-
-
 def stage_names(parallelism: ParallelismConfig, model: Decoder.Config) -> list[list[str]]:
-    """The modules of each stage of the whole pipeline, as torchtitan divides a model.
-
-    Raises:
-        ValueError: the model's layers cannot be divided so.
-    """
+    """The modules of each stage of the whole pipeline, as torchtitan divides a model, which raises ValueError
+    where it cannot."""
     if parallelism.module_fqns_per_model_part:
         return parallelism.module_fqns_per_model_part
     degree = parallelism.pipeline_parallel_degree
@@ -78,10 +43,10 @@ def stage_names(parallelism: ParallelismConfig, model: Decoder.Config) -> list[l
 
 
 def keys_of_stages(layers: int, stages: int) -> dict[str, object]:
-    """The keys of [parallelism] under which torchtitan divides a model's layers over so many stages.
+    """The keys of [parallelism] under which torchtitan divides a model's layers over a number of stages.
 
-    Embedding and head count as a layer each. Where no number of layers a stage comes to so many stages, their
-    modules are named.
+    Embedding and head count as a layer each. Where no number of layers a stage comes to that many stages,
+    their modules are named.
     """
     sizes = [size for size in range(1, layers + 1) if math.ceil((layers + 2) / size) == stages]
     return {
@@ -93,11 +58,8 @@ def keys_of_stages(layers: int, stages: int) -> dict[str, object]:
 
 
 def check_stages(parallelism: ParallelismConfig, model: Decoder.Config) -> None:
-    """Checks stages that the user wrote down: torchtitan would leave out what no stage names.
-
-    Raises:
-        ValueError: a module of the model is in no stage or in two, or the ranks cannot share the stages.
-    """
+    """Raises ValueError for stages that the user wrote down, where a module is in none or in two, or ranks
+    cannot share them: torchtitan would leave out what no stage names."""
     stages = parallelism.module_fqns_per_model_part
     if stages is None:
         return
@@ -120,7 +82,7 @@ def check_stages(parallelism: ParallelismConfig, model: Decoder.Config) -> None:
 
 
 def splits_backward(checkpointing: ActivationCheckpointingConfig | None) -> bool:
-    """Whether the schedules of SPLITS_BACKWARD do so.
+    """Whether the schedules of SPLITS_BACKWARD run backward passes in two halves.
 
     Not where layers are recomputed: torch would recompute a whole layer for its inputs' gradient and once
     more for each of its weights, keeping all of it meanwhile, and under selective checkpointing it cannot.
@@ -129,11 +91,7 @@ def splits_backward(checkpointing: ActivationCheckpointingConfig | None) -> bool
 
 
 def canonical_name(name: str) -> str:
-    """The schedule's name as TORCH_SCHEDULES spells it.
-
-    Raises:
-        ValueError: no such schedule.
-    """
+    """The schedule's name as TORCH_SCHEDULES spells it; ValueError if there is none."""
     for known in TORCH_SCHEDULES:
         if known.lower() == name.lower():
             return known

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from wlb_titan.runtime.compat import RecvInfo, StageMeta, TensorMeta, ensure_receives_drained
-from wlb_titan.runtime.pipeline.pass_timer import PassTimer
+from wlb_titan.runtime.step_trace import PassTimer
 
 
 @dataclass(frozen=True)
@@ -34,29 +34,21 @@ class Layout:
 
     Attributes:
         ranks: how many share the tokens of a micro-batch.
-        rest: sizes of the dimensions after the sequence's.
-        dtype: data type of the elements.
     """
 
     ranks: int
     rest: tuple[int, ...]
     dtype: torch.dtype
 
-    def meta(self, length: int, *, requires_grad: bool = False) -> TensorMeta:
-        """Description of the tensor of a micro-batch of `length` tokens.
-
-        Raises:
-            ValueError: its tokens cannot be shared equally by the ranks.
-        """
+    def meta(self, length: int) -> TensorMeta:
+        """Description of the tensor of a micro-batch of `length` tokens."""
         if length < 1 or length % self.ranks:
             raise ValueError(
                 f"a micro-batch of {length} tokens cannot be shared equally by {self.ranks} context- and "
                 "tensor-parallel ranks"
             )
-        shape = torch.Size((1, length // self.ranks, *self.rest))
-        return TensorMeta(
-            shape=shape, stride=_contiguous(shape), dtype=self.dtype, requires_grad=requires_grad
-        )
+        one = torch.empty((1, length // self.ranks, *self.rest), dtype=self.dtype, device="meta")
+        return TensorMeta(shape=one.shape, stride=one.stride(), dtype=one.dtype, requires_grad=False)
 
 
 class PlannedStage(PipelineStage):
@@ -71,7 +63,7 @@ class PlannedStage(PipelineStage):
             if not, the first runs it whole and the second does nothing.
 
     Attributes:
-        micro_batch: the one that the latest pass was of.
+        micro_batch: that of the latest pass.
     """
 
     def __init__(
@@ -106,10 +98,6 @@ class PlannedStage(PipelineStage):
         Args:
             lengths: tokens of each micro-batch, padding included, over all context-parallel ranks.
             backward: lengths of those of backward passes, the same unless these have others.
-
-        Raises:
-            ValueError: a length cannot be shared equally by the ranks.
-            PipeliningMetadataError: an earlier step was interrupted with receives under way.
         """
         ensure_receives_drained(self.args_recv_info)
         ensure_receives_drained(self.grad_recv_info)
@@ -218,7 +206,3 @@ class PlannedStage(PipelineStage):
 
     def _post_metadata_inference_cleanup(self) -> None:
         pass
-
-
-def _contiguous(shape: torch.Size) -> tuple[int, ...]:
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

@@ -6,9 +6,7 @@ A rank runs its passes in a fixed order, so its memory can be followed from pass
 
 - weights, optimizer   this GPU's shards of them, always there; the optimizer's state from its first step on
 - rotary               every layer's table of rotary factors for the whole context window
-- gathered             what FSDP has whole (`gathered.py`). Under pipeline parallelism weights stay gathered
-                       in the compute type, and gradients add up in the reduction's type from a stage's first
-                       backward pass on; without it both come and go layer by layer
+- gathered             what FSDP has whole beside the shards (`layer.FsdpWhole`)
 - gradients            shards, once gradients were reduced before: by an earlier run through the pipeline or,
                        without one, an earlier micro-batch
 - activations          a forward pass adds what its micro-batch keeps in each layer and its stage's output, a
@@ -29,8 +27,9 @@ A rank runs its passes in a fixed order, so its memory can be followed from pass
 - loss                 logits of one chunk and what the softmax needs; the gradient of the whole hidden state
                        in float32, and its copy in the compute type
 
-`layer.py` has the bytes of a layer and of the loss. The peak is that of the fullest pass. Not counted:
-the allocator's fragmentation, CUDA's and NCCL's own memory; `fits.USABLE` leaves room for them.
+`layer.py` has the bytes of a layer and of the loss, and what FSDP has whole. The peak is that of the fullest
+pass. Not counted: the allocator's fragmentation, CUDA's and NCCL's own memory; `fits.USABLE` leaves room for
+them.
 `wlb-titan dryrun` compares all of this with a trace of the program itself (docs/dryrun.md).
 
 Pure arithmetic on lengths and shapes; training, the simulator and `wlb-titan dryrun` use it, and the bound on
@@ -39,20 +38,18 @@ the length of micro-batches (L_max) where none is set.
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 from wlb_titan.context import ALL_KEYS, KeyShares
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape, rank_parameters
-from wlb_titan.memory.gathered import Gathered
-from wlb_titan.memory.layer import TokenBytes
-from wlb_titan.memory.packs import PackSizes, Passes
-from wlb_titan.memory.settings import MemorySettings
-from wlb_titan.memory.slice_cache import SliceCache
+from wlb_titan.memory.layer import FsdpWhole, MemorySettings, TokenBytes
 from wlb_titan.pipeline.schedule import PipelineShape, rank_actions
-from wlb_titan.plan import Action, ByPass
+from wlb_titan.plan import Action, ByPass, Flow
 
 GIB = 2**30
 
@@ -103,11 +100,67 @@ TERMS = tuple(
 )
 
 
+class CachedSlice(NamedTuple):
+    """A slice of a document whose keys and values are cached.
+
+    Attributes:
+        prefix: tokens of the document before it.
+        length: its tokens.
+        total: tokens of the whole document.
+    """
+
+    prefix: int
+    length: int
+    total: int
+
+
+class PackSizes(NamedTuple):
+    """A replica's packs, as memory sees them.
+
+    Attributes:
+        lengths: tokens of each, padding included; a rank's share of one that ranks share.
+        slices: slices of each pack whose keys and values are cached; none where documents are not sliced.
+        sharers: number of data-parallel ranks that share each pack.
+        keys: what a rank has of each pack's keys.
+    """
+
+    lengths: Sequence[int]
+    slices: Sequence[Sequence[CachedSlice]]
+    sharers: Sequence[int]
+    keys: Sequence[KeyShares]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], slices: Sequence[Sequence[CachedSlice]] = ()) -> PackSizes:
+        """Packs of one rank each, of which every context-parallel rank gathers all keys."""
+        number = len(lengths)
+        return cls(lengths, slices or [()] * number, [1] * number, [ALL_KEYS] * number)
+
+    def part(self, which: slice) -> PackSizes:
+        return PackSizes(self.lengths[which], self.slices[which], self.sharers[which], self.keys[which])
+
+
+class Passes(NamedTuple):
+    """What a replica runs in a step, as memory sees it.
+
+    Attributes:
+        packs: packs of its forward and of its backward passes.
+        flow: what its pipeline ranks run, in one run; None is the schedule's own order.
+    """
+
+    packs: ByPass[PackSizes]
+    flow: Flow | None = None
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> Passes:
+        """The passes of micro-batches of these lengths, without slices."""
+        packs = PackSizes.of(lengths)
+        return cls(ByPass(packs, packs))
+
+
 def weighted_tokens(actions: Sequence[Action], lengths: ByPass[Any], layers: Sequence[float]) -> list[Any]:
-    """Tokens in flight on a rank after each of its actions, each times the layers of its stage.
+    """Tokens in flight on a rank after each of its actions, times the layers of their stages.
 
     Args:
-        actions: the rank's, in order.
         lengths: tokens of the micro-batches; or an array (n, k) of those of k steps, for as many results.
         layers: layers of each stage, or another weight.
     """
@@ -123,18 +176,66 @@ def weighted_tokens(actions: Sequence[Action], lengths: ByPass[Any], layers: Seq
     return result
 
 
+class SliceCache:
+    """Keys and values that slices of documents leave to later slices, and their gradients, on one pipeline
+    rank; followed from pass to pass as `runtime.attention.kv_cache` keeps them.
+
+    Attributes:
+        bytes_: held after the latest pass.
+    """
+
+    def __init__(self, token: TokenBytes, layers: Sequence[int]) -> None:
+        self._token, self._layers = token, layers
+        # Bytes by stage, of the documents that go backward there, first in first out.
+        self._gradients: dict[int, deque[float]] = defaultdict(deque)
+        self.bytes_ = 0.0
+
+    def begin(self, action: Action, slices: Sequence[CachedSlice], tokens: int) -> tuple[float, float]:
+        """A pass begins.
+
+        Returns:
+            Bytes that the layer at hand has beside what it has without a prefix: the gradients of prefixes,
+            and a copy of the keys where other documents stand beside them. And bytes of gradients that the
+            pass leaves in the cache: they are made layer by layer, and are in `bytes_` when it is over.
+        """
+        token, layers = self._token, self._layers[action.stage]
+        alone = len(slices) == 1 and tokens <= slices[0].length
+        shared = 0.0 if alone else sum(s.prefix + s.length for s in slices) * token.cached
+        if action.kind == "F":
+            self.bytes_ += sum(s.total for s in slices if s.prefix == 0) * token.cached * layers
+            return shared, 0.0
+        return shared + sum(s.prefix for s in slices) * token.cached, sum(self._made(action, slices))
+
+    def end(self, action: Action, slices: Sequence[CachedSlice]) -> None:
+        """A pass is over: the backward pass of a document's first slice frees all of the document."""
+        made = self._made(action, slices)
+        self._gradients[action.stage].extend(made)
+        self.bytes_ += sum(made)
+        for slice_ in slices:
+            if slice_.prefix == 0 and action.kind == "B":
+                self.bytes_ -= slice_.total * self._token.cached * self._layers[action.stage]
+                self.bytes_ -= self._gradients[action.stage].popleft()
+
+    def _made(self, action: Action, slices: Sequence[CachedSlice]) -> list[float]:
+        """Bytes of gradients by document: the backward pass of its last slice makes them."""
+        if action.kind == "F":
+            return []
+        each = self._token.cached_gradients * self._layers[action.stage]
+        return [s.prefix * each for s in slices if s.prefix + s.length == s.total]
+
+
 class Moment(NamedTuple):
     """Bytes at one moment of a pass, by the term of `RankMemory`."""
 
-    activations: float
-    backward: float
-    loss: float
-    gathered: float
-    cache: float
+    activations: float = 0.0
+    backward: float = 0.0
+    loss: float = 0.0
+    gathered: float = 0.0
+    cache: float = 0.0
 
 
-class Rank:
-    """One pipeline rank, whose memory is followed from pass to pass.
+class RankPeak:
+    """Follows the memory of one pipeline rank from pass to pass.
 
     Attributes:
         loss_in_forward: whether forward passes of the last stage make the loss.
@@ -148,8 +249,8 @@ class Rank:
         return token.kept
 
     @staticmethod
-    def weights(layers: Sequence[int]) -> Sequence[int]:
-        """How often each stage has `layer_bytes`: its layers."""
+    def kept_layers(layers: Sequence[int]) -> Sequence[int]:
+        """How often each stage keeps `layer_bytes` of a token: in each of its layers."""
         return layers
 
     def __init__(self, job: MemoryJob, number: int) -> None:
@@ -162,27 +263,27 @@ class Rank:
         shards = job.degrees.tensor * job.degrees.sharding_ranks
         # Bytes of this GPU's weights.
         self._shard = self._parameters / shards * job.settings.parameter_bytes
-        self._gathered = Gathered(job.model, job.degrees, job.settings, job.layers, self._stages)
+        self._whole = FsdpWhole(job.model, job.degrees, job.settings, job.layers, self._stages)
 
     def peak(self, passes: Passes, *, reduced: bool) -> RankMemory:
-        """Memory at this rank's fullest moment of one run."""
+        """Memory at this rank's fullest moment of one run; `reduced` says whether there are gradients from
+        before it."""
         tokens, layers = self._job.tokens, self._job.layers
         slice_cache = SliceCache(tokens(1, ALL_KEYS), layers)
         live = self._inputs(passes)
         in_flight, handed_back = 0, 0.0
         went_back: set[int] = set()  # stages that have gradients
-        most, fullest = -1.0, (Moment(0, 0, 0, 0, 0), False, 0)
-        own_order = rank_actions(self._job.shape, len(passes.packs.forward.lengths), self._number)
-        actions = list(own_order if passes.flow is None else passes.flow[self._number])
+        most, fullest = -1.0, (Moment(), False, 0)
+        actions = self._actions(passes)
         for number, action in enumerate(actions, start=1):
             kind, stage, place = action
             if stage == 0 and kind in ("I", "W"):  # nobody waits for the gradient of token ids
                 if kind == "I":
                     continue
                 kind = "B"
-            of_pass = passes.packs.of(kind)
-            token, own = tokens(of_pass.sharers[place], of_pass.keys[place]), of_pass.lengths[place]
-            length, cached = own * of_pass.sharers[place], of_pass.slices[place]
+            packs = passes.packs.of(kind)
+            token, own = tokens(packs.sharers[place], packs.keys[place]), packs.lengths[place]
+            length, cached = own * packs.sharers[place], packs.slices[place]
             kept = self._kept(token, stage)
             beside, made = slice_cache.begin(action, cached, length)
             if kind == "F":
@@ -190,9 +291,9 @@ class Rank:
                 in_flight += own
                 moments = self._forward(token, stage, length, went_back)
             elif kind == "W":
-                moments = iter([Moment(0, 0, 0, self._gathered.in_pipeline(went_back), 0)])
+                moments = iter([Moment(gathered=self._whole.in_pipeline(went_back))])
             else:
-                whole = self._gathered.in_backward(reduced=reduced, last=number == len(actions))
+                whole = partial(self._whole.in_backward, first=not reduced, last=number == len(actions))
                 moments = self._backward(token, stage, length, beside, made, went_back, whole)
             if kind == "I":
                 live += length * token.waiting * layers[stage]
@@ -217,6 +318,11 @@ class Rank:
                     handed_back = length * token.hidden
         return self._at(*fullest)
 
+    def _actions(self, passes: Passes) -> list[Action]:
+        if passes.flow is not None:
+            return list(passes.flow[self._number])
+        return list(rank_actions(self._job.shape, len(passes.packs.forward.lengths), self._number))
+
     def _inputs(self, passes: Passes) -> float:
         """Bytes of token ids, positions and labels, which are there throughout."""
         return self._of_packs(passes.packs.forward)
@@ -230,11 +336,11 @@ class Rank:
 
     def _forward(self, token: TokenBytes, stage: int, length: int, went_back: set[int]) -> Iterator[Moment]:
         """A forward pass in its last layer, and in the loss."""
-        gathered = self._gathered.in_forward() if self._alone else self._gathered.in_pipeline(went_back)
-        yield Moment(0, length * token.forward, 0, gathered, 0)
+        gathered = self._whole.weights(1) if self._alone else self._whole.in_pipeline(went_back)
+        yield Moment(backward=length * token.forward, gathered=gathered)
         if stage == self._last:
-            for bytes_, gathered in self._gathered.in_loss(token, went_back):
-                yield Moment(0, 0, length * bytes_, gathered, 0)
+            for bytes_, gathered in self._whole.in_loss(token, went_back):
+                yield Moment(loss=length * bytes_, gathered=gathered)
 
     def _backward(
         self,
@@ -244,26 +350,30 @@ class Rank:
         beside: float,
         made: float,
         went_back: set[int],
-        whole: tuple[Callable[[int], float], Callable[[int], float]],
+        whole: Callable[..., float],
     ) -> Iterator[Moment]:
         """A backward pass in its first layers and in its last: it frees activations and makes gradients of
-        prefixes layer by layer, and without a pipeline FSDP gathers weights and reduces gradients so."""
+        prefixes layer by layer, and without a pipeline FSDP gathers weights and reduces gradients so.
+
+        Args:
+            beside, made: as of `SliceCache.begin`.
+            whole: `FsdpWhole.in_backward` of this pass, by layer and `behind`.
+        """
         layers = max(self._job.layers[stage], 1)
-        in_layer, behind_layer = whole
         ends = length * self._output(token, stage) if self._alone else 0.0  # free before the first layer
-        gathered = 0.0 if self._alone else self._gathered.in_pipeline(went_back)
+        gathered = 0.0 if self._alone else self._whole.in_pipeline(went_back)
         for layer in sorted({layers - 1, max(layers - 2, 0), 0}, reverse=True):
             done = layers - 1 - layer
             live = -ends - length * token.kept * done
             before, after = made * done / layers, made * (done + 1) / layers
             if self._alone:
-                gathered = in_layer(layer)
-            yield Moment(live, length * token.backward, 0, gathered, before)
+                gathered = whole(layer, behind=False)
+            yield Moment(live, length * token.backward, 0.0, gathered, before)
             if made or beside:
-                yield Moment(live, length * token.attention + beside, 0, gathered, after)
+                yield Moment(live, length * token.attention + beside, 0.0, gathered, after)
             if self._alone:
                 live -= length * token.kept
-                yield Moment(live, length * token.hidden, 0, behind_layer(layer), after)
+                yield Moment(live, length * token.hidden, 0.0, whole(layer, behind=True), after)
 
     def _at(self, moment: Moment, reduced: bool, tokens: int) -> RankMemory:
         settings = self._job.settings
@@ -281,12 +391,14 @@ class Rank:
 
     def _kept(self, token: TokenBytes, stage: int) -> float:
         """Bytes a token that a stage keeps from a forward pass to the backward pass."""
-        return self.layer_bytes(token) * self.weights(self._job.layers)[stage] + self._output(token, stage)
+        return self.layer_bytes(token) * self.kept_layers(self._job.layers)[stage] + self._output(
+            token, stage
+        )
 
     def _output(self, token: TokenBytes, stage: int) -> float:
         """Bytes a token of what a stage hands on, which it keeps as well, and in the last one of the input
         of the norm before it."""
-        return token.gathered + token.hidden if stage == self._last else token.hidden
+        return token.hidden_gathered + token.hidden if stage == self._last else token.hidden
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -309,4 +421,4 @@ class MemoryJob:
     layers: tuple[int, ...]
     tokens: Callable[[int, KeyShares], TokenBytes]
     run: int | None = None
-    rank: type[Rank] = Rank
+    rank: type[RankPeak] = RankPeak
