@@ -35,9 +35,17 @@ train: $(READY)
 	wlb-titan compare outputs/cpu_pipeline outputs/cpu_pipeline_balanced outputs/cpu_pipeline_slices --report outputs/compare
 
 # The same on this machine's GPUs, in bfloat16 and with a larger model: on 1, 2, 4 or 8 of them.
+CP := --parallelism.context_parallel_degree 2
+PP := --parallelism.pipeline_parallel_degree 2
 train-gpu: export PATH := $(CURDIR)/$(BIN):$(PATH)
 train-gpu: $(READY)
-	@python -m wlb_titan.launch.spread > $(VENV)/.degrees
+	@case $$(python -c 'import torch; print(torch.cuda.device_count())') in \
+	0) echo "error: torch finds no GPU on this machine. \`make train\` trains on its CPU." >&2; exit 2 ;; \
+	1) ;; \
+	2|3) echo $(CP) ;; \
+	4|5|6|7) echo $(CP) $(PP) ;; \
+	*) echo $(CP) $(PP) --parallelism.data_parallel_shard_degree 2 ;; \
+	esac > $(VENV)/.degrees
 	@echo "1 of 4: a corpus of this machine's Python files"
 	wlb-titan prepare outputs/corpus --max-tokens 4000000
 	@echo "2 of 4: plain packing"

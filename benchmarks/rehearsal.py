@@ -45,7 +45,7 @@ from rich.console import Console
 from rich.table import Table
 
 from wlb_titan.arrays import Floats
-from wlb_titan.timeline import COMPUTED, read_trace
+from wlb_titan.simulator.trace import COMPUTED, read_trace
 
 FILE = "train_configs/cpu_debug.toml"
 BIN = Path(sys.executable).parent

@@ -1,10 +1,11 @@
-"""The figures of many steps: the paper's Table 2, delay, whole documents, scatter."""
+"""The figures of many steps: the paper's Table 2, delay, whole documents, and how much figures scatter."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +25,8 @@ class Summary:
         workloads: float64 (steps, N), work of the micro-batches of each step, descending.
         longest: tokens of the longest micro-batch, padding included.
         tokens: tokens of all documents.
-        padding: tokens of padding.
-        lost: tokens left out for good.
-        cut: share of the tokens in pieces that begin in mid-document, as of `Plan.cut_share`.
+        padding, lost: tokens of padding, and tokens left out for good.
+        cut: share of the tokens in pieces that start in mid-document, as of `Plan.cut_share`.
         keys: keys that a token attends to, averaged over all tokens.
         delays: int64 (longest delay + 1,), tokens by the iterations that they waited.
         gap: largest gap of a solver's packing; None without a solver.
@@ -48,15 +48,13 @@ class Summary:
     @classmethod
     def of(cls, plans: Iterable[Plan], window: int) -> Summary:
         """Reads the plans one by one; at least one."""
-        imbalance, plan_ms, waiting, workloads = [], [], [], []
+        steps, workloads = [], []
         longest = tokens = padding = lost = 0
         cut = keys = 0.0
         delays = np.zeros(1, dtype=np.int64)
-        gap: float | None = None
+        gaps = []
         for plan in plans:
-            imbalance.append(plan.imbalance)
-            plan_ms.append(plan.plan_ms)
-            waiting.append(float(plan.waiting_tokens))
+            steps.append((plan.imbalance, plan.plan_ms, plan.waiting_tokens))
             workloads.append(sorted((m.workload for m in plan.micro_batches), reverse=True))
             longest = max(longest, plan.longest)
             tokens += plan.tokens
@@ -65,15 +63,16 @@ class Summary:
             cut += plan.tokens * plan.cut_share(window)
             keys += plan.tokens * plan.keys_per_token
             if plan.gap is not None:
-                gap = max(plan.gap, gap or 0.0)
+                gaps.append(plan.gap)
             documents = np.concatenate([m.documents for m in plan.packs])
             step = np.bincount(documents[:, DELAY], documents[:, LENGTH]).astype(np.int64)
             delays = np.pad(delays, (0, max(0, len(step) - len(delays))))
             delays[: len(step)] += step
+        imbalance, plan_ms, waiting = np.array(steps, dtype=float).T
         return cls(
-            np.array(imbalance),
-            np.array(plan_ms),
-            np.array(waiting),
+            imbalance,
+            plan_ms,
+            waiting,
             np.array(workloads),
             longest,
             tokens,
@@ -82,17 +81,13 @@ class Summary:
             cut / tokens,
             keys / tokens,
             delays,
-            gap,
+            max(gaps, default=None),
         )
 
     @property
     def delay(self) -> float:
         """Iterations that a token waited on average."""
         return float(np.arange(len(self.delays)) @ self.delays / self.tokens)
-
-    @property
-    def max_delay(self) -> int:
-        return len(self.delays) - 1
 
     def figures(self) -> dict[str, Any]:
         """The table's row, as plain numbers."""
@@ -101,7 +96,7 @@ class Summary:
             "imbalance_p95": float(np.percentile(self.imbalance, 95)),
             "imbalance_max": float(self.imbalance.max()),
             "delay_mean": self.delay,
-            "delay_max": self.max_delay,
+            "delay_max": len(self.delays) - 1,
             "padding": self.padding / (self.tokens + self.padding),
             "plan_ms": float(np.median(self.plan_ms)),
             "longest": self.longest,
@@ -112,7 +107,50 @@ class Summary:
         }
 
 
-def rate_error(amounts: NDArray[Any], seconds: Floats) -> float:
-    """Standard error of sum(amounts) / sum(seconds), over its value, as far as two or more steps tell."""
-    deviations = amounts * (seconds.sum() / amounts.sum()) - seconds
-    return float(deviations.std(ddof=1) / seconds.mean() / len(seconds) ** 0.5)
+class Estimate(NamedTuple):
+    """A figure of some steps.
+
+    Attributes:
+        error: standard error of the value, in its unit; None where too few steps tell.
+    """
+
+    value: float
+    error: float | None = None
+
+    @classmethod
+    def mean(cls, values: NDArray[Any]) -> Estimate:
+        """The mean of one value a step."""
+        error = float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
+        return cls(float(values.mean()), error)
+
+    @classmethod
+    def rate(cls, amounts: NDArray[Any], seconds: Floats) -> Estimate:
+        """Amounts a second, of one amount and one time a step."""
+        value = float(amounts.sum() / seconds.sum())
+        if len(seconds) < 2:
+            return cls(value)
+        deviations = amounts / value - seconds
+        return cls(value, value * float(deviations.std(ddof=1) / seconds.mean() / len(seconds) ** 0.5))
+
+    def over(self, base: Estimate) -> Estimate:
+        """The ratio; over itself it is 1 and has no error."""
+        ratio = self.value / base.value
+        if self == base or self.error is None or base.error is None:
+            return Estimate(ratio)
+        return Estimate(ratio, ratio * math.hypot(self.error / self.value, base.error / base.value))
+
+    @property
+    def relative(self) -> float | None:
+        """Standard error over the value."""
+        return None if self.error is None else self.error / self.value
+
+    def text(self, form: str, unit: str = "") -> str:
+        """`1.05x ±0.04` of `.2f` and `x`."""
+        return f"{self.value:{form}}{unit}" + ("" if self.error is None else f" ±{self.error:{form}}")
+
+    @property
+    def scatter(self) -> str:
+        """The end of a sentence about a ratio: whether it can hardly be told from 1, or else nothing."""
+        if self.error is None or abs(self.value - 1) > 2 * self.error:
+            return ""
+        return f": {'no' if abs(self.value - 1) <= self.error else 'hardly'} more than the scatter"

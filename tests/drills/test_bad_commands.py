@@ -160,6 +160,20 @@ OTHERS = [
 ]
 
 
+WORDS = {
+    "--packing.thresholds [64,32]": "64, 32 are out of order",
+    "--packing.max_length 100": "100 tokens, below the context window of 256",
+    "data_parallel_shard_degree 3 --training.global_batch_size 4": "4 micro-batches cannot be shared equally",
+    "quadratic:1,2,3": "is malformed",
+    "cost_model nope.json": "nope.json cannot be read",
+    "--policy wlb": "Did you mean wlb.packing.policy",
+    "--training.seqlen 5": "Did you mean training.seq_len",
+    "--compare plain,nope": "no packing policy is called 'nope'",
+    "--output /nowhere/plan.jsonl": "cannot be written",
+}
+"""What the answers to commands with these ends say."""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Files for the arguments above."""
@@ -199,6 +213,9 @@ def test_bad_arguments(folder, commands, monkeypatch, record_property):
             poorly.append(f"{command[:120]}: {result.exit_code} {result.exception!r} {result.output[-200:]}")
         elif not paragraph[0].startswith("Error: ") or len(paragraph[0]) < 30:
             poorly.append(f"{command[:120]}: unclear: {result.stderr}")
+        for end, words in WORDS.items():
+            if command.replace("--wlb.", "--").endswith(end) and words not in paragraph[0]:
+                poorly.append(f"{command[:120]}: not {words!r}: {result.stderr}")
     record_property("tried", len(commands))
     record_property("poorly", len(poorly))
     assert not poorly, f"{len(poorly)} of {len(commands)}:\n" + "\n".join(poorly)
@@ -209,5 +226,10 @@ def test_a_run_without_figures_is_told(folder, monkeypatch):
     monkeypatch.chdir(folder)
     (folder / "run").mkdir()
     (folder / "run" / "metrics.jsonl").write_text(json.dumps({"step": "one"}) + "\nnonsense\n")
-    result = CliRunner().invoke(main, ["compare", "run"])
-    assert isinstance(result.exception, SystemExit), result.exception
+    for message in (
+        "run: config.toml, the run's configuration, is missing.",
+        "run/metrics.jsonl:1: steps, loss, seconds, tokens_per_second is missing; is this a run's metrics?",
+    ):
+        result = CliRunner().invoke(main, ["compare", "run"])
+        assert (result.exit_code, result.stderr) == (2, f"Error: {message}\n")
+        (folder / "run" / "config.toml").write_text('base = "llama3_debug"\n')

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from wlb_titan.commands.main import main
 from wlb_titan.commands.run_folder import Run, differences, open_run, open_runs
 from wlb_titan.errors import UserError
-from wlb_titan.timeline import Span, read_trace, write_trace
+from wlb_titan.simulator.trace import Span, read_trace, write_trace
 
 CONFIG = 'base = "llama3_debug" # a.toml:1\ndump_folder = "{name}"\n[wlb.packing]\npolicy = "{policy}"\n'
 
@@ -229,7 +229,7 @@ def test_the_page(folder, tmp_path):
             write_trace(spans, path / "traces" / f"step-{step}.json")
     assert "Report:" in output(a, b, "--report", tmp_path / "page")
     page = (tmp_path / "page" / "report.html").read_text()
-    for title in ("What differs", "Figures", "Loss", "Speed", "Balance", "A step", "Delay", "Memory"):
+    for title in ("What differs", "Figures", "A step", "Loss", "Step by step"):
         assert f"<h2>{title}</h2>" in page
     assert "a&lt;b" in page and "a<b" not in page
     assert page.index("What differs") < page.index("Figures")

@@ -3,6 +3,7 @@ how it ends beside others."""
 
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,6 @@ from torchx.specs.file_linter import validate
 from wlb_titan.launch import in_torchx
 from wlb_titan.launch.elastic import Agent
 from wlb_titan.launch.job import AGENT, hosts_of
-from wlb_titan.launch.spread import spread
 
 from wlb_titan.commands.main import main
 from wlb_titan.corpus.prepare import prepare_corpus
@@ -182,22 +182,33 @@ def test_processes_that_do_not_fit_the_degrees_are_refused():
         hosts_of(CONFIG, processes=3, is_here=False)
 
 
-@pytest.mark.parametrize("gpus", [0, 1, 2, 4, 8])
-def test_the_demonstrations_start_with_any_number_of_gpus(gpus):
+def spread(gpus, folder):
+    """What the recipe of `make train-gpu` adds where Python counts so many GPUs."""
+    makefile = (ROOT / "Makefile").read_text()
+    recipe = re.search(r"@(case .*?esac)", makefile, re.DOTALL)[1].replace("$$", "$")
+    for name, words in re.findall(r"^([CP]P) := (.*)$", makefile, re.MULTILINE):
+        recipe = recipe.replace(f"$({name})", words)
+    (folder / "python").write_text(f"#!/bin/sh\necho {gpus}\n")
+    (folder / "python").chmod(0o755)
+    path = f"{folder}:{os.environ['PATH']}"
+    return subprocess.run(["bash", "-c", recipe], env={"PATH": path}, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+def test_the_demonstrations_start_with_any_number_of_gpus(gpus, tmp_path):
     """With these, the machine's: `make train` on four processes of the CPU, `make train-gpu` on the GPUs."""
     here = {"is_here": False, "gpus": lambda: gpus}
     for name in ("debug", "balanced"):
         assert hosts_of(str(ROOT / "train_configs" / f"cpu_{name}.toml"), [], **here).processes == 4
-        if gpus:
-            file = str(ROOT / "train_configs" / f"gpu_{name}.toml")
-            assert hosts_of(file, spread(gpus), **here).processes == gpus
-    if not gpus:
-        with pytest.raises(UserError, match="torch finds no GPU on this machine"):
-            spread(gpus)
+        words = spread(gpus, tmp_path).stdout.split()
+        assert hosts_of(str(ROOT / "train_configs" / f"gpu_{name}.toml"), words, **here).processes == gpus
 
 
-def test_three_of_four_gpus_are_too_many():
-    assert spread(3) == spread(2) == ["--parallelism.context_parallel_degree", "2"]
+def test_the_gpu_demonstration_takes_a_power_of_two(tmp_path):
+    assert spread(3, tmp_path).stdout == spread(2, tmp_path).stdout
+    assert spread(7, tmp_path).stdout == spread(4, tmp_path).stdout
+    none = spread(0, tmp_path)
+    assert none.returncode == 2 and "torch finds no GPU on this machine. `make train`" in none.stderr
 
 
 BAD_ON_GPUS = {

@@ -12,7 +12,7 @@ import tomli
 
 ROOT = Path(__file__).parents[2]
 ROOMS = (
-    *("errors", "arrays", "plugins", "plan", "timeline"),
+    *("errors", "arrays", "plugins", "plan"),
     *("documents", "pipeline", "cost"),
     *("context", "memory", "packing"),
     *("balancing", "planner", "policies", "job", "summary"),

@@ -19,7 +19,8 @@ from wlb_titan.simulator.measured import MeasuredStep, Pass, measured, without_w
 from wlb_titan.simulator.planned import attention_seconds, pass_seconds, passing, planned_times
 from wlb_titan.simulator.replicas import replica_graph
 from wlb_titan.simulator.step import simulate
-from wlb_titan.simulator.timeline import MEASURED, step_timeline
+from wlb_titan.simulator.timeline import step_timeline
+from wlb_titan.simulator.trace import MEASURED
 
 MODEL = ModelShape(layers=8, hidden=64, heads=4, kv_heads=2, head_dim=16, feed_forward=128, vocabulary=512)
 WINDOW = 4096

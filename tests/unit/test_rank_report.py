@@ -1,12 +1,10 @@
-"""The ranks in `wlb-titan plan`: its rows, and the heat maps of the page."""
-
-import json
+"""The table of sharding policies in `wlb-titan plan`."""
 
 import numpy as np
 import planning
 import pytest
 
-from wlb_titan.commands.report.ranks import heat_maps, rank_rows, rank_times
+from wlb_titan.commands.sharding import rank_rows, rank_times
 from wlb_titan.context import STRATEGIES
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.job import Job
@@ -49,14 +47,3 @@ def test_a_row_for_each_policy(times):
     rows = rank_rows(times, JOB)
     assert [row["sharding"] for row in rows] == list(STRATEGIES.candidates)
     assert rows[0]["slowest rank"] == f"{times[0].slowest * 1e3:.3f} ms" and rows[0]["speedup"] == "1.000x"
-
-
-def test_the_heat_maps_show_ranks_relative_to_their_micro_batch(times):
-    charts = [json.loads(one[one.index("{") : one.rindex("}") + 1]) for one in heat_maps(times)]
-    assert len(charts) == len(STRATEGIES.candidates)
-    for chart, one in zip(charts, times, strict=True):
-        shown = np.zeros((6, 4))
-        for cell in chart["data"]["values"]:
-            shown[cell["micro-batch"], cell["rank"]] = cell["over mean"]
-        np.testing.assert_allclose(shown.mean(axis=1), 1.0, atol=1e-4)
-        np.testing.assert_allclose(shown.max(axis=1), one.imbalances, atol=1e-4)

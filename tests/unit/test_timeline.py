@@ -2,7 +2,7 @@
 
 import json
 
-from wlb_titan.timeline import Span, write_trace
+from wlb_titan.simulator.trace import Span, write_trace
 
 
 def test_spans_become_complete_events_of_named_tracks(tmp_path):

@@ -11,14 +11,13 @@ import click
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from wlb_titan.simulator.choice import Choice
 
 UNBOUNDED = 100_000  # characters
 TABLE_WIDTH = 128  # characters, where no terminal tells its own
-# Headings of words, which stand to the left.
-TEXTS = ("policy", "sharding", "chosen", "degrees", "memory", "collective", "over", "setting", "figure")
+LEFT = ("policy", "sharding", "chosen", "degrees", "memory", "collective", "over", "setting", "figure")
+"""Headings of words, which are aligned to the left; figures to the right."""
 
 
 def make_console() -> Console:
@@ -31,20 +30,6 @@ def make_console() -> Console:
     return console
 
 
-def _table(rows: Sequence[dict[str, str]]) -> Table:
-    """A table of rows that have the same headings; figures to the right."""
-    import rich.box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=rich.box.SIMPLE_HEAD)
-    for heading in rows[0]:
-        table.add_column(Text(heading), justify="left" if heading in TEXTS else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(Text, row.values()))  # as they are: brackets are no markup
-    return table
-
-
 def say(*lines: str) -> None:
     """Prints lines as they are, however long."""
     console = make_console()
@@ -53,21 +38,28 @@ def say(*lines: str) -> None:
 
 
 def show_table(rows: Sequence[dict[str, str]], console: Console | None = None) -> None:
-    """Prints rows as a table; as plain lines, with every figure, where a terminal is too narrow for one.
+    """Prints rows that have the same headings as a table; where a terminal is too narrow, as plain lines.
 
     What is piped gets the whole table, however wide.
     """
-    console, table = console or make_console(), _table(rows)
+    import rich.box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=rich.box.SIMPLE_HEAD)
+    for heading in rows[0]:
+        table.add_column(Text(heading), justify="left" if heading in LEFT else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row.values()))  # as they are: brackets are no markup
+    console = console or make_console()
     needed = console.measure(table, options=console.options.update(width=UNBOUNDED)).maximum
-    if not console.is_terminal:
-        console.width = max(needed, console.width)
-        console.print(table)
-    elif needed <= console.width:
-        console.print(table)
-    else:
+    if console.is_terminal and needed > console.width:
         for row in rows:
             cells = "  ".join(f"{heading} {cell}" for heading, cell in row.items() if cell)
             console.print(cells, markup=False, highlight=False, soft_wrap=True)
+    else:
+        console.width = max(needed, console.width)
+        console.print(table)
 
 
 def print_choice(choice: Choice) -> None:

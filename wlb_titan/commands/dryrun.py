@@ -13,8 +13,7 @@ import click
 
 from wlb_titan.commands import lone_ranks as lone
 from wlb_titan.commands.all_ranks import alike, calls_of_all
-from wlb_titan.commands.errors import check_outputs
-from wlb_titan.commands.options import OVERRIDABLE, json_option, of_file
+from wlb_titan.commands.options import OVERRIDABLE, check_outputs, json_option, of_file
 from wlb_titan.commands.report.dryrun import print_rank, print_ranks
 from wlb_titan.cost.cluster import UNKNOWN, cluster_of_device
 from wlb_titan.memory.fits import usable_share

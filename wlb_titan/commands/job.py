@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from wlb_titan.config.load import Resolved
 from wlb_titan.config.sources import COMMAND_LINE
@@ -23,28 +22,25 @@ class Asked:
     """What a command line names.
 
     Attributes:
-        file: TOML file.
-        job, documents: what is planned.
-        resolved: the configuration that they come from.
+        resolved: the configuration that job and documents come from.
         lengths: as given by --lengths.
         typed: all of that in words, for other commands.
     """
 
-    file: Path
     job: Job
     documents: Documents
     resolved: Resolved
     lengths: str | None
     typed: tuple[str, ...]
 
+    @property
+    def overridden(self) -> list[str]:
+        """The dotted keys that the command line sets."""
+        return [key for key, source in self.resolved.provenance.items() if source == COMMAND_LINE]
+
     @contextmanager
     def placed(self) -> Iterator[None]:
-        """Says of a setting that is found wrong in planning where it was written.
-
-        Raises:
-            PlanError: the error, after the option's name.
-            ConfigError: the error, after file, line and value.
-        """
+        """Puts before an error in planning where the setting that it blames was written."""
         try:
             yield
         except ConfigError:
@@ -55,12 +51,6 @@ class Asked:
             if error.setting == "corpus.path" and self.lengths is not None:
                 raise PlanError(f"--lengths: {error}") from error
             raise ConfigError(self.resolved.placed(error)) from error
-
-    @property
-    def changes(self) -> dict[str, Any]:
-        """What the command line says over the file, by dotted key."""
-        entries = [entry for entry in self.resolved.entries if entry.source == COMMAND_LINE]
-        return {".".join(map(str, entry.path)): entry.value for entry in entries}
 
 
 def load_job(
@@ -77,21 +67,18 @@ def load_job(
         lengths: as of `named_or_read`, instead of the file's corpus.
         cluster: as of `load_cluster`, instead of the file's.
         gpus: what the degrees must multiply to, if that is said.
-
-    Raises:
-        UserError: a file, an option or an override is wrong.
     """
     words = [*overrides, *(("--wlb.cluster", cluster) if cluster is not None else ())]
     facts = facts_of(file, words, gpus)
     if lengths is None:
         documents = training_documents(facts.wlb)
-        return Asked(file, facts.job, documents, facts.resolved, None, (str(file), *words))
+        return Asked(facts.job, documents, facts.resolved, None, (str(file), *words))
     found, name = named_or_read(lengths)
     documents = Documents(lengths=found, name=name, seed=None)
     if facts.resolved.provenance["wlb.corpus.seed"] == COMMAND_LINE:
         documents = replace(documents, seed=facts.wlb.corpus.seed)
     typed = (str(file), *words, "--lengths", lengths)
-    return Asked(file, facts.job, documents, facts.resolved, lengths, typed)
+    return Asked(facts.job, documents, facts.resolved, lengths, typed)
 
 
 def describe_job(job: Job, documents: Documents) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from wlb_titan.commands.console import print_choice
-from wlb_titan.commands.errors import writing
+from wlb_titan.commands.options import writing
 from wlb_titan.errors import UserError
 
 if TYPE_CHECKING:

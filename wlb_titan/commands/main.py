@@ -1,4 +1,8 @@
-"""The command `wlb-titan`. Subcommands are imported when they are called, so `--help` answers at once."""
+"""The command `wlb-titan`. Subcommands are imported when they are called, so `--help` answers at once.
+
+This is the one place where an exception becomes what the user reads: a `UserError` becomes one paragraph on
+stderr and exit code 2, Ctrl-C one line and exit code 130. Anything else is a defect and keeps its traceback.
+"""
 
 import importlib
 from typing import Any
@@ -6,7 +10,10 @@ from typing import Any
 import click
 
 from wlb_titan import __version__
-from wlb_titan.commands.errors import errors_for_the_user
+from wlb_titan.errors import EXIT_USER_ERROR, UserError
+
+EXIT_INTERRUPTED = 130
+"""128 + SIGINT, as shells report it."""
 
 SUBCOMMANDS = {
     "init": "Write a first experiment for this machine.",
@@ -22,6 +29,12 @@ SUBCOMMANDS = {
     "profile": "Measure this device's attention, for planning.",
 }
 """A module here and the command of its name in it, with its line in `wlb-titan --help`."""
+
+
+class Refused(click.ClickException):
+    """A user's mistake."""
+
+    exit_code = EXIT_USER_ERROR
 
 
 class LazyGroup(click.Group):
@@ -41,8 +54,13 @@ class LazyGroup(click.Group):
             formatter.write_dl(list(SUBCOMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
-        with errors_for_the_user():
+        try:
             return super().invoke(ctx)
+        except UserError as error:
+            raise Refused(str(error)) from error
+        except KeyboardInterrupt:
+            click.echo("\nInterrupted.", err=True)
+            raise click.exceptions.Exit(EXIT_INTERRUPTED) from None
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+import numpy as np
 
+from wlb_titan.arrays import Floats
+from wlb_titan.commands.charts import PALETTE, chart, hover, lines, number
 from wlb_titan.commands.console import print_choice, say, show_table, warnings_once
-from wlb_titan.commands.errors import check_outputs, writing
 from wlb_titan.commands.job import describe_job, load_job
-from wlb_titan.commands.options import OVERRIDABLE, of_job, report_option, steps_option
+from wlb_titan.commands.options import (
+    OVERRIDABLE,
+    check_outputs,
+    of_job,
+    report_option,
+    steps_option,
+    writing,
+)
+from wlb_titan.commands.page import Card, Try, choice_section, command, described, section, table, write_page
+from wlb_titan.commands.sharding import rank_rows, rank_times, sharded_micro_batches
+from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError, UserError
+from wlb_titan.job import Job
+from wlb_titan.plan import Plan
+from wlb_titan.planner import Planner
+from wlb_titan.simulator.choice import Choice, choose
+from wlb_titan.summary import Estimate, Summary
 
-if TYPE_CHECKING:
-    from wlb_titan.documents import Documents
-    from wlb_titan.job import Job
-    from wlb_titan.plan import Plan
-    from wlb_titan.planner import Planner
-    from wlb_titan.summary import Summary
+FEW_STEPS = 100  # fewer carry their standard error in the table
+STEPS_SHOWN = 60  # of the workloads; more become a blur
+NEAR = 0.01  # imbalances that are as good as the same
+
+Rows = list[dict[str, str]]
 
 
 @click.command(context_settings=OVERRIDABLE)
@@ -51,8 +67,6 @@ def plan(
     The imbalance of a step is the largest over the mean work of its micro-batches; a delay is the number of
     iterations between a document's arrival and its training, averaged over tokens.
     """
-    from wlb_titan.simulator.choice import choose
-
     check_outputs(output=output, report=report)
     with warnings_once():
         asked = load_job(file, overrides, **options)
@@ -68,20 +82,19 @@ def plan(
             raise PlanError("--output writes the plans of one policy; leave out --compare, or --output.")
         summaries = {one.packing.name: _run(one, documents, steps, output) for one in jobs}
         if report is not None and "plain" not in summaries:  # what the balance would be without
-            jobs.insert(0, replace(jobs[0], packing=jobs[0].packing.named("plain")))
-            summaries = {"plain": _run(jobs[0], documents, steps, None), **summaries}
-    _print(jobs[-1], documents, summaries)
-    times = None
-    if jobs[-1].strategy is not None:
-        from wlb_titan.commands.report.ranks import planned_rank_times, rank_rows
-
-        times = planned_rank_times(jobs[-1], documents, steps)
-        say(f"Context parallelism: attention of a layer by {jobs[-1].latency.source}")
-        show_table(rank_rows(times, jobs[-1]))
+            plain = replace(jobs[0], packing=jobs[0].packing.named("plain"))
+            summaries = {"plain": _run(plain, documents, steps, None), **summaries}
+    job = jobs[-1]
+    say(describe_job(job, documents))
+    show_table(table_rows(summaries))
+    say(*remarks(summaries))
+    sharded: Rows = []
+    if job.strategy is not None:
+        sharded = rank_rows(rank_times(sharded_micro_batches(job, documents, steps), job), job)
+        say(f"Context parallelism: attention of a layer by {job.latency.source}")
+        show_table(sharded)
     if report is not None:
-        from wlb_titan.commands.report.plan import write_report
-
-        drawn = write_report(report, jobs, documents, summaries, times, choices, asked.typed)
+        drawn = write_report(report, job, documents, summaries, sharded, choices, asked.typed)
         click.echo(f"Report: {drawn}")
 
 
@@ -103,13 +116,10 @@ def _run(job: Job, documents: Documents, steps: int, output: Path | None) -> Sum
     from rich.console import Console
     from rich.progress import track
 
-    from wlb_titan.summary import Summary
-
     console = Console(stderr=True)
+    numbers: Any = range(steps)
     if console.is_terminal:
-        numbers = track(range(steps), description=f"{job.packing.name:12}", console=console, transient=True)
-    else:
-        numbers = range(steps)
+        numbers = track(numbers, description=f"{job.packing.name:12}", console=console, transient=True)
     planner = job.planner(documents)
     if output is None:
         return Summary.of((planner.next(sharded=()) for _ in numbers), job.window)
@@ -124,14 +134,160 @@ def _written(planner: Planner, numbers: Any, file: Any) -> Iterator[Plan]:
         yield plan
 
 
-def _print(job: Job, documents: Documents, summaries: dict[str, Summary]) -> None:
-    from wlb_titan.commands.report.plan import table_row
+def table_rows(summaries: Mapping[str, Summary]) -> Rows:
+    """A row for each policy, as the console and the page show it."""
+    rows = []
+    for name, summary in summaries.items():
+        figures, imbalance = summary.figures(), Estimate.mean(summary.imbalance)
+        if len(summary.imbalance) >= FEW_STEPS:
+            imbalance = Estimate(imbalance.value)
+        rows.append(
+            {
+                "policy": name,
+                "imbalance": imbalance.text(".3f"),
+                "p95": f"{figures['imbalance_p95']:.3f}",
+                "max": f"{figures['imbalance_max']:.3f}",
+                "delay": f"{figures['delay_mean']:.2f}",
+                "max delay": f"{figures['delay_max']}",
+                "padding": f"{figures['padding']:.2%}",
+                "cut": f"{figures['cut_share']:.1%}",
+                "keys/token": f"{figures['keys_per_token']:,.0f}",
+                "plan ms": f"{figures['plan_ms']:.1f}",
+                "longest": f"{figures['longest']:,}",
+            }
+        )
+    return rows
 
-    say(describe_job(job, documents))
-    show_table([{"policy": name, **table_row(s)} for name, s in summaries.items()])
+
+def remarks(summaries: Mapping[str, Summary]) -> Iterator[str]:
+    """What was left out, and how good a solver's packings are."""
     for name, summary in summaries.items():
         if summary.lost:
-            say(f"{name}: {summary.lost:,} tokens were left out.")
+            yield f"{name}: {summary.lost:,} tokens were left out."
         if summary.gap is not None:
             proven = "all optimal" if summary.gap == 0 else f"at most {summary.gap:.1%} from the optimum"
-            say(f"{name}: the solver's packings are {proven}.")
+            yield f"{name}: the solver's packings are {proven}."
+
+
+WORK = "Pale: the mean work of a step's micro-batches, the dots. Red: what all others wait for the largest."
+IMBALANCE = "Largest over mean work of a step's micro-batches, of all steps in rising order; 1 is perfect."
+DELAY = "What balance costs: documents that wait for a step that can bear them."
+
+
+def write_report(
+    folder: Path,
+    job: Job,
+    documents: Documents,
+    summaries: Mapping[str, Summary],
+    sharded: Rows,
+    choices: Sequence[Choice],
+    typed: Sequence[str],
+) -> Path:
+    """Draws what was planned.
+
+    Args:
+        summaries: by policy; the first is the picture before.
+        sharded: as of `rank_rows`; empty without context parallelism.
+        choices: what `auto` stands for in a job, where it does.
+        typed: what the command line names, as of `page.command`.
+    """
+    imbalances = {name: Estimate.mean(one.imbalance) for name, one in summaries.items()}
+    waits = {name: f"{1 - 1 / one.value:.1%}" for name, one in imbalances.items()}
+    least = min(one.value for one in imbalances.values())
+    near = [name for name, one in imbalances.items() if one.value <= least + NEAR]
+    best, first = min(near, key=lambda name: summaries[name].delay), next(iter(summaries))
+    answer = f"Under {best} GPUs wait {waits[best]} of the time for the largest micro-batch"
+    if best != first:
+        answer += f", under {first} {waits[first]}; for it a token waits {summaries[best].delay:.2f} steps"
+    rising = {n: (np.linspace(0, 100, len(s.imbalance)), np.sort(s.imbalance)) for n, s in summaries.items()}
+    corpus, about = described(job, documents)
+    return write_page(
+        folder,
+        title=f"How {corpus} packs",
+        answer=f"{answer}.",
+        about=about,
+        cards=[
+            Card(
+                name,
+                imbalances[name].text(".3f"),
+                (
+                    f"imbalance: {waits[name]} of the time is waiting",
+                    f"{one.cut:.1%} of the tokens cut off from their document's start",
+                    f"a token waits {one.delay:.2f} steps",
+                ),
+            )
+            for name, one in summaries.items()
+        ],
+        tries=[
+            Try("What that is worth in time and memory:", command("simulate", typed)),
+            Try("To train so, in the TOML file:", f'[wlb.packing]\npolicy = "{best}"'),
+        ],
+        sections=[
+            *map(choice_section, choices),
+            section("Work of every micro-batch", WORK, *_workloads(summaries)),
+            section("Imbalance", IMBALANCE, lines("", "% of steps", rising)),
+            section("Delay", DELAY, *_delay(summaries, job.micro_batches * job.window)),
+            section("All figures", "", table(table_rows(summaries))),
+            section("Context parallelism", f"Attention of a layer by {job.latency.source}.", table(sharded))
+            if sharded
+            else "",
+        ],
+    )
+
+
+def _workloads(summaries: Mapping[str, Summary]) -> list[str]:
+    """Every micro-batch's work, step by step, a chart a policy, on one scale."""
+    mean = np.mean([summary.workloads.mean() for summary in summaries.values()])
+    works = {name: summary.workloads[:STEPS_SHOWN] / mean for name, summary in summaries.items()}
+    top = max(float(work.max()) for work in works.values())
+    colors = (PALETTE[place % len(PALETTE)] for place in range(len(works)))
+    return [_work_of_steps(name, work, next(colors), top) for name, work in works.items()]
+
+
+def _work_of_steps(name: str, work: Floats, color: str, top: float) -> str:
+    """What each step computes, and above it what it waits: the gap between the mean and the largest."""
+    means, largest = work.mean(axis=1), work.max(axis=1)
+    steps = [
+        {"step": step, "mean": m, "largest": most, "waiting": f"{1 - m / most:.1%}"}
+        for step, (m, most) in enumerate(zip(means, largest, strict=True))
+    ]
+    shown = work if work.shape[1] <= 16 else np.quantile(work, np.linspace(0, 1, 17), axis=1).T
+    dots = [{"step": step, "work": w} for step, of_step in enumerate(shown.tolist()) for w in of_step]
+    axis: dict[str, Any] = {"title": "work / mean", "domain": [0, top]}
+    encoding: dict[str, Any] = {
+        "y": number("mean", **axis),
+        "tooltip": hover("step", "mean", "largest", "waiting"),
+    }
+    bar = {"type": "bar", "width": {"expr": f"0.8 * width / {len(work)}"}}
+    pale = {"mark": {**bar, "color": color, "opacity": 0.35}, "encoding": encoding}
+    red = {
+        "mark": {**bar, "color": PALETTE[5], "opacity": 0.6},
+        "encoding": encoding | {"y2": {"field": "largest"}},
+    }
+    circle = {
+        "mark": {"type": "circle", "size": 9, "color": color, "opacity": 1, "tooltip": True},
+        "encoding": {"y": number("work", **axis)},
+    }
+    layers = [
+        {"data": {"values": rows}, **layer} for rows, layer in ((steps, pale), (steps, red), (dots, circle))
+    ]
+    x = number("step", "step", domain=[-0.7, len(work) - 0.3], nice=False)
+    return chart(name, {"encoding": {"x": x}, "layer": layers}, 130)
+
+
+def _delay(summaries: Mapping[str, Summary], batch_tokens: int) -> list[str]:
+    """What waits after each step, of many steps the moving average; and how long tokens waited in the end."""
+    span = max(len(next(iter(summaries.values())).waiting) // 20, 1)
+    smooth = {
+        name: np.convolve(one.waiting / batch_tokens, np.full(span, 1 / span), "valid")
+        for name, one in summaries.items()
+    }
+    waiting = {name: (np.arange(len(one)) + (span - 1) / 2, one) for name, one in smooth.items()}
+    later = {
+        n: (range(len(s.delays)), 100 * (1 - np.cumsum(s.delays) / s.tokens)) for n, s in summaries.items()
+    }
+    title = "tokens that wait, in steps' worth" + (f", mean of {span}" if span > 1 else "")
+    return [
+        lines(title, "step", waiting, zero=True),
+        lines("tokens that waited longer, %", "steps", later, zero=True, interpolate="step-after"),
+    ]

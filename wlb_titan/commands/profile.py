@@ -14,7 +14,6 @@ import torch
 
 from wlb_titan import __version__
 from wlb_titan.commands.console import say, show_table
-from wlb_titan.commands.errors import check_outputs
 from wlb_titan.commands.measure import (
     CPU_GRID,
     CPU_LINEAR,
@@ -26,7 +25,7 @@ from wlb_titan.commands.measure import (
     measure_linear,
     time_attention,
 )
-from wlb_titan.commands.options import TomlFile
+from wlb_titan.commands.options import TomlFile, check_outputs
 from wlb_titan.cost.profile import AttentionShape, Entry, LinearProfile, Profile, fitted
 from wlb_titan.errors import UserError
 from wlb_titan.kernels import record

@@ -12,9 +12,8 @@ import click
 
 from wlb_titan.commands import lone_ranks as lone
 from wlb_titan.commands.console import say, show_table, warnings_once
-from wlb_titan.commands.errors import check_outputs
 from wlb_titan.commands.job import describe_job
-from wlb_titan.commands.options import OVERRIDABLE, json_option, of_file, report_option
+from wlb_titan.commands.options import OVERRIDABLE, check_outputs, json_option, of_file, report_option
 from wlb_titan.commands.report.rehearse import Ran, Rehearsal, figures, print_rank, table_rows, write_report
 from wlb_titan.errors import UserError
 from wlb_titan.policies import policy_parts

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from wlb_titan.arrays import Bools, Floats
-from wlb_titan.commands.report.estimate import Estimate
 from wlb_titan.config.sources import leaves, read_sources
 from wlb_titan.errors import UserError
 from wlb_titan.simulator.replay import replayed_seconds
-from wlb_titan.timeline import Span, read_trace
+from wlb_titan.simulator.trace import Span, read_trace
+from wlb_titan.summary import Estimate
 
 CONFIG, METRICS, VALIDATION, TRACES = "config.toml", "metrics.jsonl", "validation.jsonl", "traces"
 """What wlb_titan.runtime writes into a dump folder."""
@@ -31,7 +31,6 @@ class Run:
 
     Attributes:
         name: what tables and pictures call it.
-        folder: its dump folder.
         settings: its resolved configuration, by dotted key.
         records: records of metrics.jsonl, one a logged step, by rising step.
         validations: records of validation.jsonl, as far as there is one.
@@ -51,12 +50,8 @@ class Run:
 
     def mean(self, key: str) -> float | None:
         """Over the records that have `key`; None without one."""
-        return getattr(self.average(key), "value", None)
-
-    def average(self, key: str) -> Estimate | None:
-        """The mean of the records that have `key`, with its scatter; None without one."""
         values = self.series(key)[1]
-        return Estimate.mean(values) if len(values) else None
+        return float(values.mean()) if len(values) else None
 
     @cached_property
     def seconds(self) -> Floats:
@@ -101,20 +96,18 @@ class Run:
         return np.array(flops, dtype=float), np.array(taken, dtype=float)
 
     def loss_at(self, tokens: float) -> float:
-        """Mean loss of the last tenth of the first so many tokens; the nearest record's where it has none."""
+        """Mean loss of the last tenth of the run up to `tokens`; the nearest record's where it has none."""
         losses = np.array([r["loss"] for r in self.records])
         last = (self.tokens > 0.9 * tokens) & (self.tokens <= tokens * (1 + 1e-9))
         if not last.any():
             return float(losses[np.argmin(np.abs(self.tokens - tokens))])
         return float(np.average(losses[last], weights=np.diff(self.tokens, prepend=0.0)[last]))
 
-    def peak_memory(self) -> dict[str, float]:
-        """GiB at most, by pipeline stage (`pp0`, ...) or of the reporting rank (`rank`); empty if unknown."""
-        prefix = "peak_memory_gib/"
-        keys = sorted({k for r in self.records for k in r if k.startswith(prefix)}, key=lambda k: (len(k), k))
-        peaks = {key.removeprefix(prefix): float(self.series(key)[1].max()) for key in keys}
-        own = max((float(r.get("memory_gib", 0)) for r in self.records), default=0.0)
-        return peaks or ({"rank": own} if own > 0 else {})
+    @property
+    def peak_gib(self) -> float | None:
+        """GiB at most, of any rank of a pipeline or else of the reporting rank; None if unknown."""
+        stages = [v for r in self.records for k, v in r.items() if k.startswith("peak_memory_gib/")]
+        return max(stages or [r.get("memory_gib", 0.0) for r in self.records]) or None
 
     @cached_property
     def traced(self) -> list[int]:
@@ -132,11 +125,7 @@ class Run:
 
 
 def open_runs(folders: Sequence[Path]) -> list[Run]:
-    """Reads dump folders; a run is called by its folder's name, or by the path where names are the same.
-
-    Raises:
-        UserError: a folder is not one of a run, or what is in it cannot be read.
-    """
+    """Reads dump folders; a run is called by its folder's name, or by the path where names are the same."""
     folders = list(dict.fromkeys(Path(os.path.normpath(folder)) for folder in folders))
     names = [folder.name for folder in folders]
     unique = len(set(names)) == len(names) and all(names)
@@ -144,11 +133,6 @@ def open_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def open_run(folder: Path, name: str) -> Run:
-    """Reads one dump folder.
-
-    Raises:
-        UserError: it is not one of a run, or what is in it cannot be read.
-    """
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder. Name a run's dump_folder.")
     for file, what in ((CONFIG, "the run's configuration"), (METRICS, "its metrics")):

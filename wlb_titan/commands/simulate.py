@@ -2,33 +2,56 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+import numpy as np
 
+from wlb_titan.commands.charts import lines, pipeline_charts, stacked
 from wlb_titan.commands.console import print_choice, say, show_table, warnings_once
-from wlb_titan.commands.errors import check_outputs, writing
 from wlb_titan.commands.job import describe_job, load_job
-from wlb_titan.commands.options import OVERRIDABLE, of_job, report_option, steps_option
+from wlb_titan.commands.options import (
+    OVERRIDABLE,
+    check_outputs,
+    of_job,
+    report_option,
+    steps_option,
+    writing,
+)
+from wlb_titan.commands.page import (
+    Card,
+    Try,
+    choice_section,
+    command,
+    cost,
+    described,
+    gained,
+    search_command,
+    section,
+    table,
+    write_page,
+)
+from wlb_titan.commands.search import SEARCH_SECONDS, figures, print_search, what_to_know
 from wlb_titan.cost.profile import Profile
 from wlb_titan.errors import PlanError, UserError
+from wlb_titan.job import Job
+from wlb_titan.memory.rank import GIB, TERMS
+from wlb_titan.plan import Plan
+from wlb_titan.policies import Policy
+from wlb_titan.simulator.scenario import Scenario, network_sensitivity
+from wlb_titan.simulator.step import Prediction
+from wlb_titan.simulator.timeline import Step, step_timeline
+from wlb_titan.simulator.trace import write_trace
+from wlb_titan.summary import Estimate
 
-if TYPE_CHECKING:
-    from wlb_titan.job import Job
-    from wlb_titan.plan import Plan
-    from wlb_titan.policies import Policy
-    from wlb_titan.simulator.choice import Choice
-    from wlb_titan.simulator.scenario import Scenario
-    from wlb_titan.simulator.search import Search
-    from wlb_titan.simulator.step import Prediction
+SLOWER = 2.0  # the network, in the sensitivity column
 
-SEARCH_SECONDS = 300.0
-SHOWN = 12  # of a search
-SECONDS_BETWEEN_LINES = 5.0  # of its progress
+Rows = list[dict[str, str]]
+Plans = dict[Policy, list[Plan]]
+Predictions = dict[Policy, Prediction]
 
 
 @click.command(context_settings=OVERRIDABLE)
@@ -39,12 +62,15 @@ SECONDS_BETWEEN_LINES = 5.0  # of its progress
     help="Side by side; the first is the baseline.  [default: plain and the file's own]",
 )
 @steps_option(20, "Steps to simulate.")
-@click.option("--offload", type=float, metavar="SHARE", help="Of kept activations, to the host's memory.")
+@click.option(
+    "--offload", type=float, metavar="SHARE", help="Share of saved activations to offload to host memory."
+)
 @click.option(
     "--tensor-overlap",
     type=float,
     metavar="SHARE",
-    help="Of tensor parallelism's collectives, behind matrix products.  [default: the TOML file's, or 0]",
+    help="Share of tensor parallelism's collectives that run behind matrix products.  [default: the TOML "
+    "file's, or 0]",
 )
 @click.option(
     "--routing-imbalance",
@@ -65,12 +91,6 @@ SECONDS_BETWEEN_LINES = 5.0  # of its progress
     type=click.FloatRange(1, 86400),
     help=f"With --search: rank what was found by then.  [default: {SEARCH_SECONDS:g}]",
 )
-@click.option(
-    "--write",
-    type=click.Path(path_type=Path),
-    metavar="BEST.toml",
-    help="With --search: write its winner as a file that extends the given one.",
-)
 @report_option
 @click.option(
     "--trace", type=click.Path(path_type=Path), metavar="FILE", help="Timeline for ui.perfetto.dev."
@@ -85,7 +105,6 @@ def simulate(
     gpus: int | None,
     search: bool,
     search_seconds: float | None,
-    write: Path | None,
     report: Path | None,
     trace: Path | None,
     **options: Any,
@@ -105,59 +124,71 @@ def simulate(
     The bubble is the share of a step in which a rank waits; the last column says what a policy gains over
     the first one if the network between nodes were half as fast. docs/simulator.md explains the model.
     """
-    from wlb_titan.commands.report.simulate import remarks, table_rows
-    from wlb_titan.commands.simulate_toml import check_writable, write_winner
-    from wlb_titan.policies import Policy
-    from wlb_titan.simulator.scenario import Scenario
-
-    _check_options(search, write=write, search_seconds=search_seconds, report=report, trace=trace)
-    check_outputs(write=write, report=report, trace=trace)
-    given = {name: value for name, value in options.items() if value is not None and value is not False}
+    _check_options(search, search_seconds=search_seconds, report=report, trace=trace)
+    check_outputs(report=report, trace=trace)
     with warnings_once():
         asked = load_job(file, overrides, lengths=lengths, cluster=cluster, gpus=None if search else gpus)
     compared = [Policy.parse(one) for one in policies.split(",")] if policies else None
     compared = list(dict.fromkeys(compared or [Policy("plain"), asked.job.policy]))
-    if search and (fixed := [key for key in asked.changes if key.endswith("_parallel_degree")]):
+    if search and (fixed := [key for key in asked.overridden if key.endswith("_parallel_degree")]):
         raise PlanError(f"--search tries all degrees of --gpus GPUs; leave out {', '.join(fixed)}.")
-    if write is not None:
-        check_writable(write, list(given))
     with warnings_once(), asked.placed():
-        scenario = Scenario(_told(asked.job, given), asked.documents)
+        scenario = Scenario(_told(asked.job, options), asked.documents)
         if search:
-            result = _print_search(scenario, compared, steps, gpus, search_seconds or SEARCH_SECONDS)
-        else:
-            plans, predictions, impossible = _predicted(scenario, compared, steps)
-            possible = [policy for policy in compared if policy not in impossible]
-            choices = [choice for policy in possible if (choice := scenario.choice(policy))]
-            for choice in choices:
-                print_choice(choice)
-            say(describe_job(scenario.job, scenario.documents))
-            show_table(table_rows(scenario, plans, predictions, impossible))
-            say(*remarks(predictions, impossible))
-    if not search:
-        _export(scenario, plans, predictions, impossible, choices, report, trace, asked.typed)
-    elif write is not None:
-        write_winner(write, asked, result)
-        click.echo(f"Written: {write}; `wlb-titan config check {write}`")
+            print_search(scenario, asked.resolved, compared, steps, gpus, search_seconds or SEARCH_SECONDS)
+            return
+        plans, predictions, impossible = _predicted(scenario, compared, steps)
+        possible = [policy for policy in compared if policy not in impossible]
+        choices = [choice for policy in possible if (choice := scenario.choice(policy))]
+        for choice in choices:
+            print_choice(choice)
+        say(describe_job(scenario.job, scenario.documents))
+        rows = table_rows(scenario, plans, predictions, impossible)
+        show_table(rows)
+        notes = [f"{policy} is not possible here: {error}" for policy, error in impossible.items()]
+        notes += what_to_know(predictions)
+        say(*notes)
+    if trace is None and report is None:
+        return
+    steps_drawn = _typical_steps(plans, predictions)
+    if trace is not None:
+        with writing(f"--trace: {trace}"):
+            write_trace([span for spans, _ in steps_drawn.values() for span in spans], trace)
+        click.echo(f"Timeline: {trace} (open it at https://ui.perfetto.dev)")
+    if report is not None:
+        sections = [*map(choice_section, choices), section("Policies", " ".join(notes), table(rows))]
+        drawn = write_report(report, scenario, plans, predictions, steps_drawn, sections, asked.typed)
+        click.echo(f"Report: {drawn}")
 
 
 def _check_options(search: bool, **given: Any) -> None:
     """Refuses options that would do nothing."""
     for name, value in given.items():
-        of_search = name in ("write", "search_seconds")
+        of_search = name == "search_seconds"
         if value is not None and of_search != search:
             why = "is of a search; add --search" if of_search else "draws policies; leave out --search"
             raise PlanError(f"--{name.replace('_', '-')} {why}.")
 
 
+def _told(job: Job, options: Mapping[str, Any]) -> Job:
+    """The job with what only predictions know and no key says."""
+    changes = {
+        name: options[name] for name in ("tensor_overlap", "routing_imbalance") if options[name] is not None
+    }
+    if options["offload"] is not None:
+        changes["memory"] = replace(job.memory, offload=options["offload"])
+    if options["no_overlap"]:
+        changes["overlap"] = False
+    if options["attention"] is not None:
+        changes["attention"] = Profile.load(options["attention"]).latency(job.attention_shape)
+    return replace(job, **changes)
+
+
 def _predicted(
     scenario: Scenario, policies: Sequence[Policy], steps: int
-) -> tuple[dict[Policy, list[Plan]], dict[Policy, Prediction], dict[Policy, UserError]]:
-    """Plans and predictions by policy, and why others are not possible.
-
-    Raises:
-        UserError: the job's own policy is not, or none is.
-    """
+) -> tuple[Plans, Predictions, dict[Policy, UserError]]:
+    """Plans and predictions by policy, and why others are not possible; refused where the job's own policy is
+    not, or none is."""
     plans, predictions, impossible = {}, {}, {}
     for policy in policies:
         try:
@@ -174,75 +205,133 @@ def _predicted(
     return plans, predictions, impossible
 
 
-def _told(job: Job, given: Mapping[str, Any]) -> Job:
-    """The job with what only predictions know and no key says."""
-    changes = {name: given[name] for name in ("tensor_overlap", "routing_imbalance") if name in given}
-    if "offload" in given:
-        changes["memory"] = replace(job.memory, offload=given["offload"])
-    if "no_overlap" in given:
-        changes["overlap"] = False
-    if "attention" in given:
-        changes["attention"] = Profile.load(given["attention"]).latency(job.attention_shape)
-    return replace(job, **changes)
-
-
-def _print_search(
-    scenario: Scenario, policies: list[Policy], steps: int, gpus: int | None, seconds: float
-) -> Search:
-    from wlb_titan.commands.report.simulate import gain, remarks, search_rows
-    from wlb_titan.simulator.search import search
-
-    begin = told = time.monotonic()
-
-    def goes_on(what: str) -> bool:
-        nonlocal told
-        now = time.monotonic()
-        if now - told > SECONDS_BETWEEN_LINES:
-            told = now
-            click.echo(f"Trying {what} ({now - begin:.0f} s of {seconds:.0f}) ...", err=True)
-        return now - begin < seconds
-
-    result = search(scenario, gpus or scenario.job.degrees.ranks, policies, steps, goes_on)
-    say(describe_job(scenario.job, scenario.documents))
-    show_table(search_rows(result)[:SHOWN])
-    say(
-        f"{len(result.found)} candidates were planned and fit; {result.slower} would be slower than the best "
-        f"even if they were perfectly balanced, {result.too_large} need more memory and {result.refused} are "
-        "not possible."
-    )
-    if result.untried:
-        say(f"{result.untried} were not tried in the {seconds:.0f} s of --search-seconds.")
-    best = result.found[0]
-    say(gain(result), *remarks({best.job.policy: best}))
-    return result
-
-
-def _export(
-    scenario: Scenario,
-    plans: dict[Policy, list[Plan]],
-    predictions: dict[Policy, Prediction],
-    impossible: dict[Policy, UserError],
-    choices: list[Choice],
-    report: Path | None,
-    trace: Path | None,
-    typed: Sequence[str],
-) -> None:
-    from wlb_titan.simulator.timeline import step_timeline
-    from wlb_titan.timeline import write_trace
-
-    if trace is None and report is None:
-        return
-    # The step that comes nearest to the mean stands for all.
+def _typical_steps(plans: Plans, predictions: Predictions) -> dict[str, Step]:
+    """By policy the step that comes nearest to the mean, which stands for all."""
     steps = {}
-    for policy, prediction in predictions.items():
-        typical = int(abs(prediction.seconds - prediction.seconds.mean()).argmin())
-        steps[policy] = step_timeline(predictions[policy].job, plans[policy][typical], str(policy))
-    if trace is not None:
-        with writing(f"--trace: {trace}"):
-            write_trace([span for spans, _ in steps.values() for span in spans], trace)
-        click.echo(f"Timeline: {trace} (open it at https://ui.perfetto.dev)")
-    if report is not None:
-        from wlb_titan.commands.report.simulate import write_report
+    for policy, one in predictions.items():
+        number = int(abs(one.seconds - one.seconds.mean()).argmin())
+        steps[str(policy)] = step_timeline(one.job, plans[policy][number], str(policy))
+    return steps
 
-        drawn = write_report(report, scenario, plans, predictions, impossible, steps, choices, typed)
-        click.echo(f"Report: {drawn}")
+
+def table_rows(
+    scenario: Scenario, plans: Plans, predictions: Predictions, impossible: Mapping[Policy, UserError]
+) -> Rows:
+    """A row for each policy, as the console and the page show it; those not possible have no figures."""
+    slower = network_sensitivity(scenario, plans, SLOWER)
+    first, base = next(iter(predictions.items()))
+    rows = [
+        {
+            "policy": str(policy),
+            **figures(one),
+            "on rank": f"{one.peak_memory.rank}",
+            "speedup": speedup(one, base).text(".3f", "x"),
+            "in tokens": f"{one.tokens_per_second / base.tokens_per_second:.3f}x",
+            "slow net": f"{slower[policy] / slower[first]:.3f}x",
+        }
+        for policy, one in predictions.items()
+    ]
+    return rows + [dict.fromkeys(rows[0], "–") | {"policy": str(policy)} for policy in impossible]
+
+
+def speedup(prediction: Prediction, baseline: Prediction) -> Estimate:
+    """FLOPs a second over the baseline's, which cut documents do not flatter as tokens do."""
+    mine, base = (Estimate.rate(one.flops, one.seconds) for one in (prediction, baseline))
+    return mine.over(base)
+
+
+TIME = "Mean of the steps. A GPU computes, or it waits for others."
+STEP = "The slowest data-parallel replica. A row is a pipeline rank, a box a pass of one micro-batch."
+HELD = "GiB on one GPU of each pipeline rank, at the end of each pass."
+PEAK = "By pipeline rank, the largest of all steps; the line is what a GPU has."
+
+
+def write_report(
+    folder: Path,
+    scenario: Scenario,
+    plans: Plans,
+    predictions: Predictions,
+    steps: Mapping[str, Step],
+    sections: Sequence[str],
+    typed: Sequence[str],
+) -> Path:
+    """Draws what was simulated.
+
+    Args:
+        plans, predictions: by policy, the baseline first.
+        steps: timeline and memory of a typical step, by policy.
+        sections: what was printed.
+        typed: what the command line names, as of `page.command`.
+    """
+    named = {str(policy): prediction for policy, prediction in predictions.items()}
+    imbalances = {str(policy): float(np.mean([p.imbalance for p in own])) for policy, own in plans.items()}
+    base = next(iter(named))
+    gains = {name: speedup(one, named[base]) for name, one in named.items()}
+    fitting = [name for name, one in named.items() if one.fits] or list(named)
+    best = max(fitting, key=lambda name: gains[name].value)
+    degrees = named[best].job.degrees
+    waited = imbalances[best] if degrees.pipeline * degrees.data > 1 else None  # by none on one replica
+    corpus, about = described(scenario.job, scenario.documents)
+    return write_page(
+        folder,
+        title=f"What balance is worth: {corpus}",
+        answer=f"{gained(best, gains[best], base)}; {cost(named[best].bubble, waited)}",
+        about=about,
+        cards=[
+            card(name, one, gains[name], base, f"imbalance {imbalances[name]:.3f}")
+            for name, one in named.items()
+        ],
+        tries=_tries(best, named[best], typed),
+        sections=[
+            *sections,
+            section(
+                "Where the time of a step goes",
+                TIME,
+                stacked("", "seconds", {name: _step_parts(one) for name, one in named.items()}),
+            ),
+            section("A typical step", STEP, pipeline_charts({name: step[0] for name, step in steps.items()})),
+            section("Activations over that step", HELD, *(_held(name, step) for name, step in steps.items())),
+            section("Peak memory", PEAK, *(_peak_memory(name, one) for name, one in named.items())),
+        ],
+    )
+
+
+def card(name: str, one: Prediction, gain: Estimate, base: str, *more: str) -> Card:
+    """What matters most of a prediction: what it gains, `more`, and what it costs."""
+    facts = (
+        "the baseline" if name == base else f"the FLOPs a second of {base}",
+        *more,
+        f"bubble {one.bubble:.1%}, MFU {one.mfu:.1%}",
+        f"{one.tokens_per_second:,.0f} tokens a second",
+        f"{one.peak_memory.total / GIB:.1f} of {one.job.cluster.memory / GIB:.0f} GiB",
+    )
+    return Card(name, gain.text(".2f", "x"), facts)
+
+
+def _tries(best: str, prediction: Prediction, typed: Sequence[str]) -> list[Try]:
+    why = "Other degrees and schedules of as many GPUs"
+    why += f", as a GPU waits for {prediction.bubble:.0%} of the step:" if prediction.bubble >= 0.1 else ":"
+    tries = [Try(why, search_command(typed, prediction.job.degrees.ranks))]
+    if "--lengths" not in typed:
+        dryrun = command("dryrun", typed, "--policy", ":".join(prediction.job.policy))
+        tries.append(Try(f"Whether {best} runs, and what it takes, traced on this machine:", dryrun))
+    return tries
+
+
+def _step_parts(one: Prediction) -> dict[str, float]:
+    busy, sent = float(one.busy.mean()), float(one.communication.mean())
+    waiting = float(one.seconds.mean()) - busy - sent
+    return {"busy": busy, "waiting": waiting, "data-parallel communication": sent}
+
+
+def _held(name: str, step: Step) -> str:
+    curves = {f"pp {one.rank}": (one.seconds, one.bytes_ / GIB) for one in step[1]}
+    return lines(name, "seconds", curves, zero=True, interpolate="step-after")
+
+
+def _peak_memory(name: str, one: Prediction) -> str:
+    terms = {
+        f"pp {rank.rank}": {term.replace("_", " "): getattr(rank, term) / GIB for term in TERMS}
+        for rank in one.memory
+    }
+    return stacked(name, "GiB", terms, limit=one.job.cluster.memory / GIB)

@@ -34,7 +34,7 @@ fi
 exit "$status"
 """
 PATIENCE = 120
-"""Seconds that srun gives other tasks when one has ended; they end by themselves within seconds."""
+"""Seconds that srun gives other tasks when one has ended; they end by themselves sooner."""
 
 
 @click.command(context_settings=OVERRIDABLE)
@@ -43,21 +43,21 @@ PATIENCE = 120
     "--gpus",
     type=click.IntRange(1),
     default=8,
-    help='Of a node; a process each. Where wlb.device = "cpu": processes, and no GPU is asked for.',
+    help='GPUs of a node, with a process each. Where wlb.device = "cpu": processes, and no GPU is asked for.',
 )
 @click.option(
     "--nodes",
     type=click.IntRange(0),
     default=0,
     show_default=False,
-    help="As many as the degrees need, if not given.",
+    help="Nodes of the job; as many as the degrees need, if not given.",
 )
 @click.option(
     "--min-nodes",
     type=click.IntRange(0),
     default=0,
     show_default=False,
-    help="With which it goes on if others are lost.",
+    help="Nodes with which the job goes on if others are lost.",
 )
 @click.option(
     "--restarts",

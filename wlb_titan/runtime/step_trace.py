@@ -24,7 +24,7 @@ from wlb_titan.runtime.life.dump_folder import TRACES
 from wlb_titan.runtime.life.json_lines import warn_once
 from wlb_titan.runtime.metrics import metrics_rank
 from wlb_titan.simulator.measured import Pass
-from wlb_titan.timeline import COMPUTED, Span, write_trace
+from wlb_titan.simulator.trace import COMPUTED, Span, write_trace
 
 if TYPE_CHECKING:
     from torchtitan.distributed import ParallelDims

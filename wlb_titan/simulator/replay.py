@@ -17,7 +17,7 @@ import numpy as np
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import Action
-from wlb_titan.timeline import COMPUTED, Span
+from wlb_titan.simulator.trace import COMPUTED, Span
 
 NAME = re.compile(r"(FB|[FLBIW])(\d+)")
 

@@ -18,9 +18,8 @@ from wlb_titan.simulator.measured import Measured
 from wlb_titan.simulator.meeting import Replica, ends_together
 from wlb_titan.simulator.planned import in_runs, keys_of, planned_times, transfer_seconds
 from wlb_titan.simulator.replicas import cache_bytes, replicas_of
-from wlb_titan.timeline import Span
+from wlb_titan.simulator.trace import MEASURED, Span
 
-MEASURED = "measured"
 NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 
 

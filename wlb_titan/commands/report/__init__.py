@@ -1,1 +1,1 @@
-"""Results of the commands in words and figures: rows for the console, and one HTML page each."""
+"""The output of `dryrun` and `rehearse`."""

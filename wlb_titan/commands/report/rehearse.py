@@ -8,19 +8,18 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
+from wlb_titan.commands.charts import PASSES, pipeline_charts
 from wlb_titan.commands.console import make_console, say
-from wlb_titan.commands.report.charts import bars
-from wlb_titan.commands.report.estimate import Estimate, cost, gained
-from wlb_titan.commands.report.page import Try, described, search_command, section, table, write_page
-from wlb_titan.commands.report.pipeline import PASSES, pipeline_charts
-from wlb_titan.commands.report.simulate import card, speedup
+from wlb_titan.commands.page import Try, cost, described, gained, search_command, section, table, write_page
+from wlb_titan.commands.simulate import card, speedup
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job
 from wlb_titan.plan import Plan
 from wlb_titan.simulator.measured import Measured
 from wlb_titan.simulator.step import Prediction
 from wlb_titan.simulator.timeline import step_timeline
-from wlb_titan.timeline import Span
+from wlb_titan.simulator.trace import Span
+from wlb_titan.summary import Estimate
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,6 @@ def write_report(folder: Path, results: Sequence[Rehearsal], typed: Sequence[str
         answer = f"{gained(best, gains[best], base)}; {cost(ran[best].rehearsed.bubble, None)}"
         sections = [
             section("Steps put together", TOGETHER, table(table_rows(results))),
-            section("What it gains", f"Over {base}.", bars("FLOPs a second, times", gains)),
             section("A typical step", STEP, pipeline_charts(timelines)),
         ]
     for one in results:

@@ -1,4 +1,4 @@
-"""Timelines, predicted or measured: spans of time, as a trace that Perfetto opens.
+"""Spans of time, predicted or measured, as a trace that Perfetto opens.
 
 The file is in the trace event format of Chrome, JSON that ui.perfetto.dev and chrome://tracing read.
 """
@@ -14,7 +14,10 @@ from typing import Any
 from wlb_titan.errors import UserError
 
 COMPUTED = "processor_seconds"
-"""Of a span's arguments, what its thread computed in it, on a CPU: waiting and others' work are not in it."""
+"""The argument of a span with its thread's own time on a CPU: waiting and others' work are not in it."""
+
+MEASURED = "measured"
+"""The argument `time` of a pass that ran itself, where others did not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +45,15 @@ def write_trace(spans: Iterable[Span], path: str | os.PathLike[str]) -> None:
     """Writes the spans to `path`; processes and tracks appear in the order of their first spans."""
     processes: dict[str, int] = {}
     tracks: dict[tuple[str, str], int] = {}
-    names: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
-    for piece in spans:
-        if piece.process not in processes:
-            processes[piece.process] = len(processes) + 1
-            names.append(_name("process_name", processes[piece.process], 0, piece.process))
-        process = processes[piece.process]
-        if (piece.process, piece.track) not in tracks:
-            tracks[piece.process, piece.track] = len(tracks) + 1
-            names.append(_name("thread_name", process, len(tracks), piece.track))
-        events.append(
-            {
-                "ph": "X",
-                "name": piece.name,
-                "pid": process,
-                "tid": tracks[piece.process, piece.track],
-                "ts": piece.start * 1e6,
-                "dur": piece.duration * 1e6,
-                "args": dict(piece.args),
-            }
-        )
+    for span in spans:
+        process = processes.setdefault(span.process, len(processes) + 1)
+        track = tracks.setdefault((span.process, span.track), len(tracks) + 1)
+        times = {"ts": span.start * 1e6, "dur": span.duration * 1e6}
+        place = {"ph": "X", "name": span.name, "pid": process, "tid": track}
+        events.append({**place, **times, "args": dict(span.args)})
+    names = [_name("process_name", number, 0, name) for name, number in processes.items()]
+    names += [_name("thread_name", processes[p], number, name) for (p, name), number in tracks.items()]
     new = f"{os.fspath(path)}.new"  # who reads never finds a part
     with open(new, "w") as file:
         json.dump({"displayTimeUnit": "ms", "traceEvents": names + events}, file)

@@ -1,4 +1,4 @@
-"""Planned micro-batches under context parallelism, for `wlb-titan plan`: a table and a heat map."""
+"""Planned micro-batches under context parallelism: the table of sharding policies of `wlb-titan plan`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from wlb_titan.arrays import Floats
-from wlb_titan.commands.report.charts import chart, text
 from wlb_titan.context import STRATEGIES
 from wlb_titan.cost.attention_latency import slowest
 from wlb_titan.documents import Documents
@@ -18,16 +17,14 @@ from wlb_titan.job import Job
 from wlb_titan.plan import LENGTH, MicroBatch, imbalance_degree
 from wlb_titan.simulator.planned import attention_seconds, travelling
 
-SHOWN = 200  # micro-batches
-DRAWN = 64  # of them
+SHARDED = 200  # micro-batches that are compared
 
 
 class RankTimes(NamedTuple):
-    """What one policy makes of micro-batches.
+    """What one sharding policy makes of micro-batches.
 
     Attributes:
-        policy: as in [wlb.sharding].
-        chosen: per micro-batch how it is sharded in the end.
+        chosen: how each micro-batch is sharded in the end.
         seconds: float64 (micro-batches, ranks, 2), predicted forward and backward attention time of a layer.
         exchange: float64 (micro-batches,), seconds of a layer's collectives in both passes and repeated ones.
         received: float64 (micro-batches,), bytes that a rank receives in these.
@@ -55,6 +52,12 @@ class RankTimes(NamedTuple):
         return np.array([imbalance_degree(seconds.sum(axis=1)) for seconds in self.seconds])
 
 
+def sharded_micro_batches(job: Job, documents: Documents, steps: int) -> list[MicroBatch]:
+    """The first `SHARDED` micro-batches of these steps, without those that data-parallel ranks share."""
+    plans = job.plans(documents, min(steps, -(-SHARDED // job.micro_batches)))
+    return [m for plan in plans for m in plan.micro_batches if not m.merged][:SHARDED]
+
+
 def rank_times(micro_batches: Sequence[MicroBatch], job: Job) -> list[RankTimes]:
     """Predicts all sharding policies on the same micro-batches that the job's heads and lengths allow."""
     result = []
@@ -78,24 +81,13 @@ def _sharded(micro_batch: MicroBatch, job: Job) -> MicroBatch:
     return replace(micro_batch, sharding=name, ranks=tuple(ranks))
 
 
-def planned_rank_times(job: Job, documents: Documents, steps: int) -> list[RankTimes]:
-    """All sharding policies on the first `SHOWN` micro-batches that the job makes in so many steps, without
-    those that data-parallel ranks share.
-
-    Raises:
-        PlanError: a micro-batch cannot be shared by the ranks.
-    """
-    planner = job.planner(documents)
-    micro_batches: list[MicroBatch] = []
-    for _ in range(min(steps, -(-SHOWN // job.micro_batches))):
-        micro_batches += [m for m in planner.next().micro_batches if not m.merged]
-    return rank_times(micro_batches[:SHOWN], job)
-
-
 def rank_rows(times: Sequence[RankTimes], job: Job) -> list[dict[str, str]]:
-    """One row a policy: the slowest rank's attention and the collectives of a layer, what a rank receives in
-    a step, the ranks' imbalance, and what was chosen how often."""
-    each = max(job.layers) * job.chunks * job.replica_micro_batches  # passes of layers on a rank in a step
+    """A row for each sharding policy.
+
+    It has the slowest rank's attention and the collectives of a layer, what a rank receives in a step, the
+    ranks' imbalance, and how often which sharding was chosen.
+    """
+    passes = max(job.layers) * job.chunks * job.replica_micro_batches  # of layers on a rank in a step
     rows = []
     for one in times:
         imbalances = one.imbalances
@@ -105,7 +97,7 @@ def rank_rows(times: Sequence[RankTimes], job: Job) -> list[dict[str, str]]:
                 "sharding": one.policy,
                 "slowest rank": f"{one.slowest * 1e3:.3f} ms",
                 "exchange": f"{one.exchange.mean() * 1e3:.3f} ms",
-                "received": f"{one.received.mean() * each / 1e9:.2f} GB",
+                "received": f"{one.received.mean() * passes / 1e9:.2f} GB",
                 "speedup": f"{times[0].layer / one.layer:.3f}x",
                 "imbalance": f"{imbalances.mean():.3f}",
                 "p95": f"{np.quantile(imbalances, 0.95):.3f}",
@@ -114,29 +106,3 @@ def rank_rows(times: Sequence[RankTimes], job: Job) -> list[dict[str, str]]:
             }
         )
     return rows
-
-
-def heat_maps(times: Sequence[RankTimes]) -> list[str]:
-    """A chart for each policy, ranks x micro-batches; the colour is a rank's time over the mean of all.
-
-    An even colour is balance. All policies share one scale, so that they can be compared by eye.
-    """
-    seconds = [one.seconds[:DRAWN].sum(axis=2) for one in times]
-    relative = [own / own.mean(axis=1, keepdims=True) for own in seconds]
-    ends = [min(0.95, *map(np.min, relative)), max(1.05, *map(np.max, relative))]
-    scale = {"scheme": "redblue", "reverse": True, "domainMid": 1, "domain": ends}
-    legend = {"title": "time / mean", "orient": "bottom", "gradientLength": 120}
-    x = text("micro-batch", title="micro-batch", axis={"values": list(range(0, DRAWN, 8)), "labelAngle": 0})
-    color = {"field": "over mean", "type": "quantitative", "scale": scale, "legend": legend}
-    charts = []
-    for one, image in zip(times, relative, strict=True):
-        cells = np.ndenumerate(image)
-        rows = [{"micro-batch": m, "rank": rank, "over mean": value} for (m, rank), value in cells]
-        spec = {
-            "data": {"values": rows},
-            "mark": {"type": "rect", "tooltip": True},
-            "encoding": {"x": x, "y": text("rank", title="rank"), "color": color},
-        }
-        title = f"{one.policy}: slowest rank {one.slowest * 1e3:.2f} ms on average"
-        charts.append(chart(title, spec, max(60, 12 * image.shape[1])))
-    return charts

@@ -11,15 +11,16 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from wlb_titan.commands.errors import writing
-from wlb_titan.commands.job import describe_job
-from wlb_titan.commands.report.charts import color
-from wlb_titan.commands.report.words import WORDS
-from wlb_titan.documents import Documents
-from wlb_titan.job import Job
-from wlb_titan.simulator.choice import Choice
+from wlb_titan.commands.charts import PALETTE
+from wlb_titan.commands.options import writing
+from wlb_titan.summary import Estimate
+
+if TYPE_CHECKING:
+    from wlb_titan.documents import Documents
+    from wlb_titan.job import Job
+    from wlb_titan.simulator.choice import Choice
 
 STYLE = Path(__file__).with_name("style.css")
 DRAW = """
@@ -57,11 +58,11 @@ def write_page(
 ) -> Path:
     """Writes `folder`/report.html, and returns its path; the folder is made if it is not there.
 
-    The answer is one sentence, `about` in small print, cards are in the palette's order, and sections as
-    `section` makes them.
-
-    Raises:
-        UserError: the folder cannot be written to.
+    Args:
+        answer: one sentence.
+        about: small print below it.
+        cards: in the palette's order.
+        sections: as `section` makes them.
     """
     import vl_convert
 
@@ -92,7 +93,7 @@ def _card(number: int, card: Card) -> str:
     figure, _, error = card.figure.partition(" ")
     facts = "".join(f"<span>{_safe(fact)}</span>" for fact in card.facts if fact)
     return (
-        f'<div class="card" style="--its: {color(number)}"><b>{_safe(card.name)}</b>'
+        f'<div class="card" style="--its: {PALETTE[number % len(PALETTE)]}"><b>{_safe(card.name)}</b>'
         f"<strong>{_safe(figure)} <small>{error}</small></strong>{facts}</div>"
     )
 
@@ -106,39 +107,40 @@ def section(title: str, text: str, *bodies: str) -> str:
 
 
 def table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Rows with the same headings, on a phone a list each; words that are known are explained."""
-    headings = list(rows[0])
-    known = [word for word in (*headings, *(row[headings[0]] for row in rows)) if word in WORDS]
-    top = "".join(f"<th>{_explained(heading)}</th>" for heading in headings)
+    """Rows with the same headings, on a phone a list each; nothing where there is none."""
+    if not rows:
+        return ""
+    top = "".join(f"<th>{_safe(heading)}</th>" for heading in rows[0])
     body = "".join(f"<tr>{''.join(_cell(*one) for one in row.items())}</tr>" for row in rows)
-    words = "".join(f"<dt>{html.escape(word)}</dt><dd>{html.escape(WORDS[word])}</dd>" for word in known)
-    explained = f"<details><summary>What the words mean</summary><dl>{words}</dl></details>" if words else ""
-    return f"<table><tr>{top}</tr>{body}</table>{explained}"
+    return f"<table><tr>{top}</tr>{body}</table>"
 
 
 def _cell(heading: str, cell: str) -> str:
     kind = ' class="text"' if len(cell) > 40 else ""
-    return f'<td data-label="{html.escape(heading)}"{kind}>{_explained(cell)}</td>'
+    return f'<td data-label="{html.escape(heading)}"{kind}>{_safe(cell)}</td>'
 
 
-def _explained(word: str) -> str:
-    return f'<abbr title="{html.escape(WORDS[word])}">{_safe(word)}</abbr>' if word in WORDS else _safe(word)
+def choice_section(choice: Choice) -> str:
+    """What `auto` stands for, and the predictions of all that it may."""
+    return section("Choosing", " ".join(choice.remarks()), table(choice.rows()))
 
 
 def described(job: Job, documents: Documents) -> tuple[str, str]:
     """The corpus' name without its folder, as people share pages, and the job and documents in words."""
+    from wlb_titan.commands.job import describe_job
+
     name = Path(documents.name).name
     return name, describe_job(job, replace(documents, name=name))
 
 
 def command(name: str, typed: Sequence[str], *more: str) -> str:
-    """A command on what a command line named, which runs in the same folder; paths below it are short.
+    """A command for the same job, to be called in this folder; paths of files in it are relative.
 
     Args:
         typed: a TOML file, and overrides and options that the command has too.
     """
-    here = f"{Path.cwd()}/"
-    return shlex.join(["wlb-titan", name, *(word.removeprefix(here) for word in typed), *more])
+    below = f"{Path.cwd()}/"
+    return shlex.join(["wlb-titan", name, *(word.removeprefix(below) for word in typed), *more])
 
 
 def search_command(typed: Sequence[str], gpus: int) -> str:
@@ -153,6 +155,17 @@ def search_command(typed: Sequence[str], gpus: int) -> str:
     return command("simulate", kept, "--search", "--gpus", str(gpus))
 
 
-def choice_section(choice: Choice) -> str:
-    """What `auto` stands for, and the predictions of all that it may."""
-    return section("Choosing", " ".join(choice.remarks()), table(choice.rows()))
+def gained(best: str, ratio: Estimate, base: str, what: str = "FLOPs") -> str:
+    """What the best gains over the baseline: the first half of a sentence."""
+    if best == base:
+        return f"Nothing here does more {what} a second than {base}"
+    return f"{best} does {ratio.text('.2f', 'x')} the {what} a second of {base}{ratio.scatter}"
+
+
+def cost(bubble: float | None, imbalance: float | None) -> str:
+    """What still takes the most time: the second half."""
+    if bubble is not None and bubble >= 0.1:
+        return f"the largest remaining cost is the pipeline bubble ({bubble:.0%})."
+    if imbalance is not None and imbalance >= 1.05:
+        return f"the largest remaining cost is the imbalance ({imbalance:.2f})."
+    return "balancing has little left to gain."
