@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 UNBOUNDED = 100_000  # characters
 TABLE_WIDTH = 128  # characters, where no terminal tells its own
 # Headings of words, which stand to the left.
-TEXTS = ("policy", "sharding", "chosen", "degrees", "memory", "collective", "over", "setting", "figure")
+TEXTS = ("policy", "sharding", "chosen", "degrees", "memory", "collective", "over", "setting", "figure", "")
 
 
 def make_console() -> Console:
