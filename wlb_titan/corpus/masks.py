@@ -13,8 +13,6 @@ A document's first token is never a label, whatever its mask says: nothing comes
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 
 from wlb_titan.arrays import Bools, Ints
@@ -25,32 +23,21 @@ IGNORED = -100
 """Of labels: this token is not learned."""
 
 
-class Mask(Protocol):
-    """The mask of a shard's documents."""
-
-    def read(self, row: int, start: int, length: int) -> Bools:
-        """bool (length,), whether each of these tokens of a document is learned."""
-        ...
-
-    def count(self, rows: Ints, starts: Ints, stops: Ints) -> Ints:
-        """int64 (n,), learned tokens among the tokens start .. stop - 1 of each of these documents."""
-        ...
-
-
 class SpanMask:
-    """A `Mask` of spans in a column of their own: lists of the first token of each learned stretch and the
-    first one after it, ascending."""
+    """A list of spans a document: the first token of each learned stretch and the first one after it."""
 
     def __init__(self, spans: ArrowShard) -> None:
         self._spans = spans
 
     def read(self, row: int, start: int, length: int) -> Bools:
+        """bool (length,), whether each of these tokens of a document is learned."""
         bounds, _ = self._lists(np.array([row]))
         places = np.arange(start, start + length)
         learned: Bools = np.searchsorted(bounds, places, side="right") % 2 == 1
         return learned
 
     def count(self, rows: Ints, starts: Ints, stops: Ints) -> Ints:
+        """int64 (n,), learned tokens among the tokens start .. stop - 1 of each of these documents."""
         bounds, counts = self._lists(rows)
         documents = np.repeat(np.arange(len(rows)), counts)
         inside = np.clip(bounds, starts[documents], stops[documents])
@@ -66,7 +53,7 @@ class SpanMask:
 
 
 class TokenMask:
-    """A `Mask` of a value for each token.
+    """A value for each token.
 
     Args:
         values: values of the documents of `tokens`, one for each token.
@@ -124,3 +111,6 @@ class TokenMask:
             f"{where} is {token}, and its label in {self._name} is {value}; a label is the token at its own "
             f"place, or {IGNORED}. Labels that are shifted by one already must be shifted back."
         )
+
+
+Mask = SpanMask | TokenMask
