@@ -129,9 +129,6 @@ def conversations(
         tokenizer: the corpus' own folder with the tokenizer.
         settings: with the template, and what to do with long ones.
         left_out: counts on while conversations are taken.
-
-    Raises:
-        CorpusError: there is no template, or a conversation cannot be used; the message names its place.
     """
     assert settings.tokenizer is not None  # of chat data it is given
     template = ChatTemplate(Path(settings.tokenizer), dict(settings.template_options), settings.template_file)

@@ -275,9 +275,6 @@ def verify(path: Path, report: Callable[[str, int, int], None]) -> Corpus:
 
     Args:
         report: told of progress, as of `prepare_corpus`.
-
-    Raises:
-        CorpusError: it is damaged; the message names every file that is.
     """
     path = path.absolute()
     if not (path / MANIFEST_FILE).is_file():

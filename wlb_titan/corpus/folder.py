@@ -26,11 +26,7 @@ def partial_folder(path: Path) -> Path:
 
 
 def output_folder(path: str | Path) -> Path:
-    """Where a corpus is made: an absolute path without links, so that a link to a folder stays one.
-
-    Raises:
-        CorpusError: links lead in a circle, or it is the root of the file system.
-    """
+    """Where a corpus is made: an absolute path without links, so that a link to a folder stays one."""
     try:
         folder = Path(path).resolve()
     except (OSError, RuntimeError) as error:
@@ -47,10 +43,6 @@ def written_whole(path: Path, *, replace: bool) -> Iterator[Path]:
     Args:
         path: where the folder shall be; its parents are made.
         replace: delete the corpus that lies at `path` by then.
-
-    Raises:
-        CorpusError: another process is writing the same folder, or wrote it meanwhile and `replace` is false;
-            or what lies there by then is not only a corpus.
     """
     partial = partial_folder(path)
     _check_way(partial, path)
@@ -120,11 +112,7 @@ def _move(partial: Path, path: Path, replace: bool) -> None:
 
 
 def check_replaceable(folder: Path) -> None:
-    """Make sure that nothing but a corpus would be lost with `folder`.
-
-    Raises:
-        CorpusError: it is a file, or a folder with anything that no manifest lists, or a link.
-    """
+    """Raises CorpusError if `folder` is a file, or has a link or anything that no manifest lists."""
     try:
         if not folder.exists():
             return

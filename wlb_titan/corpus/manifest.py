@@ -91,11 +91,7 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: Path) -> "Manifest":
-        """Read the manifest of `folder`, which must exist.
-
-        Raises:
-            CorpusError: it is not what was written, or is of another format version.
-        """
+        """Read the manifest of `folder`, which must exist."""
         path = folder / MANIFEST_FILE
         again = f"copy {folder} again, or move it away and make it again with `wlb-titan prepare`"
         try:

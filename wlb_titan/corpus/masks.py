@@ -59,9 +59,6 @@ class TokenMask:
         values: values of the documents of `tokens`, one for each token.
         labels: the values are labels, not 0 and 1.
         name: name of the column or file, for messages.
-
-    Raises:
-        CorpusError: a document has another number of values than of tokens.
     """
 
     def __init__(self, values: Shard, tokens: Shard, *, labels: bool, name: str) -> None:

@@ -63,11 +63,8 @@ def prepare_corpus(
 
 
 def complete_corpus(settings: PrepareSettings, output: Path) -> Corpus | None:
-    """The corpus that `output` holds, or None where nothing lies in the way of making one.
-
-    Raises:
-        CorpusError: `output` holds a corpus made with other settings, a damaged one, or other files.
-    """
+    """The corpus that `output` holds, or None where nothing lies in the way of making one; a CorpusError for
+    one of other settings, and for anything else."""
     check_replaceable(output)
     if not output.exists() or not any(output.iterdir()):
         return None

@@ -80,9 +80,6 @@ class PrepareSettings:
         template_options: chat only: names and values that the template reads besides.
         max_length: chat only: longest conversation in tokens.
         too_long: chat only: what is done with longer ones, one of `TOO_LONG`.
-
-    Raises:
-        CorpusError: two settings contradict each other.
     """
 
     source: str = "python-source"

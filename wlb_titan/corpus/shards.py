@@ -85,9 +85,6 @@ class ArrowShard(Shard):
 
     Attributes:
         columns: names of all columns.
-
-    Raises:
-        CorpusError: the file cannot be read, is damaged or compressed, or has no such column of integers.
     """
 
     def __init__(self, path: Path, column: str = TOKENS) -> None:
@@ -181,9 +178,6 @@ class MegatronShard(Shard):
 
     A document is a sequence unless it was split into sentences; then it is all its sequences. Where no ends
     of documents were written (D = 0), every sequence is a document.
-
-    Raises:
-        CorpusError: a file is missing, damaged or of another version.
     """
 
     def __init__(self, prefix: Path) -> None:
@@ -250,9 +244,6 @@ class DatatroveShard(Shard):
     Args:
         loss: the values are those of NAME.ds.loss, written with `save_loss_metadata`: a byte for each token,
             1 where learned.
-
-    Raises:
-        CorpusError: the index is missing, or the files do not belong together.
     """
 
     def __init__(self, path: Path, *, loss: bool = False) -> None:
@@ -340,9 +331,6 @@ def map_file(path: Path, dtype: Any, *, offset: int = 0, count: int | None = Non
     Args:
         offset: bytes before the first.
         count: how many; None takes all that the file has.
-
-    Raises:
-        CorpusError: the file cannot be read, or is too short.
     """
     size = np.dtype(dtype).itemsize
     try:

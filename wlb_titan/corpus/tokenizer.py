@@ -30,9 +30,6 @@ class CorpusTokenizer:
         digest: SHA-256 of `tokenizer.json`.
         end_of_text: the token that ends a document, as text.
         vocab_size: the largest id, plus one.
-
-    Raises:
-        CorpusError: a file is missing or damaged, or there is no end-of-text token.
     """
 
     def __init__(self, folder: Path) -> None:
