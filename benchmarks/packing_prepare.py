@@ -24,7 +24,7 @@ from common.packing import save
 from wlb_titan.corpus import Corpus
 from wlb_titan.corpus.prepare import prepare_corpus
 from wlb_titan.corpus.settings import PrepareSettings
-from wlb_titan.corpus.sources import Unreadable, open_source
+from wlb_titan.corpus.sources import open_source
 
 FILES = 8
 MAP = """
@@ -56,7 +56,10 @@ def write_texts(folder: Path, characters: int) -> None:
     source = open_source(PrepareSettings(), folder / "cache")
     files = [(texts / f"{number}.jsonl").open("w") for number in range(FILES)]
     for document in range(len(source)):
-        text = "".join(piece for piece in source.read(document) if not isinstance(piece, Unreadable))
+        try:
+            text = source.read(document)
+        except ValueError:
+            continue
         files[document % FILES].write(json.dumps({"text": text}) + "\n")
         characters -= len(text)
         if characters < 0:

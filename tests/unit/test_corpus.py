@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,14 +13,15 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb_titan.corpus import Corpus, CorpusError, Manifest
-from wlb_titan.corpus.arrow import SPANS, TOKENS, find_batches
 from wlb_titan.corpus.corpus import verify
 from wlb_titan.corpus.manifest import _hash, digest
+from wlb_titan.corpus.shards import SPANS, TOKENS
 from wlb_titan.corpus.writer import DocumentWriter
 from wlb_titan.errors import UserError
 
@@ -61,24 +63,27 @@ def make_corpus(
     return folder
 
 
-@pytest.fixture
-def corpus_folder(tmp_path: Path) -> Path:
-    return make_corpus(tmp_path / "corpus", [[5, 6, 7, 0], [8, 0], [0], [9] * 40 + [0], [1, 2, 0]])
+DOCUMENTS = [[5, 6, 7, 0], [8, 0], [0], [9] * 40 + [0], [1, 2, 0]]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A corpus that nobody writes to."""
+    return make_corpus(tmp_path_factory.mktemp("whole") / "corpus", DOCUMENTS)
 
 
 @pytest.fixture
-def masked_folder(tmp_path: Path) -> Path:
+def corpus_folder(whole, tmp_path) -> Path:
+    return shutil.copytree(whole, tmp_path / "corpus")
+
+
+@pytest.fixture(scope="module")
+def masked_folder(tmp_path_factory) -> Path:
     spans = [[1, 3], [], [0, 1], [3, 20, 30, 41], [0, 3]]
-    return make_corpus(
-        tmp_path / "corpus", [[5, 6, 7, 0], [8, 0], [0], [9] * 40 + [0], [1, 2, 0]], spans=spans
-    )
+    return make_corpus(tmp_path_factory.mktemp("masked") / "corpus", DOCUMENTS, spans=spans)
 
 
-LEARNED = [2, 0, 1, 28, 3]
-"""Of the documents of `masked_folder`."""
-
-
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=50)
 @given(
     masks=st.lists(st.lists(st.booleans(), min_size=1, max_size=30), min_size=1, max_size=9), data=st.data()
 )
@@ -128,8 +133,8 @@ def test_slices_are_those_of_the_documents_written(tmp_path_factory, documents, 
         assert found.dtype == np.int32
 
 
-def test_slices_are_views_that_outlive_the_corpus_and_cannot_be_written(corpus_folder):
-    corpus = Corpus.open(corpus_folder)
+def test_slices_are_views_that_outlive_the_corpus_and_cannot_be_written(whole):
+    corpus = Corpus.open(whole)
     whole, part = corpus.tokens(3), corpus.tokens(3, 10, 5)
     assert np.shares_memory(whole, part)
     with pytest.raises(ValueError, match="read-only"):
@@ -142,9 +147,9 @@ def test_slices_are_views_that_outlive_the_corpus_and_cannot_be_written(corpus_f
     ("row", "start", "length"),
     [(5, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 0, 5), (0, 4, 1), (0, 5, None), (0, 0, -1)],
 )
-def test_slices_outside_a_document_are_refused(corpus_folder, row, start, length):
+def test_slices_outside_a_document_are_refused(whole, row, start, length):
     with pytest.raises(IndexError):
-        Corpus.open(corpus_folder).tokens(row, start, length)
+        Corpus.open(whole).tokens(row, start, length)
 
 
 def test_threads_read_at_the_same_time(tmp_path):
@@ -156,35 +161,34 @@ def test_threads_read_at_the_same_time(tmp_path):
     assert found == [documents[row] for row in rows]
 
 
-def test_what_a_corpus_tells_about_itself(corpus_folder):
-    corpus = Corpus.open(corpus_folder)
+def test_what_a_corpus_tells_about_itself(whole):
+    corpus = Corpus.open(whole)
     assert len(corpus) == 5
-    assert corpus.manifest == Manifest.load(corpus_folder)
+    assert corpus.manifest == Manifest.load(whole)
     assert corpus.fingerprint == corpus.manifest.fingerprint
-    assert corpus.tokenizer_path == corpus_folder / "tokenizer"
+    assert corpus.tokenizer_path == whole / "tokenizer"
     assert [corpus.source(row) for row in (0, 4)] == ["document 0", "document 4"]
 
 
-def test_the_datasets_library_reads_the_same_file(corpus_folder):
-    rows = datasets.Dataset.from_file(str(corpus_folder / "documents.arrow"))
+def test_the_datasets_library_reads_the_same_file(whole):
+    rows = datasets.Dataset.from_file(str(whole / "documents.arrow"))
     assert rows[1] == {"input_ids": [8, 0], "length": 2, "source": "document 1"}
-    assert rows["length"][:] == np.asarray(Corpus.open(corpus_folder).lengths).tolist()
+    assert rows["length"][:] == np.asarray(Corpus.open(whole).lengths).tolist()
 
 
-def test_reading_imports_nothing_heavy():
-    code = "import sys, wlb_titan.corpus; print(*sorted({m.split('.')[0] for m in sys.modules}))"
-    modules = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.split()
-    assert "wlb_titan" in modules
-    assert not {"torch", "torchtitan", "datasets", "tokenizers", "pandas"} & set(modules)
-
-
-def test_writing_imports_neither_torch_nor_torchtitan():
-    code = "import sys\nfrom wlb_titan.corpus import chat, prepare, writer\n"
-    code += "print('torch' in sys.modules, 'torchtitan' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert found.split() == ["False", "False"]
+@pytest.mark.parametrize(
+    ("modules", "strangers"),
+    [
+        ("wlb_titan.corpus", {"torch", "torchtitan", "datasets", "tokenizers", "pandas"}),
+        ("wlb_titan.corpus.prepare, wlb_titan.commands.prepare", {"torch", "torchtitan", "datasets"}),
+    ],
+)
+def test_what_takes_long_is_not_imported(modules, strangers):
+    """In a Python of its own: this one has imported all of it."""
+    code = f"import sys, {modules}; print(*sorted({{m.split('.')[0] for m in sys.modules}}))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "wlb_titan" in found.stdout.split()
+    assert not strangers & set(found.stdout.split())
 
 
 def change_manifest(folder: Path, **changes: object) -> None:
@@ -214,60 +218,80 @@ def test_interrupted_preparation(tmp_path):
     assert "was interrupted, or is still running" in error_of_opening(tmp_path / "corpus")
 
 
-def test_half_written_corpus(corpus_folder):
-    (corpus_folder / "manifest.json").unlink()
-    assert "not a complete corpus: it has no manifest.json" in error_of_opening(corpus_folder)
+def written(text: str):
+    return lambda file: file.write_text(text)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format_version": 5, "documents": 3}', "{"])
-def test_damaged_manifest(corpus_folder, content):
-    (corpus_folder / "manifest.json").write_text(content)
-    assert "manifest.json is damaged" in error_of_opening(corpus_folder)
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
 
 
-def test_other_format_version(corpus_folder):
-    change_manifest(corpus_folder, format_version=6, a_field_of_the_future=1)
-    assert "has corpus format version 6, but this wlb_titan reads version 5" in error_of_opening(
-        corpus_folder
-    )
+def emptied(file: Path) -> None:
+    file.write_bytes(b"")
 
 
-@pytest.mark.parametrize("field", ["documents", "tokens"])
-def test_counts_that_differ_from_the_manifest(corpus_folder, field):
-    change_manifest(corpus_folder, **{field: 3})
-    message = error_of_opening(corpus_folder)
-    assert "holds 5 documents and 51 tokens, the manifest says" in message
+def grown(file: Path) -> None:
+    file.write_bytes(file.read_bytes() + b"\0")
 
 
-def test_missing_file(corpus_folder):
-    (corpus_folder / "documents.arrow").unlink()
-    assert "the file documents.arrow is missing" in error_of_opening(corpus_folder)
+def overwritten(file: Path) -> None:
+    file.write_bytes(b"x" * file.stat().st_size)
 
 
-def test_truncated_file(corpus_folder):
-    data = (corpus_folder / "documents.arrow").read_bytes()
-    (corpus_folder / "documents.arrow").write_bytes(data[:-100])
-    assert f"has {len(data) - 100:,} bytes instead of {len(data):,}" in error_of_opening(corpus_folder)
+def made_a_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
 
 
-def test_overwritten_file_of_the_same_size(corpus_folder):
-    size = (corpus_folder / "documents.arrow").stat().st_size
-    (corpus_folder / "documents.arrow").write_bytes(b"x" * size)
-    assert "documents.arrow cannot be read" in error_of_opening(corpus_folder)
+DOCUMENTS_FILE, TOKENIZER, MANIFEST = "documents.arrow", "tokenizer/tokenizer.json", "manifest.json"
 
 
-def test_changed_tokenizer(corpus_folder):
-    (corpus_folder / "tokenizer" / "tokenizer.json").write_text("[]")
-    assert "tokenizer/tokenizer.json was changed" in error_of_opening(corpus_folder)
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        *((name, Path.unlink, f"the file {name} is missing") for name in (DOCUMENTS_FILE, TOKENIZER)),
+        *((name, made_a_folder, f"the file {name} is missing") for name in (DOCUMENTS_FILE, TOKENIZER)),
+        *((name, emptied, f"the file {name} has 0 bytes instead of") for name in (DOCUMENTS_FILE, TOKENIZER)),
+        (DOCUMENTS_FILE, cut, "bytes instead of"),
+        (DOCUMENTS_FILE, grown, "bytes instead of"),
+        (DOCUMENTS_FILE, overwritten, "documents.arrow cannot be read"),
+        (TOKENIZER, overwritten, "tokenizer/tokenizer.json was changed"),
+        (MANIFEST, Path.unlink, "not a complete corpus: it has no manifest.json"),
+        (MANIFEST, made_a_folder, "not a complete corpus: it has no manifest.json"),
+        (MANIFEST, cut, "manifest.json is damaged"),
+        *(
+            (MANIFEST, written(text), "manifest.json is damaged")
+            for text in ("", "[]", "{}", "{", '{"format_version": 5, "documents": 3}', "[" * 100_000)
+        ),
+    ],
+)
+def test_damaged_files(corpus_folder, name, change, words):
+    change(corpus_folder / name)
+    assert words in error_of_opening(corpus_folder)
 
 
-def test_manifest_round_trip(corpus_folder, tmp_path):
-    manifest = dataclasses.replace(Manifest.load(corpus_folder), end_of_text="<|fin…|>")
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"format_version": 6, "of_the_future": 1}, "format version 6, but this wlb_titan reads version 5"),
+        ({"documents": 3}, "holds 5 documents and 51 tokens, the manifest says 3 and 51"),
+        ({"tokens": 3}, "holds 5 documents and 51 tokens, the manifest says 5 and 3"),
+        ({"files": {"../x": 1}}, "it lists '../x', outside the folder"),
+        ({"files": {"/x": 1}}, "it lists '/x', outside the folder"),
+    ],
+)
+def test_manifests_of_other_content(corpus_folder, changes, words):
+    change_manifest(corpus_folder, **changes)
+    assert words in error_of_opening(corpus_folder)
+
+
+def test_manifest_round_trip(whole, tmp_path):
+    manifest = dataclasses.replace(Manifest.load(whole), end_of_text="<|fin…|>")
     manifest.save(tmp_path)
     assert Manifest.load(tmp_path) == manifest
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(data=st.data())
 def test_every_flipped_bit_is_found_by_verify(masked_folder, data):
     """Of any file of the corpus."""
@@ -281,16 +305,18 @@ def test_every_flipped_bit_is_found_by_verify(masked_folder, data):
     assert len(verify(masked_folder, lambda *report: None)) == 5
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(data=st.data())
 def test_who_reads_damaged_documents_has_an_error_or_as_many_tokens(masked_folder, data):
     """Of lengths, tokens and spans; headers are pyarrow's to read."""
     file = masked_folder / "documents.arrow"
-    _, batches = find_batches(file, data.draw(st.sampled_from([TOKENS, SPANS])))
-    documents, tokens, offsets_at, values_at = data.draw(st.sampled_from(batches[:, :4].tolist()))
-    at = st.integers(32 * (offsets_at // 4), 32 * (offsets_at // 4 + documents + 1) - 1)
-    values = st.integers(8 * values_at, 8 * (values_at + 4 * tokens) - 1) if tokens else at
-    with flipped(file, data.draw(at | values)):
+    pages = pa.memory_map(str(file)).read_buffer()
+    batches = pa.ipc.open_stream(pages).read_all().to_batches()
+    lists = data.draw(st.sampled_from(batches)).column(data.draw(st.sampled_from([TOKENS, SPANS])))
+    buffers = [buffer for buffer in (lists.buffers()[1], lists.buffers()[3]) if buffer]
+    buffer = data.draw(st.sampled_from(buffers))
+    begin = 8 * (buffer.address - pages.address)
+    with flipped(file, data.draw(st.integers(begin, begin + 8 * buffer.size - 1))):
         try:
             corpus = Corpus.open(masked_folder)
             lengths = np.asarray(corpus.lengths)
@@ -327,8 +353,8 @@ def test_verify_names_every_damaged_file(corpus_folder):
         verify(corpus_folder, lambda *report: None)
 
 
-def test_verify_reports_its_progress(corpus_folder):
+def test_verify_reports_its_progress(whole):
     reports = []
-    assert len(verify(corpus_folder, lambda *report: reports.append(report))) == 5
-    total = sum(Manifest.load(corpus_folder).files.values())
+    assert len(verify(whole, lambda *report: reports.append(report))) == 5
+    total = sum(Manifest.load(whole).files.values())
     assert reports[-1] == ("Reading bytes", total, total)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.shards import Lengths
 from wlb_titan.corpus.tokenizer import train_tokenizer
-from wlb_titan.corpus.vocabulary import check_ids, check_sample
 
 DOCUMENTS = [[5, 6, 7], [8], [], [9] * 40, [1, 2], [300] * 7, []]
 
@@ -128,7 +127,7 @@ def test_datatroves_pipeline(tmp_path, tokenizer):
     decode = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).decode
     assert {decode(tokens[:-1]) for tokens in content(corpus)} == texts
     assert corpus.tokenizer_path == tokenizer
-    check_sample(corpus, corpus.tokenizer.vocab_size)
+    corpus.check_sample(corpus.tokenizer.vocab_size)
 
 
 @pytest.mark.parametrize("kind", ["int32", "int64", "uint16"])
@@ -216,11 +215,11 @@ def test_another_column_is_another_corpus(tmp_path):
 
 def test_ids_beyond_the_vocabulary_are_found(builder, tmp_path):
     corpus = Corpus.open(write_megatron(builder, tmp_path / "d", DOCUMENTS))
-    check_sample(corpus, 301)
+    corpus.check_sample(301)
     with pytest.raises(CorpusError, match=r"Document 5 \(d.bin\[5\]\) .* token id 300, .* has 300 entries"):
-        check_sample(corpus, 300)
+        corpus.check_sample(300)
     with pytest.raises(CorpusError, match="token id -1"):
-        check_ids(np.array([3, -1]), 300, corpus, 0)
+        corpus.check_ids(0, np.array([3, -1]), 300)
 
 
 def test_a_corpus_without_tokenizer_asks_for_it(builder, tmp_path, tokenizer):
@@ -274,7 +273,7 @@ def test_damaged_megatron_files(builder, tmp_path, damage, message):
     ("damage", "message"),
     [
         (lambda d: (d / "t.ds.index").unlink(), "has no index t.ds.index"),
-        (lambda d: cut(d / "t.ds", 40), "has 40 bytes, but its index speaks of 53 tokens"),
+        (lambda d: cut(d / "t.ds", 40), "has 40 bytes, but t.ds.index speaks of 53 tokens"),
         (lambda d: [cut(d / "t.ds", 0), cut(d / "t.ds.index", 0)], "holds no tokens"),
     ],
 )
@@ -364,14 +363,14 @@ def test_two_columns_that_say_what_is_learned_are_refused_by_name(tmp_path):
             {"loss_mask": [[2] * len(tokens) for tokens in DOCUMENTS]},
             "the value 2 in the mask 'loss_mask'",
         ),
-        ({"loss_mask": [[1], *MASKS[1:]]}, "has 1 values for document 0 .* which has 3 tokens"),
+        ({"loss_mask": [[1], *MASKS[1:]]}, r"has 1 values for .*\[0\], which has 3 tokens"),
     ],
     ids=["shifted", "no mask", "wrong length"],
 )
 def test_masks_that_are_none_are_refused(tmp_path, columns, said):
     path = save_dataset(tmp_path / "chat", **columns)
     with pytest.raises(CorpusError, match=said):
-        check_sample(Corpus.open(path), 1000)
+        Corpus.open(path).check_sample(1000)
 
 
 def test_megatron_s_and_datatrove_s_masks_are_second_files(builder, tmp_path):

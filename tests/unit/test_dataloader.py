@@ -11,7 +11,7 @@ from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 use_cpu_without_accelerator()
 
 from wlb_titan.config.settings import CorpusSettings  # noqa: E402
-from wlb_titan.corpus.synthetic import write_synthetic_corpus  # noqa: E402
+from wlb_titan.corpus.writer import write_synthetic_corpus  # noqa: E402
 from wlb_titan.cost.models import ModelShape  # noqa: E402
 from wlb_titan.job import Job  # noqa: E402
 from wlb_titan.packing import POLICIES  # noqa: E402

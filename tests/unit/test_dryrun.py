@@ -338,7 +338,7 @@ def test_sigterm_ends_the_ranks(tmp_path):
 def test_the_corpus_is_used_where_there_is_one(small, tmp_path):
     import numpy as np
 
-    from wlb_titan.corpus.synthetic import write_synthetic_corpus
+    from wlb_titan.corpus.writer import write_synthetic_corpus
 
     write_synthetic_corpus(tmp_path / "corpus", np.full(64, 256))
     output = tmp_path / "ranks.json"
@@ -399,7 +399,7 @@ def test_calls_that_do_not_meet_fail_the_command(dryrun, small, monkeypatch):
 
 
 def test_synthetic_lengths_have_a_long_tail():
-    from wlb_titan.corpus.synthetic import long_tailed_lengths
+    from wlb_titan.corpus.writer import long_tailed_lengths
 
     lengths = long_tailed_lengths(10_000_000, 65536)
     assert 10_000_000 <= lengths.sum() < 10_000_000 + 65536

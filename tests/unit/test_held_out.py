@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.documents import Documents, Source
-from wlb_titan.documents.held_out import Divided, is_held_out
+from wlb_titan.documents.documents import Divided, is_held_out
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
@@ -17,7 +17,7 @@ from wlb_titan.runtime.life.once import Once
 
 use_cpu_without_accelerator()
 
-from wlb_titan.runtime.data.epochs import steps_of_epochs  # noqa: E402
+from wlb_titan.runtime.data.corpus import steps_of_epochs  # noqa: E402
 
 MODEL = ModelShape(layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, feed_forward=16, vocabulary=256)
 

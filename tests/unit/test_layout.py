@@ -23,7 +23,7 @@ ROOMS = (
 
 MAY_USE = {
     "kernels": {"torch", "triton", "numpy"},
-    "corpus": {"numpy", "pyarrow", "datasets", "tokenizers", "transformers"},
+    "corpus": {"numpy", "pyarrow", "datasets", "filelock", "tokenizers", "transformers"},
     "packing": {"numpy", "highspy"},
     "config": {"tomli"},
     "runtime": {"torch", "torchtitan", "numpy", "click", "tokenizers", "wlb_titan.kernels"},
@@ -40,7 +40,7 @@ name, it is loaded where it trains, and planning imports no torch."""
 
 THIRD_PARTY = {
     *("torch", "triton", "numpy", "scipy", "torchtitan", "torchx", "datasets", "tokenizers", "pyarrow"),
-    "transformers",
+    *("filelock", "transformers"),
     *("click", "rich", "tomli", "vl_convert", "highspy", "pandas", "wlb_titan"),
 }
 

@@ -149,12 +149,12 @@ def test_report_is_one_page(lengths, tmp_path, context_parallel, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("5\n\n7\n", "line 2: the line is blank"),
-        ("5\nseven\n", "line 2: 'seven' is not a whole number"),
-        ("5\n6\n0\n", "line 3: the length is 0"),
-        ("-3\n", "line 1: the length is -3"),
-        ("5\n3.5\n", "line 2: '3.5' is not a whole number"),
-        ("9" * 30 + "\n", "line 1: .* is too large"),
+        ("5\n\n7\n", "line 2: '' is no document's length"),
+        ("5\nseven\n", "line 2: 'seven' is no document's length"),
+        ("5\n6\n0\n", "line 3: '0' is no"),
+        ("-3\n", "line 1: '-3' is no"),
+        ("5\n3.5\n", "line 2: '3.5' is no"),
+        ("9" * 30 + "\n", "line 1: '9+' is no .* from 1 to 2.40"),
         ("", "is empty"),
         ("1\n" * 9, "All documents have one token"),
         ("5\n6\n", "2 documents, fewer than the 4 micro-batches"),

@@ -1,10 +1,12 @@
 """Preparing a corpus as a whole: what is made, what is left alone, what remains of an interrupted one."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,10 +22,9 @@ from wlb_titan.corpus.settings import PrepareSettings
 FILES = {f"{number:02}.txt": f"Document {number} says {'la ' * number}.\n" for number in range(40)}
 
 
-@pytest.fixture
-def texts(tmp_path) -> Path:
-    folder = tmp_path / "texts"
-    folder.mkdir()
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
     for name, text in FILES.items():
         (folder / name).write_text(text)
     (folder / "empty.txt").write_text(" \n")
@@ -31,9 +32,20 @@ def texts(tmp_path) -> Path:
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def settings(texts) -> PrepareSettings:
     return PrepareSettings(source=f"text:{texts}", vocab_size=300)
+
+
+@pytest.fixture(scope="module")
+def made(settings, tmp_path_factory) -> Corpus:
+    """A corpus that nobody writes to."""
+    return prepare_corpus(settings, tmp_path_factory.mktemp("made") / "corpus")
+
+
+@pytest.fixture
+def copy(made, tmp_path) -> Corpus:
+    return Corpus.open(shutil.copytree(made.path, tmp_path / "corpus"))
 
 
 def run(*arguments: object) -> Result:
@@ -44,32 +56,24 @@ def content(corpus: Corpus) -> list[list[int]]:
     return [corpus.tokens(row).tolist() for row in range(len(corpus))]
 
 
-def test_the_corpus_holds_every_text_once_in_shuffled_order(settings, tmp_path):
-    corpus = prepare_corpus(settings, tmp_path / "corpus")
-    tokenizer = Tokenizer.from_file(str(corpus.tokenizer_path / "tokenizer.json"))
-    rows = range(len(corpus))
-    found = {corpus.source(row): tokenizer.decode(corpus.tokens(row)[:-1].tolist()) for row in rows}
+def test_the_corpus_holds_every_text_once_in_shuffled_order(made):
+    tokenizer = Tokenizer.from_file(str(made.tokenizer_path / "tokenizer.json"))
+    rows = range(len(made))
+    found = {made.source(row): tokenizer.decode(made.tokens(row)[:-1].tolist()) for row in rows}
     assert found == FILES
     assert list(found) != sorted(found), "not shuffled"
-    assert {corpus.tokens(row)[-1] for row in rows} == {corpus.manifest.end_of_text_id}
-    assert corpus.manifest.empty_documents == 1
-    assert corpus.manifest.unreadable == 1
-    unreadable = (corpus.path / "unreadable.txt").read_text()
+    assert {made.tokens(row)[-1] for row in rows} == {made.manifest.end_of_text_id}
+    assert (made.manifest.empty_documents, made.manifest.unreadable) == (1, 1)
+    unreadable = (made.path / "unreadable.txt").read_text()
     assert unreadable == "picture.png: not UTF-8: invalid start byte at byte 0\n"
-    assert sorted(os.listdir(corpus.path)) == [
-        "documents.arrow",
-        "manifest.json",
-        "tokenizer",
-        "unreadable.txt",
-    ]
-    assert not partial_folder(corpus.path).exists()
+    files = ["documents.arrow", "manifest.json", "tokenizer", "unreadable.txt"]
+    assert sorted(os.listdir(made.path)) == files and os.listdir(made.path.parent) == ["corpus"]
 
 
-def test_the_same_settings_give_the_same_bytes(settings, tmp_path):
-    first = prepare_corpus(settings, tmp_path / "a")
-    second = prepare_corpus(settings, tmp_path / "b")
-    assert first.manifest == second.manifest
-    assert (first.path / "documents.arrow").read_bytes() == (second.path / "documents.arrow").read_bytes()
+def test_the_same_settings_give_the_same_bytes(settings, made, tmp_path):
+    again = prepare_corpus(settings, tmp_path / "again")
+    assert again.manifest == made.manifest
+    assert (again.path / "documents.arrow").read_bytes() == (made.path / "documents.arrow").read_bytes()
 
 
 def test_the_order_takes_eight_bytes_a_document():
@@ -79,36 +83,26 @@ def test_the_order_takes_eight_bytes_a_document():
     assert {type(number) for number in order} == {int}
 
 
-def test_another_seed_gives_another_order_and_fingerprint(settings, texts, tmp_path):
-    tokenizer = prepare_corpus(settings, tmp_path / "made for its tokenizer").tokenizer_path
-    corpora = [
-        prepare_corpus(
-            PrepareSettings(source=f"text:{texts}", tokenizer=str(tokenizer), seed=seed), tmp_path / f"{seed}"
-        )
-        for seed in (1, 2)
-    ]
-    assert content(corpora[0]) != content(corpora[1])
-    assert sorted(content(corpora[0])) == sorted(content(corpora[1]))
-    assert corpora[0].fingerprint != corpora[1].fingerprint
-    assert corpora[0].manifest.tokenizer_sha256 == corpora[1].manifest.tokenizer_sha256
+def test_another_seed_gives_another_order_and_fingerprint(made, texts, tmp_path):
+    own = PrepareSettings(source=f"text:{texts}", tokenizer=str(made.tokenizer_path), seed=1)
+    other = prepare_corpus(own, tmp_path / "other")
+    assert content(other) != content(made)
+    assert sorted(content(other)) == sorted(content(made))
+    assert other.fingerprint != made.fingerprint
+    assert other.manifest.tokenizer_sha256 == made.manifest.tokenizer_sha256
 
 
-def test_the_fingerprint_follows_the_texts(settings, texts, tmp_path):
-    tokenizer = prepare_corpus(settings, tmp_path / "made for its tokenizer").tokenizer_path
-    fingerprints = []
-    for text in ("one", "two"):
-        (texts / "00.txt").write_text(text)
-        same = PrepareSettings(source=f"text:{texts}", tokenizer=str(tokenizer))
-        fingerprints.append(prepare_corpus(same, tmp_path / text).fingerprint)
-    assert fingerprints[0] != fingerprints[1]
+def test_the_fingerprint_follows_the_texts(made, texts, tmp_path):
+    altered = shutil.copytree(texts, tmp_path / "texts")
+    (altered / "00.txt").write_text("other text")
+    same = PrepareSettings(source=f"text:{altered}", tokenizer=str(made.tokenizer_path))
+    assert prepare_corpus(same, tmp_path / "corpus").fingerprint != made.fingerprint
 
 
-def test_max_tokens_takes_the_first_documents_of_the_same_order(texts, tmp_path, settings):
-    whole = prepare_corpus(settings, tmp_path / "whole")
-    bound = int(whole.lengths[:10].sum()) - 3
-    bounded = PrepareSettings(source=f"text:{texts}", vocab_size=300, max_tokens=bound)
-    part = prepare_corpus(bounded, tmp_path / "part")
-    assert content(part) == content(whole)[:10]
+def test_max_tokens_takes_the_first_documents_of_the_same_order(settings, made, tmp_path):
+    bound = int(made.lengths[:10].sum()) - 3
+    part = prepare_corpus(replace(settings, max_tokens=bound), tmp_path / "part")
+    assert content(part) == content(made)[:10]
     assert part.manifest.tokens >= bound
 
 
@@ -145,75 +139,105 @@ def test_a_place_that_cannot_be_written(settings, tmp_path):
 # What already lies at the place.
 
 
-def test_a_complete_corpus_is_left_alone(settings, tmp_path):
-    first = prepare_corpus(settings, tmp_path / "corpus")
-    before = os.stat(first.path / "documents.arrow")
-    again = prepare_corpus(settings, tmp_path / "corpus", report=lambda *_: pytest.fail("work was done"))
-    assert again.manifest == first.manifest
+def test_a_complete_corpus_is_left_alone(settings, copy):
+    before = os.stat(copy.path / "documents.arrow")
+    again = prepare_corpus(settings, copy.path, report=lambda *_: pytest.fail("work was done"))
+    assert again.manifest == copy.manifest
     assert os.stat(again.path / "documents.arrow") == before
 
 
-def test_an_empty_folder_is_filled(settings, tmp_path):
-    (tmp_path / "corpus").mkdir()
-    assert len(prepare_corpus(settings, tmp_path / "corpus")) == len(FILES)
-
-
-def test_other_settings_need_overwrite(settings, texts, tmp_path):
-    first = prepare_corpus(settings, tmp_path / "corpus")
-    other = PrepareSettings(source=f"text:{texts}", vocab_size=280, seed=5)
+def test_other_settings_need_overwrite(settings, copy, tmp_path):
+    other = replace(settings, vocab_size=280, seed=5)
     message = (
         "vocab_size is 300 there, and 280 was asked for; seed is 0 there, and 5 was asked for. Add --over"
     )
     with pytest.raises(CorpusError, match=message):
-        prepare_corpus(other, tmp_path / "corpus")
-    assert Corpus.open(tmp_path / "corpus").manifest == first.manifest
+        prepare_corpus(other, copy.path)
+    assert Corpus.open(copy.path).manifest == copy.manifest
 
-    mapped = first.tokens(0)
+    mapped = copy.tokens(0)
     kept = mapped.tolist()
-    replaced = prepare_corpus(other, tmp_path / "corpus", overwrite=True)
+    replaced = prepare_corpus(other, copy.path, overwrite=True)
     assert replaced.manifest.vocab_size == 280
     assert mapped.tolist() == kept, "a corpus in use must not change under its reader"
-    assert sorted(os.listdir(tmp_path)) == ["corpus", "texts"]
+    assert os.listdir(tmp_path) == ["corpus"]
 
 
-def test_a_tokenizer_that_was_edited_is_another_setting(settings, texts, tmp_path):
-    tokenizer = prepare_corpus(settings, tmp_path / "made for its tokenizer").tokenizer_path
+def test_a_tokenizer_that_was_edited_is_another_setting(made, texts, tmp_path):
+    tokenizer = shutil.copytree(made.tokenizer_path, tmp_path / "tokenizer")
     own = PrepareSettings(source=f"text:{texts}", tokenizer=str(tokenizer))
     prepare_corpus(own, tmp_path / "corpus")
     (tokenizer / "chat_template.jinja").write_text("{{ messages }}")
-    with pytest.raises(CorpusError, match=r"tokenizer/chat_template.jinja was another file then. Add --over"):
-        prepare_corpus(own, tmp_path / "corpus")
-    prepare_corpus(own, tmp_path / "corpus", overwrite=True)
     config = tokenizer / "tokenizer_config.json"
     config.write_text(config.read_text() + "\n")
-    with pytest.raises(CorpusError, match=r"settings: tokenizer/tokenizer_config.json was another file then"):
+    changed = (
+        "tokenizer/chat_template.jinja was .* tokenizer/tokenizer_config.json was another file then. Add"
+    )
+    with pytest.raises(CorpusError, match=changed):
         prepare_corpus(own, tmp_path / "corpus")
 
 
-def test_a_failed_overwrite_keeps_the_old_corpus(settings, tmp_path):
-    first = prepare_corpus(settings, tmp_path / "corpus")
+def test_a_failed_overwrite_keeps_the_old_corpus(copy):
     with pytest.raises(CorpusError, match="needs a folder"):
-        prepare_corpus(PrepareSettings(source="text:/nowhere/at/all"), tmp_path / "corpus", overwrite=True)
-    assert Corpus.open(tmp_path / "corpus").manifest == first.manifest
+        prepare_corpus(PrepareSettings(source="text:/nowhere/at/all"), copy.path, overwrite=True)
+    assert Corpus.open(copy.path).manifest == copy.manifest
 
 
-def test_a_damaged_corpus_needs_overwrite(settings, tmp_path):
-    corpus = prepare_corpus(settings, tmp_path / "corpus")
-    (corpus.path / "tokenizer" / "tokenizer.json").write_text("{}")
+def test_a_damaged_corpus_needs_overwrite(settings, copy):
+    (copy.path / "tokenizer" / "tokenizer.json").write_text("{}")
     with pytest.raises(CorpusError, match=r"tokenizer.json .*--overwrite"):
-        prepare_corpus(settings, tmp_path / "corpus")
-    assert len(prepare_corpus(settings, tmp_path / "corpus", overwrite=True)) == len(FILES)
+        prepare_corpus(settings, copy.path)
+    assert len(prepare_corpus(settings, copy.path, overwrite=True)) == len(FILES)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_folder_with_other_files_is_never_touched(settings, tmp_path, overwrite):
-    (tmp_path / "home" / "tokenizer").mkdir(parents=True)
-    (tmp_path / "home" / "thesis.tex").write_text("ten years of work")
-    with pytest.raises(CorpusError, match=r"no manifest of a corpus lists \(such as thesis.tex\)"):
-        prepare_corpus(settings, tmp_path / "home", overwrite=overwrite)
-    with pytest.raises(CorpusError, match="is a file"):
-        prepare_corpus(settings, tmp_path / "home" / "thesis.tex", overwrite=overwrite)
-    assert (tmp_path / "home" / "thesis.tex").read_text() == "ten years of work"
+@pytest.mark.parametrize(
+    ("there", "stranger"),
+    [
+        ("corpus/notes.txt", "such as notes.txt"),
+        ("corpus/tokenizer/notes.txt", "such as tokenizer/notes.txt"),
+        ("corpus/empty/", "such as empty/"),
+        ("corpus/link@", r"such as link \(a link\)"),
+        ("corpus", "is a file"),
+        (".corpus.partial/notes.txt", "not what a preparation leaves behind"),
+        (".corpus.partial@", "not what a preparation leaves behind"),
+        (".corpus.partial", "not what a preparation leaves behind"),
+        (".corpus.replaced/", "corpus.replaced is in the way"),
+    ],
+)
+@pytest.mark.parametrize("complete", [False, True], ids=["alone", "beside a corpus"])
+def test_places_with_anything_else_are_refused_and_never_touched(
+    settings, made, tmp_path, there, stranger, overwrite, complete
+):
+    """A name with / behind it is a folder, with @ a link."""
+    if complete and there != "corpus":
+        shutil.copytree(made.path, tmp_path / "corpus")
+    place = tmp_path / there.rstrip("/@")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if there.endswith("@"):
+        place.symlink_to(made.path)
+    elif there.endswith("/"):
+        place.mkdir()
+    else:
+        place.write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CorpusError, match=stranger):
+        prepare_corpus(replace(settings, seed=9), tmp_path / "corpus", overwrite=True)
+    if there.startswith("corpus"):
+        with pytest.raises(CorpusError, match=stranger):
+            prepare_corpus(settings, tmp_path / "corpus", overwrite=overwrite)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert len(Corpus.open(made.path)) == len(FILES)
+
+
+def test_a_link_that_stands_for_the_corpus_stays_one(settings, tmp_path):
+    (tmp_path / "disk" / "corpus").mkdir(parents=True)  # empty, which is filled
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "corpus")
+    for overwrite in (False, True):
+        found = prepare_corpus(settings, tmp_path / "link", overwrite=overwrite)
+        assert found.path == tmp_path / "disk" / "corpus"
+    assert os.listdir(tmp_path / "disk") == ["corpus"]
+    assert (tmp_path / "link").is_symlink()
 
 
 # Written whole or not at all.
@@ -282,63 +306,6 @@ def test_ctrl_c_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path,
     assert os.listdir(tmp_path / "a") == []
 
 
-@pytest.mark.parametrize("place", ["tokenizer/notes.txt", "notes.txt", "empty/"])
-def test_overwriting_a_corpus_with_anything_else_in_it_is_refused(settings, tmp_path, place):
-    corpus = prepare_corpus(settings, tmp_path / "corpus")
-    if place.endswith("/"):
-        (corpus.path / place).mkdir()
-    else:
-        (corpus.path / place).write_text("mine")
-    before = sorted(path.name for path in corpus.path.rglob("*"))
-    with pytest.raises(CorpusError, match=f"such as {place}"):
-        prepare_corpus(settings, tmp_path / "corpus", overwrite=True)
-    assert sorted(path.name for path in corpus.path.rglob("*")) == before
-
-
-def test_a_folder_with_only_a_tokenizer_is_not_overwritten(settings, tmp_path):
-    (tmp_path / "corpus" / "tokenizer").mkdir(parents=True)
-    (tmp_path / "corpus" / "tokenizer" / "tokenizer.json").write_text("{}")
-    with pytest.raises(CorpusError, match=r"such as tokenizer/tokenizer.json"):
-        prepare_corpus(settings, tmp_path / "corpus", overwrite=True)
-    assert (tmp_path / "corpus" / "tokenizer" / "tokenizer.json").exists()
-
-
-def test_links_are_not_followed_out_of_the_folder(settings, tmp_path):
-    """A link in the place where the corpus is written first, and one that stands for the corpus itself."""
-    (tmp_path / "precious").mkdir()
-    (tmp_path / "precious" / "file").write_text("mine")
-    partial_folder(tmp_path / "a").symlink_to(tmp_path / "precious")
-    with pytest.raises(CorpusError, match="not what a preparation leaves behind"):
-        prepare_corpus(settings, tmp_path / "a")
-    assert os.listdir(tmp_path / "precious") == ["file"]
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "b").symlink_to(tmp_path / "disk" / "corpus")
-    for overwrite in (False, True):
-        assert (
-            prepare_corpus(settings, tmp_path / "b", overwrite=overwrite).path == tmp_path / "disk" / "corpus"
-        )
-    assert os.listdir(tmp_path / "disk") == ["corpus"]
-    assert (tmp_path / "b").is_symlink()
-
-
-def test_text_stays_in_its_folder(texts, tmp_path):
-    (tmp_path / "secret.txt").write_text("do not train on this")
-    (texts / "link.txt").symlink_to(tmp_path / "secret.txt")
-    (texts / "inside.txt").symlink_to(texts / "00.txt")
-    corpus = prepare_corpus(PrepareSettings(source=f"text:{texts}", vocab_size=300), tmp_path / "corpus")
-    sources = [corpus.source(row) for row in range(len(corpus))]
-    assert "inside.txt" in sources and "link.txt" not in sources
-    assert "link.txt: a link that leads out of the folder" in (corpus.path / "unreadable.txt").read_text()
-
-
-def test_a_bad_record_is_left_out_and_named(tmp_path):
-    deep = '{"text": ' + "[" * 100_000 + "]" * 100_000 + "}"
-    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' + deep + '\n{"text": "fine"}\n')
-    corpus = prepare_corpus(PrepareSettings(source=f"jsonl:{tmp_path / 'a.jsonl'}"), tmp_path / "corpus")
-    assert len(corpus) == 2
-    assert "a.jsonl:2: too deeply nested" in (corpus.path / "unreadable.txt").read_text()
-
-
 # The command, in this process and killed in another.
 
 
@@ -378,8 +345,11 @@ def test_the_summary_names_the_first_unreadable_files_only(tmp_path):
         (["--source", "data/chat.jsonl#body"], "For this file write jsonl:data/chat.jsonl#body."),
         (["--source", "text:/nowhere"], "needs a folder"),
         (["--tokenizer", "/nowhere"], "The tokenizer folder /nowhere has no tokenizer.json"),
-        (["--granularity", "line"], "Invalid value for '--granularity'"),
-        (["--max-tokens", "0"], "must be at least 1"),
+        (["--max-tokens", "0"], "Invalid value for '--max-tokens': 0 is not in the range"),
+        (["--vocab-size", "256"], "Invalid value for '--vocab-size': 256 is not in the range"),
+        (["--seed", "-1"], "Invalid value for '--seed': -1 is not in the range"),
+        (["--max-length", "1"], "Invalid value for '--max-length': 1 is not in the range"),
+        (["--too-long", "drop"], "Invalid value for '--too-long': 'drop' is not one of"),
     ],
 )
 def test_mistakes_are_told_in_one_paragraph(tmp_path, options, message):

@@ -106,7 +106,7 @@ EXCLUDED = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Two corpora, and a profile of the model's attention in float32."""
-    from wlb_titan.corpus.synthetic import long_tailed_lengths, write_synthetic_corpus
+    from wlb_titan.corpus.writer import long_tailed_lengths, write_synthetic_corpus
     from wlb_titan.cost.attention_kernels import Point
     from wlb_titan.cost.attention_latency import KernelCost, Tiling
     from wlb_titan.cost.profile import Entry, Profile

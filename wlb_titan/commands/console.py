@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 UNBOUNDED = 100_000  # characters
 TABLE_WIDTH = 128  # characters, where no terminal tells its own
-LEFT = ("policy", "sharding", "chosen", "degrees", "memory", "collective", "over", "setting", "figure")
+LEFT = ("policy", "sharding", "chosen", "degrees", "memory", "collective", "over", "setting", "figure", "")
 """Headings of words, which are aligned to the left; figures to the right."""
 
 

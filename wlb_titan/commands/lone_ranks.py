@@ -192,7 +192,7 @@ def corpus_words(resolved: Resolved, micro_batches: int, step: int, folder: Path
         micro_batches: micro-batches of the whole job in a step.
         step: step of the plan that is reached.
     """
-    from wlb_titan.corpus.synthetic import SHAPE, long_tailed_lengths, write_synthetic_corpus
+    from wlb_titan.corpus.writer import SHAPE, long_tailed_lengths, write_synthetic_corpus
     from wlb_titan.runtime.checks.files import validate_corpus
 
     corpus = resolved.config.wlb.corpus

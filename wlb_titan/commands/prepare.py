@@ -3,37 +3,33 @@
 import json
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 import numpy as np
-import rich.box
-import rich.progress
 from click.core import ParameterSource
-from rich.bar import Bar
 from rich.console import Console
-from rich.table import Table
+from rich.progress import MofNCompleteColumn, Progress
 from rich.text import Text
+from tokenizers import Tokenizer
 
+from wlb_titan.commands.console import make_console, say, show_table
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.corpus import verify as read_through
+from wlb_titan.corpus.folder import output_folder
 from wlb_titan.corpus.manifest import UNREADABLE_FILE
 from wlb_titan.corpus.prepare import Report, complete_corpus, prepare_corpus
-from wlb_titan.corpus.replace import output_folder
-from wlb_titan.corpus.settings import (
-    DEFAULT_VOCAB_SIZE,
-    GRANULARITIES,
-    SOURCES,
-    TOO_LONG,
-    PrepareSettings,
-)
+from wlb_titan.corpus.settings import DEFAULT_VOCAB_SIZE, MIN_VOCAB_SIZE, SOURCES, TOO_LONG, PrepareSettings
 
 BAR_WIDTH = 24
 UNREADABLE_SHOWN = 5
 SAMPLE_TOKENS = 400
 SECONDS_BETWEEN_LINES = 10.0
+MOST_VOCAB_SIZE = 1 << 22
 
 
 @click.command()
@@ -45,27 +41,26 @@ SECONDS_BETWEEN_LINES = 10.0
     help=f"Where the text comes from: {SOURCES}. The default takes all Python files installed here.",
 )
 @click.option(
-    "--granularity",
-    type=click.Choice(GRANULARITIES),
-    default="file",
-    show_default=True,
-    help="For python-source: one document a file, or one a top-level package (far longer documents).",
-)
-@click.option(
     "--tokenizer",
     metavar="DIR",
     help="Folder of a Hugging Face tokenizer.  [default: train a byte-level BPE on this corpus]",
 )
 @click.option(
     "--vocab-size",
-    type=int,
+    type=click.IntRange(MIN_VOCAB_SIZE, MOST_VOCAB_SIZE),
     help=f"Most entries of the tokenizer that is trained.  [default: {DEFAULT_VOCAB_SIZE}]",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the order of the documents.")
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Seed of the order of the documents.",
+)
 @click.option(
     "--max-tokens",
-    type=int,
-    help="Stop with the document that reaches so many tokens.  [default: take all documents]",
+    type=click.IntRange(min=1),
+    help="Stop with the document that reaches this number of tokens.  [default: take all documents]",
 )
 @click.option(
     "--chat",
@@ -81,7 +76,11 @@ SECONDS_BETWEEN_LINES = 10.0
     metavar="NAME=VALUE",
     help="With --chat: a value that the template reads, such as enable_thinking=false.",
 )
-@click.option("--max-length", type=int, help="With --chat: longest conversation in tokens.  [default: any]")
+@click.option(
+    "--max-length",
+    type=click.IntRange(min=2),
+    help="With --chat: longest conversation in tokens.  [default: any]",
+)
 @click.option(
     "--too-long",
     type=click.Choice(TOO_LONG),
@@ -122,10 +121,9 @@ def prepare(
     console.print(f"Preparing {output} from {settings.source}", soft_wrap=True, markup=False)
     with progress(console) as report:
         corpus = prepare_corpus(settings, output, overwrite=overwrite, report=report)
-    console = Console(highlight=False, soft_wrap=True)
-    print_summary(corpus, console)
+    show_summary(corpus)
     if settings.chat:
-        print_sample(corpus, console)
+        show_sample(corpus)
 
 
 def _verify(output: Path) -> None:
@@ -153,18 +151,16 @@ def _template_options(texts: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:
 @contextmanager
 def progress(console: Console) -> Iterator[Report]:
     """What shows the progress that it is told: a bar on a terminal, lines now and then in a log file."""
-    last, bar = time.monotonic(), None
-    with ExitStack() as stack:
+    last, columns = time.monotonic(), (*Progress.get_default_columns(), MofNCompleteColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
 
         def report(what: str, done: int, total: int) -> None:
-            nonlocal last, bar
+            nonlocal last
             if total == 0:
                 console.print(f"{what} ...", soft_wrap=True, markup=False)
             elif console.is_terminal:
-                if bar is None:
-                    bar = stack.enter_context(_progress_bar(console))
-                    bar.add_task(what, total=total)
-                bar.update(bar.task_ids[0], completed=done)
+                task = bar.task_ids[0] if bar.task_ids else bar.add_task(what, total=total)
+                bar.update(task, completed=done)
             elif time.monotonic() - last >= SECONDS_BETWEEN_LINES or done == total:
                 last = time.monotonic()
                 console.print(f"{what}: {done:,} of {total:,}", soft_wrap=True, markup=False)
@@ -172,34 +168,25 @@ def progress(console: Console) -> Iterator[Report]:
         yield report
 
 
-def _progress_bar(console: Console) -> rich.progress.Progress:
-    return rich.progress.Progress(
-        rich.progress.TextColumn("{task.description}"),
-        rich.progress.BarColumn(),
-        rich.progress.TextColumn("{task.completed:,} of {task.total:,}"),
-        rich.progress.TimeElapsedColumn(),
-        rich.progress.TextColumn("left:"),
-        rich.progress.TimeRemainingColumn(),
-        console=console,
-    )
-
-
-def print_summary(corpus: Corpus, console: Console) -> None:
-    """Print what the corpus holds: counts, what was left out, and how long its documents are."""
+def show_summary(corpus: Corpus) -> None:
+    """Prints what the corpus holds: counts, what was left out, and how long its documents are."""
     manifest = corpus.manifest
     assert manifest is not None
     lengths = np.asarray(corpus.lengths)
     buckets = length_histogram(lengths)
     most = max(bucket.tokens for bucket in buckets)
-    table = Table(box=rich.box.SIMPLE_HEAD)
-    for heading in ("length", "documents", "tokens", "share"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column(width=BAR_WIDTH)
-    for low, documents, tokens in buckets:
-        share = f"{tokens / manifest.tokens:.1%}"
-        table.add_row(f"{_short(low)}+", f"{documents:,}", f"{tokens:,}", share, Bar(most, 0, tokens))
-    console.print(table)
-
+    show_table(
+        [
+            {
+                "length": f"{_short(low)}+",
+                "documents": f"{documents:,}",
+                "tokens": f"{tokens:,}",
+                "share": f"{tokens / manifest.tokens:.1%}",
+                "": "█" * round(BAR_WIDTH * tokens / most),
+            }
+            for low, documents, tokens in buckets
+        ]
+    )
     longest = int(lengths.argmax())
     lines = {
         "corpus": str(corpus.path),
@@ -215,15 +202,13 @@ def print_summary(corpus: Corpus, console: Console) -> None:
         lines["learned"] = f"{manifest.learned_tokens:,} tokens, {learned:.1%} of all"
         lines["too long"] = f"{manifest.cut_documents:,} cut, {manifest.skipped_documents:,} left out"
         lines["vocabulary"] = f"{manifest.vocab_size:,} entries"
-    for name, value in lines.items():
-        console.print(f"{name:>12}  {value}", markup=False)
+    say(*(f"{name:>12}  {value}" for name, value in lines.items()))
     if manifest.unreadable:
         unreadable = corpus.path / UNREADABLE_FILE
         with unreadable.open(encoding="utf-8") as file:
-            for _, line in zip(range(UNREADABLE_SHOWN), file, strict=False):
-                console.print(f"{'':>14}{line.rstrip()}", markup=False)
+            say(*(f"{'':>14}{line.rstrip()}" for line in islice(file, UNREADABLE_SHOWN)))
         if manifest.unreadable > UNREADABLE_SHOWN:
-            console.print(f"{'':>14}... all in {unreadable}", markup=False)
+            say(f"{'':>14}... all in {unreadable}")
 
 
 class Bucket(NamedTuple):
@@ -251,22 +236,18 @@ def length_histogram(lengths: np.ndarray) -> list[Bucket]:
     return buckets
 
 
-def print_sample(corpus: Corpus, console: Console) -> None:
-    """Print the beginning of a conversation, with what is learned in green, or between brackets in a file."""
-    from tokenizers import Tokenizer
-
-    from wlb_titan.corpus.chat import spans_of
-
-    row, tokenizer = 0, Tokenizer.from_file(str(corpus.tokenizer_path / "tokenizer.json"))
-    length = min(int(corpus.lengths[row]), SAMPLE_TOKENS)
-    tokens, learned = corpus.tokens(row, 0, length), corpus.learned(row, 0, length)
-    console.print(f"\nThe beginning of {corpus.source(row)}; what is learned is green:\n", markup=False)
-    text = Text()
-    for begin, end, on in spans_of(learned):
-        piece = tokenizer.decode(tokens[begin:end].tolist(), skip_special_tokens=False)
+def show_sample(corpus: Corpus) -> None:
+    """Prints the first tokens of a conversation, the learned ones in green, or between brackets in a file."""
+    tokenizer = Tokenizer.from_file(str(corpus.tokenizer_path / "tokenizer.json"))
+    length = min(int(corpus.lengths[0]), SAMPLE_TOKENS)
+    tokens, learned = corpus.tokens(0, 0, length).tolist(), corpus.learned(0, 0, length).tolist()
+    say(f"\nThe beginning of {corpus.source(0)}; what is learned is green:\n")
+    console, text = make_console(), Text()
+    for on, run in groupby(zip(learned, tokens, strict=True), key=itemgetter(0)):
+        piece = tokenizer.decode([token for _, token in run], skip_special_tokens=False)
         marked = piece if console.is_terminal or not on else f"[{piece}]"
         text.append(marked, style="bold green" if on else "dim")
-    console.print(text)
+    console.print(text, soft_wrap=True)
 
 
 def _short(power_of_two: int) -> str:

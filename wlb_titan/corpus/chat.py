@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice, pairwise
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from wlb_titan.corpus.settings import PrepareSettings
-from wlb_titan.corpus.sources import Source, Unreadable
+from wlb_titan.corpus.sources import Source
+from wlb_titan.corpus.texts import Document, LeftOut
 from wlb_titan.corpus.tokenizer import CONFIG_FILE, TEMPLATE_FILE, TOKENIZER_FILE
 from wlb_titan.errors import CorpusError
 
@@ -40,11 +41,9 @@ class ChatTemplate:
     """A tokenizer's chat template.
 
     Args:
+        tokenizer: its folder.
         options: values that the template reads besides, such as `enable_thinking`.
-        file: a file with another template.
-
-    Raises:
-        CorpusError: there is no template, or `transformers`, which renders it, is not installed.
+        file: has another template.
     """
 
     def __init__(self, tokenizer: Path, options: dict[str, Any], file: Path | None = None) -> None:
@@ -120,87 +119,56 @@ class ChatTemplate:
         return texts[0], [(begin, end) for begin, end in spans[0]] if mask else []
 
 
-class Conversations:
-    """The conversations of a source as token ids, in a given order. See `Documents`, which this is for chat
-    data.
-
-    Iterating gives (position in the order, name, int32 token ids, int32 spans of learned tokens).
+def conversations(
+    source: Source, order: Sequence[int], tokenizer: Path, settings: PrepareSettings, left_out: LeftOut
+) -> Iterator[Document]:
+    """The conversations of a source as `tokenized` gives texts, with the spans of learned tokens.
 
     Args:
-        source: where they are read, one a document, as JSON.
-        order: their numbers.
+        order: the conversations' numbers.
         tokenizer: the corpus' own folder with the tokenizer.
         settings: with the template, and what to do with long ones.
-
-    Attributes:
-        cut: conversations of which the end was left out.
-        skipped: conversations that were left out.
+        left_out: counts on while conversations are taken.
     """
+    assert settings.tokenizer is not None  # of chat data it is given
+    template = ChatTemplate(Path(settings.tokenizer), dict(settings.template_options), settings.template_file)
+    tool = Tokenizer.from_file(str(tokenizer / TOKENIZER_FILE))
+    tool.no_truncation()
+    tool.no_padding()
+    special = [token.content for token in tool.get_added_tokens_decoder().values() if token.special]
+    longest, places = settings.max_length, iter(enumerate(order))
+    while batch := list(islice(places, AT_ONCE)):
+        names = [source.name(document) for _, document in batch]
+        rendered = [_rendered(source, document, template, special) for _, document in batch]
+        encodings = tool.encode_batch([text for text, _ in rendered], add_special_tokens=False)
+        for (position, _), name, (_, spans), encoding in zip(batch, names, rendered, encodings, strict=True):
+            if longest is not None and len(encoding) > longest:
+                if settings.too_long == "error":
+                    raise CorpusError(
+                        f"{name}: the conversation has {len(encoding):,} tokens, above --max-length "
+                        f"{longest:,}. Cut long ones with --too-long cut, leave them out with --too-long "
+                        "skip, or raise --max-length."
+                    )
+                left_out.cut += settings.too_long == "cut"
+                left_out.skipped += settings.too_long == "skip"
+                if settings.too_long == "skip":
+                    continue
+            tokens = np.array(encoding.ids, dtype=np.int32)[:longest]
+            learned = _learned(encoding.offsets, spans)[:longest]
+            edges = np.flatnonzero(np.diff(learned, prepend=False, append=False))
+            yield Document(position, name, tokens, edges.astype(np.int32))
 
-    empty = 0
 
-    def __init__(
-        self, source: Source, order: Sequence[int], tokenizer: Path, settings: PrepareSettings
-    ) -> None:
-        assert settings.tokenizer is not None  # of chat data it is given
-        self._source = source
-        self._order = order
-        self._settings = settings
-        self._template = ChatTemplate(
-            Path(settings.tokenizer), dict(settings.template_options), settings.template_file
-        )
-        self._tokenizer = Tokenizer.from_file(str(tokenizer / TOKENIZER_FILE))
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        self._special = [token.content for token in added if token.special]
-        self.progress: Callable[[int], None] = lambda position: None
-        self.unreadable: list[Unreadable] = []
-        self.cut = self.skipped = 0
-
-    def __iter__(self) -> Iterator[tuple[int, str, np.ndarray, np.ndarray]]:
-        places = iter(enumerate(self._order))
-        while batch := [(position, document) for position, document in islice(places, AT_ONCE)]:
-            rendered = [self._text(document) for _, document in batch]
-            texts = [text for text, _ in rendered]
-            encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
-            for (position, document), (_, spans), encoding in zip(batch, rendered, encodings, strict=True):
-                tokens = np.array(encoding.ids, dtype=np.int32)
-                learned = _learned(encoding.offsets, spans)
-                name = self._source.name(document)
-                if self._kept(name, len(tokens)):
-                    longest = self._settings.max_length
-                    edges = np.flatnonzero(np.diff(learned[:longest], prepend=False, append=False))
-                    yield position, name, tokens[:longest], edges.astype(np.int32)
-            self.progress(batch[-1][0])
-
-    def _kept(self, name: str, tokens: int) -> bool:
-        longest, action = self._settings.max_length, self._settings.too_long
-        if longest is None or tokens <= longest:
-            return True
-        if action == "error":
-            raise CorpusError(
-                f"{name}: the conversation has {tokens:,} tokens, above --max-length {longest:,}. Cut "
-                "such with --too-long cut, leave them out with --too-long skip, or raise --max-length."
-            )
-        self.cut += action == "cut"
-        self.skipped += action == "skip"
-        return action == "cut"
-
-    def _text(self, document: int) -> tuple[str, Spans]:
-        (read,) = self._source.read(document)
-        name = self._source.name(document)
-        if isinstance(read, Unreadable):
-            raise CorpusError(f"{name}: {read.reason}.")
-        try:
-            record = json.loads(read)
-            messages, tools = checked(record["messages"], self._special), record["tools"] or None
-            check_spelling(tools, self._special, "a tool")
-            text, spans = self._template.render(messages, tools)
-            text.encode("utf-8")  # JSON can spell half a surrogate pair, which is no character
-            return text, spans
-        except ValueError as error:
-            raise CorpusError(f"{name}: {error}.") from error
+def _rendered(source: Source, document: int, template: ChatTemplate, special: list[str]) -> tuple[str, Spans]:
+    try:
+        record = source.read(document)
+        messages, tools = checked(record["messages"], special), record["tools"] or None
+        check_spelling(tools, special, "a tool")
+        text, spans = template.render(messages, tools)
+        text.encode("utf-8")  # JSON can spell half a surrogate pair, which is no character
+        return text, spans
+    except ValueError as error:
+        raise CorpusError(f"{source.name(document)}: {error}.") from error
 
 
 def checked(messages: Any, special: list[str]) -> list[Message]:
@@ -294,9 +262,3 @@ def _read_template(tokenizer: Path, file: Path | None) -> tuple[str, dict[str, s
     return template, {
         name: value for name, value in special.items() if name.endswith("_token") and isinstance(value, str)
     }
-
-
-def spans_of(learned: np.ndarray) -> list[tuple[int, int, bool]]:
-    """Runs of a mask, bool (n,): begin, end, and whether the run is learned."""
-    edges = [0, *(np.flatnonzero(np.diff(learned)) + 1).tolist(), len(learned)]
-    return [(begin, end, bool(learned[begin])) for begin, end in pairwise(edges) if end > begin]

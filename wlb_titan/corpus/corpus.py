@@ -9,10 +9,8 @@ A corpus that `wlb-titan prepare` made is a folder:
     unreadable.txt     files and records that could not be read, if there were any
     manifest.json      counts, settings, sizes and SHA-256 of the files above; written last
 
-On opening, all sizes are compared, and the SHA-256 of all but the documents; theirs by `verify`.
-
-Others are opened as `foreign` says. All files are memory-mapped: a slice of tokens is a view of the mapped
-pages, and the processes of a machine share one copy in the page cache.
+On opening, all sizes are compared, and the SHA-256 of all but the documents; theirs by `verify`. Others are
+opened as `foreign` says.
 """
 
 import hashlib
@@ -23,18 +21,20 @@ from pathlib import Path
 import numpy as np
 
 from wlb_titan.arrays import Bools, Ints
-from wlb_titan.corpus.arrow import SPANS, ArrowShard
 from wlb_titan.corpus.folder import partial_folder
 from wlb_titan.corpus.foreign import fingerprint_of_files, open_foreign
 from wlb_titan.corpus.manifest import DOCUMENTS_FILE, MANIFEST_FILE, TOKENIZER_FOLDER, Manifest
-from wlb_titan.corpus.masks import Mask, SpanMask
-from wlb_titan.corpus.shards import Lengths, Shard, Tokens
+from wlb_titan.corpus.masks import SpanMask
+from wlb_titan.corpus.shards import SPANS, ArrowShard, Lengths, Shard, Tokens
 from wlb_titan.errors import CorpusError
+
+SAMPLE_TOKENS = 1 << 24
+SPOTS = 256
 
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """What is known of the tokenizer that made a corpus' token ids.
+    """The tokenizer that made a corpus' token ids.
 
     Attributes:
         path: folder in Hugging Face's layout.
@@ -48,19 +48,16 @@ class TokenizerFacts:
 
 
 class Corpus:
-    """Tokenized documents on disk, numbered from 0. Make one with `Corpus.open`
-    or `Corpus.joined`.
+    """Tokenized documents on disk, numbered from 0. Make one with `Corpus.open` or `Corpus.joined`.
 
     Reading is thread-safe: nothing changes after `open`.
 
     Attributes:
-        path: where it lies, absolute.
-        lengths: the number of tokens of each document; an int64 array to look at (see `Lengths`).
+        path: absolute.
+        lengths: tokens of each document; an int64 array to look at (see `Lengths`).
         fingerprint: 16 hexadecimal digits that identify token ids, label mask and order of the documents.
         tokenizer: None where it is not known, which is enough to plan and not to train.
-        shards: its files.
-        masks: label mask of each file; None learns every token.
-        manifest: counts, settings and tokenizer facts of a corpus that `wlb-titan prepare` made, else None.
+        manifest: of a corpus that `wlb-titan prepare` made, else None.
         parts: the corpora that it is made of, whose documents follow each other; none if it is one.
     """
 
@@ -72,7 +69,6 @@ class Corpus:
         tokenizer: TokenizerFacts | None = None,
         manifest: Manifest | None = None,
         parts: "Sequence[Corpus]" = (),
-        masks: Sequence[Mask | None] = (),
     ) -> None:
         self.path = path
         self.parts = tuple(parts)
@@ -81,7 +77,6 @@ class Corpus:
         self.tokenizer = tokenizer
         self.manifest = manifest
         self.shards = list(shards)
-        self.masks = list(masks) or [None] * len(self.shards)
 
     def __str__(self) -> str:
         if self.parts:
@@ -95,11 +90,8 @@ class Corpus:
         """Open the corpus at `path`, without reading tokens.
 
         Args:
-            path: a folder or file, as described above.
-            column: name of the column with the token ids, in Hugging Face's datasets.
+            column, mask: as of `open_foreign`; a prepared corpus knows the masks "auto" and "none" only.
             tokenizer: folder of the tokenizer that made the token ids; a prepared corpus has its own.
-            mask: what says which tokens are learned, as of `open_foreign`; a prepared corpus knows "auto" and
-                "none" only.
 
         Raises:
             CorpusError: there is no corpus, it is half-written, or its files do not match each other.
@@ -114,15 +106,11 @@ class Corpus:
             raise CorpusError(f"{path} holds no tokens; write it again.")
         fingerprint = fingerprint_of_files(found.files, found.read_as)
         facts = tokenizer_facts(Path(tokenizer)) if tokenizer else None
-        return cls(path, found.shards, fingerprint, facts, masks=found.masks)
+        return cls(path, found.shards, fingerprint, facts)
 
     @classmethod
     def joined(cls, parts: "Sequence[Corpus]") -> "Corpus":
-        """Several corpora as one: the documents of the first, then those of the second, and so on.
-
-        Raises:
-            CorpusError: they were made with different tokenizers.
-        """
+        """Several corpora as one: the documents of the first, then those of the second, and so on."""
         known = [(part, part.tokenizer) for part in parts if part.tokenizer is not None]
         for part, tokenizer in known[1:]:
             if tokenizer.sha256 != known[0][1].sha256:
@@ -132,53 +120,46 @@ class Corpus:
                 )
         fingerprint = hashlib.sha256("".join(part.fingerprint for part in parts).encode()).hexdigest()[:16]
         shards = [shard for part in parts for shard in part.shards]
-        masks = [mask for part in parts for mask in part.masks]
-        return cls(parts[0].path, shards, fingerprint, known[0][1] if known else None, None, parts, masks)
+        return cls(parts[0].path, shards, fingerprint, known[0][1] if known else None, parts=parts)
 
     def __len__(self) -> int:
-        """The number of documents."""
         return len(self.lengths)
 
     def tokens(self, row: int, start: int = 0, length: int | None = None) -> Tokens:
         """Tokens `start` .. `start + length - 1` of document `row`; without `length`, all from `start` on.
 
         Returns:
-            An array of integers, a read-only view of the memory-mapped file: nothing is copied.
-
-        Raises:
-            IndexError: no such document, or the slice reaches outside it.
+            A read-only view of the memory-mapped file: nothing is copied.
         """
         number, place = self._place(row)
         shard = self.shards[number]
-        total = int(shard.lengths(np.array([place]))[0])
+        begin, end = (int(bound[0]) for bound in shard.bounds(np.array([place])))
         if length is None:
-            length = total - start
-        if start < 0 or length < 0 or start + length > total:
-            raise IndexError(f"tokens {start}:{start + length} of document {row}, which has {total} tokens")
-        return shard.read(place, start, length)
+            length = end - begin - start
+        if start < 0 or length < 0 or begin + start + length > end:
+            raise IndexError(
+                f"tokens {start}:{start + length} of document {row}, which has {end - begin} tokens"
+            )
+        return shard.values[begin + start : begin + start + length]
 
     @property
     def masked(self) -> bool:
         """Whether something says of some documents which tokens are learned."""
-        return any(mask is not None for mask in self.masks)
+        return any(shard.mask for shard in self.shards)
 
     def learned(self, row: int, start: int, length: int) -> Bools:
-        """bool (length,), whether each of these tokens of document `row` is to be learned.
-
-        Raises:
-            CorpusError: the mask is damaged or has values that no mask has.
-        """
+        """bool (length,), whether each of these tokens of document `row` is to be learned."""
         number, place = self._place(row)
-        mask = self.masks[number]
-        return np.ones(length, dtype=np.bool_) if mask is None else mask.read(place, start, length)
+        mask = self.shards[number].mask
+        return mask.read(place, start, length) if mask else np.ones(length, dtype=np.bool_)
 
     def count_learned(self, rows: Ints, starts: Ints, stops: Ints) -> Ints:
         """int64 (n,), learned tokens among the tokens start .. stop - 1 of each of these documents."""
         counts = stops - starts
         shards = np.searchsorted(self.lengths.firsts, rows, side="right") - 1
         for number in np.unique(shards).tolist():
-            mask, mine = self.masks[number], shards == number
-            if mask is not None:
+            mask, mine = self.shards[number].mask, shards == number
+            if mask:
                 places = rows[mine] - self.lengths.firsts[number]
                 counts[mine] = mask.count(places, starts[mine], stops[mine])
         return counts
@@ -188,13 +169,33 @@ class Corpus:
         number, place = self._place(row)
         return self.shards[number].source(place)
 
+    def check_ids(self, row: int, tokens: Tokens, vocabulary: int) -> None:
+        """Make sure that tokens of document `row` are ids below `vocabulary`: a model that meets another
+        fails far from the cause, on a GPU without a message."""
+        found = [int(tokens.min()), int(tokens.max())] if len(tokens) else []
+        for wrong in (id_ for id_ in found if not 0 <= id_ < vocabulary):
+            raise CorpusError(
+                f"Document {row} ({self.source(row)}) of {self} has the token id {wrong}, but the vocabulary "
+                f"has {vocabulary:,} entries. The corpus is damaged, or was made with another tokenizer."
+            )
+
+    def check_sample(self, vocabulary: int) -> None:
+        """`check_ids` and a look at the mask, of all documents of a corpus up to 16 M tokens, and of so many
+        tokens of a larger one, in 256 runs of documents spread over it."""
+        spots = np.linspace(0, len(self), SPOTS, endpoint=False).astype(np.int64)
+        for start, stop in zip(spots, [*spots[1:], len(self)], strict=True):
+            left = SAMPLE_TOKENS // SPOTS if self.lengths.sum() > SAMPLE_TOKENS else SAMPLE_TOKENS
+            for row in range(int(start), int(stop)):
+                tokens = self.tokens(row)[:left]
+                self.check_ids(row, tokens, vocabulary)
+                self.learned(row, 0, len(tokens))  # complains about a mask with other values
+                left -= len(tokens)
+                if left <= 0:
+                    break
+
     @property
     def known_tokenizer(self) -> TokenizerFacts:
-        """The tokenizer that made the token ids.
-
-        Raises:
-            CorpusError: none is known.
-        """
+        """`tokenizer`, or a CorpusError where none is known."""
         if self.tokenizer is None:
             raise CorpusError(
                 f"The corpus {self.path} comes without its tokenizer. Name the folder of the tokenizer that "
@@ -217,11 +218,7 @@ class Corpus:
 
 
 def tokenizer_facts(folder: Path) -> TokenizerFacts:
-    """What is to be known of a tokenizer.
-
-    Raises:
-        CorpusError: the folder has no tokenizer.json, or a damaged one.
-    """
+    """Raises CorpusError if the folder has no tokenizer.json, or a damaged one."""
     file = folder.absolute() / "tokenizer.json"
     if not file.is_file():
         raise CorpusError(
@@ -240,6 +237,9 @@ def tokenizer_facts(folder: Path) -> TokenizerFacts:
 
 def _open_prepared(path: Path, tokenizer: str, mask: str) -> Corpus:
     manifest = Manifest.load(path)
+    masked, fingerprint = manifest.masked, manifest.fingerprint
+    if masked and mask == "none":
+        masked, fingerprint = False, hashlib.sha256(f"{fingerprint} unmasked".encode()).hexdigest()[:16]
     for damage in manifest.damage(path, whole=False):
         raise _damaged(path, damage)
     if mask not in ("auto", "none"):
@@ -256,7 +256,8 @@ def _open_prepared(path: Path, tokenizer: str, mask: str) -> Corpus:
         )
     try:
         shard = ArrowShard(path / DOCUMENTS_FILE)
-        masks = [SpanMask(ArrowShard(path / DOCUMENTS_FILE, SPANS))] if manifest.masked else []
+        if masked:
+            shard.mask = SpanMask(ArrowShard(path / DOCUMENTS_FILE, SPANS))
     except CorpusError as error:
         raise _damaged(path, str(error).rstrip(".")) from error
     if (shard.documents, shard.tokens) != (manifest.documents, manifest.tokens):
@@ -266,20 +267,14 @@ def _open_prepared(path: Path, tokenizer: str, mask: str) -> Corpus:
             f"{manifest.documents:,} and {manifest.tokens:,}",
         )
     facts = TokenizerFacts(path / TOKENIZER_FOLDER, manifest.tokenizer_sha256, manifest.vocab_size)
-    fingerprint = manifest.fingerprint
-    if masks and mask == "none":
-        masks, fingerprint = [], hashlib.sha256(f"{fingerprint} unmasked".encode()).hexdigest()[:16]
-    return Corpus(path, [shard], fingerprint, facts, manifest, masks=masks)
+    return Corpus(path, [shard], fingerprint, facts, manifest)
 
 
 def verify(path: Path, report: Callable[[str, int, int], None]) -> Corpus:
     """Reads a prepared corpus through, to find all damage before a run does.
 
     Args:
-        report: told of progress: what is done, how many bytes of it are done, and how many there are.
-
-    Raises:
-        CorpusError: it is damaged; the message names every file that is.
+        report: told of progress, as of `prepare_corpus`.
     """
     path = path.absolute()
     if not (path / MANIFEST_FILE).is_file():

@@ -13,35 +13,30 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from wlb_titan.corpus.arrow import ArrowShard, columns_of
-from wlb_titan.corpus.datatrove import DatatroveMask, DatatroveShard
-from wlb_titan.corpus.masks import Mask, TokenMask, chosen_column
-from wlb_titan.corpus.megatron import MegatronShard
-from wlb_titan.corpus.shards import Shard
+from wlb_titan.corpus.masks import TokenMask
+from wlb_titan.corpus.shards import ArrowShard, DatatroveShard, MegatronShard, Shard
 from wlb_titan.errors import CorpusError
+
+COLUMNS = ("labels", "loss_mask", "assistant_masks")
+"""Columns of datasets that say what is learned, by the names that other tools give them."""
 
 SAMPLES = 16  # places of a file that its fingerprint reads
 SAMPLE_BYTES = 4096
 
 
-@dataclass(frozen=True)
-class Foreign:
+class Foreign(NamedTuple):
     """What lies at a path.
 
     Attributes:
-        shards: files of documents.
-        masks: label mask of each shard, as a `Corpus` has them.
         files: all that is read.
         read_as: what of the files is tokens and what mask, for the fingerprint.
     """
 
     shards: Sequence[Shard]
-    masks: Sequence[Mask | None]
     files: Sequence[Path]
     read_as: str = ""
 
@@ -55,76 +50,85 @@ def open_foreign(path: Path, column: str, mask: str) -> Foreign | None:
         mask: what says which tokens are learned: of Hugging Face's datasets a column, of Megatron's the
             prefix of a second pair of files (or a folder of such pairs) with 0 or 1 for each token; "auto",
             whatever there is; "none", nothing.
-
-    Raises:
-        CorpusError: the files are damaged, or do not hold documents of token ids, or masks that do not fit.
     """
-    if (path / "dataset_dict.json").is_file():
-        named = ", ".join(str(path / split) for split in _read_json(path / "dataset_dict.json", "splits"))
+    splits, state = path / "dataset_dict.json", path / "state.json"
+    if splits.is_file():
+        named = ", ".join(_read_json(splits, lambda found: [str(path / split) for split in found["splits"]]))
         raise CorpusError(
             f"{path} holds a dataset of several splits; name the folder of one of them: {named}."
         )
-    if (path / "state.json").is_file():
-        return _dataset(path, column, mask)
+    if state.is_file():
+        names = _read_json(state, lambda found: [entry["filename"] for entry in found["_data_files"]])
+        return _dataset(path, [path / name for name in names], column, mask)
     if path.suffix == ".ds" and path.is_file():
-        return _tokenized([path], mask)
+        return _datatrove([path], mask)
+    if path.is_dir() and (files := sorted(path.glob("*.ds"))):
+        return _datatrove(files, mask)
     if prefixes := _prefixes(path):
-        return _indexed(prefixes, mask)
-    if path.is_dir() and (tokenized := sorted(path.glob("*.ds"))):
-        return _tokenized(tokenized, mask)
+        return _megatron(prefixes, mask)
     return None
 
 
-def _dataset(folder: Path, column: str, mask: str) -> Foreign:
-    files = _data_files(folder)
+def _dataset(folder: Path, files: Sequence[Path], column: str, mask: str) -> Foreign:
     shards = [ArrowShard(file, column) for file in files]
-    named = chosen_column(folder, columns_of(files[0]), mask)
-    if named is None:
-        return Foreign(shards, (), files, column)
-    labels = named.endswith("labels")
-    masks = [
-        TokenMask(ArrowShard(file, named), shard, labels=labels, name=f"{named!r} of {file}")
-        for file, shard in zip(files, shards, strict=True)
-    ]
-    return Foreign(shards, masks, files, f"{column} {named}")
+    named = _mask_column(folder, shards[0].columns, mask)
+    if named:
+        for shard in shards:
+            values, name = ArrowShard(shard.path, named), f"{named!r} of {shard.path}"
+            shard.mask = TokenMask(values, shard, labels=named.endswith("labels"), name=name)
+    return Foreign(shards, files, f"{column} {named}" if named else column)
 
 
-def _tokenized(files: Sequence[Path], mask: str) -> Foreign:
+def _mask_column(path: Path, columns: Sequence[str], wanted: str) -> str:
+    """The column of a dataset that says what is learned; empty for none."""
+    there = [column for column in COLUMNS if column in columns] if wanted == "auto" else [wanted]
+    if wanted == "none" or not there:
+        return ""
+    if there[0] not in columns:
+        raise CorpusError(
+            f"{path} has no column {wanted!r}; it has {', '.join(columns)}.", setting="corpus.mask"
+        )
+    if len(there) > 1:
+        raise CorpusError(
+            f"{path} has the columns {', '.join(there)}, which all say what is to be learned. Name the one "
+            "to go by with wlb.corpus.mask (of a mixture, `mask` of the source), or learn every token with "
+            'mask = "none".',
+            setting="corpus.mask",
+        )
+    return there[0]
+
+
+def _datatrove(files: Sequence[Path], mask: str) -> Foreign:
     if mask not in ("auto", "none"):
         raise CorpusError(
             f"A mask of datatrove's is the file NAME.ds.loss beside NAME.ds and is used where it lies; leave "
             f"out `mask`, which is {mask!r}.",
             setting="corpus.mask",
         )
-    shards = [DatatroveShard(file) for file in files]
-    masks: list[Mask | None] = []
-    read: list[Path] = []
-    for file, shard in zip(files, shards, strict=True):
-        beside = file.with_name(file.name + ".loss")
-        used = mask == "auto" and beside.is_file()
-        masks.append(TokenMask(DatatroveMask(file), shard, labels=False, name=str(beside)) if used else None)
-        read += [file, file.with_name(file.name + ".index"), *([beside] if used else [])]
-    return Foreign(shards, masks, read, "loss" if any(masks) else "")
+    shards, read = [DatatroveShard(file) for file in files], []
+    for shard in shards:
+        read += [shard.path, shard.path.with_name(shard.path.name + ".index")]
+        loss = shard.path.with_name(shard.path.name + ".loss")
+        if mask == "auto" and loss.is_file():
+            values = DatatroveShard(shard.path, loss=True)
+            shard.mask = TokenMask(values, shard, labels=False, name=str(loss))
+            read.append(loss)
+    return Foreign(shards, read, "loss" if any(shard.mask for shard in shards) else "")
 
 
-def _indexed(prefixes: Sequence[Path], mask: str) -> Foreign:
-    shards = [MegatronShard(prefix) for prefix in prefixes]
-    files = [Path(f"{prefix}{ending}") for prefix in prefixes for ending in (".bin", ".idx")]
-    if mask in ("auto", "none"):
-        return Foreign(shards, (), files)
-    theirs = _prefixes(Path(mask).absolute())
-    if len(theirs) != len(prefixes):
+def _megatron(prefixes: Sequence[Path], mask: str) -> Foreign:
+    shards, masked = [MegatronShard(prefix) for prefix in prefixes], mask not in ("auto", "none")
+    masks = _prefixes(Path(mask).absolute()) if masked else []
+    if masked and len(masks) != len(prefixes):
         raise CorpusError(
-            f"The mask {mask} has {len(theirs)} pairs of .bin and .idx, and the corpus has {len(prefixes)}; "
+            f"The mask {mask} has {len(masks)} pairs of .bin and .idx, and the corpus has {len(prefixes)}; "
             "name a second prefix (or folder) with 0 or 1 for each token of the same documents.",
             setting="corpus.mask",
         )
-    masks = [
-        TokenMask(MegatronShard(prefix), shard, labels=False, name=f"{prefix}.bin")
-        for prefix, shard in zip(theirs, shards, strict=True)
-    ]
-    files += [Path(f"{prefix}{ending}") for prefix in theirs for ending in (".bin", ".idx")]
-    return Foreign(shards, masks, files, "mask")
+    for shard, prefix in zip(shards, masks, strict=False):
+        shard.mask = TokenMask(MegatronShard(prefix), shard, labels=False, name=f"{prefix}.bin")
+    files = [Path(f"{prefix}{ending}") for prefix in (*prefixes, *masks) for ending in (".bin", ".idx")]
+    return Foreign(shards, files, "mask" if masked else "")
 
 
 def _prefixes(path: Path) -> list[Path]:
@@ -132,32 +136,14 @@ def _prefixes(path: Path) -> list[Path]:
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     if Path(f"{prefix}.idx").is_file():
         return [prefix]
-    if not path.is_dir() or any(path.glob("*.ds")):
-        return []
     return [file.with_suffix("") for file in sorted(path.glob("*.idx"))]
 
 
-def _data_files(folder: Path) -> list[Path]:
-    file = folder / "state.json"
+def _read_json(file: Path, names: Callable[[Any], list[str]]) -> list[str]:
     try:
-        return [folder / entry["filename"] for entry in _read_json(file, "_data_files")]
-    except (KeyError, TypeError) as error:
-        raise _damaged(file, error) from error
-
-
-def _read_json(file: Path, key: str) -> list[Any]:
-    """The list that a JSON object has under a key."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))[key]
-        if not isinstance(found, list):
-            raise TypeError(f"{key} is no list")
+        return names(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _damaged(file, error) from error
-    return found
-
-
-def _damaged(file: Path, error: Exception) -> CorpusError:
-    return CorpusError(f"{file} is damaged ({error!r}); save the dataset again.")
+        raise CorpusError(f"{file} is damaged ({error!r}); save the dataset again.") from error
 
 
 def fingerprint_of_files(files: Iterable[Path], read_as: str = "") -> str:

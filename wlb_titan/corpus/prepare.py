@@ -13,17 +13,15 @@ from pathlib import Path
 
 import numpy as np
 
+from wlb_titan.corpus.chat import conversations
 from wlb_titan.corpus.corpus import Corpus
-from wlb_titan.corpus.folder import written_whole
-from wlb_titan.corpus.manifest import (
-    DOCUMENTS_FILE,
-    TOKENIZER_FOLDER,
-    UNREADABLE_FILE,
-    Manifest,
-    digest,
-)
-from wlb_titan.corpus.replace import check_replaceable, output_folder
+from wlb_titan.corpus.folder import check_replaceable, output_folder, written_whole
+from wlb_titan.corpus.manifest import DOCUMENTS_FILE, TOKENIZER_FOLDER, UNREADABLE_FILE, Manifest, digest
 from wlb_titan.corpus.settings import DEFAULT_VOCAB_SIZE, PrepareSettings
+from wlb_titan.corpus.sources import open_source
+from wlb_titan.corpus.texts import LeftOut, tokenized, training_texts
+from wlb_titan.corpus.tokenizer import CorpusTokenizer, copy_tokenizer, tokenizer_files, train_tokenizer
+from wlb_titan.corpus.writer import DocumentWriter, write_manifest
 from wlb_titan.errors import CorpusError
 
 Report = Callable[[str, int, int], None]
@@ -65,11 +63,8 @@ def prepare_corpus(
 
 
 def complete_corpus(settings: PrepareSettings, output: Path) -> Corpus | None:
-    """The corpus that `output` holds, or None where nothing lies in the way of making one.
-
-    Raises:
-        CorpusError: `output` holds a corpus made with other settings, a damaged one, or other files.
-    """
+    """The corpus that `output` holds, or None where nothing lies in the way of making one; a CorpusError for
+    one of other settings, and for anything else."""
     check_replaceable(output)
     if not output.exists() or not any(output.iterdir()):
         return None
@@ -94,9 +89,6 @@ def _changed_tokenizer(settings: PrepareSettings, manifest: Manifest) -> list[st
     """Names the files of the user's tokenizer, if it is there, that are not those of the corpus."""
     if settings.tokenizer is None or not Path(settings.tokenizer).is_dir():
         return []
-    # Here, not above: `tokenizers` takes its time to import.
-    from wlb_titan.corpus.tokenizer import tokenizer_files
-
     files = tokenizer_files(Path(settings.tokenizer), settings.template_file)
     now = {f"{TOKENIZER_FOLDER}/{name}": digest(path) for name, path in files.items() if path.is_file()}
     then = {name for name in manifest.digests if name.startswith(f"{TOKENIZER_FOLDER}/")}
@@ -113,13 +105,6 @@ def shuffled(documents: int, seed: int) -> array[int]:
 
 
 def _write_corpus(settings: PrepareSettings, folder: Path, report: Report) -> None:
-    # Here, not above: `datasets` takes seconds to import, which `--help` and a corpus that is there save.
-    from wlb_titan.corpus.chat import Conversations
-    from wlb_titan.corpus.documents import Documents, training_texts
-    from wlb_titan.corpus.sources import open_source
-    from wlb_titan.corpus.tokenizer import CorpusTokenizer, copy_tokenizer, train_tokenizer
-    from wlb_titan.corpus.writer import DocumentWriter, write_manifest
-
     report("Finding documents", 0, 0)
     cache = folder / "cache"
     source = open_source(settings, cache)
@@ -133,13 +118,11 @@ def _write_corpus(settings: PrepareSettings, folder: Path, report: Report) -> No
         train_tokenizer(training_texts(source, order), vocabulary, folder / TOKENIZER_FOLDER)
     tokenizer = CorpusTokenizer(folder / TOKENIZER_FOLDER)
 
-    documents: Documents | Conversations
+    left_out = LeftOut()
     if settings.chat:
-        documents = Conversations(source, order, tokenizer.folder, settings)
+        documents = conversations(source, order, tokenizer.folder, settings, left_out)
     else:
-        documents = Documents(source, order, tokenizer)
-    if settings.max_tokens is None:
-        documents.progress = lambda position: report("Tokenizing documents", position, len(order))
+        documents = tokenized(source, order, tokenizer, left_out)
     with DocumentWriter(folder / DOCUMENTS_FILE, masked=settings.chat) as writer:
         for position, name, tokens, spans in documents:
             writer.add(name, tokens, spans)
@@ -149,23 +132,24 @@ def _write_corpus(settings: PrepareSettings, folder: Path, report: Report) -> No
             report("Tokenizing", min(writer.tokens, settings.max_tokens), settings.max_tokens)
             if writer.tokens >= settings.max_tokens:
                 break
-    unreadable = sorted(f"{entry}\n" for entry in documents.unreadable)
+    unreadable = sorted(left_out.unreadable)
     if not writer.documents:
-        first = f" (the first: {documents.unreadable[0]})" if unreadable else ""
+        first = f" (the first: {unreadable[0]})" if unreadable else ""
         raise CorpusError(
-            f"The source {settings.source} has no text: {documents.empty:,} documents are empty, "
-            f"{documents.skipped:,} too long and {len(unreadable):,} cannot be read{first}."
+            f"The source {settings.source} has no text: {left_out.empty:,} documents are empty, "
+            f"{left_out.skipped:,} too long and {len(unreadable):,} cannot be read{first}."
         )
     if unreadable:
-        (folder / UNREADABLE_FILE).write_text("".join(unreadable), encoding="utf-8")
+        lines = "".join(f"{entry}\n" for entry in unreadable)
+        (folder / UNREADABLE_FILE).write_text(lines, encoding="utf-8")
     shutil.rmtree(cache, ignore_errors=True)
     write_manifest(
         folder,
         writer,
         tokenizer,
         settings.resolved(),
-        cut_documents=documents.cut,
-        skipped_documents=documents.skipped,
-        empty_documents=documents.empty,
+        cut_documents=left_out.cut,
+        skipped_documents=left_out.skipped,
+        empty_documents=left_out.empty,
         unreadable=len(unreadable),
     )

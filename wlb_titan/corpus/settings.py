@@ -12,35 +12,32 @@ SOURCES = (
     "python-source, text:DIR, jsonl:FILE_OR_DIR#field, parquet:FILE_OR_DIR#field, "
     "hf:NAME[,CONFIG][@SPLIT][#field]"
 )
-GRANULARITIES = ("file", "package")
 TOO_LONG = ("cut", "skip", "error")
 DEFAULT_VOCAB_SIZE = 4096
-MOST_VOCAB_SIZE = 1 << 22
 MIN_VOCAB_SIZE = 257
 """256 bytes and the end-of-text token."""
 
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """A source taken apart: `jsonl:a.jsonl#body` is kind `jsonl`, location `a.jsonl`, field `body`."""
+    """A source taken apart: `jsonl:a.jsonl#body` is kind `jsonl`, location `a.jsonl`, field `body`.
+
+    Attributes:
+        location: a file, a folder, or a name on the Hugging Face hub.
+        field: the column that holds the text.
+        config: Hugging Face only: which configuration of the dataset.
+        split: Hugging Face only, such as `train` or `train[:1%]`.
+    """
 
     kind: str
     location: str = ""
-    """A file, a folder, or a name on the Hugging Face hub."""
     field: str = "text"
-    """The column that holds the text."""
     config: str | None = None
-    """Hugging Face only: which configuration of the dataset."""
     split: str = "train"
-    """Hugging Face only: which split, such as `train` or `train[:1%]`."""
 
     @classmethod
     def parse(cls, text: str, field: str = "text") -> "SourceSpec":
-        """Take a source's description apart; nothing is looked up. `field` is that of one that names none.
-
-        Raises:
-            CorpusError: it is of none of the known forms.
-        """
+        """Take a source's description apart; nothing is looked up. `field` is that of one that names none."""
         if text == "python-source":
             return cls(text)
         kind, _, rest = text.partition(":")
@@ -72,82 +69,37 @@ class SourceSpec:
 class PrepareSettings:
     """What `prepare_corpus` makes.
 
-    Raises:
-        CorpusError: a value is out of range, or two of them contradict each other.
+    Attributes:
+        source: where the documents come from, in one of the forms of `SOURCES`.
+        tokenizer: folder of a Hugging Face tokenizer; None trains a byte-level BPE on the corpus.
+        vocab_size: most entries that the trained tokenizer may have; None is `DEFAULT_VOCAB_SIZE`.
+        seed: of the order of the documents.
+        max_tokens: stop with the document that reaches this many; None takes all documents.
+        chat: the source's records are conversations; they are written by the tokenizer's chat template.
+        chat_template: chat only: a file with the template, in place of the tokenizer's own.
+        template_options: chat only: names and values that the template reads besides.
+        max_length: chat only: longest conversation in tokens.
+        too_long: chat only: what is done with longer ones, one of `TOO_LONG`.
     """
 
     source: str = "python-source"
-    """Where the documents come from, in one of the forms of `SOURCES`."""
-
-    granularity: str = "file"
-    """`python-source` only: one document a `file`, or one a top-level `package`."""
-
     tokenizer: str | None = None
-    """Folder of a Hugging Face tokenizer; without one, a byte-level BPE is trained on the corpus."""
-
     vocab_size: int | None = None
-    """Most entries that the trained tokenizer may have; `DEFAULT_VOCAB_SIZE` without a value."""
-
     seed: int = 0
-    """Seed of the order of the documents."""
-
     max_tokens: int | None = None
-    """Stop with the document that reaches this many tokens; without a value, take all documents."""
-
     chat: bool = False
-    """The source's records are conversations; they are written by the tokenizer's chat template."""
-
     chat_template: str | None = None
-    """Chat only: a file with the template, in place of the tokenizer's own."""
-
     template_options: tuple[tuple[str, Any], ...] = ()
-    """Chat only: names and values that the template reads besides."""
-
     max_length: int | None = None
-    """Chat only: longest conversation in tokens; without a value, any."""
-
     too_long: str = "error"
-    """Chat only: what is done with longer ones, one of `TOO_LONG`."""
 
     def __post_init__(self) -> None:
         kind = self.spec.kind
-        self._check_chat(kind)
-        if self.granularity not in GRANULARITIES:
-            raise CorpusError(f"granularity is {self.granularity!r}, but must be one of {GRANULARITIES}.")
-        if self.granularity != "file" and kind != "python-source":
-            raise CorpusError(
-                f"granularity {self.granularity!r} is for the source python-source, not for {kind}."
-            )
         if self.tokenizer is not None and self.vocab_size is not None:
             raise CorpusError(
                 "A vocabulary size is for the tokenizer that is trained here; the tokenizer "
                 f"{self.tokenizer} has its own. Leave one of the two out."
             )
-        if self.vocab_size is not None and self.vocab_size < MIN_VOCAB_SIZE:
-            raise CorpusError(
-                f"A vocabulary of {self.vocab_size} entries is too small: {MIN_VOCAB_SIZE} are needed for "
-                "the 256 bytes and the end-of-text token."
-            )
-        if self.vocab_size is not None and self.vocab_size > MOST_VOCAB_SIZE:
-            raise CorpusError(
-                f"A vocabulary has at most {MOST_VOCAB_SIZE:,} entries, not {self.vocab_size:,}."
-            )
-        if not 0 <= self.seed < 2**63:
-            raise CorpusError(f"The seed is {self.seed}, but must be from 0 to 2^63 - 1.")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise CorpusError(f"max_tokens is {self.max_tokens}, but must be at least 1.")
-
-    @property
-    def spec(self) -> SourceSpec:
-        """`source`, taken apart."""
-        return SourceSpec.parse(self.source, "messages" if self.chat else "text")
-
-    @property
-    def template_file(self) -> Path | None:
-        """`chat_template`."""
-        return Path(self.chat_template) if self.chat_template else None
-
-    def _check_chat(self, kind: str) -> None:
         given = (self.chat_template, *self.template_options, self.max_length)
         if not self.chat and any(value is not None for value in given):
             raise CorpusError("A chat template, its options and a maximal length are for --chat only.")
@@ -161,12 +113,17 @@ class PrepareSettings:
                 "Conversations are written by the chat template of the model's own tokenizer; name its "
                 "folder with --tokenizer DIR."
             )
-        if self.too_long not in TOO_LONG:
-            raise CorpusError(f"too_long is {self.too_long!r}, but must be one of {', '.join(TOO_LONG)}.")
         if self.too_long != "error" and self.max_length is None:
             raise CorpusError("--too-long is about conversations beyond --max-length; set that, or neither.")
-        if self.max_length is not None and self.max_length < 2:
-            raise CorpusError(f"max_length is {self.max_length}, but must be at least 2.")
+
+    @property
+    def spec(self) -> SourceSpec:
+        """`source`, taken apart."""
+        return SourceSpec.parse(self.source, "messages" if self.chat else "text")
+
+    @property
+    def template_file(self) -> Path | None:
+        return Path(self.chat_template) if self.chat_template else None
 
     def resolved(self) -> dict[str, Any]:
         """All settings as they take effect, with absolute paths; equal if they make the same corpus."""

@@ -1,73 +1,274 @@
-"""One file of documents, and many of them read as one.
+"""Files of documents, each read by the index that came with it, and many of them read as one.
 
-A shard knows where each of its documents begins from an index that came with the file. Index and tokens are
-memory-mapped: opening reads headers only, a process holds nothing of its own, and all processes of a machine
-share one copy in the page cache.
+| written by | tokens | index |
+| --- | --- | --- |
+| `datasets`, and `wlb-titan prepare` | lists in an Arrow stream | the offsets of these lists |
+| Megatron | PREFIX.bin | PREFIX.idx |
+| datatrove | NAME.ds | NAME.ds.index |
+
+Index and tokens are memory-mapped: opening reads headers only, a process holds nothing of its own, and all
+processes of a machine share one copy in the page cache.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Ints
 from wlb_titan.errors import CorpusError
 
+if TYPE_CHECKING:
+    from wlb_titan.corpus.masks import Mask
+
 Tokens = NDArray[np.integer[Any]]
 
+TOKENS, SPANS, SOURCE = "input_ids", "learned", "source"
+"""Columns of a prepared corpus: token ids; of chat data which of them are learned, as `SpanMask` reads it;
+where the text came from."""
+
 BLOCK = 1 << 20  # lengths looked at together where all of them are
+INDEX_BLOCK = 1 << 16  # documents of an index looked at together, as many as a cache holds
+MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+MEGATRON_HEADER = struct.Struct("<9sQBQQ")
+MEGATRON_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+DATATROVE_TYPES = {2: "<u2", 4: "<u4"}
 
 
-class Shard(Protocol):
-    """Documents of one file, numbered from 0.
+class Shard:
+    """Documents of one file, numbered from 0. Those who inherit say where each of them lies.
 
     Attributes:
         path: the file, for messages.
         documents: how many there are.
         tokens: how many all of them have.
+        values: (tokens,) of the file's own integer type, all that the file holds; read-only, mapped.
+        mask: which tokens are learned; None learns all.
     """
 
     path: Path
     documents: int
     tokens: int
-
-    def lengths(self, rows: Ints) -> Ints:
-        """int64 (n,), tokens of each of these documents."""
-        ...
-
-    def read(self, row: int, start: int, length: int) -> Tokens:
-        """(length,) of the file's own integer type: tokens of a document, a read-only view of the file."""
-        ...
-
-    def source(self, row: int) -> str:
-        """Where the document came from, as far as the file tells."""
-        ...
-
-
-class TokenFile(Shard):
-    """A shard whose file holds nothing but tokens. Those who inherit set its attributes and `_values`, all
-    tokens, and say where documents lie."""
-
-    _values: Tokens
+    values: Tokens
+    mask: Mask | None = None
 
     def bounds(self, rows: Ints) -> tuple[Ints, Ints]:
-        """int64 (n,) each: the first token of each of these documents, and the first one after it."""
+        """int64 (n,) each: places in `values` of these documents' first tokens, and behind their last."""
         raise NotImplementedError
 
     def lengths(self, rows: Ints) -> Ints:
+        """int64 (n,), tokens of each of these documents."""
         begins, ends = self.bounds(rows)
         return ends - begins
 
     def read(self, row: int, start: int, length: int) -> Tokens:
+        """(length,), tokens of a document, a view of the file."""
         begin = int(self.bounds(np.array([row]))[0][0]) + start
-        return self._values[begin : begin + length]
+        return self.values[begin : begin + length]
 
     def source(self, row: int) -> str:
+        """Where the document came from, as far as the file tells."""
         return f"{self.path.name}[{row}]"
+
+
+class ArrowShard(Shard):
+    """An Arrow file in stream format, as the `datasets` library writes them.
+
+    Args:
+        column: holds one list of integers a document.
+
+    Attributes:
+        columns: names of all columns.
+    """
+
+    def __init__(self, path: Path, column: str = TOKENS) -> None:
+        self.path, self._column = path, column
+        try:
+            self._pages = pa.memory_map(str(path)).read_buffer()
+            table = self._table()
+            table.validate()
+            self.columns = table.column_names
+        except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
+            raise CorpusError(f"{path} cannot be read ({error}).") from error
+        offset_type, dtype = _list_types(table.schema, column, path)
+        # The whole file as offsets, and as values; so one lookup serves documents of any record batches.
+        self._offsets = _seen_as(self._pages, offset_type)
+        self.values = _seen_as(self._pages, dtype)
+        lists = [chunk for chunk in table.column(column).chunks if len(chunk)]
+        places = [_places(chunk, self._pages.address) for chunk in lists]
+        if not all(0 <= place < self._pages.size for at in places for place in at):
+            raise CorpusError(f"{path} is compressed, so it cannot be read in place.")
+        at = np.array(places, dtype=np.int64).reshape(-1, 2)
+        offsets_at, self._values_at = at[:, 0] // offset_type.itemsize, at[:, 1] // dtype.itemsize
+        self._sizes = np.array([len(chunk.values) for chunk in lists], dtype=np.int64)
+        counts = np.array([len(chunk) for chunk in lists], dtype=np.int64)
+        self._firsts = np.cumsum(counts) - counts  # rows
+        self._first_offsets = offsets_at - self._firsts  # where row 0 would have its own
+        self.documents = int(counts.sum())
+        begins, ends = self._offsets[offsets_at], self._offsets[offsets_at + counts]
+        self.tokens = int((ends - begins).sum(dtype=np.int64))
+
+    def bounds(self, rows: Ints) -> tuple[Ints, Ints]:
+        batches = np.searchsorted(self._firsts, rows, side="right") - 1
+        at = self._first_offsets[batches] + rows
+        begins, ends = self._offsets[at], self._offsets[at + 1]
+        if ((begins < 0) | (ends < begins) | (ends > self._sizes[batches])).any():
+            raise CorpusError(
+                f"{self.path} is damaged: offsets of its lists {self._column!r} point outside them. Copy it "
+                "again from where it came, or write it again."
+            )
+        values_at = self._values_at[batches]
+        return values_at + begins, values_at + ends
+
+    def source(self, row: int) -> str:
+        return str(self._table().column(SOURCE)[row]) if SOURCE in self.columns else super().source(row)
+
+    def _table(self) -> pa.Table:
+        """All columns, as views of the file."""
+        with pa.ipc.open_stream(self._pages) as stream:
+            return stream.read_all()
+
+
+def _places(lists: pa.Array, base: int) -> tuple[int, int]:
+    """Where a record batch's offsets and values lie, in bytes behind `base`."""
+    _, offsets, _, values = lists.buffers()
+    return offsets.address - base, (values or offsets).address - base
+
+
+def _seen_as(pages: pa.Buffer, dtype: np.dtype[Any]) -> NDArray[Any]:
+    return np.frombuffer(pages, dtype, count=pages.size // dtype.itemsize)
+
+
+def _list_types(schema: pa.Schema, column: str, path: Path) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    """The types of the lists' offsets and of their values."""
+    if column not in schema.names:
+        lists = [field.name for field in schema if pa.types.is_list(field.type)]
+        raise CorpusError(
+            f"{path} has no column {column!r}; it has {', '.join(schema.names)}. Name the one that holds the "
+            f"token ids with `column`{f', such as {lists[0]!r}' if lists else ''}."
+        )
+    kind = schema.field(column).type
+    large = pa.types.is_large_list(kind)
+    if not (large or pa.types.is_list(kind)) or not pa.types.is_integer(kind.value_type):
+        raise CorpusError(
+            f"The column {column!r} of {path} holds {kind}, but must hold a list of integers for each "
+            "document, of its own length."
+        )
+    return np.dtype(np.int64 if large else np.int32), np.dtype(str(kind.value_type))
+
+
+class MegatronShard(Shard):
+    """PREFIX.bin and PREFIX.idx (Megatron-LM, `megatron/core/datasets/indexed_dataset.py`), little-endian:
+
+        9 bytes   MMIDIDX, two zero bytes
+        uint64    version, 1
+        uint8     type of the tokens
+        uint64    S, number of sequences
+        uint64    D + 1, number of documents, plus one
+        int32     (S,) tokens of each sequence
+        int64     (S,) first byte of each sequence in PREFIX.bin
+        int64     (D + 1,) first sequence of each document, and S
+        int8      (S,) modes, in multimodal datasets only; not read
+
+    A document is a sequence unless it was split into sentences; then it is all its sequences. Where no ends
+    of documents were written (D = 0), every sequence is a document.
+    """
+
+    def __init__(self, prefix: Path) -> None:
+        index, self.path = (prefix.with_name(prefix.name + ending) for ending in (".idx", ".bin"))
+        for file in (index, self.path):
+            if not file.is_file():
+                raise CorpusError(
+                    f"Megatron's {index.name} and {self.path.name} go together; there is no {file}."
+                )
+        with index.open("rb") as stream:
+            header = stream.read(MEGATRON_HEADER.size)
+        if not header.startswith(MEGATRON_MAGIC) or len(header) < MEGATRON_HEADER.size:
+            raise CorpusError(f"{index} is no index of a Megatron dataset: it does not begin like one.")
+        _, version, code, sequences, ends = MEGATRON_HEADER.unpack(header)
+        if version != 1 or code not in MEGATRON_TYPES:
+            raise CorpusError(
+                f"{index} has version {version} and tokens of type {code}; known are version 1 and the "
+                f"types {', '.join(map(str, MEGATRON_TYPES))}, which are integers."
+            )
+        dtype = np.dtype(MEGATRON_TYPES[code])
+        begins_at = MEGATRON_HEADER.size + 4 * sequences
+        lengths = map_file(index, "<i4", offset=MEGATRON_HEADER.size, count=sequences)
+        self._begins = map_file(index, "<i8", offset=begins_at, count=sequences)  # bytes
+        self._firsts = map_file(index, "<i8", offset=begins_at + 8 * sequences, count=ends)
+        self._end = int(self._begins[-1]) + int(lengths[-1]) * dtype.itemsize if sequences else 0
+        if self._end > (size := self.path.stat().st_size):
+            raise CorpusError(
+                f"{self.path} has {size:,} bytes, but its index speaks of {self._end:,}; copy it again."
+            )
+        self.values = map_file(self.path, dtype)
+        # Most often each document is one sequence, and then there is nothing to look up.
+        single = ends <= 1 or (ends - 1 == sequences and _consecutive(self._firsts))
+        self._lengths = lengths if single else None
+        self.documents = sequences if single else ends - 1
+        self.tokens = self._end // dtype.itemsize
+
+    def bounds(self, rows: Ints) -> tuple[Ints, Ints]:
+        if self._lengths is not None:
+            begins = self._begins[rows] // self.values.itemsize
+            return begins, begins + self._lengths[rows]
+        return self._first_token(rows), self._first_token(rows + 1)
+
+    def _first_token(self, rows: Ints) -> Ints:
+        """Of documents of several sequences; of the one past the last, the file's end."""
+        sequences = self._firsts[rows]
+        inside = sequences < len(self._begins)
+        result = np.full(len(rows), self._end, dtype=np.int64)
+        result[inside] = self._begins[sequences[inside]]
+        return result // self.values.itemsize
+
+
+def _consecutive(firsts: Ints) -> bool:
+    """Whether these are 0, 1, 2, ... They are not where one document has no sequences and another has two."""
+    blocks = (firsts[at : at + INDEX_BLOCK + 1] for at in range(0, len(firsts) - 1, INDEX_BLOCK))
+    return all((np.diff(block) == 1).all() for block in blocks)
+
+
+class DatatroveShard(Shard):
+    """NAME.ds and NAME.ds.index (datatrove, `pipeline/tokens/tokenizer.py`).
+
+    The tokens are uint16 or uint32, whichever the tokenizer needs; the index is one uint64 a document, the
+    number of tokens up to and including it. The size of a token follows from the size of the two files.
+
+    Args:
+        loss: the values are those of NAME.ds.loss, written with `save_loss_metadata`: a byte for each token,
+            1 where learned.
+    """
+
+    def __init__(self, path: Path, *, loss: bool = False) -> None:
+        index = path.with_name(path.name + ".index")
+        if not index.is_file():
+            raise CorpusError(
+                f"{path} has no index {index.name}, so nothing tells where its documents end; write it with "
+                "datatrove's save_index=True, which is the default."
+            )
+        self.path = path.with_name(path.name + ".loss") if loss else path
+        # Tokens are far fewer than 2^63, and signed numbers can be subtracted.
+        self._ends = map_file(index, "<i8")
+        self.documents = len(self._ends)
+        self.tokens = int(self._ends[-1]) if self.documents else 0
+        size, types = self.path.stat().st_size, {1: "u1"} if loss else DATATROVE_TYPES
+        dtype = next((kind for width, kind in types.items() if size == width * self.tokens), None)
+        if dtype is None:
+            raise CorpusError(
+                f"{self.path} has {size:,} bytes, but {index.name} speaks of {self.tokens:,} tokens of "
+                f"{' or '.join(map(str, types))} bytes; copy both again."
+            )
+        self.values = map_file(self.path, dtype)
+
+    def bounds(self, rows: Ints) -> tuple[Ints, Ints]:
+        return np.where(rows > 0, self._ends[rows - 1], 0), self._ends[rows]
 
 
 class Lengths:
@@ -124,16 +325,12 @@ class Lengths:
         return sum(shard.tokens for shard in self._shards)
 
 
-def map_file(path: Path, dtype: Any = np.uint8, *, offset: int = 0, count: int | None = None) -> NDArray[Any]:
+def map_file(path: Path, dtype: Any, *, offset: int = 0, count: int | None = None) -> NDArray[Any]:
     """A file's numbers as a read-only array that is its pages; an empty file is an empty array.
 
     Args:
-        dtype: data type of the numbers.
         offset: bytes before the first.
         count: how many; None takes all that the file has.
-
-    Raises:
-        CorpusError: the file cannot be read, or is too short.
     """
     size = np.dtype(dtype).itemsize
     try:

@@ -27,14 +27,9 @@ class CorpusTokenizer:
         folder: has `tokenizer.json`, and `tokenizer_config.json` with an `eos_token`.
 
     Attributes:
-        folder: as given.
         digest: SHA-256 of `tokenizer.json`.
         end_of_text: the token that ends a document, as text.
-        end_of_text_id: its id.
         vocab_size: the largest id, plus one.
-
-    Raises:
-        CorpusError: a file is missing or damaged, or there is no end-of-text token.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -86,11 +81,8 @@ def _end_of_text(config: Path) -> str:
 
 
 def tokenizer_files(folder: Path, template: Path | None = None) -> dict[str, Path]:
-    """The files of the user's tokenizer that a corpus copies, by their names there.
-
-    Args:
-        template: a file with another chat template.
-    """
+    """The files of the user's tokenizer that a corpus copies, by their names there; `template` has another
+    chat template."""
     there = {name: folder / name for name in (TOKENIZER_FILE, CONFIG_FILE, *BESIDE)}
     files = {name: path for name, path in there.items() if path.is_file()}
     return files if template is None else files | {TEMPLATE_FILE: template}

@@ -1,28 +1,34 @@
-"""Writing documents into an Arrow file with the `datasets` library, and the manifest of a corpus."""
+"""Writing a corpus: documents into an Arrow file, and the manifest; and a corpus of given lengths without
+text, for plans where the real one is not at hand."""
+
+from __future__ import annotations
 
 import hashlib
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import datasets
 import numpy as np
 import pyarrow as pa
-from datasets.arrow_writer import ArrowWriter
 
-from wlb_titan.corpus.arrow import SPANS, TOKENS
-from wlb_titan.corpus.manifest import Manifest, digest
-from wlb_titan.corpus.replace import LOCK_FILE
-from wlb_titan.corpus.tokenizer import CorpusTokenizer
-
-FEATURES = {
-    TOKENS: datasets.List(datasets.Value("int32")),
-    "length": datasets.Value("int32"),
-    "source": datasets.Value("string"),
-}
+from wlb_titan.arrays import Ints
+from wlb_titan.corpus.corpus import Corpus
+from wlb_titan.corpus.folder import LOCK_FILE, written_whole
+from wlb_titan.corpus.manifest import DOCUMENTS_FILE, TOKENIZER_FOLDER, Manifest, digest
+from wlb_titan.corpus.settings import MIN_VOCAB_SIZE
+from wlb_titan.corpus.shards import SOURCE, SPANS, TOKENS
+from wlb_titan.corpus.tokenizer import CorpusTokenizer, train_tokenizer
 
 RECORD_BATCH_TOKENS = 1 << 20
 """Tokens written at a time, or one document if it has more; bounds the memory, not the documents."""
+
+LISTS = pa.list_(pa.int32())
+
+SIGMA = 1.5
+"""Of the logarithm of a synthetic length."""
+
+SHAPE = f"log-normal with a median of a 32nd of the context window and sigma {SIGMA:g}, cut at the window"
+"""What `long_tailed_lengths` draws from, for reports."""
 
 
 class DocumentWriter:
@@ -33,18 +39,19 @@ class DocumentWriter:
     """
 
     def __init__(self, path: Path, *, masked: bool = False, batch_tokens: int = RECORD_BATCH_TOKENS) -> None:
-        features = FEATURES | ({SPANS: datasets.List(datasets.Value("int32"))} if masked else {})
-        self._writer = ArrowWriter(stream=path.open("wb"), features=datasets.Features(features))
+        columns = {TOKENS: LISTS, "length": pa.int32(), SOURCE: pa.string()} | (
+            {SPANS: LISTS} if masked else {}
+        )
+        self._schema = pa.schema(list(columns.items()))
+        self._writer = pa.ipc.new_stream(str(path), self._schema)
         self.masked = masked
-        self._spans: list[np.ndarray] = []
         self._batch_tokens = batch_tokens
         self._names: list[str] = []
         self._tokens: list[np.ndarray] = []
+        self._spans: list[np.ndarray] = []
         self._waiting = 0
         self._hash = hashlib.sha256()
-        self.documents = 0
-        self.tokens = 0
-        self.learned = 0
+        self.documents = self.tokens = self.learned = 0
 
     def add(self, name: str, tokens: np.ndarray, spans: np.ndarray | None = None) -> None:
         """Append a document: where it comes from, its int32 token ids, of masked ones the int32 spans."""
@@ -68,18 +75,14 @@ class DocumentWriter:
         return self._hash.digest()
 
     def _flush(self) -> None:
-        columns = {
-            TOKENS: _lists(self._tokens),
-            "length": pa.array(np.array([len(tokens) for tokens in self._tokens], dtype=np.int32)),
-            "source": pa.array(self._names, pa.string()),
-        }
+        lengths = pa.array(np.array([len(tokens) for tokens in self._tokens], dtype=np.int32))
+        columns = [_lists(self._tokens), lengths, pa.array(self._names, pa.string())]
         if self.masked:
-            columns[SPANS] = _lists(self._spans)
-            self._spans = []
-        self._writer.write_table(pa.table(columns), writer_batch_size=len(self._names))
-        self._names, self._tokens, self._waiting = [], [], 0
+            columns.append(_lists(self._spans))
+        self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
+        self._names, self._tokens, self._spans, self._waiting = [], [], [], 0
 
-    def __enter__(self) -> "DocumentWriter":
+    def __enter__(self) -> DocumentWriter:
         return self
 
     def __exit__(
@@ -87,7 +90,13 @@ class DocumentWriter:
     ) -> None:
         if kind is None and self._names:
             self._flush()
-        self._writer.finalize()
+        self._writer.close()
+
+
+def _lists(arrays: list[np.ndarray]) -> pa.ListArray:
+    """A list for each array of int32."""
+    ends = np.concatenate([[0], np.cumsum([len(array) for array in arrays])]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(ends), pa.array(np.concatenate(arrays)))
 
 
 def write_manifest(
@@ -95,13 +104,13 @@ def write_manifest(
     writer: DocumentWriter,
     tokenizer: CorpusTokenizer,
     settings: dict[str, Any],
-    **counts: Any,
+    **counts: int,
 ) -> None:
     """Completes the corpus in a folder by its manifest.
 
     Args:
         writer: has written its documents.
-        settings, counts: of the manifest; `counts` are of documents that are not as they were.
+        counts: of documents that are not as they were, by their names in the manifest.
     """
     there = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != LOCK_FILE]
     files = {path.relative_to(folder).as_posix(): path for path in there}
@@ -122,7 +131,36 @@ def write_manifest(
     ).save(folder)
 
 
-def _lists(arrays: list[np.ndarray]) -> pa.ListArray:
-    """A list for each array of int32."""
-    ends = np.concatenate([[0], np.cumsum([len(array) for array in arrays])]).astype(np.int32)
-    return pa.ListArray.from_arrays(pa.array(ends), pa.array(np.concatenate(arrays)))
+def long_tailed_lengths(tokens: int, longest: int, seed: int = 0) -> Ints:
+    """Lengths with a long tail: log-normal, with a median of a 32nd of the longest and sigma 1.5.
+
+    About one document in a hundred is as long as the longest, and these have about a tenth of the tokens.
+
+    Args:
+        tokens: how many there are to be together, at least.
+        longest: length at which they are cut off.
+
+    Returns:
+        int64 (documents,).
+    """
+    draw = np.random.default_rng(seed)
+    median = max(longest // 32, 1)
+    lengths = np.empty(0, dtype=np.int64)
+    while lengths.sum() < tokens:
+        more = draw.lognormal(np.log(median), SIGMA, size=max(256, tokens // (2 * median)))
+        lengths = np.concatenate([lengths, np.clip(more, 1, longest).astype(np.int64)])
+    return lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1]
+
+
+def write_synthetic_corpus(path: Path, lengths: Ints) -> Corpus:
+    """Writes documents of these lengths, int64 (documents,), whose tokens are all 0, and opens them as a
+    corpus; its folder must not exist."""
+    with written_whole(path, replace=False) as folder:
+        train_tokenizer(["a"], MIN_VOCAB_SIZE, folder / TOKENIZER_FOLDER)
+        tokenizer = CorpusTokenizer(folder / TOKENIZER_FOLDER)
+        zeros = np.zeros(int(lengths.max()), dtype=np.int32)
+        with DocumentWriter(folder / DOCUMENTS_FILE) as writer:
+            for number, length in enumerate(lengths.tolist()):
+                writer.add(f"synthetic {number}", zeros[:length])
+        write_manifest(folder, writer, tokenizer, {"source": "synthetic"}, empty_documents=0, unreadable=0)
+    return Corpus.open(path)

@@ -21,7 +21,6 @@ Two are histograms of what an open implementation of WLB-LLM, DistCA's baseline,
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +40,6 @@ class LogNormal:
     """Documents whose lengths' logarithms are normal.
 
     Attributes:
-        median: tokens.
         sigma: standard deviation of the natural logarithm.
         source: where the two come from, for reports.
     """
@@ -101,16 +99,10 @@ NAMED: dict[str, LogNormal | Histogram] = {
 
 
 def named_or_read(text: str) -> tuple[Ints, str]:
-    """The lengths of a distribution or of a file.
+    """The lengths of a distribution or of a file, int64 (documents,), and what they are, for reports.
 
     Args:
         text: a key of NAMED, or the path of a file as of `read_lengths`.
-
-    Returns:
-        int64 (documents,), and what they are, for reports.
-
-    Raises:
-        PlanError: there is no such distribution or file, or the file is wrong.
     """
     if text in NAMED:
         found = NAMED[text]
@@ -125,12 +117,7 @@ def named_or_read(text: str) -> tuple[Ints, str]:
 
 
 def read_lengths(path: Path) -> Ints:
-    """int64 (documents,), the numbers of the file's lines in their order.
-
-    Raises:
-        PlanError: the file cannot be read, is empty, or has a line that is no positive whole number; the
-            message names file and line.
-    """
+    """int64 (documents,), the numbers of the file's lines in their order."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
@@ -146,16 +133,9 @@ def read_lengths(path: Path) -> Ints:
         text = line.strip()
         digits = text.isascii() and text.isdigit() and len(text) <= DIGITS
         if not (digits and 0 < int(text) <= LONGEST):
-            raise PlanError(f"{path}, line {number}: {_complaint(text)}. Each line is one document's length.")
+            raise PlanError(
+                f"{path}, line {number}: {text[:40]!r} is no document's length, which is a whole number of "
+                "tokens from 1 to 2^40, written with digits only, one a line."
+            )
         lengths.append(int(text))
     return np.array(lengths, dtype=np.int64)
-
-
-def _complaint(text: str) -> str:
-    if not text:
-        return "the line is blank"
-    if not re.fullmatch(r"-?[0-9]+", text):
-        return f"{text[:40]!r} is not a whole number of tokens, written with digits only"
-    if text.startswith("-") or not text.strip("0"):
-        return f"the length is {text[:40]}, and a document has at least one token"
-    return f"{text[:40]} is too large for a number of tokens"

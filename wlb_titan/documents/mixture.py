@@ -15,7 +15,8 @@ Upsampling by length splits a source in two parts: the documents of at least `lo
 `long_share` of the source's tokens, and all others.
 
 Example: two sources of 3 and 2 documents, of which every second document shall come from the first. Not
-shuffled, the ids 0, 1, 2, ... are the rows 3, 0, 4, 1, 3, 2, 4, 0, ...: who is through begins anew.
+shuffled, the ids 0, 1, 2, ... are the rows 3, 0, 4, 1, 3, 2, 4, 0, ...: a source that is used up starts
+again.
 """
 
 from __future__ import annotations
@@ -56,9 +57,6 @@ class Source:
         weight: share of the tokens, over the sum of all weights.
         long_length: documents of at least so many tokens are upsampled; None upsamples nothing.
         long_share: share of the source's tokens that they get, between 0 and 1.
-
-    Raises:
-        PlanError: weight or share is out of range.
     """
 
     name: str
@@ -107,9 +105,6 @@ class Mixture:
         documents: number of rows.
         filled: of those that have tokens.
         tokens: of an epoch of all sources.
-
-    Raises:
-        PlanError: there is nothing to train on, a length is negative, or a source's settings cannot be met.
     """
 
     def __init__(self, lengths: Lengths, sources: Sequence[Source] = (), *, seed: int | None) -> None:
@@ -242,12 +237,8 @@ def _blocks(lengths: Lengths, start: int, stop: int) -> Iterator[tuple[int, NDAr
 def _parts(
     lengths: Lengths, first: int, number: int, source: Source, share: float
 ) -> tuple[list[_Part], int]:
-    """The parts of a source, and tokens of its longest document.
-
-    Args:
-        first: corpus row of its first document.
-        share: of the mixture's tokens.
-    """
+    """The parts of a source that begins at row `first` and has this share of the mixture's tokens; and the
+    tokens of its longest document."""
     tokens = documents = longest = long_tokens = 0
     rows: list[NDArray[np.integer[Any]]] = []
     for begin, block in _blocks(lengths, first, first + source.documents):

@@ -32,15 +32,10 @@ CACHED_BLOCKS = 4
 
 
 class _Block(NamedTuple):
-    """Consecutive documents of the stream, laid out as one long line of tokens.
+    """Consecutive documents of the stream, laid out as one long line of tokens."""
 
-    Attributes:
-        first: id of the first document.
-        begins: int64 (documents + 1,), tokens of the block before each document, and all of them.
-    """
-
-    first: int
-    begins: Ints
+    first: int  # id of the first document
+    begins: Ints  # int64 (documents + 1,), tokens of the block before each document, and all of them
 
 
 class DocumentStream:
@@ -48,10 +43,7 @@ class DocumentStream:
 
     Args:
         mixture: the order of the documents; those of 0 tokens are passed over.
-        window: context window in tokens, at least 2; `arrive` cuts longer documents into such pieces.
-
-    Raises:
-        PlanError: the window is below 2.
+        window: context window in tokens, at least 2; `arrive` cuts longer documents into pieces of it.
     """
 
     def __init__(self, mixture: Mixture, window: int) -> None:
@@ -73,7 +65,6 @@ class DocumentStream:
 
     @property
     def documents(self) -> int:
-        """Documents of the corpus."""
         return self.mixture.documents
 
     @property

@@ -9,7 +9,6 @@ from wlb_titan.config.settings import WlbSettings
 from wlb_titan.config.sources import Sources, read_sources, written
 from wlb_titan.config.values import shown
 from wlb_titan.corpus import Corpus, CorpusError
-from wlb_titan.corpus.vocabulary import check_sample
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.runtime.data.corpus import mixture_sources, open_corpus, open_source, training_documents
@@ -53,7 +52,7 @@ def validate_corpus(config: Any) -> Corpus:
             )
         for part in corpus.parts or (corpus,):
             if part.manifest is None:
-                check_sample(part, tokenizer.vocab_size)
+                part.check_sample(tokenizer.vocab_size)
     except (CorpusError, PlanError) as error:
         if error.setting:
             raise

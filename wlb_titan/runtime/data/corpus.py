@@ -1,15 +1,20 @@
-"""The corpus of a run, where it meets planner and model."""
+"""The corpus of a run, where it meets the planner: its documents, what is held out, and its epochs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from wlb_titan.config.settings import CorpusSettings, SourceSettings, WlbSettings
 from wlb_titan.corpus import Corpus
 from wlb_titan.documents import Documents
-from wlb_titan.documents.held_out import Divided
+from wlb_titan.documents.documents import Divided
 from wlb_titan.documents.mixture import Source
 from wlb_titan.errors import PlanError
+from wlb_titan.job import Job
+from wlb_titan.packing.policy import OnOneRank, here
+from wlb_titan.plan import ID, LENGTH
 
 
 def open_corpus(settings: CorpusSettings) -> Corpus:
@@ -25,11 +30,7 @@ def open_source(source: CorpusSettings | SourceSettings, tokenizer: str) -> Corp
 
 
 def mixture_sources(settings: CorpusSettings, corpus: Corpus) -> list[Source]:
-    """The parts of the corpus as the planner mixes them; none if it is one corpus.
-
-    Raises:
-        PlanError: two sources have one name, or a weight or share is out of range.
-    """
+    """The parts of the corpus as the planner mixes them; none if it is one corpus."""
     names = [source.name or Path(source.path).name for source in settings.sources]
     if len(set(names)) < len(names):
         raise PlanError(
@@ -49,12 +50,7 @@ def mixture_sources(settings: CorpusSettings, corpus: Corpus) -> list[Source]:
 
 
 def documents_of(settings: CorpusSettings, corpus: Corpus, hold_out: float = 0.0) -> Documents:
-    """What a planner needs of an opened corpus.
-
-    Args:
-        corpus: what `open_corpus` made of them.
-        hold_out: share of the documents that is left out, for validation.
-    """
+    """What a planner needs of an opened corpus; the share `hold_out` of the documents is left out."""
     return Documents(
         lengths=Divided(corpus.lengths, hold_out, held_out=False) if hold_out else corpus.lengths,
         name=str(corpus),
@@ -68,3 +64,26 @@ def documents_of(settings: CorpusSettings, corpus: Corpus, hold_out: float = 0.0
 def training_documents(wlb: WlbSettings, corpus: Corpus | None = None) -> Documents:
     """The documents that a job trains on: its corpus without what it holds out."""
     return documents_of(wlb.corpus, corpus or open_corpus(wlb.corpus), wlb.validation.hold_out)
+
+
+def steps_of_epochs(job: Job, documents: Documents, epochs: int, on_one_rank: OnOneRank = here) -> int:
+    """The first step after which every document was trained on `epochs` times.
+
+    They are planned once, so that the last step is complete and nothing is lost: what it has room for besides
+    comes from the next epoch. Plans follow from lengths alone, so this asks for no tokens.
+    """
+    if documents.sources:
+        raise PlanError(
+            "Sources of a mixture come round at different times, so it has no epochs; set "
+            "training.steps, and leave wlb.epochs out.",
+            setting="wlb.epochs",
+        )
+    planner = job.planner(documents, on_one_rank=on_one_rank)
+    missing = epochs * documents.mixture().tokens
+    end, steps = epochs * len(documents.lengths), 0
+    while missing > 0:
+        plan = planner.next(sharded=())
+        pieces = np.concatenate([micro_batch.documents for micro_batch in plan.packs])
+        missing -= int(pieces[pieces[:, ID] < end, LENGTH].sum()) + plan.lost_tokens
+        steps += 1
+    return steps

@@ -18,7 +18,6 @@ from torchtitan.components.loss import IGNORE_INDEX
 
 from wlb_titan.arrays import Ints
 from wlb_titan.config.settings import CorpusSettings
-from wlb_titan.corpus.vocabulary import check_ids
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job
 from wlb_titan.packing.policy import PackingPolicy, here
@@ -197,7 +196,7 @@ class PlannedDataLoader(BaseDataLoader):
             rows, totals, pieces, prefix.tolist(), labels_of, strict=True
         ):
             read = self.corpus.tokens(row, start, min(length + 1, total - start))
-            check_ids(read, self._job.model.vocabulary, self.corpus, int(row))
+            self.corpus.check_ids(int(row), read, self._job.model.vocabulary)
             tokens[offset : offset + length] = read[:length]
             positions[offset : offset + length] = np.arange(before, before + length)
             end = offset + len(read) - 1

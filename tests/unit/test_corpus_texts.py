@@ -1,7 +1,6 @@
 """From texts to tokens: cutting, batching, the tokenizer and its end-of-text token."""
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -11,20 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from wlb_titan.commands.prepare import length_histogram
-from wlb_titan.corpus.documents import (
-    MOST_UNBROKEN,
-    TRAINING_CHARACTERS,
-    Documents,
-    split,
-    split_at_lines,
-    training_texts,
-)
-from wlb_titan.corpus.sources import Unreadable
-from wlb_titan.corpus.tokenizer import (
-    CorpusTokenizer,
-    copy_tokenizer,
-    train_tokenizer,
-)
+from wlb_titan.corpus.texts import TRAINING_CHARACTERS, LeftOut, split_at_lines, tokenized, training_texts
+from wlb_titan.corpus.tokenizer import CorpusTokenizer, copy_tokenizer, train_tokenizer
 from wlb_titan.errors import CorpusError
 
 TEXTS = [
@@ -36,19 +23,21 @@ TEXTS = [
 
 
 class Texts:
-    """A source whose documents are lists of texts."""
+    """A source of these texts, None for one that cannot be read."""
 
-    def __init__(self, documents: list[list[str | Unreadable]]) -> None:
-        self.documents = documents
+    def __init__(self, texts: list[str | None]) -> None:
+        self.texts = texts
 
     def __len__(self) -> int:
-        return len(self.documents)
+        return len(self.texts)
 
     def name(self, document: int) -> str:
         return f"text {document}"
 
-    def read(self, document: int):
-        return iter(self.documents[document])
+    def read(self, document: int) -> str:
+        if (text := self.texts[document]) is None:
+            raise ValueError("not UTF-8")
+        return text
 
 
 @pytest.fixture(scope="module")
@@ -84,39 +73,31 @@ any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)
 
 @settings(max_examples=60)
 @given(
-    documents=st.lists(st.lists(any_text, max_size=4), max_size=12),
+    texts=st.lists(st.none() | any_text, max_size=12),
     piece=st.integers(1, 20),
     batch=st.integers(1, 60),
     data=st.data(),
 )
-def test_documents_decode_to_their_texts(tokenizer_folder, tokenizer, documents, piece, batch, data):
-    order = data.draw(st.permutations(range(len(documents))))
-    stream = Documents(Texts(documents), order, tokenizer, piece_characters=piece, batch_characters=batch)
-    found = list(stream)
-    expected = [(at, "".join(documents[number]), number) for at, number in enumerate(order)]
-    assert [position for position, *_ in found] == [at for at, text, _ in expected if text.strip()]
-    for position, name, tokens, _ in found:
-        _, text, number = expected[position]
-        assert name == f"text {number}"
+def test_documents_decode_to_their_texts(tokenizer_folder, tokenizer, texts, piece, batch, data):
+    """What is blank is counted, what cannot be read is named."""
+    order, left_out = data.draw(st.permutations(range(len(texts)))), LeftOut()
+    sizes = {"piece_characters": piece, "batch_characters": batch}
+    found = list(tokenized(Texts(texts), order, tokenizer, left_out, **sizes))
+    expected = [(at, number) for at, number in enumerate(order) if texts[number] and texts[number].strip()]
+    assert [(position, name) for position, name, *_ in found] == [(at, f"text {n}") for at, n in expected]
+    for (_, number), (_, _, tokens, spans) in zip(expected, found, strict=True):
         assert tokens[-1] == tokenizer.end_of_text_id
         assert tokenizer.end_of_text_id not in tokens[:-1]
-        assert decode(tokenizer_folder, tokens[:-1]) == text
-    # A document without a single text (nothing of it could be read) is not an empty one.
-    assert stream.empty == sum(1 for texts in documents if texts and not "".join(texts).strip())
-
-
-def test_what_cannot_be_read_is_left_out_and_named(tokenizer_folder, tokenizer):
-    bad = Unreadable("b.py", "not UTF-8")
-    stream = Documents(Texts([["one ", bad, "two"], [bad], ["three"]]), [0, 1, 2], tokenizer)
-    found = [(position, decode(tokenizer_folder, tokens[:-1])) for position, _, tokens, _ in stream]
-    assert found == [(0, "one two"), (2, "three")]
-    assert stream.unreadable == [bad, bad]
-    assert stream.empty == 0
+        assert decode(tokenizer_folder, tokens[:-1]) == texts[number]
+        assert spans is None
+    assert left_out.empty == sum(text is not None and not text.strip() for text in texts)
+    bad = [number for number in order if texts[number] is None]
+    assert left_out.unreadable == [f"text {number}: not UTF-8" for number in bad]
 
 
 def test_text_that_spells_the_end_of_text_token_does_not_end_the_document(tokenizer_folder, tokenizer):
     text = "EOT = '<|endoftext|>'\n"
-    [(_, _, tokens, _)] = Documents(Texts([[text]]), [0], tokenizer)
+    [(_, _, tokens, _)] = tokenized(Texts([text]), [0], tokenizer, LeftOut())
     assert (tokens == tokenizer.end_of_text_id).sum() == 1
     assert decode(tokenizer_folder, tokens[:-1]) == text
 
@@ -144,23 +125,14 @@ def test_torchtitan_loads_the_trained_tokenizer(tokenizer_folder, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("count", "from_each"), [(1, 100_000), (3, 100_000), (1000, TRAINING_CHARACTERS // 64)]
+    ("count", "from_each"), [(1, 100_000), (3, 100_000), (200, TRAINING_CHARACTERS // 64)]
 )
 def test_the_training_sample_is_spread_over_documents(count, from_each):
-    texts = [["x " * 30_000, Unreadable("a", "b"), chr(200 + number) * 90_000] for number in range(count)]
-    sample = "".join(training_texts(Texts(texts), range(count)))
+    texts = ["x " * 30_000 + chr(200 + number) * 90_000 for number in range(count)]
+    sample = "".join(training_texts(Texts([*texts, None]), [count, *range(count)]))
     assert len(sample) == min(TRAINING_CHARACTERS, 150_000 * count)
     most = max(60_000 + sample.count(chr(200 + number)) for number in range(count))
     assert from_each <= most <= 150_000
-
-
-def test_text_without_white_space_is_tokenized_in_bounded_pieces():
-    """A word of 4 M characters takes no longer than many short ones, and none is lost."""
-    text = "ab " + "ACGT" * 5_000 + "\n" + " " * 9_000 + "cd"
-    pieces = list(split(text, 10_000))
-    assert "".join(pieces) == text
-    assert max(len(word) for piece in pieces for word in re.findall(r"\S+|\s+", piece)) <= MOST_UNBROKEN
-    assert list(split("", 10)) == [""]
 
 
 def test_a_users_tokenizer_is_copied(tokenizer_folder, tmp_path):
@@ -181,10 +153,12 @@ def test_the_end_of_text_token_may_be_described_by_a_table(tokenizer_folder, tmp
     [
         ("tokenizer.json", None, "has no tokenizer.json"),
         ("tokenizer_config.json", None, "has no tokenizer_config.json"),
-        ("tokenizer.json", "{}", "tokenizer.json is not a tokenizer"),
+        *(("tokenizer.json", text, "tokenizer.json is not a tokenizer") for text in ("", "{", "[]", "{}")),
+        ("tokenizer.json", '{"model": null}', "tokenizer.json is not a tokenizer"),
         ("tokenizer_config.json", "{", "tokenizer_config.json is damaged"),
         ("tokenizer_config.json", "[]", "tokenizer_config.json is damaged"),
         ("tokenizer_config.json", "{}", "names no eos_token"),
+        ("tokenizer_config.json", '{"eos_token": 5}', "names no eos_token"),
         ("tokenizer_config.json", '{"eos_token": "</s>"}', "The eos_token '</s>' of"),
     ],
 )
