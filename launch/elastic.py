@@ -1,7 +1,7 @@
 """The ranks of a host: torch's elastic agent, that ends politely and with one line. What is ours:
 
 - The first SIGTERM, SIGUSR1, SIGINT or SIGHUP is passed on to the ranks, which finish their step, save and
-  end (`runtime/life/stop.py`). A second one ends them at once.
+  end (`runtime/ends.py`). A second one ends them at once.
 - What starting again cannot mend is not started again: a user's mistake, and a run that was asked to stop.
 - Its exit status is that of the rank that failed first, or 128 and the number of the signal it was sent.
 - A host whose ranks have ended waits for the others: it may hold the store in which they still look.

@@ -65,7 +65,7 @@ def test_a_rank_that_is_stopped_is_given_up(ground):
 
 def test_two_runs_do_not_share_a_dump_folder(ground, tmp_path):
     from wlb_titan.errors import UserError
-    from wlb_titan.runtime.life.dump_folder import held
+    from wlb_titan.runtime.dump_folder import held
 
     job = ground.start("shared", "--training.steps", "10000")
     job.await_(lambda: len(job.steps()) > 0)
@@ -119,7 +119,7 @@ def test_token_ids_that_cannot_be_are_named(ground):
 
 def test_a_log_on_a_full_disk_says_nothing(capsys, monkeypatch):
     """torchtitan's structured log lies in the dump folder; Python would print each failure at length."""
-    from wlb_titan.runtime.life import console
+    from wlb_titan.runtime import console
 
     class Full(io.TextIOBase):
         def write(self, text):

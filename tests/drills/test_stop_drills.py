@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from wlb_titan.runtime.life.alarm import ONE_REQUEST
+from wlb_titan.runtime.ends import ONE_REQUEST
 
 AREA = "training: asked to stop"
 UNSAVED = ("--checkpoint.interval", "1000")  # so that what is found later was saved as the run stopped
@@ -16,7 +16,7 @@ UNSAVED = ("--checkpoint.interval", "1000")  # so that what is found later was s
 
 def stopped_after(job) -> int:
     """The step after which a job has stopped, as it says itself; that was saved, and no step is lost."""
-    from wlb_titan.runtime.life.checkpoints import newest_whole
+    from wlb_titan.runtime.checkpoints import newest_whole
 
     (line,) = [line for line in job.log().splitlines() if "Stopped after step" in line]
     assert "all is saved" in line and "Traceback" not in job.log(), job.log()

@@ -14,7 +14,7 @@ from wlb_titan.cost.degrees import Degrees  # noqa: E402
 from wlb_titan.job import Job  # noqa: E402
 from wlb_titan.packing import POLICIES  # noqa: E402
 from wlb_titan.runtime.attention.meshes import context_meshes  # noqa: E402
-from wlb_titan.runtime.compat import Dims  # noqa: E402
+from wlb_titan.runtime.meshes import Dims  # noqa: E402
 
 SLIM = POLICIES.configure("slim", dp_merge=True)
 CASES = {

@@ -13,7 +13,7 @@ from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
 from wlb_titan.plan import ID, LENGTH, START
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
-from wlb_titan.runtime.life.once import Once
+from wlb_titan.runtime.once import Once
 
 use_cpu_without_accelerator()
 

@@ -195,7 +195,7 @@ def test_a_gpu_that_no_cluster_knows_counts_with_its_own_memory(loaded, monkeypa
     ],
 )
 def test_different_gpus_are_planned_for_as_rank_0_s_with_the_least_memory(others, memory, words):
-    from wlb_titan.runtime.decided import common_cluster
+    from wlb_titan.runtime.choose import common_cluster
 
     cluster, warning = common_cluster([("NVIDIA H100 80GB HBM3", 79 * GIB), *others])
     assert (cluster.memory, cluster.gpus_per_node) == (memory, 8)
@@ -203,14 +203,14 @@ def test_different_gpus_are_planned_for_as_rank_0_s_with_the_least_memory(others
 
 
 def test_gpus_that_no_cluster_knows_are_warned_of():
-    from wlb_titan.runtime.decided import common_cluster
+    from wlb_titan.runtime.choose import common_cluster
 
     cluster, warning = common_cluster([("NVIDIA GH200 480GB", 95 * GIB), ("NVIDIA GH200 480GB", 94 * GIB)])
     assert cluster.memory == 94 * GIB and "GH200" in warning and "[wlb] cluster" in warning
 
 
 def test_a_rank_that_logs_nothing_plans_nothing_to_tell_of(caplog):
-    from wlb_titan.runtime.life.told import tell_beginning
+    from wlb_titan.runtime.console import tell_beginning
 
     caplog.set_level(logging.WARNING)
     tell_beginning(object())

@@ -209,8 +209,7 @@ def short_trials(monkeypatch):
 @pytest.mark.parametrize("file", CASES, indirect=True)
 def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one_process):
     from wlb_titan.commands.lone_ranks import RankCommand
-    from wlb_titan.runtime.data.dataloader import PlannedDataLoader
-    from wlb_titan.runtime.data.shared_answer import SharedAnswer
+    from wlb_titan.runtime.data.dataloader import PlannedDataLoader, SharedAnswer
     from wlb_titan.runtime.job import job_of, parallel_dims
     from wlb_titan.simulator.choice import choose
     from wlb_titan.simulator.scenario import Scenario

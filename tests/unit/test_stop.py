@@ -11,9 +11,8 @@ from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 use_cpu_without_accelerator()
 
 from wlb_titan.errors import EXIT_AGAIN  # noqa: E402
-from wlb_titan.runtime.life import alarm as alarm_module  # noqa: E402
-from wlb_titan.runtime.life.alarm import Alarm  # noqa: E402
-from wlb_titan.runtime.life.stop import Stop  # noqa: E402
+from wlb_titan.runtime import ends as alarm_module  # noqa: E402
+from wlb_titan.runtime.ends import Alarm, Stop  # noqa: E402
 
 RANKS = 3
 PATIENCE = 60

@@ -12,8 +12,8 @@ use_cpu_without_accelerator()
 from torchtitan.distributed import ParallelDims  # noqa: E402
 
 from wlb_titan.packing import POLICIES  # noqa: E402
+from wlb_titan.runtime import timeouts  # noqa: E402
 from wlb_titan.runtime.job import job_of  # noqa: E402
-from wlb_titan.runtime.life import timeouts  # noqa: E402
 from wlb_titan.runtime.models.registry import base_config  # noqa: E402
 
 

@@ -56,7 +56,7 @@ def check(file: Path, overrides: tuple[str, ...], world_size: int | None, device
 
 def _check_files(config: Any, facts: Facts) -> None:
     from wlb_titan.runtime.checks.files import validate_corpus, validate_plan
-    from wlb_titan.runtime.life.dump_folder import check_place
+    from wlb_titan.runtime.dump_folder import check_place
 
     corpus = validate_corpus(config)
     check_place(Path(config.dump_folder))

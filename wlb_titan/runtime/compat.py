@@ -31,18 +31,6 @@ Overridden or set on torch's own classes, without an import, and covered by the 
 - `LocalElasticAgent._stop_workers`, `_monitor_workers`, `_shutdown`, `_exit_barrier`, `_worker_group`,
   `_pcontext`, `_remaining_restarts`, `_exit_barrier_timeout`: how a host's ranks are stopped, started again
   and waited for (`launch/elastic.py`). Without them: torchrun, which passes no signal on politely.
-
-What torchtitan's main branch of August 2026 calls otherwise is read here only, each with its name there: the
-batch (`batch_of`), the length of rotary tables, the class of data loaders, the device's module. Beyond names
-it
-
-- counts a step in tokens (`training.num_tokens_per_train_step`), and a micro-batch is one row of them without
-  a batch dimension, as ours are: `[training]` gets other keys, and models' inputs lose their first dimension;
-- builds loaders with `num_tokens_per_batch` in place of `seq_len`, `local_batch_size`,
-  `snapshot_every_n_steps`;
-- has no `full_dtensor` backend any more, and refuses context parallelism with VarlenAttention when a model's
-  configuration is updated: ours has to take the attention's place before;
-- ends training when a loss is not finite (`Trainer.train_step`), which ours then should too.
 """
 
 from __future__ import annotations
@@ -111,7 +99,7 @@ from torch.distributed.pipelining.schedules import _ComputationType as Computati
 from torch.distributed.pipelining.schedules import _PipelineSchedule as PipelineSchedule
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as PipelineScheduleRuntime
 
-# What a trainer's loader derives from. On main: torchtitan.components.data.loader.
+# What a trainer's loader derives from.
 from torchtitan.components.dataloader import BaseDataLoader
 
 # Which rank reports the loss. Without it: the first rank of the last stage, as its docstring says.
@@ -131,8 +119,7 @@ from torchtitan.distributed.pipeline_parallel import (
 from torchtitan.distributed.pipeline_parallel import _get_pipeline_metadata as pipeline_metadata
 from torchtitan.distributed.pipeline_parallel import _pipeline_module_split as split_into_stages
 
-# The loader of torchtitan's text bases, for which ours stands in. On main: GrainDataLoader, in
-# torchtitan.components.data, of datasets that are packed as its own configuration says.
+# The loader of torchtitan's text bases, for which ours stands in.
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.utils import device_type
@@ -158,24 +145,13 @@ class Batch(NamedTuple):
 
 
 def batch_of(config: Trainer.Config) -> Batch:
-    """The batch of a configuration.
-
-    On main: `training.max_context_length`, `parallelism.num_pp_microbatches`, and
-    `training.num_tokens_per_train_step` over `num_tokens_per_microbatch_per_dp_rank`.
-    """
     training = config.training
     total = training.global_batch_size
     return Batch(training.seq_len, training.local_batch_size, total if total > 0 else None)
 
 
-def rotary_length(rope: Configurable.Config) -> int:
-    """Positions in a rotary table. On main: `max_context_length`."""
-    length: int = rope.max_seq_len
-    return length
-
-
 def device_bytes() -> int:
-    """Memory of this process's device. On main there is no `device_module`: ask `get_device_info`."""
+    """Memory of this process's device."""
     total: int = titan_utils.device_module.get_device_properties(0).total_memory
     return total
 
@@ -237,45 +213,6 @@ def place_in_batch() -> int | None:
     return next(i for i, one in enumerate(here["p2p_op_list"]) if one is here["p2p_op"])
 
 
-__all__ = [
-    "AsyncCollectiveTensor",
-    "BaseDataLoader",
-    "ComputationType",
-    "CustomGraphPass",
-    "DataDependentOutputException",
-    "FakeTensor",
-    "FakeTensorMode",
-    "HuggingFaceTextDataLoader",
-    "PipelineSchedule",
-    "PipelineScheduleRuntime",
-    "RecvInfo",
-    "ScheduleAction",
-    "StageMeta",
-    "TensorMeta",
-    "all_to_all_single_autograd",
-    "batch_of",
-    "build_pipeline_schedule",
-    "checkpoint_wrapper",
-    "device_bytes",
-    "done_work",
-    "ensure_receives_drained",
-    "get_custom_graph_passes",
-    "groups_made",
-    "in_backward_pass",
-    "mark_unbacked",
-    "metrics_rank_of",
-    "modules_of_stages",
-    "owner_of",
-    "pipeline_metadata",
-    "place_in_batch",
-    "process_groups",
-    "ranks_of_group",
-    "rotary_length",
-    "split_into_stages",
-    "unset_fake_temporarily",
-]
-
-
 def optimizer_factory(
     container: type[OptimizersContainer], name: str
 ) -> Callable[..., torch.optim.Optimizer]:
@@ -285,103 +222,3 @@ def optimizer_factory(
         NotImplementedError: torchtitan has none of this name.
     """
     return container._resolve_optimizer_factory(name)
-
-
-@dataclass
-class Dims(ParallelDims):
-    """torchtitan's degrees and meshes, with dimensions that it does not have.
-
-    Its own meshes are those of the ranks at one place along the others; only `batch` and `loss` go over the
-    dimensions that divide data too.
-    """
-
-    own: tuple[Dimension, ...] = ()
-
-    @classmethod
-    def of(cls, parallelism: ParallelismConfig, ranks: int, own: Sequence[Dimension] = ()) -> Dims:
-        """The degrees of a configuration on so many ranks."""
-        return cls(
-            **{one.axis: getattr(parallelism, one.key) for one in TORCHTITAN.values()},
-            world_size=ranks,
-            spmd_backend=parallelism.spmd_backend,
-            own=tuple(own),
-        )
-
-    @property
-    def data(self) -> int:
-        """Ranks that run different micro-batches."""
-        own = math.prod(one.degree for one in self.own if one.divides == "data")
-        return self.dp_replicate * self.dp_shard * own
-
-    def place(self, axis: str) -> int:
-        """This rank's place along a mesh axis; 0 where it has one rank only."""
-        mesh = self.get_optional_mesh(axis)
-        return 0 if mesh is None else mesh.get_local_rank()
-
-    def _validate(self) -> None:
-        ranks = self.world_size
-        self.world_size = ranks // math.prod(one.degree for one in self.own)
-        super()._validate()
-        self.world_size = ranks
-
-    @property
-    def dp_enabled(self) -> bool:
-        return self.data > 1
-
-    def build_mesh(self) -> DeviceMesh:
-        return self.build_open_mesh() if self.own else super().build_mesh()
-
-    def build_open_mesh(self) -> DeviceMesh:
-        """As torchtitan's `build_mesh` under `spmd_types`, from ranks that are put in its order."""
-        ranked = in_order([one for one in TORCHTITAN.values() if not one.borrows], self.own)
-        degrees = {one.axis: getattr(self, one.axis) for one in TORCHTITAN.values()}
-        degrees |= {one.axis: one.degree for one in self.own}
-        data = [one.axis for one in self.own if one.divides == "data"]
-        apart = [one.axis for one in self.own if one.divides != "data"]
-        names = [one.axis for one in ranked]
-        wanted = [*apart, "pp", *data, "dp_replicate", "dp_shard", "cp", "tp"]
-        ranks = np.arange(self.world_size).reshape([degrees[name] for name in names])
-        ranks = ranks.transpose([names.index(name) for name in wanted])
-        world = DeviceMesh(device_type, torch.from_numpy(ranks.ravel().copy()), mesh_dim_names=("world",))
-
-        def view(*axes: str, **others: int) -> DeviceMesh:
-            sizes = [others.get(axis) or degrees[axis] for axis in axes]
-            pairs = zip(axes, sizes, strict=True)
-            fake = {axis: "fake" for axis, size in pairs if not self._mesh_exist(axis, size)}
-            return world._unflatten(0, tuple(sizes), axes, backend_override=fake)
-
-        efsdp = self.dp_shard * self.cp * self.tp // self.ep
-        loading = view(*apart, "pp", "batch", "cp", "tp", batch=self.data)
-        dense = view(*wanted)
-        replicas = self.dp_replicate * self.dp_shard
-        passes = view(*apart, "pp", *data, "dp", "cp", "tp", dp=replicas)["dp", "cp", "tp"]
-        sparse = view(*apart, "pp", *data, "dp_replicate", "efsdp", "ep", efsdp=efsdp)
-        loss = loading["batch", "cp"]._flatten("loss_mesh")
-        self._world_mesh = world
-        self._global_meshes = {"dataloading": loading, "loss": loss, "dense": dense, "sparse": sparse}
-        self._global_meshes["spmd_dense_for_fwdbwd"] = passes
-        if self.ep > 1:
-            self._global_meshes["spmd_sparse_for_fwdbwd"] = sparse["dp_replicate", "efsdp", "ep"]
-        self._single_axis_meshes = {
-            "pp": loading["pp"],
-            "batch": loading["batch"],
-            "loss": loss,
-            "dp_replicate": dense["dp_replicate"],
-            "cp": loading["cp"],
-            "tp": loading["tp"],
-            "ep": sparse["ep"],
-            "efsdp": sparse["efsdp"],
-            "dp": passes["dp"],
-            "dp_shard": dense["dp_shard"],
-            **{axis: dense[axis] for axis in (*apart, *data)},
-        }
-        candidates = (["dp", "cp", "tp"], ["dp_replicate", "efsdp", "ep"])
-        meshes = (self.get_activated_mesh(axes) for axes in candidates)
-        self._spmd_meshes = [mesh for mesh in meshes if mesh is not None]
-        return world
-
-
-def rank_layout(dims: ParallelDims) -> NDArray[Any]:
-    """Global ranks by (others, pp, data-parallel rank, cp, tp); `others` are one without own dimensions."""
-    layout: NDArray[Any] = dims._global_meshes["dataloading"].mesh.numpy()
-    return layout.reshape(-1, *layout.shape[-4:])

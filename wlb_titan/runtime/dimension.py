@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.protocols.model_spec import ModelSpec
 
 from wlb_titan.plugins import load
-from wlb_titan.runtime.compat import Dims
+from wlb_titan.runtime.meshes import Dims
 
 if TYPE_CHECKING:
     from wlb_titan.runtime.trainer import Trainer

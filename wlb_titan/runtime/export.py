@@ -17,7 +17,6 @@ from torchtitan.tools.logging import logger
 from wlb_titan.corpus import Corpus
 from wlb_titan.corpus.tokenizer import CorpusTokenizer
 from wlb_titan.runtime.checks.weights import described
-from wlb_titan.runtime.compat import rotary_length
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
@@ -81,7 +80,7 @@ def model_config(spec: ModelSpec) -> dict[str, Any] | None:
         "model_type": kind,
         **values,
         "rope_scaling": None if rope["rope_type"] == "default" else rope,
-        "max_position_embeddings": rotary_length(spec.model.first_attention.rope),
+        "max_position_embeddings": spec.model.first_attention.rope.max_seq_len,
         "hidden_act": "silu",
         "attention_bias": False,
     }

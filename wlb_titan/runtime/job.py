@@ -17,7 +17,8 @@ from wlb_titan.cost.cluster import cluster_of_gpu, load_cluster
 from wlb_titan.cost.degrees import TORCHTITAN, Degrees, own_dimensions
 from wlb_titan.job import Job
 from wlb_titan.memory.layer import MemorySettings
-from wlb_titan.runtime.compat import Dims, batch_of, device_bytes
+from wlb_titan.runtime.compat import batch_of, device_bytes
+from wlb_titan.runtime.meshes import Dims
 from wlb_titan.runtime.pipeline.schedules import canonical_name, stage_names
 from wlb_titan.runtime.shape import has_experts, has_latent_attention, model_shape
 

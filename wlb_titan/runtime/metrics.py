@@ -5,19 +5,26 @@ TensorBoard and W&B get the same numbers through torchtitan's own loggers.
 
 from __future__ import annotations
 
+import functools
+import json
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+import numpy as np
 import torch
 from torchtitan.components import metrics as titan
 from torchtitan.tools.logging import logger
 
+from wlb_titan.context import ContextStrategy, after
+from wlb_titan.job import Job
 from wlb_titan.pipeline.schedule import V_SHAPED
+from wlb_titan.plan import Plan, imbalance_degree
 from wlb_titan.runtime.compat import metrics_rank_of
-from wlb_titan.runtime.life.dump_folder import METRICS_FILE, VALIDATION_FILE
-from wlb_titan.runtime.life.json_lines import JsonLines, warn_once
+from wlb_titan.runtime.data.dataloader import Step
+from wlb_titan.runtime.dump_folder import METRICS_FILE, VALIDATION_FILE
 from wlb_titan.runtime.pipeline.schedules import canonical_name
 
 
@@ -179,3 +186,117 @@ def _console_line(record: dict[str, Any], last: int, left: float | None) -> str:
     if left and left > 0:
         parts.append(f"{spoken(left)} left")
     return " | ".join(parts)
+
+
+def step_figures(step: Step, job: Job, shadow: Job | None) -> dict[str, Any]:
+    """What the plan of a step says of it, for metrics.jsonl; beside it that of the job's shadow."""
+    plan = step.plan
+    figures = {
+        "tokens": plan.tokens,
+        "labels": step.labels,
+        "padding": plan.padding,
+        **plan_figures(plan, job),
+    }
+    if step.shadow is not None and shadow is not None:
+        figures |= {f"shadow/{key}": value for key, value in plan_figures(step.shadow, shadow).items()}
+    return figures | step.source_figures
+
+
+def plan_figures(plan: Plan, job: Job) -> dict[str, Any]:
+    """How well a plan balances, and what that costs, for metrics.jsonl.
+
+    Returns:
+        What docs/metrics.md lists from `imbalance` to `longest_micro_batch`.
+    """
+    return {
+        "imbalance": plan.imbalance,
+        **rank_imbalance(plan, job.strategy),
+        "cut_share": plan.cut_share(job.window),
+        "keys_per_token": plan.keys_per_token,
+        "delay_mean": plan.delay,
+        "delay_max": plan.max_delay,
+        "waiting_documents": plan.waiting_documents,
+        "waiting_tokens": plan.waiting_tokens,
+        "lost_tokens": plan.lost_tokens,
+        "longest_micro_batch": plan.longest,
+        "plan_ms": plan.plan_ms,
+    }
+
+
+def rank_imbalance(plan: Plan, strategy: ContextStrategy | None) -> dict[str, Any]:
+    """Largest over mean predicted work at each level; 1.0 is perfect balance.
+
+    Returns:
+        What docs/metrics.md lists as `imbalance_dp`, `imbalance_pp` and, with context parallelism, as
+        `imbalance_cp` and `sharding`, of the micro-batches that the plan divides.
+    """
+    replicas = range(1 + max(m.dp_rank for m in plan.micro_batches))
+    workloads = [
+        [[m.workload for m in one if m.dp_rank == rank] for one in plan.by_pass] for rank in replicas
+    ]
+    figures: dict[str, Any] = {
+        "imbalance_dp": imbalance_degree([sum(map(sum, replica)) for replica in workloads]),
+        "imbalance_pp": float(np.mean([imbalance_degree(*replica) for replica in workloads])),
+    }
+    divided = [
+        (m.sharding, after(m.ranks, m.prefix))
+        for m in plan.micro_batches
+        if m.ranks is not None and not m.merged
+    ]
+    if divided and strategy is not None:
+        times = [strategy.seconds(ranks).sum(axis=1) for _, ranks in divided]
+        figures["imbalance_cp"] = float(np.mean([imbalance_degree(t) for t in times]))
+        figures["sharding"] = dict(Counter(sharding for sharding, _ in divided))
+    return figures
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    logger.warning(message)
+
+
+class JsonLines:
+    """A file of one JSON object a line, each with a `step`, which a resumed run goes on with.
+
+    A run resumed from a checkpoint repeats the steps since then: with the first line, old lines of that step
+    and later ones go, and lines that are none, as a crash leaves them. All others are kept.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Appends a line. On a full disk the line is lost, and the next one is tried again."""
+        try:
+            if self._file is None:
+                self._file = self._open_before(record["step"])
+            self._file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            warn_once(f"{self._path} cannot be written: {error.strerror}. Training goes on, lines are lost.")
+
+    def close(self) -> None:
+        if self._file is not None:
+            try:
+                self._file.close()
+            except OSError as error:
+                warn_once(f"{self._path} may lack its last lines: {error.strerror}.")
+
+    def _open_before(self, step: int) -> TextIO:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._path.exists():
+            writing = self._path.with_name(self._path.name + ".tmp")
+            with (
+                self._path.open(encoding="utf-8", errors="replace") as old,
+                writing.open("w", encoding="utf-8") as new,
+            ):
+                new.writelines(line for line in old if self._is_kept(line, step))
+            writing.replace(self._path)
+        return self._path.open("a", buffering=1, encoding="utf-8")
+
+    def _is_kept(self, line: str, step: int) -> bool:
+        try:
+            return line.endswith("\n") and json.loads(line)["step"] < step
+        except (ValueError, KeyError, TypeError, RecursionError):
+            warn_once(f"{self._path} had a line that is none, which a crash may have left; it is dropped.")
+            return False

@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 
 from wlb_titan.plan import Plan, imbalance_degree
-from wlb_titan.runtime.life.dump_folder import TRACES
-from wlb_titan.runtime.life.json_lines import warn_once
-from wlb_titan.runtime.metrics import metrics_rank
+from wlb_titan.runtime.dump_folder import TRACES
+from wlb_titan.runtime.metrics import metrics_rank, warn_once
 from wlb_titan.simulator.measured import Pass
 from wlb_titan.simulator.trace import COMPUTED, Span, write_trace
 

@@ -18,7 +18,7 @@ from wlb_titan.errors import UserError
 
 if TYPE_CHECKING:
     from wlb_titan.config import Resolved
-    from wlb_titan.runtime.life.alarm import Alarm
+    from wlb_titan.runtime.ends import Alarm
     from wlb_titan.runtime.trainer import Trainer
 
 
@@ -30,7 +30,7 @@ def main(path: str, overrides: tuple[str, ...]) -> None:
     allow_segments_to_grow()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        from wlb_titan.runtime.life.alarm import Alarm
+        from wlb_titan.runtime.ends import Alarm
 
         with Alarm(rank, world_size) as alarm:
             sys.exit(train(path, overrides, rank, world_size, alarm))
@@ -64,8 +64,8 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
     from wlb_titan.runtime.attention.implementation import check_implementation
     from wlb_titan.runtime.checks.config import validate_devices, validate_inputs
     from wlb_titan.runtime.compat import device_bytes
+    from wlb_titan.runtime.console import start_log
     from wlb_titan.runtime.job import job_of, parallel_dims
-    from wlb_titan.runtime.life.console import start_log
     from wlb_titan.runtime.memory import check_memory
     from wlb_titan.runtime.models.load import load_config
 
@@ -108,9 +108,9 @@ def _run(resolved: Resolved, rank: int, alarm: Alarm) -> int:
     from torch.distributed.elastic.multiprocessing.errors import record
     from torchtitan.observability import structured_logger
 
-    from wlb_titan.runtime.life.checkpoints import explained
-    from wlb_titan.runtime.life.dump_folder import held
-    from wlb_titan.runtime.life.stop import seconds_of
+    from wlb_titan.runtime.checkpoints import explained
+    from wlb_titan.runtime.dump_folder import held
+    from wlb_titan.runtime.ends import seconds_of
 
     config = resolved.config
     if config.wlb.stop_after:
@@ -165,7 +165,7 @@ def _choose(config: Trainer.Config) -> dict[str, Any]:
     """`beginning`, as JSON; newer checkpoints that are broken are told."""
     from torchtitan.tools.logging import logger
 
-    from wlb_titan.runtime.life.checkpoints import beginning
+    from wlb_titan.runtime.checkpoints import beginning
 
     choice = beginning(config)
     folder = Path(config.dump_folder) / config.checkpoint.folder
@@ -180,8 +180,8 @@ def _choose(config: Trainer.Config) -> dict[str, Any]:
 
 def _note(resolved: Resolved, step: int, choice: dict[str, Any]) -> None:
     """Writes into the dump folder that a run begins or goes on at `step`."""
-    from wlb_titan.runtime.life.checkpoints import move_broken_aside
-    from wlb_titan.runtime.life.dump_folder import begin
+    from wlb_titan.runtime.checkpoints import move_broken_aside
+    from wlb_titan.runtime.dump_folder import begin
 
     config = resolved.config
     folder = Path(config.dump_folder)

@@ -8,12 +8,14 @@ it they are accumulated one by one.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed.config as dist_config
@@ -26,28 +28,34 @@ from torchtitan.trainer import Trainer as TorchtitanTrainer
 from wlb_titan.config.settings import WlbSettings
 from wlb_titan.job import Job
 from wlb_titan.plan import Action, Flow
+from wlb_titan.runtime import console
 from wlb_titan.runtime.attention.implementation import ask_comparison, compared_difference, compile_attention
 from wlb_titan.runtime.attention.kv_cache import KeyValueCache
 from wlb_titan.runtime.attention.meshes import context_meshes, prepare_attention
-from wlb_titan.runtime.compat import Dims, batch_of
+from wlb_titan.runtime.attention.module import DocumentAttention
+from wlb_titan.runtime.checkpoints import save_stopped
+from wlb_titan.runtime.choose import decided
+from wlb_titan.runtime.compat import batch_of
 from wlb_titan.runtime.cpu_device import add_up_by_sums
-from wlb_titan.runtime.data.dataloader import PlannedDataLoader, Step
+from wlb_titan.runtime.data.corpus import open_corpus
+from wlb_titan.runtime.data.dataloader import PlannedDataLoader, Step, Tokenizer
 from wlb_titan.runtime.data.inputs import Item, grouped, to_device
-from wlb_titan.runtime.decided import decided
 from wlb_titan.runtime.dimension import OwnAxes
-from wlb_titan.runtime.imbalance import step_figures
 from wlb_titan.runtime.job import configured_job, parallel_dims
-from wlb_titan.runtime.life import told
-from wlb_titan.runtime.life.checkpoints import save_stopped
-from wlb_titan.runtime.life.timeouts import first_timeout, set_timeouts, train_timeout
+from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import measured_memory
-from wlb_titan.runtime.metrics import MetricsProcessor
+from wlb_titan.runtime.meshes import Dims
+from wlb_titan.runtime.metrics import MetricsProcessor, step_figures
 from wlb_titan.runtime.models.compile import prepare_compiling
-from wlb_titan.runtime.parts import tell_the_job, with_our_parts
 from wlb_titan.runtime.pipeline.build import PackFlowSchedule
+from wlb_titan.runtime.pipeline.regroup import regrouped_pipeline
 from wlb_titan.runtime.step_trace import PassTimer, StepTrace
+from wlb_titan.runtime.timeouts import first_timeout, set_timeouts, train_timeout
 from wlb_titan.runtime.validator import Validator
 from wlb_titan.simulator.choice import Choice
+
+if TYPE_CHECKING:
+    from wlb_titan.runtime.trainer import Trainer
 
 
 class Trainer(TorchtitanTrainer):
@@ -313,8 +321,49 @@ class Trainer(TorchtitanTrainer):
 
     def train(self) -> None:
         self._give_up_after(first_timeout(self.config.comm))
-        told.tell_beginning(self)
+        console.tell_beginning(self)
         compile_attention(self.config, self.job, self.device, self.config.dataloader.context_rank)
-        told.tell_timeouts(self)
+        console.tell_timeouts(self)
         super().train()
-        told.end(self, time.monotonic() - self._began)
+        console.end(self, time.monotonic() - self._began)
+
+
+def with_our_parts(config: Trainer.Config, job: Job) -> Trainer.Config:
+    """A copy that a trainer may change, with our tokenizer, loader, validator, loss and stages."""
+    wlb, spec = config.wlb, config.model_spec
+    assert spec is not None
+    stages: Any = spec.pipelining_fn
+    if job.packing.regroups:
+        stages = partial(regrouped_pipeline, stages)
+    return dataclasses.replace(
+        config,
+        comm=dataclasses.replace(config.comm),
+        training=dataclasses.replace(config.training),
+        hf_assets_path=str(open_corpus(wlb.corpus).tokenizer_path),
+        tokenizer=Tokenizer.Config(),
+        dataloader=PlannedDataLoader.Config(
+            corpus=wlb.corpus, job=job, loss_weight=wlb.loss_weight, hold_out=wlb.validation.hold_out
+        ),
+        validator=Validator.Config(enable=wlb.validation.enabled, freq=max(wlb.validation.every, 1)),
+        loss=weighted(config.loss) if wlb.loss_weight == "conversation" else config.loss,
+        model_spec=dataclasses.replace(spec, pipelining_fn=stages),
+    )
+
+
+def tell_the_job(config: Trainer.Config, job: Job, shadow: Job | None, dims: Dims) -> None:
+    """Tells the loader what the job is, and this rank's place in it; and attention what computes it.
+
+    Args:
+        config: as of `with_our_parts`; is changed.
+        shadow: what is only planned; None for nothing.
+    """
+    assert config.model_spec is not None
+    for _, attention, _, _ in config.model_spec.traverse(DocumentAttention.Config):
+        attention.implementation = config.wlb.attention.implementation
+        attention.sm_margin = config.wlb.attention.sm_margin
+    loader = config.dataloader
+    loader.job, loader.shadow = job, shadow
+    loader.context_rank = dims.place("cp")
+    if dims.tp_enabled and config.parallelism.enable_sequence_parallel:
+        mesh = dims.get_mesh("tp")
+        loader.tensor_rank = mesh.get_local_rank(), mesh.size()

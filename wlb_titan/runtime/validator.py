@@ -28,7 +28,7 @@ from wlb_titan.pipeline.order import ORDERS
 from wlb_titan.runtime.data.corpus import mixture_sources, open_corpus
 from wlb_titan.runtime.data.dataloader import PlannedDataLoader, Step
 from wlb_titan.runtime.data.inputs import Item, grouped, to_device
-from wlb_titan.runtime.life.once import Once
+from wlb_titan.runtime.once import Once
 
 if TYPE_CHECKING:
     from wlb_titan.runtime.trainer import Trainer

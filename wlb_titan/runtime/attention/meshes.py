@@ -19,7 +19,7 @@ from torchtitan.tools.utils import device_type
 from wlb_titan.arrays import Ints
 from wlb_titan.job import Job
 from wlb_titan.runtime.attention.module import DocumentAttention
-from wlb_titan.runtime.compat import Dims, rank_layout
+from wlb_titan.runtime.meshes import Dims, rank_layout
 
 ContextMeshes = dict[int, list[DeviceMesh]]
 """The `meshes` of a strategy, by how many data-parallel ranks share a micro-batch."""

@@ -21,16 +21,17 @@ from wlb_titan.errors import PlanError, UserError
 from wlb_titan.kernels.implementations import Device
 from wlb_titan.pipeline.schedule import check_micro_batches
 from wlb_titan.runtime.attention.implementation import check_implementation
+from wlb_titan.runtime.checkpoints import beginning
 from wlb_titan.runtime.checks.files import check_resumed, validate_corpus, validate_plan
 from wlb_titan.runtime.checks.optimizer import check_optimizer
 from wlb_titan.runtime.checks.weights import check_weights
-from wlb_titan.runtime.compat import Dims, batch_of
+from wlb_titan.runtime.compat import batch_of
+from wlb_titan.runtime.dump_folder import check_place
+from wlb_titan.runtime.ends import seconds_of
 from wlb_titan.runtime.job import configured_degrees, degrees_product, job_of, parallel_dims
-from wlb_titan.runtime.life.checkpoints import beginning
-from wlb_titan.runtime.life.dump_folder import check_place
-from wlb_titan.runtime.life.stop import seconds_of
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import check_memory
+from wlb_titan.runtime.meshes import Dims
 from wlb_titan.runtime.metrics import MetricsProcessor
 from wlb_titan.runtime.models.adoption import WHAT_TO_DO, has_adapters, unsupported
 from wlb_titan.runtime.pipeline.build import pipeline

@@ -12,7 +12,7 @@ from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.runtime.data.corpus import mixture_sources, open_corpus, open_source, training_documents
-from wlb_titan.runtime.life.dump_folder import CONFIG_FILE
+from wlb_titan.runtime.dump_folder import CONFIG_FILE
 from wlb_titan.simulator.choice import choose
 
 CORPUS = ("path", "column", "mask")

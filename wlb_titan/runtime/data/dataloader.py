@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
-from wlb_titan.arrays import Ints
+from wlb_titan.arrays import Floats, Ints
 from wlb_titan.config.settings import CorpusSettings
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job
@@ -27,7 +29,6 @@ from wlb_titan.planner import Planner
 from wlb_titan.runtime.compat import BaseDataLoader
 from wlb_titan.runtime.data.corpus import documents_of, open_corpus
 from wlb_titan.runtime.data.inputs import Item, rank_item
-from wlb_titan.runtime.data.shared_answer import SharedAnswer
 from wlb_titan.runtime.loss import total_weight, with_weights
 from wlb_titan.runtime.pipeline.regroup import regrouped_items
 
@@ -228,3 +229,35 @@ def _planner(config: PlannedDataLoader.Config, job: Job, documents: Documents) -
     # A solver that is stopped by its time limit finds other packings on other ranks.
     shares = job.packing.planning_seconds and not config.alone
     return job.planner(documents, on_one_rank=SharedAnswer() if shares else here)
+
+
+class SharedAnswer:
+    """One answer for all ranks: a solver that is stopped by its time limit finds different packings on each.
+
+    Rank 0 asks it and tells the others, in the thread that plans ahead and over a process group that nothing
+    else uses. To be made and called on every rank in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo")
+
+    def __call__(self, ask: Callable[[], Floats]) -> Floats:
+        """What `ask` returns on rank 0, float64 (n,), on every rank."""
+        answer = [ask() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(answer, src=0, group=self._group)
+        assert answer[0] is not None
+        return answer[0]
+
+
+class Tokenizer(HuggingFaceTokenizer):
+    """torchtitan's, which compiles a chat template as soon as there is one, and knows no `{% generation %}`.
+
+    Training reads token ids; conversations were rendered when the corpus was prepared.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(HuggingFaceTokenizer.Config):
+        pass
+
+    def set_chat_template(self, template: str) -> None:
+        """Leaves it."""

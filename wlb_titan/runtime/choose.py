@@ -20,7 +20,7 @@ from wlb_titan.job import Job
 from wlb_titan.memory.rank import GIB
 from wlb_titan.packing.policy import here
 from wlb_titan.runtime.data.corpus import steps_of_epochs, training_documents
-from wlb_titan.runtime.data.shared_answer import SharedAnswer
+from wlb_titan.runtime.data.dataloader import SharedAnswer
 from wlb_titan.runtime.job import gpu_at_hand
 from wlb_titan.simulator.choice import Choice, choose
 

@@ -1,0 +1,118 @@
+"""The meshes of a job: torchtitan's, with the dimensions that a user adds ([[wlb.dimensions]])."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.config.configs import ParallelismConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.tools.utils import device_type
+
+from wlb_titan.cost.degrees import TORCHTITAN, Dimension, in_order
+
+
+@dataclass
+class Dims(ParallelDims):
+    """torchtitan's degrees and meshes, with dimensions that it does not have.
+
+    Its own meshes are those of the ranks at one place along the others; only `batch` and `loss` go over the
+    dimensions that divide data too.
+    """
+
+    own: tuple[Dimension, ...] = ()
+
+    @classmethod
+    def of(cls, parallelism: ParallelismConfig, ranks: int, own: Sequence[Dimension] = ()) -> Dims:
+        """The degrees of a configuration on so many ranks."""
+        return cls(
+            **{one.axis: getattr(parallelism, one.key) for one in TORCHTITAN.values()},
+            world_size=ranks,
+            spmd_backend=parallelism.spmd_backend,
+            own=tuple(own),
+        )
+
+    @property
+    def data(self) -> int:
+        """Ranks that run different micro-batches."""
+        own = math.prod(one.degree for one in self.own if one.divides == "data")
+        return self.dp_replicate * self.dp_shard * own
+
+    def place(self, axis: str) -> int:
+        """This rank's place along a mesh axis; 0 where it has one rank only."""
+        mesh = self.get_optional_mesh(axis)
+        return 0 if mesh is None else mesh.get_local_rank()
+
+    def _validate(self) -> None:
+        ranks = self.world_size
+        self.world_size = ranks // math.prod(one.degree for one in self.own)
+        super()._validate()
+        self.world_size = ranks
+
+    @property
+    def dp_enabled(self) -> bool:
+        return self.data > 1
+
+    def build_mesh(self) -> DeviceMesh:
+        return self.build_open_mesh() if self.own else super().build_mesh()
+
+    def build_open_mesh(self) -> DeviceMesh:
+        """As torchtitan's `build_mesh` under `spmd_types`, from ranks that are put in its order."""
+        ranked = in_order([one for one in TORCHTITAN.values() if not one.borrows], self.own)
+        degrees = {one.axis: getattr(self, one.axis) for one in TORCHTITAN.values()}
+        degrees |= {one.axis: one.degree for one in self.own}
+        data = [one.axis for one in self.own if one.divides == "data"]
+        apart = [one.axis for one in self.own if one.divides != "data"]
+        names = [one.axis for one in ranked]
+        wanted = [*apart, "pp", *data, "dp_replicate", "dp_shard", "cp", "tp"]
+        ranks = np.arange(self.world_size).reshape([degrees[name] for name in names])
+        ranks = ranks.transpose([names.index(name) for name in wanted])
+        world = DeviceMesh(device_type, torch.from_numpy(ranks.ravel().copy()), mesh_dim_names=("world",))
+
+        def view(*axes: str, **others: int) -> DeviceMesh:
+            sizes = [others.get(axis) or degrees[axis] for axis in axes]
+            pairs = zip(axes, sizes, strict=True)
+            fake = {axis: "fake" for axis, size in pairs if not self._mesh_exist(axis, size)}
+            return world._unflatten(0, tuple(sizes), axes, backend_override=fake)
+
+        efsdp = self.dp_shard * self.cp * self.tp // self.ep
+        loading = view(*apart, "pp", "batch", "cp", "tp", batch=self.data)
+        dense = view(*wanted)
+        replicas = self.dp_replicate * self.dp_shard
+        passes = view(*apart, "pp", *data, "dp", "cp", "tp", dp=replicas)["dp", "cp", "tp"]
+        sparse = view(*apart, "pp", *data, "dp_replicate", "efsdp", "ep", efsdp=efsdp)
+        loss = loading["batch", "cp"]._flatten("loss_mesh")
+        self._world_mesh = world
+        self._global_meshes = {"dataloading": loading, "loss": loss, "dense": dense, "sparse": sparse}
+        self._global_meshes["spmd_dense_for_fwdbwd"] = passes
+        if self.ep > 1:
+            self._global_meshes["spmd_sparse_for_fwdbwd"] = sparse["dp_replicate", "efsdp", "ep"]
+        self._single_axis_meshes = {
+            "pp": loading["pp"],
+            "batch": loading["batch"],
+            "loss": loss,
+            "dp_replicate": dense["dp_replicate"],
+            "cp": loading["cp"],
+            "tp": loading["tp"],
+            "ep": sparse["ep"],
+            "efsdp": sparse["efsdp"],
+            "dp": passes["dp"],
+            "dp_shard": dense["dp_shard"],
+            **{axis: dense[axis] for axis in (*apart, *data)},
+        }
+        candidates = (["dp", "cp", "tp"], ["dp_replicate", "efsdp", "ep"])
+        meshes = (self.get_activated_mesh(axes) for axes in candidates)
+        self._spmd_meshes = [mesh for mesh in meshes if mesh is not None]
+        return world
+
+
+def rank_layout(dims: ParallelDims) -> NDArray[Any]:
+    """Global ranks by (others, pp, data-parallel rank, cp, tp); `others` are one without own dimensions."""
+    layout: NDArray[Any] = dims._global_meshes["dataloading"].mesh.numpy()
+    return layout.reshape(-1, *layout.shape[-4:])
