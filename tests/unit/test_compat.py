@@ -72,6 +72,7 @@ PARAMETERS = {
     "mark_unbacked": "t index hint_override strict specialize_on shape_id min max",
     "metrics_rank_of": "parallel_dims pp_schedule",
     "modules_of_stages": "num_stages num_layers input_weight output_weight",
+    "optimizer_factory": "container name",
     "owner_of": "config",
     "pipeline_metadata": "parallel_dims parallelism model_config",
     "place_in_batch": "",

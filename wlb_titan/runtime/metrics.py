@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 import torch
@@ -23,9 +23,11 @@ from wlb_titan.job import Job
 from wlb_titan.pipeline.schedule import V_SHAPED
 from wlb_titan.plan import Plan, imbalance_degree
 from wlb_titan.runtime.compat import metrics_rank_of
-from wlb_titan.runtime.data.dataloader import Step
 from wlb_titan.runtime.dump_folder import METRICS_FILE, VALIDATION_FILE
 from wlb_titan.runtime.pipeline.schedules import canonical_name
+
+if TYPE_CHECKING:
+    from wlb_titan.runtime.data.dataloader import Step
 
 
 def metrics_rank(parallel_dims: Any, schedule: str) -> int:
