@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cached_property
 
 from wlb_titan.context import ALL_KEYS, STRATEGIES, ContextStrategy, Exchange, KeyShares
 from wlb_titan.context.exchange import ExchangeCost
@@ -22,14 +22,12 @@ from wlb_titan.cost.profile import AttentionShape, configured_latency, measured_
 from wlb_titan.cost.workload import CostModel, cost_model
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.fits import Fitting, fullest, usable_share
+from wlb_titan.memory.fits import Fitting, usable_share
 from wlb_titan.memory.layer import MemorySettings, TokenBytes
-from wlb_titan.memory.rank import MemoryJob
 from wlb_titan.packing import POLICIES, PackingPolicy
-from wlb_titan.packing.policy import OnOneRank, PackingJob, here
+from wlb_titan.packing.policy import AskRank0, ask_locally
 from wlb_titan.packing.slim.dp_merge import Merging, group_sizes
-from wlb_titan.packing.slim.seconds import PackSeconds
-from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder, arranged
+from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder
 from wlb_titan.pipeline.schedule import PipelineShape, layers_of_stages
 from wlb_titan.plan import Plan
 from wlb_titan.planner import Planner
@@ -65,6 +63,7 @@ class Job:
         sm_margin: multiprocessors that attention leaves to other kernels.
         planned: data-parallel ranks that are planned, where some stand for all of them; None: all.
             `micro_batches` are theirs.
+        on_one_rank: asks what may differ from rank to rank, such as a solver that a clock stops.
 
     Raises:
         PlanError: the degrees do not divide the model or the micro-batches, a policy cannot run here, or a
@@ -93,6 +92,7 @@ class Job:
     attention: AttentionLatency | None = None
     sm_margin: int = 0
     planned: int | None = None
+    on_one_rank: AskRank0 = field(default=ask_locally, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for dimension in self.degrees.dimensions:
@@ -139,7 +139,7 @@ class Job:
         """Whether a policy is `auto`; `Scenario.choice` decides on one."""
         return any(config.owner.automatic for config in (self.packing, self.sharding))
 
-    @property
+    @cached_property
     def shape(self) -> PipelineShape:
         splits = self.memory.checkpointing == "none"
         return PipelineShape(self.schedule, self.degrees.pipeline, self.chunks, splits)
@@ -149,11 +149,16 @@ class Job:
         """Layers of each stage."""
         return self.stage_layers or layers_of_stages(self.model.layers, self.shape.stages)
 
-    @property
+    @cached_property
     def divisor(self) -> int:
         """What the tokens of a micro-batch are a multiple of."""
         context = self.strategy.divisor if self.strategy is not None else 1
         return math.lcm(self.packing.length_multiple, context, self.degrees.context * self.multiple)
+
+    def padded(self, tokens: int, sharers: int = 1) -> int:
+        """Tokens of a micro-batch that so many data-parallel ranks share, with its padding."""
+        divisor = self.divisor if sharers == 1 else self.merging[sharers].divisor
+        return -(-tokens // divisor) * divisor
 
     @cached_property
     def latency(self) -> AttentionLatency:
@@ -233,6 +238,17 @@ class Job:
         """What a rank holds of each token of a micro-batch of whose keys it has these."""
         return TokenBytes.of(self.model, self.degrees, self.memory, self.exchange, keys)
 
+    def token_bytes_of(self, sharers: int, keys: KeyShares) -> TokenBytes:
+        """The same where so many data-parallel ranks share the micro-batch; worked out once."""
+        known = self._token_bytes
+        if (sharers, keys) not in known:
+            known[sharers, keys] = self.merged[sharers].token_bytes_with(keys)
+        return known[sharers, keys]
+
+    @cached_property
+    def _token_bytes(self) -> dict[tuple[int, KeyShares], TokenBytes]:
+        return {}
+
     @cached_property
     def exchange(self) -> Exchange | None:
         """What context parallelism moves and holds in a layer."""
@@ -266,19 +282,9 @@ class Job:
     @cached_property
     def fitting(self) -> Fitting:
         """Peaks of steps, and what of them fits a device."""
-        job = MemoryJob(
-            model=self.model,
-            degrees=self.degrees,
-            settings=self.memory,
-            shape=self.shape,
-            layers=self.layers,
-            tokens=cache(lambda sharers, keys: self.merged[sharers].token_bytes_with(keys)),
-            run=self.run,
-            rank=self.packing.rank_memory,
-        )
         usable = self.cluster.memory * usable_share(self.packing.owner.slices)
         known = not self.memory_unknown and self.cluster != load_cluster("cpu")
-        return Fitting(job, self.window, self.replica_micro_batches, self.divisor, usable, known)
+        return Fitting(self, usable, known)
 
     @property
     def most_in_flight(self) -> int | None:
@@ -295,39 +301,16 @@ class Job:
     @property
     def longest_micro_batch(self) -> int:
         """Tokens that a micro-batch may have under the packing policy."""
-        return self.packing.longest(self.window, lambda: self.fitting.longest)
+        return self.packing.longest(self)
 
-    def planner(self, documents: Documents, *, on_one_rank: OnOneRank = here) -> Planner:
+    def planner(self, documents: Documents, *, on_one_rank: AskRank0 | None = None) -> Planner:
         """A planner at the beginning of the stream.
-
-        Args:
-            on_one_rank: as of `PackingJob`.
 
         Raises:
             PlanError: a setting is wrong, or does not fit the window or the documents.
         """
         assert not self.undecided, "no policy has been chosen for `auto`"
-        pipeline = None
-        if self.degrees.pipeline > 1:
-            order = self.order.make(self.shape)
-            pipeline = partial(arranged, order, self.run or self.replica_micro_batches)
-        job = PackingJob(
-            window=self.window,
-            micro_batches=self.micro_batches,
-            cost_model=self.cost_model,
-            longest=self.longest_micro_batch,
-            divisor=self.divisor,
-            least=self.degrees.context,
-            data_parallel=self.replicas,
-            pipeline=self.shape,
-            in_flight=lambda: self.most_in_flight,
-            peak=None if self.memory_unknown else lambda passes: fullest(self.fitting.peak(passes)),
-            usable=self.fitting.usable,
-            pass_seconds=PackSeconds(self),
-            merging=self.merging,
-            on_one_rank=on_one_rank,
-        )
-        return Planner(documents, job, self.packing, strategy=self.strategy, pipeline=pipeline)
+        return Planner(documents, self if on_one_rank is None else replace(self, on_one_rank=on_one_rank))
 
     def plans(self, documents: Documents, steps: int, *, after: int = 0) -> list[Plan]:
         """The plans of so many steps, after some others that are left out.

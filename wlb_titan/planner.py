@@ -8,19 +8,23 @@ or policy, it trains the documents that were left.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from wlb_titan.arrays import Floats, Ints
-from wlb_titan.context import ContextStrategy, Sharding
+from wlb_titan.context import Sharding
 from wlb_titan.documents import Documents
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
-from wlb_titan.packing import PackingJob, PackingPolicy, assignment
+from wlb_titan.packing import PackingPolicy, assignment
 from wlb_titan.packing.policy import Packing
+from wlb_titan.pipeline.order import arranged
 from wlb_titan.plan import ID, LENGTH, START, MicroBatch, Plan
+
+if TYPE_CHECKING:
+    from wlb_titan.job import Job
 
 STATE_VERSION = (
     3  # 1: epochs in an order that was stored; 2: policies kept what waits, and settings were facts
@@ -30,24 +34,11 @@ STATE_VERSION = (
 class Planner:
     """Plans a job's steps one after the other. `Job.planner` makes one.
 
-    Args:
-        strategy: divides each micro-batch over context-parallel ranks; None without context parallelism.
-        pipeline: puts the packs of data-parallel ranks in the order in which they go through its pipeline, as
-            of `pipeline.order.arranged`; None without one.
-
     Raises:
         PlanError: the settings do not fit each other or the documents.
     """
 
-    def __init__(
-        self,
-        documents: Documents,
-        job: PackingJob,
-        packing: PackingPolicy.Config,
-        *,
-        strategy: ContextStrategy | None,
-        pipeline: Callable[[list[list[int]], Floats, Floats], list[list[int]]] | None,
-    ) -> None:
+    def __init__(self, documents: Documents, job: Job) -> None:
         self._stream = DocumentStream(documents.mixture(), job.window)
         if self._stream.documents < job.micro_batches:
             raise PlanError(
@@ -55,6 +46,7 @@ class Planner:
                 "micro-batches of one step. Use a larger corpus or fewer micro-batches.",
                 setting="corpus.path",
             )
+        packing = job.packing
         self._policy: PackingPolicy = packing.make(self._stream, job)
         self.fixed_length = not self._policy.variable_length
         if self.fixed_length and job.window % job.divisor:
@@ -64,8 +56,8 @@ class Planner:
                 "tensor-parallel ranks.",
                 setting="training.seq_len",
             )
-        self._job, self._packing = job, packing
-        self._strategy, self._pipeline = strategy, pipeline
+        self._job = job
+        self._order = job.order.make(job.shape) if job.degrees.pipeline > 1 else None
         self._fingerprint = documents.fingerprint
         self._learned = documents.learned
         self._iteration = 0
@@ -128,18 +120,19 @@ class Planner:
                 of the time. None is all of them.
         """
         begin = time.perf_counter()
-        sharded = range(self._job.data_parallel) if sharded is None else sharded
+        sharded = range(self._job.replicas) if sharded is None else sharded
         packing = self._policy.next()
         forward, backward = packing.pass_work(self._job.cost_model)
         workloads = forward + backward if packing.by_pass.same else forward
         if packing.assigned is not None:
             assigned = packing.assigned
         elif self._policy.balances:
-            assigned = assignment.balanced(workloads, self._job.data_parallel)
+            assigned = assignment.balanced(workloads, self._job.replicas)
         else:
-            assigned = assignment.in_order(self._job.micro_batches, self._job.data_parallel)
-        if self._pipeline is not None and packing.assigned is None:
-            assigned = self._pipeline(assigned, forward, backward)
+            assigned = assignment.in_order(self._job.micro_batches, self._job.replicas)
+        if self._order is not None and packing.assigned is None:
+            run = self._job.run or self._job.replica_micro_batches
+            assigned = arranged(self._order, run, assigned, forward, backward)
         micro_batches = self._micro_batches_of(packing, assigned, workloads, sharded)
         of_backward: tuple[MicroBatch, ...] = ()  # the same
         if packing.regrouped is not None:
@@ -217,7 +210,7 @@ class Planner:
 
     def _way(self) -> dict[str, Any]:
         """How the stream becomes steps: under another one the policy's own state says nothing."""
-        return {"packing_policy": self._packing.name, "micro_batches": self._job.micro_batches}
+        return {"packing_policy": self._job.packing.name, "micro_batches": self._job.micro_batches}
 
     def _micro_batches_of(
         self,
@@ -248,7 +241,7 @@ class Planner:
         shard: bool,
     ) -> MicroBatch:
         sharers = len(merged) or 1
-        strategy = self._job.merging[sharers].strategy if merged else self._strategy
+        strategy = self._job.merging[sharers].strategy if merged else self._job.strategy
         documents = packing.packs[pack]
         tokens = int(documents[:, LENGTH].sum())
         length = self._job.padded(self._job.window if self.fixed_length else tokens, sharers)

@@ -15,7 +15,7 @@ from wlb_titan.cost.cluster import Link
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
-from wlb_titan.packing.policy import Packing, PackingJob
+from wlb_titan.packing.policy import Packing
 from wlb_titan.packing.slim.dp_merge import (
     LIGHT,
     MOST_MERGED,
@@ -26,7 +26,7 @@ from wlb_titan.packing.slim.dp_merge import (
     shares,
 )
 from wlb_titan.packing.slim.flow import PREDICTED_IN_STEP, Flows
-from wlb_titan.packing.slim.seconds import PackSeconds
+from wlb_titan.packing.slim.seconds import pack_seconds
 from wlb_titan.packing.slim.slices import sliced_document
 from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.plan import ID, LENGTH, PREFIX, START, TOTAL
@@ -352,21 +352,18 @@ def test_auto_shares_where_that_is_predicted_to_be_faster():
     assert not any(m.merged for m in plans[0].micro_batches)
 
 
-def test_auto_asks_for_the_times_of_few_packs():
+def test_auto_asks_for_the_times_of_few_packs(monkeypatch):
     """However many data-parallel ranks there are."""
     auto = replace(ALWAYS, dp_merge="auto")
     asked = []
 
-    class Counted(PackSeconds):
-        def __call__(self, packing, packs):
-            asked.append((len(packs), len(packing.packs)))
-            return super().__call__(packing, packs)
+    def counted(job, packing, packs):
+        asked.append((len(packs), len(packing.packs)))
+        return pack_seconds(job, packing, packs)
 
     job, plans = predicted(auto)
-    flows = Flows(PackingJob(
-        window=job.window, micro_batches=job.micro_batches, cost_model=job.cost_model, longest=job.window,
-        data_parallel=job.degrees.data, pass_seconds=Counted(job), merging=job.merging,
-    ))  # fmt: skip
+    monkeypatch.setattr("wlb_titan.packing.slim.flow.pack_seconds", counted)
+    flows = Flows(job)
     packs = [m for m in plans[0].packs]
     assigned = [
         [number for number, m in enumerate(packs) if rank in (m.merged or [m.dp_rank])]
@@ -378,7 +375,7 @@ def test_auto_asks_for_the_times_of_few_packs():
     _, exact, _ = flows.timed(packing, len(packs))
     assert forward.sum() == pytest.approx(exact.sum(), rel=0.25)
     assert (backward > forward).all()
-    np.testing.assert_array_equal(exact, Counted(job)(packing, np.arange(len(packs)))[0])
+    np.testing.assert_array_equal(exact, pack_seconds(job, packing, np.arange(len(packs)))[0])
 
 
 def test_every_rank_of_the_group_holds_all_keys_and_a_share_of_the_activations():

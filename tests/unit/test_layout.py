@@ -45,9 +45,20 @@ THIRD_PARTY = {
 }
 
 
+def hinted(tree: ast.Module) -> set[int]:
+    """The nodes that type checkers alone see."""
+    checks = (node for node in ast.walk(tree) if isinstance(node, ast.If))
+    hints = [node for node in checks if "TYPE_CHECKING" in ast.dump(node.test)]
+    return {id(inner) for node in hints for inner in ast.walk(node)}
+
+
 def imports(path: Path) -> set[str]:
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    """What a file imports, and what it is annotated with; the job may be named everywhere."""
+    tree, names = ast.parse(path.read_text()), set()
+    skipped = hinted(tree)
+    for node in ast.walk(tree):
+        if id(node) in skipped and isinstance(node, ast.ImportFrom) and node.module == "wlb_titan.job":
+            continue
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -137,10 +148,7 @@ def top_level(path: Path) -> set[str]:
 def modules_of(path: Path, known: set[str]) -> set[str]:
     """The modules of ours that a file imports when it runs, inside functions too."""
     tree = ast.parse(path.read_text())
-    hints = [
-        node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-    ]
-    skipped = {id(inner) for node in hints for inner in ast.walk(node)}
+    skipped = hinted(tree)
     found = set()
     for node in ast.walk(tree):
         if id(node) in skipped:

@@ -1,6 +1,8 @@
 """Peak memory by hand: a model of round numbers, each schedule's micro-batches in flight, each term."""
 
+from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -9,12 +11,30 @@ from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.fits import USABLE, Fitting
 from wlb_titan.memory.layer import MemorySettings, TokenBytes
-from wlb_titan.memory.rank import GIB, MemoryJob, Passes, weighted_tokens
+from wlb_titan.memory.rank import GIB, Passes, weighted_tokens
+from wlb_titan.packing.plain import Plain
 from wlb_titan.pipeline.schedule import PipelineShape, layers_of_stages, rank_actions
 from wlb_titan.plan import ByPass
 
 MODEL = ModelShape(layers=4, hidden=8, heads=2, kv_heads=1, head_dim=4, feed_forward=16, vocabulary=32)
 LAYER = 8 * 4 * (2 * 2 + 2) + 3 * 8 * 16 + 2 * 8  # weights of one: attention, MLP, norms
+
+
+@dataclass
+class MemoryJob:
+    """What of a job memory looks at, without context parallelism's exchange."""
+
+    model: ModelShape
+    degrees: Degrees
+    memory: MemorySettings
+    shape: PipelineShape
+    layers: tuple[int, ...]
+    token_bytes_of: Any
+    run: int | None
+    packing: Any = field(default_factory=Plain.Config)
+    window: int = 1024
+    replica_micro_batches: int = 1
+    divisor: int = 32
 
 
 def memory_job(model, degrees, settings=None, schedule="1F1B", chunks=1, layers=(), run=None):
@@ -24,17 +44,17 @@ def memory_job(model, degrees, settings=None, schedule="1F1B", chunks=1, layers=
     return MemoryJob(
         model=model,
         degrees=degrees,
-        settings=settings,
+        memory=settings,
         shape=shape,
         layers=tuple(layers or layers_of_stages(model.layers, shape.stages)),
-        tokens=cache(lambda _, keys: TokenBytes.of(model, degrees, settings, keys=keys)),
+        token_bytes_of=cache(lambda _, keys: TokenBytes.of(model, degrees, settings, keys=keys)),
         run=run,
     )
 
 
 def pipeline_memory(model, degrees, lengths, **job):
     """The peaks of a replica's micro-batches of these lengths."""
-    return Fitting(memory_job(model, degrees, **job), 1024, 1, 32, 0.0).peak(Passes.of(lengths))
+    return Fitting(memory_job(model, degrees, **job), 0.0).peak(Passes.of(lengths))
 
 
 def peak_tokens(schedule, lengths, ranks=4, chunks=1):
@@ -176,16 +196,16 @@ def test_the_longest_micro_batch_that_fits():
     job = memory_job(MODEL, Degrees())
 
     def memory(length):
-        return Fitting(job, 1024, 1, 32, 0.0).peak(Passes.of([length]))[0].total
+        return Fitting(job, 0.0).peak(Passes.of([length]))[0].total
 
-    assert Fitting(job, 1024, 1, 32, memory(2 * 1024)).longest == 2 * 1024  # never more
-    tight = Fitting(job, 1024, 1, 32, USABLE * memory(1024))  # not even windows leave enough room
+    assert Fitting(job, memory(2 * 1024)).longest == 2 * 1024  # never more
+    tight = Fitting(job, USABLE * memory(1024))  # not even windows leave enough room
     assert tight.longest == 1024 and not tight.windows_fit
-    unknown = Fitting(job, 1024, 1, 32, USABLE * memory(1024), known=False)
+    unknown = Fitting(job, USABLE * memory(1024), known=False)
     assert unknown.longest == 2 * 1024 and unknown.windows_fit
     for windows in (1.0, 1.3, 1.77):
         usable = memory(int(windows * 1024))
-        longest = Fitting(job, 1024, 1, 32, usable).longest
+        longest = Fitting(job, usable).longest
         assert longest % 32 == 0 and memory(longest) <= usable < memory(longest + 32)
 
 
@@ -204,7 +224,7 @@ def test_the_papers_largest_job_fits_its_gpus():
 def test_slices_have_an_order_of_their_own():
     """On 3 ranks Interleaved1F1B cannot run the 16 slices of the imagined document; PackFlow can."""
     job = memory_job(MODEL, Degrees(pipeline=3), schedule="Interleaved1F1B", chunks=2, layers=[1] * 6)
-    fitting = Fitting(job, 1024, 16, 32, 0.0)
+    fitting = Fitting(job, 0.0)
     assert [rank.tokens for rank in fitting.document(1024)] == [2 * 1024] * 3
     with pytest.raises(PlanError, match="16 micro-batches on 3 ranks"):
         fitting.peak(Passes.of([64] * 16))

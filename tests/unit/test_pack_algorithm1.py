@@ -8,7 +8,8 @@ from wlb_titan.cost.quadratic import Quadratic
 from wlb_titan.cost.workload import workload
 from wlb_titan.documents.mixture import Mixture
 from wlb_titan.documents.stream import DocumentStream
-from wlb_titan.packing import PackingJob, algorithm1
+from wlb_titan.job import Job
+from wlb_titan.packing import algorithm1
 from wlb_titan.packing.wlb import Wlb
 from wlb_titan.plan import ID, LENGTH, START
 
@@ -97,11 +98,10 @@ def test_wlb_is_algorithm_1(job):
     stream = DocumentStream(Mixture(job["lengths"], seed=1), job["window"])
     arriving = DocumentStream(Mixture(job["lengths"], seed=1), job["window"])
     n = job["micro_batches"]
-    policy = Wlb(
-        Wlb.Config(thresholds=job["thresholds"]),
-        stream,
-        PackingJob(window=job["window"], micro_batches=n, cost_model=COST, longest=job["max_length"]),
+    packing = Wlb.Config(
+        thresholds=job["thresholds"], max_length=job["max_length"], cost_model=f"quadratic:{COST.a},{COST.b}"
     )
+    policy = Wlb(packing, stream, Job(window=job["window"], micro_batches=n, packing=packing))
     literal = Algorithm1(n, job["max_length"] + 1, job["thresholds"])
     surplus = 0
     for _ in range(12):

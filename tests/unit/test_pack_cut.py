@@ -14,8 +14,9 @@ from wlb_titan.cost.quadratic import Quadratic
 from wlb_titan.cost.workload import workload
 from wlb_titan.documents.mixture import Mixture
 from wlb_titan.documents.stream import DocumentStream
-from wlb_titan.packing import PackingJob
+from wlb_titan.job import Job
 from wlb_titan.packing.cut import Packed, _transfers, level_by_cutting
+from wlb_titan.packing.plain import Plain
 from wlb_titan.packing.trial import imbalance_of_plain
 from wlb_titan.plan import LENGTH, START, imbalance_degree
 from wlb_titan.summary import Summary
@@ -131,7 +132,7 @@ def test_wlb_lazy_balances_at_least_as_well_as_plain(kind, window):
 
 def test_the_imbalance_of_plain_leaves_the_stream_where_it_is():
     stream = DocumentStream(Mixture(lengths_of("heavy"), seed=3), 512)
-    job = PackingJob(window=1024, micro_batches=4, cost_model=Quadratic(1.0, 100.0), longest=1024)
+    job = Job(window=1024, micro_batches=4, packing=Plain.Config(cost_model="quadratic:1,100"))
     stream.fill(1000)
     state = stream.state_dict()
     found = imbalance_of_plain(stream, job)

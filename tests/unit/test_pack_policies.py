@@ -307,7 +307,7 @@ def test_a_job_goes_on_with_the_documents_that_were_left(before, after, micro_ba
     plans = [job.next() for _ in range(5)]
     again = made(after, micro_batches, 2, 1e9 if after in ("wlb", "wlb_lazy") else 160e9)
     if before == after == "wlb":
-        assert (job._job.longest, again._job.longest) == (2 * WINDOW, WINDOW)
+        assert (job._job.longest_micro_batch, again._job.longest_micro_batch) == (2 * WINDOW, WINDOW)
         assert job.policy.thresholds != again.policy.thresholds
     again.load_state_dict(saved(job))
     plans += [again.next() for _ in range(2)]

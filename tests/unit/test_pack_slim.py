@@ -20,7 +20,6 @@ from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.fits import USABLE_IN_SLICES
-from wlb_titan.packing.policy import PackingJob
 from wlb_titan.packing.slim.dp_merge import shares
 from wlb_titan.packing.slim.micropacks import Slots, micropacks, place_greedily
 from wlb_titan.packing.slim.micropacks_milp import SolvedPlacing
@@ -355,14 +354,8 @@ def test_a_step_that_does_not_fit_is_packed_again_with_more_packs():
     bounded, more = planned(bound)
     assert max(bounded) <= bound < max(peaks)
     assert [b > 4 for b in more] == [peak > bound for peak in peaks]
-    job = PackingJob(
-        window=WINDOW,
-        micro_batches=4,
-        cost_model=COST,
-        longest=WINDOW,
-        peak=lambda passes: made.fitting.peak(passes)[0],
-        usable=1.0,
-    )
+    packing = replace(packing, tokens_in_flight=4 * WINDOW)  # else memory would refuse the window
+    job = replace(made, packing=packing, cluster=replace(CLUSTER, memory=1.0))
     policy = Slim(packing, DocumentStream(Mixture(documents.lengths, seed=0), WINDOW), job)
     with pytest.warns(UserWarning, match=r"Step 1 is not predicted to fit .* needs least.*\npipeline rank 0"):
         first = policy.next()

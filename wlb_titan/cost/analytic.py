@@ -11,7 +11,7 @@ micro-batch and left out, as is the pipeline's point-to-point traffic, which ove
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,10 @@ from numpy.typing import NDArray
 from wlb_titan.arrays import Floats
 from wlb_titan.cost.cluster import Cluster, load_cluster
 from wlb_titan.cost.models import ModelShape
-from wlb_titan.cost.workload import CostJob, CostModel
+from wlb_titan.cost.workload import CostModel
+
+if TYPE_CHECKING:
+    from wlb_titan.job import Job
 
 BYTES = 2  # of an activation in bfloat16
 ATTENTION_BACKWARD = 2.5  # matrix products of the backward pass over those of the forward pass: 5 / 2
@@ -115,11 +118,11 @@ class Analytic(CostModel):
         self.linear_backward = LINEAR_BACKWARD * computed + communicated
 
     @classmethod
-    def of(cls, config: CostModel.Config, job: CostJob) -> Analytic:
+    def of(cls, config: CostModel.Config, job: Job) -> Analytic:
         return cls.on(job.cluster, job)
 
     @classmethod
-    def on(cls, cluster: Cluster, job: CostJob) -> Analytic:
+    def on(cls, cluster: Cluster, job: Job) -> Analytic:
         """The model for a job on this cluster."""
         return cls(
             job.model,

@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from annotated_types import Interval
@@ -26,6 +26,9 @@ from wlb_titan.cost.cluster import Cluster, Link
 from wlb_titan.errors import PlanError
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plugins import Family, Plugin, PluginConfig
+
+if TYPE_CHECKING:
+    from wlb_titan.job import Job
 
 DIMENSIONS = Family(
     kind="dimension of parallelism",
@@ -39,8 +42,6 @@ DIMENSIONS = Family(
 )
 
 Divides = Literal["data", "tokens", "heads", "layers", "experts", "nothing"]
-Job = Any
-"""A `wlb_titan.job.Job`, which knows this module."""
 
 
 class Meeting(NamedTuple):
@@ -95,7 +96,6 @@ class Dimension(Plugin):
         """The peak of a pipeline rank with what the dimension changes in it.
 
         Args:
-            job: a `wlb_titan.memory.rank.MemoryJob`: model, degrees, data types.
             peak: a `wlb_titan.memory.rank.RankMemory`, in bytes. What the dimension holds beside all passes
                 is the term `dimensions`.
         """

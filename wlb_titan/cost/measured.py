@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,10 @@ from wlb_titan.arrays import Floats
 from wlb_titan.cost.analytic import Analytic
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.profile import AttentionShape, Profile
-from wlb_titan.cost.workload import CostJob, CostModel
+from wlb_titan.cost.workload import CostModel
+
+if TYPE_CHECKING:
+    from wlb_titan.job import Job
 
 
 class Measured(CostModel):
@@ -36,7 +39,7 @@ class Measured(CostModel):
         self._linear = linear
 
     @classmethod
-    def of(cls, config: Config, job: CostJob) -> Measured:
+    def of(cls, config: Config, job: Job) -> Measured:
         tensor, context = job.degrees.tensor, job.degrees.context
         profile = Profile.load(Path(config.file))
         latency = profile.latency(AttentionShape.of(job.model, tensor, job.dtype))

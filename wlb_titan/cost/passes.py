@@ -18,40 +18,21 @@ job does (`tensor_overlap`). Experts take what their busiest rank takes, and exc
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats
-from wlb_titan.cost.analytic import BYTES, TokenSeconds
-from wlb_titan.cost.workload import CostJob, CostModel
+from wlb_titan.cost.analytic import BYTES
+from wlb_titan.cost.workload import CostModel
 from wlb_titan.pipeline.graph import PassTimes
+
+if TYPE_CHECKING:
+    from wlb_titan.job import Job
 
 TENSOR_COLLECTIVES = 4  # of a layer in each pass
 EXPERT_COLLECTIVES = 2
-
-
-class PassJob(CostJob, Protocol):
-    """What of a job decides about the time of its passes, besides the work of documents."""
-
-    @property
-    def layers(self) -> tuple[int, ...]: ...
-    @property
-    def token(self) -> TokenSeconds: ...
-    @property
-    def tensor_overlap(self) -> float: ...
-    @property
-    def routing_imbalance(self) -> float: ...
-    @property
-    def memory(self) -> Any:
-        """As `MemorySettings`: its checkpointing and offload."""
-        ...
-
-    @property
-    def token_bytes(self) -> Any:
-        """As `TokenBytes`: what is offloaded."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +55,7 @@ class MicroBatches:
     latency: Floats
 
     @classmethod
-    def imagined(cls, job: PassJob, tokens: Floats, forward: Floats, backward: Floats) -> MicroBatches:
+    def imagined(cls, job: Job, tokens: Floats, forward: Floats, backward: Floats) -> MicroBatches:
         """Micro-batches whose documents are not known: what moves always travels, and nothing else."""
         one, none = job.exchanging.always, np.zeros_like(tokens)
         return cls(tokens, forward, backward, tokens * one.moving, tokens * one.repeated, none + one.latency)
@@ -85,7 +66,7 @@ class MicroBatches:
         return MicroBatches(*(array.reshape(-1, n).T for array in arrays))
 
 
-def pass_times(job: PassJob, micro_batches: MicroBatches) -> PassTimes:
+def pass_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
     """The passes of micro-batches through every stage.
 
     Args:
@@ -117,26 +98,26 @@ def pass_times(job: PassJob, micro_batches: MicroBatches) -> PassTimes:
     )
 
 
-def _tensor(job: PassJob) -> float:
+def _tensor(job: Job) -> float:
     """Seconds a token that one layer waits for tensor parallelism in one pass."""
     return job.token.tensor - min(job.tensor_overlap * job.token.tensor, job.token.matrices)
 
 
-def _experts(job: PassJob) -> float:
+def _experts(job: Job) -> float:
     """Seconds a token of one layer's exchange with the experts in one pass; the busiest rank gets most."""
     model, degrees = job.model, job.degrees
     bytes_ = model.visits * model.hidden * BYTES / (degrees.context * degrees.tensor)
     return EXPERT_COLLECTIVES * job.cluster.all_to_all(bytes_, degrees.expert) * job.routing_imbalance
 
 
-def _offloaded(job: PassJob, tokens: Floats) -> Floats:
+def _offloaded(job: Job, tokens: Floats) -> Floats:
     """Seconds in which one layer's offloaded activations reach the host, or come back, shaped alike."""
     assert job.cluster.host_bandwidth is not None
     seconds: Floats = tokens * (job.token_bytes.offloaded / job.cluster.host_bandwidth)
     return seconds
 
 
-def _latencies(job: PassJob) -> float:
+def _latencies(job: Job) -> float:
     """Seconds of one layer's collectives in one pass that do not depend on tokens, but for context
     parallelism's."""
     tensor, expert = job.degrees.tensor, job.degrees.expert
@@ -148,7 +129,7 @@ def _latencies(job: PassJob) -> float:
     return seconds
 
 
-def _repeated(job: PassJob, micro_batches: MicroBatches, forward: Floats) -> Floats:
+def _repeated(job: Job, micro_batches: MicroBatches, forward: Floats) -> Floats:
     """Seconds of one layer's recomputation, of `forward` seconds at the most."""
     if job.memory.checkpointing == "none":
         return np.zeros_like(forward)
@@ -172,7 +153,7 @@ class JobCost(CostModel):
 
     recomputes = True
 
-    def __init__(self, job: PassJob) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
         linear, still = (
             pass_times(job, MicroBatches.imagined(job, np.full((1, 1), tokens), *np.zeros((2, 1, 1))))
@@ -182,7 +163,7 @@ class JobCost(CostModel):
         self._linear_backward = (linear.inputs - still.inputs + linear.weights - still.weights).sum()
 
     @classmethod
-    def of(cls, config: CostModel.Config, job: Any) -> JobCost:
+    def of(cls, config: CostModel.Config, job: Job) -> JobCost:
         return cls(job)
 
     def forward(self, lengths: NDArray[Any]) -> Floats:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats
-from wlb_titan.cost.workload import CostJob, CostModel
+from wlb_titan.cost.workload import CostModel
 from wlb_titan.errors import PlanError
+
+if TYPE_CHECKING:
+    from wlb_titan.job import Job
 
 LARGEST = 1e100  # coefficient, with which the work of any step is still a finite number
 
@@ -50,7 +53,7 @@ class Quadratic(CostModel):
         self.a, self.b = a, b
 
     @classmethod
-    def of(cls, config: Config, job: CostJob) -> Quadratic:
+    def of(cls, config: Config, job: Job) -> Quadratic:
         return cls(config.a, config.b)
 
     def forward(self, lengths: NDArray[Any]) -> Floats:

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats
-from wlb_titan.cost.attention_latency import AttentionLatency
-from wlb_titan.cost.cluster import Cluster
-from wlb_titan.cost.degrees import Degrees
-from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.plugins import Family, Plugin, PluginConfig
+
+if TYPE_CHECKING:
+    from wlb_titan.job import Job
 
 COST_MODELS = Family(
     kind="cost model",
@@ -49,42 +48,6 @@ class ExchangeSeconds(NamedTuple):
     moving: float
     repeated: float
     latency: float
-
-
-class Exchanging(Protocol):
-    """What context parallelism's collectives take, as of `context.exchange.ExchangeCost`."""
-
-    @property
-    def always(self) -> ExchangeSeconds:
-        """For each token of a micro-batch, of those that move all of them."""
-        ...
-
-    def waited(self, communication: Floats, attention: Floats) -> Floats:
-        """Those seconds of a layer's collectives in which nothing is computed, shaped alike."""
-        ...
-
-
-class CostJob(Protocol):
-    """What of a job decides about the work of documents."""
-
-    @property
-    def model(self) -> ModelShape: ...
-    @property
-    def degrees(self) -> Degrees: ...
-    @property
-    def cluster(self) -> Cluster: ...
-    @property
-    def dtype(self) -> str:
-        """Data type of queries and keys, as torch names it."""
-        ...
-
-    @property
-    def latency(self) -> AttentionLatency:
-        """The attention of one layer on one tensor-parallel rank."""
-        ...
-
-    @property
-    def exchanging(self) -> Exchanging: ...
 
 
 class CostModel(Plugin):
@@ -120,7 +83,7 @@ class CostModel(Plugin):
 
     @classmethod
     @abstractmethod
-    def of(cls, config: Any, job: CostJob) -> CostModel:
+    def of(cls, config: Any, job: Job) -> CostModel:
         """The model for a job."""
 
     @abstractmethod
@@ -137,7 +100,7 @@ class CostModel(Plugin):
         return backward if self.recomputes else self.forward(lengths) + backward
 
 
-def cost_model(text: str, job: CostJob) -> CostModel:
+def cost_model(text: str, job: Job) -> CostModel:
     """What `[wlb.packing] cost_model` or `--cost-model` names.
 
     Args:

@@ -6,11 +6,15 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.rank import GIB, CachedSlice, MemoryJob, PackSizes, Passes, RankMemory
+from wlb_titan.memory.rank import GIB, CachedSlice, PackSizes, Passes, RankMemory
 from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import Action, ByPass
+
+if TYPE_CHECKING:
+    from wlb_titan.job import Job
 
 USABLE = 0.9
 """Share of a device's memory that predictions may fill, wherever something is chosen, searched, packed or
@@ -41,17 +45,11 @@ class Fitting:
     """Which of a job's steps fit a device.
 
     Attributes:
-        window: context window in tokens.
-        number: micro-batches of a replica in a step.
-        divisor: tokens that a micro-batch is a multiple of.
         usable: bytes of a device that predictions may fill.
         known: whether memory bounds micro-batches: it is predicted for the model, and there is a device.
     """
 
-    job: MemoryJob
-    window: int
-    number: int
-    divisor: int
+    job: Job
     usable: float
     known: bool = True
 
@@ -75,7 +73,7 @@ class Fitting:
             runs = [Passes(passes.packs.each(PackSizes.part, which)) for which in cut]
         result = []
         for number in range(job.shape.ranks):
-            rank = job.rank(job, number)
+            rank = job.packing.rank_memory(job, number)
             most = fullest([rank.peak(each, reduced=i > 0) for i, each in enumerate(runs)])
             for dimension in job.degrees.own:
                 most = dimension.make().memory(job, most)
@@ -90,21 +88,23 @@ class Fitting:
     def longest(self) -> int:
         """The default of L_max: tokens of the longest micro-batches of which a step is predicted to fit, a
         multiple of `divisor`, at least a window and at most two; two where memory is not known."""
-        shortest, most = -(-self.window // self.divisor), LONGEST * self.window // self.divisor
+        window, divisor = self.job.window, self.job.divisor
+        shortest, most = -(-window // divisor), LONGEST * window // divisor
         longest = _most(self._fits, shortest, most) if self.windows_fit else shortest
-        return longest * self.divisor
+        return longest * divisor
 
     @cached_property
     def windows_fit(self) -> bool:
         """Whether a step of micro-batches of a window each fits, as far as is known."""
-        return self._fits(-(-self.window // self.divisor))
+        return self._fits(-(-self.job.window // self.job.divisor))
 
     def _fits(self, parts: int) -> bool:
         """Whether a step of micro-batches of `parts` times the divisor fits, as far as is known."""
         if not self.known:
             return True
+        lengths = [parts * self.job.divisor] * self.job.replica_micro_batches
         try:
-            return fullest(self.peak(Passes.of([parts * self.divisor] * self.number))).total <= self.usable
+            return fullest(self.peak(Passes.of(lengths))).total <= self.usable
         except PlanError:  # the schedule's order is not known
             return True
 
@@ -115,10 +115,11 @@ class Fitting:
         Raises:
             PlanError: not even one document of the window fits, whatever the order; with the arithmetic.
         """
-        most = fullest(self.document(self.window))
+        window = self.job.window
+        most = fullest(self.document(window))
         if most.total > self.usable:
             raise PlanError(
-                f"A document of {self.window:,} tokens has all of its slices in flight when its backward "
+                f"A document of {window:,} tokens has all of its slices in flight when its backward "
                 f"pass begins, which does not fit {self.room} in any order of passes:\n{most.explain()}\n"
                 "Raise a degree of parallelism, save more with activation checkpointing, or shorten the "
                 "context window.",
@@ -126,8 +127,8 @@ class Fitting:
             )
         return _most(
             lambda tokens: fullest(self.document(tokens)).total <= self.usable,
-            self.window,
-            self.window * self.number,
+            window,
+            window * self.job.replica_micro_batches,
         )
 
 

@@ -42,14 +42,16 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from wlb_titan.context import ALL_KEYS, KeyShares
-from wlb_titan.cost.degrees import Degrees
-from wlb_titan.cost.models import ModelShape, rank_parameters
-from wlb_titan.memory.layer import FsdpWhole, MemorySettings, TokenBytes
-from wlb_titan.pipeline.schedule import PipelineShape, rank_actions
+from wlb_titan.cost.models import rank_parameters
+from wlb_titan.memory.layer import FsdpWhole, TokenBytes
+from wlb_titan.pipeline.schedule import rank_actions
 from wlb_titan.plan import Action, ByPass, Flow
+
+if TYPE_CHECKING:
+    from wlb_titan.job import Job
 
 GIB = 2**30
 
@@ -253,7 +255,7 @@ class RankPeak:
         """How often each stage keeps `layer_bytes` of a token: in each of its layers."""
         return layers
 
-    def __init__(self, job: MemoryJob, number: int) -> None:
+    def __init__(self, job: Job, number: int) -> None:
         self._job, self._number = job, number
         self._stages = job.shape.stages_of(number)
         self._last = len(job.layers) - 1
@@ -262,13 +264,13 @@ class RankPeak:
         self._parameters = rank_parameters(job.model, job.layers, self._stages)
         shards = job.degrees.tensor * job.degrees.sharding_ranks
         # Bytes of this GPU's weights.
-        self._shard = self._parameters / shards * job.settings.parameter_bytes
-        self._whole = FsdpWhole(job.model, job.degrees, job.settings, job.layers, self._stages)
+        self._shard = self._parameters / shards * job.memory.parameter_bytes
+        self._whole = FsdpWhole(job.model, job.degrees, job.memory, job.layers, self._stages)
 
     def peak(self, passes: Passes, *, reduced: bool) -> RankMemory:
         """Memory at this rank's fullest moment of one run; `reduced` says whether there are gradients from
         before it."""
-        tokens, layers = self._job.tokens, self._job.layers
+        tokens, layers = self._job.token_bytes_of, self._job.layers
         slice_cache = SliceCache(tokens(1, ALL_KEYS), layers)
         live = self._inputs(passes)
         in_flight, handed_back = 0, 0.0
@@ -328,7 +330,7 @@ class RankPeak:
         return self._of_packs(passes.packs.forward)
 
     def _of_packs(self, packs: PackSizes) -> float:
-        tokens = self._job.tokens
+        tokens = self._job.token_bytes_of
         return sum(
             tokens(sharers, keys).inputs * sharers * length
             for sharers, keys, length in zip(packs.sharers, packs.keys, packs.lengths, strict=True)
@@ -376,7 +378,7 @@ class RankPeak:
                 yield Moment(live, length * token.hidden, 0.0, whole(layer, behind=True), after)
 
     def _at(self, moment: Moment, reduced: bool, tokens: int) -> RankMemory:
-        settings = self._job.settings
+        settings = self._job.memory
         return RankMemory(
             rank=self._number,
             weights=round(self._shard),
@@ -399,26 +401,3 @@ class RankPeak:
         """Bytes a token of what a stage hands on, which it keeps as well, and in the last one of the input
         of the norm before it."""
         return token.hidden_gathered + token.hidden if stage == self._last else token.hidden
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryJob:
-    """What of a job decides about its memory.
-
-    Attributes:
-        shape: the pipeline; any of `pipeline.schedule.SCHEDULES`.
-        layers: layers of each stage.
-        tokens: what a rank holds of each token of a micro-batch, by how many data-parallel ranks share it and
-            what of its keys a rank has.
-        run: micro-batches that go through the pipeline together; None: all.
-        rank: follows the memory of a pipeline rank, as the packing policy has its passes run.
-    """
-
-    model: ModelShape
-    degrees: Degrees
-    settings: MemorySettings
-    shape: PipelineShape
-    layers: tuple[int, ...]
-    tokens: Callable[[int, KeyShares], TokenBytes]
-    run: int | None = None
-    rank: type[RankPeak] = RankPeak

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from wlb_titan.arrays import Ints
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.packing.least import fills
-from wlb_titan.packing.policy import Pack, PackingJob
+from wlb_titan.packing.policy import Pack
 from wlb_titan.plan import DELAY, LENGTH
+
+if TYPE_CHECKING:
+    from wlb_titan.job import Job
 
 Waiting = Ints
 """int64 (n, 4), columns ID, START, LENGTH and, in the place of DELAY, the iteration of arrival."""
@@ -29,9 +32,9 @@ class Arrivals:
     that wait counted, which is nearly always so by itself, as documents are at most a window long.
     """
 
-    def __init__(self, stream: DocumentStream, job: PackingJob) -> None:
+    def __init__(self, stream: DocumentStream, job: Job) -> None:
         self._stream = stream
-        self._micro_batches, self._least = job.micro_batches, job.least
+        self._micro_batches, self._least = job.micro_batches, job.degrees.context
         self._surplus = 0  # tokens by which the last batch went past its end
         self.iteration = 0
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
 from annotated_types import Interval
@@ -25,8 +25,11 @@ from wlb_titan.errors import PlanError
 from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Waiting, arrived, delayed, split
 from wlb_titan.packing.bins import REMAINS, Bins
 from wlb_titan.packing.least import fills, leading_first, topped_up
-from wlb_titan.packing.policy import Packing, PackingJob, PackingPolicy
+from wlb_titan.packing.policy import Packing, PackingPolicy
 from wlb_titan.plan import LENGTH
+
+if TYPE_CHECKING:
+    from wlb_titan.job import Job
 
 PATIENCE = 4
 
@@ -55,14 +58,14 @@ class FixedGreedy(PackingPolicy):
     variable_length = False
     balances = True
 
-    def __init__(self, config: Config, stream: DocumentStream, job: PackingJob) -> None:
+    def __init__(self, config: Config, stream: DocumentStream, job: Job) -> None:
         if config.global_batches < 1:
             raise PlanError(
                 f"global_batches is {config.global_batches}; it must be at least 1.",
                 setting="packing.global_batches",
             )
         self._stream = stream
-        self._micro_batches, self._least = job.micro_batches, job.least
+        self._micro_batches, self._least = job.micro_batches, job.degrees.context
         self._packs = job.micro_batches * config.global_batches
         self._iteration = 0
         self._remained: Waiting = NOTHING

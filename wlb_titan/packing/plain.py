@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from wlb_titan.documents.stream import DocumentStream, Pieces
-from wlb_titan.packing.policy import Packing, PackingJob, PackingPolicy
+from wlb_titan.packing.policy import Packing, PackingPolicy
 from wlb_titan.plan import LENGTH
+
+if TYPE_CHECKING:
+    from wlb_titan.job import Job
 
 
 class Plain(PackingPolicy):
@@ -30,7 +33,7 @@ class Plain(PackingPolicy):
     variable_length = False
     balances = False
 
-    def __init__(self, config: Config, stream: DocumentStream, job: PackingJob) -> None:
+    def __init__(self, config: Config, stream: DocumentStream, job: Job) -> None:
         self._stream = stream
         self._micro_batches = job.micro_batches
         self._tail = config.tail

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from annotated_types import Interval, MinLen
 
 from wlb_titan.arrays import Floats, Ints
-from wlb_titan.context import ContextStrategy
-from wlb_titan.cost.passes import MicroBatches, PassJob, pass_times
+from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.cost.workload import CostModel
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.layer import MemorySettings
-from wlb_titan.memory.rank import Passes, RankMemory, RankPeak
-from wlb_titan.packing.slim.dp_merge import Merging
+from wlb_titan.memory.rank import RankPeak
 from wlb_titan.packing.slim.slices import Parts, WorkOf, slice_work
 from wlb_titan.pipeline.graph import PassTimes
-from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import LENGTH, ByPass, Flow, Slices
 from wlb_titan.plugins import Family, Plugin, PluginConfig
 
+if TYPE_CHECKING:
+    from wlb_titan.job import Job
+
 Pack = Ints
 """int64 (n, 4), columns ID, START, LENGTH, DELAY as in `MicroBatch.documents`."""
-
-NO_PIPELINE = PipelineShape("1F1B", 1)
 
 MOST_TOKENS = 1 << 27
 """Of a context window or micro-batch: beyond what any device holds, and what plans in seconds."""
@@ -57,7 +53,7 @@ class Packing:
 
     Attributes:
         packs: one array of documents for each of the N micro-batches; each holds at least one piece with a
-            token to predict, and `PackingJob.least` tokens.
+            token to predict, and one for each context-parallel rank.
         lost_tokens: tokens that this step's packing left out for good.
         gap: how far the largest work of a solver's packing may be above the least possible, relatively; 0
             is a proven optimum.
@@ -114,75 +110,13 @@ class Packing:
         return [(self.packs[pack], self.slices[pack]) for pack in packs]
 
 
-PassSeconds = Callable[[Packing, Ints], tuple[Floats, Floats]]
-"""float64 (n,) each: how long forward and backward passes of the packs with these numbers take on each rank
-that has one, in any unit; the latter of the packs of backward passes."""
-
-
-OnOneRank = Callable[[Callable[[], Floats]], Floats]
+AskRank0 = Callable[[Callable[[], Floats]], Floats]
 """Calls a function on one rank, and gives its result, float64 (n,), to all."""
 
 
-def here(ask: Callable[[], Floats]) -> Floats:
-    """The `OnOneRank` of a planner that is alone."""
+def ask_locally(ask: Callable[[], Floats]) -> Floats:
+    """The `AskRank0` of a planner that is alone."""
     return ask()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PackingJob:
-    """What a policy packs for.
-
-    Attributes:
-        window: context window in tokens.
-        micro_batches: N, those of the whole job in one step.
-        cost_model: W_a + W_l.
-        divisor: micro-batches are padded up to a multiple of it.
-        least: tokens that a micro-batch has at least without its padding: one for each context-parallel rank.
-        longest: tokens that a micro-batch may have.
-        data_parallel: degree.
-        pipeline: through which each data-parallel rank's micro-batches go; of one rank where there is none.
-        in_flight: finds how many tokens of documents in slices a pipeline rank may have in flight, as set or
-            as memory allows; None where that is not predicted. Raises PlanError where not even a document of
-            the window fits.
-        peak: predicts the peak of a replica's fullest pipeline rank; None where memory is not predicted.
-        usable: bytes of a device that predictions may fill.
-        pass_seconds: predicts the passes of packs; None where only their work is known.
-        merging: by how many data-parallel ranks may share a pack, what that means; empty where none may.
-        on_one_rank: asks what may differ from rank to rank.
-    """
-
-    window: int
-    micro_batches: int
-    cost_model: CostModel
-    longest: int
-    divisor: int = 1
-    least: int = 1
-    data_parallel: int = 1
-    pipeline: PipelineShape = NO_PIPELINE
-    in_flight: Callable[[], int | None] = lambda: None
-    peak: Callable[[Passes], RankMemory] | None = None
-    usable: float = math.inf
-    pass_seconds: PassSeconds | None = None
-    merging: Mapping[int, Merging] = field(default_factory=dict)
-    on_one_rank: OnOneRank = here
-
-    def padded(self, tokens: int, sharers: int = 1) -> int:
-        """Tokens of a micro-batch that so many data-parallel ranks share, with its padding."""
-        divisor = self.divisor if sharers == 1 else self.merging[sharers].divisor
-        return -(-tokens // divisor) * divisor
-
-
-class CheckedJob(Protocol):
-    """What of a job a policy's settings are checked against."""
-
-    @property
-    def shape(self) -> PipelineShape: ...
-    @property
-    def memory(self) -> MemorySettings: ...
-    @property
-    def sharding(self) -> ContextStrategy.Config: ...
-    @property
-    def strategy(self) -> ContextStrategy | None: ...
 
 
 class PackingPolicy(Plugin, ABC):
@@ -238,7 +172,7 @@ class PackingPolicy(Plugin, ABC):
             """What follows the memory of a rank that runs its packs."""
             return RankPeak
 
-        def pass_times(self, job: PassJob, packs: ByPass[MicroBatches]) -> PassTimes:
+        def pass_times(self, job: Job, packs: ByPass[MicroBatches]) -> PassTimes:
             """How long its packs take, as of the function of this name."""
             return pass_times(job, packs.forward)
 
@@ -247,28 +181,23 @@ class PackingPolicy(Plugin, ABC):
             """Tokens of documents in slices that a pipeline rank may have in flight; None for what fits."""
             return None
 
-        def check(self, job: CheckedJob) -> None:
+        def check(self, job: Job) -> None:
             """Checks what can be checked without documents.
 
             Raises:
                 PlanError: it cannot pack for this job.
             """
 
-        def longest(self, window: int, fits: Callable[[], int]) -> int:
-            """Tokens that a micro-batch may have.
-
-            Args:
-                window: context window in tokens.
-                fits: finds the longest of which a step is predicted to fit, at least the window.
-            """
-            return window
+        def longest(self, job: Job) -> int:
+            """Tokens that a micro-batch may have."""
+            return job.window
 
     variable_length: ClassVar[bool]
     balances: ClassVar[bool]
     slices: ClassVar[bool] = False
 
     @abstractmethod
-    def __init__(self, config: Any, stream: DocumentStream, job: PackingJob) -> None: ...
+    def __init__(self, config: Any, stream: DocumentStream, job: Job) -> None: ...
 
     @abstractmethod
     def next(self) -> Packing:
@@ -313,30 +242,31 @@ class VariableLengthPolicy(PackingPolicy):
         which a whole step is predicted to fit the device, from one context window to two, and two where there
         is no device but the CPU."""
 
-        def longest(self, window: int, fits: Callable[[], int]) -> int:
-            return self.max_length if self.max_length is not None else fits()
+        def longest(self, job: Job) -> int:
+            return self.max_length if self.max_length is not None else job.fitting.longest
 
     variable_length = True
     balances = True
 
     @staticmethod
-    def bound(window: int, job: PackingJob) -> int:
+    def bound(job: Job) -> int:
         """L_max, rounded down so that padding does not exceed it.
 
         Raises:
             PlanError: the longest documents would not fit.
         """
-        if job.longest < window:
+        window, longest = job.window, job.longest_micro_batch
+        if longest < window:
             raise PlanError(
-                f"max_length is {job.longest} tokens, below the context window of {window}; the longest "
+                f"max_length is {longest} tokens, below the context window of {window}; the longest "
                 "documents would fit into no micro-batch. Set it to at least the window; twice the window is "
                 "usual.",
                 setting="packing.max_length",
             )
-        rounded = job.longest // job.divisor * job.divisor
+        rounded = longest // job.divisor * job.divisor
         if rounded < window:
             raise PlanError(
-                f"max_length, {job.longest} tokens, leaves no room to pad a document of the context window, "
+                f"max_length, {longest} tokens, leaves no room to pad a document of the context window, "
                 f"{window} tokens, up to a multiple of {job.divisor}. Set it to at least "
                 f"{-(-window // job.divisor) * job.divisor}.",
                 setting="packing.max_length",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from annotated_types import Interval
@@ -13,7 +13,9 @@ from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.fixed import FixedGreedy
 from wlb_titan.packing.milp import Milp, Row
-from wlb_titan.packing.policy import PackingJob
+
+if TYPE_CHECKING:
+    from wlb_titan.job import Job
 
 
 class FixedSolver(FixedGreedy):
@@ -32,7 +34,7 @@ class FixedSolver(FixedGreedy):
         def planning_seconds(self) -> float:
             return self.time_limit
 
-    def __init__(self, config: Config, stream: DocumentStream, job: PackingJob) -> None:
+    def __init__(self, config: Config, stream: DocumentStream, job: Job) -> None:
         super().__init__(config, stream, job)
         self._solver = Solver(config.time_limit, config.gap)
         self._on_one_rank = job.on_one_rank

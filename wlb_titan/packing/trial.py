@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from wlb_titan.cost.workload import CostModel, workload
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.packing.plain import Plain
-from wlb_titan.packing.policy import PackingJob, PackingPolicy
+from wlb_titan.packing.policy import PackingPolicy
 from wlb_titan.plan import imbalance_degree
+
+if TYPE_CHECKING:
+    from wlb_titan.job import Job
 
 STEPS = 32
 WARM_UP = 8  # steps in which queues fill
@@ -27,7 +31,7 @@ def mean_imbalance(policy: PackingPolicy, cost_model: CostModel) -> float:
     return float(np.mean(degrees[WARM_UP:]))
 
 
-def imbalance_of_plain(stream: DocumentStream, job: PackingJob) -> float:
+def imbalance_of_plain(stream: DocumentStream, job: Job) -> float:
     """The mean imbalance of `plain` on these documents.
 
     Args:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from annotated_types import Ge, Interval, MinLen
@@ -28,9 +28,12 @@ from wlb_titan.packing import algorithm1, thresholds
 from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Waiting, delayed, split
 from wlb_titan.packing.bins import REMAINS
 from wlb_titan.packing.least import fills, leading_first, topped_up
-from wlb_titan.packing.policy import Packing, PackingJob, VariableLengthPolicy
+from wlb_titan.packing.policy import Packing, VariableLengthPolicy
 from wlb_titan.packing.trial import MOST_MICRO_BATCHES, imbalance_of_plain, mean_imbalance
 from wlb_titan.plan import ID, LENGTH, START
+
+if TYPE_CHECKING:
+    from wlb_titan.job import Job
 
 PATIENCE = 16
 """Steps after which a document that fits nowhere comes first. With half as many the balance suffers."""
@@ -56,12 +59,12 @@ class Wlb(VariableLengthPolicy):
         """With automatic thresholds: the imbalance above 1 that weighs as much as a delay of one iteration
         for every token."""
 
-    def __init__(self, config: Config, stream: DocumentStream, job: PackingJob) -> None:
+    def __init__(self, config: Config, stream: DocumentStream, job: Job) -> None:
         self._stream = stream
         self._arrivals = Arrivals(stream, job)
-        self._micro_batches, self._least = job.micro_batches, job.least
+        self._micro_batches, self._least = job.micro_batches, job.degrees.context
         self._cost_model = job.cost_model
-        self._max_length = self.bound(stream.window, job)
+        self._max_length = self.bound(job)
         self.thresholds = self._thresholds(config)
         self._queues: list[Waiting] = [NOTHING for _ in self.thresholds]
         self._remained: Waiting = NOTHING
@@ -83,7 +86,7 @@ class Wlb(VariableLengthPolicy):
             tolerance=config.tolerance,
         )
 
-    def _warn_if_queues_lose(self, config: Config, job: PackingJob) -> None:
+    def _warn_if_queues_lose(self, config: Config, job: Job) -> None:
         """Compares the best thresholds found to `plain`, in a trial of both."""
         few = replace(job, micro_batches=min(job.micro_batches, MOST_MICRO_BATCHES))
         trial = Wlb(replace(config, thresholds=self.thresholds), self._stream.anew(), few)

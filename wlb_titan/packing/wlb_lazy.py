@@ -44,7 +44,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from annotated_types import Ge, Interval
@@ -58,9 +58,12 @@ from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Waiting, dela
 from wlb_titan.packing.bins import REMAINS, Bins
 from wlb_titan.packing.cut import Packed, level_by_cutting
 from wlb_titan.packing.least import fills, leading_first, topped_up
-from wlb_titan.packing.policy import Packing, PackingJob, VariableLengthPolicy
+from wlb_titan.packing.policy import Packing, VariableLengthPolicy
 from wlb_titan.packing.trial import imbalance_of_plain
 from wlb_titan.plan import LENGTH
+
+if TYPE_CHECKING:
+    from wlb_titan.job import Job
 
 PLACED = 128  # documents of at least window / 128 tokens are packed one by one, shorter ones poured
 TRIALS = 24  # most numbers h that are tried in a step
@@ -86,7 +89,7 @@ class WlbLazy(VariableLengthPolicy):
         max_delay: Annotated[int, Ge(0)] = 16
         """Iterations after which a document is packed, whatever it does to the balance."""
 
-    def __init__(self, config: Config, stream: DocumentStream, job: PackingJob) -> None:
+    def __init__(self, config: Config, stream: DocumentStream, job: Job) -> None:
         if not config.tolerance > 0:
             raise PlanError(f"The tolerance is {config.tolerance}; it must be positive (0.065 is usual).")
         if config.max_delay < 0:
@@ -94,9 +97,9 @@ class WlbLazy(VariableLengthPolicy):
         self._window = stream.window
         self._arrivals = Arrivals(stream, job)
         self._micro_batches = job.micro_batches
-        self._least = max(job.least, 2)  # so many have a token to predict
+        self._least = max(job.degrees.context, 2)  # so many have a token to predict
         self._cost_model = job.cost_model
-        self._max_length = self.bound(stream.window, job)
+        self._max_length = self.bound(job)
         self._tolerance = config.tolerance * (1 + 4.5 / job.micro_batches)
         self._max_delay = config.max_delay
         self._limit = imbalance_of_plain(stream, job)  # steps above it are levelled by cutting documents

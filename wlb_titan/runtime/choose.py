@@ -18,7 +18,7 @@ from wlb_titan.documents import Documents
 from wlb_titan.errors import UserError
 from wlb_titan.job import Job
 from wlb_titan.memory.rank import GIB
-from wlb_titan.packing.policy import here
+from wlb_titan.packing.policy import ask_locally
 from wlb_titan.runtime.data.corpus import steps_of_epochs, training_documents
 from wlb_titan.runtime.data.dataloader import SharedAnswer
 from wlb_titan.runtime.job import gpu_at_hand
@@ -45,7 +45,7 @@ def decided(config: Trainer.Config, job: Job) -> tuple[Job, Choice | None]:
         job = choice.job
     if epochs:
         # A solver that is stopped by its time limit finds other packings on other ranks.
-        shared = SharedAnswer() if job.trained.packing.planning_seconds else here
+        shared = SharedAnswer() if job.trained.packing.planning_seconds else ask_locally
         config.training.steps = steps_of_epochs(job.trained, documents, epochs, shared)
         logger.info(f"wlb.epochs = {epochs} takes {config.training.steps:,} steps")
     return job, choice
@@ -87,7 +87,7 @@ def check_same(mine: Mapping[str, Any]) -> None:
 
 def _facts(job: Job, documents: Documents) -> dict[str, str]:
     """What plans follow from."""
-    facts = {field.name: repr(getattr(job, field.name)) for field in fields(job)}
+    facts = {field.name: repr(getattr(job, field.name)) for field in fields(job) if field.repr}
     facts["cluster"] = repr(replace(job.cluster, attention_profile=""))  # which lies where packages do
     facts["attention"] = repr(job.strategy and job.latency)
     auto = (one for one in (job.packing, job.sharding) if one.owner.automatic)

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from wlb_titan.balancing import balance
 from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream, Pieces
-from wlb_titan.packing.policy import Pack, Packing, PackingJob, PackingPolicy
+from wlb_titan.packing.policy import Pack, Packing, PackingPolicy
 from wlb_titan.plan import LENGTH, START
+
+if TYPE_CHECKING:
+    from wlb_titan.job import Job
 
 BLOCK = 1 << 20  # documents whose lengths are looked at together
 
@@ -32,7 +35,7 @@ class Once(PackingPolicy):
     variable_length = True
     balances = True
 
-    def __init__(self, config: Config, stream: DocumentStream, job: PackingJob) -> None:
+    def __init__(self, config: Config, stream: DocumentStream, job: Job) -> None:
         self._job = job
         longest = stream.window // job.divisor * job.divisor
         pieces = _pieces(stream, longest)

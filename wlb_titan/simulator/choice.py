@@ -24,7 +24,7 @@ from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.memory.rank import GIB
-from wlb_titan.packing.policy import OnOneRank, here
+from wlb_titan.packing.policy import AskRank0, ask_locally
 from wlb_titan.packing.trial import MOST_MICRO_BATCHES
 from wlb_titan.plugins import PluginConfig
 from wlb_titan.policies import Policy
@@ -99,7 +99,7 @@ class Choice:
         return [f"auto is {self.candidates[0].policy}, by predicted MFU.", *named]
 
 
-def choose(job: Job, documents: Documents, on_one_rank: OnOneRank = here) -> Choice:
+def choose(job: Job, documents: Documents, on_one_rank: AskRank0 = ask_locally) -> Choice:
     """Predicts the policies that a job may have in place of `auto`.
 
     Args:

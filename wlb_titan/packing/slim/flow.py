@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats
 from wlb_titan.memory.rank import RankMemory
-from wlb_titan.packing.policy import Packing, PackingJob
+from wlb_titan.packing.policy import Packing
 from wlb_titan.packing.slim.dependencies import dependencies
+from wlb_titan.packing.slim.seconds import pack_seconds
 from wlb_titan.packing.slim.step_peak import step_peak
 from wlb_titan.pipeline.packflow import PackOrder, Packs, packflow
 from wlb_titan.plan import LENGTH
+
+if TYPE_CHECKING:
+    from wlb_titan.job import Job
 
 Timed = tuple[Packing, Floats, Floats]
 """A step's packs, and float64 (packs,) how long forward and backward passes of each take."""
@@ -39,11 +43,11 @@ class Flows:
             limit.
     """
 
-    def __init__(self, job: PackingJob) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
         # What a token holds in memory, by how many data-parallel ranks share its pack.
         self._held = {1: 1.0} | {size: merging.held for size, merging in job.merging.items()}
-        self.limit: float | None = job.in_flight()
+        self.limit: float | None = job.most_in_flight
 
     def of(self, step: Timed, slack: int) -> PackOrder:
         """The order of a step's passes, with so many packs in flight beyond the need."""
@@ -67,27 +71,26 @@ class Flows:
             order=range(ranks.shape[1]),
             needed=ran(needed).tolist(),
         )
-        return packflow(packs, self._job.pipeline, slack=slack, limit=self.limit)
+        return packflow(packs, self._job.shape, slack=slack, limit=self.limit)
 
     def timed(self, packing: Packing, predicted: int = PREDICTED) -> Timed:
-        """A step, with work where times are not known, and else with predicted times.
+        """A step with predicted times.
 
         Of packs that as many ranks share, so many are predicted, from the least to the most work; the others
         take as long for their work as those next to them. To divide a pack over its ranks takes milliseconds,
         and a large job has thousands.
         """
         forward, backward = packing.pass_work(self._job.cost_model)
-        if self._job.pass_seconds is not None:
-            for sharers in np.unique(packing.sharers):
-                (own,) = np.nonzero(packing.sharers == sharers)
-                places = np.unique(np.linspace(0, len(own) - 1, predicted).round().astype(int))
-                some = own[np.argsort(forward[own], kind="stable")[places]]
-                found = self._job.pass_seconds(packing, some)
-                for times, seconds in zip((forward, backward), found, strict=True):
-                    rising = np.argsort(times[some])  # as np.interp wants it
-                    work = times[some][rising]
-                    times[own] *= np.interp(times[own], work, seconds[rising] / work)
-                    times[some] = seconds
+        for sharers in np.unique(packing.sharers):
+            (own,) = np.nonzero(packing.sharers == sharers)
+            places = np.unique(np.linspace(0, len(own) - 1, predicted).round().astype(int))
+            some = own[np.argsort(forward[own], kind="stable")[places]]
+            found = pack_seconds(self._job, packing, some)
+            for times, seconds in zip((forward, backward), found, strict=True):
+                rising = np.argsort(times[some])  # as np.interp wants it
+                work = times[some][rising]
+                times[own] *= np.interp(times[own], work, seconds[rising] / work)
+                times[some] = seconds
         return packing, forward, backward
 
     def seconds(self, steps: Sequence[Timed], slack: int) -> float:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
 from wlb_titan.arrays import Floats, Ints
 from wlb_titan.cost.workload import workload
 from wlb_titan.errors import PlanError
-from wlb_titan.packing.policy import Pack, Packing, PackingJob
+from wlb_titan.packing.policy import Pack, Packing
 from wlb_titan.packing.slim.asymmetric import Line, asymmetric
 from wlb_titan.packing.slim.dp_merge import Merge, Shares, best_shares, numbers_of_packs, whole_shares
 from wlb_titan.packing.slim.flow import PREDICTED_IN_STEP, Flows
 from wlb_titan.packing.slim.micropacks import Placing, micropacks, place_greedily
 from wlb_titan.packing.slim.slices import MicroPack, PrefixWork, Slice
 from wlb_titan.plan import LENGTH, START
+
+if TYPE_CHECKING:
+    from wlb_titan.job import Job
 
 
 class Packer(Protocol):
@@ -51,18 +54,18 @@ class SymmetricPacker:
         flows: predicts steps.
     """
 
-    def __init__(self, job: PackingJob, window: int, merges: bool | Literal["auto"], flows: Flows) -> None:
+    def __init__(self, job: Job, window: int, merges: bool | Literal["auto"], flows: Flows) -> None:
         self._job, self._merges, self._flows = job, merges, flows
         # By how many data-parallel ranks share a pack, as that decides on what lengths are rounded to.
-        self._prefix_work = {1: PrefixWork(job.cost_model, window, job.divisor, job.least)} | {
+        self._prefix_work = {1: PrefixWork(job.cost_model, window, job.divisor, job.degrees.context)} | {
             size: PrefixWork(job.cost_model, window, merging.divisor, merging.strategy.ranks)
             for size, merging in job.merging.items()
         }
 
     def __call__(self, batch: Pack, count: int, place: Placing = place_greedily) -> Packing:
         works = workload(self._job.cost_model, batch[:, LENGTH])
-        found = whole_shares(works, batch[:, LENGTH], self._job.data_parallel, self._job.least)
-        merged = best_shares(works, self._job.data_parallel) if self._job.merging else None
+        found = whole_shares(works, batch[:, LENGTH], self._job.replicas, self._job.degrees.context)
+        merged = best_shares(works, self._job.replicas) if self._job.merging else None
         if merged is not None:
             found, packing = self._better(batch, works, merged, found, count)
             if place is place_greedily:
@@ -125,24 +128,24 @@ class SymmetricPacker:
 class AsymmetricPacker:
     """Packs of forward and packs of backward passes (`asymmetric.py`). There is nothing to place."""
 
-    def __init__(self, job: PackingJob, window: int) -> None:
+    def __init__(self, job: Job, window: int) -> None:
         self._job = job
         model, divisor = job.cost_model, job.divisor
         self._lines = (
-            Line(model.forward, window, divisor, job.least),
-            Line(model.recomputed, window, divisor, job.least),
+            Line(model.forward, window, divisor, job.degrees.context),
+            Line(model.recomputed, window, divisor, job.degrees.context),
         )
 
     def __call__(self, batch: Pack, count: int, place: Placing = place_greedily) -> Packing:
         works = workload(self._job.cost_model, batch[:, LENGTH])
         passes: list[list[tuple[Pack, Ints]]] = [[], []]
-        found = whole_shares(works, batch[:, LENGTH], self._job.data_parallel, self._job.least)
+        found = whole_shares(works, batch[:, LENGTH], self._job.replicas, self._job.degrees.context)
         for own in found.own:
             documents = batch[own]
             cut = asymmetric(documents[:, LENGTH], works[own], self._lines, count)
             for all_, packs in zip(passes, cut, strict=True):
                 all_.extend(_rows(documents, pack) for pack in packs)
-        numbers = np.arange(len(passes[0])).reshape(self._job.data_parallel, count).tolist()
+        numbers = np.arange(len(passes[0])).reshape(self._job.replicas, count).tolist()
         forward, backward = (replace(_packing(all_, numbers), one_pass=True) for all_ in passes)
         return replace(forward, regrouped=backward)
 

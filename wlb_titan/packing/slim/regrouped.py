@@ -8,15 +8,19 @@ the head runs no more often than elsewhere. Hidden states go to the ranks that h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from wlb_titan.cost.analytic import BYTES
-from wlb_titan.cost.passes import MicroBatches, PassJob, pass_times
+from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.rank import Moment, Passes, RankPeak
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import ByPass
+
+if TYPE_CHECKING:
+    from wlb_titan.job import Job
 
 
 def kept_states(layers: Sequence[int]) -> list[int]:
@@ -28,7 +32,7 @@ def kept_states(layers: Sequence[int]) -> list[int]:
     return [n - (stage == 0 and n > 0) + (stage == last) for stage, n in enumerate(layers)]
 
 
-def regrouped_times(job: PassJob, packs: ByPass[MicroBatches]) -> PassTimes:
+def regrouped_times(job: Job, packs: ByPass[MicroBatches]) -> PassTimes:
     """The passes of micro-batches, as of `pass_times`."""
     times = packs.each(lambda one: pass_times(job, one))
     head = np.zeros((len(job.layers), 1, 1))

@@ -18,18 +18,18 @@ import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from annotated_types import Ge, Interval
 
 from wlb_titan.arrays import Floats, Ints
-from wlb_titan.cost.passes import MicroBatches, PassJob, pass_times
+from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.rank import GIB, RankMemory, RankPeak
+from wlb_titan.memory.rank import RankMemory, RankPeak
 from wlb_titan.packing.arrivals import Arrivals, delayed
-from wlb_titan.packing.policy import CheckedJob, Pack, Packing, PackingJob, PackingPolicy
+from wlb_titan.packing.policy import Pack, Packing, PackingPolicy
 from wlb_titan.packing.slim.dependencies import dependencies, in_own_order
 from wlb_titan.packing.slim.flow import Flows
 from wlb_titan.packing.slim.micropacks import MOST_TRIED, Placing, Slots, place_greedily
@@ -41,6 +41,9 @@ from wlb_titan.packing.slim.trials import SLACKS, Trials, numbers_tried
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.pipeline.packflow import FLOW_SCHEDULES
 from wlb_titan.plan import ByPass, Flow
+
+if TYPE_CHECKING:
+    from wlb_titan.job import Job
 
 MORE = (1, 1.5, 2, 3, 4, 6, 8)
 """Times M MicroPacks of a step that does not fit with fewer."""
@@ -112,14 +115,14 @@ class Slim(PackingPolicy):
         def rank_memory(self) -> type[RankPeak]:
             return RegroupedRank if self.asymmetric else RankPeak
 
-        def pass_times(self, job: PassJob, packs: ByPass[MicroBatches]) -> PassTimes:
+        def pass_times(self, job: Job, packs: ByPass[MicroBatches]) -> PassTimes:
             return regrouped_times(job, packs) if self.asymmetric else pass_times(job, packs.forward)
 
         @property
         def most_in_flight(self) -> int | None:
             return self.tokens_in_flight if isinstance(self.tokens_in_flight, int) else None
 
-        def check(self, job: CheckedJob) -> None:
+        def check(self, job: Job) -> None:
             pipeline = job.shape
             if pipeline.ranks > 1 and pipeline.schedule not in FLOW_SCHEDULES:
                 raise PlanError(
@@ -176,7 +179,7 @@ class Slim(PackingPolicy):
     balances = False
     slices = True
 
-    def __init__(self, config: Config, stream: DocumentStream, job: PackingJob) -> None:
+    def __init__(self, config: Config, stream: DocumentStream, job: Job) -> None:
         self._config, self._job = config, job
         self._arrivals = Arrivals(stream, job)
         self._flows = Flows(job)
@@ -190,7 +193,7 @@ class Slim(PackingPolicy):
         self._flow: Flow = ()  # of the step that `next` gave last
         self._warned = False
         if config.solver == "milp":
-            self._solve = SolvedPlacing(config.time_limit, config.gap, job.data_parallel * MOST_TRIED)
+            self._solve = SolvedPlacing(config.time_limit, config.gap, job.replicas * MOST_TRIED)
         self._settle(stream)
 
     def next(self) -> Packing:
@@ -217,7 +220,7 @@ class Slim(PackingPolicy):
             works = packing.pass_work(self._job.cost_model)
             self._flow = self._flows.of((packing, *works), self.slack).flow
             peak = step_peak(packing, self._flow, self._job)
-            if peak is None or peak.total <= self._job.usable:
+            if peak is None or peak.total <= self._job.fitting.usable:
                 return packing
             if least is None or peak.total < least[0].total:
                 least = peak, packing, self._flow
@@ -230,9 +233,9 @@ class Slim(PackingPolicy):
         """Says once that a step is not predicted to fit."""
         if not self._warned:
             warnings.warn(
-                f"Step {self._arrivals.iteration} is not predicted to fit the {self._job.usable / GIB:.1f} "
-                f"GiB of a device that may be filled, with {self.micropacks} MicroPacks of a rank or with "
-                f"more, and runs as it needs least. More steps may; this is said once.\n{peak.explain()}\n"
+                f"Step {self._arrivals.iteration} is not predicted to fit {self._job.fitting.room}, with "
+                f"{self.micropacks} MicroPacks of a rank or with more, and runs as it needs least. More steps "
+                f"may; this is said once.\n{peak.explain()}\n"
                 "If memory runs out, raise a degree of parallelism, save more with activation checkpointing, "
                 "or shorten the context window.",
                 stacklevel=3,
@@ -268,8 +271,8 @@ class Slim(PackingPolicy):
         """Finds what the settings leave open, on the first steps."""
         number, slack = self._config.micropacks, self._config.slack
         slacks = SLACKS if slack == "auto" else (slack,)
-        windows = -(-self._job.micro_batches // self._job.data_parallel)
-        numbers = numbers_tried(windows, self._job.pipeline.stages) if number == "auto" else [number]
+        windows = -(-self._job.micro_batches // self._job.replicas)
+        numbers = numbers_tried(windows, self._job.shape.stages) if number == "auto" else [number]
         least = self._config.tokens_in_flight == "least"
         if len(numbers) == len(slacks) == 1 and not least:
             self.micropacks, self.slack = numbers[0], slacks[0]

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from wlb_titan.context import ALL_KEYS
 from wlb_titan.memory.fits import fullest
 from wlb_titan.memory.rank import Passes, RankMemory
-from wlb_titan.packing.policy import Packing, PackingJob
+from wlb_titan.packing.policy import Packing
 from wlb_titan.packing.slim.dependencies import dependencies, in_own_order
 from wlb_titan.packing.slim.slices import ReplicaPacks, passes_of
 from wlb_titan.plan import LENGTH, Flow
+
+if TYPE_CHECKING:
+    from wlb_titan.job import Job
 
 LOOKED_AT = 2
 """Data-parallel ranks of a step that are predicted: those with most tokens in flight, and one more."""
 
 
-def step_peak(packing: Packing, flow: Flow, job: PackingJob) -> RankMemory | None:
+def step_peak(packing: Packing, flow: Flow, job: Job) -> RankMemory | None:
     """The predicted peak of a step's fullest GPU; None where memory is not predicted."""
-    if job.peak is None:
+    if job.memory_unknown:
         return None
     orders, _ = dependencies(packing)
     return fullest(
         [
-            job.peak(_passes(packing, rank, in_own_order(flow, orders[rank]), job))
+            fullest(job.fitting.peak(_passes(packing, rank, in_own_order(flow, orders[rank]), job)))
             for rank in _candidates(packing, flow, orders)
         ]
     )
@@ -45,12 +49,12 @@ def _candidates(packing: Packing, flow: Flow, orders: Sequence[Sequence[int]]) -
     return list({*most.argsort()[-LOOKED_AT:].tolist(), int(freed.max(axis=1).argmax())})
 
 
-def _passes(packing: Packing, rank: int, flow: Flow, job: PackingJob) -> Passes:
+def _passes(packing: Packing, rank: int, flow: Flow, job: Job) -> Passes:
     """What one data-parallel rank runs."""
     return passes_of(packing.by_pass.each(lambda one: _packs(one, rank, job)), flow)
 
 
-def _packs(packing: Packing, rank: int, job: PackingJob) -> ReplicaPacks:
+def _packs(packing: Packing, rank: int, job: Job) -> ReplicaPacks:
     assert packing.assigned is not None
     numbers = packing.assigned[rank]
     sharers = packing.sharers[numbers].tolist()

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 from wlb_titan.errors import PlanError
-from wlb_titan.packing.policy import Pack, PackingJob
+from wlb_titan.packing.policy import Pack
 from wlb_titan.packing.slim.flow import Flows, Timed
 from wlb_titan.packing.slim.phases import Packer, at_most
+
+if TYPE_CHECKING:
+    from wlb_titan.job import Job
 
 NUMBERS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16)
 """MicroPacks that are tried, relative to the context windows of a data-parallel rank in a step."""
@@ -50,7 +54,7 @@ class Trials:
         batch: Callable[[], Pack],
         packer: Packer,
         flows: Flows,
-        job: PackingJob,
+        job: Job,
         numbers: Sequence[int],
         slacks: Sequence[int],
     ) -> None:
@@ -79,7 +83,7 @@ class Trials:
         def fits(choice: tuple[int, int]) -> bool:
             count, slack = choice
             peaks = (self._flows.peak(step, slack) for step in self._tried[count])
-            return all(peak is None or peak.total <= self._job.usable for peak in peaks)
+            return all(peak is None or peak.total <= self._job.fitting.usable for peak in peaks)
 
         best = next((choice for choice in sorted(found, key=found.__getitem__) if fits(choice)), None)
         if best is None:

@@ -22,7 +22,7 @@ from wlb_titan.arrays import Floats, Ints
 from wlb_titan.config.settings import CorpusSettings
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job
-from wlb_titan.packing.policy import PackingPolicy, here
+from wlb_titan.packing.policy import PackingPolicy
 from wlb_titan.packing.slim.slices import cache_rows
 from wlb_titan.plan import ID, LENGTH, START, Flow, MicroBatch, Plan
 from wlb_titan.planner import Planner
@@ -228,7 +228,7 @@ class PlannedDataLoader(BaseDataLoader):
 def _planner(config: PlannedDataLoader.Config, job: Job, documents: Documents) -> Planner:
     # A solver that is stopped by its time limit finds other packings on other ranks.
     shares = job.packing.planning_seconds and not config.alone
-    return job.planner(documents, on_one_rank=SharedAnswer() if shares else here)
+    return job.planner(documents, on_one_rank=SharedAnswer() if shares else None)
 
 
 class SharedAnswer:
