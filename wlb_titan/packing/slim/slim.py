@@ -234,8 +234,8 @@ class Slim(PackingPolicy):
         if not self._warned:
             warnings.warn(
                 f"Step {self._arrivals.iteration} is not predicted to fit {self._job.fitting.room}, with "
-                f"{self.micropacks} MicroPacks of a rank or with more, and runs as it needs least. More steps "
-                f"may; this is said once.\n{peak.explain()}\n"
+                f"{self.micropacks} MicroPacks of a rank or with more, and runs as it needs least. More "
+                f"steps may; this is said once.\n{peak.explain()}\n"
                 "If memory runs out, raise a degree of parallelism, save more with activation checkpointing, "
                 "or shorten the context window.",
                 stacklevel=3,
