@@ -110,7 +110,7 @@ def run_case(*, name, steps=(1,), **options):
         with RECORDER:
             trainer.train_step(loader)
         plan = trainer.planned.plan
-        record = {"loss": added_up(trainer, [trainer.loss] if last else [])}
+        record = {"loss": added_up(trainer, trainer.loss if last else 0.0)}
         gradients = gathered(trainer, lambda p: p.grad)
         if reference:
             sequences = whole_documents(trainer, plan)
