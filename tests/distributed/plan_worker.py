@@ -101,7 +101,7 @@ def run_case(*, name, steps=(1,), **options):
     weights = gathered(trainer, lambda p: p)
     reference = Reference(config, weights) if weights else None
     last = not trainer.parallel_dims.pp_enabled or trainer.pp_has_last_stage
-    records, loader = [], iter(trainer.planned)
+    records, loader = [], trainer.planned.steps(trainer.lower)
     for trainer.step in range(1, max(steps) + 1):
         if trainer.step not in steps:
             next(loader)
