@@ -8,8 +8,9 @@ it names the cluster or they see the same GPUs.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from wlb_titan.context import ALL_KEYS, STRATEGIES, ContextStrategy, Exchange, KeyShares
 from wlb_titan.context.exchange import ExchangeCost
@@ -232,22 +233,18 @@ class Job:
     @property
     def token_bytes(self) -> TokenBytes:
         """What a rank holds of each token of a micro-batch of which it has all keys."""
-        return self.token_bytes_with(ALL_KEYS)
-
-    def token_bytes_with(self, keys: KeyShares) -> TokenBytes:
-        """What a rank holds of each token of a micro-batch of whose keys it has these."""
-        return TokenBytes.of(self.model, self.degrees, self.memory, self.exchange, keys)
-
-    def token_bytes_of(self, sharers: int, keys: KeyShares) -> TokenBytes:
-        """The same where so many data-parallel ranks share the micro-batch; worked out once."""
-        known = self._token_bytes
-        if (sharers, keys) not in known:
-            known[sharers, keys] = self.merged[sharers].token_bytes_with(keys)
-        return known[sharers, keys]
+        return self.token_bytes_of(1, ALL_KEYS)
 
     @cached_property
-    def _token_bytes(self) -> dict[tuple[int, KeyShares], TokenBytes]:
-        return {}
+    def token_bytes_of(self) -> Callable[[int, KeyShares], TokenBytes]:
+        """What a rank holds of each token of a micro-batch, by how many data-parallel ranks share it and by
+        what the rank has of its keys."""
+
+        def worked_out(sharers: int, keys: KeyShares) -> TokenBytes:
+            job = self if sharers == 1 else self.merged[sharers]
+            return TokenBytes.of(job.model, job.degrees, job.memory, job.exchange, keys)
+
+        return cache(worked_out)
 
     @cached_property
     def exchange(self) -> Exchange | None:
@@ -303,14 +300,14 @@ class Job:
         """Tokens that a micro-batch may have under the packing policy."""
         return self.packing.longest(self)
 
-    def planner(self, documents: Documents, *, on_one_rank: AskRank0 | None = None) -> Planner:
+    def planner(self, documents: Documents) -> Planner:
         """A planner at the beginning of the stream.
 
         Raises:
             PlanError: a setting is wrong, or does not fit the window or the documents.
         """
         assert not self.undecided, "no policy has been chosen for `auto`"
-        return Planner(documents, self if on_one_rank is None else replace(self, on_one_rank=on_one_rank))
+        return Planner(documents, self)
 
     def plans(self, documents: Documents, steps: int, *, after: int = 0) -> list[Plan]:
         """The plans of so many steps, after some others that are left out.

@@ -88,11 +88,13 @@ def test_text_takes_every_readable_file_and_names_the_others(here):
     (here / "inside").symlink_to("a.txt")
     (here.parent / "secret").write_text("not to be trained on")
     (here / "outside").symlink_to("../secret")
+    os.mkfifo(here / "pipe")
     assert read_all(here, f"text:{here}") == {
         "a.txt": "Grüße\r\n",
         "broken": ["No such file or directory"],
         "inside": "Grüße\r\n",
         "outside": ["a link that leads out of the folder"],
+        "pipe": ["a pipe, which would wait for its writer"],
         "sub/latin.md": ["not UTF-8: invalid start byte at byte 2"],
         "sub/no ending": "b",
         "zero.bin": ["not text: it has a zero byte"],

@@ -82,6 +82,8 @@ class Files:
         try:
             if self._within and path.is_symlink() and self._within not in path.resolve().parents:
                 raise ValueError("a link that leads out of the folder")
+            if path.is_fifo():
+                raise ValueError("a pipe, which would wait for its writer")
             text = path.read_bytes().decode("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"not UTF-8: {error.reason} at byte {error.start}") from error

@@ -92,7 +92,7 @@ class Dimension(Plugin):
     def check(self, job: Job) -> None:
         """Raises PlanError, with the setting to blame, for a job that it cannot divide."""
 
-    def memory(self, job: Any, peak: Any) -> Any:
+    def memory(self, job: Job, peak: Any) -> Any:
         """The peak of a pipeline rank with what the dimension changes in it.
 
         Args:

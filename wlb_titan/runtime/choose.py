@@ -18,7 +18,6 @@ from wlb_titan.documents import Documents
 from wlb_titan.errors import UserError
 from wlb_titan.job import Job
 from wlb_titan.memory.rank import GIB
-from wlb_titan.packing.policy import ask_locally
 from wlb_titan.runtime.data.corpus import steps_of_epochs, training_documents
 from wlb_titan.runtime.data.dataloader import SharedAnswer
 from wlb_titan.runtime.job import gpu_at_hand
@@ -44,9 +43,11 @@ def decided(config: Trainer.Config, job: Job) -> tuple[Job, Choice | None]:
         choice = choose(job, documents, on_one_rank=SharedAnswer())
         job = choice.job
     if epochs:
+        trained = job.trained
         # A solver that is stopped by its time limit finds other packings on other ranks.
-        shared = SharedAnswer() if job.trained.packing.planning_seconds else ask_locally
-        config.training.steps = steps_of_epochs(job.trained, documents, epochs, shared)
+        if trained.packing.planning_seconds:
+            trained = replace(trained, on_one_rank=SharedAnswer())
+        config.training.steps = steps_of_epochs(trained, documents, epochs)
         logger.info(f"wlb.epochs = {epochs} takes {config.training.steps:,} steps")
     return job, choice
 

@@ -260,6 +260,7 @@ class Trainer(TorchtitanTrainer):
         """A step of MicroPacks, whose passes run in the plan's order; as `forward_backward`."""
         cache = KeyValueCache()
         if self.parallel_dims.pp_enabled:
+            assert step.lowered is not None, "the loader was not told how to lower an order of passes"
             loss = self.forward_backward(step.items, labels, cache, step.lowered)
         else:
             loss = self.run_alone(step.items, flow[0], labels, cache)

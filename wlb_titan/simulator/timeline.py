@@ -101,8 +101,7 @@ class _Picture:
         passes = passes_of(here.each(ReplicaPacks.of, keys), None)
         kept = here.each(
             lambda packs: [
-                memory.layer_bytes(job.merged[m.sharers].token_bytes_with(keys(m))) * m.shared_length
-                for m in packs
+                memory.layer_bytes(job.token_bytes_of(m.sharers, keys(m))) * m.shared_length for m in packs
             ]
         )
         for rank in range(job.degrees.pipeline):

@@ -13,7 +13,6 @@ from wlb_titan.documents.documents import Divided
 from wlb_titan.documents.mixture import Source
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
-from wlb_titan.packing.policy import AskRank0, ask_locally
 from wlb_titan.plan import ID, LENGTH
 
 
@@ -66,7 +65,7 @@ def training_documents(wlb: WlbSettings, corpus: Corpus | None = None) -> Docume
     return documents_of(wlb.corpus, corpus or open_corpus(wlb.corpus), wlb.validation.hold_out)
 
 
-def steps_of_epochs(job: Job, documents: Documents, epochs: int, on_one_rank: AskRank0 = ask_locally) -> int:
+def steps_of_epochs(job: Job, documents: Documents, epochs: int) -> int:
     """The first step after which every document was trained on `epochs` times.
 
     They are planned once, so that the last step is complete and nothing is lost: what it has room for besides
@@ -78,7 +77,7 @@ def steps_of_epochs(job: Job, documents: Documents, epochs: int, on_one_rank: As
             "training.steps, and leave wlb.epochs out.",
             setting="wlb.epochs",
         )
-    planner = job.planner(documents, on_one_rank=on_one_rank)
+    planner = job.planner(documents)
     missing = epochs * documents.mixture().tokens
     end, steps = epochs * len(documents.lengths), 0
     while missing > 0:

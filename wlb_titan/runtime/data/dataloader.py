@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -227,8 +227,9 @@ class PlannedDataLoader(BaseDataLoader):
 
 def _planner(config: PlannedDataLoader.Config, job: Job, documents: Documents) -> Planner:
     # A solver that is stopped by its time limit finds other packings on other ranks.
-    shares = job.packing.planning_seconds and not config.alone
-    return job.planner(documents, on_one_rank=SharedAnswer() if shares else None)
+    if job.packing.planning_seconds and not config.alone:
+        job = replace(job, on_one_rank=SharedAnswer())
+    return job.planner(documents)
 
 
 class SharedAnswer:
