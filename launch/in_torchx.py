@@ -32,11 +32,7 @@ def refusals() -> Iterator[None]:
 
 
 def refuse_docker(image: str) -> None:
-    """TorchX takes Docker where nothing else is said, and imports the scheduler that it takes.
-
-    Raises:
-        UserError: no image is named for it.
-    """
+    """TorchX takes Docker where nothing else is said, and imports the scheduler that it takes."""
     if image == HERE and "torchx.schedulers.docker_scheduler" in sys.modules:
         raise UserError(
             "TorchX takes Docker in a folder without .torchxconfig, and --image names no image. On this "

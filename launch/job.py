@@ -41,9 +41,6 @@ def hosts_of(
         processes: on each host; 0 for as many as the parallel degrees need.
         is_here: whether the job will see this machine's files, so that the corpus can be checked.
         gpus: says how many GPUs the job will find; None where it runs elsewhere.
-
-    Raises:
-        UserError: the user's mistake, with its place.
     """
     from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 

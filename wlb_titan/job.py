@@ -65,10 +65,6 @@ class Job:
         planned: data-parallel ranks that are planned, where some stand for all of them; None: all.
             `micro_batches` are theirs.
         on_one_rank: asks what may differ from rank to rank, such as a solver that a clock stops.
-
-    Raises:
-        PlanError: the degrees do not divide the model or the micro-batches, a policy cannot run here, or a
-            share or an imbalance is out of range.
     """
 
     window: int
@@ -163,11 +159,7 @@ class Job:
 
     @cached_property
     def latency(self) -> AttentionLatency:
-        """The attention of one layer on one tensor-parallel rank, with all of its heads.
-
-        Raises:
-            PlanError: the profile that [wlb.sharding] names cannot be read, or lacks this attention.
-        """
+        """The attention of one layer on one tensor-parallel rank, with all of its heads."""
         if self.attention is not None:
             return self.attention
         found = configured_latency(self.cluster, self.attention_shape, self.sharding.profile)
@@ -262,11 +254,7 @@ class Job:
 
     @cached_property
     def token(self) -> TokenSeconds:
-        """What one token of a micro-batch costs a rank.
-
-        Raises:
-            PlanError: the profile of [wlb.sharding] or of the cluster cannot be read.
-        """
+        """What one token of a micro-batch costs a rank."""
         tensor, context = self.degrees.tensor, self.degrees.context
         cluster = measured_cluster(self.cluster, self.sharding.profile)
         return TokenSeconds.of(self.model, cluster, tensor, context, self.exchanging.always.moving)
@@ -286,11 +274,7 @@ class Job:
     @property
     def most_in_flight(self) -> int | None:
         """Tokens of documents in slices that a pipeline rank may have in flight: as set, or what fits; None
-        where memory is not predicted.
-
-        Raises:
-            PlanError: not even a document of the window fits.
-        """
+        where memory is not predicted."""
         if self.packing.most_in_flight is not None or self.memory_unknown:
             return self.packing.most_in_flight
         return self.fitting.most_in_flight
@@ -301,20 +285,12 @@ class Job:
         return self.packing.longest(self)
 
     def planner(self, documents: Documents) -> Planner:
-        """A planner at the beginning of the stream.
-
-        Raises:
-            PlanError: a setting is wrong, or does not fit the window or the documents.
-        """
+        """A planner at the beginning of the stream."""
         assert not self.undecided, "no policy has been chosen for `auto`"
         return Planner(documents, self)
 
     def plans(self, documents: Documents, steps: int, *, after: int = 0) -> list[Plan]:
-        """The plans of so many steps, after some others that are left out.
-
-        Raises:
-            PlanError: as `planner`; or a micro-batch cannot be shared by its ranks.
-        """
+        """The plans of so many steps, after some others that are left out."""
         planner = self.planner(documents)
         for _ in range(after):
             planner.next(sharded=())

@@ -32,11 +32,7 @@ STATE_VERSION = (
 
 
 class Planner:
-    """Plans a job's steps one after the other. `Job.planner` makes one.
-
-    Raises:
-        PlanError: the settings do not fit each other or the documents.
-    """
+    """Plans a job's steps one after the other. `Job.planner` makes one."""
 
     def __init__(self, documents: Documents, job: Job) -> None:
         self._stream = DocumentStream(documents.mixture(), job.window)
@@ -171,10 +167,6 @@ class Planner:
 
         Call it before the first step. Under another policy or number of micro-batches what waited comes first
         once more; all other settings and all degrees may be others too.
-
-        Raises:
-            PlanError: another version of the state wrote it, or it is of another corpus, mixture, seed or
-                window; the message names both values.
         """
         if (version := state.get("version")) not in (2, STATE_VERSION):
             raise PlanError(

@@ -92,9 +92,6 @@ class Corpus:
         Args:
             column, mask: as of `open_foreign`; a prepared corpus knows the masks "auto" and "none" only.
             tokenizer: folder of the tokenizer that made the token ids; a prepared corpus has its own.
-
-        Raises:
-            CorpusError: there is no corpus, it is half-written, or its files do not match each other.
         """
         path = Path(path).absolute()
         if (path / MANIFEST_FILE).is_file():

@@ -44,10 +44,6 @@ def prepare_corpus(
         output: the corpus folder; its parents are made.
         overwrite: replace a corpus that is there.
         report: called often, from this thread.
-
-    Raises:
-        CorpusError: the source or the tokenizer cannot be used, there are no documents, `output` holds
-            something else or is being made by another process, or it cannot be written.
     """
     output = output_folder(output)
     if overwrite:

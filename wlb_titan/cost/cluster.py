@@ -125,12 +125,7 @@ def cluster_of_gpu(name: str, memory: float) -> Cluster:
 
 
 def load_cluster(name: str) -> Cluster:
-    """A shipped cluster by its name, or one from the path of a TOML file.
-
-    Raises:
-        PlanError: there is no such file, it is not TOML, or a figure is missing, unknown or absurd; the
-            message names file, section and key. Its setting is wlb.cluster.
-    """
+    """A shipped cluster by its name, or one from the path of a TOML file."""
     if name in shipped():
         return _shipped(name)
     try:

@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 
 class Measured(CostModel):
-    """W_a as measured on a device, W_l by operations at its measured rates, or the cluster's if it has none.
-
-    Raises:
-        PlanError: the profile cannot be read, or has no attention like the job's.
-    """
+    """W_a as measured on a device, W_l by operations at its measured rates, or else at the cluster's."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CostModel.Config):

@@ -224,11 +224,7 @@ class Profile:
     linear: LinearProfile | None = None
 
     def latency(self, shape: AttentionShape) -> AttentionLatency:
-        """The latency model of an attention that was measured.
-
-        Raises:
-            PlanError: it was not; the message says what was.
-        """
+        """The latency model of an attention that was measured."""
         found = {entry.direction: entry for entry in self.entries if entry.shape.kind == shape.kind}
         if missing := [direction for direction in PASSES if direction not in found]:
             lacks = f"{missing[0]} pass of the attention" if found else "attention"
@@ -266,11 +262,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        """Reads what `save` wrote.
-
-        Raises:
-            PlanError: there is no such file, or it is no profile of this schema.
-        """
+        """Reads what `save` wrote."""
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
             if record["schema"] != SCHEMA:
@@ -319,11 +311,7 @@ def fitted(
 
 
 def configured_latency(cluster: Cluster, shape: AttentionShape, profile: str) -> AttentionLatency:
-    """The attention of one layer, as [wlb.sharding] profile says or, where it is empty, the cluster.
-
-    Raises:
-        PlanError: the profile cannot be read, or lacks this attention.
-    """
+    """The attention of one layer, as [wlb.sharding] profile says or, where it is empty, the cluster."""
     if not profile:
         return cluster_latency(cluster, shape)
     try:
@@ -333,11 +321,7 @@ def configured_latency(cluster: Cluster, shape: AttentionShape, profile: str) ->
 
 
 def measured_cluster(cluster: Cluster, profile: str) -> Cluster:
-    """The cluster at the rates of the profile that [wlb.sharding] or it names, if there is one.
-
-    Raises:
-        PlanError: the profile cannot be read.
-    """
+    """The cluster at the rates of the profile that [wlb.sharding] or it names, if there is one."""
     name = profile or cluster.attention_profile
     return Profile.load(Path(name)).on(cluster) if name else cluster
 

@@ -19,11 +19,7 @@ LARGEST = 1e100  # coefficient, with which the work of any step is still a finit
 
 
 class Quadratic(CostModel):
-    """Both passes together cost A d^2 + B d, of which the forward pass is one third.
-
-    Raises:
-        PlanError: A or B is negative or not finite, both are zero, or work would overflow.
-    """
+    """Both passes together cost A d^2 + B d, of which the forward pass is one third."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CostModel.Config):

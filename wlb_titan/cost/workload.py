@@ -67,11 +67,7 @@ class CostModel(Plugin):
 
         @classmethod
         def parse(cls, text: str) -> Self:
-            """The settings from what follows the name and a colon.
-
-            Raises:
-                PlanError: there are other values than the model has settings.
-            """
+            """The settings from what follows the name and a colon."""
             names = [field.name for field in fields(cls)]
             parts = text.split(",") if text else []
             if len(parts) > len(names):
@@ -106,9 +102,6 @@ def cost_model(text: str, job: Job) -> CostModel:
     Args:
         text: a name, with its settings after a colon (`quadratic:0.9e6,4e10`); the path of a profile, which
             is short for `profile:PATH`; or "package.module:Class".
-
-    Raises:
-        PlanError: there is no such model, or its settings are wrong.
     """
     name, _, settings = text.partition(":")
     if text.endswith(".json") and name not in COST_MODELS.names:

@@ -59,11 +59,7 @@ class Fitting:
         return f"the {self.usable / GIB:.1f} GiB of a device that may be filled"
 
     def peak(self, passes: Passes) -> tuple[RankMemory, ...]:
-        """The peak of each pipeline rank over a replica's step.
-
-        Raises:
-            PlanError: the schedule's order is not known, or it cannot run that many micro-batches.
-        """
+        """The peak of each pipeline rank over a replica's step."""
         job, packs = self.job, passes.packs.forward
         run = len(packs.lengths) if passes.flow is not None or job.run is None else job.run
         runs = [passes]
@@ -110,11 +106,7 @@ class Fitting:
 
     @cached_property
     def most_in_flight(self) -> int:
-        """The most tokens in flight that are predicted to fit, if all of them were one document's.
-
-        Raises:
-            PlanError: not even one document of the window fits, whatever the order; with the arithmetic.
-        """
+        """The most tokens in flight that are predicted to fit, if all of them were one document's."""
         window = self.job.window
         most = fullest(self.document(window))
         if most.total > self.usable:

@@ -42,9 +42,6 @@ class FixedGreedy(PackingPolicy):
     batches (Table 2) needs this: on our lengths it is 1.23, 1.12 and 1.06, and dealt in the order of the
     stream 1.35, 1.32 and 1.31. The price is that heavy steps come before light ones. Documents arrive when
     their global batches are read, so the delay of the k-th step after that is k.
-
-    Raises:
-        PlanError: there are fewer than one global batch.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -39,9 +39,6 @@ class Milp:
         time_limit: seconds for one packing.
         gap: relative distance between solution and bound at which to stop.
         user: what asks for it, for errors.
-
-    Raises:
-        PlanError: highspy is not installed.
     """
 
     def __init__(self, time_limit: float, gap: float, *, user: str, setting: str) -> None:

@@ -54,9 +54,6 @@ class Solver:
     Args:
         time_limit: seconds for one packing.
         gap: relative distance between solution and bound at which to stop.
-
-    Raises:
-        PlanError: a limit is not positive, or highspy is not installed.
     """
 
     def __init__(self, time_limit: float, gap: float) -> None:

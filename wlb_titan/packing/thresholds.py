@@ -49,9 +49,6 @@ def tune(
         max_length: L_max in tokens.
         cost_model: W_a + W_l.
         tolerance: imbalance above 1 that weighs as much as a delay of one iteration.
-
-    Raises:
-        PlanError: there cannot be so many queues.
     """
     if not 1 <= queues <= GRID or window < 2 * GRID:
         raise PlanError(

@@ -40,11 +40,7 @@ PATIENCE = 16
 
 
 class Wlb(VariableLengthPolicy):
-    """Micro-batches of different lengths and equal work, outliers wait in queues (Algorithm 1).
-
-    Raises:
-        PlanError: thresholds or max_length do not fit the window, or no thresholds can be found.
-    """
+    """Micro-batches of different lengths and equal work, outliers wait in queues (Algorithm 1)."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(VariableLengthPolicy.Config):

@@ -74,9 +74,6 @@ class WlbLazy(VariableLengthPolicy):
     """Holds back as few long documents as the balance of the step at hand asks for.
 
     Where `plain` would be balanced better, a few documents are cut, as it does.
-
-    Raises:
-        PlanError: the tolerance is not positive, max_delay negative, or max_length does not fit the window.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -74,9 +74,6 @@ class PipelineGraph:
 
     Attributes:
         actions: actions of all ranks, each after all that it waits for.
-
-    Raises:
-        PlanError: the schedule is not known, or the actions wait for each other in a circle.
     """
 
     def __init__(

@@ -145,9 +145,6 @@ def arranged(
         run: micro-batches that go through the pipeline together; a step may have several runs.
         assigned: numbers of each rank's packs, as they were packed; as many on every rank.
         forward, backward: float64 (packs,), predicted times of each pack's passes, in one unit.
-
-    Raises:
-        PlanError: the packs of a rank cannot be divided into runs.
     """
     count = len(assigned[0])
     if count % run:

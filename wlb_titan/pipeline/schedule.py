@@ -64,9 +64,6 @@ def layers_of_stages(layers: int, stages: int, *, first_less: int = 1, last_less
 
     Embedding and head count as `first_less` and `last_less` layers; what does not divide goes to the first
     stages. Example: 32 layers on 4 stages are 8, 9, 8 and 7.
-
-    Raises:
-        PlanError: there are more stages than layers.
     """
     if stages == 1:
         return (layers,)
@@ -80,11 +77,7 @@ def layers_of_stages(layers: int, stages: int, *, first_less: int = 1, last_less
 
 
 def rank_actions(shape: PipelineShape, micro_batches: int, rank: int) -> Iterator[Action]:
-    """What a rank runs, in order.
-
-    Raises:
-        PlanError: the schedule's order is not known, or it cannot run that many micro-batches or chunks.
-    """
+    """What a rank runs, in order."""
     _check(shape)
     micro_batches_in_round(shape.schedule, shape.ranks, micro_batches)
     in_order = _v_shaped if shape.schedule == "ZBVZeroBubble" else _in_turn
@@ -93,11 +86,7 @@ def rank_actions(shape: PipelineShape, micro_batches: int, rank: int) -> Iterato
 
 
 def check_micro_batches(schedule: str, ranks: int, stages: int, n: int) -> None:
-    """Refuses a number of micro-batches that a schedule of torch cannot run.
-
-    Raises:
-        PlanError: with the reason and what can be done.
-    """
+    """Refuses a number of micro-batches that a schedule of torch cannot run."""
     if schedule in ("1F1B", "DualPipeV") and n < stages:
         raise PlanError(
             f"{schedule} needs at least as many micro-batches as stages, and there are {n} for {stages} "
@@ -107,11 +96,7 @@ def check_micro_batches(schedule: str, ranks: int, stages: int, n: int) -> None:
 
 
 def micro_batches_in_round(schedule: str, ranks: int, n: int) -> int:
-    """How many micro-batches go through a rank's first stage before its next one gets any.
-
-    Raises:
-        PlanError: the schedule's rounds are not equal.
-    """
+    """How many micro-batches go through a rank's first stage before its next one gets any."""
     if not schedule.startswith("Interleaved"):
         return n
     rounds = max(1, n // ranks)

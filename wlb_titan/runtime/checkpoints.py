@@ -43,11 +43,7 @@ class Choice:
 
 
 def beginning(config: Trainer.Config) -> Choice:
-    """Which of a run's own checkpoints it goes on from.
-
-    Raises:
-        UserError: none is whole, or not the one that the user named, or another run's that is to be loaded.
-    """
+    """Which of a run's own checkpoints it goes on from."""
     checkpoint = config.checkpoint
     folder = Path(config.dump_folder) / checkpoint.folder
     if not checkpoint.enable or checkpoint.create_seed_checkpoint:
@@ -65,11 +61,7 @@ def beginning(config: Trainer.Config) -> Choice:
 
 
 def newest_whole(folder: Path) -> Choice:
-    """Looks through the checkpoints of a folder from the newest on.
-
-    Raises:
-        UserError: there are some, and none is whole.
-    """
+    """Looks through the checkpoints of a folder from the newest on."""
     broken = []
     for step in sorted(_steps(folder), reverse=True):
         wrong = damage(folder / f"step-{step}")

@@ -65,11 +65,7 @@ def common_cluster(gpus: Sequence[tuple[str, int]]) -> tuple[Cluster, str]:
 
 
 def check_same(mine: Mapping[str, Any]) -> None:
-    """Compares what every rank has of these. Every rank takes part.
-
-    Raises:
-        UserError: ranks differ; names them, and what the first of them has.
-    """
+    """Compares what every rank has of these. Every rank takes part."""
     ranks = _gathered((socket.gethostname(), mine))
     first_host, first = ranks[0]
     different = [rank for rank, (_, its) in enumerate(ranks) if its != first]

@@ -30,11 +30,7 @@ PATIENCE = 15.0  # seconds in which a run that was stopped just now may end
 
 @contextlib.contextmanager
 def held(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
-    """Holds the lock of a dump folder; nothing in it but the lock is touched.
-
-    Raises:
-        UserError: another run holds it, or the folder cannot be made.
-    """
+    """Holds the lock of a dump folder; nothing in it but the lock is touched."""
     check_place(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -84,11 +80,7 @@ def _holder(lock: int) -> str:
 
 
 def check_place(folder: Path) -> None:
-    """Makes sure that a dump folder can be made and written, without making it.
-
-    Raises:
-        UserError: a file stands in the way, or its owner does not let us write.
-    """
+    """Makes sure that a dump folder can be made and written, without making it."""
     place = folder.absolute()
     try:
         while not place.exists():

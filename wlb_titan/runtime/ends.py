@@ -155,11 +155,7 @@ def status_of(number: int) -> int:
 
 
 def seconds_of(duration: str) -> float:
-    """`23:40:00` or `1-12:00:00` (days, as Slurm writes it) in seconds.
-
-    Raises:
-        UserError: it is neither.
-    """
+    """`23:40:00` or `1-12:00:00` (days, as Slurm writes it) in seconds."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)", duration)
     if match is None:
         raise UserError(
@@ -237,9 +233,6 @@ class Alarm:
             name: name of the fact; once only in a job.
             find_out: called on rank 0; gives what JSON can hold.
             timeout: seconds to wait for it.
-
-        Raises:
-            UserError: on rank 0 as `find_out`; on the others, rank 0 did not answer.
         """
         if self._rank == 0 or self._store is None:
             found = find_out()

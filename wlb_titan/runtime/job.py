@@ -32,11 +32,7 @@ def job_of(config: Trainer.Config, dims: ParallelDims) -> Job:
 
 
 def configured_job(config: Trainer.Config, dims: ParallelDims) -> Job:
-    """The job of a configuration, also where it is only planned (`wlb.packing.shadow`).
-
-    Raises:
-        PlanError: a part of it is wrong, or they do not fit each other.
-    """
+    """The job of a configuration, also where it is only planned (`wlb.packing.shadow`)."""
     batch, wlb = batch_of(config), config.wlb
     assert config.model_spec is not None
     model = config.model_spec.model

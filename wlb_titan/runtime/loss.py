@@ -65,11 +65,7 @@ def weighted_cross_entropy(
 
 
 def weighted(loss: BaseLoss.Config) -> BaseLoss.Config:
-    """The loss of a configuration for labels with weights.
-
-    Raises:
-        UserError: it is no cross-entropy.
-    """
+    """The loss of a configuration for labels with weights."""
     if isinstance(loss, ChunkedLossWrapper.Config):
         return replace(loss, loss_fn=weighted(loss.loss_fn))
     if type(loss) is not CrossEntropyLoss.Config:

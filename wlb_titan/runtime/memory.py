@@ -49,11 +49,7 @@ def _known(job: Job, memory: Callable[[], tuple[RankMemory, ...]]) -> tuple[Rank
 
 def check_memory(job: Job, device_bytes: int) -> None:
     """Refuses what cannot fit: a step of micro-batches of a context window each or, where documents are
-    sliced, of a document of the window, all of whose slices are in flight when its backward pass begins.
-
-    Raises:
-        UserError: with the arithmetic of the pipeline rank that needs most.
-    """
+    sliced, of a document of the window, all of whose slices are in flight when its backward pass begins."""
     if job.packing.owner.slices:  # type: ignore[attr-defined]
         what = f"a document of {job.window} tokens"
         ranks = _known(job, lambda: job.fitting.document(job.window))
@@ -76,9 +72,6 @@ def check_planned_memory(job: Job, plan: Plan, replica: int, rank: int, device_b
 
     Returns:
         the arithmetic; None where it is not known.
-
-    Raises:
-        UserError: with the arithmetic.
     """
     ranks = planned_memory(job, plan, replica)
     if ranks is None:
@@ -100,11 +93,7 @@ def _room(job: Job, device_bytes: int) -> tuple[float, str]:
 
 def describe_memory(job: Job, documents: Documents) -> list[str]:
     """A line on each pipeline rank's predicted peak, with micro-batches as long as they may become or, where
-    documents are sliced, in the largest of the first steps.
-
-    Raises:
-        PlanError: one of these steps cannot be planned so that it fits.
-    """
+    documents are sliced, in the largest of the first steps."""
     ranks: tuple[RankMemory, ...] | None
     if job.packing.owner.slices:  # type: ignore[attr-defined]
         solved = job.packing.planning_seconds > 0

@@ -38,9 +38,6 @@ def rounds_of(settings: WlbSettings) -> tuple[CorpusSettings, dict[str, Document
     """What [wlb.validation] asks for: the corpus, and by the name of each source what it is validated on.
 
     Where there is one source only its name is empty.
-
-    Raises:
-        UserError: the corpus cannot be opened, or nothing is held out of a source.
     """
     validation = settings.validation
     if validation.path:

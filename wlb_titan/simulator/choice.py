@@ -104,9 +104,6 @@ def choose(job: Job, documents: Documents, on_one_rank: AskRank0 = ask_locally) 
 
     Args:
         on_one_rank: asks for the predictions, so that all ranks choose by the same figures.
-
-    Raises:
-        PlanError: there is none that fits memory and can be predicted.
     """
     # Without context parallelism all shardings are alike.
     shardings = _names(job.sharding)[: None if job.degrees.context > 1 else 1]

@@ -32,11 +32,7 @@ Chain = list[tuple[Literal["F", "B"], int]]
 
 
 def replica_graph(job: Job, plan: Plan, dp_rank: int) -> PipelineGraph:
-    """The graph of one replica's step.
-
-    Raises:
-        PlanError: the order does not keep to what slices need, or waits for itself.
-    """
+    """The graph of one replica's step."""
     assert plan.flows is not None
     flow, micro_batches = plan.flows[dp_rank], plan.replica(dp_rank)
     needed = check_slices(flow, micro_batches)
@@ -96,11 +92,7 @@ def replicas_of(
 
 
 def replica_memory(job: Job, plan: Plan, dp_rank: int) -> tuple[RankMemory, ...]:
-    """The peak of each pipeline rank of one replica in a step.
-
-    Raises:
-        PlanError: it cannot be predicted for this schedule.
-    """
+    """The peak of each pipeline rank of one replica in a step."""
     return job.fitting.peak(replica_passes(plan, dp_rank, partial(keys_of, job=job)))
 
 
@@ -124,11 +116,7 @@ def cache_bytes(job: Job, actions: Sequence[Action], passes: Passes) -> list[flo
 
 
 def check_slices(flow: Flow, micro_batches: ByPass[tuple[MicroBatch, ...]]) -> list[int]:
-    """Checks the edges between the slices of each document.
-
-    Raises:
-        PlanError: naming the two passes that stand in the wrong order.
-    """
+    """Checks the edges between the slices of each document."""
     forward, backward = micro_batches.each(parts)
     needed = last_needed(forward, backward)
     numbers = piece_numbers([*forward, *backward])

@@ -72,9 +72,6 @@ def search(
     Args:
         policies: names of packing, sharding and order.
         goes_on: asked before a candidate is planned, which it is told, whether there is time for it.
-
-    Raises:
-        PlanError: nothing fits.
     """
     window = _average_window(scenario)
     bounds: list[tuple[float, Job]] = []
@@ -153,11 +150,7 @@ def degrees_of(job: Job, gpus: int) -> Iterator[Degrees]:
 
 
 def at_degrees(job: Job, degrees: Degrees, schedule: str, chunks: int) -> Job:
-    """The job at other degrees, its attention divided accordingly and each replica's step in one run.
-
-    Raises:
-        PlanError: they do not divide the model or the micro-batches, or its strategy cannot share the heads.
-    """
+    """The job at other degrees, its attention divided accordingly and each replica's step in one run."""
     attention = job.attention
     if attention is not None:
         attention = replace(attention, heads=job.model.heads // degrees.tensor)

@@ -110,9 +110,6 @@ def simulate(job: Job, plans: Sequence[Plan], measured: Measured | None = None) 
     Args:
         plans: plans for the job's data-parallel and context-parallel degrees.
         measured: passes and optimizer of these steps, in place of predicted ones.
-
-    Raises:
-        PlanError: the plans are of other degrees, or the schedule cannot run them.
     """
     _check(job, plans)
     numbers = np.array([len(plan.micro_batches) for plan in plans])
@@ -178,9 +175,6 @@ def step_seconds(job: Job, passing: MicroBatches) -> float:
 
     Args:
         passing: arrays (n, 1), all micro-batches of one replica, which go through the pipeline in one run.
-
-    Raises:
-        PlanError: the schedule cannot run them.
     """
     times = with_dimensions(job, pass_times(job, passing))
     ends = PipelineGraph(job.shape, len(passing.tokens)).ends(times, transfer_seconds(job, passing.tokens))

@@ -61,11 +61,7 @@ def write_trace(spans: Iterable[Span], path: str | os.PathLike[str]) -> None:
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[Span]:
-    """The spans that `write_trace` wrote to `path`, in its order.
-
-    Raises:
-        UserError: the file is not such a trace.
-    """
+    """The spans that `write_trace` wrote to `path`, in its order."""
     try:
         with open(path) as file:
             events = json.load(file)["traceEvents"]

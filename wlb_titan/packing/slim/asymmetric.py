@@ -67,9 +67,6 @@ class Line:
 
         Returns:
             The slices of each piece, in the order of the line.
-
-        Raises:
-            PlanError: there are fewer grains than pieces.
         """
         units = most_slices(lengths, self._grain, self._least)
         check_count(lengths, units, self._least, count)
@@ -113,9 +110,6 @@ def asymmetric(
         works: float64 (n,), by which the line is sorted, heaviest first.
         lines: how a line is cut for forward and for backward passes.
         count: M, of each kind.
-
-    Raises:
-        PlanError: there are fewer tokens than M packs need at this grain.
     """
     order = np.argsort(-works, kind="stable")
     forward, backward = lines

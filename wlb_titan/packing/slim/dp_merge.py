@@ -157,9 +157,6 @@ def numbers_of_packs(works: Floats, most: Sequence[int], found: Shares, count: i
         works: float64 (n,), of all documents.
         most: slices that each merged document can be cut into.
         count: M, packs of a rank.
-
-    Raises:
-        PlanError: a rank's M packs cannot be filled this way.
     """
     ranks = len(found.own)
     target = works.sum() / ranks / count  # of a rank's pack

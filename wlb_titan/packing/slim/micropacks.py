@@ -79,9 +79,6 @@ def micropacks(
         works: float64 (n,), their work.
         count: M, packs; each holds at least `prefix_work.least` tokens.
         place: puts short documents beside slices; None is `place_greedily`.
-
-    Raises:
-        PlanError: there are fewer tokens than M packs need at this grain.
     """
     most = prefix_work.most_slices(lengths)
     check_count(lengths, most, prefix_work.least, count)

@@ -29,9 +29,6 @@ class SolvedPlacing:
         time_limit: seconds for all placings of a step.
         gap: relative distance between solution and bound at which to stop.
         placings: among which the time is shared out. A step may have more, while there is time.
-
-    Raises:
-        PlanError: highspy is not installed.
     """
 
     def __init__(self, time_limit: float, gap: float, placings: int = 1) -> None:

@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 
 
 class Packer(Protocol):
-    """Packs a batch into so many packs for each data-parallel rank.
-
-    Raises:
-        PlanError: the documents have too few tokens for so many.
-    """
+    """Packs a batch into so many packs for each data-parallel rank."""
 
     def __call__(self, batch: Pack, count: int, place: Placing = place_greedily) -> Packing: ...
 

@@ -213,9 +213,6 @@ def check_count(lengths: Ints, most: Ints, least: int, count: int) -> None:
         lengths: int64 (n,), tokens of the documents.
         most: int64 (n,), slices that each can be cut into.
         least: tokens that a MicroPack has at least.
-
-    Raises:
-        PlanError: they cannot.
     """
     if (int(most.sum()) or int(lengths.sum() >= least)) < count:
         raise PlanError(

@@ -57,9 +57,6 @@ class Slim(PackingPolicy):
     Attributes:
         micropacks: M.
         slack: packs in flight beyond what 1F1B needs.
-
-    Raises:
-        PlanError: memory does not hold a document of the context window.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -142,11 +142,7 @@ class PlannedDataLoader(BaseDataLoader):
         return {name: json.dumps(state, default=np.ndarray.tolist) for name, state in self._state.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues after the step that the state was saved at. Call it before iterating.
-
-        Raises:
-            PlanError: the state belongs to another corpus, mixture, seed or context window.
-        """
+        """Continues after the step that the state was saved at. Call it before iterating."""
         for name in self._planners.keys() & state_dict.keys():  # a shadow may have begun since
             self._planners[name].load_state_dict(json.loads(state_dict[name]))
         self._state = self._save()
