@@ -24,7 +24,7 @@ from paper import Setting, configuration
 
 from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.policies import Policy
-from wlb_titan.simulator.scenario import Scenario
+from wlb_titan.simulator.choice import Scenario
 
 GIB = 2**30
 SLIM = Policy("slim", "adaptive")

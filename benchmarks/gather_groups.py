@@ -27,7 +27,7 @@ from wlb_titan.documents import Documents
 from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
 from wlb_titan.policies import Policy
-from wlb_titan.simulator.scenario import Scenario
+from wlb_titan.simulator.choice import Scenario
 from wlb_titan.simulator.step import simulate
 
 GROUPS = (1, 2, 4)

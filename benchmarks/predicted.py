@@ -24,7 +24,7 @@ from wlb_titan.documents.lengths import NAMED
 from wlb_titan.policies import Policy
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 from wlb_titan.runtime.models.load import load_config
-from wlb_titan.simulator.scenario import Scenario
+from wlb_titan.simulator.choice import Scenario
 
 ROOT = Path(__file__).parents[1]
 CORPUS = ROOT / "outputs" / "corpus"

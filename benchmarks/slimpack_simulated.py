@@ -40,7 +40,7 @@ from wlb_titan.job import Job
 from wlb_titan.memory.layer import MemorySettings
 from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.policies import Policy
-from wlb_titan.simulator.scenario import Scenario
+from wlb_titan.simulator.choice import Scenario
 from wlb_titan.simulator.step import Prediction
 
 GIB = 2**30

@@ -29,7 +29,7 @@ from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.rank import GIB
 from wlb_titan.policies import Policy
-from wlb_titan.simulator.scenario import Scenario
+from wlb_titan.simulator.choice import Scenario
 
 SHARDINGS = ("hybrid", "ulysses", "ulysses_gather")
 LLAMA3_8B = replace(PAPER_MODELS["7B"], kv_heads=8, feed_forward=14336, vocabulary=128256)

@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from wlb_titan.arrays import Floats, Ints
 from wlb_titan.cost.workload import CostModel, workload
 from wlb_titan.errors import PlanError
-from wlb_titan.packing import assignment
-from wlb_titan.packing.bins import REMAINS, Bins
+from wlb_titan.packing.bins import REMAINS, Bins, balanced
 
 Cost = Callable[[Ints], Floats]
 """Work of sequences of so many tokens, float64 (n,), in any unit; it grows with the tokens."""
@@ -290,7 +289,7 @@ def _spread(members: list[int]) -> list[int]:
 def _assignment(units: _Units, bins: list[list[int]], ranks: int, count: int) -> Assignment:
     work = np.array([units.work[members].sum() for members in bins])
     tokens = np.array([units.tokens[members].sum() for members in bins])
-    order = assignment.balanced(work, ranks)
+    order = balanced(work, ranks)
     sequences = [sorted(sequence for unit in members for sequence in units.members[unit]) for members in bins]
     places = np.array(order)
     return Assignment(

@@ -18,7 +18,8 @@ from wlb_titan.context import Sharding
 from wlb_titan.documents import Documents
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
-from wlb_titan.packing import PackingPolicy, assignment
+from wlb_titan.packing import PackingPolicy
+from wlb_titan.packing.bins import balanced, in_order
 from wlb_titan.packing.policy import Packing
 from wlb_titan.pipeline.order import arranged
 from wlb_titan.plan import ID, LENGTH, START, MicroBatch, Plan
@@ -123,9 +124,9 @@ class Planner:
         if packing.assigned is not None:
             assigned = packing.assigned
         elif self._policy.balances:
-            assigned = assignment.balanced(workloads, self._job.replicas)
+            assigned = balanced(workloads, self._job.replicas)
         else:
-            assigned = assignment.in_order(self._job.micro_batches, self._job.replicas)
+            assigned = in_order(self._job.micro_batches, self._job.replicas)
         if self._order is not None and packing.assigned is None:
             run = self._job.run or self._job.replica_micro_batches
             assigned = arranged(self._order, run, assigned, forward, backward)

@@ -38,7 +38,7 @@ from wlb_titan.memory.rank import Passes
 from wlb_titan.packing import POLICIES, PackingPolicy
 from wlb_titan.plan import LENGTH
 from wlb_titan.policies import Policy
-from wlb_titan.simulator.scenario import Scenario
+from wlb_titan.simulator.choice import Scenario
 
 CLUSTER = "h100_roce"
 STEP_SECONDS = 3.08

@@ -17,8 +17,7 @@ from wlb_titan.cost.workload import cost_model
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import MemorySettings, TokenBytes
-from wlb_titan.packing.slim.asymmetric import Line, asymmetric, last_needed
-from wlb_titan.packing.slim.regrouped import regrouped_times
+from wlb_titan.packing.slim.asymmetric import Line, asymmetric, last_needed, regrouped_times
 from wlb_titan.packing.slim.slices import kind, piece_numbers
 from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.pipeline.graph import PassTimes

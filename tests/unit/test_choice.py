@@ -16,8 +16,7 @@ from wlb_titan.job import Job
 from wlb_titan.memory.fits import USABLE
 from wlb_titan.packing import POLICIES
 from wlb_titan.policies import Policy
-from wlb_titan.simulator.choice import choose, predicted
-from wlb_titan.simulator.scenario import Scenario
+from wlb_titan.simulator.choice import Scenario, choose, predicted
 
 LENGTHS = np.random.default_rng(0).lognormal(6.5, 1.6, 4000).clip(16, 16384).astype(np.int64)
 DOCUMENTS = Documents(lengths=LENGTHS, seed=0)

@@ -16,7 +16,8 @@ from wlb_titan.cost.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.policy import Packing
-from wlb_titan.packing.slim.dp_merge import (
+from wlb_titan.packing.slim.flow import PREDICTED_IN_STEP, Flows, pack_seconds
+from wlb_titan.packing.slim.phases import (
     LIGHT,
     MOST_MERGED,
     Merge,
@@ -25,13 +26,16 @@ from wlb_titan.packing.slim.dp_merge import (
     numbers_of_packs,
     shares,
 )
-from wlb_titan.packing.slim.flow import PREDICTED_IN_STEP, Flows
-from wlb_titan.packing.slim.seconds import pack_seconds
 from wlb_titan.packing.slim.slices import sliced_document
 from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.plan import ID, LENGTH, PREFIX, START, TOTAL
-from wlb_titan.simulator.planned import planned_times, transfer_seconds
-from wlb_titan.simulator.replicas import check_slices, replica_memory, replicas_of
+from wlb_titan.simulator.replicas import (
+    check_slices,
+    planned_times,
+    replica_memory,
+    replicas_of,
+    transfer_seconds,
+)
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
 

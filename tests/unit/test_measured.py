@@ -16,8 +16,13 @@ from wlb_titan.packing import POLICIES
 from wlb_titan.plan import Action, micro_batches_of
 from wlb_titan.policies import Policy
 from wlb_titan.simulator.measured import MeasuredStep, Pass, measured, without_waiting
-from wlb_titan.simulator.planned import attention_seconds, pass_seconds, passing, planned_times
-from wlb_titan.simulator.replicas import replica_graph
+from wlb_titan.simulator.replicas import (
+    attention_seconds,
+    pass_seconds,
+    passing,
+    planned_times,
+    replica_graph,
+)
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
 from wlb_titan.simulator.trace import MEASURED

@@ -9,7 +9,7 @@ from wlb_titan.cost.workload import workload
 from wlb_titan.documents.mixture import Mixture
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.job import Job
-from wlb_titan.packing import algorithm1
+from wlb_titan.packing import bins
 from wlb_titan.packing.wlb import Wlb
 from wlb_titan.plan import ID, LENGTH, START
 
@@ -136,14 +136,14 @@ def test_the_heaps_find_what_a_search_finds(lengths, n, max_length):
                 expected.append(index)
                 break
         else:
-            expected.append(algorithm1.REMAINS)
-    assert algorithm1.pack(lengths, works, n, max_length).tolist() == expected
+            expected.append(bins.REMAINS)
+    assert bins.pack_by_work(lengths, works, n, max_length).tolist() == expected
 
 
 def test_the_example_of_the_docstring():
     lengths = np.array([6, 4, 3, 3])
-    assert algorithm1.pack(lengths, lengths.astype(float), 2, 8).tolist() == [0, 1, 1, -1]
+    assert bins.pack_by_work(lengths, lengths.astype(float), 2, 8).tolist() == [0, 1, 1, -1]
 
 
 def test_a_document_of_the_window_fits_where_the_window_is_the_bound():
-    assert algorithm1.pack(np.array([8, 8]), np.array([1.0, 1.0]), 2, 8).tolist() == [0, 1]
+    assert bins.pack_by_work(np.array([8, 8]), np.array([1.0, 1.0]), 2, 8).tolist() == [0, 1]

@@ -15,9 +15,8 @@ from wlb_titan.cost.workload import workload
 from wlb_titan.documents.mixture import Mixture
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.job import Job
-from wlb_titan.packing.cut import Packed, _transfers, level_by_cutting
-from wlb_titan.packing.plain import Plain
-from wlb_titan.packing.trial import imbalance_of_plain
+from wlb_titan.packing.plain import Plain, imbalance_of_plain
+from wlb_titan.packing.wlb_lazy import Packed, _transfers, level_by_cutting
 from wlb_titan.plan import LENGTH, START, imbalance_degree
 from wlb_titan.summary import Summary
 

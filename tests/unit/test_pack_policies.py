@@ -221,7 +221,7 @@ def test_a_smaller_tolerance_balances_better_and_waits_longer():
 
 
 def test_the_solver_is_never_worse_than_greedy_and_finds_an_optimum():
-    from wlb_titan.packing.solver import Solver
+    from wlb_titan.packing.fixed_solver import Solver
 
     rng = np.random.default_rng(5)
     for _ in range(5):

@@ -20,9 +20,8 @@ from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.fits import USABLE_IN_SLICES
-from wlb_titan.packing.slim.dp_merge import shares
-from wlb_titan.packing.slim.micropacks import Slots, micropacks, place_greedily
-from wlb_titan.packing.slim.micropacks_milp import SolvedPlacing
+from wlb_titan.packing.slim.micropacks import Slots, SolvedPlacing, micropacks, place_greedily
+from wlb_titan.packing.slim.phases import shares
 from wlb_titan.packing.slim.slices import PrefixWork, kind
 from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
@@ -366,7 +365,7 @@ def test_a_step_that_does_not_fit_is_packed_again_with_more_packs():
 
 def test_a_solver_is_asked_about_no_more_than_it_can_write_down_in_time(monkeypatch):
     """In size, and in the time of the whole step."""
-    from wlb_titan.packing import milp
+    from wlb_titan.packing import fixed_solver as milp
 
     asked = []
     run = milp.Milp.__call__
@@ -377,7 +376,7 @@ def test_a_solver_is_asked_about_no_more_than_it_can_write_down_in_time(monkeypa
     monkeypatch.setattr(milp, "MOST_VARIABLES", 40 * 8 - 1)
     placed, gap = solve(slots, works)
     assert (placed == place_greedily(slots, works)).all() and 0 <= gap < 0.2
-    monkeypatch.setattr("wlb_titan.packing.slim.micropacks_milp.time.perf_counter", lambda: 0.0)
+    monkeypatch.setattr("wlb_titan.packing.slim.micropacks.time.perf_counter", lambda: 0.0)
     solve.begin()
-    monkeypatch.setattr("wlb_titan.packing.slim.micropacks_milp.time.perf_counter", lambda: 101.0)
+    monkeypatch.setattr("wlb_titan.packing.slim.micropacks.time.perf_counter", lambda: 101.0)
     assert (solve(slots, works)[0] == placed).all() and len(asked) == 1

@@ -20,7 +20,7 @@ from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
 from wlb_titan.plan import COUNT
 from wlb_titan.policies import Policy
-from wlb_titan.simulator.scenario import Scenario
+from wlb_titan.simulator.choice import Scenario
 
 LENGTHS = np.random.default_rng(0).integers(5, 900, 2000)
 

@@ -11,7 +11,7 @@ use_cpu_without_accelerator()
 import torch  # noqa: E402
 
 from wlb_titan.context import sequence_positions  # noqa: E402
-from wlb_titan.packing.slim.moves import token_moves  # noqa: E402
+from wlb_titan.packing.slim.asymmetric import token_moves  # noqa: E402
 from wlb_titan.plan import LENGTH  # noqa: E402
 from wlb_titan.runtime.pipeline.regroup import Regrouping, gathered  # noqa: E402
 

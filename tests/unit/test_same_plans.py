@@ -211,8 +211,7 @@ def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one
     from wlb_titan.commands.lone_ranks import RankCommand
     from wlb_titan.runtime.data.dataloader import PlannedDataLoader, SharedAnswer
     from wlb_titan.runtime.job import job_of, parallel_dims
-    from wlb_titan.simulator.choice import choose
-    from wlb_titan.simulator.scenario import Scenario
+    from wlb_titan.simulator.choice import Scenario, choose
 
     command("plan", file, "--steps", WARM_UP + STEPS, "--output", tmp_path / "plans.jsonl")
     planned = [comparable(json.loads(line)) for line in (tmp_path / "plans.jsonl").read_text().splitlines()]

@@ -16,7 +16,7 @@ from wlb_titan.memory.layer import MemorySettings
 from wlb_titan.memory.rank import Passes
 from wlb_titan.policies import Policy
 from wlb_titan.simulator import search as searching
-from wlb_titan.simulator.scenario import Scenario, network_sensitivity
+from wlb_titan.simulator.choice import Scenario, network_sensitivity
 from wlb_titan.simulator.search import at_degrees, candidates, degrees_of, pipeline_words, search
 
 MODEL = PAPER_MODELS["550M"]

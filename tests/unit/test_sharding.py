@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from wlb_titan import context
 from wlb_titan.context import STRATEGIES, MoveSeconds, per_document, sequence_positions
-from wlb_titan.context.document import per_document_round_robin
 from wlb_titan.context.hybrid import levels_of, tries
-from wlb_titan.context.layout import spans, widest_first
+from wlb_titan.context.layout import per_document_round_robin, spans, widest_first
 from wlb_titan.context.ulysses import head_shares
 from wlb_titan.cost.attention_kernels import hopper
 from wlb_titan.cost.attention_latency import slowest

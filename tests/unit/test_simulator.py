@@ -18,7 +18,7 @@ from wlb_titan.job import Job
 from wlb_titan.memory.layer import MemorySettings, TokenBytes
 from wlb_titan.memory.rank import Passes
 from wlb_titan.plan import MicroBatch, Plan
-from wlb_titan.simulator.planned import passing, transfer_seconds
+from wlb_titan.simulator.replicas import passing, transfer_seconds
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
 

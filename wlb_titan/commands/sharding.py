@@ -15,7 +15,7 @@ from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.plan import LENGTH, MicroBatch, imbalance_degree
-from wlb_titan.simulator.planned import attention_seconds, travelling
+from wlb_titan.simulator.replicas import attention_seconds, travelling
 
 SHARDED = 200  # micro-batches that are compared
 

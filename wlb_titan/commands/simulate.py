@@ -41,7 +41,7 @@ from wlb_titan.job import Job
 from wlb_titan.memory.rank import GIB, TERMS
 from wlb_titan.plan import Plan
 from wlb_titan.policies import Policy
-from wlb_titan.simulator.scenario import Scenario, network_sensitivity
+from wlb_titan.simulator.choice import Scenario, network_sensitivity
 from wlb_titan.simulator.step import Prediction
 from wlb_titan.simulator.timeline import Step, step_timeline
 from wlb_titan.simulator.trace import write_trace

@@ -5,16 +5,16 @@ tokens, its share of the padding last. From it follow the attention segments of 
 and where the tokens lie in the sequence. A strategy makes shardings, and knows what the ranks exchange.
 """
 
-from wlb_titan.context.document import per_document
 from wlb_titan.context.layout import (
     Sharding,
     after,
+    per_document,
+    per_sequence,
     segments,
     segments_after,
     sequence_positions,
     whole,
 )
-from wlb_titan.context.sequence import per_sequence
 from wlb_titan.context.strategy import (
     ALL_KEYS,
     STRATEGIES,

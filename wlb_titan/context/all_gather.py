@@ -22,18 +22,19 @@ import numpy as np
 from annotated_types import Ge
 
 from wlb_titan.arrays import Bools, Floats, Ints
-from wlb_titan.context.document import per_document, per_document_round_robin
 from wlb_titan.context.hybrid import exchange_seconds, levels_of, tries
 from wlb_titan.context.layout import (
     Sharding,
     after,
+    per_document,
+    per_document_round_robin,
+    per_sequence,
     segments_among,
     sent_tokens,
     sequence_positions,
     spans,
     widest_first,
 )
-from wlb_titan.context.sequence import per_sequence
 from wlb_titan.context.strategy import (
     ContextMask,
     ContextStrategy,

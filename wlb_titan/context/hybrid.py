@@ -27,8 +27,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from wlb_titan.arrays import Bools, Floats, Ints
-from wlb_titan.context.document import document_runs
-from wlb_titan.context.layout import Sharding, from_runs
+from wlb_titan.context.layout import Sharding, document_runs, from_runs
 from wlb_titan.context.strategy import MoveSeconds
 from wlb_titan.cost.attention_latency import AttentionLatency
 

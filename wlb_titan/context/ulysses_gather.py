@@ -24,8 +24,7 @@ from annotated_types import Ge
 
 from wlb_titan.arrays import Floats, Ints
 from wlb_titan.context.all_gather import gathered_mask, key_shares
-from wlb_titan.context.document import per_document
-from wlb_titan.context.layout import Sharding, sent_tokens, spans, widest_first
+from wlb_titan.context.layout import Sharding, per_document, sent_tokens, spans, widest_first
 from wlb_titan.context.strategy import ContextMask, ContextStrategy, Exchange, KeyShares, Move, MoveSeconds
 from wlb_titan.context.ulysses import head_shares
 from wlb_titan.cost.attention_latency import AttentionLatency

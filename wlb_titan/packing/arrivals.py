@@ -1,4 +1,12 @@
-"""Global batches as they arrive, and how arrival becomes delay."""
+"""Global batches as they arrive, how arrival becomes delay, and the least that a micro-batch holds.
+
+The least is a token for each of the ranks that share it, and one to predict. A document that has as many
+tokens by itself can lead a micro-batch. The first N of them come before all
+others into N empty micro-batches, so whatever else is packed, none of these has too little. Only where there
+are fewer than N, as of documents that are all very short, may some be moved afterwards.
+
+Documents without a token to predict, which have one token, do not count: their tokens are taken as 0 here.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from wlb_titan.arrays import Ints
+from wlb_titan.arrays import Bools, Ints
 from wlb_titan.documents.stream import DocumentStream
-from wlb_titan.packing.least import fills
 from wlb_titan.packing.policy import Pack
 from wlb_titan.plan import DELAY, LENGTH
 
 if TYPE_CHECKING:
     from wlb_titan.job import Job
+
 
 Waiting = Ints
 """int64 (n, 4), columns ID, START, LENGTH and, in the place of DELAY, the iteration of arrival."""
@@ -93,3 +101,53 @@ def split(documents: Pack, assigned: Ints, packs: int) -> list[Pack]:
     order = np.argsort(assigned, kind="stable")
     ends = np.cumsum(np.bincount(assigned, minlength=packs))
     return np.split(documents[order], ends[:-1])
+
+
+def fills(tokens: Ints, least: int) -> int:
+    """How many micro-batches of at least so many tokens documents can fill, however they are packed.
+
+    Args:
+        tokens: int64 (n,), of each document with a token to predict, 0 of others.
+        least: tokens of a micro-batch, at least 1.
+
+    Returns:
+        Those that can lead one, and besides as many as the shorter ones make up twice. More may be possible.
+    """
+    leads = tokens >= least
+    return int(leads.sum()) + int(tokens[~leads].sum()) // (2 * least)
+
+
+def leading_first(order: Ints, leads: Bools, count: int) -> Ints:
+    """An order with the first `count` documents that can lead a micro-batch before all others.
+
+    Args:
+        order: int64 (n,), numbers of documents.
+        leads: bool (n,), by number.
+    """
+    leading = leads[order]
+    leading &= np.cumsum(leading) <= count
+    return np.concatenate([order[leading], order[~leading]])
+
+
+def topped_up(assigned: Ints, tokens: Ints, bins: int, least: int) -> Ints:
+    """Documents in bins, some short ones of which are moved to where there are fewer than `least` tokens.
+
+    Example: of bins with documents of [4, 2, 1] and [1] tokens, least 2, the second gets that of 2 tokens.
+
+    Args:
+        assigned: int64 (n,), bin of each document; not written to.
+        tokens: int64 (n,), as of `fills`, which gives at least `bins` of them.
+    """
+    filled = np.bincount(assigned, tokens, bins)
+    if filled.min() >= least:
+        return assigned
+    assigned = assigned.copy()
+    while filled[short := int(filled.argmin())] < least:
+        spare = (tokens > 0) & (tokens <= least) & (filled[assigned] - tokens >= least)
+        if not spare.any():
+            break
+        moved = int(np.where(spare, tokens, 0).argmax())
+        filled[assigned[moved]] -= tokens[moved]
+        filled[short] += tokens[moved]
+        assigned[moved] = short
+    return assigned

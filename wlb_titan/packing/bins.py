@@ -1,4 +1,15 @@
-"""Micro-batches being filled: long documents one by one, short ones many at a time."""
+"""Micro-batches being filled by least work, and packs dealt to data-parallel ranks.
+
+`pack_by_work` is lines 18 to 35 of the paper's Algorithm 1. Documents come longest first, but for those that
+have waited too long. Each goes to the micro-batch of least work; if it does not fit there, to the shortest
+micro-batch; if it does not fit there either, it remains. Ties go to the lower index.
+
+The paper's text and equation 2 bound a micro-batch by "at most L_max" where the pseudo-code has "<"; here it
+is at most L_max, else a document of a full window would never fit where L_max is the window.
+
+The micro-batches are kept in two heaps, by work and by length. An entry is stale once its micro-batch has
+grown, and is thrown away when it comes up. With n documents and N micro-batches this takes O(n log N).
+"""
 
 from __future__ import annotations
 
@@ -157,3 +168,84 @@ def level(loads: Floats, capacities: Floats, work: float) -> float:
     if segment >= len(corners) - 1:
         return float("inf")
     return float(corners[segment] + (work - below[segment]) / filling[segment])
+
+
+def pack_by_work(lengths: Ints, works: Floats, micro_batches: int, max_length: int) -> Ints:
+    """Assigns documents to micro-batches.
+
+    Example: lengths 6, 4, 3, 3 with work equal to length, 2 micro-batches of at most 8 tokens give
+    [0, 1, 1, REMAINS]: the last finds 6 and 7 tokens, and 3 more fit nowhere.
+
+    Args:
+        lengths: int64 (n,), tokens in the order of packing, each at most `max_length`.
+        works: float64 (n,), W_a + W_l of each document, positive.
+        micro_batches: N.
+        max_length: L_max in tokens.
+
+    Returns:
+        int64 (n,), micro-batch of each document, or REMAINS.
+    """
+    length = [0] * micro_batches
+    load = [0.0] * micro_batches
+    by_load = [(0.0, index) for index in range(micro_batches)]
+    by_length: list[tuple[int, int]] | None = None  # most steps never need it
+    assigned = []
+    for tokens, work in zip(lengths.tolist(), works.tolist(), strict=True):
+        while by_load[0][0] != load[by_load[0][1]]:
+            heapq.heappop(by_load)
+        index = by_load[0][1]
+        if length[index] + tokens <= max_length:
+            length[index] += tokens
+            load[index] += work
+            heapq.heapreplace(by_load, (load[index], index))
+            if by_length is not None:
+                heapq.heappush(by_length, (length[index], index))
+            assigned.append(index)
+            continue
+        if by_length is None:
+            by_length = [(length[index], index) for index in range(micro_batches)]
+            heapq.heapify(by_length)
+        while by_length[0][0] != length[by_length[0][1]]:
+            heapq.heappop(by_length)
+        index = by_length[0][1]
+        if length[index] + tokens <= max_length:
+            length[index] += tokens
+            load[index] += work
+            heapq.heapreplace(by_length, (length[index], index))
+            heapq.heappush(by_load, (load[index], index))
+            assigned.append(index)
+        else:
+            assigned.append(REMAINS)
+    return np.array(assigned, dtype=np.int64)
+
+
+def in_order(packs: int, ranks: int) -> list[list[int]]:
+    """Consecutive packs go to one rank, in stream order: what a plain data loader does."""
+    count = packs // ranks
+    return [list(range(rank * count, (rank + 1) * count)) for rank in range(ranks)]
+
+
+def balanced(workloads: Floats, ranks: int) -> list[list[int]]:
+    """Equal counts and nearly equal sums: the heaviest pack left goes to the least loaded rank with room.
+
+    Each rank runs its packs heaviest first. Under FSDP ranks meet in a collective at every layer of every
+    micro-batch, so what counts is not only their sums but that their k-th packs are alike, and sorted
+    sequences are. The order of equal packs is that of their numbers, so the result is one on all ranks.
+
+    Example: workloads 5, 1, 4, 2 on 2 ranks give [[0, 1], [2, 3]], sums 6 and 6.
+
+    Args:
+        workloads: float64 (packs,), of which `ranks` is a divisor.
+
+    Returns:
+        Per rank the numbers of its packs, in the order in which it runs them.
+    """
+    count = len(workloads) // ranks
+    assigned: list[list[int]] = [[] for _ in range(ranks)]
+    least = [(0.0, rank) for rank in range(ranks)]
+    for pack in np.argsort(-workloads, kind="stable").tolist():
+        load, rank = heapq.heappop(least)
+        assigned[rank].append(pack)
+        if len(assigned[rank]) < count:
+            heapq.heappush(least, (load + float(workloads[pack]), rank))
+    return assigned

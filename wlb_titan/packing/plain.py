@@ -8,14 +8,17 @@ rest is lost, as in the paper (`tail = "drop"`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
+from annotated_types import Interval
 
+from wlb_titan.cost.workload import CostModel, workload
 from wlb_titan.documents.stream import DocumentStream, Pieces
-from wlb_titan.packing.policy import Packing, PackingPolicy
-from wlb_titan.plan import LENGTH
+from wlb_titan.packing.policy import MOST_TOKENS, Packing, PackingPolicy
+from wlb_titan.plan import LENGTH, imbalance_degree
 
 if TYPE_CHECKING:
     from wlb_titan.job import Job
@@ -67,3 +70,39 @@ class Plain(PackingPolicy):
             left_out += int(pieces[-1, LENGTH])
             pieces = np.concatenate([pieces[:-1], self._stream.fill(1)])
         return pieces, left_out
+
+
+class Auto(Plain):
+    """Whichever policy is predicted fastest on these documents; `plain` until it is chosen."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Plain.Config):
+        max_length: Annotated[int, Interval(ge=2, le=2 * MOST_TOKENS)] | None = None
+        """L_max of the policies that have one."""
+
+    automatic = True
+
+
+STEPS = 32
+WARM_UP = 8  # steps in which queues fill
+MOST_MICRO_BATCHES = 64  # so that a trial takes less than half a second
+
+
+def mean_imbalance(policy: PackingPolicy, cost_model: CostModel) -> float:
+    """The mean over some of the policy's next steps."""
+    degrees = []
+    for _ in range(WARM_UP + STEPS):
+        works = policy.next().work(partial(workload, cost_model))
+        degrees.append(imbalance_degree(works))
+    return float(np.mean(degrees[WARM_UP:]))
+
+
+def imbalance_of_plain(stream: DocumentStream, job: Job) -> float:
+    """The mean imbalance of `plain` on these documents.
+
+    Args:
+        stream: left as it is; the trial reads another one from the beginning.
+        job: at most 64 of its micro-batches are tried. With more of them `plain` is worse, not better.
+    """
+    few = replace(job, micro_batches=min(job.micro_batches, MOST_MICRO_BATCHES))
+    return mean_imbalance(Plain(Plain.Config(), stream.anew(), few), job.cost_model)

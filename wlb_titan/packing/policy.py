@@ -37,12 +37,12 @@ POLICIES = Family(
     base="wlb_titan.packing.policy:PackingPolicy",
     shipped={
         "plain": "wlb_titan.packing.plain:Plain",
-        "fixed_greedy": "wlb_titan.packing.fixed:FixedGreedy",
-        "fixed_solver": "wlb_titan.packing.solver:FixedSolver",
+        "fixed_greedy": "wlb_titan.packing.fixed_greedy:FixedGreedy",
+        "fixed_solver": "wlb_titan.packing.fixed_solver:FixedSolver",
         "wlb": "wlb_titan.packing.wlb:Wlb",
         "wlb_lazy": "wlb_titan.packing.wlb_lazy:WlbLazy",
         "slim": "wlb_titan.packing.slim.slim:Slim",
-        "auto": "wlb_titan.packing.auto:Auto",
+        "auto": "wlb_titan.packing.plain:Auto",
     },
 )
 

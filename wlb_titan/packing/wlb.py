@@ -2,7 +2,7 @@
 
 Documents of at least L_1 tokens are outliers and wait, first in, first out, in the queue of their length. A
 queue that holds N documents gives N of them to the step, one for each micro-batch; all other documents are
-packed in the step in which they arrive, by least work (see `algorithm1`).
+packed in the step in which they arrive, by least work (see `bins.pack_by_work`).
 
 Two rules are added, for cases of which the paper does not speak:
 
@@ -24,12 +24,21 @@ from annotated_types import Ge, Interval, MinLen
 
 from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream
-from wlb_titan.packing import algorithm1, thresholds
-from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Waiting, delayed, split
-from wlb_titan.packing.bins import REMAINS
-from wlb_titan.packing.least import fills, leading_first, topped_up
+from wlb_titan.packing import thresholds
+from wlb_titan.packing.arrivals import (
+    ARRIVAL,
+    NOTHING,
+    Arrivals,
+    Waiting,
+    delayed,
+    fills,
+    leading_first,
+    split,
+    topped_up,
+)
+from wlb_titan.packing.bins import REMAINS, pack_by_work
+from wlb_titan.packing.plain import MOST_MICRO_BATCHES, imbalance_of_plain, mean_imbalance
 from wlb_titan.packing.policy import Packing, VariableLengthPolicy
-from wlb_titan.packing.trial import MOST_MICRO_BATCHES, imbalance_of_plain, mean_imbalance
 from wlb_titan.plan import ID, LENGTH, START
 
 if TYPE_CHECKING:
@@ -114,7 +123,7 @@ class Wlb(VariableLengthPolicy):
         order = np.lexsort((-documents[:, LENGTH], ~overdue))
         order = leading_first(order, tokens >= self._least, self._micro_batches)
         documents, tokens = documents[order], tokens[order]
-        assigned = algorithm1.pack(
+        assigned = pack_by_work(
             documents[:, LENGTH],
             workload(self._cost_model, documents[:, LENGTH]),
             self._micro_batches,

@@ -23,7 +23,7 @@ from wlb_titan.arrays import Bools, Floats, Ints
 from wlb_titan.cost.cluster import Cluster, Link
 from wlb_titan.job import Job
 from wlb_titan.plan import ByPass, MicroBatch, Plan, micro_batches_of
-from wlb_titan.simulator.planned import pass_seconds
+from wlb_titan.simulator.replicas import pass_seconds
 
 HALVES = {"F": [0], "L": [0], "FB": [0, 1, 2], "B": [1, 2], "R": [1, 2], "I": [1], "W": [2]}
 """What a kind of pass is of forward passes, inputs and weights; several it is in the shares predicted."""

@@ -28,7 +28,7 @@ from wlb_titan.cost.passes import MicroBatches
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.policies import Policy
-from wlb_titan.simulator.scenario import Scenario
+from wlb_titan.simulator.choice import Scenario
 from wlb_titan.simulator.step import Prediction, step_seconds
 
 SEARCHED = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")

@@ -30,8 +30,14 @@ from wlb_titan.pipeline.schedule import rank_actions
 from wlb_titan.plan import ByPass, Plan, micro_batches_of
 from wlb_titan.simulator.dimensions import meetings, own_weights, together, with_dimensions
 from wlb_titan.simulator.measured import Measured
-from wlb_titan.simulator.planned import in_runs, planned_times, transfer_seconds
-from wlb_titan.simulator.replicas import flow_memory, replica_memory, run_flows
+from wlb_titan.simulator.replicas import (
+    flow_memory,
+    in_runs,
+    planned_times,
+    replica_memory,
+    run_flows,
+    transfer_seconds,
+)
 
 OPTIMIZER_READS_AND_WRITES = 7  # weight, gradient and two moments in, weight and two moments out
 

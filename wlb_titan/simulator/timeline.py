@@ -15,9 +15,16 @@ from wlb_titan.packing.slim.slices import ReplicaPacks, kind, passes_of
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.plan import LENGTH, Action, MicroBatch, Plan
 from wlb_titan.simulator.measured import Measured
-from wlb_titan.simulator.meeting import Replica, ends_together
-from wlb_titan.simulator.planned import in_runs, keys_of, planned_times, transfer_seconds
-from wlb_titan.simulator.replicas import cache_bytes, replicas_of
+from wlb_titan.simulator.replicas import (
+    Replica,
+    cache_bytes,
+    ends_together,
+    in_runs,
+    keys_of,
+    planned_times,
+    replicas_of,
+    transfer_seconds,
+)
 from wlb_titan.simulator.trace import MEASURED, Span
 
 NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}

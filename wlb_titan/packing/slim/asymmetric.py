@@ -22,11 +22,17 @@ what they cost, 52 in all:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from wlb_titan.arrays import Floats, Ints
+from wlb_titan.context import sequence_positions
+from wlb_titan.cost.analytic import BYTES
+from wlb_titan.cost.passes import MicroBatches, pass_times
+from wlb_titan.memory.layer import TokenBytes
+from wlb_titan.memory.rank import Moment, Passes, RankPeak
 from wlb_titan.packing.slim.slices import (
     MicroPack,
     Parts,
@@ -35,10 +41,15 @@ from wlb_titan.packing.slim.slices import (
     check_count,
     most_slices,
     none_empty,
+    parts,
     piece_numbers,
     work_table,
 )
-from wlb_titan.plan import LENGTH, PREFIX, TOTAL
+from wlb_titan.pipeline.graph import PassTimes
+from wlb_titan.plan import LENGTH, PREFIX, TOTAL, ByPass, MicroBatch
+
+if TYPE_CHECKING:
+    from wlb_titan.job import Job
 
 
 class Line:
@@ -137,3 +148,164 @@ def last_needed(forward: Sequence[Parts], backward: Sequence[Parts]) -> list[int
         last = slices[:, PREFIX] + documents[:, LENGTH] == slices[:, TOTAL]
         ends |= dict.fromkeys(own[last].tolist(), pack)
     return [max(ends[piece] for piece in own.tolist()) for own in numbers[len(forward) :]]
+
+
+class TokenMoves(NamedTuple):
+    """How a rank's share of a backward micro-batch is put together.
+
+    Attributes:
+        sources: forward micro-batches of which this rank sends tokens, rising.
+        sent: int64 (rows,), rows of the sources' shares one after the other, by the rank that they go to.
+        sent_counts: number of rows sent to each rank.
+        received_counts: rows from each rank.
+        places: int64 (rows,), where what is received goes in the share; what is left of it is padding.
+        over: forward micro-batches of which nothing is needed afterwards.
+    """
+
+    sources: tuple[int, ...]
+    sent: Ints
+    sent_counts: list[int]
+    received_counts: list[int]
+    places: Ints
+    over: tuple[int, ...] = ()
+
+
+def token_moves(
+    forward: Sequence[MicroBatch], backward: Sequence[MicroBatch], tensor_ranks: int, rank: int
+) -> list[TokenMoves]:
+    """How this rank gets its share of hidden states, for each backward micro-batch.
+
+    Args:
+        forward, backward: micro-batches of one data-parallel rank, of the same tokens.
+        tensor_ranks: ranks among which sequence parallelism divides a context-parallel rank's tokens; 1
+            without it.
+        rank: this one's number among those that share a micro-batch, tensor-parallel ranks innermost.
+    """
+    tokens = _token_numbers([*forward, *backward])
+    own, others = tokens[: len(forward)], tokens[len(forward) :]
+    shares = [_shares(m, tensor_ranks) for m in forward]
+    # Of every token the forward micro-batch that has it, the rank that keeps it, and its row there.
+    pack, holder, row = np.empty((3, sum(map(len, own))), dtype=np.int64)
+    for number, (here, share) in enumerate(zip(own, shares, strict=True)):
+        at = np.argsort(share, axis=None)[: len(here)]
+        pack[here] = number
+        holder[here], row[here] = np.divmod(at, share.shape[1])
+    result = []
+    last = np.full(len(forward), -1)
+    for number, (m, here) in enumerate(zip(backward, others, strict=True)):
+        wanted = [here[share[share < len(here)]] for share in _shares(m, tensor_ranks)]
+        sent = [each[holder[each] == rank] for each in wanted]
+        moved = np.concatenate(sent)
+        sources = np.unique(pack[moved])
+        last[sources] = number
+        lengths = np.array([shares[source].shape[1] for source in sources], dtype=np.int64)
+        begins = np.cumsum(lengths) - lengths
+        (places,) = np.nonzero(_shares(m, tensor_ranks)[rank] < len(here))
+        by_holder = np.argsort(holder[wanted[rank]], kind="stable")
+        result.append(
+            TokenMoves(
+                sources=tuple(sources.tolist()),
+                sent=begins[np.searchsorted(sources, pack[moved])] + row[moved],
+                sent_counts=[len(each) for each in sent],
+                received_counts=np.bincount(holder[wanted[rank]], minlength=len(wanted)).tolist(),
+                places=places[by_holder],
+            )
+        )
+    return [one._replace(over=tuple(np.flatnonzero(last == j).tolist())) for j, one in enumerate(result)]
+
+
+def _token_numbers(micro_batches: Sequence[MicroBatch]) -> list[Ints]:
+    """int64 (tokens,) for each micro-batch, numbers by which a token is found in those of both passes."""
+    packs = parts(micro_batches)
+    numbers = piece_numbers(packs)
+    totals = np.zeros(1 + max(int(own.max()) for own in numbers), dtype=np.int64)
+    for own, (_, slices) in zip(numbers, packs, strict=True):
+        totals[own] = slices[:, TOTAL]
+    begins = np.cumsum(totals) - totals
+    result = []
+    for own, (documents, slices) in zip(numbers, packs, strict=True):
+        lengths = documents[:, LENGTH]
+        first = begins[own] + slices[:, PREFIX] - (np.cumsum(lengths) - lengths)
+        result.append(np.repeat(first, lengths) + np.arange(int(lengths.sum())))
+    return result
+
+
+def _shares(micro_batch: MicroBatch, tensor_ranks: int) -> Ints:
+    """Int64 (ranks, L), where in the sequence the tokens lie that each rank holds; padding comes last."""
+    if micro_batch.ranks is None:
+        return np.arange(micro_batch.length).reshape(tensor_ranks, -1)
+    lengths = micro_batch.documents[:, LENGTH]
+    positions = sequence_positions(micro_batch.ranks, lengths, micro_batch.length)
+    return positions.reshape(len(micro_batch.ranks) * tensor_ranks, -1)
+
+
+def kept_states(layers: Sequence[int]) -> list[int]:
+    """Hidden states of a token that each stage keeps: the inputs of its layers, and in the last of the head.
+
+    The first stage makes its first layer's input again, from token ids.
+    """
+    last = len(layers) - 1
+    return [n - (stage == 0 and n > 0) + (stage == last) for stage, n in enumerate(layers)]
+
+
+def regrouped_times(job: Job, packs: ByPass[MicroBatches]) -> PassTimes:
+    """The passes of micro-batches, as of `pass_times`."""
+    times = packs.each(lambda one: pass_times(job, one))
+    head = np.zeros((len(job.layers), 1, 1))
+    head[-1] = job.token.head
+    sharing = job.degrees.context * job.degrees.tensor
+    states = np.array(kept_states(job.layers))[:, None, None]
+    received = states * job.cluster.all_to_all(job.model.hidden * BYTES / sharing, sharing)
+    return PassTimes(
+        forward=times.forward.forward - head * packs.forward.tokens,
+        inputs=times.backward.inputs + (head + received) * packs.backward.tokens,
+        weights=times.backward.weights,
+    )
+
+
+class RegroupedRank(RankPeak):
+    """A rank that keeps hidden states, and puts those of a backward pass together."""
+
+    loss_in_forward = False
+
+    @staticmethod
+    def layer_bytes(token: TokenBytes) -> float:
+        return token.hidden
+
+    @staticmethod
+    def kept_layers(layers: Sequence[int]) -> Sequence[int]:
+        return kept_states(layers)
+
+    def _inputs(self, passes: Passes) -> float:
+        return sum(map(self._of_packs, passes.packs))
+
+    def _kept(self, token: TokenBytes, stage: int) -> float:
+        return self.layer_bytes(token) * self.kept_layers(self._job.layers)[stage]
+
+    def _forward(self, token: TokenBytes, stage: int, length: int, went_back: set[int]) -> Iterator[Moment]:
+        handed_on = self._output(token, stage)
+        yield Moment(
+            backward=length * (token.forward + handed_on), gathered=self._whole.in_pipeline(went_back)
+        )
+
+    def _backward(
+        self,
+        token: TokenBytes,
+        stage: int,
+        length: int,
+        beside: float,
+        made: float,
+        went_back: set[int],
+        whole: Callable[..., float],
+    ) -> Iterator[Moment]:
+        """A backward pass with tokens of several forward passes, and with the loss."""
+        layers = max(self._job.layers[stage], 1)
+        ends = token.hidden + self._output(token, stage)  # of the stage, its input and its output
+        at_hand, loss = length * (ends + token.backward), 0.0
+        if stage == self._last and token.loss > token.backward:
+            at_hand, loss = length * ends, length * token.loss
+        gathered = self._whole.in_pipeline(went_back, in_loss=loss > 0)
+        yield Moment(0, at_hand, loss, gathered, made / layers)
+        if made:
+            freed = length * self._kept(token, stage) * (layers - 1) / layers
+            yield Moment(-freed, at_hand, loss, gathered, made)

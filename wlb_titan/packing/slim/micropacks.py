@@ -20,6 +20,7 @@ the mix: levels (9 + 2) / 3 and 3 / 1, packs of 3.67, 3.67, 1.67 + 2 and 2 + 1.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -28,6 +29,7 @@ import numpy as np
 
 from wlb_titan.arrays import Floats, Ints
 from wlb_titan.errors import PlanError
+from wlb_titan.packing.fixed_solver import Milp, Row
 from wlb_titan.packing.slim.slices import MicroPack, PrefixWork, Slice, check_count
 
 WIDER = (1.0, 1.01, 1.02, 1.05, 1.1, 1.2, 1.35, 1.5, 2.0)
@@ -191,3 +193,61 @@ def _packs(
     rest = sorted(range(cut, len(riders)), key=lambda slot: -beside[slot])
     packs.extend([Slice(other, 0, int(lengths[other])) for other in riders[slot]] for slot in rest)
     return packs
+
+
+SLIVER = 1e-5  # of a level, that is left for a last slice
+
+
+class SolvedPlacing:
+    """Puts short documents into slots by a solver; where it finds nothing in time, greedily.
+
+    Args:
+        time_limit: seconds for all placings of a step.
+        gap: relative distance between solution and bound at which to stop.
+        placings: among which the time is shared out. A step may have more, while there is time.
+    """
+
+    def __init__(self, time_limit: float, gap: float, placings: int = 1) -> None:
+        self._milp = Milp(time_limit / placings, gap, user="The solver of slim", setting="packing.solver")
+        self._time_limit, self._end = time_limit, np.inf
+
+    def begin(self) -> None:
+        """Begins a step: from now on its time counts."""
+        self._end = time.perf_counter() + self._time_limit
+
+    def __call__(self, slots: Slots, works: Floats) -> tuple[Ints | None, float]:
+        """As `Placing`, and how far the placing may be from the best, relatively; 0 is a proven optimum."""
+        greedy = place_greedily(slots, works)
+        if not len(works):
+            return greedy, 0.0
+        unit = (slots.work.sum() + works.sum()) / slots.size.sum()
+        count, share, own = len(slots.size), works / unit, slots.work / unit
+
+        def level(placed: Ints) -> float:
+            levels = (slots.work + np.bincount(placed, works, count)) / slots.size
+            return float(levels.max() / unit)
+
+        def rows() -> Iterator[Row]:
+            for slot, (work, size) in enumerate(zip(own.tolist(), slots.size.tolist(), strict=True)):
+                yield Row(slot, -work, share, -float(size))
+                if size > 1:
+                    yield Row(slot, work / (size - 1) - SLIVER, share)
+
+        start = None if greedy is None else (greedy, level(greedy))
+        solved, bound = None, 0.0
+        if time.perf_counter() < self._end:
+            solved, bound = self._milp(len(works), count, rows(), start=start)
+        if solved is None or not _fits(slots, works, solved):
+            solved = greedy
+        if solved is None:
+            return None, 0.0
+        if greedy is not None and level(greedy) <= level(solved):
+            solved = greedy
+        return solved, max(1 - max(bound, 1.0) / level(solved), 0.0)  # the mean level is a bound too
+
+
+def _fits(slots: Slots, works: Floats, placed: Ints) -> bool:
+    """Whether what rides with each cut document leaves something for its last slice."""
+    beside = np.bincount(placed, works, len(slots.size))
+    levels = (slots.work + beside) / slots.size
+    return bool((beside < levels)[slots.size > 1].all())

@@ -30,13 +30,10 @@ from wlb_titan.errors import PlanError
 from wlb_titan.memory.rank import RankMemory, RankPeak
 from wlb_titan.packing.arrivals import Arrivals, delayed
 from wlb_titan.packing.policy import Pack, Packing, PackingPolicy
-from wlb_titan.packing.slim.dependencies import dependencies, in_own_order
-from wlb_titan.packing.slim.flow import Flows
-from wlb_titan.packing.slim.micropacks import MOST_TRIED, Placing, Slots, place_greedily
-from wlb_titan.packing.slim.micropacks_milp import SolvedPlacing
+from wlb_titan.packing.slim.asymmetric import RegroupedRank, regrouped_times
+from wlb_titan.packing.slim.flow import Flows, dependencies, in_own_order, step_peak
+from wlb_titan.packing.slim.micropacks import MOST_TRIED, Placing, Slots, SolvedPlacing, place_greedily
 from wlb_titan.packing.slim.phases import AsymmetricPacker, Packer, SymmetricPacker, at_most
-from wlb_titan.packing.slim.regrouped import RegroupedRank, regrouped_times
-from wlb_titan.packing.slim.step_peak import step_peak
 from wlb_titan.packing.slim.trials import SLACKS, Trials, numbers_tried
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.pipeline.packflow import FLOW_SCHEDULES

@@ -23,7 +23,7 @@ from wlb_titan.runtime.lone.dry_model import AttentionOfSlices, dry_config
 from wlb_titan.runtime.lone.memory_trace import MemoryTrace
 from wlb_titan.runtime.lone.trainer import LoneTrainer
 from wlb_titan.runtime.trainer import Trainer
-from wlb_titan.simulator.planned import travelling
+from wlb_titan.simulator.replicas import travelling
 
 
 class DryTrainer(LoneTrainer):

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torchtitan.config import ParallelismConfig
 from torchtitan.distributed import ParallelDims
 
-from wlb_titan.packing.slim.moves import TokenMoves, token_moves
+from wlb_titan.packing.slim.asymmetric import TokenMoves, token_moves
 from wlb_titan.plan import ByPass, MicroBatch
 from wlb_titan.runtime.compat import checkpoint_wrapper
 from wlb_titan.runtime.data.inputs import REGROUPING, Item, on_host

@@ -22,9 +22,18 @@ from annotated_types import Interval
 from wlb_titan.arrays import Ints
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
-from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Waiting, arrived, delayed, split
+from wlb_titan.packing.arrivals import (
+    ARRIVAL,
+    NOTHING,
+    Waiting,
+    arrived,
+    delayed,
+    fills,
+    leading_first,
+    split,
+    topped_up,
+)
 from wlb_titan.packing.bins import REMAINS, Bins
-from wlb_titan.packing.least import fills, leading_first, topped_up
 from wlb_titan.packing.policy import Packing, PackingPolicy
 from wlb_titan.plan import LENGTH
 
