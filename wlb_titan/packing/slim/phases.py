@@ -1,10 +1,10 @@
 """Phases 1 and 2 of `slim`: a global batch becomes M MicroPacks of every data-parallel rank.
 
-Phase 1 gives every data-parallel rank the same capacity, C = total work / ranks. A document of more work than
-that would make its rank the slowest, whatever the others get. So (DP-Merge) 2, 4, ... consecutive ranks are
-merged for its MicroPacks, as few as bring a rank's share of it down to C: all their context-parallel ranks together
-divide these packs. The other documents go, heaviest first, to the rank with the least work, counting what it
-has of merged ones. Weights and optimizer states stay where they are.
+Phase 1 gives every data-parallel rank the same capacity, C = total work / ranks. A document of more work
+than that would make its rank the slowest, whatever the others get. So (DP-Merge) 2, 4, ... consecutive ranks
+are merged for its MicroPacks, as few as bring a rank's share of it down to C: all their context-parallel
+ranks together divide these packs. The other documents go, heaviest first, to the rank with the least work,
+counting what it has of merged ones. Weights and optimizer states stay where they are.
 
 A group of n ranks begins at a multiple of n, so that of two groups one lies in the other, or they have no
 rank in common. Packs of merged documents come first on their ranks, the heaviest document's first, and
