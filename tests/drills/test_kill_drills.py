@@ -21,12 +21,13 @@ AREA = "training: kills, stops, full disks, damage"
 
 @pytest.mark.parametrize("seed", range(2))
 def test_killed_at_a_random_moment_and_started_again(ground, undisturbed, seed):
-    random_ = random.Random(seed)
-    name = f"killed-{seed}"
+    draw = random.Random(seed)
+    name, step, seconds = f"killed-{seed}", draw.randrange(1, 6), draw.uniform(0, 0.3)
     job = ground.start(name)
-    job.await_(lambda: (ground.folder / name / "metrics.jsonl").exists())
-    time.sleep(random_.uniform(0, 2))
+    job.await_(lambda: len(job.steps()) >= step)
+    time.sleep(seconds)
     job.kill()
+    assert job.codes == [-signal.SIGKILL] * 2, "the job was through before it was killed"
     again = ground.run(name)
     assert again.codes == [0, 0], again.log()
     assert again.losses() == undisturbed.losses()
