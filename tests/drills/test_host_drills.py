@@ -87,25 +87,19 @@ def test_a_host_that_is_told_to_stop_stops_both(ground, hosts, undisturbed):
 
 def test_a_lost_host_costs_time_and_no_document(ground, hosts):
     """SIGKILL of a host's agent, which asks nobody to end: its rank ends by itself. The other goes on alone,
-    with half of the data-parallel ranks, from the newest checkpoint. Losses are those of a run that never lost
-    one, but for the order of sums."""
+    with half of the data-parallel ranks, from the newest checkpoint. Losses are those of a run that never
+    lost one, but for the order of sums."""
     words = ["--training.global_batch_size", "4", "--parallelism.data_parallel_shard_degree", "-1"]
-    words += ["--checkpoint.interval", "1", "--training.steps", "24"]
+    words += ["--checkpoint.interval", "1", "--training.steps", "12"]
     never = ground.run("never-lost", *words)
     agents = hosts("lost-host", *[words] * 2, may_be_lost=True)
     run = Run(ground.folder / "lost-host")
-    await_(lambda: len(run.steps()) > 2, lambda: "\n".join(logs(ground, "lost-host")))
+    await_(lambda: bool(run.steps()), lambda: "\n".join(logs(ground, "lost-host")))
     agents[1].send_signal(signal.SIGKILL)
-    seen = len(run.steps())
-    import time
-
-    t0 = time.time()
     assert agents[0].wait(PATIENCE) == 0, logs(ground, "lost-host")
-    print("SEEN", seen, time.time() - t0, alive("lost-host"))
-    print(*logs(ground, "lost-host"), sep="\nHOST\n")
-    print((ground.folder / "lost-host" / "metrics.jsonl").read_text())
-    assert not alive("lost-host")
+    assert "Loading the checkpoint" in logs(ground, "lost-host")[0]
     assert run.losses() == pytest.approx(never.losses(), rel=1e-3)
+    assert not alive("lost-host")
 
 
 def alive(name: str) -> list[int]:

@@ -28,9 +28,7 @@ def test_killed_at_a_random_moment_and_started_again(ground, undisturbed, seed):
     time.sleep(seconds)
     job.kill()
     assert job.codes == [-signal.SIGKILL] * 2, "the job was through before it was killed"
-    again = ground.run(name)
-    assert again.codes == [0, 0], again.log()
-    assert again.losses() == undisturbed.losses()
+    ground.ends_like(undisturbed, name)
 
 
 def test_an_error_of_any_rank_is_printed_by_it_and_ends_all(ground):
@@ -85,9 +83,7 @@ def test_a_full_disk_says_so_and_leaves_the_older_checkpoint(ground, undisturbed
     job = ground.run("full", rank0=starved, rank1=starved)
     assert 0 not in job.codes
     assert "disk is full" in job.log() and "the checkpoint of step 2 is whole" in job.log(), job.log()
-    again = ground.run("full")
-    assert again.codes == [0, 0], again.log()
-    assert again.losses() == undisturbed.losses()
+    ground.ends_like(undisturbed, "full")
 
 
 def test_figures_never_end_training(ground, undisturbed):
@@ -95,9 +91,7 @@ def test_figures_never_end_training(ground, undisturbed):
     copy = copy_of(undisturbed, ground, "lines", keep=4)
     with (copy / "metrics.jsonl").open("a") as file:
         file.write('{"step": "three"}\nnonsense\n{"loss": 1}\n')
-    job = ground.run("lines")
-    assert job.codes == [0, 0], job.log()
-    assert job.losses() == undisturbed.losses()
+    ground.ends_like(undisturbed, "lines")
     (ground.folder / "no-lines").mkdir()
     (ground.folder / "no-lines" / "traces").write_text("a file")
     job = ground.run("no-lines", "--wlb.trace_every", "1")
