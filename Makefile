@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup train train-gpu test test-gpu quick counterexamples test-docs test-triton36 check format clean
+.PHONY: setup train train-gpu test test-gpu test-gpu-small quick counterexamples test-docs test-triton36 check format clean
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "wlb_titan needs Python 3.11 or newer; call make PYTHON=/path/to/python3.11")'
@@ -66,14 +66,19 @@ format: $(READY)
 
 # Three files at a time, those with jobs of several processes first: where such a job waits, the others go on.
 test: $(READY)
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder tests/distributed tests/drills tests/kernels tests/unit
+	$(BIN)/pytest -rs -n 3 --dist loadfile --no-loadscope-reorder tests/distributed tests/drills tests/kernels tests/unit
 
 # What only a GPU can show, in ten minutes on one; docs/gpu_tests.md. `make test` runs on the CPU everywhere.
 test-gpu: $(READY)
 	$(BIN)/pytest -x --timeout 1200 --device cuda tests/gpu/test_trial.py
 	$(BIN)/pytest -n 2 --dist loadfile --device cuda tests/gpu --ignore tests/gpu/test_trial.py
 
-# For the developer's loop, in a minute: tests/unit/conftest.py says what it leaves out.
+# The same tests in small and on the CPU: whether their code runs at all. Once more by Triton's interpreter.
+test-gpu-small: $(READY)
+	$(BIN)/pytest -n 2 --dist loadfile --device cpu tests/gpu
+	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 --device cpu tests/gpu/test_kernels.py
+
+# For the developer's loop, in a minute: it leaves out what is marked slow.
 quick: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/pytest -n 2 --quick tests/unit
@@ -81,6 +86,7 @@ quick: $(READY)
 # The properties again, on other examples than `make test` takes, and on more: half an hour.
 counterexamples: $(READY)
 	$(BIN)/pytest -n 2 -m hypothesis --hypothesis-profile others --timeout 3600 tests/unit tests/kernels
+	TRITON_INTERPRET=1 $(BIN)/pytest -m hypothesis --hypothesis-profile others --timeout 3600 tests/kernels/interpreted.py
 
 # Every command of README.md and docs/, on tiny data.
 test-docs: $(READY)

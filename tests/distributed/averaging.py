@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bases import llama
+from bases import llama, trained_by
 from own_policies.local_sgd import LocalSgd
-from probing import WEIGHTS, whole
+from probing import WEIGHTS, clean, whole
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
 from wlb_titan.cost.degrees import Degrees
@@ -28,7 +28,7 @@ class WritingTrainer(Trainer):
         super().train_step(data_iterator)
         if self.step == self.config.training.steps:
             mine = {
-                plain(name): whole(weight.detach())
+                clean(name): whole(weight)
                 for part in self.model_parts
                 for name, weight in part.named_parameters()
             }
@@ -84,7 +84,7 @@ class ReferenceTrainer(WritingTrainer):
         self.report(step, total / config.replicas, torch.zeros(()), {})
         if self.step == config.training.steps:
             names = (name for name, _ in self.model_parts[0].named_parameters())
-            saved = dict(zip(map(plain, names), model, strict=True))
+            saved = dict(zip(map(clean, names), model, strict=True))
             torch.save(saved, Path(config.dump_folder) / WEIGHTS)
 
     def average(self):
@@ -98,10 +98,6 @@ class ReferenceTrainer(WritingTrainer):
                 mean = torch.stack([state[name] for state in states]).mean(dim=0)
                 for state in states:
                     state[name].copy_(mean)
-
-
-def plain(name):
-    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def local(tensor):
@@ -126,7 +122,7 @@ def _base(trainer, optimizer):
     settings = {"lr": RATES[optimizer], "weight_decay": 0.01}
     groups = [ParamGroupConfig(pattern=".*", optimizer_name=optimizer, optimizer_kwargs=settings)]
     base.optimizer = Optimizers.Config(param_groups=groups, implementation="for-loop")
-    return trainer.Config(**{field.name: getattr(base, field.name) for field in dataclasses.fields(base)})
+    return trained_by(trainer, base)
 
 
 def sgd():

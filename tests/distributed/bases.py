@@ -14,6 +14,11 @@ from wlb_titan.runtime.models.registry import base_config
 VOCABULARY = 512
 
 
+def trained_by(trainer, base):
+    """A base with a trainer of the tests."""
+    return trainer.Config(**{field.name: getattr(base, field.name) for field in dataclasses.fields(base)})
+
+
 def llama():
     """`checkpointed` without activation checkpointing, which would take a third of a step."""
     config = checkpointed()

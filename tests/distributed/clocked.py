@@ -1,10 +1,9 @@
 """The base `clocked:config`, by whose clock a step takes a second, and a micro-batch of validation 100."""
 
-import dataclasses
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from bases import llama
+from bases import llama, trained_by
 from torchtitan.components import metrics as titan
 
 from wlb_titan.runtime import metrics, validator
@@ -32,6 +31,5 @@ class ClockedTrainer(Trainer):
         return self.loss_of_validation(*arguments)
 
 
-def config() -> ClockedTrainer.Config:
-    base = llama()
-    return ClockedTrainer.Config(**{f.name: getattr(base, f.name) for f in dataclasses.fields(base)})
+def config():
+    return trained_by(ClockedTrainer, llama())

@@ -1,42 +1,40 @@
-"""The bases `counting:two` and `counting:four`, of so many layers, whose trainer writes how many calls of
-Python functions each step makes in the thread that launches everything."""
+"""How many calls of Python functions a step makes in the thread that launches everything: a worker, whose
+cases are overrides, and the base `counting:four`."""
 
-import cProfile
-import dataclasses
-from dataclasses import dataclass
-from pathlib import Path
+from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
-from bases import checkpointed
+use_cpu_without_accelerator()
 
-from wlb_titan.runtime.trainer import Trainer
+import cProfile  # noqa: E402
 
-FILE = "calls.txt"
+import torch.distributed as dist  # noqa: E402
+from bases import checkpointed  # noqa: E402
+from cases import run_cases  # noqa: E402
+from lab import CONFIG  # noqa: E402
+from pipeline_worker import WorkerTrainer  # noqa: E402
 
-
-class CountingTrainer(Trainer):
-    @dataclass(kw_only=True, slots=True)
-    class Config(Trainer.Config):
-        pass
-
-    def train_step(self, data_iterator):
-        with cProfile.Profile(builtins=False) as profile:
-            super().train_step(data_iterator)
-        calls = sum(entry.callcount for entry in profile.getstats())
-        with open(Path(self.config.dump_folder) / FILE, "a") as file:
-            file.write(f"{calls}\n")
-
-
-def two():
-    return counted(1)
+from wlb_titan.runtime.models.load import load_config  # noqa: E402
 
 
 def four():
-    return counted(2)
-
-
-def counted(times):
-    """The multi-process tests' model, each of its two layers so many times."""
+    """`bases:checkpointed`, each of its two layers twice."""
     base = checkpointed()
     model = base.model_spec.model
-    model.layers = [layer for layer in model.layers for _ in range(times)]
-    return CountingTrainer.Config(**{f.name: getattr(base, f.name) for f in dataclasses.fields(base)})
+    model.layers = [layer for layer in model.layers for _ in range(2)]
+    return base
+
+
+def run_case(*, name, words):
+    """The calls of the second step."""
+    trainer = WorkerTrainer(load_config(CONFIG, words, 1).config)
+    loader = iter(trainer.planned)
+    for trainer.step in (1, 2):
+        with cProfile.Profile(builtins=False) as profile:
+            trainer.train_step(loader)
+    trainer.close()
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+def main():
+    run_cases(run_case)
+    dist.destroy_process_group()

@@ -1,12 +1,11 @@
 """What fails on rank 1: in step 2 the trainer of a base, which tests name as `failing:config`; as a worker,
 where a case says so."""
 
-import dataclasses
 import os
 from dataclasses import dataclass
 
 import torch
-from bases import llama
+from bases import llama, trained_by
 from cases import run_cases
 
 from wlb_titan.runtime.trainer import Trainer
@@ -23,9 +22,8 @@ class FailingTrainer(Trainer):
         super().train_step(data_iterator)
 
 
-def config() -> FailingTrainer.Config:
-    base = llama()
-    return FailingTrainer.Config(**{f.name: getattr(base, f.name) for f in dataclasses.fields(base)})
+def config():
+    return trained_by(FailingTrainer, llama())
 
 
 def run_case(name, aborts):

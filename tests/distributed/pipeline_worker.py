@@ -31,6 +31,7 @@ from pipeline_reference import (  # noqa: E402
     step_data,
     valid_tokens,
 )
+from probing import gathered  # noqa: E402
 from recording import RECORDER  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
@@ -101,26 +102,8 @@ class WorkerTrainer(Trainer):
 
     def init_distributed(self):
         dims = super().init_distributed()
-        degrees = (dims.dp_replicate, dims.dp_shard, dims.cp, dims.tp, dims.pp)
+        degrees = (dims.dp_replicate, dims.dp_shard, dims.cp, dims.tp, dims.pp, dims.ep)
         return self.known.setdefault(degrees, dims)
-
-
-def whole(tensor):
-    if tensor is None:
-        return torch.zeros(())  # a gradient that is missing is an error like any other
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def clean(name):
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
-
-
-def gathered(trainer, of):
-    """`of(parameter)` of the whole model by name, on rank 0; None on the others."""
-    mine = {clean(name): whole(of(p)) for part in trainer.model_parts for name, p in part.named_parameters()}
-    everything = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(mine, everything)
-    return {name: t for part in everything for name, t in part.items()} if everything else None
 
 
 def build(corpus, name, *, schedule, layers, pp, cp=1, tp=1, dp=1, replicate=1, **options):

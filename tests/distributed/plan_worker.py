@@ -17,7 +17,8 @@ import torch.distributed as dist  # noqa: E402
 from cases import run_cases  # noqa: E402
 from lab import CONFIG  # noqa: E402
 from pipeline_reference import Reference, Sequence, differences  # noqa: E402
-from pipeline_worker import WorkerTrainer, added_up, gathered, make_config  # noqa: E402
+from pipeline_worker import WorkerTrainer, added_up, make_config  # noqa: E402
+from probing import gathered  # noqa: E402
 from recording import RECORDER  # noqa: E402
 from torchtitan.components.loss import IGNORE_INDEX  # noqa: E402
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lab import CONFIG, layout
+from pipeline_reference import differences
+from probing import FILE
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
@@ -163,9 +165,9 @@ def test_the_first_loss_is_that_of_the_published_weights(lab, published):
     lab.run(1, [alone])
     lab.run(2, [parallel])
     expected = first_loss(weights, alone.words())
-    assert alone.losses()[0] == pytest.approx(expected, rel=1e-5)
+    assert alone.losses()[0] == pytest.approx(expected, rel=1e-6)
     assert alone.losses()[1] < alone.losses()[0]
-    assert parallel.losses() == pytest.approx(alone.losses(), rel=1e-5)
+    assert parallel.losses() == pytest.approx(alone.losses(), rel=1e-6)
     saved = alone.folder / "checkpoint" / "step-2"
     theirs = AutoTokenizer.from_pretrained(saved)
     assert theirs.decode(theirs("w001 w002")["input_ids"]) == "w001 w002"
@@ -241,21 +243,32 @@ def first_step(words, weight):
 
 
 def hugging_face(folder, step, weight):
-    """Loss and norm of the gradients of Hugging Face's Llama, conversation by conversation."""
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    """Loss and gradients of Hugging Face's Llama in float64, conversation by conversation."""
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     divisor = sum(
         sum(target != -100 for target in targets) / (total if weight == "conversation" else 1)
         for _, targets, total in step
         if total
     )
-    loss = torch.zeros(())
+    loss = torch.zeros((), dtype=torch.float64)
     for tokens, targets, total in step:
         scores = model(torch.tensor([tokens])).logits[0]
         own = F.cross_entropy(scores, torch.tensor(targets), reduction="sum")
         loss = loss + own / (max(total, 1) if weight == "conversation" else 1) / divisor
     loss.backward()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-    return loss.item(), norm.item()
+    return loss.item(), {name: p.grad.float() for name, p in model.named_parameters()}
+
+
+def written(experiment):
+    """The gradients of its first step in Hugging Face's names and order: as if they were weights."""
+    from wlb_titan.runtime.models.load import load_config
+
+    spec = load_config(CONFIG, experiment.words()).config.model_spec
+    model = spec.model.build()
+    gradients = torch.load(experiment.folder / FILE)
+    assert gradients.keys() == dict(model.named_parameters()).keys()
+    model.load_state_dict(gradients, strict=False)
+    return spec.state_dict_adapter(spec.model, None).to_hf(model.state_dict())
 
 
 @pytest.mark.timeout(300)
@@ -264,7 +277,7 @@ def test_masked_losses_and_gradients_are_hugging_face_s(lab, published, conversa
     experiments = {}
     for name, (_, learned, weight, degrees) in MASKED.items():
         words = [
-            *("--base", "bases:scaled_llama", "--training.steps", "1", "--wlb.loss_weight", weight),
+            *("--base", "probing:scaled", "--training.steps", "1", "--wlb.loss_weight", weight),
             *("--checkpoint.initial_load_in_hf", "true", "--checkpoint.initial_load_path", str(folder)),
             *("--wlb.corpus.path", str(conversations[learned]), *degrees),
             *("--wlb.corpus.tokenizer", str(lab.corpus / "tokenizer"), "--checkpoint.enable", "true"),
@@ -274,10 +287,13 @@ def test_masked_losses_and_gradients_are_hugging_face_s(lab, published, conversa
         lab.run(processes, [own for name, own in experiments.items() if MASKED[name][0] == processes])
     for name, (_, learned, weight, _) in MASKED.items():
         step, served = first_step(experiments[name].words(), weight)
-        loss, norm = hugging_face(folder, step, weight)
+        loss, gradients = hugging_face(folder, step, weight)
+        norm = torch.nn.utils.get_total_norm(list(gradients.values())).item()
         record = experiments[name].metrics()[0]
-        assert record["loss"] == pytest.approx(loss, rel=1e-5), name
+        error, worst = differences(written(experiments[name]), gradients)
+        assert record["loss"] == pytest.approx(loss, rel=1e-6), name
         assert record["grad_norm"] == pytest.approx(norm, rel=1e-5), name
+        assert error < 1e-5, f"{name}: {worst}"
         assert record["labels"] == pytest.approx(served.labels) and served.labels > 0
         if learned == "sparse":
             assert any((own == -100).all() for _, own in served.items), "every micro-batch learns something"

@@ -4,97 +4,48 @@ import re
 import signal
 
 import pytest
-from lab import Cases, assert_met, make_corpus, start_cases
+from lab import Cases, assert_met, start_cases
 
 CHANGING = [[64, 128, 256, 72], [200, 16, 32, 128, 64]]
 SHORT = [[64, 128, 32, 96]]
 FEW = [[64, 128], [128, 64, 256, 16, 80]]
 MANY = [[16, 32, 64, 128, 128, 64, 32, 16], [64, 32, 256, 16, 16, 64, 128, 16, 32]]
 
+
+def case(schedule, layers, steps, pp=2, evaluate=(), **options):
+    return {"schedule": schedule, "layers": layers, "steps": steps, "pp": pp, "evaluate": evaluate, **options}
+
+
+ZERO_BUBBLE = "InterleavedZeroBubble"
 CASES = {
     # Four ranks. Where a schedule allows it, the first step has fewer micro-batches than there are ranks.
-    "1f1b": {"schedule": "1F1B", "layers": 4, "pp": 4, "steps": CHANGING, "evaluate": [1]},
-    "gpipe": {"schedule": "GPipe", "layers": 4, "pp": 4, "steps": FEW, "evaluate": [0]},
-    "interleaved_1f1b": {"schedule": "Interleaved1F1B", "layers": 8, "pp": 4, "steps": FEW, "evaluate": [1]},
-    "looped_bfs": {"schedule": "LoopedBFS", "layers": 8, "pp": 4, "steps": FEW, "evaluate": [0]},
-    "interleaved_zero_bubble": {
-        "schedule": "InterleavedZeroBubble",
-        "layers": 8,
-        "pp": 4,
-        "steps": FEW,
-        "evaluate": [1],
-    },
-    "zbv_zero_bubble": {"schedule": "ZBVZeroBubble", "layers": 8, "pp": 4, "steps": FEW, "evaluate": [0, 1]},
-    "dual_pipe_v": {"schedule": "DualPipeV", "layers": 8, "pp": 4, "steps": MANY, "evaluate": [1]},
+    "1f1b": case("1F1B", 4, CHANGING, pp=4, evaluate=[1]),
+    "gpipe": case("GPipe", 4, FEW, pp=4, evaluate=[0]),
+    "interleaved_1f1b": case("Interleaved1F1B", 8, FEW, pp=4, evaluate=[1]),
+    "looped_bfs": case("LoopedBFS", 8, FEW, pp=4, evaluate=[0]),
+    "interleaved_zero_bubble": case(ZERO_BUBBLE, 8, FEW, pp=4, evaluate=[1]),
+    "zbv_zero_bubble": case("ZBVZeroBubble", 8, FEW, pp=4, evaluate=[0, 1]),
+    "dual_pipe_v": case("DualPipeV", 8, MANY, pp=4, evaluate=[1]),
     # Two ranks of the pipeline times two of another kind.
-    "with_cp": {"schedule": "1F1B", "layers": 2, "pp": 2, "cp": 2, "steps": CHANGING, "evaluate": [1]},
-    "gpipe_with_cp": {"schedule": "GPipe", "layers": 2, "pp": 2, "cp": 2, "steps": SHORT},
-    "looped_bfs_with_tp": {"schedule": "LoopedBFS", "layers": 4, "pp": 2, "tp": 2, "steps": SHORT},
-    "interleaved_with_cp": {"schedule": "Interleaved1F1B", "layers": 4, "pp": 2, "cp": 2, "steps": SHORT},
-    "zero_bubble_with_cp": {
-        "schedule": "InterleavedZeroBubble",
-        "layers": 4,
-        "pp": 2,
-        "cp": 2,
-        "steps": SHORT,
-    },
-    "zbv_with_cp": {
-        "schedule": "ZBVZeroBubble",
-        "layers": 4,
-        "pp": 2,
-        "cp": 2,
-        "steps": SHORT,
-        "checkpointing": "selective",
-    },
-    "dual_pipe_v_with_cp": {
-        "schedule": "DualPipeV",
-        "layers": 4,
-        "pp": 2,
-        "cp": 2,
-        "steps": SHORT,
-        "checkpointing": "full",
-    },
-    "with_tp_sp": {"schedule": "Interleaved1F1B", "layers": 4, "pp": 2, "tp": 2, "steps": CHANGING[:1]},
-    "with_tp": {
-        "schedule": "ZBVZeroBubble",
-        "layers": 4,
-        "pp": 2,
-        "tp": 2,
-        "steps": CHANGING[1:],
-        "enable_sequence_parallel": False,
-    },
-    "with_fsdp": {
-        "schedule": "1F1B",
-        "layers": 2,
-        "pp": 2,
-        "dp": 2,
-        "steps": CHANGING,
-        "checkpointing": "selective",
-        "evaluate": [1],
-    },
-    "with_replicas": {
-        "schedule": "InterleavedZeroBubble",
-        "layers": 4,
-        "pp": 2,
-        "replicate": 2,
-        "steps": FEW[:1],
-        "checkpointing": "full",
-    },
+    "with_cp": case("1F1B", 2, CHANGING, cp=2, evaluate=[1]),
+    "gpipe_with_cp": case("GPipe", 2, SHORT, cp=2),
+    "looped_bfs_with_tp": case("LoopedBFS", 4, SHORT, tp=2),
+    "interleaved_with_cp": case("Interleaved1F1B", 4, SHORT, cp=2),
+    "zero_bubble_with_cp": case(ZERO_BUBBLE, 4, SHORT, cp=2),
+    "zbv_with_cp": case("ZBVZeroBubble", 4, SHORT, cp=2, checkpointing="selective"),
+    "dual_pipe_v_with_cp": case("DualPipeV", 4, SHORT, cp=2, checkpointing="full"),
+    "with_tp_sp": case("Interleaved1F1B", 4, CHANGING[:1], tp=2),
+    "with_tp": case("ZBVZeroBubble", 4, CHANGING[1:], tp=2, enable_sequence_parallel=False),
+    "with_fsdp": case("1F1B", 2, CHANGING, dp=2, checkpointing="selective", evaluate=[1]),
+    "with_replicas": case(ZERO_BUBBLE, 4, FEW[:1], replicate=2, checkpointing="full"),
 }
-BFLOAT16 = {"schedule": "1F1B", "layers": 2, "pp": 2, "dp": 2, "steps": FEW[:1], "dtype": "bfloat16"}
+BFLOAT16 = case("1F1B", 2, FEW[:1], dp=2, dtype="bfloat16")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pipeline")
-    make_corpus(folder / "documents.jsonl", folder / "corpus")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def results(folder, fork_server, drills):  # which mostly wait
-    common = {"kind": "case", "corpus": str(folder / "corpus")}
-    results = Cases(fork_server, folder)
+def results(lab, fork_server, drills):  # which mostly wait
+    common = {"kind": "case", "corpus": str(lab.corpus)}
+    results = Cases(fork_server, lab.folder)
     cases = {name: {**common, **case} for name, case in (CASES | {"bfloat16": BFLOAT16}).items()}
     results.run(cases, program="pipeline_worker")
     return results
@@ -118,7 +69,7 @@ def test_gradients_equal_one_process(results, name):
         assert record["error"] < 1e-5, f"{record['worst']} in step {record['step']}"
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "evaluate" in case])
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name]["evaluate"]])
 def test_evaluation_equals_one_process(results, name):
     evaluated = [r for r in results[name] if "eval" in r]
     assert [r["step"] for r in evaluated] == CASES[name]["evaluate"]
@@ -136,13 +87,13 @@ TIMED_OUT = re.compile(rf"Timed out waiting {TIMEOUT}000ms")
 
 
 @pytest.fixture(scope="module")
-def drills(folder, fork_server):
+def drills(lab, fork_server):
     """Two jobs at once, of two ranks each, of which one gets a signal: the job and its log by signal."""
     started = {}
     for number in (signal.SIGKILL, signal.SIGSTOP):
-        case = {"kind": "drill", "corpus": str(folder / "corpus"), "schedule": "1F1B", "layers": 2, "pp": 2}
+        case = {"kind": "drill", "corpus": str(lab.corpus), "schedule": "1F1B", "layers": 2, "pp": 2}
         cases = {f"drill_{number}": case | {"victim": 1, "signal_number": number, "timeout": TIMEOUT}}
-        stem = folder / f"drill_{number}"
+        stem = lab.folder / f"drill_{number}"
         job, log, _ = start_cases(fork_server, stem, cases, 2, "pipeline_worker", together=False)
         started[number] = job, log
     yield started

@@ -1,6 +1,8 @@
 """Every packing and sharding policy gives the losses and gradients of one process that knows none of them."""
 
 import json
+import math
+import re
 from collections import Counter
 
 import pytest
@@ -27,7 +29,7 @@ def sharding(policy: str) -> tuple[str, str]:
 GROUPS = ("--wlb.sharding.gather_groups", "2")
 COMPILED = ("--compile.enable", "true", "--compile.backend", "aot_eager")
 HEAD_APART = '[["tok_embeddings", "layers.0", "layers.1"], ["norm", "lm_head"]]'
-# name -> (packing policy, overrides)
+# name, which has the degrees -> (packing policy, overrides)
 RUNS = {
     **{f"cp4_{policy}": ("wlb", (*layout(cp=4), *sharding(policy))) for policy in SHARDING},
     "dp2_cp2_wlb": ("wlb", (*layout(dp=2, cp=2), *sharding("hybrid"))),
@@ -74,7 +76,10 @@ RUNS = {
 }
 ONE_LAYER = ("cp2_compiled", "cp2_ulysses_compiled")
 CHECKPOINTED = ("cp4_hybrid", "cp4_ulysses", "pp2_cp2_wlb_lazy", "pp2_tp2_wlb", "pp2_compiled")
-BASES = dict.fromkeys(ONE_LAYER, "bases:one_layer") | dict.fromkeys(CHECKPOINTED, "bases:checkpointed")
+BASES = {
+    **dict.fromkeys(ONE_LAYER, "bases:one_layer"),
+    **dict.fromkeys(CHECKPOINTED, "bases:checkpointed"),
+}
 STEPS = {name: [2] for name in RUNS} | {"pp2_cp2_wlb_lazy": [1, 2]}
 """In its first step `wlb` has only short documents to deal out, until its queues have filled."""
 
@@ -92,12 +97,15 @@ def results(lab, folder, fork_server):
         words = ["--base", BASES.get(name, "bases:llama"), "--dump_folder", str(folder / name)]
         words += ["--wlb.corpus.path", str(lab.corpus), *COMMON, *PACKING[packing], *overrides]
         cases[name] = {"words": words, "steps": STEPS[name]}
-    by_two = {name: case for name, case in cases.items() if "compiled" in name or "groups" in name}
-    by_four = {name: case for name, case in cases.items() if name not in by_two}
     results = Cases(fork_server, folder)
-    results.run(by_two, processes=2)
-    results.run(by_four)
+    for processes in (2, 4):
+        own = {name: case for name, case in cases.items() if ranks(name) == processes}
+        results.run(own, processes)
     return results
+
+
+def ranks(name):
+    return math.prod(map(int, re.findall(r"[pctd]p(\d)", name)))
 
 
 def metrics(run):

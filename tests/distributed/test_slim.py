@@ -7,95 +7,67 @@ from collections import Counter, defaultdict
 import pytest
 from lab import Cases, assert_met, layout, make_corpus
 
+
+def case(micropacks, sharding=None, *, layers=2, schedule="1F1B", checkpointing=None, steps=(1,), **how):
+    """Of `plan_worker.run_case`. `how` has degrees, `compiled`, and settings of the policy."""
+    degrees = {name: how.pop(name) for name in (*AXES, "compiled") if name in how}
+    sharding = {"name": sharding, **how.pop("groups", {})} if sharding else None
+    slim = {"micropacks": micropacks, **how}
+    options = {"layers": layers, "schedule": schedule, "checkpointing": checkpointing, "steps": steps}
+    return {"slim": slim, "sharding": sharding, **options, **degrees}
+
+
+AXES = ("pp", "dp", "replicate", "cp", "tp")
 INTERLEAVED = {"schedule": "Interleaved1F1B", "pp": 2, "layers": 4}
-CASES = {
-    # First: in one process, groups of all earlier cases take their time while it compiles.
-    "pp2_dp2_compiled": {"pp": 2, "dp": 2, "slim": {"micropacks": 6}, "compiled": True},
-    "pp4": {"pp": 4, "layers": 4, "slim": {"micropacks": 11, "slack": 1}, "steps": [1, 2]},
-    "pp2_dp2": {"pp": 2, "dp": 2, "layers": 4, "slim": {"micropacks": 7}, "checkpointing": "selective"},
-    "pp2_dp2_interleaved": {**INTERLEAVED, "dp": 2, "slim": {"micropacks": 6}, "checkpointing": "full"},
-    "pp2_tp2": {"pp": 2, "tp": 2, "slim": {"micropacks": 8}, "checkpointing": "full"},
-    "pp2_cp2_interleaved": {
-        **INTERLEAVED,
-        "cp": 2,
-        "slim": {"micropacks": 8},
-        "sharding": {"name": "adaptive"},
-        "checkpointing": "selective",
-    },
-    "pp2_cp2_ulysses": {"pp": 2, "cp": 2, "slim": {"micropacks": 8}, "sharding": {"name": "ulysses"}},
-    "cp2_tp2": {"cp": 2, "tp": 2, "slim": {"micropacks": 6}, "sharding": {"name": "per_document"}},
-    "cp4_groups": {
-        "cp": 4,
-        "slim": {"micropacks": 7},
-        "sharding": {"name": "hybrid", "gather_groups": 2},
-        "checkpointing": "full",
-    },
-    "pp4_asymmetric": {
-        "pp": 4,
-        "layers": 4,
-        "slim": {"micropacks": 9, "asymmetric": True},
-        "checkpointing": "full",
-    },
-    "pp2_dp2_interleaved_asymmetric": {
-        **INTERLEAVED,
-        "dp": 2,
-        "slim": {"micropacks": 6, "asymmetric": True},
-        "checkpointing": "full",
-        "steps": [1, 2],
-    },
-    "pp2_tp2_asymmetric": {
-        "pp": 2,
-        "tp": 2,
-        "slim": {"micropacks": 8, "asymmetric": True},
-        "checkpointing": "full",
-    },
-    "pp2_cp2_asymmetric": {
-        "pp": 2,
-        "cp": 2,
-        "slim": {"micropacks": 8, "asymmetric": True},
-        "sharding": {"name": "adaptive"},
-        "checkpointing": "full",
-    },
-    "dp4": {"dp": 4, "slim": {"micropacks": 4, "solver": "milp", "time_limit": 0.5}},
-}
+FULL, SELECTIVE = {"checkpointing": "full"}, {"checkpointing": "selective"}
+GROUPS = {"groups": {"gather_groups": 2}}
 # The longest document is beyond a data-parallel rank's share of the work.
 MERGE = {"micropacks": 6, "dp_merge": True, "cost_model": "quadratic:1,10"}
 MERGED = {
-    "pp2_dp2_merged": {"pp": 2, "dp": 2, "layers": 4, "slim": MERGE, "checkpointing": "selective"},
-    "pp2_dp2_merged_interleaved": {**INTERLEAVED, "dp": 2, "slim": MERGE, "checkpointing": "full"},
-    "dp2_merged_compiled": {"dp": 2, "layers": 1, "slim": MERGE, "compiled": True},
-    "dp4_merged": {"dp": 4, "slim": MERGE},
-    "dp4_hsdp_merged": {"dp": 2, "replicate": 2, "slim": {**MERGE, "cost_model": "quadratic:1,100"}},
-    "dp2_cp2_merged": {
-        "dp": 2,
-        "cp": 2,
-        "slim": MERGE,
-        "sharding": {"name": "hybrid", "gather_groups": 2},
-        "checkpointing": "selective",
-    },
-    "dp2_tp2_merged": {"dp": 2, "tp": 2, "slim": MERGE},
+    "pp2_dp2_merged": case(**MERGE, pp=2, dp=2, layers=4, **SELECTIVE),
+    "pp2_dp2_merged_interleaved": case(**MERGE, **INTERLEAVED, dp=2, **FULL),
+    "dp2_merged_compiled": case(**MERGE, dp=2, layers=1, compiled=True),
+    "dp4_merged": case(**MERGE, dp=4),
+    "dp4_hsdp_merged": case(**MERGE | {"cost_model": "quadratic:1,100"}, dp=2, replicate=2),
+    "dp2_cp2_merged": case(**MERGE, dp=2, cp=2, sharding="hybrid", **GROUPS, **SELECTIVE),
+    "dp2_tp2_merged": case(**MERGE, dp=2, tp=2),
     # The last rank, or the last two, have nobody to share with, but make the others' groups with them.
-    "dp3_merged": {"dp": 3, "slim": MERGE},
-    "dp3_merged_milp": {"dp": 3, "slim": {**MERGE, "solver": "milp", "time_limit": 0.5}},
-    "dp6_merged": {"dp": 6, "layers": 1, "slim": MERGE},
+    "dp3_merged": case(**MERGE, dp=3),
+    "dp3_merged_milp": case(**MERGE, solver="milp", time_limit=0.5, dp=3),
+    "dp6_merged": case(**MERGE, dp=6, layers=1),
 }
-CASES |= MERGED
+CASES = {
+    # First: in one process, groups of all earlier cases take their time while it compiles.
+    "pp2_dp2_compiled": case(6, pp=2, dp=2, compiled=True),
+    "pp4": case(11, pp=4, layers=4, slack=1, steps=[1, 2]),
+    "pp2_dp2": case(7, pp=2, dp=2, layers=4, **SELECTIVE),
+    "pp2_dp2_interleaved": case(6, **INTERLEAVED, dp=2, **FULL),
+    "pp2_tp2": case(8, pp=2, tp=2, **FULL),
+    "pp2_cp2_interleaved": case(8, "adaptive", **INTERLEAVED, cp=2, **SELECTIVE),
+    "pp2_cp2_ulysses": case(8, "ulysses", pp=2, cp=2),
+    "cp2_tp2": case(6, "per_document", cp=2, tp=2),
+    "cp4_groups": case(7, "hybrid", **GROUPS, cp=4, **FULL),
+    "pp4_asymmetric": case(9, pp=4, layers=4, asymmetric=True, **FULL),
+    "pp2_dp2_interleaved_asymmetric": case(6, **INTERLEAVED, dp=2, asymmetric=True, **FULL, steps=[1, 2]),
+    "pp2_tp2_asymmetric": case(8, pp=2, tp=2, asymmetric=True, **FULL),
+    "pp2_cp2_asymmetric": case(8, "adaptive", pp=2, cp=2, asymmetric=True, **FULL),
+    "dp4": case(4, dp=4, solver="milp", time_limit=0.5),
+    **MERGED,
+}
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, fork_server):
+def results(lab, tmp_path_factory, fork_server):
     folder = tmp_path_factory.mktemp("slim")
-    make_corpus(folder / "documents.jsonl", folder / "corpus")
-    make_corpus(folder / "outliers.jsonl", folder / "outliers", lengths=([125] + [8] * 40) * 10)
-    corpora = {name: str(folder / ("outliers" if name in MERGED else "corpus")) for name in CASES}
+    outliers = folder / "outliers"
+    make_corpus(folder / "outliers.jsonl", outliers, lengths=([125] + [8] * 40) * 10)
+    corpora = {name: str(outliers if name in MERGED else lab.corpus) for name in CASES}
     runs = {
         name: {"corpus": corpora[name], "folder": str(folder / name), **case} for name, case in CASES.items()
     }
     by_processes = defaultdict(dict)
     for name, run in runs.items():
-        by_processes[math.prod(run.get(axis, 1) for axis in ("pp", "dp", "replicate", "cp", "tp"))][name] = (
-            run
-        )
+        by_processes[math.prod(run.get(axis, 1) for axis in AXES)][name] = run
     results = Cases(fork_server, folder)
     for processes, some in by_processes.items():
         results.run(some, processes)

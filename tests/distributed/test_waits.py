@@ -5,8 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from counting import FILE as CALLS_FILE
-from lab import layout
+from lab import Cases, layout
 from torch._subclasses.fake_tensor import FakeTensorMode
 from watching import FILE, Watch
 
@@ -93,24 +92,28 @@ the host spends its time on. Measured 6,145 and 1,527; with `torch.library.custo
 reduced at every micro-batch 6,328 and 1,732."""
 
 
-@pytest.fixture(scope="module")
-def counts(lab):
-    def experiment(mode, layers):
-        words = ["--base", f"counting:{layers}", "--training.steps", "2", "--metrics.log_freq", "100"]
-        return lab.experiment(
-            f"counted_{mode}_{layers}",
-            *words,
-            *(("--activation_checkpoint", "none") if mode == "none" else ()),
-            *("--checkpoint.enable", "false", "--checkpoint.initial_load_path", ""),
-        )
+LAYERS = {2: "bases:checkpointed", 4: "counting:four"}
 
-    runs = {(mode, layers): experiment(mode, layers) for mode in CALLS for layers in ("two", "four")}
-    lab.run(1, list(runs.values()))
-    return {key: int((run.folder / CALLS_FILE).read_text().split()[-1]) for key, run in runs.items()}
+
+@pytest.fixture(scope="module")
+def counts(lab, fork_server):
+    """Calls of a step by mode and number of layers."""
+    common = ("--wlb.corpus.path", str(lab.corpus), "--training.steps", "2", "--metrics.log_freq", "100")
+    cases = {}
+    for mode in CALLS:
+        words = [*common, *(("--activation_checkpoint", "none") if mode == "none" else ())]
+        for layers, base in LAYERS.items():
+            name = f"counted_{mode}_{layers}"
+            own = ["--base", base, "--dump_folder", str(lab.folder / name), "--checkpoint.enable", "false"]
+            cases[name] = {"words": [*words, *own]}
+    results = Cases(fork_server, lab.folder)
+    results.run(cases, processes=1, program="counting")
+    return results
 
 
 @pytest.mark.parametrize("mode", CALLS)
 def test_a_layer_takes_no_more_calls_than_it_did(counts, mode):
     layers, micro_batches = 2, 4
-    calls = (counts[mode, "four"] - counts[mode, "two"]) / (layers * micro_batches)
+    two, four = (counts[f"counted_{mode}_{number}"] for number in LAYERS)
+    calls = (four - two) / (layers * micro_batches)
     assert 0.5 * CALLS[mode] < calls <= CALLS[mode]

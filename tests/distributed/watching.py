@@ -1,6 +1,5 @@
 """The base `watching:config`, whose trainer writes what of a step would wait for the device or compiles."""
 
-import dataclasses
 import json
 import warnings
 from contextlib import contextmanager
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bases import llama
+from bases import llama, trained_by
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 
@@ -85,10 +84,9 @@ def seconds(group):
     return backend.options._timeout.total_seconds()
 
 
-def config() -> WatchingTrainer.Config:
+def config():
     return watched(llama())
 
 
-def watched(base) -> WatchingTrainer.Config:
-    """A base with this trainer."""
-    return WatchingTrainer.Config(**{f.name: getattr(base, f.name) for f in dataclasses.fields(base)})
+def watched(base):
+    return trained_by(WatchingTrainer, base)

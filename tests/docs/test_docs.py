@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 import pytest
 from pages import PAGES, ROOT, Command, blocks, commands, toml_blocks
+from wlb_titan.launch import components
 
 from wlb_titan.commands.main import main
 
@@ -171,7 +172,12 @@ def test_commands_within_text_name_what_there_is(page, command):
             group = group.get_command(click.Context(main), word)
             assert group is not None, f"{command}: there is no {word}"
         known = {name for option in group.params for name in option.opts} | {"--help"}
-        assert set(options) <= known or "." in "".join(options), f"{command}: {set(options) - known}"
+        keys = {option for option in options if "." in option}  # of the configuration
+        assert set(options) - keys <= known, f"{command}: {set(options) - keys - known}"
+        assert not keys or group.context_settings.get("ignore_unknown_options"), f"{command}: takes no {keys}"
+    elif words[:2] == ["torchx", "run"]:
+        named = {word.removeprefix("wlb.") for word in words if word.startswith("wlb.")}
+        assert all(hasattr(components, name) for name in named), command
     elif words[1] == "-m":
         assert (ROOT / words[2].replace(".", "/")).with_suffix(".py").is_file(), command
     elif words[0] == "python":

@@ -72,16 +72,6 @@ def test_one_host_lacks_the_corpus(ground, hosts):
     assert "Traceback" not in told
 
 
-def test_a_host_that_is_gone_ends_the_other(ground, hosts):
-    """SIGKILL of one agent, which asks nobody to end: its rank ends by itself, and so does the other host."""
-    agents = hosts("gone-host", *[["--training.steps", "100000"]] * 2)
-    run = Run(ground.folder / "gone-host")
-    await_(lambda: len(run.steps()) > 1, lambda: "\n".join(logs(ground, "gone-host")))
-    agents[1].send_signal(signal.SIGKILL)
-    assert agents[0].wait(PATIENCE)
-    await_(lambda: not alive("gone-host"), lambda: "\n".join(logs(ground, "gone-host")))
-
-
 def test_a_host_that_is_told_to_stop_stops_both(ground, hosts, undisturbed):
     """Both agents end with the same status and start nothing again, though they may; later they go on."""
     agents = hosts("told-host", *[UNSAVED] * 2, may_be_lost=True)
@@ -96,20 +86,20 @@ def test_a_host_that_is_told_to_stop_stops_both(ground, hosts, undisturbed):
 
 
 def test_a_lost_host_costs_time_and_no_document(ground, hosts):
-    """SIGKILL of a host's agent: the other goes on alone, with half of the data-parallel ranks, from the
-    newest checkpoint. Losses are those of a run that never lost one, but for the order of sums."""
+    """SIGKILL of a host's agent, which asks nobody to end: its rank ends by itself. The other goes on alone,
+    with half of the data-parallel ranks, from the newest checkpoint. Losses are those of a run that never
+    lost one, but for the order of sums."""
     words = ["--training.global_batch_size", "4", "--parallelism.data_parallel_shard_degree", "-1"]
-    words += ["--checkpoint.interval", "1", "--training.steps", "24"]
+    words += ["--checkpoint.interval", "1", "--training.steps", "12"]
     never = ground.run("never-lost", *words)
     agents = hosts("lost-host", *[words] * 2, may_be_lost=True)
     run = Run(ground.folder / "lost-host")
-    await_(lambda: len(run.steps()) > 2, lambda: "\n".join(logs(ground, "lost-host")))
+    await_(lambda: bool(run.steps()), lambda: "\n".join(logs(ground, "lost-host")))
     agents[1].send_signal(signal.SIGKILL)
     assert agents[0].wait(PATIENCE) == 0, logs(ground, "lost-host")
-    assert (
-        "goes on" in logs(ground, "lost-host")[0] or "Loading the checkpoint" in logs(ground, "lost-host")[0]
-    )
+    assert "Loading the checkpoint" in logs(ground, "lost-host")[0]
     assert run.losses() == pytest.approx(never.losses(), rel=1e-3)
+    assert not alive("lost-host")
 
 
 def alive(name: str) -> list[int]:

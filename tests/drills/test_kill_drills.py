@@ -21,15 +21,14 @@ AREA = "training: kills, stops, full disks, damage"
 
 @pytest.mark.parametrize("seed", range(2))
 def test_killed_at_a_random_moment_and_started_again(ground, undisturbed, seed):
-    random_ = random.Random(seed)
-    name = f"killed-{seed}"
+    draw = random.Random(seed)
+    name, step, seconds = f"killed-{seed}", draw.randrange(1, 6), draw.uniform(0, 0.3)
     job = ground.start(name)
-    job.await_(lambda: (ground.folder / name / "metrics.jsonl").exists())
-    time.sleep(random_.uniform(0, 2))
+    job.await_(lambda: len(job.steps()) >= step)
+    time.sleep(seconds)
     job.kill()
-    again = ground.run(name)
-    assert again.codes == [0, 0], again.log()
-    assert again.losses() == undisturbed.losses()
+    assert job.codes == [-signal.SIGKILL] * 2, "the job was through before it was killed"
+    ground.ends_like(undisturbed, name)
 
 
 def test_an_error_of_any_rank_is_printed_by_it_and_ends_all(ground):
@@ -84,9 +83,7 @@ def test_a_full_disk_says_so_and_leaves_the_older_checkpoint(ground, undisturbed
     job = ground.run("full", rank0=starved, rank1=starved)
     assert 0 not in job.codes
     assert "disk is full" in job.log() and "the checkpoint of step 2 is whole" in job.log(), job.log()
-    again = ground.run("full")
-    assert again.codes == [0, 0], again.log()
-    assert again.losses() == undisturbed.losses()
+    ground.ends_like(undisturbed, "full")
 
 
 def test_figures_never_end_training(ground, undisturbed):
@@ -94,9 +91,7 @@ def test_figures_never_end_training(ground, undisturbed):
     copy = copy_of(undisturbed, ground, "lines", keep=4)
     with (copy / "metrics.jsonl").open("a") as file:
         file.write('{"step": "three"}\nnonsense\n{"loss": 1}\n')
-    job = ground.run("lines")
-    assert job.codes == [0, 0], job.log()
-    assert job.losses() == undisturbed.losses()
+    ground.ends_like(undisturbed, "lines")
     (ground.folder / "no-lines").mkdir()
     (ground.folder / "no-lines" / "traces").write_text("a file")
     job = ground.run("no-lines", "--wlb.trace_every", "1")

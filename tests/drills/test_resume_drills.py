@@ -17,7 +17,7 @@ def test_a_refused_run_changes_nothing(ground, undisturbed):
     before = job.snapshot()
     job.wait()
     assert 2 in job.codes, job.log()
-    assert "seed is 1, and this job's is 7" in job.log() or "seed is 0, and this job's is 7" in job.log()
+    assert "seed is 0, and this job's is 7" in job.log()
     assert "Traceback" not in job.log()
     assert job.snapshot() == before
 
@@ -40,12 +40,8 @@ def test_another_way_to_pack_the_documents_that_are_left_is_taken_on_resume(grou
 
 def test_what_does_not_change_the_tokens_is_taken_on_resume(ground, undisturbed):
     copy_of(undisturbed, ground, "taken", keep=4)
-    job = ground.run(
-        *("taken", "--wlb.packing.cost_model", "quadratic:1,100", "--checkpoint.interval", "3"),
-        *("--wlb.trace_every", "3"),
-    )
-    assert job.codes == [0, 0], job.log()
-    assert job.losses() == undisturbed.losses()
+    words = ("--wlb.packing.cost_model", "quadratic:1,100", "--checkpoint.interval", "3")
+    ground.ends_like(undisturbed, "taken", *words, "--wlb.trace_every", "3")
 
 
 def test_a_broken_checkpoint_is_named_and_the_one_before_taken(ground, undisturbed):
@@ -53,11 +49,9 @@ def test_a_broken_checkpoint_is_named_and_the_one_before_taken(ground, undisturb
     piece = max((copy / "checkpoint" / "step-6").glob("*.distcp"), key=lambda file: file.stat().st_size)
     with piece.open("r+b") as file:
         file.truncate(1000)
-    job = ground.run("broken")
-    assert job.codes == [0, 0], job.log()
+    job = ground.ends_like(undisturbed, "broken")
     assert f"step-6 is broken: its file {piece.name} has 1,000 bytes instead of" in job.log()
     assert "goes on from step 4" in job.log()
-    assert job.losses() == undisturbed.losses()
     assert (copy / "checkpoint" / "broken-6" / piece.name).exists()
 
 

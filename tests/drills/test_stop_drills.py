@@ -41,9 +41,7 @@ def test_a_signal_stops_all_ranks_after_the_same_step(ground, undisturbed, numbe
     job.signal(number, ranks)
     assert job.wait() == [status, status], job.log()
     assert stopped_after(job) < 8
-    again = ground.run(name, *UNSAVED)
-    assert again.codes == [0, 0], again.log()
-    assert again.losses() == undisturbed.losses()
+    ground.ends_like(undisturbed, name, *UNSAVED)
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
@@ -60,9 +58,7 @@ def test_asked_while_a_checkpoint_is_written(ground, undisturbed, mode):
     job.signal(signal.SIGTERM, [0, 1])
     assert job.wait() == [143, 143], job.log()
     stopped_after(job)
-    again = ground.run(name, *words)
-    assert again.codes == [0, 0], again.log()
-    assert again.losses() == undisturbed.losses()
+    ground.ends_like(undisturbed, name, *words)
 
 
 def test_asked_while_ranks_wait_in_a_collective(ground, undisturbed):
@@ -76,8 +72,7 @@ def test_asked_while_ranks_wait_in_a_collective(ground, undisturbed):
     job.signal(signal.SIGCONT, [1])
     assert job.wait() == [143, 143], job.log()
     stopped_after(job)
-    again = ground.run("asked-waiting", *UNSAVED)
-    assert again.losses() == undisturbed.losses()
+    ground.ends_like(undisturbed, "asked-waiting", *UNSAVED)
 
 
 def test_a_second_signal_ends_at_once(ground):

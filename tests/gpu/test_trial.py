@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 from gluon_emulator import KERNELS, mutated
 from oracle import packed
 from test_gluon import BACKWARD_MUTANTS
@@ -126,7 +127,6 @@ def run_toy(command: list[str], environment: dict[str, str]) -> None:
 
 
 def test_tritons_concurrency_sanitizer_finds_nothing(target, tmp_path):
-    triton = pytest.importorskip("triton")
     if target.device == "cpu" or triton.__version__ < "3.9":
         pytest.skip("needs a GPU and Triton 3.9")
     run_toy([], {"TRITON_INSTRUMENTATION_MODE": "consan", "TRITON_CACHE_DIR": str(tmp_path)})

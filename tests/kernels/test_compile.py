@@ -5,11 +5,8 @@ from itertools import product
 
 import pytest
 import torch
-from oracle import packed, random_inputs
-
-pytest.importorskip("triton")
-
 from crosscompile import SHARED_MEMORY, Launch, Report, compile_all, recording, version
+from oracle import packed, random_inputs
 from triton.backends.compiler import GPUTarget
 from wlb_titan.kernels import gluon_launch, triton_launch
 from wlb_titan.kernels.implementations import GLUON_HEAD_DIMS

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
 FILE = Path(__file__).with_name("interpreted.py")
 
 

@@ -134,7 +134,6 @@ def test_a_damaged_record_says_nothing(text):
 
 def test_the_trials_command_without_a_gpu_says_so():
     """The real program: no GPU is there, which is no refusal."""
-    pytest.importorskip("triton")
     of = record.subject(CUDA, DIMS, BF16)
     trial = record.trial(of, CUDA)
     while (found := trial.verdict(5.0)) is None:

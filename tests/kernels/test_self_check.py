@@ -136,8 +136,7 @@ def coverage(heads: tuple[int, int], units: int = UNITS) -> dict:
     """For each division of the backward: tiles a multiprocessor, the largest turn, items with steps that need
     no mask, and steps of a tile.
     """
-    gluon_launch = pytest.importorskip("wlb_titan.kernels.gluon_launch")
-    from wlb_titan.kernels import tiles
+    from wlb_titan.kernels import gluon_launch, tiles
 
     segments = self_check.rich_segments(heads[1], units).numpy()
     kv_tokens = int((segments[:, 2] + segments[:, 3]).max())

@@ -1,5 +1,5 @@
-"""`--quick` (`make quick`) leaves out the files that take long: they import torchtitan, start processes, or
-prepare corpora."""
+"""`--quick` (`make quick`) leaves out what is marked `slow`: it imports torchtitan, starts processes, or
+prepares corpora. `test_slow.py` looks whether it is marked."""
 
 import contextlib
 import subprocess
@@ -9,40 +9,24 @@ from types import SimpleNamespace
 import pytest
 from forking import Rank
 
-SLOW = {
-    "test_activation_checkpoint.py",
-    "test_adoption.py",
-    "test_compat.py",
-    "test_compile_lengths.py",
-    "test_config_known.py",
-    "test_config_torchtitan.py",
-    "test_corpus_foreign.py",
-    "test_dryrun.py",
-    "test_gradients.py",
-    "test_implementation.py",
-    "test_launch.py",
-    "test_memory_check.py",
-    "test_plan_command.py",
-    "test_mixture_config.py",
-    "test_prepare.py",
-    "test_prepare_parallel.py",
-    "test_profile.py",
-    "test_rehearsal.py",
-    "test_rotary.py",
-    "test_same_plans.py",
-    "test_simulate_command.py",
-    "test_stop.py",
-    "test_timeouts.py",
-    "test_weights.py",
-}
+SLOW = "pytestmark = pytest.mark.slow"
+"""A line of the files that are not even imported then."""
 
 
 def pytest_addoption(parser):
-    parser.addoption("--quick", action="store_true", help="leave out the files that take long")
+    parser.addoption("--quick", action="store_true", help="leave out what takes long")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: left out by --quick")
+    if config.getoption("--quick"):
+        config.option.markexpr = "not slow"
 
 
 def pytest_ignore_collect(collection_path, config):
-    return True if config.getoption("--quick") and collection_path.name in SLOW else None
+    if config.getoption("--quick") and collection_path.match("test_*.py"):
+        return True if SLOW in collection_path.read_text().splitlines() else None
+    return None
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
+pytestmark = pytest.mark.slow
+
 use_cpu_without_accelerator()
 
 LAYERS, WIDTH, QKV, INNER, TOKENS = 4, 128, 256, 384, 48

@@ -31,6 +31,8 @@ from wlb_titan.runtime.compat import owner_of  # noqa: E402
 from wlb_titan.runtime.models.adoption import unsupported  # noqa: E402
 from wlb_titan.runtime.models.registry import base_config  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 DOCUMENTATION = Path(__file__).parents[2] / "docs" / "models.md"
 
 GRAPH_TRAINER = "its trainer is torchtitan.experiments.graph_trainer.trainer:GraphTrainer"

@@ -27,6 +27,8 @@ from wlb_titan.simulator.replicas import check_slices, parts, replica_graph
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
 
+pytestmark = pytest.mark.slow
+
 COST = cost_model("quadratic:1,40", None)
 WINDOW = 64
 FULL = MemorySettings(checkpointing="full")

@@ -92,6 +92,7 @@ def test_what_cannot_be_is_said(arguments, said):
         wlb_titan.balance(**arguments)
 
 
+@pytest.mark.slow
 def test_examples_of_the_page_run_and_import_neither_torch_nor_datasets():
     """In a Python of their own, which has imported nothing yet."""
     page = (Path(__file__).parents[2] / "docs" / "python.md").read_text()

@@ -258,6 +258,7 @@ def test_the_command_shows_what_is_learned(tmp_path, tokenizer, capsys):
     assert "made with other settings: chat_template is" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_training_opens_a_tokenizer_whose_template_has_marks(tmp_path, tokenizer):
     """Which torchtitan's own cannot compile."""
     from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator

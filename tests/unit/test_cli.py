@@ -38,6 +38,7 @@ def test_help_lists_every_subcommand():
         assert [name, *text.split()] in lines
 
 
+@pytest.mark.slow
 def test_help_imports_nothing_heavy():
     """So it answers at once."""
     code = (
@@ -51,6 +52,7 @@ def test_help_imports_nothing_heavy():
     assert not HEAVY & imported
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["nowhere.toml"], ["--config", "job.toml"]], ids=" ".join)
 def test_a_file_that_is_not_there_is_told_without_torch(words):
     code = (

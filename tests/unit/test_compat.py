@@ -37,6 +37,8 @@ from wlb_titan.runtime import compat, console  # noqa: E402
 from wlb_titan.runtime.meshes import Dims  # noqa: E402
 from wlb_titan.runtime.models import adoption  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 PARAMETERS = {
     "AsyncCollectiveTensor": "elem",
     "DataDependentOutputException": "func",

@@ -1,6 +1,7 @@
 """A compiled module meets any length and any documents with few graphs; full checkpointing compiles."""
 
 import numpy as np
+import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import config as inductor
@@ -15,6 +16,8 @@ from torchtitan.models.common import ScaledBiasRowwiseLinear  # noqa: E402
 from wlb_titan import context  # noqa: E402
 from wlb_titan.runtime.attention.module import DocumentAttention, DocumentMask  # noqa: E402
 from wlb_titan.runtime.models.compile import documents_vary, keep_inputs  # noqa: E402
+
+pytestmark = pytest.mark.slow
 
 
 def random_documents(random, tokens):

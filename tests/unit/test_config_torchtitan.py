@@ -15,6 +15,8 @@ from wlb_titan.commands.main import main
 from wlb_titan.config.build import dotted
 from wlb_titan.runtime.models.load import load_config
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parents[2]
 
 # Wrong files: the name of the mistake, the files (the first is loaded), the words that the message must have.

@@ -16,6 +16,8 @@ from wlb_titan.packing import POLICIES  # noqa: E402
 from wlb_titan.runtime.attention.meshes import context_meshes  # noqa: E402
 from wlb_titan.runtime.meshes import Dims  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 SLIM = POLICIES.configure("slim", dp_merge=True)
 CASES = {
     "nobody for the last rank": (Degrees(shard=3), SLIM, STRATEGIES.configure("per_sequence")),

@@ -176,6 +176,7 @@ def test_the_datasets_library_reads_the_same_file(whole):
     assert rows["length"][:] == np.asarray(Corpus.open(whole).lengths).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("modules", "strangers"),
     [

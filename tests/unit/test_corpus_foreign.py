@@ -14,6 +14,8 @@ from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.shards import Lengths
 from wlb_titan.corpus.tokenizer import train_tokenizer
 
+pytestmark = pytest.mark.slow
+
 DOCUMENTS = [[5, 6, 7], [8], [], [9] * 40, [1, 2], [300] * 7, []]
 
 

@@ -17,6 +17,8 @@ from wlb_titan.job import Job  # noqa: E402
 from wlb_titan.packing import POLICIES  # noqa: E402
 from wlb_titan.runtime.data.dataloader import PlannedDataLoader  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 MODEL = ModelShape(layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, feed_forward=16, vocabulary=256)
 
 

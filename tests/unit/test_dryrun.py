@@ -14,6 +14,8 @@ from click.testing import CliRunner
 
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
+pytestmark = pytest.mark.slow
+
 use_cpu_without_accelerator()
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_policies"

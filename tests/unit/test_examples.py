@@ -12,6 +12,8 @@ from click.testing import CliRunner
 from wlb_titan import plugins
 from wlb_titan.commands.main import main
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 TABLE_1 = ROOT / "train_configs" / "llama2_550m_64k.toml"
 CPU = ROOT / "train_configs" / "cpu_debug.toml"

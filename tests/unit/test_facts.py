@@ -16,6 +16,8 @@ use_cpu_without_accelerator()
 
 from wlb_titan.runtime.job import configured_job, parallel_dims  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 FILES = sorted((Path(__file__).parents[2] / "train_configs").glob("*.toml"))
 TOML = 'base = "llama3_debug"\n[wlb]\ncluster = "mine.toml"\n'
 

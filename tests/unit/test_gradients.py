@@ -22,6 +22,8 @@ from wlb_titan.runtime.data.inputs import to_device  # noqa: E402
 from wlb_titan.runtime.models.variants import llama_spec  # noqa: E402
 from wlb_titan.runtime.shape import model_shape  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 WINDOW = 128
 EQUAL = [32] * 16
 RAGGED = [2, 3, 5, 7, 9, 14, 17, 22, 25, 31, 33, 40, 47, 51, 61, 63, 65, 17]

@@ -17,6 +17,8 @@ from wlb_titan.config.settings import AttentionSettings
 from wlb_titan.context import segments, segments_after, whole
 from wlb_titan.errors import UserError
 
+pytestmark = pytest.mark.slow
+
 BF16 = torch.bfloat16
 HOPPER, AMPERE, UNKNOWN, CPU = Device("cuda", (9, 0)), Device("cuda", (8, 0)), Device("cuda"), Device("cpu")
 PASSED = HOPPER._replace(passed=frozenset({((128, 128), BF16)}))

@@ -12,6 +12,8 @@ use_cpu_without_accelerator()
 from wlb_titan.runtime.job import degrees_product  # noqa: E402
 from wlb_titan.runtime.models.load import load_config  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("gpus", "cores", "processes"), [(0, 1, 1), (0, 64, 4), (1, 64, 1), (6, 64, 4), (8, 64, 8)]

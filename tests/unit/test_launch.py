@@ -30,6 +30,8 @@ from wlb_titan.corpus.settings import PrepareSettings
 from wlb_titan.errors import ConfigError, UserError
 from wlb_titan.runtime.train import train
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "train_configs" / "cpu_debug.toml")
 SEVEN_B = str(ROOT / "train_configs" / "llama2_7b_128k.toml")

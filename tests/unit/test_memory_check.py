@@ -10,6 +10,8 @@ from wlb_titan.cost.cluster import load_cluster
 from wlb_titan.documents import Documents
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
+pytestmark = pytest.mark.slow
+
 use_cpu_without_accelerator()
 
 GIB = 2**30

@@ -10,6 +10,8 @@ from click.testing import CliRunner
 from wlb_titan.commands.main import main
 from wlb_titan.corpus.tokenizer import train_tokenizer
 
+pytestmark = pytest.mark.slow
+
 RNG = np.random.default_rng(0)
 
 

@@ -16,6 +16,8 @@ from wlb_titan.commands.page import command, cost, gained, search_command
 from wlb_titan.simulator.trace import Span, write_trace
 from wlb_titan.summary import Estimate
 
+pytestmark = pytest.mark.slow
+
 WIDTHS = (1280, 390)  # of a desk and of a phone
 PIPELINE = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.context_parallel_degree", "2"]
 

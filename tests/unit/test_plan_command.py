@@ -13,6 +13,8 @@ from rich.console import Console
 from wlb_titan.commands.console import show_table
 from wlb_titan.commands.main import main
 
+pytestmark = pytest.mark.slow
+
 FILE = Path(__file__).parents[2] / "train_configs" / "llama2_7b_128k.toml"
 SHORT = ["--training.seq_len", "256", "--training.local_batch_size", "4"]
 SHORT += ["--parallelism.context_parallel_degree", "1", "--parallelism.pipeline_parallel_degree", "1"]

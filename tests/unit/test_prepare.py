@@ -19,6 +19,8 @@ from wlb_titan.corpus.folder import partial_folder, written_whole
 from wlb_titan.corpus.prepare import prepare_corpus, shuffled
 from wlb_titan.corpus.settings import PrepareSettings
 
+pytestmark = pytest.mark.slow
+
 FILES = {f"{number:02}.txt": f"Document {number} says {'la ' * number}.\n" for number in range(40)}
 
 

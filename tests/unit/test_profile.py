@@ -30,6 +30,8 @@ from wlb_titan.cost.workload import cost_model
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 
+pytestmark = pytest.mark.slow
+
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu" / "attention_profile.json"
 LINEAR = LinearProfile(
     dtype="bfloat16",

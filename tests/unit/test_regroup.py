@@ -15,6 +15,8 @@ from wlb_titan.packing.slim.asymmetric import token_moves  # noqa: E402
 from wlb_titan.plan import LENGTH  # noqa: E402
 from wlb_titan.runtime.pipeline.regroup import Regrouping, gathered  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 def share(micro_batch, tensor_ranks, rank):
     """What a rank holds: (document, its token) of each place of its share, None where it is padding."""

@@ -25,6 +25,8 @@ from wlb_titan.runtime.lone.rehearsal import STEP, without_answers  # noqa: E402
 from wlb_titan.runtime.lone.trainer import LoneTrainer  # noqa: E402
 from wlb_titan.simulator.measured import Pass  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 JOB = """
 base = "llama3_debug"
 [wlb.corpus]

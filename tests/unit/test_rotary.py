@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
@@ -14,6 +15,8 @@ from torchtitan.models.common.attention import FusedQKVLinear  # noqa: E402
 from torchtitan.models.common.linear import Linear  # noqa: E402
 
 from wlb_titan.runtime.attention.rotary import PairwiseRoPE  # noqa: E402
+
+pytestmark = pytest.mark.slow
 
 HEADS, KEY_HEADS, DIM, WIDTH, TOKENS = 6, 3, 16, 8, 48
 

@@ -10,6 +10,8 @@ from forking import Rank
 
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
+pytestmark = pytest.mark.slow
+
 use_cpu_without_accelerator()
 
 WORLD_SIZE = 8  # PP 2 x DP 2 x CP 2

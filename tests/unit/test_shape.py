@@ -9,6 +9,8 @@ use_cpu_without_accelerator()
 from wlb_titan.runtime.models.registry import base_config  # noqa: E402
 from wlb_titan.runtime.shape import model_shape  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 # Parameters that one token visits, as published, less the embedding's where it is among them.
 ACTIVE = {
     "llama3.config_registry:llama3_8b": 8.03e9 - 128256 * 4096,

@@ -33,6 +33,8 @@ from wlb_titan.runtime.checks.config import validate_inputs  # noqa: E402
 from wlb_titan.runtime.job import job_of, parallel_dims  # noqa: E402
 from wlb_titan.runtime.pipeline.schedules import keys_of_stages, stage_names  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def lengths(tmp_path):

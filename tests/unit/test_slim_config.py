@@ -7,6 +7,8 @@ import pytest
 
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
+pytestmark = pytest.mark.slow
+
 use_cpu_without_accelerator()
 
 GIB = 2**30

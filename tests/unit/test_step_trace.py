@@ -10,6 +10,8 @@ from wlb_titan.plan import MicroBatch, Plan
 from wlb_titan.runtime.step_trace import PassTimer, RankPasses, bubble, measured_imbalance, spans
 from wlb_titan.simulator.measured import Pass
 
+pytestmark = pytest.mark.slow
+
 # Two ranks of a pipeline, micro-batches of 3 and 6 seconds a rank; rank 1 waits one second and rank 0 for it.
 FIRST = RankPasses(
     0, 0, 0, 0, [Pass("F", 0, 0, 0, 1), Pass("F", 0, 1, 1, 2), Pass("B", 0, 0, 4, 2), Pass("B", 0, 1, 9, 4)]

@@ -14,6 +14,8 @@ from wlb_titan.errors import EXIT_AGAIN  # noqa: E402
 from wlb_titan.runtime import ends as alarm_module  # noqa: E402
 from wlb_titan.runtime.ends import Alarm, Stop  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 RANKS = 3
 PATIENCE = 60
 

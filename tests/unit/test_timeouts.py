@@ -16,6 +16,8 @@ from wlb_titan.runtime import timeouts  # noqa: E402
 from wlb_titan.runtime.job import job_of  # noqa: E402
 from wlb_titan.runtime.models.registry import base_config  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 def job(config):
     config.wlb.cluster = "h100_roce"

@@ -8,6 +8,8 @@ from click.testing import CliRunner
 from wlb_titan.commands.main import main
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
+pytestmark = pytest.mark.slow
+
 use_cpu_without_accelerator()
 
 LLAMA_8B = {
