@@ -74,7 +74,7 @@ class Fitting:
 
     def document(self, tokens: int) -> tuple[RankMemory, ...]:
         """The peak of each pipeline rank with one document, all of its slices in flight."""
-        return self.peak(one_document(tokens, self.job.shape))
+        return self.peak(one_document(tokens, self.job.shape, self.job.packing.regroups))
 
     @cached_property
     def longest(self) -> int:
@@ -120,17 +120,24 @@ class Fitting:
         )
 
 
-def one_document(tokens: int, shape: PipelineShape) -> Passes:
-    """The step that holds most tokens for what it trains: one document, of which every slice is in flight."""
+def one_document(tokens: int, shape: PipelineShape, regroups: bool) -> Passes:
+    """The step that holds most tokens for what it trains: one document, of which every slice is in flight.
+
+    Args:
+        regroups: whether backward passes have packs of their own.
+    """
     parts = min(SLICES, tokens)
     cuts = [tokens * part // parts for part in range(parts + 1)]
     slices = [CachedSlice(start, stop - start, tokens) for start, stop in itertools.pairwise(cuts)]
+    packs, behind = [Held(slice_.length, slices=(slice_,)) for slice_ in slices], 0
+    if regroups:
+        packs, behind = packs * 2, parts
     flow = []
     for rank in range(shape.ranks):
-        stages = shape.stages_of(rank)
-        forward = [Action("F", stage, place) for stage in stages for place in range(parts)]
-        flow.append((*forward, *(Action("B", stage, place) for _, stage, place in reversed(forward))))
-    return Passes([Held(slice_.length, slices=(slice_,)) for slice_ in slices], tuple(flow))
+        forward = [Action("F", stage, place) for stage in shape.stages_of(rank) for place in range(parts)]
+        backward = [Action("B", stage, place + behind) for _, stage, place in reversed(forward)]
+        flow.append((*forward, *backward))
+    return Passes(packs, tuple(flow))
 
 
 def _most(fits: Callable[[int], bool], least: int, most: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -61,7 +61,7 @@ class Packing:
             decides on that. A pack that ranks share (DP-Merge) stands at the same place of each.
     """
 
-    packs: Sequence[MicroBatch]
+    packs: list[MicroBatch]
     lost_tokens: int = 0
     gap: float | None = None
     assigned: list[list[int]] | None = None

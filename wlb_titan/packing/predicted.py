@@ -36,17 +36,17 @@ def pass_seconds(job: Job, micro_batches: Sequence[MicroBatch], context_rank: in
     for ranks in np.unique(sharers).tolist():
         (own,) = np.nonzero(sharers == ranks)
         shared = job.merged[ranks]
-        passing = _passing(shared, [micro_batches[number] for number in own.tolist()], context_rank)
-        found[:, :, own] = [times[:, 0] for times in shared.packing.pass_times(shared, passing)]
+        some = passing([micro_batches[number] for number in own.tolist()], shared, context_rank)
+        found[:, :, own] = [times[:, 0] for times in shared.packing.pass_times(shared, some.in_runs(1))]
     return found
 
 
-def _passing(job: Job, micro_batches: Sequence[MicroBatch], context_rank: int | None) -> MicroBatches:
-    """What the passes of micro-batches follow from, arrays (1, n)."""
+def passing(micro_batches: Sequence[MicroBatch], job: Job, context_rank: int | None = None) -> MicroBatches:
+    """What the passes of micro-batches follow from, as arrays (n,)."""
     attention = np.array([_on_rank(attention_seconds(m, job), m, context_rank) for m in micro_batches])
     tokens = np.array([m.shared_length for m in micro_batches], dtype=np.float64)
     exchange = np.array([job.exchanging.seconds(travelling(m, job)) for m in micro_batches])
-    return MicroBatches(tokens, attention[:, 0], attention[:, 1], *exchange.T).in_runs(1)
+    return MicroBatches(tokens, attention[:, 0], attention[:, 1], *exchange.T)
 
 
 def attention_seconds(micro_batch: MicroBatch, job: Job) -> Floats:

@@ -78,26 +78,24 @@ class Flows:
         take as long for their work as those next to them. To divide a pack over its ranks takes milliseconds,
         and a large job has thousands.
         """
-        forward, backward = packing.pass_work(self._job.cost_model)
-        kinds = np.array([pack.passes for pack in packing.packs])
-        for sharers in np.unique(packing.sharers):
-            for kind in np.unique(kinds):
-                (own,) = np.nonzero((packing.sharers == sharers) & (kinds == kind))
-                places = np.unique(np.linspace(0, len(own) - 1, predicted).round().astype(int))
-                by_work = (forward if "F" in kind else backward)[own]
-                some = own[np.argsort(by_work, kind="stable")[places]]
-                found = self._seconds(packing, some)
-                for passes in kind:
-                    _interpolated(
-                        *((forward, found[0]) if passes == "F" else (backward, found[1])), own, some
-                    )
-        return packing, forward, backward
+        times = dict(zip("FB", packing.pass_work(self._job.cost_model), strict=True))
+        alike: dict[tuple[int, str], list[int]] = {}
+        for number, pack in enumerate(packing.packs):
+            alike.setdefault((pack.sharers, pack.passes), []).append(number)
+        for (_, passes), numbers in alike.items():
+            own = np.array(numbers)
+            places = np.unique(np.linspace(0, len(own) - 1, predicted).round().astype(int))
+            some = own[np.argsort(times[passes[0]][own], kind="stable")[places]]
+            found = self._seconds(packing, some)
+            for kind in passes:
+                _interpolated(times[kind], found[kind], own, some)
+        return packing, times["F"], times["B"]
 
-    def _seconds(self, packing: Packing, packs: Ints) -> tuple[Floats, Floats]:
-        """float64 (n,) each, forward and backward of the packs with these numbers through all stages."""
+    def _seconds(self, packing: Packing, packs: Ints) -> dict[str, Floats]:
+        """float64 (n,) for each kind of pass: that of the packs with these numbers through all stages."""
         sized = [self._job.sized(packing.packs[number]) for number in packs.tolist()]
         forward, inputs, weights = pass_seconds(self._job, list(map(self._job.sharded, sized)))
-        return forward.sum(axis=0), (inputs + weights).sum(axis=0)
+        return {"F": forward.sum(axis=0), "B": (inputs + weights).sum(axis=0)}
 
     def seconds(self, steps: Sequence[Timed], slack: int) -> float:
         """How long steps take whose slowest data-parallel rank is waited for."""
@@ -149,10 +147,8 @@ def dependencies(packing: Packing) -> tuple[list[list[int]], list[list[int]]]:
     """What backward passes of each data-parallel rank run, in order, and the forward pass that each waits
     for."""
     assert packing.assigned is not None
-    orders, needed = zip(
-        *(_dependencies(packing.of_rank(r)) for r in range(len(packing.assigned))), strict=True
-    )
-    return list(orders), list(needed)
+    found = [_dependencies(packing.of_rank(rank)) for rank in range(len(packing.assigned))]
+    return [order for order, _ in found], [needed for _, needed in found]
 
 
 def _dependencies(packs: Sequence[MicroBatch]) -> tuple[list[int], list[int]]:
