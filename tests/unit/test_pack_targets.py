@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from planning import make_planner
 
-from wlb_titan.cost.quadratic import Quadratic
-from wlb_titan.packing import POLICIES, thresholds
+from wlb_titan.job import Job
+from wlb_titan.packing import POLICIES
+from wlb_titan.packing.wlb import check, drains, tune
 from wlb_titan.summary import Summary
 
 WINDOW = 131072
 WORK = "quadratic:917504,3.96e10"  # LLaMA2-7B in FLOPs
-COST = Quadratic(917504, 3.96e10)
 
 
 @pytest.fixture(scope="module")
@@ -72,19 +72,10 @@ def test_a_larger_packing_window_balances_better_and_delays(lengths):
 
 @pytest.mark.parametrize("queues", [1, 2, 3])
 def test_automatic_thresholds_are_found_again_and_drain(lengths, queues):
-    def tune():
-        return thresholds.tune(
-            lengths[:50_000],
-            queues=queues,
-            window=WINDOW,
-            micro_batches=4,
-            max_length=2 * WINDOW,
-            cost_model=COST,
-            tolerance=0.065,
-        )
-
-    found = tune()
-    assert found == tune()
+    packing = POLICIES.configure("wlb", queues=queues, cost_model=WORK)
+    job = Job(window=WINDOW, micro_batches=4, packing=packing)
+    found, again = (tune(packing, lengths[:50_000], WINDOW, 2 * WINDOW, job) for _ in range(2))
+    assert found == again
     assert found == sorted(set(found)) and len(found) == queues
-    assert thresholds.drains(lengths, found, WINDOW)
-    thresholds.check(found, lengths, WINDOW)
+    assert drains(lengths, found, WINDOW)
+    check(found, lengths, WINDOW)

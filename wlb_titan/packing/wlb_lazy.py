@@ -31,10 +31,6 @@ in the pool and done where it costs less.
 A document that has waited `max_delay` iterations is released with all that are shorter than it, whatever that
 does to the balance, and is packed first. If max_length is at least two windows it always fits then.
 
-Whole documents cannot always balance as well as `plain`, which cuts them at the windows' ends: where work is
-nearly proportional to tokens, its windows of equal length are nearly equal work. A step that comes out worse
-than `plain` is on average is levelled by cutting a few documents (`cut`).
-
 With N = 4 chance decides which documents meet, matches are rare and waiting for one is long; with N = 64 the
 law of large numbers makes every step alike. The tolerance is therefore widened to tolerance x (1 + 4.5 / N).
 docs/packing.md has the measurements behind this and the ideas that did worse.
@@ -59,18 +55,7 @@ from numpy.typing import NDArray
 from wlb_titan.arrays import Bools, Floats, Ints
 from wlb_titan.cost.workload import CostModel, workload
 from wlb_titan.documents.stream import DocumentStream
-from wlb_titan.errors import PlanError
-from wlb_titan.packing.arrivals import (
-    ARRIVAL,
-    NOTHING,
-    Arrivals,
-    Waiting,
-    delayed,
-    fills,
-    leading_first,
-    split,
-    topped_up,
-)
+from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Least, Waiting, delayed, split
 from wlb_titan.packing.bins import REMAINS, Bins
 from wlb_titan.packing.plain import imbalance_of_plain
 from wlb_titan.packing.policy import Packing, VariableLengthPolicy
@@ -102,14 +87,10 @@ class WlbLazy(VariableLengthPolicy):
         """Iterations after which a document is packed, whatever it does to the balance."""
 
     def __init__(self, config: Config, stream: DocumentStream, job: Job) -> None:
-        if not config.tolerance > 0:
-            raise PlanError(f"The tolerance is {config.tolerance}; it must be positive (0.065 is usual).")
-        if config.max_delay < 0:
-            raise PlanError(f"max_delay is {config.max_delay} iterations; it must not be negative.")
         self._window = stream.window
         self._arrivals = Arrivals(stream, job)
         self._micro_batches = job.micro_batches
-        self._least = max(job.degrees.context, 2)  # so many have a token to predict
+        self._least = Least(job.micro_batches, job.degrees.context)
         self._cost_model = job.cost_model
         self._max_length = self.bound(job)
         self._tolerance = config.tolerance * (1 + 4.5 / job.micro_batches)
@@ -128,22 +109,20 @@ class WlbLazy(VariableLengthPolicy):
         held, stop = self._choose(pool[:, LENGTH], works, overdue)
 
         first = held + np.argsort(~overdue[held:stop], kind="stable")  # overdue documents are packed first
-        first = leading_first(first, pool[:, LENGTH] >= self._least, self._micro_batches)
-        documents, works = pool[first], works[first]
+        first = first[self._least.leading_first(pool[first, LENGTH])]
         placed = int(np.flatnonzero(overdue[first]).max(initial=-1)) + 1
-        assigned = self._pack(documents[:, LENGTH], works, placed)
-        packed = assigned != REMAINS
-        self._waiting = np.concatenate([pool[:held], documents[~packed], pool[stop:]])
-        self._left = int(documents[~packed, LENGTH].sum())
-        documents, works, assigned = documents[packed], works[packed], assigned[packed]
-        assigned = topped_up(assigned, _labelled(documents[:, LENGTH]), self._micro_batches, self._least)
-        documents, works, assigned = level_by_cutting(
-            Packed(documents, works, assigned),
+        assigned = self._pack(pool[first, LENGTH], works[first], placed)
+        packed, left = first[assigned != REMAINS], first[assigned == REMAINS]
+        self._waiting = np.concatenate([pool[:held], pool[left], pool[stop:]])
+        self._left = int(pool[left, LENGTH].sum())
+        assigned = self._least.topped_up(assigned[assigned != REMAINS], pool[packed, LENGTH])
+        documents, _, assigned = level_by_cutting(
+            Packed(pool[packed], works[packed], assigned),
             self._micro_batches,
             self._max_length,
             self._cost_model,
             self._limit,
-            self._least,
+            self._least.tokens,
         )
         return Packing(split(delayed(documents, iteration), assigned, self._micro_batches))
 
@@ -165,7 +144,7 @@ class WlbLazy(VariableLengthPolicy):
     def _alone(self, lengths: Ints, works: Floats) -> tuple[int, float]:
         """The first of the N neighbours that are best run without any other document, and what that costs."""
         n = self._micro_batches
-        starts = np.arange(int(np.count_nonzero(lengths >= self._least)) - n + 1)
+        starts = np.arange(int(np.count_nonzero(lengths >= self._least.tokens)) - n + 1)
         if not len(starts):
             return 0, np.inf
         work, tokens = (np.concatenate([[0], np.cumsum(values)]) for values in (works, lengths))
@@ -179,8 +158,8 @@ class WlbLazy(VariableLengthPolicy):
 
         Arguments are those of `_choose`.
         """
-        most = fills(_labelled(lengths), self._least) - self._micro_batches
-        most = min(most, int(np.count_nonzero(lengths >= self._least)))
+        most = self._least.filled(lengths) - self._micro_batches
+        most = min(most, int(np.count_nonzero(lengths >= self._least.tokens)))
         if overdue.any():
             most = min(most, int(overdue.argmax()))
         holds = _candidates(most, max(self._micro_batches // 64, 1))
@@ -237,11 +216,6 @@ class WlbLazy(VariableLengthPolicy):
         self._waiting, self._left = state["waiting"], int(state["left"])
 
 
-def _labelled(lengths: Ints) -> Ints:
-    """int64 (n,), tokens of documents that surely have one to predict, 0 of others."""
-    return np.where(lengths > 1, lengths, 0)
-
-
 def _candidates(most: int, step: int) -> Ints:
     """Numbers from 0 to `most`, in steps of `step` at first, then of a tenth."""
     numbers = [0]
@@ -254,17 +228,11 @@ ROUNDS = 4  # attention of a tail is less than it was, so the mean sinks, and on
 
 
 class Packed(NamedTuple):
-    """Documents and the micro-batch of each.
-
-    Attributes:
-        documents: int64 (n, 4), columns ID, START, LENGTH, ARRIVAL.
-        works: float64 (n,), work of each.
-        assigned: int64 (n,), micro-batch of each.
-    """
+    """Documents and the micro-batch of each."""
 
     documents: Waiting
-    works: Floats
-    assigned: Ints
+    works: Floats  # (n,)
+    assigned: Ints  # (n,)
 
 
 def level_by_cutting(
@@ -276,10 +244,7 @@ def level_by_cutting(
     document of the first is cut after 3 tokens and its tail goes to the second, 7 tokens each.
 
     Args:
-        micro_batches: N.
         max_length: L_max in tokens.
-        cost_model: W_a + W_l.
-        limit: largest over mean work that is left as it is.
         least: tokens that a cut document keeps; with two it has one to predict.
 
     Returns:
@@ -287,18 +252,14 @@ def level_by_cutting(
     """
     documents, works, assigned = packed
     for _ in range(ROUNDS):
+        lengths = documents[:, LENGTH]
         loads = np.bincount(assigned, works, micro_batches)
         mean = loads.mean()
-        heavy = np.flatnonzero(loads > limit * mean)
-        if not len(heavy):
-            break
-        candidates = np.flatnonzero(np.isin(assigned, heavy) & (documents[:, LENGTH] > least))
-        if not len(candidates):
-            break
-        candidates = candidates[np.lexsort((-documents[candidates, LENGTH], assigned[candidates]))]
+        heavy = loads > limit * mean
+        candidates = np.flatnonzero(heavy[assigned] & (lengths > least))
+        candidates = candidates[np.lexsort((-lengths[candidates], assigned[candidates]))]
         givers, longest = np.unique(assigned[candidates], return_index=True)
-        cut = candidates[longest]
-        tokens = np.bincount(assigned, documents[:, LENGTH], micro_batches)
+        tokens = np.bincount(assigned, lengths, micro_batches)
         lightest = float(workload(cost_model, np.ones(1, dtype=np.int64))[0])  # work of a token at least
         room = np.maximum(max_length - tokens, 0) * lightest
         takers = np.argsort(loads, kind="stable")
@@ -306,17 +267,16 @@ def level_by_cutting(
         giver, taker, until = _transfers(loads[givers] - mean, wanted)
         if not len(giver):
             break
-        lengths = documents[cut[giver], LENGTH]
-        stops = _shortened(lengths, works[cut[giver]], until, cost_model, least)
+        cut = candidates[longest][giver]  # the longest document of each, as often as it gives
+        stops = _shortened(lengths[cut], works[cut], until, cost_model, least)
         first = np.diff(giver, prepend=-1) > 0
-        ends = np.where(first, lengths, np.roll(stops, 1))
-        tails = documents[cut[giver]]
+        ends = np.where(first, lengths[cut], np.roll(stops, 1))
+        tails = documents[cut]
         tails[:, START] += stops
         tails[:, LENGTH] = ends - stops
-        documents = documents.copy()
-        np.minimum.at(documents[:, LENGTH], cut[giver], stops)
         some = tails[:, LENGTH] > 0
         documents = np.concatenate([documents, tails[some]])
+        np.minimum.at(documents[:, LENGTH], cut, stops)
         assigned = np.concatenate([assigned, takers[taker[some]]])
         works = workload(cost_model, documents[:, LENGTH])
     return Packed(documents, works, assigned)
@@ -334,8 +294,8 @@ def _transfers(given: Floats, wanted: Floats) -> tuple[Ints, Ints, Floats]:
     """
     give, want = np.cumsum(given), np.cumsum(wanted)
     ends = np.unique(np.concatenate([give, want]))
-    ends = ends[(ends > 0) & (ends <= min(give[-1], want[-1]))]
-    middles = (ends + np.concatenate([[0.0], ends[:-1]])) / 2
+    ends = ends[(ends > 0) & (ends <= min(give.max(initial=0), want.max(initial=0)))]
+    middles = (ends + np.concatenate([[0.0], ends])[:-1]) / 2
     # What is so little that its middle is its end belongs to the last one too.
     giver = np.minimum(np.searchsorted(give, middles, side="right"), len(give) - 1)
     taker = np.minimum(np.searchsorted(want, middles, side="right"), len(want) - 1)
