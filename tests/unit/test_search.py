@@ -70,13 +70,12 @@ def test_schedules_and_stages_a_rank_are_tried(scenario):
 
 
 def test_what_is_not_planned_could_not_win(scenario, monkeypatch):
-    quick = search(scenario, 4, [PLAIN, LAZY], steps=2)
+    quick = search(scenario, 4, [PLAIN, LAZY], steps=2).found
     monkeypatch.setattr(searching, "LEAST", 10**6)
-    full = search(scenario, 4, [PLAIN, LAZY], steps=2)
-    assert quick.slower > 0 == full.slower
-    assert len(quick.found) + 2 * quick.slower >= len(full.found)
-    assert quick.found[0].job == full.found[0].job
-    assert quick.found[0].flops_per_second == full.found[0].flops_per_second
+    full = search(scenario, 4, [PLAIN, LAZY], steps=2).found
+    assert 2 * searching.LEAST > len(full) > len(quick) >= 16
+    assert quick[0].job == full[0].job
+    assert quick[0].flops_per_second == full[0].flops_per_second
 
 
 def test_nothing_is_faster_than_the_bound_by_which_it_is_planned(scenario, monkeypatch):
@@ -101,7 +100,7 @@ def test_what_there_is_no_time_for_is_counted(scenario):
         return len(asked) < 2
 
     result = search(scenario, 4, [PLAIN], 1, once)
-    assert len(result.found) == 1 and result.slower == 0
+    assert len(result.found) == 1
     assert result.untried == len(list(candidates(scenario.job, 4))) - 1
     assert asked[0] == f"{result.found[0].job.degrees}, {pipeline_words(result.found[0].job)}"
 
