@@ -52,12 +52,7 @@ class Least:
         return np.argsort(~leading, kind="stable")
 
     def topped_up(self, assigned: Ints, lengths: Ints) -> Ints:
-        """The micro-batch of each document, once short ones have been moved to where there is too little.
-
-        Args:
-            assigned: int64 (n,), where each document is packed.
-            lengths: int64 (n,), of documents that can fill N micro-batches.
-        """
+        """The micro-batch of each document, once short ones have been moved to where there is too little."""
         return topped_up(assigned, _counted(lengths), self._micro_batches, self.tokens)
 
 
@@ -160,12 +155,8 @@ def delayed(packed: Waiting, iteration: int) -> Pack:
 
 
 def split(documents: Pack, assigned: Ints, packs: int) -> list[Pack]:
-    """One array of documents for each pack, in the order in which they stand in `documents`.
-
-    Args:
-        documents: int64 (n, 4).
-        assigned: int64 (n,), number of each document's pack, 0 to packs - 1.
-    """
+    """The documents of each pack, in the order in which they stand in `documents`; `assigned` has the pack of
+    each document, 0 to packs - 1."""
     order = np.argsort(assigned, kind="stable")
     ends = np.cumsum(np.bincount(assigned, minlength=packs))
     return np.split(documents[order], ends[:-1])

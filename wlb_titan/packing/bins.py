@@ -37,8 +37,6 @@ def pack_by_work(lengths: Ints, works: Floats, micro_batches: int, max_length: i
     Args:
         lengths: int64 (n,), tokens in the order of packing, longest first but for a few.
         works: float64 (n,), W_a + W_l of each document, positive.
-        micro_batches: N.
-        max_length: L_max in tokens.
 
     Returns:
         int64 (n,), micro-batch of each document, or REMAINS.
@@ -86,14 +84,8 @@ class Bins:
         """Puts each document into the micro-batch of least work among those with room for it.
 
         A bin that has no room is put aside into a heap by room until a document comes that it can hold:
-        documents come longest first, but for a few, so a bin is put aside seldom.
-
-        Args:
-            lengths: int64 (n,), tokens.
-            works: float64 (n,), work of each, positive.
-
-        Returns:
-            int64 (n,), bin of each document, or REMAINS where none has room.
+        documents come longest first, but for a few, so a bin is put aside seldom. Arguments and result are
+        those of `pack_by_work`.
         """
         by_load = [(load, index) for index, load in enumerate(self.loads)]
         heapq.heapify(by_load)
@@ -122,12 +114,7 @@ class Bins:
         below; that misses the level by less than one document. The next class, of half the length, evens
         that out. Arrays only: 200,000 documents take some 20 ms.
 
-        Args:
-            lengths, works: those of `place`, lengths descending.
-            ceiling: work up to which bins are filled.
-
-        Returns:
-            int64 (n,), bin of each document, or REMAINS where none has room.
+        Lengths descend. Bins are filled up to `ceiling` of work; what lies above it or has no room REMAINS.
         """
         assigned = np.full(len(lengths), REMAINS, dtype=np.int64)
         octave = np.log2(np.maximum(lengths, 32)).astype(np.int64)
@@ -163,8 +150,8 @@ class Bins:
         may then be better to leave some. `work` and `tokens` are those of all of the liquid.
 
         Returns:
-            float64 (n,) each, for n ceilings up to which bins are filled, ascending: the ceiling, largest
-            over mean work of the bins then, and tokens left. The last one takes all that has room.
+            float64 (n,) each, for n ascending ceilings up to which bins are filled: the ceiling, imbalance of
+            the bins then, and tokens left. The last one takes all that has room.
         """
         loads = np.array(self.loads)
         highest = loads.max()
@@ -191,12 +178,8 @@ def level(loads: Floats, capacities: Floats, work: float) -> float:
     Example: loads 1, 4 and 2 with capacities 9, 9 and 2.5 and 4.5 units of work give level 4.5: the bins
     then hold 4.5, 4.5 and 2.5.
 
-    Args:
-        loads: float64 (bins,), work in each bin.
-        capacities: float64 (bins,), most that each may hold; not below its load.
-
-    Returns:
-        The level; infinity if the work does not fit.
+    Loads and capacities are float64 (bins,), no capacity below its load. The level is infinite if the work
+    does not fit.
     """
     corners = np.concatenate([loads, capacities])
     slopes = np.concatenate([np.ones(len(loads)), -np.ones(len(capacities))])
@@ -225,12 +208,6 @@ def balanced(workloads: Floats, ranks: int) -> list[list[int]]:
     sequences are. The order of equal packs is that of their numbers, so the result is one on all ranks.
 
     Example: workloads 5, 1, 4, 2 on 2 ranks give [[0, 1], [2, 3]], sums 6 and 6.
-
-    Args:
-        workloads: float64 (packs,), of which `ranks` is a divisor.
-
-    Returns:
-        Per rank the numbers of its packs, in the order in which it runs them.
     """
     count = len(workloads) // ranks
     assigned: list[list[int]] = [[] for _ in range(ranks)]

@@ -165,12 +165,8 @@ def solved(milp: Milp, lengths: Ints, start: Ints, packs: int, window: int) -> t
     Packs may be renamed at will, so the longest document stays where it is: the solver need not look at all
     mirror images.
 
-    Args:
-        lengths: int64 (n,), tokens of each document.
-        start: int64 (n,), a packing that fits.
-
     Returns:
-        int64 (n,), the best packing found, never worse than `start`; and the relative gap that remains
+        The best packing found, never worse than `start`, which fits; and the relative gap that remains
         between it and what the solver could prove, 0 for a proven optimum.
     """
     share = lengths / window
@@ -207,11 +203,6 @@ class Milp:
 
     It is bounded in time, the making of the model included, and in size: by the time that it takes to write
     down `MOST_VARIABLES`, a few tenths of a second, the limit may be overrun.
-
-    Args:
-        time_limit: seconds for one packing.
-        gap: relative distance between solution and bound at which to stop.
-        user: what asks for it, for errors.
     """
 
     def __init__(self, time_limit: float, gap: float, *, user: str, setting: str) -> None:

@@ -217,7 +217,8 @@ def tune(config: Wlb.Config, lengths: Ints, window: int, max_length: int, job: J
     if not tried:
         raise PlanError(
             f"No thresholds for {config.queues} queues let outliers leave as fast as they come: too many "
-            "documents of this corpus are long for its context window. Use a longer one or another policy.",
+            "documents of this corpus are long for its context window. Use a longer window or another "
+            "packing policy.",
             setting="packing.queues",
         )
     return min(tried, key=Trial(lengths, window, max_length, config.tolerance, job).cost)

@@ -46,7 +46,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from annotated_types import Ge, Interval
@@ -116,8 +116,9 @@ class WlbLazy(VariableLengthPolicy):
         self._waiting = np.concatenate([pool[:held], pool[left], pool[stop:]])
         self._left = int(pool[left, LENGTH].sum())
         assigned = self._least.topped_up(assigned[assigned != REMAINS], pool[packed, LENGTH])
-        documents, _, assigned = level_by_cutting(
-            Packed(pool[packed], works[packed], assigned),
+        documents, assigned = level_by_cutting(
+            pool[packed],
+            assigned,
             self._micro_batches,
             self._max_length,
             self._cost_model,
@@ -129,10 +130,7 @@ class WlbLazy(VariableLengthPolicy):
     def _choose(self, lengths: Ints, works: Floats, overdue: Bools) -> tuple[int, int]:
         """The documents to run, from the first number to before the second; they fill N micro-batches.
 
-        Args:
-            lengths: int64 (n,), tokens, descending.
-            works: float64 (n,), work of each.
-            overdue: bool (n,), documents that must run.
+        Lengths descend. Those that are overdue must run.
         """
         hold, cost = self._hold(lengths, works, overdue)
         if not overdue.any():
@@ -154,10 +152,7 @@ class WlbLazy(VariableLengthPolicy):
         return best, float(costs[best])
 
     def _hold(self, lengths: Ints, works: Floats, overdue: Bools) -> tuple[int, float]:
-        """The number of documents, of the longest, to hold back if all others run, and what that costs.
-
-        Arguments are those of `_choose`.
-        """
+        """How many of the longest documents to hold back if all others run, and what that costs."""
         most = self._least.filled(lengths) - self._micro_batches
         most = min(most, int(np.count_nonzero(lengths >= self._least.tokens)))
         if overdue.any():
@@ -185,7 +180,7 @@ class WlbLazy(VariableLengthPolicy):
         return best, best_cost
 
     def _cost(self, imbalance: Floats, waiting: NDArray[Any]) -> Floats:
-        """What a step costs with this imbalance and so many tokens left waiting, in iterations of delay."""
+        """What a step with this imbalance costs that leaves tokens waiting, in iterations of delay."""
         excess = np.maximum(imbalance - 1, 0) / self._tolerance
         return waiting / (self._micro_batches * self._window) + excess**2
 
@@ -227,32 +222,33 @@ def _candidates(most: int, step: int) -> Ints:
 ROUNDS = 4  # attention of a tail is less than it was, so the mean sinks, and one round does not level all
 
 
-class Packed(NamedTuple):
-    """Documents and the micro-batch of each."""
-
-    documents: Waiting
-    works: Floats  # (n,)
-    assigned: Ints  # (n,)
-
-
 def level_by_cutting(
-    packed: Packed, micro_batches: int, max_length: int, cost_model: CostModel, limit: float, least: int = 2
-) -> Packed:
+    documents: Waiting,
+    assigned: Ints,
+    micro_batches: int,
+    max_length: int,
+    cost_model: CostModel,
+    limit: float,
+    least: int = 2,
+) -> tuple[Waiting, Ints]:
     """Cuts documents of micro-batches whose work is above `limit` times the mean, down to the mean.
 
     Example: works equal to lengths, micro-batches of documents [6, 4] and [3, 1] tokens, limit 1: the longest
     document of the first is cut after 3 tokens and its tail goes to the second, 7 tokens each.
 
     Args:
+        assigned: int64 (n,), micro-batch of each document.
         max_length: L_max in tokens.
         least: tokens that a cut document keeps; with two it has one to predict.
 
     Returns:
-        The same tokens; a tail has the id and arrival of its document.
+        Documents with the same tokens, and the micro-batch of each; a tail has the id and arrival of its
+        document.
     """
-    documents, works, assigned = packed
+    lightest = float(workload(cost_model, np.ones(1, dtype=np.int64))[0])  # work of a token at least
     for _ in range(ROUNDS):
         lengths = documents[:, LENGTH]
+        works = workload(cost_model, lengths)
         loads = np.bincount(assigned, works, micro_batches)
         mean = loads.mean()
         heavy = loads > limit * mean
@@ -260,7 +256,6 @@ def level_by_cutting(
         candidates = candidates[np.lexsort((-lengths[candidates], assigned[candidates]))]
         givers, longest = np.unique(assigned[candidates], return_index=True)
         tokens = np.bincount(assigned, lengths, micro_batches)
-        lightest = float(workload(cost_model, np.ones(1, dtype=np.int64))[0])  # work of a token at least
         room = np.maximum(max_length - tokens, 0) * lightest
         takers = np.argsort(loads, kind="stable")
         wanted = np.minimum(np.maximum(mean - loads, 0), room)[takers]
@@ -278,8 +273,7 @@ def level_by_cutting(
         documents = np.concatenate([documents, tails[some]])
         np.minimum.at(documents[:, LENGTH], cut, stops)
         assigned = np.concatenate([assigned, takers[taker[some]]])
-        works = workload(cost_model, documents[:, LENGTH])
-    return Packed(documents, works, assigned)
+    return documents, assigned
 
 
 def _transfers(given: Floats, wanted: Floats) -> tuple[Ints, Ints, Floats]:

@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wlb_titan.arrays import Floats
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.passes import MicroBatches
 from wlb_titan.errors import PlanError
@@ -155,30 +154,22 @@ def _schedules(job: Job, degrees: Degrees) -> Iterator[tuple[str, int]]:
         yield from ((schedule, each) for each in chunks if each <= max(most, 1))
 
 
-class _Window(NamedTuple):
-    """An average window, float64 (1, 1) each: tokens, seconds of attention on one head, the model's FLOPs."""
-
-    tokens: Floats
-    forward: Floats
-    backward: Floats
-    flops: Floats
-
-
-def _average_window(scenario: Scenario) -> _Window:
+def _average_window(scenario: Scenario) -> list[float]:
+    """An average window: tokens, seconds of both passes of attention on one head, the model's FLOPs."""
     job = scenario.job
     lengths = scenario.documents.sample()[:SAMPLE]
     whole, rest = lengths // job.window, lengths % job.window
     pieces = np.concatenate([np.full(int(whole.sum()), job.window), rest[rest > 0]])
     one_head = replace(job.latency, heads=1)
     everything = [pieces.sum(), *one_head.work(pieces, pieces).sum(axis=1), job.model.flops(pieces)]
-    return _Window(*(np.array([[value * job.window / pieces.sum()]]) for value in everything))
+    return [float(value * job.window / pieces.sum()) for value in everything]
 
 
-def _if_balanced(job: Job, window: _Window) -> float:
-    """FLOPs per second of a step of equal micro-batches whose attention context parallelism shares equally,
-    of which nothing travels, as under `hybrid` nothing may have to."""
+def _if_balanced(job: Job, window: list[float]) -> float:
+    """FLOPs per second of a step of equal micro-batches whose attention context parallelism shares equally.
+    Nothing travels, as under `hybrid` nothing may have to."""
     share = job.latency.heads / job.degrees.context
-    tokens, forward, backward, flops = (np.repeat(a, job.replica_micro_batches, axis=0) for a in window)
+    tokens, forward, backward, flops = (np.full((job.replica_micro_batches, 1), value) for value in window)
     none = np.zeros_like(tokens)
     passing = MicroBatches(tokens, forward * share, backward * share, none, none, none)
     return float(flops.sum() * job.degrees.data / step_seconds(job, passing))
