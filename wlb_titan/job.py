@@ -27,7 +27,7 @@ from wlb_titan.memory.fits import Fitting, usable_share
 from wlb_titan.memory.layer import MemorySettings, TokenBytes
 from wlb_titan.packing import POLICIES, PackingPolicy
 from wlb_titan.packing.policy import AskRank0, ask_locally
-from wlb_titan.packing.slim.phases import Merging, group_sizes
+from wlb_titan.packing.slim.dp_merge import Merging, group_sizes
 from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder
 from wlb_titan.pipeline.schedule import PipelineShape, layers_of_stages
 from wlb_titan.plan import MicroBatch, Plan
