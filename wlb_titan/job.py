@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
-from wlb_titan.context import ALL_KEYS, STRATEGIES, ContextStrategy, Exchange, KeyShares
-from wlb_titan.context.exchange import ExchangeCost
+from wlb_titan.context import ALL_KEYS, STRATEGIES, ContextStrategy, Exchange, ExchangeCost, KeyShares
 from wlb_titan.cost.analytic import TokenSeconds
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.cluster import Cluster, load_cluster

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from wlb_titan.kernels import varlen_attention
 
 from wlb_titan.context import STRATEGIES, MoveSeconds, segments, sequence_positions, whole
+from wlb_titan.context.hybrid import levels_of
 from wlb_titan.cost.attention_kernels import hopper
 from wlb_titan.plan import Slices
 from wlb_titan.runtime.attention.all_gather import AllGatherAttention
@@ -34,7 +35,7 @@ def difference(policy, lengths, token_seconds, gather_groups, sliced, mesh):
     tokens = int(lengths.sum())
     total = -(-tokens // (2 * ranks)) * 2 * ranks
     config = STRATEGIES.configure(policy, gather_groups=gather_groups)
-    moves = [MoveSeconds(token_seconds, 0.0)] * len(config.owner.group_sizes(ranks))
+    moves = [MoveSeconds(token_seconds, 0.0)] * len(levels_of(ranks))
     strategy = config.make(ranks, hopper(16, 4), moves)
     cached = np.arange(len(lengths)) % 2 == 0
     slices = Slices(np.zeros_like(lengths), cached) if sliced else None

@@ -65,13 +65,7 @@ class AllGather(ContextStrategy):
 
     attention = "wlb_titan.runtime.attention.all_gather:AllGatherAttention"
     merges = True
-    spares: ClassVar[bool] = False
-    """Whether it keeps most documents from travelling."""
-
-    @staticmethod
-    def group_sizes(ranks: int) -> tuple[int, ...]:
-        """`levels` of so many ranks."""
-        return (ranks,)
+    spares: ClassVar[bool] = False  # keeps most documents from travelling
 
     def __init__(
         self, config: Any, ranks: int, latency: AttentionLatency, moves: Sequence[MoveSeconds] = ()
@@ -114,7 +108,7 @@ class AllGather(ContextStrategy):
     @property
     def levels(self) -> tuple[int, ...]:
         """Sizes of the groups of neighbours within which documents may be exchanged; see `layout.spans`."""
-        return self.group_sizes(self.ranks)
+        return (self.ranks,)
 
     @property
     def meshes(self) -> Sequence[Mapping[str, int]]:
@@ -171,27 +165,11 @@ class Adaptive(AllGather):
     """For each micro-batch the one of these two whose slowest rank is predicted faster (section 5.3)."""
 
     def divide(self, lengths: Ints, total: int) -> tuple[str, Sharding]:
-        return self._fastest(self.candidates(lengths, total), total)
+        return min(self.candidates(lengths, total), key=lambda named: self._predicted(named[1]))
 
     def divide_slices(self, lengths: Ints, total: int, slices: Slices) -> tuple[str, Sharding]:
-        return self._fastest(self.candidates(lengths, total, slices.cached), total, slices)
-
-    def _fastest(
-        self, shardings: Sequence[tuple[str, Sharding]], total: int, slices: Slices | None = None
-    ) -> tuple[str, Sharding]:
-        prefix = None if slices is None else slices.prefix
-
-        def seconds(sharding: Sharding) -> float:
-            sent = self._sent(sharding)
-            held = held_keys(sent, self.levels)
-            attention = slowest(self.latency.seconds(after(sharding, prefix), held))
-            if not self.moves:
-                return attention
-            sent = sent if slices is None else self._sent(sharding, slices)
-            moving = exchange_seconds(sent, self.levels, self.moves)
-            return attention + float(self.waited(np.array(moving), np.array(attention)))
-
-        return min(shardings, key=lambda named: seconds(named[1]))
+        tried = self.candidates(lengths, total, slices.cached)
+        return min(tried, key=lambda named: self._predicted(named[1], slices))
 
     def candidates(
         self, lengths: Ints, total: int, cached: Bools | None = None
@@ -202,12 +180,25 @@ class Adaptive(AllGather):
             ("per_document", self._per_document(lengths, total, self.ranks)),
         ]
 
+    def _predicted(self, sharding: Sharding, slices: Slices | None = None) -> float:
+        """Seconds of a layer's attention on the slowest rank, and those in which it waits for keys."""
+        sent, seen = self._sent(sharding), sharding
+        held = held_keys(sent, self.levels)
+        if slices is not None:
+            sent, seen = self._sent(sharding, slices), after(sharding, slices.prefix)
+        attention = slowest(self.latency.seconds(seen, held))
+        moving = exchange_seconds(sent, self.levels, self.moves)
+        return attention + float(self.waited(np.array(moving), np.array(attention)))
+
 
 class Hybrid(Adaptive):
     """Long documents over some ranks or all, short ones whole on one, where that is predicted fastest."""
 
-    group_sizes = staticmethod(levels_of)
     spares = True
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        return levels_of(self.ranks)
 
     def candidates(
         self, lengths: Ints, total: int, cached: Bools | None = None
@@ -226,11 +217,14 @@ def gathered_mask(
 ) -> ContextMask:
     """The mask of one rank of a sharding in which runs of the widest `spans` come first.
 
-    `exchange` is, for each of the `levels`, int64 (rows x size,), where each key that the rank's group
-    gathers lies among those gathered rank by rank, in document order and padding last; and (sent, 0), of
-    which the length says how many of this rank's tokens are among them. For a level without any both are
-    empty. At the end (own, 0), tokens of keys that stay with the rank. Numbers in the place of empty arrays
-    would have code compiled anew for every value.
+    Its `exchange` has two arrays for each level, both empty where nothing travels, and one more:
+
+        order, int64 (gathered,)   where each key, in document order with padding last, lies among those
+                                   gathered rank by rank
+        sent, int64 (n, 0)         n: how many of this rank's tokens are among them
+        kept, int64 (n, 0)         n: tokens whose keys stay with this rank
+
+    The lengths of empty arrays stand for numbers, as code would be compiled for each value of a number.
     """
     share = total // len(sharding)
     span = spans(sharding, levels, slices)
@@ -238,35 +232,49 @@ def gathered_mask(
     sent = sent_tokens(sharding, span, len(levels))
     offset = np.zeros(len(sharding), dtype=np.int64)  # of what a rank sends on the level, among its tokens
     exchange: list[Ints] = []
-    numbers: list[Ints] = []
+    numbers: list[Ints] = []  # of the documents whose keys the rank has, -1 for padding
     tokens: list[Ints] = []
     for place, size in reversed(list(enumerate(levels))):
         first = rank // size * size
-        members = range(first, first + size)
-        rows = int(sent[place, first : first + size].max())
-        parts = [sharding[member][span[sharding[member][:, DOCUMENT]] == place] for member in members]
-        documents, renumbered = np.unique(np.concatenate(parts)[:, DOCUMENT], return_inverse=True)
-        cuts = np.cumsum([len(part) for part in parts])[:-1]
-        for part, own in zip(parts, np.split(renumbered, cuts), strict=True):
-            part[:, DOCUMENT] = own
-        positions = sequence_positions(tuple(parts), lengths[documents], rows * size)
-        for row, late in zip(positions, offset[first : first + size] - (share - rows), strict=True):
-            row[:] = np.roll(row, max(int(late), 0))  # so far before those tokens the rank's rows begin
-        order = key_order(positions)
+        group = slice(first, first + size)
+        rows = int(sent[place, group].max())
+        runs = [shard[span[shard[:, DOCUMENT]] == place] for shard in sharding[group]]
+        documents, order = _gathered_order(runs, lengths, rows, offset[group] - (share - rows))
         exchange = [order, np.empty((int(sent[place, rank]), 0), dtype=np.int64), *exchange]
         numbers += [documents, np.array([-1])]
         tokens += [lengths[documents], np.array([rows * size - int(lengths[documents].sum())])]
         offset += sent[place]
     mine = sharding[rank]
-    own = mine[span[mine[:, DOCUMENT]] < 0, DOCUMENT]
+    whole = mine[span[mine[:, DOCUMENT]] < 0, DOCUMENT]
     alone = not any(map(len, exchange))
-    exchange.append(np.empty((share - int(offset[rank]) if len(own) or alone else 0, 0), dtype=np.int64))
-    number = np.concatenate([*numbers, own])
-    size_of = np.concatenate([*tokens, lengths[own]])
+    exchange.append(np.empty((share - int(offset[rank]) if len(whole) or alone else 0, 0), dtype=np.int64))
+    number = np.concatenate([*numbers, whole])
+    size_of = np.concatenate([*tokens, lengths[whole]])
     begins = np.zeros(len(lengths) + 1, dtype=np.int64)
     begins[number] = np.cumsum(size_of) - size_of
     keys = np.stack([number, size_of], axis=1)[size_of > 0]
     return ContextMask(segments_among(mine, begins[:-1]), tuple(exchange), keys)
+
+
+def _gathered_order(runs: Sequence[Ints], lengths: Ints, rows: int, late: Ints) -> tuple[Ints, Ints]:
+    """The documents of a group's runs, and where each of their tokens lies among those gathered rank by rank,
+    in document order.
+
+    Args:
+        runs: per rank an int64 (m, 3), as of a sharding.
+        rows: tokens that each rank sends.
+        late: int64 (ranks,), by how many rows a rank's tokens would reach beyond its end; where they would,
+            what it sends begins so much earlier.
+    """
+    documents, renumbered = np.unique(np.concatenate(runs)[:, DOCUMENT], return_inverse=True)
+    for of_rank, number in zip(runs, np.split(renumbered, np.cumsum([*map(len, runs)])[:-1]), strict=True):
+        of_rank[:, DOCUMENT] = number
+    positions = sequence_positions(tuple(runs), lengths[documents], rows * len(runs))
+    for row, rolled in zip(positions, late, strict=True):
+        row[:] = np.roll(row, max(int(rolled), 0))
+    order = np.empty(positions.size, dtype=np.int64)
+    order[positions.ravel()] = np.arange(positions.size)  # the inverse of a permutation
+    return documents, order
 
 
 def key_shares(
@@ -288,14 +296,3 @@ def held_keys(sent: Ints, levels: Sequence[int]) -> Ints:
     for tokens, size in zip(sent, levels, strict=False):
         held += np.repeat(tokens.reshape(-1, size).max(axis=1) * size, size)
     return held
-
-
-def key_order(positions: Ints) -> Ints:
-    """int64 (n,): where each token lies among those gathered rank by rank, in document order.
-
-    Args:
-        positions: int64 (ranks, n / ranks), of `sequence_positions`.
-    """
-    order = np.empty(positions.size, dtype=np.int64)
-    order[positions.ravel()] = np.arange(positions.size)  # the inverse of a permutation
-    return order

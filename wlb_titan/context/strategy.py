@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -18,7 +19,10 @@ from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats, Ints
 from wlb_titan.context.layout import Sharding, segments, whole
+from wlb_titan.cost.analytic import BYTES
 from wlb_titan.cost.attention_latency import AttentionLatency
+from wlb_titan.cost.cluster import Cluster
+from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.errors import PlanError
 from wlb_titan.plan import Slices
@@ -39,18 +43,6 @@ STRATEGIES = Family(
         "auto": "wlb_titan.context.all_gather:Auto",
     },
 )
-
-
-class MoveSeconds(NamedTuple):
-    """What a collective of context parallelism takes in a layer, all passes together.
-
-    Attributes:
-        token: seconds for each token of the group that travels.
-        each: seconds besides.
-    """
-
-    token: float
-    each: float
 
 
 class ContextMask(NamedTuple):
@@ -77,12 +69,7 @@ class ContextMask(NamedTuple):
 
 class KeyShares(NamedTuple):
     """Keys and values of a micro-batch that the context-parallel rank with most of them has, over those of
-    all of its tokens.
-
-    Attributes:
-        gathered: what collectives bring.
-        held: what attention reads.
-    """
+    all of its tokens: what collectives bring, and what attention reads."""
 
     gathered: float
     held: float
@@ -93,42 +80,29 @@ ALL_KEYS = KeyShares(1.0, 1.0)
 
 
 class Move(NamedTuple):
-    """Collectives of a layer, in the forward pass and again for gradients in the backward pass.
+    """Collectives of a layer, in the forward pass and again for gradients in the backward pass."""
 
-    Attributes:
-        received: elements from other ranks, for each token that travels.
-        collectives: how many they come in.
-        ranks: ranks of the group.
-        stride: how many context-parallel ranks its members lie apart.
-        kept: elements of its result that selective activation checkpointing keeps for the backward pass,
-            instead of moving them again. torchtitan's keeps what all-to-alls bring.
-        always: whether it moves all tokens of every micro-batch, about; packing counts on that.
-    """
-
-    received: float
-    collectives: int
-    ranks: int
-    stride: int = 1
+    received: float  # elements from other ranks, for each token that travels
+    collectives: int  # that they come in
+    ranks: int  # of the group
+    stride: int = 1  # context-parallel ranks that neighbours in the group lie apart
     kept: float = 0.0
+    """Elements of its result that selective activation checkpointing keeps for the backward pass, instead of
+    moving them again. torchtitan's keeps what all-to-alls bring."""
     always: bool = True
+    """Whether it moves all tokens of every micro-batch, about; packing counts on that."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchange:
-    """What a rank's attention moves and holds in one layer, in elements for each token of the micro-batch.
-
-    Attributes:
-        moves: what travels.
-        sent: held while they travel, beside what the model has anyway.
-        keys: elements of keys and values; a rank may have those of some tokens only (`ContextStrategy.keys`).
-        outputs: elements of queries and of attention's output each, where attention works on others than the
-            rank's own tokens and so has copies of both; 0 where it works on the rank's own.
-    """
+    """What a rank's attention moves and holds in one layer, in elements for each token of the micro-batch."""
 
     moves: tuple[Move, ...]
-    sent: float
-    keys: float
+    sent: float  # held while they travel, beside what the model has anyway
+    keys: float  # and values; a rank may have those of some tokens only (`ContextStrategy.keys`)
     outputs: float = 0.0
+    """Queries and attention's output each, where attention works on others than the rank's own tokens and so
+    has copies of both; 0 where it works on the rank's own."""
 
     @property
     def kept(self) -> float:
@@ -159,18 +133,95 @@ def gathered(
     return Exchange(moves=moves, sent=keys / ranks, keys=keys)
 
 
+class MoveSeconds(NamedTuple):
+    """What a collective of context parallelism takes in a layer: seconds for each token of the group that
+    travels, and each time besides."""
+
+    token: float
+    each: float
+
+
+class ExchangeSeconds(NamedTuple):
+    """What context parallelism's collectives in a layer take for a micro-batch, in seconds."""
+
+    moving: float  # of one pass, by bandwidth
+    repeated: float  # of those that activation checkpointing repeats in the backward pass
+    latency: float  # of one pass
+
+
+@dataclass(frozen=True)
+class ExchangeCost:
+    """The collectives of one layer on the hardware of a job."""
+
+    strategy: ContextStrategy | None  # None without context parallelism
+    moves: tuple[Move, ...]
+    cluster: Cluster
+    stride: int  # ranks that two context-parallel neighbours are apart
+    repeats: bool  # whether activation checkpointing moves again what it does not keep
+
+    @classmethod
+    def of(
+        cls,
+        strategy: ContextStrategy | None,
+        model: ModelShape,
+        cluster: Cluster,
+        degrees: Degrees,
+        *,
+        repeats: bool,
+    ) -> ExchangeCost:
+        moves = () if strategy is None else strategy.exchange(model, degrees.tensor).moves
+        return cls(strategy, moves, cluster, degrees.strides["cp"], repeats)
+
+    def price(self, move: Move, passes: int) -> MoveSeconds:
+        """What a collective takes in so many passes."""
+        link = self.cluster.link(move.ranks, self.stride * move.stride)
+        token = BYTES * move.received / link.bandwidth
+        return MoveSeconds(passes * token, passes * move.collectives * link.latency)
+
+    def passes(self, move: Move) -> int:
+        """How often it runs for a micro-batch: forward, backward, and once more where it is not kept."""
+        return 3 if self.repeats and not move.kept else 2
+
+    def of_moves(self) -> list[MoveSeconds]:
+        """In all passes, of each move."""
+        return [self.price(move, self.passes(move)) for move in self.moves]
+
+    def seconds(self, travelling: Sequence[float]) -> ExchangeSeconds:
+        """For a micro-batch of which so many tokens travel by each move."""
+        moving = repeated = latency = 0.0
+        for tokens, move in zip(travelling, self.moves, strict=True):
+            price = self.price(move, 1)
+            moving += tokens * price.token
+            repeated += 0.0 if move.kept else tokens * price.token
+            latency += price.each if tokens else 0.0
+        return ExchangeSeconds(moving, repeated, latency)
+
+    @cached_property
+    def always(self) -> ExchangeSeconds:
+        """For each token of a micro-batch, of those that move all of them."""
+        return self.seconds([float(move.always) for move in self.moves])
+
+    def in_all_passes(self, travelling: Sequence[float]) -> tuple[float, float]:
+        """Seconds for such a micro-batch in all passes, the repeated ones too, and bytes that a rank receives
+        in them."""
+        seconds = received = 0.0
+        for tokens, move, price in zip(travelling, self.moves, self.of_moves(), strict=True):
+            seconds += tokens * price.token + price.each if tokens else 0.0
+            received += self.passes(move) * tokens * BYTES * move.received
+        return seconds, received
+
+    def waited(self, communication: Floats, attention: Floats) -> Floats:
+        """As of the strategy."""
+        return communication if self.strategy is None else self.strategy.waited(communication, attention)
+
+
 class ContextStrategy(Plugin, ABC):
     """Divides micro-batches over context-parallel ranks.
 
     Args:
         ranks: context-parallel degree, at least 2.
         latency: predicts attention time; of all query heads that a tensor-parallel rank has.
-        moves: what each of the moves of its `exchange` takes; empty where that does not count.
-
-    Attributes:
-        attention: "module:Class" of the half that moves tensors; see `runtime/attention/module.py`.
-        merges: whether data-parallel ranks may join its ranks for some micro-batches (DP-Merge): if it works
-            on any number of them, wherever they are.
+        moves: what each of the moves of its `exchange` takes in all passes; empty where that does not count.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -184,7 +235,11 @@ class ContextStrategy(Plugin, ABC):
         cluster's own figures."""
 
     attention: ClassVar[str]
+    """The half that moves tensors, as "module:Class"; see `runtime/attention/module.py`."""
+
     merges: ClassVar[bool] = False
+    """Whether data-parallel ranks may join its ranks for some micro-batches (DP-Merge): if it works on any
+    number of them, wherever they are."""
 
     def __init__(
         self, config: Any, ranks: int, latency: AttentionLatency, moves: Sequence[MoveSeconds] = ()
@@ -208,11 +263,7 @@ class ContextStrategy(Plugin, ABC):
         return ({"cp": self.ranks},)
 
     def check(self, model: ModelShape, tensor: int) -> None:
-        """Refuses a model whose heads this strategy cannot share.
-
-        Raises:
-            PlanError: it cannot; `setting` is the key that is wrong, such as sharding.policy.
-        """
+        """Raises PlanError, with the setting to blame, for a model whose heads it cannot share."""
 
     def shard(
         self,
@@ -232,9 +283,6 @@ class ContextStrategy(Plugin, ABC):
         Returns:
             How it is divided in the end, for reports; and per rank its runs. What is left of a rank's
             total / ranks tokens is padding.
-
-        Raises:
-            PlanError: there are fewer tokens than ranks, or the total does not divide.
         """
         tokens = int(lengths.sum())
         if tokens < self.ranks:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from numpy.typing import NDArray
 
@@ -34,20 +34,6 @@ COST_MODELS = Family(
         "simulated": "wlb_titan.cost.passes:JobCost",
     },
 )
-
-
-class ExchangeSeconds(NamedTuple):
-    """What context parallelism's collectives in a layer take for a micro-batch, in seconds.
-
-    Attributes:
-        moving: seconds of one pass, by bandwidth.
-        repeated: seconds of those that selective activation checkpointing repeats in the backward pass.
-        latency: seconds of latency in one pass.
-    """
-
-    moving: float
-    repeated: float
-    latency: float
 
 
 class CostModel(Plugin):
