@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import wlb_titan
-from wlb_titan.cost.quadratic import Quadratic
+from wlb_titan.cost.workload import Quadratic
 from wlb_titan.errors import PlanError
 
 

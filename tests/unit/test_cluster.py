@@ -6,10 +6,11 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from wlb_titan.cost.analytic import Analytic, TokenSeconds
 from wlb_titan.cost.cluster import Link, cluster_of_device, cluster_of_gpu, load_cluster, shipped
+from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.cost.profile import AttentionShape, cluster_latency
+from wlb_titan.cost.workload import Analytic
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 
@@ -104,14 +105,22 @@ def test_links(write):
     assert cluster.node.collective(8e9, 1) == 0
 
 
+def divided_job(cluster, tensor, context, **changes):
+    model = replace(PAPER_MODELS["7B"], **changes)
+    return Job(
+        window=4096,
+        micro_batches=1,
+        model=model,
+        degrees=Degrees(tensor=tensor, context=context),
+        cluster=cluster,
+    )
+
+
 def test_the_parts_of_a_token_are_those_of_the_whole_model(write):
-    shape = PAPER_MODELS["7B"]
-    cluster = load_cluster(write(GOOD))
-    token = TokenSeconds.of(shape, cluster, 4, 2)
-    whole = Analytic(shape, cluster, tensor_parallel=4, context_parallel=2)
-    layer = token.matrices + token.elements + token.tensor + token.context
-    assert whole.linear_forward == pytest.approx(32 * layer + token.head)
-    assert token.matrices == pytest.approx(2 * (4 * 4096**2 + 3 * 4096 * 11008) / 8 / 6e14)
+    job = divided_job(load_cluster(write(GOOD)), 4, 2)
+    layer = job.token.matrices + job.token.elements + job.token.tensor + job.token.context
+    assert Analytic(job, job.cluster).linear_forward == pytest.approx(32 * layer + job.token.head)
+    assert job.token.matrices == pytest.approx(2 * (4 * 4096**2 + 3 * 4096 * 11008) / 8 / 6e14)
 
 
 @pytest.mark.parametrize(
@@ -125,10 +134,9 @@ def test_the_parts_of_a_token_are_those_of_the_whole_model(write):
     ],
 )
 def test_twice_a_rate_halves_what_it_is_the_rate_of(write, changes, parts):
-    shape = replace(PAPER_MODELS["7B"], routed_width=8192)
     cluster = load_cluster(write(GOOD))
     clusters = cluster, replace(cluster, **changes)
-    before, after = (asdict(TokenSeconds.of(shape, one, 8, 2)) for one in clusters)
+    before, after = (asdict(divided_job(one, 8, 2, routed_width=8192).token) for one in clusters)
     assert all(before.values())
     assert after == pytest.approx({part: time / (1 + (part in parts)) for part, time in before.items()})
 

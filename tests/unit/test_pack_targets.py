@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from planning import make_planner
 
-from wlb_titan.cost.quadratic import Quadratic
+from wlb_titan.cost.workload import Quadratic
 from wlb_titan.packing import POLICIES, thresholds
 from wlb_titan.summary import Summary
 

@@ -12,7 +12,6 @@ from click.testing import CliRunner
 from wlb_titan.commands import measure
 from wlb_titan.commands import profile as command
 from wlb_titan.context import STRATEGIES
-from wlb_titan.cost.analytic import Analytic
 from wlb_titan.cost.attention_kernels import Point, hopper
 from wlb_titan.cost.attention_latency import KernelCost, KeyTiling, Tiling
 from wlb_titan.cost.cluster import load_cluster
@@ -26,7 +25,7 @@ from wlb_titan.cost.profile import (
     line,
     measured_cluster,
 )
-from wlb_titan.cost.workload import cost_model
+from wlb_titan.cost.workload import Analytic, cost_model
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 
@@ -109,7 +108,7 @@ def test_measured_rates_take_the_place_of_the_clusters(profile, tmp_path):
     measured = cost_model(str(path), job)
     one = np.array([1])
     attention = model.layers * job.latency.work(one, one)[0]
-    linear = Analytic(model, device).linear_forward
+    linear = Analytic(job, device).linear_forward
     assert measured.forward(one) == pytest.approx(linear + attention, rel=1e-4)
 
 

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats, Ints
 from wlb_titan.context.layout import Sharding, segments, whole
-from wlb_titan.cost.analytic import BYTES
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.cluster import Cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape
+from wlb_titan.cost.workload import BYTES
 from wlb_titan.errors import PlanError
 from wlb_titan.plan import Slices
 from wlb_titan.plugins import Family, Plugin, PluginConfig

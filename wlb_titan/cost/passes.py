@@ -24,8 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats
-from wlb_titan.cost.analytic import BYTES
-from wlb_titan.cost.workload import CostModel
+from wlb_titan.cost.workload import BYTES, CostModel
 from wlb_titan.pipeline.graph import PassTimes
 
 if TYPE_CHECKING:

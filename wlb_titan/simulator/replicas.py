@@ -17,8 +17,8 @@ import numpy as np
 
 from wlb_titan.arrays import Floats
 from wlb_titan.context import ALL_KEYS, KeyShares, after, whole
-from wlb_titan.cost.analytic import BYTES
 from wlb_titan.cost.passes import MicroBatches
+from wlb_titan.cost.workload import BYTES
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.fits import fullest
