@@ -15,11 +15,9 @@ has are those gathered, document by document, the padding, and those of its own 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import ClassVar, NamedTuple
 
 import numpy as np
-from annotated_types import Ge
 
 from wlb_titan.arrays import Bools, Floats, Ints
 from wlb_titan.context.hybrid import exchange_seconds, levels_of, tries
@@ -27,7 +25,6 @@ from wlb_titan.context.layout import (
     Sharding,
     after,
     per_document,
-    per_document_round_robin,
     per_sequence,
     segments_among,
     sent_tokens,
@@ -40,28 +37,15 @@ from wlb_titan.context.strategy import (
     ContextStrategy,
     Exchange,
     KeyShares,
-    MoveSeconds,
     gathered,
 )
-from wlb_titan.cost.attention_latency import AttentionLatency, slowest
+from wlb_titan.cost.attention_latency import slowest
 from wlb_titan.cost.models import ModelShape
-from wlb_titan.errors import PlanError
 from wlb_titan.plan import DOCUMENT, Slices
 
 
 class AllGather(ContextStrategy):
     """What the shardings have in common; a sharding is a subclass with a `divide` of its own."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(ContextStrategy.Config):
-        remainder: Literal["spread", "round_robin"] = "spread"
-        """What `per_document` does with the tokens that 2 x CP equal chunks leave over: `spread` makes some
-        chunks one token longer, `round_robin` deals the tokens out one by one, as in the paper."""
-
-        gather_groups: Annotated[int, Ge(1)] = 1
-        """Groups of heads in which keys and values are gathered. With more than one, a group attends while
-        the next one's keys still travel, which pays where context parallelism crosses nodes. It must divide
-        the key heads of a tensor-parallel rank."""
 
     attention = "wlb_titan.runtime.attention.all_gather:AllGatherAttention"
     merges = True
@@ -73,25 +57,9 @@ class AllGather(ContextStrategy):
         """`levels` of so many ranks."""
         return (ranks,)
 
-    def __init__(
-        self, config: Any, ranks: int, latency: AttentionLatency, moves: Sequence[MoveSeconds] = ()
-    ) -> None:
-        super().__init__(config, ranks, latency, moves)
-        self._groups: int = config.gather_groups
-        self._per_document = per_document if config.remainder == "spread" else per_document_round_robin
-
     @property
     def divisor(self) -> int:
         return 2 * self.ranks
-
-    def check(self, model: ModelShape, tensor: int) -> None:
-        heads = model.kv_heads // tensor
-        if self._groups < 1 or heads % self._groups:
-            raise PlanError(
-                f"{self._groups} groups do not divide the {heads} key heads of a rank at a tensor-parallel "
-                f"degree of {tensor}; set gather_groups to a divisor of {heads}.",
-                setting="sharding.gather_groups",
-            )
 
     def seconds(self, sharding: Sharding) -> Floats:
         return self.latency.seconds(sharding, held_keys(self._sent(sharding), self.levels))
@@ -127,24 +95,14 @@ class AllGather(ContextStrategy):
     def keys(self, sharding: Sharding, total: int, slices: Slices | None = None) -> KeyShares:
         return key_shares(sharding, total, self.levels, slices)
 
-    def heads(self, heads: int, kv_heads: int, rank: int) -> tuple[int, int]:
-        return heads // self._groups, kv_heads // self._groups
-
     def mask(
         self, sharding: Sharding, lengths: Ints, total: int, rank: int, slices: Slices | None = None
     ) -> ContextMask:
-        """Segments of the rank's own queries; `exchange` as of `gathered_mask`."""
+        """Segments of the rank's own queries; `exchange` is a `KeyExchange`."""
         return gathered_mask(sharding, lengths, total, rank, self.levels, slices)
 
     def exchange(self, model: ModelShape, tensor: int) -> Exchange:
-        always = not self.spares
-        return gathered(model, tensor, self.ranks, self._groups, self.levels, always=always)
-
-    def waited(self, communication: Floats, attention: Floats) -> Floats:
-        """Only the first group's gather is waited for as a whole; each later one overlaps with attention."""
-        rest = (self._groups - 1) / self._groups * np.maximum(communication - attention, 0)
-        waited: Floats = communication / self._groups + rest
-        return waited
+        return gathered(model, tensor, self.ranks, self.levels, always=not self.spares)
 
 
 class PerSequence(AllGather):
@@ -164,7 +122,7 @@ class PerDocument(AllGather):
     """Two chunks of every document for each rank, so that all ranks do the same work."""
 
     def divide(self, lengths: Ints, total: int) -> tuple[str, Sharding]:
-        return "per_document", self._per_document(lengths, total, self.ranks)
+        return "per_document", per_document(lengths, total, self.ranks)
 
 
 class Adaptive(AllGather):
@@ -188,8 +146,7 @@ class Adaptive(AllGather):
             if not self.moves:
                 return attention
             sent = sent if slices is None else self._sent(sharding, slices)
-            moving = exchange_seconds(sent, self.levels, self.moves)
-            return attention + float(self.waited(np.array(moving), np.array(attention)))
+            return attention + float(exchange_seconds(sent, self.levels, self.moves))
 
         return min(shardings, key=lambda named: seconds(named[1]))
 
@@ -199,7 +156,7 @@ class Adaptive(AllGather):
         """Shardings with their names, of which the fastest is taken, the first of equally fast ones."""
         return [
             ("per_sequence", per_sequence(lengths, total, self.ranks)),
-            ("per_document", self._per_document(lengths, total, self.ranks)),
+            ("per_document", per_document(lengths, total, self.ranks)),
         ]
 
 
@@ -216,6 +173,25 @@ class Hybrid(Adaptive):
         return [*super().candidates(lengths, total), *(("hybrid", sharding) for sharding in tried)]
 
 
+class Level(NamedTuple):
+    """What is gathered within the rank's group of one size.
+
+    order: int64 (rows x size,), where each key lies among those gathered rank by rank, in document order and
+    padding last; empty where nothing is gathered.
+    sent: how many of this rank's tokens are among them.
+    """
+
+    order: Ints
+    sent: int
+
+
+class KeyExchange(NamedTuple):
+    """The keys of a rank: those that it gathers, and the tokens whose keys stay with it."""
+
+    levels: tuple[Level, ...]
+    kept: int
+
+
 def gathered_mask(
     sharding: Sharding,
     lengths: Ints,
@@ -224,20 +200,13 @@ def gathered_mask(
     levels: Sequence[int],
     slices: Slices | None = None,
 ) -> ContextMask:
-    """The mask of one rank of a sharding in which runs of the widest `spans` come first.
-
-    `exchange` is, for each of the `levels`, int64 (rows x size,), where each key that the rank's group
-    gathers lies among those gathered rank by rank, in document order and padding last; and (sent, 0), of
-    which the length says how many of this rank's tokens are among them. For a level without any both are
-    empty. At the end (own, 0), tokens of keys that stay with the rank. Numbers in the place of empty arrays
-    would have code compiled anew for every value.
-    """
+    """The mask of one rank of a sharding in which runs of the widest `spans` come first."""
     share = total // len(sharding)
     span = spans(sharding, levels, slices)
     assert (np.diff(span[sharding[rank][:, DOCUMENT]]) <= 0).all(), "widest first, as of `shard`"
     sent = sent_tokens(sharding, span, len(levels))
     offset = np.zeros(len(sharding), dtype=np.int64)  # of what a rank sends on the level, among its tokens
-    exchange: list[Ints] = []
+    exchange: list[Level] = []
     numbers: list[Ints] = []
     tokens: list[Ints] = []
     for place, size in reversed(list(enumerate(levels))):
@@ -252,21 +221,20 @@ def gathered_mask(
         positions = sequence_positions(tuple(parts), lengths[documents], rows * size)
         for row, late in zip(positions, offset[first : first + size] - (share - rows), strict=True):
             row[:] = np.roll(row, max(int(late), 0))  # so far before those tokens the rank's rows begin
-        order = key_order(positions)
-        exchange = [order, np.empty((int(sent[place, rank]), 0), dtype=np.int64), *exchange]
+        exchange.insert(0, Level(key_order(positions), int(sent[place, rank])))
         numbers += [documents, np.array([-1])]
         tokens += [lengths[documents], np.array([rows * size - int(lengths[documents].sum())])]
         offset += sent[place]
     mine = sharding[rank]
     own = mine[span[mine[:, DOCUMENT]] < 0, DOCUMENT]
-    alone = not any(map(len, exchange))
-    exchange.append(np.empty((share - int(offset[rank]) if len(own) or alone else 0, 0), dtype=np.int64))
+    alone = not any(len(level.order) for level in exchange)
+    kept = share - int(offset[rank]) if len(own) or alone else 0
     number = np.concatenate([*numbers, own])
     size_of = np.concatenate([*tokens, lengths[own]])
     begins = np.zeros(len(lengths) + 1, dtype=np.int64)
     begins[number] = np.cumsum(size_of) - size_of
     keys = np.stack([number, size_of], axis=1)[size_of > 0]
-    return ContextMask(segments_among(mine, begins[:-1]), tuple(exchange), keys)
+    return ContextMask(segments_among(mine, begins[:-1]), KeyExchange(tuple(exchange), kept), keys)
 
 
 def key_shares(

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from wlb_titan.arrays import Floats
 from wlb_titan.context.strategy import ContextStrategy, Move, MoveSeconds
 from wlb_titan.cost.analytic import BYTES
 from wlb_titan.cost.cluster import Cluster, Link
@@ -20,14 +19,12 @@ class ExchangeCost:
     """The collectives of one layer.
 
     Attributes:
-        strategy: whose collectives they are; None without context parallelism.
-        moves: what travels, as of `Exchange`; none without it.
+        moves: what travels, as of `Exchange`; none without context parallelism.
         cluster: the hardware.
         stride: ranks that two context-parallel neighbours are apart.
         repeats: whether activation checkpointing moves again what it does not keep.
     """
 
-    strategy: ContextStrategy | None
     moves: tuple[Move, ...]
     cluster: Cluster
     stride: int
@@ -45,7 +42,7 @@ class ExchangeCost:
     ) -> ExchangeCost:
         """Of a model's layers."""
         moves = () if strategy is None else strategy.exchange(model, degrees.tensor).moves
-        return cls(strategy, moves, cluster, degrees.strides["cp"], repeats)
+        return cls(moves, cluster, degrees.strides["cp"], repeats)
 
     def link(self, move: Move) -> Link:
         """What a collective goes over."""
@@ -80,10 +77,6 @@ class ExchangeCost:
         """In all passes, of each move."""
         each = ((self._passes(move), move) for move in self.moves)
         return [MoveSeconds(n * self._token_seconds(move), n * self._latency(move)) for n, move in each]
-
-    def waited(self, communication: Floats, attention: Floats) -> Floats:
-        """As of the strategy."""
-        return communication if self.strategy is None else self.strategy.waited(communication, attention)
 
     def _passes(self, move: Move) -> int:
         """How often it runs for a micro-batch: forward, backward, and once more where it is not kept."""

@@ -261,24 +261,3 @@ def document_runs(begins: Ints, lengths: Ints, ranks: int) -> tuple[Ints, Ints, 
         by_rank[chunks].transpose(0, 2, 1).ravel(),
         by_rank[chunks + 1].transpose(0, 2, 1).ravel(),
     )
-
-
-def per_document_round_robin(lengths: Ints, total: int, ranks: int) -> Sharding:
-    """The paper's per-document sharding: equal chunks of a document, its last tokens dealt out singly.
-
-    Arguments and result are those of `per_document`. The tokens go to ranks 0, 1, 2 ... in turn, over the
-    documents, so that here too no rank is more than one ahead.
-    """
-    assert total % (2 * ranks) == 0, f"{total} tokens do not divide into {2 * ranks} chunks"
-    begins = np.cumsum(lengths) - lengths
-    rest = lengths % (2 * ranks)
-    owner, begin, end = document_runs(begins, lengths - rest, ranks)
-    dealt = np.arange(rest.sum())
-    token = np.repeat(begins + lengths - np.cumsum(rest), rest) + dealt
-    return from_runs(
-        np.concatenate([owner, dealt % ranks]),
-        np.concatenate([begin, token]),
-        np.concatenate([end, token + 1]),
-        lengths,
-        ranks,
-    )

@@ -35,7 +35,6 @@ STRATEGIES = Family(
         "adaptive": "wlb_titan.context.all_gather:Adaptive",
         "hybrid": "wlb_titan.context.all_gather:Hybrid",
         "ulysses": "wlb_titan.context.ulysses:Ulysses",
-        "ulysses_gather": "wlb_titan.context.ulysses_gather:UlyssesGather",
         "auto": "wlb_titan.context.all_gather:Auto",
     },
 )
@@ -59,13 +58,14 @@ class ContextMask(NamedTuple):
     Attributes:
         segments: int32 (S, 4), as `wlb_titan.kernels.varlen_attention` takes them; each segment's keys from
             its document's first.
-        exchange: int64 arrays that the strategy's `attention` gets besides, on its device.
+        exchange: what the strategy's `attention` gets besides: int64 arrays and numbers, in tuples. It gets
+            tensors on its device, for a number n an empty one, (n, 0): compiled code then serves any number.
         keys: int64 (k, 2), the documents whose keys the rank has, in the order in which they lie there:
             number (-1 for padding between documents) and tokens. Behind the last there is padding.
     """
 
     segments: NDArray[np.int32]
-    exchange: tuple[Ints, ...]
+    exchange: tuple[Any, ...]
     keys: Ints
 
     @classmethod
@@ -140,7 +140,6 @@ def gathered(
     model: ModelShape,
     tensor: int,
     ranks: int,
-    collectives: int = 1,
     levels: Sequence[int] = (),
     *,
     always: bool = True,
@@ -153,9 +152,7 @@ def gathered(
         always: as of `Move`.
     """
     keys = model.key_elements(tensor)
-    moves = tuple(
-        Move(keys * (size - 1) / size, collectives, size, always=always) for size in levels or (ranks,)
-    )
+    moves = tuple(Move(keys * (size - 1) / size, 1, size, always=always) for size in levels or (ranks,))
     return Exchange(moves=moves, sent=keys / ranks, keys=keys)
 
 
@@ -292,7 +289,3 @@ class ContextStrategy(Plugin, ABC):
     def heads(self, heads: int, kv_heads: int, rank: int) -> tuple[int, int]:
         """Query and key heads of a rank's calls of the kernel, of those that tensor parallelism leaves it."""
         return heads, kv_heads
-
-    def waited(self, communication: Floats, attention: Floats) -> Floats:
-        """Those seconds of a layer's collectives in which nothing is computed, shaped alike."""
-        return communication
