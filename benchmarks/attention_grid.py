@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from attention_cases import WINDOW, lognormal
 from torch import Tensor
-from wlb_titan.kernels.options import Shape
+from wlb_titan.kernels.segments import Shape
 
 from wlb_titan import context
 from wlb_titan.commands.measure import CPU_GRID, GPU_GRID, GridCase

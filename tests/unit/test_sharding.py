@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from wlb_titan import context
 from wlb_titan.context import STRATEGIES, MoveSeconds, per_document, sequence_positions
 from wlb_titan.context.hybrid import levels_of, tries
-from wlb_titan.context.layout import per_document_round_robin, spans, widest_first
+from wlb_titan.context.layout import spans, widest_first
 from wlb_titan.context.ulysses import head_shares
 from wlb_titan.cost.attention_kernels import hopper
 from wlb_titan.cost.attention_latency import slowest
@@ -23,6 +23,7 @@ from wlb_titan.packing import POLICIES
 from wlb_titan.plan import COUNT, DOCUMENT, LENGTH, OFFSET, Slices
 
 SHARDINGS = ("per_sequence", "per_document", "adaptive", "hybrid")
+ROUND_ROBIN = "own_policies.sharding:RoundRobin"
 LATENCY = hopper(128, 32)
 
 ragged = st.lists(
@@ -45,8 +46,8 @@ def padded(lengths: list[int], ranks: int, extra: int = 0) -> tuple[np.ndarray, 
     return np.array(lengths, dtype=np.int64), (-(-sum(lengths) // unit) + extra) * unit
 
 
-def shard(policy, lengths, total, ranks, latency=LATENCY, remainder="spread"):
-    return planning.shard(policy, lengths, total, ranks, latency, remainder=remainder)[1]
+def shard(policy, lengths, total, ranks, latency=LATENCY):
+    return planning.shard(policy, lengths, total, ranks, latency)[1]
 
 
 def pairs(rank: np.ndarray) -> int:
@@ -59,10 +60,10 @@ def pairs(rank: np.ndarray) -> int:
 def check_keys(mask, shards, positions, lengths, rank, levels):
     """That a rank's segments see just their documents' keys up to their queries: by moving the tokens'
     positions in the sequence as `runtime.all_gather` moves keys."""
-    *exchange, own = mask.exchange
+    exchange = mask.exchange
     share, begin, keys = positions.shape[1], 0, []
     begins = [0] * len(shards)
-    for order, sent, size in reversed(list(zip(exchange[::2], exchange[1::2], levels, strict=True))):
+    for (order, sent), size in reversed(list(zip(exchange.levels, levels, strict=True))):
         rows, first = len(order) // size, rank // size * size
         span = spans(shards, levels)
         place = levels.index(size)
@@ -72,13 +73,13 @@ def check_keys(mask, shards, positions, lengths, rank, levels):
             for member in range(first, first + size)
             for at in [min(begins[member], share - rows)]
         ]
-        assert rows == max(counts[first : first + size]) and len(sent) == counts[rank]
+        assert rows == max(counts[first : first + size]) and sent == counts[rank]
         assert sorted(order) == list(range(rows * size))
         keys.append(np.concatenate(gathered)[order])
         begins = [b + c for b, c in zip(begins, counts, strict=True)]
     begin = begins[rank]
-    if len(own):
-        assert len(own) == share - begin
+    if exchange.kept:
+        assert exchange.kept == share - begin
         keys.append(positions[rank, begin:])
     keys = np.concatenate(keys)
     starts = np.cumsum(lengths) - lengths
@@ -100,7 +101,8 @@ def check_keys(mask, shards, positions, lengths, rank, levels):
 @given(ragged, st.sampled_from([(2, 1), (4, 2), (6, 3), (8, 2), (8, 8)]), st.integers(0, 40))
 def test_ulysses_gather_divides_groups_per_document_and_their_ranks_in_a_row(lengths, degrees, extra):
     ranks, within = degrees
-    strategy = STRATEGIES.configure("ulysses_gather", within=within).make(ranks, LATENCY)
+    config = STRATEGIES.configure("own_policies.ulysses_gather:UlyssesGather", within=within)
+    strategy = config.make(ranks, LATENCY)
     lengths = np.array(lengths)
     total = -(-int(lengths.sum()) // strategy.divisor) * strategy.divisor + extra * strategy.divisor
     if lengths.sum() < ranks:
@@ -116,20 +118,19 @@ def test_ulysses_gather_divides_groups_per_document_and_their_ranks_in_a_row(len
         mask = strategy.mask(shards, lengths, total, rank)
         levels = (len(groups),)
         check_keys(mask, groups, expected, lengths, rank // within, levels)
-    assert strategy.travelling(shards, total) == (total, len(mask.exchange[0]))
+    assert strategy.travelling(shards, total) == (total, len(mask.exchange.levels[0].order))
     seconds = strategy.seconds(shards)
     assert seconds.shape == (ranks, 2)
 
 
-@pytest.mark.parametrize("remainder", ["spread", "round_robin"])
-@pytest.mark.parametrize("policy", SHARDINGS)
+@pytest.mark.parametrize("policy", [*SHARDINGS, ROUND_ROBIN])
 @given(lengths=ragged, ranks=degrees, extra=slack)
 @settings(max_examples=60)
-def test_ranks_tile_every_document_and_hold_equal_tokens(policy, remainder, lengths, ranks, extra):
+def test_ranks_tile_every_document_and_hold_equal_tokens(policy, lengths, ranks, extra):
     if sum(lengths) < ranks:
         return
     lengths, total = padded(lengths, ranks, extra)
-    result = shard(policy, lengths, total, ranks, remainder=remainder)
+    result = shard(policy, lengths, total, ranks)
 
     assert len(result) == ranks
     held = [np.zeros(length, dtype=int) for length in lengths]
@@ -186,7 +187,7 @@ def test_ranks_get_the_keys_that_their_queries_see(policy, lengths, ranks, extra
     for rank in range(ranks):
         mask = strategy.mask(shards, lengths, total, rank)
         check_keys(mask, shards, positions, lengths, rank, strategy.levels)
-    assert strategy.travelling(shards, total)[-1] == len(mask.exchange[-3])  # among all ranks
+    assert strategy.travelling(shards, total)[-1] == len(mask.exchange.levels[-1].order)  # among all ranks
 
 
 @given(lengths=ragged, ranks=degrees)
@@ -242,7 +243,7 @@ def test_per_document_attention_is_within_one_percent_from_200_tokens_a_rank():
 
 def test_round_robin_deals_single_tokens_and_spread_does_not():
     lengths, total = padded([1003], 2)
-    dealt = per_document_round_robin(lengths, total, 2)
+    dealt = shard(ROUND_ROBIN, lengths, total, 2)
     assert [rank.tolist() for rank in dealt] == [
         [[0, 0, 250], [0, 750, 251], [0, 1002, 1]],  # token 1000 touches the last chunk, token 1002 does not
         [[0, 250, 500], [0, 1001, 1]],

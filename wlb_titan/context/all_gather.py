@@ -15,11 +15,9 @@ has are those gathered, document by document, the padding, and those of its own 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import ClassVar, NamedTuple
 
 import numpy as np
-from annotated_types import Ge
 
 from wlb_titan.arrays import Bools, Floats, Ints
 from wlb_titan.context.hybrid import exchange_seconds, levels_of, tries
@@ -27,7 +25,6 @@ from wlb_titan.context.layout import (
     Sharding,
     after,
     per_document,
-    per_document_round_robin,
     per_sequence,
     segments_among,
     sent_tokens,
@@ -40,52 +37,23 @@ from wlb_titan.context.strategy import (
     ContextStrategy,
     Exchange,
     KeyShares,
-    MoveSeconds,
     gathered,
 )
-from wlb_titan.cost.attention_latency import AttentionLatency, slowest
+from wlb_titan.cost.attention_latency import slowest
 from wlb_titan.cost.models import ModelShape
-from wlb_titan.errors import PlanError
 from wlb_titan.plan import DOCUMENT, Slices
 
 
 class AllGather(ContextStrategy):
     """What the shardings have in common; a sharding is a subclass with a `divide` of its own."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(ContextStrategy.Config):
-        remainder: Literal["spread", "round_robin"] = "spread"
-        """What `per_document` does with the tokens that 2 x CP equal chunks leave over: `spread` makes some
-        chunks one token longer, `round_robin` deals the tokens out one by one, as in the paper."""
-
-        gather_groups: Annotated[int, Ge(1)] = 1
-        """Groups of heads in which keys and values are gathered. With more than one, a group attends while
-        the next one's keys still travel, which pays where context parallelism crosses nodes. It must divide
-        the key heads of a tensor-parallel rank."""
-
     attention = "wlb_titan.runtime.attention.all_gather:AllGatherAttention"
     merges = True
     spares: ClassVar[bool] = False  # keeps most documents from travelling
 
-    def __init__(
-        self, config: Any, ranks: int, latency: AttentionLatency, moves: Sequence[MoveSeconds] = ()
-    ) -> None:
-        super().__init__(config, ranks, latency, moves)
-        self._groups: int = config.gather_groups
-        self._per_document = per_document if config.remainder == "spread" else per_document_round_robin
-
     @property
     def divisor(self) -> int:
         return 2 * self.ranks
-
-    def check(self, model: ModelShape, tensor: int) -> None:
-        heads = model.kv_heads // tensor
-        if self._groups < 1 or heads % self._groups:
-            raise PlanError(
-                f"{self._groups} groups do not divide the {heads} key heads of a rank at a tensor-parallel "
-                f"degree of {tensor}; set gather_groups to a divisor of {heads}.",
-                setting="sharding.gather_groups",
-            )
 
     def seconds(self, sharding: Sharding) -> Floats:
         return self.latency.seconds(sharding, held_keys(self._sent(sharding), self.levels))
@@ -121,24 +89,14 @@ class AllGather(ContextStrategy):
     def keys(self, sharding: Sharding, total: int, slices: Slices | None = None) -> KeyShares:
         return key_shares(sharding, total, self.levels, slices)
 
-    def heads(self, heads: int, kv_heads: int, rank: int) -> tuple[int, int]:
-        return heads // self._groups, kv_heads // self._groups
-
     def mask(
         self, sharding: Sharding, lengths: Ints, total: int, rank: int, slices: Slices | None = None
     ) -> ContextMask:
-        """Segments of the rank's own queries; `exchange` as of `gathered_mask`."""
+        """Segments of the rank's own queries; `exchange` is a `KeyExchange`."""
         return gathered_mask(sharding, lengths, total, rank, self.levels, slices)
 
     def exchange(self, model: ModelShape, tensor: int) -> Exchange:
-        always = not self.spares
-        return gathered(model, tensor, self.ranks, self._groups, self.levels, always=always)
-
-    def waited(self, communication: Floats, attention: Floats) -> Floats:
-        """Only the first group's gather is waited for as a whole; each later one overlaps with attention."""
-        rest = (self._groups - 1) / self._groups * np.maximum(communication - attention, 0)
-        waited: Floats = communication / self._groups + rest
-        return waited
+        return gathered(model, tensor, self.ranks, self.levels, always=not self.spares)
 
 
 class PerSequence(AllGather):
@@ -158,7 +116,7 @@ class PerDocument(AllGather):
     """Two chunks of every document for each rank, so that all ranks do the same work."""
 
     def divide(self, lengths: Ints, total: int) -> tuple[str, Sharding]:
-        return "per_document", self._per_document(lengths, total, self.ranks)
+        return "per_document", per_document(lengths, total, self.ranks)
 
 
 class Adaptive(AllGather):
@@ -177,7 +135,7 @@ class Adaptive(AllGather):
         """Shardings with their names, of which the fastest is taken, the first of equally fast ones."""
         return [
             ("per_sequence", per_sequence(lengths, total, self.ranks)),
-            ("per_document", self._per_document(lengths, total, self.ranks)),
+            ("per_document", per_document(lengths, total, self.ranks)),
         ]
 
     def _predicted(self, sharding: Sharding, slices: Slices | None = None) -> float:
@@ -187,8 +145,7 @@ class Adaptive(AllGather):
         if slices is not None:
             sent, seen = self._sent(sharding, slices), after(sharding, slices.prefix)
         attention = slowest(self.latency.seconds(seen, held))
-        moving = exchange_seconds(sent, self.levels, self.moves)
-        return attention + float(self.waited(np.array(moving), np.array(attention)))
+        return attention + exchange_seconds(sent, self.levels, self.moves)
 
 
 class Hybrid(Adaptive):
@@ -207,6 +164,22 @@ class Hybrid(Adaptive):
         return [*super().candidates(lengths, total), *(("hybrid", sharding) for sharding in tried)]
 
 
+class Level(NamedTuple):
+    """What is gathered within the rank's group of one size."""
+
+    order: Ints
+    """int64 (gathered,), where each key lies among those gathered rank by rank, in document order and padding
+    last; empty where nothing is gathered."""
+    sent: int  # how many of this rank's tokens are among them
+
+
+class KeyExchange(NamedTuple):
+    """The keys of a rank: those that it gathers, and the tokens whose keys stay with it."""
+
+    levels: tuple[Level, ...]
+    kept: int
+
+
 def gathered_mask(
     sharding: Sharding,
     lengths: Ints,
@@ -215,23 +188,13 @@ def gathered_mask(
     levels: Sequence[int],
     slices: Slices | None = None,
 ) -> ContextMask:
-    """The mask of one rank of a sharding in which runs of the widest `spans` come first.
-
-    Its `exchange` has two arrays for each level, both empty where nothing travels, and one more:
-
-        order, int64 (gathered,)   where each key, in document order with padding last, lies among those
-                                   gathered rank by rank
-        sent, int64 (n, 0)         n: how many of this rank's tokens are among them
-        kept, int64 (n, 0)         n: tokens whose keys stay with this rank
-
-    The lengths of empty arrays stand for numbers, as code would be compiled for each value of a number.
-    """
+    """The mask of one rank of a sharding in which runs of the widest `spans` come first."""
     share = total // len(sharding)
     span = spans(sharding, levels, slices)
     assert (np.diff(span[sharding[rank][:, DOCUMENT]]) <= 0).all(), "widest first, as of `shard`"
     sent = sent_tokens(sharding, span, len(levels))
     offset = np.zeros(len(sharding), dtype=np.int64)  # of what a rank sends on the level, among its tokens
-    exchange: list[Ints] = []
+    exchange: list[Level] = []
     numbers: list[Ints] = []  # of the documents whose keys the rank has, -1 for padding
     tokens: list[Ints] = []
     for place, size in reversed(list(enumerate(levels))):
@@ -240,20 +203,20 @@ def gathered_mask(
         rows = int(sent[place, group].max())
         runs = [shard[span[shard[:, DOCUMENT]] == place] for shard in sharding[group]]
         documents, order = _gathered_order(runs, lengths, rows, offset[group] - (share - rows))
-        exchange = [order, np.empty((int(sent[place, rank]), 0), dtype=np.int64), *exchange]
+        exchange.insert(0, Level(order, int(sent[place, rank])))
         numbers += [documents, np.array([-1])]
         tokens += [lengths[documents], np.array([rows * size - int(lengths[documents].sum())])]
         offset += sent[place]
     mine = sharding[rank]
     whole = mine[span[mine[:, DOCUMENT]] < 0, DOCUMENT]
-    alone = not any(map(len, exchange))
-    exchange.append(np.empty((share - int(offset[rank]) if len(whole) or alone else 0, 0), dtype=np.int64))
+    alone = not any(len(level.order) for level in exchange)
+    kept = share - int(offset[rank]) if len(whole) or alone else 0
     number = np.concatenate([*numbers, whole])
     size_of = np.concatenate([*tokens, lengths[whole]])
     begins = np.zeros(len(lengths) + 1, dtype=np.int64)
     begins[number] = np.cumsum(size_of) - size_of
     keys = np.stack([number, size_of], axis=1)[size_of > 0]
-    return ContextMask(segments_among(mine, begins[:-1]), tuple(exchange), keys)
+    return ContextMask(segments_among(mine, begins[:-1]), KeyExchange(tuple(exchange), kept), keys)
 
 
 def _gathered_order(runs: Sequence[Ints], lengths: Ints, rows: int, late: Ints) -> tuple[Ints, Ints]:

@@ -28,7 +28,7 @@ from operator import itemgetter
 import numpy as np
 
 from wlb_titan.arrays import Bools, Floats, Ints
-from wlb_titan.context.layout import Sharding, chunks, from_runs
+from wlb_titan.context.layout import Sharding, document_chunks, from_runs
 from wlb_titan.context.strategy import MoveSeconds
 from wlb_titan.cost.attention_latency import AttentionLatency
 
@@ -110,7 +110,7 @@ def _widths(
     sizes = np.array([1, *levels])
     shares, tokens = work[rows] / sizes[:, None], lengths[rows] / sizes[:, None]  # on a rank, by size
     rest = work.sum() - work[rows].sum()
-    _, begin, end = chunks(np.zeros(len(rows), dtype=np.int64), lengths[rows], ranks)
+    _, begin, end = document_chunks(np.zeros(len(rows), dtype=np.int64), lengths[rows], ranks)
     pieces = latency.work(np.maximum(end - begin, 1), np.maximum(end, 1)).sum(axis=0)
     cut_work = pieces.reshape(ranks, len(rows), 2).sum(axis=(0, 2))  # among few ranks: as if they were whole
     token_seconds, each = np.zeros((2, len(sizes)))
@@ -146,7 +146,7 @@ def _shard(
     runs = [
         (owner + place * size, begin, end)
         for (size, place), members in groups.items()
-        for owner, begin, end in [chunks(begins[members], lengths[members], size)]
+        for owner, begin, end in [document_chunks(begins[members], lengths[members], size)]
     ]
     empty = np.zeros(0, dtype=np.int64)
     owner, begin, end = map(np.concatenate, zip((empty, empty, empty), *runs, strict=True))

@@ -39,7 +39,7 @@ def per_sequence(lengths: Ints, total: int, ranks: int) -> Sharding:
         total: tokens of the sequence with its padding; a multiple of 2 x ranks.
     """
     _check(total, ranks)
-    return from_runs(*chunks(np.array([0]), np.array([total]), ranks), lengths, ranks)
+    return from_runs(*document_chunks(np.array([0]), np.array([total]), ranks), lengths, ranks)
 
 
 def per_document(lengths: Ints, total: int, ranks: int) -> Sharding:
@@ -49,31 +49,14 @@ def per_document(lengths: Ints, total: int, ranks: int) -> Sharding:
     holds [(0, 0, 3), (0, 7, 2), (1, 0, 1), (1, 5, 2)] and rank 1 [(0, 3, 4), (1, 1, 4)], 8 tokens each.
     """
     _check(total, ranks)
-    return from_runs(*chunks(np.cumsum(lengths) - lengths, lengths, ranks), lengths, ranks)
-
-
-def per_document_round_robin(lengths: Ints, total: int, ranks: int) -> Sharding:
-    """The paper's per-document sharding: equal chunks of a document, its last tokens dealt out singly.
-
-    These tokens go to ranks 0, 1, 2 ... in turn, over the documents, so that here too no rank is more than
-    one ahead.
-    """
-    _check(total, ranks)
-    begins = np.cumsum(lengths) - lengths
-    rest = lengths % (2 * ranks)
-    dealt = np.arange(rest.sum())
-    token = np.repeat(begins + lengths - np.cumsum(rest), rest) + dealt
-    equal = chunks(begins, lengths - rest, ranks)
-    single = dealt % ranks, token, token + 1
-    owner, begin, end = map(np.concatenate, zip(equal, single, strict=True))
-    return from_runs(owner, begin, end, lengths, ranks)
+    return from_runs(*document_chunks(np.cumsum(lengths) - lengths, lengths, ranks), lengths, ranks)
 
 
 def _check(total: int, ranks: int) -> None:
     assert total % (2 * ranks) == 0, f"{total} tokens do not divide into {2 * ranks} chunks"
 
 
-def chunks(begins: Ints, lengths: Ints, ranks: int) -> tuple[Ints, Ints, Ints]:
+def document_chunks(begins: Ints, lengths: Ints, ranks: int) -> tuple[Ints, Ints, Ints]:
     """The 2 x ranks chunks of each document, as runs for `from_runs`: owner, begin and end, each int64
     (ranks x documents x 2,), ordered by rank, document and place, so that sorting them takes no time.
 

@@ -39,7 +39,6 @@ STRATEGIES = Family(
         "adaptive": "wlb_titan.context.all_gather:Adaptive",
         "hybrid": "wlb_titan.context.all_gather:Hybrid",
         "ulysses": "wlb_titan.context.ulysses:Ulysses",
-        "ulysses_gather": "wlb_titan.context.ulysses_gather:UlyssesGather",
         "auto": "wlb_titan.context.all_gather:Auto",
     },
 )
@@ -51,13 +50,14 @@ class ContextMask(NamedTuple):
     Attributes:
         segments: int32 (S, 4), as `wlb_titan.kernels.varlen_attention` takes them; each segment's keys from
             its document's first.
-        exchange: int64 arrays that the strategy's `attention` gets besides, on its device.
+        exchange: what the strategy's `attention` gets besides: int64 arrays and numbers, in tuples. It gets
+            tensors on its device, for a number n an empty one, (n, 0): compiled code then serves any number.
         keys: int64 (k, 2), the documents whose keys the rank has, in the order in which they lie there:
             number (-1 for padding between documents) and tokens. Behind the last there is padding.
     """
 
     segments: NDArray[np.int32]
-    exchange: tuple[Ints, ...]
+    exchange: tuple[Any, ...]
     keys: Ints
 
     @classmethod
@@ -114,7 +114,6 @@ def gathered(
     model: ModelShape,
     tensor: int,
     ranks: int,
-    collectives: int = 1,
     levels: Sequence[int] = (),
     *,
     always: bool = True,
@@ -127,9 +126,7 @@ def gathered(
         always: as of `Move`.
     """
     keys = model.key_elements(tensor)
-    moves = tuple(
-        Move(keys * (size - 1) / size, collectives, size, always=always) for size in levels or (ranks,)
-    )
+    moves = tuple(Move(keys * (size - 1) / size, 1, size, always=always) for size in levels or (ranks,))
     return Exchange(moves=moves, sent=keys / ranks, keys=keys)
 
 
@@ -153,8 +150,7 @@ class ExchangeSeconds(NamedTuple):
 class ExchangeCost:
     """The collectives of one layer on the hardware of a job."""
 
-    strategy: ContextStrategy | None  # None without context parallelism
-    moves: tuple[Move, ...]
+    moves: tuple[Move, ...]  # none without context parallelism
     cluster: Cluster
     stride: int  # ranks that two context-parallel neighbours are apart
     repeats: bool  # whether activation checkpointing moves again what it does not keep
@@ -170,7 +166,7 @@ class ExchangeCost:
         repeats: bool,
     ) -> ExchangeCost:
         moves = () if strategy is None else strategy.exchange(model, degrees.tensor).moves
-        return cls(strategy, moves, cluster, degrees.strides["cp"], repeats)
+        return cls(moves, cluster, degrees.strides["cp"], repeats)
 
     def price(self, move: Move, passes: int) -> MoveSeconds:
         """What a collective takes in so many passes."""
@@ -209,10 +205,6 @@ class ExchangeCost:
             seconds += tokens * price.token + price.each if tokens else 0.0
             received += self.passes(move) * tokens * BYTES * move.received
         return seconds, received
-
-    def waited(self, communication: Floats, attention: Floats) -> Floats:
-        """As of the strategy."""
-        return communication if self.strategy is None else self.strategy.waited(communication, attention)
 
 
 class ContextStrategy(Plugin, ABC):
@@ -340,7 +332,3 @@ class ContextStrategy(Plugin, ABC):
     def heads(self, heads: int, kv_heads: int, rank: int) -> tuple[int, int]:
         """Query and key heads of a rank's calls of the kernel, of those that tensor parallelism leaves it."""
         return heads, kv_heads
-
-    def waited(self, communication: Floats, attention: Floats) -> Floats:
-        """Those seconds of a layer's collectives in which nothing is computed, shaped alike."""
-        return communication
