@@ -269,7 +269,7 @@ class ContextStrategy(Plugin, ABC):
 
         Args:
             lengths: int64 (n,), tokens of the documents in sequence order, each at least 1.
-            total: tokens of the sequence with its padding, which comes last.
+            total: tokens of the sequence with its padding, which comes last; a multiple of `divisor`.
             slices: what lies elsewhere of these documents; None where all of them are whole.
 
         Returns:
@@ -283,13 +283,9 @@ class ContextStrategy(Plugin, ABC):
                 "share it. Use a smaller context-parallel degree, a longer context window or longer "
                 "documents."
             )
-        if total % self.divisor:
-            raise PlanError(
-                f"{micro_batch} has {total} tokens with its padding, which {self.ranks} context-parallel "
-                f"ranks cannot divide. Pad it to a multiple of {self.divisor}."
-            )
-        if total < tokens:
-            raise PlanError(f"{micro_batch} has documents of {tokens} tokens but room for only {total}.")
+        assert tokens <= total and total % self.divisor == 0, (
+            f"{total} tokens are not padded"
+        )
         return self.divide(lengths, total) if slices is None else self.divide_slices(lengths, total, slices)
 
     @abstractmethod
