@@ -283,9 +283,7 @@ class ContextStrategy(Plugin, ABC):
                 "share it. Use a smaller context-parallel degree, a longer context window or longer "
                 "documents."
             )
-        assert tokens <= total and total % self.divisor == 0, (
-            f"{total} tokens are not padded"
-        )
+        assert tokens <= total and total % self.divisor == 0, f"{total} tokens are not padded"
         return self.divide(lengths, total) if slices is None else self.divide_slices(lengths, total, slices)
 
     @abstractmethod
