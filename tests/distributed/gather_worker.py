@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map
 from wlb_titan.kernels import varlen_attention
 
-from wlb_titan.context import STRATEGIES, MoveSeconds, segments, sequence_positions, whole
+from wlb_titan.context import STRATEGIES, MoveSeconds, segments, sequence_positions, whole_sequence
 from wlb_titan.context.hybrid import levels_of
 from wlb_titan.cost.attention_kernels import hopper
 from wlb_titan.plan import Slices
@@ -50,7 +50,7 @@ def difference(policy, lengths, token_seconds, sliced, mesh):
     gradient[tokens:] = 0
     alone = [x.requires_grad_() for x in everything]
     expected, _ = varlen_attention(
-        *alone, torch.from_numpy(segments(whole(lengths), lengths)), return_lse=True
+        *alone, torch.from_numpy(segments(whole_sequence(lengths), lengths)), return_lse=True
     )
     expected_gradients = torch.autograd.grad(expected, alone, gradient)
     own = torch.from_numpy(sequence_positions(sharding, lengths, total)[rank])

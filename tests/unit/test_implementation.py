@@ -14,7 +14,7 @@ from wlb_titan.kernels.segments import Shape
 from wlb_titan.kernels.self_check import KernelError
 
 from wlb_titan.config.settings import AttentionSettings
-from wlb_titan.context import segments, segments_after, whole
+from wlb_titan.context import segments, segments_after, whole_sequence
 from wlb_titan.errors import UserError
 
 pytestmark = pytest.mark.slow
@@ -106,7 +106,9 @@ def passes(ran, implementation, length, sliced, compiled):
     for tokens in [length // 2] * 2 if sliced else [length]:
         before = length - tokens if ran else 0
         own = segments_after(
-            segments(whole(np.array([tokens])), np.array([tokens])), np.array([tokens]), np.array([before])
+            segments(whole_sequence(np.array([tokens])), np.array([tokens])),
+            np.array([tokens]),
+            np.array([before]),
         )
         extra = {}
         if sliced:

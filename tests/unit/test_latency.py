@@ -91,7 +91,7 @@ def test_merged_segments_are_counted_as_the_kernels_merge_them(longest, error, w
     blocks."""
     rng = np.random.default_rng(longest)
     lengths = rng.integers(1, longest, 60000 // longest)
-    segments = context.segments(context.whole(lengths), lengths)
+    segments = context.segments(context.whole_sequence(lengths), lengths)
     listed = tile_list(segments, int(lengths.sum()), window)
     counted = Tiling(128, 128, merge_keys=1024).count(lengths, lengths, window).sum(axis=1)
     assert counted[0] == pytest.approx(len(listed), rel=0.03)

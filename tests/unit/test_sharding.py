@@ -265,7 +265,7 @@ def test_a_policy_that_chooses_is_never_predicted_slower_than_what_it_chooses_fr
     slices = None if prefix is None else Slices(before, before > 0)
     strategies = {policy: STRATEGIES.configure(policy).make(ranks, latency) for policy in SHARDINGS}
     shards = {
-        policy: context.after(strategy.shard(lengths, total, slices=slices)[1], before)
+        policy: context.with_prefix(strategy.shard(lengths, total, slices=slices)[1], before)
         for policy, strategy in strategies.items()
     }
     for better, worse in (("adaptive", ("per_sequence", "per_document")), ("hybrid", ("adaptive",))):
@@ -392,7 +392,7 @@ def test_queries_of_slices_see_their_prefixes(policy, lengths, ranks, data):
         whole = [np.stack([np.arange(len(lengths)), prefix, lengths], axis=1)]
         heads = [share.queries.stop - share.queries.start for share in head_shares(32, 32, ranks)]
         expected = [replace(LATENCY, heads=n).seconds(whole)[0] for n in heads]
-        assert strategy.seconds(context.after(shards, prefix)) == pytest.approx(np.array(expected))
+        assert strategy.seconds(context.with_prefix(shards, prefix)) == pytest.approx(np.array(expected))
         return
     queries = np.concatenate(seen)[:, [1, 3]].astype(np.int64).T
     expected = (lengths * prefix + lengths * (lengths + 1) // 2).sum()

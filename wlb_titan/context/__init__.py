@@ -7,13 +7,13 @@ and where the tokens lie in the sequence. A strategy makes shardings, and knows 
 
 from wlb_titan.context.layout import (
     Sharding,
-    after,
     per_document,
     per_sequence,
     segments,
     segments_after,
     sequence_positions,
-    whole,
+    whole_sequence,
+    with_prefix,
 )
 from wlb_titan.context.strategy import (
     ALL_KEYS,
@@ -25,7 +25,7 @@ from wlb_titan.context.strategy import (
     KeyShares,
     Move,
     MoveSeconds,
-    gathered,
+    all_gather_exchange,
 )
 
 __all__ = [
@@ -39,12 +39,12 @@ __all__ = [
     "Move",
     "MoveSeconds",
     "Sharding",
-    "after",
-    "gathered",
+    "all_gather_exchange",
     "per_document",
     "per_sequence",
     "segments",
     "segments_after",
     "sequence_positions",
-    "whole",
+    "whole_sequence",
+    "with_prefix",
 ]

@@ -23,7 +23,6 @@ from wlb_titan.arrays import Bools, Floats, Ints
 from wlb_titan.context.hybrid import exchange_seconds, levels_of, tries
 from wlb_titan.context.layout import (
     Sharding,
-    after,
     per_document,
     per_sequence,
     segments_among,
@@ -31,13 +30,14 @@ from wlb_titan.context.layout import (
     sequence_positions,
     spans,
     widest_first,
+    with_prefix,
 )
 from wlb_titan.context.strategy import (
     ContextMask,
     ContextStrategy,
     Exchange,
     KeyShares,
-    gathered,
+    all_gather_exchange,
 )
 from wlb_titan.cost.attention_latency import slowest
 from wlb_titan.cost.models import ModelShape
@@ -96,7 +96,7 @@ class AllGather(ContextStrategy):
         return gathered_mask(sharding, lengths, total, rank, self.levels, slices)
 
     def exchange(self, model: ModelShape, tensor: int) -> Exchange:
-        return gathered(model, tensor, self.ranks, self.levels, always=not self.spares)
+        return all_gather_exchange(model, tensor, self.ranks, self.levels, always=not self.spares)
 
 
 class PerSequence(AllGather):
@@ -143,7 +143,7 @@ class Adaptive(AllGather):
         sent, seen = self._sent(sharding), sharding
         held = held_keys(sent, self.levels)
         if slices is not None:
-            sent, seen = self._sent(sharding, slices), after(sharding, slices.prefix)
+            sent, seen = self._sent(sharding, slices), with_prefix(sharding, slices.prefix)
         attention = slowest(self.latency.seconds(seen, held))
         return attention + exchange_seconds(sent, self.levels, self.moves)
 

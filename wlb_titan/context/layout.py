@@ -182,7 +182,7 @@ def sent_tokens(sharding: Sharding, span: Ints, levels: int) -> Ints:
     return tokens.astype(np.int64).reshape(-1, ranks)
 
 
-def after(sharding: Sharding, prefix: Ints | None) -> Sharding:
+def with_prefix(sharding: Sharding, prefix: Ints | None) -> Sharding:
     """The runs of a sharding where each document has a prefix that lies elsewhere, and its queries see it.
 
     Args:
@@ -242,7 +242,7 @@ def sequence_positions(sharding: Sharding, lengths: Ints, total: int) -> Ints:
     return positions
 
 
-def whole(lengths: Ints) -> Ints:
+def whole_sequence(lengths: Ints) -> Ints:
     """The shard of a rank that holds the whole sequence: every document in one run."""
     documents = np.arange(len(lengths))
     return np.stack([documents, np.zeros_like(documents), lengths], axis=1)

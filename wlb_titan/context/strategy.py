@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats, Ints
-from wlb_titan.context.layout import Sharding, segments, whole
+from wlb_titan.context.layout import Sharding, segments, whole_sequence
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.cluster import Cluster
 from wlb_titan.cost.degrees import Degrees
@@ -64,7 +64,7 @@ class ContextMask(NamedTuple):
     def of_sequence(cls, lengths: Ints) -> ContextMask:
         """The mask of a rank with all documents, queries and keys in the order of the sequence."""
         keys = np.stack([np.arange(len(lengths)), lengths], axis=1)
-        return cls(segments(whole(lengths), lengths), (), keys)
+        return cls(segments(whole_sequence(lengths), lengths), (), keys)
 
 
 class KeyShares(NamedTuple):
@@ -110,7 +110,7 @@ class Exchange:
         return sum(move.kept for move in self.moves)
 
 
-def gathered(
+def all_gather_exchange(
     model: ModelShape,
     tensor: int,
     ranks: int,
@@ -299,7 +299,7 @@ class ContextStrategy(Plugin, ABC):
         """float64 (ranks, 2), forward and backward seconds of one layer's attention on each rank.
 
         A run's queries see all tokens of its document up to themselves, also where no run begins with the
-        first (`layout.after`).
+        first (`layout.with_prefix`).
         """
 
     def travelling(self, sharding: Sharding, total: int, slices: Slices | None = None) -> tuple[int, ...]:
