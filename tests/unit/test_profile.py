@@ -87,9 +87,6 @@ def test_the_latency_model_takes_its_passes_units_and_heads_from_profile_and_sha
 def test_an_attention_that_was_not_measured_is_named(profile, shape, message):
     with pytest.raises(PlanError, match=f"Some GPU has no attention of .*{message}"):
         profile.latency(shape)
-
-
-def test_a_profile_without_a_backward_is_refused(profile):
     half = replace(profile, entries=profile.entries[:1])
     with pytest.raises(PlanError, match="no backward pass of the attention of head dim 64"):
         half.latency(AttentionShape(head_dim=64, group=8))
@@ -148,16 +145,13 @@ def test_a_cluster_whose_profile_lacks_an_attention_is_scaled_with_a_warning():
 )
 def test_files_that_are_no_profile_are_named(profile, tmp_path, change, message):
     path = tmp_path / "profile.json"
+    with pytest.raises(PlanError, match=r"profile\.json cannot be read: No such file"):
+        Profile.load(path)
     profile.save(path)
     changed = change(json.loads(path.read_text()))
     path.write_text(changed if isinstance(changed, str) else json.dumps(changed))
     with pytest.raises(PlanError, match=rf"profile\.json is not a profile .*{message}.*again"):
         Profile.load(path)
-
-
-def test_a_missing_profile_is_named(tmp_path):
-    with pytest.raises(PlanError, match=r"none\.json cannot be read: No such file"):
-        Profile.load(tmp_path / "none.json")
 
 
 def test_errors_compare_prediction_and_measurement(profile):
