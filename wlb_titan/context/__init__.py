@@ -1,6 +1,6 @@
 """Context parallelism: who holds which tokens of a packed micro-batch, and what that costs (paper section 5).
 
-A sharding says, for each rank, which runs of which documents it holds. Every rank holds exactly total / ranks
+A sharding lists the runs of documents that each rank holds. Every rank holds exactly total / ranks
 tokens, its share of the padding last. From it follow the attention segments of a rank (what its queries see)
 and where the tokens lie in the sequence. A strategy makes shardings, and knows what the ranks exchange.
 """

@@ -4,8 +4,8 @@ Keys and values of documents that lie on several ranks are gathered in every lay
 of them; a document that lies whole on one rank stays there. What a rank's queries cost depends on which
 tokens it holds, and that is what the four shardings differ in.
 
-Each rank holds the tokens whose keys travel first, and sends so many rows as the rank with most of them has:
-one regular collective, in which the rows of other ranks that nobody needs are padding. The keys that it then
+Each rank holds the tokens whose keys travel first, and sends as many rows as the rank with most of them has:
+one regular collective, in which rows that nobody needs are padding. The keys that it then
 has are those gathered, document by document, the padding, and those of its own documents:
 
     rank 0 holds  a0 a1 | b b b      gathered  a0 a1 a2 -     keys of rank 0  a0 a1 a2 - b b b
@@ -132,7 +132,7 @@ class Adaptive(AllGather):
     def candidates(
         self, lengths: Ints, total: int, cached: Bools | None = None
     ) -> list[tuple[str, Sharding]]:
-        """Shardings with their names, of which the fastest is taken, the first of equally fast ones."""
+        """Shardings with their names; the fastest is taken, the first of equally fast ones."""
         return [
             ("per_sequence", per_sequence(lengths, total, self.ranks)),
             ("per_document", per_document(lengths, total, self.ranks)),
@@ -226,11 +226,12 @@ def _gathered_order(runs: Sequence[Ints], lengths: Ints, rows: int, late: Ints) 
     Args:
         runs: per rank an int64 (m, 3), as of a sharding.
         rows: tokens that each rank sends.
-        late: int64 (ranks,), by how many rows a rank's tokens would reach beyond its end; where they would,
-            what it sends begins so much earlier.
+        late: int64 (ranks,), rows by which what a rank sends would reach beyond its last token; its rows
+            then begin that much earlier.
     """
     documents, renumbered = np.unique(np.concatenate(runs)[:, DOCUMENT], return_inverse=True)
-    for of_rank, number in zip(runs, np.split(renumbered, np.cumsum([*map(len, runs)])[:-1]), strict=True):
+    cuts = np.cumsum([len(of_rank) for of_rank in runs])[:-1]
+    for of_rank, number in zip(runs, np.split(renumbered, cuts), strict=True):
         of_rank[:, DOCUMENT] = number
     positions = sequence_positions(tuple(runs), lengths[documents], rows * len(runs))
     for row, rolled in zip(positions, late, strict=True):

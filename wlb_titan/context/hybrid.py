@@ -101,7 +101,7 @@ def _widths(
     moves: Sequence[MoveSeconds],
     cached: Bools | None,
 ) -> list[Ints]:
-    """Over how many ranks documents go, int64 (n,), under the bounds of which the least time is expected."""
+    """int64 (n,), over how many ranks each document goes, for the bounds with the least expected time."""
     ranks, mean = levels[-1], work.sum() / levels[-1]
     long = (work > NEGLIGIBLE * mean) | (lengths > share // ITEMS_PER_RANK)
     if cached is not None:
@@ -139,7 +139,7 @@ def _widths(
 def _shard(
     lengths: Ints, widths: Ints, work: Floats, total: int, ranks: int, sizes: Sequence[int]
 ) -> Sharding:
-    """The sharding in which documents go over so many ranks each, or more where there is no room."""
+    """The sharding in which each document goes over `widths` ranks, or more where there is no room."""
     begins = np.cumsum(lengths) - lengths
     share = total // ranks
     groups, loads, left = _place(lengths, widths, work, share, sizes)
@@ -198,7 +198,7 @@ def _place(
 
 
 def _items(lengths: Ints, begins: Ints, is_long: Bools, work: Floats, most: int) -> tuple[Ints, Ints, Floats]:
-    """Begin, end and work of the short documents, neighbours of together some `most` tokens as one."""
+    """First token, end and work of the short documents; neighbours with some `most` tokens are one."""
     short = np.flatnonzero(~is_long)
     if not short.size:
         return short, short, np.zeros(0)
@@ -240,11 +240,7 @@ def _deal(tokens: Ints, work: Floats, room: Ints, loads: Sequence[float]) -> tup
 
 
 def _fill(begins: Ints, ends: Ints, room: Ints, padding: int) -> tuple[Ints, Ints, Ints]:
-    """Cuts runs over the ranks' rooms, the smallest of which take the padding.
-
-    Returns:
-        Owner, begin and end of the pieces.
-    """
+    """Cuts runs over the ranks' rooms, the smallest of which take the padding: runs as of `from_runs`."""
     order = np.argsort(room, kind="stable").tolist()
     rooms = room.tolist()
     for rank in order:

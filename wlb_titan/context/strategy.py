@@ -169,7 +169,7 @@ class ExchangeCost:
         return cls(moves, cluster, degrees.strides["cp"], repeats)
 
     def price(self, move: Move, passes: int) -> MoveSeconds:
-        """What a collective takes in so many passes."""
+        """What a collective takes in a number of passes."""
         link = self.cluster.link(move.ranks, self.stride * move.stride)
         token = BYTES * move.received / link.bandwidth
         return MoveSeconds(passes * token, passes * move.collectives * link.latency)
@@ -183,7 +183,7 @@ class ExchangeCost:
         return [self.price(move, self.passes(move)) for move in self.moves]
 
     def seconds(self, travelling: Sequence[float]) -> ExchangeSeconds:
-        """For a micro-batch of which so many tokens travel by each move."""
+        """For a micro-batch, by the tokens that travel in each move."""
         moving = repeated = latency = 0.0
         for tokens, move in zip(travelling, self.moves, strict=True):
             price = self.price(move, 1)
@@ -198,8 +198,8 @@ class ExchangeCost:
         return self.seconds([float(move.always) for move in self.moves])
 
     def in_all_passes(self, travelling: Sequence[float]) -> tuple[float, float]:
-        """Seconds for such a micro-batch in all passes, the repeated ones too, and bytes that a rank receives
-        in them."""
+        """Seconds of all passes of a micro-batch, the repeated ones too, and bytes that a rank receives in
+        them."""
         seconds = received = 0.0
         for tokens, move, price in zip(travelling, self.moves, self.of_moves(), strict=True):
             seconds += tokens * price.token + price.each if tokens else 0.0

@@ -1,4 +1,4 @@
-"""The hardware that a prediction is for, from a TOML file: the one home of such figures.
+"""The hardware that a prediction is for, from a TOML file: the one home of its figures.
 
 The fields of `Cluster` and `Link` say the sections and keys of the file, docs/simulator.md has a whole one:
 bytes, FLOP/s, bytes/s of one GPU, and seconds of one collective. All rates but the peak are what the device

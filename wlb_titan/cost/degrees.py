@@ -177,12 +177,8 @@ class Expert(Dimension):
 
 
 TORCHTITAN = {
-    "pipeline": Pipeline,
-    "replicate": Replicate,
-    "shard": Shard,
-    "context": Context,
-    "tensor": Tensor,
-    "expert": Expert,
+    dimension.__name__.lower(): dimension
+    for dimension in (Pipeline, Replicate, Shard, Context, Tensor, Expert)
 }
 """The dimensions of [parallelism], by the field of `Degrees`, in the order of ranks: the outermost first."""
 
