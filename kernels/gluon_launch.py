@@ -6,7 +6,6 @@ stores of 16 bytes that meet in no bank of shared memory. For 64 rows, of `pack`
 (half of D, 8 columns, warp, row of 8, lane of 4, row // 8 of the warp's 16, 2 columns).
 """
 
-from functools import cache
 from math import log2
 from typing import NamedTuple
 
@@ -19,9 +18,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .gluon_backward import gluon_backward_kernel
 from .gluon_forward import gluon_forward_kernel
-from .options import Options, Saved
+from .implementations import units
 from .schedule import Schedule
-from .segments import Visibility
+from .segments import Options, Saved, Visibility
 from .triton_launch import LOG2_E, aligned, result, row_statistics
 
 ROWS = 64  # of one of the forward's two consumers, and of a step of the backward
@@ -162,7 +161,7 @@ def packed(heads: int, least: int = 1) -> int:
     return pack if pack >= least else 1
 
 
-def division(schedule: Schedule, q_heads: int, kv_heads: int, units: int) -> Division:
+def division(schedule: Schedule, q_heads: int, kv_heads: int, programs: int) -> Division:
     """What was fastest on an H100 (docs/kernels.md).
 
     Programs that walk over the same queries find these, and their sums of dQ, in the L2 cache while they are
@@ -175,7 +174,7 @@ def division(schedule: Schedule, q_heads: int, kv_heads: int, units: int) -> Div
     pack = 1 if heads_first else packed(group, LEAST_PACKED)
     tokens = ROWS // pack
     lists = schedule.key_tiles(tokens, KEYS, turn_rows=tokens)
-    split = parts(lists.heaviest, lists.steps * kv_heads / units, group)
+    split = parts(lists.heaviest, lists.steps * kv_heads / programs, group)
     if split > 1 or heads_first:
         return Division(split, 1, heads_first and split < group, min(kv_heads, SECTION))
     fits = 2 ** max(0, round(log2(SIDE_BY_SIDE / (schedule.key.q_tokens * group))))
@@ -211,12 +210,7 @@ def parts(heaviest: int, mean: float, group: int) -> int:
 def most_programs(device: torch.device, options: Options) -> int:
     """One for each multiprocessor that is not left to other kernels: it fills the shared memory of one, and
     stays to the end."""
-    return max(multiprocessors(device) - options.sm_margin, 1)
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return max(units(device) - options.sm_margin, 1)
 
 
 def row_descriptor(x: Tensor, rows: int) -> TensorDescriptor:

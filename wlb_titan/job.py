@@ -12,15 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
-from wlb_titan.context import ALL_KEYS, STRATEGIES, ContextStrategy, Exchange, KeyShares
-from wlb_titan.context.exchange import ExchangeCost
-from wlb_titan.cost.analytic import TokenSeconds
+from wlb_titan.context import ALL_KEYS, STRATEGIES, ContextStrategy, Exchange, ExchangeCost, KeyShares
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.cluster import Cluster, load_cluster
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS, ModelShape
 from wlb_titan.cost.profile import AttentionShape, configured_latency, measured_cluster
-from wlb_titan.cost.workload import CostModel, cost_model
+from wlb_titan.cost.workload import CostModel, TokenSeconds, cost_model
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.fits import Fitting, usable_share
@@ -278,9 +276,7 @@ class Job:
     @cached_property
     def token(self) -> TokenSeconds:
         """What one token of a micro-batch costs a rank."""
-        tensor, context = self.degrees.tensor, self.degrees.context
-        cluster = measured_cluster(self.cluster, self.sharding.profile)
-        return TokenSeconds.of(self.model, cluster, tensor, context, self.exchanging.always.moving)
+        return TokenSeconds.of(self, measured_cluster(self.cluster, self.sharding.profile))
 
     @cached_property
     def cost_model(self) -> CostModel:

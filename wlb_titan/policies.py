@@ -32,7 +32,7 @@ class Policy(NamedTuple):
 
 
 def policy_parts(text: str) -> list[str]:
-    """One to three names: `wlb:adaptive`, or classes in full, `own.packing:Reversed:own.sharding:TwoLevel`.
+    """One to three names: `wlb:adaptive`, or classes in full, `own.packing:Reversed:own.sharding:Contiguous`.
 
     Raises:
         UserError: a part is not known.

@@ -13,8 +13,8 @@ import pytest
 from crosscompile import compile_all
 from test_compile import HEAD_DIMS, gluon_launches, launches
 from wlb_titan.kernels import gluon_launch
-from wlb_titan.kernels.configs import choose
 from wlb_titan.kernels.implementations import GLUON_HEAD_DIMS
+from wlb_titan.kernels.triton_launch import choose
 
 
 def figures() -> dict[str, list[int]]:

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from oracle import attention_and_lse, compare, packed, poisoned, random_inputs, side_by_side, with_gradients
 from test_tiles import VISIBILITIES, segment_lists
 from wlb_titan.kernels import gluon_launch, triton_launch, varlen_attention
-from wlb_titan.kernels.configs import Config, choose
-from wlb_titan.kernels.options import Options, Saved, Shape
 from wlb_titan.kernels.schedule import schedule_of
-from wlb_titan.kernels.segments import CAUSAL, Visibility
-from wlb_titan.kernels.self_check import check_kernels, rich_segments
+from wlb_titan.kernels.segments import CAUSAL, Options, Saved, Shape, Visibility
+from wlb_titan.kernels.self_check import Noise, check_kernels
+from wlb_titan.kernels.triton_launch import Config, choose
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_interpreter.py"
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
@@ -237,6 +236,6 @@ def test_op_copies_no_operand_that_tma_can_read():
 
 def test_the_check_before_a_job_finds_the_kernels_right():
     options = Options(0.25, Visibility(window=40), implementation="triton")
-    segments = rich_segments(2, units=1, scale=60)
-    error = check_kernels(Shape(4, 2, 16, 16), options, torch.float16, torch.device("cpu"), segments=segments)
+    noise = Noise.rich(Shape(4, 2, 16, 16), torch.float16, torch.device("cpu"), scale=60)
+    error = check_kernels(noise, options)
     assert 0 < error < TOLERANCE[torch.float16]

@@ -10,8 +10,8 @@ from oracle import packed, random_inputs
 from triton.backends.compiler import GPUTarget
 from wlb_titan.kernels import gluon_launch, triton_launch
 from wlb_titan.kernels.implementations import GLUON_HEAD_DIMS
-from wlb_titan.kernels.options import Options, Saved
 from wlb_titan.kernels.schedule import schedule_of
+from wlb_titan.kernels.segments import Options, Saved
 
 PASSES = ("forward", "key_tiles", "query_tiles")
 KERNELS = ("forward_kernel", "statistics_kernel", "key_tile_kernel", "query_tile_kernel")
@@ -69,7 +69,7 @@ def gluon_launches(dim: int, group: int, monkeypatch, units: int = 132) -> list[
 
     With one key head and many units the backward splits the group, and with few it does not.
     """
-    monkeypatch.setattr(gluon_launch, "multiprocessors", lambda device: units)
+    monkeypatch.setattr(gluon_launch, "units", lambda device: units)
     q, k, v, dout = random_inputs(8192, 8192, group, 1, dim, dim, torch.bfloat16)
     schedule = schedule_of(packed([4096] * 2), 8192, 8192, q.device)
     with (
@@ -192,7 +192,7 @@ def test_no_version_follows_token_counts(monkeypatch):
     for length in (512, 3000, 70_000):
         q, k, v, dout = random_inputs(length, length, 8, 4, 64, 64, torch.bfloat16)
         schedule = schedule_of(packed([length]), length, length, q.device)
-        monkeypatch.setattr(gluon_launch, "multiprocessors", lambda device: 8)
+        monkeypatch.setattr(gluon_launch, "units", lambda device: 8)
         monkeypatch.setattr(type(schedule), "mean_keys", 4096.0)
         with (
             recording(triton_launch, *KERNELS) as recorded,

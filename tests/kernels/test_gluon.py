@@ -8,12 +8,11 @@ import torch
 from gluon_emulator import KERNELS, Emulated, load_kernel, mutated
 from gluon_machine import ORDERS
 from oracle import attention_and_lse, compare, packed, poisoned, random_inputs, side_by_side, with_gradients
-from wlb_titan.kernels import gluon_launch, implementations, self_check, stress
+from wlb_titan.kernels import gluon_launch, op, self_check, stress
 from wlb_titan.kernels import schedule as schedules
 from wlb_titan.kernels.implementations import Device
-from wlb_titan.kernels.options import Options, Saved, Shape
 from wlb_titan.kernels.schedule import Key, Schedule
-from wlb_titan.kernels.segments import CAUSAL, Visibility
+from wlb_titan.kernels.segments import CAUSAL, Options, Saved, Shape, Visibility
 
 SHARD = torch.tensor(
     [[5, 3, 2, 9], [0, 5, 0, 5], [8, 1, 11, 1], [10, 2, 0, 12], [3, 0, 1, 4]], dtype=torch.int32
@@ -74,7 +73,7 @@ def run(
     monkeypatch.setattr(gluon_launch, "gluon_backward_kernel", backward_kernel)
     monkeypatch.setattr(gluon_launch, "row_statistics", statistics)
     monkeypatch.setattr(gluon_launch, "gradient", gradient)
-    monkeypatch.setattr(gluon_launch, "multiprocessors", lambda device: units)
+    monkeypatch.setattr(gluon_launch, "units", lambda device: units)
     monkeypatch.setattr(gluon_launch, "HEADS_FIRST", 0 if heads_first else 1 << 30)
     if lists:
         monkeypatch.setattr(schedules, "tiles", changed_tiles(lists))
@@ -115,7 +114,7 @@ def test_multiprocessors_are_left_to_other_kernels(monkeypatch):
     monkeypatch.setattr(gluon_launch, "gluon_backward_kernel", Launched())
     monkeypatch.setattr(gluon_launch, "row_statistics", statistics)
     monkeypatch.setattr(gluon_launch, "gradient", gradient)
-    monkeypatch.setattr(gluon_launch, "multiprocessors", lambda device: 5)
+    monkeypatch.setattr(gluon_launch, "units", lambda device: 5)
     q, k, v, dout = random_inputs(1024, 1024, 4, 4, 64, 64, torch.bfloat16, seed=0)
     schedule = Schedule(packed([1024]).numpy(), Key(1024, 1024, CAUSAL, q.device, 0))
     for margin in (0, 2, 9):
@@ -211,17 +210,18 @@ def try_way(monkeypatch, backward=()):
         ),
         "row_statistics": statistics,
         "gradient": gradient,
-        "multiprocessors": lambda device: 3,
+        "units": lambda device: 3,
     }
     for name, value in kernels.items():
         monkeypatch.setattr(gluon_launch, name, value)
     monkeypatch.setattr(stress, "PROGRAMS", (1, 2, 7))
-    for module in (implementations, self_check):
+    for module in (op, self_check):
         monkeypatch.setattr(module, "device_of", lambda device: Device("cuda", (9, 0)))
     shape, cpu = Shape(8, 2, 64, 64), torch.device("cpu")
     wish = Options(SCALE, implementation="gluon")
-    noise = self_check.given(self_check.rich_segments(2, units=0, scale=40), shape, torch.bfloat16, cpu)
-    way = self_check.ways(shape, wish, torch.bfloat16, cpu)[0]
+    segments = self_check.rich_segments(2, units=0, scale=40)
+    noise = self_check.Noise.on(segments, shape, torch.bfloat16, cpu)
+    way = self_check.ways(noise, wish)[0]
     stress.try_way(noise, wish, self_check.wanted(noise, wish, "reference"), way, repeats=1)
 
 

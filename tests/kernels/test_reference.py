@@ -4,7 +4,7 @@ import pytest
 import torch
 from oracle import attention, attention_and_lse, compare, packed, random_inputs, with_gradients
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from wlb_titan.kernels import implementations, reference, varlen_attention
+from wlb_titan.kernels import op, reference, varlen_attention
 
 # Two chunks of one document, padding (rows 9 and 12), a one-token segment, unsorted rows, an empty one.
 SHARD = torch.tensor(
@@ -114,7 +114,7 @@ real_forward, real_backward = reference.forward, reference.backward
 
 
 def test_kernels_are_launched_on_the_tensors_device():
-    guard = implementations.current(torch.device("cuda", 3))
+    guard = op.current(torch.device("cuda", 3))
     assert isinstance(guard, torch.cuda.device) and guard.idx == 3
 
 

@@ -38,7 +38,7 @@ def run(checkpointing):
     if checkpointing is not None:
         checkpointing.build().apply(model)
     lengths = torch.tensor([32, 16]).numpy()
-    mask = DocumentMask(torch.from_numpy(context.segments(context.whole(lengths), lengths)))
+    mask = DocumentMask(torch.from_numpy(context.segments(context.whole_sequence(lengths), lengths)))
     positions = torch.cat([torch.arange(32), torch.arange(16)]).unsqueeze(0)
     trace, products = MemoryTrace(FakeTensorMode()), Products()
     with trace:

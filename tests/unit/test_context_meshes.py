@@ -26,7 +26,7 @@ CASES = {
     "two axes": (
         Degrees(pipeline=2, context=4),
         POLICIES.configure("plain"),
-        STRATEGIES.configure("ulysses_gather", within=2),
+        STRATEGIES.configure("own_policies.ulysses_gather:UlyssesGather", within=2),
     ),
 }
 

@@ -246,7 +246,7 @@ def test_resumes_where_it_was_saved():
     assert following[0] == following[1]
 
 
-@pytest.mark.parametrize("policy", ["ulysses", "ulysses_gather"])
+@pytest.mark.parametrize("policy", ["ulysses", "own_policies.ulysses_gather:UlyssesGather"])
 def test_strategies_that_divide_heads_are_refused_by_name(policy):
     made = {"data_parallel": 2, "context_parallel": 2, "sharding": policy}
     with pytest.raises(PlanError, match=f"cannot share a document under .* {policy}, which") as error:

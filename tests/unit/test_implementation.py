@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from wlb_titan.kernels import gluon_launch, implementations, reference, triton_launch
+from wlb_titan.kernels import gluon_launch, op, reference, triton_launch
 from wlb_titan.kernels.implementations import IMPLEMENTATIONS, Device, chosen
-from wlb_titan.kernels.options import Shape
+from wlb_titan.kernels.segments import Shape
 from wlb_titan.kernels.self_check import KernelError
 
 from wlb_titan.config.settings import AttentionSettings
-from wlb_titan.context import segments, segments_after, whole
+from wlb_titan.context import segments, segments_after, whole_sequence
 from wlb_titan.errors import UserError
 
 pytestmark = pytest.mark.slow
@@ -90,7 +90,7 @@ def on_hopper(monkeypatch):
     for module, name in ((gluon_launch, "gluon"), (triton_launch, "triton")):
         monkeypatch.setattr(module, "forward", launch(name, reference.forward))
         monkeypatch.setattr(module, "backward", launch(name, reference.backward))
-    monkeypatch.setattr(implementations, "device_of", lambda device: HOPPER)
+    monkeypatch.setattr(op, "device_of", lambda device: HOPPER)
     return ran
 
 
@@ -106,7 +106,9 @@ def passes(ran, implementation, length, sliced, compiled):
     for tokens in [length // 2] * 2 if sliced else [length]:
         before = length - tokens if ran else 0
         own = segments_after(
-            segments(whole(np.array([tokens])), np.array([tokens])), np.array([tokens]), np.array([before])
+            segments(whole_sequence(np.array([tokens])), np.array([tokens])),
+            np.array([tokens]),
+            np.array([before]),
         )
         extra = {}
         if sliced:
@@ -131,9 +133,8 @@ def test_it_reaches_every_call(on_hopper, sliced, compiled):
     ("policy", "settings", "expected"),
     [
         ("per_document", {}, [(12, 4)] * 4),
-        ("per_document", {"gather_groups": 2}, [(6, 2)] * 4),
         ("ulysses", {}, [(3, 1)] * 4),
-        ("ulysses_gather", {"within": 2}, [(6, 2)] * 4),
+        ("own_policies.ulysses_gather:UlyssesGather", {"within": 2}, [(6, 2)] * 4),
     ],
 )
 def test_kernels_are_compiled_for_the_heads_that_a_rank_has(policy, settings, expected):
@@ -164,8 +165,8 @@ def test_kernels_that_do_not_work_on_a_gpu_end_the_job(monkeypatch):
 
     checked = []
 
-    def check(shape, options, dtype, device):
-        checked.append((shape, options.visibility.window, options.implementation, dtype))
+    def check(noise, options):
+        checked.append((*noise, options.visibility.window, options.implementation))
         if options.visibility.window == 512:
             raise KernelError("dq is 0.3 of its norm away")
         return 0.003
@@ -182,6 +183,7 @@ def test_kernels_that_do_not_work_on_a_gpu_end_the_job(monkeypatch):
         "windows": lambda _: [None, 512],
         "warm_up": lambda *_: iter([(1, 1)]),
         "check_kernels": check,
+        "Noise": SimpleNamespace(rich=lambda shape, dtype, device: (shape, dtype)),
     }.items():
         monkeypatch.setattr(implementation, name, value)
     monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
@@ -190,7 +192,7 @@ def test_kernels_that_do_not_work_on_a_gpu_end_the_job(monkeypatch):
     reason = r"kernels with a window of 512 \(gluon\) do not work on this NVIDIA H100: dq is .* \"triton\""
     with pytest.raises(UserError, match=reason):
         implementation.compile_attention(config, None, torch.device("cuda"), 0)
-    assert checked == [(shape, None, "auto", BF16), (shape, 512, "auto", BF16)]
+    assert checked == [(shape, BF16, None, "auto"), (shape, BF16, 512, "auto")]
 
 
 def test_a_step_compares_gluons_backward_with_tritons(on_hopper, monkeypatch):

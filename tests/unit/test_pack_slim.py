@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from planning import make_planner
 from test_simulator import CLUSTER, MODEL, PAIRS
 
-from wlb_titan.cost.quadratic import Quadratic
-from wlb_titan.cost.workload import cost_model, workload
+from wlb_titan.cost.workload import Quadratic, cost_model, workload
 from wlb_titan.documents import Documents
 from wlb_titan.documents.mixture import Mixture
 from wlb_titan.documents.stream import DocumentStream

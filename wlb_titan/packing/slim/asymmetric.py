@@ -29,8 +29,8 @@ import numpy as np
 
 from wlb_titan.arrays import Floats, Ints
 from wlb_titan.context import sequence_positions
-from wlb_titan.cost.analytic import BYTES
 from wlb_titan.cost.passes import MicroBatches, pass_times
+from wlb_titan.cost.workload import BYTES
 from wlb_titan.memory.layer import TokenBytes
 from wlb_titan.memory.rank import Moment, RankPeak
 from wlb_titan.packing.policy import Pack, Packing

@@ -72,7 +72,7 @@ class Slim(PackingPolicy):
         dp_merge: bool | Literal["auto"] = "auto"
         """Whether several data-parallel ranks share a document of more work than one of them should have in
         a step, as context parallelism does. `auto` does so in the steps that are predicted to get shorter,
-        "true" in all that have such a document. Not with `ulysses` and `ulysses_gather`."""
+        "true" in all that have such a document. Not with `ulysses`."""
 
         solver: Literal["greedy", "milp"] = "greedy"
         """What puts short documents beside slices: longest processing time first, or HiGHS, which is seldom

@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -44,7 +44,7 @@ class DocumentMask:
 
     Attributes:
         segments: int32 (S, 4) on the CPU, as `wlb_titan.kernels.varlen_attention` takes them.
-        exchange: int64 tensors on the device that the context-parallel strategy's mask has besides.
+        exchange: what the context-parallel strategy's mask has besides, as tensors on the device.
         rows: int64 (n, 4) on the CPU, prefixes of documents in slices, as of `kv_cache`; None where documents
             are not sliced.
         cache: int64 () on the CPU, number of the step's `KeyValueCache`; as `rows`.
@@ -52,7 +52,7 @@ class DocumentMask:
     """
 
     segments: torch.Tensor
-    exchange: tuple[torch.Tensor, ...] = ()
+    exchange: tuple[Any, ...] = ()
     rows: torch.Tensor | None = None
     cache: torch.Tensor | None = None
     sharers: int = 1
@@ -73,7 +73,7 @@ class ContextAttention(Protocol):
         q_LNH: torch.Tensor,
         k_LNH: torch.Tensor,
         v_LNH: torch.Tensor,
-        exchange: tuple[torch.Tensor, ...],
+        exchange: tuple[Any, ...],
         attend: Attend,
         *,
         wants_lse: bool,
@@ -83,7 +83,7 @@ class ContextAttention(Protocol):
         Args:
             q_LNH, k_LNH, v_LNH: this rank's tokens; heads and head dims may differ.
             exchange: as of `DocumentMask`.
-            attend: the kernel, on this rank's segments.
+            attend: the kernel, on this rank's segments; called once.
             wants_lse: whether the log-sum-exp is looked at; if not, it may be that of other tokens.
         """
         ...
@@ -170,12 +170,6 @@ class DocumentAttention(Module):
         options = {"scale": scale, **self._options}
         if mask.rows is None:
             return partial(varlen_attention, segments=mask.segments, return_lse=True, **options)
-        rows, cache = mask.rows, mask.cache
-        assert cache is not None
-        calls = itertools.count()
-
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Attended:
-            call = next(calls)
-            return sliced_attention(q, k, v, mask.segments, rows, cache, self._layer, call=call, **options)
-
-        return attend
+        assert mask.cache is not None
+        where = {"segments": mask.segments, "rows": mask.rows, "cache": mask.cache, "layer": self._layer}
+        return partial(sliced_attention, **where, **options)

@@ -10,19 +10,20 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from wlb_titan.arrays import Ints
 from wlb_titan.context import ContextMask, ContextStrategy, Sharding, segments_after, sequence_positions
 from wlb_titan.plan import Slices
-from wlb_titan.runtime.attention.kv_cache import DOCUMENT, PREFIX, TOKENS
+from wlb_titan.runtime.attention.kv_cache import BEFORE, HERE, NUMBER
 from wlb_titan.runtime.attention.module import DocumentMask
 from wlb_titan.runtime.models.compile import documents_vary
 
 Item = tuple[dict[str, Any], torch.Tensor]
 """A micro-batch of one rank on the host: tensors "input", "positions", "segments", what context parallelism
-needs besides, and for a backward pass with tokens of several forward passes its "regrouping"; and labels."""
+needs besides as "exchange", and for a backward pass with tokens of several forward passes its "regrouping";
+and labels."""
 
-EXCHANGE = "exchange."
 REGROUPING = "regrouping"
 ON_HOST = ("segments", "rows", "sharers")  # read there
 
@@ -53,7 +54,7 @@ def rank_item(
         sharers: data-parallel ranks that share the micro-batch.
 
     Returns:
-        ({"input", "positions", "segments", "exchange.0", ...}, labels): tokens, positions and labels int64
+        ({"input", "positions", "segments", "exchange", ...}, labels): tokens, positions and labels int64
         (1, L / ranks, ...), segments int32 (S, 4), what the strategy's mask has besides, and "rows" and
         "sharers".
     """
@@ -62,18 +63,19 @@ def rank_item(
         own = sequence_positions(shards, lengths, len(tokens))[rank]
         mask = strategy.mask(shards, lengths, len(tokens), rank, slices)
         tokens, labels, positions = tokens[own], labels[own], positions[own]
-    extra = {f"{EXCHANGE}{number}": on_host(array) for number, array in enumerate(mask.exchange)}
+    extra = {}
     seen = mask.segments
     if sharers > 1:
         extra["sharers"] = torch.tensor(sharers, device="cpu")
     if rows is not None:
         rows = rows_of_keys(rows, mask.keys)
-        seen = segments_after(seen, mask.keys[:, 1], rows[:, PREFIX])
+        seen = segments_after(seen, mask.keys[:, 1], rows[:, BEFORE])
         extra["rows"] = torch.from_numpy(rows)
     return {
         "input": on_host(tokens).unsqueeze(0),
         "positions": on_host(positions).unsqueeze(0),
         "segments": torch.from_numpy(seen),
+        "exchange": tree_map(as_tensor, mask.exchange),
         **extra,
     }, on_host(labels).unsqueeze(0)
 
@@ -83,8 +85,8 @@ def rows_of_keys(rows: Ints, keys: Ints) -> Ints:
     number, tokens = keys.T
     result = rows[number]
     result[number < 0] = 0
-    result[number < 0, DOCUMENT] = -1
-    result[:, TOKENS] = tokens
+    result[number < 0, NUMBER] = -1
+    result[:, HERE] = tokens
     return result
 
 
@@ -104,13 +106,11 @@ def to_device(
         inputs and labels, and what else the model takes: positions, and attention_masks, a DocumentMask. What
         a stage takes is there, too.
     """
-    moved = {
-        name: tensor.to(device, non_blocking=True) for name, tensor in item.items() if name not in ON_HOST
-    }
-    exchange = tuple(tensor for name, tensor in moved.items() if name.startswith(EXCHANGE))
+    to_move = {name: value for name, value in item.items() if name not in ON_HOST}
+    moved = tree_map(lambda value: value.to(device, non_blocking=True), to_move)
     rows = documents_vary(item["rows"]) if "rows" in item else None
     sharers = int(item["sharers"]) if "sharers" in item else 1
-    mask = DocumentMask(documents_vary(item["segments"]), exchange, rows, cache, sharers)
+    mask = DocumentMask(documents_vary(item["segments"]), moved["exchange"], rows, cache, sharers)
     extra = {"positions": moved["positions"], "attention_masks": mask}
     if REGROUPING in moved:
         extra[REGROUPING] = moved[REGROUPING]
@@ -121,6 +121,11 @@ def grouped(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
     """What goes through the model together: the micro-batches of a pipeline run, or a single one."""
     for first in range(0, len(items), size):
         yield items[first : first + size]
+
+
+def as_tensor(part: Ints | int) -> torch.Tensor:
+    """What is in `ContextMask.exchange`, for the model: an array, or for a number an empty tensor (n, 0)."""
+    return torch.empty((part, 0), dtype=torch.int64) if isinstance(part, int) else on_host(part)
 
 
 def on_host(values: Ints) -> torch.Tensor:
