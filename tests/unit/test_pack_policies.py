@@ -328,8 +328,8 @@ def test_a_state_of_the_version_before_is_gone_on_from():
         elif name == "wlb_lazy":
             packing |= {"waiting": waiting}
         else:
-            ready = [[pack.tolist() for pack in step] for step in policy._ready]
-            packing |= {"remained": policy._remained.tolist(), "ready": ready}
+            ready = [pack.tolist() for pack in policy._ready]
+            packing |= {"remained": policy._remained.tolist(), "ready": [ready]}
         del state["stream"]["first"]
         again = planner(PACKINGS[name], lengths)
         again.load_state_dict({**state, "version": 2, "max_length": 128, "tolerance": 0.1})

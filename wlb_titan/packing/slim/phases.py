@@ -31,7 +31,7 @@ from wlb_titan.arrays import Floats, Ints
 from wlb_titan.context import ContextStrategy
 from wlb_titan.cost.workload import workload
 from wlb_titan.errors import PlanError
-from wlb_titan.packing.arrivals import topped_up
+from wlb_titan.packing.arrivals import Least
 from wlb_titan.packing.policy import Pack, Packing
 from wlb_titan.packing.slim.asymmetric import Line, asymmetric
 from wlb_titan.packing.slim.flow import PREDICTED_IN_STEP, Flows
@@ -138,7 +138,7 @@ def whole_shares(works: Floats, lengths: Ints, ranks: int, least: int) -> Shares
     found = shares(works, ranks)
     assigned = np.repeat(np.arange(ranks), [len(rows) for rows in found.own])
     rows = np.concatenate(found.own)
-    better = topped_up(assigned, lengths[rows], ranks, least)
+    better = Least(ranks, least).topped_up(assigned, lengths[rows])
     return (
         found if better is assigned else replace(found, own=[rows[better == rank] for rank in range(ranks)])
     )
