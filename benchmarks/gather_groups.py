@@ -24,9 +24,8 @@ from table1 import PAPER_DEGREES
 from wlb_titan.context import STRATEGIES
 from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.documents import Documents
-from wlb_titan.job import Job
+from wlb_titan.job import Job, Policy
 from wlb_titan.packing import POLICIES
-from wlb_titan.policies import Policy
 from wlb_titan.simulator.choice import Scenario
 from wlb_titan.simulator.step import simulate
 

@@ -12,10 +12,9 @@ from wlb_titan.cost.cluster import Link
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
-from wlb_titan.job import Job
+from wlb_titan.job import Job, Policy
 from wlb_titan.memory.fits import USABLE
 from wlb_titan.packing import POLICIES
-from wlb_titan.policies import Policy
 from wlb_titan.simulator.choice import Scenario, choose, predicted
 
 LENGTHS = np.random.default_rng(0).lognormal(6.5, 1.6, 4000).clip(16, 16384).astype(np.int64)

@@ -10,11 +10,10 @@ from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.cost.passes import pass_times
 from wlb_titan.documents import Documents
-from wlb_titan.job import Job
+from wlb_titan.job import Job, Policy
 from wlb_titan.memory.layer import MemorySettings
 from wlb_titan.packing import POLICIES
 from wlb_titan.plan import Action, micro_batches_of
-from wlb_titan.policies import Policy
 from wlb_titan.simulator.measured import MeasuredStep, Pass, measured, without_waiting
 from wlb_titan.simulator.replicas import (
     attention_seconds,

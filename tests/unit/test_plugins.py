@@ -16,10 +16,9 @@ from wlb_titan.cost.attention_kernels import hopper
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.errors import ConfigError, UserError
-from wlb_titan.job import Job
+from wlb_titan.job import Job, Policy
 from wlb_titan.packing import POLICIES
 from wlb_titan.plan import COUNT
-from wlb_titan.policies import Policy
 from wlb_titan.simulator.choice import Scenario
 
 LENGTHS = np.random.default_rng(0).integers(5, 900, 2000)

@@ -22,13 +22,12 @@ import numpy as np
 from wlb_titan.arrays import Floats
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError, UserError
-from wlb_titan.job import Job
+from wlb_titan.job import Job, Policy
 from wlb_titan.memory.rank import GIB
 from wlb_titan.packing.plain import MOST_MICRO_BATCHES
 from wlb_titan.packing.policy import AskRank0, ask_locally
 from wlb_titan.plan import Plan
 from wlb_titan.plugins import PluginConfig
-from wlb_titan.policies import Policy
 from wlb_titan.simulator.step import Prediction, simulate
 
 WARM_UP = 8  # steps in which queues fill
