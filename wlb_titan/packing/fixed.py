@@ -28,7 +28,7 @@ from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Least, Waiting, arrived, delayed, split
 from wlb_titan.packing.bins import REMAINS, Bins
-from wlb_titan.packing.policy import Packing, PackingPolicy
+from wlb_titan.packing.policy import Packing, PackingPolicy, drafts
 from wlb_titan.plan import LENGTH
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class FixedGreedy(PackingPolicy):
         packs, self._ready = self._ready[:n], self._ready[n:]
         packs = [delayed(pack, self._iteration) for pack in packs]
         self._iteration += 1
-        return Packing(packs, gap=self._gap)
+        return Packing(drafts(packs), gap=self._gap)
 
     def _pack_window(self) -> None:
         documents = self._read()

@@ -41,7 +41,7 @@ from wlb_titan.errors import PlanError
 from wlb_titan.packing.arrivals import ARRIVAL, NOTHING, Arrivals, Least, Waiting, delayed, split
 from wlb_titan.packing.bins import REMAINS, Bins, pack_by_work
 from wlb_titan.packing.plain import MOST_MICRO_BATCHES, imbalance_of_plain, mean_imbalance
-from wlb_titan.packing.policy import Packing, VariableLengthPolicy
+from wlb_titan.packing.policy import Packing, VariableLengthPolicy, drafts
 from wlb_titan.plan import ID, LENGTH, START
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Wlb(VariableLengthPolicy):
         packed = assigned != REMAINS
         self._remained = doc_set[~packed]  # 32
         assigned = self._least.topped_up(assigned[packed], lengths[packed])
-        return Packing(split(delayed(doc_set[packed], iteration), assigned, n))  # 36
+        return Packing(drafts(split(delayed(doc_set[packed], iteration), assigned, n)))  # 36
 
     def _sorted(self, documents: Waiting, iteration: int) -> Waiting:
         """Longest first, behind those that have remained for too long, which stand in front."""
