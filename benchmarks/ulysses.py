@@ -26,9 +26,8 @@ from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
-from wlb_titan.job import Job
+from wlb_titan.job import Job, Policy
 from wlb_titan.memory.rank import GIB
-from wlb_titan.policies import Policy
 from wlb_titan.simulator.choice import Scenario
 
 SHARDINGS = ("hybrid", "ulysses")

@@ -8,9 +8,11 @@ it names the cluster or they see the same GPUs.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from typing import NamedTuple
 
 from wlb_titan.context import ALL_KEYS, STRATEGIES, ContextStrategy, Exchange, ExchangeCost, KeyShares
 from wlb_titan.cost.attention_latency import AttentionLatency
@@ -30,7 +32,35 @@ from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder
 from wlb_titan.pipeline.schedule import PipelineShape, layers_of_stages
 from wlb_titan.plan import MicroBatch, Plan
 from wlb_titan.planner import Planner
-from wlb_titan.policies import Policy
+
+
+class Policy(NamedTuple):
+    """The names of a job's policies: how micro-batches are packed, sharded over context-parallel ranks and
+    ordered in the pipeline."""
+
+    packing: str
+    sharding: str = "per_sequence"
+    order: str = "as_packed"
+
+    @classmethod
+    def parse(cls, text: str) -> Policy:
+        """`packing[:sharding[:order]]`, such as `wlb:adaptive` or `wlb_lazy:hybrid:best`."""
+        return cls(*policy_parts(text))
+
+    def __str__(self) -> str:
+        return ":".join(self if self.order != "as_packed" else self[:2])
+
+
+def policy_parts(text: str) -> list[str]:
+    """One to three names: `wlb:adaptive`, or classes in full, `own.packing:Reversed:own.sharding:Two`."""
+    # A class begins with a capital letter, and so the colon before it separates no parts.
+    parts = [part.strip() for part in re.split(r":(?!\s*[A-Z])", text)]
+    families = (POLICIES, STRATEGIES, ORDERS)
+    if len(parts) > len(families):
+        raise PlanError(f"{text!r} has too many parts; a policy is packing[:sharding[:order]].")
+    for part, family in zip(parts, families, strict=False):
+        family.find(part)
+    return parts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from wlb_titan.plan import ID, LENGTH, START, MicroBatch, Plan
 if TYPE_CHECKING:
     from wlb_titan.job import Job
 
-STATE_VERSION = 3
+STATE_VERSION = 4
 
 
 class Planner:

@@ -11,6 +11,7 @@ from wlb_titan.documents import Documents
 from wlb_titan.job import Job
 from wlb_titan.packing import POLICIES
 from wlb_titan.pipeline.schedule import PipelineShape
+from wlb_titan.summary import Summary
 
 _OWN_TILES = KernelCost(
     Tiling(128, 128), launch=2.5e-5, key=0.0, segment=0.0, tile=2e-7, block=1.6e-6, masked=3e-7
@@ -47,6 +48,14 @@ def make_planner(
     ).planner(
         Documents(lengths=np.asarray(lengths), seed=seed, sources=tuple(sources), fingerprint=fingerprint)
     )
+
+
+def figures(lengths, steps, **arguments):
+    """The summary of steps of a planner as of `make_planner`, after some in which queues fill."""
+    planner = make_planner(lengths, **arguments)
+    for _ in range(8):
+        planner.next()
+    return Summary.of((planner.next() for _ in range(steps)), arguments["window"]).figures()
 
 
 def shard(policy, lengths, total, ranks, latency, **settings):

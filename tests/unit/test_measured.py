@@ -10,12 +10,11 @@ from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import ModelShape
 from wlb_titan.cost.passes import pass_times
 from wlb_titan.documents import Documents
-from wlb_titan.job import Job
+from wlb_titan.job import Job, Policy
 from wlb_titan.memory.layer import MemorySettings
 from wlb_titan.packing import POLICIES
 from wlb_titan.packing.predicted import attention_seconds, pass_seconds, passing
 from wlb_titan.plan import Action
-from wlb_titan.policies import Policy
 from wlb_titan.simulator.measured import MeasuredStep, Pass, measured, without_waiting
 from wlb_titan.simulator.replicas import planned_times, replica_graph
 from wlb_titan.simulator.step import simulate

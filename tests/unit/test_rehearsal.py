@@ -19,7 +19,7 @@ import torch.distributed as dist  # noqa: E402
 from wlb_titan.commands.lone_ranks import policy_words  # noqa: E402
 from wlb_titan.corpus.writer import write_synthetic_corpus  # noqa: E402
 from wlb_titan.cost.cluster import load_cluster  # noqa: E402
-from wlb_titan.policies import Policy  # noqa: E402
+from wlb_titan.job import Policy  # noqa: E402
 from wlb_titan.runtime.lone.group import ANSWER, LoneGroup, Traffic  # noqa: E402
 from wlb_titan.runtime.lone.rehearsal import STEP, without_answers  # noqa: E402
 from wlb_titan.runtime.lone.trainer import LoneTrainer  # noqa: E402

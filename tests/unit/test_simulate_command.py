@@ -19,8 +19,8 @@ from wlb_titan.corpus.prepare import prepare_corpus
 from wlb_titan.corpus.settings import PrepareSettings
 from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.cost.profile import Entry, Profile
+from wlb_titan.job import policy_parts
 from wlb_titan.pipeline.schedule import layers_of_stages
-from wlb_titan.policies import policy_parts
 from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 from wlb_titan.runtime.models.load import load_config
 from wlb_titan.simulator.search import candidates

@@ -18,12 +18,11 @@ from wlb_titan.commands.report.dryrun import print_rank, print_ranks
 from wlb_titan.cost.cluster import UNKNOWN, cluster_of_device
 from wlb_titan.memory.fits import usable_share
 from wlb_titan.memory.rank import GIB
-from wlb_titan.policies import policy_parts
 from wlb_titan.simulator.calls import RankCalls, unmet
 
 if TYPE_CHECKING:
     from wlb_titan.documents import Documents
-    from wlb_titan.job import Job
+    from wlb_titan.job import Job, policy_parts
     from wlb_titan.plan import MicroBatch
 
 PLANNED = 24

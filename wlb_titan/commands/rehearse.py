@@ -16,7 +16,7 @@ from wlb_titan.commands.job import describe_job
 from wlb_titan.commands.options import OVERRIDABLE, check_outputs, json_option, of_file, report_option
 from wlb_titan.commands.report.rehearse import Ran, Rehearsal, figures, print_rank, table_rows, write_report
 from wlb_titan.errors import UserError
-from wlb_titan.policies import policy_parts
+from wlb_titan.job import policy_parts
 
 GRACE = 60.0
 """Seconds over --seconds after which a rank that is within a step is stopped."""

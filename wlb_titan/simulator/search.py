@@ -26,8 +26,7 @@ import numpy as np
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.passes import MicroBatches
 from wlb_titan.errors import PlanError
-from wlb_titan.job import Job
-from wlb_titan.policies import Policy
+from wlb_titan.job import Job, Policy
 from wlb_titan.simulator.choice import Scenario
 from wlb_titan.simulator.step import Prediction, step_seconds
 

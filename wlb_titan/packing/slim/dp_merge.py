@@ -30,7 +30,7 @@ import numpy as np
 from wlb_titan.arrays import Floats, Ints
 from wlb_titan.context import ContextStrategy
 from wlb_titan.errors import PlanError
-from wlb_titan.packing.arrivals import topped_up
+from wlb_titan.packing.arrivals import Least
 
 MOST_MERGED = 16
 """Documents of a step that are merged at the most."""
@@ -127,7 +127,7 @@ def without_merging(works: Floats, lengths: Ints, ranks: int, least: int) -> Ass
     found = assignment(works, ranks)
     rows = np.concatenate(found.own)
     rank_of = np.repeat(np.arange(ranks), [len(own) for own in found.own])
-    better = topped_up(rank_of, lengths[rows], ranks, least)
+    better = Least(ranks, least).topped_up(rank_of, lengths[rows])
     if better is rank_of:
         return found
     return replace(found, own=[rows[better == rank] for rank in range(ranks)])
