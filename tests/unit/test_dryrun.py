@@ -319,8 +319,10 @@ def test_sigterm_ends_the_ranks(tmp_path):
     """Ranks that would sleep for minutes: those under way end, and those that wait do not begin."""
     script = (
         "import os, signal, sys, threading\nfrom pathlib import Path\n"
-        "from wlb_titan.commands.lone_ranks import RankCommand\n"
-        f"command = RankCommand('sleeping', {{}}, Path('x'), [], {{'PYTHONPATH': {str(tmp_path)!r}}})\n"
+        "from wlb_titan.commands import lone_ranks\n"
+        "lone_ranks.PROCESS = 'sleeping'\n"
+        f"environment = {{'PYTHONPATH': {str(tmp_path)!r}}}\n"
+        "command = lone_ranks.RankCommand('dryrun', {}, Path('x'), [], environment)\n"
         f"command.run([0, 1, 2], Path({str(tmp_path)!r}), 2)\n"
     )
     (tmp_path / "sleeping.py").write_text(

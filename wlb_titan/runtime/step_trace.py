@@ -38,19 +38,13 @@ class PassTimer:
     CPU by the clock. What a pass waits for *within* itself is part of its time: the collectives of FSDP,
     context and tensor parallelism. What it waits for *before* it starts, the neighbour stage's tensors, is
     not.
-
-    Attributes:
-        first: number of the first micro-batch of the run at hand, which the trainer sets: a step may have
-            several runs.
-        clock: clock of passes on the CPU, in seconds.
-        latest: the latest pass that began, measured or not.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.on = False
-        self.clock: Callable[[], float] = time.perf_counter
-        self.first = 0
-        self.latest = "the beginning"
+        self.clock: Callable[[], float] = time.perf_counter  # of passes on the CPU
+        self.first = 0  # micro-batch of the run at hand, which the trainer sets: a step may have several
+        self.latest = "the beginning"  # the latest pass that began, measured or not
         self._device = device
         self._start: Any = None
         self._stream: torch.Stream | None = None
@@ -61,7 +55,7 @@ class PassTimer:
         self.on = True
         if self._device.type != "cpu":
             self._stream = torch.accelerator.current_stream()
-        self._start = self._mark()
+        self._start = self.mark()
 
     @contextmanager
     def time(self, kind: str, stage: int, micro_batch: int) -> Iterator[None]:
@@ -70,9 +64,13 @@ class PassTimer:
         if not self.on:
             yield
             return
-        begin = self._mark()
+        begin = self.mark()
         yield
-        self._passes.append((kind, stage, self.first + micro_batch, begin, self._mark()))
+        self.keep(kind, begin, stage, self.first + micro_batch)
+
+    def keep(self, kind: str, begin: Any, stage: int = 0, micro_batch: int = 0) -> None:
+        """Keeps what ran from a mark until now; `micro_batch` counts from the step's first."""
+        self._passes.append((kind, stage, micro_batch, begin, self.mark()))
 
     def measures_this_stream(self) -> bool:
         """Whether it is on and what starts now would run on the passes' stream."""
@@ -93,7 +91,7 @@ class PassTimer:
         self._passes = []
         return passes
 
-    def _mark(self) -> Any:
+    def mark(self) -> Any:
         """A point in time: seconds and this thread's, or an event in the stream."""
         if self._device.type == "cpu":
             return self.clock(), time.thread_time()
@@ -135,12 +133,7 @@ class StepTrace:
             self._timer.start()
 
     def end(self, step: int, plan: Plan) -> dict[str, float]:
-        """Ends measuring. Call it on every rank.
-
-        Returns:
-            On the writer the figures of a measured step: "measured_imbalance", and with pipeline parallelism
-            "bubble". Otherwise nothing.
-        """
+        """Ends measuring; the figures of a measured step, on the writer alone. Call it on every rank."""
         if not self._measuring:
             return {}
         self._measuring = False
@@ -167,10 +160,7 @@ def measured_imbalance(ranks: Sequence[RankPasses], *, apart: bool = False) -> f
     """Largest over mean time of the job's micro-batches, as the predicted `imbalance` of a plan.
 
     The time of a micro-batch is that of its passes through all stages, each the mean over the context- and
-    tensor-parallel ranks that share it.
-
-    Args:
-        apart: whether backward passes have micro-batches of their own.
+    tensor-parallel ranks that share it. `apart`: whether backward passes have micro-batches of their own.
     """
     seconds: dict[bool, dict[tuple[int, int], float]] = defaultdict(lambda: defaultdict(float))
     sharers = len({(rank.cp, rank.tp) for rank in ranks})

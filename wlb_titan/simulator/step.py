@@ -29,7 +29,7 @@ from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.pipeline.schedule import rank_actions
 from wlb_titan.plan import ByPass, Plan, micro_batches_of
 from wlb_titan.simulator.dimensions import meetings, own_weights, together, with_dimensions
-from wlb_titan.simulator.measured import Measured
+from wlb_titan.simulator.measured import MeasuredPasses
 from wlb_titan.simulator.replicas import (
     flow_memory,
     in_runs,
@@ -110,7 +110,7 @@ class Prediction:
         )
 
 
-def simulate(job: Job, plans: Sequence[Plan], measured: Measured | None = None) -> Prediction:
+def simulate(job: Job, plans: Sequence[Plan], measured: MeasuredPasses | None = None) -> Prediction:
     """Predicts steps from their plans.
 
     Args:
