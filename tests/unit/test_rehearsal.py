@@ -239,15 +239,15 @@ def test_bytes_are_those_of_the_larger_side(group, traffic):
 
 def test_answers_are_taken_out_of_what_they_lie_in():
     measured = [
-        Pass(ANSWER, 0, 0, 0.5, 0.25),  # before the first pass: a receive
+        Pass(ANSWER, 0, 0, 0.5, 0.25, waited=0),  # before the first pass: a receive
         Pass("F", 0, 0, 1.0, 2.0),
-        Pass(ANSWER, 0, 0, 1.5, 0.5),
-        Pass(ANSWER, 0, 0, 2.5, 0.25),
+        Pass(ANSWER, 0, 0, 1.5, 0.5, waited=0.25),
+        Pass(ANSWER, 0, 0, 2.5, 0.25, waited=0.5),
         Pass("B", 0, 0, 3.0, 1.0),
-        Pass(ANSWER, 0, 0, 4.5, 0.5),  # of clipping
+        Pass(ANSWER, 0, 0, 4.5, 0.5, waited=16.0),  # of clipping
         Pass(STEP, 0, 0, 0.0, 6.0),
     ]
-    passes, seconds, optimizer = without_answers(measured, [0, 0.25, 0.5, 16.0])
+    passes, seconds, optimizer = without_answers(measured)
     assert [(one.kind, one.seconds) for one in passes] == [("F", 1.25), ("B", 1.0)]
     assert [one.pieces for one in passes] == [[0.5, 0.5, 0.25], [1.0]]
     assert [one.waited for one in passes] == [0.75, 0]

@@ -48,7 +48,7 @@ class PassTimer:
         self._device = device
         self._start: Any = None
         self._stream: torch.Stream | None = None
-        self._passes: list[tuple[str, int, int, Any, Any]] = []
+        self._passes: list[tuple[str, int, int, Any, Any, float | None]] = []
 
     def start(self) -> None:
         """Begins to measure, at time 0."""
@@ -68,9 +68,11 @@ class PassTimer:
         yield
         self.keep(kind, begin, stage, self.first + micro_batch)
 
-    def keep(self, kind: str, begin: Any, stage: int = 0, micro_batch: int = 0) -> None:
+    def keep(
+        self, kind: str, begin: Any, stage: int = 0, micro_batch: int = 0, waited: float | None = None
+    ) -> None:
         """Keeps what ran from a mark until now; `micro_batch` counts from the step's first."""
-        self._passes.append((kind, stage, micro_batch, begin, self.mark()))
+        self._passes.append((kind, stage, micro_batch, begin, self.mark(), waited))
 
     def measures_this_stream(self) -> bool:
         """Whether it is on and what starts now would run on the passes' stream."""
@@ -81,15 +83,15 @@ class PassTimer:
         self.on = False
         if self._device.type != "cpu":
             torch.accelerator.synchronize()
-        passes = [
+        kept, self._passes = self._passes, []
+        return [
             Pass(
                 *(kind, stage, micro_batch, self._seconds(self._start, begin), self._seconds(begin, end)),
-                end[1] - begin[1] if self._device.type == "cpu" else None,
+                computed=end[1] - begin[1] if self._device.type == "cpu" else None,
+                waited=waited,
             )
-            for kind, stage, micro_batch, begin, end in self._passes
+            for kind, stage, micro_batch, begin, end, waited in kept
         ]
-        self._passes = []
-        return passes
 
     def mark(self) -> Any:
         """A point in time: seconds and this thread's, or an event in the stream."""
@@ -178,7 +180,7 @@ def bubble(ranks: Sequence[RankPasses]) -> float:
     idle = []
     for pipeline in pipelines.values():
         passes = [one for rank in pipeline for one in rank.passes]
-        span = max(one.start + one.seconds for one in passes) - min(one.start for one in passes)
+        span = max(one.end for one in passes) - min(one.start for one in passes)
         idle.append(1 - sum(one.seconds for one in passes) / (span * len(pipeline)))
     return float(np.mean(idle))
 

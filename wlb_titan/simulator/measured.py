@@ -47,6 +47,10 @@ class Pass(NamedTuple):
     pieces: Sequence[float] = ()  # `seconds` divided where collectives were; empty: not measured
     waited: float | None = None  # seconds that its collectives are waited for; None: not known
 
+    @property
+    def end(self) -> float:
+        return self.start + self.seconds
+
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:

@@ -9,10 +9,10 @@ believed.
 
 from __future__ import annotations
 
-import sys
+import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -314,16 +314,8 @@ def _group(values: Iterable[Any]) -> str:
 
 def _site() -> str:
     """The innermost line that is the job's and not torch's or of this package."""
-    frame = next((f for f in _frames() if not _foreign(Path(f.f_code.co_filename))), None)
-    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
-def _frames() -> Iterator[Any]:
-    frame = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _foreign(file: Path) -> bool:
-    return "torch" in file.parts or HERE in file.parents or not file.suffix
+    for frame, line in traceback.walk_stack(None):
+        file = Path(frame.f_code.co_filename)
+        if file.suffix and "torch" not in file.parts and HERE not in file.parents:
+            return f"{file.name}:{line}"
+    return ""

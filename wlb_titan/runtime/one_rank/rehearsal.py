@@ -71,7 +71,6 @@ class RehearsalTrainer(OneRankTrainer):
         self._limit, self._memory_gib = seconds, memory_gib
         self._traffic = Traffic()
         self._values: list[torch.Tensor] = []
-        self._waits: list[float] = []
         changed = replace(config, metrics=replace(config.metrics, log_freq=1))
         super().__init__(changed, rank=rank, world_size=world_size)
         # On the CPU all runs in this thread: its own time has nothing in it of what others do there.
@@ -136,7 +135,7 @@ class RehearsalTrainer(OneRankTrainer):
         on_cpu = self.device.type == "cpu"
         if not on_cpu:
             torch.accelerator.reset_peak_memory_stats()
-        self._values, self._waits = [], []
+        self._values = []
         self.timer.start()
         try:
             with self.timer.time(STEP, 0, 0):
@@ -148,7 +147,7 @@ class RehearsalTrainer(OneRankTrainer):
                 f"Step {planned.plan.iteration + 1} does not fit {self._memory / GIB:.2f} GiB: it ran out of "
                 f"memory, and the prediction is {prediction or 'not known'}."
             ) from error
-        passes, seconds, optimizer = without_answers(self.timer.stop(), self._waits)
+        passes, seconds, optimizer = without_answers(self.timer.stop())
         if not all(bool(value.isfinite().all()) for value in self._values):
             raise UserError(
                 f"Step {planned.plan.iteration + 1} has values that are not finite, on weights and data that "
@@ -167,14 +166,14 @@ class RehearsalTrainer(OneRankTrainer):
         """Keeps what has to be finite; nothing waits for it."""
         self._values = [loss.detach(), grad_norm.detach()]
 
-    def _wait(self, kind: str, group: str, bytes_: int) -> None:
-        """Keeps the seconds that the job waits for a collective; on a CPU waits as long, since a core that
-        has waited is slower at first."""
+    def _wait(self, kind: str, group: str, bytes_: int) -> float:
+        """The seconds that the job waits for a collective; on a CPU waits as long, since a core that has
+        waited is slower at first."""
         exposed = self._exposed(kind, group)
         seconds = exposed * self._seconds(kind, group, bytes_) if exposed else 0.0
-        self._waits.append(seconds)
         if self.device.type == "cpu":
             time.sleep(seconds)
+        return seconds
 
     def _exposed(self, kind: str, group: str) -> float:
         """The share of a collective's seconds that is waited for where it is asked for: of tensor parallelism
@@ -209,13 +208,14 @@ class Traffic:
             collective and name of group.
         timer: measures the answers while it is on and they are on the passes' own stream; to be set once
             there is one.
-        wait: is told kind, name of group and bytes of each answer that is measured, before it ends.
+        wait: is told kind, name of group and bytes of each answer that is measured, before it ends, and
+            gives the seconds that the job waits in its place.
     """
 
     def __init__(self) -> None:
         self.asked: dict[tuple[str, str], tuple[int, int]] = {}
         self.timer: PassTimer | None = None
-        self.wait: Callable[[str, str, int], None] = lambda kind, group, bytes_: None
+        self.wait: Callable[[str, str, int], float] = lambda kind, group, bytes_: 0.0
         self._call: Any = None
         self._begin: Any = None
 
@@ -247,8 +247,7 @@ class Traffic:
             elif kind == RECEIVE or (kind in ("broadcast", "scatter") and call.root != group.rank()):
                 make_up(received or sent)
         if begin is not None:
-            self.wait(*key, bytes_)
-            self.timer.keep(ANSWER, begin)
+            self.timer.keep(ANSWER, begin, waited=self.wait(*key, bytes_))
 
 
 def repeat(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -271,40 +270,42 @@ def make_up(tensors: Sequence[torch.Tensor]) -> None:
             tensor.zero_()
 
 
-def without_answers(measured: Sequence[Pass], waits: Sequence[float]) -> tuple[list[Pass], float, float]:
-    """What a step's passes take without the answers of the rank's group.
+def without_answers(measured: Sequence[Pass]) -> tuple[list[Pass], float, float]:
+    """What a step's passes take without the answers of the rank's groups.
 
     Args:
-        measured: passes, answers and the step.
-        waits: seconds that a pass waits for each answer in the job.
+        measured: passes, answers, each with what the job waits in its place, and the step.
 
     Returns:
         Passes, in pieces; and seconds of the step with all that it waits for, and of what comes behind its
         last pass, clipping and optimizer, with what is waited for outside passes.
     """
-    answers = list(zip((one for one in measured if one.kind == ANSWER), waits, strict=True))
-    starts = [one.start for one, _ in answers]
+    answers = [one for one in measured if one.kind == ANSWER]
+    (step,) = (one for one in measured if one.kind == STEP)
+    starts = [one.start for one in answers]
 
-    def within(start: float, end: float) -> list[tuple[Pass, float]]:
+    def within(start: float, end: float) -> list[Pass]:
         return answers[bisect.bisect_left(starts, start) : bisect.bisect_left(starts, end)]
 
     def pieces(start: float, end: float) -> list[float]:
-        between = [one for one, _ in within(start, end)]
-        begins = [start, *(one.start + one.seconds for one in between)]
+        between = within(start, end)
+        begins = [start, *(one.end for one in between)]
         ends = [*(one.start for one in between), end]
         return [end - begin for begin, end in zip(begins, ends, strict=True)]
 
     passes = []
     for one in measured:
         if one.kind not in (ANSWER, STEP):
-            place = one.start, one.start + one.seconds
-            own, waited = pieces(*place), sum(wait for _, wait in within(*place))
+            own, waited = pieces(one.start, one.end), _waited(within(one.start, one.end))
             passes.append(one._replace(seconds=sum(own), pieces=own, waited=waited))
-    (step,) = (one for one in measured if one.kind == STEP)
-    end = step.start + step.seconds
-    last = max((one.start + one.seconds for one in measured if one.kind not in (ANSWER, STEP)), default=end)
-    outside = sum(waits) - sum(one.waited or 0.0 for one in passes)
-    return passes, sum(pieces(step.start, end)) + sum(waits), sum(pieces(last, end)) + outside
+    last = max((one.end for one in measured if one.kind not in (ANSWER, STEP)), default=step.end)
+    everything = _waited(answers)
+    seconds = sum(pieces(step.start, step.end)) + everything
+    return passes, seconds, sum(pieces(last, step.end)) + everything - _waited(passes)
+
+
+def _waited(passes: Sequence[Pass]) -> float:
+    return sum(one.waited or 0.0 for one in passes)
 
 
 def _out_of_memory(error: BaseException) -> bool:
