@@ -5,7 +5,6 @@ ahead or save checkpoints have groups of their own. `recording:NAME` is the base
 writes what `met` returns into its dump folder.
 """
 
-import dataclasses
 import json
 import threading
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from bases import trained_by
 from torch.distributed.distributed_c10d import _world
 
 from wlb_titan.runtime.models.registry import base_config
@@ -100,10 +100,4 @@ class RecordingTrainer(Trainer):
 
 
 def __getattr__(name):
-    def base():
-        config = base_config(f"bases:{name}")
-        return RecordingTrainer.Config(
-            **{f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-        )
-
-    return base
+    return lambda: trained_by(RecordingTrainer, base_config(f"bases:{name}"))

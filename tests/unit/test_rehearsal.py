@@ -1,5 +1,5 @@
-"""`wlb-titan rehearse`: what a lone rank's collectives bring and count, what is measured of its steps, and
-its limits. Times are never asserted."""
+"""`wlb-titan rehearse`: what a rank's collectives bring and count, what is measured of its steps, and its
+limits. Times are never asserted."""
 
 import json
 import math
@@ -52,6 +52,18 @@ def command(*words):
     return CliRunner().invoke(main, list(map(str, words)))
 
 
+@pytest.fixture
+def written(forked_ranks, tmp_path):
+    """Runs a command, and gives what it writes and what it says."""
+
+    def run(*words):
+        result = command(*words, "--output", tmp_path / "out.json")
+        assert result.exit_code == 0, result.output
+        return json.loads((tmp_path / "out.json").read_text()), result.stdout
+
+    return run
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     path = tmp_path_factory.mktemp("rehearsal") / "job.toml"
@@ -62,18 +74,13 @@ def job(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", JOBS)
-def test_a_rank_moves_what_a_dry_run_says_and_measures_every_pass(forked_ranks, job, case, tmp_path):
-    """Collectives of a step by kind and axis, number and bytes, beside those that a dry run traces."""
+def test_a_rank_moves_what_a_dry_run_says_and_measures_every_pass(written, job, case):
+    """Bytes of a step's collectives by kind and axis, beside those that a dry run traces."""
     words = (job, "--rank", "last", "--step", 3, *JOBS[case])
     # Both of a first step: from the second on FSDP gathers the model's ends once more.
-    result = command(
-        "rehearse", *words, "--steps", 1, "--warm-up", 0, "--output", tmp_path / "rehearsed.json"
-    )
-    assert result.exit_code == 0, result.output
-    result = command("dryrun", *words, "--output", tmp_path / "traced.json")
-    assert result.exit_code == 0, result.output
-    ((rank,),) = [one["ranks"] for one in json.loads((tmp_path / "rehearsed.json").read_text())["policies"]]
-    (dry,) = json.loads((tmp_path / "traced.json").read_text())
+    rehearsed, _ = written("rehearse", *words, "--steps", 1, "--warm-up", 0)
+    ((rank,),) = [one["ranks"] for one in rehearsed["policies"]]
+    ((dry,), _) = written("dryrun", *words)
     moved, traced = (
         # A pipeline's first run sends a few words besides.
         {(c["kind"], c["over"]): pytest.approx(c["gib"], abs=2**-20) for c in one["collectives"]}
@@ -103,15 +110,13 @@ def test_a_rank_moves_what_a_dry_run_says_and_measures_every_pass(forked_ranks, 
     assert asked / 2 < waited < asked <= (waited + step["optimizer"]) * (1 + 1e-9)
 
 
-def test_the_report_the_table_and_the_policies(forked_ranks, job, tmp_path):
-    output = tmp_path / "out.json"
-    result = command(
+def test_the_report_the_table_and_the_policies(written, job, tmp_path):
+    rehearsed, said = written(
         *("rehearse", job, "--rank", "all-stages", "--steps", 2, "--step", 3, PP, 2, "--report", tmp_path),
-        *("--policies", "plain:per_sequence:as_packed,wlb_lazy:per_sequence:best", "--output", output),
+        *("--policies", "plain:per_sequence:as_packed,wlb_lazy:per_sequence:best"),
         *("--wlb.pipeline.order", "best"),  # of the file, which is not that of the first
     )
-    assert result.exit_code == 0, result.output
-    plain, lazy = json.loads(output.read_text())["policies"]
+    plain, lazy = rehearsed["policies"]
     assert (plain["policy"], lazy["policy"]) == ("plain:per_sequence", "wlb_lazy:per_sequence:best")
     for one in (plain, lazy):
         assert [rank["rank"] for rank in one["ranks"]] == [0, 1]
@@ -121,16 +126,9 @@ def test_the_report_the_table_and_the_policies(forked_ranks, job, tmp_path):
         for number, seconds in enumerate(one["rehearsed"]["pipeline_seconds"]):
             own = [sum(p[4] for p in rank["steps"][number]["passes"]) for rank in one["ranks"]]
             assert seconds >= max(own) * (1 - 1e-9)
-    assert "all 8 passes" in result.stdout and "±" in result.stdout
+    assert "all 8 passes" in said and "±" in said
     page = (tmp_path / "report.html").read_text()
     assert "plain:per_sequence, rehearsed: " in page and 'class="answer">' in page
-
-
-def test_a_solver_is_asked_by_the_rank_that_is_alone(forked_ranks, job):
-    solver = ("--wlb.packing.policy", "fixed_solver", "--wlb.packing.time_limit", 1)
-    steps = ("--steps", 1, "--warm-up", 0, "--step", 1, PP, 2)
-    result = command("rehearse", job, "--rank", "first", *steps, *solver)
-    assert result.exit_code == 0, result.output
 
 
 def test_what_does_not_fit_is_said_in_the_predictions_words(forked_ranks, job):
