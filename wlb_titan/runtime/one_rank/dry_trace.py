@@ -13,9 +13,9 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,26 +61,24 @@ SNAPSHOT_STEP = 1.002
 GATHERED, FORWARD, BACKWARD = "gathered", "activations", "backward"
 
 
+class Snapshot(NamedTuple):
+    """A moment of a trace.
+
+    Terms are what storages were given for, `activations` for those made in a forward pass, `backward` for
+    those made in a backward pass, and `gathered` for FSDP's whole weights, their gradients and its buffers.
+    """
+
+    bytes_: int
+    terms: dict[str, int]  # bytes by term
+    largest: list[tuple[int, int, str]]  # bytes, number and description of storages alike, largest sums first
+
+
 @dataclass(slots=True)
 class _Storage:
     size: int
     term: str
     what: str
     reference: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A moment of a trace."""
-
-    bytes_: int = 0
-    """Of all storages alive."""
-    terms: dict[str, int] = field(default_factory=dict)
-    """Bytes by term: what the storages were given for, `activations` for those made in a forward pass,
-    `backward` for those made in a backward pass, and `gathered` for FSDP's whole weights, their gradients and
-    its buffers."""
-    largest: list[tuple[int, int, str]] = field(default_factory=list)
-    """Bytes, number and description of storages that are alike, the largest sums first."""
 
 
 class Trace(TorchDispatchMode):
@@ -103,12 +101,12 @@ class Trace(TorchDispatchMode):
         calls: CallLog | None = None,
     ) -> None:
         super().__init__()
-        self.highest, self.peak = 0, Snapshot()
-        self._current = 0
         self._calls, self._fake = calls, fake
+        self._weight_shapes = set(weight_shapes)
+        self._current = 0
         self._storages: dict[int, _Storage] = {}
         self._resizable: set[int] = set()
-        self._weight_shapes = set(weight_shapes)
+        self.begin()
 
     def begin(self) -> None:
         """Forgets the peak: a new phase."""
