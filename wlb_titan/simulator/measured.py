@@ -1,13 +1,15 @@
-"""The passes of a step from measurements of some of its ranks.
+"""The passes of a step, put together from measurements of some of its ranks.
 
-A rank that ran alone (`wlb-titan rehearse`) tells how long its passes compute, and which collectives they ask
-for, which take what the cluster does for their bytes: those of tensor parallelism, and where nothing runs
-behind passes all others too. What it would wait for besides is added as it is predicted. A pass of a
-rank that did not run takes what is predicted, times measured over predicted of the same micro-batch on the
-stage that is most like its own: stages of equal layers take the same. Where that micro-batch was not run
-either, all of the stage's decide. Of context- and tensor-parallel ranks that ran, and of FSDP's where nothing
-hides its collectives, the slower one counts between any two collectives, in which they wait for each other;
-if the slowest context-parallel rank did not run, another is scaled to it.
+- A rank that ran alone (`wlb-titan rehearse`) measured how long its passes compute, and which collectives
+  they ask for. These take what the cluster takes for their bytes: those of tensor parallelism, and all others
+  too where communication does not overlap with passes. Whatever else a pass would wait for is added as
+  predicted.
+- A pass of a rank that did not run takes its predicted time, scaled by measured over predicted for the same
+  micro-batch on the most similar stage that ran (stages of equal layers take the same), or for all
+  micro-batches of that stage where this one did not run.
+- Context- and tensor-parallel ranks that ran wait for each other in every collective, so that between two
+  collectives the slower one counts. So do FSDP's ranks where nothing hides its collectives. If the slowest
+  context-parallel rank did not run, another is scaled to it.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class DryTrainer(OneRankTrainer):
                 ) from error
         trace.reassign(_states(self.optimizers), "optimizer")
         trace.reassign(self.axes.tensors(), "dimensions")
-        # What is made behind the passes of the first step is there in all passes of the next.
+        # What is made after the passes of the first step is there in all passes of the next.
         alive = trace.now().terms
         beside = {term: alive[term] for term in ("optimizer", "dimensions") if alive.get(term)}
         traced = self._passes.terms | beside
@@ -142,7 +142,7 @@ class DryTrainer(OneRankTrainer):
         """The passes, in the fake mode, which the optimizer has to do without: in an active one DTensor would
         work out shapes on tensors of the rank's own mode, and the trace would count them.
 
-        Their peak is kept, and another one begins behind them.
+        Their peak is kept, and a new one begins after them.
         """
         with self._fake, AttentionOfSlices(cache, self._trace):
             yield

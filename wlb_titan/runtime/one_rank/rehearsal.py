@@ -176,9 +176,9 @@ class RehearsalTrainer(OneRankTrainer):
         return seconds
 
     def _exposed(self, kind: str, group: str) -> float:
-        """The share of a collective's seconds that is waited for where it is asked for: of tensor parallelism
-        what does not hide under products. Others hide behind passes or are predicted, unless nothing runs
-        behind passes; what stages send is in the pipeline's graph."""
+        """The share of a collective's seconds that the job waits for where it asks: for tensor parallelism,
+        what does not overlap with matrix products. Others overlap with passes or are predicted, unless
+        nothing overlaps; what stages send is in the pipeline's graph."""
         if self._axes.get(group) == "tp":
             return 1 - self.job.tensor_overlap
         return float(not self.job.overlap and kind not in (SEND, RECEIVE))
@@ -277,8 +277,8 @@ def without_answers(measured: Sequence[Pass]) -> tuple[list[Pass], float, float]
         measured: passes, answers, each with what the job waits in its place, and the step.
 
     Returns:
-        Passes, in pieces; and seconds of the step with all that it waits for, and of what comes behind its
-        last pass, clipping and optimizer, with what is waited for outside passes.
+        Passes, in pieces; seconds of the step with all that it waits for; and seconds after its last pass,
+        of clipping and optimizer, with what is waited for outside passes.
     """
     answers = [one for one in measured if one.kind == ANSWER]
     (step,) = (one for one in measured if one.kind == STEP)

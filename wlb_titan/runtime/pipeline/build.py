@@ -132,7 +132,7 @@ class PlannedSchedule:
         """Runs forward and backward of all micro-batches; gradients are added to the parameters'.
 
         Args:
-            micro_batches: where backward passes have others, these come behind those of forward passes.
+            micro_batches: where backward passes have others, these come after those of forward passes.
             labels: what the sum of losses is divided by.
             lowered: schedule of an order of passes, made by `lower`; None leaves the order to torch's own.
 
