@@ -3,6 +3,7 @@ limits. Times are never asserted."""
 
 import json
 import math
+import weakref
 from itertools import pairwise
 
 import numpy as np
@@ -220,6 +221,15 @@ def test_nothing_uninitialised_comes_back(group, name):
         assert out[:2].tolist() == [2, 3]
     if name in ("receive", "broadcast", "scatter"):
         assert len(set(out.tolist())) == 12
+
+
+def test_no_tensor_is_kept(group):
+    """Or a rank would take more memory than it does in the job."""
+    out = nothing(12)
+    kept = weakref.ref(out)
+    group.all_gather_single(out, torch.zeros(3)).wait()
+    del out
+    assert kept() is None
 
 
 def test_bytes_are_those_of_the_larger_side(group, traffic):

@@ -231,7 +231,7 @@ class Traffic:
         self._call, self._begin = call, self.timer.mark() if timed else None
 
     def _after(self, group: dist.ProcessGroup, _: Any) -> None:
-        call, begin = self._call, self._begin
+        call, self._call = self._call, None  # it would keep the tensors
         kind = kind_of(call.name.name)
         if kind in (None, "barrier"):
             return
@@ -243,11 +243,12 @@ class Traffic:
         with torch.no_grad():
             if kind == "all-to-all":
                 for source, target in zip(sent, received, strict=True):
-                    repeat(source, target)
+                    if source.numel() < target.numel():
+                        repeat(source, target)
             elif kind == RECEIVE or (kind in ("broadcast", "scatter") and call.root != group.rank()):
                 make_up(received or sent)
-        if begin is not None:
-            self.timer.keep(ANSWER, begin, waited=self.wait(*key, bytes_))
+        if self._begin is not None:
+            self.timer.keep(ANSWER, self._begin, waited=self.wait(*key, bytes_))
 
 
 def repeat(source: torch.Tensor, target: torch.Tensor) -> None:
