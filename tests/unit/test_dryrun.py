@@ -168,6 +168,12 @@ def sliced(rank):
     assert len(rank["lengths"]) == 6 and rank["traced"]["cache"] > 0
 
 
+def asymmetric(rank):
+    """Micro-batches of forward passes, and as many of backward passes."""
+    assert len(rank["lengths"]) == 12 and rank["traced"]["cache"] > 0
+    assert sum(rank["lengths"][:6]) == sum(rank["lengths"][6:])
+
+
 def shared(rank):
     assert len(rank["lengths"]) == 6
     assert moved(rank).keys() >= {(kind, SHARERS) for kind in ("all-gather", "reduce-scatter")}
@@ -218,7 +224,7 @@ CASES = {  # a job, what changes it, how near the prediction is, and what else i
     # On four layers, where the layer at hand counts for much.
     "slices": (LONG, (*SLICES, "--training.global_batch_size", 2), 0.08, sliced),
     "slices_merged": (LONG, MERGED, 0.08, shared),
-    "slices_asymmetric": (LONG, ASYMMETRIC, 0.08, sliced),
+    "slices_asymmetric": (LONG, ASYMMETRIC, 0.08, asymmetric),
     "alone": (ALONE, FIRST_STEP, 0.02, whole_weights),
     "tied": (TIED, FIRST_STEP, 0.02, one_table),
 }
