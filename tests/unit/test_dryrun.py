@@ -171,7 +171,6 @@ def sliced(rank):
 def asymmetric(rank):
     """Micro-batches of forward passes, and as many of backward passes."""
     assert len(rank["lengths"]) == 12 and rank["traced"]["cache"] > 0
-    assert sum(rank["lengths"][:6]) == sum(rank["lengths"][6:])
 
 
 def shared(rank):
