@@ -235,8 +235,8 @@ def test_the_commands_plan_what_training_trains(file, tmp_path, monkeypatch, one
 
     def run(self, ranks, folder, at_once):
         config = configuration(self.file, self.words)
-        job = job_of(config, parallel_dims(config, self.options["--world-size"]))
-        assert self.options["--device-bytes"] == job.cluster.memory
+        job = job_of(config, parallel_dims(config, self.options["world_size"]))
+        assert self.options["device_bytes"] == job.cluster.memory
         assert not job.undecided
         planner = job.planner(documents(config))
         dry.extend(comparable(planner.next().to_json()) for _ in range(STEPS))

@@ -113,8 +113,8 @@ def dryrun(
             numbers = sorted(set(same.values()))
         # An accelerator that is there is not used: tensors have no memory, and the trace is of the CPU.
         command = lone.RankCommand(
-            "wlb_titan.runtime.lone.dryrun",
-            {"--world-size": world_size, "--step": step, "--device-bytes": job.cluster.memory},
+            "dryrun",
+            {"world_size": world_size, "step": step, "device_bytes": job.cluster.memory},
             file,
             words,
             {"CUDA_VISIBLE_DEVICES": ""},
