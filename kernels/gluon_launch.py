@@ -35,17 +35,14 @@ MOST_SIDE_BY_SIDE = 16  # key heads
 
 
 class Division(NamedTuple):
-    """How the backward divides its work.
+    """How the backward divides its work."""
 
-    split: parts of the query heads of a key head, a program each. pack: heads in a step. heads_first: whether
-    a program walks over all of a segment's queries for one head after the other, or for all heads at each
-    block of queries. section: key heads that run side by side.
-    """
-
-    split: int
-    pack: int
+    split: int  # parts of the query heads of a key head, a program each
+    pack: int  # heads in a step
     heads_first: bool
-    section: int
+    """Whether a program walks over all of a segment's queries for one head after the other, or for all heads
+    at each block of queries."""
+    section: int  # key heads that run side by side
 
 
 def forward(
@@ -215,29 +212,31 @@ def most_programs(device: torch.device, options: Options) -> int:
 
 def row_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """Of (n, rows or more), 32 bits each, in blocks of one step's."""
-    layout = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return TensorDescriptor(x, [x.shape[0], rows], [x.stride(0), 1], [1, ROWS], layout)
+    return described(x, [x.shape[0], rows], [x.stride(0), 1], [1, ROWS], swizzle=0)
 
 
 def sums_descriptor(x: Tensor, dim: int) -> TensorDescriptor:
     """Of the sums of dQ, in blocks of 64 rows of half a head: one run of memory each."""
-    layout = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [dim // 4, x.shape[1]], layout)
+    return described(x, list(x.shape), [x.stride(0), 1], [dim // 4, WIDTH], swizzle=0)
 
 
 def descriptor(x: Tensor, tokens: int) -> TensorDescriptor:
-    """Of (tokens, heads * dim), in blocks of `tokens` of one head, swizzled over 128 bytes as wgmma wants its
-    operands.
-    """
+    """Of (tokens, heads * dim), in blocks of `tokens` of one head."""
     dim = x.shape[2]
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=2)
-    return TensorDescriptor(x, [x.shape[0], x.shape[1] * dim], [x.stride(0), 1], [tokens, dim], layout)
+    return described(x, [x.shape[0], x.shape[1] * dim], [x.stride(0), 1], [tokens, dim])
 
 
 def packed_descriptor(x: Tensor, pack: int) -> TensorDescriptor:
     """Of (tokens, heads, dim), in blocks of one consumer's rows: `pack` heads of each token."""
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=3)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [ROWS // pack, pack, x.shape[2]], layout)
+    return described(x, list(x.shape), list(x.stride()), [ROWS // pack, pack, x.shape[2]])
+
+
+def described(x: Tensor, shape: list, strides: list, block: list, swizzle: int = 128) -> TensorDescriptor:
+    """Swizzled over 128 bytes, as wgmma wants its operands."""
+    layout = NVMMASharedLayout(
+        swizzle_byte_width=swizzle, element_bitwidth=8 * x.element_size(), rank=len(block)
+    )
+    return TensorDescriptor(x, shape, strides, block, layout)
 
 
 def no_sums(q: Tensor, pack: int, edges: Tensor) -> Tensor:

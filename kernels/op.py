@@ -68,8 +68,7 @@ def varlen_attention(
     not supported, or if a segment is out of range, overlaps another, or has fewer keys than queries though
     attention is causal.
     """
-    wanted = {"causal": causal, "window": window, "implementation": implementation, "sm_margin": sm_margin}
-    arguments = op_arguments(q, scale=scale, **wanted)
+    arguments = scale_of(q, scale), causal, window, implementation, sm_margin
     out, lse = torch.ops.wlb_titan.varlen_attention.default(q, k, v, segments, *arguments)
     if sinks is not None:
         check_sinks(sinks, q)
@@ -84,18 +83,9 @@ OPTIONS = "float scale, bool causal, int? window, str implementation, int sm_mar
 """`Options` among the arguments of an op."""
 
 
-def op_arguments(
-    q: Tensor,
-    *,
-    scale: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    implementation: str = "auto",
-    sm_margin: int = 0,
-) -> tuple[Any, ...]:
-    """Keywords of `varlen_attention` as the arguments of OPTIONS, for every op that has these."""
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    return scale, causal, window, implementation, sm_margin
+def scale_of(q: Tensor, scale: float | None) -> float:
+    """The scale, or what it is where none is given."""
+    return 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
 
 
 @cache

@@ -27,10 +27,7 @@ class Key(NamedTuple):
 
 
 class Schedule:
-    """Tile lists of `segments` ((S, 4) int32) on `key.device`, each made when first asked for.
-
-    Raises ValueError for segments that cannot be attended safely.
-    """
+    """Tile lists of `segments` ((S, 4) int32) on `key.device`, each made when first asked for."""
 
     def __init__(self, segments: np.ndarray, key: Key):
         check_segments(segments, key.q_tokens, key.kv_tokens, key.visibility.causal)
@@ -68,14 +65,8 @@ class Schedule:
         """See there."""
         shape = (tokens, block_n, turn_rows)
         if shape not in self._key_tiles:
-            found = tiles.key_tiles(
-                self.segments,
-                self.key.kv_tokens,
-                self.key.visibility,
-                tokens=tokens,
-                block_n=block_n,
-                turn_rows=turn_rows,
-            )
+            lists = {"tokens": tokens, "block_n": block_n, "turn_rows": turn_rows}
+            found = tiles.key_tiles(self.segments, self.key.kv_tokens, self.key.visibility, **lists)
             self._key_tiles[shape] = found.to(self.key.device)
         return self._key_tiles[shape]
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wlb_titan.kernels.op import define_attention, op_arguments
+from wlb_titan.kernels.op import define_attention, scale_of
 
 NUMBER, BEFORE, HERE, IN_ALL = range(4)
 """Columns of `rows`, int64 (n, 4) on the CPU, a row for each document of a micro-batch, in their order: its
@@ -156,7 +156,8 @@ class _Document:
 
 def sliced_attention(
     q_LNH: Tensor, k_LNH: Tensor, v_LNH: Tensor, segments: Tensor, rows: Tensor, cache: Tensor, layer: Tensor,
-    **options: Any,
+    *, scale: float | None = None, window: int | None = None, implementation: str = "auto",
+    sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of a micro-batch with slices of documents; differentiable in q, k and v.
 
@@ -166,13 +167,14 @@ def sliced_attention(
         rows: int64 (n, 4) on the CPU, see above.
         cache: `KeyValueCache.number` of the step.
         layer: int64 () on the CPU, different in every layer of the process.
-        options: scale, window, ..., as of `varlen_attention`.
+        scale, window, implementation, sm_margin: as of `varlen_attention`.
 
     Returns:
         Output and log-sum-exp, as `varlen_attention`.
     """
+    options = scale_of(q_LNH, scale), True, window, implementation, sm_margin
     out, lse = torch.ops.wlb_titan.sliced_attention.default(
-        q_LNH, k_LNH, v_LNH, segments, rows, cache, layer, *op_arguments(q_LNH, **options)
+        q_LNH, k_LNH, v_LNH, segments, rows, cache, layer, *options
     )
     return out, lse
 
