@@ -7,16 +7,13 @@ import pytest
 import torch
 from gluon_emulator import KERNELS, Emulated, load_kernel, mutated
 from gluon_machine import ORDERS
-from oracle import attention_and_lse, compare, packed, poisoned, random_inputs, side_by_side, with_gradients
+from oracle import SHARD, compare_all, packed, random_inputs, side_by_side
 from wlb_titan.kernels import gluon_launch, op, self_check, stress
 from wlb_titan.kernels import schedule as schedules
 from wlb_titan.kernels.implementations import Device
 from wlb_titan.kernels.schedule import Key, Schedule
 from wlb_titan.kernels.segments import CAUSAL, Options, Saved, Shape, Visibility
 
-SHARD = torch.tensor(
-    [[5, 3, 2, 9], [0, 5, 0, 5], [8, 1, 11, 1], [10, 2, 0, 12], [3, 0, 1, 4]], dtype=torch.int32
-)
 CHUNKS = torch.tensor([[0, 100, 0, 100], [100, 100, 0, 400]], dtype=torch.int32)
 SCALE = 0.1
 
@@ -40,6 +37,18 @@ def gradient(sums, q, bounds, pack, scale):
     rows = blocks.reshape(-1, 64 // pack, pack, heads // pack, dim).transpose(2, 3)
     rows = rows.reshape(-1, heads, dim)[:tokens] * scale
     return torch.where((bounds[0] < bounds[1])[:, None, None], rows, 0.0).to(q.dtype)
+
+
+def emulate(monkeypatch, forward, backward, units):
+    """Runs stand-ins for the kernels."""
+    for name, value in {
+        "gluon_forward_kernel": forward,
+        "gluon_backward_kernel": backward,
+        "row_statistics": statistics,
+        "gradient": gradient,
+        "units": lambda device: units,
+    }.items():
+        monkeypatch.setattr(gluon_launch, name, value)
 
 
 def run(
@@ -69,11 +78,7 @@ def run(
     backward_kernel = Emulated(
         load_kernel("gluon_backward", "gluon_backward_kernel", backward), ordered=True, **options
     )
-    monkeypatch.setattr(gluon_launch, "gluon_forward_kernel", forward_kernel)
-    monkeypatch.setattr(gluon_launch, "gluon_backward_kernel", backward_kernel)
-    monkeypatch.setattr(gluon_launch, "row_statistics", statistics)
-    monkeypatch.setattr(gluon_launch, "gradient", gradient)
-    monkeypatch.setattr(gluon_launch, "units", lambda device: units)
+    emulate(monkeypatch, forward_kernel, backward_kernel, units)
     monkeypatch.setattr(gluon_launch, "HEADS_FIRST", 0 if heads_first else 1 << 30)
     if lists:
         monkeypatch.setattr(schedules, "tiles", changed_tiles(lists))
@@ -81,22 +86,11 @@ def run(
     k, v = side_by_side(k, v)
     dlse = torch.randn(heads[0], tokens[0], generator=torch.Generator().manual_seed(seed))
     schedule = Schedule(segments.numpy(), Key(*tokens, visibility, q.device, 0))
-    with poisoned():
+    with self_check.poisoned():
         wanted = Options(SCALE, visibility)
         out, lse = gluon_launch.forward(q, k, v, schedule, wanted)
         gradients = gluon_launch.backward(dout, dlse, Saved(q, k, v, out, lse), schedule, wanted)
-    padding = torch.isposinf(lse[0])
-    got = {"out": out, "lse": torch.where(padding, 0.0, lse)}
-    got |= {f"d{name}": x for name, x in zip("qkv", gradients, strict=True)}
-
-    def oracle(q, k, v, _):
-        mask = {"causal": visibility.causal, "window": visibility.window}
-        return attention_and_lse(q, k, v, segments, SCALE, **mask)
-
-    want = with_gradients(oracle, *(x.double() for x in (q, k, v, torch.zeros(1), dout, dlse)))
-    del want["dsinks"]
-    compare(got, want, 1e-2)
-    assert (out[padding] == 0).all() and (gradients[0][padding] == 0).all()
+    compare_all(out, lse, gradients, (q, k, v, dout, dlse), segments, SCALE, visibility, 1e-2)
     races = forward_kernel.races | backward_kernel.races
     return gradients, races, backward_kernel.waited, forward_kernel, backward_kernel
 
@@ -110,11 +104,7 @@ def test_multiprocessors_are_left_to_other_kernels(monkeypatch):
             grids.append(grid)
             return lambda **arguments: None
 
-    monkeypatch.setattr(gluon_launch, "gluon_forward_kernel", Launched())
-    monkeypatch.setattr(gluon_launch, "gluon_backward_kernel", Launched())
-    monkeypatch.setattr(gluon_launch, "row_statistics", statistics)
-    monkeypatch.setattr(gluon_launch, "gradient", gradient)
-    monkeypatch.setattr(gluon_launch, "units", lambda device: 5)
+    emulate(monkeypatch, Launched(), Launched(), units=5)
     q, k, v, dout = random_inputs(1024, 1024, 4, 4, 64, 64, torch.bfloat16, seed=0)
     schedule = Schedule(packed([1024]).numpy(), Key(1024, 1024, CAUSAL, q.device, 0))
     for margin in (0, 2, 9):
@@ -203,17 +193,11 @@ def test_turns_are_not_waited_for_in_a_row(monkeypatch, lengths, heads, slow):
 def try_way(monkeypatch, backward=()):
     """One division's trial on a GPU (stress.py), on the emulated kernels and few tokens."""
     options = {"programs": None, "order": "last program first"}
-    kernels = {
-        "gluon_forward_kernel": Emulated(load_kernel("gluon_forward", "gluon_forward_kernel"), **options),
-        "gluon_backward_kernel": Emulated(
-            load_kernel("gluon_backward", "gluon_backward_kernel", backward), **options
-        ),
-        "row_statistics": statistics,
-        "gradient": gradient,
-        "units": lambda device: 3,
-    }
-    for name, value in kernels.items():
-        monkeypatch.setattr(gluon_launch, name, value)
+    kernels = (
+        Emulated(load_kernel("gluon_forward", "gluon_forward_kernel"), **options),
+        Emulated(load_kernel("gluon_backward", "gluon_backward_kernel", backward), **options),
+    )
+    emulate(monkeypatch, *kernels, units=3)
     monkeypatch.setattr(stress, "PROGRAMS", (1, 2, 7))
     for module in (op, self_check):
         monkeypatch.setattr(module, "device_of", lambda device: Device("cuda", (9, 0)))

@@ -2,14 +2,9 @@
 
 import pytest
 import torch
-from oracle import attention, attention_and_lse, compare, packed, random_inputs, with_gradients
+from oracle import SHARD, attention, attention_and_lse, compare, packed, random_inputs, with_gradients
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from wlb_titan.kernels import op, reference, varlen_attention
-
-# Two chunks of one document, padding (rows 9 and 12), a one-token segment, unsorted rows, an empty one.
-SHARD = torch.tensor(
-    [[5, 3, 2, 9], [0, 5, 0, 5], [8, 1, 11, 1], [10, 2, 0, 12], [3, 0, 1, 4]], dtype=torch.int32
-)
 
 
 @pytest.mark.parametrize(
