@@ -153,7 +153,7 @@ def backward(
 
 
 def packed(heads: int, least: int = 1) -> int:
-    """How many of the query heads that share a key head to pack; one, if they were fewer than `least`."""
+    """How many of the query heads that share a key head to pack; one if fewer than `least` can be."""
     pack = min(PACK, heads & -heads)
     return pack if pack >= least else 1
 
@@ -180,7 +180,7 @@ def division(schedule: Schedule, q_heads: int, kv_heads: int, programs: int) -> 
 
 
 def divisions(q_heads: int, kv_heads: int, visibility: Visibility) -> list[Division]:
-    """All that `division` chooses from, whatever the segments, but for their sections."""
+    """What `division` may choose, whatever the segments, but for the section."""
     group, section = q_heads // kv_heads, min(kv_heads, SECTION)
     splits = [2**i for i in range(group.bit_length()) if group % 2**i == 0]
     found = [Division(1, packed(group, LEAST_PACKED), False, section)]
@@ -211,23 +211,23 @@ def most_programs(device: torch.device, options: Options) -> int:
 
 
 def row_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Of (n, rows or more), 32 bits each, in blocks of one step's."""
+    """For x (n, `rows` or more) of 32 bits each, in blocks of one step's rows."""
     return described(x, [x.shape[0], rows], [x.stride(0), 1], [1, ROWS], swizzle=0)
 
 
 def sums_descriptor(x: Tensor, dim: int) -> TensorDescriptor:
-    """Of the sums of dQ, in blocks of 64 rows of half a head: one run of memory each."""
+    """For the sums of dQ, in blocks of 64 rows of half a head: one run of memory each."""
     return described(x, list(x.shape), [x.stride(0), 1], [dim // 4, WIDTH], swizzle=0)
 
 
 def descriptor(x: Tensor, tokens: int) -> TensorDescriptor:
-    """Of (tokens, heads * dim), in blocks of `tokens` of one head."""
+    """For x as (all tokens, heads * dim), in blocks of `tokens` of one head."""
     dim = x.shape[2]
     return described(x, [x.shape[0], x.shape[1] * dim], [x.stride(0), 1], [tokens, dim])
 
 
 def packed_descriptor(x: Tensor, pack: int) -> TensorDescriptor:
-    """Of (tokens, heads, dim), in blocks of one consumer's rows: `pack` heads of each token."""
+    """For x (tokens, heads, dim), in blocks of one consumer's rows: `pack` heads of each token."""
     return described(x, list(x.shape), list(x.stride()), [ROWS // pack, pack, x.shape[2]])
 
 
@@ -240,9 +240,8 @@ def described(x: Tensor, shape: list, strides: list, block: list, swizzle: int =
 
 
 def no_sums(q: Tensor, pack: int, edges: Tensor) -> Tensor:
-    """For the blocks of 64 rows of q (Tq, Nq, D), in this order: (n, WIDTH) float32, zero in `edges` only.
-
-    edges: (e,) int64, blocks of 64 / pack tokens.
+    """Room for the sums of dQ, block after block of 64 rows of q (Tq, Nq, D): (n, WIDTH) float32, zero in
+    `edges` only, (e,) int64, which are blocks of 64 / pack tokens.
     """
     tokens, heads, dim = q.shape
     blocks = triton.cdiv(tokens, ROWS // pack)

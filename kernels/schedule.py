@@ -14,16 +14,13 @@ from .segments import CAUSAL, Visibility, check_segments
 
 
 class Key(NamedTuple):
-    """What a schedule depends on besides the segments.
-
-    The stream belongs to it because lists that were sent on one stream may not have arrived for another.
-    """
+    """What a schedule depends on besides the segments."""
 
     q_tokens: int
     kv_tokens: int
     visibility: Visibility
     device: torch.device
-    stream: int
+    stream: int  # what was sent on one may not have arrived for another
 
 
 class Schedule:
@@ -38,7 +35,7 @@ class Schedule:
 
     @cached_property
     def mean_keys(self) -> float:
-        """Keys of a query's segment, or of its window, in the mean over queries."""
+        """Keys of a query's segment or window, on average over queries."""
         q_len, kv_len = self.segments[:, 1].astype(np.int64), self.segments[:, 3].astype(np.int64)
         return float(q_len @ np.minimum(kv_len, self.key.visibility.reach) / max(1, q_len.sum()))
 
@@ -62,7 +59,7 @@ class Schedule:
         return self._query_tiles[tokens]
 
     def key_tiles(self, tokens: int, block_n: int, turn_rows: int = 0) -> tiles.KeyTiles:
-        """See there."""
+        """See tiles.key_tiles."""
         shape = (tokens, block_n, turn_rows)
         if shape not in self._key_tiles:
             lists = {"tokens": tokens, "block_n": block_n, "turn_rows": turn_rows}
