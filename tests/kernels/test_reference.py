@@ -198,6 +198,8 @@ def test_bad_tensors(change, message):
     [
         ({"window": 0}, "window is the number of keys that a query sees, got 0"),
         ({"window": 4, "causal": False}, "a window needs causal attention"),
+        ({"implementation": "fast"}, "'fast' is none of auto, reference, triton, gluon"),
+        ({"implementation": "gluon"}, "'gluon' needs a CUDA device"),
         ({"sinks": torch.zeros(2)}, r"sinks must be \(4,\)"),
         ({"sinks": torch.zeros(4, dtype=torch.int32)}, "floating-point"),
     ],
