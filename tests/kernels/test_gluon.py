@@ -219,21 +219,31 @@ def test_a_trial_refuses(monkeypatch, name):
         try_way(monkeypatch, (BACKWARD_MUTANTS[name],))
 
 
+# What is replaced in a kernel's source by what; whole lines end in a new line, at any indentation.
+
+
+def swapped(first, second):
+    return f"{first}\n{second}\n", f"{second}\n{first}\n"
+
+
+def without(line, before=""):
+    """Where several are alike: the one `before` another."""
+    after = f"{before}\n" if before else ""
+    return f"{line}\n{after}", after
+
+
 FORWARD_MUTANTS = {
-    "K released before it is read": (
-        "s = warpgroup_mma_wait(0, deps=[s])\nmbarrier.arrive(bars[K].index(FREE + stage), count=1)\n",
-        "mbarrier.arrive(bars[K].index(FREE + stage), count=1)\ns = warpgroup_mma_wait(0, deps=[s])\n",
+    "K released before it is read": swapped(
+        "s = warpgroup_mma_wait(0, deps=[s])", "mbarrier.arrive(bars[K].index(FREE + stage), count=1)"
     ),
-    "V released before it is read": (
-        "o, p = warpgroup_mma_wait(0, deps=[o, p])\nmbarrier.arrive(bars[V].index(FREE + before), count=1)\n",
-        "mbarrier.arrive(bars[V].index(FREE + before), count=1)\no, p = warpgroup_mma_wait(0, deps=[o, p])\n",
+    "V released before it is read": swapped(
+        "o, p = warpgroup_mma_wait(0, deps=[o, p])", "mbarrier.arrive(bars[V].index(FREE + before), count=1)"
     ),
-    "Q not released": ("mbarrier.arrive(bars[Q].index(FREE + q_stage), count=1)\n", ""),
-    "Q loaded over the last but one": (
-        "mbarrier.wait(bars[Q].index(FREE + q_stage), ((round // Q_STAGES) & 1) ^ 1)\n",
-        "",
+    "Q not released": without("mbarrier.arrive(bars[Q].index(FREE + q_stage), count=1)"),
+    "Q loaded over the last but one": without(
+        "mbarrier.wait(bars[Q].index(FREE + q_stage), ((round // Q_STAGES) & 1) ^ 1)"
     ),
-    "V not waited for": ("mbarrier.wait(bars[V].index(READY + before), before_phase)\n", ""),
+    "V not waited for": without("mbarrier.wait(bars[V].index(READY + before), before_phase)"),
     "V of the wrong phase": (
         "bars[V].index(READY + before), before_phase)",
         "bars[V].index(READY + before), before_phase ^ 1)",
@@ -242,52 +252,41 @@ FORWARD_MUTANTS = {
         "bars[V].index(FREE + stage), count=CONSUMERS)",
         "bars[V].index(FREE + stage), count=1)",
     ),
-    "V never released": (
-        "mbarrier.arrive(bars[V].index(FREE + stage), count=1)\nstep += 1\n",
-        "step += 1\n",
-    ),
+    "V never released": without("mbarrier.arrive(bars[V].index(FREE + stage), count=1)", before="step += 1"),
     "no mask": ("if (start < shared_begin) | (start + BLOCK_N > shared_end):", "if False:"),
     "mask only at the end": ("if (start < shared_begin) | (start + BLOCK_N", "if (start + BLOCK_N"),
-    "output used before its wait": ("o, p = warpgroup_mma_wait(0, deps=[o, p])\n", ""),
+    "output used before its wait": without("o, p = warpgroup_mma_wait(0, deps=[o, p])"),
     "a tile that nobody takes": (
         'number = gl.atomic_add(taken, 1, sem="relaxed")\nround += 1\n',
         'number = 1 + gl.atomic_add(taken, 1, sem="relaxed")\nround += 1\n',
     ),
-    "Q and number not waited for": (
-        "mbarrier.wait(bars[Q].index(READY + q_stage), (round // Q_STAGES) & 1)\n",
-        "",
+    "Q and number not waited for": without(
+        "mbarrier.wait(bars[Q].index(READY + q_stage), (round // Q_STAGES) & 1)"
     ),
 }
-LAST_S = "s = warpgroup_mma_wait(0, deps=[s])\n"
 BACKWARD_MUTANTS = {
-    "no fence after dS": (
-        "fence_async_shared()\nmbarrier.arrive(bars[DS].index(0), count=1)\n",
-        "mbarrier.arrive(bars[DS].index(0), count=1)\n",
+    "no fence after dS": without(
+        "fence_async_shared()", before="mbarrier.arrive(bars[DS].index(0), count=1)"
     ),
-    "no fence after dQ": (
-        "fence_async_shared()\nmbarrier.arrive(bars[DQ].index(DQ_READY + stage), count=1)\n",
-        "mbarrier.arrive(bars[DQ].index(DQ_READY + stage), count=1)\n",
+    "no fence after dQ": without(
+        "fence_async_shared()", before="mbarrier.arrive(bars[DQ].index(DQ_READY + stage), count=1)"
     ),
     "dS written while it is read": ("ds_tile.index(2 * stage +", "ds_tile.index("),
-    "dS read before the other's is there": ("mbarrier.wait(bars[DS].index(0), step & 1)\n", ""),
-    "dQ written while it is added": ("mbarrier.wait(bars[DQ].index(DQ_FREE + stage), phase ^ 1)\n", ""),
-    "dQ given back before it is read": (
-        "wait_until_read()\nmbarrier.arrive(bars[DQ].index(DQ_FREE + STAGE), count=1)\n",
-        "mbarrier.arrive(bars[DQ].index(DQ_FREE + STAGE), count=1)\nwait_until_read()\n",
+    "dS read before the other's is there": without("mbarrier.wait(bars[DS].index(0), step & 1)"),
+    "dQ written while it is added": without("mbarrier.wait(bars[DQ].index(DQ_FREE + stage), phase ^ 1)"),
+    "dQ given back before it is read": swapped(
+        "wait_until_read()", "mbarrier.arrive(bars[DQ].index(DQ_FREE + STAGE), count=1)"
     ),
-    "dQ added before it is there": (
-        "mbarrier.wait(bars[DQ].index(DQ_READY + STAGE), ((step + place) // STAGES) & 1)\n",
-        "",
+    "dQ added before it is there": without(
+        "mbarrier.wait(bars[DQ].index(DQ_READY + STAGE), ((step + place) // STAGES) & 1)"
     ),
-    "K and V loaded over": (
-        "mbarrier.wait(bars[KV].index(KV_FREE), (round & 1) ^ 1)\ngive(program, work.index(PROGRAM))\n",
-        "give(program, work.index(PROGRAM))\n",
+    "K and V loaded over": without(
+        "mbarrier.wait(bars[KV].index(KV_FREE), (round & 1) ^ 1)", before="give(program, work.index(PROGRAM))"
     ),
-    "K, V and their numbers not waited for": ("mbarrier.wait(bars[KV].index(KV_READY), round & 1)\n", ""),
+    "K, V and their numbers not waited for": without("mbarrier.wait(bars[KV].index(KV_READY), round & 1)"),
     "K and V released by one consumer": ("count=CONSUMERS + STAGES", "count=1 + STAGES"),
-    "numbers released before they are read": (
-        "end = given(work.index(KV_END), 4)\nmbarrier.arrive(bars[KV].index(KV_FREE), count=1)\n",
-        "mbarrier.arrive(bars[KV].index(KV_FREE), count=1)\nend = given(work.index(KV_END), 4)\n",
+    "numbers released before they are read": swapped(
+        "end = given(work.index(KV_END), 4)", "mbarrier.arrive(bars[KV].index(KV_FREE), count=1)"
     ),
     "a tile that nobody takes": (
         'gl.atomic_add(taken, 1, sem="relaxed")  # not sooner',
@@ -299,21 +298,19 @@ BACKWARD_MUTANTS = {
     ),
     "one warp is told of every sum": ("DQ_READY + stage), count=1", "DQ_READY), count=1"),
     "the steps of the other warp": ("(step + STAGE) % STAGES, blocks", "STAGE, blocks"),
-    "Q released before the last S of an item": (
-        f"{LAST_S}mbarrier.arrive(bars[QUERIES].index(FREE + (final & 1)), count=1)\n",
-        f"mbarrier.arrive(bars[QUERIES].index(FREE + (final & 1)), count=1)\n{LAST_S}",
+    "Q released before the last S of an item": swapped(
+        "s = warpgroup_mma_wait(0, deps=[s])",
+        "mbarrier.arrive(bars[QUERIES].index(FREE + (final & 1)), count=1)",
     ),
     "Q released while it is still used": ("FREE + (stage ^ 1)", "FREE + stage"),
     "Q not released": ("if place > 0:", "if place > 1:"),
-    "Q of the first step not waited for": (
-        "mbarrier.wait(bars[QUERIES].index(Q_READY + stage), phase)\n",
-        "",
+    "Q of the first step not waited for": without(
+        "mbarrier.wait(bars[QUERIES].index(Q_READY + stage), phase)"
     ),
-    "Q of the next step not waited for": (
-        "mbarrier.wait(bars[QUERIES].index(Q_READY + following), its_phase)\n",
-        "",
+    "Q of the next step not waited for": without(
+        "mbarrier.wait(bars[QUERIES].index(Q_READY + following), its_phase)"
     ),
-    "dK used before its wait": ("dk_acc, ds_left = warpgroup_mma_wait(1, deps=[dk_acc, ds_left])\n", ""),
+    "dK used before its wait": without("dk_acc, ds_left = warpgroup_mma_wait(1, deps=[dk_acc, ds_left])"),
     "statistics' bytes not expected": (
         "+ 3 * lse_log2.block_type.nbytes",
         "+ 2 * lse_log2.block_type.nbytes",
@@ -322,7 +319,7 @@ BACKWARD_MUTANTS = {
     "turn not waited for": ("while count >> 1 != turn:", "while count == -1:"),
     "turn passed on before the addition": ("= wait_until_added() + 2", "= 3"),
     "turn not passed on": (", raised, sem", ", 0 * raised, sem"),
-    "additions not kept behind the turn": ("count = after_others(count)\n", ""),
+    "additions not kept behind the turn": without("count = after_others(count)"),
     "never the first": ("raised = wait_until_added() + 2 - (count & 1)", "raised = wait_until_added() + 1"),
     "added to nothing": ("if (count & 1) == 1:", "if True:"),
     "stored over the other document's": ("((first < begin) |", "((first < 0) |"),
