@@ -275,7 +275,7 @@ def gradient(sums: Tensor, q: Tensor, bounds: Tensor, pack: int, scale: float) -
 
 @triton.jit(do_not_specialize=["tokens"])
 def dq_kernel(sums, dq, bounds, tokens, heads, scale, D: tl.constexpr, PACK: tl.constexpr):
-    """One block of 64 rows: so many tokens, and PACK heads."""
+    """One block of 64 rows: 64 / PACK tokens, PACK heads of each."""
     block = tl.program_id(0).to(tl.int64) * (heads // PACK) + tl.program_id(1)
     values = tl.load(sums + block * (64 * D) + tl.arange(0, 64 * D))
     values = tl.reshape(values, (2, D // 16, 4, 8, 4, 2, 2))

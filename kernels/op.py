@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from . import reference
 from .implementations import chosen, device_of
 from .schedule import schedule_of
 from .segments import Options, Saved, Visibility, check_segments, check_sinks, check_tensors
+
+if TYPE_CHECKING:
+    from .gluon_launch import Division  # Triton may be absent
 
 TOLERANCE = 0.02  # between two gradients, norm over norm; rounding to bfloat16 leaves 0.004
 
@@ -165,11 +168,11 @@ define_attention("varlen_attention", ("segments",), _forward, _backward)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, options: Options, **how: Any
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, options: Options, programs: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp (Nq, Tq), for tensors that segments.check_tensors has accepted.
 
-    how: keywords of gluon_launch.forward, where that runs.
+    programs: for gluon_launch.forward, where that runs.
     """
     implementation = _chosen("forward", q, v, options)
     if implementation == "reference":
@@ -178,20 +181,21 @@ def forward(
     with current(q.device):
         schedule = schedule_of(segments, q.shape[0], k.shape[0], q.device, options.visibility)
         if implementation == "gluon":
-            from . import gluon_launch  # only here: Triton may be absent
+            from . import gluon_launch
 
-            return gluon_launch.forward(q, k, v, schedule, options, **how)
+            return gluon_launch.forward(q, k, v, schedule, options, programs=programs)
         from . import triton_launch
 
         return triton_launch.forward(q, k, v, schedule, options, tma=device_of(q.device).tma)
 
 
 def backward(
-    dout: Tensor, dlse: Tensor | None, saved: Saved, segments: Tensor, options: Options, **how: Any
-) -> Gradients:
+    dout: Tensor, dlse: Tensor | None, saved: Saved, segments: Tensor, options: Options,
+    divided: "Division | None" = None, programs: int | None = None,
+) -> Gradients:  # fmt: skip
     """Gradients for those of the output and, unless None, of the log-sum-exp.
 
-    how: keywords of gluon_launch.backward, where that runs.
+    divided, programs: for gluon_launch.backward, where that runs.
     """
     q, k, v, _, _ = saved
     implementation = _chosen("backward", q, v, options)
@@ -207,9 +211,9 @@ def backward(
             return by_triton()
         from . import gluon_launch
 
-        return comparison.compare(
-            gluon_launch.backward(dout, dlse, saved, schedule, options, **how), by_triton
-        )
+        given = dout, dlse, saved, schedule, options
+        got = gluon_launch.backward(*given, divided=divided, programs=programs)
+        return comparison.compare(got, by_triton)
 
 
 def _chosen(which: str, q: Tensor, v: Tensor, options: Options) -> str:

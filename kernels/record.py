@@ -115,7 +115,7 @@ class Trial:
         )
 
     def verdict(self, seconds: float) -> Verdict | None:
-        """What came of it, which is recorded; None if it runs after so many more seconds."""
+        """What came of it, which is recorded; None if it still runs `seconds` from now."""
         try:
             status = self._process.wait(max(0.0, min(seconds, self.end - time.monotonic())))
         except subprocess.TimeoutExpired:

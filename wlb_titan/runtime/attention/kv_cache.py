@@ -2,7 +2,7 @@
 
 A slice's queries see the document's tokens before it, whose keys and values its earlier slices left in the
 cache. Its backward pass gives gradients to all of these keys; those of the prefix are added up in float32
-until the backward passes of their own slices come, from the document's end to its begin, and take them along.
+until the backward passes of their own slices come, from the document's end to its start, and take them along.
 So what a layer receives is the same as for the whole document, in as many passes as there are slices.
 
 One op reads and fills the cache, and its backward op empties it: outside of autograd, which sees queries,
@@ -92,7 +92,7 @@ class KeyValueCache:
                     raise RuntimeError(
                         f"The backward pass of tokens {prefix} to {prefix + tokens} of document {document} "
                         f"runs in layer {layer} where that of the tokens before {due} is due: backward "
-                        "passes of slices go from a document's end to its begin."
+                        "passes of slices go from a document's end to its start."
                     )
                 own = entry.taken(prefix, own)
                 if prefix == 0:
@@ -128,7 +128,7 @@ class _Document:
         """Keys and values up to the end of a slice, whose own are these."""
         end = prefix + own[0].shape[0]
         if self._filled < end:
-            assert self._filled == prefix, "forward passes of slices go from a document's begin to its end"
+            assert self._filled == prefix, "forward passes of slices go from a document's start to its end"
             for kept, x in zip(self._kv, own, strict=True):
                 kept[prefix:end] = x
             self._filled = end

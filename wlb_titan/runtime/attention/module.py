@@ -116,7 +116,7 @@ class DocumentAttention(Module):
         """Leaves `forward` as it is: tensors of other ranks come in by the strategy."""
 
     def share(self, sharers: int, config: ContextStrategy.Config, meshes: Sequence[DeviceMesh]) -> None:
-        """Prepares for micro-batches that so many data-parallel ranks share, 1 for those of one."""
+        """Prepares for micro-batches that `sharers` data-parallel ranks share; 1: those of one rank."""
         self._context[sharers] = load(config.owner.attention)(config, *meshes)
 
     def forward(
