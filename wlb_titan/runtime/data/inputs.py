@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
@@ -117,7 +118,7 @@ def grouped(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
 
 def as_tensor(part: Ints | int) -> torch.Tensor:
     """What is in `ContextMask.exchange`, for the model: an array, or for a number an empty tensor (n, 0)."""
-    return torch.empty((part, 0), dtype=torch.int64) if isinstance(part, int) else on_host(part)
+    return on_host(part) if isinstance(part, np.ndarray) else torch.empty((int(part), 0), dtype=torch.int64)
 
 
 def on_host(values: Ints) -> torch.Tensor:
