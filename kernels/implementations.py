@@ -6,12 +6,14 @@
 | triton         | Triton                          | Triton: dK and dV, then dQ   | sm_80 or later     |
 | gluon          | Gluon, FlashAttention-3's order | Gluon: all three in one pass | sm_90, D 64 or 128 |
 
-"auto" takes what was measured fastest: on Hopper with head dim 128 Gluon, which took less time than Triton in
-all cases timed on an H100, forward and backward; other head dims were not timed, so Triton. Gluon's backward
-only where a record says that it passed its trial (record.py), because its warps meet in ways that only such a
-GPU can show to be right; elsewhere Triton's, which needs the same of a forward. On the CPU the reference;
-under Triton's interpreter (TRITON_INTERPRET=1) Triton for float16 and float32, as that computes bfloat16
-wrongly.
+"auto" takes what was measured fastest:
+
+- On Hopper with head dim 128 Gluon, which took less time than Triton in all cases timed on an H100, forward
+  and backward. Its backward only where a record says that it passed its trial (record.py), because its warps
+  meet in ways that only that GPU can show to be right; elsewhere Triton's, which needs the same of a forward.
+- With other head dims, which were not timed, and on other GPUs Triton.
+- On the CPU the reference; under Triton's interpreter (TRITON_INTERPRET=1), which computes bfloat16 wrongly,
+  Triton for float16 and float32.
 """
 
 from functools import cache

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from . import reference
 from .implementations import chosen, device_of
 from .schedule import schedule_of
 from .segments import Options, Saved, Visibility, check_segments, check_sinks, check_tensors
+
+if TYPE_CHECKING:
+    from .gluon_launch import Division  # Triton may be absent
 
 TOLERANCE = 0.02  # between two gradients, norm over norm; rounding to bfloat16 leaves 0.004
 
@@ -68,8 +71,7 @@ def varlen_attention(
     not supported, or if a segment is out of range, overlaps another, or has fewer keys than queries though
     attention is causal.
     """
-    wanted = {"causal": causal, "window": window, "implementation": implementation, "sm_margin": sm_margin}
-    arguments = op_arguments(q, scale=scale, **wanted)
+    arguments = scale_of(q, scale), causal, window, implementation, sm_margin
     out, lse = torch.ops.wlb_titan.varlen_attention.default(q, k, v, segments, *arguments)
     if sinks is not None:
         check_sinks(sinks, q)
@@ -84,18 +86,9 @@ OPTIONS = "float scale, bool causal, int? window, str implementation, int sm_mar
 """`Options` among the arguments of an op."""
 
 
-def op_arguments(
-    q: Tensor,
-    *,
-    scale: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    implementation: str = "auto",
-    sm_margin: int = 0,
-) -> tuple[Any, ...]:
-    """Keywords of `varlen_attention` as the arguments of OPTIONS, for every op that has these."""
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    return scale, causal, window, implementation, sm_margin
+def scale_of(q: Tensor, scale: float | None) -> float:
+    """The scale, or what it is where none is given."""
+    return 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
 
 
 @cache
@@ -175,11 +168,11 @@ define_attention("varlen_attention", ("segments",), _forward, _backward)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, options: Options, **how: Any
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, options: Options, programs: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp (Nq, Tq), for tensors that segments.check_tensors has accepted.
 
-    how: keywords of gluon_launch.forward, where that runs.
+    programs: for gluon_launch.forward, where that runs.
     """
     implementation = _chosen("forward", q, v, options)
     if implementation == "reference":
@@ -188,20 +181,21 @@ def forward(
     with current(q.device):
         schedule = schedule_of(segments, q.shape[0], k.shape[0], q.device, options.visibility)
         if implementation == "gluon":
-            from . import gluon_launch  # only here: Triton may be absent
+            from . import gluon_launch
 
-            return gluon_launch.forward(q, k, v, schedule, options, **how)
+            return gluon_launch.forward(q, k, v, schedule, options, programs=programs)
         from . import triton_launch
 
         return triton_launch.forward(q, k, v, schedule, options, tma=device_of(q.device).tma)
 
 
 def backward(
-    dout: Tensor, dlse: Tensor | None, saved: Saved, segments: Tensor, options: Options, **how: Any
-) -> Gradients:
+    dout: Tensor, dlse: Tensor | None, saved: Saved, segments: Tensor, options: Options,
+    divided: "Division | None" = None, programs: int | None = None,
+) -> Gradients:  # fmt: skip
     """Gradients for those of the output and, unless None, of the log-sum-exp.
 
-    how: keywords of gluon_launch.backward, where that runs.
+    divided, programs: for gluon_launch.backward, where that runs.
     """
     q, k, v, _, _ = saved
     implementation = _chosen("backward", q, v, options)
@@ -217,9 +211,9 @@ def backward(
             return by_triton()
         from . import gluon_launch
 
-        return comparison.compare(
-            gluon_launch.backward(dout, dlse, saved, schedule, options, **how), by_triton
-        )
+        given = dout, dlse, saved, schedule, options
+        got = gluon_launch.backward(*given, divided=divided, programs=programs)
+        return comparison.compare(got, by_triton)
 
 
 def _chosen(which: str, q: Tensor, v: Tensor, options: Options) -> str:

@@ -45,7 +45,7 @@ class Visibility:
 
     @property
     def reach(self) -> int:
-        """The window, or a number that none reaches."""
+        """The window, or a number that no segment reaches."""
         return min(self.window or NO_WINDOW, NO_WINDOW)
 
 

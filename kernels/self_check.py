@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from torch import Tensor
 from . import op
 from .implementations import chosen, device_of, units
 from .segments import CAUSAL, Options, Saved, Shape, Visibility
+
+if TYPE_CHECKING:
+    from .gluon_launch import Division
 
 FEW = torch.tensor([[0, 128, 0, 128]], dtype=torch.int32)  # segments to compile for
 THREADS = 8  # that compile side by side
@@ -91,7 +94,7 @@ def make_inputs(
 
 
 def rich_segments(kv_heads: int, units: int, scale: int = 1) -> Tensor:
-    """Segments for so many key heads and multiprocessors; lengths are divided by `scale`."""
+    """Segments for this number of key heads and multiprocessors; lengths are divided by `scale`."""
     rows, q, k = [], 0, 0
 
     def add(q_len: int, kv_len: int) -> None:
@@ -118,16 +121,15 @@ def masks(scale: int = 1) -> list[Visibility]:
     return [CAUSAL, *windows, Visibility(causal=False)]
 
 
-def ways(noise: Noise, options: Options) -> list[dict]:
-    """Keywords of op.backward for each way in which it may run, whatever the segments."""
+def ways(noise: Noise, options: Options) -> "list[Division | None]":
+    """The divisions of its work with which the backward may run, whatever the segments; None is no choice."""
     shape, device = noise.shape, device_of(noise.q.device)
     dims = shape.dim, shape.v_dim
     if chosen("backward", options.implementation, dims, noise.q.dtype, device) != "gluon":
-        return [{}]
+        return [None]
     from .gluon_launch import divisions
 
-    every = divisions(shape.q_heads, shape.kv_heads, options.visibility)
-    return [{"divided": divided} for divided in every]
+    return divisions(shape.q_heads, shape.kv_heads, options.visibility)
 
 
 def warm_up(
@@ -141,14 +143,14 @@ def warm_up(
     q, k, v, dout, lse, _ = noise
     k, v = k.contiguous(), v.contiguous()
 
-    def backward(how: dict) -> None:
+    def backward(divided: "Division | None") -> None:
         """With a gradient of the log-sum-exp, as models with sinks have one, and without."""
         for dlse in (None, lse):
-            op.backward(dout, dlse, Saved(q, k, v, dout, lse), FEW, options, **how)
+            op.backward(dout, dlse, Saved(q, k, v, dout, lse), FEW, options, divided)
 
     with ThreadPoolExecutor(THREADS) as pool:
         running = [pool.submit(op.forward, q, k, v, FEW, options)]
-        running += [pool.submit(backward, how) for how in ways(noise, options)]
+        running += [pool.submit(backward, divided) for divided in ways(noise, options)]
         for number, done in enumerate(as_completed(running), start=1):
             done.result()
             yield number, len(running)
@@ -162,27 +164,28 @@ def check_kernels(noise: Noise, options: Options, judge: str | None = None) -> f
     share nothing, and the reference for Triton's.
     """
     every = ways(noise, options)
-    want = wanted(noise, options, judge or ("triton" if every != [{}] else "reference"))
+    want = wanted(noise, options, judge or ("reference" if every == [None] else "triton"))
     largest = 0.0
-    for how in every:
-        got = attend(noise, options, **how)
-        largest = max(largest, compare(got, want, f"{noise.shape.name}, {how.get('divided', 'undivided')}"))
-        same(got, attend(noise, options, **how), "is repeated")
+    for divided in every:
+        got = attend(noise, options, divided)
+        largest = max(largest, compare(got, want, f"{noise.shape.name}, {divided or 'undivided'}"))
+        same(got, attend(noise, options, divided), "is repeated")
     return largest
 
 
-def attend(noise: Noise, options: Options, programs: int | None = None, **how) -> dict[str, Tensor]:
+def attend(
+    noise: Noise, options: Options, divided: "Division | None" = None, programs: int | None = None
+) -> dict[str, Tensor]:
     """Output, log-sum-exp (0 for padding) and gradients, on memory full of NaN. Raises KernelError if a
     launch has not ended after PATIENCE.
 
-    programs, how: keywords of gluon_launch.forward and backward, where these run.
+    divided, programs: for gluon_launch, where that runs.
     """
     q, k, v, dout, dlse, segments = noise
-    number = {} if programs is None else {"programs": programs}
     with poisoned():
-        out, lse = op.forward(q, k, v, segments, options, **number)
+        out, lse = op.forward(q, k, v, segments, options, programs)
         saved = Saved(q, k, v, out, lse)
-        dq, dk, dv = op.backward(dout, dlse, saved, segments, options, **number, **how)
+        dq, dk, dv = op.backward(dout, dlse, saved, segments, options, divided, programs)
     _wait(q.device)
     lse = torch.where(torch.isposinf(lse), 0.0, lse).T  # of tokens, as all else
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}

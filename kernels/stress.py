@@ -23,6 +23,7 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 from . import op
+from .gluon_launch import Division
 from .record import NOT_TRIED
 from .segments import CAUSAL, Options, Saved, Shape
 from .self_check import (
@@ -58,39 +59,41 @@ def trial(dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> No
         for mask in masks():
             masked = options._replace(visibility=mask)
             want = wanted(noise, masked, "reference")
-            for how in ways(noise, masked):
-                print(f"{shape.name}: {mask}, {how['divided']}", flush=True)
-                try_way(noise, masked, want, how, REPEATS if mask == CAUSAL else 1)
+            for divided in ways(noise, masked):
+                print(f"{shape.name}: {mask}, {divided}", flush=True)
+                try_way(noise, masked, want, divided, REPEATS if mask == CAUSAL else 1)
     small = [Noise.on(rich_segments(s.kv_heads, 1, scale=16), s, dtype, device) for s in layouts]
-    every = [(noise, how) for noise in small for how in ways(noise, options)]
-    for noise, how in every:
-        print(f"{noise.shape.name}: {how['divided']}, again and again", flush=True)
-        repeat(noise, options, how, SMALL_REPEATS // len(every))
+    every = [(noise, divided) for noise in small for divided in ways(noise, options)]
+    for noise, divided in every:
+        print(f"{noise.shape.name}: {divided}, again and again", flush=True)
+        repeat(noise, options, divided, SMALL_REPEATS // len(every))
 
 
-def try_way(noise: Noise, options: Options, want: dict[str, torch.Tensor], how: dict, repeats: int) -> None:
+def try_way(
+    noise: Noise, options: Options, want: dict[str, torch.Tensor], divided: Division, repeats: int
+) -> None:
     """One division of the backward's work: right, the same by any number of programs, beside another kernel
     and again and again. Raises KernelError.
     """
-    got = attend(noise, options, **how)
-    compare(got, want, f"{options.visibility}, {how['divided']}")
+    got = attend(noise, options, divided)
+    compare(got, want, f"{options.visibility}, {divided}")
     for programs in PROGRAMS:
-        same(got, attend(noise, options, programs, **how), f"is computed by {programs} programs")
-    same(got, beside(noise.q.device, partial(attend, noise, options, **how)), "shares the GPU")
-    repeat(noise, options, how, repeats)
+        same(got, attend(noise, options, divided, programs), f"is computed by {programs} programs")
+    same(got, beside(noise.q.device, partial(attend, noise, options, divided)), "shares the GPU")
+    repeat(noise, options, divided, repeats)
 
 
-def repeat(noise: Noise, options: Options, how: dict, times: int) -> None:
+def repeat(noise: Noise, options: Options, divided: Division, times: int) -> None:
     """Raises KernelError unless the backward's bits are always the same; compared on the device."""
     q, k, v, dout, dlse, segments = noise
     saved = Saved(q, k, v, *op.forward(q, k, v, segments, options))
-    first = op.backward(dout, dlse, saved, segments, options, **how)
+    first = op.backward(dout, dlse, saved, segments, options, divided)
     differs = torch.zeros((), dtype=torch.int64, device=q.device)
     for _ in range(times):
-        again = op.backward(dout, dlse, saved, segments, options, **how)
+        again = op.backward(dout, dlse, saved, segments, options, divided)
         differs += torch.stack([(a != b).any() for a, b in zip(first, again, strict=True)]).any()
     if wrong := int(differs):
-        raise KernelError(f"gradients differ in {wrong} of {times} launches ({how['divided']})")
+        raise KernelError(f"gradients differ in {wrong} of {times} launches ({divided})")
 
 
 def beside(device: torch.device, work: Callable[[], dict]) -> dict:

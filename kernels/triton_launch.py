@@ -287,7 +287,7 @@ def operand(name: str, x: Tensor, tokens: int, tma: bool) -> dict[str, object]:
 
 
 def descriptor(x: Tensor, tokens: int, columns: int, padded: bool) -> TensorDescriptor:
-    """For tiles of so many columns of one head; three-dimensional if zeros are filled up."""
+    """For tiles of `columns` columns of one head; three-dimensional if zeros are filled up."""
     if not padded:
         shape = [x.shape[0], x.shape[1] * x.shape[2]]
         return TensorDescriptor(x, shape, [x.stride(0), 1], [tokens, columns])

@@ -21,8 +21,8 @@ from wlb_titan.context.hybrid import levels_of
 from wlb_titan.cost.attention_kernels import hopper
 from wlb_titan.plan import Slices
 from wlb_titan.runtime.attention.all_gather import AllGatherAttention
-from wlb_titan.runtime.attention.meshes import divided
 from wlb_titan.runtime.data.inputs import as_tensor
+from wlb_titan.runtime.meshes import divided
 
 
 @cache

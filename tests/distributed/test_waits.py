@@ -80,6 +80,7 @@ def test_copies_to_the_device_do_not_wait():
         item = {name: torch.zeros(1, 8, dtype=torch.int64) for name in ("input", "positions")}
         exchange = KeyExchange((Level(torch.zeros(16), torch.zeros(8, 0)),), torch.zeros(2, 0))
         item |= {"segments": torch.zeros(2, 4, dtype=torch.int32), "exchange": exchange}
+        item |= {"rows": None, "sharers": 1}
         before = copies.operations
         inputs, labels, extra = to_device(item, torch.zeros(1, 8), torch.device("cuda"))
         ((level,), kept) = extra["attention_masks"].exchange

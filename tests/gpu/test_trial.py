@@ -45,8 +45,8 @@ def way(target):
     dtype = target.pick(cuda=torch.bfloat16, cpu=torch.float32)
     options = Options(shape.dim**-0.5, implementation=target.pick(cuda="gluon", cpu="reference"))
     noise = self_check.Noise.rich(shape, dtype, device, target.pick(cuda=1, cpu=20))
-    how = self_check.ways(noise, options)[0]
-    return noise, options, self_check.wanted(noise, options, "reference"), {"divided": None} | how
+    divided = self_check.ways(noise, options)[0]
+    return noise, options, self_check.wanted(noise, options, "reference"), divided
 
 
 @pytest.mark.parametrize(("length", "documents"), [(129, 2032), (257, 1020)])
@@ -67,15 +67,15 @@ def test_a_way_is_right_repeats_and_is_the_same_by_any_number_of_programs(way):
 
 
 def test_it_repeats_while_memory_is_busy(way):
-    noise, options, _, how = way
-    got = self_check.attend(noise, options, **how)
+    noise, options, _, divided = way
+    got = self_check.attend(noise, options, divided)
     if noise.q.is_cuda:
         big, stream = torch.empty(2, 1 << 30, dtype=torch.uint8, device="cuda"), torch.cuda.Stream()
         with torch.cuda.stream(stream):
             for _ in range(200):
                 big[0].copy_(big[1])
     for _ in range(3):
-        self_check.same(got, self_check.attend(noise, options, **how), "runs beside copies")
+        self_check.same(got, self_check.attend(noise, options, divided), "runs beside copies")
 
 
 def changed(tmp_path, mutant):

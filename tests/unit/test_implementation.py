@@ -73,6 +73,12 @@ def test_what_is_refused(wish, dim, dtype, device, reason):
 MARGIN = 16
 
 
+def configured(attention):
+    """What is read of a configuration."""
+    training = SimpleNamespace(mixed_precision_param="bfloat16")
+    return SimpleNamespace(training=training, wlb=SimpleNamespace(attention=attention, device="auto"))
+
+
 @pytest.fixture
 def on_hopper(monkeypatch):
     """The CPU taken for a Hopper GPU, whose launches compute by the reference; and which of them ran."""
@@ -161,38 +167,26 @@ def test_kernels_are_compiled_for_the_heads_that_a_rank_has(policy, settings, ex
 
 
 def test_kernels_that_do_not_work_on_a_gpu_end_the_job(monkeypatch):
+    """With the window and the implementation that were checked, and what to set instead."""
     from wlb_titan.runtime.attention import implementation
 
-    checked = []
+    shape, cuda = Shape(8, 2, 128, 128), torch.device("cuda")
 
     def check(noise, options):
-        checked.append((*noise, options.visibility.window, options.implementation))
+        assert noise == (shape, BF16, cuda) and options.implementation == "auto"
         if options.visibility.window == 512:
             raise KernelError("dq is 0.3 of its norm away")
         return 0.003
 
-    settings = AttentionSettings(implementation="auto")
-    config = SimpleNamespace(
-        training=SimpleNamespace(mixed_precision_param="bfloat16"), wlb=SimpleNamespace(attention=settings)
-    )
-    shape = Shape(8, 2, 128, 128)
-    for name, value in {
-        "check_implementation": lambda *_: ("gluon", "gluon"),
-        "device_of": lambda _: HOPPER,
-        "attention_shape": lambda *_: shape,
-        "windows": lambda _: [None, 512],
-        "warm_up": lambda *_: iter([(1, 1)]),
-        "check_kernels": check,
-        "Noise": SimpleNamespace(rich=lambda shape, dtype, device: (shape, dtype)),
-    }.items():
-        monkeypatch.setattr(implementation, name, value)
-    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    monkeypatch.setattr(implementation, "warm_up", lambda *_: iter([(1, 1)]))
+    monkeypatch.setattr(implementation, "check_kernels", check)
+    monkeypatch.setattr(implementation.Noise, "rich", lambda *given: given)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    config = configured(AttentionSettings(implementation="auto"))
+    implementation._prepare(config, shape, None, "gluon", cuda)
     reason = r"kernels with a window of 512 \(gluon\) do not work on this NVIDIA H100: dq is .* \"triton\""
     with pytest.raises(UserError, match=reason):
-        implementation.compile_attention(config, None, torch.device("cuda"), 0)
-    assert checked == [(shape, BF16, None, "auto"), (shape, BF16, 512, "auto")]
+        implementation._prepare(config, shape, 512, "gluon", cuda)
 
 
 def test_a_step_compares_gluons_backward_with_tritons(on_hopper, monkeypatch):
@@ -255,10 +249,7 @@ def test_a_machines_first_rank_tries_gluons_backward(monkeypatch, tmp_path, stat
     monkeypatch.setattr(implementation, "_dims", lambda config: (128, 128))
     monkeypatch.setattr(implementation, "_subject", lambda *_: of)
     monkeypatch.setattr(implementation.logger, "info", logged.append)
-    config = SimpleNamespace(
-        training=SimpleNamespace(mixed_precision_param="bfloat16"),
-        wlb=SimpleNamespace(attention=AttentionSettings(verify=True), device="auto"),
-    )
+    config = configured(AttentionSettings(verify=True))
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         assert implementation.check_implementation(config, HOPPER) == ("gluon", "triton")

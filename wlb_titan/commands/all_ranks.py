@@ -77,7 +77,7 @@ def _sizes(exchange: tuple[Any, ...]) -> Iterator[int]:
         if isinstance(part, tuple):
             yield from _sizes(part)
         else:
-            yield part if isinstance(part, int) else len(part)
+            yield len(part) if isinstance(part, np.ndarray) else int(part)
 
 
 def _moved(calls: RankCalls, from_: int, to: int, layout: Mapping[str, int]) -> RankCalls:

@@ -2,7 +2,7 @@
 
 A slice's queries see the document's tokens before it, whose keys and values its earlier slices left in the
 cache. Its backward pass gives gradients to all of these keys; those of the prefix are added up in float32
-until the backward passes of their own slices come, from the document's end to its begin, and take them along.
+until the backward passes of their own slices come, from the document's end to its start, and take them along.
 So what a layer receives is the same as for the whole document, in as many passes as there are slices.
 
 One op reads and fills the cache, and its backward op empties it: outside of autograd, which sees queries,
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wlb_titan.kernels.op import define_attention, op_arguments
+from wlb_titan.kernels.op import define_attention, scale_of
 
 NUMBER, BEFORE, HERE, IN_ALL = range(4)
 """Columns of `rows`, int64 (n, 4) on the CPU, a row for each document of a micro-batch, in their order: its
@@ -92,7 +92,7 @@ class KeyValueCache:
                     raise RuntimeError(
                         f"The backward pass of tokens {prefix} to {prefix + tokens} of document {document} "
                         f"runs in layer {layer} where that of the tokens before {due} is due: backward "
-                        "passes of slices go from a document's end to its begin."
+                        "passes of slices go from a document's end to its start."
                     )
                 own = entry.taken(prefix, own)
                 if prefix == 0:
@@ -128,7 +128,7 @@ class _Document:
         """Keys and values up to the end of a slice, whose own are these."""
         end = prefix + own[0].shape[0]
         if self._filled < end:
-            assert self._filled == prefix, "forward passes of slices go from a document's begin to its end"
+            assert self._filled == prefix, "forward passes of slices go from a document's start to its end"
             for kept, x in zip(self._kv, own, strict=True):
                 kept[prefix:end] = x
             self._filled = end
@@ -156,7 +156,8 @@ class _Document:
 
 def sliced_attention(
     q_LNH: Tensor, k_LNH: Tensor, v_LNH: Tensor, segments: Tensor, rows: Tensor, cache: Tensor, layer: Tensor,
-    **options: Any,
+    *, scale: float | None = None, window: int | None = None, implementation: str = "auto",
+    sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of a micro-batch with slices of documents; differentiable in q, k and v.
 
@@ -166,13 +167,14 @@ def sliced_attention(
         rows: int64 (n, 4) on the CPU, see above.
         cache: `KeyValueCache.number` of the step.
         layer: int64 () on the CPU, different in every layer of the process.
-        options: scale, window, ..., as of `varlen_attention`.
+        scale, window, implementation, sm_margin: as of `varlen_attention`.
 
     Returns:
         Output and log-sum-exp, as `varlen_attention`.
     """
+    options = scale_of(q_LNH, scale), True, window, implementation, sm_margin
     out, lse = torch.ops.wlb_titan.sliced_attention.default(
-        q_LNH, k_LNH, v_LNH, segments, rows, cache, layer, *op_arguments(q_LNH, **options)
+        q_LNH, k_LNH, v_LNH, segments, rows, cache, layer, *options
     )
     return out, lse
 
