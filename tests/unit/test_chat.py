@@ -11,8 +11,7 @@ from tokenizers import AddedToken, Tokenizer
 from wlb_titan.commands.main import main
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.corpus import verify
-from wlb_titan.corpus.prepare import prepare_corpus
-from wlb_titan.corpus.settings import PrepareSettings
+from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus
 from wlb_titan.corpus.tokenizer import train_tokenizer
 
 PLAIN = (
@@ -215,10 +214,10 @@ BAD = {
     "no role": ([{"content": "One?"}, said("assistant", "a")], PLAIN, f"{NO_ROLE}; it has content"),
     "role of a number": ([said(1, "One?"), said("assistant", "a")], PLAIN, NO_ROLE),
     "another schema": ([{"from": "human", "value": "Hi"}], PLAIN, f"{NO_ROLE}; it has from, value"),
-    "no content": ([{"role": "user"}, said("assistant", "a")], PLAIN, r"message 1 \(user\) is empty"),
-    "null content": ([said("user", None), said("assistant", "a")], PLAIN, r"message 1 \(user\) is empty"),
-    "number": ([said("user", 5), said("assistant", "a")], PLAIN, r"message 1 \(user\) is int, not text"),
-    "empty turn": ([said("user", "Hi"), said("assistant", " \n")], PLAIN, r"2 \(assistant\) is empty"),
+    "no content": ([{"role": "user"}, said("assistant", "a")], PLAIN, r"message 1 \(user\) has no text"),
+    "null content": ([said("user", None), said("assistant", "a")], PLAIN, r"message 1 \(user\) has no text"),
+    "number": ([said("user", 5), said("assistant", "a")], PLAIN, r"message 1 \(user\) has no text"),
+    "empty turn": ([said("user", "Hi"), said("assistant", " \n")], PLAIN, r"2 \(assistant\) has no text"),
     "no assistant": ([said("user", "Hi")], PLAIN, "nothing would be learned"),
     "special token": ([said("user", "<|end|>"), said("assistant", "a")], PLAIN, r"special token '<\|end\|>'"),
     "surrogate": ([said("user", "\ud800"), said("assistant", "a")], PLAIN, "surrogates not allowed"),
@@ -228,7 +227,7 @@ BAD = {
     "refusing": (CHATS[0], "{{ raise_exception('only one turn') }}", "refuses it: only one turn"),
     "no syntax": (CHATS[0], "{% for m in messages %}", "the chat template refuses it: "),
     "unknown function": (CHATS[0], "{{ f(messages) }}", "the chat template refuses it: 'f' is undefined"),
-    "no template": (CHATS[0], "", r"tokenizer\d*/tokenizer has no chat template"),
+    "no template": (CHATS[0], "", "The tokenizer has no chat template"),
 }
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from wlb_titan.corpus import Corpus, CorpusError, Manifest
 from wlb_titan.corpus.corpus import verify
-from wlb_titan.corpus.manifest import _hash, digest
+from wlb_titan.corpus.folder import _hash, digest
 from wlb_titan.corpus.shards import SPANS, TOKENS
 from wlb_titan.corpus.writer import DocumentWriter
 from wlb_titan.errors import UserError
@@ -277,8 +277,6 @@ def test_damaged_files(corpus_folder, name, change, words):
         ({"format_version": 6, "of_the_future": 1}, "format version 6, but this wlb_titan reads version 5"),
         ({"documents": 3}, "holds 5 documents and 51 tokens, the manifest says 3 and 51"),
         ({"tokens": 3}, "holds 5 documents and 51 tokens, the manifest says 5 and 3"),
-        ({"files": {"../x": 1}}, "it lists '../x', outside the folder"),
-        ({"files": {"/x": 1}}, "it lists '/x', outside the folder"),
     ],
 )
 def test_manifests_of_other_content(corpus_folder, changes, words):

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb_titan.corpus.settings import PrepareSettings, SourceSpec
-from wlb_titan.corpus.sources import JsonLines, open_source
+from wlb_titan.corpus.prepare import PrepareSettings
+from wlb_titan.corpus.sources import JsonLines, SourceSpec, open_source
 from wlb_titan.errors import CorpusError
 
 
@@ -27,7 +27,7 @@ def here(tmp_path, monkeypatch) -> Path:
 
 def read_all(here: Path, source: str) -> dict[str, str | list[str]]:
     """Each document's text, or in a list why it cannot be read."""
-    opened, found = open_source(PrepareSettings(source=source), here.parent / "cache"), {}
+    opened, found = open_source(SourceSpec.parse(source), here.parent / "cache"), {}
     for number in range(len(opened)):
         try:
             found[opened.name(number)] = opened.read(number)
@@ -65,7 +65,7 @@ def test_other_descriptions_are_refused(text):
 
 
 def test_python_source_has_the_standard_library_and_the_installed_packages(here):
-    opened = open_source(PrepareSettings(), here / "cache")
+    opened = open_source(SourceSpec("python-source"), here / "cache")
     names = [opened.name(number) for number in range(len(opened))]
     assert len(set(names)) == len(names) > 1000
     number = names.index("stdlib/json/decoder.py")
@@ -86,14 +86,14 @@ def test_text_takes_every_readable_file_and_names_the_others(here):
     (here / ".hidden").write_text("hidden")
     (here / "broken").symlink_to("nowhere")
     (here / "inside").symlink_to("a.txt")
-    (here.parent / "secret").write_text("not to be trained on")
+    (here.parent / "secret").write_text("beside the folder")
     (here / "outside").symlink_to("../secret")
     os.mkfifo(here / "pipe")
     assert read_all(here, f"text:{here}") == {
         "a.txt": "Grüße\r\n",
         "broken": ["No such file or directory"],
         "inside": "Grüße\r\n",
-        "outside": ["a link that leads out of the folder"],
+        "outside": "beside the folder",
         "pipe": ["a pipe, which would wait for its writer"],
         "sub/latin.md": ["not UTF-8: invalid start byte at byte 2"],
         "sub/no ending": "b",
@@ -179,8 +179,8 @@ def test_hugging_face_dataset_with_split_and_field(here, monkeypatch):
         ("text:nowhere", "needs a folder, and .*nowhere is none"),
         ("text:empty", "has no files"),
         ("text:a.jsonl", "needs a folder"),
-        ("jsonl:nowhere.jsonl", "needs a file, and there is none"),
-        ("parquet:empty", "needs a file, and there is none"),
+        ("jsonl:nowhere.jsonl", "needs a file, or a folder with files "),
+        ("parquet:empty", "needs a file, or a folder with files "),
         ("parquet:a.parquet", "a.parquet has no field 'text'; it has body, number"),
         ("parquet:a.parquet#number", "The field 'number' of a.parquet holds int64, not text"),
         ("parquet:a.jsonl", "Cannot read parquet:a.jsonl: .*[Pp]arquet"),

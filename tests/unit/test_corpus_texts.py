@@ -10,8 +10,16 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from wlb_titan.commands.prepare import length_histogram
-from wlb_titan.corpus.texts import TRAINING_CHARACTERS, LeftOut, split_at_lines, tokenized, training_texts
-from wlb_titan.corpus.tokenizer import CorpusTokenizer, copy_tokenizer, train_tokenizer
+from wlb_titan.corpus.tokenizer import (
+    TRAINING_CHARACTERS,
+    CorpusTokenizer,
+    LeftOut,
+    copy_tokenizer,
+    split_at_lines,
+    tokenized,
+    train_tokenizer,
+    training_texts,
+)
 from wlb_titan.errors import CorpusError
 
 TEXTS = [

@@ -16,8 +16,7 @@ from tokenizers import Tokenizer
 from wlb_titan.commands.main import main
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.folder import partial_folder, written_whole
-from wlb_titan.corpus.prepare import prepare_corpus, shuffled
-from wlb_titan.corpus.settings import PrepareSettings
+from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus
 
 pytestmark = pytest.mark.slow
 
@@ -76,13 +75,6 @@ def test_the_same_settings_give_the_same_bytes(settings, made, tmp_path):
     again = prepare_corpus(settings, tmp_path / "again")
     assert again.manifest == made.manifest
     assert (again.path / "documents.arrow").read_bytes() == (made.path / "documents.arrow").read_bytes()
-
-
-def test_the_order_takes_eight_bytes_a_document():
-    order = shuffled(1000, 3)
-    assert memoryview(order).nbytes == 8 * 1000
-    assert sorted(order) == list(range(1000)) != list(order)
-    assert {type(number) for number in order} == {int}
 
 
 def test_another_seed_gives_another_order_and_fingerprint(made, texts, tmp_path):
