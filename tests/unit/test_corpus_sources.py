@@ -86,14 +86,14 @@ def test_text_takes_every_readable_file_and_names_the_others(here):
     (here / ".hidden").write_text("hidden")
     (here / "broken").symlink_to("nowhere")
     (here / "inside").symlink_to("a.txt")
-    (here.parent / "secret").write_text("beside the folder")
+    (here.parent / "secret").write_text("not to be trained on")
     (here / "outside").symlink_to("../secret")
     os.mkfifo(here / "pipe")
     assert read_all(here, f"text:{here}") == {
         "a.txt": "Grüße\r\n",
         "broken": ["No such file or directory"],
         "inside": "Grüße\r\n",
-        "outside": "beside the folder",
+        "outside": ["a link that leads out of the folder"],
         "pipe": ["a pipe, which would wait for its writer"],
         "sub/latin.md": ["not UTF-8: invalid start byte at byte 2"],
         "sub/no ending": "b",

@@ -100,17 +100,18 @@ def open_source(spec: SourceSpec, cache: Path, *, chat: bool = False) -> Source:
     if spec.kind == "python-source":
         return Files(python_documents())
     if spec.kind == "text":
-        return Files(text_documents(Path(spec.location)))
+        return Files(text_documents(Path(spec.location)), within=Path(spec.location).resolve())
     if spec.kind == "jsonl":
         return JsonLines(Path(spec.location), spec.field, chat=chat)
     return Rows(spec, cache, chat=chat)
 
 
 class Files:
-    """One document a file."""
+    """One document a file; a link that leads out of the folder `within` is not read, but told."""
 
-    def __init__(self, documents: NamedFiles) -> None:
+    def __init__(self, documents: NamedFiles, within: Path | None = None) -> None:
         self._documents = documents
+        self._within = within
 
     def __len__(self) -> int:
         return len(self._documents)
@@ -121,6 +122,8 @@ class Files:
     def read(self, document: int) -> str:
         path = self._documents[document][1]
         try:
+            if self._within and path.is_symlink() and self._within not in path.resolve().parents:
+                raise ValueError("a link that leads out of the folder")
             if path.is_fifo():
                 raise ValueError("a pipe, which would wait for its writer")
             text = path.read_bytes().decode("utf-8")

@@ -39,12 +39,8 @@ class _Block(NamedTuple):
 
 
 class DocumentStream:
-    """Documents of a corpus, shuffled anew every epoch, without end.
-
-    Args:
-        mixture: the order of the documents; those of 0 tokens are passed over.
-        window: context window in tokens, at least 2; `arrive` cuts longer documents into pieces of it.
-    """
+    """Documents of a mixture, without end; those of 0 tokens are passed over. `arrive` cuts documents that
+    are longer than the window, at least 2 tokens, into pieces of it."""
 
     def __init__(self, mixture: Mixture, window: int) -> None:
         if window < 2:
@@ -60,7 +56,7 @@ class DocumentStream:
         self._first: Pieces = np.empty((0, 3), dtype=np.int64)  # given back, to come before it
 
     def anew(self) -> DocumentStream:
-        """A stream of these documents at its beginning, for another reader."""
+        """A stream of these documents at its start, for another reader."""
         return DocumentStream(self.mixture, self.window)
 
     @property
@@ -149,13 +145,11 @@ class DocumentStream:
         return skipped
 
     def arrive(self, tokens: int, enough: Callable[[Pieces], bool] = lambda pieces: True) -> Pieces:
-        """The whole documents, in pieces of at most the window, that begin within the next `tokens` tokens.
+        """The whole documents, in pieces of at most the window, that begin within the next `tokens`
+        tokens, and whatever it takes until the pieces are `enough`.
 
-        The last piece may reach past `tokens`; the stream goes on after it.
-
-        Args:
-            tokens: budget; the caller takes what was read too much off the next one.
-            enough: whether pieces are enough; until they are it goes on, whatever the budget.
+        The last piece may reach past `tokens`; the stream continues after it, and the caller takes what
+        was read too much off its next budget.
         """
         pieces = self._arrive(tokens)
         while not enough(pieces):

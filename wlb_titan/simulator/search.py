@@ -190,7 +190,7 @@ class _Window(NamedTuple):
 
 def _average_window(scenario: Scenario) -> _Window:
     job = scenario.job
-    lengths = scenario.documents.sample()[:SAMPLE]
+    lengths = scenario.documents.mixture().sample()[:SAMPLE]
     whole, rest = lengths // job.window, lengths % job.window
     pieces = np.concatenate([np.full(int(whole.sum()), job.window), rest[rest > 0]])
     one_head = replace(job.latency, heads=1)
