@@ -148,10 +148,9 @@ def test_the_parts_are_spread_evenly_over_the_stream():
 
 def test_a_sample_has_the_lengths_of_the_stream():
     assert Mixture(LENGTHS, seed=0).sample().tolist() == LENGTHS.tolist()
-    sample = Mixture(LENGTHS, SOURCES, seed=0).sample()
     mixture = Mixture(LENGTHS, SOURCES, seed=0)
     streamed = mixture.read(ids(400_000))[1]
-    assert sample.mean() == pytest.approx(streamed[streamed > 0].mean(), rel=0.03)
+    assert mixture.sample().mean() == pytest.approx(streamed[streamed > 0].mean(), rel=0.03)
 
 
 def planner(sources, **changes):
@@ -202,6 +201,7 @@ def test_the_description_says_how_often_each_source_is_read():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
+        ({}, "The source 'b' has no tokens"),
         ({"weight": 0.0}, "'a' has weight 0.0; weights must be positive"),
         ({"weight": float("nan")}, "weight nan"),
         ({"long_length": 4}, "only one of long_length and long_share"),
@@ -212,12 +212,8 @@ def test_the_description_says_how_often_each_source_is_read():
 )
 def test_mixtures_that_cannot_be_met(source, message):
     with pytest.raises(PlanError, match=message):
-        Mixture(np.array([8, 3, 2]), [Source(name="a", documents=3, **source)], seed=0)
-
-
-def test_a_source_without_tokens_is_named():
-    with pytest.raises(PlanError, match="The source 'b' has no tokens"):
-        Mixture(np.array([8, 0]), [Source(name=n, documents=1) for n in "ab"], seed=0)
+        sources = [Source(name="a", documents=3, **source), Source(name="b", documents=1)]
+        Mixture(np.array([8, 3, 2, 0]), sources, seed=0)
 
 
 def test_the_stream_of_a_mixture_is_its_documents_without_the_empty_ones():
