@@ -198,8 +198,8 @@ def test_sources_that_cannot_be_used(here, source, message):
         ({"tokenizer": "t", "vocab_size": 300}, "Leave one of the two out"),
         ({"source": "csv:a"}, "is not a source"),
         ({"max_length": 9}, "are for --chat only"),
-        ({"chat": True, "tokenizer": "t"}, "Conversations are records of a file or dataset"),
-        ({"chat": True, "source": "jsonl:a"}, "name its folder with --tokenizer DIR"),
+        ({"chat": True, "tokenizer": "t"}, "Conversations are records of jsonl:, parquet: or hf:"),
+        ({"chat": True, "source": "jsonl:a"}, "template of the model's tokenizer: --tokenizer DIR"),
         ({"chat": True, "source": "jsonl:a", "tokenizer": "t", "too_long": "cut"}, "beyond --max-length"),
     ],
 )

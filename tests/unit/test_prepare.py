@@ -41,7 +41,7 @@ def settings(texts) -> PrepareSettings:
 @pytest.fixture(scope="module")
 def made(settings, tmp_path_factory) -> Corpus:
     """A corpus that nobody writes to."""
-    return prepare_corpus(settings, tmp_path_factory.mktemp("made") / "corpus")
+    return prepare_corpus(settings, tmp_path_factory.mktemp("made") / "new" / "corpus")
 
 
 @pytest.fixture
@@ -238,25 +238,6 @@ def test_a_link_that_stands_for_the_corpus_stays_one(settings, tmp_path):
 # Written whole or not at all.
 
 
-def test_a_folder_appears_when_the_block_ends(tmp_path):
-    with written_whole(tmp_path / "a" / "b", replace=False) as folder:
-        (folder / "file").write_text("x")
-        assert not (tmp_path / "a" / "b").exists()
-    assert sorted(tmp_path.rglob("*")) == [
-        tmp_path / "a",
-        tmp_path / "a" / "b",
-        tmp_path / "a" / "b" / "file",
-    ]
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_nothing_is_left_when_the_block_fails(tmp_path, error):
-    with pytest.raises(error), written_whole(tmp_path / "a", replace=False) as folder:
-        (folder / "file").write_text("x")
-        raise error
-    assert os.listdir(tmp_path) == []
-
-
 def test_what_a_killed_writer_left_is_cleared(tmp_path):
     leftover = partial_folder(tmp_path / "a")
     (leftover / "tokenizer").mkdir(parents=True)
@@ -264,15 +245,6 @@ def test_what_a_killed_writer_left_is_cleared(tmp_path):
     (leftover / ".lock").touch()
     with written_whole(tmp_path / "a", replace=False) as folder:
         assert os.listdir(folder) == [".lock"]
-
-
-def test_two_writers_do_not_mix(tmp_path):
-    with written_whole(tmp_path / "a", replace=False) as folder:
-        (folder / "file").write_text("first")
-        second = written_whole(tmp_path / "a", replace=False)
-        with pytest.raises(CorpusError, match="Another process is preparing"):
-            second.__enter__()
-    assert (tmp_path / "a" / "file").read_text() == "first"
 
 
 def test_a_folder_that_appeared_meanwhile_is_kept(tmp_path):

@@ -43,10 +43,8 @@ class ChatTemplate:
             from transformers import PreTrainedTokenizerFast
             from transformers.utils.chat_template_utils import render_jinja_template
         except ImportError as error:
-            raise CorpusError(
-                "Chat templates are rendered by the package transformers; install it with `pip install "
-                '"wlb-titan[chat]"`.'
-            ) from error
+            install = 'install it with `pip install "wlb-titan[chat]"`'
+            raise CorpusError(f"Chat templates are rendered by transformers; {install}.") from error
         named = PreTrainedTokenizerFast.from_pretrained(folder)
         if not named.chat_template:
             raise CorpusError(
@@ -85,15 +83,15 @@ class ChatTemplate:
                 found = text.find(part.strip(), place)
                 if found < 0:
                     raise ValueError(
-                        f"the chat template drops message {number} ({message['role']}), or a part of "
-                        "it; use a template that writes every turn (--chat-template FILE)"
+                        f"the chat template drops message {number} ({message['role']}) or a part of it; use "
+                        "one that writes every turn (--chat-template FILE)"
                     )
                 place = found + len(part.strip())
         thought = messages[-1].get(THOUGHT)  # of earlier turns, templates drop it on purpose
         if isinstance(thought, str) and thought.strip() not in text:
             raise ValueError(
-                f"the chat template drops the {THOUGHT} of message {len(messages)}; take it out, or use a "
-                "template that writes it (--chat-template FILE)"
+                f"the chat template drops the {THOUGHT} of message {len(messages)}; take it out, or use one "
+                "that writes it (--chat-template FILE)"
             )
         if self.marked:
             return text, spans
@@ -110,8 +108,8 @@ class ChatTemplate:
         if not (after.startswith(before) and text.startswith(after)):
             raise ValueError(
                 f"the chat template writes message {number + 1} ({ASSISTANT}) otherwise once more turns "
-                "follow, so where it lies cannot be told. Put {% generation %} and {% endgeneration %} "
-                "around what the assistant says in the template, and name it with --chat-template FILE"
+                "follow. Put {% generation %} and {% endgeneration %} around what the assistant says in it, "
+                "and name it with --chat-template FILE"
             )
         return len(before), len(after)
 
@@ -176,17 +174,12 @@ def checked(messages: Any, special: list[str]) -> list[Message]:
     """The messages of a conversation, without keys that have no value; a ValueError says where it is none
     from which something can be learned."""
     if not isinstance(messages, list) or not messages:
-        raise ValueError(
-            'the conversation is no list of messages, {"role": ..., "content": ...}, or an empty one'
-        )
+        raise ValueError('the conversation is no list of messages, {"role": ..., "content": ...}')
     result = []
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            there = f"; it has {', '.join(message)}" if isinstance(message, dict) else ""
-            raise ValueError(
-                f'message {number} has no "role"{there}. Messages are written '
-                f'{{"role": "user", "content": "..."}}'
-            )
+            there = f"it has {', '.join(message)}; " if isinstance(message, dict) else ""
+            raise ValueError(f'message {number} has no "role"; {there}write {{"role": ..., "content": ...}}')
         message = {key: value for key, value in message.items() if value is not None}
         name = f"message {number} ({message['role']})"
         if not any(text.strip() for text in _texts(message)) and not message.get("tool_calls"):
@@ -202,10 +195,7 @@ def check_spelling(value: Any, special: list[str], what: str) -> None:
     """Raises ValueError if a text anywhere in a JSON value spells a special token."""
     texts = "\n".join(_strings(value))
     if spelt := [token for token in special if token in texts]:
-        raise ValueError(
-            f"{what} spells the special token {spelt[0]!r}, which the template alone may write; take it out "
-            "of the text"
-        )
+        raise ValueError(f"{what} spells the special token {spelt[0]!r}; only the template may write it")
 
 
 def _strings(value: Any) -> Iterator[str]:

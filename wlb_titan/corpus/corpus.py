@@ -128,8 +128,8 @@ class Corpus:
         for part, tokenizer in known[1:]:
             if tokenizer.sha256 != known[0][1].sha256:
                 raise CorpusError(
-                    f"{part} and {known[0][0]} were made with different tokenizers, so their token ids do "
-                    "not mean the same. Prepare one of them again with the tokenizer of the other."
+                    f"{part} and {known[0][0]} were made with different tokenizers. Prepare one of them "
+                    "again with the tokenizer of the other."
                 )
         fingerprint = hashlib.sha256("".join(part.fingerprint for part in parts).encode()).hexdigest()[:16]
         shards = [shard for part in parts for shard in part.shards]
@@ -205,8 +205,8 @@ class Corpus:
         """`tokenizer`, or a CorpusError where none is known."""
         if self.tokenizer is None:
             raise CorpusError(
-                f"The corpus {self.path} comes without its tokenizer. Name the folder of the tokenizer that "
-                "made it, with tokenizer.json and tokenizer_config.json: wlb.corpus.tokenizer.",
+                f"The corpus {self.path} comes without its tokenizer. Name the folder of the one that made "
+                "it with wlb.corpus.tokenizer.",
                 setting="corpus.tokenizer",
             )
         return self.tokenizer
@@ -233,8 +233,8 @@ def _open_prepared(path: Path, tokenizer: str, mask: str) -> Corpus:
         raise _damaged(path, damage)
     if mask not in ("auto", "none"):
         raise CorpusError(
-            f"The corpus {path} was prepared and knows itself what is learned; `mask` is {mask!r}, and can "
-            'be "auto", or "none" to learn every token.',
+            f"The prepared corpus {path} knows itself what is learned; `mask` is {mask!r}, and can be "
+            '"auto", or "none" to learn every token.',
             setting="corpus.mask",
         )
     if tokenizer and TokenizerFacts.of(Path(tokenizer)).sha256 != manifest.tokenizer_sha256:
@@ -250,11 +250,9 @@ def _open_prepared(path: Path, tokenizer: str, mask: str) -> Corpus:
     except CorpusError as error:
         raise _damaged(path, str(error).rstrip(".")) from error
     if (shard.documents, shard.tokens) != (manifest.documents, manifest.tokens):
-        raise _damaged(
-            path,
-            f"it holds {shard.documents:,} documents and {shard.tokens:,} tokens, the manifest says "
-            f"{manifest.documents:,} and {manifest.tokens:,}",
-        )
+        counts = f"{shard.documents:,} documents and {shard.tokens:,} tokens"
+        said = f"{manifest.documents:,} and {manifest.tokens:,}"
+        raise _damaged(path, f"it holds {counts}, the manifest says {said}")
     facts = TokenizerFacts(path / TOKENIZER_FOLDER, manifest.tokenizer_sha256, manifest.vocab_size)
     return Corpus(path, [shard], fingerprint, facts, manifest)
 
@@ -281,18 +279,15 @@ def verify(path: Path, report: Callable[[str, int, int], None]) -> Corpus:
 def _no_corpus(path: Path) -> str:
     if path.name and partial_folder(path).exists():
         return (
-            f"There is no corpus at {path} yet: its preparation was interrupted, or is still running. If it "
-            f"is not running, start it again with `wlb-titan prepare {path}` and the same options."
+            f"There is no corpus at {path} yet: its preparation was interrupted, or is still running. Start "
+            f"it again with `wlb-titan prepare {path}` and the same options."
         )
     if path.is_dir() and any(path.iterdir()):
         return (
-            f"{path} is not a complete corpus: it has no {MANIFEST_FILE}, the file that is written last, nor "
-            "files of Megatron (.idx and .bin), datatrove (.ds) or Hugging Face's save_to_disk. "
-            "Name another folder."
+            f"{path} is not a complete corpus: it has no {MANIFEST_FILE}, nor files of Megatron (.idx and "
+            ".bin), datatrove (.ds) or Hugging Face's save_to_disk. Name another folder."
         )
-    return (
-        f"There is no corpus at {path}. Make one with `wlb-titan prepare {path}` (--help lists its options)."
-    )
+    return f"There is no corpus at {path}. Make one with `wlb-titan prepare {path}`."
 
 
 def _damaged(path: Path, what: str) -> CorpusError:

@@ -177,8 +177,8 @@ def _check_way(partial: Path, path: Path) -> None:
         )
     if os.path.lexists(replaced := _replaced(path)):
         raise CorpusError(
-            f"{replaced} is in the way: a replacement of {path} was stopped when it had moved the former "
-            f"corpus there. Move it back to {path.name} if there is none, or delete it."
+            f"{replaced} is in the way: a stopped replacement of {path} had moved the former corpus there. "
+            f"Move it back to {path.name} if there is none, or delete it."
         )
 
 

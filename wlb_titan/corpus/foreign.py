@@ -49,9 +49,7 @@ def open_foreign(path: Path, column: str, mask: str) -> Foreign | None:
     splits, state = path / "dataset_dict.json", path / "state.json"
     if splits.is_file():
         named = ", ".join(_read_json(splits, lambda found: [str(path / split) for split in found["splits"]]))
-        raise CorpusError(
-            f"{path} holds a dataset of several splits; name the folder of one of them: {named}."
-        )
+        raise CorpusError(f"{path} holds several splits; name the folder of one of them: {named}.")
     if state.is_file():
         names = _read_json(state, lambda found: [entry["filename"] for entry in found["_data_files"]])
         return _dataset(path, [path / name for name in names], column, mask)
@@ -86,9 +84,8 @@ def _mask_column(path: Path, columns: Sequence[str], wanted: str) -> str:
         )
     if len(there) > 1:
         raise CorpusError(
-            f"{path} has the columns {', '.join(there)}, which all say what is to be learned. Name the one "
-            "to go by with wlb.corpus.mask (in a mixture, `mask` of the source), or learn every token with "
-            'mask = "none".',
+            f"{path} has the columns {', '.join(there)}, which all say what is to be learned. Name one with "
+            'wlb.corpus.mask (in a mixture, `mask` of the source); "none" learns every token.',
             setting="corpus.mask",
         )
     return there[0]
@@ -97,8 +94,7 @@ def _mask_column(path: Path, columns: Sequence[str], wanted: str) -> str:
 def _datatrove(files: Sequence[Path], mask: str) -> Foreign:
     if mask not in ("auto", "none"):
         raise CorpusError(
-            f"A mask of datatrove's is the file NAME.ds.loss beside NAME.ds and is used where it lies; leave "
-            f"out `mask`, which is {mask!r}.",
+            f"datatrove's mask is NAME.ds.loss beside NAME.ds; leave out `mask`, which is {mask!r}.",
             setting="corpus.mask",
         )
     shards, read = [DatatroveShard(file) for file in files], []
@@ -118,7 +114,7 @@ def _megatron(prefixes: Sequence[Path], mask: str) -> Foreign:
     if masked and len(masks) != len(prefixes):
         raise CorpusError(
             f"The mask {mask} has {len(masks)} pairs of .bin and .idx, and the corpus has {len(prefixes)}; "
-            "name a second prefix (or folder) with 0 or 1 for each token of the same documents.",
+            "name a prefix (or folder) with 0 or 1 for each token of the same documents.",
             setting="corpus.mask",
         )
     for shard, prefix in zip(shards, masks, strict=False):

@@ -68,22 +68,14 @@ class PrepareSettings:
     def __post_init__(self) -> None:
         kind = self.spec.kind
         if self.tokenizer is not None and self.vocab_size is not None:
-            raise CorpusError(
-                "A vocabulary size is for the tokenizer that is trained here; the tokenizer "
-                f"{self.tokenizer} has its own. Leave one of the two out."
-            )
-        given = (self.chat_template, *self.template_options, self.max_length)
-        if not self.chat and any(value is not None for value in given):
+            raise CorpusError("--tokenizer has a vocabulary size of its own. Leave one of the two out.")
+        if not self.chat and (self.chat_template or self.template_options or self.max_length):
             raise CorpusError("A chat template, its options and a maximal length are for --chat only.")
         if self.chat and kind not in ("jsonl", "parquet", "hf"):
-            raise CorpusError(
-                "Conversations are records of a file or dataset: jsonl:FILE#messages, "
-                f"parquet:FILE#messages or hf:NAME#messages, not {self.source!r}."
-            )
+            raise CorpusError(f"Conversations are records of jsonl:, parquet: or hf:, not {self.source!r}.")
         if self.chat and self.tokenizer is None:
             raise CorpusError(
-                "Conversations are written by the chat template of the model's own tokenizer; name its "
-                "folder with --tokenizer DIR."
+                "Conversations are written by the chat template of the model's tokenizer: --tokenizer DIR."
             )
         if self.too_long != "error" and self.max_length is None:
             raise CorpusError("--too-long is about conversations beyond --max-length; set that, or neither.")

@@ -107,8 +107,7 @@ class ArrowShard(Shard):
         begins, ends = self._offsets[at], self._offsets[at + 1]
         if ((begins < 0) | (ends < begins) | (ends > self._sizes[batches])).any():
             raise CorpusError(
-                f"{self.path} is damaged: offsets of its lists {self._column!r} point outside them. Copy it "
-                "again from where it came, or write it again."
+                f"{self.path} is damaged: offsets of its lists {self._column!r} point outside. Copy it again."
             )
         values_at = self._values_at[batches]
         return values_at + begins, values_at + ends
@@ -139,10 +138,7 @@ def _list_types(schema: pa.Schema, column: str, path: Path) -> tuple[np.dtype[An
     kind = schema.field(column).type
     large = pa.types.is_large_list(kind)
     if not (large or pa.types.is_list(kind)) or not pa.types.is_integer(kind.value_type):
-        raise CorpusError(
-            f"The column {column!r} of {path} holds {kind}, but must hold a list of integers for each "
-            "document, of its own length."
-        )
+        raise CorpusError(f"The column {column!r} of {path} holds {kind}, but must hold a list of integers.")
     return np.dtype(np.int64 if large else np.int32), np.dtype(str(kind.value_type))
 
 
@@ -167,19 +163,16 @@ class MegatronShard(Shard):
         index, self.path = (prefix.with_name(prefix.name + ending) for ending in (".idx", ".bin"))
         for file in (index, self.path):
             if not file.is_file():
-                raise CorpusError(
-                    f"Megatron's {index.name} and {self.path.name} go together; there is no {file}."
-                )
+                names = f"{index.name} and {self.path.name}"
+                raise CorpusError(f"Megatron's {names} go together; there is no {file}.")
         with index.open("rb") as stream:
             header = stream.read(MEGATRON_HEADER.size)
         if not header.startswith(MEGATRON_MAGIC) or len(header) < MEGATRON_HEADER.size:
             raise CorpusError(f"{index} is no index of a Megatron dataset.")
         _, version, code, sequences, ends = MEGATRON_HEADER.unpack(header)
         if version != 1 or code not in MEGATRON_TYPES:
-            raise CorpusError(
-                f"{index} has version {version} and tokens of type {code}; known are version 1 and the "
-                f"types {', '.join(map(str, MEGATRON_TYPES))}, which are integers."
-            )
+            known = f"known are version 1 and the types {', '.join(map(str, MEGATRON_TYPES))}"
+            raise CorpusError(f"{index} has version {version} and tokens of type {code}; {known}.")
         dtype = np.dtype(MEGATRON_TYPES[code])
         begins_at = MEGATRON_HEADER.size + 4 * sequences
         lengths = mapped(index, "<i4", sequences, MEGATRON_HEADER.size)
@@ -226,10 +219,7 @@ class DatatroveShard(Shard):
     def __init__(self, path: Path, *, loss: bool = False) -> None:
         index = path.with_name(path.name + ".index")
         if not index.is_file():
-            raise CorpusError(
-                f"{path} has no index {index.name}, so nothing tells where its documents end; write it with "
-                "datatrove's save_index=True, which is the default."
-            )
+            raise CorpusError(f"{path} has no index {index.name}; write it with datatrove's save_index=True.")
         self.path = path.with_name(path.name + ".loss") if loss else path
         # Tokens are far fewer than 2^63, and signed numbers can be subtracted.
         self._ends = mapped(index, "<i8")
@@ -238,9 +228,9 @@ class DatatroveShard(Shard):
         size, types = self.path.stat().st_size, {1: "u1"} if loss else DATATROVE_TYPES
         dtype = next((kind for width, kind in types.items() if size == width * self.tokens), None)
         if dtype is None:
+            tokens = f"{self.tokens:,} tokens of {' or '.join(map(str, types))} bytes"
             raise CorpusError(
-                f"{self.path} has {size:,} bytes, but {index.name} speaks of {self.tokens:,} tokens of "
-                f"{' or '.join(map(str, types))} bytes; copy both again."
+                f"{self.path} has {size:,} bytes, but {index.name} speaks of {tokens}; copy both again."
             )
         self.values = mapped(self.path, dtype)
 

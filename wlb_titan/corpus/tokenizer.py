@@ -57,8 +57,8 @@ class CorpusTokenizer:
         for name in (TOKENIZER_FILE, CONFIG_FILE):
             if not (folder / name).is_file():
                 raise CorpusError(
-                    f"The tokenizer folder {folder} has no {name}; it needs {TOKENIZER_FILE} and "
-                    f"{CONFIG_FILE}, as they come with a model on the Hugging Face hub."
+                    f"The tokenizer folder {folder} has no {name}, which comes with a model on the Hugging "
+                    "Face hub."
                 )
         self.folder = folder
         self.digest = hashlib.sha256((folder / TOKENIZER_FILE).read_bytes()).digest()
@@ -69,9 +69,8 @@ class CorpusTokenizer:
         self.end_of_text = _end_of_text(folder / CONFIG_FILE)
         identifier = self._tokenizer.token_to_id(self.end_of_text)
         if identifier is None:
-            raise CorpusError(
-                f"The eos_token {self.end_of_text!r} of {folder / CONFIG_FILE} is not in {TOKENIZER_FILE}."
-            )
+            where = f"of {folder / CONFIG_FILE} is not in {TOKENIZER_FILE}"
+            raise CorpusError(f"The eos_token {self.end_of_text!r} {where}.")
         self.end_of_text_id: int = identifier
         self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self._tokenizer.no_truncation()
@@ -94,10 +93,7 @@ def _end_of_text(config: Path) -> str:
     if isinstance(token, dict):
         token = token.get("content")
     if not isinstance(token, str):
-        raise CorpusError(
-            f"{config} names no eos_token, the token that ends every document; add one that "
-            f"{TOKENIZER_FILE} has."
-        )
+        raise CorpusError(f"{config} names no eos_token, which ends every document; add one.")
     return token
 
 
