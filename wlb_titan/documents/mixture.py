@@ -83,24 +83,16 @@ def all_learned(rows: Ints, starts: Ints, stops: Ints) -> Ints:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Documents:
-    """A corpus, or several mixed.
+    """A corpus, or several mixed."""
 
-    Attributes:
-        lengths: tokens of every corpus row: an int64 array (documents,), or what looks them up.
-        name: where they come from, for reports.
-        sources: what the rows belong to, and their shares; none is one source of all.
-        seed: seed of the epochs' orders; None reads the corpus in its own order.
-        learned: learned tokens of pieces, int64 (n,), by their corpus rows, first tokens and the tokens after
-            their last ones, int64 (n,) each.
-        fingerprint: names the content; a planner's state goes on only with the one it was saved with.
-    """
-
-    lengths: Lengths
-    name: str = ""
-    sources: tuple[Source, ...] = ()
-    seed: int | None = 0
+    lengths: Lengths  # tokens of every corpus row
+    name: str = ""  # where they come from, for reports
+    sources: tuple[Source, ...] = ()  # what the rows belong to, and their shares; none: one source of all
+    seed: int | None = 0  # of the epochs' orders; None reads the corpus in its own order
     learned: Callable[[Ints, Ints, Ints], Ints] = all_learned
-    fingerprint: str = ""
+    """Learned tokens of pieces, int64 (n,), by their corpus rows, first tokens and the tokens after their
+    last ones, int64 (n,) each."""
+    fingerprint: str = ""  # names the content; a planner's state continues only with its own
 
     def mixture(self) -> Mixture:
         """The order in which they are read."""
@@ -131,14 +123,8 @@ class _Part:
 
 
 class Mixture:
-    """The order of the documents of `lengths`; of no `sources` they are one source, and no `seed` keeps
-    the rows' own order.
-
-    Attributes:
-        documents: number of rows.
-        filled: of those that have tokens.
-        tokens: of an epoch of all sources.
-    """
+    """The order of the documents of `lengths`. No `sources` are one source of all; no `seed` keeps the
+    rows' own order."""
 
     def __init__(self, lengths: Lengths, sources: Sequence[Source] = (), *, seed: int | None) -> None:
         self._lengths = lengths
@@ -156,8 +142,8 @@ class Mixture:
             first, longest = first + source.documents, max(longest, top)
         if longest < 2:
             raise PlanError("All documents have one token, so there is no next token to learn to predict.")
-        self.tokens = sum(part.tokens for part in self._parts)
-        self.filled = sum(part.documents for part in self._parts)
+        self.tokens = sum(part.tokens for part in self._parts)  # of an epoch of all sources
+        self.filled = sum(part.documents for part in self._parts)  # documents that have tokens
         frequencies = [part.share * part.count / part.tokens for part in self._parts]
         rest = np.cumsum(frequencies[::-1])[::-1]
         self._turns = [

@@ -12,8 +12,8 @@ begin within the next 4 tokens.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,7 +50,7 @@ class DocumentStream:
         self.mixture = mixture
         self.window = window
         self._block_size = min(max(self.documents, SMALLEST_BLOCK), BLOCK)
-        self._blocks: OrderedDict[int, _Block] = OrderedDict()
+        self._block = lru_cache(CACHED_BLOCKS)(self._read_block)
         self._next = 0  # id of the document that holds the next token
         self._offset = 0  # the next token's place in it
         self._first: Pieces = np.empty((0, 3), dtype=np.int64)  # given back, to come before it
@@ -184,7 +184,7 @@ class DocumentStream:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._next, self._offset = int(state["document"]), int(state["offset"])
-        self._first = np.array(state.get("first", []), dtype=np.int64).reshape(-1, 3)
+        self._first = np.array(state["first"], dtype=np.int64).reshape(-1, 3)
 
     def _move(self, block: _Block, piece: Ints) -> None:
         """Sets the next token behind a piece of a document of the block."""
@@ -203,13 +203,7 @@ class DocumentStream:
                 return block, place
             self._next, self._offset = (number + 1) * self._block_size, 0  # only empty documents are left
 
-    def _block(self, number: int) -> _Block:
-        if (block := self._blocks.get(number)) is None:
-            first = number * self._block_size
-            ids = np.arange(first, first + self._block_size)
-            begins = np.concatenate([[0], np.cumsum(self.lengths_of(ids))])
-            block = self._blocks[number] = _Block(first, begins)
-            while len(self._blocks) > CACHED_BLOCKS:
-                self._blocks.popitem(last=False)
-        self._blocks.move_to_end(number)
-        return block
+    def _read_block(self, number: int) -> _Block:
+        first = number * self._block_size
+        ids = np.arange(first, first + self._block_size)
+        return _Block(first, np.concatenate([[0], np.cumsum(self.lengths_of(ids))]))
