@@ -184,7 +184,7 @@ class DocumentStream:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._next, self._offset = int(state["document"]), int(state["offset"])
-        self._first = np.array(state["first"], dtype=np.int64).reshape(-1, 3)
+        self._first = np.array(state.get("first", []), dtype=np.int64).reshape(-1, 3)
 
     def _move(self, block: _Block, piece: Ints) -> None:
         """Sets the next token behind a piece of a document of the block."""
