@@ -62,7 +62,7 @@ class ChatTemplate:
         self._special = [token.content for token in added if token.special]
 
     def document(self, source: Source, number: int) -> tuple[str, Spans]:
-        """The text of a conversation, and what of it is learned."""
+        """The text of a conversation, and the parts that are learned."""
         try:
             record = source.read(number)
             messages, tools = checked(record["messages"], self._special), record["tools"] or None
@@ -74,7 +74,7 @@ class ChatTemplate:
         return text, spans
 
     def render(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, Spans]:
-        """The text of messages, and what of it is learned; a ValueError where the template refuses them,
+        """The text of messages, and the parts that are learned; a ValueError where the template refuses them,
         drops a turn, or rewrites earlier turns."""
         text, spans = self._rendered(messages, tools, mask=self.marked)
         place = 0

@@ -122,7 +122,7 @@ class ArrowShard(Shard):
 
 
 def _addresses(lists: pa.Array) -> tuple[int, int]:
-    """Of a record batch's offsets and values, in memory."""
+    """Where a record batch's offsets and values lie in memory."""
     _, offsets, _, values = lists.buffers()
     return offsets.address, (values or offsets).address
 

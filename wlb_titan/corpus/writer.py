@@ -123,7 +123,7 @@ def write_manifest(
 
 
 def long_tailed_lengths(tokens: int, longest: int, seed: int = 0) -> Ints:
-    """int64 (documents,), lengths with a long tail, of so many tokens together at least: `SHAPE`.
+    """int64 (documents,), lengths with a long tail, which add up to `tokens` at least: `SHAPE`.
 
     About one document in a hundred is as long as the longest, and these have about a tenth of the tokens.
     """

@@ -59,7 +59,7 @@ class Source:
     name: str  # for reports
     documents: int  # rows; the first source has those from 0 on, each other those that follow
     weight: float = 1.0  # share of the tokens, over the sum of all weights
-    long_length: int | None = None  # documents of at least so many tokens are upsampled; None: none are
+    long_length: int | None = None  # upsamples documents of this many tokens or more; None: none
     long_share: float | None = None  # share of the source's tokens that they get
 
     def __post_init__(self) -> None:

@@ -94,14 +94,14 @@ class DocumentStream:
         self._first = pieces[np.lexsort((pieces[:, START], pieces[:, ID]))]
 
     def _returned(self, tokens: int) -> Pieces:
-        """Of the pieces given back those that begin within the next `tokens` tokens."""
+        """Those of the pieces given back that start within the next `tokens` tokens."""
         begins = np.cumsum(self._first[:, LENGTH]) - self._first[:, LENGTH]
         count = int(np.searchsorted(begins, tokens, side="left"))
         pieces, self._first = self._first[:count], self._first[count:]
         return pieces
 
     def fill(self, tokens: int) -> Pieces:
-        """Exactly the next `tokens` tokens; a document cut at the end goes on with the next call."""
+        """Exactly the next `tokens` tokens; the next call continues a document that was cut at the end."""
         pieces = self._returned(tokens).copy()
         tokens -= int(pieces[:, LENGTH].sum())
         if tokens < 0:
@@ -128,8 +128,8 @@ class DocumentStream:
     def skip_rest(self) -> int:
         """Passes over the rest of a piece that `fill` cut; returns how many tokens that were.
 
-        Of a document longer than the window only the rest up to the next multiple of the window goes. What
-        was given back stays.
+        If the document is longer than the window, only what lies before the next multiple of the window is
+        skipped. What was given back stays.
         """
         if not self._offset or len(self._first):
             return 0
