@@ -217,10 +217,8 @@ def damage(file: Path, change: str | dict) -> None:
     [
         *((name, "removed", f"the file {name} is missing") for name in (DOCUMENTS_FILE, TOKENIZER)),
         *((name, "a folder", f"the file {name} is missing") for name in (DOCUMENTS_FILE, TOKENIZER)),
-        *(
-            (name, "emptied", f"the file {name} has 0 bytes instead of")
-            for name in (DOCUMENTS_FILE, TOKENIZER)
-        ),
+        (DOCUMENTS_FILE, "emptied", "documents.arrow has 0 bytes instead of"),
+        (TOKENIZER, "emptied", "tokenizer.json has 0 bytes instead of"),
         (DOCUMENTS_FILE, "cut", "bytes instead of"),
         (DOCUMENTS_FILE, "grown", "bytes instead of"),
         (DOCUMENTS_FILE, "overwritten", "documents.arrow cannot be read"),

@@ -162,9 +162,8 @@ def test_hugging_face_dataset_with_split_and_field(here, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(here / "cache"))
     (here / "books").mkdir()
     for split in ("train", "test"):
-        pq.write_table(
-            pa.table({"body": [f"{split} one", f"{split} two"]}), here / "books" / f"{split}.parquet"
-        )
+        texts = pa.table({"body": [f"{split} one", f"{split} two"]})
+        pq.write_table(texts, here / "books" / f"{split}.parquet")
     assert list(read_all(here, "hf:./books#body").values()) == ["train one", "train two"]
     assert read_all(here, "hf:./books@test[:1]#body") == {"./books[0]": "test one"}
 

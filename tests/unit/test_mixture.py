@@ -118,11 +118,9 @@ def test_every_source_gets_its_share_of_the_tokens():
     books = tokens[sources == 2]
     assert books[books >= 100].sum() / books.sum() == pytest.approx(0.75, rel=0.02)
     assert set(rows[(sources == 2) & (tokens > 0)].tolist()) == set(range(7000, 9000))
-    found = mixture.epochs(count)
-    assert found == pytest.approx(
-        [tokens[sources == s].sum() / part.sum() for s, part in enumerate(np.split(LENGTHS, [6000, 7000]))],
-        rel=0.02,
-    )
+    parts = np.split(LENGTHS, [6000, 7000])
+    epochs = [tokens[sources == number].sum() / part.sum() for number, part in enumerate(parts)]
+    assert mixture.epochs(count) == pytest.approx(epochs, rel=0.02)
 
 
 def test_long_documents_and_others_have_epochs_of_their_own():
