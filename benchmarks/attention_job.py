@@ -1,19 +1,15 @@
 """One job of attention.py, in a process of its own: prints one JSON line for each row.
 
-    python benchmarks/attention_job.py '{"kind": "check", "implementation": "gluon", "shape": [8, 1, 64, 64]}'
-    compute-sanitizer --tool memcheck python benchmarks/attention_job.py '{"kind": "check", ..., "scale": 8}'
+    python benchmarks/attention_job.py '{"kind": "warm", "implementation": "gluon", "shape": [8, 1, 64, 64]}'
 
-kind: "ceiling" (matrix product and copy), "warm" (compile, by running something small), "ends" (whether
-launches of many tiles that wait for each other end at all), "check", "turns" (ours and FlashAttention-4 in
-turns, twice), "time", "grid" (one round over the grid of the latency model) or "packs" (what its fit
-is checked by).
+kind: "ceiling" (matrix product and copy), "warm" (compile, by running something small), "turns" (ours and
+FlashAttention-4 in turns, twice), "time", "grid" (one round over the grid of the latency model) or "packs"
+(what its fit is checked by).
 device, scale (lengths are divided by it), skip (cases that are done): as attention.py sets them.
 """
 
 import json
-import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -25,73 +21,51 @@ from attention_grid import grid_cases, packs
 from torch import Tensor
 from wlb_titan.kernels import varlen_attention
 from wlb_titan.kernels.implementations import units
-from wlb_titan.kernels.segments import Options, Shape, Visibility
-from wlb_titan.kernels.self_check import Noise, check_kernels, compare, make_inputs, masks
+from wlb_titan.kernels.segments import Shape
+from wlb_titan.kernels.self_check import make_inputs
 
 from wlb_titan.commands.measure import MILLISECONDS, time_attention, time_call, time_graph
 
 TINY_GROUPS = "e"  # cases so short that Python would be timed: CUDA graphs
-MILLION = "a million tokens"
 FA4 = ("FA4", "FA4, deterministic", "FA4, re-pack", "FA4, deterministic, re-pack")
 PEERS = ("cuDNN dense", "varlen_attn", "varlen_attn, re-pack", "FlexAttention")
 ROUNDS = 2  # of "turns": what differs between them is noise
-HANGS_S = 5.0
-STRADDLING = ((129, 2032), (257, 1020))  # length and number of documents that share their key tiles
 
 
 def run(job: dict) -> Iterator[dict]:
     """The job's rows; the error of one case is its row's text and does not stop the rest."""
-    device, scale, skip = job.get("device", "cuda"), job.get("scale", 1), set(job.get("skip", ()))
+    for row, work in works(job):
+        if row["case"] not in job.get("skip", ()):
+            yield row | guarded(work)
+
+
+def works(job: dict) -> Iterator[tuple[dict, Callable[[], dict]]]:
+    """The begin of each row, and what measures the rest of it."""
+    device, scale, kind = job.get("device", "cuda"), job.get("scale", 1), job["kind"]
     dtype = torch.bfloat16 if device == "cuda" else torch.float16  # the interpreter has no bfloat16
-    if job["kind"] == "ceiling":
-        yield {"case": "ceiling"} | ceilings(device)
-        return
-    shape, implementation = Shape(*job["shape"]), job["implementation"]
-    if job["kind"] == "warm":
-        for name, lengths in (("long", [4096 // scale]), ("short", [512 // scale] * 4)):
-            yield {"case": name} | guarded(
-                partial(warm, implementation, shape, whole(lengths), dtype, device)
-            )
-    elif job["kind"] == "ends":
-        warm(implementation, shape, whole([512 // scale] * 4), dtype, device)
-        for length, documents in STRADDLING:
-            name = f"{documents:,} documents of {length}"
-            if name not in skip:
-                segments = whole([max(1, length // scale)] * max(1, documents // scale))
-                yield {"case": name} | guarded(partial(ends, implementation, segments, shape, dtype, device))
-    elif job["kind"] == "turns":
-        for case in by_worth(cases(scale)):
-            if case.group in job["groups"] and case.group not in TINY_GROUPS and case.name not in skip:
-                yield {"case": case.name} | guarded(
-                    partial(in_turns, job["names"], case, shape, dtype, device)
-                )
-    elif job["kind"] == "check":
-        seed = time.time_ns() % 2**31
-        for mask in masks(scale):
-            if str(mask) not in skip:
-                work = partial(check, implementation, mask, shape, dtype, device, scale, seed)
-                yield {"case": str(mask)} | guarded(work)
-        if device == "cuda" and (shape.q_heads, shape.dim) == (32, 128) and MILLION not in skip:
-            yield {"case": MILLION} | guarded(partial(check_million, implementation, shape, device))
-    elif job["kind"] == "grid":
+    shape, name = Shape(*job["shape"]), job["implementation"]
+    if kind == "ceiling":
+        yield {"case": "ceiling"}, partial(ceilings, device)
+    elif kind == "warm":
+        for case, lengths in (("long", [4096 // scale]), ("short", [512 // scale] * 4)):
+            yield {"case": case}, partial(warm, name, shape, whole(lengths), dtype, device)
+    elif kind == "grid":
+        how = {"dtype": dtype, "device": device, "milliseconds": MILLISECONDS}
         for cut in grid_cases(shape, device, scale):
-            name = f"{cut.q_len} queries, {cut.kv_len} keys, {cut.segments} segments"
-            if name not in skip:
-                how = {"dtype": dtype, "device": device, "milliseconds": MILLISECONDS}
-                work = partial(time_segments, implementation, cut.rows(), shape, **how)
-                yield {"case": name, "cut": cut} | guarded(work)
-    elif job["kind"] == "packs":
+            text = f"{cut.q_len} queries, {cut.kv_len} keys, {cut.segments} segments"
+            yield {"case": text, "cut": cut}, partial(time_segments, name, cut.rows(), shape, **how)
+    elif kind == "packs":
+        how = {"dtype": dtype, "device": device}
         for pack in packs(scale, job["seeds"]):
-            how = {"dtype": dtype, "device": device}
-            work = partial(time_segments, implementation, pack.segments, shape, **how)
-            if pack.name not in skip:
-                yield {"case": pack.name, "scale": scale} | guarded(work)
-    else:
-        for case in by_worth(cases(scale)):
-            if case.group in job["groups"] and case.name not in skip and can_run(implementation, case):
-                yield {"case": case.name} | guarded(
-                    partial(measure, implementation, case, shape, dtype, device)
-                )
+            row = {"case": pack.name, "scale": scale}
+            yield row, partial(time_segments, name, pack.segments, shape, **how)
+    for case in by_worth(cases(scale)) if kind in ("turns", "time") else ():
+        if case.group not in job["groups"]:
+            continue
+        if kind == "turns" and case.group not in TINY_GROUPS:
+            yield {"case": case.name}, partial(in_turns, job["names"], case, shape, dtype, device)
+        elif kind == "time" and can_run(name, case):
+            yield {"case": case.name}, partial(measure, name, case, shape, dtype, device)
 
 
 def by_worth(found: list[Case]) -> list[Case]:
@@ -115,55 +89,6 @@ def warm(implementation: str, shape: Shape, segments, dtype: torch.dtype, device
     out = varlen_attention(*(x.requires_grad_() for x in (q, k, v)), segments, implementation=implementation)
     out.backward(dout)
     return {}
-
-
-def ends(implementation: str, segments, shape: Shape, dtype: torch.dtype, device: str) -> dict:
-    """Forward and backward once. RuntimeError if they have not ended after `HANGS_S`: a turn never comes."""
-    q, k, v, dout = make_inputs(segments, shape, dtype, device)
-    out = varlen_attention(*(x.requires_grad_() for x in (q, k, v)), segments, implementation=implementation)
-    out.backward(dout)
-    if device == "cuda":
-        ended, limit = torch.cuda.Event(), time.monotonic() + HANGS_S
-        ended.record()
-        while not ended.query():
-            if time.monotonic() > limit:
-                raise RuntimeError(f"not ended after {HANGS_S:.0f} s")
-            time.sleep(0.01)
-    return {}
-
-
-def check(
-    implementation: str,
-    mask: Visibility,
-    shape: Shape,
-    dtype: torch.dtype,
-    device: str,
-    scale: int,
-    seed: int,
-) -> dict:
-    """The largest error in a job's own check, beside the reference. KernelError for what is wrong."""
-    options, on = Options(shape.dim**-0.5, mask, implementation), torch.device(device)
-    error = check_kernels(Noise.rich(shape, dtype, on, scale, seed), options, judge="reference")
-    return {"wrong": [], "largest": error}
-
-
-def check_million(implementation: str, shape: Shape, device: str, tokens: int = 2**20) -> dict:
-    """A tensor of more than 2**32 elements: the last document of 1,024, forward and backward.
-
-    Nothing before it is compared; the point is addresses that overflow 32 bits.
-    """
-    length = min(1024, tokens)
-    segments = whole([length] * (tokens // length))
-    q, k, v, dout = make_inputs(segments, shape, torch.bfloat16, device)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = varlen_attention(*leaves, segments, implementation=implementation)
-    names = ("out", "dq", "dk", "dv")
-    got = dict(zip(names, (out, *torch.autograd.grad(out, leaves, dout)), strict=True))
-    last = [x[-length:].detach().float().requires_grad_() for x in (q, k, v)]
-    want = varlen_attention(*last, whole([length]), implementation="reference")
-    wanted = (want, *torch.autograd.grad(want, last, dout[-length:].float()))
-    ends = {name: x[-length:].detach() for name, x in got.items()}
-    return {"wrong": [], "largest": compare(ends, dict(zip(names, wanted, strict=True)), MILLION)}
 
 
 def in_turns(names: list[str], case: Case, shape: Shape, dtype: torch.dtype, device: str) -> dict:
@@ -196,14 +121,8 @@ def make_call(implementation: str, case: Case, q, k, v) -> peers.Call:
     if implementation.startswith("varlen_attn"):
         return peers.varlen(case, q, k, v, repack="re-pack" in implementation)
     if implementation.startswith("FA4"):
-        return peers.fa4(
-            case,
-            q,
-            k,
-            v,
-            deterministic="deterministic" in implementation,
-            repack="re-pack" in implementation,
-        )
+        deterministic = "deterministic" in implementation
+        return peers.fa4(case, q, k, v, deterministic=deterministic, repack="re-pack" in implementation)
 
     def call():
         return varlen_attention(q, k, v, case.segments, implementation=implementation)
@@ -259,5 +178,3 @@ def ceilings(device: str) -> dict:
 if __name__ == "__main__":
     for row in run(json.loads(sys.argv[1])):
         print(json.dumps(row), flush=True)
-        if "not ended" in row.get("error", ""):
-            os._exit(1)  # the GPU is still at it: leaving in any other way would wait for it

@@ -92,21 +92,20 @@ def rehearse(benchmark, tmp_path, monkeypatch, capsys):
 
 def test_a_run_loses_nothing_and_resumes(rehearse, benchmark, tmp_path):
     """Killed, tried again, and complete; then a further call has nothing to do."""
-    rows, text = rehearse("--stages", "check", "--limit", "0.3")
-    assert len(rows) == 3 and all(row["error"].startswith("killed after") for row in rows)
-    assert "WRONG triton [2, 1, 16, 16] : killed after" in text
-    rows, text = rehearse("--stages", "check", "turns", "time", "--retry", "--limit", "600")
-    assert not [row for row in rows if "error" in row]
-    assert [row["kind"] for row in rows if "seconds" in row] == ["ceiling", "ends", "check", "turns", "time"]
-    checks = [row for row in rows if row["kind"] == "check" and "case" in row]
-    assert len(checks) == 4 and not any(row["wrong"] for row in checks)
-    assert all(0 < row["largest"] < 1e-2 for row in checks)
-    (timed,) = [row for row in rows if row["kind"] == "time" and "case" in row]
+    rows, text = rehearse("--stages", "turns", "--limit", "0.3")
+    assert len(rows) == 2 and all(row["error"].startswith("killed after") for row in rows)
+    assert "BAD turns    triton                [2, 1, 16, 16] : killed after" in text
+    rows, text = rehearse("--stages", "warm", "turns", "time", "--retry", "--limit", "600")
+    of_triton = [row for row in rows if row["implementation"] != "gluon"]  # which a CPU does not run
+    assert not [row for row in of_triton if "error" in row]
+    ended = [row["kind"] for row in of_triton if "seconds" in row]
+    assert ended == ["ceiling", "warm", "turns", "time"]
+    (timed,) = [row for row in of_triton if row["kind"] == "time" and "case" in row]
     assert timed["forward_tflops"] > 0 and timed["backward_ms"] > 0
     (turns,) = [row["times"]["triton"] for row in rows if "times" in row]
     assert len(turns) == 2 and min(turns[0] + turns[1]) > 0 and "Noise: equal work timed twice" in text
-    assert "checks: 4 cases, 0 bad" in text and "128 documents of 512; heads 2:1" in text
-    again, _ = rehearse("--stages", "check", "turns", "time")
+    assert "128 documents of 512; heads 2:1" in text
+    again, _ = rehearse("--stages", "warm", "turns", "time")
     assert again == rows
     with (tmp_path / "attention.jsonl").open("a") as file:
         file.write('{"kind": "time", "implem')  # stopped while it wrote
@@ -117,39 +116,18 @@ def test_a_run_loses_nothing_and_resumes(rehearse, benchmark, tmp_path):
         rows = results.rows
 
 
-def test_only_what_is_right_is_timed(benchmark, tmp_path):
-    results = benchmark.Results(tmp_path / "attention.jsonl")
-    job = {"kind": "check", "implementation": "gluon", "shape": [8, 1, 64, 64]}
-    assert not results.right("gluon", [64, 64])
-    results.add(job, {"case": "ragged", "wrong": []})
-    assert results.right("gluon", [64, 64])
-    results.add(job, {"case": "a million tokens", "error": "OutOfMemoryError: ..."})
-    assert results.right("gluon", [64, 64])
-    results.add(job | {"shape": [4, 4, 64, 64]}, {"case": "ragged", "wrong": ["dq"]})
-    assert not results.right("gluon", [64, 64])
-
-
 def test_jobs(benchmark):
-    jobs = list(benchmark.jobs(["warm", "check", "turns", "time", "grid"], "cuda"))
+    jobs = list(benchmark.jobs(["warm", "turns", "time", "grid"], "cuda"))
     kinds = [kind for kind, _ in groupby(job["kind"] for job in jobs)]
-    assert kinds == ["ceiling", "warm", "ends", "check", "turns", "time", *["grid", "packs"] * 4]
+    assert kinds == ["ceiling", "warm", "turns", "time", *["grid", "packs"] * 4]
     names = [json.dumps(job) for job in jobs]
     assert len(set(names)) == len(names)
 
 
-def test_the_grid_is_measured_and_fitted(rehearse, tmp_path):
-    shown = {
-        "kind": "check",
-        "implementation": "triton",
-        "shape": [2, 1, 16, 16],
-        "case": "ragged",
-        "wrong": [],
-    }
-    (tmp_path / "attention.jsonl").write_text(json.dumps(shown) + "\n")
+def test_the_grid_is_measured_and_fitted(rehearse):
     rows, text = rehearse("--stages", "grid", "--limit", "600")
     assert not [row for row in rows if "error" in row]
     assert [row["kind"] for row in rows if "seconds" in row] == ["ceiling", "grid", "packs"]
-    assert "gluon                 [2, 1, 16, 16] left out" not in text  # head dim 16 is none of its own
     (model,) = re.findall(r"latency model of triton, (.*)", text)
     profile = Profile.load(Path(model))
     measured = {tuple(row["cut"]) for row in rows if "cut" in row}
