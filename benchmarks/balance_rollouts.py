@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from common.packing import save
+from common import save
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table

@@ -20,7 +20,7 @@ from typing import Any
 
 import click
 import numpy as np
-from common.packing import RESULTS
+from common import RESULTS
 from rich.console import Console
 from rich.table import Table
 
@@ -212,7 +212,8 @@ def slimpack_lengths(name: str, longest: int) -> Ints:
 
 def asymmetric(_steps: int) -> Groups:
     """7B-128K under `slim` with M MicroPacks and N context windows a step: selective and full activation
-    checkpointing, and the asymmetric partition, which takes the place of full checkpointing. All of TP is exposed."""
+    checkpointing, and the asymmetric partition, which takes the place of full checkpointing; nothing hides
+    tensor parallelism's collectives."""
     for windows, packs in ((4, (16, 32, 64, 128)), (16, (32, 64, 128))):
         one = configuration(Setting("FA3", 1, hidden=0.0), "7B-128K", micro_batches=windows)
         job = replace(one.job, schedule="1F1B")

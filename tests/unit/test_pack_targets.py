@@ -1,4 +1,4 @@
-"""Balance and delay on lengths as unbalanced as the paper's; benchmarks/packing_*.py measure in full."""
+"""Balance and delay on lengths as unbalanced as the paper's; benchmarks/packing.py measure in full."""
 
 import numpy as np
 import pytest

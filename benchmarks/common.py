@@ -1,4 +1,4 @@
-"""What the packing benchmarks share: lengths, cost model, and how a policy is measured.
+"""What several benchmarks share: lengths, cost model, a planner, and where results lie.
 
 The lengths are made so that the original packing is as unbalanced as the paper's (1.44 with N = 4, a window
 of 128K and the 7B model) and its other facts hold: most documents are short, the longest fill the window, and
@@ -18,29 +18,25 @@ from __future__ import annotations
 import json
 import os
 import platform
-import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from wlb_titan import __version__
+from wlb_titan.arrays import Ints
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job
 from wlb_titan.packing import PackingPolicy
-from wlb_titan.plan import Plan
 from wlb_titan.planner import Planner
-from wlb_titan.summary import Summary
 
 WINDOW = 131072
 COST_MODEL = "quadratic:917504,3.96e10"
-RESULTS = Path(__file__).parents[1] / "results" / "cpu"
+RESULTS = Path(__file__).parent / "results" / "cpu"
 
 
-def synthetic_lengths(documents: int, seed: int = 1) -> NDArray[np.int64]:
+def synthetic_lengths(documents: int, seed: int = 1) -> Ints:
     """int64 (documents,), tokens; see the module's text."""
     rng = np.random.default_rng(seed)
     lengths = np.exp(rng.normal(np.log(460), 1.3, documents))
@@ -60,39 +56,6 @@ def planner_of(
         packing=replace(packing, cost_model=COST_MODEL),
         memory_unknown="a planner",  # so that two windows are the bound
     ).planner(documents)
-
-
-def measure(
-    documents: Documents, packing: PackingPolicy.Config, *, micro_batches: int, steps: int, warm_up: int = 8
-) -> dict[str, Any]:
-    """Plans `steps` steps after `warm_up` ones, in which queues fill, and sums them up.
-
-    Returns:
-        `Summary.figures`, with `plan_ms` the median and `plan_ms_mean` the mean of wall time; `cpu_ms`, the
-        median of the thread's CPU time, which other load on the machine does not change; `documents`, the
-        median number of documents of a step.
-    """
-    planner = planner_of(documents, packing, micro_batches=micro_batches)
-    for _ in range(warm_up):
-        planner.next()
-    cpu, packed = [], []
-
-    def plans() -> Iterator[Plan]:
-        for _ in range(steps):
-            begin = time.thread_time()
-            plan = planner.next()
-            cpu.append((time.thread_time() - begin) * 1e3)
-            packed.append(sum(len(m.documents) for m in plan.micro_batches))
-            yield plan
-
-    summary = Summary.of(plans(), WINDOW)
-    return {
-        **summary.figures(),
-        "plan_ms_mean": float(summary.plan_ms.mean()),
-        "cpu_ms": float(np.median(cpu)),
-        "documents": float(np.median(packed)),
-        "steps": steps,
-    }
 
 
 def save(name: str, results: dict[str, Any]) -> None:
