@@ -114,8 +114,7 @@ def main() -> None:
         again(results, arguments.only, arguments.steps)
     if not arguments.page_only:
         path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    curves = RESULTS / "loss_curves.json"
-    results["loss_curves"] = json.loads(curves.read_text()) if curves.is_file() else None
+    results["loss_curves"] = json.loads((RESULTS / "loss_curves.json").read_text())
     draw_all(results)
     print(f"wrote {write_page(results)}")
 
