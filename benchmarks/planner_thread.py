@@ -17,6 +17,7 @@ import time
 import click
 import numpy as np
 import torch
+from common import WINDOW
 from rich.console import Console
 from rich.table import Table
 
@@ -33,7 +34,6 @@ use_cpu_without_accelerator()
 
 from wlb_titan.runtime.data.inputs import rank_item  # noqa: E402
 
-WINDOW = 131072
 REPLICA = 4  # micro-batches of a data-parallel rank
 
 
@@ -44,49 +44,36 @@ def prepare(job: Job, planner: Planner) -> None:
         rank_item(tokens, tokens, tokens, m.documents[:, LENGTH], job.strategy, m.ranks, 0)
 
 
-def job_of(policy: str, micro_batches: int) -> Job:
-    return Job(
-        window=WINDOW,
-        micro_batches=micro_batches,
-        degrees=Degrees(shard=micro_batches // REPLICA, context=2),
-        multiple=8,
-        packing=POLICIES.configure(policy, cost_model="quadratic:1,5e4"),
-        sharding=STRATEGIES.configure("hybrid"),
-        memory_unknown="a planner",  # so that two windows are the bound
-    )
-
-
-def documents() -> Documents:
-    lengths = np.random.default_rng(0).lognormal(np.log(2000), 1.6, size=400_000)
-    return Documents(lengths=np.clip(lengths, 16, WINDOW).astype(np.int64))
-
-
-def operations(number: int) -> float:
-    """Seconds of so many small operations."""
+def operations() -> float:
+    """Seconds of 2,000 small ones."""
     x = torch.zeros(8)
     begin = time.perf_counter()
-    for _ in range(number):
+    for _ in range(2000):
         x.add_(1.0)
     return time.perf_counter() - begin
 
 
-class Planning(threading.Thread):
-    """Plans one step after the other until it is stopped."""
+def lost(job: Job, planner: Planner, seconds: float) -> float:
+    """Seconds that the operations of this thread lose to each step that another one plans."""
+    quiet = min(operations() for _ in range(50))
+    stopped, steps = threading.Event(), 0
 
-    def __init__(self, job: Job, planner: Planner) -> None:
-        super().__init__()
-        self.steps = 0
-        self._job, self._planner = job, planner
-        self._stopped = threading.Event()
+    def plan_ahead() -> None:
+        nonlocal steps
+        while not stopped.is_set():
+            prepare(job, planner)
+            steps += 1
 
-    def run(self) -> None:
-        while not self._stopped.is_set():
-            prepare(self._job, self._planner)
-            self.steps += 1
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self.join()
+    planning = threading.Thread(target=plan_ahead)
+    planning.start()
+    rounds, begin = 0, time.perf_counter()
+    while time.perf_counter() - begin < seconds:
+        operations()
+        rounds += 1
+    took = time.perf_counter() - begin
+    stopped.set()
+    planning.join()
+    return (took - rounds * quiet) / max(steps, 1)
 
 
 @click.command()
@@ -94,27 +81,27 @@ class Planning(threading.Thread):
 def main(seconds: float) -> None:
     """Prints milliseconds a step for each packing policy and size of job."""
     torch.set_num_threads(1)
+    lengths = np.random.default_rng(0).lognormal(np.log(2000), 1.6, size=400_000)
+    documents = Documents(lengths=np.clip(lengths, 16, WINDOW).astype(np.int64))
     table = Table("policy", "micro-batches", "planning alone, ms a step", "lost, ms a step")
-    batch = 2000
     for policy in ("plain", "wlb", "wlb_lazy"):
         for micro_batches in (4, 64, 2048):
-            job = job_of(policy, micro_batches)
-            planner = job.planner(documents())
+            job = Job(
+                window=WINDOW,
+                micro_batches=micro_batches,
+                degrees=Degrees(shard=micro_batches // REPLICA, context=2),
+                multiple=8,
+                packing=POLICIES.configure(policy, cost_model="quadratic:1,5e4"),
+                sharding=STRATEGIES.configure("hybrid"),
+                memory_unknown="a planner",  # so that two windows are the bound
+            )
+            planner = job.planner(documents)
             prepare(job, planner)
             begin = time.perf_counter()
             prepare(job, planner)
             alone = time.perf_counter() - begin
-            quiet = min(operations(batch) for _ in range(50))
-            planning = Planning(job, planner)
-            planning.start()
-            rounds, begin = 0, time.perf_counter()
-            while time.perf_counter() - begin < seconds:
-                operations(batch)
-                rounds += 1
-            took = time.perf_counter() - begin
-            planning.stop()
-            lost = (took - rounds * quiet) / max(planning.steps, 1)
-            table.add_row(policy, str(micro_batches), f"{1e3 * alone:.1f}", f"{1e3 * lost:.1f}")
+            milliseconds = 1e3 * np.array([alone, lost(job, planner, seconds)])
+            table.add_row(policy, str(micro_batches), *(f"{each:.1f}" for each in milliseconds))
     Console().print(table)
 
 

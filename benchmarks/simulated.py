@@ -26,8 +26,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent / "reproduce"))
 
-from paper import Setting, attention, configuration
-from table1 import PAPER_DEGREES
+from paper import PAPER_DEGREES, Setting, attention, configuration
 
 from wlb_titan.arrays import Ints
 from wlb_titan.context import STRATEGIES

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 from lengths import WINDOW, carried, documents, dropped, stated
-from paper import LLAMA_405B, Setting, attention, configuration, forward_imbalance, scenario
-from table1 import PAPER_DEGREES
+from paper import LLAMA_405B, PAPER_DEGREES, Setting, attention, configuration, forward_imbalance, scenario
 
 from wlb_titan.context import per_document, per_sequence
 from wlb_titan.cost.degrees import Degrees

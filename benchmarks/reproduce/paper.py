@@ -25,7 +25,6 @@ from itertools import product
 import numpy as np
 from lengths import loaded
 from published_attention import published
-from table1 import PAPER_DEGREES
 
 from wlb_titan.cost.attention_latency import AttentionLatency
 from wlb_titan.cost.cluster import load_cluster
@@ -39,6 +38,17 @@ from wlb_titan.packing import POLICIES, PackingPolicy
 from wlb_titan.plan import LENGTH
 from wlb_titan.simulator.choice import Scenario
 
+PAPER_DEGREES = {
+    "550M-64K": Degrees(tensor=2, context=2, pipeline=4, shard=2),
+    "550M-128K": Degrees(tensor=2, context=4, pipeline=4),
+    "7B-64K": Degrees(tensor=4, context=2, pipeline=4),
+    "7B-128K": Degrees(tensor=8, context=2, pipeline=4),
+    "30B-64K": Degrees(tensor=8, context=2, pipeline=4),
+    "30B-128K": Degrees(tensor=8, context=4, pipeline=4),
+    "70B-64K": Degrees(tensor=16, context=4, pipeline=4),
+    "70B-128K": Degrees(tensor=16, context=4, pipeline=4),
+}
+"""Of Table 1, whose sizes are `PAPER_MODELS`. A global batch is of pipeline x data-parallel degree micro-batches."""
 CLUSTER = "h100_roce"
 STEP_SECONDS = 3.08
 IMBALANCE = 1.44
@@ -51,21 +61,13 @@ LLAMA_405B = ModelShape(
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One combination of what is not stated.
+    """One combination of what is not stated."""
 
-    Attributes:
-        kernel: of attention: FA2, FA3, or "as in Table 2".
-        chunks: stages of a pipeline rank.
-        hidden: share of tensor parallelism's collectives behind matrix products.
-        linear_flops: achieved FLOP/s of matrix products.
-        slowdown: time of attention over the kernel's published one.
-    """
-
-    kernel: str
-    chunks: int
-    hidden: float
-    linear_flops: float = 600e12
-    slowdown: float = 1.0
+    kernel: str  # of attention: FA2, FA3, or "as in Table 2"
+    chunks: int  # stages of a pipeline rank
+    hidden: float  # share of tensor parallelism's collectives behind matrix products
+    linear_flops: float = 600e12  # FLOP/s of matrix products that are achieved
+    slowdown: float = 1.0  # time of attention over the kernel's published one
 
     def __str__(self) -> str:
         return f"attention {self.kernel}, v = {self.chunks}, {1 - self.hidden:.0%} of TP exposed"
@@ -97,16 +99,8 @@ def scenario(
     packing: PackingPolicy.Config | None = None,
     lengths: str = "paper",
 ) -> Scenario:
-    """A job of the paper on the corpus, with the least activation checkpointing that fits.
-
-    Args:
-        setting: what is not stated.
-        model, degrees: a row of Table 1.
-        window: context window in tokens.
-        micro_batches: of a global batch; PP x DP if not given, as in the paper.
-        packing: settings of the policies that have them.
-        lengths: name of the documents' distribution.
-    """
+    """A job of the paper on the corpus, with the least activation checkpointing that fits; PP x DP
+    micro-batches if their number is not given, as in the paper."""
     pipelined = degrees.pipeline > 1
     job = Job(
         model=model,

@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import figures
 
+from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.workload import Quadratic, workload
 from wlb_titan.documents.mixture import Mixture
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.job import Job
 from wlb_titan.packing.plain import Plain, imbalance_of_plain
+from wlb_titan.packing.wlb import Wlb
 from wlb_titan.packing.wlb_lazy import _transfers, level_by_cutting
 from wlb_titan.plan import LENGTH, START
 
@@ -125,6 +127,18 @@ def test_the_imbalance_of_plain_leaves_the_stream_where_it_is():
     found = imbalance_of_plain(stream, job)
     assert stream.state_dict() == state
     assert found == imbalance_of_plain(stream.anew(), job) > 1
+
+
+def test_a_trial_plans_some_of_many_data_parallel_ranks():
+    job = Job(
+        window=1024,
+        micro_batches=192,
+        degrees=Degrees(shard=96),
+        packing=Wlb.Config(cost_model="quadratic:1,100"),
+    )
+    stream = DocumentStream(Mixture(lengths_of("heavy"), seed=3), 512)
+    assert imbalance_of_plain(stream, job) > 1
+    assert len(Wlb(job.packing, stream, job).next().packs) == 192
 
 
 def test_wlb_says_when_queues_lose_and_not_when_they_win():

@@ -8,7 +8,7 @@ rest is lost, as in the paper (`tail = "drop"`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -87,7 +87,8 @@ def mean_imbalance(policy: PackingPolicy, cost_model: CostModel) -> float:
 def imbalance_of_plain(stream: DocumentStream, job: Job) -> float:
     """The mean imbalance of `plain` on these documents, whose stream is left as it is.
 
-    At most 64 of the job's micro-batches are tried. With more of them `plain` is worse, not better.
+    Only as many data-parallel ranks are tried as have 64 micro-batches. With more of them `plain` is worse, not
+    better.
     """
-    few = replace(job, micro_batches=min(job.micro_batches, MOST_MICRO_BATCHES))
+    few = job.sample(MOST_MICRO_BATCHES)
     return mean_imbalance(Plain(Plain.Config(), stream.anew(), few), job.cost_model)

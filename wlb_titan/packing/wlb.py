@@ -107,7 +107,7 @@ class Wlb(VariableLengthPolicy):
 
     def _warn_if_queues_lose(self, config: Config, stream: DocumentStream, job: Job) -> None:
         """Compares the best thresholds found to `plain`, in a trial of both."""
-        few = replace(job, micro_batches=min(job.micro_batches, MOST_MICRO_BATCHES))
+        few = job.sample(MOST_MICRO_BATCHES)
         trial = Wlb(replace(config, thresholds=self.thresholds), stream.anew(), few)
         queues = mean_imbalance(trial, job.cost_model)
         plain = imbalance_of_plain(stream, job)
