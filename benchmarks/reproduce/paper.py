@@ -48,7 +48,7 @@ PAPER_DEGREES = {
     "70B-64K": Degrees(tensor=16, context=4, pipeline=4),
     "70B-128K": Degrees(tensor=16, context=4, pipeline=4),
 }
-"""Of Table 1, whose sizes are `PAPER_MODELS`. A global batch is of pipeline x data-parallel degree micro-batches."""
+"""Of Table 1, whose sizes are `PAPER_MODELS`. A global batch has PP x DP micro-batches."""
 CLUSTER = "h100_roce"
 STEP_SECONDS = 3.08
 IMBALANCE = 1.44

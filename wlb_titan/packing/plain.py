@@ -87,8 +87,7 @@ def mean_imbalance(policy: PackingPolicy, cost_model: CostModel) -> float:
 def imbalance_of_plain(stream: DocumentStream, job: Job) -> float:
     """The mean imbalance of `plain` on these documents, whose stream is left as it is.
 
-    Only as many data-parallel ranks are tried as have 64 micro-batches. With more of them `plain` is worse, not
-    better.
+    Only as many data-parallel ranks are tried as have 64 micro-batches: with more, `plain` is not better.
     """
     few = job.sample(MOST_MICRO_BATCHES)
     return mean_imbalance(Plain(Plain.Config(), stream.anew(), few), job.cost_model)
