@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import click
@@ -116,22 +117,12 @@ def measure(layout: str, lengths: int, backend: str | None) -> dict:
     "--compile", "backend", metavar="BACKEND", help="Compile the model with it: inductor, aot_eager."
 )
 @click.option("--output", type=click.Path(path_type=Path), help="Folder for new_lengths.json.")
-@click.option("--here", is_flag=True, hidden=True)
-def main(
-    layouts: tuple[str, ...], lengths: int, backend: str | None, output: Path | None, here: bool
-) -> None:
+def main(layouts: tuple[str, ...], lengths: int, backend: str | None, output: Path | None) -> None:
     """Prints seconds of processor time a micro-batch, for each layout in a process of its own."""
-    if here:
-        print(json.dumps(measure(layouts[0], lengths, backend)))
-        return
     results = {}
     for layout in layouts or DEFAULT:
-        words = ["--here", "--layout", layout, "--lengths", str(lengths)]
-        words += ["--compile", backend] if backend else []
-        done = subprocess.run(
-            [sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True, check=True
-        )
-        r = results[layout] = json.loads(done.stdout.splitlines()[-1])
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
+            r = results[layout] = fresh.submit(measure, layout, lengths, backend).result()
         print(
             f"{layout:12} new {r['new']:.3f} s, again {r['again']:.3f} s, ratio {r['new'] / r['again']:.2f}"
         )
