@@ -5,7 +5,8 @@
 
 For each file, each collection of documents and each of three policies the steps that `wlb-titan simulate`
 predicts. The collections are this machine's Python files, prepared as `make train` does where they are not
-yet, and distributions of lengths (`--lengths` of `simulate`). Writes benchmarks/results/cpu/predicted.json.
+yet, and distributions of lengths (`--lengths` of `simulate`). The rows are written to
+benchmarks/results/cpu/predicted.json and into the gaps of benchmarks/predicted.md, which is the page.
 """
 
 from __future__ import annotations
@@ -37,29 +38,6 @@ PLAIN, *BALANCED = (Policy.parse(text) for text in ("plain", "wlb_lazy:hybrid:be
 PYTHON = "Python files"
 COLLECTIONS = (PYTHON, "paper", "wlbllm", "prolong")
 LONG = 65536  # tokens
-HEAD = """# What big jobs are predicted to reach
-
-Made by `python benchmarks/predicted.py`, {steps} steps each. No row was measured: all are predictions of the
-simulator ([simulator.md](simulator.md)) for {cluster}.
-To measure a job's first and last rank on one GPU: [rehearsal.md](rehearsal.md).
-
-MFU counts the FLOPs that document masks leave, over that GPU's peak. FLOPs x and tokens x, a second, are over
-the first row of a file. *Cut* is the share of tokens in pieces that begin in mid-document, *keys* what a
-token attends to: policies that keep documents whole train more FLOPs in a token. Documents: this machine's
-Python files, as `make train` prepares them.
-
-| file | GPUs | policy | MFU | TFLOP/s a GPU | FLOPs x | tokens x | bubble | cut | keys |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
-"""
-LENGTHS = """
-## By lengths of documents
-
-FLOPs a second of `{first}` and of `{second}` over `{plain}` on the same documents: those
-above, and three distributions of lengths ([simulator.md](simulator.md#lengths-without-a-corpus)). Tokens in
-documents of 64K and more: {long}. One of them:
-`wlb-titan simulate FILE --lengths NAME --policies {policies}`.
-
-"""
 
 
 def documents_of(collection: str) -> Documents:
@@ -123,21 +101,23 @@ def by_lengths(results: dict[str, list[list[dict[str, Any]]]]) -> str:
 
 
 def written(results: dict[str, Any]) -> str:
-    """The page."""
+    """The page: predicted.md with its gaps filled."""
     rows = [row for own in results["rows"][PYTHON] for row in own]
-    shares = [f"{long:.0%} ({name})" for name, long in results["long"].items()]
     first, second = BALANCED
     return (
-        HEAD.format(steps=results["steps"], cluster=rows[0]["cluster"])
-        + table(rows)
-        + LENGTHS.format(
+        (ROOT / "benchmarks" / "predicted.md")
+        .read_text()
+        .format(
+            steps=results["steps"],
+            cluster=rows[0]["cluster"],
+            rows=table(rows),
             first=first,
             second=second,
             plain=PLAIN,
-            long=", ".join(shares),
+            long=", ".join(f"{long:.0%} ({name})" for name, long in results["long"].items()),
             policies=",".join(map(str, (PLAIN, first, second))),
+            by_lengths=by_lengths(results["rows"]),
         )
-        + by_lengths(results["rows"])
     )
 
 
