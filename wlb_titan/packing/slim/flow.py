@@ -48,8 +48,8 @@ class Flows:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        # What a token of a pack that ranks share holds on each of them, relative to one of a rank's own pack: a
-        # share of the activations, and all of the document's keys and values.
+        # What a token of a pack that ranks share holds on each of them, relative to one of a rank's own
+        # pack: a share of the activations, and all of the document's keys and values.
         kept = job.token_bytes.kept_in_slices
         self._held = {n: shared.token_bytes.kept_in_slices / kept for n, shared in job.merged.items()}
         self.limit: float | None = job.most_in_flight
