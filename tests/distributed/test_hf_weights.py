@@ -130,7 +130,7 @@ def first_loss(weights, words, scaled=True):
     plan, corpus = next(iter(loader)).plan, loader.corpus
     losses = []
     for micro_batch in plan.micro_batches:
-        rows = loader._planner.rows_of(micro_batch.documents[:, 0]).tolist()
+        rows = loader._planner.read(micro_batch.documents[:, 0])[0].tolist()
         for row, (_, start, length, *_) in zip(rows, micro_batch.documents.tolist(), strict=True):
             tokens = corpus.tokens(row, start, min(length + 1, int(corpus.lengths[row]) - start))
             tokens = torch.from_numpy(tokens.astype("int64"))
@@ -222,13 +222,13 @@ def first_step(words, weight):
     loading = PlannedDataLoader.Config(corpus=config.wlb.corpus, job=job, loss_weight=weight)
     degree = loading.job.degrees.data
     loader = loading.build(dp_world_size=degree, dp_rank=0)
-    step, rows_of = next(iter(loader)), loader._planner.rows_of
+    step, read = next(iter(loader)), loader._planner.read
     loader.close()
     rows = datasets.load_from_disk(config.wlb.corpus.path)
     pieces = {}
     for micro_batch in step.plan.packs:
         ids = micro_batch.documents[:, 0]
-        for row, piece, id_ in zip(rows_of(ids).tolist(), micro_batch.documents, ids.tolist(), strict=True):
+        for row, piece, id_ in zip(read(ids)[0].tolist(), micro_batch.documents, ids.tolist(), strict=True):
             start, stop = int(piece[1]), int(piece[1] + piece[2])
             if micro_batch.slices is None:
                 pieces[id_, start] = row, start, stop

@@ -182,8 +182,7 @@ class PlannedDataLoader(BaseDataLoader):
         labels = np.full(micro_batch.shared_length, IGNORE_INDEX, dtype=np.int64)
         weights = np.zeros(micro_batch.shared_length)
         offset = 0
-        rows = self._planner.rows_of(micro_batch.documents[:, ID])
-        totals = self.corpus.lengths[rows]
+        rows, totals = self._planner.read(micro_batch.documents[:, ID])
         labels_of = self._planner.labels_of(rows, totals) if self._by_document else np.ones_like(rows)
         pieces = micro_batch.documents[:, [START, LENGTH]].tolist()
         prefix = np.zeros(len(rows), dtype=np.int64) if micro_batch.prefix is None else micro_batch.prefix
