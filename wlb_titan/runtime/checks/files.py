@@ -1,4 +1,4 @@
-"""Checks of the files that a configuration names, without torch and torchtitan."""
+"""Checks of the files that a configuration names."""
 
 from __future__ import annotations
 
@@ -18,16 +18,8 @@ from wlb_titan.simulator.choice import choose
 CORPUS = ("path", "column", "mask")
 
 
-def need_torch(config: Any) -> bool:
-    """Whether torch must look at what a configuration names: weights, checkpoints, validation."""
-    checkpoint = config.checkpoint
-    begun = any((Path(config.dump_folder) / checkpoint.folder).glob("step-*"))
-    named = begun or checkpoint.initial_load_path or checkpoint.load_step >= 0
-    return bool(config.wlb.validation.enabled or (checkpoint.enable and named))
-
-
 def validate_corpus(config: Any) -> Corpus:
-    """The corpus of a configuration, or of what `Facts` keep of it.
+    """The corpus of a configuration.
 
     Raises UserError if it is missing or its tokens do not fit the model's vocabulary.
 
