@@ -55,12 +55,10 @@ class PluginConfig:
     Attributes:
         family: how its classes are found.
         owner: the class whose settings these are.
-        former: new names of keys that were called otherwise.
     """
 
     family: ClassVar[Family]
     owner: ClassVar[type[Any]]
-    former: ClassVar[Mapping[str, str]] = {}
 
     @property
     def name(self) -> str:

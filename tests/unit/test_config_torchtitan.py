@@ -19,71 +19,158 @@ pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[2]
 
-# Wrong files: the name of the mistake, the files (the first is loaded), the words that the message must have.
+# What stands below the line `base = "llama3_debug"`, and the words that the message must have.
 WRONG = {
     "unknown key": (
-        {"t": 'base = "llama3_debug"\n[training]\nsequence_len = 4096'},
-        ["t.toml:3: training.sequence_len = 4096:", "no such key", "Did you mean training.seq_len?"],
+        "training.sequence_len = 4096",
+        ["t.toml:2: training.sequence_len = 4096: there is no such key.", "Did you mean training.seq_len?"],
     ),
     "key of another section": (
-        {"t": 'base = "llama3_debug"\n[training]\ncontext_parallel_degree = 2'},
-        ["t.toml:3: training.context_parallel_degree = 2:", "parallelism.context_parallel_degree?"],
+        "training.context_parallel_degree = 2",
+        ["t.toml:2: training.context_parallel_degree = 2:", "parallelism.context_parallel_degree?"],
     ),
     "learning rate in the wrong place": (
-        {"t": 'base = "llama3_debug"\noptimizer.lr = 3e-4'},
+        "optimizer.lr = 3e-4",
         ["t.toml:2: optimizer.lr = 0.0003:", "Did you mean optimizer.param_groups.0.optimizer_kwargs.lr?"],
     ),
     "unknown section": (
-        {"t": 'base = "llama3_debug"\n[paralelism]\ntensor_parallel_degree = 2'},
+        "[paralelism]\ntensor_parallel_degree = 2",
         ["t.toml:2: [paralelism]:", "Did you mean parallelism?"],
     ),
     "wrong type": (
-        {"t": 'base = "llama3_debug"\ntraining.steps = "many"'},
-        ['t.toml:2: training.steps = "many": expected an integer.'],
+        'training.steps = "many"',
+        ['t.toml:2: training.steps = "many": expected an integer, at least 1.'],
+    ),
+    "out of range": (
+        "training.max_norm = -1.0",
+        ["t.toml:2: training.max_norm = -1.0: expected a number or an integer, above 0 and inf for no"],
     ),
     "value that is not among the options": (
-        {"t": 'base = "llama3_debug"\n[wlb.packing]\npolicy = "fancy"'},
+        'wlb.packing.policy = "fancy"',
         [
-            "t.toml:3: wlb.packing.policy = \"fancy\": no packing policy is called 'fancy'",
+            "t.toml:2: wlb.packing.policy = \"fancy\": no packing policy is called 'fancy'",
             "plain, fixed_greedy",
         ],
     ),
     "near name of a policy": (
-        {"t": 'base = "llama3_debug"\n[wlb.sharding]\npolicy = "per_documents"'},
-        ["t.toml:3: wlb.sharding.policy = ", "Did you mean 'per_document'?"],
-    ),
-    "key that was called otherwise": (
-        {"t": 'base = "llama3_debug"\n[wlb.packing]\npolicy = "fixed_greedy"\nwindow = 3'},
-        [
-            "t.toml:4: wlb.packing.window = 3: there is no such key.",
-            "It is now called wlb.packing.global_batches.",
-        ],
+        'wlb.sharding.policy = "per_documents"',
+        ["t.toml:2: wlb.sharding.policy = ", "Did you mean 'per_document'?"],
     ),
     "key of another policy": (
-        {"t": 'base = "llama3_debug"\n[wlb.packing]\npolicy = "plain"\nmax_delay = 3'},
-        ["t.toml:4: wlb.packing.max_delay = 3", 'policy = "plain" does not have it, but wlb_lazy'],
+        'wlb.packing.policy = "plain"\nwlb.packing.max_delay = 3',
+        ["t.toml:3: wlb.packing.max_delay = 3", 'policy = "plain" does not have it, but wlb_lazy'],
     ),
     "groups of heads that do not divide": (
-        {
-            "t": 'base = "llama3_debug"\n[wlb.sharding]\ngather_groups = 3\n'
-            "[parallelism]\ncontext_parallel_degree = 2"
-        },
-        ["t.toml:3: wlb.sharding.gather_groups = 3:", "the 2 key heads", "a divisor of 2"],
+        "wlb.sharding.gather_groups = 3\nparallelism.context_parallel_degree = 2",
+        ["t.toml:2: wlb.sharding.gather_groups = 3:", "the 2 key heads", "a divisor of 2"],
     ),
     "value that torchtitan rejects": (
-        {"t": 'base = "llama3_debug"\n[compile]\nenable_async_tensor_parallel = true'},
-        ["t.toml:3: compile.enable_async_tensor_parallel = true: CompileConfig rejects this: Async TP"],
+        "compile.enable_async_tensor_parallel = true",
+        ["t.toml:2: compile.enable_async_tensor_parallel = true: CompileConfig rejects this: Async TP"],
+    ),
+    "number that torchtitan rejects": (
+        "[checkpoint]\ninterval = 0\nenable = true",
+        ["t.toml:3: checkpoint.interval = 0: CheckpointManager rejects this: Checkpoint interval"],
     ),
     "values that torchtitan rejects together": (
-        {
-            "t": 'base = "llama3_debug"\n[training]\ndisable_cuda_graphs = false\nsteps = 3\n'
-            "[parallelism]\npipeline_parallel_degree = 2"
-        },
+        "[training]\ndisable_cuda_graphs = false\n[parallelism]\npipeline_parallel_degree = 2",
+        ["t.toml:3: training.disable_cuda_graphs = false: Trainer rejects this: CUDA graphs do not support"],
+    ),
+    "table where a value belongs": (
+        "[training.steps]\nn = 3",
+        ["t.toml:2: [training.steps]: this is a table, but here belongs an integer, at least 1; write"],
+    ),
+    "value where a table belongs": ("training = 3", ["t.toml:2: training = 3: expected a table."]),
+    "list of tables where one table belongs": (
+        "[[training]]\nsteps = 3",
+        ["t.toml:2: [[training]]: an array"],
+    ),
+    "model": ('[model_spec]\nflavor = "8B"', ["t.toml:2: [model_spec]: the model cannot be set from TOML"]),
+    "setting without effect": (
+        'hf_assets_path = "tokenizer"',
+        ['t.toml:2: hf_assets_path = "tokenizer": this has no effect', "wlb.corpus.path"],
+    ),
+    "unknown class": (
+        'activation_checkpoint.class = "FulAC"',
+        ['t.toml:2: activation_checkpoint.class = "FulAC":', "did you mean 'FullAC'?"],
+    ),
+    "class of another kind": (
+        'loss.class = "torchtitan.tools.profiler:Profiler"',
+        ["t.toml:2: loss.class = ", "'Profiler' of the kind torchtitan.components.loss:BaseLoss"],
+    ),
+    "class that cannot be imported": (
+        'loss.class = "nowhere:Loss"',
+        ["t.toml:2: loss.class = ", "module 'nowhere' cannot be imported"],
+    ),
+    "element that the list has not": (
+        "optimizer.param_groups.1.optimizer_kwargs.lr = 1.0",
+        ["t.toml:2: optimizer.param_groups.1:", "has 1 element(s)"],
+    ),
+    "length that does not divide": (
+        "training.seq_len = 1025",
+        ["t.toml:2: training.seq_len = 1025:", "do not divide"],
+    ),
+    "order that cannot be found for the schedule": (
+        'wlb.pipeline.order = "best"\nparallelism.pipeline_parallel_degree = 2\n'
+        'parallelism.pipeline_parallel_schedule = "LoopedBFS"\ntraining.local_batch_size = 8',
+        ['t.toml:2: wlb.pipeline.order = "best":', "the schedule is LoopedBFS", "'longest_first'"],
+    ),
+    "CUDA graphs": (
+        "training.disable_cuda_graphs = false",
+        ["t.toml:2: training.disable_cuda_graphs = false: a CUDA graph replays one length"],
+    ),
+    "type checking of layouts": (
+        "debug.spmd_typechecking = true",
+        ["t.toml:2: debug.spmd_typechecking = true: torchtitan cannot follow"],
+    ),
+    "attention kernels on the CPU": (
+        'wlb.device = "cpu"\nwlb.attention.implementation = "triton"',
+        ['t.toml:3: wlb.attention.implementation = "triton": ', "needs a CUDA device, and runs on cpu"],
+    ),
+    "attention kernels without the head dim": (
+        'training.mixed_precision_param = "bfloat16"\nwlb.attention.implementation = "gluon"',
+        ['t.toml:3: wlb.attention.implementation = "gluon": ', "head dims (64, 128), but q has 32"],
+    ),
+    "attention kernels without the dtype": (
+        'training.mixed_precision_param = "float32"\nwlb.attention.implementation = "triton"',
+        ['t.toml:2: training.mixed_precision_param = "float32": ', 'set it to "bfloat16"'],
+    ),
+    "one process for all ranks": (
+        'comm.mode = "local_tensor"',
+        ['t.toml:2: comm.mode = "local_tensor": each rank here is a process'],
+    ),
+    "torchtitan's sharding of tokens": (
+        'parallelism.context_parallel_load_balancer = "ptrr"',
+        ["t.toml:2: parallelism.context_parallel_load_balancer = ", "no effect", "wlb.sharding.policy"],
+    ),
+    "torchtitan's own validation": (
+        'validator.class = "torchtitan.components.validate:Validator"',
+        ["t.toml:2: validator.class = ", "only wlb_titan.runtime.validator:Validator"],
+    ),
+    "weights that would not be loaded": (
+        'checkpoint.initial_load_path = "/weights"',
+        ["t.toml:2: checkpoint.initial_load_path = ", "checkpoint.enable is false"],
+    ),
+    "weights from nowhere": (
+        "checkpoint.enable = true\ncheckpoint.initial_load_in_hf = true",
+        ["t.toml:3: checkpoint.initial_load_in_hf = true:", "set checkpoint.initial_load_path"],
+    ),
+    "an override that brings its own attention": (
+        'override.imports = ["overriding.with_varlen"]',
         [
-            "t.toml:6: parallelism.pipeline_parallel_degree = 2: Trainer rejects this: CUDA graphs",
-            "It goes together with t.toml:3: training.disable_cuda_graphs = false.",
+            't.toml:2: override.imports = ["overriding.with_varlen"]: the model has ',
+            "layers.0.attention.inner_attention and 3 more: torchtitan.models.common.attention:Varlen",
         ],
     ),
+    "an override that is not there": (
+        'override.imports = ["nowhere.at_all"]',
+        ["t.toml:2: override.imports = ", "nowhere"],
+    ),
+    "no such corpus": ('wlb.corpus.path = "nowhere"', ["t.toml:2:", "nowhere", "wlb-titan prepare"]),
+}
+
+# Whole files, of which the first is loaded.
+WRONG_FILES = {
     "missing base": ({"t": "training.steps = 3"}, ['t.toml: no base is named; write for example base = "']),
     "unknown base": (
         {"t": '# typo\nbase = "llama3_debgu"'},
@@ -98,120 +185,8 @@ WRONG = {
         {"t": 'base = "llama3_debug"\n[training\nsteps = 3'},
         ["t.toml:2: this is not valid TOML:"],
     ),
-    "table where a value belongs": (
-        {"t": 'base = "llama3_debug"\n[training.steps]\nn = 3'},
-        ["t.toml:2: [training.steps]: this is a table, but an integer belongs here; write training.steps ="],
-    ),
-    "value where a table belongs": (
-        {"t": 'base = "llama3_debug"\ntraining = 3'},
-        ["t.toml:2: training = 3: expected a table."],
-    ),
-    "list of tables where one table belongs": (
-        {"t": 'base = "llama3_debug"\n[[training]]\nsteps = 3'},
-        ["t.toml:2: [[training]]: an array"],
-    ),
-    "model": (
-        {"t": 'base = "llama3_debug"\n[model_spec]\nflavor = "8B"'},
-        ["t.toml:2: [model_spec]: the model cannot be set from TOML"],
-    ),
-    "setting without effect": (
-        {"t": 'base = "llama3_debug"\nhf_assets_path = "tokenizer"'},
-        ['t.toml:2: hf_assets_path = "tokenizer": this has no effect', "wlb.corpus.path"],
-    ),
-    "unknown class": (
-        {"t": 'base = "llama3_debug"\n[activation_checkpoint]\nclass = "FulAC"'},
-        ['t.toml:3: activation_checkpoint.class = "FulAC":', "did you mean 'FullAC'?"],
-    ),
-    "class of another kind": (
-        {"t": 'base = "llama3_debug"\nloss.class = "torchtitan.tools.profiler:Profiler"'},
-        ["t.toml:2: loss.class = ", "'Profiler' of the kind torchtitan.components.loss:BaseLoss"],
-    ),
-    "class that cannot be imported": (
-        {"t": 'base = "llama3_debug"\nloss.class = "nowhere:Loss"'},
-        ["t.toml:2: loss.class = ", "module 'nowhere' cannot be imported"],
-    ),
-    "element that the list has not": (
-        {"t": 'base = "llama3_debug"\noptimizer.param_groups.1.optimizer_kwargs.lr = 1.0'},
-        ["t.toml:2: optimizer.param_groups.1:", "has 1 element(s)"],
-    ),
-    "length that does not divide": (
-        {"t": 'base = "llama3_debug"\ntraining.seq_len = 1025'},
-        ["t.toml:2: training.seq_len = 1025:", "do not divide"],
-    ),
-    "order that cannot be found for the schedule": (
-        {
-            "t": 'base = "llama3_debug"\nwlb.pipeline.order = "best"\n[parallelism]\n'
-            'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "LoopedBFS"\n'
-            "[training]\nlocal_batch_size = 8"
-        },
-        ['t.toml:2: wlb.pipeline.order = "best":', "the schedule is LoopedBFS", "'longest_first'"],
-    ),
-    "CUDA graphs": (
-        {"t": 'base = "llama3_debug"\n[training]\ndisable_cuda_graphs = false'},
-        ["t.toml:3: training.disable_cuda_graphs = false: a CUDA graph replays one length"],
-    ),
-    "type checking of layouts": (
-        {"t": 'base = "llama3_debug"\ndebug.spmd_typechecking = true'},
-        ["t.toml:2: debug.spmd_typechecking = true: torchtitan cannot follow"],
-    ),
-    "attention kernels on the CPU": (
-        {"t": 'base = "llama3_debug"\n[wlb]\ndevice = "cpu"\nattention.implementation = "triton"'},
-        ['t.toml:4: wlb.attention.implementation = "triton": ', "needs a CUDA device, and runs on cpu"],
-    ),
-    "attention kernels without the head dim": (
-        {
-            "t": 'base = "llama3_debug"\ntraining.mixed_precision_param = "bfloat16"\n'
-            'wlb.attention.implementation = "gluon"'
-        },
-        ['t.toml:3: wlb.attention.implementation = "gluon": ', "head dims (64, 128), but q has 32"],
-    ),
-    "attention kernels without the dtype": (
-        {
-            "t": 'base = "llama3_debug"\ntraining.mixed_precision_param = "float32"\n'
-            'wlb.attention.implementation = "triton"'
-        },
-        ['t.toml:2: training.mixed_precision_param = "float32": ', 'set it to "bfloat16"'],
-    ),
-    "one process for all ranks": (
-        {"t": 'base = "llama3_debug"\ncomm.mode = "local_tensor"'},
-        ['t.toml:2: comm.mode = "local_tensor": each rank here is a process'],
-    ),
-    "one process without others": (
-        {"t": 'base = "llama3_debug"\ncomm.mode = "fake_backend"'},
-        ['t.toml:2: comm.mode = "fake_backend": each rank here is a process'],
-    ),
-    "torchtitan's sharding of tokens": (
-        {"t": 'base = "llama3_debug"\nparallelism.context_parallel_load_balancer = "ptrr"'},
-        ["t.toml:2: parallelism.context_parallel_load_balancer = ", "no effect", "wlb.sharding.policy"],
-    ),
-    "torchtitan's own validation": (
-        {"t": 'base = "llama3_debug"\nvalidator.class = "torchtitan.components.validate:Validator"'},
-        ["t.toml:2: validator.class = ", "only wlb_titan.runtime.validator:Validator"],
-    ),
-    "weights that would not be loaded": (
-        {"t": 'base = "llama3_debug"\ncheckpoint.initial_load_path = "/weights"'},
-        ["t.toml:2: checkpoint.initial_load_path = ", "checkpoint.enable is false"],
-    ),
-    "weights from nowhere": (
-        {"t": 'base = "llama3_debug"\n[checkpoint]\nenable = true\ninitial_load_in_hf = true'},
-        ["t.toml:4: checkpoint.initial_load_in_hf = true:", "set checkpoint.initial_load_path"],
-    ),
-    "an override that brings its own attention": (
-        {"t": 'base = "llama3_debug"\noverride.imports = ["overriding.with_varlen"]'},
-        [
-            't.toml:2: override.imports = ["overriding.with_varlen"]: the model has ',
-            "layers.0.attention.inner_attention and 3 more: torchtitan.models.common.attention:Varlen",
-        ],
-    ),
-    "an override that is not there": (
-        {"t": 'base = "llama3_debug"\noverride.imports = ["nowhere.at_all"]'},
-        ["t.toml:2: override.imports = ", "nowhere"],
-    ),
-    "no such corpus": (
-        {"t": 'base = "llama3_debug"\nwlb.corpus.path = "nowhere"'},
-        ["t.toml:", "nowhere", "wlb-titan prepare"],
-    ),
 }
+BASE = 'base = "llama3_debug"\n'
 
 
 def write(folder: Path, files: dict[str, str]) -> str:
@@ -261,18 +236,19 @@ def overriding(tmp_path_factory):
     sys.path.remove(str(folder))
 
 
-@pytest.mark.parametrize("mistake", WRONG)
+@pytest.mark.parametrize("mistake", [*WRONG, *WRONG_FILES])
 def test_wrong_file(here, mistake):
-    files, words = WRONG[mistake]
+    lines, words = WRONG.get(mistake, ("", []))
+    files, words = WRONG_FILES.get(mistake, ({"t": BASE + lines}, words))
     result = run("check", write(here, files))
     assert result.exit_code == 2
     assert result.stdout == ""
     assert_one_paragraph(result.stderr, words)
 
 
-@pytest.mark.parametrize("mistake", ["bad TOML syntax", "circular extends"])
-def test_wrong_file_in_a_process_of_its_own(here, mistake):
-    files, words = WRONG[mistake]
+def test_a_wrong_file_in_a_process_of_its_own(here):
+    """For what is printed around the message."""
+    files, words = WRONG_FILES["circular extends"]
     command = [sys.executable, "-m", "wlb_titan.commands.main", "config", "check", write(here, files)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
@@ -283,7 +259,7 @@ def test_wrong_file_in_a_process_of_its_own(here, mistake):
     "words, message",
     [
         (["--training.stepz", "5"], "command line: training.stepz = 5: there is no such key"),
-        (["--training.steps", "many"], 'command line: training.steps = "many": expected an integer.'),
+        (["--training.steps", "many"], 'command line: training.steps = "many": expected an integer, at'),
         (["--training.steps"], "command line: --training.steps has no value"),
         (
             ["--debug.deterministic", "--training.steps=5"],
@@ -294,7 +270,7 @@ def test_wrong_file_in_a_process_of_its_own(here, mistake):
     ],
 )
 def test_wrong_override(here, words, message):
-    result = run("check", write(here, {"t": 'base = "llama3_debug"'}), *words)
+    result = run("check", write(here, {"t": BASE}), *words)
     assert result.exit_code == 2
     assert_one_paragraph(result.stderr, [message])
 

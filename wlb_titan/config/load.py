@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from wlb_titan.config.blame import blame
-from wlb_titan.config.build import Builder, Entry, Rejection, dotted
+from annotated_types import Ge, Gt, Interval, Le, MinLen
+
+from wlb_titan.config.build import Builder, Entry, dotted
 from wlb_titan.config.sources import Leaf, Table, leaves, read_sources
-from wlb_titan.config.values import shown, to_text
-from wlb_titan.config.writing import document
+from wlb_titan.config.values import in_words, key_text, shown, to_text
 from wlb_titan.errors import ConfigError, UserError
+from wlb_titan.packing.policy import MOST_TOKENS
 
 T = TypeVar("T")
 
@@ -27,9 +29,66 @@ LOCKED = {
 }
 """What the user cannot set, with the reason."""
 
+_DEGREE = (Interval(ge=1, le=1 << 20),)
+_COUNT = (Ge(1),)
+_FROM_ZERO = (Ge(0),)
+_SHARE = (Interval(ge=0, le=1),)
+_SECONDS = (Interval(ge=1, le=30 * 24 * 3600),)
+_NOT_EMPTY = (MinLen(1),)
+
+LIMITS = {
+    "dump_folder": _NOT_EMPTY,
+    "training.local_batch_size": _DEGREE,
+    "training.global_batch_size": (Interval(ge=-1, le=1 << 20),),
+    "training.seq_len": (Interval(ge=2, le=MOST_TOKENS),),
+    "training.max_norm": (Gt(0), Le(math.inf)),
+    "training.steps": _COUNT,
+    "training.gc_freq": _COUNT,
+    "parallelism.data_parallel_replicate_degree": _DEGREE,
+    "parallelism.data_parallel_shard_degree": (Interval(ge=-1, le=1 << 20),),
+    "parallelism.tensor_parallel_degree": _DEGREE,
+    "parallelism.pipeline_parallel_degree": _DEGREE,
+    "parallelism.context_parallel_degree": _DEGREE,
+    "parallelism.expert_parallel_degree": _DEGREE,
+    "parallelism.pipeline_parallel_first_stage_less_layers": _FROM_ZERO,
+    "parallelism.pipeline_parallel_last_stage_less_layers": _FROM_ZERO,
+    "parallelism.pipeline_parallel_layers_per_stage": _COUNT,
+    "lr_scheduler.warmup_steps": _FROM_ZERO,
+    "lr_scheduler.total_steps": _COUNT,
+    "lr_scheduler.decay_ratio": _SHARE,
+    "lr_scheduler.min_lr_factor": _SHARE,
+    "optimizer.param_groups": _NOT_EMPTY,
+    "loss.num_chunks": _COUNT,
+    "metrics.log_freq": _COUNT,
+    "metrics.save_tb_folder": _NOT_EMPTY,
+    "validator.freq": _COUNT,
+    "validator.steps": (Ge(-1),),
+    "checkpoint.load_step": (Ge(-1),),
+    "comm.init_timeout_seconds": _SECONDS,
+    "comm.train_timeout_seconds": _SECONDS,
+    "comm.trace_buf_size": _FROM_ZERO,
+    "comm.save_traces_folder": _NOT_EMPTY,
+    "debug.seed": _FROM_ZERO,
+    "profiler.profile_freq": _COUNT,
+    "profiler.profiler_active": _COUNT,
+    "profiler.profiler_warmup": _FROM_ZERO,
+    "profiler.profiler_repeat": _FROM_ZERO,
+    "profiler.profiler_skip_first": _FROM_ZERO,
+    "profiler.profiler_skip_first_wait": _FROM_ZERO,
+    "profiler.memory_snapshot_freq": _COUNT,
+    "profiler.memory_snapshot_max_entries": _COUNT,
+    "profiler.save_traces_folder": _NOT_EMPTY,
+    "profiler.save_memory_snapshot_folder": _NOT_EMPTY,
+}
+"""Ranges of torchtitan's settings that it does not check itself: a wrong one would fail in the middle of a
+run. Ours stand beside their docstrings."""
+
 IMPLIED = {("checkpoint", "last_save_in_hf"): ("checkpoint", "last_save_model_only")}
 """What a key that is set to true sets to true besides, unless the same file or a stronger one sets it too:
 Hugging Face's format has no place for an optimizer."""
+
+COMMENT_COLUMN = 60
+"""Where comments begin, unless a value reaches beyond."""
 
 INHERITED = ("base ", "default of ")
 """How the source of a value begins that the user did not write."""
@@ -45,8 +104,6 @@ class Resolved:
     """The base's name as an entry of its own."""
     entries: tuple[Entry, ...]
     """All values, in the order of the dataclasses' fields."""
-    ranges: Mapping[str, str] = field(default_factory=dict)
-    """Dotted key -> which numbers it may hold, in words."""
 
     @property
     def provenance(self) -> dict[str, str]:
@@ -62,7 +119,7 @@ class Resolved:
         """
         unchanged = f"base {self.base.value}"
         kept = [entry for entry in self.entries if not (changed_only and entry.source == unchanged)]
-        return document([self.base, *kept], self.ranges)
+        return _document([self.base, *kept])
 
     def check(self, rule: Callable[[Any], T]) -> T:
         """Apply a rule to the whole configuration, and return what it gives.
@@ -128,12 +185,8 @@ def resolve(path: str | Path, overrides: Sequence[str], base_config: Callable[[s
         base = base_config(name)
     except UserError as error:
         raise ConfigError(f"{sources.base.source}: base = {shown(name)}: {error}") from error
-    builder = Builder(base, name, LOCKED)
-    layers = tuple(_implied(sources.layers))
-    try:
-        config = builder.build(layers)
-    except Rejection as rejection:
-        raise blame(rejection, builder, layers) from rejection
+    builder = Builder(base, name, LOCKED, LIMITS)
+    config = builder.build(tuple(_implied(sources.layers)))
     named = Entry(("base",), name, sources.base.source, to_text(name))
     return Resolved(config, named, tuple(builder.entries))
 
@@ -148,3 +201,35 @@ def _implied(layers: Sequence[Table]) -> Iterator[Table]:
                 implied = Leaf(True, f"{leaf.source} by {dotted(path)}")
                 yield Table({section: Table({key: implied}, leaf.source)}, leaf.source)
         yield layer
+
+
+def _document(entries: Iterable[Entry]) -> str:
+    """Entries as TOML, one line for each value, with a comment saying where it came from. Values that TOML
+    cannot express are left to the base: they become comments."""
+    root: dict[str | int, Any] = {}
+    for entry in entries:
+        table = root
+        for key in entry.path[:-1]:
+            table = table.setdefault(key, {})
+        table[entry.path[-1]] = entry
+    return "\n".join(_lines(root, "", "")) + "\n"
+
+
+def _lines(table: dict[str | int, Any], name: str, header: str) -> list[str]:
+    """A table's own values, then the tables in it, for only in this order is it TOML."""
+    values = [_line(key, entry) for key, entry in table.items() if isinstance(entry, Entry)]
+    lines = ["", header, *values] if values and header else values
+    for key, child in table.items():
+        if isinstance(child, dict):
+            # The number of an element in a new list is not written: each [[list]] begins the next element.
+            inner = name if isinstance(key, int) else f"{name}.{key_text(key)}".lstrip(".")
+            lines += _lines(child, inner, f"[[{inner}]]" if isinstance(key, int) else f"[{inner}]")
+    return lines
+
+
+def _line(key: str | int, entry: Entry) -> str:
+    if entry.text is None:
+        described = type(entry.value).__qualname__
+        return f"# {key}: a Python {described}, which only the base can give  # {entry.source}"
+    words = f"; {in_words(entry.limits)}" if entry.limits else ""
+    return f"{key_text(key)} = {entry.text}".ljust(COMMENT_COLUMN) + f"  # {entry.source}{words}"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from annotated_types import Interval
@@ -58,8 +58,6 @@ class FixedGreedy(PackingPolicy):
         global_batches: Annotated[int, Interval(ge=1, le=4096)] = 1
         """Global batches that are packed together, the paper's packing window. More of them balance better
         and mix the order of the documents more."""
-
-        former: ClassVar[Mapping[str, str]] = {"window": "global_batches"}
 
     variable_length = False
     balances = True

@@ -7,13 +7,10 @@ import gc
 import importlib
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from wlb_titan.config import Resolved, resolve
-from wlb_titan.config.load import LOCKED
-from wlb_titan.config.ranges import check_ranges, described_ranges
 from wlb_titan.job import Job
 
 REGISTRY = "wlb_titan.runtime.models.registry"
@@ -31,11 +28,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int
     """
     resolved = resolve(path, overrides, _base_config)
     from wlb_titan.runtime.checks.config import validate
-    from wlb_titan.runtime.models.ranges import RANGES
 
-    resolved.check(lambda config: check_ranges(config, RANGES, LOCKED))
     resolved.check(lambda config: validate(config, world_size))
-    return replace(resolved, ranges=described_ranges(resolved.config, RANGES, LOCKED))
+    return resolved
 
 
 def load_with_job(
