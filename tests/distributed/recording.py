@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _world
 
 from wlb_titan.runtime.compat import place_in_batch, ranks_of_group
 from wlb_titan.runtime.lone.calls import of_rank, site
-from wlb_titan.runtime.models.registry import base_config
+from wlb_titan.runtime.models.bases import base_config
 from wlb_titan.runtime.trainer import Trainer
 from wlb_titan.simulator.calls import RECEIVE, SEND, Call, RankCalls, unmet
 

@@ -29,7 +29,7 @@ from wlb_titan.runtime.attention.module import DocumentAttention  # noqa: E402
 from wlb_titan.runtime.checks.config import validate  # noqa: E402
 from wlb_titan.runtime.compat import owner_of  # noqa: E402
 from wlb_titan.runtime.models.adoption import unsupported  # noqa: E402
-from wlb_titan.runtime.models.registry import base_config  # noqa: E402
+from wlb_titan.runtime.models.bases import base_config  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

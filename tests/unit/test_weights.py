@@ -172,8 +172,8 @@ def test_an_exported_model_has_the_same_logits_in_transformers(base, corpora, tm
 
     from wlb_titan.corpus import Corpus
     from wlb_titan.runtime.attention.module import DocumentMask
-    from wlb_titan.runtime.export import complete_export
-    from wlb_titan.runtime.models.registry import base_config
+    from wlb_titan.runtime.hugging_face import complete_export
+    from wlb_titan.runtime.models.bases import base_config
 
     config, corpus = base_config(base), Corpus.open(corpora / "corpus")
     torch.manual_seed(0)

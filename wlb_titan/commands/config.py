@@ -47,7 +47,7 @@ def check(file: Path, overrides: tuple[str, ...], world_size: int | None, device
     """
     with warnings_once(), importing_torchtitan():
         resolved, job = load_with_job(file, overrides, world_size)
-        from wlb_titan.runtime.checks.config import validate_files, validate_memory
+        from wlb_titan.runtime.checks.files import validate_files, validate_memory
 
         resolved.check(lambda config: validate_files(config, world_size))
         if device_gib is not None:

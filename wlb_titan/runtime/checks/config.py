@@ -7,30 +7,25 @@ added are the conditions that torchtitan would only meet in the middle of a run.
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from dataclasses import fields
-from pathlib import Path
+from typing import Any
 
+import torch
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.override import apply_overrides
 from torchtitan.distributed import ParallelDims
 
 from wlb_titan.config.classes import full_name
 from wlb_titan.config.values import shown
-from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.errors import PlanError, UserError
-from wlb_titan.kernels.implementations import Device
 from wlb_titan.pipeline.schedule import check_micro_batches
 from wlb_titan.runtime.attention.implementation import check_implementation
-from wlb_titan.runtime.checkpoints import beginning
-from wlb_titan.runtime.checks.files import check_resumed, validate_corpus, validate_plan
-from wlb_titan.runtime.checks.optimizer import check_optimizer
-from wlb_titan.runtime.checks.weights import check_weights
-from wlb_titan.runtime.compat import batch_of
-from wlb_titan.runtime.dump_folder import check_place
+from wlb_titan.runtime.compat import batch_of, optimizer_factory, owner_of
 from wlb_titan.runtime.ends import seconds_of
 from wlb_titan.runtime.job import configured_degrees, degrees_product, job_of, parallel_dims
 from wlb_titan.runtime.loss import weighted
-from wlb_titan.runtime.memory import check_memory
 from wlb_titan.runtime.meshes import Dims
 from wlb_titan.runtime.metrics import MetricsProcessor
 from wlb_titan.runtime.models.adoption import WHAT_TO_DO, has_adapters, unsupported
@@ -42,7 +37,7 @@ from wlb_titan.runtime.pipeline.schedules import (
     stage_names,
 )
 from wlb_titan.runtime.trainer import Trainer
-from wlb_titan.runtime.validator import Validator, rounds_of
+from wlb_titan.runtime.validator import Validator
 
 
 def validate(config: Trainer.Config, world_size: int | None) -> None:
@@ -59,58 +54,8 @@ def validate(config: Trainer.Config, world_size: int | None) -> None:
     _check_model(config)
     check_implementation(config)
     _check_pipeline(config, dims)
-    check_optimizer(config)
+    _check_optimizer(config)
     _check_job(config, dims)
-
-
-def validate_inputs(config: Trainer.Config) -> Corpus:
-    """Checks what a run reads and writes: the corpus, weights of Hugging Face's format, the dump folder."""
-    corpus = validate_corpus(config)
-    if config.checkpoint.initial_load_in_hf:
-        assert config.model_spec is not None
-        check_weights(config.model_spec.model, Path(config.checkpoint.initial_load_path), corpus)
-    if config.wlb.validation.enabled:
-        try:
-            rounds_of(config.wlb)
-        except CorpusError as error:
-            raise UserError(f"wlb.validation.path: {error}") from error
-    check_place(Path(config.dump_folder))
-    return corpus
-
-
-def validate_files(config: Trainer.Config, world_size: int | None = None) -> None:
-    """`validate_inputs`, `validate_plan` on the corpus, and the checkpoint to begin from: what a run would
-    find out itself, before it."""
-    corpus = validate_inputs(config)
-    validate_plan(config.wlb, corpus, job_of(config, parallel_dims(config, world_size)))
-    if beginning(config).step >= 0:
-        check_resumed(config, corpus)
-
-
-def validate_devices(config: Trainer.Config, processes: int, gpus: int) -> None:
-    """Refuses what the GPUs of a machine cannot run.
-
-    Args:
-        processes: processes of the job on that machine.
-        gpus: that the machine has; without any, or where the configuration asks for it, the CPU is used, on
-            which everything runs.
-
-    Raises:
-        UserError: there are more processes than GPUs; or as of `check_implementation`, on a GPU.
-    """
-    if gpus == 0 or config.wlb.device == "cpu":
-        return
-    if processes > gpus:
-        raise UserError(
-            f"parallelism: {processes} processes and {gpus} GPU{'s' * (gpus > 1)}: NCCL wants one each; "
-            'lower the degrees, or set wlb.device = "cpu".'
-        )
-    check_implementation(config, Device("cuda"))
-
-
-def validate_memory(config: Trainer.Config, world_size: int | None, device_gib: float) -> None:
-    """`check_memory` for devices of so many GiB, as a run does it with what its devices have."""
-    check_memory(job_of(config, parallel_dims(config, world_size)), int(device_gib * 2**30))
 
 
 def _check_degrees(config: Trainer.Config, world_size: int | None) -> None:
@@ -316,6 +261,44 @@ def _check_pipeline(config: Trainer.Config, dims: ParallelDims) -> None:
             )
     except ValueError as error:
         raise UserError(f"parallelism.pipeline_parallel_schedule: {error}") from error
+
+
+def _check_optimizer(config: Trainer.Config) -> None:
+    """Refuses optimizers that torch cannot make.
+
+    torchtitan hands keywords to the optimizer as a parameter group, in which torch looks up the names that it
+    knows and ignores all others: `lrr = 0.1` would train at the default rate. So each group is tried on one
+    parameter as what it means, the optimizer's own arguments, which torch checks.
+    """
+    if not isinstance(config.optimizer, OptimizersContainer.Config):
+        return
+    for number, group in enumerate(config.optimizer.param_groups):
+        key, given = f"optimizer.param_groups.{number}", group.optimizer_kwargs
+        try:
+            factory = optimizer_factory(owner_of(config.optimizer), group.optimizer_name)
+        except NotImplementedError as error:
+            raise UserError(f"{key}.optimizer_name: torchtitan says: {error}") from error
+        if "lr" not in given:
+            raise UserError(f"{key}.optimizer_kwargs: the learning rate is missing; add lr.")
+        known = inspect.signature(factory).parameters
+        if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
+            continue  # it looks at its arguments itself
+        # One alone, and then all: what is wrong with one of them is told at its own key.
+        for name, tried in [*((f".{name}", {name: given[name]}) for name in given), ("", given)]:
+            if said := _refusal(factory, tried):
+                raise UserError(
+                    f"{key}.optimizer_kwargs{name}: {group.optimizer_name} refuses this: {said}. It takes "
+                    f"{', '.join(list(known)[1:])}."
+                )
+
+
+def _refusal(factory: Any, keywords: dict[str, Any]) -> str:
+    """What an optimizer says against its arguments; empty if it takes them."""
+    try:
+        factory([torch.nn.Parameter(torch.zeros(1, 1))], **keywords)
+    except Exception as error:  # what an optimizer makes of arguments of a wrong type is anything
+        return str(error).rstrip(".")
+    return ""
 
 
 def _check_job(config: Trainer.Config, dims: ParallelDims) -> None:

@@ -1,9 +1,9 @@
-"""Checks of the files that a configuration names."""
+"""Checks of what surrounds a configuration: the files that it names, and the devices that it runs on."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from wlb_titan.config.settings import WlbSettings
 from wlb_titan.config.sources import Sources, read_sources, written
@@ -11,14 +11,74 @@ from wlb_titan.config.values import shown
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
+from wlb_titan.kernels.implementations import Device
+from wlb_titan.runtime.attention.implementation import check_implementation
+from wlb_titan.runtime.checkpoints import beginning
 from wlb_titan.runtime.data.corpus import mixture_sources, open_corpus, open_source, training_documents
-from wlb_titan.runtime.dump_folder import CONFIG_FILE
+from wlb_titan.runtime.dump_folder import CONFIG_FILE, check_place
+from wlb_titan.runtime.hugging_face import check_weights
+from wlb_titan.runtime.job import job_of, parallel_dims
+from wlb_titan.runtime.memory import check_memory
+from wlb_titan.runtime.validator import rounds_of
 from wlb_titan.simulator.choice import choose
+
+if TYPE_CHECKING:
+    from wlb_titan.runtime.trainer import Trainer
 
 CORPUS = ("path", "column", "mask")
 
 
-def validate_corpus(config: Any) -> Corpus:
+def validate_inputs(config: Trainer.Config) -> Corpus:
+    """Checks what a run reads and writes: the corpus, weights of Hugging Face's format, the dump folder."""
+    corpus = validate_corpus(config)
+    if config.checkpoint.initial_load_in_hf:
+        assert config.model_spec is not None
+        check_weights(config.model_spec.model, Path(config.checkpoint.initial_load_path), corpus)
+    if config.wlb.validation.enabled:
+        try:
+            rounds_of(config.wlb)
+        except CorpusError as error:
+            raise UserError(f"wlb.validation.path: {error}") from error
+    check_place(Path(config.dump_folder))
+    return corpus
+
+
+def validate_files(config: Trainer.Config, world_size: int | None = None) -> None:
+    """`validate_inputs`, `validate_plan` on the corpus, and the checkpoint to begin from: what a run would
+    find out itself, before it."""
+    corpus = validate_inputs(config)
+    validate_plan(config.wlb, corpus, job_of(config, parallel_dims(config, world_size)))
+    if beginning(config).step >= 0:
+        check_resumed(config, corpus)
+
+
+def validate_devices(config: Trainer.Config, processes: int, gpus: int) -> None:
+    """Refuses what the GPUs of a machine cannot run.
+
+    Args:
+        processes: processes of the job on that machine.
+        gpus: that the machine has; without any, or where the configuration asks for it, the CPU is used, on
+            which everything runs.
+
+    Raises:
+        UserError: there are more processes than GPUs; or as of `check_implementation`, on a GPU.
+    """
+    if gpus == 0 or config.wlb.device == "cpu":
+        return
+    if processes > gpus:
+        raise UserError(
+            f"parallelism: {processes} processes and {gpus} GPU{'s' * (gpus > 1)}: NCCL wants one each; "
+            'lower the degrees, or set wlb.device = "cpu".'
+        )
+    check_implementation(config, Device("cuda"))
+
+
+def validate_memory(config: Trainer.Config, world_size: int | None, device_gib: float) -> None:
+    """`check_memory` for devices of so many GiB, as a run does it with what its devices have."""
+    check_memory(job_of(config, parallel_dims(config, world_size)), int(device_gib * 2**30))
+
+
+def validate_corpus(config: Trainer.Config) -> Corpus:
     """The corpus of a configuration.
 
     Raises UserError if it is missing or its tokens do not fit the model's vocabulary.
@@ -52,7 +112,7 @@ def validate_corpus(config: Any) -> Corpus:
     return corpus
 
 
-def check_resumed(config: Any, corpus: Corpus) -> None:
+def check_resumed(config: Trainer.Config, corpus: Corpus) -> None:
     """Refuses to go on from a checkpoint with another stream of tokens than the run's config.toml tells.
 
     Raises UserError with the key that was changed. A former corpus that is gone is left to the planner.

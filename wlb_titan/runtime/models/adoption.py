@@ -31,7 +31,7 @@ from wlb_titan.errors import UserError
 from wlb_titan.runtime.attention.module import DocumentAttention
 from wlb_titan.runtime.compat import BaseDataLoader, HuggingFaceTextDataLoader, owner_of
 from wlb_titan.runtime.metrics import MetricsProcessor
-from wlb_titan.runtime.models.activation_checkpoint import SelectiveDocumentAC
+from wlb_titan.runtime.models.blocks import SelectiveDocumentAC
 from wlb_titan.runtime.pipeline.build import pipeline
 from wlb_titan.runtime.trainer import Trainer
 from wlb_titan.runtime.validator import Validator

@@ -13,7 +13,7 @@ from typing import Any
 from wlb_titan.config import Resolved, resolve
 from wlb_titan.job import Job
 
-REGISTRY = "wlb_titan.runtime.models.registry"
+BASES = "wlb_titan.runtime.models.bases"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int | None = None) -> Resolved:
@@ -45,14 +45,14 @@ def load_with_job(
 
 def _base_config(name: str) -> Any:
     """A base; asked for when the files are read without a mistake, as torchtitan takes seconds to import."""
-    if REGISTRY not in sys.modules:
+    if BASES not in sys.modules:
         # What an import makes stays to the end. Not to look through half a million objects for garbage again
         # and again spares a second.
         gc.disable()
-        importlib.import_module(REGISTRY)
+        importlib.import_module(BASES)
         gc.freeze()
         atexit.register(gc.unfreeze)
         gc.enable()
-    from wlb_titan.runtime.models.registry import base_config
+    from wlb_titan.runtime.models.bases import base_config
 
     return base_config(name)
