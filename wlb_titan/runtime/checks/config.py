@@ -13,11 +13,13 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from torchtitan.components.loss import BaseLoss
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.override import apply_overrides
 from torchtitan.distributed import ParallelDims
 
 from wlb_titan.config.classes import full_name
+from wlb_titan.config.settings import WlbSettings
 from wlb_titan.config.values import shown
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.pipeline.schedule import check_micro_batches
@@ -39,6 +41,26 @@ from wlb_titan.runtime.pipeline.schedules import (
 from wlb_titan.runtime.trainer import Trainer
 from wlb_titan.runtime.validator import Validator
 
+ONLY = {
+    "parallelism.spmd_backend": ("spmd_types", "our attention takes local tensors"),
+    "parallelism.pipeline_parallel_microbatch_size": (1, "a micro-batch is one packed sequence"),
+    "training.disable_cuda_graphs": (
+        True,
+        "a CUDA graph replays one length, and micro-batches differ in theirs",
+    ),
+    "debug.spmd_typechecking": (
+        False,
+        "torchtitan cannot follow the layouts of tensors through document attention",
+    ),
+    "comm.mode": ("default", "each rank here is a process with micro-batches of its own"),
+    "validator.enable": (
+        False,
+        "torchtitan's validation reads a dataset of the Hugging Face hub; hold out some of your documents, "
+        "wlb.validation.hold_out = 0.01, or name others with wlb.validation.path",
+    ),
+}
+"""torchtitan's settings that have one right value here, with the reason."""
+
 
 def validate(config: Trainer.Config, world_size: int | None) -> None:
     """Raises UserError, after a key, if it cannot run on so many processes (None: as many as it needs)."""
@@ -47,8 +69,7 @@ def validate(config: Trainer.Config, world_size: int | None) -> None:
     _check_experts(config, dims, world_size)
     _check_batch(config, dims)
     _check_settings(config)
-    if config.wlb.stop_after:
-        seconds_of(config.wlb.stop_after)
+    _check_own(config.wlb, config.loss)
     _check_checkpoint(config)
     _check_meetings(config, dims)
     _check_model(config)
@@ -75,11 +96,6 @@ def _check_degrees(config: Trainer.Config, world_size: int | None) -> None:
             f"{next(own, 'parallelism')}: {world_size} processes do not fit the degrees: {needed} need "
             f"{product}" + (" or a multiple of it." if rest else ".")
         )
-    if p.spmd_backend != "spmd_types":
-        raise UserError(
-            f"parallelism.spmd_backend: wlb_titan's attention takes local tensors and needs 'spmd_types', "
-            f"torchtitan's default; got {p.spmd_backend!r}."
-        )
 
 
 def _check_experts(config: Trainer.Config, dims: ParallelDims, world_size: int | None) -> None:
@@ -101,60 +117,25 @@ def _check_batch(config: Trainer.Config, dims: Dims) -> None:
             f"training.global_batch_size: {total} micro-batches cannot be shared equally: it must be a "
             f"multiple of local_batch_size ({local}) x the data-parallel degree ({data_parallel})."
         )
-    if config.parallelism.pipeline_parallel_microbatch_size != 1:
-        raise UserError(
-            "parallelism.pipeline_parallel_microbatch_size: a micro-batch is one packed sequence, so this "
-            f"must be 1, got {config.parallelism.pipeline_parallel_microbatch_size}."
-        )
 
 
 def _check_settings(config: Trainer.Config) -> None:
     """Refuses what torchtitan offers and packs of different lengths, or our attention, cannot do."""
-    if not config.training.disable_cuda_graphs:
-        raise UserError(
-            "training.disable_cuda_graphs: a CUDA graph replays one length, and micro-batches differ in "
-            "theirs; set it to true."
-        )
+    for key, (value, reason) in ONLY.items():
+        section, name = key.split(".")
+        if getattr(getattr(config, section), name) != value:
+            raise UserError(f"{key}: {reason}; set it to {shown(value)}.")
     if strangers := set(config.compile.components) - {"model", "loss"}:
         raise UserError(
             f'compile.components: torchtitan compiles "model" and "loss" and would leave out '
             f"{shown(sorted(strangers))} without a word."
         )
     profiler = config.profiler
-    if profiler.enable_profiling and profiler.profile_freq < (
-        steps := profiler.profiler_active + profiler.profiler_warmup
-    ):
+    profiled = profiler.profiler_active + profiler.profiler_warmup
+    if profiler.enable_profiling and profiler.profile_freq < profiled:
         raise UserError(
-            f"profiler.profile_freq: {steps} steps are profiled or warm up, so it must be at least {steps}, "
-            f"got {profiler.profile_freq}."
-        )
-    if config.debug.spmd_typechecking:
-        raise UserError(
-            "debug.spmd_typechecking: torchtitan cannot follow the layouts of tensors through document "
-            "attention; set it to false."
-        )
-    if config.comm.mode != "default":
-        raise UserError(
-            "comm.mode: each rank here is a process with micro-batches of its own, and all of them "
-            'communicate by torch\'s own process groups; set it to "default".'
-        )
-    if config.validator.enable:
-        raise UserError(
-            "validator.enable: torchtitan's validation reads a dataset of the Hugging Face hub; hold "
-            "out some of your own documents with wlb.validation.hold_out = 0.01, or name others with "
-            "wlb.validation.path."
-        )
-    if config.wlb.validation.path and config.wlb.validation.hold_out:
-        raise UserError(
-            "wlb.validation.hold_out: documents are held out only where no others are named by "
-            "wlb.validation.path; leave one of the two out."
-        )
-    if config.wlb.loss_weight == "conversation":
-        weighted(config.loss)  # complains about a loss that it cannot weigh
-    if config.wlb.epochs and config.wlb.corpus.sources:
-        raise UserError(
-            "wlb.epochs: sources of a mixture come round at different times, so it has no epochs; set "
-            "training.steps instead."
+            f"profiler.profile_freq: {profiled} steps are profiled or warm up, so it must be at least "
+            f"{profiled}, got {profiler.profile_freq}."
         )
     for section, needed in (("metrics", MetricsProcessor), ("validator", Validator)):
         if not isinstance(getattr(config, section), needed.Config):
@@ -162,6 +143,23 @@ def _check_settings(config: Trainer.Config) -> None:
                 f"{section}.class: only {full_name(needed.Config)}, which the base has, and classes derived "
                 "from it know planned micro-batches; leave the class out."
             )
+
+
+def _check_own(wlb: WlbSettings, loss: BaseLoss.Config) -> None:
+    if wlb.validation.path and wlb.validation.hold_out:
+        raise UserError(
+            "wlb.validation.hold_out: documents are held out only where no others are named by "
+            "wlb.validation.path; leave one of the two out."
+        )
+    if wlb.epochs and wlb.corpus.sources:
+        raise UserError(
+            "wlb.epochs: sources of a mixture come round at different times, so it has no epochs; set "
+            "training.steps instead."
+        )
+    if wlb.loss_weight == "conversation":
+        weighted(loss)  # complains about a loss that it cannot weigh
+    if wlb.stop_after:
+        seconds_of(wlb.stop_after)
 
 
 def _check_checkpoint(config: Trainer.Config) -> None:
