@@ -270,7 +270,9 @@ def _refused(error: Exception, cls: type, tables: Sequence[Table], path: KeyPath
     said = " ".join(str(error).split()).rstrip(".") or repr(error)
     reason = f"{short_name(cls)} rejects this: {said}."
     written = {(*path, *keys): leaf for table in tables for keys, leaf in leaves(table)}
-    named = {keys: leaf for keys, leaf in written.items() if re.search(rf"\b{re.escape(keys[-1])}\b", said)}
+    named = {
+        keys: leaf for keys, leaf in written.items() if re.search(rf"\b{re.escape(str(keys[-1]))}\b", said)
+    }
     relevant = (named or written).items()
     told = [(f"{dotted(keys)} = {shown(leaf.value)}", leaf.source) for keys, leaf in relevant]
     if len(told) == 1:
