@@ -96,7 +96,10 @@ WRONG = {
     ),
     "class of another kind": (
         'loss.class = "torchtitan.tools.profiler:Profiler"',
-        ["t.toml:2: loss.class = ", "'Profiler' of the kind torchtitan.components.loss:BaseLoss"],
+        [
+            "t.toml:2: loss.class = ",
+            "Profiler' is no configuration of the kind torchtitan.components.loss:BaseLoss",
+        ],
     ),
     "class that cannot be imported": (
         'loss.class = "nowhere:Loss"',

@@ -87,11 +87,7 @@ class Builder:
         self.entries: list[Entry] = []
 
     def build(self, layers: Sequence[Table]) -> Any:
-        """The base with `layers` over it, weakest first; `self.entries` then lists its values in field order.
-
-        Raises:
-            ConfigError: an unknown key, a value of the wrong type, or values that a `__post_init__` refuses.
-        """
+        """The base with `layers` over it, weakest first. `self.entries` then has all values in order."""
         return self._section(self.base, type(self.base), layers, (), f"base {self.base_name}")
 
     # Each method below returns the new value of the field at `path`, of type `hint`. So far the field holds

@@ -60,14 +60,10 @@ LIMITS = {
     "optimizer.param_groups": _NOT_EMPTY,
     "loss.num_chunks": _COUNT,
     "metrics.log_freq": _COUNT,
-    "metrics.save_tb_folder": _NOT_EMPTY,
-    "validator.freq": _COUNT,
-    "validator.steps": (Ge(-1),),
     "checkpoint.load_step": (Ge(-1),),
     "comm.init_timeout_seconds": _SECONDS,
     "comm.train_timeout_seconds": _SECONDS,
     "comm.trace_buf_size": _FROM_ZERO,
-    "comm.save_traces_folder": _NOT_EMPTY,
     "debug.seed": _FROM_ZERO,
     "profiler.profile_freq": _COUNT,
     "profiler.profiler_active": _COUNT,
@@ -77,8 +73,6 @@ LIMITS = {
     "profiler.profiler_skip_first_wait": _FROM_ZERO,
     "profiler.memory_snapshot_freq": _COUNT,
     "profiler.memory_snapshot_max_entries": _COUNT,
-    "profiler.save_traces_folder": _NOT_EMPTY,
-    "profiler.save_memory_snapshot_folder": _NOT_EMPTY,
 }
 """Ranges of torchtitan's settings that it does not check itself: a wrong one would fail in the middle of a
 run. Ours stand beside their docstrings."""
@@ -111,37 +105,23 @@ class Resolved:
         return {dotted(entry.path): entry.source for entry in self.entries}
 
     def to_toml(self, changed_only: bool = False) -> str:
-        """Write the configuration as one self-contained TOML file that loads to an equal configuration.
-
-        Args:
-            changed_only: leave out what is as in the base. Loading that gives an equal configuration too,
-                as long as the base stays the same.
-        """
+        """One self-contained TOML file that loads to an equal configuration. With `changed_only` it
+        lacks what is as in the base, and does so as long as the base stays the same."""
         unchanged = f"base {self.base.value}"
         kept = [entry for entry in self.entries if not (changed_only and entry.source == unchanged)]
         return _document([self.base, *kept])
 
     def check(self, rule: Callable[[Any], T]) -> T:
-        """Apply a rule to the whole configuration, and return what it gives.
-
-        Args:
-            rule: takes the configuration; raises UserError if it is broken, as `key.path: reason` or with a
-                `setting`.
-
-        Raises:
-            ConfigError: the rule's error, with the values it speaks of and where they were written.
-        """
+        """Apply a rule to the configuration, and return what it gives. A UserError of it, as of `placed`,
+        becomes a ConfigError with the values that it speaks of and where they were written."""
         try:
             return rule(self.config)
         except UserError as error:
             raise ConfigError(self.placed(error)) from error
 
     def placed(self, error: UserError) -> str:
-        """An error's message after the file, line and value that it speaks of.
-
-        Args:
-            error: one with a `setting`, or whose message begins with `key.path: `.
-        """
+        """The message of an error after the file, line and value that it speaks of: by its `setting`, or by
+        the `key.path: ` that it begins with."""
         key, _, reason = str(error).partition(": ")
         if error.setting:
             ends = (dotted(entry.path) for entry in self.entries)
@@ -170,9 +150,6 @@ def resolve(path: str | Path, overrides: Sequence[str], base_config: Callable[[s
 
     Args:
         base_config: makes a fresh dataclass instance of a base's name; raises UserError for an unknown one.
-
-    Raises:
-        ConfigError: the user's mistake, with its place.
     """
     sources = read_sources(path, overrides)
     if sources.base is None:

@@ -53,16 +53,8 @@ def validate_files(config: Trainer.Config, world_size: int | None = None) -> Non
 
 
 def validate_devices(config: Trainer.Config, processes: int, gpus: int) -> None:
-    """Refuses what the GPUs of a machine cannot run.
-
-    Args:
-        processes: processes of the job on that machine.
-        gpus: that the machine has; without any, or where the configuration asks for it, the CPU is used, on
-            which everything runs.
-
-    Raises:
-        UserError: there are more processes than GPUs; or as of `check_implementation`, on a GPU.
-    """
+    """Refuses what a machine with that many GPUs and processes of the job cannot run. The CPU runs
+    everything, which is used without GPUs or where the configuration asks for it."""
     if gpus == 0 or config.wlb.device == "cpu":
         return
     if processes > gpus:
@@ -79,9 +71,7 @@ def validate_memory(config: Trainer.Config, world_size: int | None, device_gib: 
 
 
 def validate_corpus(config: Trainer.Config) -> Corpus:
-    """The corpus of a configuration.
-
-    Raises UserError if it is missing or its tokens do not fit the model's vocabulary.
+    """The corpus of a configuration, whose tokens must fit the model's vocabulary.
 
     A prepared corpus has no ids beyond its tokenizer's; of others the ids are looked at.
     """
@@ -113,10 +103,8 @@ def validate_corpus(config: Trainer.Config) -> Corpus:
 
 
 def check_resumed(config: Trainer.Config, corpus: Corpus) -> None:
-    """Refuses to go on from a checkpoint with another stream of tokens than the run's config.toml tells.
-
-    Raises UserError with the key that was changed. A former corpus that is gone is left to the planner.
-    """
+    """Refuses to go on from a checkpoint with another stream of tokens than the run's config.toml tells. A
+    former corpus that is gone is left to the planner."""
     file = Path(config.dump_folder) / CONFIG_FILE
     if not file.is_file():
         return
@@ -154,9 +142,6 @@ def validate_plan(wlb: WlbSettings, corpus: Corpus, job: Job) -> None:
 
     Policies that take their time for a step, as the solver of `fixed_solver` does, are spared the step. The
     attention times are looked up in any case: without context parallelism only predictions read them.
-
-    Raises:
-        PlanError: the planner's own, with the setting that it blames.
     """
     try:
         documents = training_documents(wlb, corpus)

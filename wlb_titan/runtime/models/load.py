@@ -22,9 +22,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int
     Args:
         overrides: `["--training.steps", "5", "--training.seq_len=4096"]`.
         world_size: the number of ranks, if known; the degrees of parallelism must then fit it.
-
-    Raises:
-        ConfigError: the user's mistake, with its place.
     """
     resolved = resolve(path, overrides, _base_config)
     from wlb_titan.runtime.checks.config import validate
