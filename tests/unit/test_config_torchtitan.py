@@ -19,158 +19,86 @@ pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[2]
 
-# What stands below the line `base = "llama3_debug"`, and the words that the message must have.
-WRONG = {
-    "unknown key": (
-        "training.sequence_len = 4096",
-        ["t.toml:2: training.sequence_len = 4096: there is no such key.", "Did you mean training.seq_len?"],
-    ),
-    "key of another section": (
-        "training.context_parallel_degree = 2",
-        ["t.toml:2: training.context_parallel_degree = 2:", "parallelism.context_parallel_degree?"],
-    ),
-    "learning rate in the wrong place": (
-        "optimizer.lr = 3e-4",
-        ["t.toml:2: optimizer.lr = 0.0003:", "Did you mean optimizer.param_groups.0.optimizer_kwargs.lr?"],
-    ),
-    "unknown section": (
-        "[paralelism]\ntensor_parallel_degree = 2",
-        ["t.toml:2: [paralelism]:", "Did you mean parallelism?"],
-    ),
-    "wrong type": (
-        'training.steps = "many"',
-        ['t.toml:2: training.steps = "many": expected an integer, at least 1.'],
-    ),
-    "out of range": (
-        "training.max_norm = -1.0",
-        ["t.toml:2: training.max_norm = -1.0: expected a number or an integer, above 0 and inf for no"],
-    ),
-    "value that is not among the options": (
-        'wlb.packing.policy = "fancy"',
-        [
-            "t.toml:2: wlb.packing.policy = \"fancy\": no packing policy is called 'fancy'",
-            "plain, fixed_greedy",
-        ],
-    ),
-    "near name of a policy": (
-        'wlb.sharding.policy = "per_documents"',
-        ["t.toml:2: wlb.sharding.policy = ", "Did you mean 'per_document'?"],
-    ),
-    "key of another policy": (
-        'wlb.packing.policy = "plain"\nwlb.packing.max_delay = 3',
-        ["t.toml:3: wlb.packing.max_delay = 3", 'policy = "plain" does not have it, but wlb_lazy'],
-    ),
-    "groups of heads that do not divide": (
-        "wlb.sharding.gather_groups = 3\nparallelism.context_parallel_degree = 2",
-        ["t.toml:2: wlb.sharding.gather_groups = 3:", "the 2 key heads", "a divisor of 2"],
-    ),
-    "value that torchtitan rejects": (
-        "compile.enable_async_tensor_parallel = true",
-        ["t.toml:2: compile.enable_async_tensor_parallel = true: CompileConfig rejects this: Async TP"],
-    ),
-    "number that torchtitan rejects": (
-        "[checkpoint]\ninterval = 0\nenable = true",
-        ["t.toml:3: checkpoint.interval = 0: CheckpointManager rejects this: Checkpoint interval"],
-    ),
-    "values that torchtitan rejects together": (
-        "[training]\ndisable_cuda_graphs = false\n[parallelism]\npipeline_parallel_degree = 2",
-        ["t.toml:3: training.disable_cuda_graphs = false: Trainer rejects this: CUDA graphs do not support"],
-    ),
-    "table where a value belongs": (
-        "[training.steps]\nn = 3",
-        ["t.toml:2: [training.steps]: this is a table, but here belongs an integer, at least 1; write"],
-    ),
-    "value where a table belongs": ("training = 3", ["t.toml:2: training = 3: expected a table."]),
-    "list of tables where one table belongs": (
-        "[[training]]\nsteps = 3",
-        ["t.toml:2: [[training]]: an array"],
-    ),
-    "model": ('[model_spec]\nflavor = "8B"', ["t.toml:2: [model_spec]: the model cannot be set from TOML"]),
-    "setting without effect": (
-        'hf_assets_path = "tokenizer"',
-        ['t.toml:2: hf_assets_path = "tokenizer": this has no effect', "wlb.corpus.path"],
-    ),
-    "unknown class": (
-        'activation_checkpoint.class = "FulAC"',
-        ['t.toml:2: activation_checkpoint.class = "FulAC":', "did you mean 'FullAC'?"],
-    ),
-    "class of another kind": (
-        'loss.class = "torchtitan.tools.profiler:Profiler"',
-        [
-            "t.toml:2: loss.class = ",
-            "Profiler' is no configuration of the kind torchtitan.components.loss:BaseLoss",
-        ],
-    ),
-    "class that cannot be imported": (
-        'loss.class = "nowhere:Loss"',
-        ["t.toml:2: loss.class = ", "module 'nowhere' cannot be imported"],
-    ),
-    "element that the list has not": (
-        "optimizer.param_groups.1.optimizer_kwargs.lr = 1.0",
-        ["t.toml:2: optimizer.param_groups.1:", "has 1 element(s)"],
-    ),
-    "length that does not divide": (
-        "training.seq_len = 1025",
-        ["t.toml:2: training.seq_len = 1025:", "do not divide"],
-    ),
-    "order that cannot be found for the schedule": (
-        'wlb.pipeline.order = "best"\nparallelism.pipeline_parallel_degree = 2\n'
-        'parallelism.pipeline_parallel_schedule = "LoopedBFS"\ntraining.local_batch_size = 8',
-        ['t.toml:2: wlb.pipeline.order = "best":', "the schedule is LoopedBFS", "'longest_first'"],
-    ),
-    "CUDA graphs": (
-        "training.disable_cuda_graphs = false",
-        ["t.toml:2: training.disable_cuda_graphs = false: a CUDA graph replays one length"],
-    ),
-    "type checking of layouts": (
-        "debug.spmd_typechecking = true",
-        ["t.toml:2: debug.spmd_typechecking = true: torchtitan cannot follow"],
-    ),
-    "attention kernels on the CPU": (
-        'wlb.device = "cpu"\nwlb.attention.implementation = "triton"',
-        ['t.toml:3: wlb.attention.implementation = "triton": ', "needs a CUDA device, and runs on cpu"],
-    ),
-    "attention kernels without the head dim": (
-        'training.mixed_precision_param = "bfloat16"\nwlb.attention.implementation = "gluon"',
-        ['t.toml:3: wlb.attention.implementation = "gluon": ', "head dims (64, 128), but q has 32"],
-    ),
-    "attention kernels without the dtype": (
-        'training.mixed_precision_param = "float32"\nwlb.attention.implementation = "triton"',
-        ['t.toml:2: training.mixed_precision_param = "float32": ', 'set it to "bfloat16"'],
-    ),
-    "one process for all ranks": (
-        'comm.mode = "local_tensor"',
-        ['t.toml:2: comm.mode = "local_tensor": each rank here is a process'],
-    ),
-    "torchtitan's sharding of tokens": (
-        'parallelism.context_parallel_load_balancer = "ptrr"',
-        ["t.toml:2: parallelism.context_parallel_load_balancer = ", "no effect", "wlb.sharding.policy"],
-    ),
-    "torchtitan's own validation": (
-        'validator.class = "torchtitan.components.validate:Validator"',
-        ["t.toml:2: validator.class = ", "only wlb_titan.runtime.validator:Validator"],
-    ),
-    "weights that would not be loaded": (
-        'checkpoint.initial_load_path = "/weights"',
-        ["t.toml:2: checkpoint.initial_load_path = ", "checkpoint.enable is false"],
-    ),
-    "weights from nowhere": (
-        "checkpoint.enable = true\ncheckpoint.initial_load_in_hf = true",
-        ["t.toml:3: checkpoint.initial_load_in_hf = true:", "set checkpoint.initial_load_path"],
-    ),
-    "an override that brings its own attention": (
-        'override.imports = ["overriding.with_varlen"]',
-        [
-            't.toml:2: override.imports = ["overriding.with_varlen"]: the model has ',
-            "layers.0.attention.inner_attention and 3 more: torchtitan.models.common.attention:Varlen",
-        ],
-    ),
-    "an override that is not there": (
-        'override.imports = ["nowhere.at_all"]',
-        ["t.toml:2: override.imports = ", "nowhere"],
-    ),
-    "no such corpus": ('wlb.corpus.path = "nowhere"', ["t.toml:2:", "nowhere", "wlb-titan prepare"]),
-}
+# What stands below the line `base = "llama3_debug"`, and indented what the message says of it.
+WRONG = """
+training.sequence_len = 4096
+    t.toml:2: training.sequence_len = 4096: there is no such key. ... Did you mean training.seq_len?
+training.context_parallel_degree = 2
+    t.toml:2: training.context_parallel_degree = 2: ... parallelism.context_parallel_degree?
+optimizer.lr = 3e-4
+    t.toml:2: optimizer.lr = 0.0003: ... Did you mean optimizer.param_groups.0.optimizer_kwargs.lr?
+[paralelism]; tensor_parallel_degree = 2
+    t.toml:2: [paralelism]: ... Did you mean parallelism?
+training.steps = "many"
+    t.toml:2: training.steps = "many": expected an integer, at least 1.
+training.max_norm = -1.0
+    t.toml:2: training.max_norm = -1.0: expected a number or an integer, above 0 and inf for no
+wlb.packing.policy = "fancy"
+    t.toml:2: wlb.packing.policy = "fancy": no packing policy is called 'fancy' ... plain, fixed_greedy
+wlb.sharding.policy = "per_documents"
+    t.toml:2: wlb.sharding.policy =  ... Did you mean 'per_document'?
+wlb.packing.policy = "plain"; wlb.packing.max_delay = 3
+    t.toml:3: wlb.packing.max_delay = 3 ... policy = "plain" does not have it, but wlb_lazy
+wlb.sharding.gather_groups = 3; parallelism.context_parallel_degree = 2
+    t.toml:2: wlb.sharding.gather_groups = 3: ... the 2 key heads ... a divisor of 2
+compile.enable_async_tensor_parallel = true
+    t.toml:2: compile.enable_async_tensor_parallel = true: CompileConfig rejects this: Async TP
+[checkpoint]; interval = 0; enable = true
+    t.toml:3: checkpoint.interval = 0: CheckpointManager rejects this: Checkpoint interval
+[training]; disable_cuda_graphs = false; [parallelism]; pipeline_parallel_degree = 2
+    t.toml:3: training.disable_cuda_graphs = false: Trainer rejects this: CUDA graphs do not support
+[training.steps]; n = 3
+    t.toml:2: [training.steps]: this is a table, but here belongs an integer, at least 1; write
+training = 3
+    t.toml:2: training = 3: expected a table.
+[[training]]; steps = 3
+    t.toml:2: [[training]]: an array
+[model_spec]; flavor = "8B"
+    t.toml:2: [model_spec]: the model cannot be set from TOML
+hf_assets_path = "tokenizer"
+    t.toml:2: hf_assets_path = "tokenizer": this has no effect ... wlb.corpus.path
+activation_checkpoint.class = "FulAC"
+    t.toml:2: activation_checkpoint.class = "FulAC": ... did you mean 'FullAC'?
+loss.class = "torchtitan.tools.profiler:Profiler"
+    t.toml:2: loss.class =  ...
+    Profiler' is no configuration of the kind torchtitan.components.loss:BaseLoss
+loss.class = "nowhere:Loss"
+    t.toml:2: loss.class =  ... module 'nowhere' cannot be imported
+optimizer.param_groups.1.optimizer_kwargs.lr = 1.0
+    t.toml:2: optimizer.param_groups.1: ... has 1 element(s)
+training.seq_len = 1025
+    t.toml:2: training.seq_len = 1025: ... do not divide
+wlb.pipeline.order = "best"; parallelism.pipeline_parallel_degree = 2; \
+parallelism.pipeline_parallel_schedule = "LoopedBFS"; training.local_batch_size = 8
+    t.toml:2: wlb.pipeline.order = "best": ... the schedule is LoopedBFS ... 'longest_first'
+training.disable_cuda_graphs = false
+    t.toml:2: training.disable_cuda_graphs = false: a CUDA graph replays one length
+debug.spmd_typechecking = true
+    t.toml:2: debug.spmd_typechecking = true: torchtitan cannot follow
+wlb.device = "cpu"; wlb.attention.implementation = "triton"
+    t.toml:3: wlb.attention.implementation = "triton":  ... needs a CUDA device, and runs on cpu
+training.mixed_precision_param = "bfloat16"; wlb.attention.implementation = "gluon"
+    t.toml:3: wlb.attention.implementation = "gluon":  ... head dims (64, 128), but q has 32
+training.mixed_precision_param = "float32"; wlb.attention.implementation = "triton"
+    t.toml:2: training.mixed_precision_param = "float32":  ... set it to "bfloat16"
+comm.mode = "local_tensor"
+    t.toml:2: comm.mode = "local_tensor": each rank here is a process
+parallelism.context_parallel_load_balancer = "ptrr"
+    t.toml:2: parallelism.context_parallel_load_balancer =  ... no effect ... wlb.sharding.policy
+validator.class = "torchtitan.components.validate:Validator"
+    t.toml:2: validator.class =  ... only wlb_titan.runtime.validator:Validator
+checkpoint.initial_load_path = "/weights"
+    t.toml:2: checkpoint.initial_load_path =  ... checkpoint.enable is false
+checkpoint.enable = true; checkpoint.initial_load_in_hf = true
+    t.toml:3: checkpoint.initial_load_in_hf = true: ... set checkpoint.initial_load_path
+override.imports = ["overriding.with_varlen"]
+    t.toml:2: override.imports = ["overriding.with_varlen"]: the model has  ...
+    layers.0.attention.inner_attention and 3 more: torchtitan.models.common.attention:Varlen
+override.imports = ["nowhere.at_all"]
+    t.toml:2: override.imports =  ... nowhere
+wlb.corpus.path = "nowhere"
+    t.toml:2: ... nowhere ... wlb-titan prepare
+"""
 
 # Whole files, of which the first is loaded.
 WRONG_FILES = {
@@ -239,10 +167,17 @@ def overriding(tmp_path_factory):
     sys.path.remove(str(folder))
 
 
-@pytest.mark.parametrize("mistake", [*WRONG, *WRONG_FILES])
-def test_wrong_file(here, mistake):
-    lines, words = WRONG.get(mistake, ("", []))
-    files, words = WRONG_FILES.get(mistake, ({"t": BASE + lines}, words))
+def wrong():
+    """(files, words of the message) of each mistake in WRONG, by its line."""
+    for lines, words in re.findall(r"^(\S.*)\n((?:    .*\n)+)", WRONG, re.MULTILINE):
+        parts = " ".join(words.split()).split(" ... ")
+        yield pytest.param({"t": BASE + lines.replace("; ", "\n")}, parts, id=lines)
+
+
+@pytest.mark.parametrize(
+    ("files", "words"), [*wrong(), *(pytest.param(*case, id=name) for name, case in WRONG_FILES.items())]
+)
+def test_wrong_file(here, files, words):
     result = run("check", write(here, files))
     assert result.exit_code == 2
     assert result.stdout == ""
