@@ -39,8 +39,6 @@ wlb.sharding.policy = "per_documents"
     t.toml:2: wlb.sharding.policy =  ... Did you mean 'per_document'?
 wlb.packing.policy = "plain"; wlb.packing.max_delay = 3
     t.toml:3: wlb.packing.max_delay = 3 ... policy = "plain" does not have it, but wlb_lazy
-wlb.sharding.gather_groups = 3; parallelism.context_parallel_degree = 2
-    t.toml:2: wlb.sharding.gather_groups = 3: ... the 2 key heads ... a divisor of 2
 compile.enable_async_tensor_parallel = true
     t.toml:2: compile.enable_async_tensor_parallel = true: CompileConfig rejects this: Async TP
 [checkpoint]; interval = 0; enable = true
