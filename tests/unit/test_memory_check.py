@@ -131,7 +131,7 @@ def test_the_weights_are_those_of_the_model(base):
     import torch
 
     from wlb_titan.cost.models import rank_parameters
-    from wlb_titan.runtime.models.registry import base_config
+    from wlb_titan.runtime.models.bases import base_config
     from wlb_titan.runtime.shape import model_shape
 
     model = base_config(base).model_spec.model

@@ -111,7 +111,7 @@ def folder(tmp_path_factory):
     from wlb_titan.cost.attention_kernels import Point
     from wlb_titan.cost.attention_latency import KernelCost, Tiling
     from wlb_titan.cost.profile import Entry, Profile
-    from wlb_titan.runtime.models.registry import base_config
+    from wlb_titan.runtime.models.bases import base_config
     from wlb_titan.runtime.shape import model_shape
 
     folder = tmp_path_factory.mktemp("plans")

@@ -14,7 +14,7 @@ from torchtitan.distributed import ParallelDims  # noqa: E402
 from wlb_titan.packing import POLICIES  # noqa: E402
 from wlb_titan.runtime import timeouts  # noqa: E402
 from wlb_titan.runtime.job import job_of  # noqa: E402
-from wlb_titan.runtime.models.registry import base_config  # noqa: E402
+from wlb_titan.runtime.models.bases import base_config  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

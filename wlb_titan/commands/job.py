@@ -14,7 +14,7 @@ from wlb_titan.documents.lengths import named_or_read
 from wlb_titan.errors import ConfigError, PlanError, UserError
 from wlb_titan.job import Job
 from wlb_titan.runtime.data.corpus import training_documents
-from wlb_titan.runtime.models.facts import facts_of
+from wlb_titan.runtime.models.load import load_with_job
 
 
 @dataclass(frozen=True)
@@ -69,16 +69,15 @@ def load_job(
         gpus: what the degrees must multiply to, if that is said.
     """
     words = [*overrides, *(("--wlb.cluster", cluster) if cluster is not None else ())]
-    facts = facts_of(file, words, gpus)
+    resolved, job = load_with_job(file, words, gpus)
+    wlb = resolved.config.wlb
     if lengths is None:
-        documents = training_documents(facts.wlb)
-        return Asked(facts.job, documents, facts.resolved, None, (str(file), *words))
+        return Asked(job, training_documents(wlb), resolved, None, (str(file), *words))
     found, name = named_or_read(lengths)
     documents = Documents(lengths=found, name=name, seed=None)
-    if facts.resolved.provenance["wlb.corpus.seed"] == COMMAND_LINE:
-        documents = replace(documents, seed=facts.wlb.corpus.seed)
-    typed = (str(file), *words, "--lengths", lengths)
-    return Asked(facts.job, documents, facts.resolved, lengths, typed)
+    if resolved.provenance["wlb.corpus.seed"] == COMMAND_LINE:
+        documents = replace(documents, seed=wlb.corpus.seed)
+    return Asked(job, documents, resolved, lengths, (str(file), *words, "--lengths", lengths))
 
 
 def describe_job(job: Job, documents: Documents) -> str:

@@ -32,7 +32,7 @@ from wlb_titan.kernels import record
 from wlb_titan.kernels.implementations import chosen, device_of
 from wlb_titan.kernels.implementations import units as device_units
 from wlb_titan.kernels.segments import Shape
-from wlb_titan.runtime.models.facts import facts_of
+from wlb_titan.runtime.models.load import load_with_job
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MOST = 1024  # elements of a head
@@ -105,7 +105,8 @@ def profile(
     on_gpu = device == "cuda"
     shape = AttentionShape(dtype="bfloat16" if on_gpu else "float32")
     if file is not None:
-        shape = facts_of(file).job.attention_shape
+        _, job = load_with_job(file)
+        shape = job.attention_shape
     dtype = dtype or shape.dtype
     head_dims = head_dim or ((shape.head_dim, shape.v_head_dim or shape.head_dim),)
     for dims in head_dims:

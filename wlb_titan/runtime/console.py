@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
 from wlb_titan.runtime.data.corpus import training_documents
-from wlb_titan.runtime.export import complete_export
+from wlb_titan.runtime.hugging_face import complete_export
 from wlb_titan.runtime.memory import advise_checkpointing, describe_memory
 from wlb_titan.runtime.metrics import metrics_rank, spoken
 from wlb_titan.runtime.timeouts import first_timeout

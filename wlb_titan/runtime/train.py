@@ -62,7 +62,7 @@ def train(path: str, overrides: tuple[str, ...], rank: int, world_size: int, ala
 
     from wlb_titan.kernels.implementations import device_of
     from wlb_titan.runtime.attention.implementation import check_implementation
-    from wlb_titan.runtime.checks.config import validate_devices, validate_inputs
+    from wlb_titan.runtime.checks.files import validate_devices, validate_inputs
     from wlb_titan.runtime.compat import device_bytes
     from wlb_titan.runtime.console import start_log
     from wlb_titan.runtime.job import job_of, parallel_dims

@@ -45,7 +45,7 @@ from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import measured_memory
 from wlb_titan.runtime.meshes import Dims, context_meshes
 from wlb_titan.runtime.metrics import MetricsProcessor, step_figures
-from wlb_titan.runtime.models.compile import prepare_compiling
+from wlb_titan.runtime.models.blocks import prepare_compiling
 from wlb_titan.runtime.pipeline.build import PackFlowSchedule
 from wlb_titan.runtime.pipeline.regroup import regrouped_pipeline
 from wlb_titan.runtime.step_trace import PassTimer, StepTrace
