@@ -21,7 +21,7 @@ from wlb_titan.kernels.gluon_launch import Division
 from wlb_titan.kernels.options import Options, Saved, Shape, make_inputs
 from wlb_titan.kernels.schedule import schedule_of
 
-from wlb_titan.commands.measure import time_call
+from wlb_titan.commands.profile import time_call
 
 GROUPS = "abcdf"
 

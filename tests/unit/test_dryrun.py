@@ -362,7 +362,7 @@ REPLICAS = (
 def test_ranks_that_are_not_run_do_what_is_said_of_them(dryrun, small, monkeypatch):
     """Every rank of two replicas is run, and its calls are those that follow from the one like it."""
     from wlb_titan.commands import dryrun as command
-    from wlb_titan.commands.all_ranks import alike, calls_of_all
+    from wlb_titan.commands.lone_ranks import alike, calls_of_all
 
     said, ran = {}, {}
     monkeypatch.setattr(command, "alike", lambda *job: said.update(alike(*job)) or {r: r for r in said})
@@ -388,7 +388,7 @@ def test_calls_that_do_not_meet_fail_the_command(dryrun, small, monkeypatch):
     from dataclasses import replace
 
     from wlb_titan.commands import dryrun as command
-    from wlb_titan.commands.all_ranks import calls_of_all
+    from wlb_titan.commands.lone_ranks import calls_of_all
 
     def without_one(own, same, degrees):
         found = calls_of_all(own, same, degrees)

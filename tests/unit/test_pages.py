@@ -10,9 +10,8 @@ import pytest
 from browser import CHROMIUM, Browser
 from click.testing import CliRunner
 
-from wlb_titan.commands.charts import lines, pipeline_charts
 from wlb_titan.commands.main import main
-from wlb_titan.commands.page import command, cost, gained, search_command
+from wlb_titan.commands.page import command, cost, gained, lines, pipeline_charts, search_command
 from wlb_titan.simulator.trace import Span, write_trace
 from wlb_titan.summary import Estimate
 

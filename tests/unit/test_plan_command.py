@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from wlb_titan.commands.console import show_table
+from wlb_titan.commands.command_line import show_table
 from wlb_titan.commands.main import main
 
 pytestmark = pytest.mark.slow

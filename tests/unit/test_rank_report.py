@@ -4,7 +4,7 @@ import numpy as np
 import planning
 import pytest
 
-from wlb_titan.commands.sharding import rank_rows, rank_times
+from wlb_titan.commands.plan import rank_rows, rank_times
 from wlb_titan.context import STRATEGIES
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.job import Job

@@ -12,7 +12,7 @@ import planning
 import pytest
 from click.testing import CliRunner
 
-from wlb_titan.commands.job import load_job
+from wlb_titan.commands.command_line import load_job
 from wlb_titan.commands.main import main
 from wlb_titan.commands.search import winner_words
 from wlb_titan.corpus.prepare import prepare_corpus
@@ -68,7 +68,7 @@ def test_table_report_and_timeline(lengths, tmp_path):
     ]
     assert rows[0][-2:] == ["1.000x", "1.000x"]
     page = (tmp_path / "out" / "report.html").read_text()
-    assert page.count('<div class="chart">') == 1 + 3 * 4
+    assert page.count('<div class="chart">') == 2 * 4 and "<h2>Peak memory</h2>" in page
     assert re.search(r'class="answer">\S+ does [\d.]+x ±[\d.]+ the FLOPs a second of plain:', page)
     assert 'data-label="slow net"' in page
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]

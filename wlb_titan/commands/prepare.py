@@ -17,7 +17,7 @@ from rich.progress import MofNCompleteColumn, Progress
 from rich.text import Text
 from tokenizers import Tokenizer
 
-from wlb_titan.commands.console import make_console, say, show_table
+from wlb_titan.commands.command_line import NUMBER, POSITIVE, make_console, say, show_table
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.corpus.corpus import verify as read_through
 from wlb_titan.corpus.folder import output_folder
@@ -52,14 +52,14 @@ MOST_VOCAB_SIZE = 1 << 22
 )
 @click.option(
     "--seed",
-    type=click.IntRange(min=0),
+    type=NUMBER,
     default=0,
     show_default=True,
     help="Seed of the order of the documents.",
 )
 @click.option(
     "--max-tokens",
-    type=click.IntRange(min=1),
+    type=POSITIVE,
     help="Stop with the document that reaches this number of tokens.  [default: take all documents]",
 )
 @click.option(
