@@ -55,7 +55,7 @@ class Summary:
         gaps = []
         for plan in plans:
             steps.append((plan.imbalance, plan.plan_ms, plan.waiting_tokens))
-            workloads.append(sorted((m.workload for m in plan.micro_batches), reverse=True))
+            workloads.append(sorted((m.workload for m in plan.forward), reverse=True))
             longest = max(longest, plan.longest)
             tokens += plan.tokens
             padding += plan.padding

@@ -33,8 +33,7 @@ from wlb_titan.commands.page import (
 from wlb_titan.config.sources import leaves, read_sources
 from wlb_titan.config.values import shown
 from wlb_titan.errors import UserError
-from wlb_titan.simulator.replay import replayed_seconds
-from wlb_titan.simulator.trace import Span, read_trace
+from wlb_titan.simulator.trace import Span, read_trace, replayed_seconds
 from wlb_titan.summary import Estimate
 
 CONFIG, METRICS, VALIDATION, TRACES = "config.toml", "metrics.jsonl", "validation.jsonl", "traces"

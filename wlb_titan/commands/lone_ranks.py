@@ -231,7 +231,7 @@ def alike(job: Job, plan: Plan) -> dict[int, int]:
         for one in job.degrees.dimensions:
             if one.divides == "data":
                 replica = replica * one.degree + place[one.axis]
-        packs = [pack for of_pass in plan.replica(replica).apart for pack in of_pass]
+        packs = plan.of_rank(replica)
         flow = None if plan.flows is None else plan.flows[replica]
         merged = replica if any(pack.merged for pack in packs) else None
         steps = tuple(_shapes(job, pack, replica, place["cp"]) for pack in packs)

@@ -34,10 +34,10 @@ from wlb_titan.cost.attention_latency import slowest
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
+from wlb_titan.packing.predicted import attention_seconds, travelling
 from wlb_titan.plan import LENGTH, MicroBatch, Plan, imbalance_degree
 from wlb_titan.planner import Planner
 from wlb_titan.simulator.choice import Choice, choose
-from wlb_titan.simulator.replicas import attention_seconds, travelling
 from wlb_titan.summary import Estimate, Summary
 
 FEW_STEPS = 100  # fewer carry their standard error in the table

@@ -21,7 +21,7 @@ from torchtitan.tools.logging import logger
 from wlb_titan.context import ContextStrategy, after
 from wlb_titan.job import Job
 from wlb_titan.pipeline.schedule import V_SHAPED
-from wlb_titan.plan import Plan, imbalance_degree
+from wlb_titan.plan import Plan, imbalance_by_pass, imbalance_degree
 from wlb_titan.runtime.compat import metrics_rank_of
 from wlb_titan.runtime.dump_folder import METRICS_FILE, VALIDATION_FILE
 from wlb_titan.runtime.pipeline.schedules import canonical_name
@@ -233,12 +233,12 @@ def rank_imbalance(plan: Plan, strategy: ContextStrategy | None) -> dict[str, An
         `imbalance_cp` and `sharding`, of the micro-batches that the plan divides.
     """
     replicas = range(1 + max(m.dp_rank for m in plan.micro_batches))
-    workloads = [
-        [[m.workload for m in one if m.dp_rank == rank] for one in plan.by_pass] for rank in replicas
-    ]
+    packs = [plan.of_rank(rank) for rank in replicas]
+    workloads = [[m.workload for m in own] for own in packs]
+    in_pipelines = [imbalance_by_pass(*replica) for replica in zip(packs, workloads, strict=True)]
     figures: dict[str, Any] = {
-        "imbalance_dp": imbalance_degree([sum(map(sum, replica)) for replica in workloads]),
-        "imbalance_pp": float(np.mean([imbalance_degree(*replica) for replica in workloads])),
+        "imbalance_dp": imbalance_degree([sum(own) for own in workloads]),
+        "imbalance_pp": float(np.mean(in_pipelines)),
     }
     divided = [
         (m.sharding, after(m.ranks, m.prefix))
