@@ -97,12 +97,6 @@ def test_a_training_configuration(config):
     assert "4 micro-batches a step, context window 8,192" in result.output
 
 
-def test_the_debug_model_on_cpus(config):
-    result = run(config, "--cluster", "cpu", "--steps", 2, "--policies", "plain,wlb_lazy")
-    assert result.exit_code == 0, result.output
-    assert "CPU, one thread a process" in result.output
-
-
 def test_a_cluster_whose_profile_lacks_the_attention_says_how_to_measure_it(lengths):
     result = run(WIDE, "--lengths", lengths, "--cluster", "cpu", "--steps", 1)
     assert result.exit_code == 0, result.output
@@ -255,12 +249,6 @@ def test_a_published_models_config_is_a_base(config, tmp_path, monkeypatch):
         published.write_text(json.dumps(LLAMA3_8B | change) if change else "[")
         refused = run(config, "--base", "config.json", "--lengths", "web")
         assert refused.exit_code == 2 and message in " ".join(refused.stderr.split()), refused.output
-
-
-def test_lengths_take_the_place_of_a_configurations_corpus(config):
-    result = run(config, "--lengths", "web", "--steps", 1, "--policies", "plain")
-    assert result.exit_code == 0, result.output
-    assert result.output.startswith("web (web pages as in RedPajama-V2; median 459 tokens)")
 
 
 def test_predictions_beyond_the_measured_range_say_so(tmp_path):

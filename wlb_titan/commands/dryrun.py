@@ -131,7 +131,11 @@ def dryrun(
     problem = None
     if same and len(calls) == len(results):
         show_table(rank_rows(results, calls, same))
-        problem = _say_whether_calls_meet(calls_of_all(calls, same, job.degrees))
+        all_calls = calls_of_all(calls, same, job.degrees)
+        problem = unmet(all_calls, queue_per_edge=True)
+        number = sum(len(one.calls) for one in all_calls.values())
+        meet = f"All {number:,} calls of {len(all_calls)} ranks meet, in the order that NCCL keeps."
+        click.echo(f"\nThe job would hang or fail: {problem}" if problem else f"\n{meet}")
     if device_gib is not None:
         _say_whether_it_fits(results, device_gib, usable_share(slices))
     if problem or any("error" in result for result in results):
@@ -145,17 +149,6 @@ def _fullest(job: Job, documents: Documents) -> tuple[int, MicroBatch]:
     plans = [planner.next(sharded=()) for _ in range(steps)]
     micro_batches = ((step, m) for step, plan in enumerate(plans, start=1) for m in plan.micro_batches)
     return max(micro_batches, key=lambda found: found[1].length)
-
-
-def _say_whether_calls_meet(calls: Mapping[int, RankCalls]) -> str | None:
-    """Says it, and returns what does not meet."""
-    problem = unmet(calls, queue_per_edge=True)
-    number = sum(len(one.calls) for one in calls.values())
-    if problem is None:
-        click.echo(f"\nAll {number:,} calls of {len(calls)} ranks meet, in the order that NCCL keeps.")
-    else:
-        click.echo(f"\nThe job would hang or fail: {problem}")
-    return problem
 
 
 def _say_whether_it_fits(results: list[dict[str, Any]], device_gib: float, usable: float) -> None:
@@ -225,35 +218,36 @@ def memory_rows(result: dict[str, Any]) -> Rows:
 
     The trace does not tell the loss from the passes around it, so it has no term of its own there.
     """
-    predicted, traced = dict(result["predicted"]), result["traced"]
+    predicted, traced = dict(result["predicted"]), dict(result["traced"])
     terms = sorted({*predicted, *traced}, key=lambda term: -traced.get(term, 0.0))
-    rows = [_memory_row(term, predicted.get(term), traced.get(term)) for term in terms]
-    return [*rows, _memory_row("total", result["predicted_gib"], result["traced_gib"])]
+    predicted["total"], traced["total"] = mine, found = result["predicted_gib"], result["traced_gib"]
+    rows = [
+        {
+            "memory": term,
+            "predicted GiB": _gib(predicted.get(term)),
+            "traced GiB": _gib(traced.get(term)),
+            "difference": "",
+        }
+        for term in [*terms, "total"]
+    ]
+    rows[-1]["difference"] = f"{mine / found - 1:+.1%}" if mine and found else ""
+    return rows
 
 
-def _memory_row(term: str, predicted: float | None, traced: float | None) -> dict[str, str]:
-    difference = f"{predicted / traced - 1:+.1%}" if term == "total" and predicted and traced else ""
-    return {
-        "memory": term,
-        "predicted GiB": "" if predicted is None else f"{predicted:.3f}",
-        "traced GiB": "" if traced is None else f"{traced:.3f}",
-        "difference": difference,
-    }
+def _gib(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
 
 
 def collective_rows(entries: list[dict[str, Any]]) -> Rows:
     """Collectives by kind and axis, with what is predicted where a dimension of one's own says it."""
-    rows = [
+    predicted = any("predicted_gib" in entry for entry in entries)
+    return [
         {
             "collective": entry["kind"],
             "over": entry["over"],
             "number": f"{entry['number']:,}",
-            "GiB": f"{entry['gib']:.3f}",
-            "predicted GiB": f"{entry['predicted_gib']:.3f}" if "predicted_gib" in entry else "",
+            "GiB": _gib(entry["gib"]),
+            **({"predicted GiB": _gib(entry.get("predicted_gib"))} if predicted else {}),
         }
         for entry in entries
     ]
-    if not any(row["predicted GiB"] for row in rows):
-        for row in rows:
-            del row["predicted GiB"]
-    return rows

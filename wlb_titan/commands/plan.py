@@ -6,12 +6,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import numpy as np
 
-from wlb_titan.arrays import Floats
 from wlb_titan.commands.command_line import (
     MANY,
     OVERRIDABLE,
@@ -32,12 +31,12 @@ from wlb_titan.commands.page import choice_section, command, described, lines, s
 from wlb_titan.context import STRATEGIES
 from wlb_titan.cost.attention_latency import slowest
 from wlb_titan.documents import Documents
-from wlb_titan.errors import PlanError, UserError
+from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.packing.predicted import attention_seconds, travelling
 from wlb_titan.plan import LENGTH, MicroBatch, Plan, imbalance_degree
 from wlb_titan.planner import Planner
-from wlb_titan.simulator.choice import Choice, choose
+from wlb_titan.simulator.choice import Choice, Scenario
 from wlb_titan.summary import Estimate, Summary
 
 FEW_STEPS = 100  # fewer carry their standard error in the table
@@ -77,12 +76,13 @@ def plan(
         asked = load_job(file, overrides, **options)
     documents = asked.documents
     with warnings_once(), asked.placed():
-        candidates = _jobs(asked.job, compare)
-        choices = [choose(one, documents) for one in candidates if one.undecided]
+        scenario = Scenario(asked.job, documents)
+        names = compare.split(",") if compare else [asked.job.packing.name]
+        policies = dict.fromkeys(asked.job.policy._replace(packing=name.strip()) for name in names)
+        choices = [choice for policy in policies if (choice := scenario.choice(policy))]
         for choice in choices:
             print_choice(choice)
-        decided = iter(choices)
-        jobs = [next(decided).job if one.undecided else one for one in candidates]
+        jobs = [scenario.under(policy) for policy in policies]
         if output is not None and len(jobs) > 1:
             raise PlanError("--output writes the plans of one policy; leave out --compare, or --output.")
         summaries = {one.packing.name: _run(one, documents, steps, output) for one in jobs}
@@ -95,25 +95,11 @@ def plan(
     say(*remarks(summaries))
     sharded: Rows = []
     if job.strategy is not None:
-        sharded = rank_rows(rank_times(sharded_micro_batches(job, documents, steps), job), job)
+        sharded = sharding_rows(sharded_micro_batches(job, documents, steps), job)
         say(f"Context parallelism: attention of a layer by {job.latency.source}")
         show_table(sharded)
     if report is not None:
         click.echo(f"Report: {write_report(report, replace(asked, job=job), summaries, sharded, choices)}")
-
-
-def _jobs(job: Job, compare: str | None) -> list[Job]:
-    """The job under each packing policy that is asked for."""
-    if compare is None:
-        return [job]
-    jobs = []
-    for name in dict.fromkeys(name.strip() for name in compare.split(",")):
-        try:
-            packing = job.packing.named(name)
-        except UserError as error:
-            raise PlanError(f"--compare: {error}.") from error
-        jobs.append(replace(job, packing=packing))
-    return jobs
 
 
 def _run(job: Job, documents: Documents, steps: int, output: Path | None) -> Summary:
@@ -173,54 +159,50 @@ def remarks(summaries: Mapping[str, Summary]) -> Iterator[str]:
             yield f"{name}: the solver's packings are {proven}."
 
 
-class RankTimes(NamedTuple):
-    """What one sharding policy makes of micro-batches."""
-
-    policy: str
-    chosen: list[str]
-    """How each micro-batch is sharded in the end."""
-    seconds: Floats
-    """float64 (micro-batches, ranks, 2), predicted forward and backward attention time of a layer."""
-    exchange: Floats
-    """float64 (micro-batches,), seconds of a layer's collectives in both passes and repeated ones."""
-    received: Floats
-    """float64 (micro-batches,), bytes that a rank receives in these."""
-
-    @property
-    def slowest(self) -> float:
-        """Mean over micro-batches of the time that a layer waits for its slowest rank, in seconds."""
-        return float(np.mean([slowest(seconds) for seconds in self.seconds]))
-
-    @property
-    def layer(self) -> float:
-        """Seconds with the collectives, none of which is hidden."""
-        return self.slowest + float(self.exchange.mean())
-
-    @property
-    def imbalances(self) -> Floats:
-        """float64 (micro-batches,), slowest over mean rank."""
-        return np.array([imbalance_degree(seconds.sum(axis=1)) for seconds in self.seconds])
-
-
 def sharded_micro_batches(job: Job, documents: Documents, steps: int) -> list[MicroBatch]:
     """The first `SHARDED` micro-batches of these steps, without those that data-parallel ranks share."""
     plans = job.plans(documents, min(steps, -(-SHARDED // job.micro_batches)))
     return [m for plan in plans for m in plan.micro_batches if not m.merged][:SHARDED]
 
 
-def rank_times(micro_batches: Sequence[MicroBatch], job: Job) -> list[RankTimes]:
-    """Predicts all sharding policies that the job's heads and lengths allow on the same micro-batches."""
-    result = []
+def sharding_rows(micro_batches: Sequence[MicroBatch], job: Job) -> Rows:
+    """A row for each sharding policy that the job's heads and lengths allow, on the same micro-batches.
+
+    It has the slowest rank's attention and the collectives of a layer, none of them hidden, what a rank
+    receives in a step, the ranks' imbalance, and how often which sharding was chosen.
+    """
+    passes = max(job.layers) * job.chunks * job.replica_micro_batches  # of layers on a rank in a step
+    rows: Rows = []
+    first = 0.0
     for policy in STRATEGIES.candidates:
         try:
             under = replace(job, sharding=job.sharding.named(policy))
             packs = [_sharded(m, under) for m in micro_batches]
         except PlanError:
             continue
-        seconds = np.array([attention_seconds(m, under) for m in packs])
-        exchange = np.array([under.exchanging.in_all_passes(travelling(m, under)) for m in packs])
-        result.append(RankTimes(policy, [str(m.sharding) for m in packs], seconds, *exchange.T))
-    return result
+        ranks = [attention_seconds(m, under) for m in packs]  # float64 (ranks, 2), forward and backward
+        exchange, received = np.mean(
+            [under.exchanging.in_all_passes(travelling(m, under)) for m in packs], axis=0
+        )
+        attention = float(np.mean([slowest(seconds) for seconds in ranks]))
+        first = first or attention + exchange
+        imbalances = np.array([imbalance_degree(seconds.sum(axis=1)) for seconds in ranks])
+        chosen = [str(m.sharding) for m in packs]
+        shares = {name: chosen.count(name) / len(chosen) for name in dict.fromkeys(chosen)}
+        rows.append(
+            {
+                "sharding": policy,
+                "slowest rank": f"{attention * 1e3:.3f} ms",
+                "exchange": f"{exchange * 1e3:.3f} ms",
+                "received": f"{received * passes / 1e9:.2f} GB",
+                "speedup": f"{first / (attention + exchange):.3f}x",
+                "imbalance": f"{imbalances.mean():.3f}",
+                "p95": f"{np.quantile(imbalances, 0.95):.3f}",
+                "max": f"{imbalances.max():.3f}",
+                "chosen": ", ".join(f"{name} {share:.0%}" for name, share in shares.items()),
+            }
+        )
+    return rows
 
 
 def _sharded(micro_batch: MicroBatch, job: Job) -> MicroBatch:
@@ -229,33 +211,6 @@ def _sharded(micro_batch: MicroBatch, job: Job) -> MicroBatch:
     lengths = micro_batch.documents[:, LENGTH]
     name, ranks = job.strategy.shard(lengths, micro_batch.length, slices=micro_batch.elsewhere)
     return replace(micro_batch, sharding=name, ranks=tuple(ranks))
-
-
-def rank_rows(times: Sequence[RankTimes], job: Job) -> Rows:
-    """A row for each sharding policy.
-
-    It has the slowest rank's attention and the collectives of a layer, what a rank receives in a step, the
-    ranks' imbalance, and how often which sharding was chosen.
-    """
-    passes = max(job.layers) * job.chunks * job.replica_micro_batches  # of layers on a rank in a step
-    rows = []
-    for one in times:
-        imbalances = one.imbalances
-        shares = {name: one.chosen.count(name) / len(one.chosen) for name in dict.fromkeys(one.chosen)}
-        rows.append(
-            {
-                "sharding": one.policy,
-                "slowest rank": f"{one.slowest * 1e3:.3f} ms",
-                "exchange": f"{one.exchange.mean() * 1e3:.3f} ms",
-                "received": f"{one.received.mean() * passes / 1e9:.2f} GB",
-                "speedup": f"{times[0].layer / one.layer:.3f}x",
-                "imbalance": f"{imbalances.mean():.3f}",
-                "p95": f"{np.quantile(imbalances, 0.95):.3f}",
-                "max": f"{imbalances.max():.3f}",
-                "chosen": ", ".join(f"{name} {share:.0%}" for name, share in shares.items()),
-            }
-        )
-    return rows
 
 
 WORK = "Dots: the work of a step's micro-batches. The gap between the mean and the largest is waiting."
@@ -274,7 +229,7 @@ def write_report(
 
     Args:
         summaries: by policy; the first is the picture before.
-        sharded: as of `rank_rows`; empty without context parallelism.
+        sharded: as of `sharding_rows`; empty without context parallelism.
         choices: what `auto` stands for in a job, where it does.
     """
     job, rows = asked.job, table_rows(summaries)

@@ -145,7 +145,13 @@ class HeadDims(click.ParamType):  # type: ignore[type-arg]
     type=click.Choice(list(DTYPES)),
     help="[default: FILE's; or bfloat16 on a GPU, else float32]",
 )
-@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True)
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cuda", "cpu"]),
+    default="auto",
+    show_default=True,
+    help="What is measured; auto is the GPU, where there is one.",
+)
 @click.option(
     "--output",
     type=Output(),
