@@ -219,11 +219,7 @@ DELAY = "What balance costs: documents that wait for a step that can bear them."
 
 
 def write_report(
-    folder: Path,
-    asked: Asked,
-    summaries: Mapping[str, Summary],
-    sharded: Rows,
-    choices: Sequence[Choice],
+    folder: Path, asked: Asked, summaries: Mapping[str, Summary], sharded: Rows, choices: Sequence[Choice]
 ) -> Path:
     """Draws what was planned.
 

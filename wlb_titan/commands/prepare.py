@@ -50,13 +50,7 @@ MOST_VOCAB_SIZE = 1 << 22
     type=click.IntRange(MIN_VOCAB_SIZE, MOST_VOCAB_SIZE),
     help=f"Most entries of the tokenizer that is trained.  [default: {DEFAULT_VOCAB_SIZE}]",
 )
-@click.option(
-    "--seed",
-    type=NUMBER,
-    default=0,
-    show_default=True,
-    help="Seed of the order of the documents.",
-)
+@click.option("--seed", type=NUMBER, default=0, show_default=True, help="Seed of the order of the documents.")
 @click.option(
     "--max-tokens",
     type=POSITIVE,
@@ -93,11 +87,7 @@ MOST_VOCAB_SIZE = 1 << 22
 )
 @click.option("--verify", is_flag=True, help="Only read the corpus at OUTPUT through, and name all damage.")
 def prepare(
-    output: Path,
-    overwrite: bool,
-    verify: bool,
-    template_options: tuple[str, ...],
-    **options: Any,
+    output: Path, overwrite: bool, verify: bool, template_options: tuple[str, ...], **options: Any
 ) -> None:
     """Turn text into the corpus OUTPUT: a folder of shuffled, tokenized documents.
 

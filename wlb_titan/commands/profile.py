@@ -141,9 +141,7 @@ class HeadDims(click.ParamType):  # type: ignore[type-arg]
     help="Query heads to a key head (grouped-query attention); may be repeated.  [default: FILE's; 1]",
 )
 @click.option(
-    "--dtype",
-    type=click.Choice(list(DTYPES)),
-    help="[default: FILE's; or bfloat16 on a GPU, else float32]",
+    "--dtype", type=click.Choice(list(DTYPES)), help="[default: FILE's; or bfloat16 on a GPU, else float32]"
 )
 @click.option(
     "--device",

@@ -270,12 +270,7 @@ def _pictures(predictions: Predictions, steps: Mapping[str, Step]) -> list[str]:
 
 
 def write_report(
-    folder: Path,
-    asked: Asked,
-    plans: Plans,
-    predictions: Predictions,
-    cards: Rows,
-    sections: Sequence[str],
+    folder: Path, asked: Asked, plans: Plans, predictions: Predictions, cards: Rows, sections: Sequence[str]
 ) -> Path:
     """Draws what was simulated; the baseline is the first of the policies."""
     named = {str(policy): prediction for policy, prediction in predictions.items()}
