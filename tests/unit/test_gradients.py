@@ -11,8 +11,7 @@ import torch  # noqa: E402
 from torchtitan.components.loss import IGNORE_INDEX, cross_entropy_loss  # noqa: E402
 
 from wlb_titan.config.settings import CorpusSettings  # noqa: E402
-from wlb_titan.corpus.prepare import prepare_corpus  # noqa: E402
-from wlb_titan.corpus.settings import PrepareSettings  # noqa: E402
+from wlb_titan.corpus.prepare import PrepareSettings, prepare_corpus  # noqa: E402
 from wlb_titan.job import Job  # noqa: E402
 from wlb_titan.packing import POLICIES  # noqa: E402
 from wlb_titan.plan import LENGTH  # noqa: E402

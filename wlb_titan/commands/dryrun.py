@@ -24,14 +24,13 @@ from wlb_titan.commands.command_line import (
 )
 from wlb_titan.commands.lone_ranks import alike, calls_of_all
 from wlb_titan.cost.cluster import UNKNOWN, cluster_of_device
+from wlb_titan.job import Job, policy_parts
 from wlb_titan.memory.fits import usable_share
 from wlb_titan.memory.rank import GIB
-from wlb_titan.policies import policy_parts
 from wlb_titan.simulator.calls import RankCalls, unmet
 
 if TYPE_CHECKING:
     from wlb_titan.documents import Documents
-    from wlb_titan.job import Job
     from wlb_titan.plan import MicroBatch
 
 PLANNED = 24
@@ -113,8 +112,8 @@ def dryrun(
             numbers = sorted(set(same.values()))
         # An accelerator that is there is not used: tensors have no memory, and the trace is of the CPU.
         command = lone.RankCommand(
-            "wlb_titan.runtime.lone.dryrun",
-            {"--world-size": world_size, "--step": step, "--device-bytes": job.cluster.memory},
+            "dryrun",
+            {"world_size": world_size, "step": step, "device_bytes": job.cluster.memory},
             file,
             words,
             {"CUDA_VISIBLE_DEVICES": ""},
@@ -166,7 +165,7 @@ def print_rank(result: dict[str, Any], world_size: int) -> None:
     """Parameters, memory by term, the largest tensors at the peak and collectives; or the rank's error.
 
     Args:
-        result: as `wlb_titan.runtime.lone.dryrun.dry_rank` returns it, or `rank` and `error`.
+        result: as `wlb_titan.runtime.one_rank.dry_run` yields it, or `rank` and `error`.
     """
     console = make_console()
     console.print(f"\nRank {result['rank']} of {world_size}", style="bold", end="")

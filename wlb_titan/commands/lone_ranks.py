@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from wlb_titan.job import Job
     from wlb_titan.simulator.calls import RankCalls
 
+PROCESS = "wlb_titan.runtime.one_rank.process"
 DEFAULT_RANKS = "first,last"
 DEFAULT_STEP = 9
 """By then the queues of balancing policies have filled."""
@@ -64,9 +65,10 @@ def of_ranks(command: Command) -> Command:
 class RankCommand:
     """What a process runs that is one rank."""
 
-    module: str
-    """Of wlb_titan.runtime; it takes --rank and --result besides."""
+    trainer: str
+    """"dryrun" or "rehearse", as `wlb_titan.runtime.one_rank.process` knows them."""
     options: Mapping[str, Any]
+    """That trainer's keywords."""
     file: Path
     words: list[str]
     """Overrides of the configuration."""
@@ -96,10 +98,16 @@ class RankCommand:
     def _run(self, rank: int, folder: Path) -> dict[str, Any]:
         result = folder / f"rank{rank}.json"
         result.unlink(missing_ok=True)
-        command = [sys.executable, "-m", self.module, "--rank", str(rank), "--result", str(result)]
-        command += [str(word) for option in self.options.items() for word in option]
+        asked = {
+            "run": self.trainer,
+            "rank": rank,
+            "file": str(self.file),
+            "overrides": self.words,
+            "result": str(result),
+            **self.options,
+        }
         process = subprocess.Popen(
-            [*command, str(self.file), *self.words],
+            [sys.executable, "-m", PROCESS, json.dumps(asked)],
             env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(self.environment),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -248,7 +256,16 @@ def _shapes(job: Job, pack: MicroBatch, replica: int, context_rank: int) -> tupl
     rank = before * job.degrees.context + context_rank
     lengths = pack.documents[:, LENGTH]
     mask = strategy.mask(pack.ranks, lengths, pack.shared_length, rank, pack.elsewhere)
-    return pack.length, *(array.shape for array in mask.exchange)
+    return pack.length, *_sizes(mask.exchange)
+
+
+def _sizes(exchange: tuple[Any, ...]) -> Iterator[int]:
+    """The numbers in `ContextMask.exchange`, and the lengths of its arrays."""
+    for part in exchange:
+        if isinstance(part, tuple):
+            yield from _sizes(part)
+        else:
+            yield len(part) if isinstance(part, np.ndarray) else int(part)
 
 
 def calls_of_all(

@@ -42,11 +42,10 @@ from wlb_titan.commands.page import (
 from wlb_titan.commands.simulate import speedup
 from wlb_titan.documents import Documents
 from wlb_titan.errors import UserError
-from wlb_titan.job import Job
+from wlb_titan.job import Job, policy_parts
 from wlb_titan.memory.rank import GIB
 from wlb_titan.plan import Plan
-from wlb_titan.policies import policy_parts
-from wlb_titan.simulator.measured import Measured, MeasuredStep, Pass, measured
+from wlb_titan.simulator.measured import MeasuredPasses, MeasuredStep, Pass, measured
 from wlb_titan.simulator.step import Prediction, simulate
 from wlb_titan.simulator.timeline import step_timeline
 from wlb_titan.simulator.trace import Span
@@ -59,7 +58,7 @@ GRACE = 60.0
 class Ran(NamedTuple):
     """Passes put together from those measured, and the steps with and without these."""
 
-    measured: Measured
+    measured: MeasuredPasses
     rehearsed: Prediction
     predicted: Prediction
 
@@ -140,9 +139,8 @@ def rehearse(
         raise UserError(
             f"--warm-up: {warm_up} steps do not fit before step {first}; --step names a later one."
         )
-    options = {"--first": first, "--warm-up": warm_up, "--steps": steps, "--seconds": seconds}
-    if memory_gib is not None:
-        options["--memory-gib"] = memory_gib
+    limits = {"seconds": seconds, "memory_gib": memory_gib}
+    options = {"first": first, "warm_up": warm_up, "steps": steps, **limits}
     resolved = load(file, overrides, world_size)
     results: list[Rehearsal] = []
     with tempfile.TemporaryDirectory(prefix="wlb-rehearsal-") as name, warnings_once():
@@ -158,8 +156,8 @@ def rehearse(
                 say(describe_job(job, documents))
             click.echo(f"{one.policy}: rank {', '.join(map(str, numbers))} ...", err=True)
             command = lone.RankCommand(
-                "wlb_titan.runtime.lone.rehearse",
-                {"--world-size": job.degrees.ranks, **options},
+                "rehearse",
+                {"world_size": job.degrees.ranks, **options},
                 file,
                 [*words, *lone.policy_words(job.policy)],
                 {"CUDA_VISIBLE_DEVICES": ""} if resolved.config.wlb.device == "cpu" else {},

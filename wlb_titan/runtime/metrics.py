@@ -18,7 +18,7 @@ import torch
 from torchtitan.components import metrics as titan
 from torchtitan.tools.logging import logger
 
-from wlb_titan.context import ContextStrategy, after
+from wlb_titan.context import ContextStrategy, with_prefix
 from wlb_titan.job import Job
 from wlb_titan.pipeline.schedule import V_SHAPED
 from wlb_titan.plan import Plan, imbalance_by_pass, imbalance_degree
@@ -241,7 +241,7 @@ def rank_imbalance(plan: Plan, strategy: ContextStrategy | None) -> dict[str, An
         "imbalance_pp": float(np.mean(in_pipelines)),
     }
     divided = [
-        (m.sharding, after(m.ranks, m.prefix))
+        (m.sharding, with_prefix(m.ranks, m.prefix))
         for m in plan.micro_batches
         if m.ranks is not None and not m.merged
     ]

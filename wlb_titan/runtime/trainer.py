@@ -31,8 +31,7 @@ from wlb_titan.plan import Action, Flow
 from wlb_titan.runtime import console
 from wlb_titan.runtime.attention.implementation import ask_comparison, compared_difference, compile_attention
 from wlb_titan.runtime.attention.kv_cache import KeyValueCache
-from wlb_titan.runtime.attention.meshes import context_meshes, prepare_attention
-from wlb_titan.runtime.attention.module import DocumentAttention
+from wlb_titan.runtime.attention.module import DocumentAttention, prepare_attention
 from wlb_titan.runtime.checkpoints import save_stopped
 from wlb_titan.runtime.choose import decided
 from wlb_titan.runtime.compat import batch_of
@@ -44,7 +43,7 @@ from wlb_titan.runtime.dimension import OwnAxes
 from wlb_titan.runtime.job import configured_job, parallel_dims
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import measured_memory
-from wlb_titan.runtime.meshes import Dims
+from wlb_titan.runtime.meshes import Dims, context_meshes
 from wlb_titan.runtime.metrics import MetricsProcessor, step_figures
 from wlb_titan.runtime.models.compile import prepare_compiling
 from wlb_titan.runtime.pipeline.build import PackFlowSchedule

@@ -22,7 +22,7 @@ from torchtitan.distributed import utils as dist_utils
 from wlb_titan.config.settings import CorpusSettings, WlbSettings
 from wlb_titan.corpus import Corpus
 from wlb_titan.documents import Documents
-from wlb_titan.documents.documents import Divided
+from wlb_titan.documents.mixture import Divided
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.pipeline.order import ORDERS
 from wlb_titan.runtime.data.corpus import mixture_sources, open_corpus

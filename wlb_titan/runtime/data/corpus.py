@@ -9,8 +9,7 @@ import numpy as np
 from wlb_titan.config.settings import CorpusSettings, SourceSettings, WlbSettings
 from wlb_titan.corpus import Corpus
 from wlb_titan.documents import Documents
-from wlb_titan.documents.documents import Divided
-from wlb_titan.documents.mixture import Source
+from wlb_titan.documents.mixture import Divided, Source
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.plan import ID, LENGTH

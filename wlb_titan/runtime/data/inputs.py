@@ -9,22 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 
 from wlb_titan.arrays import Ints
 from wlb_titan.context import ContextMask, ContextStrategy, Sharding, segments_after, sequence_positions
 from wlb_titan.plan import Slices
-from wlb_titan.runtime.attention.kv_cache import DOCUMENT, PREFIX, TOKENS
+from wlb_titan.runtime.attention.kv_cache import BEFORE, HERE, NUMBER
 from wlb_titan.runtime.attention.module import DocumentMask
 from wlb_titan.runtime.models.compile import documents_vary
 
 Item = tuple[dict[str, Any], torch.Tensor]
-"""A micro-batch of one rank on the host: tensors "input", "positions", "segments", what context parallelism
-needs besides, and for a backward pass with tokens of several forward passes its "regrouping"; and labels."""
+"""A micro-batch of one rank on the host: tensors "input" and "positions", OF_MASK, and for a backward pass
+with tokens of several forward passes its "regrouping"; and labels."""
 
-EXCHANGE = "exchange."
+OF_MASK = ("segments", "exchange", "rows", "sharers")
 REGROUPING = "regrouping"
-ON_HOST = ("segments", "rows", "sharers")  # read there
 
 
 def rank_item(
@@ -53,28 +54,25 @@ def rank_item(
         sharers: data-parallel ranks that share the micro-batch.
 
     Returns:
-        ({"input", "positions", "segments", "exchange.0", ...}, labels): tokens, positions and labels int64
-        (1, L / ranks, ...), segments int32 (S, 4), what the strategy's mask has besides, and "rows" and
-        "sharers".
+        Tokens, positions and labels, int64 (1, L / ranks, ...); segments, int32 (S, 4); what the strategy's
+        mask has to exchange; rows and sharers.
     """
     mask = ContextMask.of_sequence(lengths)
     if strategy is not None and shards is not None:
         own = sequence_positions(shards, lengths, len(tokens))[rank]
         mask = strategy.mask(shards, lengths, len(tokens), rank, slices)
         tokens, labels, positions = tokens[own], labels[own], positions[own]
-    extra = {f"{EXCHANGE}{number}": on_host(array) for number, array in enumerate(mask.exchange)}
     seen = mask.segments
-    if sharers > 1:
-        extra["sharers"] = torch.tensor(sharers, device="cpu")
     if rows is not None:
         rows = rows_of_keys(rows, mask.keys)
-        seen = segments_after(seen, mask.keys[:, 1], rows[:, PREFIX])
-        extra["rows"] = torch.from_numpy(rows)
+        seen = segments_after(seen, mask.keys[:, 1], rows[:, BEFORE])
     return {
         "input": on_host(tokens).unsqueeze(0),
         "positions": on_host(positions).unsqueeze(0),
         "segments": torch.from_numpy(seen),
-        **extra,
+        "exchange": tree_map(as_tensor, mask.exchange),
+        "rows": None if rows is None else torch.from_numpy(rows),
+        "sharers": sharers,
     }, on_host(labels).unsqueeze(0)
 
 
@@ -83,8 +81,8 @@ def rows_of_keys(rows: Ints, keys: Ints) -> Ints:
     number, tokens = keys.T
     result = rows[number]
     result[number < 0] = 0
-    result[number < 0, DOCUMENT] = -1
-    result[:, TOKENS] = tokens
+    result[number < 0, NUMBER] = -1
+    result[:, HERE] = tokens
     return result
 
 
@@ -94,23 +92,18 @@ def to_device(
     device: torch.device,
     cache: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Starts the copies of an item to the device.
+    """Starts the copies of an item to the device; segments and rows are read on the host.
 
     Args:
-        item, labels: what `rank_item` returns.
         cache: number of the step's `KeyValueCache`, where documents are sliced.
 
     Returns:
-        inputs and labels, and what else the model takes: positions, and attention_masks, a DocumentMask. What
-        a stage takes is there, too.
+        Inputs and labels, and what else the model or a stage takes: positions, attention_masks.
     """
-    moved = {
-        name: tensor.to(device, non_blocking=True) for name, tensor in item.items() if name not in ON_HOST
-    }
-    exchange = tuple(tensor for name, tensor in moved.items() if name.startswith(EXCHANGE))
-    rows = documents_vary(item["rows"]) if "rows" in item else None
-    sharers = int(item["sharers"]) if "sharers" in item else 1
-    mask = DocumentMask(documents_vary(item["segments"]), exchange, rows, cache, sharers)
+    moved = {name: one.to(device, non_blocking=True) for name, one in item.items() if name not in OF_MASK}
+    exchange = tree_map(lambda tensor: tensor.to(device, non_blocking=True), item["exchange"])
+    rows = None if item["rows"] is None else documents_vary(item["rows"])
+    mask = DocumentMask(documents_vary(item["segments"]), exchange, rows, cache, item["sharers"])
     extra = {"positions": moved["positions"], "attention_masks": mask}
     if REGROUPING in moved:
         extra[REGROUPING] = moved[REGROUPING]
@@ -121,6 +114,11 @@ def grouped(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
     """What goes through the model together: the micro-batches of a pipeline run, or a single one."""
     for first in range(0, len(items), size):
         yield items[first : first + size]
+
+
+def as_tensor(part: Ints | int) -> torch.Tensor:
+    """What is in `ContextMask.exchange`, for the model: an array, or for a number an empty tensor (n, 0)."""
+    return on_host(part) if isinstance(part, np.ndarray) else torch.empty((int(part), 0), dtype=torch.int64)
 
 
 def on_host(values: Ints) -> torch.Tensor:
