@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 
-from wlb_titan.commands.console import warnings_once
-from wlb_titan.commands.options import OVERRIDABLE, of_file
-from wlb_titan.job import Job
-from wlb_titan.runtime.models.load import load_config, load_with_job
+from wlb_titan.commands.command_line import (
+    OVERRIDABLE,
+    POSITIVE,
+    SIZE,
+    load,
+    of_file,
+    resolved_job,
+    warnings_once,
+)
+from wlb_titan.cost.degrees import Degrees
 
 
 @click.group()
@@ -29,13 +32,13 @@ def config() -> None:
 @of_file
 @click.option(
     "--world-size",
-    type=click.IntRange(min=1),
+    type=POSITIVE,
     metavar="N",
     help="Number of processes of the job, which the degrees of parallelism must fit.",
 )
 @click.option(
     "--device-gib",
-    type=click.FloatRange(min=0, min_open=True),
+    type=SIZE,
     metavar="GIB",
     help="Memory of a device, which the job is predicted to fit or refused.",
 )
@@ -45,14 +48,14 @@ def check(file: Path, overrides: tuple[str, ...], world_size: int | None, device
     Prints one line with the essential numbers, or one paragraph that says what is wrong, with exit code 2.
     The corpus must be there; GPUs are not looked at.
     """
-    with warnings_once(), importing_torchtitan():
-        resolved, job = load_with_job(file, overrides, world_size)
+    with warnings_once():
+        job, resolved = resolved_job(file, overrides, world_size)
         from wlb_titan.runtime.checks.files import validate_files, validate_memory
 
         resolved.check(lambda config: validate_files(config, world_size))
         if device_gib is not None:
             resolved.check(lambda config: validate_memory(config, world_size, device_gib))
-    click.echo(f"OK {file}: {summary(resolved.config, job, world_size)}")
+    click.echo(f"OK {file}: {summary(resolved.config, job.degrees, world_size)}")
 
 
 @config.command(context_settings=OVERRIDABLE)
@@ -64,26 +67,11 @@ def show(file: Path, overrides: tuple[str, ...], changed: bool) -> None:
     The output is itself a TOML file that loads to the same configuration. Its comments name each value's
     place: the base, a file and its line, the command line, or the default of a class that the file chose.
     """
-    with importing_torchtitan():
-        resolved = load_config(file, overrides)
-    click.echo(resolved.to_toml(changed_only=changed), nl=False)
+    click.echo(load(file, overrides).to_toml(changed_only=changed), nl=False)
 
 
-@contextmanager
-def importing_torchtitan() -> Iterator[None]:
-    """On a terminal, says what takes several seconds."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("Importing torchtitan ..."):
-        yield
-
-
-def summary(config: Any, job: Job, world_size: int | None) -> str:
+def summary(config: Any, degrees: Degrees, world_size: int | None) -> str:
     """The essential numbers of a configuration in one line."""
-    degrees = job.degrees
     open_degree = world_size is None and config.parallelism.data_parallel_shard_degree == -1
     epochs = config.wlb.epochs
     length = f"{epochs} epoch{'s' * (epochs > 1)}" if epochs else f"{config.training.steps} steps"

@@ -1,4 +1,4 @@
-"""From a TOML file and overrides to a torchtitan configuration that is ready to run, and to its job."""
+"""From a TOML file and overrides to a torchtitan configuration that is ready to run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from wlb_titan.config import Resolved, resolve
-from wlb_titan.job import Job
 
 BASES = "wlb_titan.runtime.models.bases"
 
@@ -28,16 +27,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int
 
     resolved.check(lambda config: validate(config, world_size))
     return resolved
-
-
-def load_with_job(
-    path: str | Path, overrides: Sequence[str] = (), world_size: int | None = None
-) -> tuple[Resolved, Job]:
-    """`load_config`, and the job that is planned. Without a world size a data-parallel degree of -1 is 1."""
-    resolved = load_config(path, overrides, world_size)
-    from wlb_titan.runtime.job import configured_job, parallel_dims
-
-    return resolved, configured_job(resolved.config, parallel_dims(resolved.config, world_size))
 
 
 def _base_config(name: str) -> Any:
