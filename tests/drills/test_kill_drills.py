@@ -114,7 +114,7 @@ def test_token_ids_that_cannot_be_are_named(ground):
 
 def test_a_log_on_a_full_disk_says_nothing(capsys, monkeypatch):
     """torchtitan's structured log lies in the dump folder; Python would print each failure at length."""
-    from wlb_titan.runtime import console
+    from wlb_titan.runtime import log
 
     class Full(io.TextIOBase):
         def write(self, text):
@@ -123,8 +123,8 @@ def test_a_log_on_a_full_disk_says_nothing(capsys, monkeypatch):
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setattr(logging, "raiseExceptions", True)
-    monkeypatch.setattr(console, "metrics_rank", lambda *_: 0)
-    console.start_log(0, None, "1F1B")
+    monkeypatch.setattr(log, "metrics_rank", lambda *_: 0)
+    log.start_log(0, None, "1F1B")
     root.addHandler(logging.StreamHandler(Full()))
     root.warning("A checkpoint cannot be saved")
     said = capsys.readouterr()

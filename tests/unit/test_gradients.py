@@ -19,8 +19,8 @@ from wlb_titan.plan import LENGTH  # noqa: E402
 from wlb_titan.runtime.attention.module import DocumentMask  # noqa: E402
 from wlb_titan.runtime.data.dataloader import PlannedDataLoader  # noqa: E402
 from wlb_titan.runtime.data.inputs import to_device  # noqa: E402
+from wlb_titan.runtime.job import model_shape  # noqa: E402
 from wlb_titan.runtime.models.variants import llama_spec  # noqa: E402
-from wlb_titan.runtime.shape import model_shape  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ ROOMS = (
     *("errors", "arrays", "plugins", "plan"),
     *("documents", "pipeline", "cost"),
     *("context", "memory", "packing"),
-    *("balancing", "planner", "policies", "job", "summary"),
+    *("balancing", "validation", "planner", "policies", "job", "summary"),
     *("simulator", "corpus", "config"),
     *("runtime", "commands"),
 )

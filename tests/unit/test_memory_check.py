@@ -131,8 +131,8 @@ def test_the_weights_are_those_of_the_model(base):
     import torch
 
     from wlb_titan.cost.models import rank_parameters
+    from wlb_titan.runtime.job import model_shape
     from wlb_titan.runtime.models.registry import base_config
-    from wlb_titan.runtime.shape import model_shape
 
     model = base_config(base).model_spec.model
     with torch.device("meta"):
@@ -197,7 +197,7 @@ def test_a_gpu_that_no_cluster_knows_counts_with_its_own_memory(loaded, monkeypa
     ],
 )
 def test_different_gpus_are_planned_for_as_rank_0_s_with_the_least_memory(others, memory, words):
-    from wlb_titan.runtime.choose import common_cluster
+    from wlb_titan.runtime.agreement import common_cluster
 
     cluster, warning = common_cluster([("NVIDIA H100 80GB HBM3", 79 * GIB), *others])
     assert (cluster.memory, cluster.gpus_per_node) == (memory, 8)
@@ -205,14 +205,14 @@ def test_different_gpus_are_planned_for_as_rank_0_s_with_the_least_memory(others
 
 
 def test_gpus_that_no_cluster_knows_are_warned_of():
-    from wlb_titan.runtime.choose import common_cluster
+    from wlb_titan.runtime.agreement import common_cluster
 
     cluster, warning = common_cluster([("NVIDIA GH200 480GB", 95 * GIB), ("NVIDIA GH200 480GB", 94 * GIB)])
     assert cluster.memory == 94 * GIB and "GH200" in warning and "[wlb] cluster" in warning
 
 
 def test_a_rank_that_logs_nothing_plans_nothing_to_tell_of(caplog):
-    from wlb_titan.runtime.console import tell_beginning
+    from wlb_titan.runtime.log import tell_beginning
 
     caplog.set_level(logging.WARNING)
-    tell_beginning(object())
+    tell_beginning(None, None, None, None)

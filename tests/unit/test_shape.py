@@ -6,8 +6,8 @@ from wlb_titan.runtime.cpu_device import use_cpu_without_accelerator
 
 use_cpu_without_accelerator()
 
+from wlb_titan.runtime.job import model_shape  # noqa: E402
 from wlb_titan.runtime.models.registry import base_config  # noqa: E402
-from wlb_titan.runtime.shape import model_shape  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

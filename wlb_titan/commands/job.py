@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from wlb_titan.config.documents import training_documents
 from wlb_titan.config.load import Resolved
 from wlb_titan.config.sources import COMMAND_LINE
 from wlb_titan.documents import Documents
 from wlb_titan.documents.lengths import named_or_read
 from wlb_titan.errors import ConfigError, PlanError, UserError
 from wlb_titan.job import Job
-from wlb_titan.runtime.data.corpus import training_documents
 from wlb_titan.runtime.models.facts import facts_of
 
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.trainer import Trainer
 
 from wlb_titan.plugins import load
 from wlb_titan.runtime.meshes import Dims
-
-if TYPE_CHECKING:
-    from wlb_titan.runtime.trainer import Trainer
 
 
 class Axis:

@@ -94,21 +94,26 @@ def check_place(folder: Path) -> None:
         raise UserError(f"dump_folder: {place} cannot be written by this user; name another folder.")
 
 
-def begin(folder: Path, config: str, step: int) -> None:
-    """Notes the settings of a run that begins or goes on; what a former one left is moved aside first.
+def note_beginning(folder: Path, config: str, step: int) -> None:
+    """Writes the settings of a run that goes on from `step`, or begins at 0, into its dump folder, which is
+    held; what a former run left is moved aside first."""
+    try:
+        if step == 0:
+            _move_former_aside(folder)
+        writing = folder / f".{CONFIG_FILE}.writing"
+        writing.write_text(config, encoding="utf-8")
+        writing.replace(folder / CONFIG_FILE)
+    except OSError as error:
+        raise UserError(f"dump_folder: {folder} cannot be written: {error.strerror}.") from error
 
-    Args:
-        folder: the dump folder, whose lock is held.
-        step: from which it goes on; 0 is a new run.
-    """
-    if step == 0 and any((folder / name).exists() for name in (METRICS_FILE, VALIDATION_FILE)):
-        number = 1
-        while (aside := folder / f"former-{number}").exists():
-            number += 1
-        aside.mkdir()
-        for name in (METRICS_FILE, VALIDATION_FILE, CONFIG_FILE, TRACES):
-            if (folder / name).exists():
-                (folder / name).rename(aside / name)
-    writing = folder / f".{CONFIG_FILE}.writing"
-    writing.write_text(config, encoding="utf-8")
-    writing.replace(folder / CONFIG_FILE)
+
+def _move_former_aside(folder: Path) -> None:
+    if not any((folder / name).exists() for name in (METRICS_FILE, VALIDATION_FILE)):
+        return
+    number = 1
+    while (aside := folder / f"former-{number}").exists():
+        number += 1
+    aside.mkdir()
+    for name in (METRICS_FILE, VALIDATION_FILE, CONFIG_FILE, TRACES):
+        if (folder / name).exists():
+            (folder / name).rename(aside / name)

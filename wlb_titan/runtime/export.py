@@ -10,18 +10,15 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import logger
 
 from wlb_titan.corpus import Corpus
 from wlb_titan.corpus.tokenizer import CorpusTokenizer
 from wlb_titan.runtime.checks.weights import described
-
-if TYPE_CHECKING:
-    from torchtitan.protocols.model_spec import ModelSpec
-
-    from wlb_titan.runtime.trainer import Trainer
+from wlb_titan.runtime.config import TrainerConfig
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template.*", "vocab.*", "merges.txt")
@@ -31,7 +28,7 @@ KINDS = {"llama": LLAMA, "llama3": LLAMA, "qwen3": ("qwen3", "Qwen3ForCausalLM")
 ROPE = ("rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
-def complete_export(folder: Path, config: Trainer.Config, corpus: Corpus) -> None:
+def complete_export(folder: Path, config: TrainerConfig, corpus: Corpus) -> None:
     """Writes beside the weights in a folder what makes a model of them.
 
     The ranks' own shards, of which torchtitan has put the weights together, go: they are as large again.

@@ -16,7 +16,7 @@ from wlb_titan.job import Job
 from wlb_titan.memory.fits import fullest, usable_share
 from wlb_titan.memory.rank import GIB, TERMS, Passes, RankMemory
 from wlb_titan.plan import Plan
-from wlb_titan.runtime.choose import check_same
+from wlb_titan.runtime.agreement import check_same
 from wlb_titan.simulator.replicas import flow_memory, replica_memory
 
 FIRST_STEPS = 12

@@ -8,7 +8,6 @@ on a longer micro-batch, through the whole depth of a pipeline.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch.distributed as dist
@@ -18,9 +17,7 @@ from wlb_titan.cost.passes import JobCost
 from wlb_titan.cost.workload import workload
 from wlb_titan.job import Job
 from wlb_titan.runtime.compat import process_groups
-
-if TYPE_CHECKING:
-    from wlb_titan.runtime.trainer import Trainer
+from wlb_titan.runtime.config import TrainerConfig
 
 GRAPHS = 6  # that a compiled model needs in all, each forward and backward
 COMPILE_SECONDS = 90  # of one of them, at the most seen
@@ -43,7 +40,7 @@ def first_timeout(comm: CommConfig) -> int:
     return max(comm.init_timeout_seconds, comm.train_timeout_seconds)
 
 
-def train_timeout(config: Trainer.Config, job: Job) -> tuple[int, str]:
+def train_timeout(config: TrainerConfig, job: Job) -> tuple[int, str]:
     """Seconds after which a collective is given up in training, and the reason.
 
     What the user set (`comm.train_timeout_seconds`) holds. Otherwise torchtitan's default, or ten times the

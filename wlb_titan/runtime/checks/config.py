@@ -15,6 +15,7 @@ from torchtitan.config.override import apply_overrides
 from torchtitan.distributed import ParallelDims
 
 from wlb_titan.config.classes import full_name
+from wlb_titan.config.documents import validated_documents
 from wlb_titan.config.values import shown
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.errors import PlanError, UserError
@@ -25,7 +26,6 @@ from wlb_titan.runtime.checkpoints import beginning
 from wlb_titan.runtime.checks.files import check_resumed, validate_corpus, validate_plan
 from wlb_titan.runtime.checks.optimizer import check_optimizer
 from wlb_titan.runtime.checks.weights import check_weights
-from wlb_titan.runtime.compat import batch_of
 from wlb_titan.runtime.dump_folder import check_place
 from wlb_titan.runtime.ends import seconds_of
 from wlb_titan.runtime.job import configured_degrees, degrees_product, job_of, parallel_dims
@@ -42,7 +42,7 @@ from wlb_titan.runtime.pipeline.schedules import (
     stage_names,
 )
 from wlb_titan.runtime.trainer import Trainer
-from wlb_titan.runtime.validator import Validator, rounds_of
+from wlb_titan.runtime.validator import Validator
 
 
 def validate(config: Trainer.Config, world_size: int | None) -> None:
@@ -71,7 +71,7 @@ def validate_inputs(config: Trainer.Config) -> Corpus:
         check_weights(config.model_spec.model, Path(config.checkpoint.initial_load_path), corpus)
     if config.wlb.validation.enabled:
         try:
-            rounds_of(config.wlb)
+            validated_documents(config.wlb)
         except CorpusError as error:
             raise UserError(f"wlb.validation.path: {error}") from error
     check_place(Path(config.dump_folder))
@@ -149,9 +149,9 @@ def _check_experts(config: Trainer.Config, dims: ParallelDims, world_size: int |
 
 
 def _check_batch(config: Trainer.Config, dims: Dims) -> None:
-    _, local, total = batch_of(config)
+    local, total = config.training.local_batch_size, config.training.global_batch_size
     data_parallel = dims.data
-    if total and total % (local * data_parallel) != 0:
+    if total > 0 and total % (local * data_parallel) != 0:
         raise UserError(
             f"training.global_batch_size: {total} micro-batches cannot be shared equally: it must be a "
             f"multiple of local_batch_size ({local}) x the data-parallel degree ({data_parallel})."
@@ -312,7 +312,7 @@ def _check_pipeline(config: Trainer.Config, dims: ParallelDims) -> None:
                 canonical_name(config.parallelism.pipeline_parallel_schedule),
                 dims.pp,
                 len(stage_names(config.parallelism, config.model_spec.model)),
-                batch_of(config).run,
+                config.training.local_batch_size,
             )
     except ValueError as error:
         raise UserError(f"parallelism.pipeline_parallel_schedule: {error}") from error

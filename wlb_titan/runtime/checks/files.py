@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from wlb_titan.config.documents import mixture_sources, open_corpus, open_source, training_documents
 from wlb_titan.config.settings import WlbSettings
 from wlb_titan.config.sources import Sources, read_sources, written
 from wlb_titan.config.values import shown
 from wlb_titan.corpus import Corpus, CorpusError
 from wlb_titan.errors import PlanError, UserError
 from wlb_titan.job import Job
-from wlb_titan.runtime.data.corpus import mixture_sources, open_corpus, open_source, training_documents
 from wlb_titan.runtime.dump_folder import CONFIG_FILE
 from wlb_titan.simulator.choice import choose
 

@@ -8,19 +8,17 @@ one parameter as what it means, the optimizer's own arguments, which torch check
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torchtitan.components.optimizer import OptimizersContainer
 
 from wlb_titan.errors import UserError
 from wlb_titan.runtime.compat import optimizer_factory, owner_of
-
-if TYPE_CHECKING:
-    from wlb_titan.runtime.trainer import Trainer
+from wlb_titan.runtime.config import TrainerConfig
 
 
-def check_optimizer(config: Trainer.Config) -> None:
+def check_optimizer(config: TrainerConfig) -> None:
     """Refuses optimizers that torch cannot make.
 
     Raises:

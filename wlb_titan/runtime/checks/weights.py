@@ -15,7 +15,7 @@ from torchtitan.models.common.decoder import Decoder
 
 from wlb_titan.corpus import Corpus
 from wlb_titan.errors import UserError
-from wlb_titan.runtime.shape import has_latent_attention
+from wlb_titan.runtime.job import has_latent_attention
 
 KEY = "checkpoint.initial_load_path"
 TOKENIZER = "tokenizer.json"

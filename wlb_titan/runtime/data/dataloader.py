@@ -15,10 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from wlb_titan.arrays import Floats, Ints
+from wlb_titan.config.documents import documents_of, open_corpus
 from wlb_titan.config.settings import CorpusSettings
 from wlb_titan.documents import Documents
 from wlb_titan.job import Job
@@ -26,8 +28,6 @@ from wlb_titan.packing.policy import PackingPolicy
 from wlb_titan.packing.slim.slices import cache_rows
 from wlb_titan.plan import ID, LENGTH, START, Flow, MicroBatch, Plan
 from wlb_titan.planner import Planner
-from wlb_titan.runtime.compat import BaseDataLoader
-from wlb_titan.runtime.data.corpus import documents_of, open_corpus
 from wlb_titan.runtime.data.inputs import Item, rank_item
 from wlb_titan.runtime.loss import total_weight, with_weights
 from wlb_titan.runtime.pipeline.regroup import regrouped_items

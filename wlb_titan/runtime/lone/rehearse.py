@@ -66,8 +66,7 @@ def rehearse_rank(
     become_rank(rank, world_size)
     import torch
 
-    from wlb_titan.runtime.compat import device_bytes
-    from wlb_titan.runtime.job import job_of, parallel_dims
+    from wlb_titan.runtime.job import device_bytes, job_of, parallel_dims
     from wlb_titan.runtime.lone.rehearsal import RehearsalTrainer
     from wlb_titan.runtime.memory import check_memory
     from wlb_titan.runtime.models.load import load_config

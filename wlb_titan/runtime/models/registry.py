@@ -20,7 +20,7 @@ from torchtitan.trainer import Trainer as TorchtitanTrainer
 
 from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.errors import UserError
-from wlb_titan.runtime.console import drop_misleading_warnings
+from wlb_titan.runtime.log import drop_misleading_warnings
 from wlb_titan.runtime.metrics import MetricsProcessor
 from wlb_titan.runtime.models.activation_checkpoint import SelectiveDocumentAC
 from wlb_titan.runtime.models.adoption import adopt

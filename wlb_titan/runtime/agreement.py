@@ -1,6 +1,8 @@
-"""What a configuration leaves open until the ranks have met: hardware, policies that are `auto`, epochs.
+"""What all ranks settle as soon as they have met: the hardware that is planned for, policies that are `auto`,
+the steps of `wlb.epochs`, and the checkpoint to go on from.
 
-All ranks decide the same, and compare what they plan: as each plans by itself, nothing else would notice.
+Each rank plans by itself, and nothing would notice if two planned differently. So they compare what plans
+follow from.
 """
 
 from __future__ import annotations
@@ -8,28 +10,28 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
+from wlb_titan.config.documents import steps_of_epochs, training_documents
 from wlb_titan.cost.cluster import Cluster, cluster_of_device, cluster_of_gpu
 from wlb_titan.documents import Documents
 from wlb_titan.errors import UserError
 from wlb_titan.job import Job
 from wlb_titan.memory.rank import GIB
-from wlb_titan.runtime.data.corpus import steps_of_epochs, training_documents
+from wlb_titan.runtime.checkpoints import Beginning, beginning
+from wlb_titan.runtime.config import TrainerConfig
 from wlb_titan.runtime.data.dataloader import SharedAnswer
 from wlb_titan.runtime.job import gpu_at_hand
 from wlb_titan.simulator.choice import Choice, choose
 
-if TYPE_CHECKING:
-    from wlb_titan.runtime.trainer import Trainer
 
-
-def decided(config: Trainer.Config, job: Job) -> tuple[Job, Choice | None]:
+def agreed_job(config: TrainerConfig, job: Job) -> tuple[Job, Choice | None]:
     """A configured job on the hardware of all ranks, with its policies chosen, and how they were;
-    `training.steps` is set to those of `wlb.epochs`. Raises UserError where ranks differ.
+    `training.steps` is set to those of `wlb.epochs`. UserError where ranks differ.
     """
     choice, epochs, documents = None, config.wlb.epochs, training_documents(config.wlb)
     gpus = _gathered(None if config.wlb.cluster else gpu_at_hand(config.wlb.device))
@@ -50,6 +52,26 @@ def decided(config: Trainer.Config, job: Job) -> tuple[Job, Choice | None]:
         config.training.steps = steps_of_epochs(trained, documents, epochs)
         logger.info(f"wlb.epochs = {epochs} takes {config.training.steps:,} steps")
     return job, choice
+
+
+def agreed_beginning(config: TrainerConfig) -> Beginning:
+    """What rank 0 finds that the run goes on from, also where another rank would see another folder;
+    `checkpoint.load_step` is set to it. Newer checkpoints that are broken are told.
+    """
+    found = [beginning(config) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    (agreed,) = found
+    assert agreed is not None
+    folder = Path(config.dump_folder) / config.checkpoint.folder
+    for step, wrong in agreed.broken if dist.get_rank() == 0 else ():
+        logger.warning(
+            f"The checkpoint {folder / f'step-{step}'} is broken: {wrong}. The run goes on from step "
+            f"{agreed.step}, and the broken one becomes broken-{step} beside it. If you have a whole copy, "
+            "stop this run and put it there."
+        )
+    if agreed.step >= 0:
+        config.checkpoint = replace(config.checkpoint, load_step=agreed.step)
+    return agreed
 
 
 def common_cluster(gpus: Sequence[tuple[str, int]]) -> tuple[Cluster, str]:
