@@ -77,7 +77,8 @@ class Copies(Watch):
 def test_copies_to_the_device_do_not_wait():
     with FakeTensorMode(), Copies() as copies:
         item = {name: torch.zeros(1, 8, dtype=torch.int64) for name in ("input", "positions")}
-        item |= {"segments": torch.zeros(2, 4, dtype=torch.int32), "exchange.0": torch.zeros(16)}
+        item |= {"segments": torch.zeros(2, 4, dtype=torch.int32), "exchange": (torch.zeros(16),)}
+        item |= {"rows": None, "sharers": 1}
         before = copies.operations
         inputs, labels, extra = to_device(item, torch.zeros(1, 8), torch.device("cuda"))
         moved = (inputs, labels, extra["positions"], *extra["attention_masks"].exchange)

@@ -44,7 +44,6 @@ from wlb_titan.runtime.log import tell_beginning, tell_end
 from wlb_titan.runtime.loss import weighted
 from wlb_titan.runtime.memory import measured_memory
 from wlb_titan.runtime.meshes import Dims
-from wlb_titan.runtime.metrics import step_figures
 from wlb_titan.runtime.models.compile import prepare_compiling
 from wlb_titan.runtime.pipeline.build import PackFlowSchedule
 from wlb_titan.runtime.pipeline.regroup import regrouped_pipeline
@@ -313,7 +312,7 @@ class Trainer(TorchtitanTrainer):
         figures = {
             "n_tokens_seen": dist_utils.dist_sum(seen, mesh),
             **learning_rates,
-            **step_figures(step, self.job, self.shadow),
+            **step.figures(self.job, self.shadow),
             **self.step_trace.end(self.step, step.plan),
             **measured_memory(self.parallel_dims, self.device, step.digest),
         }

@@ -19,12 +19,11 @@ from wlb_titan.runtime.attention.module import DocumentMask
 from wlb_titan.runtime.models.compile import documents_vary
 
 Item = tuple[dict[str, Any], torch.Tensor]
-"""A micro-batch of one rank on the host: tensors "input", "positions", "segments", what context parallelism
-needs besides, and for a backward pass with tokens of several forward passes its "regrouping"; and labels."""
+"""A micro-batch of one rank on the host: tensors "input" and "positions", OF_MASK, and for a backward pass
+with tokens of several forward passes its "regrouping"; and labels."""
 
-EXCHANGE = "exchange."
+OF_MASK = ("segments", "exchange", "rows", "sharers")
 REGROUPING = "regrouping"
-ON_HOST = ("segments", "rows", "sharers")  # read there
 
 
 def rank_item(
@@ -53,28 +52,25 @@ def rank_item(
         sharers: data-parallel ranks that share the micro-batch.
 
     Returns:
-        ({"input", "positions", "segments", "exchange.0", ...}, labels): tokens, positions and labels int64
-        (1, L / ranks, ...), segments int32 (S, 4), what the strategy's mask has besides, and "rows" and
-        "sharers".
+        Tokens, positions and labels, int64 (1, L / ranks, ...); segments, int32 (S, 4); what the strategy's
+        mask has to exchange; rows and sharers.
     """
     mask = ContextMask.of_sequence(lengths)
     if strategy is not None and shards is not None:
         own = sequence_positions(shards, lengths, len(tokens))[rank]
         mask = strategy.mask(shards, lengths, len(tokens), rank, slices)
         tokens, labels, positions = tokens[own], labels[own], positions[own]
-    extra = {f"{EXCHANGE}{number}": on_host(array) for number, array in enumerate(mask.exchange)}
     seen = mask.segments
-    if sharers > 1:
-        extra["sharers"] = torch.tensor(sharers, device="cpu")
     if rows is not None:
         rows = rows_of_keys(rows, mask.keys)
         seen = segments_after(seen, mask.keys[:, 1], rows[:, PREFIX])
-        extra["rows"] = torch.from_numpy(rows)
     return {
         "input": on_host(tokens).unsqueeze(0),
         "positions": on_host(positions).unsqueeze(0),
         "segments": torch.from_numpy(seen),
-        **extra,
+        "exchange": tuple(map(on_host, mask.exchange)),
+        "rows": None if rows is None else torch.from_numpy(rows),
+        "sharers": sharers,
     }, on_host(labels).unsqueeze(0)
 
 
@@ -94,23 +90,18 @@ def to_device(
     device: torch.device,
     cache: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Starts the copies of an item to the device.
+    """Starts the copies of an item to the device; segments and rows are read on the host.
 
     Args:
-        item, labels: what `rank_item` returns.
         cache: number of the step's `KeyValueCache`, where documents are sliced.
 
     Returns:
-        inputs and labels, and what else the model takes: positions, and attention_masks, a DocumentMask. What
-        a stage takes is there, too.
+        Inputs and labels, and what else the model or a stage takes: positions, attention_masks.
     """
-    moved = {
-        name: tensor.to(device, non_blocking=True) for name, tensor in item.items() if name not in ON_HOST
-    }
-    exchange = tuple(tensor for name, tensor in moved.items() if name.startswith(EXCHANGE))
-    rows = documents_vary(item["rows"]) if "rows" in item else None
-    sharers = int(item["sharers"]) if "sharers" in item else 1
-    mask = DocumentMask(documents_vary(item["segments"]), exchange, rows, cache, sharers)
+    moved = {name: one.to(device, non_blocking=True) for name, one in item.items() if name not in OF_MASK}
+    exchange = tuple(tensor.to(device, non_blocking=True) for tensor in item["exchange"])
+    rows = None if item["rows"] is None else documents_vary(item["rows"])
+    mask = DocumentMask(documents_vary(item["segments"]), exchange, rows, cache, item["sharers"])
     extra = {"positions": moved["positions"], "attention_masks": mask}
     if REGROUPING in moved:
         extra[REGROUPING] = moved[REGROUPING]
