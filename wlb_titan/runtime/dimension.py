@@ -42,10 +42,10 @@ def meets(trainer: Trainer, every: int) -> bool:
 
 
 class OwnAxes:
-    """The user's dimensions of parallelism ([[wlb.dimensions]]), as objects on this rank."""
+    """The user's dimensions of parallelism ([[wlb.dimensions]]) on this rank."""
 
     def __init__(self) -> None:
-        self._axes: list[tuple[int, Axis]] = []  # each after its steps between meetings
+        self._axes: list[tuple[int, Axis]] = []  # with the steps between their meetings
 
     def make(self, dims: Dims) -> None:
         """Makes those of more than one rank, once the job's meshes are there."""

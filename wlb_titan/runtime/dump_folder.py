@@ -1,10 +1,10 @@
-"""The dump folder of a run: one run at a time, and nothing of a former one lost.
+"""The dump folder of a run: one run at a time, and nothing of an earlier one is lost.
 
-.lock              held by rank 0 of the run, which it names; the kernel lets go when that process is gone
+.lock              names rank 0 of the run, which holds it; the kernel lets go when that process is gone
 config.toml        every setting of the run, resolved
 metrics.jsonl      and validation.jsonl: a line a step
 traces/            step-N.json: timelines of traced steps
-former-1/          all these of a run that was here before, where a new one began from step 0
+former-1/          the same of an earlier run, where a new one began from step 0
 """
 
 from __future__ import annotations
@@ -39,11 +39,8 @@ def held(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
         raise UserError(f"dump_folder: {folder} cannot be written: {error.strerror}.") from error
     try:
         _wait_for(lock, folder, patience)
-        holder = {
-            "host": socket.gethostname(),
-            "process": os.getpid(),
-            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        }
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        holder = {"host": socket.gethostname(), "process": os.getpid(), "since": since}
         os.ftruncate(lock, 0)
         with contextlib.suppress(OSError):  # on a full disk it holds all the same
             os.pwrite(lock, json.dumps(holder).encode(), 0)
@@ -96,7 +93,7 @@ def check_place(folder: Path) -> None:
 
 def note_beginning(folder: Path, config: str, step: int) -> None:
     """Writes the settings of a run that goes on from `step`, or begins at 0, into its dump folder, which is
-    held; what a former run left is moved aside first."""
+    held; what an earlier run left is moved aside first."""
     try:
         if step == 0:
             _move_former_aside(folder)

@@ -48,8 +48,8 @@ def _known(job: Job, memory: Callable[[], tuple[RankMemory, ...]]) -> tuple[Rank
 
 
 def check_memory(job: Job, device_bytes: int) -> None:
-    """Refuses what cannot fit: a step of micro-batches of a context window each or, where documents are
-    sliced, of a document of the window, all of whose slices are in flight when its backward pass begins."""
+    """Refuses what cannot fit: a step of micro-batches of one context window or, where documents are sliced,
+    a document of the window, all of whose slices are in flight when its backward pass begins."""
     if job.packing.owner.slices:  # type: ignore[attr-defined]
         what = f"a document of {job.window} tokens"
         ranks = _known(job, lambda: job.fitting.document(job.window))
@@ -68,11 +68,7 @@ def check_memory(job: Job, device_bytes: int) -> None:
 
 
 def check_planned_memory(job: Job, plan: Plan, replica: int, rank: int, device_bytes: int) -> str | None:
-    """Refuses a step that is predicted not to fit.
-
-    Returns:
-        the arithmetic; None where it is not known.
-    """
+    """Refuses a step that is predicted not to fit; returns the arithmetic, None where it is not known."""
     ranks = planned_memory(job, plan, replica)
     if ranks is None:
         return None
@@ -92,7 +88,7 @@ def _room(job: Job, device_bytes: int) -> tuple[float, str]:
 
 
 def describe_memory(job: Job, documents: Documents) -> list[str]:
-    """A line on each pipeline rank's predicted peak, with micro-batches as long as they may become or, where
+    """A line on each pipeline rank's predicted peak, with the longest possible micro-batches or, where
     documents are sliced, in the largest of the first steps."""
     ranks: tuple[RankMemory, ...] | None
     if job.packing.owner.slices:  # type: ignore[attr-defined]
@@ -125,11 +121,11 @@ def advise_checkpointing(job: Job) -> list[str]:
 
 
 def measured_memory(dims: ParallelDims, device: torch.device, digest: int) -> dict[str, float]:
-    """The largest GiB of the ranks of each pipeline rank. Call it on every rank; in passing they compare
-    `digest`, that of their plans, and raise UserError if one has another.
+    """The largest GiB of each pipeline rank. Every rank calls it; by the same collective they compare the
+    `digest` of their plans.
 
-    Of an accelerator it is what was allocated at most since the last report; of the CPU what the process has
-    had resident at most since it started, the libraries included.
+    On an accelerator the peak is that of allocated memory since the last report, on the CPU that of
+    resident memory since the process started, libraries included.
     """
     if device.type == "cpu":
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -25,10 +25,10 @@ STEPS = 10  # predicted steps that a rank may fall behind
 
 
 def set_timeouts(seconds: int, without: dist.ProcessGroup | None = None) -> None:
-    """Has every process group of this rank give others up after so many seconds, `without` one of them.
+    """Has every process group of this rank, `without` one of them, give others up after so many seconds.
 
-    By itself torch gives those of a mesh, and those that FSDP makes, their backend's default, and torchtitan
-    tells only some of them in its first step, and none before it.
+    torch gives the groups of a mesh, and those that FSDP makes, their backend's default, and torchtitan tells
+    only some of them, after its first step.
     """
     for group in process_groups():
         if group is not without:
@@ -43,9 +43,8 @@ def first_timeout(comm: CommConfig) -> int:
 def train_timeout(config: TrainerConfig, job: Job) -> tuple[int, str]:
     """Seconds after which a collective is given up in training, and the reason.
 
-    What the user set (`comm.train_timeout_seconds`) holds. Otherwise torchtitan's default, or ten times the
-    predicted step if that is longer, and with torch.compile besides the time of all its graphs; and what
-    planning a step may take.
+    What the user set (`comm.train_timeout_seconds`) holds. Otherwise it is torchtitan's default, or ten times
+    the predicted step if that is longer, with the time of all graphs of torch.compile and of planning a step.
     """
     default = CommConfig().train_timeout_seconds
     if config.comm.train_timeout_seconds != default:
