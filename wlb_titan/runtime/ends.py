@@ -155,6 +155,7 @@ class Alarm:
         self._asked: float | None = None
         self._launcher = os.getppid()
         self._failed = False
+        self._seen: dict[str, Any] | None = None  # the first failure, once it was looked at
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._woken, self._waker = socket.socketpair()
@@ -217,11 +218,11 @@ class Alarm:
         try:
             found = self._store.compare_set("failed", "", own).decode()
         except Exception:  # the store's host may be what failed
-            return None
+            return self._seen
         return None if found == own else json.loads(found)
 
     def _watch(self) -> None:
-        seen = time.monotonic()
+        looked = time.monotonic()
         while not self._closed.is_set():
             pause = SECONDS_WHILE_ALL_WAIT if self.stop.is_undecided else SECONDS_BETWEEN_LOOKS
             readable, _, _ = select.select([self._woken], [], [], pause)
@@ -232,19 +233,18 @@ class Alarm:
             for number in signals:
                 if number in HEARD_SIGNALS:
                     self._hear(signal.Signals(number))
-            failure = None
             try:
                 self.stop.look()
                 if self._store is not None and self._store.check(["failed"]):
-                    failure = json.loads(self._store.get("failed"))
-                seen = time.monotonic()
+                    self._seen = json.loads(self._store.get("failed"))
+                looked = time.monotonic()
             except Exception:  # the next look may find the store again
-                if time.monotonic() - seen > LOST and not self._closed.is_set():
+                if time.monotonic() - looked > LOST and not self._closed.is_set():
                     self._end_at_once(
                         f"ends, as rank 0's host has not answered for {LOST:.0f} s", EXIT_FAILED
                     )
-            if failure is not None:
-                self._follow(failure)
+            if self._seen is not None:
+                self._follow(self._seen)
 
     def _hear(self, heard: signal.Signals) -> None:
         """SIGUSR1 is a scheduler's warning that time is up (`sbatch --signal`): it is to start the job again.
