@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +45,12 @@ def beginning(config: Trainer.Config) -> Beginning:
             raise UserError(f"checkpoint.load_step: {named} cannot be loaded: {wrong}.")
         return Beginning(checkpoint.load_step)
     found = newest_whole(folder)
+    if found.step < 0 and found.broken:
+        raise UserError(
+            f"checkpoint.folder: no checkpoint in {folder} is whole: "
+            + "; ".join(f"step {step}: {wrong}" for step, wrong in found.broken)
+            + ". Copy one again from where it came, or name another dump_folder to start anew."
+        )
     initial = checkpoint.initial_load_path
     if found.step < 0 and initial and not checkpoint.initial_load_in_hf and (wrong := damage(Path(initial))):
         raise UserError(f"checkpoint.initial_load_path: {initial} cannot be loaded: {wrong}.")
@@ -60,13 +65,7 @@ def newest_whole(folder: Path) -> Beginning:
         if not wrong:
             return Beginning(step, tuple(broken))
         broken.append((step, wrong))
-    if broken:
-        raise UserError(
-            f"checkpoint.folder: no checkpoint in {folder} is whole: "
-            + "; ".join(f"step {step}: {wrong}" for step, wrong in broken)
-            + ". Copy one again from where it came, or name another dump_folder to start anew."
-        )
-    return Beginning(-1)
+    return Beginning(-1, tuple(broken))
 
 
 def damage(checkpoint: Path) -> str:
@@ -136,7 +135,12 @@ def explained(error: BaseException, folder: Path, *, saving: bool) -> BaseExcept
         if isinstance(cause, UserError):
             return cause
     if saving and any(map(_says_that_the_disk_is_full, causes)):
-        return UserError(f"A checkpoint cannot be saved in {folder}: {_room(folder)}. {_next(folder)}")
+        older = newest_whole(folder).step
+        follows = f"the checkpoint of step {older} is whole, and the run goes on from it"
+        return UserError(
+            f"A checkpoint cannot be saved in {folder}: its disk is full. Make room and start again: "
+            + (f"{follows}." if older >= 0 else "there is no older checkpoint, so the run begins anew.")
+        )
     if saving or not any(isinstance(cause, CheckpointException) for cause in causes):
         return error
     first = next((cause for cause in causes[1:] if not isinstance(cause, CheckpointException)), error)
@@ -171,20 +175,3 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 def _says_that_the_disk_is_full(error: BaseException) -> bool:
     return (isinstance(error, OSError) and error.errno in FULL) or "unexpected pos" in str(error)
-
-
-def _room(folder: Path) -> str:
-    try:
-        return f"its disk is full ({shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free)"
-    except OSError:
-        return "its disk is full"
-
-
-def _next(folder: Path) -> str:
-    try:
-        step = newest_whole(folder).step
-    except UserError:
-        step = -1
-    if step < 0:
-        return "Make room, or name another dump_folder; there is no older checkpoint, so a run begins anew."
-    return f"Make room and start again: the checkpoint of step {step} is whole, and the run goes on from it."

@@ -98,12 +98,22 @@ class Trainer(TorchtitanTrainer):
         return dims
 
     def set_up(self, dims: Dims) -> None:
-        """Makes what all ranks make together, and tells the parts of the configuration what the job is."""
+        """Makes what all ranks make together, and settings that follow from the job and this rank's place."""
+        config, wlb = self.config, self.config.wlb
         dims.build_mesh()
         self.axes.make(dims)
         self._meshes = context_meshes(self.job, dims)
-        self.config.comm.train_timeout_seconds, self._timeout_reason = train_timeout(self.config, self.job)
-        tell_the_job(self.config, self.job, self.shadow, dims)
+        config.comm.train_timeout_seconds, self._timeout_reason = train_timeout(config, self.job)
+        divided = dims.tp_enabled and config.parallelism.enable_sequence_parallel
+        config.dataloader = PlannedDataLoader.Config(
+            corpus=wlb.corpus,
+            job=self.job,
+            shadow=self.shadow,
+            context_rank=dims.place("cp"),
+            tensor_rank=(dims.place("tp"), dims.tp) if divided else (0, 1),
+            loss_weight=wlb.loss_weight,
+            hold_out=wlb.validation.hold_out,
+        )
 
     @property
     def planned(self) -> PlannedDataLoader:
@@ -329,9 +339,13 @@ class Trainer(TorchtitanTrainer):
 
 
 def with_our_parts(config: TrainerConfig, job: Job) -> TrainerConfig:
-    """A copy that a trainer may change, with our tokenizer, loader, validator, loss and stages."""
+    """A copy that a trainer may change, with our attention, tokenizer, validator, loss and stages; the loader
+    follows when the ranks have settled what trains."""
     wlb, spec = config.wlb, config.model_spec
     assert spec is not None
+    for _, attention, _, _ in spec.traverse(DocumentAttention.Config):
+        attention.implementation = wlb.attention.implementation
+        attention.sm_margin = wlb.attention.sm_margin
     stages: Any = spec.pipelining_fn
     if job.packing.regroups:
         stages = partial(regrouped_pipeline, stages)
@@ -341,29 +355,7 @@ def with_our_parts(config: TrainerConfig, job: Job) -> TrainerConfig:
         training=dataclasses.replace(config.training),
         hf_assets_path=str(open_corpus(wlb.corpus).tokenizer_path),
         tokenizer=Tokenizer.Config(),
-        dataloader=PlannedDataLoader.Config(
-            corpus=wlb.corpus, job=job, loss_weight=wlb.loss_weight, hold_out=wlb.validation.hold_out
-        ),
         validator=Validator.Config(enable=wlb.validation.enabled, freq=max(wlb.validation.every, 1)),
         loss=weighted(config.loss) if wlb.loss_weight == "conversation" else config.loss,
         model_spec=dataclasses.replace(spec, pipelining_fn=stages),
     )
-
-
-def tell_the_job(config: TrainerConfig, job: Job, shadow: Job | None, dims: Dims) -> None:
-    """Tells the loader what the job is, and this rank's place in it; and attention what computes it.
-
-    Args:
-        config: as of `with_our_parts`; is changed.
-        shadow: what is only planned; None for nothing.
-    """
-    assert config.model_spec is not None
-    for _, attention, _, _ in config.model_spec.traverse(DocumentAttention.Config):
-        attention.implementation = config.wlb.attention.implementation
-        attention.sm_margin = config.wlb.attention.sm_margin
-    loader = config.dataloader
-    loader.job, loader.shadow = job, shadow
-    loader.context_rank = dims.place("cp")
-    if dims.tp_enabled and config.parallelism.enable_sequence_parallel:
-        mesh = dims.get_mesh("tp")
-        loader.tensor_rank = mesh.get_local_rank(), mesh.size()
