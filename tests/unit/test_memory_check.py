@@ -66,7 +66,7 @@ policy = "wlb"
 
 def test_what_cannot_fit_is_refused_with_the_arithmetic(loaded):
     job = loaded(PIPELINE)
-    ranks = predicted_memory(job, [job.window] * 8)
+    ranks = predicted_memory(job, job.window)
     most = max(ranks, key=lambda rank: rank.total)
     assert [rank.layers for rank in ranks] == [8, 9, 8, 7]
     enough = most.total / USABLE + 1
@@ -165,7 +165,7 @@ def test_a_run_that_fits_without_checkpointing_is_told_so(loaded):
     assert line.startswith('activation_checkpoint = "none" is predicted to fit: ')
     assert advise_checkpointing(large) == []
     bare = replace(small, memory=replace(small.memory, checkpointing="none"))
-    most = max(rank.total for rank in predicted_memory(bare, [small.longest_micro_batch] * 4))
+    most = max(rank.total for rank in predicted_memory(bare, small.longest_micro_batch))
     assert f"fit: {most / GIB:.2f} of" in line
     assert advise_checkpointing(bare) == []
     tight = small.on(replace(small.cluster, memory=small.cluster.memory / 8))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -26,11 +26,10 @@ MOST_REPLICAS = 64
 """Data-parallel ranks that are looked at in these steps: one takes some milliseconds."""
 
 
-def predicted_memory(job: Job, lengths: Sequence[int]) -> tuple[RankMemory, ...] | None:
-    """The peak of each pipeline rank with micro-batches of these lengths; None where it is not known: for
-    models with experts or latent attention, and schedules whose order of passes the planner does not know.
-    """
-    return _known(job, lambda: job.fitting.peak(Passes.of(lengths)))
+def predicted_memory(job: Job, length: int) -> tuple[RankMemory, ...] | None:
+    """The peak of each pipeline rank in a step of micro-batches of so many tokens. None where it is unknown:
+    with experts or latent attention, and in schedules whose order of passes the planner does not know."""
+    return _known(job, lambda: job.fitting.peak(Passes.of([length] * job.replica_micro_batches)))
 
 
 def planned_memory(job: Job, plan: Plan, replica: int) -> tuple[RankMemory, ...] | None:
@@ -50,12 +49,12 @@ def _known(job: Job, memory: Callable[[], tuple[RankMemory, ...]]) -> tuple[Rank
 def check_memory(job: Job, device_bytes: int) -> None:
     """Refuses what cannot fit: a step of micro-batches of one context window or, where documents are sliced,
     a document of the window, all of whose slices are in flight when its backward pass begins."""
-    if job.packing.owner.slices:  # type: ignore[attr-defined]
+    if _slices(job):
         what = f"a document of {job.window} tokens"
         ranks = _known(job, lambda: job.fitting.document(job.window))
     else:
         what = f"micro-batches of {job.window} tokens"
-        ranks = predicted_memory(job, [job.window] * job.replica_micro_batches)
+        ranks = predicted_memory(job, job.window)
     if ranks is None:
         return
     most, (usable, room) = fullest(ranks), _room(job, device_bytes)
@@ -80,7 +79,7 @@ def check_planned_memory(job: Job, plan: Plan, replica: int, rank: int, device_b
 
 def _room(job: Job, device_bytes: int) -> tuple[float, str]:
     """Bytes of a device that predictions may fill, and these in words."""
-    share = usable_share(job.packing.owner.slices)  # type: ignore[attr-defined]
+    share = usable_share(_slices(job))
     words = (
         f"{share:.0%} of a device's {device_bytes / GIB:.2f} GiB (the rest is for CUDA, NCCL and fragments)"
     )
@@ -91,15 +90,14 @@ def describe_memory(job: Job, documents: Documents) -> list[str]:
     """A line on each pipeline rank's predicted peak, with the longest possible micro-batches or, where
     documents are sliced, in the largest of the first steps."""
     ranks: tuple[RankMemory, ...] | None
-    if job.packing.owner.slices:  # type: ignore[attr-defined]
+    if _slices(job):
         solved = job.packing.planning_seconds > 0
         steps = 1 if solved else max(1, min(FIRST_STEPS, MOST_REPLICAS // job.degrees.data))
         ranks = None if job.memory_unknown else flow_memory(job, job.plans(documents, steps))
         most = f"the most of the first {steps} steps"
     else:
         length = job.longest_micro_batch
-        ranks = predicted_memory(job, [length] * job.replica_micro_batches)
-        most = f"micro-batches of {length} tokens"
+        ranks, most = predicted_memory(job, length), f"micro-batches of {length} tokens"
     if ranks is None:
         what = job.memory_unknown or job.schedule
         return [f"Memory of {what} is not predicted; `wlb-titan dryrun` traces it"]
@@ -108,16 +106,22 @@ def describe_memory(job: Job, documents: Documents) -> list[str]:
 
 def advise_checkpointing(job: Job) -> list[str]:
     """A line where a run without activation checkpointing is predicted to fit."""
-    if job.memory.checkpointing == "none" or job.packing.owner.slices:  # type: ignore[attr-defined]
+    if job.memory.checkpointing == "none" or _slices(job):
         return []
     bare = replace(job, memory=replace(job.memory, checkpointing="none"))
-    ranks = predicted_memory(bare, [job.longest_micro_batch] * job.replica_micro_batches)
+    ranks = predicted_memory(bare, job.longest_micro_batch)
     if ranks is None or (most := fullest(ranks).total) > bare.fitting.usable:
         return []
     return [
         f'activation_checkpoint = "none" is predicted to fit: {most / GIB:.2f} of '
         f"{job.cluster.memory / GIB:.2f} GiB. It repeats no forward pass, and takes half of the host's time."
     ]
+
+
+def _slices(job: Job) -> bool:
+    """Whether documents are trained in slices."""
+    slices: bool = job.packing.owner.slices  # type: ignore[attr-defined]
+    return slices
 
 
 def measured_memory(dims: ParallelDims, device: torch.device, digest: int) -> dict[str, float]:
