@@ -30,7 +30,7 @@ from wlb_titan.packing.policy import AskRank0, ask_locally
 from wlb_titan.packing.slim.phases import Merging, group_sizes
 from wlb_titan.pipeline.order import ORDERS, MicroBatchOrder
 from wlb_titan.pipeline.schedule import PipelineShape, layers_of_stages
-from wlb_titan.plan import Plan
+from wlb_titan.plan import MicroBatch, Plan
 from wlb_titan.planner import Planner
 from wlb_titan.policies import Policy
 
@@ -156,6 +156,29 @@ class Job:
         """Tokens of a micro-batch that so many data-parallel ranks share, with its padding."""
         divisor = self.divisor if sharers == 1 else self.merging[sharers].divisor
         return -(-tokens // divisor) * divisor
+
+    def sized(self, draft: MicroBatch, dp_rank: int | None = None) -> MicroBatch:
+        """A micro-batch with length and padding.
+
+        Args:
+            dp_rank: which of the ranks that share it has this entry; None takes the first.
+        """
+        tokens, sharers = int(draft.lengths.sum()), draft.sharers
+        length = self.padded(tokens if self.packing.owner.variable_length else self.window, sharers)
+        place = dp_rank - draft.merged.start if draft.merged and dp_rank is not None else 0
+        padding = (length - tokens + place) // sharers  # equal but for one token, and together all of it
+        return replace(draft, length=length // sharers, padding=padding)
+
+    def sharded(self, sized: MicroBatch) -> MicroBatch:
+        """A micro-batch divided over the context-parallel ranks of all that share it."""
+        strategy = self.merging[sized.sharers].strategy if sized.merged else self.strategy
+        if strategy is None:
+            return sized
+        name = f"Micro-batch {sized.index} of data-parallel rank {sized.dp_rank}"
+        sharding, ranks = strategy.shard(
+            sized.lengths, sized.shared_length, slices=sized.elsewhere, micro_batch=name
+        )
+        return replace(sized, sharding=sharding, ranks=ranks)
 
     @cached_property
     def latency(self) -> AttentionLatency:

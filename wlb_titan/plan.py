@@ -12,16 +12,16 @@ Where micro-batches are MicroPacks (policy `slim`) a document has "prefix" and "
 has "order", of each data-parallel rank and pipeline rank what it runs, pass, micro-batch and stage:
 [[["F0.0", "F1.0", "B1.0", "B0.0"], ["F0.1", ...]], ...]. A micro-batch that data-parallel
 ranks share stands there once for each of them, with "merged", these ranks: "documents" and "ranks" are the
-same for all, "length", "padding" and "workload" are a rank's own share. Under the asymmetric partition
-"backward" has the micro-batches of backward passes, as "micro_batches" has those of forward passes.
+same for all, "length", "padding" and "workload" are a rank's own share. One that runs in forward or in
+backward passes only (the asymmetric partition) has "passes", "F" or "B".
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -38,7 +38,7 @@ class Action(NamedTuple):
     Attributes:
         kind: F forward, B whole backward, I gradient of the inputs, W gradient of the weights.
         stage: from 0 at the embedding.
-        place: place of the micro-batch in the order in which they run, from 0.
+        place: index of the micro-batch among those of its data-parallel rank.
     """
 
     kind: Literal["F", "B", "I", "W"]
@@ -54,39 +54,7 @@ class Action(NamedTuple):
 
 
 Flow = tuple[tuple[Action, ...], ...]
-"""Of each pipeline rank what it runs, in order."""
-
-T = TypeVar("T", covariant=True)
-U = TypeVar("U")
-
-
-class ByPass(NamedTuple, Generic[T]):
-    """What belongs to the packs of forward and of backward passes; the same object where they are the same.
-
-    Backward passes have packs of their own under the asymmetric partition.
-    """
-
-    forward: T
-    backward: T
-
-    @property
-    def same(self) -> bool:
-        """Whether both are the same packs."""
-        return self.backward is self.forward
-
-    @property
-    def apart(self) -> tuple[T, ...]:
-        """Both, or one where they are the same."""
-        return (self.forward,) if self.same else tuple(self)
-
-    def of(self, kind: str) -> T:
-        """Those of a pass of this kind, as of `Action`."""
-        return self.forward if kind == "F" else self.backward
-
-    def each(self, make: Callable[..., U], *arguments: Any) -> ByPass[U]:
-        """What is made of either, with these arguments besides; of the same packs it is made once."""
-        forward = make(self.forward, *arguments)
-        return ByPass(forward, forward if self.same else make(self.backward, *arguments))
+"""What each pipeline rank runs, in order."""
 
 
 class Slices(NamedTuple):
@@ -101,51 +69,54 @@ class Slices(NamedTuple):
     prefix: Ints
     cached: Bools
 
-    @classmethod
-    def of(cls, slices: Ints | None, lengths: Ints, one_pass: bool) -> Slices | None:
-        """The slices by a micro-batch's `slices` and tokens; None where its documents are not sliced."""
-        if slices is None:
-            return None
-        return cls(slices[:, PREFIX], (slices[:, TOTAL] > lengths) | one_pass)
-
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """The documents of one forward and backward pass, in the order in which they lie in the sequence.
 
+    A packing policy hands it out as a draft of `documents`, where they are sliced `slices`, and who shares
+    it. `Job.sized` adds length and padding, `Job.sharded` what each context-parallel rank holds, and the
+    planner the rest. Memory, times and timelines are predicted of drafts as of whole plans.
+
     Several data-parallel ranks may share one (DP-Merge). Each then has an entry of its own with the same
     documents, and length, padding and workload are its share of them.
 
     Attributes:
-        dp_rank: data-parallel rank that runs it.
-        index: its place among that rank's micro-batches of the step, from 0.
-        length: tokens, padding included; divisible by what context and tensor parallelism need.
-        padding: tokens at the sequence's end that belong to no document.
-        workload: predicted forward and backward work, in the cost model's unit.
         documents: int64 (n, 4), columns ID (position in the stream), START (first token of this piece
             within the document), LENGTH (tokens), DELAY (iterations since the piece arrived).
+        slices: int64 (n, 2), for each row of `documents` PREFIX (tokens of the piece before it, which other
+            micro-batches have) and TOTAL (tokens of the whole piece); None where documents are not sliced.
+        merged: the data-parallel ranks that share it, `dp_rank` among them; empty where it is that rank's.
+        passes: which passes it runs in: both, or F or B alone under the asymmetric partition, where those of
+            backward passes hold the same tokens, otherwise divided.
+        length: tokens, padding included; divisible by what context and tensor parallelism need.
+        padding: tokens at the sequence's end that belong to no document.
+        dp_rank: data-parallel rank that runs it.
+        index: its place among that rank's micro-batches of the step, from 0.
+        workload: predicted work of its passes, in the cost model's unit.
         sharding: name of the sharding chosen for it; None where a single rank has all of it.
-        ranks: per context-parallel rank an int64 (m, 3), columns DOCUMENT (row of `documents`), OFFSET
+        ranks: for each context-parallel rank an int64 (m, 3), columns DOCUMENT (row of `documents`), OFFSET
             (first token within that piece), COUNT (tokens), in the order in which the rank holds them;
             what is left of the rank's length / context_parallel tokens is padding, at its end. Where
             data-parallel ranks share it, those of the first of them, then those of the second, ...
-        slices: int64 (n, 2), of each row of `documents` PREFIX (tokens of the piece before it, which other
-            micro-batches have) and TOTAL (tokens of the whole piece); None where documents are not sliced.
-        merged: the data-parallel ranks that share it, `dp_rank` among them; empty where it is that rank's.
-        one_pass: whether the other direction has other micro-batches, in which any document may be cut.
     """
 
-    dp_rank: int
-    index: int
-    length: int
-    padding: int
-    workload: float
     documents: Ints
-    sharding: str | None = None
-    ranks: tuple[Ints, ...] | None = None
     slices: Ints | None = None
     merged: range = range(0)
-    one_pass: bool = False
+    passes: Literal["FB", "F", "B"] = "FB"
+    length: int = 0
+    padding: int = 0
+    dp_rank: int = 0
+    index: int = 0
+    workload: float = 0.0
+    sharding: str | None = None
+    ranks: tuple[Ints, ...] | None = None
+
+    @property
+    def lengths(self) -> Ints:
+        """int64 (n,), tokens of each row of `documents`."""
+        return self.documents[:, LENGTH]
 
     @property
     def sharers(self) -> int:
@@ -164,14 +135,20 @@ class MicroBatch:
 
     @property
     def elsewhere(self) -> Slices | None:
-        """What other micro-batches have of its documents; None where they are not sliced."""
-        return Slices.of(self.slices, self.documents[:, LENGTH], self.one_pass)
+        """What other micro-batches have of its documents; None where they are not sliced.
+
+        Where the other direction has other micro-batches, any document may be cut there.
+        """
+        if self.slices is None:
+            return None
+        cut = (self.slices[:, TOTAL] > self.lengths) | (self.passes != "FB")
+        return Slices(self.slices[:, PREFIX], cut)
 
     @property
     def document_lengths(self) -> Ints:
         """int64 (k,), tokens of the documents that begin here, with their slices elsewhere."""
         if self.slices is None:
-            return self.documents[:, LENGTH]
+            return self.lengths
         begins: Ints = self.slices[self.slices[:, PREFIX] == 0, TOTAL]
         return begins
 
@@ -193,6 +170,8 @@ class MicroBatch:
                 document |= {"prefix": prefix, "total": total}
         if self.merged:
             record["merged"] = list(self.merged)
+        if self.passes != "FB":
+            record["passes"] = self.passes
         if self.ranks is not None:
             record["sharding"] = self.sharding
             record["ranks"] = [rank.tolist() for rank in self.ranks]
@@ -227,36 +206,31 @@ class Plan:
     lost_tokens: int = 0
     gap: float | None = None
     flows: tuple[Flow, ...] | None = None
-    backward: tuple[MicroBatch, ...] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "backward", self.backward or self.micro_batches)
 
     @property
     def imbalance(self) -> float:
-        """Largest over mean workload of the micro-batches (the imbalance degree of the paper's Table 2), of
-        both passes together."""
-        return imbalance_degree(*([m.workload for m in micro_batches] for micro_batches in self.by_pass))
-
-    @property
-    def by_pass(self) -> ByPass[tuple[MicroBatch, ...]]:
-        """All micro-batches, of forward and of backward passes."""
-        return ByPass(self.micro_batches, self.backward)
+        """Largest over mean workload of the micro-batches (the imbalance degree of the paper's Table 2)."""
+        return imbalance_by_pass(self.micro_batches, [m.workload for m in self.micro_batches])
 
     @property
     def longest(self) -> int:
         """Tokens of the longest micro-batch, padding included."""
-        return max(m.length for micro_batches in self.by_pass for m in micro_batches)
+        return max(m.length for m in self.micro_batches)
+
+    @property
+    def forward(self) -> tuple[MicroBatch, ...]:
+        """The micro-batches of forward passes, which hold each token of the step once."""
+        return tuple(m for m in self.micro_batches if m.passes != "B")
 
     @property
     def packs(self) -> tuple[MicroBatch, ...]:
-        """The micro-batches without repetition: of one that ranks share only the first rank's."""
-        return tuple(m for m in self.micro_batches if not m.merged or m.dp_rank == m.merged[0])
+        """Those without repetition: of one that ranks share only the first rank's."""
+        return tuple(m for m in self.forward if not m.merged or m.dp_rank == m.merged[0])
 
     @property
     def tokens(self) -> int:
         """Tokens of documents, padding left out."""
-        return sum(micro_batch.length - micro_batch.padding for micro_batch in self.micro_batches)
+        return sum(micro_batch.length - micro_batch.padding for micro_batch in self.forward)
 
     @property
     def document_lengths(self) -> Ints:
@@ -281,12 +255,12 @@ class Plan:
     @property
     def padding(self) -> int:
         """Tokens of padding in all micro-batches."""
-        return sum(micro_batch.padding for micro_batch in self.micro_batches)
+        return sum(micro_batch.padding for micro_batch in self.forward)
 
     @property
     def delay(self) -> float:
         """Iterations that a token waited, averaged over the step's tokens."""
-        waited = sum(int(m.documents[:, LENGTH] @ m.documents[:, DELAY]) for m in self.packs)
+        waited = sum(int(m.lengths @ m.documents[:, DELAY]) for m in self.packs)
         return waited / self.tokens
 
     @property
@@ -295,12 +269,8 @@ class Plan:
         return max(int(micro_batch.documents[:, DELAY].max()) for micro_batch in self.micro_batches)
 
     def of_rank(self, dp_rank: int) -> tuple[MicroBatch, ...]:
-        """The micro-batches of one data-parallel rank, in the order in which it runs them."""
+        """The micro-batches of one data-parallel rank, by their index: the `place` of its actions."""
         return tuple(m for m in self.micro_batches if m.dp_rank == dp_rank)
-
-    def replica(self, dp_rank: int) -> ByPass[tuple[MicroBatch, ...]]:
-        """Those of its forward and of its backward passes."""
-        return self.by_pass.each(lambda all_: tuple(m for m in all_ if m.dp_rank == dp_rank))
 
     def digest(self, before: int) -> int:
         """48 bits, which float64 holds exactly, that tell this plan and all before it from others.
@@ -311,7 +281,7 @@ class Plan:
             before: digest of the plan before this one.
         """
         found = hashlib.blake2b(str(before).encode(), digest_size=6)
-        for m in (m for of_pass in self.by_pass.apart for m in of_pass):
+        for m in self.micro_batches:
             found.update(str((m.dp_rank, m.index, m.length, m.padding, m.merged)).encode())
             found.update(m.documents.tobytes() + (b"" if m.slices is None else m.slices.tobytes()))
         return int(found.hexdigest(), 16)
@@ -323,17 +293,20 @@ class Plan:
             "imbalance": self.imbalance,
             "micro_batches": [micro_batch.to_json() for micro_batch in self.micro_batches],
         }
-        if not self.by_pass.same:
-            record["backward"] = [micro_batch.to_json() for micro_batch in self.backward]
         if self.flows is not None:
             record["order"] = [[[a.short() for a in rank] for rank in flow] for flow in self.flows]
         return record
 
 
-def micro_batches_of(plans: Sequence[Plan]) -> ByPass[list[MicroBatch]]:
-    """The micro-batches of several steps, one step after the other."""
-    forward, backward = ([m for plan in plans for m in plan.by_pass[which]] for which in (0, 1))
-    return ByPass(forward, forward if all(plan.by_pass.same for plan in plans) else backward)
+def imbalance_by_pass(micro_batches: Sequence[MicroBatch], values: Sequence[float]) -> float:
+    """Largest over mean value of micro-batches; where passes have their own, maxima and means of both passes
+    add up.
+
+    Args:
+        values: work or time of each of the micro-batches.
+    """
+    pairs = list(zip(micro_batches, values, strict=True))
+    return imbalance_degree(*([value for m, value in pairs if kind in m.passes] for kind in "FB"))
 
 
 def imbalance_degree(*passes: Sequence[float] | Floats) -> float:

@@ -8,19 +8,18 @@ or policy, it trains the documents that were left.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from wlb_titan.arrays import Floats, Ints
-from wlb_titan.context import Sharding
+from wlb_titan.arrays import Ints
 from wlb_titan.documents import Documents
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.packing import PackingPolicy
 from wlb_titan.packing.bins import balanced, in_order
-from wlb_titan.packing.policy import Packing
 from wlb_titan.pipeline.order import arranged
 from wlb_titan.plan import ID, LENGTH, START, MicroBatch, Plan
 
@@ -120,7 +119,7 @@ class Planner:
         sharded = range(self._job.replicas) if sharded is None else sharded
         packing = self._policy.next()
         forward, backward = packing.pass_work(self._job.cost_model)
-        workloads = forward + backward if packing.by_pass.same else forward
+        workloads = forward + backward
         if packing.assigned is not None:
             assigned = packing.assigned
         elif self._policy.balances:
@@ -130,12 +129,13 @@ class Planner:
         if self._order is not None and packing.assigned is None:
             run = self._job.run or self._job.replica_micro_batches
             assigned = arranged(self._order, run, assigned, forward, backward)
-        micro_batches = self._micro_batches_of(packing, assigned, workloads, sharded)
-        of_backward: tuple[MicroBatch, ...] = ()  # the same
-        if packing.regrouped is not None:
-            of_backward = self._micro_batches_of(packing.regrouped, assigned, backward, sharded)
+        micro_batches = tuple(
+            self._placed(packing.packs[pack], dp_rank, index, float(workloads[pack]), dp_rank in sharded)
+            for dp_rank, packs in enumerate(assigned)
+            for index, pack in enumerate(packs)
+        )
         waiting = self._policy.waiting
-        flows = self._policy.flows(packing, forward, backward, sharded)
+        flows = self._policy.flows(packing, sharded)
         plan = Plan(
             iteration=self._iteration,
             micro_batches=micro_batches,
@@ -145,7 +145,6 @@ class Planner:
             lost_tokens=packing.lost_tokens,
             gap=packing.gap,
             flows=flows,
-            backward=of_backward,
         )
         self._iteration += 1
         return plan
@@ -205,53 +204,12 @@ class Planner:
         """How the stream becomes steps: under another one the policy's own state says nothing."""
         return {"packing_policy": self._job.packing.name, "micro_batches": self._job.micro_batches}
 
-    def _micro_batches_of(
-        self,
-        packing: Packing,
-        assigned: list[list[int]],
-        workloads: Floats,
-        sharded: Collection[int],
-    ) -> tuple[MicroBatch, ...]:
-        """The packs as micro-batches of the data-parallel ranks that they are assigned to."""
-        merged = sharing_ranks(assigned, len(packing.packs))
-        return tuple(
-            self._micro_batch(
-                dp_rank, index, packing, pack, float(workloads[pack]), merged[pack], shard=dp_rank in sharded
-            )
-            for dp_rank, packs in enumerate(assigned)
-            for index, pack in enumerate(packs)
-        )
-
-    def _micro_batch(
-        self,
-        dp_rank: int,
-        index: int,
-        packing: Packing,
-        pack: int,
-        work: float,
-        merged: range,
-        *,
-        shard: bool,
+    def _placed(
+        self, draft: MicroBatch, dp_rank: int, index: int, workload: float, shard: bool
     ) -> MicroBatch:
-        sharers = len(merged) or 1
-        strategy = self._job.merging[sharers].strategy if merged else self._job.strategy
-        documents = packing.packs[pack]
-        tokens = int(documents[:, LENGTH].sum())
-        length = self._job.padded(self._job.window if self.fixed_length else tokens, sharers)
-        sharding: str | None = None
-        ranks: Sharding | None = None
-        if strategy is not None and shard:
-            name = f"Micro-batch {index} of data-parallel rank {dp_rank}"
-            lengths, elsewhere = documents[:, LENGTH], packing.elsewhere(pack)
-            sharding, ranks = strategy.shard(lengths, length, slices=elsewhere, micro_batch=name)
-        place = dp_rank - merged.start if merged else 0
-        padding = (length - tokens + place) // sharers  # equal but for one token, and together all of it
-        own = length // sharers
-        slices = None if packing.slices is None else packing.slices[pack]
-        return MicroBatch(
-            *(dp_rank, index, own, padding, work, documents, sharding, ranks, slices, merged),
-            one_pass=packing.one_pass,
-        )
+        """A micro-batch at its place in the plan."""
+        placed = replace(self._job.sized(draft, dp_rank), dp_rank=dp_rank, index=index, workload=workload)
+        return self._job.sharded(placed) if shard else placed
 
 
 def _of_version_2(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,12 +219,3 @@ def _of_version_2(state: Mapping[str, Any]) -> dict[str, Any]:
     parts += [pack for step in packing.get("ready", []) for pack in step]
     kept = {} if "remained" in packing else {"packing_policy": state["packing_policy"]}
     return {**state, "packing_policy": "", **kept, "waiting": [row for part in parts for row in part]}
-
-
-def sharing_ranks(assigned: Sequence[Sequence[int]], packs: int) -> list[range]:
-    """The consecutive data-parallel ranks that share each pack; empty where it is of one rank."""
-    having: list[list[int]] = [[] for _ in range(packs)]
-    for rank, own in enumerate(assigned):
-        for pack in own:
-            having[pack].append(rank)
-    return [range(ranks[0], ranks[-1] + 1) if len(ranks) > 1 else range(0) for ranks in having]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from wlb_titan.arrays import Floats, Ints
 from wlb_titan.context import ContextStrategy, after
 from wlb_titan.job import Job
-from wlb_titan.plan import DELAY, LENGTH, Plan, imbalance_degree
+from wlb_titan.plan import DELAY, LENGTH, Plan, imbalance_by_pass, imbalance_degree
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Summary:
         gaps = []
         for plan in plans:
             steps.append((plan.imbalance, plan.plan_ms, plan.waiting_tokens))
-            workloads.append(sorted((m.workload for m in plan.micro_batches), reverse=True))
+            workloads.append(sorted((m.workload for m in plan.forward), reverse=True))
             longest = max(longest, plan.longest)
             tokens += plan.tokens
             padding += plan.padding
@@ -162,12 +162,12 @@ def rank_imbalance(plan: Plan, strategy: ContextStrategy | None) -> dict[str, An
     """Largest over mean predicted work of data-parallel ranks, of a pipeline's micro-batches and, where the
     plan divides these over context-parallel ranks, of those; and how it divides them."""
     replicas = range(1 + max(m.dp_rank for m in plan.micro_batches))
-    workloads = [
-        [[m.workload for m in one if m.dp_rank == rank] for one in plan.by_pass] for rank in replicas
-    ]
+    packs = [plan.of_rank(rank) for rank in replicas]
+    workloads = [[m.workload for m in own] for own in packs]
+    in_pipelines = [imbalance_by_pass(*replica) for replica in zip(packs, workloads, strict=True)]
     figures: dict[str, Any] = {
-        "imbalance_dp": imbalance_degree([sum(map(sum, replica)) for replica in workloads]),
-        "imbalance_pp": float(np.mean([imbalance_degree(*replica) for replica in workloads])),
+        "imbalance_dp": imbalance_degree([sum(own) for own in workloads]),
+        "imbalance_pp": float(np.mean(in_pipelines)),
     }
     divided = [
         (m.sharding, after(m.ranks, m.prefix))

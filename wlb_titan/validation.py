@@ -16,7 +16,7 @@ import numpy as np
 from wlb_titan.balancing import balance
 from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream, Pieces
-from wlb_titan.packing.policy import Pack, Packing, PackingPolicy
+from wlb_titan.packing.policy import Pack, Packing, PackingPolicy, drafts
 from wlb_titan.plan import LENGTH, START
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Once(PackingPolicy):
     def next(self) -> Packing:
         packs = self._steps[self._next % self.steps]
         self._next += 1
-        return Packing(packs)
+        return Packing(drafts(packs))
 
     def state_dict(self) -> dict[str, Any]:
         return {"next": self._next}

@@ -15,10 +15,10 @@ from wlb_titan.context import per_document, per_sequence
 from wlb_titan.cost.degrees import Degrees
 from wlb_titan.cost.models import PAPER_MODELS
 from wlb_titan.packing import POLICIES, PackingPolicy
+from wlb_titan.packing.predicted import attention_seconds
 from wlb_titan.plan import DELAY, LENGTH
 from wlb_titan.policies import Policy
 from wlb_titan.simulator.choice import Scenario
-from wlb_titan.simulator.replicas import attention_seconds
 
 PLAIN = Policy("plain", "per_sequence")
 FIXED = (Policy("fixed_greedy", "per_sequence"), Policy("fixed_greedy", "per_document"))

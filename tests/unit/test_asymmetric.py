@@ -21,8 +21,8 @@ from wlb_titan.packing.slim.asymmetric import Line, asymmetric, last_needed, reg
 from wlb_titan.packing.slim.slices import kind, piece_numbers
 from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.pipeline.graph import PassTimes
-from wlb_titan.plan import LENGTH, PREFIX, TOTAL, ByPass
-from wlb_titan.simulator.replicas import check_slices, parts, replica_graph
+from wlb_titan.plan import LENGTH, PREFIX, TOTAL
+from wlb_titan.simulator.replicas import check_slices, replica_graph
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
 from wlb_titan.summary import rank_imbalance
@@ -127,9 +127,10 @@ def test_every_token_goes_forward_once_and_backward_once_and_no_order_waits_for_
         plan = planned.next()
         json.dumps(plan.to_json())
         for rank in range(data_parallel):
-            forward, backward = plan.replica(rank)
-            assert len(forward) == len(backward) == 6
-            numbers = piece_numbers(parts([*forward, *backward]))
+            packs = plan.of_rank(rank)
+            forward, backward = packs[:6], packs[6:]
+            assert [m.passes for m in packs] == ["F"] * 6 + ["B"] * 6
+            numbers = piece_numbers(packs)
             upto, left, totals = {}, {}, {}
             for m, own in zip(forward, numbers, strict=False):
                 for piece, row, (prefix, total) in zip(own, m.documents, m.slices, strict=True):
@@ -142,7 +143,9 @@ def test_every_token_goes_forward_once_and_backward_once_and_no_order_waits_for_
             assert upto == totals and left == dict.fromkeys(totals, 0)
             # Raises where passes wait for each other in a circle, or run before what they need.
             graph = replica_graph(whole, plan, rank)
-            assert graph.ends(PassTimes.equal_stages(np.ones((6, 1)), np.ones((6, 1)), whole.shape)).max() > 0
+            assert (
+                graph.ends(PassTimes.equal_stages(np.ones((12, 1)), np.ones((12, 1)), whole.shape)).max() > 0
+            )
 
 
 def test_both_passes_are_balanced_where_one_packing_balances_neither():
@@ -159,12 +162,12 @@ def test_both_passes_are_balanced_where_one_packing_balances_neither():
 
 def test_imbalance_is_of_both_passes():
     plan = planner(np.random.default_rng(1).integers(4, 64, size=200), 16, data_parallel=2).next()
-    work = np.array([[m.workload for m in micro_batches] for micro_batches in plan.by_pass])
+    work = np.array([[m.workload for m in plan.micro_batches if m.passes == kind] for kind in "FB"])
     assert plan.imbalance == pytest.approx(work.max(axis=1).sum() / work.mean(axis=1).sum())
     figures = rank_imbalance(plan, None)
     replicas = work.reshape(2, 2, 6).sum(axis=(0, 2))
     assert figures["imbalance_dp"] == pytest.approx(replicas.max() / replicas.mean())
-    assert plan.longest == max(m.length for m in (*plan.micro_batches, *plan.backward))
+    assert plan.longest == max(m.length for m in plan.micro_batches)
 
 
 def test_resumes_where_it_was_saved():
@@ -174,24 +177,24 @@ def test_resumes_where_it_was_saved():
     again.load_state_dict(json.loads(json.dumps(one.state_dict(), default=np.ndarray.tolist)))
     expected, plan = one.next().to_json(), again.next().to_json()
     assert plan | {"plan_ms": 0} == expected | {"plan_ms": 0}
-    assert {"documents", "workload", "index"} <= plan["backward"][0].keys()
+    assert [m["passes"] for m in plan["micro_batches"]] == (["F"] * 6 + ["B"] * 6) * 2
 
 
 def test_a_backward_pass_before_what_it_needs_is_refused():
     plan = planner([64, 50, 10, 10, 10]).next()
-    packs = plan.replica(0)
+    packs = plan.of_rank(0)
     (flow,) = plan.flows
-    assert check_slices(flow, packs) == last_needed(*packs.each(parts))
-    assert check_slices(flow, packs)[0] > 0  # the first waits for slices of a document
+    assert list(check_slices(flow, packs).items()) == list(zip(range(6, 12), last_needed(packs), strict=True))
+    assert check_slices(flow, packs)[6] > 0  # the first waits for slices of a document
     first, last = flow
     place = next(i for i, action in enumerate(first) if action.kind == "B")
     early = (first[0], first[place], *first[1:place], *first[place + 1 :])
-    with pytest.raises(PlanError, match=r"runs B0 of stage 0 before F\d of stage 0, which it needs"):
+    with pytest.raises(PlanError, match=r"runs B6 of stage 0 before F\d of stage 0, which it needs"):
         check_slices((early, last), packs)
     backs = [i for i, action in enumerate(last) if action.kind == "B"]
     swapped = list(last)
     swapped[backs[0]], swapped[backs[1]] = swapped[backs[1]], swapped[backs[0]]
-    with pytest.raises(PlanError, match="runs B1 of stage 1 before B0 of stage 1"):
+    with pytest.raises(PlanError, match="runs B7 of stage 1 before B6 of stage 1"):
         check_slices((first, tuple(swapped)), packs)
 
 
@@ -205,7 +208,7 @@ def test_work_is_that_of_full_checkpointing_whatever_the_packs():
     whole = simulated_job(degrees=Degrees(pipeline=2))
     tokens, attention = np.array([[5.0], [3.0]]), np.array([[2e-5], [1e-5]])
     one = MicroBatches.imagined(whole, tokens, attention, 2.5 * attention)
-    symmetric, mine = pass_times(whole, one), regrouped_times(whole, ByPass(one, one))
+    symmetric, mine = pass_times(whole, one), regrouped_times(whole, one)
 
     def added(times):
         return sum(x.sum() for x in (times.forward, times.inputs, times.weights))
@@ -222,11 +225,10 @@ def test_a_step_is_simulated_as_long_as_its_longest_path():
     prediction = simulate(whole, [plan])
     assert max(s.start + s.duration for s in spans) == pytest.approx(prediction.pipeline[0])
     shown = {s.name: s.args["tokens"] for s in spans}
-    for name, micro_batches in (("F", plan.micro_batches), ("B", plan.backward)):
-        assert [shown[f"{name}{i}"] for i in range(6)] == [m.length for m in micro_batches]
+    assert shown == {f"{m.passes}{m.index}": m.length for m in plan.micro_batches}
     assert any("," in s.args.get("slice", "") for s in spans)  # the end of one document, and another's begin
     assert {s.args["MicroPack"] for s in spans} <= {"slim", "mix", "pack"}
-    assert all(kind(m.slices, m.documents[:, LENGTH]) for m in plan.backward)
+    assert all(kind(m) for m in plan.micro_batches)
 
 
 def test_as_much_is_in_flight_as_with_full_checkpointing():
@@ -258,12 +260,13 @@ def test_what_cannot_be_is_named(changes, message, setting):
 
 def test_a_line_too_short_for_the_packs_asked_for_has_fewer():
     plan = planner([64, 10, 10, 10], packing=slim(micropacks=300)).next()
-    assert len(plan.micro_batches) == len(plan.backward) < 300
+    assert len(plan.micro_batches) == 2 * len(plan.forward) < 600
     assert all(m.length > m.padding for m in plan.micro_batches)
 
 
 def test_auto_finds_a_number_of_packs():
     lengths = np.random.default_rng(0).integers(2, 64, size=200)
     plan = planner(lengths, packing=slim(micropacks="auto", slack="auto"), pipeline=4).next()
-    assert len(plan.micro_batches) == len(plan.backward) > 8
-    assert sum(m.slices[m.slices[:, PREFIX] == 0, TOTAL].sum() for m in plan.backward) == plan.tokens
+    assert len(plan.micro_batches) == 2 * len(plan.forward) > 16
+    backward = [m for m in plan.micro_batches if m.passes == "B"]
+    assert sum(m.slices[m.slices[:, PREFIX] == 0, TOTAL].sum() for m in backward) == plan.tokens

@@ -16,7 +16,8 @@ from wlb_titan.cost.degrees import Degrees
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.packing.policy import Packing
-from wlb_titan.packing.slim.flow import PREDICTED_IN_STEP, Flows, pack_seconds
+from wlb_titan.packing.predicted import pass_seconds
+from wlb_titan.packing.slim.flow import PREDICTED_IN_STEP, Flows
 from wlb_titan.packing.slim.phases import (
     LIGHT,
     MOST_MERGED,
@@ -32,7 +33,7 @@ from wlb_titan.plan import ID, LENGTH, PREFIX, START, TOTAL
 from wlb_titan.simulator.replicas import (
     check_slices,
     planned_times,
-    replica_memory,
+    rank_memory,
     replicas_of,
     transfer_seconds,
 )
@@ -205,7 +206,7 @@ def test_plans_have_every_token_once_and_ranks_meet(lengths, data_parallel, cont
         kinds = [[[(a.kind, a.stage) for a in rank] for rank in flow] for flow in plan.flows]
         assert all(other == kinds[0] for other in kinds)
         for rank, flow in enumerate(plan.flows):
-            check_slices(flow, plan.replica(rank))
+            check_slices(flow, plan.of_rank(rank))
         assert run_all(plan, chunks)
 
 
@@ -225,7 +226,7 @@ def test_what_is_counted_is_the_same_as_without():
     assert max(loads) < 0.7 * max(without_loads)
     record = json.loads(json.dumps(plan.to_json()))["micro_batches"]
     assert [one.get("merged") for one in record] == [list(m.merged) or None for m in plan.micro_batches]
-    (sliced,) = {sliced_document(m.documents, m.slices) for m in merged}
+    (sliced,) = {sliced_document(m) for m in merged}
     assert sum(m.documents[0, LENGTH] for m in plan.packs if m.merged) == 64 == merged[0].slices[0, TOTAL]
     assert sliced >= 0
 
@@ -280,8 +281,8 @@ def test_a_shared_document_by_hand():
     first, last = plan.of_rank(0)
     assert first.merged == range(0, 2) and not last.merged and first.length == 4
     assert plan.of_rank(1)[0].length == 4 and plan.tokens == 16
-    times, tokens = planned_times(made, plan.by_pass, 2)
-    assert tokens.forward.tolist() == [[4.0, 4.0], [4.0, 4.0]]
+    times, tokens = planned_times(made, plan.micro_batches, 2)
+    assert tokens.tolist() == [[4.0, 4.0], [4.0, 4.0]]
     # Chunks 0 and 3, or 1 and 2, of 2 tokens each: pairs of queries and keys.
     attention = max(pairs(2) + pairs(8) - pairs(6), pairs(6) - pairs(2)) * 2 * 1e-6
     matrices = 2 * LAYER * 4 / 1e9
@@ -292,9 +293,9 @@ def test_a_shared_document_by_hand():
 
 def joint_ends(made, plan):
     """Every pass of the job run when it can: of shared ones none before all sharers can."""
-    times, tokens = planned_times(made, plan.by_pass, len(plan.of_rank(0)))
-    delays = transfer_seconds(made, tokens.forward)
-    replicas = replicas_of(made, plan, times, delays, delays)
+    times, tokens = planned_times(made, plan.micro_batches, len(plan.of_rank(0)))
+    delays = transfer_seconds(made, tokens)
+    replicas = replicas_of(made, plan, times, delays)
     ends = {}
     left = [list(range(len(replica.graph.actions))) for replica in replicas]
 
@@ -313,7 +314,7 @@ def joint_ends(made, plan):
                 if any(n and (rank, n - 1) not in ends for n in (before, needed)):
                     break
                 action = replicas[rank].graph.actions[number]
-                sharers = replicas[rank].micro_batches.forward[action.place].merged or [rank]
+                sharers = replicas[rank].micro_batches[action.place].merged or [rank]
                 at = [(one, replicas[one].graph.actions.index(action)) for one in sharers]
                 if any(
                     n and (one, n - 1) not in ends for one, i in at for n in replicas[one].graph._waits[i][:2]
@@ -361,32 +362,32 @@ def test_auto_asks_for_the_times_of_few_packs(monkeypatch):
     auto = replace(ALWAYS, dp_merge="auto")
     asked = []
 
-    def counted(job, packing, packs):
-        asked.append((len(packs), len(packing.packs)))
-        return pack_seconds(job, packing, packs)
+    def counted(job, packs):
+        asked.append(len(packs))
+        return pass_seconds(job, packs)
 
     job, plans = predicted(auto)
-    monkeypatch.setattr("wlb_titan.packing.slim.flow.pack_seconds", counted)
+    monkeypatch.setattr("wlb_titan.packing.slim.flow.pass_seconds", counted)
     flows = Flows(job)
-    packs = [m for m in plans[0].packs]
+    packs = list(plans[0].packs)
     assigned = [
         [number for number, m in enumerate(packs) if rank in (m.merged or [m.dp_rank])]
         for rank in range(job.degrees.data)
     ]
-    packing = Packing([m.documents for m in packs], slices=[m.slices for m in packs], assigned=assigned)
+    packing = Packing(packs, assigned=assigned)
     _, forward, backward = flows.timed(packing, PREDICTED_IN_STEP)
-    assert len(packs) > PREDICTED_IN_STEP and all(few <= PREDICTED_IN_STEP for few, _ in asked)
+    assert len(packs) > PREDICTED_IN_STEP and max(asked) <= PREDICTED_IN_STEP
     _, exact, _ = flows.timed(packing, len(packs))
     assert forward.sum() == pytest.approx(exact.sum(), rel=0.25)
     assert (backward > forward).all()
-    np.testing.assert_array_equal(exact, pack_seconds(job, packing, np.arange(len(packs)))[0])
+    np.testing.assert_array_equal(exact, pass_seconds(job, list(map(job.sharded, packs)))[0].sum(axis=0))
 
 
 def test_every_rank_of_the_group_holds_all_keys_and_a_share_of_the_activations():
     made, (plan,) = predicted(ALWAYS, memory=NONE, degrees=Degrees(shard=4))
     alone, (other,) = predicted(NEVER, memory=NONE, degrees=Degrees(shard=4))
-    (shared,) = replica_memory(made, plan, 0)
-    peaks = [replica_memory(alone, other, rank)[0] for rank in range(4)]
+    (shared,) = rank_memory(made, plan, 0)
+    peaks = [rank_memory(alone, other, rank)[0] for rank in range(4)]
     whole = max(peaks, key=lambda one: one.cache)
     prefix = max(m.slices[:, PREFIX].max() for m in plan.of_rank(0) if m.merged)
     token = made.token_bytes

@@ -13,16 +13,11 @@ from wlb_titan.documents import Documents
 from wlb_titan.job import Job
 from wlb_titan.memory.layer import MemorySettings
 from wlb_titan.packing import POLICIES
-from wlb_titan.plan import Action, micro_batches_of
+from wlb_titan.packing.predicted import attention_seconds, pass_seconds, passing
+from wlb_titan.plan import Action
 from wlb_titan.policies import Policy
 from wlb_titan.simulator.measured import MeasuredStep, Pass, measured, without_waiting
-from wlb_titan.simulator.replicas import (
-    attention_seconds,
-    pass_seconds,
-    passing,
-    planned_times,
-    replica_graph,
-)
+from wlb_titan.simulator.replicas import planned_times, replica_graph
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
 from wlb_titan.simulator.trace import MEASURED
@@ -94,8 +89,8 @@ def ran(job, plan, number, of_all, factor=1.0, stages=None):
 def replace_attention(job, plans, plan):
     """Predicted passes of all steps without communication, (stages, micro-batches, 1)."""
     quiet = job.on(without_waiting(job.cluster))
-    packs = micro_batches_of(plans)
-    times, _ = planned_times(quiet, packs, len(packs.forward))
+    packs = [m for plan in plans for m in plan.micro_batches]
+    times, _ = planned_times(quiet, packs, len(packs))
     return times
 
 
@@ -155,7 +150,7 @@ def test_a_micro_batch_in_one_piece_is_divided_and_one_context_parallel_rank_sca
     own = pass_times(quiet, replace(whole, forward=forward, backward=backward))
     whole = (own.forward + own.inputs + own.weights)[0, :, 0].tolist()
     rank = MeasuredStep(0, 0, [Pass("FB", 0, i, 0.0, s) for i, s in enumerate(whole)], 0.0)
-    found, predicted = measured(job, plans, [[rank]]).seconds, pass_seconds(job, plans[0].by_pass)
+    found, predicted = measured(job, plans, [[rank]]).seconds, pass_seconds(job, plans[0].micro_batches)
     np.testing.assert_allclose(found[0], predicted[0])
     np.testing.assert_allclose(found[1] + found[2], predicted[1] + predicted[2])
 

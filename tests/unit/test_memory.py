@@ -14,7 +14,6 @@ from wlb_titan.memory.layer import MemorySettings, TokenBytes
 from wlb_titan.memory.rank import GIB, Passes, weighted_tokens
 from wlb_titan.packing.plain import Plain
 from wlb_titan.pipeline.schedule import PipelineShape, layers_of_stages, rank_actions
-from wlb_titan.plan import ByPass
 
 MODEL = ModelShape(layers=4, hidden=8, heads=2, kv_heads=1, head_dim=4, feed_forward=16, vocabulary=32)
 LAYER = 8 * 4 * (2 * 2 + 2) + 3 * 8 * 16 + 2 * 8  # weights of one: attention, MLP, norms
@@ -84,7 +83,7 @@ def test_interleaved_stages_hold_more():
     assert peak_tokens("Interleaved1F1B", [8] * 4, ranks=2, chunks=2) == [5 * 8, 3 * 8]
     # ZBV holds as many on every rank, though their fullest moments differ by what waits between I and W.
     shape = PipelineShape("ZBVZeroBubble", 2, 2)
-    eights = ByPass([8] * 8, [8] * 8)
+    eights = [8] * 8
     in_flight = [weighted_tokens(list(rank_actions(shape, 8, rank)), eights, [1] * 4) for rank in (0, 1)]
     assert max(in_flight[0]) == max(in_flight[1]) == 4 * 8
 

@@ -115,7 +115,7 @@ def test_wlb_is_algorithm_1(job):
         assume(
             all(expected)
         )  # of a step in which outliers leave a micro-batch empty the paper does not speak
-        got = [[(row[ID], row[START]) for row in pack.tolist()] for pack in policy.next().packs]
+        got = [[(row[ID], row[START]) for row in pack.documents.tolist()] for pack in policy.next().packs]
         assert got == expected
 
 

@@ -27,7 +27,7 @@ from wlb_titan.packing.slim.slim import Slim
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.pipeline.schedule import PipelineShape
 from wlb_titan.plan import DELAY, ID, LENGTH, PREFIX, START, TOTAL
-from wlb_titan.simulator.replicas import check_slices, replica_memory
+from wlb_titan.simulator.replicas import check_slices, rank_memory
 
 COST = cost_model("quadratic:1,40", None)
 WINDOW = 64
@@ -178,7 +178,7 @@ def test_all_data_parallel_ranks_run_the_same_kinds_of_passes_at_the_same_places
         assert kinds[0] == kinds[1] == kinds[2]
         assert any(flow != plan.flows[0] for flow in plan.flows)
         for rank, flow in enumerate(plan.flows):
-            check_slices(flow, plan.replica(rank))
+            check_slices(flow, plan.of_rank(rank))
             PipelineGraph(PipelineShape("1F1B", pipeline), 6, flow)
 
 
@@ -216,7 +216,7 @@ def test_plans_keep_every_token_and_every_slice_knows_its_prefix(lengths, data_p
             upto = {}
             for m in plan.of_rank(rank):
                 assert m.length % divisor == 0
-                assert kind(m.slices, m.documents[:, LENGTH]) in ("slim", "mix", "pack")
+                assert kind(m) in ("slim", "mix", "pack")
                 for row, (prefix, total) in zip(m.documents.tolist(), m.slices.tolist(), strict=True):
                     piece = row[ID], row[START] - prefix
                     assert upto.get(piece, 0) == prefix  # earlier slices are in earlier packs of this rank
@@ -344,7 +344,7 @@ def test_a_step_that_does_not_fit_is_packed_again_with_more_packs():
     def planned(usable):
         memory = usable / USABLE_IN_SLICES
         plans = made.on(replace(CLUSTER, memory=memory)).plans(documents, 8)
-        peaks = [replica_memory(made, plan, 0)[0].total for plan in plans]
+        peaks = [rank_memory(made, plan, 0)[0].total for plan in plans]
         return peaks, [len(plan.micro_batches) for plan in plans]
 
     peaks, packs = planned(1e12)

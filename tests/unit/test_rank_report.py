@@ -21,7 +21,7 @@ def times():
         lengths = [4096] + [128] * (32 * index)
         documents = np.zeros((len(lengths), 4), dtype=np.int64)
         documents[:, LENGTH] = lengths
-        micro_batches.append(MicroBatch(0, index, sum(lengths), 0, 1.0, documents))
+        micro_batches.append(MicroBatch(documents, length=sum(lengths), index=index))
     return rank_times(micro_batches, JOB)
 
 

@@ -39,8 +39,9 @@ def test_every_rank_gets_the_tokens_of_its_share(context, tensor):
     ranks = context * tensor
     for _ in range(2):
         plan = planned.next()
-        forward, backward = plan.replica(0)
-        ways = [token_moves(forward, backward, tensor, rank) for rank in range(ranks)]
+        packs = plan.of_rank(0)
+        forward, backward = plan.forward, packs[len(plan.forward) :]
+        ways = [token_moves(packs, tensor, rank) for rank in range(ranks)]
         held = [{i: share(m, tensor, rank) for i, m in enumerate(forward)} for rank in range(ranks)]
         for place, m in enumerate(backward):
             arrives = [[] for _ in range(ranks)]  # at each rank, by the ranks that send
@@ -64,13 +65,14 @@ def test_every_rank_gets_the_tokens_of_its_share(context, tensor):
 
 def test_rows_are_gathered():
     plan = planner(np.random.default_rng(0).integers(2, 90, size=40), packing=slim(length_multiple=4)).next()
-    forward, backward = plan.replica(0)
+    packs = plan.of_rank(0)
+    forward, backward = plan.forward, packs[len(plan.forward) :]
     numbers = {token: i for i, token in enumerate(t for m in forward for t in share(m, 1, 0) if t)}
     kept = {
         i: torch.tensor([[[float(numbers.get(token, -1))] * 3 for token in share(m, 1, 0)]])
         for i, m in enumerate(forward)
     }
-    for m, way in zip(backward, token_moves(forward, backward, 1, 0), strict=True):
+    for m, way in zip(backward, token_moves(packs, 1, 0), strict=True):
         into = gathered(Regrouping.of(way), kept, torch.zeros(1, m.length, 3), None)
         expected = [float(numbers[token]) if token else 0.0 for token in share(m, 1, 0)]
         assert into[0, :, 0].tolist() == expected == into[0, :, 2].tolist()

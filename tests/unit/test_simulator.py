@@ -17,8 +17,9 @@ from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
 from wlb_titan.memory.layer import MemorySettings, TokenBytes
 from wlb_titan.memory.rank import Passes
+from wlb_titan.packing.predicted import passing
 from wlb_titan.plan import MicroBatch, Plan
-from wlb_titan.simulator.replicas import passing, transfer_seconds
+from wlb_titan.simulator.replicas import transfer_seconds
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
 
@@ -57,7 +58,11 @@ def plan(replicas, context=1):
             documents = np.stack([np.arange(len(d)), 0 * d, d, 0 * d], axis=1)
             ranks = per_sequence(d, int(d.sum()), context) if context > 1 else None
             sharding = "per_sequence" if context > 1 else None
-            micro_batches.append(MicroBatch(dp_rank, index, int(d.sum()), 0, 1.0, documents, sharding, ranks))
+            micro_batches.append(
+                MicroBatch(
+                    *(documents, None, range(0), "FB", int(d.sum()), 0, dp_rank, index, 1.0, sharding, ranks)
+                )
+            )
     return Plan(0, tuple(micro_batches), 0.0)
 
 

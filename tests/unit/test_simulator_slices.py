@@ -11,10 +11,10 @@ from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.layer import MemorySettings, TokenBytes
-from wlb_titan.packing.slim.slices import parts, piece_numbers
+from wlb_titan.packing.slim.slices import piece_numbers
 from wlb_titan.packing.slim.slim import Slim
-from wlb_titan.plan import LENGTH, TOTAL, Action, MicroBatch, Plan
-from wlb_titan.simulator.replicas import check_slices, replica_memory
+from wlb_titan.plan import TOTAL, Action, MicroBatch, Plan
+from wlb_titan.simulator.replicas import check_slices, rank_memory
 from wlb_titan.simulator.step import simulate
 from wlb_titan.simulator.timeline import step_timeline
 
@@ -38,7 +38,7 @@ def two_slices(first, rest):
     packs = []
     for place, (start, length) in enumerate(((0, first), (first, rest))):
         documents = np.array([[0, start, length, 0]])
-        packs.append(MicroBatch(0, place, length, 0, 1.0, documents, slices=np.array([[start, total]])))
+        packs.append(MicroBatch(documents, np.array([[start, total]]), length=length, index=place))
     flow = tuple(
         tuple(Action(kind, stage, place) for kind, place in zip("FFBB", (0, 1, 1, 0), strict=True))
         for stage in range(2)
@@ -68,20 +68,18 @@ def test_a_document_in_two_slices_by_hand():
 def oracle_memory(simulated, plan, dp_rank):
     """Most bytes of the cache on every pipeline rank, by a walk that keeps every tensor's size."""
     token = TokenBytes.of(simulated.model, simulated.degrees, simulated.memory)
-    forward, backward = plan.replica(dp_rank)
-    rows = parts([*forward, *backward])
-    numbers = piece_numbers(rows)
-    cut = {n for own, (d, s) in zip(numbers, rows, strict=True) for n in own[s[:, TOTAL] > d[:, LENGTH]]}
+    packs = plan.of_rank(dp_rank)
+    numbers = piece_numbers(packs)
+    cut = {n for own, m in zip(numbers, packs, strict=True) for n in own[m.slices[:, TOTAL] > m.lengths]}
     peaks = []
     for actions in plan.flows[dp_rank]:
         held, most = {}, 0.0
         for kind, stage, place in actions:
-            pack = place if kind == "F" else len(forward) + place
-            (pieces, slices), own = rows[pack], numbers[pack]
+            pack, own = packs[place], numbers[place]
             layers = simulated.layers[stage]
             here = [
                 (n, prefix, length, total)
-                for n, length, (prefix, total) in zip(own, pieces[:, LENGTH], slices, strict=True)
+                for n, length, (prefix, total) in zip(own, pack.lengths, pack.slices, strict=True)
                 if n in cut
             ]
             for n, prefix, length, total in here:
@@ -109,7 +107,7 @@ def test_cache_over_time_against_an_oracle(context, schedule, chunks, asymmetric
         for rank in range(2):
             expected = oracle_memory(simulated, plan, rank)
             _, curves = step_timeline(simulated, plan, dp_rank=rank)
-            peaks = replica_memory(simulated, plan, rank)
+            peaks = rank_memory(simulated, plan, rank)
             assert all(0 < peak.cache <= most + 1 for peak, most in zip(peaks, expected, strict=True))
             assert all(curve.bytes_[-1] == pytest.approx(0.0, abs=1e-6) for curve in curves)
 
@@ -142,7 +140,7 @@ def test_an_order_against_the_slices_is_refused(swapped, message):
     one, other = swapped
     rank[one], rank[other] = rank[other], rank[one]
     with pytest.raises(PlanError, match=message):
-        check_slices((tuple(rank), plan.flows[0][1]), plan.by_pass)
+        check_slices((tuple(rank), plan.flows[0][1]), plan.of_rank(0))
 
 
 def test_the_most_in_flight_fits_and_one_more_does_not():

@@ -1,6 +1,7 @@
 """What is made of measured passes: imbalance, bubble and spans."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,41 +29,66 @@ SECOND = RankPasses(
 )
 
 
+DOCUMENTS = np.array([[0, 0, 7, 0], [1, 0, 1, 0]])
+
+
+def planned(replicas):
+    """A plan of two micro-batches for each data-parallel rank."""
+    places = [(rank, i) for rank in range(replicas) for i in range(2)]
+    return Plan(
+        0,
+        tuple(MicroBatch(DOCUMENTS, length=8, dp_rank=rank, index=i, workload=5.0 + i) for rank, i in places),
+        0.0,
+    )
+
+
+PLAN = planned(1)
+
+
 def test_bubble_is_the_idle_share_between_the_first_pass_and_the_last():
     assert bubble([FIRST, SECOND]) == pytest.approx(1 - 18 / 26)
     assert bubble([SECOND]) == 0.0
 
 
 def test_imbalance_is_of_whole_micro_batches_over_all_stages_and_replicas():
-    assert measured_imbalance([FIRST, SECOND]) == pytest.approx(12 / 9)
+    assert measured_imbalance([FIRST, SECOND], PLAN) == pytest.approx(12 / 9)
     replica = RankPasses(1, 0, 0, 0, FIRST.passes)
-    assert measured_imbalance([FIRST, SECOND, replica]) == pytest.approx(12 / np.mean([6, 12, 3, 6]))
+    assert measured_imbalance([FIRST, SECOND, replica], planned(2)) == pytest.approx(
+        12 / np.mean([6, 12, 3, 6])
+    )
 
 
 def test_ranks_that_share_a_micro_batch_count_once():
     pair = [RankPasses(0, 0, cp, 0, [Pass("FB", 0, 0, 0, 2), Pass("FB", 0, 1, 2, 4)]) for cp in range(2)]
-    assert measured_imbalance(pair) == pytest.approx(4 / 3)
+    assert measured_imbalance(pair, PLAN) == pytest.approx(4 / 3)
 
 
 def test_spans_have_a_track_for_each_rank_and_facts_of_the_micro_batch():
-    documents = np.array([[0, 0, 7, 0], [1, 0, 1, 0]])
-    plan = Plan(0, tuple(MicroBatch(0, i, 8, 0, 5.0 + i, documents) for i in range(2)), 0.0)
-    drawn = list(spans([FIRST, SECOND], plan))
+    drawn = list(spans([FIRST, SECOND], PLAN))
     assert [s.track for s in drawn] == ["pp 0"] * 4 + ["pp 1"] * 5
     assert [s.name for s in drawn] == ["F0", "F1", "B0", "B1", "F0", "L0", "B0", "F1", "B1"]
     assert drawn[1].args == {"stage": 0, "tokens": 8, "documents": 2, "predicted_work": 6.0}
     assert {s.process for s in drawn} == {"dp 0"}
 
 
-def test_backward_passes_may_have_micro_batches_of_their_own():
-    documents = np.array([[0, 0, 7, 0]])
-    forward, backward = (
-        tuple(MicroBatch(0, i, length, 0, float(length), documents) for i in range(2)) for length in (8, 16)
-    )
-    drawn = list(spans([FIRST, SECOND], Plan(0, forward, 0.0, backward=backward)))
-    assert [(s.name, s.args["tokens"]) for s in drawn[4:7]] == [("F0", 8), ("L0", 16), ("B0", 16)]
+def test_passes_may_have_micro_batches_of_their_own():
+    packs = [
+        MicroBatch(DOCUMENTS, passes=kind, length=length, index=2 * (kind == "B") + i)
+        for kind, length in (("F", 8), ("B", 16))
+        for i in range(2)
+    ]
+    ranks = [
+        replace(
+            rank,
+            passes=[p if p.kind == "F" else p._replace(micro_batch=p.micro_batch + 2) for p in rank.passes],
+        )
+        for rank in (FIRST, SECOND)
+    ]
+    plan = Plan(0, tuple(packs), 0.0)
+    drawn = list(spans(ranks, plan))
+    assert [(s.name, s.args["tokens"]) for s in drawn[4:7]] == [("F0", 8), ("L2", 16), ("B2", 16)]
     # Forward passes take 1.5 and 4 seconds on both ranks, the others 4.5 and 8.
-    assert measured_imbalance([FIRST, SECOND], apart=True) == pytest.approx((4 + 8) / (2.75 + 6.25))
+    assert measured_imbalance(ranks, plan) == pytest.approx((4 + 8) / (2.75 + 6.25))
 
 
 def test_the_timer_measures_only_while_it_is_on():

@@ -29,7 +29,7 @@ def alike(job: Job, plan: Plan) -> dict[int, int]:
         place = _place(rank, layout)
         apart = tuple(number for axis, number in place.items() if axis not in SHARED)
         replica = _replica(job.degrees, place)
-        packs = [pack for of_pass in plan.replica(replica).apart for pack in of_pass]
+        packs = plan.of_rank(replica)
         flow = None if plan.flows is None else plan.flows[replica]
         merged = replica if any(pack.merged for pack in packs) else None
         steps = tuple(_shapes(job, pack, replica, place["cp"]) for pack in packs)

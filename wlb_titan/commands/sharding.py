@@ -14,8 +14,8 @@ from wlb_titan.cost.attention_latency import slowest
 from wlb_titan.documents import Documents
 from wlb_titan.errors import PlanError
 from wlb_titan.job import Job
+from wlb_titan.packing.predicted import attention_seconds, travelling
 from wlb_titan.plan import LENGTH, MicroBatch, imbalance_degree
-from wlb_titan.simulator.replicas import attention_seconds, travelling
 
 SHARDED = 200  # micro-batches that are compared
 

@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.rank import GIB, CachedSlice, PackSizes, Passes, RankMemory
+from wlb_titan.memory.rank import GIB, CachedSlice, Held, Passes, RankMemory
 from wlb_titan.pipeline.schedule import PipelineShape
-from wlb_titan.plan import Action, ByPass
+from wlb_titan.plan import Action
 
 if TYPE_CHECKING:
     from wlb_titan.job import Job
@@ -60,13 +60,9 @@ class Fitting:
 
     def peak(self, passes: Passes) -> tuple[RankMemory, ...]:
         """The peak of each pipeline rank over a replica's step."""
-        job, packs = self.job, passes.packs.forward
-        run = len(packs.lengths) if passes.flow is not None or job.run is None else job.run
-        runs = [passes]
-        if run < len(packs.lengths):
-            assert passes.packs.same
-            cut = (slice(first, first + run) for first in range(0, len(packs.lengths), run))
-            runs = [Passes(passes.packs.each(PackSizes.part, which)) for which in cut]
+        job, packs = self.job, passes.packs
+        run = len(packs) if passes.flow is not None or job.run is None else job.run
+        runs = [Passes(packs[first : first + run], passes.flow) for first in range(0, len(packs), run)]
         result = []
         for number in range(job.shape.ranks):
             rank = job.packing.rank_memory(job, number)
@@ -78,7 +74,7 @@ class Fitting:
 
     def document(self, tokens: int) -> tuple[RankMemory, ...]:
         """The peak of each pipeline rank with one document, all of its slices in flight."""
-        return self.peak(one_document(tokens, self.job.shape))
+        return self.peak(one_document(tokens, self.job.shape, self.job.packing.regroups))
 
     @cached_property
     def longest(self) -> int:
@@ -124,18 +120,24 @@ class Fitting:
         )
 
 
-def one_document(tokens: int, shape: PipelineShape) -> Passes:
-    """The step that holds most tokens for what it trains: one document, of which every slice is in flight."""
+def one_document(tokens: int, shape: PipelineShape, regroups: bool) -> Passes:
+    """The step that holds most tokens for what it trains: one document, of which every slice is in flight.
+
+    Args:
+        regroups: whether backward passes have packs of their own.
+    """
     parts = min(SLICES, tokens)
     cuts = [tokens * part // parts for part in range(parts + 1)]
-    slices = [(CachedSlice(start, stop - start, tokens),) for start, stop in itertools.pairwise(cuts)]
-    packs = PackSizes.of([one.length for (one,) in slices], slices)
+    slices = [CachedSlice(start, stop - start, tokens) for start, stop in itertools.pairwise(cuts)]
+    packs, behind = [Held(slice_.length, slices=(slice_,)) for slice_ in slices], 0
+    if regroups:
+        packs, behind = packs * 2, parts
     flow = []
     for rank in range(shape.ranks):
-        stages = shape.stages_of(rank)
-        forward = [Action("F", stage, place) for stage in stages for place in range(parts)]
-        flow.append((*forward, *(Action("B", stage, place) for _, stage, place in reversed(forward))))
-    return Passes(ByPass(packs, packs), tuple(flow))
+        forward = [Action("F", stage, place) for stage in shape.stages_of(rank) for place in range(parts)]
+        backward = [Action("B", stage, place + behind) for _, stage, place in reversed(forward)]
+        flow.append((*forward, *backward))
+    return Passes(packs, tuple(flow))
 
 
 def _most(fits: Callable[[int], bool], least: int, most: int) -> int:

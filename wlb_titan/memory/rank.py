@@ -48,7 +48,7 @@ from wlb_titan.context import ALL_KEYS, KeyShares
 from wlb_titan.cost.models import rank_parameters
 from wlb_titan.memory.layer import FsdpWhole, TokenBytes
 from wlb_titan.pipeline.schedule import rank_actions
-from wlb_titan.plan import Action, ByPass, Flow
+from wlb_titan.plan import Action, Flow
 
 if TYPE_CHECKING:
     from wlb_titan.job import Job
@@ -116,50 +116,40 @@ class CachedSlice(NamedTuple):
     total: int
 
 
-class PackSizes(NamedTuple):
-    """A replica's packs, as memory sees them.
+class Held(NamedTuple):
+    """A micro-batch as memory sees it.
 
     Attributes:
-        lengths: tokens of each, padding included; a rank's share of one that ranks share.
-        slices: slices of each pack whose keys and values are cached; none where documents are not sliced.
-        sharers: number of data-parallel ranks that share each pack.
-        keys: what a rank has of each pack's keys.
+        length: tokens, padding included; a rank's share of one that ranks share.
+        sharers: data-parallel ranks that share it.
+        keys: what a rank has of its keys.
+        slices: slices in it whose keys and values are cached; none where documents are not sliced.
     """
 
-    lengths: Sequence[int]
-    slices: Sequence[Sequence[CachedSlice]]
-    sharers: Sequence[int]
-    keys: Sequence[KeyShares]
-
-    @classmethod
-    def of(cls, lengths: Sequence[int], slices: Sequence[Sequence[CachedSlice]] = ()) -> PackSizes:
-        """Packs of one rank each, of which every context-parallel rank gathers all keys."""
-        number = len(lengths)
-        return cls(lengths, slices or [()] * number, [1] * number, [ALL_KEYS] * number)
-
-    def part(self, which: slice) -> PackSizes:
-        return PackSizes(self.lengths[which], self.slices[which], self.sharers[which], self.keys[which])
+    length: int
+    sharers: int = 1
+    keys: KeyShares = ALL_KEYS
+    slices: Sequence[CachedSlice] = ()
 
 
 class Passes(NamedTuple):
     """What a replica runs in a step, as memory sees it.
 
     Attributes:
-        packs: packs of its forward and of its backward passes.
+        packs: its micro-batches, by the `place` of its actions.
         flow: what its pipeline ranks run, in one run; None is the schedule's own order.
     """
 
-    packs: ByPass[PackSizes]
+    packs: Sequence[Held]
     flow: Flow | None = None
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> Passes:
         """The passes of micro-batches of these lengths, without slices."""
-        packs = PackSizes.of(lengths)
-        return cls(ByPass(packs, packs))
+        return cls([Held(length) for length in lengths])
 
 
-def weighted_tokens(actions: Sequence[Action], lengths: ByPass[Any], layers: Sequence[float]) -> list[Any]:
+def weighted_tokens(actions: Sequence[Action], lengths: Any, layers: Sequence[float]) -> list[Any]:
     """Tokens in flight on a rank after each of its actions, times the layers of their stages.
 
     Args:
@@ -169,7 +159,7 @@ def weighted_tokens(actions: Sequence[Action], lengths: ByPass[Any], layers: Seq
     live: Any = 0
     result = []
     for action in actions:
-        tokens = lengths.of(action.kind)[action.place] * layers[action.stage]
+        tokens = lengths[action.place] * layers[action.stage]
         if action.kind == "F":
             live = live + tokens
         elif action.kind in ("B", "W"):  # I frees little: the weights' gradients need the activations still
@@ -283,9 +273,8 @@ class RankPeak:
                 if kind == "I":
                     continue
                 kind = "B"
-            packs = passes.packs.of(kind)
-            token, own = tokens(packs.sharers[place], packs.keys[place]), packs.lengths[place]
-            length, cached = own * packs.sharers[place], packs.slices[place]
+            own, sharers, keys, cached = passes.packs[place]
+            token, length = tokens(sharers, keys), own * sharers
             kept = self._kept(token, stage)
             beside, made = slice_cache.begin(action, cached, length)
             if kind == "F":
@@ -323,17 +312,13 @@ class RankPeak:
     def _actions(self, passes: Passes) -> list[Action]:
         if passes.flow is not None:
             return list(passes.flow[self._number])
-        return list(rank_actions(self._job.shape, len(passes.packs.forward.lengths), self._number))
+        return list(rank_actions(self._job.shape, len(passes.packs), self._number))
 
     def _inputs(self, passes: Passes) -> float:
         """Bytes of token ids, positions and labels, which are there throughout."""
-        return self._of_packs(passes.packs.forward)
-
-    def _of_packs(self, packs: PackSizes) -> float:
         tokens = self._job.token_bytes_of
         return sum(
-            tokens(sharers, keys).inputs * sharers * length
-            for sharers, keys, length in zip(packs.sharers, packs.keys, packs.lengths, strict=True)
+            tokens(sharers, keys).inputs * sharers * length for length, sharers, keys, _ in passes.packs
         )
 
     def _forward(self, token: TokenBytes, stage: int, length: int, went_back: set[int]) -> Iterator[Moment]:

@@ -34,7 +34,7 @@ from wlb_titan.packing.arrivals import (
     topped_up,
 )
 from wlb_titan.packing.bins import REMAINS, Bins
-from wlb_titan.packing.policy import Packing, PackingPolicy
+from wlb_titan.packing.policy import Packing, PackingPolicy, drafts
 from wlb_titan.plan import LENGTH
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class FixedGreedy(PackingPolicy):
             self._pack_window()
         packs = [delayed(pack, self._iteration) for pack in self._ready.pop(0)]
         self._iteration += 1
-        return Packing(packs, gap=self._gap)
+        return Packing(drafts(packs), gap=self._gap)
 
     def _pack_window(self) -> None:
         """Fills `_ready` with the packs of the coming steps."""

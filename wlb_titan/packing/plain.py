@@ -17,7 +17,7 @@ from annotated_types import Interval
 
 from wlb_titan.cost.workload import CostModel, workload
 from wlb_titan.documents.stream import DocumentStream, Pieces
-from wlb_titan.packing.policy import MOST_TOKENS, Packing, PackingPolicy
+from wlb_titan.packing.policy import MOST_TOKENS, Packing, PackingPolicy, drafts
 from wlb_titan.plan import LENGTH, imbalance_degree
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Plain(PackingPolicy):
                 left_out += self._stream.skip_rest()
             lost += left_out
             packs.append(np.pad(pieces, ((0, 0), (0, 1))))  # DELAY is 0
-        return Packing(packs, lost)
+        return Packing(drafts(packs), lost)
 
     def state_dict(self) -> dict[str, Any]:
         return {}  # the stream's cursor is all there is

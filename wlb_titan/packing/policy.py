@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -16,9 +16,9 @@ from wlb_titan.cost.workload import CostModel
 from wlb_titan.documents.stream import DocumentStream
 from wlb_titan.errors import PlanError
 from wlb_titan.memory.rank import RankPeak
-from wlb_titan.packing.slim.slices import Parts, WorkOf, slice_work
+from wlb_titan.packing.slim.slices import WorkOf, slice_work
 from wlb_titan.pipeline.graph import PassTimes
-from wlb_titan.plan import LENGTH, ByPass, Flow, Slices
+from wlb_titan.plan import Flow, MicroBatch
 from wlb_titan.plugins import Family, Plugin, PluginConfig
 
 if TYPE_CHECKING:
@@ -52,62 +52,51 @@ class Packing:
     """The packs of one step.
 
     Attributes:
-        packs: one array of documents for each of the N micro-batches; each holds at least one piece with a
-            token to predict, and one for each context-parallel rank.
+        packs: drafts of micro-batches, N or, where ranks share some or passes have their own, another number;
+            each has at least one token to predict, and one token for each context-parallel rank.
         lost_tokens: tokens that this step's packing left out for good.
         gap: how far the largest work of a solver's packing may be above the least possible, relatively; 0
             is a proven optimum.
-        slices: int64 (n, 2) for each pack, as of `MicroBatch.slices`; None where no document is sliced.
-        assigned: numbers of each data-parallel rank's packs in the order of running, where the policy decides
-            on that. A pack that ranks share (DP-Merge) stands at the same place of each.
-        regrouped: the packs of backward passes, in that order, where these are others than those of forward
-            passes.
-        one_pass: whether they are of one kind of passes only, as then each of these and of `regrouped`.
+        assigned: numbers of each data-parallel rank's packs in the order of their index, where the policy
+            decides on that. A pack that ranks share (DP-Merge) stands at the same place of each.
     """
 
-    packs: list[Pack]
+    packs: list[MicroBatch]
     lost_tokens: int = 0
     gap: float | None = None
-    slices: list[Ints] | None = None
     assigned: list[list[int]] | None = None
-    regrouped: Packing | None = None
-    one_pass: bool = False
-
-    @property
-    def by_pass(self) -> ByPass[Packing]:
-        """The packs of forward and of backward passes."""
-        return ByPass(self, self.regrouped or self)
 
     def work(self, work_of: WorkOf) -> Floats:
-        """float64 (packs,), of each rank that has a pack, by a work of whole documents such as
-        `CostModel.forward`."""
-        slices = None if self.slices is None else np.concatenate(self.slices)
-        firsts = np.cumsum([0] + [len(pack) for pack in self.packs[:-1]])
-        whole = np.add.reduceat(slice_work(work_of, np.concatenate(self.packs), slices), firsts)
-        return whole / self.sharers
+        """float64 (packs,), each rank's share, by a work of whole documents such as `CostModel.forward`."""
+        slices = [pack.slices for pack in self.packs if pack.slices is not None]
+        documents = np.concatenate([pack.documents for pack in self.packs])
+        firsts = np.cumsum([0] + [len(pack.documents) for pack in self.packs[:-1]])
+        works = slice_work(work_of, documents, np.concatenate(slices) if slices else None)
+        return np.add.reduceat(works, firsts) / self.sharers
 
     @property
     def sharers(self) -> Ints:
         """int64 (packs,), data-parallel ranks that share each pack."""
-        if self.assigned is None:
-            return np.ones(len(self.packs), dtype=np.int64)
-        return np.bincount(np.concatenate(self.assigned), minlength=len(self.packs))
+        return np.array([pack.sharers for pack in self.packs])
 
     def pass_work(self, model: CostModel) -> tuple[Floats, Floats]:
-        """float64 (packs,) each, work of forward passes and of backward passes, which compute the forward
-        pass again where they have packs of their own."""
-        of_backward = model.backward if self.by_pass.same else model.recomputed
-        return self.work(model.forward), self.by_pass.backward.work(of_backward)
+        """float64 (packs,) each, work of forward and of backward passes; 0 where a pack has none.
 
-    def elsewhere(self, pack: int) -> Slices | None:
-        """What other packs have of one's documents; None where they are not sliced."""
-        slices = None if self.slices is None else self.slices[pack]
-        return Slices.of(slices, self.packs[pack][:, LENGTH], self.one_pass)
+        Where passes have packs of their own the backward passes compute the forward pass again.
+        """
+        forward, backward = (np.array([kind in pack.passes for pack in self.packs]) for kind in "FB")
+        of_backward = model.backward if forward.all() else model.recomputed
+        return self.work(model.forward) * forward, self.work(of_backward) * backward
 
-    def parts(self, packs: Sequence[int]) -> list[Parts]:
-        """Documents and slices of some packs, where documents are sliced."""
-        assert self.slices is not None
-        return [(self.packs[pack], self.slices[pack]) for pack in packs]
+    def of_rank(self, dp_rank: int) -> list[MicroBatch]:
+        """The packs of a data-parallel rank, by their index."""
+        assert self.assigned is not None
+        return [self.packs[number] for number in self.assigned[dp_rank]]
+
+
+def drafts(packs: Iterable[Pack]) -> list[MicroBatch]:
+    """Micro-batches of whole documents."""
+    return [MicroBatch(documents) for documents in packs]
 
 
 AskRank0 = Callable[[Callable[[], Floats]], Floats]
@@ -172,9 +161,9 @@ class PackingPolicy(Plugin, ABC):
             """What follows the memory of a rank that runs its packs."""
             return RankPeak
 
-        def pass_times(self, job: Job, packs: ByPass[MicroBatches]) -> PassTimes:
+        def pass_times(self, job: Job, micro_batches: MicroBatches) -> PassTimes:
             """How long its packs take, as of the function of this name."""
-            return pass_times(job, packs.forward)
+            return pass_times(job, micro_batches)
 
         @property
         def most_in_flight(self) -> int | None:
@@ -203,14 +192,12 @@ class PackingPolicy(Plugin, ABC):
     def next(self) -> Packing:
         """The packs of the next step."""
 
-    def flows(
-        self, packing: Packing, forward: Floats, backward: Floats, ranks: Collection[int]
-    ) -> tuple[Flow, ...] | None:
+    def flows(self, packing: Packing, ranks: Collection[int]) -> tuple[Flow, ...] | None:
         """What the pipeline ranks run, as of `Plan.flows`; None leaves it to the schedule.
 
         Args:
-            forward, backward: float64 (packs,), work of its packs, and of those of backward passes.
-            ranks: the data-parallel ranks that it is asked of; the others' are empty.
+            packing: what `next` gave last.
+            ranks: the data-parallel ranks that it is asked for; the others' are empty.
         """
         return None
 

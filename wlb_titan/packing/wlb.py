@@ -38,7 +38,7 @@ from wlb_titan.packing.arrivals import (
 )
 from wlb_titan.packing.bins import REMAINS, pack_by_work
 from wlb_titan.packing.plain import MOST_MICRO_BATCHES, imbalance_of_plain, mean_imbalance
-from wlb_titan.packing.policy import Packing, VariableLengthPolicy
+from wlb_titan.packing.policy import Packing, VariableLengthPolicy, drafts
 from wlb_titan.plan import ID, LENGTH, START
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class Wlb(VariableLengthPolicy):
         packed = assigned != REMAINS
         self._remained = documents[~packed]
         assigned = topped_up(assigned[packed], tokens[packed], self._micro_batches, self._least)
-        return Packing(split(delayed(documents[packed], iteration), assigned, self._micro_batches))
+        return Packing(drafts(split(delayed(documents[packed], iteration), assigned, self._micro_batches)))
 
     def _enqueue(self, documents: Waiting) -> Waiting:
         """Puts outliers into their queues and returns the others."""

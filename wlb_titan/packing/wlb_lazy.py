@@ -73,7 +73,7 @@ from wlb_titan.packing.arrivals import (
 )
 from wlb_titan.packing.bins import REMAINS, Bins
 from wlb_titan.packing.plain import imbalance_of_plain
-from wlb_titan.packing.policy import Packing, VariableLengthPolicy
+from wlb_titan.packing.policy import Packing, VariableLengthPolicy, drafts
 from wlb_titan.plan import LENGTH, START
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class WlbLazy(VariableLengthPolicy):
             self._limit,
             self._least,
         )
-        return Packing(split(delayed(documents, iteration), assigned, self._micro_batches))
+        return Packing(drafts(split(delayed(documents, iteration), assigned, self._micro_batches)))
 
     def _choose(self, lengths: Ints, works: Floats, overdue: Bools) -> tuple[int, int]:
         """The documents to run, from the first number to before the second; they fill N micro-batches.

@@ -19,7 +19,7 @@ have one graph and differ only in times.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -69,8 +69,8 @@ class PipelineGraph:
     Args:
         micro_batches: n, at least 1.
         actions: what each rank runs, in order; None takes the schedule's own.
-        needed: the last forward pass on the last stage that each backward pass waits for; None: its own
-            micro-batch's.
+        needed: the last forward pass on the last stage that each backward pass waits for, by their places;
+            None: its own micro-batch's.
 
     Attributes:
         actions: actions of all ranks, each after all that it waits for.
@@ -81,10 +81,10 @@ class PipelineGraph:
         shape: PipelineShape,
         micro_batches: int,
         actions: Sequence[Sequence[Action]] | None = None,
-        needed: Sequence[int] | None = None,
+        needed: Mapping[int, int] | None = None,
     ) -> None:
         self.shape = shape
-        self._of_backward = range(micro_batches) if needed is None else needed
+        self._of_backward = needed or {}
         self.actions: list[Action] = []
         self._waits: list[tuple[int, int, bool]] = []
         """Numbers (from 1; 0 is none) of the rank's action before and of the action whose data is needed, and
@@ -98,26 +98,22 @@ class PipelineGraph:
         times: PassTimes,
         delay: Floats | float = 0.0,
         earliest: Floats | float = 0.0,
-        backward_delay: Floats | float | None = None,
     ) -> Floats:
         """When every action ends.
 
         Args:
             delay: time of data from one rank to the next: a number, or float64 (n, k) by micro-batch.
             earliest: when actions may begin: a number, or float64 (actions, k).
-            backward_delay: time of gradients; None is `delay`.
 
         Returns:
             float64 (actions, k); the step takes the largest of them.
         """
-        back = delay if backward_delay is None else backward_delay
-        forward, backward = (np.broadcast_to(each, times.forward.shape[1:]) for each in (delay, back))
+        delays = np.broadcast_to(delay, times.forward.shape[1:])
         ends = np.zeros((len(self.actions) + 1, times.forward.shape[2]))
         ends[1:] = earliest
         for number, (action, (before, needed, crosses)) in enumerate(
             zip(self.actions, self._waits, strict=True), start=1
         ):
-            delays = forward if action.kind == "F" else backward
             ready = ends[needed] + delays[action.place] if crosses else ends[needed]
             np.maximum(ends[number], ready, out=ends[number])
             np.maximum(ends[number], ends[before], out=ends[number])
@@ -181,6 +177,6 @@ class PipelineGraph:
         if kind == "W":
             return numbers.get(Action("I", stage, place))
         if stage == self.shape.stages - 1:
-            return numbers.get(Action("F", stage, self._of_backward[place]))
+            return numbers.get(Action("F", stage, self._of_backward.get(place, place)))
         whole = numbers.get(Action("B", stage + 1, place))
         return whole if whole is not None else numbers.get(Action("I", stage + 1, place))

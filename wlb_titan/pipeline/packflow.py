@@ -41,22 +41,20 @@ s mod ranks, which `runtime.pipeline.build.PackFlowSchedule` relies on."""
 
 @dataclass(frozen=True, slots=True)
 class Packs:
-    """The MicroPacks of a data-parallel rank, as the order of passes sees them.
+    """The n MicroPacks of a data-parallel rank, as the order of passes sees them.
 
     Attributes:
         forward: float64 (n,), time of each pack's forward pass through all stages of one rank, in any unit.
-        backward: float64 (m,), of each backward pack.
         tokens: float64 (n,), that a forward pass puts in flight.
-        freed: float64 (m,), that a backward pass takes out of flight.
-        order: the order of the backward passes, a permutation of 0 .. m - 1.
-        needed: the last forward pass that each backward pass waits for; never falls along `order`.
+        backward: float64 (n,), time of the backward passes, in the order of running.
+        freed: float64 (n,), that these take out of flight.
+        needed: the last forward pass that each of them waits for; never falls.
     """
 
     forward: Floats
-    backward: Floats
     tokens: Floats
+    backward: Floats
     freed: Floats
-    order: Sequence[int]
     needed: Sequence[int]
 
 
@@ -65,7 +63,7 @@ class PackOrder:
     """An order of passes, and what it comes to.
 
     Attributes:
-        flow: what each pipeline rank runs.
+        flow: what each pipeline rank runs; the `place` of a backward pass is its place in their order.
         seconds: time of the step, in the unit of the passes' times.
     """
 
@@ -118,16 +116,14 @@ class _Run:
         ranks, chunks = shape.ranks, shape.chunks
         self._shape = shape
         self._limit = np.inf if limit is None else limit
-        order = list(packs.order)
-        self._order = order
         self._forward = (packs.forward / chunks).tolist()
-        self._backward = (packs.backward / chunks)[order].tolist()
+        self._backward = (packs.backward / chunks).tolist()
         self._tokens = (packs.tokens / chunks).tolist()
-        self._freed = (packs.freed / chunks)[order].tolist()
-        self._needed = [packs.needed[pack] for pack in order]
+        self._freed = (packs.freed / chunks).tolist()
+        self._needed = packs.needed
         # What each rank runs: (which of its stages, place), in the order of its rounds.
         self._forwards = _rounds(len(packs.forward), ranks, range(chunks))
-        self._backwards = _rounds(len(order), ranks, range(chunks - 1, -1, -1))
+        self._backwards = _rounds(len(packs.backward), ranks, range(chunks - 1, -1, -1))
         number = {run: k for k, run in enumerate(self._forwards)}
         waits = (number[chunks - 1, self._needed[place]] + 1 for _, place in self._backwards)
         self._waits = list(itertools.accumulate(waits, max))
@@ -199,7 +195,7 @@ class _Run:
         else:
             end = begin + self._backward[place]
             self._live[rank] -= self._freed[place]
-            self._actions[rank].append(Action("B", stage, self._order[place]))
+            self._actions[rank].append(Action("B", stage, place))
             neighbour = stage - 1
         self._done[kind][rank] += 1
         self._ends[kind][stage].append(end)

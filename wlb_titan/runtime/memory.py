@@ -17,7 +17,7 @@ from wlb_titan.memory.fits import fullest, usable_share
 from wlb_titan.memory.rank import GIB, TERMS, Passes, RankMemory
 from wlb_titan.plan import Plan
 from wlb_titan.runtime.agreement import check_same
-from wlb_titan.simulator.replicas import flow_memory, replica_memory
+from wlb_titan.simulator.replicas import flow_memory, rank_memory
 
 FIRST_STEPS = 12
 """Steps of slices that are planned to tell how much memory they take."""
@@ -34,7 +34,7 @@ def predicted_memory(job: Job, length: int) -> tuple[RankMemory, ...] | None:
 
 def planned_memory(job: Job, plan: Plan, replica: int) -> tuple[RankMemory, ...] | None:
     """The peak of each pipeline rank with the micro-batches that a plan gives one data-parallel rank."""
-    return _known(job, lambda: replica_memory(job, plan, replica))
+    return _known(job, lambda: rank_memory(job, plan, replica))
 
 
 def _known(job: Job, memory: Callable[[], tuple[RankMemory, ...]]) -> tuple[RankMemory, ...] | None:

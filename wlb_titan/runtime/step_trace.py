@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from wlb_titan.plan import Plan, imbalance_degree
+from wlb_titan.plan import Plan, imbalance_by_pass
 from wlb_titan.runtime.dump_folder import TRACES
 from wlb_titan.runtime.metrics import metrics_rank, warn_once
 from wlb_titan.simulator.measured import Pass
@@ -157,27 +157,24 @@ class StepTrace:
             write_trace(spans(ranks, plan), os.path.join(self._folder, f"step-{step}.json"))
         except OSError as error:
             warn_once(f"Traces cannot be written to {self._folder}: {error.strerror}. Training goes on.")
-        figures = {"measured_imbalance": measured_imbalance(ranks, apart=not plan.by_pass.same)}
+        figures = {"measured_imbalance": measured_imbalance(ranks, plan)}
         if self._dims.pp_enabled:
             figures["bubble"] = bubble(ranks)
         return figures
 
 
-def measured_imbalance(ranks: Sequence[RankPasses], *, apart: bool = False) -> float:
+def measured_imbalance(ranks: Sequence[RankPasses], plan: Plan) -> float:
     """Largest over mean time of the job's micro-batches, as the predicted `imbalance` of a plan.
 
     The time of a micro-batch is that of its passes through all stages, each the mean over the context- and
     tensor-parallel ranks that share it.
-
-    Args:
-        apart: whether backward passes have micro-batches of their own.
     """
-    seconds: dict[bool, dict[tuple[int, int], float]] = defaultdict(lambda: defaultdict(float))
+    seconds: dict[tuple[int, int], float] = defaultdict(float)
     sharers = len({(rank.cp, rank.tp) for rank in ranks})
     for rank in ranks:
         for one in rank.passes:
-            seconds[apart and one.kind == "F"][rank.dp, one.micro_batch] += one.seconds / sharers
-    return imbalance_degree(*(list(of_pass.values()) for of_pass in seconds.values()))
+            seconds[rank.dp, one.micro_batch] += one.seconds / sharers
+    return imbalance_by_pass(plan.micro_batches, [seconds[m.dp_rank, m.index] for m in plan.micro_batches])
 
 
 def bubble(ranks: Sequence[RankPasses]) -> float:
@@ -196,15 +193,14 @@ def bubble(ranks: Sequence[RankPasses]) -> float:
 def spans(ranks: Sequence[RankPasses], plan: Plan) -> Iterator[Span]:
     """A process for each data-parallel rank, a track for each of its ranks, and a span for each pass."""
     for rank in ranks:
-        forward, backward = plan.replica(rank.dp)
+        micro_batches = plan.of_rank(rank.dp)
         track = " ".join(
             f"{axis} {getattr(rank, axis)}"
             for axis in ("pp", "cp", "tp")
             if len({getattr(other, axis) for other in ranks}) > 1
         )
         for one in rank.passes:
-            # Losses too belong to the micro-batches of backward passes, where these are others.
-            micro_batch = (forward if one.kind.startswith("F") else backward)[one.micro_batch]
+            micro_batch = micro_batches[one.micro_batch]
             facts: dict[str, Any] = {
                 "stage": one.stage,
                 "tokens": micro_batch.length,

@@ -22,8 +22,8 @@ import numpy as np
 from wlb_titan.arrays import Bools, Floats, Ints
 from wlb_titan.cost.cluster import Cluster, Link
 from wlb_titan.job import Job
-from wlb_titan.plan import ByPass, MicroBatch, Plan, micro_batches_of
-from wlb_titan.simulator.replicas import pass_seconds
+from wlb_titan.packing.predicted import pass_seconds
+from wlb_titan.plan import MicroBatch, Plan
 
 HALVES = {"F": [0], "L": [0], "FB": [0, 1, 2], "B": [1, 2], "R": [1, 2], "I": [1], "W": [2]}
 """What a kind of pass is of forward passes, inputs and weights; several it is in the shares predicted."""
@@ -106,7 +106,7 @@ class Measured:
 def measured(job: Job, plans: Sequence[Plan], steps: Sequence[Sequence[MeasuredStep]]) -> Measured:
     """The passes of planned steps, from the ranks that ran each of them, at least one."""
     quiet = job.on(without_waiting(job.cluster))
-    packs = micro_batches_of(plans)
+    packs = [m for plan in plans for m in plan.micro_batches]
     step = [number for number, plan in enumerate(plans) for _ in plan.micro_batches]
     # Collectives that were counted are not predicted once more.
     rest = job
@@ -121,7 +121,7 @@ def measured(job: Job, plans: Sequence[Plan], steps: Sequence[Sequence[MeasuredS
     seconds = np.stack([_filled(*one, job.layers) for one in zip(passes, slowest, strict=True)])
     return Measured(
         seconds=seconds + waiting - slowest,
-        known=np.asarray(np.isfinite(passes).all(axis=0)),
+        known=np.asarray(np.isfinite(passes).any(axis=0)),
         step=np.array(step),
         optimizer=np.array([max(rank.optimizer for rank in ranks) for ranks in steps]),
         rest=rest,
@@ -147,12 +147,12 @@ class _Found:
         predicted: what is predicted of the ranks that ran it, the most of them, in the same shape.
     """
 
-    def __init__(self, job: Job, packs: ByPass[list[MicroBatch]], step: Sequence[int]) -> None:
+    def __init__(self, job: Job, packs: Sequence[MicroBatch], step: Sequence[int]) -> None:
         self.passes = np.full((3, len(job.layers), len(step)), np.nan)
         self.predicted = np.zeros_like(self.passes)
-        numbered = enumerate(zip(step, packs.forward, strict=True))
+        numbered = enumerate(zip(step, packs, strict=True))
         self._places = {(step, m.dp_rank, m.index): place for place, (step, m) in numbered}
-        self._apart = not packs.same
+        self._apart = packs[0].passes != "FB"
         # Data-parallel ranks that meet in FSDP's collectives, if nothing hides these.
         self._meeting = 1 if job.overlap or job.degrees.pipeline > 1 else job.degrees.shard
 

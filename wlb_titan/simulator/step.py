@@ -27,14 +27,14 @@ from wlb_titan.memory.fits import fullest
 from wlb_titan.memory.rank import RankMemory, weighted_tokens
 from wlb_titan.pipeline.graph import PassTimes, PipelineGraph
 from wlb_titan.pipeline.schedule import rank_actions
-from wlb_titan.plan import ByPass, Plan, micro_batches_of
+from wlb_titan.plan import Plan
 from wlb_titan.simulator.dimensions import meetings, own_weights, together, with_dimensions
 from wlb_titan.simulator.measured import Measured
 from wlb_titan.simulator.replicas import (
     flow_memory,
     in_runs,
     planned_times,
-    replica_memory,
+    rank_memory,
     run_flows,
     transfer_seconds,
 )
@@ -128,8 +128,9 @@ def simulate(job: Job, plans: Sequence[Plan], measured: Measured | None = None) 
         return _joined(alike, parts)
     replicas, run = job.replicas, _run(job, plans)
     runs = len(plans[0].micro_batches) // (replicas * run)
-    times, both_tokens = planned_times(job, micro_batches_of(plans), run)  # steps x replicas x runs
-    times, tokens = with_dimensions(job, times), both_tokens.forward
+    micro_batches = [m for plan in plans for m in plan.micro_batches]
+    times, tokens = planned_times(job, micro_batches, run)  # steps x replicas x runs
+    times = with_dimensions(job, times)
     if measured is not None:
         times = in_runs(measured.seconds, run)
     if job.degrees.pipeline == 1 and job.degrees.shard > 1:
@@ -140,7 +141,7 @@ def simulate(job: Job, plans: Sequence[Plan], measured: Measured | None = None) 
         seconds, busy = graph.ends(times, delays).max(axis=0), graph.busy(times).mean(axis=0)
         memory = peak_memory(job, plans, tokens.astype(np.int64), runs)
     else:
-        seconds, busy = run_flows(job, plans, times, delays, transfer_seconds(job, both_tokens.backward))
+        seconds, busy = run_flows(job, plans, times, delays)
         memory = flow_memory(job, plans)
     by_replica = seconds.reshape(len(plans), replicas, runs).sum(axis=2)
     numbers = np.array([plan.iteration + 1 for plan in plans])
@@ -198,14 +199,12 @@ def peak_memory(job: Job, plans: Sequence[Plan], tokens: Ints, runs: int) -> tup
     result = []
     for rank in range(job.degrees.pipeline):
         actions = list(rank_actions(job.shape, len(tokens), rank))
-        in_flight = np.max(weighted_tokens(actions, ByPass(tokens, tokens), job.layers), axis=0).reshape(
-            -1, runs
-        )
+        in_flight = np.max(weighted_tokens(actions, tokens, job.layers), axis=0).reshape(-1, runs)
         candidates = {int(in_flight[:, 0].argmax())}
         if runs > 1:
             candidates.add(int(in_flight[:, 1:].max(axis=1).argmax()))
         steps = [divmod(step, job.replicas) for step in candidates]
-        peaks = [replica_memory(job, plans[step], replica)[rank] for step, replica in steps]
+        peaks = [rank_memory(job, plans[step], replica)[rank] for step, replica in steps]
         result.append(fullest(peaks))
     return tuple(result)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,16 +10,16 @@ import numpy as np
 from wlb_titan.arrays import Bools, Floats
 from wlb_titan.job import Job
 from wlb_titan.memory.rank import weighted_tokens
-from wlb_titan.packing.slim.slices import ReplicaPacks, kind, passes_of
+from wlb_titan.packing.predicted import held
+from wlb_titan.packing.slim.slices import kind
 from wlb_titan.pipeline.graph import PassTimes
-from wlb_titan.plan import LENGTH, Action, MicroBatch, Plan
+from wlb_titan.plan import Action, MicroBatch, Plan
 from wlb_titan.simulator.measured import Measured
 from wlb_titan.simulator.replicas import (
     Replica,
     cache_bytes,
     ends_together,
     in_runs,
-    keys_of,
     planned_times,
     replicas_of,
     transfer_seconds,
@@ -66,16 +65,15 @@ def step_timeline(
     """
     number = len(plan.of_rank(0))
     run = number if plan.flows is not None else job.run or number
-    times, tokens = planned_times(job, plan.by_pass, run)
+    times, tokens = planned_times(job, plan.micro_batches, run)
     if measured is not None:
         times = in_runs(measured.seconds, run)
-    delays = tokens.each(partial(transfer_seconds, job))
+    delays = transfer_seconds(job, tokens)
     pictures = [_Picture(job, name) for _ in range(job.degrees.data)]
     for first in range(0, number, run):
         k = slice(first // run, None, number // run)  # of every replica
         own = PassTimes(*(array[..., k] for array in times))
-        ahead, back = (seconds[:, k] for seconds in delays)
-        replicas = replicas_of(job, plan, own, ahead, back, slice(first, first + run))
+        replicas = replicas_of(job, plan, own, delays[:, k], slice(first, first + run))
         for rank, ends in enumerate(ends_together(replicas)):
             before = rank * number + first
             known = None if measured is None else measured.known[:, before : before + run]
@@ -104,23 +102,20 @@ class _Picture:
     def add(self, replica: Replica, ends: Floats, known: Bools | None) -> None:
         """A run, behind those before it."""
         job, memory, here = self._job, self._job.packing.rank_memory, replica.micro_batches
-        keys = partial(keys_of, job=job)
-        passes = passes_of(here.each(ReplicaPacks.of, keys), None)
-        kept = here.each(
-            lambda packs: [
-                memory.layer_bytes(job.token_bytes_of(m.sharers, keys(m))) * m.shared_length for m in packs
-            ]
-        )
+        packs = held(job, here)
+        kept = [
+            memory.layer_bytes(job.token_bytes_of(m.sharers, m.keys)) * m.length * m.sharers for m in packs
+        ]
         for rank in range(job.degrees.pipeline):
             numbers = [i for i, a in enumerate(replica.graph.actions) if job.shape.rank_of(a.stage) == rank]
             actions = [replica.graph.actions[i] for i in numbers]
-            held = weighted_tokens(actions, kept, memory.kept_layers(job.layers))
-            cached = cache_bytes(job, actions, passes)
+            live = weighted_tokens(actions, kept, memory.kept_layers(job.layers))
+            cached = cache_bytes(job, actions, packs)
             self._seconds[rank].extend(self._begin + ends[i] for i in numbers)
-            self._bytes[rank].extend(own + more for own, more in zip(held, cached, strict=True))
+            self._bytes[rank].extend(own + more for own, more in zip(live, cached, strict=True))
             for action, end in zip(actions, ends[numbers].tolist(), strict=True):
                 seconds = float(replica.times.of(action)[0])
-                micro_batch = here.of(action.kind)[action.place]
+                micro_batch = here[action.place]
                 self._spans.append(
                     Span(
                         process=self._name,
@@ -137,7 +132,7 @@ class _Picture:
                     )
                 )
         self._begin += float(ends.max())
-        self._first += len(here.forward)
+        self._first += len(here)
 
 
 def _origin(action: Action, known: Bools | None) -> dict[str, str]:
@@ -164,8 +159,8 @@ def _slices_of(micro_batch: MicroBatch) -> dict[str, Any]:
     """What a timeline says of a MicroPack: its formation state and the tokens of its slices."""
     if micro_batch.slices is None:
         return {}
-    lengths = micro_batch.documents[:, LENGTH]
-    state = {"MicroPack": kind(micro_batch.slices, lengths)}
+    lengths = micro_batch.lengths
+    state = {"MicroPack": kind(micro_batch)}
     slices = ", ".join(
         f"{prefix}-{prefix + length} of {total}"
         for length, (prefix, total) in zip(lengths.tolist(), micro_batch.slices.tolist(), strict=True)

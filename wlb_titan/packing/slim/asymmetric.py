@@ -32,21 +32,19 @@ from wlb_titan.context import sequence_positions
 from wlb_titan.cost.analytic import BYTES
 from wlb_titan.cost.passes import MicroBatches, pass_times
 from wlb_titan.memory.layer import TokenBytes
-from wlb_titan.memory.rank import Moment, Passes, RankPeak
+from wlb_titan.memory.rank import Moment, RankPeak
 from wlb_titan.packing.slim.slices import (
     MicroPack,
-    Parts,
     Slice,
     WorkOf,
     check_count,
     most_slices,
     none_empty,
-    parts,
     piece_numbers,
     work_table,
 )
 from wlb_titan.pipeline.graph import PassTimes
-from wlb_titan.plan import LENGTH, PREFIX, TOTAL, ByPass, MicroBatch
+from wlb_titan.plan import PREFIX, TOTAL, MicroBatch
 
 if TYPE_CHECKING:
     from wlb_titan.job import Job
@@ -136,18 +134,24 @@ def _renumbered(piece: MicroPack, order: Ints) -> MicroPack:
     return [Slice(int(order[document]), start, stop) for document, start, stop in piece]
 
 
-def last_needed(forward: Sequence[Parts], backward: Sequence[Parts]) -> list[int]:
+def last_needed(packs: Sequence[MicroBatch]) -> list[int]:
     """The last forward pass that each backward pack waits for: that of its documents' last tokens.
 
     Args:
-        forward, backward: packs of one data-parallel rank, in the order of running.
+        packs: those of one data-parallel rank, the backward ones behind the forward ones.
     """
-    numbers = piece_numbers([*forward, *backward])
+    numbers = piece_numbers(packs)
     ends: dict[int, int] = {}
-    for pack, ((documents, slices), own) in enumerate(zip(forward, numbers, strict=False)):
-        last = slices[:, PREFIX] + documents[:, LENGTH] == slices[:, TOTAL]
-        ends |= dict.fromkeys(own[last].tolist(), pack)
-    return [max(ends[piece] for piece in own.tolist()) for own in numbers[len(forward) :]]
+    for place, (pack, own) in enumerate(zip(packs, numbers, strict=True)):
+        assert pack.slices is not None
+        if pack.passes != "B":
+            last = pack.slices[:, PREFIX] + pack.lengths == pack.slices[:, TOTAL]
+            ends |= dict.fromkeys(own[last].tolist(), place)
+    return [
+        max(ends[piece] for piece in own.tolist())
+        for pack, own in zip(packs, numbers, strict=True)
+        if pack.passes != "F"
+    ]
 
 
 class TokenMoves(NamedTuple):
@@ -170,37 +174,36 @@ class TokenMoves(NamedTuple):
     over: tuple[int, ...] = ()
 
 
-def token_moves(
-    forward: Sequence[MicroBatch], backward: Sequence[MicroBatch], tensor_ranks: int, rank: int
-) -> list[TokenMoves]:
+def token_moves(packs: Sequence[MicroBatch], tensor_ranks: int, rank: int) -> list[TokenMoves]:
     """How this rank gets its share of hidden states, for each backward micro-batch.
 
     Args:
-        forward, backward: micro-batches of one data-parallel rank, of the same tokens.
+        packs: micro-batches of one data-parallel rank, the backward ones behind the forward ones, whose
+            tokens they have.
         tensor_ranks: ranks among which sequence parallelism divides a context-parallel rank's tokens; 1
             without it.
         rank: this one's number among those that share a micro-batch, tensor-parallel ranks innermost.
     """
-    tokens = _token_numbers([*forward, *backward])
-    own, others = tokens[: len(forward)], tokens[len(forward) :]
-    shares = [_shares(m, tensor_ranks) for m in forward]
-    # Of every token the forward micro-batch that has it, the rank that keeps it, and its row there.
-    pack, holder, row = np.empty((3, sum(map(len, own))), dtype=np.int64)
-    for number, (here, share) in enumerate(zip(own, shares, strict=True)):
+    tokens = _token_numbers(packs)
+    shares = [_shares(pack, tensor_ranks) for pack in packs]
+    ahead = sum(pack.passes == "F" for pack in packs)
+    # For every token the forward micro-batch that has it, the rank that keeps it, and its row there.
+    pack, holder, row = np.empty((3, sum(map(len, tokens[:ahead]))), dtype=np.int64)
+    for number, (here, share) in enumerate(zip(tokens[:ahead], shares[:ahead], strict=True)):
         at = np.argsort(share, axis=None)[: len(here)]
         pack[here] = number
         holder[here], row[here] = np.divmod(at, share.shape[1])
     result = []
-    last = np.full(len(forward), -1)
-    for number, (m, here) in enumerate(zip(backward, others, strict=True)):
-        wanted = [here[share[share < len(here)]] for share in _shares(m, tensor_ranks)]
+    last = np.full(ahead, -1)
+    for number, (here, share) in enumerate(zip(tokens[ahead:], shares[ahead:], strict=True)):
+        wanted = [here[own[own < len(here)]] for own in share]
         sent = [each[holder[each] == rank] for each in wanted]
         moved = np.concatenate(sent)
         sources = np.unique(pack[moved])
         last[sources] = number
         lengths = np.array([shares[source].shape[1] for source in sources], dtype=np.int64)
         begins = np.cumsum(lengths) - lengths
-        (places,) = np.nonzero(_shares(m, tensor_ranks)[rank] < len(here))
+        (places,) = np.nonzero(share[rank] < len(here))
         by_holder = np.argsort(holder[wanted[rank]], kind="stable")
         result.append(
             TokenMoves(
@@ -214,28 +217,27 @@ def token_moves(
     return [one._replace(over=tuple(np.flatnonzero(last == j).tolist())) for j, one in enumerate(result)]
 
 
-def _token_numbers(micro_batches: Sequence[MicroBatch]) -> list[Ints]:
+def _token_numbers(packs: Sequence[MicroBatch]) -> list[Ints]:
     """int64 (tokens,) for each micro-batch, numbers by which a token is found in those of both passes."""
-    packs = parts(micro_batches)
     numbers = piece_numbers(packs)
+    slices = [pack.slices for pack in packs if pack.slices is not None]
     totals = np.zeros(1 + max(int(own.max()) for own in numbers), dtype=np.int64)
-    for own, (_, slices) in zip(numbers, packs, strict=True):
-        totals[own] = slices[:, TOTAL]
+    for own, each in zip(numbers, slices, strict=True):
+        totals[own] = each[:, TOTAL]
     begins = np.cumsum(totals) - totals
     result = []
-    for own, (documents, slices) in zip(numbers, packs, strict=True):
-        lengths = documents[:, LENGTH]
-        first = begins[own] + slices[:, PREFIX] - (np.cumsum(lengths) - lengths)
+    for own, each, pack in zip(numbers, slices, packs, strict=True):
+        lengths = pack.lengths
+        first = begins[own] + each[:, PREFIX] - (np.cumsum(lengths) - lengths)
         result.append(np.repeat(first, lengths) + np.arange(int(lengths.sum())))
     return result
 
 
 def _shares(micro_batch: MicroBatch, tensor_ranks: int) -> Ints:
-    """Int64 (ranks, L), where in the sequence the tokens lie that each rank holds; padding comes last."""
+    """int64 (ranks, L), where in the sequence the tokens lie that each rank holds; padding comes last."""
     if micro_batch.ranks is None:
         return np.arange(micro_batch.length).reshape(tensor_ranks, -1)
-    lengths = micro_batch.documents[:, LENGTH]
-    positions = sequence_positions(micro_batch.ranks, lengths, micro_batch.length)
+    positions = sequence_positions(micro_batch.ranks, micro_batch.lengths, micro_batch.length)
     return positions.reshape(len(micro_batch.ranks) * tensor_ranks, -1)
 
 
@@ -248,18 +250,18 @@ def kept_states(layers: Sequence[int]) -> list[int]:
     return [n - (stage == 0 and n > 0) + (stage == last) for stage, n in enumerate(layers)]
 
 
-def regrouped_times(job: Job, packs: ByPass[MicroBatches]) -> PassTimes:
-    """The passes of micro-batches, as of `pass_times`."""
-    times = packs.each(lambda one: pass_times(job, one))
+def regrouped_times(job: Job, micro_batches: MicroBatches) -> PassTimes:
+    """The passes of micro-batches, as of `pass_times`; of each, one kind of them runs."""
+    times, tokens = pass_times(job, micro_batches), micro_batches.tokens
     head = np.zeros((len(job.layers), 1, 1))
     head[-1] = job.token.head
     sharing = job.degrees.context * job.degrees.tensor
     states = np.array(kept_states(job.layers))[:, None, None]
     received = states * job.cluster.all_to_all(job.model.hidden * BYTES / sharing, sharing)
     return PassTimes(
-        forward=times.forward.forward - head * packs.forward.tokens,
-        inputs=times.backward.inputs + (head + received) * packs.backward.tokens,
-        weights=times.backward.weights,
+        forward=times.forward - head * tokens,
+        inputs=times.inputs + (head + received) * tokens,
+        weights=times.weights,
     )
 
 
@@ -275,9 +277,6 @@ class RegroupedRank(RankPeak):
     @staticmethod
     def kept_layers(layers: Sequence[int]) -> Sequence[int]:
         return kept_states(layers)
-
-    def _inputs(self, passes: Passes) -> float:
-        return sum(map(self._of_packs, passes.packs))
 
     def _kept(self, token: TokenBytes, stage: int) -> float:
         return self.layer_bytes(token) * self.kept_layers(self._job.layers)[stage]

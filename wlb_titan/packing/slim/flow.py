@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats, Ints
-from wlb_titan.context import ALL_KEYS, after, whole
-from wlb_titan.cost.passes import MicroBatches
 from wlb_titan.memory.fits import fullest
-from wlb_titan.memory.rank import Passes, RankMemory
+from wlb_titan.memory.rank import RankMemory
 from wlb_titan.packing.policy import Packing
+from wlb_titan.packing.predicted import pass_seconds, replica_memory
 from wlb_titan.packing.slim.asymmetric import last_needed
-from wlb_titan.packing.slim.slices import ReplicaPacks, passes_of, sliced_document
+from wlb_titan.packing.slim.slices import sliced_document
 from wlb_titan.pipeline.packflow import PackOrder, Packs, backward_order, forward_needed, packflow
-from wlb_titan.plan import LENGTH, Action, Flow
+from wlb_titan.plan import Action, Flow, MicroBatch
 
 if TYPE_CHECKING:
     from wlb_titan.job import Job
@@ -31,6 +29,9 @@ PREDICTED = 64
 
 PREDICTED_IN_STEP = 4
 """The same, for a choice in every step."""
+
+LOOKED_AT = 2
+"""Data-parallel ranks of a step whose memory is predicted: those with most tokens in flight, and one more."""
 
 
 class Flows:
@@ -57,22 +58,16 @@ class Flows:
         packing, forward, backward = step
         ranks = np.array(packing.assigned)
         orders, needed = map(np.array, dependencies(packing))
+        ahead = ranks[:, : orders.shape[1]]
+        back = np.take_along_axis(ranks, orders, axis=1)
         weights = np.array([self._held[sharers] for sharers in packing.sharers.tolist()])
-        tokens, freed = (
-            (weights * [pack[:, LENGTH].sum() for pack in one.packs])[ranks] for one in packing.by_pass
-        )
-
-        def ran(values: NDArray[Any]) -> NDArray[Any]:
-            most: NDArray[Any] = np.take_along_axis(values, orders, axis=1).max(axis=0)
-            return most
-
+        tokens = weights * pack_tokens(packing)
         packs = Packs(
-            forward=forward[ranks].max(axis=0),
-            backward=ran(backward[ranks]),
-            tokens=tokens.mean(axis=0),
-            freed=np.take_along_axis(freed, orders, axis=1).mean(axis=0),
-            order=range(ranks.shape[1]),
-            needed=ran(needed).tolist(),
+            forward=forward[ahead].max(axis=0),
+            backward=backward[back].max(axis=0),
+            tokens=tokens[ahead].mean(axis=0),
+            freed=tokens[back].mean(axis=0),
+            needed=needed.max(axis=0).tolist(),
         )
         return packflow(packs, self._job.shape, slack=slack, limit=self.limit)
 
@@ -83,78 +78,56 @@ class Flows:
         take as long for their work as those next to them. To divide a pack over its ranks takes milliseconds,
         and a large job has thousands.
         """
-        forward, backward = packing.pass_work(self._job.cost_model)
-        for sharers in np.unique(packing.sharers):
-            (own,) = np.nonzero(packing.sharers == sharers)
+        times = dict(zip("FB", packing.pass_work(self._job.cost_model), strict=True))
+        alike: dict[tuple[int, str], list[int]] = {}
+        for number, pack in enumerate(packing.packs):
+            alike.setdefault((pack.sharers, pack.passes), []).append(number)
+        for (_, passes), numbers in alike.items():
+            own = np.array(numbers)
             places = np.unique(np.linspace(0, len(own) - 1, predicted).round().astype(int))
-            some = own[np.argsort(forward[own], kind="stable")[places]]
-            found = pack_seconds(self._job, packing, some)
-            for times, seconds in zip((forward, backward), found, strict=True):
-                rising = np.argsort(times[some])  # as np.interp wants it
-                work = times[some][rising]
-                times[own] *= np.interp(times[own], work, seconds[rising] / work)
-                times[some] = seconds
-        return packing, forward, backward
+            some = own[np.argsort(times[passes[0]][own], kind="stable")[places]]
+            found = self._seconds(packing, some)
+            for kind in passes:
+                _interpolated(times[kind], found[kind], own, some)
+        return packing, times["F"], times["B"]
+
+    def _seconds(self, packing: Packing, packs: Ints) -> dict[str, Floats]:
+        """float64 (n,) for each kind of pass: that of the packs with these numbers through all stages."""
+        sized = [self._job.sized(packing.packs[number]) for number in packs.tolist()]
+        forward, inputs, weights = pass_seconds(self._job, list(map(self._job.sharded, sized)))
+        return {"F": forward.sum(axis=0), "B": (inputs + weights).sum(axis=0)}
 
     def seconds(self, steps: Sequence[Timed], slack: int) -> float:
         """How long steps take whose slowest data-parallel rank is waited for."""
         return sum(self.of(step, slack).seconds for step in steps)
 
-    def peak(self, step: Timed, slack: int) -> RankMemory | None:
-        """The peak of a step's fullest GPU; None where memory is not predicted."""
-        return step_peak(step[0], self.of(step, slack).flow, self._job)
+    def peak(self, packing: Packing, flow: Flow) -> RankMemory | None:
+        """The predicted peak of a step's fullest GPU; None where memory is not predicted.
+
+        Args:
+            flow: the order of passes, as of `of`.
+        """
+        if self._job.memory_unknown:
+            return None
+        orders, _ = dependencies(packing)
+        peaks = []
+        for rank in _candidates(packing, flow, orders):
+            packs = [self._job.sized(pack) for pack in packing.of_rank(rank)]
+            peaks.append(fullest(replica_memory(self._job, packs, in_own_order(flow, orders[rank]))))
+        return fullest(peaks)
 
 
-def pack_seconds(job: Job, packing: Packing, packs: Ints) -> tuple[Floats, Floats]:
-    """float64 (n,) each, forward and backward of the packs with these numbers through all stages."""
-    forward, backward = np.empty((2, len(packs)))
-    sharers = packing.sharers[packs]
-    for ranks in np.unique(sharers).tolist():
-        (own,) = np.nonzero(sharers == ranks)
-        shared = job.merged[ranks]
-        passing = packing.by_pass.each(_passing, shared, packs[own].tolist())
-        times = shared.packing.pass_times(shared, passing)
-        forward[own] = times.forward.sum(axis=0)[0]
-        backward[own] = (times.inputs + times.weights).sum(axis=0)[0]
-    return forward, backward
+def _interpolated(times: Floats, seconds: Floats, own: Ints, some: Ints) -> None:
+    """Turns the work of the packs `own` into seconds, of which those of `some` were predicted."""
+    rising = np.argsort(times[some])  # as np.interp wants it
+    work = times[some][rising]
+    times[own] *= np.interp(times[own], work, seconds[rising] / work)
+    times[some] = seconds
 
 
-def _passing(packing: Packing, job: Job, numbers: Sequence[int]) -> MicroBatches:
-    """Some of a packing's packs, as arrays (1, packs)."""
-    return MicroBatches(*np.array([_pack(job, packing, number) for number in numbers]).T[:, None])
-
-
-def _pack(job: Job, packing: Packing, number: int) -> tuple[float, ...]:
-    """The fields of `MicroBatches` for a pack."""
-    lengths, slices = packing.packs[number][:, LENGTH], packing.elsewhere(number)
-    prefix = None if slices is None else slices.prefix
-    total = -(-int(lengths.sum()) // job.divisor) * job.divisor
-    travelling: tuple[int, ...] = ()
-    if job.strategy is None:
-        seconds = job.latency.seconds(after((whole(lengths),), prefix))
-    else:
-        _, sharding = job.strategy.shard(lengths, total, slices=slices)
-        seconds = job.strategy.seconds(after(sharding, prefix))
-        travelling = job.strategy.travelling(sharding, total, slices)
-    forward, backward = seconds.max(axis=0).tolist()
-    return total, forward, backward, *job.exchanging.seconds(travelling)
-
-
-LOOKED_AT = 2
-"""Data-parallel ranks of a step that are predicted: those with most tokens in flight, and one more."""
-
-
-def step_peak(packing: Packing, flow: Flow, job: Job) -> RankMemory | None:
-    """The predicted peak of a step's fullest GPU; None where memory is not predicted."""
-    if job.memory_unknown:
-        return None
-    orders, _ = dependencies(packing)
-    return fullest(
-        [
-            fullest(job.fitting.peak(_passes(packing, rank, in_own_order(flow, orders[rank]), job)))
-            for rank in _candidates(packing, flow, orders)
-        ]
-    )
+def pack_tokens(packing: Packing) -> Ints:
+    """int64 (packs,), tokens of documents."""
+    return np.array([pack.lengths.sum() for pack in packing.packs])
 
 
 def _candidates(packing: Packing, flow: Flow, orders: Sequence[Sequence[int]]) -> list[int]:
@@ -163,39 +136,28 @@ def _candidates(packing: Packing, flow: Flow, orders: Sequence[Sequence[int]]) -
     assert packing.assigned is not None
     if len(packing.assigned) <= LOOKED_AT:
         return list(range(len(packing.assigned)))
-    ranks = np.array(packing.assigned)
-    added, freed = (np.array([pack[:, LENGTH].sum() for pack in one.packs])[ranks] for one in packing.by_pass)
-    freed = np.take_along_axis(freed, np.array(orders), axis=1)
-    changes = [added[:, a.place] if a.kind == "F" else -freed[:, a.place] for a in flow[0]]
+    tokens = pack_tokens(packing)[np.array(packing.assigned)]
+    freed = np.take_along_axis(tokens, np.array(orders), axis=1)
+    changes = [tokens[:, a.place] if a.kind == "F" else -freed[:, a.place] for a in flow[0]]
     most = np.cumsum(changes, axis=0).max(axis=0)
     return list({*most.argsort()[-LOOKED_AT:].tolist(), int(freed.max(axis=1).argmax())})
 
 
-def _passes(packing: Packing, rank: int, flow: Flow, job: Job) -> Passes:
-    """What one data-parallel rank runs."""
-    return passes_of(packing.by_pass.each(lambda one: _packs(one, rank, job)), flow)
-
-
-def _packs(packing: Packing, rank: int, job: Job) -> ReplicaPacks:
-    assert packing.assigned is not None
-    numbers = packing.assigned[rank]
-    sharers = packing.sharers[numbers].tolist()
-    lengths = [
-        job.padded(int(packing.packs[number][:, LENGTH].sum()), ranks) // ranks
-        for number, ranks in zip(numbers, sharers, strict=True)
-    ]
-    return ReplicaPacks(lengths, sharers, [ALL_KEYS] * len(lengths), packing.parts(numbers))
-
-
 def dependencies(packing: Packing) -> tuple[list[list[int]], list[list[int]]]:
-    """The order of each data-parallel rank's backward passes, and the forward pass that each waits
+    """What backward passes of each data-parallel rank run, in order, and the forward pass that each waits
     for."""
     assert packing.assigned is not None
-    if packing.regrouped is not None:
-        needed = [last_needed(packing.parts(own), packing.regrouped.parts(own)) for own in packing.assigned]
-        return [list(range(len(own))) for own in packing.assigned], needed
-    sliced = [[sliced_document(*part) for part in packing.parts(own)] for own in packing.assigned]
-    return [backward_order(own) for own in sliced], [forward_needed(own) for own in sliced]
+    found = [_dependencies(packing.of_rank(rank)) for rank in range(len(packing.assigned))]
+    return [order for order, _ in found], [needed for _, needed in found]
+
+
+def _dependencies(packs: Sequence[MicroBatch]) -> tuple[list[int], list[int]]:
+    order = [place for place, pack in enumerate(packs) if pack.passes == "B"]
+    if order:
+        return order, last_needed(packs)
+    sliced = [sliced_document(pack) for pack in packs]
+    order, needed = backward_order(sliced), forward_needed(sliced)
+    return order, [needed[place] for place in order]
 
 
 def in_own_order(flow: Flow, order: Sequence[int]) -> Flow:

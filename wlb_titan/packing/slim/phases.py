@@ -23,7 +23,7 @@ import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -37,7 +37,7 @@ from wlb_titan.packing.slim.asymmetric import Line, asymmetric
 from wlb_titan.packing.slim.flow import PREDICTED_IN_STEP, Flows
 from wlb_titan.packing.slim.micropacks import Placing, micropacks, place_greedily
 from wlb_titan.packing.slim.slices import MicroPack, PrefixWork, Slice
-from wlb_titan.plan import LENGTH, START
+from wlb_titan.plan import LENGTH, START, MicroBatch
 
 if TYPE_CHECKING:
     from wlb_titan.job import Job
@@ -257,22 +257,22 @@ class SymmetricPacker:
 
     def _packed(self, batch: Pack, works: Floats, found: Shares, count: int, place: Placing) -> Packing:
         """Phase 2: packs of merged documents, and behind them those of each rank's own."""
-        packs: list[tuple[Pack, Ints]] = []
+        packs: list[MicroBatch] = []
         assigned: list[list[int]] = [[] for _ in found.own]
 
-        def add(documents: Pack, pack: MicroPack, ranks: Sequence[int]) -> None:
+        def add(pack: MicroBatch, ranks: Sequence[int]) -> None:
             for rank in ranks:
                 assigned[rank].append(len(packs))
-            packs.append(_rows(documents, pack))
+            packs.append(pack)
 
         for merge, pack in self._merged(batch, works, found, count):
-            add(batch, pack, merge.ranks)
+            add(_draft(batch, pack, merged=merge.ranks), merge.ranks)
         for rank, own in enumerate(found.own):
             documents, room = batch[own], count - len(assigned[rank])
             if room:
                 for pack in micropacks(documents[:, LENGTH], works[own], self._prefix_work[1], room, place):
-                    add(documents, pack, [rank])
-        return _packing(packs, assigned)
+                    add(_draft(documents, pack), [rank])
+        return Packing(packs, assigned=assigned)
 
     def _merged(
         self, batch: Pack, works: Floats, found: Shares, count: int
@@ -304,28 +304,21 @@ class AsymmetricPacker:
 
     def __call__(self, batch: Pack, count: int, place: Placing = place_greedily) -> Packing:
         works = workload(self._job.cost_model, batch[:, LENGTH])
-        passes: list[list[tuple[Pack, Ints]]] = [[], []]
+        packs: list[MicroBatch] = []
         found = whole_shares(works, batch[:, LENGTH], self._job.replicas, self._job.degrees.context)
         for own in found.own:
             documents = batch[own]
-            cut = asymmetric(documents[:, LENGTH], works[own], self._lines, count)
-            for all_, packs in zip(passes, cut, strict=True):
-                all_.extend(_rows(documents, pack) for pack in packs)
-        numbers = np.arange(len(passes[0])).reshape(self._job.replicas, count).tolist()
-        forward, backward = (replace(_packing(all_, numbers), one_pass=True) for all_ in passes)
-        return replace(forward, regrouped=backward)
+            forward, backward = asymmetric(documents[:, LENGTH], works[own], self._lines, count)
+            packs += [_draft(documents, pack, passes="F") for pack in forward]
+            packs += [_draft(documents, pack, passes="B") for pack in backward]
+        return Packing(packs, assigned=np.arange(len(packs)).reshape(self._job.replicas, -1).tolist())
 
 
-def _packing(packs: Sequence[tuple[Pack, Ints]], assigned: list[list[int]]) -> Packing:
-    rows, slices = zip(*packs, strict=True)
-    return Packing(list(rows), slices=list(slices), assigned=assigned)
-
-
-def _rows(documents: Pack, pack: MicroPack) -> tuple[Pack, Ints]:
-    """A pack's rows of documents and slices."""
+def _draft(documents: Pack, pack: MicroPack, **others: Any) -> MicroBatch:
+    """A draft of a pack of these documents."""
     which, starts, stops = np.array(pack, dtype=np.int64).T
     rows = documents[which]
     slices = np.stack([starts, rows[:, LENGTH]], axis=1)
     rows[:, START] += starts
     rows[:, LENGTH] = stops - starts
-    return rows, slices
+    return MicroBatch(rows, slices, **others)

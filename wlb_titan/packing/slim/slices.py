@@ -13,7 +13,6 @@ keys are complete only when every later slice has added its part.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,25 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_titan.arrays import Floats, Ints
-from wlb_titan.context import KeyShares
 from wlb_titan.cost.workload import CostModel, workload
 from wlb_titan.errors import PlanError
-from wlb_titan.memory.rank import CachedSlice, PackSizes, Passes
-from wlb_titan.plan import (
-    ID,
-    LENGTH,
-    PREFIX,
-    START,
-    TOTAL,
-    ByPass,
-    Flow,
-    MicroBatch,
-    Plan,
-)
+from wlb_titan.plan import ID, LENGTH, PREFIX, START, TOTAL, MicroBatch
 
 WorkOf = Callable[[NDArray[Any]], Floats]
-Parts = tuple[Ints, Ints]
-"""Documents and slices of a MicroPack: int64 (n, 4) and (n, 2), as of `MicroBatch`."""
 
 
 class Slice(NamedTuple):
@@ -61,17 +46,14 @@ MicroPack = list[Slice]
 """The slices of one forward and backward pass; whole documents are slices without a prefix."""
 
 
-def kind(slices: Ints, lengths: Ints) -> str:
+def kind(micro_batch: MicroBatch) -> str:
     """The formation state of a MicroPack (section 4).
-
-    Args:
-        slices: int64 (n, 2), columns PREFIX and TOTAL, of its documents.
-        lengths: int64 (n,), their tokens in this pack.
 
     Returns:
         `slim`: slices of documents that go on in other packs; `pack`: whole documents; `mix`: both.
     """
-    sliced = slices[:, TOTAL] > lengths
+    assert micro_batch.slices is not None
+    sliced = micro_batch.slices[:, TOTAL] > micro_batch.lengths
     return "slim" if sliced.all() else "mix" if sliced.any() else "pack"
 
 
@@ -93,82 +75,49 @@ def slice_work(work_of: WorkOf, documents: Ints, slices: Ints | None) -> Floats:
     return result
 
 
-def cache_rows(packs: Sequence[Parts]) -> list[Ints]:
-    """How the cache knows the documents of a data-parallel rank's packs, those of both passes together.
-
-    Returns:
-        Of each pack int64 (n, 4): the document's number, or -1 where every pack that has it has all of it;
-        PREFIX, LENGTH and TOTAL.
-    """
-    numbers = piece_numbers(packs)
-    parts = [own[s[:, TOTAL] > d[:, LENGTH]] for (d, s), own in zip(packs, numbers, strict=True)]
-    cut = np.unique(np.concatenate(parts))
-    return [
-        np.stack([np.where(np.isin(own, cut), own, -1), s[:, PREFIX], d[:, LENGTH], s[:, TOTAL]], axis=1)
-        for (d, s), own in zip(packs, numbers, strict=True)
-    ]
-
-
-def cached_slices(packs: Sequence[Parts]) -> list[tuple[CachedSlice, ...]]:
-    """The slices of each pack whose keys and values are cached, as memory sees them."""
-    return [tuple(CachedSlice(*row) for key, *row in rows.tolist() if key >= 0) for rows in cache_rows(packs)]
-
-
-class ReplicaPacks(NamedTuple):
-    """The packs of a data-parallel rank's passes of one kind.
-
-    Attributes:
-        lengths, sharers, keys: as of `PackSizes`.
-        parts: documents and slices of each; none where documents are not sliced.
-    """
-
-    lengths: Sequence[int]
-    sharers: Sequence[int]
-    keys: Sequence[KeyShares]
-    parts: Sequence[Parts]
-
-    @classmethod
-    def of(
-        cls, micro_batches: Sequence[MicroBatch], keys_of: Callable[[MicroBatch], KeyShares]
-    ) -> ReplicaPacks:
-        """Of planned micro-batches, of whose keys a rank has what `keys_of` says."""
-        facts = ((m.length, m.sharers, keys_of(m)) for m in micro_batches)
-        lengths, sharers, keys = zip(*facts, strict=True)
-        return cls(lengths, sharers, keys, parts(micro_batches))
-
-
-def replica_passes(plan: Plan, dp_rank: int, keys_of: Callable[[MicroBatch], KeyShares]) -> Passes:
-    """What one data-parallel rank runs in a step, as memory sees it; `keys_of` as of `ReplicaPacks.of`."""
-    flow = None if plan.flows is None else plan.flows[dp_rank]
-    return passes_of(plan.replica(dp_rank).each(ReplicaPacks.of, keys_of), flow)
-
-
-def parts(micro_batches: Sequence[MicroBatch]) -> list[Parts]:
-    """Documents and slices of MicroPacks; none of other micro-batches."""
-    return [(m.documents, m.slices) for m in micro_batches if m.slices is not None]
-
-
-def passes_of(packs: ByPass[ReplicaPacks], flow: Flow | None) -> Passes:
-    """The passes of these packs."""
-    sliced = [part for one in packs.apart for part in one.parts]
-    cached = iter(cached_slices(sliced)) if sliced else itertools.repeat(())
-
-    def sizes(one: ReplicaPacks) -> PackSizes:
-        return PackSizes(one.lengths, [next(cached) for _ in one.lengths], one.sharers, one.keys)
-
-    return Passes(packs.each(sizes), flow)
-
-
-def piece_numbers(packs: Sequence[Parts]) -> list[Ints]:
+def piece_numbers(packs: Sequence[MicroBatch]) -> list[Ints]:
     """int64 (n,) for each pack, numbers by which the slices of one document find each other.
 
     Two pieces of one document, cut at a context window, are two documents here.
     """
-    documents = np.concatenate([documents for documents, _ in packs])
-    slices = np.concatenate([slices for _, slices in packs])
-    pieces = np.stack([documents[:, ID], documents[:, START] - slices[:, PREFIX]], axis=1)
+    documents = np.concatenate([pack.documents for pack in packs])
+    prefixes = np.concatenate([pack.slices[:, PREFIX] for pack in packs if pack.slices is not None])
+    pieces = np.stack([documents[:, ID], documents[:, START] - prefixes], axis=1)
     _, numbers = np.unique(pieces, axis=0, return_inverse=True)
-    return np.split(numbers.reshape(-1), np.cumsum([len(documents) for documents, _ in packs])[:-1])
+    return np.split(numbers.reshape(-1), np.cumsum([len(pack.documents) for pack in packs])[:-1])
+
+
+def cache_rows(packs: Sequence[MicroBatch]) -> list[Ints]:
+    """How the cache knows the documents of a data-parallel rank's packs.
+
+    Returns:
+        For each pack int64 (n, 4): the document's number, or -1 where every pack that has it has all of it;
+        PREFIX, LENGTH and TOTAL.
+    """
+    numbers = piece_numbers(packs)
+    slices = [pack.slices for pack in packs if pack.slices is not None]
+    known = list(zip(packs, slices, numbers, strict=True))
+    cut = np.unique(np.concatenate([own[s[:, TOTAL] > pack.lengths] for pack, s, own in known]))
+    return [
+        np.stack([np.where(np.isin(own, cut), own, -1), s[:, PREFIX], pack.lengths, s[:, TOTAL]], axis=1)
+        for pack, s, own in known
+    ]
+
+
+def sliced_document(pack: MicroBatch) -> int:
+    """The document of which a pack has a slice, as the others of its slices find it too; -1 where it has
+    none.
+
+    Two pieces of one document, cut at a context window, are two documents here.
+    """
+    assert pack.slices is not None
+    (rows,) = np.nonzero(pack.slices[:, TOTAL] > pack.lengths)
+    if not len(rows):
+        return -1
+    assert len(rows) == 1, "a MicroPack has slices of one document at most"
+    row = rows[0]
+    # A piece is known by its document and its first token, both below 2 ** 40.
+    return int(pack.documents[row, ID]) * 2**40 + int(pack.documents[row, START] - pack.slices[row, PREFIX])
 
 
 def work_table(work_of: WorkOf, longest: int, grain: int) -> Floats:
@@ -259,22 +208,3 @@ class PrefixWork:
         nearer = wanted - self._table[above - 1] < self._table[above] - wanted
         places = none_empty(above - nearer, most)
         return [0, *(places * self.grain).tolist(), length]
-
-
-def sliced_document(documents: Ints, slices: Ints) -> int:
-    """The document of which a pack has a slice, as the others of its slices find it too; -1 where it has
-    none.
-
-    Two pieces of one document, cut at a context window, are two documents here.
-
-    Args:
-        documents: int64 (n, 4), of which the columns ID, START and LENGTH are read.
-        slices: int64 (n, 2).
-    """
-    (rows,) = np.nonzero(slices[:, TOTAL] > documents[:, LENGTH])
-    if not len(rows):
-        return -1
-    assert len(rows) == 1, "a MicroPack has slices of one document at most"
-    row = rows[0]
-    # A piece is known by its document and its first token, both below 2 ** 40.
-    return int(documents[row, ID]) * 2**40 + int(documents[row, START] - slices[row, PREFIX])

@@ -31,13 +31,13 @@ from wlb_titan.memory.rank import RankMemory, RankPeak
 from wlb_titan.packing.arrivals import Arrivals, delayed
 from wlb_titan.packing.policy import Pack, Packing, PackingPolicy
 from wlb_titan.packing.slim.asymmetric import RegroupedRank, regrouped_times
-from wlb_titan.packing.slim.flow import Flows, dependencies, in_own_order, step_peak
+from wlb_titan.packing.slim.flow import Flows, dependencies, in_own_order
 from wlb_titan.packing.slim.micropacks import MOST_TRIED, Placing, Slots, SolvedPlacing, place_greedily
 from wlb_titan.packing.slim.phases import AsymmetricPacker, Packer, SymmetricPacker, at_most
 from wlb_titan.packing.slim.trials import SLACKS, Trials, numbers_tried
 from wlb_titan.pipeline.graph import PassTimes
 from wlb_titan.pipeline.packflow import FLOW_SCHEDULES
-from wlb_titan.plan import ByPass, Flow
+from wlb_titan.plan import Flow
 
 if TYPE_CHECKING:
     from wlb_titan.job import Job
@@ -109,8 +109,8 @@ class Slim(PackingPolicy):
         def rank_memory(self) -> type[RankPeak]:
             return RegroupedRank if self.asymmetric else RankPeak
 
-        def pass_times(self, job: Job, packs: ByPass[MicroBatches]) -> PassTimes:
-            return regrouped_times(job, packs) if self.asymmetric else pass_times(job, packs.forward)
+        def pass_times(self, job: Job, micro_batches: MicroBatches) -> PassTimes:
+            return (regrouped_times if self.asymmetric else pass_times)(job, micro_batches)
 
         @property
         def most_in_flight(self) -> int | None:
@@ -213,7 +213,7 @@ class Slim(PackingPolicy):
                 break  # the documents have too few tokens for so many
             works = packing.pass_work(self._job.cost_model)
             self._flow = self._flows.of((packing, *works), self.slack).flow
-            peak = step_peak(packing, self._flow, self._job)
+            peak = self._flows.peak(packing, self._flow)
             if peak is None or peak.total <= self._job.fitting.usable:
                 return packing
             if least is None or peak.total < least[0].total:
@@ -236,9 +236,7 @@ class Slim(PackingPolicy):
             )
         self._warned = True
 
-    def flows(
-        self, packing: Packing, forward: Floats, backward: Floats, ranks: Collection[int]
-    ) -> tuple[Flow, ...]:
+    def flows(self, packing: Packing, ranks: Collection[int]) -> tuple[Flow, ...]:
         flow, (orders, _) = self._flow, dependencies(packing)
         return tuple(in_own_order(flow, order) if rank in ranks else () for rank, order in enumerate(orders))
 

@@ -82,7 +82,8 @@ class Trials:
         @cache
         def fits(choice: tuple[int, int]) -> bool:
             count, slack = choice
-            peaks = (self._flows.peak(step, slack) for step in self._tried[count])
+            steps = self._tried[count]
+            peaks = (self._flows.peak(step[0], self._flows.of(step, slack).flow) for step in steps)
             return all(peak is None or peak.total <= self._job.fitting.usable for peak in peaks)
 
         best = next((choice for choice in sorted(found, key=found.__getitem__) if fits(choice)), None)

@@ -154,12 +154,10 @@ class PlannedDataLoader(BaseDataLoader):
             shadow = self._planners["shadow"].next(sharded=[self._dp_rank])
         self._digest = plan.digest(self._digest)
         flow = None if plan.flows is None else plan.flows[self._dp_rank]
-        own = plan.replica(self._dp_rank)
-        packs = [micro_batch for of_pass in own.apart for micro_batch in of_pass]
-        sliced = [(m.documents, m.slices) for m in packs if m.slices is not None]
-        rows = cache_rows(sliced) if sliced else [None] * len(packs)
-        items = [self._item(m, own) for m, own in zip(packs, rows, strict=True)]
-        if not own.same:
+        own = plan.of_rank(self._dp_rank)
+        rows = [None] * len(own) if own[0].slices is None else cache_rows(own)
+        items = [self._item(m, cached) for m, cached in zip(own, rows, strict=True)]
+        if self._job.packing.regroups:
             rank, ranks = self._tensor_rank
             items = regrouped_items(items, own, ranks, self._context_rank * ranks + rank)
         return Step(

@@ -14,6 +14,7 @@ from torchtitan.distributed import utils as dist_utils
 
 from wlb_titan.errors import UserError
 from wlb_titan.memory.rank import GIB
+from wlb_titan.packing.predicted import travelling
 from wlb_titan.plan import Action
 from wlb_titan.runtime.attention.kv_cache import KeyValueCache
 from wlb_titan.runtime.compat import DataDependentOutputException, FakeTensorMode
@@ -23,7 +24,6 @@ from wlb_titan.runtime.lone.dry_model import AttentionOfSlices, dry_config
 from wlb_titan.runtime.lone.memory_trace import MemoryTrace
 from wlb_titan.runtime.lone.trainer import LoneTrainer
 from wlb_titan.runtime.trainer import Trainer
-from wlb_titan.simulator.replicas import travelling
 
 
 class DryTrainer(LoneTrainer):

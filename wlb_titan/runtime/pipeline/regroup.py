@@ -30,7 +30,7 @@ from torchtitan.config import ParallelismConfig
 from torchtitan.distributed import ParallelDims
 
 from wlb_titan.packing.slim.asymmetric import TokenMoves, token_moves
-from wlb_titan.plan import ByPass, MicroBatch
+from wlb_titan.plan import Flow, MicroBatch
 from wlb_titan.runtime.compat import checkpoint_wrapper
 from wlb_titan.runtime.data.inputs import REGROUPING, Item, on_host
 from wlb_titan.runtime.pipeline.build import PackFlowSchedule, Pipeline
@@ -62,22 +62,21 @@ class Regrouping:
 
 
 def regrouped_items(
-    items: Sequence[Item], packs: ByPass[tuple[MicroBatch, ...]], tensor_ranks: int, rank: int
+    items: Sequence[Item], packs: Sequence[MicroBatch], tensor_ranks: int, rank: int
 ) -> list[Item]:
     """What a rank trains on where its backward passes have micro-batches of their own.
 
     Args:
-        items: items of the micro-batches of forward and then of backward passes.
-        tensor_ranks, rank: as of `token_moves`.
+        items: those of the micro-batches `packs`.
+        packs, tensor_ranks, rank: as for `token_moves`.
 
     Returns:
         The same, with a `Regrouping` of each backward pass; those of forward passes without labels.
     """
-    ways = map(Regrouping.of, token_moves(*packs, tensor_ranks, rank))
-    forward, backward = items[: len(packs.forward)], items[len(packs.forward) :]
+    ways = map(Regrouping.of, token_moves(packs, tensor_ranks, rank))
     return [
-        *((item, labels[:, :0]) for item, labels in forward),
-        *(({**item, REGROUPING: way}, own) for (item, own), way in zip(backward, ways, strict=True)),
+        ({**item, REGROUPING: next(ways)}, labels) if pack.passes == "B" else (item, labels[:, :0])
+        for (item, labels), pack in zip(items, packs, strict=True)
     ]
 
 
@@ -241,6 +240,12 @@ class RegroupedStage(PlannedStage):
         finally:
             model._skip_lm_head = skips
 
+    def _begin(self, direction: str, chunk_id: int) -> int:
+        """The plan numbers micro-batches of backward passes behind those of forward passes."""
+        super()._begin(direction, chunk_id)
+        self.micro_batch += len(self.passes) if direction == "backward" else 0
+        return self.micro_batch
+
     def begin_backward(self, place: int) -> Tensor:
         """The stage's output for a backward micro-batch, of which only the last stage's is a value.
 
@@ -248,9 +253,8 @@ class RegroupedStage(PlannedStage):
         """
         inputs, kwargs = self.passes[place]
         kwargs = dict(kwargs)
-        self._begin("backward", place)
         self.layers.backward = kwargs.pop(REGROUPING)
-        with self._timer.time("R", self.stage_index, place):
+        with self._timer.time("R", self.stage_index, self._begin("backward", place)):
             output: Tensor = super(PlannedStage, self).forward_one_chunk(
                 place, inputs, kwargs, save_forward_output=False
             )
@@ -272,8 +276,16 @@ class RegroupedSchedule(PackFlowSchedule):
     """An order of passes whose backward passes have micro-batches of their own.
 
     What `step` is given of them comes behind what it is given of forward passes. Only there the loss is
-    computed.
+    computed. torch numbers both from 0.
     """
+
+    def __init__(self, stages: Sequence[PlannedStage], flow: Flow, loss_fn: Callable[..., Any]) -> None:
+        ahead = sum(action.kind == "F" and action.stage == flow[0][0].stage for action in flow[0])
+        numbered = tuple(
+            tuple(a if a.kind == "F" else a._replace(place=a.place - ahead) for a in actions)
+            for actions in flow
+        )
+        super().__init__(stages, numbered, loss_fn)
 
     def step(
         self,

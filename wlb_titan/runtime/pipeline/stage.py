@@ -134,16 +134,15 @@ class PlannedStage(PipelineStage):
     # What torch looks up in `_stage_meta` is true of one micro-batch: the one at hand.
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self._begin("forward", fwd_chunk_id)
-        with self._timer.time("F", self.stage_index, fwd_chunk_id):
+        with self._timer.time("F", self.stage_index, self._begin("forward", fwd_chunk_id)):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any
     ) -> None:
-        self._begin("backward", bwd_chunk_id)
+        number = self._begin("backward", bwd_chunk_id)
         full_backward = full_backward or not self._splits_backward
-        with self._timer.time("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
+        with self._timer.time("B" if full_backward else "I", self.stage_index, number):
             self._gather_parameters()
             super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=full_backward, **kwargs)
 
@@ -158,9 +157,11 @@ class PlannedStage(PipelineStage):
         self._stage_meta = self._backward_metas[bwd_chunk_id]
         return super().get_bwd_send_ops(bwd_chunk_id)
 
-    def _begin(self, direction: str, micro_batch: int) -> None:
-        self._stage_meta = (self._metas if direction == "forward" else self._backward_metas)[micro_batch]
-        self.micro_batch = micro_batch
+    def _begin(self, direction: str, chunk_id: int) -> int:
+        """A pass begins; returns the number of its micro-batch in the step."""
+        self._stage_meta = (self._metas if direction == "forward" else self._backward_metas)[chunk_id]
+        self.micro_batch = chunk_id
+        return chunk_id
 
     def _gather_parameters(self) -> None:
         """Undoes the resharding at the end of the chunked loss: of the last norm and the output layer.

@@ -1,0 +1,104 @@
+"""What micro-batches are predicted to take and to hold: seconds of their passes, and a rank's memory.
+
+Of drafts and of planned micro-batches alike: a packing policy that tries several packings, the simulator and
+timelines all ask here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from wlb_titan.arrays import Floats
+from wlb_titan.context import ALL_KEYS, KeyShares, after, whole
+from wlb_titan.cost.passes import MicroBatches
+from wlb_titan.memory.rank import CachedSlice, Held, Passes, RankMemory
+from wlb_titan.packing.slim.slices import cache_rows
+from wlb_titan.plan import Flow, MicroBatch
+
+if TYPE_CHECKING:
+    from wlb_titan.job import Job
+
+
+def pass_seconds(job: Job, micro_batches: Sequence[MicroBatch], context_rank: int | None = None) -> Floats:
+    """Seconds of passes through each stage, of micro-batches that are divided over context-parallel ranks.
+
+    Args:
+        context_rank: the rank whose attention counts; None takes the slowest of each micro-batch.
+
+    Returns:
+        float64 (3, stages, micro-batches): forward passes, gradients of inputs and of weights.
+    """
+    sharers = np.array([m.sharers for m in micro_batches])
+    found = np.empty((3, len(job.layers), len(sharers)))
+    for ranks in np.unique(sharers).tolist():
+        (own,) = np.nonzero(sharers == ranks)
+        shared = job.merged[ranks]
+        some = passing([micro_batches[number] for number in own.tolist()], shared, context_rank)
+        found[:, :, own] = [times[:, 0] for times in shared.packing.pass_times(shared, some.in_runs(1))]
+    return found
+
+
+def passing(micro_batches: Sequence[MicroBatch], job: Job, context_rank: int | None = None) -> MicroBatches:
+    """What the passes of micro-batches follow from, as arrays (n,)."""
+    attention = np.array([_on_rank(attention_seconds(m, job), m, context_rank) for m in micro_batches])
+    tokens = np.array([m.shared_length for m in micro_batches], dtype=np.float64)
+    exchange = np.array([job.exchanging.seconds(travelling(m, job)) for m in micro_batches])
+    return MicroBatches(tokens, attention[:, 0], attention[:, 1], *exchange.T)
+
+
+def attention_seconds(micro_batch: MicroBatch, job: Job) -> Floats:
+    """float64 (ranks, 2), seconds of one layer's attention on each context-parallel rank, both passes."""
+    if job.strategy is None or micro_batch.ranks is None:
+        return job.latency.seconds(after((whole(micro_batch.lengths),), micro_batch.prefix))
+    return job.strategy.seconds(after(micro_batch.ranks, micro_batch.prefix))
+
+
+def _on_rank(attention: Floats, micro_batch: MicroBatch, context_rank: int | None) -> Floats:
+    """Seconds of both passes, float64 (2,), from those of all ranks."""
+    if context_rank is None or len(attention) == 1:
+        return np.asarray(attention.max(axis=0))
+    first = (micro_batch.dp_rank - micro_batch.merged.start) if micro_batch.merged else 0
+    return np.asarray(attention[first * (len(attention) // micro_batch.sharers) + context_rank])
+
+
+def travelling(micro_batch: MicroBatch, job: Job) -> tuple[int, ...]:
+    """Tokens of a micro-batch that travel by each of the job's moves."""
+    if job.strategy is None or micro_batch.ranks is None:
+        return ()
+    return job.strategy.travelling(micro_batch.ranks, micro_batch.shared_length, micro_batch.elsewhere)
+
+
+def keys_of(micro_batch: MicroBatch, job: Job) -> KeyShares:
+    """What a context-parallel rank has of a micro-batch's keys at the most; of a draft all of them."""
+    strategy = job.merged[micro_batch.sharers].strategy
+    if strategy is None or micro_batch.ranks is None:
+        return ALL_KEYS
+    return strategy.keys(micro_batch.ranks, micro_batch.shared_length, micro_batch.elsewhere)
+
+
+def held(job: Job, micro_batches: Sequence[MicroBatch]) -> list[Held]:
+    """Micro-batches of one data-parallel rank as memory sees them."""
+    cached: list[tuple[CachedSlice, ...]] = [()] * len(micro_batches)
+    if micro_batches[0].slices is not None:
+        cached = [
+            tuple(CachedSlice(*row) for key, *row in rows.tolist() if key >= 0)
+            for rows in cache_rows(micro_batches)
+        ]
+    return [
+        Held(m.length, m.sharers, keys_of(m, job), slices)
+        for m, slices in zip(micro_batches, cached, strict=True)
+    ]
+
+
+def replica_memory(
+    job: Job, micro_batches: Sequence[MicroBatch], flow: Flow | None
+) -> tuple[RankMemory, ...]:
+    """The peak of each pipeline rank of one data-parallel rank in a step.
+
+    Args:
+        flow: what its pipeline ranks run; None is the schedule's own order.
+    """
+    return job.fitting.peak(Passes(held(job, micro_batches), flow))
