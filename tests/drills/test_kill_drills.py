@@ -1,4 +1,4 @@
-"""Jobs that are killed, stopped, starved of disk or given damaged files, and started again.
+"""Jobs of which ranks are killed or hang, that are starved of disk or given damaged files.
 
 No rank waits for the timeout of a collective: a drill would take longer than `drill_ground.PATIENCE` then.
 """
@@ -8,25 +8,13 @@ from __future__ import annotations
 import errno
 import io
 import logging
-import random
 import shutil
 import signal
-import time
 
 import pytest
 from drill_ground import copy_of
 
 AREA = "training: kills, stops, full disks, damage"
-
-
-def test_killed_at_a_random_moment_and_started_again(ground, undisturbed):
-    """soak.py does it again and again."""
-    job = ground.start("killed")
-    job.await_(lambda: len(job.steps()) >= 3)
-    time.sleep(random.Random(0).uniform(0, 0.3))
-    job.kill()
-    assert job.codes == [-signal.SIGKILL] * 2, "the job was through before it was killed"
-    ground.ends_like(undisturbed, "killed")
 
 
 def test_an_error_of_any_rank_is_printed_by_it_and_ends_all(ground):

@@ -29,12 +29,6 @@ def test_what_changes_the_tokens_is_refused_and_changes_nothing(ground, undistur
     assert job.snapshot() == before
 
 
-def test_another_way_to_pack_the_documents_that_are_left_is_taken_on_resume(ground, undisturbed):
-    copy_of(undisturbed, ground, "altered", keep=4)
-    job = ground.run("altered", "--wlb.packing.policy", "wlb_lazy")
-    assert job.codes == [0, 0], job.log()
-
-
 def test_what_does_not_change_the_tokens_is_taken_on_resume(ground, undisturbed):
     copy_of(undisturbed, ground, "taken", keep=4)
     words = ("--wlb.packing.cost_model", "quadratic:1,100", "--checkpoint.interval", "3")
