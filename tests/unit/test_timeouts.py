@@ -12,7 +12,7 @@ use_cpu_without_accelerator()
 from torchtitan.distributed import ParallelDims  # noqa: E402
 
 from wlb_titan.packing import POLICIES  # noqa: E402
-from wlb_titan.runtime import timeouts  # noqa: E402
+from wlb_titan.runtime import agreement  # noqa: E402
 from wlb_titan.runtime.job import job_of  # noqa: E402
 from wlb_titan.runtime.models.registry import base_config  # noqa: E402
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 def train_timeout(config):
     config.wlb.cluster = "h100_roce"
-    return timeouts.train_timeout(config, job_of(config, ParallelDims.from_config(config.parallelism, 1)))
+    return agreement.train_timeout(config, job_of(config, ParallelDims.from_config(config.parallelism, 1)))
 
 
 @pytest.fixture

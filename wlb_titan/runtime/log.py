@@ -41,7 +41,6 @@ MISLEADING = (
 OF_NO_USE = (
     "CPU capacity",
     "Structured logging",
-    "Building device mesh",
     "Successfully created meshes",
     "Building ",
     "Applied ",

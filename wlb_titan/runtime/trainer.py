@@ -27,7 +27,13 @@ from torchtitan.trainer import Trainer as TorchtitanTrainer
 from wlb_titan.config.documents import open_corpus
 from wlb_titan.job import Job
 from wlb_titan.plan import Action, Flow
-from wlb_titan.runtime.agreement import agreed_beginning, agreed_job
+from wlb_titan.runtime.agreement import (
+    agreed_beginning,
+    agreed_job,
+    first_timeout,
+    set_timeouts,
+    train_timeout,
+)
 from wlb_titan.runtime.attention.implementation import ask_comparison, compared_difference, compile_attention
 from wlb_titan.runtime.attention.kv_cache import KeyValueCache
 from wlb_titan.runtime.attention.meshes import context_meshes, prepare_attention
@@ -48,7 +54,6 @@ from wlb_titan.runtime.models.compile import prepare_compiling
 from wlb_titan.runtime.pipeline.build import PackFlowSchedule
 from wlb_titan.runtime.pipeline.regroup import regrouped_pipeline
 from wlb_titan.runtime.step_trace import PassTimer, StepTrace
-from wlb_titan.runtime.timeouts import first_timeout, set_timeouts, train_timeout
 from wlb_titan.runtime.validator import Validator
 from wlb_titan.simulator.choice import Choice
 
