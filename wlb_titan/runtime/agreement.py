@@ -4,9 +4,9 @@ for, policies that are `auto`, the steps of `wlb.epochs`; and how long they wait
 Each rank plans by itself, and nothing would notice if two planned differently. So they compare what plans
 follow from.
 
-torchtitan gives a rank that does not answer up after 300 seconds until the first step is done and 100 after
-torchtitan gives up a rank that does not answer after 300 seconds until the first step is done and 100 after
-of the first steps, or that works on a longer micro-batch, through the whole depth of a pipeline.
+torchtitan gives up a rank that does not answer after 300 seconds until the first step is done, after 100 from
+then on. A job of balanced micro-batches needs a bound of its own: a rank may wait for another that compiles,
+in any of the first steps, or that works on a longer micro-batch, through the whole depth of a pipeline.
 """
 
 from __future__ import annotations
