@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from wlb_titan.balancing import balance
 from wlb_titan.cost.workload import workload
 from wlb_titan.documents.stream import DocumentStream, Pieces
+from wlb_titan.job import Job
 from wlb_titan.packing.policy import Pack, Packing, PackingPolicy, drafts
 from wlb_titan.plan import LENGTH, START
-
-if TYPE_CHECKING:
-    from wlb_titan.job import Job
 
 BLOCK = 1 << 20  # documents whose lengths are looked at together
 

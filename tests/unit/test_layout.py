@@ -15,7 +15,7 @@ ROOMS = (
     *("errors", "arrays", "plugins", "plan"),
     *("documents", "pipeline", "cost"),
     *("context", "memory", "packing"),
-    *("balancing", "validation", "planner", "policies", "job", "summary"),
+    *("balancing", "planner", "policies", "job", "validation", "summary"),
     *("simulator", "corpus", "config"),
     *("runtime", "commands"),
 )
